@@ -56,9 +56,9 @@ def main() -> None:
     parser.add_argument("--parts", nargs="+", choices=[ENCODER, DECODING], default=[ENCODER, DECODING])
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--shape", choices=[*SHAPES], default="base")
-    parser.add_argument("--depth", type=int, help="blocks of the encoder: 12 when left out, and 2 with --shape tiny")
-    parser.add_argument("--batch", type=int, help="clips of a pass of the encoder: 2 on a CPU, 16 on a GPU")
-    parser.add_argument("--captions", type=int, help="captions of a batch: 4 on a CPU, 32 on a GPU")
+    parser.add_argument("--depth", type=int, help="number of encoder blocks (default 12; 2 with --shape tiny)")
+    parser.add_argument("--batch", type=int, help="clips per encoder pass (default 2 on a CPU, 16 on a GPU)")
+    parser.add_argument("--captions", type=int, help="captions per batch (default 4 on a CPU, 32 on a GPU)")
     arguments = parser.parse_args()
     device, shape = torch.device(arguments.device), SHAPES[arguments.shape]
     shape = replace(shape, depth=arguments.depth or shape.depth)
@@ -97,28 +97,28 @@ def encoder_rows(ours: Captioner, theirs: Any, clips: torch.Tensor, *, num_round
         RuntimeError: their losses differ.
     """
     device = clips.device
-    ways = encoder_ways(ours, theirs, clips)
+    variants = encoder_variants(ours, theirs, clips)
     memory = {}
-    for way, work in ways.items():
+    for variant, work in variants.items():
         ours.zero_grad(set_to_none=True)
         theirs.zero_grad(set_to_none=True)
-        memory[way] = peak_bytes(work, device=device)
-    times = in_turn(ways, device=device, num_rounds=num_rounds, title=ENCODER)
+        memory[variant] = peak_bytes(work, device=device)
+    times = in_turn(variants, device=device, num_rounds=num_rounds, title=ENCODER)
     return [
         {
-            "way": way,
-            "s a pass": statistics.median(times[way]),
-            "lowest": min(times[way]),
-            "highest": max(times[way]),
-            "speed / transformers": ratio(times[HF], times[way]),
-            "peak MB": round(memory[way] / MB),
-            "memory / transformers": memory[way] / memory[HF],
+            "way": variant,
+            "s a pass": statistics.median(times[variant]),
+            "lowest": min(times[variant]),
+            "highest": max(times[variant]),
+            "speed / transformers": ratio(times[HF], times[variant]),
+            "peak MB": round(memory[variant] / MB),
+            "memory / transformers": memory[variant] / memory[HF],
         }
-        for way in ways
+        for variant in variants
     ]
 
 
-def encoder_ways(ours: Captioner, theirs: Any, clips: torch.Tensor) -> dict[str, Callable[[], float]]:
+def encoder_variants(ours: Captioner, theirs: Any, clips: torch.Tensor) -> dict[str, Callable[[], float]]:
     """Return the compared passes; each returns its loss.
 
     Raises:
@@ -132,15 +132,15 @@ def encoder_ways(ours: Captioner, theirs: Any, clips: torch.Tensor) -> dict[str,
         tower.transformer.checkpointing = checkpoints
         return take(tower, tower, clips)
 
-    ways: dict[str, Callable[[], float]] = {
+    variants: dict[str, Callable[[], float]] = {
         OURS: lambda: pass_of_ours(checkpoints=False),
         CHECKPOINTED: lambda: pass_of_ours(checkpoints=True),
         HF: lambda: take(lambda x: theirs.encoder(x.transpose(1, 2)).last_hidden_state, theirs.encoder, clips),
     }
-    losses = {way: work() for way, work in ways.items()}
+    losses = {variant: work() for variant, work in variants.items()}
     if any(abs(loss - losses[HF]) > _CLOSE * losses[HF] for loss in losses.values()):
-        raise RuntimeError(f"the same weights give other losses: {losses}")
-    return ways
+        raise RuntimeError(f"different losses with the same weights: {losses}")
+    return variants
 
 
 def check_logits(ours: Captioner, theirs: Any, states: torch.Tensor) -> None:
@@ -151,7 +151,7 @@ def check_logits(ours: Captioner, theirs: Any, states: torch.Tensor) -> None:
     with torch.no_grad():
         expected = theirs.decoder(input_ids=tokens, encoder_hidden_states=states).logits
         if (ours.decoder(tokens, states) - expected).abs().max() > _CLOSE * expected.abs().max():
-            raise RuntimeError("the same weights give other logits")
+            raise RuntimeError("different logits with the same weights")
 
 
 def decoding_rows(ours: Captioner, theirs: Any, states: torch.Tensor, *, num_rounds: int) -> list[dict[str, Any]]:
@@ -164,41 +164,41 @@ def decoding_rows(ours: Captioner, theirs: Any, states: torch.Tensor, *, num_rou
     check_logits(ours, theirs, states)
     rows = []
     for method, settings in METHODS.items():
-        ways: dict[str, Callable[[], torch.Tensor]] = {
+        variants: dict[str, Callable[[], torch.Tensor]] = {
             OURS: lambda settings=settings: write(ours, states, settings),  # type: ignore[misc]
             HF: lambda settings=settings: generate(theirs, states, settings),  # type: ignore[misc]
         }
-        written = {way: work() for way, work in ways.items()}
+        written = {variant: work() for variant, work in variants.items()}
         length = min(one.shape[1] for one in written.values())
         same = (written[OURS][:, :length] == written[HF][:, :length]).float().mean().item()
-        times = in_turn(ways, device=device, num_rounds=num_rounds, title=f"{DECODING}, {method}")
+        times = in_turn(variants, device=device, num_rounds=num_rounds, title=f"{DECODING}, {method}")
         count = len(states) * max_tokens_of(settings)
         rows += [
             {
                 "method": method,
-                "way": way,
-                "tokens/s": round(count / statistics.median(times[way]), 1),
-                "lowest": round(count / max(times[way]), 1),
-                "highest": round(count / min(times[way]), 1),
-                "speed / transformers": ratio(times[HF], times[way]),
+                "way": variant,
+                "tokens/s": round(count / statistics.median(times[variant]), 1),
+                "lowest": round(count / max(times[variant]), 1),
+                "highest": round(count / min(times[variant]), 1),
+                "speed / transformers": ratio(times[HF], times[variant]),
                 "same tokens": f"{same:.0%}",
             }
-            for way in ways
+            for variant in variants
         ]
     return rows
 
 
 def in_turn(
-    ways: dict[str, Callable[[], Any]], *, device: torch.device, num_rounds: int, title: str
+    variants: dict[str, Callable[[], Any]], *, device: torch.device, num_rounds: int, title: str
 ) -> dict[str, list[float]]:
     """Return the seconds of each variant, one value per round."""
-    times: dict[str, list[float]] = {way: [] for way in ways}
-    names = list(ways)
+    times: dict[str, list[float]] = {variant: [] for variant in variants}
+    names = list(variants)
     for number in range(num_rounds):
         turn = number % len(names)
-        for way in names[turn:] + names[:turn]:
-            times[way].append(seconds_of(ways[way], device=device))
-            print(f"{title}, round {number + 1}, {way}: {times[way][-1]:.3f} s", file=sys.stderr, flush=True)
+        for variant in names[turn:] + names[:turn]:
+            times[variant].append(seconds_of(variants[variant], device=device))
+            print(f"{title}, round {number + 1}, {variant}: {times[variant][-1]:.3f} s", file=sys.stderr, flush=True)
     return times
 
 

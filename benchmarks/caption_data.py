@@ -41,7 +41,7 @@ _MB = 1e6
 def main() -> None:
     """Run the benchmark and print its table."""
     parser = parser_for(__doc__ or "")
-    parser.add_argument("videos", nargs="?", type=Path, help="folder of videos; made up when left out")
+    parser.add_argument("videos", nargs="?", type=Path, help="folder of videos (default: synthetic videos)")
     parser.add_argument("--pieces", type=int, default=40)
     parser.add_argument("--rounds", type=int, default=3)
     arguments = parser.parse_args()
@@ -50,23 +50,23 @@ def main() -> None:
         folder = Path(scratch)
         samples = _open_samples(folder, videos=arguments.videos, num_pieces=arguments.pieces)
         arrays = _write_arrays(folder, samples)
-        ways: dict[str, Callable[[int], torch.Tensor]] = {
+        variants: dict[str, Callable[[int], torch.Tensor]] = {
             "shards": lambda number: _from_shards(samples, number, seed=0),
             "npz, from memory": lambda number: _from_array(arrays[number]),
             "npz, from disk": lambda number: _from_array(arrays[number], is_cold=True),
         }
         shard_bytes = sum(path.stat().st_size for path in data_folder(folder, OWN).glob("video/*/*.tar"))
-        sizes = {way: sum(path.stat().st_size for path in arrays) for way in ways} | {"shards": shard_bytes}
-        seconds: dict[str, list[tuple[float, float]]] = {way: [] for way in ways}
+        sizes = {variant: sum(path.stat().st_size for path in arrays) for variant in variants} | {"shards": shard_bytes}
+        seconds: dict[str, list[tuple[float, float]]] = {variant: [] for variant in variants}
         for _ in range(arguments.rounds):
-            for way, load in ways.items():
-                seconds[way].append(_timed(load, len(arrays)))
+            for variant, load in variants.items():
+                seconds[variant].append(_timed(load, len(arrays)))
     rows: list[dict[str, object]] = []
-    for way, taken in seconds.items():
-        mb = sizes[way] / len(arrays) / _MB
+    for variant, taken in seconds.items():
+        mb = sizes[variant] / len(arrays) / _MB
         rows.append(
             {
-                "way": way,
+                "way": variant,
                 "clips/CPU s": statistics.median(len(arrays) / cpu_s for _, cpu_s in taken),
                 "clips/s": statistics.median(len(arrays) / wall_s for wall_s, _ in taken),
                 "MB a clip": mb,

@@ -197,7 +197,7 @@ def main() -> None:
     print_report(
         f"Captioner on {arguments.stages} stages, gloo, microbatches of {MICROBATCH} clips",
         rows,
-        notes=["`bubble` has the imbalance of the stages and the exchanges in it, `theory` neither."],
+        notes=["`bubble` includes stage imbalance and communication, `theory` does not."],
         json_path=arguments.json,
     )
 

@@ -57,9 +57,9 @@ def captioners(shape: Shape, *, device: torch.device) -> tuple[Captioner, Any]:
             nn.init.normal_(parameter, std=0.02)  # zeros when newly initialised
     config = hf_caption_config(tower, text, end_id=END, pad_id=END, dropout=0.0)
     theirs = VisionEncoderDecoderModel(VisionEncoderDecoderConfig.from_dict(config))
-    missing, left_over = theirs.load_state_dict(to_hf_caption(ours.state_dict()), strict=False)
-    if left_over or missing not in ([], ["decoder.lm_head.weight"]):
-        raise RuntimeError(f"the weights do not fit: missing {missing}, left over {left_over}")
+    missing, unexpected = theirs.load_state_dict(to_hf_caption(ours.state_dict()), strict=False)
+    if unexpected or missing not in ([], ["decoder.lm_head.weight"]):
+        raise RuntimeError(f"the weights do not match: missing {missing}, unexpected {unexpected}")
     theirs.tie_weights()
     return ours.to(device), nn.Module.to(theirs, device)
 

@@ -62,7 +62,7 @@ class Cost:
     encoder_s: float | None = None
 
 
-class Ways:
+class Chunkers:
     """The variants of chunking one data folder's videos; each call runs one and returns its cost."""
 
     def __init__(self, data: Path, recipe: ResolvedRecipe, *, scratch: Path, program: str) -> None:
@@ -220,8 +220,8 @@ def main() -> None:
     """Run the benchmark and print its table."""
     parser = parser_for(__doc__ or "")
     parser.add_argument("videos", nargs="?", type=Path, metavar="VIDEOS", help="folder of videos to cut")
-    parser.add_argument("--rounds", type=int, default=3, help="times that each way is run (default 3)")
-    parser.add_argument("--ways", nargs="+", metavar="WAY", help="only these ways, by the names of the table")
+    parser.add_argument("--rounds", type=int, default=3, help="number of runs of each variant (default 3)")
+    parser.add_argument("--variants", nargs="+", metavar="VARIANT", help="names of the variants to run")
     parser.add_argument("--synthetic", type=int, default=4, metavar="N", help="synthetic videos (default 4)")
     parser.add_argument("--minutes", type=float, default=5.0, help="length of each (default 5)")
     arguments = parser.parse_args()
@@ -231,8 +231,10 @@ def main() -> None:
         scratch.mkdir()
         make_manifest(arguments.videos, data, num_synthetic=arguments.synthetic, minutes=arguments.minutes)
         recipe = resolve(Recipe(), ffmpeg_version=ffmpeg.version)
-        ways = Ways(data, recipe, scratch=scratch, program=ffmpeg.path)
-        chosen = {name: way for name, way in ways.all().items() if name in (arguments.ways or ways.all())}
+        variants = Chunkers(data, recipe, scratch=scratch, program=ffmpeg.path)
+        chosen = {
+            name: variant for name, variant in variants.all().items() if name in (arguments.variants or variants.all())
+        }
         costs: dict[str, list[Cost]] = {name: [] for name in chosen}
         for number in range(arguments.rounds):
             names = list(chosen)
@@ -241,7 +243,7 @@ def main() -> None:
                 costs[name].append(chosen[name]())
                 print(f"round {number + 1}, {name}: {costs[name][-1].cpu_s:.2f} CPU s", file=sys.stderr, flush=True)
     notes = [
-        f"{ways.num_chunks} chunks of {ways.seconds / 60:.1f} minutes of "
+        f"{variants.num_chunks} chunks of {variants.seconds / 60:.1f} minutes of "
         f"{'synthetic' if arguments.videos is None else 'the given'} video, {arguments.rounds} rounds."
     ]
     print_report("prep chunk", rows_of(costs), notes=notes, json_path=arguments.json)

@@ -82,8 +82,8 @@ from benchmarks.decode_peers.figures import (
 )
 from benchmarks.decode_peers.pieces import pieces_of
 from benchmarks.decode_peers.torchcodec_reader import links_to_libraries
+from benchmarks.peer_process import PEERS_PYTHON, NotInstalled, PeerProcess
 from benchmarks.report import Rows, parser_for, print_report
-from benchmarks.way_process import PEERS_PYTHON, NotInstalled, WayProcess
 from prep.video.ffmpeg import find_ffmpeg
 
 AT_LEAST_S, LOADER_AT_LEAST_S = 0.5, 1.0
@@ -100,7 +100,7 @@ class Entry:
     python: Path = Path(sys.executable)
 
 
-WAYS = {
+VARIANTS = {
     OURS: Entry("packet_clips"),
     OURS_RGB: Entry("packet_clips", ("--as", "rgb")),
     UNCROPPED: Entry("packet_clips", ("--as", "frames")),
@@ -119,13 +119,13 @@ LOADER_PROCESSES = {
 }
 # Without OpenCV where it is slowest: half a second per clip with 16 seeks among 250 frames.
 CASES: list[Case] = [
-    *((X264_DEFAULT, SHORT, way) for way in OTHERS),
-    *((OWN, SHORT, way) for way in WAYS),
-    *((CLOSED, SHORT, way) for way in (OURS, UNCROPPED, FLOOR, DECORD, *TORCHCODEC)),
-    *((FAST, SHORT, way) for way in WAYS),
-    *((X264_DEFAULT, MAE, way) for way in OTHERS if way != OPENCV),
-    *((OWN, MAE, way) for way in WAYS if way != OPENCV),
-    *((FAST, MAE, way) for way in (OURS, UNCROPPED, FLOOR)),
+    *((X264_DEFAULT, SHORT, variant) for variant in OTHERS),
+    *((OWN, SHORT, variant) for variant in VARIANTS),
+    *((CLOSED, SHORT, variant) for variant in (OURS, UNCROPPED, FLOOR, DECORD, *TORCHCODEC)),
+    *((FAST, SHORT, variant) for variant in VARIANTS),
+    *((X264_DEFAULT, MAE, variant) for variant in OTHERS if variant != OPENCV),
+    *((OWN, MAE, variant) for variant in VARIANTS if variant != OPENCV),
+    *((FAST, MAE, variant) for variant in (OURS, UNCROPPED, FLOOR)),
 ]
 
 
@@ -154,15 +154,15 @@ def draw_clips(folder: Path, name: str, *, num_chunks: int, num_clips: int) -> d
     return clips
 
 
-class Ways:
+class Decoders:
     """The variants' and additional programs by name, with the reasons why some are unavailable."""
 
     def __init__(self, names: list[str], folder: Path, *, stack: ExitStack) -> None:
-        self._running: dict[str, WayProcess] = {}
+        self._running: dict[str, PeerProcess] = {}
         self.missing: dict[str, str] = {}
         libraries = links_to_libraries(PEERS_PYTHON, folder / "libraries")
         searched = os.pathsep.join(filter(None, [str(libraries), os.environ.get("LD_LIBRARY_PATH")]))
-        entries = {name: WAYS[name] for name in names}
+        entries = {name: VARIANTS[name] for name in names}
         entries |= {COSTS: Entry("clip_costs")}
         for processes in LOADER_PROCESSES.values():
             entries |= {name: Entry("loader_threads", ("--threads", str(num))) for name, num in processes.items()}
@@ -170,12 +170,14 @@ class Ways:
             module = f"benchmarks.decode_peers.{entry.module}"
             environment = {"LD_LIBRARY_PATH": searched} if name in TORCHCODEC else None
             try:
-                way = WayProcess(entry.python, module, folder, *entry.words, folder=folder, environment=environment)
+                variant = PeerProcess(
+                    entry.python, module, folder, *entry.words, folder=folder, environment=environment
+                )
             except NotInstalled as error:
                 self.missing[name] = str(error)
                 continue
-            self._running[name] = way
-            stack.callback(way.end)
+            self._running[name] = variant
+            stack.callback(variant.end)
 
     def has(self, name: str) -> bool:
         """Return True if a variant is available."""
@@ -193,51 +195,51 @@ class Ways:
             return None
 
 
-def race(ways: Ways, cases: list[Case], *, num_rounds: int) -> Measured:
+def race(variants: Decoders, cases: list[Case], *, num_rounds: int) -> Measured:
     """Check every case, then time them in turns.
 
     Raises:
         RuntimeError: clipmill returned a frame other than the requested one.
     """
-    measured = Measured({}, {}, {name: [] for name in LOADERS}, {}, ways.missing)
+    measured = Measured({}, {}, {name: [] for name in LOADERS}, {}, variants.missing)
     for case in cases:
-        name, kind, way = case
-        found = ways.ask(way, "check", set=name, kind=kind, num_chunks=NUM_CHECKED_CHUNKS)
+        name, kind, variant = case
+        found = variants.ask(variant, "check", set=name, kind=kind, num_chunks=NUM_CHECKED_CHUNKS)
         if found is None:
             continue
-        _progress(f"{name}, {kind}, {way}: {found['num_wrong']} of {found['num_frames']} frames are wrong")
-        if found["num_wrong"] and way not in OTHERS:
+        _progress(f"{name}, {kind}, {variant}: {found['num_wrong']} of {found['num_frames']} frames are wrong")
+        if found["num_wrong"] and variant not in OTHERS:
             raise RuntimeError(f"{case}: {found}")
         measured.rates[case], measured.wrong[case] = [], (found["num_wrong"], found["num_frames"])
     for name in LOADERS:
-        _load(ways, name, at_least_s=0)  # opens the files, so that both processes of a pair start together afterwards
+        _load(variants, name, at_least_s=0)  # opens the files, so that the processes of a pair start together
     for number in range(num_rounds):
         running = list(measured.rates)
         begin = number * len(running) // num_rounds
-        for name, kind, way in running[begin:] + running[:begin]:
-            turn = ways.ask(way, "time", set=name, kind=kind, at_least_s=AT_LEAST_S)
-            assert turn is not None, f"{way} has gone"
-            measured.rates[name, kind, way].append(turn["num_clips"] / turn["cpu_s"])
-        _measure_beside(ways, measured)
-        _progress(f"round {number + 1} is over")
+        for name, kind, variant in running[begin:] + running[:begin]:
+            turn = variants.ask(variant, "time", set=name, kind=kind, at_least_s=AT_LEAST_S)
+            assert turn is not None, f"{variant} has exited"
+            measured.rates[name, kind, variant].append(turn["num_clips"] / turn["cpu_s"])
+        _measure_beside(variants, measured)
+        _progress(f"round {number + 1} finished")
     return measured
 
 
-def _measure_beside(ways: Ways, measured: Measured) -> None:
-    for name, kind in [(name, kind) for name, kind, way in measured.rates if way == FLOOR]:
-        if costs := ways.ask(COSTS, "costs", set=name, kind=kind):
+def _measure_beside(variants: Decoders, measured: Measured) -> None:
+    for name, kind in [(name, kind) for name, kind, variant in measured.rates if variant == FLOOR]:
+        if costs := variants.ask(COSTS, "costs", set=name, kind=kind):
             measured.costs.setdefault((name, kind), []).append(costs)
     for turn in range(NUM_LOADER_TURNS):
         begin = turn % len(LOADERS)
         for name in LOADERS[begin:] + LOADERS[:begin]:
-            if rates := _load(ways, name, at_least_s=LOADER_AT_LEAST_S):
+            if rates := _load(variants, name, at_least_s=LOADER_AT_LEAST_S):
                 measured.loaders[name].append(rates)
 
 
-def _load(ways: Ways, name: str, *, at_least_s: float) -> tuple[float, float] | None:
+def _load(variants: Decoders, name: str, *, at_least_s: float) -> tuple[float, float] | None:
     """Return clips per second of wall time and per CPU second, over all concurrent processes of a variant."""
     processes = LOADER_PROCESSES[name]
-    ask = partial(ways.ask, do="load", set=OWN, at_least_s=at_least_s)
+    ask = partial(variants.ask, do="load", set=OWN, at_least_s=at_least_s)
     with ThreadPoolExecutor(len(processes)) as pool:
         turns = [turn for turn in pool.map(ask, processes) if turn is not None]
     if len(turns) < len(processes) or not at_least_s:
@@ -253,10 +255,12 @@ def _progress(text: str) -> None:
 def _parser() -> argparse.ArgumentParser:
     parser = parser_for(__doc__ or "")
     parser.add_argument("videos", nargs="?", type=Path, metavar="VIDEOS", help="folder of videos to cut pieces from")
-    parser.add_argument("--pieces", type=int, default=12, help="of 15 s (default 12)")
-    parser.add_argument("--clips", type=int, default=36, help="of 4 frames; half as many of 16 (default 36)")
-    parser.add_argument("--rounds", type=int, default=5, help="turns of each way (default 5)")
-    parser.add_argument("--ways", nargs="+", choices=list(WAYS), default=list(WAYS), metavar="WAY", help="only these")
+    parser.add_argument("--pieces", type=int, default=12, help="number of pieces of 15 s (default 12)")
+    parser.add_argument("--clips", type=int, default=36, help="clips of 4 frames, and half as many of 16 (default 36)")
+    parser.add_argument("--rounds", type=int, default=5, help="turns of each variant (default 5)")
+    parser.add_argument(
+        "--variants", nargs="+", choices=list(VARIANTS), default=list(VARIANTS), metavar="VARIANT", help="only these"
+    )
     parser.add_argument("--quick", action="store_true", help="4 pieces, 16 clips, one round: rough figures")
     return parser
 
@@ -271,7 +275,7 @@ def main() -> None:
         folder = Path(name)
         pieces, captions = folder / "pieces", folder / "captions.csv"
         pieces.mkdir()
-        _progress("making the pieces")
+        _progress("cutting the pieces")
         names = pieces_of(arguments.videos, pieces, num_pieces=arguments.pieces, program=program)
         random = np.random.default_rng(0)
         write_captions(captions, [(number % len(names), *draw_span(random)) for number in range(NUM_CAPTIONS)])
@@ -280,8 +284,8 @@ def main() -> None:
         with ThreadPoolExecutor(os.cpu_count()) as pool:
             sizes = dict(zip(SETS, pool.map(make, SETS), strict=True))
         write_clips(folder, draw_clips(folder, OWN, num_chunks=len(names), num_clips=arguments.clips))
-        cases = [case for case in CASES if case[2] in arguments.ways]
-        measured = race(Ways(arguments.ways, folder, stack=stack), cases, num_rounds=arguments.rounds)
+        cases = [case for case in CASES if case[2] in arguments.variants]
+        measured = race(Decoders(arguments.variants, folder, stack=stack), cases, num_rounds=arguments.rounds)
     ratios = ratios_of(measured, sizes)
     further: dict[str, Rows] = {
         "Figures with targets": [{"figure": figure, "value": value} for figure, value in ratios.items()],
@@ -291,7 +295,7 @@ def main() -> None:
     }
     notes = [
         f"{len(names)} pieces of 15 s ({', '.join(names)}), {arguments.clips} clips, {arguments.rounds} rounds.",
-        *(f"{way} is not installed: {why}" for way, why in measured.missing.items()),
+        *(f"{variant} is not installed: {why}" for variant, why in measured.missing.items()),
     ]
     print_report(
         "Clips out of chunks",

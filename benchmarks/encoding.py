@@ -181,7 +181,7 @@ def text_rows(folder: Path, *, case: str, num_rounds: int) -> list[dict[str, obj
 def main() -> None:
     """Run the benchmark and print its table."""
     parser = parser_for(__doc__ or "")
-    parser.add_argument("videos", type=Path, nargs="?", help="folder of videos; by default a short synthetic one")
+    parser.add_argument("videos", type=Path, nargs="?", help="folder of videos (default: a short synthetic one)")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--cases", nargs="+", choices=[*LATENTS, *TEXTS], default=[*LATENTS, *TEXTS])
     arguments = parser.parse_args()

@@ -39,8 +39,8 @@ from pathlib import Path
 from benchmarks.latent_peers.latent_data import write_columns
 from benchmarks.latent_peers.segment_set import SEGMENT_BYTES, digest, make_segment_set, open_segment_set
 from benchmarks.measure import run_measured
+from benchmarks.peer_process import PEERS_PYTHON, NotInstalled, PeerProcess
 from benchmarks.report import parser_for, print_report
-from benchmarks.way_process import PEERS_PYTHON, NotInstalled, WayProcess
 
 OURS, FIRST_VISITS, MEMCPY = "LatentLoader", "LatentLoader, first visits", "memcpy"
 SEEDS = ("seed, 1 worker", "seed, 2 workers")
@@ -57,7 +57,7 @@ class Entry:
     python: Path = Path(sys.executable)
 
 
-WAYS = {
+VARIANTS = {
     OURS: Entry("latent_loader"),
     FIRST_VISITS: Entry("latent_loader", ("--first-visits",)),
     SEEDS[0]: Entry("seed_zarr", ("--workers", "1"), PEERS_PYTHON),
@@ -70,13 +70,15 @@ WAYS = {
 }
 
 
-def start_ways(names: list[str], folder: Path, *, stack: ExitStack) -> tuple[dict[str, WayProcess], dict[str, str]]:
+def start_variants(
+    names: list[str], folder: Path, *, stack: ExitStack
+) -> tuple[dict[str, PeerProcess], dict[str, str]]:
     """Start the loaders and have each create its format; return those that run, and why others do not."""
     running, missing = {}, {}
     for name in names:
-        entry = WAYS[name]
+        entry = VARIANTS[name]
         try:
-            running[name] = WayProcess(
+            running[name] = PeerProcess(
                 entry.python,
                 f"benchmarks.latent_peers.{entry.module}",
                 folder / "set",
@@ -89,7 +91,7 @@ def start_ways(names: list[str], folder: Path, *, stack: ExitStack) -> tuple[dic
             continue
         stack.callback(running[name].end)
     for name in list(running):
-        _progress(f"{name}: making its format")
+        _progress(f"{name}: writing the data set in its format")
         try:
             running[name].ask("make")
         except NotInstalled as error:
@@ -99,27 +101,27 @@ def start_ways(names: list[str], folder: Path, *, stack: ExitStack) -> tuple[dic
 
 
 def race(
-    ways: dict[str, WayProcess], *, batch: int, num_rounds: int, at_least_s: float, wanted: tuple[int, str]
+    variants: dict[str, PeerProcess], *, batch: int, num_rounds: int, at_least_s: float, wanted: tuple[int, str]
 ) -> Rates:
     """Check each loader with one batch size, then time them in turns.
 
     Raises:
         RuntimeError: a loader's output differs from the data set.
     """
-    for name, way in ways.items():
-        way.ask("open", batch=batch)
-        found = way.ask("check")
+    for name, variant in variants.items():
+        variant.ask("open", batch=batch)
+        found = variant.ask("check")
         if (found["num_distinct"], found["digest"]) != wanted:
             raise RuntimeError(f"{name}, batch {batch}: {found}, the set has {wanted}")
-    rates: Rates = {name: [] for name in ways}
+    rates: Rates = {name: [] for name in variants}
     for number in range(num_rounds):
-        names = list(ways)
+        names = list(variants)
         for name in names[number % len(names) :] + names[: number % len(names)]:
-            turn = ways[name].ask("time", at_least_s=at_least_s)
+            turn = variants[name].ask("time", at_least_s=at_least_s)
             rates[name].append(turn["num_segments"] / turn["seconds"])
             _progress(f"batch {batch}, round {number + 1}, {name}: {rates[name][-1]:,.0f} segments/s")
-    for way in ways.values():
-        way.ask("close")
+    for variant in variants.values():
+        variant.ask("close")
     return rates
 
 
@@ -178,14 +180,29 @@ def _progress(text: str) -> None:
 
 def _parser() -> argparse.ArgumentParser:
     parser = parser_for(__doc__ or "")
-    parser.add_argument("--segments", type=int, default=5000, help="of the set (default 5000)")
-    parser.add_argument("--videos", type=int, default=100, help="of the set (default 100)")
-    parser.add_argument("--values", choices=["normal", "ar1"], default="normal", help="ar1: frames resemble each other")
+    parser.add_argument("--segments", type=int, default=5000, help="number of segments (default 5000)")
+    parser.add_argument("--videos", type=int, default=100, help="number of videos (default 100)")
+    parser.add_argument(
+        "--values",
+        choices=["normal", "ar1"],
+        default="normal",
+        help="normal: independent frames; ar1: correlated frames",
+    )
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 32, 256], help="batch sizes (default 1 32 256)")
-    parser.add_argument("--rounds", type=int, default=5, help="turns of each way (default 5)")
-    parser.add_argument("--ways", nargs="+", choices=list(WAYS), default=list(WAYS), metavar="WAY", help="only these")
-    parser.add_argument("--copies", type=int, nargs="+", default=[1, 8, 64], help="sets for memory (default 1 8 64)")
-    parser.add_argument("--quick", action="store_true", help="a tenth of the set, one round: a minute, rough figures")
+    parser.add_argument("--rounds", type=int, default=5, help="turns of each variant (default 5)")
+    parser.add_argument(
+        "--variants", nargs="+", choices=list(VARIANTS), default=list(VARIANTS), metavar="VARIANT", help="only these"
+    )
+    parser.add_argument(
+        "--copies",
+        type=int,
+        nargs="+",
+        default=[1, 8, 64],
+        help="copies of the set for the memory measurement (default 1 8 64)",
+    )
+    parser.add_argument(
+        "--quick", action="store_true", help="a tenth of the set, one round: rough figures within a minute"
+    )
     return parser
 
 
@@ -207,14 +224,14 @@ def main() -> None:
         )
         segments = open_segment_set(folder / "set")
         wanted = digest([(segments.latents, segments.text[segments.video_of_segment])])
-        ways, missing = start_ways(arguments.ways, folder, stack=stack)
+        variants, missing = start_variants(arguments.variants, folder, stack=stack)
         for batch in arguments.batches:
-            rates = race(ways, batch=batch, num_rounds=arguments.rounds, at_least_s=AT_LEAST_S, wanted=wanted)
-            rows += rows_of(batch, rates, arguments.ways)
+            rates = race(variants, batch=batch, num_rounds=arguments.rounds, at_least_s=AT_LEAST_S, wanted=wanted)
+            rows += rows_of(batch, rates, arguments.variants)
         memory_rows, jump_rows = measure_costs(folder, copies=arguments.copies)
     notes = [
         f"{arguments.segments:,} segments of {arguments.videos} videos, values {arguments.values}, "
-        f"{arguments.rounds} rounds; every way's bytes are those of the set.",
+        f"{arguments.rounds} rounds; each variant's bytes are those of the set.",
         *(f"{name} is not installed: {why}" for name, why in missing.items()),
     ]
     further = {"Anonymous memory of a LatentLoader's process": memory_rows, "Jumps": jump_rows}

@@ -20,10 +20,12 @@ def learning_parser(description: str, *, preset: str) -> ArgumentParser:
     """Create a parser with the shared options; unknown options are passed to the training command."""
     parser = parser_for(description)
     parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--videos", type=int, default=60, help="of one minute each")
-    parser.add_argument("--minutes", type=float, default=1.0, help="length of a video")
+    parser.add_argument("--videos", type=int, default=60, help="number of videos (default 60)")
+    parser.add_argument("--minutes", type=float, default=1.0, help="length of a video in minutes (default 1)")
     parser.add_argument("--preset", default=preset)
-    parser.add_argument("--folder", type=Path, help="where everything is kept")
+    parser.add_argument(
+        "--folder", type=Path, help="folder for data and runs, kept at the end (default: a temporary one)"
+    )
     return parser
 
 

@@ -44,7 +44,7 @@ class Embeddings(nn.Module):
         return self.video, self.text
 
 
-def our_way(kind: str, model: Embeddings, batch: Batch, device: torch.device) -> Callable[[], None]:
+def our_variant(kind: str, model: Embeddings, batch: Batch, device: torch.device) -> Callable[[], None]:
     """Return a function that computes the gradients of an objective, with moving averages updated by half."""
     settings = Loss(kind=kind, **({"gamma": 0.5, "gamma_schedule": "constant"} if LOSSES[kind].is_global else {}))  # type: ignore[arg-type]
     dataset = DatasetSize(num_clips=NUM_SAMPLES, num_captions=NUM_SAMPLES, num_epochs=10)
@@ -60,7 +60,7 @@ def our_way(kind: str, model: Embeddings, batch: Batch, device: torch.device) ->
     return once
 
 
-def their_way(name: str, model: Embeddings, device: torch.device) -> Callable[[], None]:
+def their_variant(name: str, model: Embeddings, device: torch.device) -> Callable[[], None]:
     """Return a function that computes the gradients of open_clip's loss with autograd."""
     import open_clip.loss
 
@@ -87,10 +87,10 @@ def openings_of(num_pairs: int, width: int, device: torch.device) -> dict[str, C
     model = Embeddings(num_pairs, width).to(device)
     ids = torch.randperm(NUM_SAMPLES)[:num_pairs]
     batch = Batch(input="latents", clip_id=ids, caption_id=ids)
-    ways: dict[str, Callable[[], Callable[[], None]]] = {
-        kind: partial(our_way, kind, model, batch, device) for kind in LOSSES
+    variants: dict[str, Callable[[], Callable[[], None]]] = {
+        kind: partial(our_variant, kind, model, batch, device) for kind in LOSSES
     }
-    return ways | {name: partial(their_way, name, model, device) for name in (OPEN_CLIP, SIGLIP_OPEN_CLIP)}
+    return variants | {name: partial(their_variant, name, model, device) for name in (OPEN_CLIP, SIGLIP_OPEN_CLIP)}
 
 
 def main() -> None:
@@ -104,14 +104,14 @@ def main() -> None:
     torch.set_num_threads(1)
     device = torch.device(arguments.device)
     openings = openings_of(arguments.pairs, arguments.width, device)
-    ways = {name: opening() for name, opening in openings.items()}
-    names = list(ways)
+    variants = {name: opening() for name, opening in openings.items()}
+    names = list(variants)
     taken: dict[str, list[float]] = {name: [] for name in names}
     for number in range(-1, arguments.rounds):
         # Each round starts with another implementation.
         for place in range(len(names)):
             name = names[(place + number) % len(names)]
-            seconds = seconds_of(ways[name], device=device)
+            seconds = seconds_of(variants[name], device=device)
             if number >= 0:
                 taken[name].append(seconds)
     rows = [

@@ -46,7 +46,7 @@ from train.tasks.mae.settings import MaeSettings
 MB = 1024**2
 MODEL, DATA, LATENTS = "model", "data", "latents"
 # A chunk's encoding, and the method of decoding.
-WAYS = ((X264_DEFAULT, "plain"), (OWN, "plain"), (OWN, "packets"))
+VARIANTS = ((X264_DEFAULT, "plain"), (OWN, "plain"), (OWN, "packets"))
 _CLOSE = 1e-3  # tolerance of the losses in bfloat16
 
 
@@ -68,30 +68,30 @@ def model_rows(
         RuntimeError: their losses differ.
     """
     ours = OurSteps(name, image_px=image_px, decoder_depth=4, device=device)  # type: ignore[arg-type]
-    ways: dict[str, Steps] = {OURS: ours, HF: HfSteps(ours.model, device=device)}
+    variants: dict[str, Steps] = {OURS: ours, HF: HfSteps(ours.model, device=device)}
     clips = torch.randn(batch, 3, NUM_FRAMES, image_px, image_px, device=device)
     masks = ours.masks(batch, device=device)
-    losses = {way: take(steps, clips, masks) for way, steps in ways.items()}
+    losses = {variant: take(steps, clips, masks) for variant, steps in variants.items()}
     if abs(losses[OURS] - losses[HF]) > _CLOSE * losses[HF]:
-        raise RuntimeError(f"the same weights give other losses: {losses}")
-    memory = {way: peak_bytes_of_pass(steps, clips, masks) for way, steps in ways.items()}
-    times: dict[str, list[float]] = {way: [] for way in ways}
+        raise RuntimeError(f"different losses with the same weights: {losses}")
+    memory = {variant: peak_bytes_of_pass(steps, clips, masks) for variant, steps in variants.items()}
+    times: dict[str, list[float]] = {variant: [] for variant in variants}
     for number in range(num_rounds):
-        for way in sorted(ways, reverse=bool(number % 2)):
-            times[way].append(seconds(ways[way], clips, masks, count=num_steps))
-            _progress(f"model, round {number + 1}, {way}: {times[way][-1]:.3f} s")
+        for variant in sorted(variants, reverse=bool(number % 2)):
+            times[variant].append(seconds(variants[variant], clips, masks, count=num_steps))
+            _progress(f"model, round {number + 1}, {variant}: {times[variant][-1]:.3f} s")
     return [
         {
-            "way": way,
-            "loss": f"{losses[way]:.6f}",
-            "s a step": round(statistics.median(times[way]), 3),
-            "lowest": min(times[way]),
-            "highest": max(times[way]),
-            "speed / transformers": _ratio(times[HF], times[way]),
-            "peak MB": round(memory[way] / MB),
-            "memory / transformers": memory[way] / memory[HF],
+            "way": variant,
+            "loss": f"{losses[variant]:.6f}",
+            "s a step": round(statistics.median(times[variant]), 3),
+            "lowest": min(times[variant]),
+            "highest": max(times[variant]),
+            "speed / transformers": _ratio(times[HF], times[variant]),
+            "peak MB": round(memory[variant] / MB),
+            "memory / transformers": memory[variant] / memory[HF],
         }
-        for way in ways
+        for variant in variants
     ]
 
 
@@ -99,18 +99,18 @@ def data_rows(
     folder: Path, settings: dict[str, Any], *, device: torch.device, num_rounds: int, num_steps: int
 ) -> list[dict[str, Any]]:
     """Return a row for each kind of chunks and each method of decoding."""
-    ways = {}
-    for name, decode in WAYS:
+    variants = {}
+    for name, decode in VARIANTS:
         chosen = MaeSettings(shards=str(data_folder(folder, name)), decode=decode, **settings)  # type: ignore[arg-type]
-        ways[name, decode] = DataSteps(chosen, device=device)
-    memory: dict[Any, list[tuple[float, float]]] = {way: [] for way in ways}
-    loaded: dict[Any, list[tuple[float, float, float]]] = {way: [] for way in ways}
+        variants[name, decode] = DataSteps(chosen, device=device)
+    memory: dict[Any, list[tuple[float, float]]] = {variant: [] for variant in variants}
+    loaded: dict[Any, list[tuple[float, float, float]]] = {variant: [] for variant in variants}
     for number in range(num_rounds):
-        turn = number % len(WAYS)
-        for way in WAYS[turn:] + WAYS[:turn]:
-            memory[way].append(ways[way].from_memory(num_steps))
-            loaded[way].append(ways[way].from_loader(num_steps))
-            _progress(f"data, round {number + 1}, {' '.join(way)}: {loaded[way][-1][0]:.3f} s a step")
+        turn = number % len(VARIANTS)
+        for variant in VARIANTS[turn:] + VARIANTS[:turn]:
+            memory[variant].append(variants[variant].from_memory(num_steps))
+            loaded[variant].append(variants[variant].from_loader(num_steps))
+            _progress(f"data, round {number + 1}, {' '.join(variant)}: {loaded[variant][-1][0]:.3f} s a step")
     return [
         {
             "chunks": name,
@@ -120,9 +120,11 @@ def data_rows(
             "data / step": _share(memory[name, decode], loaded[name, decode], 0),
             "waits": statistics.median(step[2] / step[0] for step in loaded[name, decode]),
             "data / CPU": _share(memory[name, decode], loaded[name, decode], 1),
-            "speed / first": _ratio([step[0] for step in loaded[WAYS[0]]], [step[0] for step in loaded[name, decode]]),
+            "speed / first": _ratio(
+                [step[0] for step in loaded[VARIANTS[0]]], [step[0] for step in loaded[name, decode]]
+            ),
         }
-        for name, decode in WAYS
+        for name, decode in VARIANTS
     ]
 
 
@@ -136,11 +138,11 @@ def latent_rows(
         "latents": {"input": "latents", "segment": LATENT_SEGMENT, "augment": Augment()},
     }
     chosen = {name: MaeSettings(shards=shards, **(settings | extra)) for name, extra in inputs.items()}
-    ways = {name: DataSteps(one, device=device) for name, one in chosen.items()}
-    rates: dict[str, list[float]] = {name: [] for name in ways}
+    variants = {name: DataSteps(one, device=device) for name, one in chosen.items()}
+    rates: dict[str, list[float]] = {name: [] for name in variants}
     for number in range(num_rounds):
-        for name in sorted(ways, reverse=bool(number % 2)):
-            wall_s, cpu_s, _ = ways[name].from_loader(num_steps)
+        for name in sorted(variants, reverse=bool(number % 2)):
+            wall_s, cpu_s, _ = variants[name].from_loader(num_steps)
             rates[name].append(chosen[name].batch / (wall_s if device.type == "cuda" else cpu_s))
             _progress(f"latents, round {number + 1}, {name}: {rates[name][-1]:.2f} samples/s")
     return [
@@ -158,15 +160,15 @@ def latent_rows(
 def main() -> None:
     """Run the benchmark and print the results."""
     parser = parser_for(__doc__ or "")
-    parser.add_argument("videos", type=Path, nargs="?", help="folder of videos; by default some are made")
+    parser.add_argument("videos", type=Path, nargs="?", help="folder of videos (default: synthetic videos)")
     parser.add_argument("--parts", nargs="+", choices=(MODEL, DATA, LATENTS), default=[MODEL, DATA, LATENTS])
-    parser.add_argument("--model", default="b16", help="of the part model")
+    parser.add_argument("--model", default="b16", help="model size of the part model (default b16)")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--batch", type=int, help="of the part model; 2 on a CPU, 32 on a GPU")
+    parser.add_argument("--batch", type=int, help="batch size of the part model (default 2 on a CPU, 32 on a GPU)")
     parser.add_argument("--size-px", type=int, default=224)
-    parser.add_argument("--pieces", type=int, default=12, help="of 15 s")
+    parser.add_argument("--pieces", type=int, default=12, help="number of pieces of 15 s (default 12)")
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--steps", type=int, help="timed in a turn; 2 on a CPU, 10 on a GPU")
+    parser.add_argument("--steps", type=int, help="timed steps per turn (default 2 on a CPU, 10 on a GPU)")
     arguments = parser.parse_args()
     device = torch.device(arguments.device)
     is_cuda = device.type == "cuda"

@@ -70,7 +70,7 @@ def main() -> None:
     """Run the benchmark and print its table."""
     parser = parser_for(__doc__ or "")
     parser.add_argument(
-        "--narrations", type=int, default=4_000_000, metavar="N", help="how many (default: %(default)s)"
+        "--narrations", type=int, default=4_000_000, metavar="N", help="number of narrations (default: %(default)s)"
     )
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:

@@ -49,7 +49,7 @@ def run_measured(command: Sequence[str], *, folder: Path | None = None) -> Usage
             raise RuntimeError(f"{' '.join(command)} ended with {launched.returncode}:\n{launched.stderr[-2000:]}")
         usage = json.loads(Path(usage_file.name).read_bytes())
     if not usage.pop("is_whole"):
-        raise RuntimeError(f"{' '.join(command)} left processes behind that do not end")
+        raise RuntimeError(f"{' '.join(command)} left processes behind that do not exit")
     return Usage(**usage, stdout=launched.stdout)
 
 

@@ -50,7 +50,9 @@ def measure_length(folder: Path, *, minutes: float) -> dict[str, object]:
 def main() -> None:
     """Run the benchmark and print its table."""
     parser = parser_for(__doc__ or "")
-    parser.add_argument("--minutes", type=float, nargs="+", default=[2, 10, 40], help="lengths (default 2 10 40)")
+    parser.add_argument(
+        "--minutes", type=float, nargs="+", default=[2, 10, 40], help="lengths of the videos (default 2 10 40)"
+    )
     arguments = parser.parse_args()
     rows = []
     for minutes in arguments.minutes:

@@ -57,8 +57,8 @@ def measure_shape(
 def main() -> None:
     """Run the benchmark and print its table."""
     parser = parser_for(__doc__ or "")
-    parser.add_argument("--chunks", type=int, default=1_000_000, help="chunks in all (default 1000000)")
-    parser.add_argument("--long-only", action="store_true", help="leave out the shape of one chunk a video")
+    parser.add_argument("--chunks", type=int, default=1_000_000, help="total number of chunks (default 1000000)")
+    parser.add_argument("--long-only", action="store_true", help="omit the shape with one chunk per video")
     arguments = parser.parse_args()
     recipe = resolve(Recipe(), ffmpeg_version=find_ffmpeg().version)
     rows = []

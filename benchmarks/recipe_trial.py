@@ -138,10 +138,10 @@ def quality(content: bytes, reference: Path, *, size: tuple[int, int], num_frame
     count = len(measures)
     # Same time base, since the filters pair frames by timestamp; same colour tags, since ffmpeg would convert from the
     # chunk's to the untagged reference's.
-    alike = "setparams=range=limited:colorspace=bt709,format=yuv420p,settb=1/30,setpts=N"
+    common = "setparams=range=limited:colorspace=bt709,format=yuv420p,settb=1/30,setpts=N"
     graph = [
-        f"[0:v]{alike},split={count}{_labels('a', count)}",
-        f"[1:v]{alike},split={count}{_labels('b', count)}",
+        f"[0:v]{common},split={count}{_labels('a', count)}",
+        f"[1:v]{common},split={count}{_labels('b', count)}",
         *(f"[a{n}][b{n}]{measure}[o{n}]" for n, measure in enumerate(measures)),
     ]
     arguments = [program.path, "-hide_banner", "-nostdin", "-nostats", "-loglevel", "info", "-i", "chunk.mp4"]
@@ -159,8 +159,8 @@ def quality(content: bytes, reference: Path, *, size: tuple[int, int], num_frame
         vmaf = json.loads((folder / "vmaf.json").read_bytes())["pooled_metrics"]["vmaf"]["mean"] if has_vmaf else None
     if num_compared != num_frames:
         raise RuntimeError(f"{num_compared} frames were compared, expected {num_frames}")
-    said = outcome.stderr_tail
-    return Quality(_number(r"PSNR y:(\S+)", said), _number(r"SSIM Y:(\S+)", said), vmaf)
+    log = outcome.stderr_tail
+    return Quality(_number(r"PSNR y:(\S+)", log), _number(r"SSIM Y:(\S+)", log), vmaf)
 
 
 @cache
@@ -176,7 +176,7 @@ def _labels(name: str, count: int) -> str:
 def _number(pattern: str, text: str) -> float:
     found = re.search(pattern, text)
     if found is None:
-        raise RuntimeError(f"ffmpeg did not say {pattern}: {text}")
+        raise RuntimeError(f"ffmpeg did not report {pattern}: {text}")
     return float(found[1])
 
 
@@ -204,11 +204,11 @@ def decode_s(chunk: Chunk, clips: list[list[int]], *, decoder: PacketDecoder) ->
     begin_s = time.thread_time()
     for clip in clips:
         packets = []
-        for place in table.needed_for(clip):
-            offset = int(table.offset[place])
-            packets.append((int(table.frame[place]), content[offset : offset + int(table.size[place])]))
+        for position in table.needed_for(clip):
+            offset = int(table.offset[position])
+            packets.append((int(table.frame[position]), content[offset : offset + int(table.size[position])]))
         found: dict[int, object] = {}
         decoder.decode_each(codec=chunk.codec, extradata=chunk.extradata, packets=packets, use=found.__setitem__)
         if not found.keys() >= set(clip):
-            raise RuntimeError(f"frames {sorted(set(clip) - found.keys())} did not come out")
+            raise RuntimeError(f"the decoder did not return frames {sorted(set(clip) - found.keys())}")
     return time.thread_time() - begin_s

@@ -216,10 +216,12 @@ def source_paths(videos: Path | None, folder: Path) -> list[Path]:
 def main() -> None:
     """Run the benchmark and print its table."""
     parser = parser_for(__doc__ or "")
-    parser.add_argument("videos", nargs="?", type=Path, help="folder of videos; by default a short synthetic one")
+    parser.add_argument("videos", nargs="?", type=Path, help="folder of videos (default: a short synthetic one)")
     parser.add_argument("--rounds", type=int, default=3, help="rounds of decoding (default 3)")
-    parser.add_argument("--workers", type=int, default=2, help="passes side by side (default 2)")
-    parser.add_argument("--only", nargs="+", metavar="RECIPE", help="beside the base, only rows that begin like this")
+    parser.add_argument("--workers", type=int, default=2, help="number of parallel encoder passes (default 2)")
+    parser.add_argument(
+        "--only", nargs="+", metavar="RECIPE", help="prefixes of the recipes to run, in addition to the base"
+    )
     arguments = parser.parse_args()
     program = find_ffmpeg()
     tried = [

@@ -12,7 +12,7 @@ from benchmarks.environment import describe_environment
 def parser_for(description: str) -> argparse.ArgumentParser:
     """Create a parser with the benchmark's docstring as its help, and the options of all benchmarks."""
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures to FILE too")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the results to FILE")
     return parser
 
 
@@ -57,7 +57,8 @@ def print_report(
 
 def _print_table(rows: Rows) -> None:
     columns = list(rows[0])
-    print(f"| {' | '.join(columns)} |\n|{'---|' * len(columns)}")
+    headings = ["variant" if column == "way" else column for column in columns]
+    print(f"| {' | '.join(headings)} |\n|{'---|' * len(columns)}")
     for row in rows:
         print(f"| {' | '.join(_cell(row[column]) for column in columns)} |")
 

@@ -34,7 +34,7 @@ def measure_shape(data: Path, *, num_videos: int, chunks_per_video: int, num_run
     for usage in usages:
         summary = json.loads(usage.stdout)
         if summary["num_shards_made"] or summary["num_chunks"] != num_videos * chunks_per_video:
-            raise RuntimeError(f"there should have been nothing to do: {usage.stdout}")
+            raise RuntimeError(f"expected nothing to do: {usage.stdout}")
     return {
         "videos": num_videos,
         "chunks": num_videos * chunks_per_video,
@@ -48,8 +48,8 @@ def measure_shape(data: Path, *, num_videos: int, chunks_per_video: int, num_run
 def main() -> None:
     """Run the benchmark and print its table."""
     parser = parser_for(__doc__ or "")
-    parser.add_argument("--chunks", type=int, default=100_000, help="chunks in all (default 100000)")
-    parser.add_argument("--runs", type=int, default=3, help="times that the command is run (default 3)")
+    parser.add_argument("--chunks", type=int, default=100_000, help="total number of chunks (default 100000)")
+    parser.add_argument("--runs", type=int, default=3, help="number of runs of the command (default 3)")
     arguments = parser.parse_args()
     rows = []
     for chunks_per_video in (LONG_CHUNKS, 1):

@@ -52,7 +52,7 @@ SIZE = DualEncoderSize(
     ),
     embedding_width=64,
 )
-WAYS: dict[str, tuple[str, Convention]] = {
+VARIANTS: dict[str, tuple[str, Convention]] = {
     "infonce": ("infonce", "fast_clip"),
     "fastclip-v3": ("fastclip-v3", "fast_clip"),
     "fastclip-v3, paper": ("fastclip-v3", "paper"),
@@ -161,29 +161,29 @@ def main() -> None:
     torch.set_num_threads(1)
     train_clips, held_out = draw_clips("train", NUM_TRAIN), draw_clips("val", NUM_HELD_OUT)
 
-    def score(way: str, lr: float, temperature: float, seed: int) -> float:
-        kind, convention = WAYS[way]
+    def score(variant: str, lr: float, temperature: float, seed: int) -> float:
+        kind, convention = VARIANTS[variant]
         loss = Loss(kind=kind, convention=convention, temperature=temperature)
         found = recall(train(train_clips, loss, lr=lr, steps=arguments.steps, seed=seed), held_out)
-        print(f"{way}, lr {lr:g}, temperature {temperature}, seed {seed}: {found:.1f}", file=sys.stderr, flush=True)
+        print(f"{variant}, lr {lr:g}, temperature {temperature}, seed {seed}: {found:.1f}", file=sys.stderr, flush=True)
         return found
 
     rows, tuning = [], []
-    for way in WAYS:
+    for variant in VARIANTS:
         points = list(product(*GRID.values()))[: arguments.points]
         tuned = {
-            (lr, temperature): statistics.mean(score(way, lr, temperature, seed) for seed in TUNING_SEEDS)
+            (lr, temperature): statistics.mean(score(variant, lr, temperature, seed) for seed in TUNING_SEEDS)
             for lr, temperature in points
         }
         best = max(tuned, key=lambda point: tuned[point])
         tuning += [
-            {"loss": way, "lr": f"{lr:g}", "temperature": str(temperature), "R@1 %": found}
+            {"loss": variant, "lr": f"{lr:g}", "temperature": str(temperature), "R@1 %": found}
             for (lr, temperature), found in tuned.items()
         ]
-        recalls = [score(way, best[0], best[1], seed) for seed in range(arguments.seeds)]
+        recalls = [score(variant, best[0], best[1], seed) for seed in range(arguments.seeds)]
         rows.append(
             {
-                "loss": way,
+                "loss": variant,
                 "lr": f"{best[0]:g}",
                 "temperature": str(best[1]),
                 "R@1 %": statistics.mean(recalls),

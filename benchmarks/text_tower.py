@@ -40,9 +40,11 @@ def main() -> None:
     """Run the benchmark and print the results."""
     parser = parser_for(__doc__ or "")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--captions", type=int, help="of a batch: 16 on a CPU, 256 on a GPU when left out")
+    parser.add_argument("--captions", type=int, help="captions per batch (default 16 on a CPU, 256 on a GPU)")
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--model", default="b16", choices=[*SIZES], help="whose text tower; open_clip's is b16's only")
+    parser.add_argument(
+        "--model", default="b16", choices=[*SIZES], help="model size; open_clip is compared for b16 only"
+    )
     arguments = parser.parse_args()
     device = torch.device(arguments.device)
     num_captions = arguments.captions or (16 if device.type == "cpu" else 256)
@@ -75,10 +77,10 @@ def text_towers(model: str, *, attend: Attend, device: torch.device) -> dict[str
         for is_packed in (True, False)
     )
     padded.load_state_dict(packed.state_dict())
-    ways: dict[str, nn.Module] = {"packed": packed, "padded": padded}
+    variants: dict[str, nn.Module] = {"packed": packed, "padded": padded}
     if model == "b16":
-        ways["open_clip"] = _OpenClip(packed)
-    return {name: tower.to(device).train() for name, tower in ways.items()}
+        variants["open_clip"] = _OpenClip(packed)
+    return {name: tower.to(device).train() for name, tower in variants.items()}
 
 
 class _OpenClip(nn.Module):
@@ -112,7 +114,7 @@ def check_equal(towers: dict[str, nn.Module], tokens: torch.Tensor) -> None:
         for name, tower in towers.items():
             furthest = (tower(tokens) - expected).abs().max().item()
             if furthest > 1e-2 * expected.abs().max().item():
-                raise RuntimeError(f"{name} gives other embeddings than packed, by {furthest}")
+                raise RuntimeError(f"the embeddings of {name} differ from those of packed by {furthest}")
 
 
 def times_of(towers: dict[str, nn.Module], tokens: torch.Tensor, *, num_rounds: int) -> dict[str, list[float]]:
@@ -146,12 +148,14 @@ def rows_of(name: str, tokens: torch.Tensor, times: dict[str, list[float]]) -> l
     return [
         {
             "captions": name,
-            "way": way,
-            "ms": 1000 * statistics.median(of_way),
-            "captions/s": round(len(tokens) / statistics.median(of_way)),
-            "/ packed": statistics.median(one / packed for one, packed in zip(of_way, times["packed"], strict=True)),
+            "way": variant,
+            "ms": 1000 * statistics.median(of_variant),
+            "captions/s": round(len(tokens) / statistics.median(of_variant)),
+            "/ packed": statistics.median(
+                one / packed for one, packed in zip(of_variant, times["packed"], strict=True)
+            ),
         }
-        for way, of_way in times.items()
+        for variant, of_variant in times.items()
     ]
 
 

@@ -59,14 +59,14 @@ def run_watched(command: Sequence[str]) -> Watched:
         known = {running.pid}
         while running.poll() is None:
             for pid, stat in _descendants(known).items():
-                process = _look(pid, stat)
+                process = _observe(pid, stat)
                 if process is not None:
                     seen[pid, stat[19]] = process
             time.sleep(INTERVAL_S)
         wall_s = time.perf_counter() - begin_s
         message = running.stderr.read() if running.stderr else ""
     if running.returncode:
-        raise RuntimeError(f"{' '.join(command)} ended with {running.returncode}:\n{message[-2000:]}")
+        raise RuntimeError(f"{' '.join(command)} exited with {running.returncode}:\n{message[-2000:]}")
     return Watched(wall_s, list(seen.values()))
 
 
@@ -90,7 +90,7 @@ def _descendants(known: set[int]) -> dict[int, list[str]]:
     return {pid: stats[pid] for pid in known if pid in stats}
 
 
-def _look(pid: int, stat: list[str]) -> Process | None:
+def _observe(pid: int, stat: list[str]) -> Process | None:
     try:
         command = Path(f"/proc/{pid}/cmdline").read_bytes().decode("utf-8", "replace").rstrip("\0").split("\0")
         status = Path(f"/proc/{pid}/status").read_text()

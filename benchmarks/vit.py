@@ -35,7 +35,7 @@ import torch
 
 from benchmarks.allocated import peak_bytes
 from benchmarks.report import parser_for, print_report
-from benchmarks.vit_steps import NAIVE, OPEN_CLIP, WAYS, Setup, Steps, Way, wait_for
+from benchmarks.vit_steps import NAIVE, OPEN_CLIP, VARIANTS, Setup, Steps, TowerVariant, wait_for
 from train.models.attention import open_attention
 
 GB, MB = 1024**3, 1024**2
@@ -49,11 +49,9 @@ def main() -> None:
     """Run the benchmark and print the results."""
     parser = parser_for(__doc__ or "")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument(
-        "--memory-gb", type=float, default=24.0, help="of the GPU's memory; all of it where it has less"
-    )
+    parser.add_argument("--memory-gb", type=float, default=24.0, help="limit of the GPU memory in GiB (default 24)")
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--ways", nargs="+", choices=[*WAYS], default=[*WAYS])
+    parser.add_argument("--variants", nargs="+", choices=[*VARIANTS], default=[*VARIANTS])
     arguments = parser.parse_args()
     device = torch.device(arguments.device)
     is_cuda = device.type == "cuda"
@@ -61,13 +59,15 @@ def main() -> None:
     if is_cuda:
         limit_memory(arguments.memory_gb, device)
     limit_bytes = int(arguments.memory_gb * GB)
-    largest = {name: largest_batch(WAYS[name], setup, limit_bytes=limit_bytes) for name in arguments.ways if is_cuda}
+    largest = {
+        name: largest_batch(VARIANTS[name], setup, limit_bytes=limit_bytes) for name in arguments.variants if is_cuda
+    }
     shared = max(1, min(largest.values()) * 3 // 4) if largest else CPU_CLIPS
-    at_shared = seconds_in_turn(arguments.ways, setup, dict.fromkeys(arguments.ways, shared), arguments.rounds)
+    at_shared = seconds_in_turn(arguments.variants, setup, dict.fromkeys(arguments.variants, shared), arguments.rounds)
     own = {name: max(1, batch * 3 // 4) for name, batch in largest.items()}
-    at_own = seconds_in_turn(arguments.ways, setup, own, arguments.rounds) if is_cuda else {}
+    at_own = seconds_in_turn(arguments.variants, setup, own, arguments.rounds) if is_cuda else {}
     rows = []
-    for name in arguments.ways:
+    for name in arguments.variants:
         rows.append(
             row_of(name, at_shared=at_shared, at_own=at_own, largest=largest, shared=shared, own=own, setup=setup)
         )
@@ -87,9 +87,9 @@ def limit_memory(memory_gb: float, device: torch.device) -> None:
         torch.cuda.set_per_process_memory_fraction(min(1.0, share))
 
 
-def largest_batch(way: Way, setup: Setup, *, limit_bytes: int) -> int:
+def largest_batch(variant: TowerVariant, setup: Setup, *, limit_bytes: int) -> int:
     """Find the largest number of clips, to 5 %, whose step fits into the memory limit set by `limit_memory`."""
-    steps = Steps(way, setup)
+    steps = Steps(variant, setup)
     guess = largest_by_line({count: _peak_bytes(steps, count) for count in (2, 8)}, limit_bytes=limit_bytes)
     found = largest_fitting(partial(_fits, steps), guess=guess)
     del steps
@@ -150,7 +150,7 @@ def seconds_in_turn(names: list[str], setup: Setup, batches: dict[str, int], num
     for round_number in range(num_rounds):
         turn = round_number % len(names)
         for name in names[turn:] + names[:turn]:
-            steps = Steps(WAYS[name], setup)
+            steps = Steps(VARIANTS[name], setup)
             clips = steps.clips(batches[name])
             for _ in range(WARM_STEPS):
                 steps.take(clips)
@@ -179,7 +179,7 @@ def row_of(
         ratios = [theirs / ours for theirs, ours in pairs]
         return statistics.median(ratios) if ratios else None
 
-    kept = None if WAYS[name].compiles else Steps(WAYS[name], setup).kept_bytes(2) / 2 / MB
+    kept = None if VARIANTS[name].compiles else Steps(VARIANTS[name], setup).kept_bytes(2) / 2 / MB
     return {
         "way": name,
         "frames/s": round(frames / seconds),
@@ -199,7 +199,7 @@ def notes_of(setup: Setup, *, shared: int, memory_gb: float) -> list[str]:
     if not setup.is_cuda:
         return [
             f"torch {torch.__version__}, float32, {shared} clips a step.",
-            "a tiny tower on a CPU: these figures are none of the targets', which are about ViT-B/16 on a GPU",
+            "a tiny tower on a CPU; the targets apply to ViT-B/16 on a GPU",
         ]
     attention = open_attention("auto", device_type="cuda")
     return [

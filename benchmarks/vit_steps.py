@@ -16,7 +16,7 @@ TIMED_STEPS = 5
 
 
 @dataclass(frozen=True, kw_only=True)
-class Way:
+class TowerVariant:
     """A tower and its training options.
 
     Attributes:
@@ -32,15 +32,15 @@ class Way:
     takes_frames: bool = False  # each frame is a clip
 
 
-WAYS = {
-    NAIVE: Way(attention="naive"),
-    "fused": Way(),
-    "fused, checkpointed": Way(checkpoints=True),
-    "fused, compiled": Way(compiles=True),
-    "fused, half dropped": Way(patch_dropout=0.5),
-    "one frame": Way(takes_frames=True),
-    OPEN_CLIP: Way(is_open_clip=True, takes_frames=True),
-    "open_clip, checkpointed": Way(is_open_clip=True, takes_frames=True, checkpoints=True),
+VARIANTS = {
+    NAIVE: TowerVariant(attention="naive"),
+    "fused": TowerVariant(),
+    "fused, checkpointed": TowerVariant(checkpoints=True),
+    "fused, compiled": TowerVariant(compiles=True),
+    "fused, half dropped": TowerVariant(patch_dropout=0.5),
+    "one frame": TowerVariant(takes_frames=True),
+    OPEN_CLIP: TowerVariant(is_open_clip=True, takes_frames=True),
+    "open_clip, checkpointed": TowerVariant(is_open_clip=True, takes_frames=True, checkpoints=True),
 }
 
 
@@ -62,11 +62,11 @@ class Setup:
 class Steps:
     """Training steps of one variant."""
 
-    def __init__(self, way: Way, setup: Setup) -> None:
-        self._way, self.setup = way, setup
+    def __init__(self, variant: TowerVariant, setup: Setup) -> None:
+        self._way, self.setup = variant, setup
         torch.manual_seed(0)
         with setup.device:  # initialise on the device: on a CPU this takes longer than the steps on a GPU
-            self.model = _tower(way, setup).train()
+            self.model = _tower(variant, setup).train()
         self._optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-5, fused=True)
 
     def clips(self, num_clips: int) -> torch.Tensor:
@@ -113,31 +113,31 @@ class Steps:
         return sum(kept.values())
 
 
-def _tower(way: Way, setup: Setup) -> nn.Module:
-    if way.is_open_clip:
-        return _open_clips_tower(way, setup)
-    attend = way.attend
+def _tower(variant: TowerVariant, setup: Setup) -> nn.Module:
+    if variant.is_open_clip:
+        return _open_clips_tower(variant, setup)
+    attend = variant.attend
     if attend is None:
-        attend = open_attention(way.attention, device_type=setup.device.type, compiles=way.compiles).attend
+        attend = open_attention(variant.attention, device_type=setup.device.type, compiles=variant.compiles).attend
     size = SIZES[setup.model]
     tower = VideoViT(
         size.video,
         image_px=setup.image_px,
-        num_frames=1 if way.takes_frames else setup.num_frames,
+        num_frames=1 if variant.takes_frames else setup.num_frames,
         embedding_width=size.embedding_width,
         attend=attend,
-        patch_dropout=way.patch_dropout,
+        patch_dropout=variant.patch_dropout,
     )
-    if way.checkpoints:
+    if variant.checkpoints:
         checkpoint_blocks(tower)
-    if way.compiles:
+    if variant.compiles:
         torch.compiler.reset()  # code compiled for dynamic batch sizes is slower
         # On a CPU it only tests the program, without requiring a C++ compiler.
         compile_blocks(tower, backend="inductor" if setup.is_cuda else "aot_eager")
     return tower
 
 
-def _open_clips_tower(way: Way, setup: Setup) -> nn.Module:
+def _open_clips_tower(variant: TowerVariant, setup: Setup) -> nn.Module:
     from open_clip.transformer import VisionTransformer
 
     size = SIZES[setup.model]
@@ -151,7 +151,7 @@ def _open_clips_tower(way: Way, setup: Setup) -> nn.Module:
         mlp_ratio=4.0,
         output_dim=size.embedding_width,
     )
-    tower.set_grad_checkpointing(way.checkpoints)
+    tower.set_grad_checkpointing(variant.checkpoints)
     return tower
 
 

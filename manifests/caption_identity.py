@@ -31,10 +31,10 @@ def caption_hashes(captions: pa.Table) -> np.ndarray:
         for name in ("video_id", "source"):
             if name not in of_value:
                 of_value[name] = _hash_strings(batch[name].dictionary)
-            _stir(part, of_value[name][batch[name].indices.to_numpy()])
+            _mix(part, of_value[name][batch[name].indices.to_numpy()])
         for name in ("begin_s", "end_s"):
             # Adding 0.0 turns -0.0 into 0.0.
-            _stir(part, (batch[name].to_numpy() + 0.0).view(np.uint64)[:, None])
+            _mix(part, (batch[name].to_numpy() + 0.0).view(np.uint64)[:, None])
         hashes[begin : begin + len(part)] = part
         begin += len(part)
     return hashes
@@ -72,9 +72,9 @@ def _match(hashes: np.ndarray, old_hashes: np.ndarray) -> tuple[np.ndarray, np.n
     keys, old_keys = _ranked(hashes), _ranked(old_hashes)
     order, old_order = np.argsort(keys), np.argsort(old_keys)
     keys, old_keys = keys[order], old_keys[old_order]
-    place = np.minimum(np.searchsorted(old_keys, keys), len(old_keys) - 1)
-    rows, old_rows = order, old_order[place]
-    same = (old_keys[place] == keys) & (old_hashes[old_rows, 1] == hashes[rows, 1])
+    position = np.minimum(np.searchsorted(old_keys, keys), len(old_keys) - 1)
+    rows, old_rows = order, old_order[position]
+    same = (old_keys[position] == keys) & (old_hashes[old_rows, 1] == hashes[rows, 1])
     return rows[same], old_rows[same]
 
 
@@ -99,8 +99,8 @@ def _ranked(hashes: np.ndarray) -> np.ndarray:
     return keys
 
 
-def _stir(hashes: np.ndarray, values: np.ndarray) -> None:
-    """Mix values uint64[N, 1 or 2] into hashes uint64[N, 2], in place (the finalizer of SplitMix64)."""
+def _mix(hashes: np.ndarray, values: np.ndarray) -> None:
+    """Mix values uint64[N, 1 or 2] into hashes uint64[N, 2], in position (the finalizer of SplitMix64)."""
     hashes ^= values
     for lane in range(_LANES):
         column = hashes[:, lane]

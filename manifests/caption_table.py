@@ -1,4 +1,4 @@
-"""Writing the caption table: a streaming merge by ID of one data set's captions with those of the others."""
+"""Writing the caption table: a streaming merge by ID of one dataset's captions with those of the others."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -46,7 +46,7 @@ def write_caption_table(
             use_dictionary=[name for name in schema.names if name not in {"caption_id", "begin_s", "end_s", "text"}],
         ) as writer,
     ):
-        for table in _regrouped(_woven(kept, captions=captions, ids=ids, schema=schema)):
+        for table in _regrouped(_merged(kept, captions=captions, ids=ids, schema=schema)):
             writer.write_table(table, row_group_size=ROWS_PER_GROUP)
 
 
@@ -71,9 +71,9 @@ def _stored_schema(old_path: Path | None, new: pa.Schema) -> pa.Schema:
         for field in pq.read_schema(old_path):
             if field.name.startswith(LABEL_PREFIX) and labels.setdefault(field.name, field).type != field.type:
                 raise UserError(
-                    f"column {field.name} is {field.type} in this manifest and {labels[field.name].type} in the new "
-                    "data set",
-                    hint="give the new data set a data folder of its own (--data)",
+                    f"column {field.name} has type {field.type} in this manifest, but {labels[field.name].type} in the "
+                    "new dataset",
+                    hint="use a separate data folder for the new dataset (--data)",
                 )
     fields = [field.with_type(_plain(field.type)) for field in CAPTIONS]
     return pa.schema(fields + [labels[name].with_nullable(True) for name in sorted(labels)])
@@ -92,7 +92,7 @@ def _kept_batches(path: Path, kept_video_ids: pa.Array) -> Iterator[pa.Table]:
                 yield table
 
 
-def _woven(kept: Iterator[pa.Table], *, captions: pa.Table, ids: np.ndarray, schema: pa.Schema) -> Iterator[pa.Table]:
+def _merged(kept: Iterator[pa.Table], *, captions: pa.Table, ids: np.ndarray, schema: pa.Schema) -> Iterator[pa.Table]:
     order = np.argsort(ids)
     ids_in_order = ids[order]
     done = 0

@@ -86,7 +86,7 @@ def run_command(command: Callable[[], object], *, has_daemons: bool = False) -> 
     except KeyboardInterrupt as interrupt:
         # Python's own message is empty; a command may have added how to continue.
         how = f"; {interrupt}" if interrupt.args else ""
-        print(f"interrupted; nothing that was finished is lost{how}", file=sys.stderr, flush=True)
+        print(f"interrupted; finished work is kept{how}", file=sys.stderr, flush=True)
         if has_daemons:
             sys.stdout.flush()
             os._exit(EXIT_INTERRUPTED)
@@ -96,7 +96,7 @@ def run_command(command: Callable[[], object], *, has_daemons: bool = False) -> 
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(0)
     except MemoryError as error:
-        print(f"failed: out of memory: {error}; what was finished is kept", file=sys.stderr)
+        print(f"failed: out of memory: {error}; finished work is kept", file=sys.stderr)
         sys.exit(EXIT_FAILED_WORK)
     except OSError as error:
         _exit_for(error)
@@ -124,14 +124,14 @@ def _exit_for(error: OSError) -> NoReturn:
     reason = " ".join((error.strerror or str(error) or type(error).__name__).split())
     if error.errno in _PERMISSION_ERRORS:
         print(f"error: {where}{reason}", file=sys.stderr)
-        print("hint: give this user access to it, or name another place", file=sys.stderr)
+        print("hint: grant this user access to it, or give another path", file=sys.stderr)
         sys.exit(EXIT_USER_ERROR)
     if error.errno in DISK_ERRORS:
         where = os.fsdecode(path) if isinstance(path, str | bytes) else "a file"
-        print(f"failed: {where} cannot be written: {reason}; what was finished is kept", file=sys.stderr)
+        print(f"failed: {where} cannot be written: {reason}; finished work is kept", file=sys.stderr)
     else:
-        advice = "look at the disk or mount that it is on, and run the same command again"
-        print(f"failed: {where}{reason}; what was finished is kept; {advice}", file=sys.stderr)
+        advice = "check the disk or mount, and run the same command again"
+        print(f"failed: {where}{reason}; finished work is kept; {advice}", file=sys.stderr)
     sys.exit(EXIT_FAILED_WORK)
 
 

@@ -1,4 +1,4 @@
-"""Merging the rows of one data set into a manifest: pure functions of tables."""
+"""Merging the rows of one dataset into a manifest: pure functions of tables."""
 
 import hashlib
 
@@ -27,7 +27,7 @@ def without_taken_ids(
             "row": pa.nulls(refused.num_rows, pa.int64()),
             "source_id": refused["source_id"],
             "reason": [Reason.DUPLICATE_ID.value] * refused.num_rows,
-            "detail": [f"another data set has a video with this id; captions lost: {count}" for count in num_lost],
+            "detail": [f"another dataset has a video with the same ID; captions lost: {count}" for count in num_lost],
         },
         schema=REJECTED,
     )
@@ -45,7 +45,7 @@ def rows_of(column: pa.ChunkedArray, values: pa.ChunkedArray) -> np.ndarray:
 
 
 def video_table(dataset: str, videos: pa.Table, *, num_captions: np.ndarray, digests: list[str]) -> pa.Table:
-    """Build the schema.VIDEOS rows of one data set."""
+    """Build the schema.VIDEOS rows of one dataset."""
     columns = {name: videos[name] for name in ("video_id", "source_id", "path", "split")}
     columns["dataset"] = pa.array([dataset] * videos.num_rows, pa.string())
     columns["num_captions"] = pa.array(num_captions.astype(np.int32))
@@ -53,17 +53,17 @@ def video_table(dataset: str, videos: pa.Table, *, num_captions: np.ndarray, dig
     return pa.table(columns, schema=VIDEOS)
 
 
-def in_old_places(old: pa.Table, new: pa.Table, *, dataset: str) -> pa.Table:
+def replace_dataset(old: pa.Table, new: pa.Table, *, dataset: str) -> pa.Table:
     """Replace the videos of `dataset` in `old` by `new`: known videos keep their rows, others are appended."""
-    place = pc.index_in(new["video_id"], value_set=old["video_id"].combine_chunks()).to_numpy(zero_copy_only=False)
-    place = np.where(np.isnan(place.astype(float)), old.num_rows + np.arange(new.num_rows), place)
+    position = pc.index_in(new["video_id"], value_set=old["video_id"].combine_chunks()).to_numpy(zero_copy_only=False)
+    position = np.where(np.isnan(position.astype(float)), old.num_rows + np.arange(new.num_rows), position)
     is_other = pc.not_equal(old["dataset"], dataset)
-    other_place = np.flatnonzero(is_other.to_numpy(zero_copy_only=False))
-    order = np.argsort(np.concatenate([other_place, place]), kind="stable")
+    other_position = np.flatnonzero(is_other.to_numpy(zero_copy_only=False))
+    order = np.argsort(np.concatenate([other_position, position]), kind="stable")
     return pa.concat_tables([old.filter(is_other), new]).take(pa.array(order)).combine_chunks()
 
 
-def fingerprint(*tables: pa.Table) -> str:
+def tables_fingerprint(*tables: pa.Table) -> str:
     """Hash tables of strings and integers; the result identifies the files of one write."""
     sha256 = hashlib.sha256()
     for table in tables:

@@ -1,4 +1,4 @@
-"""Formatting untrusted values and names for messages: short, on one line, and without control characters."""
+"""Formatting for messages: counts, and untrusted values and names (short, on one line, without control characters)."""
 
 import reprlib
 
@@ -6,6 +6,11 @@ MAX_VALUE_CHARS = 80
 MAX_LINE_CHARS = 240
 _repr = reprlib.Repr()
 _repr.maxstring = _repr.maxother = _repr.maxlong = MAX_VALUE_CHARS
+
+
+def counted(number: int, noun: str) -> str:
+    """Return a number with its noun in the right form: 1 chunk, 1,000 chunks."""
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"
 
 
 def quoted(value: object) -> str:

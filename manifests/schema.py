@@ -4,10 +4,10 @@
     captions.parquet   one row per caption, ordered by caption_id; IDs are dense from 0 and never reassigned
     rejected.parquet   one row for each unusable input row, with the reason
     manifest.json      format version, size and SHA-256 of each table, and its own; counts, and rejected rows by
-                       reason, for each data set in the manifest
+                       reason, for each dataset in the manifest
 
 Times are seconds from the start of the video as a player shows it; an end_s of +inf is the end of the video,
-whose duration is not in the manifest. Data sets with labels add columns whose names begin with `label_` to the
+whose duration is not in the manifest. Datasets with labels add columns whose names begin with `label_` to the
 captions table.
 """
 
@@ -18,7 +18,7 @@ MANIFEST_FORMAT = 1
 VIDEOS = pa.schema(
     [
         pa.field("video_id", pa.string(), nullable=False),  # safe in keys, unique (manifests.keys)
-        pa.field("source_id", pa.string(), nullable=False),  # the data set's own id
+        pa.field("source_id", pa.string(), nullable=False),  # the dataset's own id
         pa.field("path", pa.string(), nullable=False),  # absolute path of the source file
         pa.field("split", pa.string(), nullable=False),  # train, val or test
         pa.field("dataset", pa.string(), nullable=False),

@@ -1,6 +1,6 @@
 """Reading and writing the manifest of a data folder; manifests.schema defines its tables.
 
-A write replaces one data set and keeps the others. The result depends only on the given rows and the last complete
+A write replaces one dataset and keeps the others. The result depends only on the given rows and the last complete
 manifest: remains of an interrupted write are never read. Publishing manifest.json makes the new tables valid
 (manifests.table_files); each table carries the fingerprint of the whole manifest.
 """
@@ -20,8 +20,8 @@ from manifests.caption_digest import captions_sha256
 from manifests.caption_table import write_caption_table
 from manifests.checked_json import publish_checked_json, read_checked_json
 from manifests.errors import UserError
-from manifests.merge import fingerprint, in_old_places, rows_of, video_table, without_taken_ids
-from manifests.past import Past, read_past, stable_ids
+from manifests.merge import replace_dataset, rows_of, tables_fingerprint, video_table, without_taken_ids
+from manifests.previous import PreviousManifest, read_previous, stable_ids
 from manifests.publish import published
 from manifests.schema import CAPTIONS, MANIFEST_FORMAT, REJECTED, VIDEOS
 from manifests.table_files import (
@@ -33,7 +33,7 @@ from manifests.table_files import (
     VIDEOS_FILE,
     DamagedManifest,
     describe,
-    place,
+    promote,
     staged_path,
     table_path,
 )
@@ -45,12 +45,12 @@ _CODED = ["video_id", "source"]
 
 
 @dataclass(frozen=True)
-class Written:
-    """A data set's entry in the manifest after a write.
+class WriteResult:
+    """A dataset's entry in the manifest after a write.
 
     Attributes:
         num_rejected: number of rejected rows by reason.
-        num_videos_removed: videos of the data set that were in the manifest before and no longer are.
+        num_videos_removed: videos of the dataset that were in the manifest before and no longer are.
     """
 
     folder: Path
@@ -106,7 +106,7 @@ def open_captions(data_dir: Path) -> pq.ParquetFile:
             raise
         return file
 
-    return _steadily(data_dir, read)
+    return _read_consistently(data_dir, read)
 
 
 def captions_path(data_dir: Path) -> Path:
@@ -115,7 +115,9 @@ def captions_path(data_dir: Path) -> Path:
     Raises:
         UserError: see `read_videos`.
     """
-    return _steadily(data_dir, lambda manifest: table_path(manifest_dir(data_dir), CAPTIONS_FILE, manifest=manifest))
+    return _read_consistently(
+        data_dir, lambda manifest: table_path(manifest_dir(data_dir), CAPTIONS_FILE, manifest=manifest)
+    )
 
 
 def read_rejected(data_dir: Path) -> pa.Table:
@@ -139,21 +141,21 @@ def read_manifest(data_dir: Path) -> dict[str, Any]:
     except FileNotFoundError as error:
         raise UserError(
             f"no manifest in {data_dir}",
-            hint=f"make one: prep manifest folder VIDEOS --data {shlex.quote(str(data_dir))}",
+            hint=f"create one: prep manifest folder VIDEOS --data {shlex.quote(str(data_dir))}",
         ) from error
     except OSError as error:
-        raise UserError(f"cannot read {path}: {error}", hint="make it readable") from error
+        raise UserError(f"cannot read {path}: {error}", hint="check its permissions") from error
     except ValueError as error:
         raise DamagedManifest(path, str(error)) from error
     if "format" not in content:
-        raise DamagedManifest(path, "it is no manifest")
+        raise DamagedManifest(path, "not a manifest")
     if content["format"] != MANIFEST_FORMAT:
         raise UserError(
-            f"{path} has format {content['format']}, this program reads {MANIFEST_FORMAT}",
-            hint="use the clipmill that made it",
+            f"{path} has format {content['format']}, but this version of clipmill reads format {MANIFEST_FORMAT}",
+            hint="use the version of clipmill that wrote it",
         )
     if not isinstance(content.get("fingerprint"), str):
-        raise DamagedManifest(path, "it has no fingerprint")
+        raise DamagedManifest(path, "the fingerprint is missing")
     return content
 
 
@@ -176,11 +178,11 @@ def write_manifest(
     rejected: pa.Table | None = None,
     *,
     num_captions_lost: int = 0,
-) -> Written:
-    """Replace the rows of `dataset` in the manifest; other data sets are unchanged.
+) -> WriteResult:
+    """Replace the rows of `dataset` in the manifest; other datasets are unchanged.
 
     Known videos keep their rows, new ones are appended. Known captions keep their IDs. A video whose ID already belongs
-    to another data set is rejected together with its captions.
+    to another dataset is rejected together with its captions.
 
     Args:
         videos: video_id, source_id, path, split, one row per video (the other columns are computed here).
@@ -189,7 +191,7 @@ def write_manifest(
     """
     folder = manifest_dir(data_dir)
     folder.mkdir(parents=True, exist_ok=True)
-    old = _past(data_dir)
+    old = _previous(data_dir)
     is_other = pc.not_equal(old.videos["dataset"], dataset)
     other_ids, own_ids = (old.videos.filter(mask)["video_id"] for mask in (is_other, pc.invert(is_other)))
     rejected = REJECTED.empty_table() if rejected is None else rejected
@@ -199,7 +201,7 @@ def write_manifest(
 
     video_rows = rows_of(captions["video_id"], videos["video_id"])
     if (video_rows < 0).any():
-        raise ValueError("captions of a video that is not among the videos")
+        raise ValueError("captions refer to a video that is not in the table of videos")
     ids, next_id = stable_ids(old, captions, own_ids=own_ids)
     new = video_table(
         dataset,
@@ -207,14 +209,14 @@ def write_manifest(
         num_captions=np.bincount(video_rows, minlength=videos.num_rows),
         digests=captions_sha256(captions, caption_ids=ids, video_rows=video_rows, num_videos=videos.num_rows),
     )
-    all_videos = in_old_places(old.videos, new, dataset=dataset)
+    all_videos = replace_dataset(old.videos, new, dataset=dataset)
     other_rejected = old.rejected.filter(pc.not_equal(old.rejected["dataset"], dataset))
     all_rejected = pa.concat_tables([other_rejected, rejected.select(REJECTED.names).cast(REJECTED)])
 
-    mark = fingerprint(all_videos, all_rejected)
-    old.require_same(mark)
-    metadata = {FINGERPRINT_KEY: mark.encode()}
-    staged = {name: staged_path(folder, name, mark=mark) for name in TABLE_FILES}
+    fingerprint = tables_fingerprint(all_videos, all_rejected)
+    old.require_same(fingerprint)
+    metadata = {FINGERPRINT_KEY: fingerprint.encode()}
+    staged = {name: staged_path(folder, name, fingerprint=fingerprint) for name in TABLE_FILES}
     write_caption_table(
         staged[CAPTIONS_FILE],
         old_path=old.captions_path,
@@ -237,15 +239,15 @@ def write_manifest(
         folder / MANIFEST_FILE,
         {
             "format": MANIFEST_FORMAT,
-            "fingerprint": mark,
+            "fingerprint": fingerprint,
             "next_caption_id": next_id,
             "datasets": {**old.datasets, dataset: entry},
             "tables": {name: describe(path) for name, path in staged.items()},
         },
     )
-    place(folder, mark=mark)
+    promote(folder, fingerprint=fingerprint)
     num_kept = pc.sum(pc.is_in(own_ids, value_set=videos["video_id"].combine_chunks())).as_py() or 0
-    return Written(
+    return WriteResult(
         folder=folder,
         dataset=dataset,
         num_videos=videos.num_rows,
@@ -258,14 +260,14 @@ def write_manifest(
     )
 
 
-def _past(data_dir: Path) -> Past:
+def _previous(data_dir: Path) -> PreviousManifest:
     folder = manifest_dir(data_dir)
     if not (folder / MANIFEST_FILE).exists():
-        return read_past(folder, None)
+        return read_previous(folder, None)
     try:
-        return read_past(folder, read_manifest(data_dir))
+        return read_previous(folder, read_manifest(data_dir))
     except DamagedManifest as damage:
-        return read_past(folder, None, damage=damage)
+        return read_previous(folder, None, damage=damage)
 
 
 def _read(data_dir: Path, name: str, schema: pa.Schema, *, coded: list[str] | None = None) -> pa.Table:
@@ -276,10 +278,10 @@ def _read(data_dir: Path, name: str, schema: pa.Schema, *, coded: list[str] | No
         _require_parts(path, table.schema, manifest=manifest, schema=schema)
         return table
 
-    return _steadily(data_dir, read).replace_schema_metadata().unify_dictionaries()
+    return _read_consistently(data_dir, read).replace_schema_metadata().unify_dictionaries()
 
 
-def _steadily(data_dir: Path, read: Callable[[dict[str, Any]], _T]) -> _T:
+def _read_consistently(data_dir: Path, read: Callable[[dict[str, Any]], _T]) -> _T:
     """Return `read(content of manifest.json)`, retried in case another manifest was published meanwhile."""
     for is_last in (False, False, True):
         manifest = read_manifest(data_dir)
@@ -297,7 +299,7 @@ def _steadily(data_dir: Path, read: Callable[[dict[str, Any]], _T]) -> _T:
 def _require_parts(path: Path, found: pa.Schema, *, manifest: dict[str, Any], schema: pa.Schema) -> None:
     """Raise DamagedManifest unless a table belongs to this manifest and has the columns of `schema`."""
     if (found.metadata or {}).get(FINGERPRINT_KEY, b"").decode("ascii", "replace") != manifest["fingerprint"]:
-        raise DamagedManifest(path, f"it is not of the write that {MANIFEST_FILE} speaks of, which was interrupted")
+        raise DamagedManifest(path, f"it does not belong to {MANIFEST_FILE}: a write was interrupted")
     missing = [field.name for field in schema if field.name not in found.names]
     if missing:
-        raise DamagedManifest(path, f"it lacks the column {missing[0]}")
+        raise DamagedManifest(path, f"column {missing[0]} is missing")

@@ -21,7 +21,9 @@ REJECTED_FILE = "rejected.parquet"
 TABLE_FILES = (CAPTIONS_FILE, REJECTED_FILE, VIDEOS_FILE)
 FINGERPRINT_KEY = b"clipmill_manifest"  # in the metadata of each table: the fingerprint of the write that created it
 _STAGED = re.compile(r"(captions|rejected|videos)-[0-9a-f]{16}\.parquet")
-REPAIR_HINT = "run the `prep manifest` command of the data set again: it writes the tables anew, or says why it cannot"
+REPAIR_HINT = (
+    "run the `prep manifest` command of the dataset again; it rewrites the tables, or reports why that is impossible"
+)
 
 
 class DamagedManifest(UserError):
@@ -32,10 +34,10 @@ class DamagedManifest(UserError):
         self.path = path
 
 
-def staged_path(folder: Path, name: str, *, mark: str) -> Path:
-    """Return the path of table `name` of the write with fingerprint `mark` before it is renamed to its plain name."""
+def staged_path(folder: Path, name: str, *, fingerprint: str) -> Path:
+    """Return the path of table `name` of the write `fingerprint` before it is renamed to its plain name."""
     path = folder / name
-    return path.with_name(f"{path.stem}-{mark[:16]}{path.suffix}")
+    return path.with_name(f"{path.stem}-{fingerprint[:16]}{path.suffix}")
 
 
 def describe(path: Path) -> dict[str, Any]:
@@ -45,10 +47,10 @@ def describe(path: Path) -> dict[str, Any]:
     return {"bytes": path.stat().st_size, "sha256": digest}
 
 
-def place(folder: Path, *, mark: str) -> None:
-    """Rename the staged tables of the write `mark` to their plain names, and remove tables staged by killed writes."""
+def promote(folder: Path, *, fingerprint: str) -> None:
+    """Rename the staged tables of a write to their plain names, and remove those of killed writes."""
     for name in TABLE_FILES:
-        staged_path(folder, name, mark=mark).replace(folder / name)
+        staged_path(folder, name, fingerprint=fingerprint).replace(folder / name)
     for path in folder.iterdir():
         if _STAGED.fullmatch(path.name):
             path.unlink()
@@ -68,14 +70,14 @@ def table_path(folder: Path, name: str, *, manifest: Mapping[str, Any]) -> Path:
         OSError: the file cannot be read.
     """
     # Check the staged name first: a file is renamed from it to the plain name, never back.
-    staged = staged_path(folder, name, mark=manifest["fingerprint"])
+    staged = staged_path(folder, name, fingerprint=manifest["fingerprint"])
     path = staged if staged.exists() else folder / name
     recorded = manifest.get("tables", {}).get(name)
     try:
         require_regular(path, path=path)
         size_bytes = path.stat().st_size
         if recorded is not None and size_bytes != recorded["bytes"]:
-            raise DamagedManifest(path, f"it has {size_bytes} bytes, manifest.json says {recorded['bytes']}")
+            raise DamagedManifest(path, f"it has {size_bytes} bytes, but {recorded['bytes']} in manifest.json")
         if recorded is not None and describe(path)["sha256"] != recorded["sha256"]:
             raise DamagedManifest(path, "its checksum does not match manifest.json")
     except FileNotFoundError as error:

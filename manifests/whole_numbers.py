@@ -19,4 +19,4 @@ def refuse_fractions(_app: Any, _commands: tuple[str, ...], arguments: Iterable[
             value = str(token.value)
             # Without a decimal point, cyclopts itself reports invalid integers.
             if "." in value:
-                raise UserError(f"{argument.name} is {value}", hint="it must be a whole number, without a point")
+                raise UserError(f"{argument.name} is {value}", hint="give a whole number, without a decimal point")

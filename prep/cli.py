@@ -6,25 +6,36 @@ import sys
 from cyclopts import App, CycloptsError
 
 from manifests.errors import Stopped, UserError, program_version, run_command
+from manifests.help_text import help_text, wants_help
 from manifests.whole_numbers import refuse_fractions
 from prep.commands import advise, manifest, retry, upkeep
+from prep.core.make import OPTIONS
 from prep.registry import columns
+
+HELP = """Turn long videos into training shards, incrementally: each run makes only what is new, changed or damaged.
+
+First run:
+
+    prep manifest folder VIDEOS
+    prep chunk --len 15s
+    prep status
+"""
 
 
 def build_app() -> App:
     """Build the command line, with the commands of every column."""
     app = App(
         name="prep",
-        help="Turn long videos into training shards, once; again only what a change changes.",
-        help_epilogue="Begin with `prep manifest folder VIDEOS`, then `prep chunk --len 15s`.",
+        help=HELP,
         version=program_version,
         version_flags=["--version"],
         config=refuse_fractions,
+        group_parameters=OPTIONS,
         suppress_keyboard_interrupt=False,  # run_command prints the message for an interruption
     )
     app.command(manifest.app)
     first, *others = columns()
-    plan = App(name="plan", help=first.plan_command.__doc__)
+    plan = App(name="plan", help=first.plan_command.__doc__, group_parameters=OPTIONS)
     plan.default(first.plan_command)
     for column in columns():
         app.command(column.make_command, name=column.command)
@@ -50,15 +61,18 @@ def main() -> None:
 def _stop(_number: int, _frame: object) -> None:
     # A second signal must not interrupt the shutdown.
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    raise Stopped("what was finished is kept, run the same command again to go on")
+    raise Stopped("finished work is kept; run the same command again to resume")
 
 
 def _run(arguments: list[str]) -> None:
     try:
-        app(arguments, exit_on_error=False, print_error=False)
+        if wants_help(app, arguments):
+            print(help_text(app, arguments))
+        else:
+            app(arguments, exit_on_error=False, print_error=False)
     except CycloptsError as error:
         message = " ".join(str(error).split())
-        raise UserError(message, hint="`prep --help` and `prep COMMAND --help` list what there is") from None
+        raise UserError(message[:1].lower() + message[1:], hint="see prep --help, or --help after a command") from None
 
 
 if __name__ == "__main__":

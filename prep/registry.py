@@ -28,7 +28,9 @@ def register(column: ColumnSpec) -> None:
         ValueError: the name is taken or invalid.
     """
     if column.name in _COLUMNS or not column.name.isidentifier() or column.name != column.name.lower():
-        raise ValueError(f"{column.name!r} is taken, or is no name of a column: lower-case letters, digits and _")
+        raise ValueError(
+            f"{column.name!r} cannot be a column name: it is taken, or is not made of lower-case letters, digits and _"
+        )
     _COLUMNS[column.name] = column
 
 

@@ -18,7 +18,7 @@ from shards.damage import DamagedCommit
 from shards.format import COMMITS_FOLDER, CONTENTS_FILE, FORMAT_VERSION, commit_name, shard_id_of
 
 _COMMIT_FILE = re.compile(r"(\d{6,})\.json")
-_MISSING = f"the record is missing, although {CONTENTS_FILE} lists it"
+_MISSING = f"the commit record is missing, although {CONTENTS_FILE} lists it"
 
 
 @dataclass(frozen=True)
@@ -96,11 +96,11 @@ def read_commit(path: Path) -> Commit:
     except (ValueError, KeyError, AttributeError, TypeError) as error:
         raise DamagedCommit(path, f"not a commit record ({error})") from error
     if checksum != record_sha256(record):
-        raise DamagedCommit(path, "its checksum does not fit its content")
+        raise DamagedCommit(path, "its checksum does not match its content")
     if (version := record.pop("clipmill_format", None)) != FORMAT_VERSION:
         raise UserError(
-            f"{path} has format {version!r}, this program reads format {FORMAT_VERSION}",
-            hint="use the version of clipmill that made the data",
+            f"{path} has format {version!r}, but this version of clipmill reads format {FORMAT_VERSION}",
+            hint="use the version of clipmill that wrote the data",
         )
     try:
         files = record["files"]
@@ -114,11 +114,11 @@ def read_commit(path: Path) -> Commit:
     except (KeyError, TypeError) as error:
         raise DamagedCommit(path, f"not a commit record ({error})") from error
     if commit_name(commit.shard_id) != path.name:
-        raise DamagedCommit(path, f"it is the record of shard {commit.shard_id}")
+        raise DamagedCommit(path, f"it is the commit record of shard {commit.shard_id}")
     if commit.files is not None:
         for name in (commit.files.tar, commit.files.index):
             if Path(name).name != name or shard_id_of(name) != commit.shard_id:
-                raise DamagedCommit(path, f"{name!r} is no file of shard {commit.shard_id}")
+                raise DamagedCommit(path, f"{name!r} is not a file of shard {commit.shard_id}")
     return commit
 
 

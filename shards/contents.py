@@ -43,11 +43,11 @@ def read_contents(variant_dir: Path) -> Contents | None:
     except FileNotFoundError:
         return None
     except (ValueError, TypeError, KeyError) as error:
-        raise DamagedContents(path, f"not a list of contents ({error})") from error
+        raise DamagedContents(path, f"not a valid {CONTENTS_FILE} ({error})") from error
     if version != FORMAT_VERSION:
         raise UserError(
-            f"{path} has format {version!r}, this program reads format {FORMAT_VERSION}",
-            hint="use the version of clipmill that made the data",
+            f"{path} has format {version!r}, but this version of clipmill reads format {FORMAT_VERSION}",
+            hint="use the version of clipmill that wrote the data",
         )
     return contents
 

@@ -15,8 +15,8 @@ class DamagedDataset(UserError):
     def __init__(self, path: Path, why: str) -> None:
         super().__init__(
             f"{path} is damaged: {why}",
-            hint="run the prep command of each column again (prep chunk, then latents and text): they write it anew; "
-            "if one cannot, remove the file first",
+            hint="run the prep command of each column again (first prep chunk) to rewrite it; "
+            "if a command fails, remove the file first",
         )
 
 
@@ -28,7 +28,9 @@ def variant_dir(data_dir: Path, column: str, variant: str) -> Path:
     """
     for name in (column, variant):
         if not name or name.startswith(".") or "/" in name or "\0" in name:
-            raise UserError(f"{name!r} is not the name of a column or variant", hint="name a folder of the data set")
+            raise UserError(
+                f"{name!r} is not a valid column or variant name", hint="give the name of a folder in the data folder"
+            )
     return data_dir / column / variant
 
 
@@ -105,10 +107,10 @@ def _read(data_dir: Path) -> dict[str, Any]:
         raise DamagedDataset(path, str(error)) from error
     columns = dataset.get("columns")
     if not isinstance(columns, dict) or not all(isinstance(entry, dict) for entry in columns.values()):
-        raise DamagedDataset(path, "no columns in it")
+        raise DamagedDataset(path, "it has no valid columns")
     if (version := dataset.get("clipmill_format")) != FORMAT_VERSION:
         raise UserError(
-            f"{path} has format {version!r}, this program reads format {FORMAT_VERSION}",
-            hint="use the version of clipmill that made the data",
+            f"{path} has format {version!r}, but this version of clipmill reads format {FORMAT_VERSION}",
+            hint="use the version of clipmill that wrote the data",
         )
     return dataset

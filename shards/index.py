@@ -31,7 +31,7 @@ def index_schema(extensions: Sequence[str], *, fields: Sequence[pa.Field]) -> pa
     columns.extend(fields)
     names = [column.name for column in columns]
     if len(set(names)) != len(names):
-        raise ValueError(f"the index would have two columns of one name: {sorted(names)}")
+        raise ValueError(f"duplicate index columns: {sorted(names)}")
     metadata = {_FORMAT_KEY: str(FORMAT_VERSION).encode(), _EXTENSIONS_KEY: ",".join(extensions).encode()}
     return pa.schema(columns, metadata=metadata)
 
@@ -113,7 +113,7 @@ def open_index(path: Path, *, columns: Sequence[str] | None = None) -> pa.Table:
     own = 1 + 3 * len(extensions)
     expected = index_schema(extensions, fields=list(table.schema)[own:])
     if not table.schema.equals(expected):
-        raise DamagedIndex(path, f"columns {table.schema.names} do not fit extensions {','.join(extensions)}")
+        raise DamagedIndex(path, f"columns {table.schema.names} do not match extensions {','.join(extensions)}")
     if table.num_rows == 0 or any(column.num_chunks != 1 for column in table.columns):
         raise DamagedIndex(path, "expected one batch with at least one row")
     return used

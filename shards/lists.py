@@ -25,7 +25,7 @@ def shard_lists(commits: Mapping[int, Commit]) -> dict[str, bytes]:
         if commit.files is None:
             continue
         if not _SPLIT.fullmatch(commit.split):
-            raise ValueError(f"split {commit.split!r} of shard {commit.shard_id} is no name")
+            raise ValueError(f"split {commit.split!r} of shard {commit.shard_id} is not a valid name")
         lists[ALL_SHARDS_FILE].append(commit.files.tar)
         lists.setdefault(f"shards-{commit.split}.txt", []).append(commit.files.tar)
     return {name: "".join(f"{tar}\n" for tar in tars).encode() for name, tars in lists.items()}
@@ -51,16 +51,16 @@ def write_shard_lists(variant_dir: Path, commits: Mapping[int, Commit]) -> None:
             path.unlink()
 
 
-def settle(variant_dir: Path, *, dropped: Collection[int], wanted: Collection[int]) -> dict[int, Commit]:
+def finish_run(variant_dir: Path, *, dropped: Collection[int], wanted: Collection[int]) -> dict[int, Commit]:
     """Finish a run: remove commits that are no longer wanted, and write the shard lists and contents.json.
 
     Being killed between any two steps leaves nothing that looks like damage: a shard is removed from contents.json
     before its commit is, and a shard list is valid if it is the recorded one or the one derived from the commits.
 
     Args:
-        dropped: shards whose commits are to go; damaged records of shards that are not in the plan go as well.
-        wanted: shards of the plan. One of them that is listed and has no sound commit stays listed, so that it goes on
-            being reported until it is made.
+        dropped: shards whose commits to remove; damaged records of shards that are not in the plan are removed as well.
+        wanted: shards of the plan. A shard of the plan that is listed without an intact commit stays listed, so that it
+            is reported until it has been made.
 
     Returns:
         the remaining commits, by shard ID.
@@ -97,10 +97,10 @@ def damaged_lists(variant_dir: Path, commits: Mapping[int, Commit]) -> list[Dama
         except FileNotFoundError:
             # A split may have lost its last shard; an interrupted run may not have written a new split's list yet.
             if name in current and name in recorded.files:
-                found.append(DamagedContents(variant_dir / name, "the list is missing"))
+                found.append(DamagedContents(variant_dir / name, "the shard list is missing"))
             continue
         if recorded.files.get(name) != file_sha256(content) and current.get(name) != content:
-            found.append(DamagedContents(variant_dir / name, "not the list that was written"))
+            found.append(DamagedContents(variant_dir / name, "the shard list differs from what was written"))
     return found
 
 

@@ -21,7 +21,7 @@ def npy_bytes(array: np.ndarray) -> bytes:
         ValueError: the array has dtype object, which would require pickling.
     """
     if array.dtype.hasobject:
-        raise ValueError(f"an array of {array.dtype} holds Python objects; shards carry no pickles")
+        raise ValueError(f"an array of {array.dtype} contains Python objects, which would require pickling")
     array = np.asarray(array, order="C")
     text = repr(npy_format.header_data_from_array_1_0(array)).encode("latin1")
     header_bytes = _PREFIX_BYTES + len(text) + 1

@@ -55,7 +55,7 @@ def open_regular(path: Path) -> int:
 
 
 @contextmanager
-def turn_with(lock: threading.Lock, path: Path) -> Iterator[None]:
+def open_lock(lock: threading.Lock, path: Path) -> Iterator[None]:
     """Hold `lock`, which serializes opening and checking `path`.
 
     Raises:
@@ -70,7 +70,7 @@ def turn_with(lock: threading.Lock, path: Path) -> Iterator[None]:
 
 
 def _not_answering(path: Path) -> TimeoutError:
-    what = f"it could not be opened within {OPEN_LIMIT_S:g} s: the disk or the mount does not answer"
+    what = f"opening timed out after {OPEN_LIMIT_S:g} s: the disk or mount does not respond"
     return TimeoutError(errno.ETIMEDOUT, what, str(path))
 
 

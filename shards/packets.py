@@ -52,24 +52,24 @@ class PacketTable:
         """
         # Plain lists: for a few hundred packets, the overhead of NumPy calls exceeds the cost of a Python loop.
         frame_of = self.frame.tolist()
-        place_of = dict(zip(frame_of, range(len(frame_of)), strict=True))
+        position_of = dict(zip(frame_of, range(len(frame_of)), strict=True))
         wanted = sorted(set(frames))
         for frame in wanted:
-            if frame not in place_of or (len(place_of) < len(frame_of) and frame_of.count(frame) > 1):
-                raise ValueError(f"the packet table has frame {frame} {frame_of.count(frame)} times")
-        places = sorted([place_of[frame] for frame in wanted])
+            if frame not in position_of or (len(position_of) < len(frame_of) and frame_of.count(frame) > 1):
+                raise ValueError(f"frame {frame} occurs {frame_of.count(frame)} times in the packet table")
+        positions = sorted([position_of[frame] for frame in wanted])
         keys, flags = self.keys.tolist(), self.flags.tobytes()
         needed: list[int] = []
         begin = 0
-        for place in places:
-            gop = bisect_right(keys, place) - 1
+        for position in positions:
+            gop = bisect_right(keys, position) - 1
             if gop < 0:
-                raise ValueError(f"no key packet before that of frame {self.frame[place]}")
+                raise ValueError(f"no keyframe packet precedes the packet of frame {self.frame[position]}")
             begin = max(begin, keys[gop])
             # The GOP's reference packets up to the previous position have already been added.
-            needed += [at for at in range(begin, place) if flags[at] & PACKET_REFERENCE]
-            needed.append(place)
-            begin = place + 1
+            needed += [at for at in range(begin, position) if flags[at] & PACKET_REFERENCE]
+            needed.append(position)
+            begin = position + 1
         return needed
 
 

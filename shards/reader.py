@@ -14,18 +14,19 @@ import pyarrow.compute as pc
 from manifests.errors import UserError
 from manifests.json_text import parse_json
 from manifests.publish import read_record
+from manifests.quoting import counted
 from shards.commits import Commit, ShardFiles, read_commits
 from shards.contents import Contents, file_sha256, read_contents
 from shards.damage import DamagedCommit, DamagedContents, DamagedIndex
 from shards.dataset import current_variant, list_variants, variant_dir
 from shards.format import CONTENTS_FILE, RECIPE_FILE
 from shards.index import extensions_of, open_index
-from shards.opening import turn_with
+from shards.opening import open_lock
 from shards.packets import PacketTables
 from shards.scan import scan
 from shards.tars import LocalTars, TarBytes
 
-_RECIPE_HINT = "the command that made the data writes it anew: run it again with the same settings"
+_RECIPE_HINT = "run the command that created the variant again with the same settings to rewrite it"
 
 
 class CommittedShard:
@@ -55,7 +56,7 @@ class CommittedShard:
             OSError: the file cannot be read.
         """
         if self._index is None:
-            with turn_with(self._lock, self.index_path):
+            with open_lock(self._lock, self.index_path):
                 if self._index is None:
                     self._index = open_index(self.index_path)
         return self._index
@@ -70,7 +71,7 @@ class CommittedShard:
         """
         index = self.index
         if self._packet_tables is None:
-            with turn_with(self._lock, self.index_path):
+            with open_lock(self._lock, self.index_path):
                 if self._packet_tables is None:
                     self.require_committed_index()
                     self._packet_tables = PacketTables(index)
@@ -84,7 +85,7 @@ class CommittedShard:
             OSError: the index cannot be read.
         """
         if scan(self.index_path).sha256 != self._index_sha256:
-            raise DamagedIndex(self.index_path, "it is not the file that was committed")
+            raise DamagedIndex(self.index_path, "its content differs from the commit")
 
     @property
     def extensions(self) -> tuple[str, ...]:
@@ -166,14 +167,16 @@ class Variant:
         hint = f"run prep {command} --data {shlex.quote(str(data_dir))}"
         name = variant or current_variant(data_dir, column)
         if name is None:
-            raise UserError(f"{data_dir} holds no {column} shards", hint=hint)
+            raise UserError(f"{data_dir} has no {column} shards", hint=hint)
         directory = variant_dir(data_dir, column, name)
         if not directory.is_dir():
-            there = ", ".join(list_variants(data_dir, column)) or "none"
-            raise UserError(f"{data_dir} has no variant {name!r} of {column}", hint=f"there are: {there}; or {hint}")
+            known = ", ".join(list_variants(data_dir, column)) or "none"
+            raise UserError(
+                f"{data_dir} has no variant {name!r} of {column}", hint=f"available variants: {known}; or {hint}"
+            )
         opened = cls(directory, tars=tars)
         if not opened.commits and not opened.damaged:
-            raise UserError(f"no shard of {directory} is committed", hint=hint)
+            raise UserError(f"{directory} has no committed shards", hint=hint)
         return opened
 
     def whole(self) -> "Variant":
@@ -184,17 +187,18 @@ class Variant:
         """
         if self.damaged:
             num_more = len(self.damaged) - 1
-            more = f", and so are {num_more} more" if num_more else ""
-            raise UserError(f"{self.damaged[0]}{more}", hint=self._repair_hint("those shards are made again by"))
+            more = f"; {counted(num_more, 'more damaged commit record')}" if num_more else ""
+            raise UserError(f"{self.damaged[0]}{more}", hint=self._repair_hint())
         if self.contents_damage is not None:
-            raise UserError(str(self.contents_damage), hint=self._repair_hint("it is written again by"))
+            raise UserError(str(self.contents_damage), hint=self._repair_hint())
         return self
 
-    def _repair_hint(self, what: str) -> str:
+    def _repair_hint(self) -> str:
         data_dir, column = self.directory.parent.parent, self.directory.parent.name
         verify = f"prep verify --column {column} --data {shlex.quote(str(data_dir))}"
         command = "chunk" if column == "video" else column
-        return f"{what} `prep {command}` with the settings of {self.directory.name}; `{verify}` prints that command"
+        settings = f"with the settings of {self.directory.name}"
+        return f"to repair it, run `prep {command}` {settings}; `{verify}` prints the command"
 
     @cached_property
     def recipe(self) -> dict[str, Any]:
@@ -213,7 +217,7 @@ class Variant:
         if recorded is not None and recorded != file_sha256(content):
             raise UserError(f"{path} is damaged: its checksum does not match {CONTENTS_FILE}", hint=_RECIPE_HINT)
         if not isinstance(recipe, dict):
-            raise UserError(f"{path} is not a recipe", hint=_RECIPE_HINT)
+            raise UserError(f"{path} is not a valid recipe", hint=_RECIPE_HINT)
         return recipe
 
     def shards(self, split: str | None = None) -> list[CommittedShard]:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Protocol
 
 from shards.damage import DamagedTar
-from shards.opening import open_regular, turn_with
+from shards.opening import open_lock, open_regular
 
 _MAX_OPEN_TARS = 128
 
@@ -51,7 +51,7 @@ class LocalTars:
 
     def __init__(self) -> None:
         self._tars: OrderedDict[Path, _OpenTar] = OrderedDict()
-        self._turns: dict[Path, threading.Lock] = {}
+        self._locks: dict[Path, threading.Lock] = {}
         self._lock = threading.Lock()
 
     def read(self, path: Path, offset: int, size: int) -> bytes:
@@ -61,7 +61,7 @@ class LocalTars:
         while size > 0:
             piece = os.pread(tar.descriptor, size, offset)
             if not piece:
-                raise DamagedTar(path, f"it ends at or before byte {offset}, its index says otherwise")
+                raise DamagedTar(path, f"truncated: it ends at or before byte {offset}, which the index refers to")
             pieces.append(piece)
             offset += len(piece)
             size -= len(piece)
@@ -70,10 +70,10 @@ class LocalTars:
     def _open(self, path: Path) -> _OpenTar:
         with self._lock:
             tar = self._opened(path)
-            turn = self._turns.setdefault(path, threading.Lock())
+            lock = self._locks.setdefault(path, threading.Lock())
         if tar is not None:
             return tar
-        with turn_with(turn, path):
+        with open_lock(lock, path):
             with self._lock:
                 tar = self._opened(path)
             if tar is None:

@@ -95,7 +95,7 @@ def quick_check(variant_dir: Path, commit: Commit) -> list[Problem]:
             if problem is None and changed_ns > committed_ns:
                 newest_ns = max(newest_ns, changed_ns)
                 if scan(variant_dir / file.name).sha256 != file.sha256:
-                    message = f"{file.name} was changed after its commit"
+                    message = f"{file.name} was modified after its commit"
                     problem = Problem(commit.shard_id, None, file.other_content, message)
             if problem is not None:
                 problems.append(problem)
@@ -131,7 +131,7 @@ def _check_state(variant_dir: Path, *, shard_id: int, file: _File) -> tuple[Prob
     except FileNotFoundError:
         return Problem(shard_id, None, file.missing, f"{file.name} is missing"), 0
     if state.st_size != file.size_bytes:
-        message = f"{file.name} has {state.st_size} bytes, its commit says {file.size_bytes}"
+        message = f"{file.name} has {state.st_size} bytes, expected {file.size_bytes}"
         return Problem(shard_id, None, file.other_size, message), state.st_mtime_ns
     return None, state.st_mtime_ns
 
@@ -144,18 +144,18 @@ def _check_index(variant_dir: Path, *, shard_id: int, files: ShardFiles) -> tupl
     if problem is not None:
         return [problem], None
     if scan(path).sha256 != index.sha256:
-        return [Problem(shard_id, None, Code.INDEX_CHECKSUM, f"{path.name} is not the committed one")], None
+        return [Problem(shard_id, None, Code.INDEX_CHECKSUM, f"{path.name} differs from the commit")], None
     try:
         table = open_index(path)
     except DamagedIndex as error:
         return [Problem(shard_id, None, Code.INDEX_FORMAT, str(error))], None
     num_keys = len(set(table.column("key").to_pylist()))
     if not num_keys == table.num_rows == files.num_samples:
-        message = f"{path.name} has {table.num_rows} rows, {num_keys} keys; its commit says {files.num_samples} samples"
+        message = f"{path.name} has {table.num_rows} rows and {num_keys} keys, expected {files.num_samples} samples"
         return [Problem(shard_id, None, Code.INDEX_FORMAT, message)], None
     energon_index = variant_dir / files.energon_index
     if not energon_index.is_file() or energon_index.read_bytes() != energon_index_bytes(table):
-        message = f"{energon_index.name} is missing or does not fit the index"
+        message = f"{energon_index.name} is missing or does not match the index"
         return [Problem(shard_id, None, Code.ENERGON_INDEX, message)], table
     return [], table
 
@@ -168,7 +168,7 @@ def _check_tar(variant_dir: Path, *, shard_id: int, files: ShardFiles, table: pa
     if problem is not None and problem.code == Code.TAR_MISSING:
         return problems
     if table is not None and (key := _first_out_of_order(table)) is not None:
-        problems.append(Problem(shard_id, key, Code.MEMBER_ORDER, f"{key}: its members do not follow in order"))
+        problems.append(Problem(shard_id, key, Code.MEMBER_ORDER, f"{key}: its members are not in order"))
         table = None
     if table is None:
         found = scan(path)
@@ -183,11 +183,13 @@ def _check_tar(variant_dir: Path, *, shard_id: int, files: ShardFiles, table: pa
             names = ", ".join(
                 extension for extension, wrong in zip(extensions_of(table), is_wrong[row], strict=True) if wrong
             )
-            problems.append(Problem(shard_id, key, Code.MEMBER_CHECKSUM, f"{key}: damaged or cut off: {names}"))
+            problems.append(Problem(shard_id, key, Code.MEMBER_CHECKSUM, f"{key}: damaged or truncated: {names}"))
         problems += _check_entries(path, shard_id=shard_id, table=table)
     if not problems and found.sha256 != tar.sha256:
-        where = "its content" if table is None else "its padding (every header and payload is right)"
-        problems.append(Problem(shard_id, None, Code.TAR_CHECKSUM, f"{tar.name}: {where} is not the committed one"))
+        message = f"{tar.name} differs from the commit"
+        if table is not None:
+            message += " in its padding; all headers and payloads are intact"
+        problems.append(Problem(shard_id, None, Code.TAR_CHECKSUM, message))
     return problems
 
 
@@ -207,7 +209,7 @@ def _check_entries(path: Path, *, shard_id: int, table: pa.Table) -> list[Proble
     names = (f"{key}.{extension}" for key in keys for extension in extensions_of(table))
     offsets, sizes = (member_columns(table, kind).ravel().tolist() for kind in ("offset", "size"))
     num_right = 0
-    reason = "its header is damaged"
+    reason = "damaged header"
     try:
         with tarfile.open(path, "r:") as tar:
             for info, wanted in zip_longest(tar, zip(names, offsets, sizes, strict=True)):
@@ -215,7 +217,7 @@ def _check_entries(path: Path, *, shard_id: int, table: pa.Table) -> list[Proble
                     break
                 tar.members.clear()  # type: ignore[attr-defined]
                 if wanted is None or (info.name, info.offset_data, info.size) != wanted or not info.isreg():
-                    reason = f"the tar has {info.name!r} of {info.size} bytes there"
+                    reason = f"found {info.name!r} with {info.size} bytes"
                     break
                 num_right += 1
             else:

@@ -56,7 +56,9 @@ class ShardWriter:
     ) -> None:
         for extension in extensions:
             if not _EXTENSION.fullmatch(extension):
-                raise ValueError(f"{extension!r} is no extension of a member: lower-case letters, digits, _ and dots")
+                raise ValueError(
+                    f"{extension!r} is not a valid member extension: use lower-case letters, digits, _ and dots"
+                )
         if not extensions:
             raise ValueError("a sample needs at least one member")
         self._directory = variant_dir
@@ -69,7 +71,7 @@ class ShardWriter:
 
     def __enter__(self) -> Self:
         if not self._directory.is_dir():
-            raise FileNotFoundError(errno.ENOENT, "there is no such folder of a variant", os.fspath(self._directory))
+            raise FileNotFoundError(errno.ENOENT, "the variant folder does not exist", os.fspath(self._directory))
         self._temporary = temporary_path(self._directory / f"{self._shard_id:06d}.tar")
         self._file = self._temporary.open("xb", buffering=_WRITE_BUFFER_BYTES)
         return self
@@ -128,9 +130,9 @@ class ShardWriter:
             OSError: the disk is full, an I/O error occurred, or the bytes read differ from those written.
         """
         if not self._keys:
-            raise ValueError(f"shard {self._shard_id} has no samples; an empty shard must not exist")
+            raise ValueError(f"shard {self._shard_id} has no samples; shards cannot be empty")
         if not _FINGERPRINT.fullmatch(fingerprint):
-            raise ValueError(f"{fingerprint!r} is no fingerprint: at least 8 hex digits")
+            raise ValueError(f"{fingerprint!r} is not a fingerprint: expected at least 8 hex digits")
         name = ShardName(self._shard_id, fingerprint)
         self._file.write(bytes(-(self._end + 2 * BLOCK_BYTES) % tarfile.RECORDSIZE + 2 * BLOCK_BYTES))
         self._file.close()
@@ -160,9 +162,9 @@ class ShardWriter:
 
     def _check(self, sample: Sample) -> None:
         if not _KEY.fullmatch(sample.key):
-            raise ValueError(f"{sample.key!r} is no key: letters, digits, _ and - only, no dot")
+            raise ValueError(f"{sample.key!r} is not a valid key: use letters, digits, _ and -")
         if sample.key in self._keys:
-            raise ValueError(f"key {sample.key!r} is in shard {self._shard_id} already")
+            raise ValueError(f"duplicate key {sample.key!r} in shard {self._shard_id}")
         if tuple(sample.members) != self._extensions:
             raise ValueError(f"{sample.key}: members {list(sample.members)}, expected {list(self._extensions)}")
         if set(sample.fields) != self._fields:
@@ -171,7 +173,9 @@ class ShardWriter:
             if len(name := f"{sample.key}.{extension}") > MAX_MEMBER_NAME_BYTES:
                 raise ValueError(f"member name {name!r} is longer than {MAX_MEMBER_NAME_BYTES} bytes")
             if extension.endswith("npy") and data_offset(payload) % BLOCK_BYTES:
-                raise ValueError(f"{name}: its array does not begin on a block; make it by shards.npy.npy_bytes")
+                raise ValueError(
+                    f"{name}: the array does not begin on a {BLOCK_BYTES}-byte boundary; use shards.npy.npy_bytes"
+                )
 
     def _read_again(self, table: pa.Table) -> Scan:
         offsets, sizes = (member_columns(table, kind).ravel().tolist() for kind in ("offset", "size"))
@@ -180,7 +184,9 @@ class ShardWriter:
         for number, (crc32, crc32_wanted) in enumerate(zip(found.crc32s, wanted, strict=True)):
             if crc32 != crc32_wanted:
                 key = table.column("key")[number // len(self._extensions)].as_py()
-                raise OSError(errno.EIO, f"{key}: bytes read are not those written", os.fspath(self._temporary))
+                raise OSError(
+                    errno.EIO, f"{key}: bytes read back differ from those written", os.fspath(self._temporary)
+                )
         return found
 
 
@@ -193,4 +199,4 @@ def _header(name: str, *, size_bytes: int) -> bytes:
 def _write_and_read_again(path: Path, content: bytes) -> None:
     path.write_bytes(content)
     if path.read_bytes() != content:
-        raise OSError(errno.EIO, "bytes read are not those written", os.fspath(path))
+        raise OSError(errno.EIO, "bytes read back differ from those written", os.fspath(path))

@@ -19,12 +19,12 @@ TINY = {
         *("--warmup-steps", "1", "--evaluate.every", "0"),
     ],
     "caption_pipeline": ["--microbatches", "2", "--rounds", "1", "--schedules", "1f1b"],
-    "chunk": ["--synthetic", "1", "--minutes", "0.05", "--rounds", "1", "--ways", "prep chunk", "bare ffmpeg"],
-    "decode": ["--pieces", "1", "--clips", "2", "--rounds", "1", "--ways", "clipmill", "libavcodec"],
+    "chunk": ["--synthetic", "1", "--minutes", "0.05", "--rounds", "1", "--variants", "prep chunk", "bare ffmpeg"],
+    "decode": ["--pieces", "1", "--clips", "2", "--rounds", "1", "--variants", "clipmill", "libavcodec"],
     "encoding": ["--rounds", "1", "--cases", "tiny"],
     "latents": [
         *("--segments", "26", "--videos", "4", "--batches", "3", "--rounds", "1", "--copies", "2"),
-        *("--ways", "LatentLoader", "LatentLoader, first visits", "npy memmap", "memcpy"),
+        *("--variants", "LatentLoader", "LatentLoader, first visits", "npy memmap", "memcpy"),
     ],
     "losses": ["--rounds", "1", "--pairs", "32", "--width", "8"],
     "mae": ["--parts", "model", "--model", "tiny", "--size-px", "32", "--rounds", "1", "--steps", "1"],
@@ -39,7 +39,7 @@ TINY = {
     "rerun": ["--chunks", "80", "--runs", "1"],
     "small_batches": ["--seeds", "1", "--steps", "2", "--points", "1"],
     "text_tower": ["--model", "tiny", "--captions", "4", "--rounds", "1", "--device", "cpu"],
-    "vit": ["--rounds", "1", "--ways", "naive", "fused, checkpointed", "open_clip", "--device", "cpu"],
+    "vit": ["--rounds", "1", "--variants", "naive", "fused, checkpointed", "open_clip", "--device", "cpu"],
 }
 NOT_BENCHMARKS = {
     "__init__",
@@ -58,7 +58,7 @@ NOT_BENCHMARKS = {
     "timing",
     "tree",
     "vit_steps",
-    "way_process",
+    "peer_process",
 }
 
 
@@ -94,10 +94,10 @@ def test_a_benchmark_prints_a_table_and_writes_the_same_as_json(
 
 def test_a_way_to_load_latents_that_is_not_installed_leaves_its_row_empty(tmp_path: Path) -> None:
     from benchmarks.latents import MEMCPY, SEEDS, rows_of
-    from benchmarks.way_process import NotInstalled, WayProcess
+    from benchmarks.peer_process import NotInstalled, PeerProcess
 
     with pytest.raises(NotInstalled):
-        WayProcess(tmp_path / "python", "benchmarks.latent_peers.mds_shards", folder=tmp_path)
+        PeerProcess(tmp_path / "python", "benchmarks.latent_peers.mds_shards", folder=tmp_path)
     seed, floor = rows_of(32, {MEMCPY: [100.0, 300.0, 200.0]}, [SEEDS[0], MEMCPY])
     assert (seed["segments/s"], seed["/ memcpy"]) == ("not installed", None)
     assert (floor["segments/s"], floor["/ seed"], floor["/ memcpy"]) == (200, None, 1.0)
@@ -108,7 +108,7 @@ def test_steps_of_a_masked_autoencoder_are_taken_from_chunks_of_any_kind(tmp_pat
 
     from benchmarks.decode_peers.chunk_sets import OWN, X264_DEFAULT
     from benchmarks.decode_peers.clip_set import FPS, chunk_path, data_folder
-    from benchmarks.mae import WAYS, data_rows
+    from benchmarks.mae import VARIANTS, data_rows
     from benchmarks.mae_data import as_data_folder
     from tests.train.tiny_data import Caption, encode_chunk, video_sample, write_captions, write_shard
 
@@ -121,7 +121,7 @@ def test_steps_of_a_masked_autoencoder_are_taken_from_chunks_of_any_kind(tmp_pat
     as_data_folder(tmp_path)
     settings = {"model": "tiny", "size_px": 64, "num_frames": 2, "stride": 2, "batch": 1, "workers": 1, "device": "cpu"}
     rows = data_rows(tmp_path, settings, device=torch.device("cpu"), num_rounds=1, num_steps=1)
-    assert [(row["chunks"], row["path"]) for row in rows] == list(WAYS)
+    assert [(row["chunks"], row["path"]) for row in rows] == list(VARIANTS)
     assert rows[0]["speed / first"] == 1.0 and all(row["data / step"] < 1 for row in rows)
 
 

@@ -1,4 +1,4 @@
-"""A part of the GPU's measurements loses nothing to what fails in it: an exception, a way, a whole process."""
+"""A part of the GPU's measurements loses nothing to what fails in it: an exception, a variant, a whole process."""
 
 import json
 import subprocess
@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from benchmarks.gpu.command import Request, require_possible
+from benchmarks.gpu.implementations import Implementation, faster_than, rows_of, take_turns
 from benchmarks.gpu.parts import Measurement, Result, Setup, Target, run_part
-from benchmarks.gpu.ways import Way, faster_than, rows_of, take_turns
 from manifests.errors import UserError
 
 CPU = torch.device("cpu")
@@ -81,13 +81,13 @@ def test_a_way_that_fails_has_its_error_in_one_line_and_the_others_their_times(t
         if len(calls) > 4:
             raise RuntimeError("no kernel\n  for these inputs")
 
-    def not_installed() -> Way:
+    def not_installed() -> Implementation:
         raise ImportError("No module named 'xformers'")
 
     openings = {
-        "ours": lambda: Way(step=lambda: sum(range(10_000)), num_flops=100),
+        "ours": lambda: Implementation(step=lambda: sum(range(10_000)), num_flops=100),
         "missing": not_installed,
-        "later": lambda: Way(step=fails_later),
+        "later": lambda: Implementation(step=fails_later),
     }
     taken = take_turns(openings, setup(tmp_path), num_rounds=2, num_steps=1)
     ours, missing, later = rows_of(taken, setup(tmp_path), items=8, unit="clips", beside=["missing"])
@@ -99,7 +99,7 @@ def test_a_way_that_fails_has_its_error_in_one_line_and_the_others_their_times(t
 
 def test_flops_of_a_step_are_those_that_training_counts(tmp_path: Path) -> None:
     layer, x = torch.nn.Linear(4, 8), torch.randn(2, 4)
-    opening = {"ours": lambda: Way(step=lambda: layer(x).sum().backward(), model=layer)}
+    opening = {"ours": lambda: Implementation(step=lambda: layer(x).sum().backward(), model=layer)}
     taken = take_turns(opening, setup(tmp_path, is_dry_run=True))
     assert taken["ours"].num_flops == 3 * 2 * 2 * 4 * 8
 
@@ -132,7 +132,7 @@ def test_a_process_that_ends_costs_the_measurement_it_took_and_another_one_takes
     done = subprocess.run(command, env=environment, capture_output=True, text=True, cwd=repository)
     assert done.returncode == 1, done.stderr
     first, ended, third, fourth = figures(tmp_path / "f.json")["measurements"]
-    assert ended["error"] == "its process was ended by SIGABRT"
+    assert ended["error"] == "its process was killed by SIGABRT"
     assert first["rows"] != third["rows"] == fourth["rows"]
 
 

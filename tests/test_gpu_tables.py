@@ -45,7 +45,7 @@ def test_a_page_has_every_part_and_says_what_was_not_measured(tmp_path: Path) ->
     page = path.read_text()
     assert path.name == "nvidia-h200.md"
     assert "| torch | 2.11.0 |" in page and "ffmpeg" not in page
-    assert "| way | clips/s | MFU |\n|---|---|---|\n| sdpa | 1,234 | 41.0% |\n| xformers |  |  |" in page
+    assert "| variant | clips/s | MFU |\n|---|---|---|\n| sdpa | 1,234 | 41.0% |\n| xformers |  |  |" in page
     assert "- xformers failed: `ImportError: no xformers`" in page and "- batch 32" in page
     assert "Not measured: `RuntimeError: out of luck`" in page
     assert "Not measured: takes about 40 s, and 12 s were left." in page
@@ -82,7 +82,7 @@ def test_a_dry_run_is_no_chip_and_an_empty_folder_no_result(tmp_path: Path) -> N
 
 def test_a_table_has_the_columns_of_all_its_rows() -> None:
     lines = table([{"way": "a", "ms": 0.01234}, {"way": "b|c", "peak GB": 3.0, "empty": None}])
-    assert lines == ["| way | ms | peak GB |", "|---|---|---|", "| a | 0.0123 |  |", "| b\\|c |  | 3.00 |"]
+    assert lines == ["| variant | ms | peak GB |", "|---|---|---|", "| a | 0.0123 |  |", "| b\\|c |  | 3.00 |"]
 
 
 @pytest.mark.parametrize("name", ["speed.json", "correctness.xml"])

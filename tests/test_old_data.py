@@ -73,7 +73,7 @@ def test_it_opens(data: Path) -> None:
 
 
 def test_it_is_whole_for_every_command_that_looks_after_it(data: Path) -> None:
-    assert prep_here("verify", "--deep", "--data", data).stdout.count("all right") == 3
+    assert prep_here("verify", "--deep", "--data", data).stdout.count(": OK") == 3
     assert "4 chunks in 2 shards" in prep_here("status", "--data", data).stdout
     assert "nothing to remove" in prep_here("gc", "--data", data).stdout
 

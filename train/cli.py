@@ -9,7 +9,8 @@ from typing import Annotated, Literal
 from cyclopts import App, CycloptsError, Parameter
 
 from manifests.errors import UserError, program_version, run_command
-from train.commands.training import SOURCES, name_files, parse, wants_help
+from manifests.help_text import wants_help
+from train.commands.training import SOURCES, name_files, parse
 from train.registry import COMMANDS, task_names
 
 _FIRST_SPEAKS_S = 5.0

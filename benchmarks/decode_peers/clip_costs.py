@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 from benchmarks.decode_peers.clip_set import SIZE_PX, Clip, read_clips
 from benchmarks.decode_peers.libavcodec_floor import ReadyClips
 from benchmarks.decode_peers.packet_clips import FrameReader, PacketReader, rectangle_of
-from benchmarks.way_process import answer_requests
+from benchmarks.peer_process import answer_requests
 from train.data.decoding.pictures import CroppedPlanes, indices_of
 from train.data.decoding.reading import read_packets
 
@@ -58,10 +58,13 @@ class Costs:
         table = shard.packet_tables.of_row(row)
         timed(WHOLE, lambda: self._reader.read(clip))
         timed(DECODE, lambda: self._ready.read(clip))
-        crop, places = CroppedPlanes(len(clip.frames), rectangle_of(clip), size_px=SIZE_PX), indices_of(clip.frames)
+        crop, position_of = (
+            CroppedPlanes(len(clip.frames), rectangle_of(clip), size_px=SIZE_PX),
+            indices_of(clip.frames),
+        )
 
         def resize(frame: int, picture: av.VideoFrame) -> None:
-            timed(RESIZE, lambda: crop.add(picture, places[frame]))
+            timed(RESIZE, lambda: crop.add(picture, position_of[frame]))
 
         self._frames.decoder.decode_each(self._frames.read_bytes(clip), resize)
         packets = timed(READ, lambda: read_packets(shard, row, clip.frames, table=table, key=str(clip.chunk)))

@@ -3,7 +3,7 @@
 import numpy as np
 
 from benchmarks.decode_peers.clip_set import Clip, crop_rgb
-from benchmarks.decode_peers.contestant import serve_files
+from benchmarks.decode_peers.server import serve_files
 
 
 def read_path(path: str, clip: Clip) -> np.ndarray:

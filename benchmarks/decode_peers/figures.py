@@ -50,7 +50,7 @@ def ratios_of(measured: Measured, sizes: dict[str, int]) -> dict[str, float | No
     """Return the figures that have targets, by name."""
     rates, ours = measured.rates, measured.rates.get((OWN, SHORT, OURS), [])
     floor = rates.get((OWN, SHORT, FLOOR), [])
-    torchcodec = better_of(rates, [(OWN, SHORT, way) for way in TORCHCODEC])
+    torchcodec = better_of(rates, [(OWN, SHORT, variant) for variant in TORCHCODEC])
     one, two, processes = ([wall for wall, _ in measured.loaders[name]] for name in LOADERS)
     outside = [1 - (costs[DECODE] + costs[RESIZE]) / costs[WHOLE] for costs in measured.costs.get((OWN, SHORT), [])]
     return {
@@ -73,20 +73,20 @@ def rows_of(measured: Measured, cases: list[Case]) -> list[dict[str, object]]:
     """Return one row of the table for each case, including unavailable ones."""
     rates = measured.rates
     rows: list[dict[str, object]] = []
-    for name, kind, way in cases:
-        own = rates.get((name, kind, way), [])
-        wrong, looked_at = measured.wrong.get((name, kind, way), (0, 0))
+    for name, kind, variant in cases:
+        own = rates.get((name, kind, variant), [])
+        wrong, num_checked = measured.wrong.get((name, kind, variant), (0, 0))
         rows.append(
             {
                 "chunks": name,
                 "clips": kind,
-                "way": way,
+                "way": variant,
                 "clips/CPU s": round(statistics.median(own), 1) if own else "not installed",
                 "lowest": round(min(own), 1) if own else None,
                 "highest": round(max(own), 1) if own else None,
                 "/ decord": ratio(own, rates.get((X264_DEFAULT, kind, DECORD), [])),
                 "/ libavcodec": ratio(own, rates.get((name, kind, FLOOR), [])),
-                "wrong frames": f"{wrong} of {looked_at}" if own else None,
+                "wrong frames": f"{wrong} of {num_checked}" if own else None,
             }
         )
     return rows
@@ -116,7 +116,7 @@ def loader_rows(measured: Measured) -> list[dict[str, object]]:
     one, _, processes = ([wall for wall, _ in measured.loaders[name]] for name in LOADERS)
     return [
         {
-            "way": way,
+            "way": variant,
             "clips/s": round(statistics.median(wall for wall, _ in rates), 1),
             "lowest": round(min(wall for wall, _ in rates), 1),
             "highest": round(max(wall for wall, _ in rates), 1),
@@ -124,6 +124,6 @@ def loader_rows(measured: Measured) -> list[dict[str, object]]:
             "/ 2 processes": ratio([wall for wall, _ in rates], processes),
             "clips/CPU s": round(statistics.median(cpu for _, cpu in rates), 1),
         }
-        for way, rates in measured.loaders.items()
+        for variant, rates in measured.loaders.items()
         if rates
     ]

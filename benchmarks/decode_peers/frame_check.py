@@ -14,7 +14,7 @@ import numpy as np
 from benchmarks.decode_peers.clip_set import Clip, crop_rgb
 
 MAX_DIFFERENCE = 3.0  # on a scale of 255
-_HAIR = 0.1
+_TOLERANCE = 0.1
 _REDUCED = slice(None, None, 4)  # stride of the compared pixels in both dimensions
 
 
@@ -49,5 +49,5 @@ def num_wrong_rgb(clip: Clip, found: np.ndarray, frames: ChunkFrames) -> int:
     small = found[:, _REDUCED, _REDUCED].astype(np.int16)
     differences = np.stack([np.abs(shown - picture).mean((1, 2, 3)) for picture in small])
     asked = differences[np.arange(len(found)), list(clip.frames)]
-    is_right = (asked <= MAX_DIFFERENCE) & (asked <= differences.min(1) + _HAIR)
+    is_right = (asked <= MAX_DIFFERENCE) & (asked <= differences.min(1) + _TOLERANCE)
     return int((~is_right).sum())

@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.decode_peers.clip_set import Clip
-from benchmarks.decode_peers.contestant import serve
 from benchmarks.decode_peers.frame_check import ChunkFrames, num_wrong_luma
 from benchmarks.decode_peers.packet_clips import chunks_of
+from benchmarks.decode_peers.server import serve
 from train.data.decoding.reading import read_packets
 
 

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.decode_peers.clip_set import MIN_AREA, SIZE_PX, data_folder
-from benchmarks.way_process import answer_requests
+from benchmarks.peer_process import answer_requests
 from train.data.decoding.clip import ClipShape
 from train.data.frame_sampling import Sampling
 from train.data.loader import LoaderSettings

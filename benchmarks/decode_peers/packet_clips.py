@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from benchmarks.decode_peers.clip_set import MIN_AREA, SIZE_PX, Clip, data_folder
-from benchmarks.decode_peers.contestant import Reader, serve
 from benchmarks.decode_peers.frame_check import ChunkFrames, num_wrong_luma, num_wrong_rgb
+from benchmarks.decode_peers.server import Reader, serve
 from shards.reader import CommittedShard, Variant
 from train.data.decoding.clip import ClipBuilder, ClipShape
 from train.data.decoding.decoders import ChunkDecoder
@@ -55,11 +55,11 @@ class PacketReader:
     def read(self, clip: Clip) -> np.ndarray:
         """See `Reader.read`."""
         rng, num_frames = np.random.default_rng(clip.seed), len(clip.frames)
-        making = ClipBuilder(self._shape, num_frames=num_frames, rng=rng, key=str(clip.chunk))
-        places = indices_of(clip.frames)
-        reading = self._frames.read_bytes(clip)
-        self._frames.decoder.decode_each(reading, lambda frame, picture: making.add(picture, places[frame]))
-        return making.clip().video
+        builder = ClipBuilder(self._shape, num_frames=num_frames, rng=rng, key=str(clip.chunk))
+        position_of = indices_of(clip.frames)
+        content = self._frames.read_bytes(clip)
+        self._frames.decoder.decode_each(content, lambda frame, picture: builder.add(picture, position_of[frame]))
+        return builder.clip().video
 
     def num_wrong(self, clip: Clip, found: np.ndarray, frames: ChunkFrames) -> int:
         """See `Reader.num_wrong`; YUV planes must be identical to those of the sequentially decoded frame."""

@@ -5,7 +5,7 @@ from fractions import Fraction
 import numpy as np
 
 from benchmarks.decode_peers.clip_set import FPS, Clip, crop_rgb
-from benchmarks.decode_peers.contestant import serve_files
+from benchmarks.decode_peers.server import serve_files
 
 
 def read_path(path: str, clip: Clip) -> np.ndarray:

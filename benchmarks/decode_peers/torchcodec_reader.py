@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 
 from benchmarks.decode_peers.clip_set import Clip, crop_rgb
-from benchmarks.decode_peers.contestant import serve_files
+from benchmarks.decode_peers.server import serve_files
 
 _BUNDLED = re.compile(r"(?P<name>lib(?:av|sw)[a-z]+)-[0-9a-f]+\.so\.(?P<major>\d+)\.")
 

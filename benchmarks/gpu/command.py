@@ -44,7 +44,7 @@ def run_program(description: str | None, measure: Callable[[Request], bool], *, 
         data_help: help text of the data folder option.
     """
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", type=Path, required=True, metavar="FILE", help="where the figures go")
+    parser.add_argument("--json", type=Path, required=True, metavar="FILE", help="JSON file for the results")
     parser.add_argument("--minutes", type=float, default=9.0, help="time for all measurements (default 9)")
     parser.add_argument("--data", type=Path, required=True, metavar="DIR", help=data_help)
     parser.add_argument("--dry-run", action="store_true", help="tiny sizes on a CPU")
@@ -58,7 +58,7 @@ def run_program(description: str | None, measure: Callable[[Request], bool], *, 
         if request.is_dry_run:
             torch.set_num_threads(1)
         if not measure(request):
-            raise FailedWork(f"not everything could be measured; {request.json} says why")
+            raise FailedWork(f"some measurements failed; {request.json} has the reasons")
 
     run_command(run)
 
@@ -70,17 +70,19 @@ def require_possible(request: Request) -> None:
         UserError: no time, no data, no GPU, or no writable path for the results.
     """
     if not request.minutes > 0:
-        raise UserError(f"--minutes {request.minutes:g} is no time", hint="give more than 0; without it, it is 9")
+        raise UserError(
+            f"--minutes {request.minutes:g} is out of range", hint="give a number greater than 0 (default 9)"
+        )
     if not request.data.is_dir():
-        raise UserError(f"there is no data folder {request.data}", hint="name one that `prep` has made, with --data")
+        raise UserError(f"the data folder {request.data} does not exist", hint="give a data folder of prep with --data")
     folder = request.json.absolute().parent
     if not folder.is_dir():
-        raise UserError(f"there is no folder {folder} for {request.json.name}", hint="make it first")
+        raise UserError(f"the folder {folder} for {request.json.name} does not exist", hint="create it first")
     if request.json.is_dir() or not os.access(folder, os.W_OK):
-        raise UserError(f"{request.json} cannot be written", hint="name another file with --json")
+        raise UserError(f"{request.json} cannot be written", hint="give another file with --json")
     # Detecting a GPU does not open it, so a measurement process has it to itself.
     if not request.is_dry_run and not torch.cuda.is_available():
         raise UserError(
             f"torch {torch.__version__} finds no GPU",
-            hint="`nvidia-smi` says whether the driver works; --dry-run runs the same program on a CPU, at tiny sizes",
+            hint="run `nvidia-smi` to check the driver; --dry-run runs the same program on a CPU, at tiny sizes",
         )

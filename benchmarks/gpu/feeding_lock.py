@@ -55,7 +55,7 @@ def find_interpreter_lock() -> InterpreterLock:
     """
     is_enabled: Callable[[], bool] = getattr(sys, "_is_gil_enabled", lambda: True)
     if not is_enabled():
-        raise LookupError("this Python runs without an interpreter lock")
+        raise LookupError("this Python has no global interpreter lock")
     ctypes.pythonapi.PyThreadState_Get.restype = ctypes.c_void_p
     own_state = ctypes.pythonapi.PyThreadState_Get()
     begin = ctypes.addressof(ctypes.c_char.in_dll(ctypes.pythonapi, "_PyRuntime"))

@@ -64,27 +64,27 @@ def measure_nvjpeg(setup: Setup) -> Result:
     )
     shape = ClipShape(sampling=Sampling(num_frames=_NUM_FRAMES), size_px=size_px)
     samples = ChunkClips(data, split="train", shape=shape, loading=loading)
-    ways: dict[str, Callable[[], Generator[torch.Tensor, None, None]]] = {
+    variants: dict[str, Callable[[], Generator[torch.Tensor, None, None]]] = {
         "CPU": lambda: _by_cpu(samples, setup, size_px=size_px),
         "nvJPEG": lambda: _by_nvjpeg(samples, loading, setup, size_px=size_px),
     }
-    difference = _difference(*(way() for way in ways.values()))
-    rates: dict[str, list[float]] = {name: [] for name in ways}
+    difference = _difference(*(variant() for variant in variants.values()))
+    rates: dict[str, list[float]] = {name: [] for name in variants}
     for turn in range(rounds):
-        for name in list(ways)[:: 1 if turn % 2 == 0 else -1]:
-            rates[name].append(_clips_per_s(ways[name](), setup, seconds=seconds))
+        for name in list(variants)[:: 1 if turn % 2 == 0 else -1]:
+            rates[name].append(_clips_per_s(variants[name](), setup, seconds=seconds))
     gain = ratio(rates["nvJPEG"], rates["CPU"])
     rows = [
         {"way": name, "threads": threads, "batch": batch, "clips/s": round(median(rates[name]))}
         | {"lowest": round(min(rates[name])), "highest": round(max(rates[name]))}
         | {"/ CPU": round(ratio(rates[name], rates["CPU"]), 2)}
-        for name in ways
+        for name in variants
     ]
     return Result(
         rows=rows,
         notes=[
             f"{origin}; {_NUM_FRAMES} frames, {size_px} px; adopted from {_GOAL:g} times the CPU's rate on",
-            f"the two ways' inputs differ by {difference:.3f} on average (deviations of a colour): another resize of "
+            f"the inputs of both variants differ by {difference:.3f} on average (standard deviations): other resize of "
             "chroma, and RGB made before the resize and not after",
         ],
         targets=[Target(what="nvJPEG / CPU, the whole path", figure=gain, goal=_GOAL)],
@@ -182,23 +182,23 @@ def _cut(frames_TCHW: torch.Tensor, rectangle: Rectangle, *, size_px: int) -> to
     return interpolate(cut, (size_px, size_px), mode="bilinear", align_corners=False, antialias=shrinks_much)
 
 
-def _difference(*ways: Generator[torch.Tensor, None, None]) -> float:
+def _difference(*variants: Generator[torch.Tensor, None, None]) -> float:
     """Return the mean absolute difference of the first batches."""
     found = []
-    for way in ways:
-        with closing(way):
-            found.append(next(way).float().clone())
+    for variant in variants:
+        with closing(variant):
+            found.append(next(variant).float().clone())
     return (found[0] - found[1]).abs().mean().item()
 
 
-def _clips_per_s(way: Generator[torch.Tensor, None, None], setup: Setup, *, seconds: float) -> float:
-    with closing(way):
+def _clips_per_s(variant: Generator[torch.Tensor, None, None], setup: Setup, *, seconds: float) -> float:
+    with closing(variant):
         for _ in range(_BATCHES_AHEAD + 1):
-            next(way)
+            next(variant)
         _wait(setup)
         num_clips, begin_s = 0, time.perf_counter()
         while (wall_s := time.perf_counter() - begin_s) < seconds or not num_clips:
-            num_clips += len(next(way))
+            num_clips += len(next(variant))
             _wait(setup)
         return num_clips / wall_s
 

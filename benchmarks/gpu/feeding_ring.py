@@ -153,7 +153,7 @@ def _exactly(descriptor: int, size: int) -> bytes:
     while size:
         piece = os.read(descriptor, size)
         if not piece:
-            raise RuntimeError("a worker process has ended")
+            raise RuntimeError("a worker process has exited")
         pieces.append(piece)
         size -= len(piece)
     return b"".join(pieces)

@@ -71,7 +71,7 @@ class LoaderServer:
         try:
             answer, error = self._pipe.recv()
         except EOFError as gone:
-            raise RuntimeError(f"the loading process ended while it was asked for {do}") from gone
+            raise RuntimeError(f"the loading process exited during the request {do!r}") from gone
         if error is not None:
             raise RuntimeError(error)
         return answer

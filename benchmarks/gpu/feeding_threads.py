@@ -38,17 +38,17 @@ def measure_threads(setup: Setup, server: LoaderServer) -> Result:
     targets = []
     notes = [_CACHE_NOTE, f"{_cores()} cores; medians of {num_rounds} rounds in turns, {seconds:g} s a turn"]
     for name, shown in shapes(is_dry_run=setup.is_dry_run).items():
-        ways = [(way, number) for number in numbers for way in ("threads", "processes")]
-        ways.append(("ring", numbers[-1]))
-        rates: dict[tuple[str, int], list[float]] = {way: [] for way in ways}
-        cpu_ms: dict[tuple[str, int], list[float]] = {way: [] for way in ways}
+        variants = [(variant, number) for number in numbers for variant in ("threads", "processes")]
+        variants.append(("ring", numbers[-1]))
+        rates: dict[tuple[str, int], list[float]] = {variant: [] for variant in variants}
+        cpu_ms: dict[tuple[str, int], list[float]] = {variant: [] for variant in variants}
         for turn in range(num_rounds):
-            for way in ways[turn % len(ways) :] + ways[: turn % len(ways)]:
-                found = server.ask(way[0], shown, number=way[1], seconds=seconds)
-                rates[way].append(found["clips_per_s"])
-                cpu_ms[way].append(found["cpu_ms"])
-        for way in ways:
-            rows.append(_row(name, way, rates, cpu_ms))
+            for variant in variants[turn % len(variants) :] + variants[: turn % len(variants)]:
+                found = server.ask(variant[0], shown, number=variant[1], seconds=seconds)
+                rates[variant].append(found["clips_per_s"])
+                cpu_ms[variant].append(found["cpu_ms"])
+        for variant in variants:
+            rows.append(_row(name, variant, rates, cpu_ms))
         is_same = server.ask("same", shown, number=min(2, numbers[-1]))["is_same"]
         notes.append(f"{name}: the ring's batches are {'' if is_same else 'NOT '}those of the threads")
         most = numbers[-1]
@@ -97,21 +97,21 @@ def lock_row(clips: str, number: int, *, held_share: float, clips_per_s: float) 
 
 def _row(
     clips: str,
-    way: tuple[str, int],
+    variant: tuple[str, int],
     rates: dict[tuple[str, int], list[float]],
     cpu_ms: dict[tuple[str, int], list[float]],
 ) -> dict[str, Any]:
-    name, number = way
+    name, number = variant
     return {
         "clips": clips,
         "way": name,
         "number": number,
-        "clips/s": round(median(rates[way])),
-        "lowest": round(min(rates[way])),
-        "highest": round(max(rates[way])),
-        "/ one thread": round(ratio(rates[way], rates["threads", 1]), 2),
-        "/ processes": round(ratio(rates[way], rates["processes", number]), 2),
-        "CPU ms a clip": round(median(cpu_ms[way]), 2) if name != "ring" else None,
+        "clips/s": round(median(rates[variant])),
+        "lowest": round(min(rates[variant])),
+        "highest": round(max(rates[variant])),
+        "/ one thread": round(ratio(rates[variant], rates["threads", 1]), 2),
+        "/ processes": round(ratio(rates[variant], rates["processes", number]), 2),
+        "CPU ms a clip": round(median(cpu_ms[variant]), 2) if name != "ring" else None,
     }
 
 

@@ -15,8 +15,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from benchmarks.gpu.implementations import Implementation, Timings, faster_than, flops_columns, release, take_turns
 from benchmarks.gpu.parts import Result, Setup, Target, one_line
-from benchmarks.gpu.ways import Taken, Way, faster_than, flops_columns, release, take_turns
 from train.models.attention import Attend, Packing, attend_naively, attend_with_sdpa, open_attention, pack
 
 AUTO, NAIVE, XFORMERS = "auto", "naive", "xformers"
@@ -142,7 +142,7 @@ def _row(shape: Shape, setup: Setup, *, precision: str, dtype: torch.dtype) -> t
     calls = _Calls(shape, device=setup.device, dtype=dtype)
     attends = attentions(setup)
     openings = {
-        name: lambda opens=opens: Way(
+        name: lambda opens=opens: Implementation(
             step=partial(calls.forward_and_backward, opens()),
             num_flops=_FORWARD_AND_BACKWARD * shape.forward_flops,
         )
@@ -153,7 +153,7 @@ def _row(shape: Shape, setup: Setup, *, precision: str, dtype: torch.dtype) -> t
     # The practical choices; the plain formula is only for comparison.
     fastest = min((name for name in times if name != AUTO), key=lambda name: times[name], default=None)
     slowdown = None if fastest is None else faster_than(taken, fastest, AUTO)
-    best = Taken() if fastest is None else taken[fastest]
+    best = Timings() if fastest is None else taken[fastest]
     row = {
         "shape": shape.name,
         "precision": precision,

@@ -7,8 +7,8 @@ import numpy as np
 import torch
 
 from benchmarks.encoding import CLIP, TEXTS, make_vae, words_of
+from benchmarks.gpu.implementations import Implementation, Opening, faster_than, rows_of, take_turns
 from benchmarks.gpu.parts import Result, Setup, Target
-from benchmarks.gpu.ways import Opening, Way, faster_than, rows_of, take_turns
 from benchmarks.plain_loops import encode_pictures, encode_texts
 from prep.latents.vae import Encoder, Precision, tiny_vae
 from prep.latents.weights import Vae
@@ -53,7 +53,7 @@ def measure_latents(setup: Setup) -> Result:
                 model.encode(inputs)  # type: ignore[operator]
 
         openings: dict[str, Opening] = {
-            name: partial(Way, step=work, num_flops=counter.num_flops)
+            name: partial(Implementation, step=work, num_flops=counter.num_flops)
             for name, work in ((PREP, by_prep), (PLAIN, by_loop), (MODEL, by_model))
         }
         taken = take_turns(openings, setup, num_steps=3)
@@ -109,8 +109,8 @@ def measure_texts(setup: Setup) -> Result:
                 encode_texts(model, tokenize, texts[begin : begin + batch], device=kind)
 
         openings: dict[str, Opening] = {
-            PREP: partial(Way, step=by_prep, num_flops=counter.num_flops),
-            PLAIN: partial(Way, step=by_loop, num_flops=counter.num_flops),
+            PREP: partial(Implementation, step=by_prep, num_flops=counter.num_flops),
+            PLAIN: partial(Implementation, step=by_loop, num_flops=counter.num_flops),
         }
         taken = take_turns(openings, setup, num_rounds=3, num_steps=1)
         of_lengths = rows_of(taken, setup, items=len(texts), unit="texts", beside=[PLAIN], precision="fp32")

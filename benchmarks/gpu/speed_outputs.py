@@ -8,8 +8,8 @@ import torch
 from benchmarks.caption import HF, METHODS, OURS, check_logits
 from benchmarks.caption_steps import generate, write
 from benchmarks.gpu.captioners import opened_captioners, shape_of
+from benchmarks.gpu.implementations import Implementation, Opening, faster_than, rows_of, take_turns
 from benchmarks.gpu.parts import Result, Setup, Target
-from benchmarks.gpu.ways import Opening, Way, faster_than, rows_of, take_turns
 from benchmarks.losses import BASE, OPEN_CLIP, openings_of
 from train.engine.throughput import FlopCounter
 from train.tasks.caption.settings import DecodingSettings, max_tokens_of
@@ -25,7 +25,7 @@ def measure_losses(setup: Setup) -> Result:
     pairs, width = (32, 8) if setup.is_dry_run else (_PAIRS, _WIDTH)
     num_flops = _PRODUCTS * 2 * pairs * pairs * width
     openings: dict[str, Opening] = {
-        name: lambda opens=opens: Way(step=opens(), num_flops=num_flops)  # type: ignore[misc]
+        name: lambda opens=opens: Implementation(step=opens(), num_flops=num_flops)  # type: ignore[misc]
         for name, opens in openings_of(pairs, width, setup.device).items()
     }
     taken = take_turns(openings, setup, num_rounds=11, num_steps=5)
@@ -79,7 +79,7 @@ def measure_decoding(setup: Setup) -> Result:
                     generate(theirs, states, settings)
 
             openings: dict[str, Opening] = {
-                name: partial(Way, step=work, num_flops=counter.num_flops)
+                name: partial(Implementation, step=work, num_flops=counter.num_flops)
                 for name, work in ((OURS, by_ours), (HF, by_theirs))
             }
             taken = take_turns(openings, setup, num_rounds=3, num_steps=1)
@@ -95,7 +95,7 @@ def measure_decoding(setup: Setup) -> Result:
         rows=rows,
         notes=[
             f"{num_captions} captions by {shape.decoder}, with a cache on both sides. `same tokens` compares the "
-            "captions of both in fp32. FLOPs are those of our decoding, for both ways."
+            "captions of both in fp32. FLOPs are those of our decoding, for both variants."
         ],
         targets=targets[:1],
     )

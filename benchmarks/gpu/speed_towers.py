@@ -5,13 +5,13 @@ from functools import partial
 import torch
 from torch import nn
 
-from benchmarks.caption import CHECKPOINTED, encoder_ways
+from benchmarks.caption import CHECKPOINTED, encoder_variants
 from benchmarks.caption import HF as CAPTION_HF
 from benchmarks.caption import OURS as CAPTION_OURS
 from benchmarks.caption_steps import Shape
 from benchmarks.gpu.captioners import opened_captioners, shape_of
+from benchmarks.gpu.implementations import Implementation, Opening, Timings, faster_than, rows_of, take_turns
 from benchmarks.gpu.parts import Result, Setup, Target
-from benchmarks.gpu.ways import Opening, Taken, Way, faster_than, rows_of, take_turns
 from benchmarks.mae_steps import HF, NUM_FRAMES, OURS, HfSteps, OurSteps, Steps, take
 from benchmarks.text_tower import SETS, captions, check_equal, text_towers
 from benchmarks.text_tower import take as take_text
@@ -32,16 +32,16 @@ def measure_videomae(setup: Setup) -> Result:
         decoder_depth=1 if setup.is_dry_run else 4,
         device=device,
     )
-    ways: dict[str, Steps] = {OURS: ours, HF: HfSteps(ours.model, device=device)}
+    variants: dict[str, Steps] = {OURS: ours, HF: HfSteps(ours.model, device=device)}
     clips = torch.randn(batch, 3, NUM_FRAMES, image_px, image_px, device=device)
     masks = ours.masks(batch, device=device)
-    losses = {name: take(steps, clips, masks) for name, steps in ways.items()}
+    losses = {name: take(steps, clips, masks) for name, steps in variants.items()}
     if abs(losses[OURS] - losses[HF]) > _CLOSE * losses[HF]:
-        raise RuntimeError(f"the same weights give other losses: {losses}")
-    _forget_gradients(*(steps.model for steps in ways.values()))
+        raise RuntimeError(f"different losses with the same weights: {losses}")
+    _forget_gradients(*(steps.model for steps in variants.values()))
     openings: dict[str, Opening] = {
-        name: lambda steps=steps: Way(step=partial(take, steps, clips, masks), model=steps.model)  # type: ignore[misc]
-        for name, steps in ways.items()
+        name: lambda steps=steps: Implementation(step=partial(take, steps, clips, masks), model=steps.model)  # type: ignore[misc]
+        for name, steps in variants.items()
     }
     taken = take_turns(openings, setup)
     return Result(
@@ -65,11 +65,11 @@ def measure_timesformer(setup: Setup) -> Result:
         CHECKPOINTED: ours.video,
         CAPTION_HF: theirs.encoder,
     }
-    ways = encoder_ways(ours, theirs, clips)
+    variants = encoder_variants(ours, theirs, clips)
     _forget_gradients(*models.values())
     openings: dict[str, Opening] = {
-        name: lambda name=name, work=work: Way(step=work, model=models[name])  # type: ignore[misc]
-        for name, work in ways.items()
+        name: lambda name=name, work=work: Implementation(step=work, model=models[name])  # type: ignore[misc]
+        for name, work in variants.items()
     }
     taken = take_turns(openings, setup)
     _forget_gradients(*models.values())
@@ -95,7 +95,7 @@ def measure_text(setup: Setup) -> Result:
             continue
         tokens = captions(lengths_of(num_captions)).to(device)
         check_equal(towers, tokens)
-        taken = take_turns({way: partial(_text_way, tower, tokens) for way, tower in towers.items()}, setup)
+        taken = take_turns({variant: partial(_text_variant, tower, tokens) for variant, tower in towers.items()}, setup)
         of_set = rows_of(taken, setup, items=num_captions, unit="captions", beside=[PADDED, OPEN_CLIP])
         rows += [{"captions": name, **row} for row in of_set]
         if name == SHORT:
@@ -103,15 +103,15 @@ def measure_text(setup: Setup) -> Result:
             targets.append(Target(what="packed over padded, captions of 12 tokens, speed", figure=figure, goal=3.0))
     notes = [
         f"{num_captions} captions a pass, no optimizer; attention: {attention.name}. FLOPs are those of the tokens "
-        "that a way computes, padding among them.",
+        "that a variant computes, padding among them.",
     ]
     if setup.is_dry_run:
         notes.append("open_clip has no text tower of the tiny size: not in a dry run.")
     return Result(rows=rows, notes=notes, targets=targets)
 
 
-def _text_way(tower: nn.Module, tokens: torch.Tensor) -> Way:
-    return Way(step=partial(take_text, tower, tokens), model=tower)
+def _text_variant(tower: nn.Module, tokens: torch.Tensor) -> Implementation:
+    return Implementation(step=partial(take_text, tower, tokens), model=tower)
 
 
 def _forget_gradients(*models: nn.Module) -> None:
@@ -120,7 +120,7 @@ def _forget_gradients(*models: nn.Module) -> None:
         model.zero_grad(set_to_none=True)
 
 
-def _targets(taken: dict[str, Taken], ours: str, theirs: str, *, speed: float, memory: float) -> list[Target]:
+def _targets(taken: dict[str, Timings], ours: str, theirs: str, *, speed: float, memory: float) -> list[Target]:
     peaks = [taken[name].peak_bytes for name in (ours, theirs)]
     ratio = peaks[0] / peaks[1] if peaks[0] is not None and peaks[1] else None
     return [

@@ -11,22 +11,21 @@ from typing import Any
 
 import torch
 
+from benchmarks.gpu.implementations import GIB, Implementation, Opening, faster_than, release, rows_of, take_turns
 from benchmarks.gpu.parts import Result, Setup, Target, one_line
 from benchmarks.gpu.speed_attention import attentions
-from benchmarks.gpu.ways import GIB, Opening, Way, faster_than, release, rows_of, take_turns
 from benchmarks.vit import CPU_SETUP, GPU_SETUP, largest_batch, limit_memory
-from benchmarks.vit_steps import NAIVE, OPEN_CLIP, Steps
+from benchmarks.vit_steps import NAIVE, OPEN_CLIP, Steps, TowerVariant
 from benchmarks.vit_steps import Setup as Tower
-from benchmarks.vit_steps import Way as TowerWay
 from train.models.attention import open_attention
 
 AUTO, CHECKPOINTED, OPEN_CLIP_CHECKPOINTED = "auto", "auto, checkpointed", "open_clip, checkpointed"
 _MEMORY_GB = 24.0  # the GPUs in AVION's paper
 _CLIPS, _FEW_CLIPS, _ROOMY_GB = 32, 8, 64
 _OTHERS = {
-    CHECKPOINTED: TowerWay(checkpoints=True),
-    OPEN_CLIP: TowerWay(is_open_clip=True, takes_frames=True),
-    OPEN_CLIP_CHECKPOINTED: TowerWay(is_open_clip=True, takes_frames=True, checkpoints=True),
+    CHECKPOINTED: TowerVariant(checkpoints=True),
+    OPEN_CLIP: TowerVariant(is_open_clip=True, takes_frames=True),
+    OPEN_CLIP_CHECKPOINTED: TowerVariant(is_open_clip=True, takes_frames=True, checkpoints=True),
 }
 
 
@@ -36,7 +35,7 @@ def measure_steps(setup: Setup) -> Result:
     openings: dict[str, Opening] = {
         name: partial(_opened_with, opens, tower, num_clips) for name, opens in attentions(setup).items()
     }
-    openings |= {name: partial(_opened, way, tower, num_clips) for name, way in _OTHERS.items()}
+    openings |= {name: partial(_opened, variant, tower, num_clips) for name, variant in _OTHERS.items()}
     taken = take_turns(openings, setup)
     frames = num_clips * tower.num_frames
     return Result(
@@ -55,30 +54,30 @@ def measure_steps(setup: Setup) -> Result:
 def measure_compiled(setup: Setup) -> Result:
     """Compare compiled and eager models."""
     tower, num_clips = _tower(setup), _num_clips(setup)
-    ways = {
-        "sdpa, compiled": TowerWay(compiles=True),
-        "sdpa": TowerWay(attention="sdpa"),
+    variants = {
+        "sdpa, compiled": TowerVariant(compiles=True),
+        "sdpa": TowerVariant(attention="sdpa"),
         OPEN_CLIP: _OTHERS[OPEN_CLIP],
     }
-    taken = take_turns({name: partial(_opened, way, tower, num_clips) for name, way in ways.items()}, setup)
+    taken = take_turns({name: partial(_opened, variant, tower, num_clips) for name, variant in variants.items()}, setup)
     return Result(
         rows=rows_of(taken, setup, items=num_clips * tower.num_frames, unit="frames", beside=["sdpa", OPEN_CLIP]),
-        notes=["As --compile does it: block by block. What compiling takes is not counted."],
+        notes=["Compiled block by block, as with --compile. Compilation time is not included."],
     )
 
 
 def measure_largest(setup: Setup) -> Result:
     """Measure the largest batch in 24 GB, and the throughput at three quarters of it, one variant at a time."""
     tower = _tower(setup)
-    ways = {NAIVE: TowerWay(attention="naive"), AUTO: TowerWay(), **_OTHERS}
+    variants = {NAIVE: TowerVariant(attention="naive"), AUTO: TowerVariant(), **_OTHERS}
     largest: dict[str, int] = {}
     rows = []
     is_cuda = setup.device.type == "cuda"
     if is_cuda:
         limit_memory(_MEMORY_GB, setup.device)
     try:
-        for name, way in ways.items():
-            rows.append(_row_of_largest(name, way, tower, setup, largest=largest))
+        for name, variant in variants.items():
+            rows.append(_row_of_largest(name, variant, tower, setup, largest=largest))
             release()
     finally:
         if is_cuda:
@@ -88,7 +87,7 @@ def measure_largest(setup: Setup) -> Result:
             row["batch / naive"] = largest[row["way"]] / largest[NAIVE]
     notes = [f"Clips of {tower.num_frames} frames; a batch is the largest to 5 %, within {_MEMORY_GB:g} GiB."]
     if not is_cuda:
-        notes.append("A CPU has no limit to search by: one batch for all.")
+        notes.append("On a CPU there is no memory limit to search for: one batch size for all.")
 
     def ratio(name: str) -> float | None:
         return largest[name] / largest[NAIVE] if is_cuda and name in largest and NAIVE in largest else None
@@ -103,30 +102,32 @@ def measure_largest(setup: Setup) -> Result:
     )
 
 
-def _row_of_largest(name: str, way: TowerWay, tower: Tower, setup: Setup, *, largest: dict[str, int]) -> dict[str, Any]:
+def _row_of_largest(
+    name: str, variant: TowerVariant, tower: Tower, setup: Setup, *, largest: dict[str, int]
+) -> dict[str, Any]:
     try:
         batch = 2
         if setup.device.type == "cuda":
-            batch = largest_batch(way, tower, limit_bytes=int(_MEMORY_GB * GIB))
+            batch = largest_batch(variant, tower, limit_bytes=int(_MEMORY_GB * GIB))
         if not batch:
-            raise MemoryError("not one clip fits")
+            raise MemoryError("a batch of one clip does not fit in memory")
         largest[name] = batch
         own = max(1, batch * 3 // 4)
-        taken = take_turns({name: partial(_opened, way, tower, own)}, setup, num_rounds=3, num_steps=3)
+        taken = take_turns({name: partial(_opened, variant, tower, own)}, setup, num_rounds=3, num_steps=3)
         (row,) = rows_of(taken, setup, items=own * tower.num_frames, unit="frames", beside=[])
-    except Exception as error:  # noqa: BLE001  the other ways are measured all the same
+    except Exception as error:  # noqa: BLE001  the other variants are measured all the same
         return {"way": name, "error": one_line(error)}
     return {"way": name, "largest batch": batch, "batch / naive": None, "measured with": own, **row}
 
 
-def _opened(way: TowerWay, tower: Tower, num_clips: int) -> Way:
-    steps = Steps(way, tower)
+def _opened(variant: TowerVariant, tower: Tower, num_clips: int) -> Implementation:
+    steps = Steps(variant, tower)
     clips = steps.clips(num_clips)
-    return Way(step=lambda: steps.take(clips), model=steps.model)
+    return Implementation(step=lambda: steps.take(clips), model=steps.model)
 
 
-def _opened_with(opens: Callable[[], Any], tower: Tower, num_clips: int) -> Way:
-    return _opened(TowerWay(attend=opens()), tower, num_clips)
+def _opened_with(opens: Callable[[], Any], tower: Tower, num_clips: int) -> Implementation:
+    return _opened(TowerVariant(attend=opens()), tower, num_clips)
 
 
 def _tower(setup: Setup) -> Tower:

@@ -66,7 +66,7 @@ def _supervise(part: str, measurements: Sequence[Measurement], *, path: Path, en
             why, status = _watched(environment, path, limits_s=limits_s, ends_s=ends_s)
         except (KeyboardInterrupt, _TimeIsOver) as end:
             if not _cut(part, measurements, path=path):
-                print(f"{part}: the time was over before anything was measured", file=sys.stderr, flush=True)
+                print(f"{part}: the time limit was reached before any measurement", file=sys.stderr, flush=True)
                 return False
             if isinstance(end, KeyboardInterrupt):
                 raise
@@ -82,7 +82,7 @@ def _supervise(part: str, measurements: Sequence[Measurement], *, path: Path, en
             write(path, content, records)
             say(part, record)
         elif not records:
-            print(f"{part}: {why} before anything was measured", file=sys.stderr, flush=True)
+            print(f"{part}: {why} before any measurement", file=sys.stderr, flush=True)
             return False
         if len(records) == len(measurements):
             break
@@ -130,16 +130,16 @@ def _watched(
             if time.time() > ends_s + _GRACE_S:
                 raise _TimeIsOver
             if taken_s > limits_s.get(running or "", _LEAST_S):
-                return f"it was ended after {taken_s:.0f} s", -signal.SIGKILL
+                return f"it was killed after {taken_s:.0f} s", -signal.SIGKILL
     finally:
         if process.poll() is None:
             os.killpg(process.pid, signal.SIGKILL)
             process.wait()
     status = process.returncode
     if status < 0:
-        return f"its process was ended by {signal.Signals(-status).name}", status
+        return f"its process was killed by {signal.Signals(-status).name}", status
     is_whole = _read(path).get("running", "") is None
-    return (None if is_whole else f"its process ended with {status}"), status
+    return (None if is_whole else f"its process exited with {status}"), status
 
 
 def _end(number: int, frame: object) -> None:

@@ -40,7 +40,7 @@ def write_page(out: Path) -> Path:
     parts = {name: _read(out / name) for name in (SPEED, FEEDING) if (out / name).is_file()}
     xml = out / CORRECTNESS
     if not parts and not xml.is_file():
-        raise UserError(f"{out} has no results", hint=f"there should be {CORRECTNESS}, {SPEED} or {FEEDING}")
+        raise UserError(f"{out} has no results", hint=f"give a folder with {CORRECTNESS}, {SPEED} or {FEEDING}")
     chip = _chip(parts)
     lines = [f"# {chip}", "", *_environment_lines(parts), "", "## Targets", "", *_target_lines(parts)]
     lines += ["", f"## {_TITLES[CORRECTNESS]}", "", *_correctness_lines(xml)]
@@ -58,12 +58,12 @@ def _read(path: Path) -> dict[str, Any]:
     except ValueError as error:
         raise _damaged(path, str(error)) from None
     if not isinstance(found, dict) or not {"environment", "is_dry_run", "measurements"} <= found.keys():
-        raise _damaged(path, "it is no result of a part")
+        raise _damaged(path, "not a result of a part")
     return found
 
 
 def _damaged(path: Path, why: str) -> UserError:
-    return UserError(f"{path} cannot be read: {why}", hint="run its part again, or move the file away")
+    return UserError(f"{path} cannot be read: {why}", hint="run the part again, or remove the file")
 
 
 def _chip(parts: Mapping[str, Any]) -> str:
@@ -113,7 +113,7 @@ def _part_lines(part: Mapping[str, Any]) -> list[str]:
     for measurement in part["measurements"]:
         lines += ["", f"### {measurement['name']}", "", *_measurement_lines(measurement)]
     if part.get("running"):
-        lines += ["", f"The run ended while it measured: {part['running']}."]
+        lines += ["", f"The run ended during the measurement: {part['running']}."]
     return lines
 
 

@@ -7,9 +7,9 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from benchmarks.latent_peers.contestant import Batches, NothingToClose, Way, serve
 from benchmarks.latent_peers.latent_data import SPLIT, write_columns
 from benchmarks.latent_peers.segment_set import SegmentSet
+from benchmarks.latent_peers.server import Batches, NothingToClose, PeerLoader, serve
 
 
 class OurLoader(NothingToClose):
@@ -23,7 +23,7 @@ class OurLoader(NothingToClose):
         self._rest: tuple[Any, Any] | None = None
 
     def epoch(self, number: int) -> Batches:
-        """See `Way.epoch`; the loader itself counts the epochs."""
+        """See `PeerLoader.epoch`; the loader itself counts the epochs."""
         left = len(self._loader)
         while left:
             if self._rest is not None:
@@ -43,7 +43,7 @@ class FirstVisits(OurLoader):
     """Starts each epoch with all records unverified, without the cost of opening the columns again."""
 
     def epoch(self, number: int) -> Batches:
-        """See `Way.epoch`."""
+        """See `PeerLoader.epoch`."""
         from train.data.latents.filling import Checksums
 
         self._loader._checksums = Checksums(self._loader.samples)
@@ -62,10 +62,10 @@ def main() -> None:
     parser.add_argument("--first-visits", action="store_true")
     kind = FirstVisits if parser.parse_known_args()[0].first_visits else OurLoader
 
-    def open_way(folder: Path, segments: SegmentSet, batch: int) -> Way:
+    def open_loader(folder: Path, segments: SegmentSet, batch: int) -> PeerLoader:
         return kind(folder, batch)
 
-    serve(make, open_way)
+    serve(make, open_loader)
 
 
 if __name__ == "__main__":

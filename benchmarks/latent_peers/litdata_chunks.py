@@ -4,8 +4,8 @@ import os
 from pathlib import Path
 from typing import Any
 
-from benchmarks.latent_peers.contestant import Batches, NothingToClose, Way, serve
 from benchmarks.latent_peers.segment_set import SegmentSet, open_segment_set
+from benchmarks.latent_peers.server import Batches, NothingToClose, PeerLoader, serve
 
 
 class LitdataChunks(NothingToClose):
@@ -18,7 +18,7 @@ class LitdataChunks(NothingToClose):
         self._loader = StreamingDataLoader(dataset, batch_size=batch, num_workers=0)
 
     def epoch(self, number: int) -> Batches:
-        """See `Way.epoch`."""
+        """See `PeerLoader.epoch`."""
         for batch in self._loader:
             yield batch["latents"], batch["text"]
 
@@ -52,11 +52,11 @@ def make(segments: SegmentSet, folder: Path) -> None:
     )
 
 
-def open_way(folder: Path, segments: SegmentSet, batch: int) -> Way:
+def open_loader(folder: Path, segments: SegmentSet, batch: int) -> PeerLoader:
     """Open the chunks."""
     return LitdataChunks(folder, batch)
 
 
 if __name__ == "__main__":
     os.environ.setdefault("DO_NOT_TRACK", "1")
-    serve(make, open_way)
+    serve(make, open_loader)

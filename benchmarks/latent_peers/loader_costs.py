@@ -27,7 +27,7 @@ def anonymous_bytes() -> int:
     for line in Path("/proc/self/smaps_rollup").read_text().splitlines():
         if line.startswith("Anonymous:"):
             return int(line.split()[1]) * 1024
-    raise RuntimeError("smaps_rollup says nothing of anonymous memory")
+    raise RuntimeError("smaps_rollup does not report anonymous memory")
 
 
 def measure(data: Path) -> dict[str, Any]:

@@ -2,8 +2,8 @@
 
 from pathlib import Path
 
-from benchmarks.latent_peers.contestant import Batches, NothingToClose, Way, serve
 from benchmarks.latent_peers.segment_set import SEGMENT_SHAPE, TEXT_WIDTH, SegmentSet
+from benchmarks.latent_peers.server import Batches, NothingToClose, PeerLoader, serve
 
 COLUMNS = {
     "latents": f"ndarray:float16:{','.join(map(str, SEGMENT_SHAPE))}",
@@ -22,7 +22,7 @@ class MdsShards(NothingToClose):
         self._loader = DataLoader(dataset, batch_size=batch, num_workers=0)
 
     def epoch(self, number: int) -> Batches:
-        """See `Way.epoch`."""
+        """See `PeerLoader.epoch`."""
         for batch in self._loader:
             yield batch["latents"], batch["text"]
 
@@ -37,7 +37,7 @@ def make(segments: SegmentSet, folder: Path) -> None:
             writer.write({"latents": segments.latents[segment], "text": text})
 
 
-def open_way(folder: Path, segments: SegmentSet, batch: int) -> Way:
+def open_loader(folder: Path, segments: SegmentSet, batch: int) -> PeerLoader:
     """Open the shards, after removing what a killed process left in shared memory."""
     from streaming.base.util import clean_stale_shared_memory
 
@@ -46,4 +46,4 @@ def open_way(folder: Path, segments: SegmentSet, batch: int) -> Way:
 
 
 if __name__ == "__main__":
-    serve(make, open_way)
+    serve(make, open_loader)

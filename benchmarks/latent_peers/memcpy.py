@@ -9,8 +9,8 @@ from pathlib import Path
 
 import numpy as np
 
-from benchmarks.latent_peers.contestant import Batches, NothingToClose, Way, serve
 from benchmarks.latent_peers.segment_set import SEGMENT_BYTES, SEGMENT_SHAPE, TEXT_WIDTH, SegmentSet
+from benchmarks.latent_peers.server import Batches, NothingToClose, PeerLoader, serve
 
 RING_BATCHES = 2
 _TEXT_BYTES = 2 * TEXT_WIDTH
@@ -25,7 +25,7 @@ class Memcpy(NothingToClose):
         self._text = np.empty((RING_BATCHES, batch, TEXT_WIDTH), np.float16)
 
     def epoch(self, number: int) -> Batches:
-        """See `Way.epoch`."""
+        """See `PeerLoader.epoch`."""
         memcpy = ctypes.CDLL(None).memcpy
         memcpy.argtypes, memcpy.restype = [ctypes.c_size_t] * 3, None
         ids = self._segments.shuffled(number)
@@ -53,10 +53,10 @@ def make(segments: SegmentSet, folder: Path) -> None:
     """Do nothing: the data set's own file is the source."""
 
 
-def open_way(folder: Path, segments: SegmentSet, batch: int) -> Way:
+def open_loader(folder: Path, segments: SegmentSet, batch: int) -> PeerLoader:
     """Allocate the ring."""
     return Memcpy(segments, batch)
 
 
 if __name__ == "__main__":
-    serve(make, open_way)
+    serve(make, open_loader)

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import numpy as np
 
-from benchmarks.latent_peers.contestant import Batches, NothingToClose, Way, serve
 from benchmarks.latent_peers.segment_set import SegmentSet
+from benchmarks.latent_peers.server import Batches, NothingToClose, PeerLoader, serve
 
 
 class NpyMemmap(NothingToClose):
@@ -15,7 +15,7 @@ class NpyMemmap(NothingToClose):
         self._segments, self._batch = segments, batch
 
     def epoch(self, number: int) -> Batches:
-        """See `Way.epoch`."""
+        """See `PeerLoader.epoch`."""
         source, segments = np.asarray(self._segments.latents), self._segments
         ids = segments.shuffled(number)
         for begin in range(0, len(ids), self._batch):
@@ -27,10 +27,10 @@ def make(segments: SegmentSet, folder: Path) -> None:
     """Do nothing: the data set already is such a file."""
 
 
-def open_way(folder: Path, segments: SegmentSet, batch: int) -> Way:
+def open_loader(folder: Path, segments: SegmentSet, batch: int) -> PeerLoader:
     """Memory-map the file."""
     return NpyMemmap(segments, batch)
 
 
 if __name__ == "__main__":
-    serve(make, open_way)
+    serve(make, open_loader)

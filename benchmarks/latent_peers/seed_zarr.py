@@ -18,8 +18,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from benchmarks.latent_peers.contestant import Batches, Way, serve
 from benchmarks.latent_peers.segment_set import SEGMENT_BYTES, SEGMENT_SHAPE, TEXT_WIDTH, SegmentSet
+from benchmarks.latent_peers.server import Batches, PeerLoader, serve
 
 PREFETCHED_A_WORKER = 2
 _TEXT_BYTES = 2 * TEXT_WIDTH
@@ -64,7 +64,7 @@ class SeedZarr:
             worker.start()
 
     def epoch(self, number: int) -> Batches:
-        """See `Way.epoch`."""
+        """See `PeerLoader.epoch`."""
         ids = self._segments.shuffled(number)
         batches = iter([ids[begin : begin + self._batch] for begin in range(0, len(ids), self._batch)])
         num_asked = 0
@@ -132,10 +132,10 @@ def main() -> None:
     parser.add_argument("--workers", type=int, required=True)
     num_workers = parser.parse_known_args()[0].workers
 
-    def open_way(folder: Path, segments: SegmentSet, batch: int) -> Way:
+    def open_loader(folder: Path, segments: SegmentSet, batch: int) -> PeerLoader:
         return SeedZarr(folder, segments, batch=batch, num_workers=num_workers)
 
-    serve(make, open_way)
+    serve(make, open_loader)
 
 
 if __name__ == "__main__":

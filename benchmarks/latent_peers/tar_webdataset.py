@@ -5,8 +5,8 @@ Ten tars, with the library's own shuffling (of tars, and in a buffer of 300 segm
 
 from pathlib import Path
 
-from benchmarks.latent_peers.contestant import Batches, NothingToClose, Way, serve
 from benchmarks.latent_peers.segment_set import SegmentSet
+from benchmarks.latent_peers.server import Batches, NothingToClose, PeerLoader, serve
 
 NUM_TARS = 10
 SHUFFLE_BUFFER = 300
@@ -19,7 +19,7 @@ class TarWebdataset(NothingToClose):
         self._tars, self._batch = sorted(str(path) for path in folder.iterdir()), batch
 
     def epoch(self, number: int) -> Batches:
-        """See `Way.epoch`."""
+        """See `PeerLoader.epoch`."""
         import webdataset
 
         dataset = webdataset.WebDataset(
@@ -42,7 +42,7 @@ def make(segments: SegmentSet, folder: Path) -> None:
                 writer.write({"__key__": f"{segment:09d}", **members})
 
 
-def open_way(folder: Path, segments: SegmentSet, batch: int) -> Way:
+def open_loader(folder: Path, segments: SegmentSet, batch: int) -> PeerLoader:
     """List the tars."""
     import webdataset  # noqa: F401 - not within the first epoch
 
@@ -50,4 +50,4 @@ def open_way(folder: Path, segments: SegmentSet, batch: int) -> Way:
 
 
 if __name__ == "__main__":
-    serve(make, open_way)
+    serve(make, open_loader)

@@ -22,7 +22,7 @@ def open_annotations(path: Path, mode: str = "r", **options: Any) -> Iterator[IO
     with reading(path):
         kind = stat_kind(path.stat().st_mode)
         if kind is not None:
-            hint = "give the file itself" if kind == "a folder" else "write its content to a file, and give that file"
+            hint = "give the path of a file" if kind == "a folder" else "save its content to a file, and give that file"
             raise UserError(f"cannot read {path}: it is {kind}, not a file", hint=hint)
         with path.open(mode, **options) as file:
             yield file

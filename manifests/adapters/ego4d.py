@@ -4,7 +4,7 @@ narration.json gives every narration a single timestamp. EgoVLP's rule (Lin et a
 interval: [t - beta_i / (2 alpha), t + beta_i / (2 alpha)], where beta_i is the mean gap between consecutive narrations
 of video i and alpha is the mean of beta_i over all videos of the file. Gaps are measured within one annotator's pass.
 All videos of the file are counted, whether they have been downloaded or not, so that captions do not shift when more of
-the data set is downloaded. Negative begin times become 0.
+the dataset is downloaded. Negative begin times become 0.
 
 As in EgoVLP, narrations tagged #unsure are rejected, and all other tags stay in the text (`#C C opens the door`). The
 file has no splits, so all its videos belong to train.
@@ -57,7 +57,9 @@ def read_ego4d(
             case ".pkl" | ".pickle":
                 _add_pickled_list(builder, wanted, path=path)
             case _:
-                raise UserError(f"{path} is neither .json nor .pkl", hint="give narration.json, or a pickled list")
+                raise UserError(
+                    f"{path} is neither a .json nor a .pkl file", hint="give narration.json or a pickled list"
+                )
     return builder.build()
 
 
@@ -68,7 +70,7 @@ def _add_narrations(builder: ReadingBuilder, wanted: WantedVideos, *, path: Path
     seen: set[str] = set()
     for source_id, entry in _videos(path):
         if source_id in seen:
-            detail = "the file has an entry with this id before"
+            detail = "an earlier entry has the same ID"
             builder.reject(Reason.DUPLICATE_ID, file=str(path), source_id=source_id, detail=detail)
             continue
         seen.add(source_id)
@@ -78,7 +80,7 @@ def _add_narrations(builder: ReadingBuilder, wanted: WantedVideos, *, path: Path
         if video is None:
             continue
         if not num_captions and entry.get("status") == REDACTED_STATUS:
-            detail = "its narrations are redacted"
+            detail = "the narrations are redacted"
             builder.reject(Reason.REDACTED, file=str(path), source_id=source_id, detail=detail)
         beta_s = _mean_gap_s(narrations)
         half_s = None if beta_s is None else beta_s / (2 * alpha_s)
@@ -103,7 +105,7 @@ def _mean_beta_s(path: Path) -> float:
         if source_id not in beta_of_video:
             beta_of_video[source_id] = _mean_gap_s({name: _narrations_of(entry, name) for name in PASSES})
     if not beta_of_video:
-        raise UserError(f"{path} holds no narrations", hint="expected Ego4D's narration.json")
+        raise UserError(f"{path} contains no narrations", hint="give Ego4D's narration.json")
     betas = [beta_s for beta_s in beta_of_video.values() if beta_s is not None]
     return float(np.mean(betas)) if betas else 0.0
 
@@ -161,15 +163,15 @@ def _keep_usable(
 def _fault(narration: Any, time_s: float, *, half_s: float | None) -> tuple[Reason | None, str]:
     text = narration.get("narration_text") if isinstance(narration, dict) else None
     if not isinstance(text, str) or not encodable(text):
-        return Reason.MALFORMED_ROW, "it has no text"
+        return Reason.MALFORMED_ROW, "no valid text"
     if not isfinite(time_s):
         return Reason.BAD_TIME, f"timestamp_sec is {quoted(narration.get('timestamp_sec'))}"
     if "#unsure" in text.lower():
         return Reason.UNSURE, text[:200]
     if not text.strip():
-        return Reason.EMPTY_CAPTION, "its text is empty"
+        return Reason.EMPTY_CAPTION, "the text is empty"
     if half_s is None:
-        return Reason.NO_INTERVAL, "the interval rule needs two narrations at different times"
+        return Reason.NO_INTERVAL, "the interval rule requires two narrations with different timestamps"
     return None, ""
 
 
@@ -179,12 +181,13 @@ def _add_pickled_list(builder: ReadingBuilder, wanted: WantedVideos, *, path: Pa
     rows = load_plain_pickle(path)
     if not isinstance(rows, list | tuple):
         raise UserError(
-            f"{path} holds a {type(rows).__name__}, not a list", hint="expected (video, begin, end, narration) rows"
+            f"{path} contains a {type(rows).__name__}, not a list",
+            hint="give a list of (video, begin, end, narration) rows",
         )
     split = split_in_file_name(path.name)
     for row, entry in enumerate(rows):
         if not isinstance(entry, list | tuple) or len(entry) not in (4, 5):
-            detail = f"not (video, begin, end, narration) with or without scores: {quoted(entry)}"
+            detail = f"expected (video, begin, end, narration) with or without scores, found {quoted(entry)}"
             builder.reject(Reason.MALFORMED_ROW, file=str(path), row=row, detail=detail)
             continue
         source_id, begin_s, end_s, narration = entry[:4]
@@ -193,7 +196,7 @@ def _add_pickled_list(builder: ReadingBuilder, wanted: WantedVideos, *, path: Pa
         if video is None:
             continue
         if not (_is_time(begin_s) and _is_time(end_s)):
-            detail = f"times are {quoted(begin_s)} and {quoted(end_s)}, not numbers of seconds"
+            detail = f"begin and end are {quoted(begin_s)} and {quoted(end_s)}, expected numbers of seconds"
             builder.reject(Reason.BAD_TIME, file=str(path), row=row, source_id=source_id, detail=detail)
             continue
         for text in texts:

@@ -15,7 +15,7 @@ def file_ids(files: Sequence[VideoFile], *, known: Mapping[str, str]) -> list[st
     removed. An ID is therefore never transferred to another existing file, and does not depend on the order of files.
 
     Args:
-        known: source ID -> file name, without folders, of this data set's videos in the manifest.
+        known: source ID -> file name, without folders, of this dataset's videos in the manifest.
     """
     ids: list[str | None] = [_kept_id(file, known) if known else None for file in files]
     taken = {source_id for source_id in ids if source_id is not None}

@@ -35,7 +35,7 @@ def read_folder(
 
     Args:
         skip: a subfolder to ignore (the data folder).
-        known: source ID -> file name of this data set's videos in the manifest, which keep their IDs.
+        known: source ID -> file name of this dataset's videos in the manifest, which keep their IDs.
 
     Raises:
         UserError: no videos are found, or the caption table cannot be read.
@@ -71,7 +71,7 @@ def _add_captions(
             builder.reject(Reason.MALFORMED_ROW, file=str(table), row=row.number, detail=row.fault)
             continue
         if not isinstance(name, str) or not name.strip():
-            builder.reject(Reason.EMPTY_ID, file=str(table), row=row.number, detail="it names no video")
+            builder.reject(Reason.EMPTY_ID, file=str(table), row=row.number, detail="the row names no video")
             continue
         try:
             file = _find(name, lookup=lookup, owners=owners)
@@ -88,11 +88,11 @@ def _add_captions(
             continue
         video = numbers.get(file.relative)
         if video is None:
-            builder.lose_captions(name, file=table, why="its video was rejected")
+            builder.lose_captions(name, file=table, why="the video was rejected")
             continue
         source = row.values.get("source") or DEFAULT_SOURCE
         if not isinstance(source, str):
-            detail = f"its source is {quoted(source)}, not a string"
+            detail = f"source is {quoted(source)}, expected a string"
             builder.reject(Reason.MALFORMED_ROW, file=str(table), row=row.number, source_id=name, detail=detail)
             continue
         fault = _apply_split(builder, video, row.values.get("split"), given=splits_given)
@@ -120,7 +120,7 @@ def _find(name: str, *, lookup: VideoLookup, owners: Mapping[str, VideoFile]) ->
         return lookup.find(name)
     except Ambiguous as error:
         owner = owners.get(composed(name.removeprefix("./")))
-        if owner is None or any(file.source_id != owner.source_id for file in error.fitting):
+        if owner is None or any(file.source_id != owner.source_id for file in error.matches):
             raise
         return owner
 
@@ -131,7 +131,7 @@ def _rows(table: Path) -> Iterator[Row]:
         return read_csv(table, required=["video", "text"])
     if suffix in {".jsonl", ".ndjson"}:
         return read_json_lines(table)
-    raise UserError(f"{table} is neither .csv nor .jsonl", hint="name the table of captions *.csv or *.jsonl")
+    raise UserError(f"{table} is neither a .csv nor a .jsonl file", hint="give a caption table in one of these formats")
 
 
 def _apply_split(builder: ReadingBuilder, video: int, value: object, *, given: dict[int, str]) -> str | None:
@@ -140,8 +140,8 @@ def _apply_split(builder: ReadingBuilder, video: int, value: object, *, given: d
         return None
     split = split_named(value) if isinstance(value, str) else None
     if split is None:
-        return f"split {quoted(value)} is not train, val or test"
+        return f"split is {quoted(value)}, expected train, val or test"
     if given.setdefault(video, split) != split:
-        return f"split {split!r}, but an earlier row says {given[video]!r}"
+        return f"split is {split!r}, but {given[video]!r} in an earlier row"
     builder.set_split(video, split)
     return None

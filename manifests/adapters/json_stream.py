@@ -27,7 +27,7 @@ def array_items(path: Path) -> Iterator[Any]:
     with open_annotations(path, encoding="utf-8-sig") as file:
         window = _Window(path, file)
         window.expect("[", what="a list")
-        while window.goes_on("]"):
+        while window.has_next("]"):
             yield window.value()
         window.expect_end()
 
@@ -44,11 +44,11 @@ def object_items(path: Path, *, inside: str | None = None) -> Iterator[tuple[str
     with open_annotations(path, encoding="utf-8-sig") as file:
         window = _Window(path, file)
         window.expect("{", what="an object")
-        while window.goes_on("}"):
+        while window.has_next("}"):
             key = window.key()
             if key == inside and window.peek() == "{":
                 window.expect("{", what="an object")
-                while window.goes_on("}"):
+                while window.has_next("}"):
                     yield window.key(), window.value()
             else:
                 yield key, window.value()
@@ -81,7 +81,7 @@ class _Window:
         self._at += 1
         self._opened = character
 
-    def goes_on(self, closing: str) -> bool:
+    def has_next(self, closing: str) -> bool:
         """Consume the comma before the next entry, or the closing bracket; return False in the second case."""
         character = self.peek()
         first, self._opened = self._opened, ""
@@ -138,7 +138,10 @@ class _Window:
         try:
             more = self._file.read(max(_WINDOW_CHARS, len(self._text) - self._at))
         except UnicodeDecodeError as error:
-            raise UserError(f"{self._path}, after line {self._line}: not UTF-8 ({error.reason})") from error
+            raise UserError(
+                f"{self._path}, after line {self._line}: not UTF-8 ({error.reason})",
+                hint="save it as UTF-8, uncompressed",
+            ) from error
         if not more:
             self._at_file_end = True
             return False
@@ -150,6 +153,8 @@ class _Window:
         line = self._line + self._text.count("\n", 0, self._at)
         here = self._text[self._at : self._at + 20]
         return UserError(
-            f"{self._path}, line {line}: {message}, found {here!r}" if here else f"{self._path} ends early: {message}",
-            hint="the file must be whole and of JSON",
+            f"{self._path}, line {line}: {message}, found {here!r}"
+            if here
+            else f"{self._path} is truncated: {message}",
+            hint="give a complete and valid JSON file",
         )

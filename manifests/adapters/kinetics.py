@@ -14,7 +14,7 @@ and the split is derived from the file name of the list. A path may contain spac
 interpretation of a line whose file exists is used. Published lists begin paths with a folder to be filled in,
 `your_path/` (VideoMAE V2) or `dataset_root/` (AVION): it is removed, with as many of the folders after it as are not
 found. The class is also the text of the caption. It is taken from the list unchanged, as a name or a number, so a
-data set should not mix lists of numbers with lists of names.
+dataset should not mix lists of numbers with lists of names.
 """
 
 import re
@@ -82,7 +82,7 @@ def _add_row(builder: ReadingBuilder, wanted: WantedVideos, row: Row, *, lookup:
     split_cell = cells.get("split") or ""
     split = split_named(split_cell) if split_cell.strip() else split_in_file_name(path.name)
     if split is None:
-        detail = f"split {split_cell!r} is not train, val or test"
+        detail = f"split is {split_cell!r}, expected train, val or test"
         builder.reject(Reason.BAD_SPLIT, file=str(path), row=row.number, source_id=youtube_id, detail=detail)
         return
     try:
@@ -104,7 +104,7 @@ def _file_id(youtube_id: str, *, begin_s: float, end_s: float, lookup: VideoLook
     if not youtube_id.strip() or end_s == inf:
         return youtube_id, False
     if not (isfinite(begin_s) and isfinite(end_s)):
-        raise ValueError(f"time_start is {begin_s}, time_end is {end_s}")
+        raise ValueError(f"time_start is {begin_s}, time_end is {end_s}, expected finite numbers")
     trimmed_id = f"{youtube_id}_{round(begin_s):06d}_{round(end_s):06d}"
     try:
         untrimmed = lookup.find(trimmed_id) is None and lookup.find(youtube_id) is not None
@@ -121,10 +121,10 @@ def _add_plain_list(builder: ReadingBuilder, wanted: WantedVideos, *, lookup: Vi
             continue
         readings = _readings(line, lookup=lookup, is_pretraining=is_pretraining)
         if not readings:
-            detail = f"not of the form `path label` or `path,label`: {line:.80}"
+            detail = f"expected `path label` or `path,label`, found {line:.80}"
             builder.reject(Reason.MALFORMED_ROW, file=str(path), row=row, detail=detail)
             continue
-        read = next((one for one in readings if _is_there(one.name, lookup)), None) or _likeliest(readings)
+        read = next((one for one in readings if _exists(one.name, lookup)), None) or _most_likely(readings)
         if read.fault is not None:
             builder.reject(Reason.MALFORMED_ROW, file=str(path), row=row, source_id=read.name, detail=read.fault)
             continue
@@ -173,20 +173,21 @@ def _read(name: str, label: str, *, is_pretraining: bool) -> _Line:
     if label == _NO_LABEL:
         return _Line(name, None)
     if label.startswith("-"):
-        return _Line(name, None, f"its label is {label}: give a class, or -1 for none")
+        return _Line(name, None, f"label is {label}, expected a class, or -1 for no label")
     if count < 2 or is_pretraining:
         # No video has 0 or 1 frames, and these are the numbers that folders of extracted frames start at.
-        return _Line(name, None, f"a folder of frames (`folder start total`: {count} {label}): give the video file")
+        fault = f"a folder of extracted frames (`folder start total`: {count} {label}), expected a video file"
+        return _Line(name, None, fault)
     return _Line(name, label)
 
 
-def _likeliest(readings: list[_Line]) -> _Line:
+def _most_likely(readings: list[_Line]) -> _Line:
     """Return the interpretation that names a video file, given that none of the files exists."""
     named = (one for one in readings if PurePosixPath(one.name).suffix.lower() in VIDEO_SUFFIXES)
     return next(named, readings[0])
 
 
-def _is_there(name: str, lookup: VideoLookup) -> bool:
+def _exists(name: str, lookup: VideoLookup) -> bool:
     try:
         return lookup.find(name) is not None
     except Ambiguous:

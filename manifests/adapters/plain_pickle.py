@@ -27,13 +27,13 @@ def load_plain_pickle(path: Path) -> Any:
             return _PlainUnpickler(file).load()
     except _NotPlain as error:
         raise UserError(
-            f"{path} asks for {error}, which is refused: loading it could run code",
+            f"{path} is rejected, because it references {error}: loading it could execute code",
             hint="save it again with lists, tuples, strings and numbers only",
         ) from error
     except MemoryError as error:
         raise UserError(
-            f"{path} asks for more memory than there is",
-            hint="it may be damaged: copy it again",
+            f"{path} requires more memory than is available",
+            hint="it may be damaged: copy it again from its origin",
         ) from error
     # A damaged pickle may raise exceptions other than UnpicklingError (see Python's documentation of pickle.load).
     except (
@@ -48,7 +48,9 @@ def load_plain_pickle(path: Path) -> Any:
         RecursionError,
     ) as error:
         why = str(error) or type(error).__name__
-        raise UserError(f"{path} is no whole pickle: {why}", hint="copy it again from where it came from") from error
+        raise UserError(
+            f"{path} is not a complete pickle: {why}", hint="it may be damaged: copy it again from its origin"
+        ) from error
 
 
 class _NotPlain(Exception):
@@ -63,4 +65,4 @@ class _PlainUnpickler(pickle.Unpickler):
             raise _NotPlain(f"{module}.{name}") from None
 
     def persistent_load(self, pid: Any) -> Any:
-        raise _NotPlain(f"the outside object {pid!r:.40}")
+        raise _NotPlain(f"the external object {pid!r:.40}")

@@ -23,7 +23,7 @@ _VIDEO_FIELDS = pa.schema([VIDEOS.field(name) for name in ("video_id", "source_i
 
 @dataclass(frozen=True)
 class Reading:
-    """The videos and captions that an adapter read from one data set.
+    """The videos and captions that an adapter read from one dataset.
 
     Attributes:
         videos: schema.VIDEOS without the columns that depend on captions (num_captions, captions_sha256).
@@ -44,7 +44,7 @@ class Reading:
 
 
 class ReadingBuilder:
-    """Collects videos, captions and rejected rows of one data set; `build` returns the Reading."""
+    """Collects videos, captions and rejected rows of one dataset; `build` returns the Reading."""
 
     def __init__(self, dataset: str, *, labels: Mapping[str, pa.DataType] | None = None) -> None:
         self._dataset = dataset
@@ -100,7 +100,7 @@ class ReadingBuilder:
         video_id = safe_video_id(source_id)
         if video_id in self._video_ids:
             first = self._videos["path"][self._video_ids[video_id]]
-            self.reject(Reason.DUPLICATE_ID, file=str(path), source_id=source_id, detail=f"{first} has this id")
+            self.reject(Reason.DUPLICATE_ID, file=str(path), source_id=source_id, detail=f"{first} has the same ID")
             return None
         for name, value in zip(
             _VIDEO_FIELDS.names, (video_id, source_id, str(path), split, self._dataset), strict=True
@@ -110,7 +110,7 @@ class ReadingBuilder:
         return self._video_ids[video_id]
 
     def source_id_of(self, video: int) -> str:
-        """Return the data set's own ID of a video."""
+        """Return the dataset's own ID of a video."""
         return self._videos["source_id"][video]
 
     def split_of(self, video: int) -> str:
@@ -136,7 +136,7 @@ class ReadingBuilder:
         """Add one caption, or a rejected row if its text or times are unusable."""
         reason, detail = _caption_fault(text, begin_s, end_s)
         if reason is None and source not in self._sources and not encodable(source):
-            reason, detail = Reason.MALFORMED_ROW, f"its source is not Unicode: {quoted(source)}"
+            reason, detail = Reason.MALFORMED_ROW, f"source is not valid Unicode: {quoted(source)}"
         if reason is not None:
             source_id = self._videos["source_id"][video]
             self.reject(reason, file=str(file), row=row, source_id=source_id, detail=detail)
@@ -186,7 +186,7 @@ class ReadingBuilder:
         file: Path,
         num_captions: int = 1,
         reason: Reason = Reason.MISSING_FILE,
-        why: str = "no video file for it",
+        why: str = "no matching video file",
     ) -> None:
         """Count captions of an unavailable video; the video becomes one rejected row."""
         key = (source_id, str(file), reason, why)
@@ -274,33 +274,33 @@ def printable(text: str) -> str:
 def interval_fault(begin_s: float, end_s: float) -> str | None:
     """Describe what is wrong with a caption's times, or return None. An end of +inf means the end of the video."""
     if not isfinite(begin_s) or begin_s < 0:
-        return f"begin_s is {begin_s}: must be a number of seconds, 0 or more"
+        return f"begin_s is {begin_s}, expected a number of seconds, 0 or more"
     if not end_s > begin_s:
-        return f"end_s is {end_s}: must be after begin_s, {begin_s}"
+        return f"end_s is {end_s}, expected a time after begin_s, {begin_s}"
     return None
 
 
 def _file_fault(path: Path) -> tuple[Reason | None, str]:
     """Return why a video file is unusable, as far as can be determined without opening it."""
     if not encodable(str(path)):
-        return Reason.BAD_NAME, "its path is not UTF-8"
+        return Reason.BAD_NAME, "the path is not valid UTF-8"
     try:
         status = path.stat()
     except OSError as error:
-        link = "it is a link that leads nowhere: " if isinstance(error, FileNotFoundError) else ""
+        link = "broken link: " if isinstance(error, FileNotFoundError) else ""
         return Reason.UNREADABLE, f"{link}{error.strerror or error}"
     if (kind := stat_kind(status.st_mode)) is not None:
-        return Reason.NOT_A_FILE, f"it is {kind}"
-    return (Reason.EMPTY_FILE, "it has no bytes") if status.st_size == 0 else (None, "")
+        return Reason.NOT_A_FILE, f"it is {kind}, not a file"
+    return (Reason.EMPTY_FILE, "the file is empty") if status.st_size == 0 else (None, "")
 
 
 def _caption_fault(text: object, begin_s: float, end_s: float) -> tuple[Reason | None, str]:
     if not isinstance(text, str):
-        return Reason.MALFORMED_ROW, f"its text is {quoted(text)}, not a string"
+        return Reason.MALFORMED_ROW, f"text is {quoted(text)}, expected a string"
     if not encodable(text):
-        return Reason.MALFORMED_ROW, f"its text is not Unicode: {quoted(text)}"
+        return Reason.MALFORMED_ROW, f"text is not valid Unicode: {quoted(text)}"
     if not text.strip():
-        return Reason.EMPTY_CAPTION, "its text is empty"
+        return Reason.EMPTY_CAPTION, "the text is empty"
     fault = interval_fault(begin_s, end_s)
     return (Reason.BAD_TIME, fault) if fault else (None, "")
 

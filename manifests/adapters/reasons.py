@@ -1,4 +1,4 @@
-"""Reasons for rejecting a row of a data set: the codes in rejected.parquet and manifest.json."""
+"""Reasons for rejecting a row of a dataset: the codes in rejected.parquet and manifest.json."""
 
 from enum import StrEnum
 
@@ -20,5 +20,5 @@ class Reason(StrEnum):
     BAD_LABEL = "bad_label"
     NO_INTERVAL = "no_interval"  # a timestamp that the interval rule cannot expand
     UNSURE = "unsure"  # the annotator marked it as unsure
-    REDACTED = "redacted"  # withheld by the data set
-    MALFORMED_ROW = "malformed_row"  # not in the format documented by the data set
+    REDACTED = "redacted"  # withheld by the dataset
+    MALFORMED_ROW = "malformed_row"  # not in the format documented by the dataset

@@ -1,4 +1,4 @@
-"""The three splits, and the names that data sets use for them."""
+"""The three splits, and the names that datasets use for them."""
 
 import re
 
@@ -14,7 +14,7 @@ _WORD = re.compile(r"[a-z]+")
 
 
 def split_named(name: str) -> str | None:
-    """Return the split that a data set calls `name` (`validation` is `val`); None if unknown."""
+    """Return the split that a dataset calls `name` (`validation` is `val`); None if unknown."""
     return _NAMES.get(name.strip().lower())
 
 

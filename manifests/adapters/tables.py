@@ -40,15 +40,15 @@ def read_csv(path: Path, *, required: Sequence[str]) -> Iterator[Row]:
         if missing:
             raise UserError(
                 f"{path} has no column {', '.join(missing)} (its columns: {', '.join(header) or 'none'})",
-                hint=f"line 1 must name the columns; needed: {', '.join(required)}",
+                hint=f"the first line must contain the column names; required: {', '.join(required)}",
             )
         for number, cells in enumerate(cells for cells in reader if cells):
             if len(cells) != len(header):
-                yield Row(number, {}, f"{len(cells)} cells under {len(header)} columns")
+                yield Row(number, {}, f"{len(cells)} cells, expected {len(header)} (one per column)")
             else:
                 yield Row(number, dict(zip(header, cells, strict=True)))
     except csv.Error as error:
-        raise UserError(f"{path}, line {reader.line_num}: {error}", hint="the file must be CSV") from error
+        raise UserError(f"{path}, line {reader.line_num}: {error}", hint="give a valid CSV file") from error
 
 
 def read_json_lines(path: Path) -> Iterator[Row]:

@@ -41,7 +41,7 @@ def _add_entry(
 ) -> None:
     texts = entry.get("enCap", []) if isinstance(entry, dict) else None
     if not isinstance(entry, dict) or not isinstance(texts, list):
-        detail = "not an object with the list enCap"
+        detail = "expected an object with a list enCap"
         builder.reject(Reason.MALFORMED_ROW, file=str(path), row=row, detail=detail)
         return
     video = wanted.number(entry.get("videoID"), split=split, file=path, row=row, num_captions=len(texts))

@@ -21,11 +21,12 @@ VIDEO_SUFFIXES = frozenset(
 
 
 class Ambiguous(Exception):
-    """A name matches several files, listed in `fitting`."""
+    """A name matches several files, listed in `matches`."""
 
-    def __init__(self, name: str, fitting: list["VideoFile"]) -> None:
-        super().__init__(f"{name!r} fits {len(fitting)} files: {fitting[0].relative}, {fitting[1].relative}, ...")
-        self.fitting = fitting
+    def __init__(self, name: str, matches: list["VideoFile"]) -> None:
+        more = ", ..." if len(matches) > 2 else ""
+        super().__init__(f"{name!r} matches {len(matches)} files: {matches[0].relative}, {matches[1].relative}{more}")
+        self.matches = matches
 
 
 @dataclass(frozen=True)
@@ -84,7 +85,7 @@ def scan_videos(directory: Path, *, skip: Path | None = None) -> Scan:
             if folder == root:
                 hint = "check its permissions"
                 raise UserError(f"cannot list {directory}: {error.strerror or error}", hint=hint) from error
-            faults.append(Fault(folder, Reason.UNREADABLE, f"its files cannot be listed: {error.strerror or error}"))
+            faults.append(Fault(folder, Reason.UNREADABLE, f"the folder cannot be listed: {error.strerror or error}"))
             continue
         for entry in entries:
             path = Path(entry.path)
@@ -102,12 +103,12 @@ def scan_videos(directory: Path, *, skip: Path | None = None) -> Scan:
     with_videos = {parent for file in files for parent in file.path.parents} if named_like_videos else set()
     for path in named_like_videos:
         if path not in with_videos:
-            faults.append(Fault(path, Reason.NOT_A_FILE, "it is a folder, without videos in it"))
+            faults.append(Fault(path, Reason.NOT_A_FILE, "it is a folder without videos"))
     if not files:
         named = "".join(f"; {on_one_line(str(fault.path))}: {fault.why}" for fault in faults[:3])
         raise UserError(
-            f"no video files under {directory}{named}",
-            hint="known endings: " + " ".join(sorted(suffix[1:] for suffix in VIDEO_SUFFIXES)),
+            f"no video files in {directory}{named}",
+            hint="supported extensions: " + " ".join(sorted(suffix[1:] for suffix in VIDEO_SUFFIXES)),
         )
     return Scan(
         sorted(files, key=lambda file: file.relative.encode("utf-8", "surrogateescape")),
@@ -117,12 +118,12 @@ def scan_videos(directory: Path, *, skip: Path | None = None) -> Scan:
 
 def require_directory(directory: Path) -> None:
     """Raise UserError unless `directory` is an accessible folder."""
-    hint = "give the folder that holds the video files"
+    hint = "give the folder that contains the video files"
     try:
-        is_there, is_folder = directory.exists(), directory.is_dir()
+        exists, is_folder = directory.exists(), directory.is_dir()
     except OSError as error:
-        raise UserError(f"cannot look at {directory}: {error.strerror or error}", hint=hint) from error
-    if not is_there:
+        raise UserError(f"cannot access {directory}: {error.strerror or error}", hint=hint) from error
+    if not exists:
         raise UserError(f"no such folder: {directory}", hint=hint)
     if not is_folder:
         raise UserError(f"{directory} is a file, not a folder", hint=hint)
@@ -152,15 +153,15 @@ class VideoLookup:
             Ambiguous: several files match, and none of them has exactly this relative path.
         """
         name = name.removeprefix("./")
-        fitting = self._by_name.get(name) or self._by_composed.get(composed(name), [])
-        if len(fitting) < 2:
-            return fitting[0] if fitting else None
-        exact = [file for file in fitting if composed(file.relative) == composed(name)]
+        matches = self._by_name.get(name) or self._by_composed.get(composed(name), [])
+        if len(matches) < 2:
+            return matches[0] if matches else None
+        exact = [file for file in matches if composed(file.relative) == composed(name)]
         if len(exact) > 1:
             exact = [file for file in exact if file.relative == name]
         if exact:
             return exact[0]
-        raise Ambiguous(name, fitting)
+        raise Ambiguous(name, matches)
 
 
 def composed(name: str) -> str:

@@ -41,7 +41,7 @@ class WantedVideos:
         Returns None if the row is unusable; it has then been counted or rejected.
         """
         if not isinstance(source_id, str) or not source_id.strip():
-            self._builder.reject(Reason.EMPTY_ID, file=str(file), row=row, detail="it names no video")
+            self._builder.reject(Reason.EMPTY_ID, file=str(file), row=row, detail="the row names no video")
             return None
         # The same name in two Unicode forms is one video; its ID has the form encountered first.
         name = composed(source_id)
@@ -54,7 +54,7 @@ class WantedVideos:
             )
             return None
         if self._builder.split_of(found) != split:
-            detail = f"it is in {split} here, and in {self._builder.split_of(found)} before"
+            detail = f"split is {split}, but {self._builder.split_of(found)} in an earlier row"
             self._builder.reject(Reason.BAD_SPLIT, file=str(file), row=row, source_id=source_id, detail=detail)
             return None
         return found
@@ -65,6 +65,6 @@ class WantedVideos:
         except Ambiguous as error:
             return _Unavailable(Reason.AMBIGUOUS_VIDEO, str(error))
         if file is None:
-            return _Unavailable(Reason.MISSING_FILE, "no video file for it")
+            return _Unavailable(Reason.MISSING_FILE, "no matching video file")
         number = self._builder.add_video(source_id, path=file.path, split=split)
-        return _Unavailable(Reason.MISSING_FILE, "its video was rejected") if number is None else number
+        return _Unavailable(Reason.MISSING_FILE, "the video was rejected") if number is None else number

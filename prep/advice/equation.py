@@ -11,6 +11,8 @@ rho x T by the bytes per clip; these do not depend on the chunk length.
 from dataclasses import dataclass
 from typing import Any
 
+from manifests.quoting import counted
+
 
 @dataclass(frozen=True, kw_only=True)
 class Load:
@@ -71,17 +73,18 @@ def advice_text(load: Load, origin: Origin) -> str:
     """Return the figures with their origin, and the conclusions."""
     return "\n".join(
         [
-            f"step          {load.step_s:.3g} s, {load.batch} clips  ({origin.step})",
+            f"step          {load.step_s:.3g} s, {counted(load.batch, 'clip')}  ({origin.step})",
             f"read speed    {_bytes(load.read_bytes_per_s)}/s  ({origin.read_speed})",
-            f"bitrate       {_bytes(load.video_bytes_per_s)} a second of video  ({origin.bitrate})",
-            f"clip          {_bytes(load.clip_bytes)} of packets, {load.chunk_bytes / load.clip_bytes:.1f} times less "
-            f"than its chunk  ({origin.clip_bytes})",
+            f"bitrate       {_bytes(load.video_bytes_per_s)} per second of video  ({origin.bitrate})",
+            f"clip          {_bytes(load.clip_bytes)} of packets, {load.clip_bytes / load.chunk_bytes:.0%} of its chunk"
+            f"  ({origin.clip_bytes})",
             "",
-            f"chunks read whole: {_bytes(load.batch * load.chunk_bytes)} a step; the disk gives "
+            f"Reading whole chunks: {_bytes(load.batch * load.chunk_bytes)} per step; the disk delivers "
             f"{_bytes(load.readable_bytes)} in that time.",
-            f"  The longest chunk that it can feed is {load.longest_chunk_s:.3g} s: {_judged(load)}",
-            f"packets alone, as train reads: {_bytes(load.batch * load.clip_bytes)} a step, at any length of chunk.",
-            f"  {_packets_judged(load)}",
+            f"  The longest chunk that the disk can sustain is {load.longest_chunk_s:.3g} s. {_whole_chunks(load)}",
+            f"Reading only packets, as train does: {_bytes(load.batch * load.clip_bytes)} per step, with any chunk "
+            "length.",
+            f"  {_packets(load)}",
         ]
     )
 
@@ -115,18 +118,18 @@ def advice_values(load: Load, origin: Origin) -> dict[str, Any]:
     }
 
 
-def _judged(load: Load) -> str:
+def _whole_chunks(load: Load) -> str:
     if load.whole_headroom >= 1:
-        return f"{load.chunk_s:g} s is fine, with {load.whole_headroom:.1f} times what is needed."
-    return f"{load.chunk_s:g} s is too long, reading takes {1 / load.whole_headroom:.1f} times as long as the step."
+        return f"{load.chunk_s:g} s is fine: the disk delivers {load.whole_headroom:.1f} times the required data."
+    return f"{load.chunk_s:g} s is too long: reading takes {1 / load.whole_headroom:.1f} times as long as the step."
 
 
-def _packets_judged(load: Load) -> str:
+def _packets(load: Load) -> str:
     if load.packets_headroom >= 1:
-        return f"The disk gives {load.packets_headroom:.1f} times what is needed."
+        return f"The disk delivers {load.packets_headroom:.1f} times the required data."
     return (
-        f"Reading takes {1 / load.packets_headroom:.1f} times as long as the step: it needs a lower bitrate, a faster "
-        "disk, or memory that holds the shards."
+        f"Reading takes {1 / load.packets_headroom:.1f} times as long as the step: use a lower bitrate, a faster disk, "
+        "or enough memory to cache the shards."
     )
 
 

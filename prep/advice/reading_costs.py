@@ -34,7 +34,9 @@ def spread(shards: Sequence[CommittedShard]) -> list[CommittedShard]:
         UserError: there are no shards.
     """
     if not shards:
-        raise UserError("the current variant has no chunks: all that was planned failed", hint="see prep status")
+        raise UserError(
+            "the current variant has no chunks: all of them failed", hint="run `prep status` for the reasons"
+        )
     step = -(-len(shards) // _MAX_SHARDS)
     return list(shards[::step])
 
@@ -85,12 +87,12 @@ def measure_read_speed(shards: Sequence[CommittedShard], *, limit_s: float = _RE
     Raises:
         UserError: a tar cannot be read.
     """
-    places = [(shard, row) for shard in shards for row in range(shard.num_samples)]
-    Random(0).shuffle(places)
+    samples = [(shard, row) for shard in shards for row in range(shard.num_samples)]
+    Random(0).shuffle(samples)
     size_bytes = num_reads = 0
     taken_s, touched = 0.0, set()
     began_s = time.monotonic()
-    for shard, row in places:
+    for shard, row in samples:
         if num_reads and (time.monotonic() - began_s > limit_s or size_bytes > _MAX_READ_BYTES):
             break
         offset, size = shard.member_range(row, "mp4")
@@ -98,7 +100,8 @@ def measure_read_speed(shards: Sequence[CommittedShard], *, limit_s: float = _RE
             taken_s += _read_cold(shard, offset, size)
         except OSError as error:
             raise UserError(
-                f"{shard.tar_path} cannot be read: {error.strerror or error}", hint="`prep verify` says what is damaged"
+                f"{shard.tar_path} cannot be read: {error.strerror or error}",
+                hint="run `prep verify` to find what is damaged",
             ) from None
         size_bytes, num_reads = size_bytes + size, num_reads + 1
         touched.add(shard.shard_id)
@@ -115,7 +118,7 @@ def _read_cold(shard: CommittedShard, offset: int, size: int) -> float:
         while size > 0:
             piece = os.pread(descriptor, size, offset)
             if not piece:
-                raise OSError(f"it ends at byte {offset}")
+                raise OSError(f"truncated at byte {offset}")
             offset, size = offset + len(piece), size - len(piece)
         return time.perf_counter() - begin_s
     finally:

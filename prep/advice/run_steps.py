@@ -30,7 +30,7 @@ def read_run_steps(run: Path) -> RunSteps:
     Raises:
         UserError: the folder does not belong to a run, or the run has too few steps.
     """
-    hint = "give the folder of a run that `train` wrote, or --step-time SECONDS"
+    hint = "give a run folder written by train, or --step-time SECONDS"
     path = run / METRICS_FILE
     try:
         lines = path.read_text().splitlines()
@@ -39,10 +39,10 @@ def read_run_steps(run: Path) -> RunSteps:
     steps = [step for step in map(_step_s, lines) if step is not None]
     steps = steps[max(1, int(len(steps) * _WARM_UP_SHARE)) :]
     if not steps:
-        raise UserError(f"{path} tells of no steps after the first", hint=hint)
+        raise UserError(f"{path} has no steps after the warm-up", hint=hint)
     step_s = statistics.median(steps)
     if step_s <= 0:
-        raise UserError(f"the steps of {path} take {step_s:g} s without their wait for data", hint=hint)
+        raise UserError(f"the step time in {path} is {step_s:g} s without the wait for data", hint=hint)
     return RunSteps(step_s, len(steps), _batch(run / SETTINGS_FILE))
 
 

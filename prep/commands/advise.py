@@ -8,6 +8,7 @@ from typing import Annotated
 from cyclopts import Parameter
 
 from manifests.errors import UserError
+from manifests.quoting import counted
 from prep.core.make import Data, Json
 from prep.video.settings import require_bitrate_unit
 
@@ -16,20 +17,24 @@ def advise(
     *,
     step_time: Annotated[
         float | None,
-        Parameter(help="Seconds that a training step takes when its data is there.", allow_leading_hyphen=True),
+        Parameter(
+            help="Duration of a training step in seconds, without waiting for data. Default: the median of --run.",
+            allow_leading_hyphen=True,
+        ),
     ] = None,
-    batch: Annotated[int | None, Parameter(help="Clips in a step.", allow_leading_hyphen=True)] = None,
-    run: Annotated[
-        Path | None, Parameter(help="Folder of a run, from whose records step time and batch are taken.")
+    batch: Annotated[
+        int | None,
+        Parameter(help="Batch size in clips per step. Default: that of --run.", allow_leading_hyphen=True),
     ] = None,
+    run: Annotated[Path | None, Parameter(help="Run folder of train, which provides step time and batch size.")] = None,
     read_speed: Annotated[
         float | None,
-        Parameter(help="Megabytes a second that the disk reads; by default measured.", allow_leading_hyphen=True),
+        Parameter(help="Read speed of the disk in MB/s. Default: measured on the chunks.", allow_leading_hyphen=True),
     ] = None,
     bitrate: Annotated[
         str | None,
         Parameter(
-            help="Bitrate of the chunks, 800k or 2M; by default that of those there.",
+            help="Bitrate of the chunks in bit/s, such as 800k or 2M. Default: that of the existing chunks.",
             allow_leading_hyphen=True,
             validator=require_bitrate_unit,
         ),
@@ -37,11 +42,15 @@ def advise(
     data: Data = Path("data"),
     json: Json = False,
 ) -> None:
-    """Say how long chunks may be for the disk to keep up with training, read whole and read by packets.
+    """Report how long chunks may be for the disk to keep up with training.
 
-    Takes seconds: it reads chunks of the current variant to measure the disk.
+    It considers loaders that read whole chunks, and loaders that read only the packets of a clip, as train does. It
+    reads chunks of the current variant for a few seconds to measure the read speed.
 
-    Example: prep advise --run runs/first
+    Examples:
+
+        prep advise --run runs/first
+        prep advise --step-time 0.5 --batch 64
     """
     from prep.advice.equation import Load, Origin, advice_text, advice_values
     from prep.advice.reading_costs import clip_bytes, measure_read_speed, spread, video_bytes_per_s
@@ -54,22 +63,22 @@ def advise(
 
     _positive("--step-time", step_time, unit="seconds")
     _positive("--batch", batch, unit="clips")
-    _positive("--read-speed", read_speed, unit="megabytes a second")
+    _positive("--read-speed", read_speed, unit="MB/s")
     given_bytes_per_s = None if bitrate is None else bits_per_second(bitrate) / 8
     variant = Variant.open(require_data_folder(data))
     chunk_s = float(recipe_from_dict(variant.recipe).settings().len_s)
     shards = spread(variant.shards())
-    step = "as given"
+    step = "given by --step-time"
     if run is not None:
         steps = read_run_steps(run)
         if step_time is None:
-            step = f"median of {steps.num_steps} steps of {run}, without waiting for data"
+            step = f"median of {counted(steps.num_steps, 'step')} of {run}, without waiting for data"
         step_time, batch = step_time or steps.step_s, batch or steps.batch
     if step_time is None:
-        raise UserError("how long a step takes is not known", hint="give --step-time SECONDS, or --run RUN")
+        raise UserError("the step time is unknown", hint="give --step-time SECONDS, or --run RUN")
     if batch is None:
-        raise UserError("how many clips a step has is not known", hint="give --batch CLIPS")
-    looked_at = f"{len(shards)} of {len(variant.shards())} shards"
+        raise UserError("the batch size is unknown", hint="give --batch CLIPS")
+    sampled = f"{len(shards)} of {counted(len(variant.shards()), 'shard')}"
     try:
         per_clip, num_clips = clip_bytes(shards)
         measured_bytes_per_s = video_bytes_per_s(shards)
@@ -77,15 +86,17 @@ def advise(
             found = measure_read_speed(shards)
             read_bytes_per_s = found.bytes_per_s
             speed = (
-                f"{found.num_reads} chunks of {found.num_shards} shards, read whole, once, in random order, one at a "
-                "time; the kernel was asked to drop them from memory first"
+                f"measured on {counted(found.num_reads, 'chunk')} from {counted(found.num_shards, 'shard')}: "
+                "whole chunks in random order, one at a time, page cache dropped"
             )
         else:
-            read_bytes_per_s, speed = read_speed * 1e6, "as given"
+            read_bytes_per_s, speed = read_speed * 1e6, "given by --read-speed"
     except (Damaged, OSError) as error:
-        raise UserError(f"the shards cannot be read: {error}", hint="`prep verify` says what is damaged") from None
+        raise UserError(
+            f"the shards cannot be read: {error}", hint="run `prep verify` to find what is damaged"
+        ) from None
     of_bitrate = 1.0 if given_bytes_per_s is None else given_bytes_per_s / measured_bytes_per_s
-    scaled = "" if given_bytes_per_s is None else ", in proportion to the bitrate"
+    scaled = "" if given_bytes_per_s is None else ", scaled to --bitrate"
     load = Load(
         batch=batch,
         step_s=step_time,
@@ -96,8 +107,8 @@ def advise(
     )
     origin = Origin(
         read_speed=speed,
-        bitrate=f"of {looked_at} of {variant.directory.name}" if bitrate is None else f"--bitrate {bitrate}",
-        clip_bytes=f"mean of {num_clips} clips of 4 frames in 1 to 4 s{scaled}",
+        bitrate=f"{sampled} of {variant.directory.name}" if bitrate is None else f"given by --bitrate {bitrate}",
+        clip_bytes=f"mean of {num_clips} clips with 4 frames, 1 to 4 s long{scaled}",
         step=step,
     )
     print(json_module.dumps(advice_values(load, origin), indent=1) if json else advice_text(load, origin))
@@ -105,4 +116,4 @@ def advise(
 
 def _positive(flag: str, value: float | None, *, unit: str) -> None:
     if value is not None and not (math.isfinite(value) and value > 0):
-        raise UserError(f"{flag} {value} is not possible", hint=f"give a number of {unit} greater than zero")
+        raise UserError(f"{flag} {value} is out of range", hint=f"give a number of {unit} greater than 0")

@@ -49,7 +49,7 @@ BENCHMARKS = (
         Parameters
         ----------
         directory
-            Folder of the videos, named video0.mp4, video1.mp4, ...
+            Folder of the videos, named videoN.mp4 (video0.mp4, video1.mp4 and so on).
         """,
     ),
     Adapter(

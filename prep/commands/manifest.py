@@ -15,17 +15,20 @@ from cyclopts import App, Parameter
 
 from manifests.errors import FailedWork, UserError
 from prep.commands.benchmarks import BENCHMARKS, Adapter
-from prep.core.make import Data
+from prep.core.make import OPTIONS, Data
 
 if TYPE_CHECKING:
     from manifests.adapters.reading import Reading
 
-Dataset = Annotated[str | None, Parameter(name="--dataset", help="Name of the data set; by default its kind.")]
+Dataset = Annotated[
+    str | None,
+    Parameter(name="--dataset", help="Name of the dataset in the manifest. Default: the name of the command."),
+]
 Json = Annotated[bool, Parameter(name="--json", negative="", help="Print the summary as JSON.")]
 Annotations = Annotated[
     list[Path], Parameter(name="--annotations", consume_multiple=True, negative="", help="Annotation files.")
 ]
-app = App(name="manifest", help="Write down which videos and captions are wanted.")
+app = App(name="manifest", help="Read videos and captions of a dataset into the manifest.", group_parameters=OPTIONS)
 
 
 ADAPTERS = (
@@ -33,76 +36,77 @@ ADAPTERS = (
         "folder",
         "folder:read_folder",
         "captions",
-        """Every video file under a folder, with an optional table of captions.
+        """Read all video files in a folder, with an optional caption table.
 
-        The table has the columns video and text, and optionally begin_s, end_s, source and split. Nothing is written if
-        none of its rows can be used.
+        The table has the columns video and text, and optionally begin_s, end_s (in seconds), source and split (train,
+        val or test). If none of its rows is valid, the manifest is not changed.
 
         Example: prep manifest folder VIDEOS --captions captions.csv
 
         Parameters
         ----------
         directory
-            Folder of the videos.
+            Folder of the videos; subfolders are included.
         """,
     ),
     Adapter(
         "vatex",
         "vatex:read_vatex",
         "annotations",
-        """VATEX: clips with ten captions each.
+        """Read VATEX: clips with ten English captions each.
 
         Example: prep manifest vatex VIDEOS --annotations vatex_training_v1.0.json
 
         Parameters
         ----------
         directory
-            Folder of the videos, <videoID>.mp4 or another ending.
+            Folder of the videos, named <videoID>.mp4 or with another extension.
         """,
     ),
     Adapter(
         "ego4d",
         "ego4d:read_ego4d",
         "annotations",
-        """Ego4D narrations: narration.json, or the pickled lists of AVION and LaViLa.
+        """Read Ego4D narrations: narration.json, or the pickled lists of AVION and LaViLa.
 
-        Narrations of narration.json get intervals by EgoVLP's rule. Pickles may hold plain containers only.
+        The timestamps in narration.json are expanded to intervals by EgoVLP's rule. Pickles may contain only lists,
+        tuples, strings and numbers; any other pickle is rejected without being executed.
 
         Example: prep manifest ego4d VIDEOS --annotations narration.json
 
         Parameters
         ----------
         directory
-            Folder of the videos, <video_uid>.mp4.
+            Folder of the videos, named <video_uid>.mp4.
         """,
     ),
     Adapter(
         "epic-kitchens",
         "epic_kitchens:read_epic_kitchens",
         "annotations",
-        """EPIC-KITCHENS-100: narrated actions with verb and noun classes.
+        """Read EPIC-KITCHENS-100: narrated actions with verb and noun classes.
 
-        Example: prep manifest epic-kitchens VIDEOS --annotations EPIC_100_train.csv EPIC_100_validation.csv
+        Example: prep manifest epic-kitchens VIDEOS --annotations EPIC_100_train.csv
 
         Parameters
         ----------
         directory
-            Folder of the videos, <video_id>.MP4 at any depth.
+            Folder of the videos, named <video_id>.MP4, in any subfolder.
         """,
     ),
     Adapter(
         "kinetics",
         "kinetics:read_kinetics",
         "lists",
-        """Kinetics, or lists of clips and their classes.
+        """Read Kinetics, or any lists of clips with one class each.
 
         Example: prep manifest kinetics train.csv val.csv --videos VIDEOS
 
         Parameters
         ----------
         lists
-            CSVs with the columns label, youtube_id, time_start, time_end, split; or lists whose lines are
-            `path label`, `path num_frames label` (AVION) or `path 0 -1` (VideoMAE V2, no label).
+            CSV files with the columns label, youtube_id, time_start, time_end and split; or text files with lines of
+            the form "path label", "path num_frames label" (AVION) or "path 0 -1" (VideoMAE V2, no label).
         """,
     ),
     *BENCHMARKS,
@@ -113,7 +117,7 @@ def _with_captions(adapter: Adapter) -> Callable[..., None]:
     def command(
         directory: Path,
         *,
-        captions: Annotated[Path | None, Parameter(help="Table of captions, .csv or .jsonl.")] = None,
+        captions: Annotated[Path | None, Parameter(help="Caption table, a .csv or .jsonl file.")] = None,
         data: Data = Path("data"),
         dataset: Dataset = None,
         json: Json = False,
@@ -157,7 +161,7 @@ def _with_lists(adapter: Adapter) -> Callable[..., None]:
         /,
         *,
         videos: Annotated[
-            Path | None, Parameter(help="Folder of the videos; by default that of the first list.")
+            Path | None, Parameter(help="Folder of the videos. Default: the folder of the first list.")
         ] = None,
         data: Data = Path("data"),
         dataset: Dataset = None,
@@ -185,28 +189,35 @@ for _adapter in ADAPTERS:
 @app.command
 def synthetic(
     *,
-    videos: Annotated[int, Parameter(help="How many videos; every fifth is in val.")] = 24,
-    minutes: Annotated[float, Parameter(help="Length of each.")] = 1.0,
-    seed: Annotated[int, Parameter(help="Another seed shows other scenes.")] = 0,
+    videos: Annotated[int, Parameter(help="Number of videos, 1 or more. Every fifth video is in the split val.")] = 24,
+    minutes: Annotated[float, Parameter(help="Length of each video in minutes, up to 600.")] = 1.0,
+    seed: Annotated[int, Parameter(help="Random seed of the scenes.")] = 0,
     mode: Annotated[
         Literal["shapes", "frame-numbers"],
-        Parameter(help="Moving shapes that the captions describe, or frame numbers that a program can read."),
+        Parameter(
+            help="Content. shapes: moving shapes with captions that describe them; frame-numbers: frames that "
+            "encode their number, for tests."
+        ),
     ] = "shapes",
-    out: Annotated[Path | None, Parameter(help="Folder of the videos; by default DATA/synthetic.")] = None,
+    out: Annotated[
+        Path | None, Parameter(help="Folder of the videos. Default: the folder synthetic in --data.")
+    ] = None,
     data: Data = Path("data"),
     dataset: Dataset = None,
     json: Json = False,
 ) -> None:
-    """Make videos to try things on.
+    """Create synthetic videos with captions, for trials and tests.
 
-    Example: prep manifest synthetic --videos 24 --minutes 1
+    Example:
+
+        prep manifest synthetic --videos 24 --minutes 1
     """
     from prep.synthetic.make import Mode, make_synthetic
 
     if videos < 1:
-        raise UserError(f"--videos is {videos}", hint="give 1 or more")
+        raise UserError(f"--videos {videos} is out of range", hint="give 1 or more")
     if not 0 < minutes <= 600:
-        raise UserError(f"--minutes is {minutes}", hint="give more than 0 and at most 600")
+        raise UserError(f"--minutes {minutes} is out of range", hint="give a number greater than 0 and at most 600")
     name = dataset or "synthetic"
     directory = data / "synthetic" if out is None else out
 
@@ -218,7 +229,7 @@ def synthetic(
             seed=seed,
             mode=Mode(mode),
             dataset=name,
-            on_video=lambda num_done: _progress(f"made {num_done} of {videos} videos"),
+            on_video=lambda num_done: _progress(f"creating videos: {num_done}/{videos}"),
         )
         _progress("")
         return reading
@@ -228,8 +239,8 @@ def synthetic(
 
 def _write(read: "Callable[[], Reading]", *, data: Path, videos: Path, dataset: str, as_json: bool) -> None:
     from manifests.adapters.reading import encodable
+    from manifests.data_location import check_data_dir
     from manifests.errors import DISK_ERRORS
-    from manifests.place import check_data_dir
     from manifests.quoting import quoted
     from manifests.store import read_rejected, write_manifest
     from prep.commands import manifest_text
@@ -239,7 +250,7 @@ def _write(read: "Callable[[], Reading]", *, data: Path, videos: Path, dataset: 
     check_data_dir(data, videos=videos)
     _check_existing(data)
     if not encodable(dataset):
-        raise UserError(f"--dataset is {quoted(dataset)}, which is not Unicode", hint="give another name")
+        raise UserError(f"--dataset {quoted(dataset)} is not valid Unicode", hint="give another name")
     reading = read()
     if not reading.videos.num_rows:
         message, hint = manifest_text.no_video_text(reading, dataset)
@@ -253,7 +264,9 @@ def _write(read: "Callable[[], Reading]", *, data: Path, videos: Path, dataset: 
         if error.errno in DISK_ERRORS:
             raise
         why = error.strerror or str(error)
-        raise UserError(f"cannot make the data folder {data}: {why}", hint="give another one with --data") from error
+        raise UserError(
+            f"cannot create the data folder {data}: {why}", hint="give another folder with --data"
+        ) from error
     with writing(data):
         written = write_manifest(
             data,

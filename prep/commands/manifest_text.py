@@ -9,38 +9,39 @@ import pyarrow.compute as pc
 
 from manifests.adapters.reading import Reading
 from manifests.adapters.reasons import Reason
-from manifests.quoting import on_one_line
-from manifests.store import REJECTED_FILE, Written
-from prep.core.failure_list import Named, first_rejected, named_lines, named_values
+from manifests.quoting import counted, on_one_line
+from manifests.store import REJECTED_FILE, WriteResult
+from prep.core.failure_list import FailureEntry, first_rejected, named_lines, named_values
 
 _INDENT = "  "
 # Advice on rows rejected for a given reason, where it is the same for all data sets.
 _ADVICE = {
-    Reason.MALFORMED_ROW: "in a CSV, put text with a comma in double quotes",
-    Reason.AMBIGUOUS_VIDEO: "name the videos by their path in the folder, with the ending",
-    Reason.BAD_TIME: "times are seconds, and the end is after the begin",
+    Reason.MALFORMED_ROW: "in CSV files, enclose text that contains commas in double quotes",
+    Reason.AMBIGUOUS_VIDEO: "give the path of each video relative to the folder, with the extension",
+    Reason.BAD_TIME: "give times in seconds, with the end after the begin",
 }
 
 
-def written_text(written: Written, *, few: Sequence[Named]) -> str:
+def written_text(written: WriteResult, *, few: Sequence[FailureEntry]) -> str:
     """Return what was written and what could not be used; `few` are the first rejected rows."""
-    changes = f"{written.num_videos_added} new"
+    changes = f"{written.num_videos_added:,} new"
     if written.num_videos_removed:
-        changes += f", {written.num_videos_removed} gone"
+        changes += f", {written.num_videos_removed} removed"
     lines = [
-        f"{written.dataset}: {written.num_videos} videos ({changes}), "
-        f"{written.num_captions} captions ({written.num_captions_added} new)"
+        f"{written.dataset}: {counted(written.num_videos, 'video')} ({changes}), "
+        f"{counted(written.num_captions, 'caption')} ({written.num_captions_added:,} new)"
     ]
     if written.num_rejected:
         total = sum(written.num_rejected.values())
-        lines.append(f"rejected: {total} rows, and {written.num_captions_lost} captions of videos that cannot be had")
+        lost = counted(written.num_captions_lost, "caption")
+        lines.append(f"rejected: {counted(total, 'row')}, and {lost} of unavailable videos")
         lines += [f"  {reason}: {count}" for reason, count in sorted(written.num_rejected.items())]
         lines += named_lines(few, num_all=total, listed=written.folder / REJECTED_FILE, indent=_INDENT)
     lines.append(f"manifest: {written.folder}")
     return "\n".join(lines)
 
 
-def written_values(written: Written, *, few: Sequence[Named]) -> dict[str, Any]:
+def written_values(written: WriteResult, *, few: Sequence[FailureEntry]) -> dict[str, Any]:
     """Return the content of `written_text` as JSON values."""
     return {
         "dataset": written.dataset,
@@ -66,7 +67,7 @@ def unused_text(reading: Reading) -> str:
     files = unused_files(reading)
     rejected = reading.rejected.filter(pc.is_in(reading.rejected["file"], value_set=pa.array(files, pa.string())))
     names = ", ".join(on_one_line(file) for file in files)
-    what = f"no row of {names} could be used" if rejected.num_rows else f"there are no rows in {names}"
+    what = f"no valid rows in {names}" if rejected.num_rows else f"no rows in {names}"
     lines = [f"{what}; the manifest was not changed"]
     counts = {entry["values"]: entry["counts"] for entry in rejected["reason"].value_counts().to_pylist()}
     lines += [f"{_INDENT}{reason}: {count}" for reason, count in sorted(counts.items())]
@@ -75,7 +76,7 @@ def unused_text(reading: Reading) -> str:
     if Reason.MISSING_FILE in counts and reading.example_file is not None:
         advice.insert(0, f"the video files have names such as {on_one_line(reading.example_file)}")
     if len(files) < len(reading.num_rows_used):
-        advice.append("leave out a file whose videos are not here")
+        advice.append("omit annotation files whose videos are not available")
     return "\n".join([*lines, *(f"{_INDENT}hint: {text}" for text in advice)])
 
 
@@ -84,12 +85,12 @@ def no_video_text(reading: Reading, dataset: str) -> tuple[str, str]:
     counts = reading.rejected["reason"].value_counts().to_pylist()
     reasons = "".join(f"; {entry['values']}: {entry['counts']}" for entry in counts)
     few = first_rejected(reading.rejected)
-    hint = "do the names of the files fit the annotations? The manifest is left as it was"
+    hint = "check that the names of the video files match the annotations; the manifest was not changed"
     if few:
-        hint += f". Rejected first: {on_one_line(f'{few[0].name}: {few[0].message}')}"
+        hint += f"; first rejected: {on_one_line(f'{few[0].name}: {few[0].message}')}"
     if reading.example_file is not None:
-        hint += f". The video files have names such as {on_one_line(reading.example_file)}"
-    return f"no usable video for the data set {dataset}{reasons}", hint
+        hint += f"; the video files have names such as {on_one_line(reading.example_file)}"
+    return f"no usable videos in dataset {dataset}{reasons}", hint
 
 
 def rejected_of(rejected: pa.Table, dataset: str) -> pa.Table:

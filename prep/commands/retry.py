@@ -13,18 +13,21 @@ if TYPE_CHECKING:
     AnyColumn = str
 else:
     AnyColumn = Literal[column_names()]
-ColumnOfFailures = Annotated[AnyColumn, Parameter(help="Column whose failures are meant.")]
+ColumnOfFailures = Annotated[AnyColumn, Parameter(help="Column whose failures to retry.")]
 
 
 def retry(
     *,
     column: ColumnOfFailures = "video",
     only: Annotated[
-        list[str] | None, Parameter(help="Codes to try again, as `prep status` shows them.", negative="")
+        list[str] | None,
+        Parameter(help="Failure codes to retry, as shown by prep status. Default: all.", negative=""),
     ] = None,
     weights: Annotated[
         str | None,
-        Parameter(help="Folder or file of the model's weights, where they are local: recipes have no paths."),
+        Parameter(
+            help="Local folder or file of the model weights, which recipes do not record; other columns ignore it."
+        ),
     ] = None,
     data: Data = Path("data"),
     engine: EngineName = "ray",
@@ -33,9 +36,11 @@ def retry(
     max_failures: MaxFailures = "0",
     json: Json = False,
 ) -> None:
-    """Try again what failed in the current variant of a column, for example after mending a source.
+    """Retry the failures in the current variant of a column, for example after repairing a source video.
 
-    Example: prep retry --only timeout
+    Example:
+
+        prep retry --only timeout
     """
     from prep.core.data_folder import require_data_folder
     from prep.core.failures import FailureCode
@@ -43,7 +48,7 @@ def retry(
 
     codes = frozenset(only or FailureCode)
     if unknown := sorted(codes - set(FailureCode)):
-        raise UserError(f"unknown failure code: {', '.join(unknown)}", hint=f"codes are {', '.join(FailureCode)}")
+        raise UserError(f"unknown failure code: {', '.join(unknown)}", hint=f"failure codes: {', '.join(FailureCode)}")
     stored = Variant.open(require_data_folder(data), column=column).recipe
     request = Request(
         data=data,

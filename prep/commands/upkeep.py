@@ -10,25 +10,28 @@ from typing import TYPE_CHECKING, Annotated, Literal
 from cyclopts import Parameter
 
 from manifests.errors import FailedWork, UserError
+from manifests.quoting import counted
 from prep.core.column import VIDEO
 from prep.core.make import Data, Json
 from prep.registry import column_named, column_names, columns
 
 VariantName = Annotated[
-    str | None, Parameter(name="--variant", help="Variant to look at, as `prep status` names it; else the current one.")
+    str | None, Parameter(name="--variant", help="Variant name, as shown by prep status. Default: the current variant.")
 ]
 if TYPE_CHECKING:
     AnyColumn = str
 else:
     AnyColumn = Literal[column_names()]
-ColumnName = Annotated[AnyColumn | None, Parameter(name="--column", help="Column to look at; else all there are.")]
+ColumnName = Annotated[AnyColumn | None, Parameter(name="--column", help="Column. Default: all columns with shards.")]
 _MAX_FINDINGS = 200
 
 
 def status(*, data: Data = Path("data"), json: Json = False) -> None:
-    """Say what is there, what failed, how far a running `prep chunk` is, and what to do next.
+    """Show the videos, the variants of each column, failures, the progress of running commands, and the next step.
 
-    Example: prep status
+    Example:
+
+        prep status
     """
     from prep.core.data_folder import require_data_folder
     from prep.upkeep.status import read_status
@@ -37,21 +40,25 @@ def status(*, data: Data = Path("data"), json: Json = False) -> None:
     found = read_status(require_data_folder(data))
     print(json_module.dumps(found.values(), indent=1) if json else status_text(found))
     if found.num_problems:
-        count = f"{found.num_problems} shards are" if found.num_problems > 1 else "1 shard is"
-        raise FailedWork(f"{count} missing or damaged; made again by: {repair_command(found)}")
+        count = "1 shard is" if found.num_problems == 1 else f"{found.num_problems} shards are"
+        raise FailedWork(f"{count} missing or damaged; to repair, run: {repair_command(found)}")
 
 
 def verify(
     *,
     column: ColumnName = None,
-    deep: Annotated[bool, Parameter(help="Also decode every frame, and load every array.", negative="")] = False,
+    deep: Annotated[
+        bool, Parameter(help="Also decode every frame of every chunk, and load every array.", negative="")
+    ] = False,
     variant: VariantName = None,
     data: Data = Path("data"),
     json: Json = False,
 ) -> None:
-    """Read every byte of every shard and every record, and compare it with its checksum.
+    """Verify the checksums of all shards and records by reading every byte.
 
-    Example: prep verify --deep
+    Example:
+
+        prep verify --deep
     """
     from prep.core.data_folder import require_data_folder
     from prep.core.progress import CountProgress
@@ -64,16 +71,16 @@ def verify(
     data_dir = require_data_folder(data)
     records = check_folder_records(data_dir)
     if column is not None or variant is not None:
-        looked_at = [column_named(column or VIDEO)]
+        selected = [column_named(column or VIDEO)]
     else:
         try:
-            looked_at = [known for known in columns() if current_variant(data_dir, known.name) is not None]
+            selected = [known for known in columns() if current_variant(data_dir, known.name) is not None]
         except DamagedDataset:
-            looked_at = []  # reported below as one of the damaged records
-        if not looked_at and not records:
-            looked_at = [column_named(VIDEO)]
-    opened = {known.name: Variant.open(data_dir, column=known.name, variant=variant) for known in looked_at}
-    for known in looked_at:
+            selected = []  # reported below as one of the damaged records
+        if not selected and not records:
+            selected = [column_named(VIDEO)]
+    opened = {known.name: Variant.open(data_dir, column=known.name, variant=variant) for known in selected}
+    for known in selected:
         records += check_variant_records(opened[known.name], column=known, data_dir=data_dir)
     found = {
         known.name: verify_variant(
@@ -81,10 +88,10 @@ def verify(
             column=known,
             deep=deep,
             num_workers=len(os.sched_getaffinity(0)),
-            on_shard=CountProgress(f"reading shards of {known.name}"),
-            on_deep_shard=CountProgress(f"looking into shards of {known.name}"),
+            on_shard=CountProgress(f"verifying {known.name} shards"),
+            on_deep_shard=CountProgress(f"checking samples of {known.name} shards"),
         )
-        for known in looked_at
+        for known in selected
     }
     if json:
         values = {name: asdict(verified) for name, verified in found.items()}
@@ -92,31 +99,34 @@ def verify(
     else:
         for line in records_text(records):
             print(line)
-        for known in looked_at:
+        for known in selected:
             print(verified_text(found[known.name], column=known, max_findings=_MAX_FINDINGS))
-    damaged = [known for known in looked_at if found[known.name].num_problems]
+    damaged = [known for known in selected if found[known.name].num_problems]
     if damaged or records:
         texts = [failure_text(found[of.name], opened[of.name], column=of, data_dir=data_dir) for of in damaged]
         raise FailedWork("\n".join([*repairs_text(records), *texts]))
 
 
 def inspect(
-    key: str | None = None,
+    key: Annotated[
+        str | None, Parameter(help="Key of a sample, such as bikes_000015000. Default: show all shards.")
+    ] = None,
     *,
-    html: Annotated[Path | None, Parameter(help="Write a contact sheet of the set into this file.")] = None,
-    column: Annotated[AnyColumn, Parameter(name="--column", help="Column to look at.")] = VIDEO,
+    html: Annotated[
+        Path | None, Parameter(help="HTML file to write: a contact sheet with frames of up to 150 chunks.")
+    ] = None,
+    column: Annotated[AnyColumn, Parameter(name="--column", help="Column to show.")] = VIDEO,
     variant: VariantName = None,
     data: Data = Path("data"),
     json: Json = False,
 ) -> None:
-    """Show the shards of the set, or one chunk, or write a page with pictures of chunks.
+    """Show the shards of a variant or the details of one sample, or write a contact sheet of the chunks.
 
-    Example: prep inspect --html sheet.html
+    Examples:
 
-    Parameters
-    ----------
-    key
-        Key of a chunk, such as bikes_000015000.
+        prep inspect
+        prep inspect bikes_000015000
+        prep inspect --html sheet.html
     """
     from prep.core.data_folder import require_data_folder
     from prep.core.report import show
@@ -129,12 +139,15 @@ def inspect(
         from prep.core.progress import CountProgress
 
         if key is not None:
-            raise UserError(f"--html shows the set, not one chunk ({key})", hint="leave out the key, or --html")
+            raise UserError(
+                f"--html shows all chunks and cannot be combined with the key {key}",
+                hint="omit the key, or omit --html",
+            )
         if known.write_page is None:
-            raise UserError(f"there is no page of {column}", hint="leave out --html, or --column")
+            raise UserError(f"--html does not support column {column}", hint="omit --html, or use --column video")
         num_chunks = known.write_page(html, opened, CountProgress("decoding chunks"))
         page = {"html": os.fspath(html), "num_chunks": num_chunks}
-        print(json_module.dumps(page, indent=1) if json else f"{html}: {num_chunks} chunks")
+        print(json_module.dumps(page, indent=1) if json else f"{html}: {counted(num_chunks, 'chunk')}")
         return
     if key is None:
         show(set_report(opened, column=known), json=json)
@@ -144,27 +157,30 @@ def inspect(
 
 def gc(
     *,
-    dry_run: Annotated[bool, Parameter(help="Only say what would be removed.", negative="")] = False,
+    dry_run: Annotated[bool, Parameter(help="List what would be removed, without removing it.", negative="")] = False,
     data: Data = Path("data"),
     json: Json = False,
 ) -> None:
-    """Remove variants that are not current, shards that no commit names, and what killed commands left.
+    """Remove variants that are not current, unreferenced shards, and temporary files of killed commands.
 
-    Nothing else is touched, and nothing is removed while the current variant is not whole.
+    Files that do not belong to the format are never removed. Variants and shards of a column are kept while its current
+    variant is incomplete, damaged or stale.
 
-    Example: prep gc --dry-run
+    Example:
+
+        prep gc --dry-run
     """
     from contextlib import ExitStack
 
     from manifests.publish import folder_lock
-    from prep.core.data_folder import holding, require_data_folder
+    from prep.core.data_folder import column_lock, require_data_folder
     from prep.upkeep.garbage import find_garbage, remove
     from prep.upkeep.texts import garbage_text, garbage_values
 
     data_dir = require_data_folder(data)
     with ExitStack() as held:
         for column in columns():
-            held.enter_context(holding(data_dir, column=column.name))
+            held.enter_context(column_lock(data_dir, column=column.name))
         held.enter_context(folder_lock(data_dir))
         garbage = find_garbage(data_dir)
         removed = None if dry_run else remove(garbage)
@@ -174,5 +190,5 @@ def gc(
         print(garbage_text(garbage, removed, data_dir=data_dir))
     if removed is not None and removed.failed:
         path, why = removed.failed[0]
-        raise FailedWork(f"{len(removed.failed)} files could not be removed; the first: {path}: {why}")
+        raise FailedWork(f"{counted(len(removed.failed), 'file')} could not be removed; the first: {path}: {why}")
     sys.stdout.flush()

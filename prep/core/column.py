@@ -84,7 +84,7 @@ class CheckedSample:
     """Result of `prep verify --deep` for one sample: differences, and the number of frames or array rows checked."""
 
     differences: list[tuple[DeepCode, str]]
-    num_looked_at: int
+    num_checked: int
 
 
 @dataclass(frozen=True)
@@ -118,8 +118,8 @@ class ColumnSpec:
         name: name of the column's folder and value of `--column`: lower case, beginning with a letter. The command is
             `prep NAME`.
         package: import name of the package with the column's code; workers must have the same version.
-        samples: plural noun for the column's samples.
-        looked_at: phrase after the count that `verify --deep` reports, such as "frames decoded".
+        sample: noun for a sample of the column, singular.
+        checked_noun: noun for what `verify --deep` counts, singular: "decoded frame".
         has_hours: whether `status` reports hours of video, computed from num_frames and the frame rate in the index.
         make_command: function behind `prep NAME`, with its flags.
         plan_command: function behind `prep plan NAME`.
@@ -145,8 +145,8 @@ class ColumnSpec:
 
     name: str
     package: str
-    samples: str = "chunks"
-    looked_at: str = "rows looked at"
+    sample: str = "chunk"
+    checked_noun: str = "checked row"
     has_hours: bool = True
     make_command: Callable[..., None]
     plan_command: Callable[..., None]
@@ -213,4 +213,9 @@ def recipe_fingerprint(values: Mapping[str, Any]) -> str:
 def recipe_differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
     """Return the differences between two recipes as `name: old → new`, in the order of the new recipe."""
     names = [*new, *(name for name in old if name not in new)]
-    return [f"{name}: {old.get(name)} → {new.get(name)}" for name in names if old.get(name) != new.get(name)]
+    pairs = ((name, old.get(name), new.get(name)) for name in names)
+    return [f"{name}: {_setting(before)} → {_setting(after)}" for name, before, after in pairs if before != after]
+
+
+def _setting(value: object) -> str:
+    return "not set" if value is None else str(value)

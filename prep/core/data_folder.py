@@ -30,11 +30,11 @@ def require_data_folder(data_dir: Path) -> Path:
     """
     if not data_dir.exists():
         raise UserError(
-            f"there is no data folder {data_dir}",
-            hint=f"make one: prep manifest folder VIDEOS --data {shlex.quote(str(data_dir))}",
+            f"the data folder {data_dir} does not exist",
+            hint=f"create one: prep manifest folder VIDEOS --data {shlex.quote(str(data_dir))}",
         )
     if not data_dir.is_dir():
-        raise UserError(f"{data_dir} is not a folder", hint="give the folder that `prep manifest` wrote to as --data")
+        raise UserError(f"{data_dir} is not a folder", hint="give a folder created by `prep manifest` with --data")
     return data_dir.resolve()
 
 
@@ -43,16 +43,16 @@ def writing(data_dir: Path, *, column: str = VIDEO) -> Iterator[None]:
     """Lock a column for a writing command and remove what killed commands left in it.
 
     Raises:
-        UserError: see `holding`.
+        UserError: see `column_lock`.
         OSError: leftover files cannot be removed.
     """
-    with holding(data_dir, column=column):
-        remove_left_behind(data_dir, column=column)
+    with column_lock(data_dir, column=column):
+        remove_leftovers(data_dir, column=column)
         yield
 
 
 @contextmanager
-def holding(data_dir: Path, *, column: str = VIDEO) -> Iterator[None]:
+def column_lock(data_dir: Path, *, column: str = VIDEO) -> Iterator[None]:
     """Hold the lock of one column. The kernel releases the lock when the process ends, even if it is killed.
 
     Other columns can be written at the same time. The lock of a column also covers its layouts, and the lock of `video`
@@ -66,7 +66,8 @@ def holding(data_dir: Path, *, column: str = VIDEO) -> Iterator[None]:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
     except OSError as error:
         raise UserError(
-            f"{data_dir} cannot be written to: {error.strerror}", hint="make it writable, or give another --data"
+            f"{data_dir} is not writable: {error.strerror}",
+            hint="grant write permission, or give another folder with --data",
         ) from None
     try:
         with naming(path):
@@ -76,7 +77,7 @@ def holding(data_dir: Path, *, column: str = VIDEO) -> Iterator[None]:
                 holder = os.pread(descriptor, 200, 0).decode("utf-8", "replace").strip() or "unknown"
                 raise UserError(
                     f"another command is writing to {data_dir} ({holder})",
-                    hint=f"it holds the column {column}: wait for it to end, or stop it",
+                    hint=f"it holds the lock of column {column}: wait until it finishes, or stop it",
                 ) from None
             os.ftruncate(descriptor, 0)
             os.pwrite(descriptor, f"process {os.getpid()} on {os.uname().nodename}\n".encode(), 0)
@@ -87,8 +88,8 @@ def holding(data_dir: Path, *, column: str = VIDEO) -> Iterator[None]:
         os.close(descriptor)
 
 
-def remove_left_behind(data_dir: Path, *, column: str) -> None:
-    """Remove the temporary files of killed commands that were writing `column`; call it only inside `holding`.
+def remove_leftovers(data_dir: Path, *, column: str) -> None:
+    """Remove the temporary files of killed commands that were writing `column`; call it only inside `column_lock`.
 
     Temporary files of other columns are kept, because another command may be writing them.
     """
@@ -98,7 +99,7 @@ def remove_left_behind(data_dir: Path, *, column: str) -> None:
     remove_temporaries(layouts, of=lambda target: owner_of_layout(layouts / target) == column)
     if column == VIDEO:
         remove_temporaries(manifest_dir(data_dir))
-    for folder in half_made_variants(data_dir, column):
+    for folder in incomplete_variants(data_dir, column):
         for path in folder.iterdir():
             path.unlink()
         folder.rmdir()
@@ -109,7 +110,7 @@ def remove_left_behind(data_dir: Path, *, column: str) -> None:
 
 
 def remove_variant_temporaries(folder: Path) -> None:
-    """Remove what killed or lost writers left in a variant's folder; call it only while `holding` its column."""
+    """Remove leftovers of killed or lost writers from a variant's folder; call it only with the lock of its column."""
     remove_temporaries(folder)
     remove_temporaries(folder / COMMITS_FOLDER)
     running = folder / RUNNING_FOLDER
@@ -121,7 +122,7 @@ def remove_variant_temporaries(folder: Path) -> None:
             running.rmdir()
 
 
-def half_made_variants(data_dir: Path, column: str) -> list[Path]:
+def incomplete_variants(data_dir: Path, column: str) -> list[Path]:
     """Return variant folders under a temporary name, left by a killed command; they hold at most a recipe."""
     column_dir = data_dir / column
     return [

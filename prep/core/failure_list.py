@@ -18,7 +18,7 @@ MAX_NAMED = 5
 
 
 @dataclass(frozen=True)
-class Named:
+class FailureEntry:
     """One failure: the name of what failed, the failure code and the message."""
 
     name: str
@@ -26,9 +26,11 @@ class Named:
     message: str
 
 
-def first_failures(failures: Iterable[Failure]) -> list[Named]:
+def first_failures(failures: Iterable[Failure]) -> list[FailureEntry]:
     """Return the first few failures; a chunk is named by its key, a whole video by its id."""
-    return first_few(Named(failure.key or failure.video_id, failure.code, failure.message) for failure in failures)
+    return first_few(
+        FailureEntry(failure.key or failure.video_id, failure.code, failure.message) for failure in failures
+    )
 
 
 def failure_lines(failures: Sequence[Failure], *, listed: Path) -> list[str]:
@@ -47,18 +49,18 @@ def failure_values(failures: Sequence[Failure], *, listed: Path) -> dict[str, An
     }
 
 
-def first_rejected(rejected: pa.Table) -> list[Named]:
+def first_rejected(rejected: pa.Table) -> list[FailureEntry]:
     """Return the first few rows of a table with schema manifests.schema.REJECTED, named by file, row and value."""
-    few: list[Named] = []
+    few: list[FailureEntry] = []
     for reason in pc.unique(rejected["reason"]):
         rows = rejected.filter(pc.equal(rejected["reason"], reason)).slice(0, MAX_NAMED)
-        few += [Named(_place(row), row["reason"], row["detail"]) for row in rows.to_pylist()]
+        few += [FailureEntry(_location(row), row["reason"], row["detail"]) for row in rows.to_pylist()]
     return first_few(few)
 
 
-def first_few(named: Iterable[Named]) -> list[Named]:
+def first_few(named: Iterable[FailureEntry]) -> list[FailureEntry]:
     """Return the first failure of each code, then the second of each, up to MAX_NAMED, so that every code is shown."""
-    by_code: dict[str, list[Named]] = {}
+    by_code: dict[str, list[FailureEntry]] = {}
     for one in named:
         of_code = by_code.setdefault(one.code, [])
         if len(of_code) < MAX_NAMED:
@@ -67,26 +69,26 @@ def first_few(named: Iterable[Named]) -> list[Named]:
     return list(islice(turns, MAX_NAMED))
 
 
-def named_lines(few: Sequence[Named], *, num_all: int, listed: Path | None, indent: str) -> Iterator[str]:
+def named_lines(few: Sequence[FailureEntry], *, num_all: int, listed: Path | None, indent: str) -> Iterator[str]:
     """Yield one line per failure, then the number of those not shown and the file that lists all of them."""
     for one in few:
         yield f"{indent}{on_one_line(f'{one.name}: {one.code}: {one.message}')}"
-    parts = [f"and {num_all - len(few)} more"] if num_all > len(few) else []
+    parts = [f"and {num_all - len(few):,} more"] if num_all > len(few) else []
     if num_all and listed is not None:
-        parts.append(f"listed in {listed}")
+        parts.append(f"full list: {listed}")
     if parts:
-        yield f"{indent}{', '.join(parts)}"
+        yield f"{indent}{'; '.join(parts)}"
 
 
-def named_values(few: Sequence[Named]) -> list[dict[str, Any]]:
+def named_values(few: Sequence[FailureEntry]) -> list[dict[str, Any]]:
     """Return the failures as JSON values."""
     return [{"name": one.name, "code": one.code, "message": one.message} for one in few]
 
 
-def _place(row: dict[str, Any]) -> str:
+def _location(row: dict[str, Any]) -> str:
     """Return where a rejected row is, and its value: `captions.csv, row 3: clip.mp4`; for a rejected file, its path."""
     file, source_id = Path(row["file"]), row["source_id"]
     if row["row"] is None and (source_id is None or file.stem == Path(source_id).name):
         return str(file)
-    place = file.name if row["row"] is None else f"{file.name}, row {row['row']}"
-    return place if source_id is None else f"{place}: {source_id}"
+    location = file.name if row["row"] is None else f"{file.name}, row {row['row']}"
+    return location if source_id is None else f"{location}: {source_id}"

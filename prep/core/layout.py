@@ -52,7 +52,7 @@ class DamagedLayout(UserError):
         command = f"prep {command_for(owner_of_layout(path))}"
         super().__init__(
             f"the layout {path} is damaged: {why}",
-            hint=f"run `{command}` again with the settings of before: it makes the layout anew from the commits",
+            hint=f"run `{command}` again with the same settings as before; it rebuilds the layout from the commits",
         )
 
 
@@ -79,7 +79,7 @@ def stored_or_rebuilt_layout(path: Path, rebuild: Callable[[], pa.Table]) -> pa.
     except DamagedLayout as damage:
         layout, why = rebuild(), str(damage)
     if len(layout):
-        sys.stderr.write(f"{why}; taken from the commits instead\n")
+        sys.stderr.write(f"warning: {why}; using the layout recorded in the commits\n")
     return layout
 
 
@@ -142,20 +142,20 @@ def layout_of_commits(
         spans: return the spans of a shard, given its index.
         span_of_failure: return the span that a failure in a commit belongs to, or None.
     """
-    place = {video_id: row for row, video_id in enumerate(video_ids.to_pylist())} if variants else {}
+    position = {video_id: row for row, video_id in enumerate(video_ids.to_pylist())} if variants else {}
     shards: dict[int, tuple[str, list[SpanId]]] = {}
     for variant in variants:
         for commit in variant.commits.values():
             try:
-                there = _spans_of(variant.directory, commit, spans=spans)
+                held = _spans_of(variant.directory, commit, spans=spans)
             except (Damaged, OSError):
                 continue  # it will be assigned to a new shard
-            failed = {span for span in map(span_of_failure, commit.failures) if span is not None}.difference(there)
+            failed = {span for span in map(span_of_failure, commit.failures) if span is not None}.difference(held)
             if failed:
                 # The order in which the layout was made: that of the manifest.
-                there = sorted([*there, *failed], key=lambda span: (place.get(span[0], len(place)), span[1]))
-            if len(there) > len(shards.get(commit.shard_id, ("", []))[1]):
-                shards[commit.shard_id] = (commit.split, there)
+                held = sorted([*held, *failed], key=lambda span: (position.get(span[0], len(position)), span[1]))
+            if len(held) > len(shards.get(commit.shard_id, ("", []))[1]):
+                shards[commit.shard_id] = (commit.split, held)
     rows = [(shard_id, split, *span) for shard_id, (split, of_shard) in sorted(shards.items()) for span in of_shard]
     columns = list(zip(*rows, strict=True)) or [(), (), (), ()]
     arrays = [pa.array(values, field.type) for values, field in zip(columns, LAYOUT, strict=True)]

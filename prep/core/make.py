@@ -9,28 +9,52 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from cyclopts import Parameter
+from cyclopts import Group, Parameter
 
 from manifests.errors import FailedWork, UserError
+from manifests.help_text import FIRST_RUN
+from manifests.quoting import counted
 from prep.core.column import ColumnSpec
 
-Data = Annotated[Path, Parameter(name="--data", env_var="CLIPMILL_DATA", help="Data folder.")]
+EXECUTION = Parameter(group=Group("Execution", sort_key=8))
+OPTIONS = Group("Options", sort_key=9)  # of flags without another group
+
+Data = Annotated[Path, FIRST_RUN, Parameter(name="--data", env_var="CLIPMILL_DATA", help="Data folder.")]
 Json = Annotated[bool, Parameter(name="--json", negative="", help="Print the result as JSON.")]
 EngineName = Annotated[
-    Literal["ray", "processes"], Parameter(help="ray (this machine or a cluster), or processes (this machine).")
+    Literal["ray", "processes"],
+    EXECUTION,
+    FIRST_RUN,
+    Parameter(help="Execution engine. ray: this machine or a cluster; processes: worker processes on this machine."),
 ]
 Address = Annotated[
-    str | None, Parameter(help="Ray cluster to use, auto or host:port; by default one is started here.")
+    str | None,
+    EXECUTION,
+    Parameter(help="Address of an existing Ray cluster: auto or host:port. Default: start Ray on this machine."),
 ]
-Workers = Annotated[int | None, Parameter(help="Shards made at a time; by default one a core.")]
+Workers = Annotated[
+    int | None,
+    EXECUTION,
+    FIRST_RUN,
+    Parameter(help="Number of shards to make in parallel, 1 or more. Default: one per CPU core."),
+]
 MaxFailures = Annotated[
-    str, Parameter(help="Videos that may fail before the exit status says so: a number, or a share such as 1%.")
+    str,
+    EXECUTION,
+    Parameter(help="Number or percentage of videos that may fail before the command exits with 1, such as 10 or 1%."),
 ]
 ModelWorkers = Annotated[
-    int | None, Parameter(help="Copies of the model that work at a time; by default one a core, or one a GPU.")
+    int | None,
+    EXECUTION,
+    FIRST_RUN,
+    Parameter(help="Number of model replicas, 1 or more. Default: one per GPU, or one per CPU core."),
 ]
 NumGpus = Annotated[
-    float | None, Parameter(help="GPUs of a worker, such as 1 or 0.5; 0 for none. By default 1 where there are any.")
+    float | None,
+    EXECUTION,
+    Parameter(
+        help="GPUs per worker, such as 1 or 0.5; 0: run on the CPU. Default: 1 if this machine has a GPU, else 0."
+    ),
 ]
 
 
@@ -63,13 +87,15 @@ class Request:
             UserError: a flag has an invalid value, or flags contradict each other.
         """
         if self.workers is not None and self.workers < 1:
-            raise UserError(f"--workers {self.workers} makes nothing", hint="give 1 or more, or leave it out")
+            raise UserError(f"--workers {self.workers} is out of range", hint="give 1 or more, or omit it")
         if self.num_gpus is not None and not 0 <= self.num_gpus < float("inf"):
             raise UserError(
-                f"--num-gpus {self.num_gpus:g} is not a number of GPUs", hint="give 1, a share such as 0.5, or 0"
+                f"--num-gpus {self.num_gpus:g} is out of range", hint="give 1, a fraction such as 0.5, or 0 for the CPU"
             )
         if self.address is not None and self.engine != "ray":
-            raise UserError(f"--address {self.address} needs Ray", hint="leave out --engine processes, or the address")
+            raise UserError(
+                f"--address {self.address} requires --engine ray", hint="omit --engine processes, or omit --address"
+            )
 
     def require_variant(self, found: str, *, command: str) -> None:
         """Check that the recipe read from a variant still produces that variant.
@@ -79,8 +105,8 @@ class Request:
         """
         if self.only_variant is not None and found != self.only_variant:
             raise UserError(
-                f"{self.only_variant} cannot be gone on with: its weights or its chunks are other ones now",
-                hint=f"make a new variant: {command}",
+                f"cannot continue variant {self.only_variant}: its model weights or its chunks have changed",
+                hint=f"create a new variant: {command}",
             )
 
 
@@ -97,7 +123,8 @@ def parse_budget(text: str) -> Callable[[int], float]:
         value = -1
     if not 0 <= value <= (100 if share != text else float("inf")):
         raise UserError(
-            f'--max-failures "{text}" is not a budget', hint="give a number of videos, or a share such as 1%"
+            f'--max-failures "{text}" is not a number or percentage',
+            hint="give a number of videos such as 10, or a percentage such as 1%",
         )
     return (lambda num_videos: int(num_videos * value / 100)) if share != text else (lambda num_videos: value)
 
@@ -132,10 +159,10 @@ def make_column(column: ColumnSpec, settings: Any, request: Request) -> None:
     listed = plan.variant_dir / FAILURES_FILE
     show(column.summary_report(summary, settings, listed), json=request.json)
     if summary.gave_up is not None:
-        raise FailedWork(f"{summary.gave_up}; what was finished is kept, run the same command again to go on")
+        raise FailedWork(f"{summary.gave_up}; finished work is kept; run the same command again to resume")
     if summary.num_failed_videos > budget(plan.num_videos):
-        failed = f"{summary.num_failed_videos} of {plan.num_videos} videos"
-        raise FailedWork(f"{failed} have failures, listed in {listed}")
+        failed = f"{summary.num_failed_videos} of {counted(plan.num_videos, 'video')}"
+        raise FailedWork(f"{failed} failed; failures are listed in {listed}")
     if summary.failures:
-        failed = f"{summary.num_failed_videos} videos failed"
-        sys.stderr.write(f"{failed}, within --max-failures {request.max_failures}\n")
+        failed = counted(summary.num_failed_videos, "video")
+        sys.stderr.write(f"{failed} failed, within --max-failures {request.max_failures}\n")

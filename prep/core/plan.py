@@ -15,7 +15,7 @@ from shards.reader import CommittedShard, Variant
 from shards.verify import Code, quick_check
 
 _MISSING = frozenset({Code.TAR_MISSING, Code.INDEX_MISSING})
-NUM_LOOKING_THREADS = 8  # checking files is I/O-bound
+NUM_CHECK_THREADS = 8  # checking files is I/O-bound
 
 
 class ShardState(StrEnum):
@@ -137,15 +137,15 @@ def state_of(
         return ShardState.NEW, "not committed yet"
     if commit.plan_fingerprint != fingerprint:
         return ShardState.CHANGED, f"{what_changed} have changed"
-    again = Counter(
+    retried = Counter(
         failure.code
         for failure in commit.failures
         if failure.code in retry_codes or (failure.code in SOURCE_AWAY and failure.video_id not in unreadable)
     )
-    if again:
-        listed = ", ".join(f"{count} x {code}" for code, count in sorted(again.items()))
-        return ShardState.RETRY, f"failed before and may pass now: {listed}"
-    return ShardState.CURRENT, "committed as planned"
+    if retried:
+        listed = ", ".join(f"{count} x {code}" for code, count in sorted(retried.items()))
+        return ShardState.RETRY, f"earlier failures are retried: {listed}"
+    return ShardState.CURRENT, "up to date"
 
 
 def _kept(commit: Commit) -> ShardPlan:
@@ -153,7 +153,7 @@ def _kept(commit: Commit) -> ShardPlan:
         shard_id=commit.shard_id,
         split=commit.split,
         state=ShardState.CURRENT,
-        reason="a source of it cannot be read, and how long it was is not known any more",
+        reason="kept, because a source cannot be read and its duration is unknown",
         plan_fingerprint=commit.plan_fingerprint,
         rows=range(0),
         num_chunks=commit.files.num_samples if commit.files else 0,
@@ -206,11 +206,11 @@ def stored_shards(variant_dir: Path) -> StoredShards:
 
 def file_problems(variant_dir: Path, commits: dict[int, Commit]) -> dict[int, tuple[ShardState, str]]:
     """Return the shards whose files are missing or damaged, according to a quick check of each file."""
-    with ThreadPoolExecutor(NUM_LOOKING_THREADS) as pool:
-        looked = pool.map(lambda commit: quick_check(variant_dir, commit), commits.values())
+    with ThreadPoolExecutor(NUM_CHECK_THREADS) as pool:
+        checked = pool.map(lambda commit: quick_check(variant_dir, commit), commits.values())
         return {
             shard_id: (ShardState.MISSING if problems[0].code in _MISSING else ShardState.CORRUPT, problems[0].message)
-            for shard_id, problems in zip(commits, looked, strict=True)
+            for shard_id, problems in zip(commits, checked, strict=True)
             if problems
         }
 

@@ -92,9 +92,9 @@ class CountProgress:
             print(f"{self._what} {done}/{total}", file=sys.stderr, end=end, flush=True)
 
 
-def tell_refused(refused: Refused) -> None:
-    """Print that a worker was refused, and why."""
-    print(f"warning: no work for {refused.place}: {refused.reason}", file=sys.stderr, flush=True)
+def warn_refused(refused: Refused) -> None:
+    """Print that a node was excluded, and why."""
+    print(f"warning: {refused.node} is excluded from the run: {refused.reason}", file=sys.stderr, flush=True)
 
 
 def _clock(seconds: float) -> str:

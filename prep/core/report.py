@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from manifests.quoting import counted
 from prep.core.column import recipe_differences
 from prep.core.failure_list import failure_lines, failure_values
 from prep.core.plan import ShardPlan, ShardState
@@ -30,18 +31,21 @@ def show(report: Report, *, json: bool) -> None:
     print(json_module.dumps(report.values, indent=1) if json else report.text)
 
 
-def states_lines(shards: Sequence[ShardPlan], *, of: str = "chunks") -> list[str]:
-    """Return the number of shards in each state, and those that need attention; `of` names their content."""
+def states_lines(shards: Sequence[ShardPlan], *, sample: str = "chunk") -> list[str]:
+    """Return the number of shards in each state, and those that need attention; `sample` is the noun for a sample."""
     states, held = _count_states(shards)
     listed = [shard for shard in shards if shard.state not in (ShardState.CURRENT, ShardState.NEW)]
-    lines = [f"{state:<9}{count:>7} shards {held[state]:>9} {of}" for state, count in sorted(states.items())]
+    lines = [
+        f"{state:<9}{counted(count, 'shard')}, {counted(held[state], sample)}"
+        for state, count in sorted(states.items())
+    ]
     lines += [f"shard {shard.shard_id:06d}  {shard.state}: {shard.reason}" for shard in listed[:_MAX_LISTED]]
     if len(listed) > _MAX_LISTED:
-        lines.append(f"... and {len(listed) - _MAX_LISTED} more")
+        lines.append(f"... and {counted(len(listed) - _MAX_LISTED, 'more shard')}")
     return lines
 
 
-def states_values(shards: Sequence[ShardPlan], *, of: str = "chunks") -> dict[str, Any]:
+def states_values(shards: Sequence[ShardPlan], *, sample: str = "chunk") -> dict[str, Any]:
     """Return the same as `states_lines`, as JSON values."""
     states, held = _count_states(shards)
     work = [
@@ -49,12 +53,12 @@ def states_values(shards: Sequence[ShardPlan], *, of: str = "chunks") -> dict[st
             "shard_id": shard.shard_id,
             "state": str(shard.state),
             "reason": shard.reason,
-            f"num_{of}": shard.num_chunks,
+            f"num_{sample}s": shard.num_chunks,
         }
         for shard in shards
         if shard.state != ShardState.CURRENT
     ]
-    return {"shards": dict(states), of: dict(held), "work": work}
+    return {"shards": dict(states), f"{sample}s": dict(held), "work": work}
 
 
 def _count_states(shards: Sequence[ShardPlan]) -> tuple[Counter[str], Counter[str]]:
@@ -83,20 +87,26 @@ def summary_report(
         nothing: why there was no work, if the reason is not that everything is up to date.
         more: further JSON values, placed before the common ones.
     """
-    lines = [f"variant  {summary.variant}", f"shards   {summary.num_shards} with {summary.num_chunks} chunks"]
+    total = f"{counted(summary.num_chunks, 'chunk')} in {counted(summary.num_shards, 'shard')}"
+    lines = [f"variant  {summary.variant}", f"total    {total}"]
     if summary.num_shards_made:
         lines.append(
-            f"made     {summary.num_shards_made} shards: {summary.num_encoded} chunks encoded,"
-            f" {summary.num_reused} taken over, {summary.num_bytes_written / 1e6:.1f} MB"
+            f"made     {counted(summary.num_shards_made, 'shard')}: {counted(summary.num_encoded, 'chunk')} encoded,"
+            f" {summary.num_reused:,} copied, {size_text(summary.num_bytes_written)}"
         )
         lines += [f"speed    {speed}"] if speed else []
     elif summary.failures:
         lines.append("nothing was encoded")
     else:
-        lines.append(f"nothing was encoded: {nothing or 'everything is as planned'}")
+        lines.append(f"nothing to encode: {nothing or 'all shards are up to date'}")
     lines += failure_lines(summary.failures, listed=listed)
-    failed = failure_values(summary.failures, listed=listed)
-    values = {**more, **asdict(summary), **failed, "num_failed_videos": summary.num_failed_videos}
+    values = {
+        **more,
+        **asdict(summary),
+        **failure_values(summary.failures, listed=listed),
+        "num_failed_videos": summary.num_failed_videos,
+        "refused_workers": [refused.values() for refused in summary.refused_workers],
+    }
     return Report("\n".join(lines), values)
 
 

@@ -15,14 +15,14 @@ from prep.core.data_folder import remove_variant_temporaries
 from prep.core.failures import FailureCode
 from prep.core.heartbeat import running_shards
 from prep.core.plan import ShardPlan, ShardState, file_problems, with_work
-from prep.core.progress import ChunkProgress, tell_refused
+from prep.core.progress import ChunkProgress, warn_refused
 from prep.core.shard_result import ShardResult, Stop, W, stopped
 from prep.engines import Engine, Refused
 from prep.engines.admission import worker_ticket
 from shards.commits import Commit, Failure
 from shards.dataset import begin_variant, set_current_variant
 from shards.format import COMMITS_FOLDER, RECIPE_FILE
-from shards.lists import settle
+from shards.lists import finish_run
 
 FAILURES_FILE = "failures.jsonl"
 _MAX_FULL_DISKS = 3  # number of consecutive shards that may fail with a full disk before the run gives up
@@ -96,7 +96,7 @@ class Job(Generic[W]):
 def execute(job: Job[W], engine: Engine) -> Summary:
     """Make every shard of the job that needs work, and update the variant's records.
 
-    Call it while holding the column (`prep.core.data_folder.writing`).
+    Call it while holding the lock of the column (`prep.core.data_folder.writing`).
     """
     folder = job.variant_dir
     make_variant(folder, job.recipe)
@@ -119,10 +119,10 @@ def make_variant(folder: Path, recipe: dict[str, Any]) -> None:
     """
     if not folder.is_dir():
         folder.parent.mkdir(exist_ok=True)
-        half_made = temporary_path(folder)
-        half_made.mkdir()
-        write_recipe(half_made, recipe)
-        half_made.rename(folder)
+        temporary = temporary_path(folder)
+        temporary.mkdir()
+        write_recipe(temporary, recipe)
+        temporary.rename(folder)
         sync(folder.parent)
     write_recipe(folder, recipe)
     (folder / COMMITS_FOLDER).mkdir(exist_ok=True)
@@ -151,7 +151,7 @@ def _results(job: Job[W], engine: Engine, summary: Summary) -> Iterator[ShardRes
         for outcome in engine.run(job.make, tasks, check=ticket):
             if isinstance(outcome, Refused):
                 summary.refused_workers.append(outcome)
-                tell_refused(outcome)
+                warn_refused(outcome)
             elif outcome is not None:
                 result = outcome.result or stopped(outcome.task, FailureCode.WORKER_LOST, outcome.lost or "")
                 made += result.num_chunks
@@ -162,7 +162,7 @@ def _results(job: Job[W], engine: Engine, summary: Summary) -> Iterator[ShardRes
                 is_full = stop_code == FailureCode.DISK_FULL
                 full_disks = full_disks + 1 if is_full else 0
                 if full_disks == _MAX_FULL_DISKS:
-                    summary.gave_up = f"the disk was full for {full_disks} shards in a row, so no more were tried"
+                    summary.gave_up = f"stopped, because the disk was full for {full_disks} consecutive shards"
                     return
             progress.show(made + sum(shard.num_done for shard in running_shards(job.variant_dir)))
 
@@ -171,7 +171,7 @@ def _finish(job: Job[W], summary: Summary, results: dict[int, ShardResult]) -> N
     """Drop commits that are not wanted any more, write the lists, and make a complete variant the current one."""
     orphaned = {shard.shard_id for shard in job.shards if shard.state == ShardState.ORPHANED}
     wanted = {shard.shard_id for shard in job.shards} - orphaned
-    commits = settle(job.variant_dir, dropped=orphaned, wanted=wanted)
+    commits = finish_run(job.variant_dir, dropped=orphaned, wanted=wanted)
     summary.num_shards = sum(commit.files is not None for commit in commits.values())
     summary.num_chunks = sum(commit.files.num_samples for commit in commits.values() if commit.files)
     missing = list(_missing_shards(job, commits, results, gave_up=summary.gave_up))
@@ -213,12 +213,12 @@ def _missing_shards(
         if shard.state == ShardState.ORPHANED:
             continue
         commit, result = commits.get(shard.shard_id), results.get(shard.shard_id)
-        is_there = commit is not None and commit.plan_fingerprint == shard.plan_fingerprint
+        is_committed = commit is not None and commit.plan_fingerprint == shard.plan_fingerprint
         # A lost worker may have committed its shard before it disappeared. So may a worker that reports an error, but
         # then the disk has not confirmed the commit.
         stop = None if result is None else result.stopped_by
         has_error = stop is not None and stop.code != FailureCode.WORKER_LOST
-        if is_there and shard.shard_id not in problems and not has_error:
+        if is_committed and shard.shard_id not in problems and not has_error:
             # The commit of a shard in state RETRY existed before this run.
             is_made = result is not None and stop is None
             if is_made or shard.state != ShardState.RETRY or (commit is not None and not commit.failures):
@@ -226,12 +226,13 @@ def _missing_shards(
         if stop is not None:
             yield shard, stop
         elif result is not None:
-            found = problems[shard.shard_id][1] if shard.shard_id in problems else "no commit of it as planned"
-            yield shard, Stop(FailureCode.SHARD_MISSING, f"its worker reported it as made; {job.variant_dir}: {found}")
+            found = problems[shard.shard_id][1] if shard.shard_id in problems else "no commit for this plan"
+            message = f"the worker reported success, but in {job.variant_dir}: {found}"
+            yield shard, Stop(FailureCode.SHARD_MISSING, message)
         elif shard.has_work:
-            yield shard, Stop(FailureCode.SHARD_MISSING, f"it was not tried: {gave_up or 'the run ended before it'}")
+            yield shard, Stop(FailureCode.SHARD_MISSING, f"not attempted: {gave_up or 'the run ended before'}")
         else:
-            yield shard, Stop(FailureCode.SHARD_MISSING, "its commit has gone since the run began")
+            yield shard, Stop(FailureCode.SHARD_MISSING, "its commit was removed during the run")
 
 
 def _failures_of(job: Job[W], shard: ShardPlan, stop: Stop, commits: dict[int, Commit]) -> list[Failure]:

@@ -59,7 +59,7 @@ def stopped(work: ShardWork, code: FailureCode, message: str) -> ShardResult:
     return ShardResult(work.shard_id, stopped_by=Stop(code, message))
 
 
-def stopping_at_trouble(make: Callable[[W], ShardResult], work: W) -> ShardResult:
+def system_errors_as_results(make: Callable[[W], ShardResult], work: W) -> ShardResult:
     """Return `make(work)`; errors of the machine (disk full, out of memory, unreadable file) become a result."""
     try:
         return make(work)
@@ -70,7 +70,7 @@ def stopping_at_trouble(make: Callable[[W], ShardResult], work: W) -> ShardResul
     except pa.ArrowException as error:
         return stopped(work, FailureCode.IO_ERROR, f"a table cannot be read: {error}")
     except MemoryError as error:
-        return stopped(work, FailureCode.OUT_OF_MEMORY, str(error) or "the worker has no memory left")
+        return stopped(work, FailureCode.OUT_OF_MEMORY, str(error) or "the worker is out of memory")
 
 
 def cpu_s() -> float:

@@ -45,7 +45,7 @@ def read_table_file(path: Path, *, schema: pa.Schema) -> pa.Table:
     except pa.ArrowException as error:
         raise ValueError(str(error)) from error
     if not table.schema.equals(schema):
-        raise ValueError(f"its columns are {', '.join(table.schema.names)}")
+        raise ValueError(f"unexpected columns: {', '.join(table.schema.names)}")
     metadata = dict(table.schema.metadata or {})
     recorded = metadata.pop(_CHECKSUM_KEY, None)
     table = table.replace_schema_metadata(metadata or None)

@@ -41,8 +41,12 @@ class Outcome(Generic[T, R]):
 class Refused:
     """A node, or this machine, that gets no tasks, and the reason."""
 
-    place: str
+    node: str
     reason: str
+
+    def values(self) -> dict[str, str]:
+        """Return the entry in the `--json` output."""
+        return {"place": self.node, "reason": self.reason}
 
 
 class Engine(Protocol):
@@ -62,11 +66,11 @@ class Engine(Protocol):
         ...
 
 
-def no_place_left(refused: Iterable[Refused]) -> UserError:
+def no_worker_left(refused: Iterable[Refused]) -> UserError:
     """Return the error for a run whose workers were all refused."""
     return UserError(
-        f"no worker can be used: {'; '.join(f'{found.place}: {found.reason}' for found in refused)}",
-        hint="each node needs the same clipmill and ffmpeg as this command, and the data folder under the same path",
+        f"no usable workers: {'; '.join(f'{found.node}: {found.reason}' for found in refused)}",
+        hint="each node needs the same clipmill and ffmpeg as this command, and the data folder at the same path",
     )
 
 

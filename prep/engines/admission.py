@@ -47,28 +47,28 @@ class Ticket:
         found = source_sha256(self.package)
         if found is None:
             missing = "clipmill" if source_sha256("prep") is None else f"the column's package {self.package}"
-            return f"{missing} is not installed there"
+            return f"{missing} is not installed"
         if found != self.source_sha256:
             return (
-                f"it has clipmill {_version()} with source {found[:8]}, "
-                f"this command is clipmill {self.version} with source {self.source_sha256[:8]}"
+                f"clipmill {_version()} (source {found[:8]}) differs from that of this command, "
+                f"{self.version} (source {self.source_sha256[:8]})"
             )
-        return self._why_not_the_folder() or self._why_not_the_machine()
+        return self._folder_problem() or self._machine_problem()
 
-    def _why_not_the_folder(self) -> str | None:
+    def _folder_problem(self) -> str | None:
         folder = self.token_file.parent
         try:
             token = self.token_file.read_text()
         except FileNotFoundError:
-            what = "is another folder there" if folder.is_dir() else "is missing there"
-            return f"it does not share the data folder: {folder} {what}"
+            what = "is a different folder" if folder.is_dir() else "does not exist"
+            return f"the data folder is not shared: {folder} {what} there"
         except (OSError, UnicodeDecodeError) as error:
-            return f"it cannot read {folder}: {getattr(error, 'strerror', None) or error}"
+            return f"cannot read {folder}: {getattr(error, 'strerror', None) or error}"
         if token != self.token:
-            return f"it does not share the data folder: {folder} is another folder there"
-        return None if os.access(folder, os.W_OK | os.X_OK) else f"it cannot write to {folder}"
+            return f"the data folder is not shared: {folder} is a different folder there"
+        return None if os.access(folder, os.W_OK | os.X_OK) else f"cannot write to {folder}"
 
-    def _why_not_the_machine(self) -> str | None:
+    def _machine_problem(self) -> str | None:
         if self.needs is None:
             return None
         path, argument = self.needs
@@ -79,7 +79,7 @@ class Ticket:
 
 @contextmanager
 def worker_ticket(variant_dir: Path, *, package: str, needs: tuple[str, str] | None = None) -> Iterator[Ticket]:
-    """Publish the token of a run and remove it when the block ends; call it while holding the column."""
+    """Publish the token of a run and remove it when the block ends; call it while holding the lock of the column."""
     from manifests.publish import naming, sync, temporary_path
 
     # With a temporary name, the token of a killed driver is removed with its other temporary files.

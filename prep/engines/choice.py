@@ -3,48 +3,50 @@
 import os
 
 from manifests.errors import UserError
+from manifests.quoting import counted
 from prep.engines import Engine
 
 
-def open_engine(name: str, *, address: str | None, workers: int | None, gpus_each: float | None = None) -> Engine:
+def open_engine(name: str, *, address: str | None, workers: int | None, gpus_per_worker: float | None = None) -> Engine:
     """Return the engine for `--engine`.
 
     Args:
-        gpus_each: GPUs per worker for workers that keep a model loaded (0: none); None for stateless workers.
+        gpus_per_worker: GPUs per worker for workers that keep a model loaded (0: none); None for stateless workers.
 
     Raises:
         UserError: there are fewer GPUs than one worker needs.
     """
     if name == "ray":
-        from prep.engines.ray import ray_apart
+        from prep.engines.ray import isolated_ray_engine
 
-        return ray_apart(num_workers=workers, address=address, actor_gpus=gpus_each)
+        return isolated_ray_engine(num_workers=workers, address=address, actor_gpus=gpus_per_worker)
     from prep.engines.processes import ProcessEngine
 
-    if not gpus_each:
+    if not gpus_per_worker:
         return ProcessEngine(num_workers=workers or num_cores())
-    room = int(count_gpus() / gpus_each)
+    room = int(count_gpus() / gpus_per_worker)
     if not room:
         raise UserError(
-            f"this machine has {count_gpus()} GPUs, a worker needs {gpus_each:g}", hint="use --num-gpus 0 for the CPU"
+            f"this machine has {counted(count_gpus(), 'GPU')}, but a worker requires {gpus_per_worker:g}",
+            hint="give a smaller --num-gpus, or 0 for the CPU",
         )
     gpus = [str(gpu) for gpu in range(count_gpus())]
     return ProcessEngine(num_workers=min(room, workers or room), gpus=gpus)
 
 
-def gpus_of_a_worker(asked: float | None) -> float:
+def resolve_gpus_per_worker(asked: float | None) -> float:
     """Return the value of `--num-gpus`; the default is 1 if this machine has a GPU."""
     return asked if asked is not None else float(count_gpus() > 0)
 
 
-def threads_of_a_worker(workers: int | None, *, gpus_each: float) -> int:
+def threads_per_worker(workers: int | None, *, gpus_per_worker: float) -> int:
     """Return the number of threads per worker.
 
     On a CPU it is 1, since each worker has one core; on a GPU it is the worker's share of the cores.
     """
-    if not gpus_each:
+    if not gpus_per_worker:
         return 1
-    return max(1, num_cores() // (workers or max(1, int(count_gpus() / gpus_each))))
+    return max(1, num_cores() // (workers or max(1, int(count_gpus() / gpus_per_worker))))
 
 
 def num_cores() -> int:

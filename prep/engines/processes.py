@@ -15,7 +15,7 @@ from multiprocessing.connection import Connection, wait
 from multiprocessing.context import SpawnProcess
 from typing import Any
 
-from prep.engines import MAX_TRIES, TICK_S, Check, Outcome, R, Refused, T, die_with_parent, no_place_left
+from prep.engines import MAX_TRIES, TICK_S, Check, Outcome, R, Refused, T, die_with_parent, no_worker_left
 
 # A forked child would inherit locks held by the caller's threads; a spawned child does not.
 _CONTEXT = multiprocessing.get_context("spawn")
@@ -51,13 +51,13 @@ class ProcessEngine:
         self, function: Callable[[T], R], tasks: Iterable[T], *, check: Check | None = None
     ) -> Iterator[Outcome[T, R] | Refused | None]:
         """See `prep.engines.Engine`."""
-        waiting, again = iter(tasks), deque[tuple[T, int]]()
+        waiting, retries = iter(tasks), deque[tuple[T, int]]()
         busy: list[_Worker] = []
         idle: list[_Worker] = []
         try:
             while True:
                 while len(busy) < self._num_workers:
-                    task, tries = again.popleft() if again else (next(waiting, None), 0)
+                    task, tries = retries.popleft() if retries else (next(waiting, None), 0)
                     if task is None:
                         break
                     busy.append(idle.pop() if idle else self._start(function, check))
@@ -74,9 +74,9 @@ class ProcessEngine:
                         busy.remove(worker)
                         worker.process.join()
                         if worker.tries < MAX_TRIES:
-                            again.append((worker.task, worker.tries))
+                            retries.append((worker.task, worker.tries))
                         else:
-                            yield Outcome(worker.task, None, lost=_how_it_died(worker.process.exitcode))
+                            yield Outcome(worker.task, None, lost=_exit_reason(worker.process.exitcode))
                         continue
                     if error is not None:
                         raise error
@@ -116,7 +116,7 @@ def _work(function: Callable[[Any], Any], check: Check | None, pipe: Connection,
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     reason = check() if check is not None else None
     if reason is not None:  # there is no other machine
-        pipe.send((no_place_left([Refused("this machine", reason)]), None))
+        pipe.send((no_worker_left([Refused("this machine", reason)]), None))
         return
     while True:
         try:
@@ -128,11 +128,11 @@ def _work(function: Callable[[Any], Any], check: Check | None, pipe: Connection,
         try:
             pipe.send((None, function(task)))
         except Exception as error:  # noqa: BLE001 - raised again by the driver
-            error.add_note(f"in a worker process, on task {task!r:.500}")
+            error.add_note(f"raised in a worker process by task {task!r:.500}")
             pipe.send((error, None))
 
 
-def _how_it_died(exit_code: int | None) -> str:
+def _exit_reason(exit_code: int | None) -> str:
     if exit_code is not None and exit_code < 0:
-        return f"the worker was killed by signal {-exit_code} {MAX_TRIES} times"
-    return f"the worker ended with exit code {exit_code} {MAX_TRIES} times"
+        return f"the worker was killed by signal {-exit_code} in {MAX_TRIES} attempts"
+    return f"the worker exited with code {exit_code} in {MAX_TRIES} attempts"

@@ -18,8 +18,9 @@ from contextlib import redirect_stdout
 from typing import Any, NoReturn
 
 from manifests.errors import FailedWork, UserError
+from manifests.quoting import counted
 from prep.engines import MAX_TRIES, TICK_S, Check, Engine, Outcome, R, Refused, T, admission
-from prep.engines.apart import Apart
+from prep.engines.isolated import IsolatedEngine
 from prep.engines.ray_nodes import Nodes, first_line
 
 _MAX_PENDING_PER_CPU = 2  # enough to keep every core busy; few enough that a lost driver leaves little behind
@@ -58,8 +59,8 @@ class RayEngine:
             except (ray.exceptions.RayError, ConnectionError) as error:
                 where = "on this machine" if self._address is None else f'at "{self._address}"'
                 raise FailedWork(
-                    f"the Ray cluster {where} was lost: {first_line(error)}; what was finished is kept, "
-                    "run the same command again to go on"
+                    f"lost connection to the Ray cluster {where}: {first_line(error)}; finished work is kept; "
+                    "run the same command again to resume"
                 ) from None
             finally:
                 ray.shutdown()
@@ -86,8 +87,8 @@ class RayEngine:
         except (OSError, RuntimeError, ValueError) as error:
             reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
             raise UserError(
-                f'no Ray cluster answers at "{self._address}": {reason}',
-                hint="start one with `ray start --head`, or leave --address out to use this machine",
+                f'cannot connect to a Ray cluster at "{self._address}": {reason}',
+                hint="start one with `ray start --head`, or omit --address to start Ray on this machine",
             ) from None
 
     def _run(
@@ -97,10 +98,10 @@ class RayEngine:
         # retried.
         options = {"name": work.name, "num_cpus": 1, "max_retries": MAX_TRIES - 1, "retry_exceptions": False}
         remote = ray.remote(work.as_function())
-        again, pending = deque[T](), dict[Any, T]()
+        retries, pending = deque[T](), dict[Any, T]()
         while True:
             while len(pending) < self._window(ray):
-                given = (again.popleft(),) if again else next(((task,) for task in waiting), None)
+                given = (retries.popleft(),) if retries else next(((task,) for task in waiting), None)
                 if given is None:
                     break
                 pending[remote.options(**options, **nodes.options()).remote(work.packed(given[0]))] = given[0]
@@ -117,7 +118,7 @@ class RayEngine:
                 if refusal is None:
                     yield outcome
                 else:
-                    again.append(task)
+                    retries.append(task)
                     yield from nodes.refuse(refusal)
 
     def _run_in_actors(
@@ -125,11 +126,11 @@ class RayEngine:
     ) -> Iterator[Outcome[T, Any] | Refused | None]:
         actor = ray.remote(work.as_class())
         options = {"num_cpus": 0 if self._actor_gpus else 1, "num_gpus": self._actor_gpus}
-        again = deque[tuple[T, int]]()
+        retries = deque[tuple[T, int]]()
         # An actor gets a task only after it has started: its node may have disappeared while other nodes are available.
         starting, idle, busy = dict[Any, Any](), list[Any](), dict[Any, tuple[Any, T, int]]()
         while True:
-            while idle and (given := again.popleft() if again else _first(waiting)) is not None:
+            while idle and (given := retries.popleft() if retries else _first(waiting)) is not None:
                 worker = idle.pop()
                 busy[worker.work.remote(work.packed(given[0]))] = worker, *given
             if idle and not busy:
@@ -157,21 +158,22 @@ class RayEngine:
                 if outcome.lost is None:
                     idle.append(worker)
                 elif tries < MAX_TRIES:
-                    again.append((task, tries + 1))
+                    retries.append((task, tries + 1))
                     continue
                 yield outcome
 
     def _num_actors(self, ray: Any) -> int:
-        there = ray.cluster_resources()
+        resources = ray.cluster_resources()
         if not self._actor_gpus:
-            return self._num_workers or max(1, int(there.get("CPU", 1)))
-        room = int(there.get("GPU", 0) / self._actor_gpus)
-        if not room:
+            return self._num_workers or max(1, int(resources.get("CPU", 1)))
+        max_actors = int(resources.get("GPU", 0) / self._actor_gpus)
+        if not max_actors:
             raise UserError(
-                f"Ray finds {there.get('GPU', 0):g} GPUs, a worker needs {self._actor_gpus:g}",
-                hint="use --num-gpus 0 for the CPU, or a smaller share such as 0.5",
+                f"Ray reports {counted(int(resources.get('GPU', 0)), 'GPU')}, but a worker requires "
+                f"{self._actor_gpus:g}",
+                hint="give a smaller --num-gpus such as 0.5, or 0 for the CPU",
             )
-        return min(room, self._num_workers or room)
+        return min(max_actors, self._num_workers or max_actors)
 
     def _window(self, ray: Any) -> int:
         if self._address is not None and self._num_workers is not None:
@@ -186,10 +188,12 @@ def _require_answer(address: str) -> None:
         socket.create_connection((host, int(port)), timeout=_ANSWER_LIMIT_S).close()
 
 
-def ray_apart(*, num_workers: int | None, address: str | None, actor_gpus: float | None = None) -> Engine:
+def isolated_ray_engine(*, num_workers: int | None, address: str | None, actor_gpus: float | None = None) -> Engine:
     """Return a `RayEngine` in a separate process, since Ray ends its process when it loses the cluster."""
     engine = RayEngine(num_workers=num_workers, address=address, actor_gpus=actor_gpus)
-    return Apart(engine, name="Ray" if address is None else f'the connection to the Ray cluster at "{address}"')
+    return IsolatedEngine(
+        engine, name="Ray" if address is None else f'the connection to the Ray cluster at "{address}"'
+    )
 
 
 class _Work:

@@ -4,10 +4,10 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from prep.engines import Refused, no_place_left
+from prep.engines import Refused, no_worker_left
 
 _NODE_LABEL = "ray.io/node-id"
-_LOOK_INTERVAL_S = 2.0
+_CHECK_INTERVAL_S = 2.0
 
 
 class Nodes:
@@ -20,13 +20,13 @@ class Nodes:
     def __init__(self, ray: Any, resource: str) -> None:
         self._ray, self._resource = ray, resource
         self._refused: dict[str, Refused] = {}
-        self._looked_s = time.monotonic()
+        self._checked_s = time.monotonic()
         self._asked: dict[Any, str] = {}
 
     def ask(self, refusal: Callable[[], tuple[str, str] | None]) -> None:
         """Call `refusal` on every living node, in parallel with its other work."""
         remote = self._ray.remote(refusal)
-        for node in self._there():
+        for node in self._usable_nodes():
             options = {"num_cpus": 0, "max_retries": 0, "label_selector": {_NODE_LABEL: node["NodeID"]}}
             self._asked[remote.options(**options).remote()] = node["NodeID"]
 
@@ -67,13 +67,13 @@ class Nodes:
 
     def require_one(self, *, at_once: bool = False) -> None:
         """Raise UserError if nodes were refused and no others are left; checks at most once every few seconds."""
-        if not self._refused or (time.monotonic() - self._looked_s < _LOOK_INTERVAL_S and not at_once):
+        if not self._refused or (time.monotonic() - self._checked_s < _CHECK_INTERVAL_S and not at_once):
             return
-        self._looked_s = time.monotonic()
-        if all(node["NodeID"] in self._refused for node in self._there()):
-            raise no_place_left(self._refused.values())
+        self._checked_s = time.monotonic()
+        if all(node["NodeID"] in self._refused for node in self._usable_nodes()):
+            raise no_worker_left(self._refused.values())
 
-    def _there(self) -> list[Any]:
+    def _usable_nodes(self) -> list[Any]:
         """Return the living nodes that can run workers."""
         return [node for node in self._ray.nodes() if node["Alive"] and node["Resources"].get(self._resource)]
 

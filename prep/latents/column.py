@@ -9,8 +9,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 from cyclopts import Parameter
 
 from manifests.errors import UserError
+from manifests.help_text import FIRST_RUN
 from prep.core.column import VIDEO, ColumnSpec, Pending, changed_flags
 from prep.core.make import (
+    EXECUTION,
     Address,
     Data,
     EngineName,
@@ -31,7 +33,7 @@ if TYPE_CHECKING:
     from shards.reader import Variant
 
 Settings = Annotated[LatentsSettings, Parameter(name="*")]
-Batch = Annotated[int, Parameter(help="Frames that the model gets at a time.")]
+Batch = Annotated[int, EXECUTION, FIRST_RUN, Parameter(help="Batch size of the VAE in frames, 1 or more.")]
 _BATCH = 16
 
 
@@ -47,15 +49,20 @@ def latents(
     max_failures: MaxFailures = "0",
     json: Json = False,
 ) -> None:
-    """Encode the chunks of the current variant of video by a VAE, a few frames a second.
+    """Encode frames of the chunks with a VAE, and write the latents to shards.
 
-    Run it again at any time, also while `prep chunk` is at work: only what is new, changed, missing or damaged is made.
-    After another codec or bitrate, run it once more: the latents of the old chunks are kept until then.
+    It encodes the chunks of the current video variant; each run encodes only what is new, changed, missing or damaged.
+    It may run while `prep chunk` is running; a later run encodes the remaining chunks. After the chunks have been
+    re-encoded, run it again: until then, the existing latents are kept.
 
-    Example: prep latents --vae stabilityai/sd-vae-ft-mse --crop random
+    Example:
+
+        prep latents --vae stabilityai/sd-vae-ft-mse --crop random
     """
     if batch < 1:
-        raise UserError(f"--batch {batch} encodes nothing", hint="give 1 or more; 16 suits a CPU, 64 a large GPU")
+        raise UserError(
+            f"--batch {batch} is out of range", hint="give 1 or more, for example 16 on a CPU or 64 on a large GPU"
+        )
     request = Request(
         data=data,
         engine=engine,
@@ -70,9 +77,11 @@ def latents(
 
 
 def plan_latents(settings: Settings, *, data: Data = Path("data"), json: Json = False) -> None:
-    """Say what `prep latents` with the same settings would do and why; do nothing.
+    """Print what `prep latents` would do with the same settings, and why (dry run).
 
-    Example: prep plan latents --vae stabilityai/sd-vae-ft-mse
+    Example:
+
+        prep plan latents --vae stabilityai/sd-vae-ft-mse
     """
     plan_column(COLUMN, settings, data=data, json=json)
 
@@ -90,8 +99,8 @@ def _plan(data_dir: Path, settings: LatentsSettings, request: Request) -> "Laten
 
     video = current_variant(data_dir, VIDEO)
     if video is None:
-        hint = f"make them first: prep chunk --len 15s --data {shlex.quote(str(data_dir))}"
-        raise UserError(f"{data_dir} holds no chunks", hint=hint)
+        hint = f"create them first: prep chunk --len 15s --data {shlex.quote(str(data_dir))}"
+        raise UserError(f"{data_dir} has no chunks", hint=hint)
     recipe = resolve(settings, video=video)
     request.require_variant(recipe.variant, command=f"prep latents --vae {settings.vae}")
     return make_latents_plan(data_dir, recipe, retry_codes=request.retry_codes)
@@ -99,17 +108,19 @@ def _plan(data_dir: Path, settings: LatentsSettings, request: Request) -> "Laten
 
 def _run(plan: "LatentsPlan", settings: LatentsSettings, request: Request) -> "Summary":
     from prep.core.run import execute
-    from prep.engines.choice import gpus_of_a_worker, open_engine, threads_of_a_worker
+    from prep.engines.choice import open_engine, resolve_gpus_per_worker, threads_per_worker
     from prep.latents.plan import latents_job
 
     # Detecting GPUs takes seconds, so a run without work skips it.
-    gpus_each = gpus_of_a_worker(request.num_gpus) if any(shard.has_work for shard in plan.shards) else 0.0
-    engine = open_engine(request.engine, address=request.address, workers=request.workers, gpus_each=gpus_each)
+    gpus_per_worker = resolve_gpus_per_worker(request.num_gpus) if any(shard.has_work for shard in plan.shards) else 0.0
+    engine = open_engine(
+        request.engine, address=request.address, workers=request.workers, gpus_per_worker=gpus_per_worker
+    )
     job = latents_job(
         plan,
-        device="cuda" if gpus_each else "cpu",
+        device="cuda" if gpus_per_worker else "cpu",
         batch=request.batch or _BATCH,
-        num_threads=threads_of_a_worker(request.workers, gpus_each=gpus_each),
+        num_threads=threads_per_worker(request.workers, gpus_per_worker=gpus_per_worker),
     )
     return execute(job, engine)
 

@@ -67,7 +67,7 @@ def decode_frames(
     except (av.error.FFmpegError, IndexError) as error:
         raise SourceFailure(FailureCode.DECODE_ERRORS, f"the chunk cannot be decoded: {error}") from None
     if target is not None:
-        raise SourceFailure(FailureCode.FRAMES_DIFFER, f"frame {target} does not come out of the decoder")
+        raise SourceFailure(FailureCode.FRAMES_DIFFER, f"the decoder did not return frame {target}")
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,7 @@ from prep.latents.frames import Square, decode_frames
 
 PIECE_FRAMES = 16
 _PIECES_AHEAD = 4  # queue length per chunk: with 60 frames, the whole chunk
-_LOOK_AGAIN_S = 0.2
+_RETRY_S = 0.2
 
 C = TypeVar("C")
 
@@ -116,7 +116,7 @@ class _Decoding(Generic[C]):
     def _put(self, item: Piece[C] | Exception) -> bool:
         while not self._is_stopped.is_set():
             with suppress(Full):
-                self._queue.put(item, timeout=_LOOK_AGAIN_S)
+                self._queue.put(item, timeout=_RETRY_S)
                 return True
         return False
 

@@ -18,7 +18,7 @@ import pyarrow as pa
 from manifests.errors import UserError
 from prep.core.column import VIDEO, Pending
 from prep.core.failures import FailureCode
-from prep.core.plan import NUM_LOOKING_THREADS, ShardPlan, WantedShard, pending_of, plan_shards, stored_shards
+from prep.core.plan import NUM_CHECK_THREADS, ShardPlan, WantedShard, pending_of, plan_shards, stored_shards
 from prep.latents.column import COLUMN
 from prep.latents.frames import frames_on_screen
 from prep.latents.recipe import LATENTS, LatentsRecipe, latents_recipe_from_dict
@@ -90,14 +90,14 @@ def make_latents_plan(
     video_dir = variant_dir(data_dir, VIDEO, recipe.video)
     folder = variant_dir(data_dir, LATENTS, recipe.variant)
     video, own = read_commits(video_dir), stored_shards(folder)
-    video_shards, unreadable = _look_at_video(video_dir, video.commits.values(), fps=recipe.settings.fps_exact)
-    cannot_tell = {damaged.shard_id for damaged in video.damaged} | unreadable.keys()
+    video_shards, unreadable = _read_video_shards(video_dir, video.commits.values(), fps=recipe.settings.fps_exact)
+    unknown = {damaged.shard_id for damaged in video.damaged} | unreadable.keys()
     shards = plan_shards(
         (_wanted(shard, recipe_fingerprint=recipe.fingerprint) for shard in video_shards),
-        {shard_id: commit for shard_id, commit in own.commits.items() if shard_id not in cannot_tell},
+        {shard_id: commit for shard_id, commit in own.commits.items() if shard_id not in unknown},
         problems=own.problems,
         what_changed="its chunks",
-        orphaned_because="the video column has no such chunks any more",
+        orphaned_because="its chunks are no longer in the video column",
         retry_codes=retry_codes,
     )
     return LatentsPlan(
@@ -166,13 +166,13 @@ def _wanted(shard: VideoShard, *, recipe_fingerprint: str) -> WantedShard:
     return WantedShard(shard.shard_id, shard.split, fingerprint, shard.num_chunks)
 
 
-def _look_at_video(
+def _read_video_shards(
     video_dir: Path, commits: Iterable[Commit], *, fps: Fraction
 ) -> tuple[list[VideoShard], dict[int, Failure]]:
     """Return the committed shards of chunks, and by shard id the failures of those whose index is unreadable."""
     shards, unreadable = [], {}
-    with ThreadPoolExecutor(NUM_LOOKING_THREADS) as pool:
-        for found in pool.map(lambda commit: _look_at_one(video_dir, commit, fps=fps), commits):
+    with ThreadPoolExecutor(NUM_CHECK_THREADS) as pool:
+        for found in pool.map(lambda commit: _read_video_shard(video_dir, commit, fps=fps), commits):
             if isinstance(found, VideoShard):
                 shards.append(found)
             elif found is not None:
@@ -180,7 +180,7 @@ def _look_at_video(
     return shards, unreadable
 
 
-def _look_at_one(video_dir: Path, commit: Commit, *, fps: Fraction) -> VideoShard | tuple[int, Failure] | None:
+def _read_video_shard(video_dir: Path, commit: Commit, *, fps: Fraction) -> VideoShard | tuple[int, Failure] | None:
     if commit.files is None:
         return None
     try:

@@ -4,13 +4,17 @@ import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from fractions import Fraction
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
+
+from cyclopts import Group, Parameter
 
 from manifests.errors import UserError
+from manifests.help_text import FIRST_RUN
 from prep.core.column import recipe_fingerprint
 from prep.latents.weights import Vae, find_vae
 
 LATENTS = "latents"
+MODEL = Parameter(group=Group("Latents", sort_key=1))
 LATENTS_SCHEMA = 1  # incremented when the same settings begin to produce different bytes
 _LENGTH = re.compile(r"(?P<number>\d+(\.\d+)?)(?P<unit>s|ms)", re.ASCII)
 _MAX_SIZE_PX = 4096
@@ -21,46 +25,49 @@ _NOT_IN_A_NAME = re.compile(r"[^A-Za-z0-9.]+")
 class LatentsSettings:
     """Settings of `prep latents` that affect the bytes of the latents."""
 
-    vae: str
-    """Folder or Hugging Face name of a diffusers AutoencoderKL; tiny is a small random one, for trying things out."""
+    vae: Annotated[str, MODEL, FIRST_RUN]
+    """VAE: folder or Hugging Face name of a diffusers AutoencoderKL, or tiny (small, random weights, for trials)."""
 
-    fps: str = "4"
-    """Frames a second: 4, 1/2, 30000/1001."""
+    fps: Annotated[str, MODEL, FIRST_RUN] = "4"
+    """Sampling rate in frames per second, 1/60 to 240, such as 1/2 or 30000/1001."""
 
-    size: int = 256
-    """Side in pixels of the square that is encoded."""
+    size: Annotated[int, MODEL, FIRST_RUN] = 256
+    """Side of the square VAE input in pixels, 8 to 4096, a multiple of the VAE's downsampling factor."""
 
-    crop: Literal["centre", "random"] = "centre"
-    """centre: the largest square; random: a seeded square for each segment, of 8/9 of the short side."""
+    crop: Annotated[Literal["centre", "random"], MODEL, FIRST_RUN] = "centre"
+    """Square crop of the frames. centre: the largest square; random: a random square per segment, with 8/9 of the short
+    side."""
 
-    segment: str = "5s"
-    """Length of what shares a random crop."""
+    segment: Annotated[str, MODEL] = "5s"
+    """Length of a segment, whose frames share one random crop, with unit: 5s, 500ms. It must be a whole number of
+    frames at --fps."""
 
-    seed: int = 0
-    """Of random crops and samples."""
+    seed: Annotated[int, MODEL] = 0
+    """Random seed of --crop random and --posterior sample, 0 or more."""
 
-    posterior: Literal["mean", "sample"] = "mean"
-    """What is stored of the VAE's normal distribution: its mean, or a seeded sample."""
+    posterior: Annotated[Literal["mean", "sample"], MODEL] = "mean"
+    """Latents to store: the mean of the posterior, or a sample."""
 
-    dtype: Literal["float16", "bfloat16"] = "float16"
-    """Of the stored numbers."""
+    dtype: Annotated[Literal["float16", "bfloat16"], MODEL] = "float16"
+    """Data type of the stored latents."""
 
-    precision: Literal["float32", "float16", "bfloat16"] = "float32"
-    """In which the VAE computes."""
+    precision: Annotated[Literal["float32", "float16", "bfloat16"], MODEL] = "float32"
+    """Precision of the VAE's computation."""
 
     def __post_init__(self) -> None:
         if not self.vae:
-            raise UserError("--vae is empty", hint="name a folder, a model such as stabilityai/sd-vae-ft-mse, or tiny")
+            raise UserError("--vae is empty", hint="give a folder, a model such as stabilityai/sd-vae-ft-mse, or tiny")
         if not Fraction(1, 60) <= self.fps_exact <= 240:
             raise UserError(f"--fps {self.fps} is out of range", hint="give 1/60 to 240 frames a second")
         if not 8 <= self.size <= _MAX_SIZE_PX:
             raise UserError(f"--size {self.size} is out of range", hint=f"give 8 to {_MAX_SIZE_PX} pixels")
         if not 0 <= self.seed < 1 << 63:
-            raise UserError(f"--seed {self.seed} is out of range", hint="give a number from 0 on")
+            raise UserError(f"--seed {self.seed} is out of range", hint="give a whole number from 0 to 2^63 - 1")
         if (self.segment_s * self.fps_exact).denominator != 1:
             raise UserError(
-                f"a segment of {self.segment} at {self.fps} fps is {float(self.segment_s * self.fps_exact):g} frames",
-                hint="choose --segment and --fps so that their product is whole, for example --segment 5s --fps 4",
+                f"a segment of {self.segment} at {self.fps} fps has {float(self.segment_s * self.fps_exact):g} frames",
+                hint="choose --segment and --fps for a whole number of frames per segment, for example "
+                "--segment 5s --fps 4",
             )
 
     @property
@@ -69,14 +76,16 @@ class LatentsSettings:
         try:
             return Fraction(self.fps)
         except (ValueError, ZeroDivisionError):
-            raise UserError(f'--fps "{self.fps}" is not a rate', hint="write 4, 1/2 or 30000/1001") from None
+            raise UserError(f'--fps "{self.fps}" is not a number', hint="write 4, 1/2 or 30000/1001") from None
 
     @property
     def segment_s(self) -> Fraction:
         """Length of a segment in seconds, exact."""
         match = _LENGTH.fullmatch(self.segment)
         if match is None or Fraction(match["number"]) == 0:
-            raise UserError(f'--segment "{self.segment}" is not a length', hint="write it with its unit: 5s or 500ms")
+            raise UserError(
+                f'--segment "{self.segment}" is not a length', hint="write a number with a unit: 5s or 500ms"
+            )
         return Fraction(match["number"]) / (1000 if match["unit"] == "ms" else 1)
 
     @property
@@ -100,7 +109,7 @@ class LatentsRecipe:
     def __post_init__(self) -> None:
         if self.settings.size % self.vae.factor:
             raise UserError(
-                f"--size {self.settings.size} is no multiple of {self.vae.factor}, by which this VAE scales down",
+                f"--size {self.settings.size} is not a multiple of the VAE's downsampling factor, {self.vae.factor}",
                 hint=f"use {self.settings.size // self.vae.factor * self.vae.factor or self.vae.factor}",
             )
 
@@ -164,8 +173,8 @@ def latents_recipe_from_dict(stored: Mapping[str, Any]) -> LatentsRecipe:
     """
     if stored.get("schema") != LATENTS_SCHEMA or stored.get("column") != LATENTS:
         raise UserError(
-            f"the recipe has schema {stored.get('schema')!r}, this version writes {LATENTS_SCHEMA}",
-            hint="run `prep latents` with the settings that you want; it makes a new variant",
+            f"the recipe has schema {stored.get('schema')!r}, but this version supports {LATENTS_SCHEMA}",
+            hint="run `prep latents` with the desired settings to create a new variant",
         )
     names = {field.name for field in fields(LatentsSettings)}
     settings = {name: value for name, value in stored.items() if name in names and value is not None}
@@ -180,4 +189,4 @@ def latents_recipe_from_dict(stored: Mapping[str, Any]) -> LatentsRecipe:
         )
         return LatentsRecipe(settings=LatentsSettings(**settings), vae=vae, video=stored["video"])
     except KeyError as error:
-        raise UserError(f"the recipe has no {error}", hint="run `prep latents` again; it writes it anew") from None
+        raise UserError(f"the recipe lacks {error}", hint="run `prep latents` again to rewrite it") from None

@@ -3,6 +3,7 @@
 from math import prod
 from pathlib import Path
 
+from manifests.quoting import counted
 from prep.core.report import Report, changed_settings, size_text, states_lines, states_values, summary_report
 from prep.core.run import Summary
 from prep.latents.plan import LatentsPlan
@@ -23,7 +24,7 @@ def latents_report(plan: LatentsPlan) -> Report:
     lines += [f"{failure.video_id}  cannot be planned: {failure.message}" for failure in plan.unreadable]
     if num_frames:
         # Unchanged chunks of a changed shard are copied; how many is known only while the shard is made.
-        lines.append(f"estimate at most {num_frames} frames to encode, {size_text(size_bytes)}")
+        lines.append(f"estimate at most {counted(num_frames, 'frame')} to encode, {size_text(size_bytes)}")
     else:
         lines.append("nothing to do")
     values = {
@@ -44,9 +45,9 @@ def latents_summary(summary: Summary, *, vae: str, listed: Path) -> Report:
     if summary.encoded_s:
         speed = (
             f"{summary.encoded_s / summary.wall_s:.1f}x real time;"
-            f" {summary.encoded_s / summary.cpu_s:.1f}x a core ({summary.cpu_s:.1f} CPU-s)"
+            f" {summary.encoded_s / summary.cpu_s:.1f}x per core ({summary.cpu_s:.1f} s of CPU time)"
         )
     nothing = None
     if not summary.num_chunks:
-        nothing = "no chunk is committed yet; run it again when `prep chunk` has made some"
+        nothing = "there are no committed chunks yet; run it again after `prep chunk`"
     return summary_report(summary, listed=listed, speed=speed, nothing=nothing, vae=vae)

@@ -55,7 +55,7 @@ def read_chunk_video(video: CommittedShard, row: int, *, settings: LatentsSettin
     except (Damaged, OSError) as error:
         raise SourceFailure(FailureCode.CHUNK_DAMAGED, f"the chunk cannot be read: {error}") from None
     if zlib.crc32(content) != index["mp4_crc32"][row].as_py():
-        raise SourceFailure(FailureCode.CHUNK_DAMAGED, f"its bytes in {video.tar_path.name} are not those written")
+        raise SourceFailure(FailureCode.CHUNK_DAMAGED, f"its content in {video.tar_path.name} differs from the commit")
     return ChunkVideo(
         content=content,
         fps=_fps(index, row),
@@ -161,7 +161,7 @@ def check_latents(row: dict[str, Any], members: dict[str, bytes], split: str) ->
     if array is None:
         return CheckedSample([(DeepCode.ARRAY_DIFFERS, "latents.npy cannot be loaded")], 0)
     if array.shape != wanted or array.dtype.str != _STORED.get(row["dtype"]):
-        found = f"latents.npy is {array.dtype} {array.shape}, the index says {row['dtype']} {wanted}"
+        found = f"latents.npy is {array.dtype} {array.shape}, but {row['dtype']} {wanted} in the index"
         return CheckedSample([(DeepCode.ARRAY_DIFFERS, found)], 0)
-    not_finite = (DeepCode.ARRAY_DIFFERS, "latents.npy has numbers that are not finite")
+    not_finite = (DeepCode.ARRAY_DIFFERS, "latents.npy contains non-finite values")
     return CheckedSample([] if is_finite(array) else [not_finite], len(array))

@@ -64,7 +64,9 @@ class Encoder:
             try:
                 posterior = self._model.encode(scaled.contiguous()).latent_dist
             except torch.OutOfMemoryError:
-                raise MemoryError(f"{len(scaled)} frames are too many for the GPU: use a smaller --batch") from None
+                raise MemoryError(
+                    f"a batch of {len(scaled)} frames does not fit in GPU memory: use a smaller --batch"
+                ) from None
             latents = posterior.mean.float()
             if noise is not None:
                 latents = latents + posterior.std.float() * torch.from_numpy(noise).to(self._device)
@@ -102,7 +104,7 @@ def open_encoder(vae: Vae, *, device: Device, precision: Precision, num_threads:
             reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
             raise UserError(
                 f"the VAE in {vae.directory} cannot be loaded: {reason}",
-                hint="its weights and its config.json must be of one model, as save_pretrained writes them",
+                hint="give weights and config.json of the same model, as written by save_pretrained",
             ) from None
     return Encoder(model, vae=vae, device=device, precision=precision)
 

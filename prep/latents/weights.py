@@ -14,7 +14,7 @@ CONFIG_FILE = "config.json"
 WEIGHTS_FILE = "diffusion_pytorch_model.safetensors"
 _CLASS = "AutoencoderKL"
 _PIECE_BYTES = 1 << 20
-_SUGGESTION = "name a folder with an AutoencoderKL, a model such as stabilityai/sd-vae-ft-mse, or tiny"
+_SUGGESTION = "give a folder with an AutoencoderKL, a model such as stabilityai/sd-vae-ft-mse, or tiny"
 
 # Identifies the tiny VAE: change this name whenever the code that makes it (prep.latents.vae) changes.
 _TINY_SHA256 = hashlib.sha256(b"clipmill tiny VAE, version 1").hexdigest()
@@ -77,8 +77,8 @@ def find_vae(name: str) -> Vae:
     weights = directory / WEIGHTS_FILE
     if not weights.is_file():
         raise UserError(
-            f"{directory} holds no {WEIGHTS_FILE}",
-            hint="weights are read from safetensors only; save_pretrained of diffusers writes them",
+            f"{directory} does not contain {WEIGHTS_FILE}",
+            hint="only safetensors weights are supported; write them with save_pretrained of diffusers",
         )
     digest = hashlib.sha256(json.dumps(config, sort_keys=True).encode())
     try:
@@ -99,7 +99,7 @@ def _name_of(folder: Path) -> str:
 def _downloaded(name: str) -> Path:
     is_hub_name = name.count("/") == 1 and not name.startswith((".", "/", "~")) and not name.endswith("/")
     if not is_hub_name:
-        raise UserError(f"there is no VAE folder {name} (asked for by --vae)", hint=_SUGGESTION)
+        raise UserError(f"the VAE folder {name} (asked for by --vae) does not exist", hint=_SUGGESTION)
     try:
         from huggingface_hub import snapshot_download
         from huggingface_hub.errors import HFValidationError
@@ -111,7 +111,9 @@ def _downloaded(name: str) -> Path:
     # The exceptions for network, cache and server errors all derive from these.
     except (OSError, HFValidationError, ValueError) as error:
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        raise UserError(f'the VAE "{name}" cannot be had from the hub: {reason}', hint=_SUGGESTION) from None
+        raise UserError(
+            f'the VAE "{name}" cannot be downloaded from the Hugging Face Hub: {reason}', hint=_SUGGESTION
+        ) from None
 
 
 def _config(directory: Path) -> dict[str, Any]:
@@ -140,13 +142,13 @@ def _require_weights(path: Path) -> None:
     except (SafetensorError, OSError) as error:
         raise UserError(f"{path} is damaged: {error}", hint="download or save the weights again") from None
     if not is_vae:
-        raise UserError(f"{path} holds no encoder of a VAE", hint=_SUGGESTION)
+        raise UserError(f"{path} does not contain a VAE encoder", hint=_SUGGESTION)
 
 
 def _described(name: str, source: str, directory: Path | None, sha256: str, config: dict[str, Any]) -> Vae:
     # Missing entries have the defaults of diffusers' AutoencoderKL.
-    if (colours := config.get("in_channels", 3)) != 3:
-        raise UserError(f"the VAE {name} takes pictures of {colours} channels, videos have 3", hint=_SUGGESTION)
+    if (channels := config.get("in_channels", 3)) != 3:
+        raise UserError(f"the VAE {name} expects {channels} input channels, but videos have 3", hint=_SUGGESTION)
     blocks = config.get("block_out_channels", [64])
     shift = config.get("shift_factor")
     try:

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from manifests.errors import UserError
 from prep.core.failures import FailureCode, SourceFailure
 from prep.core.heartbeat import Heartbeat
-from prep.core.shard_result import ShardResult, cpu_s, stopped, stopping_at_trouble
+from prep.core.shard_result import ShardResult, cpu_s, stopped, system_errors_as_results
 from prep.latents.batches import Part, encoded_chunks
 from prep.latents.frames import generator
 from prep.latents.pieces import pieces_in_order
@@ -70,14 +70,14 @@ def make_latents(task: LatentsTask) -> ShardResult:
     try:
         found = find_vae(task.recipe.vae.source)
         if found.sha256 != task.recipe.vae.sha256:
-            message = f"the weights of {found.name} on this node are not those that the plan was made with"
+            message = f"the weights of {found.name} on this node differ from those of the plan"
             return stopped(task, FailureCode.MODEL_UNAVAILABLE, message)
         encoder = open_encoder(
             found, device=task.device, precision=task.recipe.settings.precision, num_threads=task.num_threads
         )
     except UserError as error:
         return stopped(task, FailureCode.MODEL_UNAVAILABLE, str(error))
-    return stopping_at_trouble(partial(_make, encoder=encoder), task)
+    return system_errors_as_results(partial(_make, encoder=encoder), task)
 
 
 def _make(task: LatentsTask, *, encoder: Encoder) -> ShardResult:
@@ -160,6 +160,7 @@ def _make_samples(
             if is_finite(stored):
                 yield latents_sample(video.index, row, stored, fingerprint=fingerprints[row], settings=settings)
                 continue
-            failure = SourceFailure(FailureCode.NOT_FINITE, f"its latents are not all finite in {settings.dtype}")
-        code, message = (failure.code, failure.message) if failure else (FailureCode.FRAMES_DIFFER, "it has no frames")
+            message = f"the latents contain non-finite values in {settings.dtype}"
+            failure = SourceFailure(FailureCode.NOT_FINITE, message)
+        code, message = (failure.code, failure.message) if failure else (FailureCode.FRAMES_DIFFER, "no frames")
         yield Failure(video.index["video_id"][row].as_py(), keys[row].as_py(), str(code), message)

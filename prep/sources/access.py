@@ -21,7 +21,7 @@ def source_fingerprint(path: Path) -> str:
     try:
         state = path.stat()
         if not stat.S_ISREG(state.st_mode):  # opening a named pipe would block until something writes to it
-            raise SourceFailure(FailureCode.SOURCE_UNREADABLE, "it is not a file")
+            raise SourceFailure(FailureCode.SOURCE_UNREADABLE, "not a regular file")
         digest = hashlib.sha256(str(state.st_size).encode())
         with path.open("rb") as file:
             digest.update(file.read(_FINGERPRINT_BYTES))
@@ -36,6 +36,6 @@ def source_fingerprint(path: Path) -> str:
 def access_failure(error: OSError | ValueError) -> SourceFailure:
     """Return the failure for an error raised while looking up or opening a source."""
     if isinstance(error, ValueError) or error.errno in (errno.ENOENT, errno.ENOTDIR):
-        return SourceFailure(FailureCode.SOURCE_MISSING, "there is no such file", is_lasting=False)
+        return SourceFailure(FailureCode.SOURCE_MISSING, "no such file", is_lasting=False)
     code = FailureCode.IO_ERROR if error.errno == errno.EIO else FailureCode.SOURCE_UNREADABLE
     return SourceFailure(code, error.strerror or str(error), is_lasting=False)

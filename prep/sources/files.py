@@ -17,7 +17,7 @@ import pyarrow as pa
 from prep.core.failures import FailureCode, SourceFailure
 from prep.sources.access import access_failure, source_fingerprint
 
-LOOK_LIMIT_S = 60.0  # timeout per file
+STAT_LIMIT_S = 60.0  # timeout per file
 _SHORT_LIMIT_S = 1.0  # timeout for other files in a folder where one timed out: a dead mount may hold thousands
 _SLICE = 4096
 _TICK_S = 0.5
@@ -25,7 +25,7 @@ NO_FILE = -1
 
 
 @dataclass(frozen=True)
-class Looks:
+class FileStates:
     """Size and modification time of files.
 
     Attributes:
@@ -39,9 +39,9 @@ class Looks:
     failures: dict[int, SourceFailure]
 
 
-def look_at_sources(paths: pa.ChunkedArray, *, num_threads: int) -> Looks:
+def stat_files(paths: pa.ChunkedArray, *, num_threads: int) -> FileStates:
     """Return the size and modification time of each of `paths`."""
-    looks = Looks(np.full(len(paths), NO_FILE, np.int64), np.zeros(len(paths), np.int64), {})
+    states = FileStates(np.full(len(paths), NO_FILE, np.int64), np.zeros(len(paths), np.int64), {})
     waiting: SimpleQueue[_Slice] = SimpleQueue()
     ended: SimpleQueue[_Slice] = SimpleQueue()
     begins = range(0, len(paths), _SLICE)
@@ -55,17 +55,17 @@ def look_at_sources(paths: pa.ChunkedArray, *, num_threads: int) -> Looks:
     while num_left:
         try:
             done = ended.get(timeout=_TICK_S)
-            if done.is_given_up:
+            if done.is_abandoned:
                 continue
         except Empty:
             stuck = next((one for one in list(working) if one.is_overdue(slow_folders)), None)
             if stuck is None:
                 continue
             done = stuck
-            rest = done.give_up()
+            rest = done.abandon()
             slow_folders.add(os.path.dirname(rest.paths[0]))  # noqa: PTH120 - as in `is_overdue`
-            looks.failures[rest.begin] = SourceFailure(
-                FailureCode.TIMEOUT, "the file system does not answer", is_lasting=False
+            states.failures[rest.begin] = SourceFailure(
+                FailureCode.TIMEOUT, "the file system does not respond", is_lasting=False
             )
             waiting.put(_Slice(rest.begin + 1, rest.paths[1:]))
             num_left += 1
@@ -74,14 +74,14 @@ def look_at_sources(paths: pa.ChunkedArray, *, num_threads: int) -> Looks:
         working.discard(done)
         for row, found in enumerate(done.found, done.begin):
             if isinstance(found, SourceFailure):
-                looks.failures[row] = found
+                states.failures[row] = found
             else:
-                looks.size_bytes[row], looks.mtime_ns[row] = found
-    return looks
+                states.size_bytes[row], states.mtime_ns[row] = found
+    return states
 
 
 def current_fingerprint(path: Path) -> str:
-    """Return `source_fingerprint`, with a timeout of `LOOK_LIMIT_S`.
+    """Return `source_fingerprint`, with a timeout of `STAT_LIMIT_S`.
 
     Raises:
         SourceFailure: timeout, or any failure that `source_fingerprint` raises.
@@ -96,9 +96,9 @@ def current_fingerprint(path: Path) -> str:
 
     Thread(target=read, daemon=True).start()
     try:
-        found = answer.get(timeout=LOOK_LIMIT_S)
+        found = answer.get(timeout=STAT_LIMIT_S)
     except Empty:
-        message = f"it could not be opened or read for {LOOK_LIMIT_S:.0f} s"
+        message = f"opening or reading timed out after {STAT_LIMIT_S:.0f} s"
         raise SourceFailure(FailureCode.TIMEOUT, message, is_lasting=False) from None
     if isinstance(found, SourceFailure):
         raise found
@@ -113,10 +113,10 @@ class _Slice:
     paths: list[str]
     found: list[tuple[int, int] | SourceFailure] = field(default_factory=list)
     since_s: float = 0.0
-    is_given_up: bool = False
+    is_abandoned: bool = False
 
-    def look(self) -> None:
-        mine = self.found  # `give_up` assigns a new list
+    def stat_all(self) -> None:
+        mine = self.found  # `abandon` assigns a new list
         for path in self.paths:
             self.since_s = time.monotonic()
             found: tuple[int, int] | SourceFailure
@@ -125,7 +125,7 @@ class _Slice:
                 found = state.st_size, state.st_mtime_ns
             except (OSError, ValueError) as error:
                 found = access_failure(error)
-            if self.is_given_up:
+            if self.is_abandoned:
                 return
             mine.append(found)
 
@@ -134,11 +134,11 @@ class _Slice:
         if done == len(self.paths):
             return False
         is_slow = os.path.dirname(self.paths[done]) in slow_folders  # noqa: PTH120 - a path as it is written
-        return time.monotonic() - self.since_s > min(LOOK_LIMIT_S, _SHORT_LIMIT_S if is_slow else LOOK_LIMIT_S)
+        return time.monotonic() - self.since_s > min(STAT_LIMIT_S, _SHORT_LIMIT_S if is_slow else STAT_LIMIT_S)
 
-    def give_up(self) -> "_Slice":
+    def abandon(self) -> "_Slice":
         """Abandon the thread blocked on a path; return that path and those after it as a new slice."""
-        self.is_given_up = True
+        self.is_abandoned = True
         self.found = self.found[:]
         return _Slice(self.begin + len(self.found), self.paths[len(self.found) :])
 
@@ -152,9 +152,9 @@ def _start(waiting: "SimpleQueue[_Slice]", working: set[_Slice], ended: "SimpleQ
                 return
             mine.since_s = time.monotonic()
             working.add(mine)
-            mine.look()
+            mine.stat_all()
             ended.put(mine)
-            if mine.is_given_up:
+            if mine.is_abandoned:
                 return
 
     Thread(target=work, daemon=True).start()

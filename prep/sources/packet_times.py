@@ -8,12 +8,13 @@ import av
 from av.container import InputContainer
 from av.video.stream import VideoStream
 
+from manifests.quoting import counted
 from prep.core.failures import FailureCode, SourceFailure
 
 # Containers round and pad the durations in their headers; truncation that loses less than this cannot be detected.
 _HEADER_SLACK_S = Fraction(1)
 # In other containers, the duration was not read from the header: libav estimates it from the bitrate.
-_PROMISING = ("matroska", "avi", "mp4", "flv", "asf", "mxf", "ivf")
+_WITH_HEADER_DURATION = ("matroska", "avi", "mp4", "flv", "asf", "mxf", "ivf")
 # In these, the duration is the end time of the last frame, whenever the first frame starts; in all others, it is
 # counted from the start time.
 _DURATION_IS_END = ("matroska", "asf")
@@ -56,7 +57,8 @@ def indexed_times(container: InputContainer, stream: VideoStream, *, size_bytes:
     held_bytes = max(entries[row].pos + entries[row].size for row in range(max(0, len(entries) - 100), len(entries)))
     if held_bytes > size_bytes:
         raise SourceFailure(
-            FailureCode.SOURCE_TRUNCATED, f"its index names bytes up to {held_bytes}, the file has {size_bytes}"
+            FailureCode.SOURCE_TRUNCATED,
+            f"truncated: the index refers to bytes up to {held_bytes}, but the file has {size_bytes} bytes",
         )
     end_s = ((stream.start_time or 0) + (stream.duration or 0)) * (stream.time_base or Fraction(1))
     return _checked(VideoTimes(end_s - _start_s(container), Fraction(0)), num_packets=len(entries))
@@ -80,31 +82,31 @@ def demuxed_times(container: InputContainer, *, video_index: int, on_read: Calla
     if container.format.name in _RAW or seen.num_untimed == seen.num_packets > 0:
         raise SourceFailure(
             FailureCode.BAD_TIMESTAMPS,
-            f"its frames have no timestamps, as in a raw {video.codec_context.name} stream; encode it into a container"
-            " that has them: ffmpeg -r RATE -i IN OUT.mkv",
+            f"the frames have no timestamps, as in a raw {video.codec_context.name} stream; convert it to a container"
+            " with timestamps: ffmpeg -r RATE -i IN OUT.mkv",
         )
     if seen.num_untimed:
         raise SourceFailure(
             FailureCode.BAD_TIMESTAMPS,
-            f"the first {seen.num_untimed} of its {seen.num_packets} frames have no timestamps",
+            f"the first {seen.num_untimed} of {seen.num_packets} frames have no timestamps",
         )
     if seen.longest_step_s > _LONGEST_FRAME_S:
-        message = f"its timestamps jump by {float(seen.longest_step_s / 3600):,.1f} hours"
+        message = f"the timestamps jump by {float(seen.longest_step_s / 3600):,.1f} hours"
         raise SourceFailure(FailureCode.BAD_TIMESTAMPS, message)
-    promised_s = Fraction(container.duration or 0, av.time_base)
+    header_s = Fraction(container.duration or 0, av.time_base)
     if not any(name in container.format.name for name in _DURATION_IS_END):
-        promised_s += start_s
+        header_s += start_s
     if container.format.name == "avi" and video.average_rate:
         # libav reduces the duration of an AVI to what the file holds, but keeps the frame count of the header.
-        promised_s = max(promised_s, video.frames / video.average_rate)
-    promises = any(name in container.format.name for name in _PROMISING)
-    if promises and seen.any_end_s < promised_s - _HEADER_SLACK_S:
+        header_s = max(header_s, video.frames / video.average_rate)
+    has_header_duration = any(name in container.format.name for name in _WITH_HEADER_DURATION)
+    if has_header_duration and seen.any_end_s < header_s - _HEADER_SLACK_S:
         raise SourceFailure(
             FailureCode.SOURCE_TRUNCATED,
-            f"its header promises {float(promised_s):.2f} s, the packets end at {float(seen.any_end_s):.2f} s",
+            f"truncated: {float(header_s):.2f} s in the header, but the packets end at {float(seen.any_end_s):.2f} s",
         )
     if seen.is_cut:
-        raise SourceFailure(FailureCode.SOURCE_TRUNCATED, f"the last of its {seen.num_packets} frames is cut off")
+        raise SourceFailure(FailureCode.SOURCE_TRUNCATED, f"the last of {seen.num_packets} frames is truncated")
     return _checked(VideoTimes(seen.video_end_s - start_s, seen.key_gap_s), num_packets=seen.num_packets)
 
 
@@ -162,9 +164,10 @@ def _start_s(container: InputContainer) -> Fraction:
 
 def _checked(times: VideoTimes, *, num_packets: int) -> VideoTimes:
     if times.end_s <= 0:
-        raise SourceFailure(FailureCode.ZERO_DURATION, "the video stream lasts no time")
+        raise SourceFailure(FailureCode.ZERO_DURATION, "the video stream has zero duration")
     if times.end_s > max(_LONGEST_S, _LONGEST_MEAN_FRAME_S * num_packets):
         raise SourceFailure(
-            FailureCode.BAD_TIMESTAMPS, f"{num_packets} frames cannot last {float(times.end_s / 3600):,.0f} hours"
+            FailureCode.BAD_TIMESTAMPS,
+            f"implausible duration of {float(times.end_s / 3600):,.0f} hours for {counted(num_packets, 'frame')}",
         )
     return times

@@ -26,8 +26,8 @@ from av.video.stream import VideoStream
 
 from prep.core.failures import FailureCode, SourceFailure
 from prep.sources.access import source_fingerprint
-from prep.sources.container_ends import missing_end
 from prep.sources.packet_times import demuxed_times, indexed_times, is_indexed
+from prep.sources.truncation import truncation
 from shards.containers import CONTAINERS, FILE_PROTOCOLS
 
 DEMUXERS = f"{CONTAINERS},h264,hevc"
@@ -36,7 +36,7 @@ PROTOCOLS = FILE_PROTOCOLS
 _BLIND_SEEKS = frozenset({"mpegts", "mpeg", "wtv", "rm"})
 _MAX_PIXEL_ASPECT = 64  # beyond it, a few rows in a damaged header would become a picture of gigabytes
 # Errors of the machine rather than of the file; they may be gone at the next probe.
-_OF_THE_MACHINE = frozenset(
+_MACHINE_ERRORS = frozenset(
     {errno.EACCES, errno.EPERM, errno.EIO, errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.ESTALE, errno.ENODEV}
     | {errno.ENXIO, errno.ENOTCONN, errno.EHOSTDOWN, errno.ETIMEDOUT, errno.EAGAIN, errno.EMFILE, errno.ENFILE}
 )
@@ -85,13 +85,12 @@ def probe(path: Path, *, on_read: Callable[[], None] = lambda: None) -> SourceFa
     with _opened(path) as container:
         stream = _first_video(container)
         indexed = stream is not None and is_indexed(container, stream)
-        missing = None if indexed else missing_end(path, format_name=container.format.name)
+        missing = None if indexed else truncation(path, format_name=container.format.name)
         if missing:
             raise SourceFailure(FailureCode.SOURCE_TRUNCATED, missing)
         if stream is None:
             kinds: list[str] = sorted({stream.type for stream in container.streams})
-            held = ", ".join(kinds) or "nothing"
-            raise SourceFailure(FailureCode.NO_VIDEO, f"the file holds {held} and no video stream")
+            raise SourceFailure(FailureCode.NO_VIDEO, f"no video stream (streams: {', '.join(kinds) or 'none'})")
         width, height = _shown_size(container, stream)
         times = indexed_times(container, stream, size_bytes=size_bytes) if indexed else None
         rate = stream.average_rate or stream.guessed_rate or Fraction(0)
@@ -99,7 +98,7 @@ def probe(path: Path, *, on_read: Callable[[], None] = lambda: None) -> SourceFa
         is_blind = container.format.name in _BLIND_SEEKS
     if times is None:
         # Opened again because not every container can be rewound.
-        with _opened(path) as container, _named(FailureCode.SOURCE_TRUNCATED, "reading stops inside the file"):
+        with _opened(path) as container, _as_failure(FailureCode.SOURCE_TRUNCATED, "reading failed inside the file"):
             times = demuxed_times(container, video_index=index, on_read=on_read)
     return SourceFacts(
         fingerprint=fingerprint,
@@ -115,7 +114,7 @@ def probe(path: Path, *, on_read: Callable[[], None] = lambda: None) -> SourceFa
 
 @contextmanager
 def _opened(path: Path) -> Iterator[InputContainer]:
-    with _named(FailureCode.SOURCE_UNREADABLE, "no video container"):
+    with _as_failure(FailureCode.SOURCE_UNREADABLE, "not a supported video container"):
         container = av.open(
             f"file:{os.fspath(path)}",
             options={"format_whitelist": DEMUXERS, "protocol_whitelist": PROTOCOLS},
@@ -135,29 +134,29 @@ def _first_video(container: InputContainer) -> VideoStream | None:
 
 def _shown_size(container: InputContainer, stream: VideoStream) -> tuple[int, int]:
     if stream.codec_context is None:
-        raise SourceFailure(FailureCode.DECODE_ERRORS, "there is no decoder for its video stream")
+        raise SourceFailure(FailureCode.DECODE_ERRORS, "no decoder for the video stream")
     stream.codec_context.thread_count = 1  # only one frame is decoded; more threads would use more memory
-    with _named(FailureCode.DECODE_ERRORS, "no frame can be decoded"):
+    with _as_failure(FailureCode.DECODE_ERRORS, "no frame can be decoded"):
         frame = next(container.decode(stream), None)
     if frame is None:
-        raise SourceFailure(FailureCode.ZERO_DURATION, "the video stream has no frame")
+        raise SourceFailure(FailureCode.ZERO_DURATION, "the video stream has no frames")
     aspect = stream.sample_aspect_ratio or Fraction(1)
     if aspect > _MAX_PIXEL_ASPECT or 0 < aspect * _MAX_PIXEL_ASPECT < 1:
-        raise SourceFailure(FailureCode.DECODE_ERRORS, f"its header gives pixels an aspect ratio of {aspect}")
+        raise SourceFailure(FailureCode.DECODE_ERRORS, f"implausible pixel aspect ratio in the header: {aspect}")
     width, height = max(1, round(frame.width * aspect)) if aspect > 0 else frame.width, frame.height
     return (height, width) if frame.rotation % 180 else (width, height)
 
 
 @contextmanager
-def _named(code: FailureCode, what: str) -> Iterator[None]:
+def _as_failure(code: FailureCode, what: str) -> Iterator[None]:
     """Convert the errors that libav raises inside the block, whatever the file contains, to failure `code`."""
     try:
         yield
     except MemoryError:
-        message = f"{what}: it takes more memory than a source may"
+        message = f"{what}: memory limit exceeded"
         raise SourceFailure(FailureCode.OUT_OF_MEMORY, message, is_lasting=False) from None
     except (av.error.FFmpegError, OSError) as error:
-        is_lasting = error.errno not in _OF_THE_MACHINE
+        is_lasting = error.errno not in _MACHINE_ERRORS
         message = f"{what}: {error.strerror or error}"
         raise SourceFailure(code, message, is_lasting=is_lasting) from None
     except (ValueError, ArithmeticError) as error:  # times or sizes that PyAV cannot represent

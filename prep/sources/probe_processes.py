@@ -29,9 +29,9 @@ from prep.sources.probe import SourceFacts, probe
 
 SILENCE_LIMIT_S = 60.0  # longer than the kernel lets a lease block an `open` (45 s)
 MEMORY_LIMIT_BYTES = 4 << 30  # address space: enough for a 16k frame and its reference frames
-_SIGN_OF_LIFE_S = 1.0
-_GIVEN_AT_ONCE = 4  # so that a reader always has its next source
-_IMPATIENCE_S = 0.1  # delay before another reader is started while all are busy
+_HEARTBEAT_S = 1.0
+_QUEUE_LENGTH = 4  # so that a reader always has its next source
+_SPAWN_DELAY_S = 0.1  # delay before another reader is started while all are busy
 _PROGRAM = "import sys; sys.path[:] = sys.argv[1:]; from prep.sources.probe_processes import serve; serve()"
 
 
@@ -41,27 +41,27 @@ def probe_each(paths: Sequence[str], *, max_processes: int) -> Iterator[tuple[in
     Args:
         max_processes: maximum number of readers; fewer are started while answers arrive quickly.
     """
-    waiting, again = iter(enumerate(paths)), deque[tuple[int, str]]()
+    waiting, retries = iter(enumerate(paths)), deque[tuple[int, str]]()
     readers: list[_Reader] = []
     num_answered = 0
     try:
         while True:
             # Near the end, sources are given out one at a time: those queued at a reader that hangs have to wait until
             # it is killed.
-            ahead = min(_GIVEN_AT_ONCE, 1 + (len(paths) - num_answered) // (_GIVEN_AT_ONCE * max_processes))
+            ahead = min(_QUEUE_LENGTH, 1 + (len(paths) - num_answered) // (_QUEUE_LENGTH * max_processes))
             for reader in readers:
-                while len(reader.given) < ahead and (question := _next(again, waiting)) is not None:
+                while len(reader.given) < ahead and (question := _next(retries, waiting)) is not None:
                     reader.give(*question)
             busy = [reader for reader in readers if reader.given]
             if not busy:
-                question = _next(again, waiting)
+                question = _next(retries, waiting)
                 if question is None:
                     return
                 readers.append(_Reader())
                 readers[-1].give(*question)
                 continue
-            ready = wait([reader.descriptor for reader in busy], timeout=_IMPATIENCE_S)
-            if not ready and len(busy) < max_processes and (question := _next(again, waiting)) is not None:
+            ready = wait([reader.descriptor for reader in busy], timeout=_SPAWN_DELAY_S)
+            if not ready and len(busy) < max_processes and (question := _next(retries, waiting)) is not None:
                 readers.append(_Reader())
                 readers[-1].give(*question)
             for reader in busy:
@@ -70,14 +70,14 @@ def probe_each(paths: Sequence[str], *, max_processes: int) -> Iterator[tuple[in
                     yield answer
                 if not reader.is_alive:
                     readers.remove(reader)
-                    again.extend(reader.given)
+                    retries.extend(reader.given)
     finally:
         for reader in readers:
             reader.end()
 
 
-def _next(again: deque[tuple[int, str]], waiting: Iterator[tuple[int, str]]) -> tuple[int, str] | None:
-    return again.popleft() if again else next(waiting, None)
+def _next(retries: deque[tuple[int, str]], waiting: Iterator[tuple[int, str]]) -> tuple[int, str] | None:
+    return retries.popleft() if retries else next(waiting, None)
 
 
 class _Reader:
@@ -95,14 +95,14 @@ class _Reader:
         self._questions, self._answers = self._process.stdin, self._process.stdout
         self.descriptor = self._answers.fileno()
         self._unread = b""
-        self._heard_s = 0.0
+        self._last_answer_s = 0.0
         self.given: deque[tuple[int, str]] = deque()  # sources without an answer; the first one is being read
         self.is_alive = True
 
     def give(self, number: int, path: str) -> None:
         """Queue the source `path`, after those given before."""
         if not self.given:
-            self._heard_s = time.monotonic()
+            self._last_answer_s = time.monotonic()
         self.given.append((number, path))
         with suppress(BrokenPipeError):  # its exit is detected at the end of its answers
             self._questions.write(json.dumps(path).encode() + b"\n")
@@ -111,16 +111,16 @@ class _Reader:
     def outcomes(self, *, is_ready: bool) -> Iterator[tuple[int, SourceFacts | SourceFailure]]:
         """Yield the results since the last call. `is_ready` tells whether there is data to read."""
         if not is_ready:
-            if time.monotonic() - self._heard_s > SILENCE_LIMIT_S:
+            if time.monotonic() - self._last_answer_s > SILENCE_LIMIT_S:
                 self.end()
-                message = f"the file could not be opened, or gave nothing to read, for {SILENCE_LIMIT_S:.0f} s"
+                message = f"opening or reading timed out after {SILENCE_LIMIT_S:.0f} s without data"
                 yield self._answered(SourceFailure(FailureCode.TIMEOUT, message, is_lasting=False))
             return
         piece = os.read(self.descriptor, 1 << 16)
         if not piece:
             yield self._answered(self._ended())
             return
-        self._heard_s = time.monotonic()
+        self._last_answer_s = time.monotonic()
         *lines, self._unread = (self._unread + piece).split(b"\n")
         yield from (self._answered(_from_json(answer)) for answer in map(json.loads, lines) if answer)
 
@@ -130,13 +130,13 @@ class _Reader:
     def _ended(self) -> SourceFailure:
         with suppress(subprocess.TimeoutExpired):
             self._process.wait(timeout=1.0)
-        status, said = self._process.returncode, b""
+        status, stderr = self._process.returncode, b""
         if status is not None and self._process.stderr is not None:
-            said = self._process.stderr.read()
+            stderr = self._process.stderr.read()
         self.end()
-        last_line = (said.decode("utf-8", "replace").strip().splitlines() or ["without a word"])[-1]
-        how = f"signal {-status}" if status is not None and status < 0 else f"exit status {status}"
-        message = f"the process that read it ended with {how}: {last_line}"
+        last_line = (stderr.decode("utf-8", "replace").strip().splitlines() or ["no message"])[-1]
+        reason = f"signal {-status}" if status is not None and status < 0 else f"exit status {status}"
+        message = f"the probe process ended with {reason}: {last_line}"
         return SourceFailure(FailureCode.PROBE_FAILED, message, is_lasting=False)
 
     def end(self) -> None:
@@ -159,18 +159,18 @@ def serve() -> None:
     answers = os.fdopen(os.dup(1), "wb", buffering=0)
     os.dup2(2, 1)  # other output must not be mistaken for an answer
     for line in sys.stdin.buffer:
-        answer = _answer(json.loads(line), on_sign=lambda: answers.write(b"{}\n"))
+        answer = _answer(json.loads(line), on_heartbeat=lambda: answers.write(b"{}\n"))
         answers.write(json.dumps(answer).encode() + b"\n")
 
 
-def _answer(path: str, *, on_sign: Callable[[], object]) -> dict[str, Any]:
+def _answer(path: str, *, on_heartbeat: Callable[[], object]) -> dict[str, Any]:
     shown_s = time.monotonic()
 
     def on_read() -> None:
         nonlocal shown_s
-        if time.monotonic() - shown_s > _SIGN_OF_LIFE_S:
+        if time.monotonic() - shown_s > _HEARTBEAT_S:
             shown_s = time.monotonic()
-            on_sign()
+            on_heartbeat()
 
     try:
         return {"facts": asdict(probe(Path(path), on_read=on_read))}

@@ -20,7 +20,7 @@ from manifests.publish import folder_lock, remove_temporaries
 from prep.core.data_folder import PROBES_FILE
 from prep.core.failures import FailureCode, SourceFailure
 from prep.core.table_file import read_table_file, write_table_file
-from prep.sources.files import NO_FILE, look_at_sources
+from prep.sources.files import NO_FILE, stat_files
 
 if TYPE_CHECKING:
     from prep.sources.probe import SourceFacts
@@ -66,24 +66,24 @@ def probe_sources(
     paths: pa.ChunkedArray,
     *,
     num_workers: int,
-    again_failed: bool = False,
+    retry_failed: bool = False,
     on_progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> pa.Table:
     """Return the probes of `paths`, one row each in the same order (schema PROBES); only new or changed files are read.
 
     Args:
         num_workers: number of threads that check the files, and maximum number of processes that read them.
-        again_failed: also probe files that failed before, even if they are unchanged.
+        retry_failed: also probe files that failed before, even if they are unchanged.
         on_progress: called with (probed, to probe).
     """
-    looks = look_at_sources(paths, num_threads=num_workers)
-    sizes, mtimes = looks.size_bytes, looks.mtime_ns
+    states = stat_files(paths, num_threads=num_workers)
+    sizes, mtimes = states.size_bytes, states.mtime_ns
     known = read_probes(data_dir)
     rows = _rows_of(paths, known=known["path"])
     hit = rows >= 0
     hit[hit] &= np.asarray(known["size_bytes"])[rows[hit]] == sizes[hit]
     hit[hit] &= np.asarray(known["mtime_ns"])[rows[hit]] == mtimes[hit]
-    if again_failed or known.schema.metadata != PROBES.metadata:
+    if retry_failed or known.schema.metadata != PROBES.metadata:
         hit[hit] &= ~np.asarray(pc.is_valid(known["code"]))[rows[hit]]
     todo = np.flatnonzero(~hit)
     if not len(todo) and known["path"].equals(paths) and known.schema.metadata == PROBES.metadata:
@@ -97,7 +97,7 @@ def probe_sources(
         return both.take(pa.array(source[source >= 0])).combine_chunks()
 
     saved_s = time.monotonic()
-    for row, outcome in _outcomes(paths, todo.tolist(), looks.failures, num_workers=num_workers):
+    for row, outcome in _outcomes(paths, todo.tolist(), states.failures, num_workers=num_workers):
         old = known.slice(rows[row], 1).to_pylist()[0] if rows[row] >= 0 else {}
         seen = {"path": paths[row].as_py(), "size_bytes": int(sizes[row]), "mtime_ns": int(mtimes[row])}
         source[row] = len(known) + len(fresh)
@@ -145,7 +145,7 @@ def _rows_of(paths: pa.ChunkedArray, *, known: pa.ChunkedArray) -> np.ndarray:
 
 
 def _write_cache(data_dir: Path, table: pa.Table) -> None:
-    # `prep plan` also writes this file, without holding a column.
+    # `prep plan` also writes this file, without the lock of a column.
     with folder_lock(data_dir):
         remove_temporaries(data_dir, of=lambda target: target == PROBES_FILE)
         write_table_file(data_dir / PROBES_FILE, table)

@@ -87,10 +87,10 @@ def draw_scenes(scenes: list[Scene], *, fps: Fraction, num_frames: int, seed: in
 
 
 def _card(seed: int, split: str, position: int) -> tuple[str, str, str]:
-    deck, place = divmod(position, len(COMBINATIONS))
+    deck, position = divmod(position, len(COMBINATIONS))
     order = list(COMBINATIONS)
     random.Random(f"{seed} {split} deck {deck}").shuffle(order)
-    return order[place]
+    return order[position]
 
 
 def _ground(seed: int) -> np.ndarray:

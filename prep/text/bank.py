@@ -15,7 +15,7 @@ import numpy as np
 import pyarrow as pa
 
 from manifests.publish import publish_bytes, remove_temporaries
-from prep.text.digests import DIGEST_BYTES, DIGESTS, from_arrow, places_in
+from prep.text.digests import DIGEST_BYTES, DIGESTS, from_arrow, positions_in
 from prep.text.recipe import BLOCK_FILE, MEMBER
 from shards.damage import Damaged
 from shards.npy import data_offset
@@ -58,9 +58,9 @@ class Bank:
         self._digests = np.empty(0, DIGESTS)
         self._order = np.empty(0, np.int32)  # order that sorts the digests
         remove_temporaries(self.folder)  # left by killed writers
-        self.look_again()
+        self.refresh()
 
-    def look_again(self) -> None:
+    def refresh(self) -> None:
         """Add blocks that were published since the last call."""
         known = {path.name for path in self._files}
         added = []
@@ -81,7 +81,7 @@ class Bank:
 
     def has(self, digests: np.ndarray) -> np.ndarray:
         """Return which of `digests`, DIGESTS [texts], are in the bank; bool [texts]."""
-        return self._places(digests) >= 0
+        return self._positions(digests) >= 0
 
     def rows(self, digests: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Return the embeddings of texts.
@@ -92,21 +92,21 @@ class Bank:
         Returns:
             float16 [texts, width], and whether the bank contains each text, bool [texts].
         """
-        places = self._places(digests)
+        positions = self._positions(digests)
         embedded = np.zeros((len(digests), self._width), np.float16)
-        wanted = np.flatnonzero(places >= 0)
-        blocks = np.searchsorted(self._begins, places[wanted], side="right") - 1
+        wanted = np.flatnonzero(positions >= 0)
+        blocks = np.searchsorted(self._begins, positions[wanted], side="right") - 1
         for block in np.unique(blocks).tolist():
             here = wanted[blocks == block]
-            embedded[here] = self._read(self._files[block], places[here] - self._begins[block])
-        return embedded, places >= 0
+            embedded[here] = self._read(self._files[block], positions[here] - self._begins[block])
+        return embedded, positions >= 0
 
-    def _places(self, digests: np.ndarray) -> np.ndarray:
+    def _positions(self, digests: np.ndarray) -> np.ndarray:
         if not len(self._digests):
             return np.full(len(digests), -1, np.int64)
         found = np.searchsorted(self._digests, digests, sorter=self._order)
-        places = self._order[np.minimum(found, len(self._order) - 1)].astype(np.int64)
-        return np.where(self._digests[places] == digests, places, -1)
+        positions = self._order[np.minimum(found, len(self._order) - 1)].astype(np.int64)
+        return np.where(self._digests[positions] == digests, positions, -1)
 
     def remove(self) -> None:
         """Remove the bank: its rows are in committed shards or not wanted any more."""
@@ -141,7 +141,7 @@ def is_whole_block(path: Path) -> bool:
         return hashlib.file_digest(file, "sha256").hexdigest()[:32] == path.stem
 
 
-def take_over(variant_dir: Path, *, missing: np.ndarray, bank_dir: Path, width: int) -> int:
+def copy_embeddings(variant_dir: Path, *, missing: np.ndarray, bank_dir: Path, width: int) -> int:
     """Copy the embeddings of texts with the digests `missing` (ascending) from committed shards to the bank.
 
     Members with a wrong checksum and shards with damaged files are skipped; their texts are computed again.
@@ -180,9 +180,9 @@ def _wanted_rows(
 ) -> "list[tuple[np.ndarray, np.ndarray]]":
     column = shard.index["text_digest"].combine_chunks()
     offsets, stored = column.offsets.to_numpy(), from_arrow(column.values)
-    places = places_in(missing, stored)
-    is_wanted = places >= 0
-    is_wanted[is_wanted] = is_missing[places[is_wanted]]
+    positions = positions_in(missing, stored)
+    is_wanted = positions >= 0
+    is_wanted[is_wanted] = is_missing[positions[is_wanted]]
     samples = np.unique(np.searchsorted(offsets, np.flatnonzero(is_wanted), side="right") - 1)
     checksums = shard.index[f"{MEMBER}_crc32"]
     found = []
@@ -193,9 +193,9 @@ def _wanted_rows(
         begin, end = int(offsets[sample]), int(offsets[sample + 1])
         embedded = np.frombuffer(payload, np.float16, offset=data_offset(payload)).reshape(end - begin, width)
         # Another sample may have provided the same text already.
-        mine = np.flatnonzero(places[begin:end] >= 0)
-        mine = mine[is_missing[places[begin:end][mine]]]
+        mine = np.flatnonzero(positions[begin:end] >= 0)
+        mine = mine[is_missing[positions[begin:end][mine]]]
         if len(mine):
-            is_missing[places[begin:end][mine]] = False
+            is_missing[positions[begin:end][mine]] = False
             found.append((stored[begin:end][mine].astype(DIGESTS), embedded[mine]))
     return found

@@ -11,7 +11,7 @@ import pyarrow as pa
 from prep.core.failures import FailureCode
 from prep.text.bank import write_block
 from prep.text.captions import CaptionReader
-from prep.text.digests import digests_of, places_in
+from prep.text.digests import digests_of, positions_in
 
 MAX_BLOCK_TEXTS = 2048
 _MAX_BLOCK_CHARS = 1 << 20  # limits what is sent to a worker, since some texts may be very long
@@ -74,7 +74,7 @@ def encode_block(block: Block) -> BlockResult:
         if encoded.is_finite.any():
             write_block(block.bank_dir, digests[encoded.is_finite], encoded.rows[encoded.is_finite])
     except MemoryError as error:
-        return BlockResult(stopped=(FailureCode.OUT_OF_MEMORY, str(error) or "the worker has no memory left"))
+        return BlockResult(stopped=(FailureCode.OUT_OF_MEMORY, str(error) or "the worker is out of memory"))
     except OSError as error:
         code = FailureCode.DISK_FULL if error.errno in (errno.ENOSPC, errno.EDQUOT) else FailureCode.IO_ERROR
         return BlockResult(stopped=(code, f"{error.strerror or error}: {error.filename or block.bank_dir}"))
@@ -91,11 +91,11 @@ def blocks_of(
     num_chars = 0
     for piece in reader.pieces(video_ids):
         found = piece.texts.to_pylist()
-        places = places_in(missing, digests_of(found))
-        for text, place in zip(found, places.tolist(), strict=True):
-            if place < 0 or not is_waiting[place]:
+        positions = positions_in(missing, digests_of(found))
+        for text, position in zip(found, positions.tolist(), strict=True):
+            if position < 0 or not is_waiting[position]:
                 continue
-            is_waiting[place] = False
+            is_waiting[position] = False
             texts.append(text)
             num_chars += len(text)
             if len(texts) == MAX_BLOCK_TEXTS or num_chars >= _MAX_BLOCK_CHARS:

@@ -62,12 +62,12 @@ class CaptionReader:
                 raise UserError(
                     f"the manifest's captions cannot be read: {error}", hint="run `prep manifest` again"
                 ) from None
-            places = pc.index_in(table["video_id"].cast(pa.string()), value_set=video_ids)
-            kept = pc.is_valid(places)
+            positions = pc.index_in(table["video_id"].cast(pa.string()), value_set=video_ids)
+            kept = pc.is_valid(positions)
             if pc.any(kept).as_py():
                 yield CaptionPiece(
                     row_group=group,
-                    videos=places.filter(kept).to_numpy().astype(np.int64),
+                    videos=positions.filter(kept).to_numpy().astype(np.int64),
                     ids=table["caption_id"].filter(kept).to_numpy(),
                     texts=table["text"].filter(kept).combine_chunks(),
                 )

@@ -20,12 +20,12 @@ def check_text(row: dict[str, Any], members: dict[str, bytes], split: str) -> Ch
     if array is None:
         return CheckedSample([(DeepCode.ARRAY_DIFFERS, "text.npy cannot be loaded")], 0)
     if array.shape != wanted or array.dtype.str != "<f2":
-        found = f"text.npy is {array.dtype} {array.shape}, the index says float16 {wanted}"
+        found = f"text.npy is {array.dtype} {array.shape}, but float16 {wanted} in the index"
         return CheckedSample([(DeepCode.ARRAY_DIFFERS, found)], 0)
     differences = []
     lengths = np.linalg.norm(array.astype(np.float32), axis=1)
     if not bool((np.abs(lengths - 1) < _MAX_LENGTH_ERROR).all()):
-        differences.append("text.npy has rows that are not of unit length")
+        differences.append("text.npy contains rows that do not have unit length")
     try:
         described = parse_json(members["json"])
         digests = [text_digest(text) for text in described["texts"]]
@@ -34,7 +34,7 @@ def check_text(row: dict[str, Any], members: dict[str, bytes], split: str) -> Ch
         differences.append(f"the json member cannot be read: {error!r}")
     else:
         if digests != row["text_digest"]:
-            differences.append("the texts of the json are not those of the index")
+            differences.append("the texts in the json member differ from the index")
         if rows != (row["caption_id"], row["caption_row"]):
-            differences.append("the captions' rows in the json are not those of the index")
+            differences.append("the caption rows in the json member differ from the index")
     return CheckedSample([(DeepCode.ARRAY_DIFFERS, difference) for difference in differences], len(array))

@@ -10,6 +10,7 @@ from cyclopts import Parameter
 from manifests.errors import UserError
 from prep.core.column import ColumnSpec, ExtraFolder, Pending
 from prep.core.make import (
+    EXECUTION,
     Address,
     Data,
     EngineName,
@@ -31,7 +32,9 @@ if TYPE_CHECKING:
 
 Settings = Annotated[TextRecipe, Parameter(name="*")]
 Batch = Annotated[
-    int | None, Parameter(help="Texts that the tower gets at a time; by default 32 on a CPU, 256 on a GPU.")
+    int | None,
+    EXECUTION,
+    Parameter(help="Batch size of the text encoder, 1 or more. Default: 32 on a CPU, 256 on a GPU."),
 ]
 _CPU_BATCH, _GPU_BATCH = 32, 256  # batches are padded to full size, which on a CPU costs more than larger batches gain
 
@@ -48,15 +51,17 @@ def text(
     max_failures: MaxFailures = "0",
     json: Json = False,
 ) -> None:
-    """Encode every distinct caption of the manifest once, by the text tower of a CLIP model.
+    """Encode each unique caption of the manifest once with an open_clip text encoder.
 
-    Run it again at any time: only new texts are encoded. It needs the manifest alone: chunks may be made meanwhile, or
-    never. Other towers make other variants beside the old one.
+    Each run encodes only new captions. Only the manifest is needed, no chunks. Another text encoder creates another
+    variant, and the existing one is kept.
 
-    Example: prep text --clip ViT-B-32:laion2b_s34b_b79k
+    Example:
+
+        prep text --clip ViT-B-32:laion2b_s34b_b79k
     """
     if batch is not None and batch < 1:
-        raise UserError(f"--batch {batch} encodes nothing", hint="give 1 or more, or leave it out")
+        raise UserError(f"--batch {batch} is out of range", hint="give 1 or more, or omit it")
     request = Request(
         data=data,
         engine=engine,
@@ -71,9 +76,11 @@ def text(
 
 
 def plan_text(recipe: Settings, *, data: Data = Path("data"), json: Json = False) -> None:
-    """Say what `prep text` with the same settings would do and why; encode nothing.
+    """Print what `prep text` would do with the same settings, and why (dry run).
 
-    Example: prep plan text --clip ViT-B-32:laion2b_s34b_b79k
+    Example:
+
+        prep plan text --clip ViT-B-32:laion2b_s34b_b79k
     """
     plan_column(COLUMN, recipe, data=data, json=json)
 
@@ -95,19 +102,21 @@ def _plan(data_dir: Path, recipe: TextRecipe, request: Request) -> "TextPlan":
 
 def _run(plan: "TextPlan", recipe: TextRecipe, request: Request) -> "TextSummary":
     from prep.core.progress import CountProgress
-    from prep.engines.choice import gpus_of_a_worker, open_engine
+    from prep.engines.choice import open_engine, resolve_gpus_per_worker
     from prep.text.blocks import TowerUse
     from prep.text.run import run_text
 
     # Detecting GPUs takes seconds, so a run without work skips it.
-    gpus_each = gpus_of_a_worker(request.num_gpus) if any(shard.has_work for shard in plan.shards) else 0.0
+    gpus_per_worker = resolve_gpus_per_worker(request.num_gpus) if any(shard.has_work for shard in plan.shards) else 0.0
     use = TowerUse(
         recipe.clip,
         plan.recipe.clip_sha256,
-        batch=request.batch or (_GPU_BATCH if gpus_each else _CPU_BATCH),
-        device="cuda" if gpus_each else "cpu",
+        batch=request.batch or (_GPU_BATCH if gpus_per_worker else _CPU_BATCH),
+        device="cuda" if gpus_per_worker else "cpu",
     )
-    engine = open_engine(request.engine, address=request.address, workers=request.workers, gpus_each=gpus_each)
+    engine = open_engine(
+        request.engine, address=request.address, workers=request.workers, gpus_per_worker=gpus_per_worker
+    )
     return run_text(plan, use, engine, on_encoded=CountProgress("encoding texts"))
 
 
@@ -146,7 +155,7 @@ def _is_whole_block(path: Path) -> bool:
 COLUMN = ColumnSpec(
     name=TEXT,
     package="prep.text",
-    samples="videos",
+    sample="video",
     has_hours=False,
     make_command=text,
     plan_command=plan_text,

@@ -29,12 +29,12 @@ def from_arrow(array: pa.FixedSizeBinaryArray) -> np.ndarray:
     return np.frombuffer(array.buffers()[1], DIGESTS)[array.offset : array.offset + len(array)]
 
 
-def places_in(ordered: np.ndarray, digests: np.ndarray) -> np.ndarray:
+def positions_in(ordered: np.ndarray, digests: np.ndarray) -> np.ndarray:
     """Return the position of each of `digests` in the strictly ascending array `ordered`, or -1 if absent; int64."""
     if not len(ordered):
         return np.full(len(digests), -1, np.int64)
-    places = np.minimum(np.searchsorted(ordered, digests), len(ordered) - 1)
-    return np.where(ordered[places] == digests, places, -1).astype(np.int64)
+    positions = np.minimum(np.searchsorted(ordered, digests), len(ordered) - 1)
+    return np.where(ordered[positions] == digests, positions, -1).astype(np.int64)
 
 
 class DigestSet:

@@ -84,7 +84,7 @@ def make_text_plan(
         stored.commits,
         problems=stored.problems,
         what_changed="its videos or their captions",
-        orphaned_because="none of its videos is in the manifest any more",
+        orphaned_because="its videos are no longer in the manifest",
         retry_codes=retry_codes,
     )
     return TextPlan(

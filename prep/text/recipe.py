@@ -11,7 +11,9 @@ import struct
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
+
+from cyclopts import Group, Parameter
 
 from manifests.errors import UserError
 from manifests.json_text import parse_json
@@ -35,13 +37,14 @@ _MAX_SLUG_CHARS = 80
 class TextRecipe:
     """Settings of `prep text` that affect the embeddings."""
 
-    clip: str
-    """Text tower: an open_clip model and the tag or file of its weights, or tiny (seeded, knows nothing)."""
+    clip: Annotated[str, Parameter(group=Group("Model", sort_key=1))]
+    """Text encoder: an open_clip model and the tag or file of its weights, as MODEL:TAG or MODEL:FILE; or tiny (small,
+    random weights, for trials)."""
 
     def __post_init__(self) -> None:
         if self.clip != TINY and not all(self.clip.partition(":")[::2]):
             raise UserError(
-                f'--clip "{self.clip}" does not name a text tower',
+                f'--clip "{self.clip}" does not name a text encoder',
                 hint="give MODEL:TAG or MODEL:FILE, for example ViT-B-32:laion2b_s34b_b79k, or tiny",
             )
 
@@ -115,8 +118,8 @@ def text_recipe_from_dict(stored: Mapping[str, Any]) -> ResolvedTextRecipe:
     if stored.get("schema") != TEXT_RECIPE_SCHEMA or stored.get("column") != TEXT:
         raise UserError(
             f"the recipe has schema {stored.get('schema')!r} of column {stored.get('column')!r}, "
-            f"this version writes {TEXT_RECIPE_SCHEMA} of 'text'",
-            hint="run `prep text` with the tower that you want; it makes a new variant",
+            f"but this version supports schema {TEXT_RECIPE_SCHEMA} of 'text'",
+            hint="run `prep text` with the desired text encoder to create a new variant",
         )
     return ResolvedTextRecipe(**{field.name: stored[field.name] for field in fields(ResolvedTextRecipe)})
 
@@ -140,14 +143,14 @@ def safetensors_shapes(path: Path) -> dict[str, tuple[int, ...]]:
         with path.open("rb") as file:
             (header_bytes,) = struct.unpack("<Q", file.read(8))
             if header_bytes > _MAX_HEADER_BYTES:
-                raise ValueError("it has no header")
+                raise ValueError("no valid header")
             header = parse_json(file.read(header_bytes))
         header.pop("__metadata__", None)
         end = 8 + header_bytes + max((entry["data_offsets"][1] for entry in header.values()), default=0)
         if path.stat().st_size < end:
-            raise ValueError(f"it has {path.stat().st_size} bytes of {end}")
+            raise ValueError(f"truncated at {path.stat().st_size} of {end} bytes")
         return {name: tuple(entry["shape"]) for name, entry in header.items()}
     except (OSError, ValueError, KeyError, TypeError, AttributeError, struct.error) as error:
         raise UserError(
-            f"{path} is no safetensors file: {error}", hint="download it again, or give another file"
+            f"{path} is not a valid safetensors file: {error}", hint="download it again, or give another file"
         ) from None

@@ -1,10 +1,11 @@
 """Text and JSON reports of plans and runs of the `text` column."""
 
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 
+from manifests.quoting import counted
 from prep.core.failure_list import failure_lines, failure_values
-from prep.core.report import Report, changed_settings, states_lines, states_values
+from prep.core.report import Report, changed_settings, size_text, states_lines, states_values
 from prep.engines import Refused
 from prep.text.plan import TextPlan
 from prep.text.recipe import TEXT
@@ -41,7 +42,7 @@ class TextSummary:
     refused_workers: list[Refused] = field(default_factory=list)
 
     @property
-    def num_taken_over(self) -> int:
+    def num_copied(self) -> int:
         """Number of texts whose embedding was copied from a shard or from the bank of a killed run."""
         return self.num_texts - self.num_encoded
 
@@ -55,18 +56,19 @@ def text_summary(summary: TextSummary, *, listed: Path) -> Report:
     """Return the report of a run; `listed` is the path of the list of failures."""
     lines = [
         f"variant  {summary.variant}",
-        f"shards   {summary.num_shards} with {summary.num_videos} videos, of {summary.num_captions} captions in all",
+        f"total    {counted(summary.num_videos, 'video')} in {counted(summary.num_shards, 'shard')},"
+        f" {counted(summary.num_captions, 'caption')}",
     ]
     if summary.num_shards_made or summary.num_encoded:
         lines.append(
-            f"made     {summary.num_shards_made} shards: {summary.num_texts} distinct texts,"
-            f" {summary.num_encoded} encoded, {summary.num_taken_over} taken over,"
-            f" {summary.num_bytes_written / 1e6:.1f} MB in {summary.wall_s:.1f} s"
+            f"made     {counted(summary.num_shards_made, 'shard')}: {counted(summary.num_texts, 'unique text')},"
+            f" {summary.num_encoded:,} encoded, {summary.num_copied:,} copied,"
+            f" {size_text(summary.num_bytes_written)} in {summary.wall_s:.1f} s"
         )
         if summary.num_cut:
-            lines.append(f"cut      {summary.num_cut} of the encoded texts are longer than the tower reads")
+            lines.append(f"note     {counted(summary.num_cut, 'text')} truncated to the encoder's context length")
     else:
-        lines.append("nothing was encoded" + ("" if summary.failures else ": everything is as planned"))
+        lines.append("nothing was encoded" if summary.failures else "nothing to encode: all shards are up to date")
     lines += failure_lines(summary.failures, listed=listed)
     values = {
         "variant": summary.variant,
@@ -76,14 +78,14 @@ def text_summary(summary: TextSummary, *, listed: Path) -> Report:
         "num_shards_made": summary.num_shards_made,
         "num_texts": summary.num_texts,
         "num_encoded": summary.num_encoded,
-        "num_taken_over": summary.num_taken_over,
+        "num_taken_over": summary.num_copied,
         "num_cut": summary.num_cut,
         "num_bytes_written": summary.num_bytes_written,
         "wall_s": round(summary.wall_s, 3),
         "num_failed_videos": summary.num_failed_videos,
         **failure_values(summary.failures, listed=listed),
         "gave_up": summary.gave_up,
-        "refused_workers": [asdict(refused) for refused in summary.refused_workers],
+        "refused_workers": [refused.values() for refused in summary.refused_workers],
     }
     return Report("\n".join(lines), values)
 
@@ -97,14 +99,17 @@ def text_report(plan: TextPlan) -> Report:
     differences = changed_settings(plan.data_dir, TEXT, variant=recipe.variant, recipe=recipe.as_dict())
     num_videos = sum(shard.num_chunks for shard in plan.shards if shard.has_work)
     lines = [f"variant  {plan.recipe.variant}", *(f"setting  {difference}" for difference in differences)]
-    lines += states_lines(plan.shards, of="videos")
-    lines.append(f"estimate the captions of {num_videos} videos at most" if num_videos else "nothing to do")
+    lines += states_lines(plan.shards, sample="video")
+    if num_videos:
+        lines.append(f"estimate at most the captions of {counted(num_videos, 'video')} to encode")
+    else:
+        lines.append("nothing to do")
     values = {
         "variant": plan.recipe.variant,
         "changed_settings": differences,
         "num_videos": plan.num_videos,
         "num_captions": plan.num_captions,
-        **states_values(plan.shards, of="videos"),
+        **states_values(plan.shards, sample="video"),
         "estimate": {"num_videos": num_videos},
     }
     return Report("\n".join(lines), values)

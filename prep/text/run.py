@@ -15,11 +15,11 @@ import pyarrow as pa
 from prep.core.failures import FailureCode
 from prep.core.layout import write_layout
 from prep.core.plan import ShardPlan, with_work
-from prep.core.progress import tell_refused
+from prep.core.progress import warn_refused
 from prep.core.run import Job, execute, make_variant
 from prep.engines import Check, Engine, Outcome, R, Refused, T
 from prep.engines.admission import worker_ticket
-from prep.text.bank import Bank, take_over
+from prep.text.bank import Bank, copy_embeddings
 from prep.text.blocks import BlockResult, TowerUse, blocks_of, encode_block
 from prep.text.captions import CaptionReader
 from prep.text.column import COLUMN
@@ -38,7 +38,7 @@ def run_text(
     *,
     on_encoded: Callable[[int, int], None] = lambda done, total: None,
 ) -> TextSummary:
-    """Make every shard of the plan that needs work; call it while holding the column.
+    """Make every shard of the plan that needs work; call it while holding the lock of the column.
 
     Args:
         tower: text tower of the plan's recipe.
@@ -52,8 +52,8 @@ def run_text(
     with CaptionReader(plan.data_dir) as reader:
         need = needed(plan, reader)
         filled = fill(bank, need, plan=plan, reader=reader, tower=tower, engine=engine, on_encoded=on_encoded)
-        maker = ShardMaker(plan, reader, bank, need.row_groups, filled.not_finite, filled.trouble)
-        ran = execute(_job(plan, maker), _Here())
+        maker = ShardMaker(plan, reader, bank, need.row_groups, filled.not_finite, filled.error)
+        ran = execute(_job(plan, maker), _LocalEngine())
     if ran.num_shards_made == len(with_work(plan.shards)):
         bank.remove()
     return TextSummary(
@@ -73,7 +73,7 @@ def run_text(
     )
 
 
-class _Here:
+class _LocalEngine:
     """Engine that runs tasks sequentially in the driver: shards are copied from the bank, not computed."""
 
     def run(
@@ -127,14 +127,14 @@ class Filled:
         num_encoded: number of texts encoded.
         num_cut: number of these longer than the tower's context length.
         not_finite: digests of texts that have no embedding.
-        trouble: why the bank lacks other texts, or None if it is complete.
+        error: why the bank lacks other texts, or None if it is complete.
         refused: workers that failed the admission check and received no tasks.
     """
 
     num_encoded: int
     num_cut: int
     not_finite: frozenset[bytes]
-    trouble: tuple[FailureCode, str] | None
+    error: tuple[FailureCode, str] | None
     refused: tuple[Refused, ...] = ()
 
 
@@ -167,10 +167,12 @@ def fill(
     """Fill the bank with the embeddings of all needed texts."""
     num_encoded = num_cut = 0
     not_finite: set[bytes] = set()
-    trouble: tuple[FailureCode, str] | None = None
+    error: tuple[FailureCode, str] | None = None
     missing = _missing(bank, need)
-    if len(missing) and take_over(plan.variant_dir, missing=missing, bank_dir=bank.folder, width=plan.recipe.width):
-        bank.look_again()
+    if len(missing) and copy_embeddings(
+        plan.variant_dir, missing=missing, bank_dir=bank.folder, width=plan.recipe.width
+    ):
+        bank.refresh()
         missing = _missing(bank, need)
     if not len(missing):
         return Filled(0, 0, frozenset(), None)
@@ -180,18 +182,18 @@ def fill(
         for outcome in engine.run(encode_block, blocks, check=ticket):
             if isinstance(outcome, Refused):
                 refused.append(outcome)
-                tell_refused(outcome)
+                warn_refused(outcome)
             elif outcome is not None:
                 result = outcome.result or BlockResult(stopped=(FailureCode.WORKER_LOST, outcome.lost or ""))
                 num_encoded += result.num_encoded
                 num_cut += result.num_cut
                 not_finite.update(result.not_finite)
-                trouble = result.stopped or trouble
-                if trouble is not None and trouble[0] == FailureCode.DISK_FULL:
+                error = result.stopped or error
+                if error is not None and error[0] == FailureCode.DISK_FULL:
                     break
             on_encoded(num_encoded, len(missing))
-    bank.look_again()
-    return Filled(num_encoded, num_cut, frozenset(not_finite), trouble, tuple(refused))
+    bank.refresh()
+    return Filled(num_encoded, num_cut, frozenset(not_finite), error, tuple(refused))
 
 
 def _missing(bank: Bank, need: Needed) -> np.ndarray:

@@ -44,28 +44,28 @@ def merged(symbols: list[str], *, ranks: Mapping[tuple[str, str], int]) -> list[
     after = [*range(1, len(symbols)), -1]
     before = list(range(-1, len(symbols) - 1))
     symbols = list(symbols)
-    heap = [(ranks[pair], place) for place, pair in enumerate(pairwise(symbols)) if pair in ranks]
+    heap = [(ranks[pair], position) for position, pair in enumerate(pairwise(symbols)) if pair in ranks]
     heapq.heapify(heap)
     pair_of_rank: dict[int, tuple[str, str]] = {ranks[pair]: pair for pair in set(pairwise(symbols)) if pair in ranks}
     while heap:
         # As in the original algorithm, all occurrences of one pair are merged before pairs created by these merges are
         # considered.
-        rank, places = heap[0][0], []
+        rank, positions = heap[0][0], []
         while heap and heap[0][0] == rank:
-            places.append(heapq.heappop(heap)[1])
+            positions.append(heapq.heappop(heap)[1])
         first, second = pair_of_rank[rank]
         touched = []
-        for place in places:
-            follower = after[place]
-            if symbols[place] != first or follower < 0 or symbols[follower] != second:
+        for position in positions:
+            follower = after[position]
+            if symbols[position] != first or follower < 0 or symbols[follower] != second:
                 continue
-            symbols[place], symbols[follower] = first + second, ""
-            after[place] = after[follower]
-            if after[place] >= 0:
-                before[after[place]] = place
-            touched.append(place)
-        for place in touched:
-            for left in (before[place], place):
+            symbols[position], symbols[follower] = first + second, ""
+            after[position] = after[follower]
+            if after[position] >= 0:
+                before[after[position]] = position
+            touched.append(position)
+        for position in touched:
+            for left in (before[position], position):
                 if left >= 0 and after[left] >= 0:
                     pair = symbols[left], symbols[after[left]]
                     if pair in ranks:

@@ -76,15 +76,15 @@ class Tower:
         if self._can_shorten:
             ends = ids.argmax(dim=1).numpy() + 1
             lengths = np.minimum(-(-ends // _LENGTH_STEP) * _LENGTH_STEP, self._context_length)
-        parts, places = [], []
+        parts, positions = [], []
         with torch.inference_mode():
             for length in np.unique(lengths).tolist():
                 rows = np.flatnonzero(lengths == length)
                 for begin in range(0, len(rows), batch):
                     part = rows[begin : begin + batch]
                     parts.append(self._embed(ids[part, :length], batch=batch))
-                    places.append(part)
-        order = np.argsort(np.concatenate(places), kind="stable")
+                    positions.append(part)
+        order = np.argsort(np.concatenate(positions), kind="stable")
         embedded = np.concatenate(parts)[order]
         return Encoded(embedded, np.isfinite(embedded).all(axis=1), num_cut)
 
@@ -142,14 +142,15 @@ def load_tower(clip: str, *, sha256: str, device: str) -> Tower:
     path = weights_file(recipe)
     if (found := file_sha256(path)) != sha256:
         raise UserError(
-            f"{path} on this machine has SHA-256 {found[:12]}, the run was planned with {sha256[:12]}",
-            hint="put the same weights on every machine",
+            f"{path} on this machine has SHA-256 {found[:12]}, but the plan requires {sha256[:12]}",
+            hint="use the same weights on every machine",
         )
     try:
         model = open_clip.create_model(recipe.model, pretrained=str(path), weights_only=True)
     except (RuntimeError, OSError, ValueError, KeyError) as error:
         raise UserError(
-            f"{path} cannot be loaded as {recipe.model}: {_first_line(error)}", hint="give its own weights to --clip"
+            f"{path} cannot be loaded as {recipe.model}: {_first_line(error)}",
+            hint="give weights of this model with --clip",
         ) from None
     return Tower(model, open_clip.get_tokenizer(recipe.model), device=device)
 
@@ -178,7 +179,7 @@ def weights_file(recipe: TextRecipe) -> Path:
         near = [name for name in models if name.lower()[:5] == recipe.model.lower()[:5]] or models
         raise UserError(
             f'open_clip has no model "{recipe.model}" (asked for by --clip {recipe.clip})',
-            hint=f"it has {len(models)}, for example {', '.join(near[:6])}; or use tiny",
+            hint=f"use one of its {len(models)} models, for example {', '.join(near[:6])}; or tiny",
         )
     config = open_clip.pretrained.get_pretrained_cfg(recipe.model, recipe.weights)
     if not config:
@@ -188,19 +189,19 @@ def weights_file(recipe: TextRecipe) -> Path:
         tags = open_clip.list_pretrained_tags_by_model(recipe.model)
         raise UserError(
             f'"{recipe.weights}" is neither a file nor a tag of {recipe.model}',
-            hint=f"tags are, for example, {', '.join(tags[:6]) or 'none'}; or give the file of its weights",
+            hint=f"give a weights file, or a tag such as {', '.join(tags[:6])}" if tags else "give a weights file",
         )
     if config.get("quick_gelu", False) != open_clip.get_model_config(recipe.model).get("quick_gelu", False):
         raise UserError(
-            f"the weights {recipe.weights} are of another activation than {recipe.model} has",
-            hint=f"name the model with -quickgelu, or without: {_other_gelu(recipe.model)}:{recipe.weights}",
+            f"the weights {recipe.weights} require another activation function than that of {recipe.model}",
+            hint=f"use {_other_gelu(recipe.model)}:{recipe.weights}",
         )
     try:
         return Path(open_clip.pretrained.download_pretrained(config))
     except (OSError, RuntimeError, ValueError) as error:
         raise UserError(
             f"the weights of --clip {recipe.clip} cannot be downloaded: {_first_line(error)}",
-            hint=f"bring the file here and give it: --clip {recipe.model}:FILE",
+            hint=f"copy the file to this machine, and use --clip {recipe.model}:FILE",
         ) from None
 
 
@@ -224,10 +225,10 @@ def check_weights(recipe: TextRecipe, path: Path) -> int:
         shape = found.get(name, found.get(name.removeprefix("text.")))
         if name.startswith(("visual.", "logit_")) or shape == tuple(tensor.shape):
             continue
-        has = "is missing" if shape is None else f"is {list(shape)}"
+        found_shape = "is missing" if shape is None else f"has shape {list(shape)}"
         raise UserError(
-            f"{path} is no checkpoint of {recipe.model}: {name} {has}, expected {list(tensor.shape)}",
-            hint="name the model whose weights these are, as open_clip saves them",
+            f"{path} is not a checkpoint of {recipe.model}: {name} {found_shape}, expected {list(tensor.shape)}",
+            hint="give the model that the weights belong to; they must be in open_clip's format",
         )
     return width
 
@@ -243,8 +244,8 @@ def _shapes_in(path: Path) -> dict[str, tuple[int, ...]]:
         return {name.removeprefix("module."): tuple(tensor.shape) for name, tensor in tensors.items()}
     except Exception as error:  # noqa: BLE001 - what is no checkpoint can fail in any way, in pickle's for one
         raise UserError(
-            f"{path} is no checkpoint of torch that can be read safely ({type(error).__name__})",
-            hint="give a .safetensors file, or one whose content torch.load(weights_only=True) accepts",
+            f"{path} is not a torch checkpoint that can be loaded safely ({type(error).__name__})",
+            hint="give a .safetensors file, or a checkpoint that torch.load(weights_only=True) accepts",
         ) from None
 
 
@@ -289,7 +290,7 @@ def _import_open_clip() -> Any:
             import open_clip
             import open_clip.pretrained
     except ImportError as error:
-        raise UserError(f"the text towers need open_clip: {error}", hint=_INSTALL_HINT) from None
+        raise UserError(f"text encoders require open_clip: {error}", hint=_INSTALL_HINT) from None
     return open_clip
 
 
@@ -297,12 +298,12 @@ def _import_open_clip() -> Any:
 def _without_wandb() -> Iterator[None]:
     """Keep timm, which open_clip imports, from importing wandb: its folders in $TMPDIR outlive a killed worker."""
     modules: dict[str, Any] = sys.modules
-    is_there = "wandb" in modules
+    is_imported = "wandb" in modules
     modules.setdefault("wandb", None)  # makes `import wandb` raise ImportError, which timm handles
     try:
         yield
     finally:
-        if not is_there:
+        if not is_imported:
             del modules["wandb"]
 
 

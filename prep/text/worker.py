@@ -8,9 +8,10 @@ from dataclasses import dataclass
 import numpy as np
 import pyarrow as pa
 
+from manifests.quoting import counted
 from prep.core.failures import FailureCode
 from prep.core.heartbeat import Heartbeat
-from prep.core.shard_result import ShardResult, stopped, stopping_at_trouble
+from prep.core.shard_result import ShardResult, stopped, system_errors_as_results
 from prep.text.bank import Bank
 from prep.text.captions import CaptionReader
 from prep.text.digests import digests_of
@@ -41,7 +42,7 @@ class ShardMaker:
     Attributes:
         row_groups: for each shard, the row groups of the table of captions that contain captions of it.
         not_finite: digests of texts that the tower cannot encode.
-        trouble: why the bank lacks texts, or None.
+        error: why the bank lacks texts, or None.
     """
 
     plan: TextPlan
@@ -49,11 +50,11 @@ class ShardMaker:
     bank: Bank
     row_groups: Mapping[int, Sequence[int]]
     not_finite: frozenset[bytes]
-    trouble: tuple[FailureCode, str] | None
+    error: tuple[FailureCode, str] | None
 
     def make(self, task: TextShardTask) -> ShardResult:
         """Make, publish and commit one shard. Idempotent: a second run writes the same bytes."""
-        return stopping_at_trouble(self._make, task)
+        return system_errors_as_results(self._make, task)
 
     def _make(self, task: TextShardTask) -> ShardResult:
         videos = self._videos(task)
@@ -68,14 +69,15 @@ class ShardMaker:
             for video, end in zip(videos, ends.tolist(), strict=True):
                 rows = slice(end - len(video.digests), end)
                 if not len(video.digests):
-                    message = f"the manifest's table of captions has none of {video.video_id}"
+                    message = f"the caption table has no captions of video {video.video_id}"
                     return stopped(task, FailureCode.IO_ERROR, message)
                 if not has[rows].all():
                     lost = [video.digest(row) for row in np.flatnonzero(~has[rows]).tolist()]
                     if not self.not_finite.issuperset(lost):
-                        return stopped(task, *(self.trouble or (FailureCode.IO_ERROR, "the bank has lost embeddings")))
+                        lost_error = (FailureCode.IO_ERROR, "embeddings are missing from the bank")
+                        return stopped(task, *(self.error or lost_error))
                     text = video.texts[int(np.flatnonzero(~has[rows])[0])]
-                    message = f"the embedding of {len(lost)} of its texts is not finite, for one {text[:80]!r}"
+                    message = f"non-finite embeddings of {counted(len(lost), 'text')}, for example {text[:80]!r}"
                     failures.append(Failure(video.video_id, None, str(FailureCode.NOT_FINITE), message))
                     content.update(f" {video.video_id} failed".encode())
                     continue
@@ -131,7 +133,7 @@ class _VideoTexts:
 
     def sample(self, embedded: np.ndarray, *, split: str) -> Sample:
         """Return the sample for the tar; `embedded` is float16 [texts, width]."""
-        told = {
+        description = {
             "video_id": self.video_id,
             "split": split,
             "texts": self.texts,
@@ -140,7 +142,7 @@ class _VideoTexts:
         }
         return Sample(
             key=self.video_id,
-            members={MEMBER: npy_bytes(embedded), "json": json.dumps(told, ensure_ascii=False).encode()},
+            members={MEMBER: npy_bytes(embedded), "json": json.dumps(description, ensure_ascii=False).encode()},
             fields={
                 "video_id": self.video_id,
                 "num_rows": len(self.texts),

@@ -13,9 +13,10 @@ from pathlib import Path
 
 from manifests.json_text import parse_json
 from manifests.publish import target_of, temporary_path
+from manifests.quoting import counted
 from manifests.store import manifest_dir
 from prep.core.column import ColumnSpec, recipe_fingerprint
-from prep.core.data_folder import ROOT_FILES, RUNNING_FILE, half_made_variants
+from prep.core.data_folder import ROOT_FILES, RUNNING_FILE, incomplete_variants
 from prep.core.heartbeat import RUNNING_FOLDER
 from prep.core.layout import LAYOUT_FOLDER
 from prep.core.plan import problems_of
@@ -29,7 +30,7 @@ _SHARD_FILE = re.compile(r"\d{6,}-[0-9a-f]{8}\.(tar|tar\.idx|index\.arrow)")
 _COMMIT_FILE = re.compile(r"\d{6,}\.json")
 _LIST_FILE = re.compile(r"shards(-[A-Za-z0-9_-]+)?\.txt")
 _DATA_FILES = (_SHARD_FILE, _LIST_FILE, re.compile(re.escape(FAILURES_FILE)))
-_LEFT_BEHIND = "left by a command that was killed"
+_LEFTOVER = "temporary file of a killed command"
 
 
 @dataclass(frozen=True)
@@ -75,23 +76,23 @@ class Removed:
 
 
 def find_garbage(data_dir: Path) -> Garbage:
-    """Find garbage; call it while holding every column and the lock of the data folder itself (`folder_lock`).
+    """Find garbage; call it while holding the locks of all columns and of the data folder itself (`folder_lock`).
 
     Raises:
         UserError: a record is unreadable or of another version.
     """
     garbage = Garbage([], [], {})
-    _look_for_temporaries(data_dir, garbage)
+    _find_temporaries(data_dir, garbage)
     for column in columns():
         if list_variants(data_dir, column.name):
-            _look_at_column(data_dir, column, garbage)
+            _find_in_column(data_dir, column, garbage)
     return garbage
 
 
-def _look_at_column(data_dir: Path, column: ColumnSpec, garbage: Garbage) -> None:
+def _find_in_column(data_dir: Path, column: ColumnSpec, garbage: Garbage) -> None:
     """Add the garbage of one column to `garbage`."""
     current = current_variant(data_dir, column.name)
-    reason = _why_keep_all(data_dir, column, current)
+    reason = _reason_to_keep_all(data_dir, column, current)
     if reason is not None:
         garbage.kept_because[column.name] = reason
         return
@@ -103,8 +104,8 @@ def _look_at_column(data_dir: Path, column: ColumnSpec, garbage: Garbage) -> Non
         if name != current and not _is_variant(folder):
             garbage.unknown.append(folder)
             continue
-        known, strange = _sorted_files(folder)
-        garbage.unknown.extend(strange)
+        known, unknown = _sorted_files(folder)
+        garbage.unknown.extend(unknown)
         if name == current:
             garbage.items.extend(_uncommitted(folder, known))
         else:
@@ -155,34 +156,36 @@ def _remove_variant(folder: Path) -> None:
     """Remove a variant's folder that contains only its recipe.
 
     The folder is renamed first: a folder with a temporary name that holds only a recipe is recognised as garbage
-    (`half_made_variants`); a folder without a recipe would not be.
+    (`incomplete_variants`); a folder without a recipe would not be.
     """
     leaving = folder.rename(temporary_path(folder))
     (leaving / RECIPE_FILE).unlink()
     leaving.rmdir()
 
 
-def _why_keep_all(data_dir: Path, column: ColumnSpec, current: str | None) -> str | None:
+def _reason_to_keep_all(data_dir: Path, column: ColumnSpec, current: str | None) -> str | None:
     """Return the reason why all variants must be kept, or None."""
     if current is None:
-        return "no variant is current"
+        return "there is no current variant"
     folder = variant_dir(data_dir, column.name, current)
     if not folder.is_dir():
         return f"the current variant {current} is missing"
     variant = Variant(folder)
     if problems := problems_of(variant):
         shard_id, (state, why) = next(iter(problems.items()))
-        return f"the current variant is damaged: shard {shard_id:06d} is {state} ({why}), one of {len(problems)}"
+        num_more = len(problems) - 1
+        more = f", and {counted(num_more, 'more damaged shard')}" if num_more else ""
+        return f"the current variant is damaged: shard {shard_id:06d} is {state} ({why}){more}"
     if not variant.shards():
         return "the current variant has no shards yet"
     pending = column.pending(data_dir, variant)
     if pending.stale_because is not None:
         return f"the current variant is stale: {pending.stale_because}"
     if pending.wanted_shards is None:
-        return "it cannot be told whether the current variant is whole"
+        return "it is unknown whether the current variant is complete"
     missing = pending.wanted_shards - variant.commits.keys()
     if missing:
-        return f"the current variant is not whole: shards not made yet: {len(missing)}"
+        return f"the current variant is incomplete: {counted(len(missing), 'shard')} not made yet"
     return None
 
 
@@ -228,17 +231,17 @@ def _uncommitted(folder: Path, known: list[Path]) -> Iterator[Item]:
     named = {name for file in files for name in (file.tar, file.energon_index, file.index)}
     for path in known:
         if _SHARD_FILE.fullmatch(path.name) and path.name not in named:
-            yield Item(path, _size(path), "no commit names it")
+            yield Item(path, _size(path), "not referenced by a commit")
 
 
-def _look_for_temporaries(data_dir: Path, garbage: Garbage) -> None:
+def _find_temporaries(data_dir: Path, garbage: Garbage) -> None:
     """Add files left by killed commands. The caller holds all locks concerned, so no other command is writing them."""
     _add_temporaries(data_dir, garbage, of=ROOT_FILES.__contains__)
     _add_temporaries(manifest_dir(data_dir), garbage)
     _add_temporaries(data_dir / LAYOUT_FOLDER, garbage)
     for column in columns():
-        for folder in half_made_variants(data_dir, column.name):
-            garbage.items.extend(Item(path, _size(path), _LEFT_BEHIND) for path in sorted(folder.iterdir()))
+        for folder in incomplete_variants(data_dir, column.name):
+            garbage.items.extend(Item(path, _size(path), _LEFTOVER) for path in sorted(folder.iterdir()))
             garbage.folders.append(folder)
         for name in list_variants(data_dir, column.name):
             folder = variant_dir(data_dir, column.name, name)
@@ -248,14 +251,14 @@ def _look_for_temporaries(data_dir: Path, garbage: Garbage) -> None:
                 _add_temporaries(part, garbage)
             for path in sorted((folder / RUNNING_FOLDER).glob("*")):
                 if RUNNING_FILE.fullmatch(path.name):
-                    garbage.items.append(Item(path, _size(path), _LEFT_BEHIND))
+                    garbage.items.append(Item(path, _size(path), _LEFTOVER))
             garbage.folders.append(folder / RUNNING_FOLDER)
 
 
 def _add_temporaries(folder: Path, garbage: Garbage, *, of: Callable[[str], bool] = lambda target: True) -> None:
     for path in sorted(folder.iterdir()) if folder.is_dir() else ():
         if _is_temporary(path) and of(target_of(path.name) or ""):
-            garbage.items.append(Item(path, _size(path), _LEFT_BEHIND))
+            garbage.items.append(Item(path, _size(path), _LEFTOVER))
 
 
 def _is_temporary(path: Path) -> bool:

@@ -7,6 +7,7 @@ import pyarrow.compute as pc
 
 from manifests.errors import UserError
 from manifests.keys import split_key
+from manifests.quoting import counted
 from prep.core.column import ColumnSpec
 from prep.core.plan import is_readable, problems_of
 from prep.core.report import Report, size_text
@@ -20,7 +21,7 @@ _NUM_NEAREST = 4
 def set_report(variant: Variant, *, column: ColumnSpec) -> Report:
     """Return the report on a variant: its shards, totals and settings."""
     problems, recipe = problems_of(variant), variant.recipe
-    num_samples = f"num_{column.samples}"
+    num_samples = f"num_{column.sample}s"
     rows: list[dict[str, Any]] = []
     for shard_id, commit in variant.commits.items():
         files = commit.files
@@ -45,9 +46,9 @@ def set_report(variant: Variant, *, column: ColumnSpec) -> Report:
     lines = [
         f"variant   {variant.directory.name}",
         f"settings  {column.settings_line(recipe)}",
-        f"total     {num_chunks} {column.samples} in {num_shards} shards, {size_text(num_bytes)}",
+        f"total     {counted(num_chunks, column.sample)} in {counted(num_shards, 'shard')}, {size_text(num_bytes)}",
         "",
-        f" shard  split {column.samples:>8}        MB  failed  state",
+        f" shard  split {column.sample + 's':>8}        MB  failed  state",
     ]
     lines += [
         f"{row['shard_id']:06d}  {row['split']:<6}{row[num_samples]:>8}{row['tar_bytes'] / 1e6:>10.1f}"
@@ -55,7 +56,7 @@ def set_report(variant: Variant, *, column: ColumnSpec) -> Report:
         for row in rows[:_MAX_SHARD_ROWS]
     ]
     if len(rows) > _MAX_SHARD_ROWS:
-        lines.append(f"... and {len(rows) - _MAX_SHARD_ROWS} shards more")
+        lines.append(f"... and {counted(len(rows) - _MAX_SHARD_ROWS, 'more shard')}")
     values = {
         "variant": variant.directory.name,
         "recipe": recipe,
@@ -83,7 +84,8 @@ def sample_report(variant: Variant, key: str, *, column: ColumnSpec, data_dir: P
     fields = {name: shard.index[name][number].as_py() for name in own}
     lines = [f"tar       {shard.tar_path} ({shard.split})"]
     lines += [
-        f"  .{name:<8}bytes {place['offset']} to {place['offset'] + place['size']}" for name, place in members.items()
+        f"  .{name:<12} bytes {member['offset']} to {member['offset'] + member['size']}"
+        for name, member in members.items()
     ]
     for name, value in fields.items():
         text = str(_plain(value))
@@ -117,8 +119,8 @@ def find_sample(variant: Variant, key: str, *, column: ColumnSpec) -> tuple[Comm
         if row >= 0:
             return shard, row
     unread = len(variant.shards()) - len(shards) + len(variant.damaged)
-    hint = f"shards that cannot be read: {unread}; see `prep verify`" if unread else _nearest(shards, key)
-    raise UserError(f'no {column.samples.removesuffix("s")} "{key}" in variant {variant.directory.name}', hint=hint)
+    hint = f"{counted(unread, 'shard')} cannot be read; run `prep verify`" if unread else _nearest(shards, key)
+    raise UserError(f'no {column.sample} "{key}" in variant {variant.directory.name}', hint=hint)
 
 
 def _nearest(shards: list[CommittedShard], key: str) -> str:
@@ -134,6 +136,6 @@ def _nearest(shards: list[CommittedShard], key: str) -> str:
         found += zip(mine["start_ms"].to_pylist(), mine["key"].to_pylist(), strict=True)
     if found:
         nearest = sorted(found, key=lambda entry: abs(entry[0] - start_ms))[:_NUM_NEAREST]
-        return f"nearest of that video: {', '.join(name for _, name in sorted(nearest))}"
+        return f"nearest keys of this video: {', '.join(name for _, name in sorted(nearest))}"
     first = [shard.index["key"][0].as_py() for shard in shards[:_NUM_NEAREST]]
-    return f"no video has that id; keys look like {', '.join(first)}" if first else "no shard holds a chunk"
+    return f"no video has this ID; keys look like {', '.join(first)}" if first else "there are no readable shards"

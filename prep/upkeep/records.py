@@ -51,7 +51,7 @@ def check_variant_records(variant: Variant, *, column: ColumnSpec, data_dir: Pat
         found.append((folder / RECIPE_FILE, str(error)))
     else:
         if not folder.name.endswith(f"-{recipe_fingerprint(recipe)[:8]}"):
-            found.append((folder / RECIPE_FILE, "it is not the recipe that the folder is named after"))
+            found.append((folder / RECIPE_FILE, "the recipe does not match the fingerprint in the folder name"))
         else:
             with suppress(UserError):  # the recipe is of another version, so its command is unknown
                 again = column.command_line(recipe, data_dir=data_dir)
@@ -61,16 +61,16 @@ def check_variant_records(variant: Variant, *, column: ColumnSpec, data_dir: Pat
     for extra in column.extra_folders:
         for path in sorted((folder / extra.name).iterdir()) if (folder / extra.name).is_dir() else ():
             if extra.file_names.fullmatch(path.name) and not extra.is_whole(path):
-                found.append((path, "its content is not what it is named after"))
+                found.append((path, "its content does not match the hash in the file name"))
     return [RecordFinding(str(path), message, again) for path, message in found]
 
 
 def _manifest(data_dir: Path) -> Iterator[RecordFinding]:
     folder = manifest_dir(data_dir)
-    repair = "the `prep manifest` commands that wrote it, in the same order"
+    repair = "the same `prep manifest` commands as before, in the same order"
     if not (folder / MANIFEST_FILE).exists():
         if any((folder / name).exists() for name in TABLE_FILES):
-            yield RecordFinding(str(folder / MANIFEST_FILE), "the file is missing, although there are tables", repair)
+            yield RecordFinding(str(folder / MANIFEST_FILE), "the file is missing, but its tables exist", repair)
         return
     for read in (read_videos, _read_captions, read_rejected):
         try:
@@ -94,7 +94,7 @@ def _probes(data_dir: Path) -> Iterator[RecordFinding]:
     except FileNotFoundError:
         return
     except (OSError, ValueError) as error:
-        message = f"{error}; until then it counts as empty, and every source is probed again"
+        message = f"{error}; until it is repaired, all sources are probed again"
         yield RecordFinding(str(data_dir / PROBES_FILE), message, _with_data("prep plan", data_dir))
 
 
@@ -108,7 +108,8 @@ def _dataset(data_dir: Path) -> Iterator[RecordFinding]:
         return
     if missing and not path.exists():
         commands = ", ".join(f"prep {column.command}" for column in missing)
-        yield RecordFinding(str(path), "the file is missing, although there are variants", f"{commands}, as before")
+        repair = f"{commands} with the same settings as before"
+        yield RecordFinding(str(path), "the file is missing, but variants exist", repair)
 
 
 def _layouts(data_dir: Path) -> Iterator[RecordFinding]:
@@ -119,7 +120,7 @@ def _layouts(data_dir: Path) -> Iterator[RecordFinding]:
             yield RecordFinding(str(path), str(error), _layout_repair(path))
     for path in _needed_layouts(data_dir):
         if not path.exists():
-            message = "the layout is missing, although there are shards that follow it"
+            message = "the layout is missing, but shards depend on it"
             yield RecordFinding(str(path), message, _layout_repair(path))
 
 
@@ -136,7 +137,7 @@ def _needed_layouts(data_dir: Path) -> set[Path]:
 
 
 def _layout_repair(path: Path) -> str:
-    return f"prep {command_for(owner_of_layout(path))} with the settings of before"
+    return f"prep {command_for(owner_of_layout(path))} with the same settings as before"
 
 
 def _with_data(command: str, data_dir: Path) -> str:

@@ -15,10 +15,10 @@ import pyarrow.compute as pc
 from manifests.errors import UserError
 from manifests.store import MANIFEST_FILE, manifest_dir, read_videos
 from prep.core.column import ColumnSpec, Pending
-from prep.core.failure_list import MAX_NAMED, Named, first_failures, first_few, named_values
+from prep.core.failure_list import MAX_NAMED, FailureEntry, first_failures, first_few, named_values
 from prep.core.heartbeat import running_shards
 from prep.core.layout import DamagedLayout, variants_of
-from prep.core.plan import NUM_LOOKING_THREADS, is_readable, problems_of
+from prep.core.plan import NUM_CHECK_THREADS, is_readable, problems_of
 from prep.core.run import FAILURES_FILE
 from prep.registry import columns
 from prep.sources.table import read_probes
@@ -70,7 +70,7 @@ class ColumnStatus:
     stale_because: str | None = None
     to_make: dict[str, int] = field(default_factory=dict)
     failures_file: Path | None = None
-    first_failures: list[Named] = field(default_factory=list)
+    first_failures: list[FailureEntry] = field(default_factory=list)
 
     @property
     def current(self) -> VariantStatus | None:
@@ -108,9 +108,9 @@ class VideosStatus:
     num_usable: int
     num_not_probed: int
     unusable: dict[str, int]
-    first_unusable: list[Named]
+    first_unusable: list[FailureEntry]
     lost: dict[str, int]
-    first_lost: list[Named]
+    first_lost: list[FailureEntry]
 
 
 @dataclass(frozen=True)
@@ -153,7 +153,7 @@ def read_status(data_dir: Path) -> Status:
     return Status(data_dir, videos=videos, columns={column.name: column_status(column) for column in columns()})
 
 
-def _column_status(data_dir: Path, column: ColumnSpec, *, unusable: list[Named]) -> ColumnStatus:
+def _column_status(data_dir: Path, column: ColumnSpec, *, unusable: list[FailureEntry]) -> ColumnStatus:
     current = current_variant(data_dir, column.name)
     variants, status = [], ColumnStatus(column.name, first_failures=unusable)
     for opened in variants_of(data_dir, column.name):
@@ -215,16 +215,16 @@ def _videos_status(videos: pa.Table, probes: pa.Table) -> VideosStatus:
     )
 
 
-def _first_sources(probes: pa.Table) -> list[Named]:
+def _first_sources(probes: pa.Table) -> list[FailureEntry]:
     """Return the first few failed sources of each code."""
     of_code = (probes.filter(pc.equal(probes["code"], code)).slice(0, MAX_NAMED) for code in probes["code"].unique())
     rows = (row for few in of_code for row in few.select(["video_id", "code", "path", "message"]).to_pylist())
-    return first_few(Named(row["video_id"], row["code"], f"{row['path']}: {row['message']}") for row in rows)
+    return first_few(FailureEntry(row["video_id"], row["code"], f"{row['path']}: {row['message']}") for row in rows)
 
 
 def _variant_status(variant: Variant, *, is_current: bool, num_wanted: int | None) -> VariantStatus:
     shards, running = variant.shards(), running_shards(variant.directory)
-    with ThreadPoolExecutor(NUM_LOOKING_THREADS) as pool:
+    with ThreadPoolExecutor(NUM_CHECK_THREADS) as pool:
         hours = sum(pool.map(_hours, shards))
     codes = Counter(failure.code for failure in _failures(variant))
     done = sum(shard.num_done for shard in running if shard.shard_id not in variant.commits)

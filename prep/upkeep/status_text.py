@@ -5,6 +5,7 @@ from collections import Counter
 from pathlib import Path
 
 from manifests.errors import UserError
+from manifests.quoting import counted
 from prep.core.failure_list import named_lines
 from prep.core.report import size_text
 from prep.registry import column_named
@@ -27,7 +28,7 @@ def status_text(status: Status) -> str:
     for name, (shard_id, state, why) in problems[:_MAX_LISTED]:
         lines.append(f"{state:<10}{'' if column_named(name).is_first else f'{name} '}shard {shard_id:06d}: {why}")
     if len(problems) > _MAX_LISTED:
-        lines.append(f"          ... and {len(problems) - _MAX_LISTED} shards more")
+        lines.append(f"          ... and {counted(len(problems) - _MAX_LISTED, 'more shard')}")
     if (hint := _next_step(status)) is not None:
         lines.append(f"next      {hint}")
     return "\n".join(lines)
@@ -51,18 +52,18 @@ def _command_of(column: ColumnStatus, data_dir: Path) -> str:
         stored = Variant(variant_dir(data_dir, column.column, variant.name)).recipe
         return spec.command_line(stored, data_dir=data_dir)
     except UserError:
-        return f"prep {spec.command}, with the settings of {variant.name} (its recipe.json cannot be read)"
+        return f"prep {spec.command} with the settings of {variant.name} (its recipe.json cannot be read)"
 
 
 def _videos_lines(videos: VideosStatus) -> list[str]:
-    parts = [f"{videos.num_usable} usable"]
+    parts = [f"{videos.num_usable:,} usable"]
     if videos.unusable:
-        parts.append(f"{sum(videos.unusable.values())} unusable")
+        parts.append(f"{sum(videos.unusable.values()):,} unusable")
     if videos.num_not_probed:
-        parts.append(f"{videos.num_not_probed} not looked at yet")
-    lines = [f"videos    {videos.num_videos}: {', '.join(parts)}", f"captions  {videos.num_captions}"]
+        parts.append(f"{videos.num_not_probed:,} not probed yet")
+    lines = [f"videos    {videos.num_videos:,}: {', '.join(parts)}", f"captions  {videos.num_captions:,}"]
     for code, count in videos.lost.items():
-        lines.append(f"lost      {count} sources cannot be read any more ({code}); what was made of them stays")
+        lines.append(f"lost      {counted(count, 'source')} no longer readable ({code}); existing chunks are kept")
     return [*lines, *named_lines(videos.first_lost, num_all=sum(videos.lost.values()), listed=None, indent=_INDENT)]
 
 
@@ -76,26 +77,25 @@ def _column_lines(column: ColumnStatus) -> list[str]:
             shards = ", ".join(f"{count} {state}" for state, count in column.to_make.items())
             lines.append(f"{_INDENT}shards to make: {shards}")
     if column.current is None and column.variants:
-        lines.append(f"{_INDENT}none of them is current")
+        lines.append(f"{_INDENT}no variant is current")
     return lines
 
 
 def _variant_lines(column: str, variant: VariantStatus) -> list[str]:
     spec = column_named(column)
-    samples = spec.samples
     hours = f" {variant.hours:.2f} h of video," if spec.has_hours else ""
+    total = f"{counted(variant.num_samples, spec.sample)} in {counted(variant.num_shards, 'shard')}"
     lines = [
-        f"{column:<10}{variant.name}{' (current)' if variant.is_current else ''}",
-        f"          {variant.num_samples} {samples} in {variant.num_shards} shards,{hours}"
-        f" {size_text(variant.size_bytes)} on disk",
+        f"{column:<9} {variant.name}{' (current)' if variant.is_current else ''}",
+        f"{_INDENT}{total},{hours} {size_text(variant.size_bytes)} on disk",
     ]
     if variant.num_running is not None:
         done = variant.num_samples + variant.num_running
         if variant.num_wanted:
             share = min(done / variant.num_wanted, 1)
-            lines.append(f"          being made now: {done} of {variant.num_wanted} {samples} ({share:.0%})")
+            lines.append(f"{_INDENT}in progress: {done:,} of {counted(variant.num_wanted, spec.sample)} ({share:.0%})")
         else:
-            lines.append(f"          being made now: {done} {samples} so far")
+            lines.append(f"{_INDENT}in progress: {counted(done, spec.sample)} so far")
     return lines
 
 

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from manifests.errors import UserError
+from manifests.quoting import counted
 from prep.core.column import ColumnSpec
 from prep.core.report import size_text
 from prep.upkeep.garbage import Garbage, Item, Removed
@@ -19,15 +20,17 @@ def verified_text(found: Verified, *, column: ColumnSpec, max_findings: int) -> 
     """Return the findings, one per line, and a summary of what was checked."""
     listed = [*found.findings, *found.deep_findings]
     lines = [
-        f"shard {finding.shard_id:06d}  {finding.code}  {finding.key or '-'}  {finding.message}"
+        f"shard {finding.shard_id:06d}  {finding.code}  {finding.key or '-'}  "
+        f"{finding.message.removeprefix(f'{finding.key}: ')}"
         for finding in listed[:max_findings]
     ]
     if len(listed) > max_findings:
-        lines.append(f"... and {len(listed) - max_findings} more; --json lists all")
-    looked_at = f", {found.num_deep} {column.looked_at}" if found.num_deep else ""
+        lines.append(f"... and {len(listed) - max_findings:,} more; use --json for the full list")
+    total = f"{counted(found.num_samples, column.sample)} in {counted(found.num_shards, 'shard')}"
+    deep = f", {counted(found.num_deep, column.checked_noun)}" if found.num_deep else ""
     lines.append(
-        f"{column.name} {found.variant}: {found.num_samples} {column.samples} in {found.num_shards} shards,"
-        f" {size_text(found.num_bytes)} read{looked_at}: {'damaged' if found.num_problems else 'all right'}"
+        f"{column.name} {found.variant}: {total}, {size_text(found.num_bytes)} read{deep}:"
+        f" {'damaged' if found.num_problems else 'OK'}"
     )
     return "\n".join(lines)
 
@@ -45,35 +48,26 @@ def repairs_text(records: list[RecordFinding]) -> list[str]:
     if not records:
         return []
     commands = dict.fromkeys(record.repair for record in records)
-    return [f"{_count(len(records), 'damaged record')}; repaired by: {'; '.join(commands)}"]
+    return [f"{counted(len(records), 'damaged record')}; to repair, run: {'; '.join(commands)}"]
 
 
 def failure_text(found: Verified, variant: Variant, *, column: ColumnSpec, data_dir: Path) -> str:
     """Return how much is damaged, and how to repair it."""
     num_shards = len({finding.shard_id for finding in (*found.findings, *found.deep_findings)})
-    parts = [f"{_count(found.num_problems, 'problem')} in {_count(num_shards, 'shard')} of {variant.directory.name}"]
+    parts = [f"{counted(found.num_problems, 'problem')} in {counted(num_shards, 'shard')} of {variant.directory.name}"]
     if found.findings:
         try:
             command = column.command_line(variant.recipe, data_dir=data_dir)
         except UserError:
-            command = f"prep {column.command} with the variant's settings"
-        parts.append(f"made again by: {command}")
+            command = f"prep {column.command} with the settings of the variant"
+        parts.append(f"to repair, run: {command}")
     # A run does not notice the damage of these shards: their commits have to be removed by hand.
     by_hand = sorted({*found.unseen, *(finding.shard_id for finding in found.deep_findings)})
     if by_hand:
         paths = ", ".join(str(commit_path(variant.directory, shard_id)) for shard_id in by_hand[:5])
         more = f" and {len(by_hand) - 5} more" if len(by_hand) > 5 else ""
-        why = (
-            "that could not be marked, or whose bytes are as committed"
-            if found.unseen
-            else "whose bytes are as committed"
-        )
-        parts.append(f"shards {why} are made again only when their commit is removed first: {paths}{more}")
+        parts.append(f"to make shards again that a run does not detect as damaged, first remove: {paths}{more}")
     return "; ".join(parts)
-
-
-def _count(number: int, noun: str) -> str:
-    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
 def garbage_text(garbage: Garbage, removed: Removed | None, *, data_dir: Path) -> str:
@@ -81,24 +75,27 @@ def garbage_text(garbage: Garbage, removed: Removed | None, *, data_dir: Path) -
 
     `removed` is None in a dry run.
     """
-    verb = "would go" if removed is None else "removed"
+    verb = "to remove" if removed is None else "removed"
     lines = []
     for variant, items in groupby(garbage.items, key=lambda item: item.variant):
         if variant is None:
             lines += [
-                f"{verb:<10}{_name(item.path, data_dir)} ({size_text(item.size_bytes)}): {item.reason}"
+                f"{verb:<11}{_name(item.path, data_dir)} ({size_text(item.size_bytes)}): {item.reason}"
                 for item in items
             ]
         else:
             listed = list(items)
-            lines.append(f"{verb:<10}{variant} ({len(listed)} files, {_total(listed)}): {listed[0].reason}")
-    lines += [f"{'left':<10}{_name(path, data_dir)}: not a file of the format" for path in garbage.unknown]
+            files = counted(len(listed), "file")
+            lines.append(f"{verb:<11}{variant} ({files}, {_total(listed)}): {listed[0].reason}")
+    lines += [f"{'ignored':<11}{_name(path, data_dir)}: not part of the format" for path in garbage.unknown]
     for column, why in garbage.kept_because.items():
-        lines.append(f"{'kept':<10}all variants and shards of {column}: {why}")
-    if removed is None:
+        lines.append(f"{'kept':<11}all variants and shards of {column}: {why}")
+    if not (garbage.items if removed is None else removed.num_files):
+        lines.append("nothing to remove")
+    elif removed is None:
         lines.append(f"{_total(garbage.items)} would be freed")
     else:
-        lines.append(f"{size_text(removed.num_bytes)} freed" if removed.num_files else "nothing to remove")
+        lines.append(f"{size_text(removed.num_bytes)} freed")
     return "\n".join(lines)
 
 

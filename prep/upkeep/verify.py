@@ -76,7 +76,7 @@ class DeepResult:
     """Result of the deep check of a shard: number of frames or array rows, and findings as (key, code, message)."""
 
     shard_id: int
-    num_looked_at: int
+    num_checked: int
     findings: tuple[tuple[str | None, str, str], ...]
 
 
@@ -118,7 +118,7 @@ def verify_variant(
         num_shards=len(files),
         num_samples=sum(file.num_samples for file in files),
         num_bytes=sum(file.tar_bytes + file.index_bytes for file in files),
-        num_deep=sum(result.num_looked_at for result in results),
+        num_deep=sum(result.num_checked for result in results),
         findings=tuple(
             Finding(problem.shard_id, problem.key, str(problem.code), problem.message)
             for _, found in sorted(problems.items())
@@ -175,15 +175,15 @@ def check_deep(task: DeepTask) -> DeepResult:
     """Check the samples of a shard one after another, in a worker; one sample is in memory at a time."""
     check_sample = imported(task.check)
     findings: list[tuple[str | None, str, str]] = []
-    num_looked_at = 0
+    num_checked = 0
     try:
         for row, members in _samples(task):
             checked: CheckedSample = check_sample(row, members, task.commit.split)
-            num_looked_at += checked.num_looked_at
+            num_checked += checked.num_checked
             findings += [(row["key"], str(code), message) for code, message in checked.differences]
     except (Damaged, OSError) as error:
         findings.append((None, str(DeepCode.UNREADABLE), str(error)))
-    return DeepResult(task.commit.shard_id, num_looked_at, tuple(findings))
+    return DeepResult(task.commit.shard_id, num_checked, tuple(findings))
 
 
 def _samples(task: DeepTask) -> Iterator[tuple[dict[str, Any], dict[str, bytes]]]:

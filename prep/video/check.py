@@ -10,6 +10,7 @@ import av.error
 
 from manifests.json_text import parse_json
 from manifests.keys import chunk_key
+from manifests.quoting import counted
 from prep.core.column import CheckedSample, DeepCode
 from prep.core.failures import SourceFailure
 from prep.video.packets import check_chunk, read_chunk
@@ -38,16 +39,17 @@ def check_description(row: dict[str, Any], members: dict[str, bytes], *, split: 
     expected = {name: split if name == "split" else row[name] for name in stated}
     expected["key"] = chunk_key(row["video_id"], row["start_ms"])
     differences = [
-        (DeepCode.JSON_DIFFERS, f"{name}: the json says {stated[name]!r}, the index {expected[name]!r}")
+        (DeepCode.JSON_DIFFERS, f"{name}: {stated[name]!r} in the json member, {expected[name]!r} in the index")
         for name in stated
         if stated[name] != expected[name]
     ]
     if expected["key"] != row["key"]:
-        differences.append((DeepCode.JSON_DIFFERS, f"the index has its key as {row['key']!r}"))
+        differences.append((DeepCode.JSON_DIFFERS, f"key: {row['key']!r} in the index, expected {expected['key']!r}"))
     if (end_s - begin_s) * fps != row["num_frames"]:
-        differences.append((DeepCode.JSON_DIFFERS, f"{row['num_frames']} frames do not last from begin_s to end_s"))
+        message = f"begin_s and end_s do not match {counted(row['num_frames'], 'frame')}"
+        differences.append((DeepCode.JSON_DIFFERS, message))
     if "txt" in members and members["txt"] != "\n".join(captions).encode("utf-8", "replace"):
-        differences.append((DeepCode.JSON_DIFFERS, "the txt member does not hold the captions of the json"))
+        differences.append((DeepCode.JSON_DIFFERS, "the txt member differs from the captions in the json member"))
     return differences
 
 
@@ -65,7 +67,7 @@ def _check_video(content: bytes, row: dict[str, Any]) -> tuple[list[tuple[DeepCo
     except SourceFailure as failure:
         return [(DeepCode.PACKETS_DIFFER, failure.message)], 0
     found = [
-        (DeepCode.PACKETS_DIFFER, f"{name} is not what demuxing shows")
+        (DeepCode.PACKETS_DIFFER, f"{name} in the index differs from the demuxed packets")
         for name, value in asdict(facts).items()
         if row[name] != value
     ]
@@ -90,11 +92,11 @@ def _decode(content: bytes, row: dict[str, Any]) -> tuple[int, tuple[DeepCode, s
             if frame.is_corrupt:
                 return num_decoded, (DeepCode.DECODE_ERRORS, f"frame {num_decoded} is damaged")
             if frame.pts is None or frame.time_base is None or frame.pts * frame.time_base * fps != num_decoded:
-                return num_decoded, (DeepCode.FRAMES_DIFFER, f"frame {num_decoded} comes at pts {frame.pts}")
+                return num_decoded, (DeepCode.FRAMES_DIFFER, f"frame {num_decoded} has unexpected pts {frame.pts}")
             if (frame.width, frame.height) != size:
-                found = f"frame {num_decoded} has {frame.width}x{frame.height} pixels, not {size[0]}x{size[1]}"
+                found = f"frame {num_decoded} has {frame.width}x{frame.height} pixels, expected {size[0]}x{size[1]}"
                 return num_decoded, (DeepCode.FRAMES_DIFFER, found)
             num_decoded += 1
     if num_decoded != row["num_frames"]:
-        return num_decoded, (DeepCode.FRAMES_DIFFER, f"{num_decoded} frames decode, not {row['num_frames']}")
+        return num_decoded, (DeepCode.FRAMES_DIFFER, f"{num_decoded} frames decoded, expected {row['num_frames']}")
     return num_decoded, None

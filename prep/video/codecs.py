@@ -234,7 +234,7 @@ def codec_named(name: str) -> Codec:
     try:
         return CODECS[name]
     except KeyError:
-        raise UserError(f'unknown codec "{name}"', hint=f"--codec is one of {', '.join(CODECS)}") from None
+        raise UserError(f'unknown codec "{name}"', hint=f"use one of {', '.join(CODECS)}") from None
 
 
 # Key frame intervals for which a codec's arguments can differ: the limits of each layout, its default, and those around
@@ -255,8 +255,7 @@ def _arguments_sha256(codec: Codec, gop: str) -> str:
     """Return the first 16 digits (hex) of the SHA-256 of a codec's arguments."""
     names = [codec.encoder, codec.crf_argument, codec.preset_argument, *map(list, codec.fixed_arguments)]
     arguments = [sorted(codec.gop_arguments(gop, keyint).items()) for keyint in _INTERVALS[gop]]
-    told = [*names, *arguments]
-    return hashlib.sha256(json.dumps(told).encode()).hexdigest()[:16]
+    return hashlib.sha256(json.dumps([*names, *arguments]).encode()).hexdigest()[:16]
 
 
 # Never change an entry: the arguments of codecs added or changed after schema 1 are hashed.

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from cyclopts import Parameter
 
+from manifests.help_text import FIRST_RUN
 from prep.core.column import VIDEO, ColumnSpec, Pending, changed_flags
 from prep.core.make import Address, Data, EngineName, Json, MaxFailures, Request, Workers, make_column, plan_column
 from prep.video.recipe import NAMED_RECIPES, Recipe, recipe_from_dict, settings_line
@@ -31,12 +32,14 @@ def chunk(
     max_failures: MaxFailures = "0",
     json: Json = False,
 ) -> None:
-    """Cut the videos of the manifest into re-encoded chunks, in shards that WebDataset reads.
+    """Encode the videos of the manifest as chunks of fixed length, and write them to WebDataset shards.
 
-    Run it again at any time: only what is new, changed, missing or damaged is made. Other settings make another
-    variant beside the old one.
+    Each run encodes only chunks that are new, changed, missing or damaged. Other settings create another variant, and
+    the existing one is kept.
 
-    Example: prep chunk --len 15s --crf 21
+    Example:
+
+        prep chunk --len 15s --crf 21
     """
     request = Request(data=data, engine=engine, address=address, workers=workers, max_failures=max_failures, json=json)
     make_column(COLUMN, recipe, request)
@@ -46,12 +49,18 @@ def plan(
     recipe: Settings = Recipe(),  # noqa: B008 - frozen
     *,
     data: Data = Path("data"),
-    explain: Annotated[str | None, Parameter(help="A chunk's key or a video's id: why it would be made again.")] = None,
+    explain: Annotated[
+        str | None,
+        FIRST_RUN,
+        Parameter(help="Chunk key or video ID to explain: its state in the plan, and the reason."),
+    ] = None,
     json: Json = False,
 ) -> None:
-    """Say what `prep chunk` with the same settings would do, why, and what it would cost; do nothing.
+    """Print what `prep chunk` would do with the same settings, why, and the estimated cost (dry run).
 
-    Example: prep plan --bitrate 800k
+    Example:
+
+        prep plan --bitrate 800k
     """
     if explain is None:
         plan_column(COLUMN, recipe, data=data, json=json)
@@ -73,7 +82,7 @@ def _require(recipe: Recipe) -> None:
 
     ffmpeg = find_ffmpeg()
     if ffmpeg.passed_over:
-        sys.stderr.write(f"using the ffmpeg that clipmill[prep] ships: {ffmpeg.passed_over} is too old\n")
+        sys.stderr.write(f"using the ffmpeg of the imageio-ffmpeg package: {ffmpeg.passed_over} is too old\n")
     require_encoder(ffmpeg, recipe.settings().codec)
 
 
@@ -150,7 +159,7 @@ def _write_page(path: Path, variant: "Variant", on_chunk: Callable[[int, int], N
 COLUMN = ColumnSpec(
     name=VIDEO,
     package="prep.video",
-    looked_at="frames decoded",
+    checked_noun="decoded frame",
     make_command=chunk,
     plan_command=plan,
     require=_require,

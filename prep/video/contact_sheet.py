@@ -21,6 +21,7 @@ from av.video.frame import VideoFrame
 
 from manifests.errors import UserError
 from manifests.publish import publish_bytes
+from manifests.quoting import counted
 from prep.core.plan import is_readable
 from prep.core.report import size_text
 from prep.video.inspection import clock
@@ -59,9 +60,9 @@ def write_contact_sheet(
     shards = [shard for shard in variant.shards() if is_readable(shard)]
     if path.is_dir() or not path.parent.is_dir():
         why = "is a folder" if path.is_dir() else "is in a folder that does not exist"
-        raise UserError(f"--html {path} {why}", hint="name a file in a folder that exists")
+        raise UserError(f"--html {path} {why}", hint="give a file in an existing folder")
     if not shards:
-        raise UserError(f"no shard of {variant.directory} can be read", hint="`prep verify` tells what is damaged")
+        raise UserError(f"no readable shards in {variant.directory}", hint="run `prep verify` to find what is damaged")
     chunks = _sorted_chunks(shards)
     picked = np.unique(np.linspace(0, len(chunks) - 1, min(MAX_CHUNKS, len(chunks))).round().astype(np.int64))
     cards = []
@@ -71,20 +72,20 @@ def write_contact_sheet(
     num_chunks = Counter[str](chunks["video_id"].to_pylist())
     num_unread = len(variant.shards()) - len(shards) + len(variant.damaged)
     total_bytes = sum(commit.files.tar_bytes for commit in variant.commits.values() if commit.files)
-    summary = f"{len(chunks):,} chunks of {len(num_chunks):,} videos, {size_text(total_bytes)}"
-    shown = "all of them shown" if len(cards) == len(chunks) else f"{len(cards)} of them shown, spread evenly"
-    unread = f"; shards that cannot be read: {num_unread}" if num_unread else ""
+    total = f"{counted(len(chunks), 'chunk')} of {counted(len(num_chunks), 'video')}, {size_text(total_bytes)}"
+    shown = "" if len(cards) == len(chunks) else f"; showing {len(cards)} evenly spaced chunks"
+    unread = f"; {counted(num_unread, 'shard')} cannot be read" if num_unread else ""
     text = page(
         cards,
         num_chunks=num_chunks,
         title=variant.directory.name,
-        summary=f"{summary}; {shown}{unread}",
+        summary=f"{total}{shown}{unread}",
         settings=variant.recipe,
     )
     try:
         publish_bytes(path, text.encode("utf-8", "replace"))
     except OSError as error:
-        raise UserError(f"--html {path} cannot be written: {error.strerror}", hint="name another file") from None
+        raise UserError(f"--html {path} cannot be written: {error.strerror}", hint="give another file") from None
     return len(cards)
 
 
@@ -138,16 +139,13 @@ def page(
     ]
     for video_id, mine in groupby(cards, key=lambda card: card.video_id):
         parts.append(
-            f'<section><h2>{escape(video_id)}<span>{_count(num_chunks[video_id])}</span></h2><div class="row">'
+            f"<section><h2>{escape(video_id)}<span>{counted(num_chunks[video_id], 'chunk')}</span></h2>"
+            '<div class="row">'
         )
         parts += [line for card in mine for line in _card_html(card)]
         parts.append("</div></section>")
     parts.append("</main></body></html>")
     return "\n".join(parts) + "\n"
-
-
-def _count(num_chunks: int) -> str:
-    return "1 chunk" if num_chunks == 1 else f"{num_chunks:,} chunks"
 
 
 def _card_html(card: Card) -> Iterator[str]:
@@ -161,11 +159,12 @@ def _card_html(card: Card) -> Iterator[str]:
         )
         yield f'<div class="strip">{images}</div>'
     times = f"{clock(card.begin_s)} to {clock(card.end_s)}"
-    yield f'<p class="place"><time>{escape(times)}</time> <code>{escape(card.key)}</code></p>'
+    yield f'<p class="position"><time>{escape(times)}</time> <code>{escape(card.key)}</code></p>'
     for text in card.captions[:_MAX_CAPTIONS]:
         yield f'<p class="caption">{escape(text)}</p>'
     if len(card.captions) > _MAX_CAPTIONS:
-        yield f'<p class="more">and {len(card.captions) - _MAX_CAPTIONS} captions more</p>'
+        num_more = len(card.captions) - _MAX_CAPTIONS
+        yield f'<p class="more">and {counted(num_more, "more caption")}</p>'
     yield "</article>"
 
 
@@ -198,19 +197,19 @@ def decode_frames(content: bytes, row: dict[str, Any], *, frames: Sequence[int])
     context = av.CodecContext.create(_DECODERS.get(row["codec"], row["codec"]), "r")
     context.extradata = row["extradata"]
     context.thread_count = 1
-    place_of = {frame: place for place, frame in enumerate(row["packet_frame"])}
+    position_of = {frame: position for position, frame in enumerate(row["packet_frame"])}
     pictures = []
     for wanted in frames:
         found = None
-        for place in _needed(row["packet_flags"], place_of[wanted]):
-            begin = row["packet_offset"][place]
-            packet = av.Packet(content[begin : begin + row["packet_size"][place]])
-            packet.pts, packet.time_base = row["packet_frame"][place], Fraction(1)
+        for position in _needed(row["packet_flags"], position_of[wanted]):
+            begin = row["packet_offset"][position]
+            packet = av.Packet(content[begin : begin + row["packet_size"][position]])
+            packet.pts, packet.time_base = row["packet_frame"][position], Fraction(1)
             found = _pick(context.decode(packet), wanted) or found
         found = _pick(context.decode(None), wanted) or found
         context.flush_buffers()
         if found is None:
-            raise NoPicture(f"frame {wanted} does not decode")
+            raise NoPicture(f"frame {wanted} cannot be decoded")
         pictures.append(found)
     return pictures
 
@@ -228,8 +227,8 @@ def jpeg(frame: VideoFrame, *, height: int) -> bytes:
 
 def _needed(flags: Sequence[int], target: int) -> list[int]:
     """Return the packets to decode for the packet at `target`: from its key frame on, reference frames only."""
-    begin = max(place for place in range(target + 1) if flags[place] & PACKET_KEY)
-    return [place for place in range(begin, target + 1) if place == target or flags[place] & PACKET_REFERENCE]
+    begin = max(at for at in range(target + 1) if flags[at] & PACKET_KEY)
+    return [at for at in range(begin, target + 1) if at == target or flags[at] & PACKET_REFERENCE]
 
 
 def _pick(frames: Sequence[Any], wanted: int) -> VideoFrame | None:
@@ -257,7 +256,7 @@ article { background: var(--card); border: 1px solid var(--line); border-radius:
 .strip img { flex: 1 1 0; min-width: 0; max-width: 25%; height: auto; max-height: 140px; object-fit: contain;
   display: block; }
 article p { padding: 4px 10px 0; }
-.place { display: flex; justify-content: space-between; gap: 10px; flex-wrap: wrap; }
+.position { display: flex; justify-content: space-between; gap: 10px; flex-wrap: wrap; }
 time { font-variant-numeric: tabular-nums; font-weight: 600; }
 .caption { overflow-wrap: anywhere; }
 .more { color: var(--soft); }

@@ -229,7 +229,7 @@ def read_source_times(path: Path, *, offset_s: Fraction) -> np.ndarray:
         unit_s = Fraction(lines[0].split()[1])  # there is one stream, hence one time base
         counts = np.array([line.split()[0] for line in lines], np.int64)
     except (ValueError, IndexError):
-        raise SourceFailure(FailureCode.IO_ERROR, "ffmpeg's list of frame times was not written whole") from None
+        raise SourceFailure(FailureCode.IO_ERROR, "ffmpeg's list of frame times is truncated") from None
     return counts * unit_s.numerator / unit_s.denominator + float(offset_s)
 
 
@@ -250,7 +250,7 @@ def check_source_times(times_s: np.ndarray, *, span: Span, fps: Fraction, source
     if len(times_s) < span.num_frames - slack_frames or not len(times_s):
         raise SourceFailure(
             FailureCode.SOURCE_TRUNCATED,
-            f"span {span.index} has {len(times_s)} of {span.num_frames} frames: the source ends before its header says",
+            f"truncated: span {span.index} has {len(times_s)} of the {span.num_frames} frames that the header implies",
         )
     due_s = (span.first_frame + np.arange(len(times_s))) * fps.denominator / fps.numerator
     is_late = times_s > due_s + float(1 / (2 * fps)) + _ROUNDING_S
@@ -260,6 +260,6 @@ def check_source_times(times_s: np.ndarray, *, span: Span, fps: Fraction, source
         first = int(np.argmax(is_late))
         raise SourceFailure(
             FailureCode.FRAMES_DIFFER,
-            f"output frame {span.first_frame + first} shows source time {times_s[first]:.4f} s,"
-            f" due is {due_s[first]:.4f} s",
+            f"output frame {span.first_frame + first} shows the source at {times_s[first]:.4f} s,"
+            f" expected {due_s[first]:.4f} s",
         )

@@ -70,8 +70,9 @@ def find_ffmpeg() -> Ffmpeg:
         version = _version(named, where=f"${PROGRAM_VARIABLE}")
         if _is_too_old(version):
             raise UserError(
-                f'the ffmpeg program "{named}" (${PROGRAM_VARIABLE}) has version {version}, {LEAST_VERSION} is needed',
-                hint="name a newer one, or unset the variable to use the one that clipmill[prep] ships",
+                f'the ffmpeg program "{named}" (${PROGRAM_VARIABLE}) has version {version}, but {LEAST_VERSION} or '
+                "newer is required",
+                hint="set it to a newer program, or unset it to use the ffmpeg of the imageio-ffmpeg package",
             )
         return Ffmpeg(path=named, version=version)
     on_path, passed_over = shutil.which("ffmpeg"), None
@@ -84,20 +85,20 @@ def find_ffmpeg() -> Ffmpeg:
         import imageio_ffmpeg
     except ImportError:
         raise UserError(
-            "there is no ffmpeg program",
-            hint=f"install clipmill[prep], which ships one, or name one with {PROGRAM_VARIABLE}",
+            "no ffmpeg program found",
+            hint=f"install clipmill[prep], which includes one, or set ${PROGRAM_VARIABLE} to a program",
         ) from None
     shipped = imageio_ffmpeg.get_ffmpeg_exe()
     return Ffmpeg(shipped, _version(shipped, where="the imageio-ffmpeg package"), passed_over=passed_over)
 
 
-def why_not_version(version: str) -> str | None:
-    """Return why a worker's machine cannot take part in a plan made with ffmpeg `version`, or None if it can."""
+def version_mismatch(version: str) -> str | None:
+    """Return why a worker's machine cannot carry out a plan for ffmpeg `version`, or None if it can."""
     try:
         found = find_ffmpeg().version
     except UserError as error:
         return str(error)
-    return None if found == version else f"it has ffmpeg {found}, the plan needs {version}"
+    return None if found == version else f"ffmpeg is {found}, but the plan requires {version}"
 
 
 @cache
@@ -107,11 +108,11 @@ def _version(path: str, *, where: str) -> str:
     except (OSError, subprocess.SubprocessError) as error:
         raise UserError(
             f'the ffmpeg program "{path}" ({where}) does not run: {error}',
-            hint=f"name a working one with {PROGRAM_VARIABLE}",
+            hint=f"set ${PROGRAM_VARIABLE} to a working program",
         ) from None
     words = text.split()
     if words[:2] != ["ffmpeg", "version"] or len(words) < 3:
-        raise UserError(f'"{path}" ({where}) is no ffmpeg', hint=f"name one with {PROGRAM_VARIABLE}")
+        raise UserError(f'"{path}" ({where}) is not ffmpeg', hint=f"set ${PROGRAM_VARIABLE} to an ffmpeg program")
     return words[2]
 
 
@@ -136,7 +137,7 @@ def require_encoder(ffmpeg: Ffmpeg, codec_name: str) -> None:
     if not any(line.split()[1:2] == [encoder] for line in listed.splitlines()):
         raise UserError(
             f"ffmpeg {ffmpeg.version} has no encoder {asked}",
-            hint=f"use --codec h264, or name an ffmpeg built with it in {PROGRAM_VARIABLE}",
+            hint=f"use --codec h264, or set ${PROGRAM_VARIABLE} to an ffmpeg built with this encoder",
         )
     trial = [
         ffmpeg.path,
@@ -155,7 +156,7 @@ def require_encoder(ffmpeg: Ffmpeg, codec_name: str) -> None:
         last_line = (tried.stderr.strip().splitlines() or ["no message"])[-1]
         raise UserError(
             f"the encoder {asked} does not work on this machine: {last_line}",
-            hint="use --codec h264, or a machine that has its hardware",
+            hint="use --codec h264, or a machine with the required hardware",
         )
 
 

@@ -65,15 +65,15 @@ def require_success(outcome: Outcome, *, limit_s: float) -> None:
     """
     text = outcome.stderr
     if outcome.timed_out:
-        raise SourceFailure(FailureCode.TIMEOUT, f"ffmpeg had not finished after {limit_s:.0f} s")
+        raise SourceFailure(FailureCode.TIMEOUT, f"ffmpeg did not finish within {limit_s:.0f} s")
     if outcome.return_code in (-9, 137):
-        raise SourceFailure(FailureCode.OUT_OF_MEMORY, "ffmpeg was killed, most likely for want of memory")
+        raise SourceFailure(FailureCode.OUT_OF_MEMORY, "ffmpeg was killed, probably because memory ran out")
     marks = _LOSSES if outcome.return_code == 0 else (*_REFUSALS, *_DAMAGE)
     for mark, code in marks:
         if re.search(mark, text):
             raise SourceFailure(code, cause(text))
     if outcome.return_code:
-        raise SourceFailure(FailureCode.ENCODE_FAILED, f"ffmpeg ended with {outcome.return_code}: {cause(text)}")
+        raise SourceFailure(FailureCode.ENCODE_FAILED, f"ffmpeg exited with {outcome.return_code}: {cause(text)}")
 
 
 def cause(text: str) -> str:
@@ -94,7 +94,7 @@ def cause(text: str) -> str:
 
 def _plain(line: str) -> str:
     contexts = _CONTEXTS.match(line)
-    said = _ADDRESS.sub("0x...", line[contexts.end() :] if contexts else line)
+    message = _ADDRESS.sub("0x...", line[contexts.end() :] if contexts else line)
     names = _CONTEXT_NAME.findall(contexts.group()) if contexts else []
-    text = f"{names[-1]}: {said}" if names and names[-1] else said
+    text = f"{names[-1]}: {message}" if names and names[-1] else message
     return text if len(text) <= _LONGEST_MESSAGE else f"{text[: _LONGEST_MESSAGE - 3]}..."

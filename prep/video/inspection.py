@@ -9,6 +9,7 @@ import numpy as np
 import pyarrow.compute as pc
 
 from manifests.errors import UserError
+from manifests.quoting import counted
 from manifests.store import MANIFEST_FILE, manifest_dir, read_videos
 from prep.core.report import Report
 from shards.damage import DamagedTar
@@ -31,7 +32,7 @@ def chunk_report(shard: CommittedShard, number: int, *, data_dir: Path) -> Repor
     try:
         description = json.loads(shard.read(number, "json"))
     except (DamagedTar, OSError, ValueError) as error:
-        raise UserError(f"{key} cannot be read: {error}", hint="`prep verify` tells what is damaged") from None
+        raise UserError(f"{key} cannot be read: {error}", hint="run `prep verify` to find what is damaged") from None
     begin_s, end_s = (float(np.divide(*description[name])) for name in ("begin_s", "end_s"))
     members = {
         extension: dict(zip(("offset", "size"), shard.member_range(number, extension), strict=True))
@@ -44,16 +45,16 @@ def chunk_report(shard: CommittedShard, number: int, *, data_dir: Path) -> Repor
         f"key       {key}",
         f"tar       {shard.tar_path} ({shard.split})",
         *(
-            f"  .{name:<8}bytes {place['offset']} to {place['offset'] + place['size']}"
-            for name, place in members.items()
+            f"  .{name:<8}bytes {member['offset']} to {member['offset'] + member['size']}"
+            for name, member in members.items()
         ),
         f"time      {clock(begin_s)} to {clock(end_s)} of video {row['video_id']}",
         f"frames    {row['num_frames']} at {row['fps_num'] / row['fps_den']:g} fps,"
-        f" {description['num_source_frames']} different ones in the source",
+        f" from {counted(description['num_source_frames'], 'distinct source frame')}",
         f"video     {row['codec']} {row['width']}x{row['height']},"
         f" {row['mp4_size'] * 8 / (end_s - begin_s) / 1000:.0f} kbit/s",
         f"GOP       {gop}",
-        f"source    {description['source_id']} of {description['dataset']}: {path or 'not in the manifest any more'}",
+        f"source    {description['source_id']} of {description['dataset']}: {path or 'no longer in the manifest'}",
         f"captions  {len(captions)}",
         *(f"  {_caption_time(caption)}  {caption['text']}" for caption in captions[:_MAX_CAPTIONS]),
     ]
@@ -78,14 +79,14 @@ def gop_line(packet_frame: list[int], packet_flags: list[int]) -> str:
     """
     shown = [flags for _, flags in sorted(zip(packet_frame, packet_flags, strict=True))]
     letters = "".join("I" if flag & PACKET_KEY else "P" if flag & PACKET_REFERENCE else "b" for flag in shown)
-    begins = [place for place, letter in enumerate(letters) if letter == "I"]
+    begins = [position for position, letter in enumerate(letters) if letter == "I"]
     groups = [letters[begin:end] for begin, end in zip(begins, [*begins[1:], len(letters)], strict=True)]
     parts = []
     for group, repeated in groupby(groups):
         count = len(list(repeated))
         spelled = group if len(group) <= _MAX_PATTERN else _runs(group)
         parts.append(f"{spelled} x {count}" if count > 1 else spelled)
-    more = f" + {len(parts) - _MAX_PATTERNS} other patterns" if len(parts) > _MAX_PATTERNS else ""
+    more = f" + {counted(len(parts) - _MAX_PATTERNS, 'other pattern')}" if len(parts) > _MAX_PATTERNS else ""
     return " + ".join(parts[:_MAX_PATTERNS]) + more
 
 

@@ -75,15 +75,17 @@ def read_chunk(content: bytes, *, fps: Fraction) -> ChunkFacts:
                 if not packet.size:
                     continue
                 if packet.pts is None or packet.pos is None:
-                    raise SourceFailure(FailureCode.FRAMES_DIFFER, "a packet has no time or no place")
+                    raise SourceFailure(FailureCode.FRAMES_DIFFER, "a packet has no timestamp or no byte position")
                 frame, rest = divmod(packet.pts * frames_per_tick.numerator, frames_per_tick.denominator)
                 if rest:
                     raise SourceFailure(
-                        FailureCode.FRAMES_DIFFER, f"a frame is off the {fps} fps grid: pts {packet.pts}"
+                        FailureCode.FRAMES_DIFFER, f"a frame is not on the {fps} fps grid: pts {packet.pts}"
                     )
                 crc32 = zlib.crc32(memoryview(packet))
                 if zlib.crc32(memoryview(content)[packet.pos : packet.pos + packet.size]) != crc32:
-                    raise SourceFailure(FailureCode.FRAMES_DIFFER, f"a packet is not at byte {packet.pos}")
+                    raise SourceFailure(
+                        FailureCode.FRAMES_DIFFER, f"no packet at byte {packet.pos}, contrary to the container"
+                    )
                 offsets.append(packet.pos)
                 sizes.append(packet.size)
                 frames.append(frame)

@@ -177,7 +177,7 @@ class Plan:
             commits,
             problems=problems,
             what_changed="its videos, their files or their captions",
-            orphaned_because="none of its videos is in the manifest any more",
+            orphaned_because="its videos are no longer in the manifest",
             retry_codes=retry_codes,
             unreadable=unreadable,
             held=self._held_shards(),

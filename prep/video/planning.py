@@ -17,7 +17,7 @@ from manifests.errors import UserError
 from manifests.store import MANIFEST_FILE, captions_path, manifest_dir, read_videos
 from prep.core.column import VIDEO, Pending
 from prep.core.layout import read_layout, stored_or_rebuilt_layout, write_layout
-from prep.core.plan import NUM_LOOKING_THREADS, ShardPlan, stored_shards
+from prep.core.plan import NUM_CHECK_THREADS, ShardPlan, stored_shards
 from prep.core.table_file import as_array
 from prep.sources.table import probe_sources, read_probes
 from prep.video.column import COLUMN
@@ -71,8 +71,8 @@ def make_plan(
     probes = probe_sources(
         data_dir,
         videos["path"],
-        num_workers=NUM_LOOKING_THREADS,
-        again_failed=bool(retry_codes),
+        num_workers=NUM_CHECK_THREADS,
+        retry_failed=bool(retry_codes),
         on_progress=on_probe,
     )
     folder = variant_dir(data_dir, VIDEO, recipe.variant)
@@ -125,7 +125,7 @@ def chunk_job(planned: Planned) -> "Job[ShardTask]":
         video_ids=lambda shard: [span.video_id for span in plan.spans(shard.rows)],
         failed_before=list(plan.failed_sources()),
         chunk_s=float(plan.recipe.settings.len_s),
-        needs=("prep.video.ffmpeg:why_not_version", plan.recipe.ffmpeg),
+        needs=("prep.video.ffmpeg:version_mismatch", plan.recipe.ffmpeg),
     )
 
 
@@ -179,7 +179,8 @@ def pending_chunks(data_dir: Path, variant: Variant) -> Pending:
     """
     if not (manifest_dir(data_dir) / MANIFEST_FILE).exists():
         raise UserError(
-            f"{data_dir} has no manifest: what is needed cannot be told", hint="make it again with `prep manifest`"
+            f"{data_dir} has no manifest, so the required chunks are unknown",
+            hint="create it again with `prep manifest`",
         )
     settings = recipe_from_dict(variant.recipe).settings()
     chunks = wanted_chunks(data_dir, settings, videos=read_videos(data_dir), probes=read_probes(data_dir))

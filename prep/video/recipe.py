@@ -10,14 +10,16 @@ from dataclasses import asdict, dataclass, fields, replace
 from fractions import Fraction
 from typing import Annotated, Any, Literal
 
-from cyclopts import Parameter
+from cyclopts import Group, Parameter
 
 from manifests.errors import UserError
+from manifests.help_text import FIRST_RUN
 from prep.core.column import recipe_fingerprint
 from prep.video.codecs import DEFAULT_KEYINT, INTRA, changed_arguments, codec_named
 from prep.video.settings import Audio, ChunkSettings, Gop, Scaler, Tail, require_bitrate_unit
 
 RECIPE_SCHEMA = 1  # incremented when the same settings begin to produce different bytes
+ENCODING = Parameter(group=Group("Encoding", sort_key=1))
 SPAN_CHUNKS = 20  # chunks per encoder pass: five minutes of video at 15 s per chunk
 
 RecipeName = Literal["balanced", "small", "fast"]
@@ -33,49 +35,53 @@ NAMED_RECIPES: Mapping[RecipeName, Mapping[str, Any]] = {
 class Recipe:
     """Settings of `prep chunk` that affect the bytes of chunks. Settings that are None come from the named recipe."""
 
-    recipe: RecipeName = "balanced"
-    """What the settings that are not given come from: balanced; small (AV1: few bytes, slow to decode); or fast
-    (MJPEG: quick to decode, many bytes)."""
+    recipe: Annotated[RecipeName, ENCODING, FIRST_RUN] = "balanced"
+    """Named settings: balanced (H.264), small (AV1) or fast (MJPEG, fast to decode). They provide the values of flags
+    that are not given."""
 
-    len: Annotated[str, Parameter(allow_leading_hyphen=True)] = "15s"
-    """Length of a chunk, with its unit: 15s, 2.5s, 500ms."""
+    len: Annotated[str, ENCODING, FIRST_RUN, Parameter(allow_leading_hyphen=True)] = "15s"
+    """Chunk length with unit, up to 1 hour, such as 15s, 2.5s or 500ms."""
 
-    codec: str | None = None
-    """h264, hevc, av1, vp9, mjpeg, h264_nvenc or hevc_nvenc; another one than the recipe's brings its own defaults."""
+    codec: Annotated[str | None, ENCODING, FIRST_RUN] = None
+    """Video codec: h264, hevc, av1, vp9, mjpeg, h264_nvenc, hevc_nvenc. If it differs from the recipe's codec, the
+    other settings default to those of the codec. Default: the recipe's."""
 
-    crf: int | None = None
-    """Constant quality, smaller is better (for MJPEG: the quantiser scale)."""
+    crf: Annotated[int | None, ENCODING, FIRST_RUN] = None
+    """Constant rate factor; lower values give better quality. Range: 1 to 51 for H.264 and HEVC, 1 to 63 for AV1 and
+    VP9; for MJPEG, the quantiser scale, 2 to 31. Default: the recipe's, 24 for balanced."""
 
-    bitrate: Annotated[str | None, Parameter(validator=require_bitrate_unit)] = None
-    """Average bitrate instead of constant quality: 800k, 2M."""
+    bitrate: Annotated[str | None, ENCODING, FIRST_RUN, Parameter(validator=require_bitrate_unit)] = None
+    """Average bitrate in bit/s, such as 800k or 2M. It replaces --crf."""
 
-    preset: str | None = None
-    """The encoder's speed preset."""
+    preset: Annotated[str | None, ENCODING] = None
+    """Speed preset of the encoder, such as faster for H.264 or 9 for AV1. Default: the recipe's."""
 
-    gop: Gop | None = None
-    """comb (a P every 16 frames, no b is a reference), star (a comb with one P), closed, or intra."""
+    gop: Annotated[Gop | None, ENCODING] = None
+    """GOP layout. comb: a P frame every 16 frames, and B frames between them that are never references; star: a comb
+    with a single P frame; closed: closed GOPs as the encoder chooses; intra: key frames only. Default: the recipe's."""
 
-    keyint: int | None = None
-    """Frames from one key frame to the next (default: comb 90, star 16, closed 30)."""
+    keyint: Annotated[int | None, ENCODING] = None
+    """Key frame interval in frames, 1 to 600. Default: the recipe's, or 90 for comb, 16 for star, 30 for closed."""
 
-    fps: str = "30"
-    """Constant frame rate of every chunk: 30, 25, 30000/1001."""
+    fps: Annotated[str, ENCODING] = "30"
+    """Constant frame rate of the chunks in frames per second, 1 to 240, such as 25 or 30000/1001."""
 
-    short_side: int = 288
-    """Short side in pixels; smaller videos are not enlarged."""
+    short_side: Annotated[int, ENCODING] = 288
+    """Short side of the frames in pixels, an even number from 16 to 4320. Smaller videos are not upscaled."""
 
-    scaler: Scaler = "bicubic"
-    """Filter of the resize."""
+    scaler: Annotated[Scaler, ENCODING] = "bicubic"
+    """Scaling filter."""
 
-    tail: Tail = "keep"
-    """What becomes of the rest that is shorter than a chunk: kept, dropped, or merged into the chunk before."""
+    tail: Annotated[Tail, ENCODING] = "keep"
+    """Handling of the remainder of a video that is shorter than a chunk. keep: make a shorter chunk; drop: discard it;
+    merge: append it to the previous chunk."""
 
-    audio: Audio = "drop"
-    """Whether chunks carry the first audio stream, as AAC."""
+    audio: Annotated[Audio, ENCODING] = "drop"
+    """Handling of audio. keep: encode the first audio stream as AAC; drop: no audio."""
 
     def __post_init__(self) -> None:
         if self.crf is not None and self.bitrate is not None:
-            raise UserError("--crf and --bitrate exclude each other", hint="give the one that you mean")
+            raise UserError("--crf and --bitrate are mutually exclusive", hint="give one of them")
         self.settings()  # raises UserError if settings conflict
 
     def settings(self) -> ChunkSettings:
@@ -152,8 +158,8 @@ def recipe_from_dict(stored: Mapping[str, Any]) -> Recipe:
     """
     if stored.get("schema") != RECIPE_SCHEMA:
         raise UserError(
-            f"the recipe has schema {stored.get('schema')!r}, this version writes {RECIPE_SCHEMA}",
-            hint="run `prep chunk` with the settings that you want; it makes a new variant",
+            f"the recipe has schema {stored.get('schema')!r}, but this version supports {RECIPE_SCHEMA}",
+            hint="run `prep chunk` with the desired settings to create a new variant",
         )
     names = {field.name for field in fields(ChunkSettings)}
     return Recipe(**{name: value for name, value in stored.items() if name in names})

@@ -12,9 +12,10 @@ import numpy as np
 
 from manifests.errors import UserError
 from manifests.keys import split_key
+from manifests.quoting import counted
 from prep.core.column import VIDEO
 from prep.core.plan import ShardState
-from prep.core.report import Report, changed_settings, states_lines, states_values, summary_report
+from prep.core.report import Report, changed_settings, size_text, states_lines, states_values, summary_report
 from prep.core.run import Summary
 from prep.video.codecs import codec_named
 from prep.video.plan import Workload
@@ -87,11 +88,11 @@ def plan_report(planned: Planned) -> Report:
     against = _changed_settings(planned)
     lines = [f"variant  {plan.recipe.variant}", *(f"setting  {difference}" for difference in against)]
     lines += states_lines(plan.shards)
-    lines += [f"unusable {count:>7} videos: {code}" for code, count in sorted(plan.unusable.items())]
+    lines += [f"unusable {counted(count, 'video')}: {code}" for code, count in sorted(plan.unusable.items())]
     if any(shard.has_work for shard in plan.shards):
         lines.append(
-            f"estimate {_hours(cost.core_hours)} of one core for {_hours(cost.video_hours)} of video,"
-            f" {cost.size_bytes / 1e9:.2f} GB"
+            f"estimate {_hours(cost.core_hours)} of CPU time for {_hours(cost.video_hours)} of video,"
+            f" {size_text(round(cost.size_bytes))}"
         )
     else:
         lines.append("nothing to do")
@@ -127,7 +128,7 @@ def explanation(planned: Planned, name: str) -> Report:
         video_id = name
     if not plan.has_video(video_id):
         raise UserError(
-            f'no video "{video_id}" in the manifest', hint="give a key or a video_id as `prep inspect` shows them"
+            f'no video "{video_id}" in the manifest', hint="give a key or video ID as shown by `prep inspect`"
         )
     shards = [shard for shard in plan.shards if any(span.video_id == video_id for span in plan.spans(shard.rows))]
     failed = [failure for failure in plan.failed_sources() if failure.video_id == video_id]
@@ -150,9 +151,11 @@ def chunk_summary(summary: Summary, *, listed: Path) -> Report:
     """Return the report of a run; `listed` is the path of the list of failures."""
     speed = None
     if summary.cpu_s and summary.encoded_s:
-        speed = f"{summary.encoded_s / summary.cpu_s:.1f}x real time a core ({summary.cpu_s:.1f} CPU-s)"
+        speed = f"{summary.encoded_s / summary.cpu_s:.1f}x real time per core ({summary.cpu_s:.1f} s of CPU time)"
     return summary_report(summary, listed=listed, speed=speed)
 
 
 def _hours(hours: float) -> str:
+    if hours < 1 / 60:
+        return f"{hours * 3600:.0f} s"
     return f"{hours:.1f} h" if hours >= 1 else f"{hours * 60:.1f} min"

@@ -159,11 +159,11 @@ def _content(descriptor: int) -> bytes:
 def _names(marker: bytes, folder: str) -> bool:
     """Return True if the marker was written by this program for that folder."""
     try:
-        said: Any = parse_json(marker)
+        content: Any = parse_json(marker)
     except ValueError:
         return False
     wanted = {"program": _PROGRAM, "format": _FORMAT, "folder": folder}
-    return isinstance(said, dict) and all(said.get(key) == value for key, value in wanted.items())
+    return isinstance(content, dict) and all(content.get(key) == value for key, value in wanted.items())
 
 
 @contextmanager
@@ -185,7 +185,7 @@ def _alone(root: Path) -> Iterator[None]:
         try:
             state = os.fstat(lock)
             if state.st_uid != os.geteuid() or stat.S_IMODE(state.st_mode) & 0o077:
-                message = "not a folder of this user alone (mode 0700); remove it, or set TMPDIR to another folder"
+                message = "not a private folder of this user (mode 0700); remove it, or set TMPDIR to another folder"
                 raise PermissionError(errno.EPERM, message, os.fspath(root))
             fcntl.flock(lock, fcntl.LOCK_EX)
             if not _is_same(root, state):

@@ -47,42 +47,47 @@ class ChunkSettings:
         codec = codec_named(self.codec)
         low, high = codec.crf_range
         if self.crf is not None and not low <= self.crf <= high:
-            raise UserError(f"--crf {self.crf} is out of range", hint=f"{self.codec} takes {low} (best) to {high}")
+            raise UserError(
+                f"--crf {self.crf} is out of range", hint=f"give {low} (best quality) to {high} for {self.codec}"
+            )
         if self.bitrate is not None:
             bits_per_second(self.bitrate)  # raises UserError if it is invalid
         if self.preset is not None and self.preset not in codec.presets:
-            known = ", ".join(codec.presets) or "none"
-            raise UserError(f'{self.codec} has no preset "{self.preset}"', hint=f"its presets: {known}")
+            hint = f"use one of {', '.join(codec.presets)}" if codec.presets else "omit --preset"
+            raise UserError(f'{self.codec} has no preset "{self.preset}"', hint=hint)
         if self.gop not in codec.gops:
-            raise UserError(f"{self.codec} cannot write --gop {self.gop}", hint=f"it can: {', '.join(codec.gops)}")
+            raise UserError(
+                f"{self.codec} does not support --gop {self.gop}", hint=f"use --gop {' or '.join(codec.gops)}"
+            )
         self._check_keyint()
         if not 16 <= self.short_side <= 4320 or self.short_side % 2:
-            raise UserError(f"--short-side {self.short_side} does not work", hint="give an even number from 16 to 4320")
+            raise UserError(f"--short-side {self.short_side} is invalid", hint="give an even number from 16 to 4320")
         if not 1 <= self.fps_exact <= 240:
             raise UserError(f"--fps {self.fps} is out of range", hint="give 1 to 240 frames per second")
         if (self.len_s * self.fps_exact).denominator != 1:
             raise UserError(
-                f"a chunk of {self.len} at {self.fps} fps is {float(self.len_s * self.fps_exact):g} frames",
-                hint="choose --len and --fps so that their product is whole, for example --len 15s --fps 30",
+                f"a chunk of {self.len} at {self.fps} fps has {float(self.len_s * self.fps_exact):g} frames",
+                hint="choose --len and --fps for a whole number of frames per chunk, for example --len 15s --fps 30",
             )
         if self.len_s > 3600:
-            raise UserError(f"--len {self.len} is too long", hint="give an hour or less; 15s is what training wants")
+            raise UserError(f'--len "{self.len}" is too long', hint="give at most 3600s, for example 15s")
 
     def _check_keyint(self) -> None:
         if not 1 <= self.keyint <= 600:
             raise UserError(f"--keyint {self.keyint} is out of range", hint="give 1 to 600 frames")
         if self.gop == INTRA and self.keyint != 1:
             raise UserError(
-                f"--keyint {self.keyint} does not fit --gop intra, where every frame is a key frame",
-                hint="leave --keyint out, or give another --gop",
+                f"--keyint {self.keyint} is incompatible with --gop intra, in which every frame is a key frame",
+                hint="omit --keyint, or give another --gop",
             )
         if self.gop == STAR and not 3 <= self.keyint <= MAX_CONSECUTIVE_B_FRAMES + 2:
             raise UserError(
-                f"--keyint {self.keyint} does not fit a star GOP", hint="give 3 to 18 frames, or use --gop comb"
+                f"--keyint {self.keyint} is incompatible with --gop star", hint="give 3 to 18 frames, or use --gop comb"
             )
         if self.gop == "comb" and self.keyint < 3:
             raise UserError(
-                f"--keyint {self.keyint} does not fit a comb GOP", hint="give 3 frames or more, or use --gop intra"
+                f"--keyint {self.keyint} is incompatible with --gop comb",
+                hint="give 3 frames or more, or use --gop intra",
             )
 
     @property
@@ -90,10 +95,12 @@ class ChunkSettings:
         """Length of a full chunk in seconds, exact."""
         match = _LENGTH.fullmatch(self.len)
         if match is None or Fraction(match["number"]) == 0:
-            raise UserError(f'--len "{self.len}" is not a length', hint="write a number with its unit: 15s or 500ms")
+            raise UserError(f'--len "{self.len}" is not a length', hint="write a number with a unit: 15s or 500ms")
         seconds = Fraction(match["number"]) / (1000 if match["unit"] == "ms" else 1)
         if (seconds * 1000).denominator != 1:
-            raise UserError(f'--len "{self.len}" is finer than a millisecond', hint="keys count whole milliseconds")
+            raise UserError(
+                f'--len "{self.len}" is not a whole number of milliseconds', hint="round it to milliseconds: 500ms"
+            )
         return seconds
 
     @property
@@ -102,7 +109,7 @@ class ChunkSettings:
         try:
             return Fraction(self.fps)
         except (ValueError, ZeroDivisionError):
-            raise UserError(f'--fps "{self.fps}" is not a rate', hint="write 30, 25 or 30000/1001") from None
+            raise UserError(f'--fps "{self.fps}" is not a frame rate', hint="write 30, 25 or 30000/1001") from None
 
     @property
     def chunk_frames(self) -> int:
@@ -118,7 +125,7 @@ def require_bitrate_unit(_type: object, bitrate: str | None) -> None:
     """
     if bitrate is not None and bitrate.isdecimal() and int(bitrate):
         meant = f"{int(bitrate) // 1000}k" if int(bitrate) >= 10_000 else f"{int(bitrate)}k"
-        raise UserError(f'--bitrate "{bitrate}" has no unit', hint=f"write --bitrate {meant}, in bits per second")
+        raise UserError(f'--bitrate "{bitrate}" has no unit', hint=f"write --bitrate {meant} (bits per second)")
 
 
 def bits_per_second(bitrate: str) -> float:

@@ -103,7 +103,7 @@ def _checked(encoded: EncodedSpan, plan: SpanPlan, *, recipe: ResolvedRecipe) ->
             times_s = times_s[planned:]
     if len(encoded.segments) != len(frames):
         raise SourceFailure(
-            FailureCode.FRAMES_DIFFER, f"the encoder wrote {len(encoded.segments)} chunks, planned {len(frames)}"
+            FailureCode.FRAMES_DIFFER, f"the encoder wrote {len(encoded.segments)} chunks, expected {len(frames)}"
         )
     return [
         checked_chunk(path, num_frames=num_frames, num_source_frames=num_source, plan=plan, recipe=recipe)
@@ -117,7 +117,7 @@ def _require_source(plan: SpanPlan) -> None:
     except SourceFailure as failure:
         raise SourceFailure(failure.code, f"{plan.path}: {failure.message}") from None
     if found != plan.source.fingerprint:
-        raise SourceFailure(FailureCode.SOURCE_CHANGED, f"{plan.path}: not the file that was planned with")
+        raise SourceFailure(FailureCode.SOURCE_CHANGED, f"{plan.path}: the file has changed since the run was planned")
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from manifests.keys import chunk_key
 from prep.core.column import VIDEO
 from prep.core.failures import FailureCode, SourceFailure
 from prep.core.heartbeat import Heartbeat
-from prep.core.shard_result import ShardResult, cpu_s, stopped, stopping_at_trouble
+from prep.core.shard_result import ShardResult, cpu_s, stopped, system_errors_as_results
 from prep.video.ffmpeg import Ffmpeg, find_ffmpeg
 from prep.video.plan import SpanPlan
 from prep.video.recipe import ResolvedRecipe
@@ -50,9 +50,9 @@ def make_shard(task: ShardTask) -> ShardResult:
     """Make, publish and commit one shard. Idempotent: a second run writes the same bytes under the same names."""
     version = find_ffmpeg().version
     if version != task.recipe.ffmpeg:
-        message = f"this node has ffmpeg {version}, the plan was made with {task.recipe.ffmpeg}"
+        message = f"this node has ffmpeg {version}, but the plan requires {task.recipe.ffmpeg}"
         return stopped(task, FailureCode.FFMPEG_DIFFERS, message)
-    return stopping_at_trouble(_make, task)
+    return system_errors_as_results(_make, task)
 
 
 def _make(task: ShardTask) -> ShardResult:

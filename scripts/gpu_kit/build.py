@@ -20,6 +20,7 @@ from pathlib import Path
 
 from benchmarks.environment import COMMIT_FILE, commit
 from manifests.errors import UserError, run_command
+from manifests.quoting import counted
 from scripts.gpu_kit.data import CLIPS_PACKAGE, DataSize, fetch_clips, make_data, natural_videos
 from scripts.gpu_kit.wheels import choose, fetch
 
@@ -27,15 +28,15 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 MAX_BYTES = 60_000_000
 CONTENTS = "CONTENTS.txt"
 HOW_TO_RUN = """\
-The GPU kit of clipmill: checks and measures clipmill on a machine with an NVIDIA GPU. It needs Linux x86-64, Python
-3.11 to 3.13 and torch there, but no network, no compiler and no root. Copy this folder to that machine, then:
+The GPU kit of clipmill: tests and benchmarks for a machine with an NVIDIA GPU. Requirements: Linux x86-64, Python 3.11
+to 3.13 and torch; no network, compiler or root privileges. Copy this folder to that machine, then run:
 
-    ./run.sh OUT                 parts A (correctness), B (speed) and C (feeding it): 22 minutes
-    ./run.sh OUT --part A        one of them
+    ./run.sh OUT                 parts A (correctness), B (speed) and C (data loading): 22 minutes
+    ./run.sh OUT --part A        one part
     ./run.sh OUT --dry-run       the same programs at tiny sizes on a CPU
     PYTHON=/path/to/python3.12 ./run.sh OUT
 
-OUT is the folder of the results. The whole story is in checkout/docs/gpu_kit.md.
+OUT is the folder for the results. See checkout/docs/gpu_kit.md for details.
 """
 
 
@@ -52,11 +53,11 @@ def main() -> None:
     """Build the kit and print its contents."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path("build/gpu-kit"), help="folder of the kit; it is replaced")
-    parser.add_argument("--videos", type=Path, metavar="DIR", help="natural videos to take pieces of")
+    parser.add_argument("--videos", type=Path, metavar="DIR", help="folder of natural videos to cut pieces from")
     parser.add_argument(
         "--pieces",
         type=int,
-        help=f"pieces of natural videos at most (default: as many of {DataSize().num_pieces} as there is room for)",
+        help=f"maximum number of pieces of natural videos (default: up to {DataSize().num_pieces}, as size permits)",
     )
     found = parser.parse_args()
     size = DataSize() if found.pieces is None else DataSize(num_pieces=found.pieces)
@@ -74,10 +75,10 @@ def build(kit: Path, *, videos: Path | None, size: DataSize, may_take_fewer: boo
             large.
     """
     if size.num_pieces < 1:
-        raise UserError(f"{size.num_pieces} pieces of natural videos are too few", hint="take at least one (PIECES=1)")
+        raise UserError(f"{size.num_pieces} pieces of natural videos are too few", hint="give 1 or more (PIECES=1)")
     own = natural_videos(videos) if videos is not None else None
     if kit.exists() and not (kit / "run.sh").is_file():
-        raise UserError(f"{kit} exists and is not a GPU kit", hint="name another folder with --out, or remove it")
+        raise UserError(f"{kit} exists and is not a GPU kit", hint="give another folder with --out, or remove it")
     kit.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix="gpu-kit-", dir=kit.parent) as folder:
         scratch, new = Path(folder), Path(folder) / "kit"
@@ -89,10 +90,10 @@ def build(kit: Path, *, videos: Path | None, size: DataSize, may_take_fewer: boo
         contents["wheels"] = ", ".join(f"{pin.name} {pin.version}" for pin in pins)
         _step("natural videos")
         natural = fetch_clips(scratch / "clips") if own is None else own
-        origin = f"the clips of {CLIPS_PACKAGE}" if own is None else f"of {_count(len(own), 'video')} of yours"
+        origin = f"the clips of {CLIPS_PACKAGE}" if own is None else f"from {counted(len(own), 'given video')}"
         num_pieces = add_data(new, natural=natural, size=size, scratch=scratch, may_take_fewer=may_take_fewer)
-        pieces = _count(num_pieces, "natural piece")
-        contents["data"] = f"{_count(size.num_made, 'made video')}; {pieces}: {origin}"
+        pieces = counted(num_pieces, "natural piece")
+        contents["data"] = f"{counted(size.num_made, 'synthetic video')}; {pieces}: {origin}"
         finish(new, contents)
         # Remove an older kit, so that none of its files remain in the new one.
         if kit.exists():
@@ -123,8 +124,8 @@ def add_data(
         if total_bytes <= max_bytes or not may_take_fewer or num_pieces <= 1:
             return num_pieces
         _step(
-            f"with {num_pieces} natural pieces the kit has {total_bytes / 1e6:.1f} MB, more than the "
-            f"{max_bytes / 1e6:.0f} that it may have: taking {num_pieces - 1}"
+            f"the kit has {total_bytes / 1e6:.1f} MB with {num_pieces} natural pieces, but the limit is "
+            f"{max_bytes / 1e6:.0f} MB: trying {num_pieces - 1}"
         )
         shutil.rmtree(kit / "data")
         size = replace(size, num_pieces=num_pieces - 1)
@@ -143,10 +144,10 @@ def copy_checkout(kit: Path) -> str:
     (kit / "checkout" / COMMIT_FILE).write_text(f"{name}\n")
     remarks = [f"commit {name}"]
     if name.endswith("-dirty"):
-        remarks.append("with changes that are not committed")
+        remarks.append("with uncommitted changes")
     untracked = list(filter(None, _git("ls-files", "-z", "--others", "--exclude-standard").split("\0")))
     if untracked:
-        remarks.append(f"without {len(untracked)} files that git does not track, such as {untracked[0]}")
+        remarks.append(f"without {counted(len(untracked), 'untracked file')} such as {untracked[0]}")
     return ", ".join(remarks)
 
 
@@ -167,8 +168,8 @@ def finish(kit: Path, remarks: Mapping[str, str], *, max_bytes: int = MAX_BYTES)
     text = "\n".join(lines) + "\n"
     if total_bytes > max_bytes:
         raise UserError(
-            f"the kit has {total_bytes / 1e6:.1f} MB, more than the {max_bytes / 1e6:.0f} that it may have:\n{text}",
-            hint="leave out PIECES, which takes as many as fit, or bring fewer packages (scripts/gpu_kit/wheels.py)",
+            f"the kit has {total_bytes / 1e6:.1f} MB, but the limit is {max_bytes / 1e6:.0f} MB:\n{text}",
+            hint="omit PIECES to include as many pieces as fit, or include fewer packages (scripts/gpu_kit/wheels.py)",
         )
     (kit / CONTENTS).write_text(f"{HOW_TO_RUN}\n{text}")
 
@@ -177,14 +178,10 @@ def _size_bytes(folder: Path) -> int:
     return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
 
 
-def _count(number: int, what: str) -> str:
-    return f"{number} {what}{'' if number == 1 else 's'}"
-
-
 def _git(*words: str) -> str:
     done = subprocess.run(["git", "-C", str(REPOSITORY), *words], capture_output=True, text=True)
     if done.returncode != 0:
-        raise UserError(f"git says: {done.stderr.strip()}", hint="build the kit in a clone of the repository")
+        raise UserError(f"git failed: {done.stderr.strip()}", hint="build the kit in a clone of the repository")
     return done.stdout
 
 

@@ -81,7 +81,7 @@ def natural_videos(folder: Path) -> list[Path]:
     """
     if not folder.is_dir():
         problem = "is not a folder" if folder.exists() else "does not exist"
-        raise UserError(f"{folder} {problem}", hint="name a folder of videos (VIDEOS=DIR)")
+        raise UserError(f"{folder} {problem}", hint="give a folder of videos (VIDEOS=DIR)")
     found = sorted(path for path in folder.rglob("*") if path.suffix.lower() in _VIDEO_SUFFIXES and path.is_file())
     if not found:
         raise UserError(f"no videos in {folder}", hint="give a folder with mp4, mkv, webm, mov or avi files")
@@ -133,7 +133,7 @@ def _length_s(video: Path) -> float:
         with av.open(os.fspath(video)) as container:
             return float((container.duration or 0) / av.time_base)
     except av.FFmpegError as error:
-        raise UserError(f"{video} is not a video that can be read: {error}", hint="take it out of the folder") from None
+        raise UserError(f"{video} is not a readable video: {error}", hint="remove it from the folder") from None
 
 
 def _cut(video: Path, piece: Path, *, begin_s: float, length_s: float) -> None:
@@ -141,7 +141,7 @@ def _cut(video: Path, piece: Path, *, begin_s: float, length_s: float) -> None:
     command += ["-i", f"file:{video}", "-map", "0:v:0", "-t", str(length_s), "-c", "copy", f"file:{piece}"]
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode != 0:
-        raise UserError(f"ffmpeg cannot cut {video}: {done.stderr.strip()[-300:]}", hint="take it out of the folder")
+        raise UserError(f"ffmpeg cannot cut {video}: {done.stderr.strip()[-300:]}", hint="remove it from the folder")
 
 
 def _write_captions(path: Path, pieces: Sequence[Path], *, piece_s: float) -> None:
@@ -157,5 +157,5 @@ def _prep(*words: str, data: Path) -> None:
     command = [sys.executable, "-m", "prep.cli", *words, "--data", str(data)]
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode != 0:
-        said = f"{done.stdout}{done.stderr}".strip()
-        raise UserError(f"`prep {' '.join(words)}` failed:\n{said}", hint="mend what it names and build again")
+        output = f"{done.stdout}{done.stderr}".strip()
+        raise UserError(f"`prep {' '.join(words)}` failed:\n{output}", hint="fix the reported problem, and build again")

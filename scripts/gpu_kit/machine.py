@@ -17,7 +17,7 @@ from packaging.version import InvalidVersion, Version
 from scripts.gpu_kit.archives import opened
 from scripts.gpu_kit.requirements import Need, normal
 
-HERE, BROUGHT, MISSING = "this machine", "the kit", "missing"
+HERE, FROM_KIT, MISSING = "this machine", "the kit", "missing"
 _PROBE_LIMIT_S = 120
 _PROBE = """
 import json, torch
@@ -64,7 +64,7 @@ def wheels_for(tags: Iterable[Tag], wheels: Iterable[Path]) -> dict[str, Path]:
     return fitting
 
 
-def bring_missing(wheels: Iterable[Path], site: Path) -> None:
+def unpack_missing(wheels: Iterable[Path], site: Path) -> None:
     """Unpack the wheels of packages that are not installed in any version into `site`, and add `site` to the path.
 
     A wheel is a zip file that only needs to be unpacked, so pip is not required.
@@ -74,14 +74,14 @@ def bring_missing(wheels: Iterable[Path], site: Path) -> None:
     """
     for name, wheel in wheels_for(sys_tags(), wheels).items():
         with opened(wheel) as archive:
-            if not _is_there(name, archive.namelist()):
+            if not _is_installed(name, archive.namelist()):
                 archive.extractall(site)
     sys.path.append(str(site))
     importlib.invalidate_caches()
 
 
 def find_packages(needs: Sequence[Need], *, site: Path) -> list[Package]:
-    """Look up the packages that the parts need, after `bring_missing`."""
+    """Look up the packages that the parts need, after `unpack_missing`."""
     return [_find(need, site=site) for need in needs]
 
 
@@ -96,8 +96,8 @@ def conflicts(site: Path) -> list[str]:
             version = _version(wanted.name)
             if version is not None and not fits(version, wanted):
                 found.append(
-                    f"{distribution.name} {distribution.version} wants {wanted.name}{wanted.specifier}, "
-                    f"here is {version}"
+                    f"{distribution.name} {distribution.version} requires {wanted.name}{wanted.specifier}, "
+                    f"found {version}"
                 )
     return sorted(found)
 
@@ -121,7 +121,7 @@ def find_devices() -> Devices:
         )
         found = json.loads(done.stdout.strip().splitlines()[-1])
     except subprocess.TimeoutExpired:
-        return Devices(torch=None, names=(), problem=f"torch did not answer within {_PROBE_LIMIT_S} s")
+        return Devices(torch=None, names=(), problem=f"torch did not respond within {_PROBE_LIMIT_S} s")
     except subprocess.CalledProcessError as error:
         last = (error.stderr.strip().splitlines() or [f"exit status {error.returncode}"])[-1]
         return Devices(torch=None, names=(), problem=f"torch cannot be imported: {last}")
@@ -136,18 +136,18 @@ def _find(need: Need, *, site: Path) -> Package:
     version = _version(need.name)
     spec = importlib.util.find_spec(need.import_name)
     if spec is None:
-        problem = f"{need.name} is missing, and the kit has no wheel of it for this Python; lost: {need.loss}"
+        problem = f"{need.name} is missing, and the kit has no wheel for this Python; affects {need.loss}"
         return Package(need=need, version=None, source=MISSING, problem=problem)
-    is_brought = spec.origin is not None and Path(spec.origin).is_relative_to(site)
-    source = BROUGHT if is_brought else HERE
+    is_from_kit = spec.origin is not None and Path(spec.origin).is_relative_to(site)
+    source = FROM_KIT if is_from_kit else HERE
     # For a package without metadata, such as an OpenCV built from source, only its presence is known.
     if version is None or fits(version, need.requirement):
         return Package(need=need, version=version, source=source)
-    problem = f"{need.name} {version} is here, clipmill wants {need.requirement.specifier}; at risk: {need.loss}"
+    problem = f"found {need.name} {version}, clipmill requires {need.requirement.specifier}; may affect {need.loss}"
     return Package(need=need, version=version, source=source, problem=problem)
 
 
-def _is_there(name: str, members: Iterable[str]) -> bool:
+def _is_installed(name: str, members: Iterable[str]) -> bool:
     if _version(name) is not None:
         return True
     tops = {member.partition("/")[0].removesuffix(".py") for member in members}

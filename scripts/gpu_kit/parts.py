@@ -100,7 +100,7 @@ def run_part(
     log, result = out / f"{part.stem}.log", out / part.result
     result.unlink(missing_ok=True)
     began_s = time.monotonic()
-    is_late = is_deaf = False
+    is_late = is_stuck = False
     with log.open("wb") as file:
         # A new session, so that all its processes can be terminated together.
         process = subprocess.Popen(
@@ -113,7 +113,7 @@ def run_part(
             # For a part that exceeds its time, and for one that is abandoned because this program was told to stop.
             if process.poll() is None:
                 _signal(process, signal.SIGINT)
-                is_deaf = not _wait(process, limit_s=_INTERRUPTED_S, show=lambda: None)
+                is_stuck = not _wait(process, limit_s=_INTERRUPTED_S, show=lambda: None)
             _end_group(process)
             code = process.wait()
     _shorten(log)
@@ -122,10 +122,10 @@ def run_part(
     verdict = _verdict(part, result, code=code, was_ended=is_late)
     summary, details = verdict.summary, verdict.details
     if is_late:
-        end = f"did not react to the interruption within {_INTERRUPTED_S:g} s and was killed" if is_deaf else ""
+        end = f"did not respond to the interruption within {_INTERRUPTED_S:g} s and was killed" if is_stuck else ""
         end = end or "was interrupted"
-        summary = f"did not end within {limit_s:.0f} s and {end}; {summary}"
-        details = (f"its last output was: {last_line}", *details)
+        summary = f"did not finish within {limit_s:.0f} s and {end}; {summary}"
+        details = (f"last output: {last_line}", *details)
     return Verdict(
         letter=part.letter,
         has_passed=verdict.has_passed,
@@ -139,7 +139,7 @@ def _verdict(part: Part, result: Path, *, code: int, was_ended: bool) -> Verdict
     try:
         is_good, summary, details = (_of_tests if part.suffix == ".xml" else _of_measurements)(result)
     except FileNotFoundError:
-        return Verdict(letter=part.letter, has_passed=False, summary=f"{_ending(code)}; it left no {result.name}")
+        return Verdict(letter=part.letter, has_passed=False, summary=f"{_ending(code)}; no {result.name} was written")
     except (ValueError, KeyError, TypeError, ElementTree.ParseError) as error:
         summary = f"{_ending(code)}; {result.name} cannot be read: {error}"
         return Verdict(letter=part.letter, has_passed=False, summary=summary)
@@ -198,7 +198,7 @@ def _at_most(lines: Sequence[str]) -> tuple[str, ...]:
 
 
 def _ending(code: int) -> str:
-    return f"ended by signal {-code}" if code < 0 else f"exit status {code}"
+    return f"killed by signal {-code}" if code < 0 else f"exit status {code}"
 
 
 def _wait(process: subprocess.Popen[bytes], *, limit_s: float, show: Callable[[], None]) -> bool:
@@ -249,4 +249,4 @@ def _shorten(log: Path) -> None:
             begin = file.read(_MAX_LOG_BYTES // 2)
             file.seek(size_bytes - _MAX_LOG_BYTES // 2)
             end = file.read()
-        log.write_bytes(begin + f"\n[{size_bytes - _MAX_LOG_BYTES} bytes left out]\n".encode() + end)
+        log.write_bytes(begin + f"\n[{size_bytes - _MAX_LOG_BYTES} bytes omitted]\n".encode() + end)

@@ -14,7 +14,7 @@ import tempfile
 from pathlib import Path
 
 from manifests.errors import FailedWork, UserError, run_command
-from scripts.gpu_kit.machine import MISSING, Devices, Package, bring_missing, conflicts, find_devices, find_packages
+from scripts.gpu_kit.machine import MISSING, Devices, Package, conflicts, find_devices, find_packages, unpack_missing
 from scripts.gpu_kit.parts import GRACE_S, PARTS, Part, Verdict, command_of, run_part
 from scripts.gpu_kit.requirements import EVERYTHING, needs_of
 from scripts.gpu_kit.signals import stopping
@@ -23,7 +23,7 @@ LOG = "run.log"
 SITE = "site"
 _LEAST_MINUTES = 0.1
 _TABLES_LIMIT_S = 60
-_NAME_ANOTHER = "name a folder for the results that can be written to"
+_GIVE_FOLDER = "give a writable folder for the results"
 
 
 class Output:
@@ -46,10 +46,14 @@ def main() -> None:
     """Run the command line."""
     parser = argparse.ArgumentParser(prog="run.sh", description=__doc__)
     parser.add_argument("--kit", type=Path, required=True, help=argparse.SUPPRESS)
-    parser.add_argument("out", type=_folder, metavar="OUT", help="folder of the results")
-    parser.add_argument("--part", choices=[part.letter for part in PARTS], help="run this part alone")
-    parser.add_argument("--minutes", type=float, help="time of each part (default: A 4, B and C 9)")
-    parser.add_argument("--dry-run", action="store_true", help="tiny sizes on a CPU; the figures mean nothing")
+    parser.add_argument("out", type=_folder, metavar="OUT", help="folder for the results")
+    parser.add_argument("--part", choices=[part.letter for part in PARTS], help="run only this part")
+    parser.add_argument(
+        "--minutes", type=float, help="time limit of each part in minutes (default: 4 for A, 9 for B and C)"
+    )
+    parser.add_argument(
+        "--dry-run", action="store_true", help="run at tiny sizes on a CPU, as a test; the figures are meaningless"
+    )
     arguments = parser.parse_args()
     if arguments.minutes is not None and not arguments.minutes >= _LEAST_MINUTES:
         parser.error(f"argument --minutes: {arguments.minutes:g} is less than {_LEAST_MINUTES}")
@@ -70,7 +74,7 @@ def main() -> None:
 
 def _folder(text: str) -> Path:
     if not text:
-        raise argparse.ArgumentTypeError("it is empty; name a folder for the results")
+        raise argparse.ArgumentTypeError("empty; give a folder for the results")
     return Path(text)
 
 
@@ -88,9 +92,9 @@ def run_kit(kit: Path, *, out: Path, parts: list[Part], minutes: float | None, i
         out.mkdir(parents=True, exist_ok=True)
         say = Output(out / LOG)
     except FileExistsError:
-        raise UserError(f"{out} is not a folder", hint=_NAME_ANOTHER) from None
+        raise UserError(f"{out} is not a folder", hint=_GIVE_FOLDER) from None
     except OSError as error:
-        raise UserError(f"there can be no results in {out}: {error.strerror}", hint=_NAME_ANOTHER) from None
+        raise UserError(f"results cannot be written to {out}: {error.strerror}", hint=_GIVE_FOLDER) from None
     # Outside of OUT, which is copied back, and of the kit, which may be read-only.
     with tempfile.TemporaryDirectory(prefix="gpu-kit-", ignore_cleanup_errors=True) as folder:
         scratch = Path(folder)
@@ -128,34 +132,34 @@ def run_kit(kit: Path, *, out: Path, parts: list[Part], minutes: float | None, i
 
 def _prepare(kit: Path, *, site: Path, is_dry_run: bool, say: Output) -> None:
     site.mkdir()
-    bring_missing(sorted((kit / "wheels").glob("*.whl")), site)
+    unpack_missing(sorted((kit / "wheels").glob("*.whl")), site)
     packages = find_packages(needs_of(kit / "checkout" / "pyproject.toml"), site=site)
     devices = find_devices()
-    _say_what_is_here(packages, devices, site=site, say=say)
+    _report_machine(packages, devices, site=site, say=say)
     missing = [one.need.name for one in packages if one.source == MISSING and one.need.loss == EVERYTHING]
     if missing:
         raise UserError(
             f"nothing can run without {', '.join(missing)}",
-            hint=f"install it into {sys.executable}, or name another Python with PYTHON=/path/to/python3.12",
+            hint=f"install it into {sys.executable}, or use another Python with PYTHON=/path/to/python3.12",
         )
     if devices.problem and not is_dry_run:
         raise UserError(
             devices.problem,
-            hint="`nvidia-smi` says whether the driver works; --dry-run runs the same programs on a CPU, at tiny sizes",
+            hint="run `nvidia-smi` to check the driver; --dry-run runs the same programs on a CPU, at tiny sizes",
         )
 
 
-def _say_what_is_here(packages: list[Package], devices: Devices, *, site: Path, say: Output) -> None:
-    say(f"{'package':<24}{'version':<18}{'wanted':<14}from")
+def _report_machine(packages: list[Package], devices: Devices, *, site: Path, say: Output) -> None:
+    say(f"{'package':<24}{'version':<18}{'required':<14}source")
     for one in packages:
         say(
             f"{one.need.name:<24}{one.version or '-':<18}{str(one.need.requirement.specifier) or 'any':<14}{one.source}"
         )
     for one in packages:
         if one.problem:
-            say(f"does not fit: {one.problem}")
+            say(f"warning: {one.problem}")
     for conflict in conflicts(site):
-        say(f"does not fit: {conflict}")
+        say(f"warning: {conflict}")
     say(f"GPUs: {', '.join(devices.names) or devices.problem}")
 
 
@@ -181,12 +185,12 @@ def _write_tables(out: Path, *, checkout: Path, environment: dict[str, str]) -> 
             command, capture_output=True, text=True, cwd=checkout, env=environment, timeout=_TABLES_LIMIT_S
         )
     except subprocess.TimeoutExpired:
-        return Verdict(letter="", has_passed=False, summary=f"were not written within {_TABLES_LIMIT_S} s")
-    said = tuple(f"{done.stdout}\n{done.stderr}".strip().splitlines()[-8:])
+        return Verdict(letter="", has_passed=False, summary=f"not written within {_TABLES_LIMIT_S} s")
+    output = tuple(f"{done.stdout}\n{done.stderr}".strip().splitlines()[-8:])
     if done.returncode != 0:
-        return Verdict(letter="", has_passed=False, summary=f"exit status {done.returncode}", details=said)
+        return Verdict(letter="", has_passed=False, summary=f"exit status {done.returncode}", details=output)
     pages = ", ".join(str(path) for path in sorted(out.glob("*.md")))
-    return Verdict(letter="", has_passed=True, summary=pages or "there was nothing to write")
+    return Verdict(letter="", has_passed=True, summary=pages or "no tables")
 
 
 def _summarise(verdicts: list[Verdict], tables: Verdict, *, say: Output) -> None:
@@ -201,8 +205,8 @@ def _summarise(verdicts: list[Verdict], tables: Verdict, *, say: Output) -> None
     failed = [f"part {one.letter}" for one in verdicts if not one.has_passed]
     failed += [] if tables.has_passed else ["the tables"]
     if failed:
-        raise FailedWork(f"{', '.join(failed)}; the logs are beside the results")
-    say("all that ran passed")
+        raise FailedWork(f"{', '.join(failed)}; the logs are in the folder of the results")
+    say("all parts passed")
 
 
 def _line(verdict: Verdict) -> str:

@@ -7,7 +7,7 @@ from types import FrameType
 
 from manifests.errors import Stopped
 
-_HOW_TO_GO_ON = "the part that was running has been ended; run the same command again with --part for what is missing"
+_HOW_TO_RESUME = "the running part was terminated; run the command again with --part for the missing parts"
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
@@ -23,8 +23,8 @@ def stopping() -> Iterator[None]:
         for one in _SIGNALS:
             signal.signal(one, signal.SIG_IGN)
         if number == signal.SIGINT:
-            raise KeyboardInterrupt(_HOW_TO_GO_ON)
-        raise Stopped(f"{signal.Signals(number).name}; {_HOW_TO_GO_ON}")
+            raise KeyboardInterrupt(_HOW_TO_RESUME)
+        raise Stopped(f"{signal.Signals(number).name}; {_HOW_TO_RESUME}")
 
     before = {}
     for one in _SIGNALS:

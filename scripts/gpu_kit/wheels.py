@@ -36,7 +36,7 @@ PRESENT = (
     *("tokenizers", "pytest"),
 )
 # open_clip imports timm only for timm towers; leaving it out allows for more data.
-LEFT_OUT = frozenset({"timm"})
+EXCLUDED = frozenset({"timm"})
 KIT_ITSELF = "packaging"  # parses version ranges before anything is unpacked
 _GLIBC_MINORS = range(28, 4, -1)  # manylinux_2_28 and older: Ubuntu 20.04, RHEL 8 and newer
 _HASH = re.compile(r"--hash=(sha256:[0-9a-f]{64})")
@@ -87,7 +87,7 @@ def choose(pyproject: Path, lock: Path) -> list[Pin]:
         UserError: a package is missing from the lock.
     """
     wanted = with_their_needs(need.name for need in needs_of(pyproject))
-    names = wanted - with_their_needs(PRESENT) - LEFT_OUT | {KIT_ITSELF}
+    names = wanted - with_their_needs(PRESENT) - EXCLUDED | {KIT_ITSELF}
     pins = read_lock(lock)
     if missing := sorted(names - pins.keys()):
         raise UserError(f"{lock.name} has no {', '.join(missing)}", hint="run `make lock` and `make setup`")
@@ -125,7 +125,7 @@ def download(arguments: Iterable[str], folder: Path) -> None:
         errors = [line for line in done.stderr.splitlines() if line.startswith("ERROR")] or [done.stderr.strip()]
         raise UserError(
             f"pip cannot download the wheels: {errors[-1].removeprefix('ERROR: ')}",
-            hint="the kit is built where the package index can be reached; set PIP_INDEX_URL for a mirror",
+            hint="build the kit on a machine with access to a package index, or set PIP_INDEX_URL to a mirror",
         )
 
 

@@ -30,7 +30,7 @@ SDPA = {
 }
 HALF_ONLY = ("flash", "cudnn")  # on a GPU
 GPU_ONLY = ("cudnn", "efficient", "xformers")
-WAYS = ("naive", "sdpa", *SDPA, "xformers")
+VARIANTS = ("naive", "sdpa", *SDPA, "xformers")
 KINDS = ("all", "causal", "packed")
 # (tokens, heads, width of a head): tiny's towers at an odd length; 4 frames of a ViT-B/16 with the class token, and a
 # few of its heads; one token; a caption of GPT-2's heads.
@@ -38,7 +38,7 @@ SHAPES = ((51, 4, 32), (785, 3, 64), (1, 2, 64), (77, 2, 64))
 LENGTHS = {51: (3, 1, 7, 13, 2, 25), 785: (77, 1, 300, 5, 402), 1: (1,), 77: (8, 9, 60)}
 
 
-def way(name: str) -> tuple[Attend, AbstractContextManager[Any]]:
+def variant(name: str) -> tuple[Attend, AbstractContextManager[Any]]:
     """An implementation, and a context that forces a backend of SDPA."""
     if name == "naive":
         return attend_naively, nullcontext()
@@ -101,7 +101,7 @@ def run_or_skip(name: str, attend: Callable[..., torch.Tensor], qkv: list[torch.
 @pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: "x".join(map(str, shape)))
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("dtype", BOUNDS, ids=lambda dtype: str(dtype).removeprefix("torch."))
-@pytest.mark.parametrize("name", WAYS)
+@pytest.mark.parametrize("name", VARIANTS)
 def test_attention_computes_the_formula(
     name: str,
     dtype: torch.dtype,
@@ -114,7 +114,7 @@ def test_attention_computes_the_formula(
     if device.type == "cpu" and shape[0] > 100:
         pytest.skip("a length for GPUs: not in the dry run")
     qkv, packing = drawn(shape, dtype, kind, device)
-    attend, forced = way(name)
+    attend, forced = variant(name)
     with forced:
         found = run_or_skip(name, partial(attend, causal=kind != "all", packing=packing), qkv)
     may_see = own_past(LENGTHS[shape[0]]) if kind == "packed" else masks(shape[0])[kind == "causal"]
@@ -133,7 +133,7 @@ def test_attention_computes_the_formula(
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("dtype", BOUNDS, ids=lambda dtype: str(dtype).removeprefix("torch."))
-@pytest.mark.parametrize("name", WAYS)
+@pytest.mark.parametrize("name", VARIANTS)
 def test_the_kernel_that_ran_has_a_name(
     name: str, dtype: torch.dtype, kind: str, device: torch.device, record_property: Callable[[str, object], None]
 ) -> None:
@@ -142,7 +142,7 @@ def test_the_kernel_that_ran_has_a_name(
     if device.type == "cpu" and dtype != torch.float32:
         pytest.skip("the names of a GPU's kernels: once in the dry run")
     qkv, packing = drawn(shape, dtype, kind, device)
-    attend, forced = way(name)
+    attend, forced = variant(name)
     chosen = partial(attend, causal=kind != "all", packing=packing)
     with forced:
         run_or_skip(name, chosen, qkv)

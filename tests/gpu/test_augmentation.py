@@ -101,7 +101,7 @@ def test_an_operation_of_rand_augment_is_that_of_a_cpu(
 
 
 def test_chains_of_operations_are_those_of_a_cpu_but_for_single_values(size_px: int, device: torch.device) -> None:
-    """A byte that rounds the other way before the first operation may be enlarged by a later one."""
+    """A byte that rounds the other variant before the first operation may be enlarged by a later one."""
     planes, kinds = mild_planes(16, NUM_FRAMES, size_px), np.zeros(16, np.uint8)
     drawn = draw(np.arange(16), Augment(rand_ops=4), seed=1)
     assert (drawn.operation >= 0).any(axis=1).sum() > 8

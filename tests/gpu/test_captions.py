@@ -18,7 +18,7 @@ from train.tasks.caption.videos.run import TrainedCaptioner
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(120)]
 
-WAYS = {
+VARIANTS = {
     "greedy": DecodingSettings(),
     "greedy, 4 tokens at least": DecodingSettings(min_tokens=4, max_tokens=10),
     "beam": DecodingSettings(method="beam", num_beams=4),
@@ -39,7 +39,7 @@ def open_on(run_path: Path, device: torch.device) -> TrainedCaptioner:
     return TrainedCaptioner(trained, task, trained.fill(task.build_model()))
 
 
-@pytest.mark.parametrize("name", WAYS)
+@pytest.mark.parametrize("name", VARIANTS)
 def test_captions_are_those_of_a_cpu(name: str, runs: Runs, device: torch.device, is_dry_run: bool) -> None:
     if is_dry_run and name != SHOWN:
         pytest.skip(f"not in the dry run, which runs {SHOWN} alone")
@@ -51,7 +51,7 @@ def test_captions_are_those_of_a_cpu(name: str, runs: Runs, device: torch.device
         captions = []
         for loaded in samples.evaluation_batches():
             numbers = loaded.batch["clip_id"].tolist()
-            captions += captioner.captions(loaded.batch, captioner.task.decoding(WAYS[name]), samples=numbers)
+            captions += captioner.captions(loaded.batch, captioner.task.decoding(VARIANTS[name]), samples=numbers)
         said.append(captions)
     assert said[0] == said[1]
     assert len(said[0]) == 12 and any(said[0])

@@ -1,4 +1,4 @@
-"""Each task learns on the device what it learns on a CPU, and every way to train it is the plain one within a bound."""
+"""Each task learns on the device what it learns on a CPU; every training mode agrees with the plain one to a bound."""
 
 from collections.abc import Callable
 from itertools import pairwise

@@ -10,7 +10,7 @@ import pytest
 from packaging.requirements import Requirement
 
 from manifests.errors import UserError
-from scripts.gpu_kit.machine import BROUGHT, HERE, MISSING, bring_missing, conflicts, find_packages, fits
+from scripts.gpu_kit.machine import FROM_KIT, HERE, MISSING, conflicts, find_packages, fits, unpack_missing
 from scripts.gpu_kit.requirements import EVERYTHING, Need, needs_of
 
 
@@ -40,9 +40,9 @@ def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_a_missing_package_is_brought(tmp_path: Path, site: Path) -> None:
-    bring_missing([wheel(tmp_path, "brought_by_the_kit")], site)
+    unpack_missing([wheel(tmp_path, "brought_by_the_kit")], site)
     (package,) = find_packages([need("brought_by_the_kit>=1")], site=site)
-    assert (package.version, package.source, package.problem) == ("1.0", BROUGHT, None)
+    assert (package.version, package.source, package.problem) == ("1.0", FROM_KIT, None)
     assert importlib.import_module("brought_by_the_kit").IS_OF_THE_KIT
 
 
@@ -54,15 +54,15 @@ def test_a_damaged_wheel_is_named(tmp_path: Path, site: Path, damage: str) -> No
     content[place] ^= 1
     path.write_bytes(content[:200] if damage == "truncated" else content)
     with pytest.raises(UserError, match=r"damaged_on_its_way-1\.0-py3-none-any\.whl is damaged"):
-        bring_missing([path], site)
+        unpack_missing([path], site)
 
 
 def test_a_package_that_is_there_in_another_version_is_used_and_named(tmp_path: Path, site: Path) -> None:
-    bring_missing([wheel(tmp_path, "numpy")], site)
+    unpack_missing([wheel(tmp_path, "numpy")], site)
     assert not (site / "numpy").exists()
     (package,) = find_packages([need("numpy<1", loss="part A")], site=site)
     assert (package.version, package.source) == (numpy.__version__, HERE)
-    assert package.problem == f"numpy {numpy.__version__} is here, clipmill wants <1; at risk: part A"
+    assert package.problem == f"found numpy {numpy.__version__}, clipmill requires <1; may affect part A"
 
 
 def test_a_package_without_metadata_is_there(tmp_path: Path, site: Path) -> None:
@@ -70,14 +70,14 @@ def test_a_package_without_metadata_is_there(tmp_path: Path, site: Path) -> None
     folder.mkdir(parents=True)
     (folder / "__init__.py").touch()
     sys.path.append(str(folder.parent))
-    bring_missing([wheel(tmp_path, "built_from_source")], site)
+    unpack_missing([wheel(tmp_path, "built_from_source")], site)
     assert not (site / "built_from_source").exists()
     (package,) = find_packages([need("built_from_source>=4")], site=site)
     assert (package.version, package.source, package.problem) == (None, HERE, None)
 
 
 def test_a_wheel_for_another_python_is_not_brought_and_its_package_is_named(tmp_path: Path, site: Path) -> None:
-    bring_missing([wheel(tmp_path, "of_another_python", tag="cp27-cp27m-manylinux1_x86_64")], site)
+    unpack_missing([wheel(tmp_path, "of_another_python", tag="cp27-cp27m-manylinux1_x86_64")], site)
     (package,) = find_packages([need("of_another_python>=1", loss="part B")], site=site)
     assert package.source == MISSING
     assert package.problem is not None
@@ -86,8 +86,8 @@ def test_a_wheel_for_another_python_is_not_brought_and_its_package_is_named(tmp_
 
 
 def test_a_brought_package_that_wants_another_version_of_what_is_there_is_named(tmp_path: Path, site: Path) -> None:
-    bring_missing([wheel(tmp_path, "wants_old_numpy", requires="numpy<1")], site)
-    assert conflicts(site) == [f"wants_old_numpy 1.0 wants numpy<1, here is {numpy.__version__}"]
+    unpack_missing([wheel(tmp_path, "wants_old_numpy", requires="numpy<1")], site)
+    assert conflicts(site) == [f"wants_old_numpy 1.0 requires numpy<1, found {numpy.__version__}"]
 
 
 @pytest.mark.parametrize(

@@ -68,13 +68,13 @@ def test_a_part_that_leaves_no_result_fails_with_the_end_of_its_log(tmp_path: Pa
     (tmp_path / SPEED.result).write_text("of an earlier run")
     verdict = run(tmp_path, "raise RuntimeError('the driver is gone')")
     assert not verdict.has_passed
-    assert verdict.summary == "exit status 1; it left no speed.json"
+    assert verdict.summary == "exit status 1; no speed.json was written"
     assert verdict.details[-1] == "RuntimeError: the driver is gone"
 
 
 def test_a_part_that_is_killed_says_by_what(tmp_path: Path) -> None:
     verdict = run(tmp_path, "import os; os.kill(os.getpid(), 9)")
-    assert verdict.summary == "ended by signal 9; it left no speed.json"
+    assert verdict.summary == "killed by signal 9; no speed.json was written"
 
 
 def test_a_result_that_cannot_be_read_fails_the_part(tmp_path: Path) -> None:
@@ -88,8 +88,8 @@ def test_what_is_running_when_time_is_over_is_interrupted_and_named_and_no_failu
     program = f"open(RESULT, 'w').write({content!r}); import time; print('at the beam', flush=True); time.sleep(600)"
     verdict = run(tmp_path, program, limit_s=1)
     assert verdict.has_passed
-    assert verdict.summary == "did not end within 1 s and was interrupted; 1 measurement taken, 0 failed, 0 skipped"
-    assert verdict.details == ("its last output was: at the beam", "not finished: beam")
+    assert verdict.summary == "did not finish within 1 s and was interrupted; 1 measurement taken, 0 failed, 0 skipped"
+    assert verdict.details == ("last output: at the beam", "not finished: beam")
 
 
 def test_a_part_that_is_interrupted_before_anything_is_measured_has_failed(tmp_path: Path) -> None:
@@ -170,7 +170,7 @@ def test_a_part_that_does_not_listen_is_killed_with_what_it_has_started(
     )
     verdict = run(tmp_path, program, limit_s=2)
     assert not verdict.has_passed
-    assert "was killed; ended by signal 9" in verdict.summary
+    assert "was killed; killed by signal 9" in verdict.summary
     with lock.open() as file:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # the child would still hold it
 
@@ -194,7 +194,7 @@ def test_a_long_log_keeps_its_beginning_and_its_end(tmp_path: Path, monkeypatch:
     log = (tmp_path / "speed.log").read_text()
     assert len(log) < 300
     assert log.startswith("first\n")
-    assert "bytes left out" in log
+    assert "bytes omitted" in log
     assert log.endswith("last\n")
 
 

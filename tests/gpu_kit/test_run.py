@@ -47,7 +47,7 @@ def test_nothing_is_imported_from_the_current_folder(
     monkeypatch.setenv("PYTHONPATH", "::")
     done = run(kit, "", folder=tmp_path)
     assert done.returncode == 2
-    assert done.stderr.splitlines()[-1] == ("run.sh: error: argument OUT: it is empty; name a folder for the results")
+    assert done.stderr.splitlines()[-1] == ("run.sh: error: argument OUT: empty; give a folder for the results")
 
 
 @pytest.mark.parametrize("missing", ["data", "checkout"])
@@ -93,5 +93,5 @@ def test_a_run_that_is_stopped_leaves_no_work_folder(
     running.send_signal(number)
     _, said = running.communicate()
     assert running.returncode == status, said
-    assert len(said.splitlines()) == 1 and "has been ended" in said
+    assert len(said.splitlines()) == 1 and "was terminated" in said
     assert not any(scratch.iterdir())

@@ -81,7 +81,7 @@ def test_a_repair_that_would_give_captions_other_ids_is_refused(data: Path, tmp_
     write(data, reading_of(tmp_path, ["x"], [], dataset="b"), dataset="b")
     (data / "manifest" / "captions.parquet").write_bytes(b"PAR1")
     before = file_hashes(data)
-    with pytest.raises(UserError, match="other ids") as caught:
+    with pytest.raises(UserError, match="caption IDs would change") as caught:
         write(data, reading_of(tmp_path, ["v", "w"], captions))
     assert "(a, b)" in str(caught.value.hint)
     assert file_hashes(data) == before

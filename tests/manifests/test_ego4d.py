@@ -120,7 +120,7 @@ def test_a_video_that_comes_twice_in_the_file_is_taken_once(make_videos: VideoMa
         ("{}", "no narrations"),
         ("[]", "line 1"),
         ('{"videos": {"a": {"status": "x"}\n,}}', "line 2"),
-        ("", "ends early"),
+        ("", "is truncated"),
     ],
 )
 def test_a_file_that_is_not_of_the_form_is_a_users_error(
@@ -181,7 +181,7 @@ def test_a_pickle_that_would_run_code_does_not(make_videos: VideoMaker, tmp_path
     bomb = tmp_path / "exploded"
     path = tmp_path / "evil.pkl"
     path.write_bytes(pickle.dumps([("a", 0.0, 1.0, _Bomb(bomb))], protocol=protocol))
-    with pytest.raises(UserError, match="which is refused") as caught:
+    with pytest.raises(UserError, match="is rejected, because it references") as caught:
         read_ego4d(make_videos("a.mp4"), annotations=[path])
     assert not bomb.exists()
     assert any(name in str(caught.value) for name in ("pathlib.", "getattr"))

@@ -46,7 +46,7 @@ def test_an_interruption_says_how_to_go_on_where_that_is_known(
         run_command(interrupted)
     assert ended.value.code == 130
     added = "; --resume goes on" if how else ""
-    assert capsys.readouterr().err == f"interrupted; nothing that was finished is lost{added}\n"
+    assert capsys.readouterr().err == f"interrupted; finished work is kept{added}\n"
 
 
 @pytest.mark.parametrize("closed", ["<&-", ">&-", "2>&-", "<&- >&- 2>&-"])

@@ -221,7 +221,7 @@ def test_bad_lines_of_json_are_listed_and_the_others_read(make_videos: VideoMake
         ("c.csv", b"", "no column video"),
         ("c.csv", b"video,text\na,one\nb,\xff\n", "not UTF-8"),
         ("c.csv", b"video,text\na,one\0\n", "line 2"),
-        ("c.xlsx", b"", "neither .csv nor .jsonl"),
+        ("c.xlsx", b"", "neither a .csv nor a .jsonl file"),
     ],
 )
 def test_a_table_that_cannot_be_read_is_a_users_error(

@@ -45,7 +45,7 @@ def test_an_empty_list_has_no_items(tmp_path: Path, text: str) -> None:
         ("{}", "line 1: expected a list"),
         ("[1,\n2,\nx]", "line 3"),
         ("[1 2]", "expected , or ]"),
-        ("[1,", "ends early"),
+        ("[1,", "is truncated"),
         ('["abc', "line 1: Unterminated string"),
         ("[1] 2", "expected the end"),
         ("[[1, 2\n, x" + " " * 300 + "]]", "line 2"),

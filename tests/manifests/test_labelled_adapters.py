@@ -295,7 +295,7 @@ def test_a_list_of_folders_of_frames_is_refused_by_name(make_videos: VideoMaker,
     reading = read_kinetics([path], videos=videos)
     assert [row[3] for row in rows(reading)] == ["3"]
     assert reasons(reading) == {"malformed_row": 3}
-    assert "a folder of frames" in reading.rejected["detail"][0].as_py()
+    assert "a folder of extracted frames" in reading.rejected["detail"][0].as_py()
 
 
 def test_times_that_no_float_holds_are_rejected(make_videos: VideoMaker, tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ import pytest
 from manifests.adapters.reading import Reading, ReadingBuilder
 from manifests.errors import UserError
 from manifests.schema import CAPTIONS, REJECTED, VIDEOS
-from manifests.store import Written, read_captions, read_manifest, read_rejected, read_videos, write_manifest
+from manifests.store import WriteResult, read_captions, read_manifest, read_rejected, read_videos, write_manifest
 
 Caption = tuple[str, float, float, str]
 
@@ -41,7 +41,7 @@ def reading_of(
     return builder.build()
 
 
-def write(data: Path, reading: Reading, *, dataset: str = "a") -> Written:
+def write(data: Path, reading: Reading, *, dataset: str = "a") -> WriteResult:
     return write_manifest(data, dataset, reading.videos, reading.captions, reading.rejected)
 
 

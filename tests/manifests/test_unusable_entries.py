@@ -51,7 +51,7 @@ def socket_file(path: Path) -> None:
 @pytest.mark.parametrize(
     ("make", "reason", "detail"),
     [
-        (link_to_nothing, "unreadable", "leads nowhere"),
+        (link_to_nothing, "unreadable", "broken link"),
         (loop_of_links, "unreadable", os.strerror(errno.ELOOP)),
         (link_with_too_long_a_name, "unreadable", os.strerror(errno.ENAMETOOLONG)),
         (link_through_a_file, "unreadable", os.strerror(errno.ENOTDIR)),
@@ -59,7 +59,7 @@ def socket_file(path: Path) -> None:
         (socket_file, "not_a_file", "a socket"),
         (lambda path: path.symlink_to("/dev/zero"), "not_a_file", "a device"),
         (Path.mkdir, "not_a_file", "a folder"),
-        (Path.touch, "empty_file", "no bytes"),
+        (Path.touch, "empty_file", "the file is empty"),
     ],
     ids=lambda value: getattr(value, "__name__", None),
 )
@@ -130,14 +130,14 @@ def test_a_file_that_cannot_be_looked_at_is_one_row(make_videos: VideoMaker, mon
 
 def test_a_folder_of_broken_entries_only_says_why(tmp_path: Path) -> None:
     (tmp_path / "old disk").symlink_to("/not/mounted")
-    with pytest.raises(UserError, match=r"no video files under .*old disk: No such file"):
+    with pytest.raises(UserError, match=r"no video files in .*old disk: No such file"):
         read_folder(tmp_path)
 
 
 def test_the_root_itself_may_be_broken(tmp_path: Path) -> None:
     (tmp_path / "loop").symlink_to("loop")
     for directory in (tmp_path / "loop", tmp_path / ("x" * 300), tmp_path / "gone"):
-        with pytest.raises(UserError, match=r"no such folder|cannot look at"):
+        with pytest.raises(UserError, match=r"no such folder|cannot access"):
             read_folder(directory)
 
 

@@ -24,4 +24,4 @@ def test_a_fraction_is_refused_by_its_flag(
         [sys.executable, "-m", f"{command}.cli", *words], cwd=tmp_path, capture_output=True, text=True, check=False
     )
     assert ran.returncode == 2
-    assert ran.stderr.splitlines() == [f"error: {named}", f"hint: it must be a whole number, without a point{origin}"]
+    assert ran.stderr.splitlines() == [f"error: {named}", f"hint: give a whole number, without a decimal point{origin}"]

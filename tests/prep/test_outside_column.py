@@ -75,17 +75,17 @@ def test_it_is_planned_made_and_looked_after(shard_set: ShardSet) -> None:
     status = run("status", "--data", data, "--json").summary["columns"]["brightness"]
     assert status["current"] == made["variant"] and (status["to_make"], status["problems"]) == ({}, [])
     assert [variant["num_wanted"] for variant in status["variants"]] == [5]
-    assert f"brightness{made['variant']} (current)" in run("status", "--data", data).stdout
+    assert f"brightness {made['variant']} (current)" in run("status", "--data", data).stdout
     verified = run("verify", "--deep", "--data", data).stdout
     assert f"brightness {made['variant']}: 5 chunks in 2 shards" in verified
-    assert "240 frames looked at: all right" in verified
+    assert "240 checked frames: OK" in verified
     shown = run("inspect", "--column", "brightness", "--data", data).stdout
     assert "every=1 video=h264" in shown and "5 chunks in 2 shards" in shown
     key = next(iter(stored(data)))
     one = run("inspect", key, "--column", "brightness", "--data", data, "--json").summary
     assert (one["key"], one["num_frames"], set(one["members"])) == (key, 60, {"brightness.npy"})
     assert (
-        "nearest of that video"
+        "nearest keys of this video"
         in run("inspect", f"{key[:-2]}99", "--column", "brightness", "--data", data, status=2).stderr
     )
     before = identities(data)
@@ -117,7 +117,7 @@ def test_damage_is_found_and_repaired_by_the_command_that_is_named(shard_set: Sh
     flip(tar, 600)
     ran = run("verify", "--column", "brightness", "--data", data, status=1)
     command = f"prep brightness --every 2 --data {data}"
-    assert f"made again by: {command}" in ran.stderr
+    assert f"to repair, run: {command}" in ran.stderr
     assert command in run("status", "--data", data, status=1).stderr
     run(*command.split()[1:])
     assert contents(data / "brightness") == whole
@@ -192,6 +192,6 @@ def test_a_name_that_is_taken_is_refused() -> None:
     assert column_names() == ("video", "latents", "text")
     with pytest.raises(ValueError, match="is taken"):
         register(COLUMN.__class__(**{**vars(COLUMN), "name": "text"}))
-    with pytest.raises(ValueError, match="no name of a column"):
+    with pytest.raises(ValueError, match="cannot be a column name"):
         register(COLUMN.__class__(**{**vars(COLUMN), "name": "15s"}))
     assert column_names() == ("video", "latents", "text")

@@ -13,7 +13,7 @@ from manifests.publish import publish_json
 from shards.commits import Commit, commit_path, read_commits
 from shards.contents import read_contents
 from shards.damage import DamagedContents
-from shards.lists import damaged_lists, settle
+from shards.lists import damaged_lists, finish_run
 from shards.reader import Variant
 from shards.writer import Sample
 from tests.manifests.test_interrupted_writes import Killed, stop_at
@@ -30,7 +30,7 @@ def variant(tmp_path: Path, commit_shard: CommitShard, samples: Samples) -> Path
         split = "val" if shard_id in (1, 2) else "train"
         commit_shard(folder, samples(2, video_id=f"v{shard_id}"), shard_id=shard_id, split=split)
     publish_json(folder / "recipe.json", {"crf": 24})
-    settle(folder, dropped=(), wanted=range(4))
+    finish_run(folder, dropped=(), wanted=range(4))
     return folder
 
 
@@ -49,7 +49,7 @@ def test_what_a_run_leaves_is_sound_and_settling_again_writes_nothing(variant: P
     assert contents is not None and contents.shard_ids == {0, 1, 2, 3}
     assert set(contents.files) == {"recipe.json", "shards.txt", "shards-train.txt", "shards-val.txt"}
     before = {path: path.stat().st_ino for path in variant.iterdir()}
-    settle(variant, dropped=(), wanted=range(4))
+    finish_run(variant, dropped=(), wanted=range(4))
     assert {path: path.stat().st_ino for path in variant.iterdir()} == before
 
 
@@ -72,15 +72,15 @@ def test_all_commits_missing_is_no_empty_set(variant: Path) -> None:
 
 def test_a_commit_that_cannot_be_made_again_stays_reported(variant: Path) -> None:
     commit_path(variant, 2).unlink()
-    settle(variant, dropped=(), wanted=range(4))
+    finish_run(variant, dropped=(), wanted=range(4))
     assert [damaged.shard_id for damaged in read_commits(variant).damaged] == [2]
-    settle(variant, dropped=(), wanted=(0, 1, 3))  # nothing wants it any more
+    finish_run(variant, dropped=(), wanted=(0, 1, 3))  # nothing wants it any more
     assert is_sound(variant)
 
 
 def test_a_damaged_commit_of_a_shard_that_nothing_wants_goes(variant: Path) -> None:
     commit_path(variant, 3).write_text("{")
-    settle(variant, dropped=(), wanted=(0, 1, 2))
+    finish_run(variant, dropped=(), wanted=(0, 1, 2))
     assert is_sound(variant) and not commit_path(variant, 3).exists()
 
 
@@ -93,7 +93,7 @@ def test_a_run_that_is_killed_at_its_end_looks_like_no_damage(
     assert is_sound(variant), "killed before its end"
     undisturbed = tmp_path / "undisturbed"
     shutil.copytree(variant, undisturbed)
-    settle(undisturbed, dropped=(1, 2), wanted=(0, 3, 4))
+    finish_run(undisturbed, dropped=(1, 2), wanted=(0, 3, 4))
     assert is_sound(undisturbed) and not (undisturbed / "shards-val.txt").exists()
     for point in itertools.count():
         folder = tmp_path / str(point) / "video" / "made"
@@ -101,12 +101,12 @@ def test_a_run_that_is_killed_at_its_end_looks_like_no_damage(
         with pytest.MonkeyPatch.context() as patch:
             stop_at(point, patch, Killed())
             try:
-                settle(folder, dropped=(1, 2), wanted=(0, 3, 4))
+                finish_run(folder, dropped=(1, 2), wanted=(0, 3, 4))
                 break
             except Killed:
                 pass
         assert is_sound(folder), f"killed at point {point}"
-        settle(folder, dropped={1, 2} & read_commits(folder).commits.keys(), wanted=(0, 3, 4))
+        finish_run(folder, dropped={1, 2} & read_commits(folder).commits.keys(), wanted=(0, 3, 4))
         assert files(folder) == files(undisturbed)
     assert point > 8
 
@@ -123,7 +123,7 @@ def test_a_damaged_list_of_shards_is_found(variant: Path, name: str, damage: str
         path.write_bytes(content if damage == "flipped" else content[:-21])
     [found] = damaged_lists(variant, read_commits(variant).commits)
     assert found.path == path
-    settle(variant, dropped=(), wanted=range(4))
+    finish_run(variant, dropped=(), wanted=range(4))
     assert files(variant) == before
 
 
@@ -141,7 +141,7 @@ def test_damaged_contents_are_refused_and_written_again(variant: Path) -> None:
         read_contents(variant)
     with pytest.raises(UserError, match=r"contents\.json"):
         Variant(variant).whole()
-    settle(variant, dropped=(), wanted=range(4))
+    finish_run(variant, dropped=(), wanted=range(4))
     assert files(variant) == before
 
 

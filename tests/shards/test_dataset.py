@@ -42,7 +42,7 @@ def test_variants_on_the_disk_are_listed(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["", ".", "..", "../elsewhere", "/etc", "a/b", ".tmp-1"])
 def test_a_variant_is_a_plain_name(tmp_path: Path, name: str) -> None:
-    with pytest.raises(UserError, match="not the name"):
+    with pytest.raises(UserError, match="not a valid column or variant name"):
         variant_dir(tmp_path, "video", name)
 
 

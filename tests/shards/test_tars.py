@@ -73,7 +73,7 @@ def test_others_are_read_while_one_open_hangs(
     tars = LocalTars()
     holder = hold(dead, late)
     monkeypatch.setattr(opening, "OPEN_LIMIT_S", 0.2)
-    with pytest.raises(TimeoutError, match=r"could not be opened within 0\.2 s"):
+    with pytest.raises(TimeoutError, match=r"opening timed out after 0\.2 s"):
         tars.read(late, 0, 4)
     # It is not waited for again while its thread is blocked, and one thread is all that it has.
     monkeypatch.setattr(opening, "OPEN_LIMIT_S", 3600.0)
@@ -134,4 +134,4 @@ def test_a_blocked_open_does_not_keep_the_program_from_ending(
         "except TimeoutError as error:\n    print(error.strerror)\n"
     )
     ran = subprocess.run([sys.executable, "-c", script, str(dead)], capture_output=True, text=True, timeout=30)
-    assert ran.returncode == 0 and "does not answer" in ran.stdout, ran.stderr
+    assert ran.returncode == 0 and "does not respond" in ran.stdout, ran.stderr

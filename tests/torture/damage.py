@@ -16,7 +16,7 @@ import numpy as np
 
 from manifests.store import read_captions, read_rejected, read_videos
 from prep.core.layout import read_layout
-from prep.text.bank import take_over
+from prep.text.bank import copy_embeddings
 from prep.text.digests import DIGESTS, from_arrow
 from prep.text.recipe import BANK_FOLDER
 from shards.dataset import current_variant
@@ -199,7 +199,7 @@ def _with_bank(workspace: Workspace) -> Path:
         width = int(variant.recipe["width"])
         for part in digests:  # one block per shard
             missing = np.unique(part).astype(DIGESTS)
-            take_over(variant.directory, missing=missing, bank_dir=variant.directory / BANK_FOLDER, width=width)
+            copy_embeddings(variant.directory, missing=missing, bank_dir=variant.directory / BANK_FOLDER, width=width)
         for path in variant.directory.iterdir():
             if path.is_file() and path.name != "recipe.json":
                 path.unlink()

@@ -169,7 +169,7 @@ def test_values_that_are_nested_too_deeply_are_named(tmp_path: Path, file: str) 
     write(tmp_path, 3)
     path = tmp_path / "step_000003"
     (path / file).write_text("[" * 200_000)
-    with pytest.raises(UserError, match="step_000003 cannot be read: it is nested too deeply"):
+    with pytest.raises(UserError, match="step_000003 cannot be read: nested too deeply"):
         read_metadata(path) if file == "checkpoint.json" else read_table(path)
 
 

@@ -142,7 +142,7 @@ def test_a_set_without_captions_says_so(tmp_path: Path) -> None:
 def test_missing_folders_and_shards_are_said(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="there is no data folder"):
         open_set(tmp_path / "nothing")
-    with pytest.raises(UserError, match="holds no video shards"):
+    with pytest.raises(UserError, match="has no video shards"):
         open_set(tmp_path)
 
 
@@ -277,7 +277,7 @@ def test_an_index_that_is_not_the_committed_one_is_a_failed_sample(tmp_path: Pat
     content[-100] ^= 1
     index.write_bytes(content)
     failed = failure(samples, 0)
-    assert failed.reason == "shard_unreadable" and "not the file that was committed" in failed.detail
+    assert failed.reason == "shard_unreadable" and "its content differs from the commit" in failed.detail
 
 
 def test_neighbours_of_different_codecs_make_one_clip(tmp_path: Path) -> None:

@@ -23,17 +23,6 @@ if TYPE_CHECKING:
 # Words of the command line to a command and its settings, which are checked together.
 
 
-HELP, HELP_ALL = frozenset({"--help", "-h"}), "--help-all"
-
-
-def wants_help(app: "App", words: Sequence[str]) -> bool:
-    """Whether the words of a command line ask for help, or name no command."""
-    if not HELP.isdisjoint(words) or HELP_ALL in words:
-        return True
-    _, apps, rest = app.parse_commands(words)
-    return apps[-1].default_command is None and not rest
-
-
 def parse(app: "App", words: Sequence[str]) -> Callable[[], object]:
     """The command that is asked for, with its arguments.
 

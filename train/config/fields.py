@@ -21,6 +21,7 @@ from typing import Any, ClassVar, NamedTuple, get_type_hints
 from cyclopts import Group, Parameter
 
 from manifests.errors import UserError, UserErrors
+from manifests.help_text import FIRST_RUN as FIRST_RUN  # --help shows these flags, --help-all shows all
 
 # Groups of flags in the help, and what else a flag says to the command line. Lower positions come first.
 
@@ -45,7 +46,6 @@ TRACKING = help_group("Tracking", 16)
 MACHINE = help_group("Machine", 17)
 HIDDEN = Parameter(show=False)
 SEVERAL = Parameter(negative_iterable=(), consume_multiple=True)  # --flag A B, besides --flag A --flag B
-FIRST_RUN = "a flag that a first run needs"  # --help shows those, --help-all every one
 
 
 FLAG = re.compile(r"--[a-z][a-z0-9.-]*[a-z0-9]")

@@ -266,7 +266,7 @@ def _fetch_table(
     if wanted is None or hashlib.sha256(content).hexdigest() == wanted["sha256"]:
         return content
     try:
-        return _fetch(files, f"{remote}/{staged_path(Path(remote), name, mark=mark).name}")
+        return _fetch(files, f"{remote}/{staged_path(Path(remote), name, fingerprint=mark).name}")
     except FileNotFoundError:
         return content  # damaged: reading the copy reports it
 

@@ -72,7 +72,7 @@ def test_a_set_is_measured_by_what_is_in_it(shard_set: ShardSet) -> None:
 
 def test_advice_on_a_set_in_words_and_as_json(prep: Prep, shard_set: ShardSet) -> None:
     text = prep("advise", "--data", shard_set.data, *STEP).stdout
-    assert "chunks read whole" in text and "packets alone" in text and "2 of 2 shards" in text
+    assert "Reading whole chunks" in text and "Reading only packets" in text and "2 of 2 shards" in text
     values = prep("advise", "--data", shard_set.data, *STEP, "--read-speed", 50, "--json").summary
     assert (values["batch"], values["step_s"], values["read_bytes_per_s"], values["chunk_s"]) == (64, 0.25, 50e6, 2.0)
     whole = values["whole_chunks"]
@@ -114,8 +114,8 @@ def test_step_time_and_batch_come_from_a_run(prep: Prep, shard_set: ShardSet, tm
         (("--batch", 3, "--step-time", -0.5), "--step-time -0.5"),
         (("--batch", 3, "--step-time", 1, "--read-speed", 0), "--read-speed 0"),
         (("--batch", 3, "--step-time", 1, "--bitrate", "-8k"), '"-8k"'),
-        (("--batch", 3), "how long a step takes"),
-        (("--step-time", 1), "how many clips"),
+        (("--batch", 3), "the step time is unknown"),
+        (("--step-time", 1), "the batch size is unknown"),
         (("--run", "nowhere"), "nowhere/metrics.jsonl"),
     ],
 )
@@ -128,20 +128,20 @@ def test_a_run_that_tells_nothing_is_refused(prep: Prep, made_set: Path, tmp_pat
     nothing = {"step": 2, "step_s": float("nan"), "data_wait_s": 0.5}
     waiting = {"step": 3, "step_s": 1.0, "data_wait_s": 1.0}
     for number, (steps, named) in enumerate(
-        [([], "no steps"), ([one], "no steps"), ([one, nothing], "no steps"), ([one, waiting], "take 0 s")]
+        [([], "no steps"), ([one], "no steps"), ([one, nothing], "no steps"), ([one, waiting], "is 0 s")]
     ):
         run = write_run(tmp_path / str(number), steps)
         assert named in prep("advise", "--data", made_set, "--run", run, status=2).error
     run = write_run(tmp_path / "no-batch", [one, one], settings="model: tiny\n")
-    assert "how many clips" in prep("advise", "--data", made_set, "--run", run, status=2).error
+    assert "the batch size is unknown" in prep("advise", "--data", made_set, "--run", run, status=2).error
 
 
 def test_without_shards_there_is_no_advice(prep: Prep, shard_set: ShardSet, tmp_path: Path) -> None:
-    assert "no data folder" in prep("advise", "--data", tmp_path / "none", *STEP, status=2).error
+    assert "none does not exist" in prep("advise", "--data", tmp_path / "none", *STEP, status=2).error
     (tmp_path / "empty").mkdir()
-    assert "holds no video shards" in prep("advise", "--data", tmp_path / "empty", *STEP, status=2).error
+    assert "has no video shards" in prep("advise", "--data", tmp_path / "empty", *STEP, status=2).error
     flip(shard_set.index(), 5000)
-    assert "is not the file that was committed" in prep("advise", "--data", shard_set.data, *STEP, status=2).error
+    assert "its content differs from the commit" in prep("advise", "--data", shard_set.data, *STEP, status=2).error
     shard_set.tar(1).unlink()
     shard_set.tar().unlink()
     assert "cannot be read" in prep("advise", "--data", shard_set.data, *STEP, status=2).error

@@ -131,7 +131,7 @@ def _pending(data_dir: Path, variant: "Variant") -> Pending:
 COLUMN = ColumnSpec(
     name=BRIGHTNESS,
     package="tests.prep.brightness",
-    looked_at="frames looked at",
+    checked_noun="checked frame",
     make_command=brightness,
     plan_command=plan_brightness,
     plan=_plan,

@@ -19,7 +19,7 @@ from prep.core.failures import FailureCode
 from prep.core.heartbeat import Heartbeat
 from prep.core.plan import ShardPlan, WantedShard, plan_shards, stored_shards
 from prep.core.run import Job
-from prep.core.shard_result import ShardResult, stopping_at_trouble
+from prep.core.shard_result import ShardResult, system_errors_as_results
 from shards.commits import Commit, Failure, read_commits, write_commit
 from shards.dataset import variant_dir
 from shards.npy import load_npy, npy_bytes
@@ -82,7 +82,7 @@ def make_plan(data_dir: Path, recipe: BrightnessRecipe, *, retry_codes: frozense
         stored.commits,
         problems=stored.problems,
         what_changed="its chunks",
-        orphaned_because="the video column has no such chunks any more",
+        orphaned_because="its chunks are no longer in the video column",
         retry_codes=retry_codes,
     )
     return BrightnessPlan(recipe, data_dir, folder, video_dir, commits, list(shards), num_videos=len(commits))
@@ -117,7 +117,7 @@ def brightness_job(plan: BrightnessPlan) -> Job[BrightnessTask]:
 
 def make_brightness(task: BrightnessTask) -> ShardResult:
     """Makes, publishes and commits one shard."""
-    return stopping_at_trouble(_make, task)
+    return system_errors_as_results(_make, task)
 
 
 def _make(task: BrightnessTask) -> ShardResult:

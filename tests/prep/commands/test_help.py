@@ -3,11 +3,12 @@
 After a change that is meant: `python -m tests.prep.commands.test_help` writes it anew.
 """
 
-from io import StringIO
+import re
 from pathlib import Path
 
-from rich.console import Console
+import pytest
 
+from manifests.help_text import help_text
 from prep.cli import build_app
 
 GOLDEN = Path(__file__).with_name("help.txt")
@@ -25,23 +26,46 @@ KINDS = (
     "kinetics",
     "synthetic",
 )
+WIDTH, MOST_FLAGS = 80, 15
 COMMANDS = ("", *COLUMNS, *UPKEEP, "manifest", *(f"manifest {kind}" for kind in KINDS))
 
 
-def help_of(command: str) -> str:
-    out = StringIO()
-    console = Console(file=out, width=100, color_system=None, force_terminal=False)
-    build_app().help_print(command.split(), console=console)
-    lines = [line.rstrip() for line in out.getvalue().splitlines()]
-    return "\n".join([f"$ {' '.join(['prep', *command.split()])} --help", *lines, ""])
+def help_of(command: str, *, everything: bool = False) -> str:
+    words = [*command.split(), "--help-all" if everything else "--help"]
+    return f"$ {' '.join(['prep', *words])}\n{help_text(build_app(), words)}\n"
 
 
 def all_help() -> str:
-    return "\n".join(map(help_of, COMMANDS))
+    texts = []
+    for command in COMMANDS:
+        short, full = help_of(command), help_of(command, everything=True)
+        texts += [short, full] if short.splitlines()[1:] != full.splitlines()[1:] else [short]
+    return "\n".join(texts)
 
 
 def test_the_help_of_every_command_is_as_it_was() -> None:
     assert all_help() == GOLDEN.read_text()
+
+
+def test_the_short_help_of_long_commands_shows_a_part_of_the_flags_and_how_to_see_all() -> None:
+    for command in ("chunk", "latents", "plan"):
+        short, full = (
+            re.findall(r"^  (--\S+)", help_of(command, everything=everything), re.MULTILINE)
+            for everything in (False, True)
+        )
+        assert {"--data"} < set(short) < set(full) and len(short) <= MOST_FLAGS
+        assert help_of(command).endswith(f"\n\nprep {command} --help-all shows all {len(full)} flags.\n")
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_the_help_fits_the_width_and_is_aligned(command: str) -> None:
+    for everything in (False, True):
+        lines = help_of(command, everything=everything).splitlines()[1:]
+        for line in lines:
+            assert len(line) <= WIDTH and line == line.rstrip() and "`" not in line, line
+        begins = [re.match(r"  \S.*?\s{2,}(?=\S)", line) for line in lines]
+        more = [re.match(r" {5,}(?=\S)", line) for line in lines]
+        assert len({found.end() for found in (*begins, *more) if found}) == 1
 
 
 if __name__ == "__main__":

@@ -36,7 +36,7 @@ def test_a_folder_becomes_a_manifest(videos: Path, tmp_path: Path, capsys: pytes
     table.write_text("video,text\na,one\ngone,two\n")
     assert run("folder", videos, "--captions", table, "--data", tmp_path / "data") == 0
     output = capsys.readouterr().out
-    assert "folder: 2 videos (2 new), 1 captions (1 new)" in output
+    assert "folder: 2 videos (2 new), 1 caption (1 new)" in output
     assert "missing_file: 1" in output
     assert "rejected.parquet" in output
     assert read_videos(tmp_path / "data")["source_id"].to_pylist() == ["a", "b"]
@@ -73,7 +73,7 @@ def test_nothing_usable_is_an_error_and_the_manifest_stays(
     annotations.write_text('[{"videoID": "gone", "enCap": ["x"]}]')
     assert run("vatex", videos, "--annotations", annotations, "--data", data) == 2
     error = capsys.readouterr().err
-    assert error.startswith("error: no usable video for the data set vatex; missing_file: 1\nhint: ")
+    assert error.startswith("error: no usable videos in dataset vatex; missing_file: 1\nhint: ")
     assert read_videos(data).num_rows == 2
 
 
@@ -81,7 +81,7 @@ WRONG_TABLES = {
     "a wrong prefix": ("video,text\nold/a.mp4,one\nold/b.mp4,two\n", "missing_file: 2"),
     "commas without quotes": ("video,text\na,one, two\nb,three, four\n", "malformed_row: 2"),
     "times backwards": ("video,text,begin_s,end_s\na,one,5,4\n", "bad_time: 1"),
-    "no rows": ("video,text\n", "there are no rows in"),
+    "no rows": ("video,text\n", "no rows in"),
 }
 
 
@@ -110,8 +110,8 @@ def test_lost_captions_are_named_with_what_to_do(
     table.write_text("video,text\n" + "".join(f"old/{n}.mp4,text\n" for n in range(40)) + "a,one, two\n")
     assert run("folder", videos, "--captions", table, "--data", tmp_path / "data") == 1
     error = capsys.readouterr().err
-    assert "captions.csv: old/0.mp4: missing_file: no video file for it" in error
-    assert "captions.csv, row 40: malformed_row: 3 cells under 2 columns" in error
+    assert "captions.csv: old/0.mp4: missing_file: no matching video file" in error
+    assert "captions.csv, row 40: malformed_row: 3 cells, expected 2" in error
     assert "and 36 more" in error
     assert "the video files have names such as a.mp4" in error and "in double quotes" in error
     assert not (tmp_path / "data").exists()
@@ -125,7 +125,7 @@ def test_one_of_several_annotation_files_that_brings_nothing_fails(
     lists[1].write_text("old/b.mp4 1\n")
     assert run("kinetics", *lists, "--videos", videos, "--data", tmp_path / "data") == 1
     error = capsys.readouterr().err
-    assert f"no row of {lists[1]} could be used" in error and "leave out a file" in error
+    assert f"no valid rows in {lists[1]}" in error and "omit annotation files" in error
 
 
 def test_composed_names_find_files_with_decomposed_ones(tmp_path: Path) -> None:
@@ -162,7 +162,7 @@ def test_rejected_rows_are_named_without_control_characters(
     arguments = ("folder", videos, "--captions", table, "--data", tmp_path / "data")
     assert run(*arguments) == 0
     output = capsys.readouterr().out
-    assert "evil\\x1b[31m name.mp4: empty_file: it has no bytes" in output
+    assert "evil\\x1b[31m name.mp4: empty_file: the file is empty" in output
     assert "captions.csv: b\\x1b[2J\\u202e: missing_file" in output
     assert "captions.csv, row 2: a: empty_caption" in output
     assert "\x1b" not in output and "\u202e" not in output
@@ -212,11 +212,11 @@ def test_every_kind_has_a_command(videos: Path, tmp_path: Path) -> None:
         (["folder", "{tmp}/nowhere"], "no such folder"),
         (["folder", "{tmp}/videos/a.mp4"], "is a file"),
         (["folder", "{tmp}/videos", "--data", "{tmp}/videos"], "both the data folder"),
-        (["folder", "{tmp}/videos", "--data", "{root}"], "own source"),
-        (["folder", "{tmp}/videos", "--data", "{root}/shards"], "own source"),
+        (["folder", "{tmp}/videos", "--data", "{root}"], "source code of clipmill"),
+        (["folder", "{tmp}/videos", "--data", "{root}/shards"], "source code of clipmill"),
         (["folder", "{tmp}/videos", "--data", "{tmp}/videos/a.mp4"], "is a file"),
         (["ego4d", "{tmp}/videos", "--annotations", "{tmp}/gone.json"], "cannot read"),
-        (["ego4d", "{tmp}/videos", "--annotations", "{tmp}/x.txt"], "neither .json nor .pkl"),
+        (["ego4d", "{tmp}/videos", "--annotations", "{tmp}/x.txt"], "neither a .json nor a .pkl file"),
         (["kinetics", "{tmp}/gone.txt", "--videos", "{tmp}/videos"], "cannot read"),
         (["folder", "{tmp}/videos", "--captions", "{tmp}/folder.csv"], "it is a folder"),
         (["vatex", "{tmp}/videos", "--annotations", "{tmp}/folder.csv"], "it is a folder"),
@@ -224,8 +224,8 @@ def test_every_kind_has_a_command(videos: Path, tmp_path: Path) -> None:
         (["folder", "{tmp}/videos", "--data", "{tmp}/loop"], "loop"),
         (["folder", "{tmp}/videos", "--data", "{tmp}/videos/a.mp4/data"], "a.mp4"),
         (["folder", "{tmp}/videos", "--data", "{tmp}/" + "x" * 300], "File name too long"),
-        (["synthetic", "--videos", "0"], "--videos is 0"),
-        (["synthetic", "--minutes", "nan"], "--minutes is nan"),
+        (["synthetic", "--videos", "0"], "--videos 0 is out of range"),
+        (["synthetic", "--minutes", "nan"], "--minutes nan is out of range"),
     ],
 )
 def test_a_users_mistake_is_two_lines_and_status_2(

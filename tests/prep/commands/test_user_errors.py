@@ -69,7 +69,7 @@ def test_a_folder_without_manifest_or_shards(data: Path, tmp_path: Path) -> None
     assert list(tmp_path.iterdir()) == [tmp_path / ".lock"] or not list(tmp_path.iterdir())
     (tmp_path / "file").touch()
     assert "not a folder" in prep_here("chunk", "--data", tmp_path / "file", status=2).error
-    assert "holds no video shards" in prep_here("retry", "--data", data, status=2).error
+    assert "has no video shards" in prep_here("retry", "--data", data, status=2).error
     assert "pest" in prep_here("retry", "--data", data, "--only", "pest", status=2).error
     assert '"nobody"' in prep_here("plan", "--data", data, "--explain", "nobody", status=2).error
 

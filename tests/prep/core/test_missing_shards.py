@@ -74,7 +74,7 @@ def test_a_worker_that_wrote_elsewhere_is_not_believed(
     assert (summary.num_shards, summary.num_shards_made, summary.num_chunks, summary.num_encoded) == (2, 2, 3, 3)
     assert summary.failures_by_code() == {FailureCode.SHARD_MISSING: 2} and summary.num_failed_videos == 2
     assert [failure["code"] for failure in listed(data, summary)] == ["shard_missing"] * 2
-    assert "no commit of it" in summary.failures[0].message and str(data) in summary.failures[0].message
+    assert "no commit for this plan" in summary.failures[0].message and str(data) in summary.failures[0].message
     summary = run(data, make_shard, monkeypatch)
     assert (summary.num_shards_made, summary.num_chunks, summary.failures) == (1, 5, [])
 
@@ -130,7 +130,7 @@ def test_a_worker_makes_no_folder_of_a_variant(data: Path, monkeypatch: pytest.M
 
     summary = run(data, unmounted, monkeypatch)
     assert summary.failures_by_code() == {FailureCode.IO_ERROR: 5}
-    assert all("no such folder of a variant" in failure.message for failure in summary.failures)
+    assert all("the variant folder does not exist" in failure.message for failure in summary.failures)
 
 
 def test_a_variant_in_which_everything_failed_takes_the_place_of_none(prep: Prep, shard_set: ShardSet) -> None:

@@ -37,14 +37,16 @@ def error(prep: Prep, shard_set: ShardSet, *flags: object) -> str:
 
 @pytest.mark.parametrize("name", ["/nowhere/vae", "./nowhere", "nowhere", "a/b/c"])
 def test_a_missing_folder_is_named(prep: Prep, shard_set: ShardSet, name: str) -> None:
-    assert error(prep, shard_set, "--vae", name) == f"there is no VAE folder {name} (asked for by --vae)"
+    assert error(prep, shard_set, "--vae", name) == f"the VAE folder {name} (asked for by --vae) does not exist"
 
 
 def test_a_model_that_cannot_be_downloaded_is_named(
     prep: Prep, shard_set: ShardSet, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    assert 'the VAE "some-owner/some-vae" cannot be had' in error(prep, shard_set, "--vae", "some-owner/some-vae")
+    assert 'the VAE "some-owner/some-vae" cannot be downloaded' in error(
+        prep, shard_set, "--vae", "some-owner/some-vae"
+    )
 
 
 def test_what_is_no_vae_is_refused_before_any_work(prep: Prep, shard_set: ShardSet, copy: Path) -> None:
@@ -62,11 +64,11 @@ def test_what_is_no_vae_is_refused_before_any_work(prep: Prep, shard_set: ShardS
     (copy / "config.json").write_text(json.dumps(config))
     assert "--size 100 is no multiple of 8" in error(prep, shard_set, "--vae", copy, "--size", "100")
     save_file({"weight": torch.zeros(1)}, copy / WEIGHTS)
-    assert "holds no encoder of a VAE" in error(prep, shard_set, "--vae", copy)
+    assert "does not contain a VAE encoder" in error(prep, shard_set, "--vae", copy)
     (copy / WEIGHTS).write_bytes(b"no weights at all")
     assert "is damaged" in error(prep, shard_set, "--vae", copy)
     (copy / WEIGHTS).rename(copy / "diffusion_pytorch_model.bin")
-    assert f"holds no {WEIGHTS}" in error(prep, shard_set, "--vae", copy)
+    assert f"does not contain {WEIGHTS}" in error(prep, shard_set, "--vae", copy)
 
 
 def test_weights_of_another_configuration_stop_every_shard_by_name(shard_set: ShardSet, copy: Path) -> None:
@@ -152,14 +154,14 @@ def test_a_shard_of_chunks_that_cannot_be_read_is_named(shard_set: ShardSet) -> 
 
 def test_no_chunks_is_said(prep: Prep, tmp_path: Path) -> None:
     message = prep("latents", "--vae", "tiny", "--data", tmp_path, "--engine", "processes", status=2).error
-    assert message == f"{tmp_path} holds no chunks"
+    assert message == f"{tmp_path} has no chunks"
 
 
 @pytest.mark.parametrize(
     ("flags", "part"),
     [
         (("--fps", "0"), "--fps 0 is out of range"),
-        (("--fps", "x"), '--fps "x" is not a rate'),
+        (("--fps", "x"), '--fps "x" is not a number'),
         (("--size", "4"), "--size 4 is out of range"),
         (("--segment", "5"), '--segment "5" is not a length'),
         (("--segment", "1s", "--fps", "1/2"), "is 0.5 frames"),

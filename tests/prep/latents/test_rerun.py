@@ -9,7 +9,7 @@ import pytest
 
 from shards.commits import commit_path, read_commits
 from shards.dataset import current_variant
-from shards.lists import settle
+from shards.lists import finish_run
 from shards.reader import Variant
 from tests.prep.latents.conftest import make
 from tests.prep.running import Ran, contents, identities
@@ -25,7 +25,7 @@ def test_a_second_run_touches_no_file(prep: Prep, shard_set: ShardSet) -> None:
     before = identities(shard_set.data)
     assert make(shard_set.data).num_shards_made == 0
     ran = prep("latents", *TINY, "--data", shard_set.data, "--engine", "processes")
-    assert "everything is as planned" in ran.stdout
+    assert "all shards are up to date" in ran.stdout
     assert identities(shard_set.data) == before
     assert "nothing to do" in prep("plan", "latents", *TINY, "--data", shard_set.data).stdout
 
@@ -101,7 +101,7 @@ def test_another_codec_makes_latents_stale_until_they_are_made_again(prep: Prep,
 
 def test_a_video_that_leaves_takes_its_latents_along(shard_set: ShardSet) -> None:
     make(shard_set.data)
-    settle(shard_set.variant, dropped={1}, wanted={0})  # as `prep chunk` does when a video has left
+    finish_run(shard_set.variant, dropped={1}, wanted={0})  # as `prep chunk` does when a video has left
     summary = make(shard_set.data)
     assert (summary.num_shards_made, summary.num_shards) == (0, 1)
     folder = Variant.open(shard_set.data, column="latents").directory

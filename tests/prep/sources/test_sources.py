@@ -20,7 +20,7 @@ from prep.core.failures import FailureCode, SourceFailure
 from prep.sources import files as source_files
 from prep.sources import probe_processes
 from prep.sources import table as sources
-from prep.sources.files import NO_FILE, current_fingerprint, look_at_sources
+from prep.sources.files import NO_FILE, current_fingerprint, stat_files
 from prep.sources.probe import SourceFacts, probe
 from prep.sources.table import probe_sources, read_probes
 from prep.video.ffmpeg import find_ffmpeg
@@ -167,7 +167,7 @@ def test_a_span_whose_source_cannot_be_opened_any_more_is_given_up(
     path = write_video(leasable / "v.mp4", seconds=1)
     fingerprint = current_fingerprint(path)
     assert fingerprint == probe(path).fingerprint
-    monkeypatch.setattr(source_files, "LOOK_LIMIT_S", 0.3)
+    monkeypatch.setattr(source_files, "STAT_LIMIT_S", 0.3)
     with lease(path), pytest.raises(SourceFailure) as caught:
         current_fingerprint(path)
     assert caught.value.code == FailureCode.TIMEOUT
@@ -185,9 +185,9 @@ def test_a_mount_that_does_not_answer_costs_its_own_files(tmp_path: Path, monkey
             released.wait(60)
         return really(path, **options)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(source_files, "LOOK_LIMIT_S", 0.3)
+    monkeypatch.setattr(source_files, "STAT_LIMIT_S", 0.3)
     monkeypatch.setattr(os, "stat", stat)
-    looks = look_at_sources(pa.chunked_array([paths]), num_threads=2)
+    looks = stat_files(pa.chunked_array([paths]), num_threads=2)
     released.set()
     assert {row: failure.code for row, failure in looks.failures.items()} == {
         1: FailureCode.TIMEOUT,

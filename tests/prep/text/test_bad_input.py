@@ -45,12 +45,12 @@ def data(tmp_path: Path) -> Path:
 @pytest.mark.parametrize(
     ("clip", "message"),
     [
-        ("ViT-B-32", 'error: --clip "ViT-B-32" does not name a text tower'),
-        ("ViT-B-32:", 'error: --clip "ViT-B-32:" does not name a text tower'),
+        ("ViT-B-32", 'error: --clip "ViT-B-32" does not name a text encoder'),
+        ("ViT-B-32:", 'error: --clip "ViT-B-32:" does not name a text encoder'),
         ("ViT-Q-32:openai", 'error: open_clip has no model "ViT-Q-32"'),
         ("ViT-B-32:no_such_tag", 'error: "no_such_tag" is neither a file nor a tag of ViT-B-32'),
         ("ViT-B-32:/nowhere/clip.pt", 'error: "/nowhere/clip.pt" is neither a file nor a tag'),
-        ("ViT-B-32:openai", "error: the weights openai are of another activation than ViT-B-32 has"),
+        ("ViT-B-32:openai", "error: the weights openai require another activation function than that of ViT-B-32"),
     ],
 )
 def test_a_tower_that_is_not_there_is_named(prep: Command, data: Path, clip: str, message: str) -> None:
@@ -69,15 +69,15 @@ def test_files_that_are_no_weights_of_the_model_are_named(
     state = load_file(checkpoints.safetensors)
     save_file({name: value for name, value in state.items() if "ln_final" not in name}, other)
     for path, message in (
-        (text_file, "is no checkpoint of torch that can be read safely"),
-        (cut, "is no safetensors file: it has "),
-        (other, f"is no checkpoint of {checkpoints.model}: "),
+        (text_file, "is not a torch checkpoint that can be loaded safely"),
+        (cut, "is not a valid safetensors file: truncated at "),
+        (other, f"is not a checkpoint of {checkpoints.model}: "),
     ):
         error, _ = prep("text", "--clip", f"{checkpoints.model}:{path}", "--data", data, status=2).stderr.splitlines()
         assert error.startswith(f"error: {path} {message}")
     clip = f"ViT-B-32:{checkpoints.safetensors}"
     error, _ = prep("text", "--clip", clip, "--data", data, status=2).stderr.splitlines()
-    assert "is no checkpoint of ViT-B-32: " in error and "expected [77, 512]" in error
+    assert "is not a checkpoint of ViT-B-32: " in error and "expected [77, 512]" in error
 
 
 def test_a_checkpoint_that_would_run_a_program_is_refused(
@@ -89,7 +89,7 @@ def test_a_checkpoint_that_would_run_a_program_is_refused(
 
     torch.save({"state_dict": Program()}, tmp_path / "clip.pt")
     clip = f"{checkpoints.model}:{tmp_path / 'clip.pt'}"
-    assert "read safely" in prep("text", "--clip", clip, "--data", data, status=2).stderr
+    assert "loaded safely" in prep("text", "--clip", clip, "--data", data, status=2).stderr
     assert not (tmp_path / "ran").exists()
 
 

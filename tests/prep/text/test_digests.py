@@ -4,7 +4,7 @@ import hashlib
 
 import numpy as np
 
-from prep.text.digests import DIGESTS, DigestSet, digests_of, places_in, text_digest
+from prep.text.digests import DIGESTS, DigestSet, digests_of, positions_in, text_digest
 
 
 def test_a_set_keeps_each_digest_once_in_order() -> None:
@@ -21,10 +21,10 @@ def test_a_set_keeps_each_digest_once_in_order() -> None:
 def test_places_are_those_of_equal_digests_alone() -> None:
     ordered = np.unique(digests_of(f"text {n}" for n in range(1000)))
     digests = digests_of(["text 5", "no such text", "text 999", ""])
-    places = places_in(ordered, digests)
+    places = positions_in(ordered, digests)
     assert (places >= 0).tolist() == [True, False, True, False]
     assert ordered[places[0] : places[0] + 1].tobytes() == text_digest("text 5")
-    assert places_in(ordered[:0], digests).tolist() == [-1] * 4
+    assert positions_in(ordered[:0], digests).tolist() == [-1] * 4
 
 
 def test_a_digest_is_blake2b_of_the_utf8_text() -> None:

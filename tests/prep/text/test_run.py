@@ -56,7 +56,7 @@ def test_every_distinct_text_is_encoded_once(data: Path) -> None:
     engine = Here()
     summary = encode(data, engine=engine)
     assert sorted(engine.texts) == sorted(DISTINCT)
-    assert (summary.num_texts, summary.num_encoded, summary.num_taken_over) == (5, 5, 0)
+    assert (summary.num_texts, summary.num_encoded, summary.num_copied) == (5, 5, 0)
     assert (summary.num_videos, summary.num_captions, summary.num_shards, summary.num_cut) == (3, 9, 2, 0)
     assert not (variant(data) / BANK_FOLDER).exists()
 
@@ -117,7 +117,7 @@ def test_a_changed_caption_encodes_the_new_text_alone(data: Path) -> None:
     summary = encode(data, engine=engine)
     # "a bird" stands in the shard of the other split already.
     assert engine.texts == ["the beginning"]
-    assert (summary.num_encoded, summary.num_taken_over, summary.num_shards_made) == (1, 4, 1)
+    assert (summary.num_encoded, summary.num_copied, summary.num_shards_made) == (1, 4, 1)
     after = embedding_of_captions(variant(data))
     for caption_id, text in texts_of_captions(data).items():
         same = [before[other] for other, old_text in texts_before.items() if old_text == text]
@@ -163,7 +163,7 @@ def test_a_run_cut_off_encodes_the_rest_and_ends_with_the_same_bytes(
         encode(data, engine=first)
     summary = encode(data, engine=second)
     assert len(first.texts) == 200 and not set(first.texts) & set(second.texts)
-    assert summary.num_taken_over == 200 and summary.num_texts == 250
+    assert summary.num_copied == 200 and summary.num_texts == 250
     assert contents(data / "text") == contents(other / "text")
 
 
@@ -244,7 +244,7 @@ def test_another_tower_is_another_variant_that_takes_over_when_it_is_whole(
 
 
 def test_captions_over_many_row_groups_and_shards_find_their_rows(data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("manifests.past.ROWS_PER_GROUP", 7)
+    monkeypatch.setattr("manifests.previous.ROWS_PER_GROUP", 7)
     monkeypatch.setattr("manifests.caption_table.ROWS_PER_GROUP", 7)
     monkeypatch.setattr("prep.text.layout.MAX_SHARD_CAPTIONS", 20)
     captions = {f"v{n:02d}": [f"text {(n * step) % 13}" for step in range(n % 6)] for n in range(30)}

@@ -87,7 +87,7 @@ def test_strays_survive_wherever_they_are(prep: Prep, old_and_new: tuple[ShardSe
         link.name,
     }
     for name in ("my results.csv", "backup", "000000-copy.tar", "commits/notes", link.name, copied.name):
-        assert f"{name}: not a file of the format" in ran.stdout
+        assert f"{name}: not part of the format" in ran.stdout
 
 
 def test_what_killed_commands_left_goes(prep: Prep, shard_set: ShardSet) -> None:
@@ -107,7 +107,7 @@ def test_what_killed_commands_left_goes(prep: Prep, shard_set: ShardSet) -> None
         path.write_bytes(b"12345")
     ran = prep("gc", "--data", shard_set.data)
     assert f"{5 * len(left)} bytes freed" in ran.stdout
-    assert "000000-0123abcd.tar (5 bytes): no commit names it" in ran.stdout
+    assert "000000-0123abcd.tar (5 bytes): not referenced by a commit" in ran.stdout
     assert contents(shard_set.data) == before
     assert not (shard_set.variant / ".tmp-running").exists()
 
@@ -119,7 +119,7 @@ def test_nothing_goes_while_the_current_variant_is_not_whole(
     shard_set, old = old_and_new
     reason = {
         "tar": "000000 is missing",
-        "commit": "000001.json: the record is missing",
+        "commit": "000001.json: the commit record is missing",
         "dataset": "no variant",
         "folder": "is missing",
     }

@@ -121,7 +121,7 @@ def test_the_page_shows_frames_of_every_chunk_and_needs_nothing_else(
     long, short = spread(60, num_pictures=4), spread(30, num_pictures=4)
     expected = [*long, *(60 + n for n in long), *(120 + n for n in short), *long, *(60 + n for n in short)]
     assert numbers == expected
-    assert "&lt;script&gt;" in text and "all of them shown" in text
+    assert "&lt;script&gt;" in text and "5 chunks of 2 videos" in text and "showing" not in text
     assert [entry.name for entry in tmp_path.iterdir() if entry.name.startswith(".")] == []
 
 
@@ -156,7 +156,7 @@ def test_a_page_that_cannot_be_written_is_an_error(prep: Prep, shard_set: ShardS
 
 def test_a_key_and_a_page_exclude_each_other(prep: Prep, shard_set: ShardSet, tmp_path: Path) -> None:
     arguments = ("inspect", "long_000000000", "--html", tmp_path / "x.html", "--data", shard_set.data)
-    assert "not one chunk" in prep(*arguments, status=2).error
+    assert "cannot be combined with the key long_000000000" in prep(*arguments, status=2).error
 
 
 @pytest.mark.parametrize(

@@ -109,7 +109,7 @@ def test_a_layout_with_a_history_is_found_again_in_the_commits(
     before, sound = read_layout(path), contents(data)
     path.write_bytes(path.read_bytes()[:-20])
     told = prep("plan", "--data", data, "--json", *LEN)
-    assert told.summary["work"] == [] and "taken from the commits" in told.stderr
+    assert told.summary["work"] == [] and "using the layout recorded in the commits" in told.stderr
     prep("chunk", "--data", data, "--engine", "processes", *LEN)
     after = contents(data)
     assert {name for name in sound if after[name] != sound[name]} <= {"layout/2s-keep.parquet"}
@@ -190,7 +190,7 @@ def test_a_manifest_that_is_damaged_is_named(prep: Prep, shard_set: ShardSet) ->
         path.write_bytes(content)
     kept = shutil.copy(folder / "manifest.json", shard_set.data / "kept")
     (folder / "manifest.json").unlink()
-    assert "although there are tables" in prep("verify", "--data", shard_set.data, status=1).stdout
+    assert "but its tables exist" in prep("verify", "--data", shard_set.data, status=1).stdout
     shutil.move(kept, folder / "manifest.json")
     prep("verify", "--data", shard_set.data)
 

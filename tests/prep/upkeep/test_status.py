@@ -57,7 +57,7 @@ def test_each_stage_names_the_next_step(prep: Prep, shard_set: ShardSet, tmp_pat
 
 
 def test_no_data_folder_is_an_error(prep: Prep, tmp_path: Path) -> None:
-    assert "no data folder" in prep("status", "--data", tmp_path / "none", status=2).error
+    assert "none does not exist" in prep("status", "--data", tmp_path / "none", status=2).error
     for command in ("status", "chunk"):
         assert (
             f"--data '{tmp_path / 'no folder'}'\n" in prep(command, "--data", tmp_path / "no folder", status=2).stderr
@@ -71,7 +71,7 @@ def test_missing_and_damaged_shards_fail_with_a_command_that_mends_them(prep: Pr
     assert "missing   shard 000000" in ran.stdout
     assert "corrupt   shard 000001" in ran.stdout
     assert "2 shards are missing or damaged" in ran.stderr
-    command = ran.stderr.partition("made again by: prep chunk ")[2].split()
+    command = ran.stderr.partition("to repair, run: prep chunk ")[2].split()
     assert command == ["--len", "2s", "--preset", "ultrafast", "--short-side", "96", "--data", str(shard_set.data)]
     summary = rerun(prep, shard_set, *command[:-2])
     assert (summary["variant"], summary["num_shards_made"]) == (shard_set.variant.name, 2)
@@ -86,10 +86,10 @@ def test_a_running_command_is_seen_with_how_far_it_is(prep: Prep, shard_set: Sha
         beat.show(2)
         ran = prep("status", "--data", shard_set.data)
         (variant,) = prep("status", "--data", shard_set.data, "--json").summary["columns"]["video"]["variants"]
-    assert "being made now: 4 of 5 chunks (80%)" in ran.stdout
+    assert "in progress: 4 of 5 chunks (80%)" in ran.stdout
     assert variant["num_running"] == 2
     assert list((shard_set.variant / RUNNING_FOLDER).iterdir()) == []
-    assert "being made" not in prep("status", "--data", shard_set.data).stdout
+    assert "in progress" not in prep("status", "--data", shard_set.data).stdout
 
 
 def test_other_variants_are_listed_after_the_current_one(prep: Prep, shard_set: ShardSet) -> None:

@@ -25,7 +25,7 @@ Prep = Callable[..., Ran]
 def test_a_sound_set_passes_with_one_line(prep: Prep, shard_set: ShardSet) -> None:
     ran = prep("verify", "--data", shard_set.data)
     assert len(ran.stdout.splitlines()) == 1
-    assert "5 chunks in 2 shards" in ran.stdout and "all right" in ran.stdout
+    assert "5 chunks in 2 shards" in ran.stdout and ": OK" in ran.stdout
     deep = prep("verify", "--deep", "--data", shard_set.data, "--json").summary["video"]
     assert (deep["num_deep"], deep["findings"], deep["deep_findings"]) == (240, [], [])
 
@@ -52,7 +52,7 @@ def test_a_flipped_byte_is_found_named_and_mended_by_the_next_run(prep: Prep, sh
     assert (finding["shard_id"], finding["code"]) == (0, code)
     assert finding["key"] == (key if path.suffix == ".tar" else None)
     assert ran.summary["video"]["unseen"] == []
-    assert "made again by: prep chunk --len 2s" in ran.stderr
+    assert "to repair, run: prep chunk --len 2s" in ran.stderr
     (planned,) = prep("plan", "--data", shard_set.data, "--json", *LEN).summary["work"]
     assert (planned["shard_id"], planned["state"]) == (0, "corrupt")
     if where == "payload":

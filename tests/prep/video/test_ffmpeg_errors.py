@@ -81,7 +81,7 @@ JOINED_LATE = """
         (1, "Segmentation\nfault at 0x7f00deadbeef", FailureCode.ENCODE_FAILED, "ffmpeg ended with 1: Segmentation"),
         (1, "at 0x7f00deadbeef", FailureCode.ENCODE_FAILED, "ffmpeg ended with 1: at 0x..."),
         (1, "", FailureCode.ENCODE_FAILED, "ffmpeg ended with 1: no message"),
-        (-9, "", FailureCode.OUT_OF_MEMORY, "ffmpeg was killed, most likely for want of memory"),
+        (-9, "", FailureCode.OUT_OF_MEMORY, "ffmpeg was killed, probably because memory ran out"),
         (0, JOINED_LATE, None, ""),
         (0, "", None, ""),
     ],

@@ -12,7 +12,7 @@ import pytest
 from manifests.errors import UserError
 from manifests.publish import publish_json
 from manifests.table_files import CAPTIONS_FILE, staged_path
-from shards.lists import settle
+from shards.lists import finish_run
 from tests.train.data.http_folder import HttpFolder
 from tests.train.data.test_remote import open_set, tar_of
 from tests.train.tiny_data import Caption, encode_chunk, video_sample, write_captions, write_shard
@@ -95,7 +95,7 @@ def test_a_table_is_found_under_the_name_that_a_killed_write_left_it(served: Htt
     old = (folder / CAPTIONS_FILE).read_bytes()
     write_captions(tmp_path / "served/data", {"a": "train"}, [Caption("a", 0, 1, "only one")])
     mark = json.loads((folder / "manifest.json").read_bytes())["fingerprint"]
-    (folder / CAPTIONS_FILE).rename(staged_path(folder, CAPTIONS_FILE, mark=mark))
+    (folder / CAPTIONS_FILE).rename(staged_path(folder, CAPTIONS_FILE, fingerprint=mark))
     (folder / CAPTIONS_FILE).write_bytes(old)
     assert len(open_set(f"{served.address}/data", tmp_path / "cache")) == 1
 
@@ -116,10 +116,10 @@ def test_a_damaged_manifest_over_there_is_refused_and_a_mended_one_taken(
 def test_a_commit_that_is_missing_over_there_is_refused(served: HttpFolder, tmp_path: Path) -> None:
     [folder] = (tmp_path / "served/data/video").iterdir()
     publish_json(folder / "recipe.json", {})
-    settle(folder, dropped=(), wanted=(0, 1))
+    finish_run(folder, dropped=(), wanted=(0, 1))
     open_set(f"{served.address}/data", tmp_path / "cache")
     (folder / "commits" / "000001.json").unlink()
-    with pytest.raises(UserError, match=r"000001\.json: the record is missing"):
+    with pytest.raises(UserError, match=r"000001\.json: the commit record is missing"):
         open_set(f"{served.address}/data", tmp_path / "cache")
 
 

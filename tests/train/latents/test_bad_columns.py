@@ -51,7 +51,7 @@ def test_a_tar_that_grew_or_is_gone_is_named(own: Written) -> None:
 def test_an_index_of_another_tar_never_leads_beyond_the_end(own: Written) -> None:
     first, other = Variant.open(own.data_dir, column="latents").shards()[:2]
     shutil.copy(first.index_path, other.index_path)
-    with pytest.raises(UserError, match="not the file that was committed"):
+    with pytest.raises(UserError, match="its content differs from the commit"):
         opened(own.data_dir, text=False)
     # A commit that vouches for it all the same.
     assert first.commit.files is not None and other.commit.files is not None

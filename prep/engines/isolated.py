@@ -20,7 +20,7 @@ _CONTEXT = multiprocessing.get_context("spawn")
 _GRACE_S = 15.0  # for the engine to stop what it started
 
 
-class Apart:
+class IsolatedEngine:
     """Runs an engine, which must be picklable, in another process.
 
     Args:
@@ -50,8 +50,8 @@ class Apart:
                 except (EOFError, ConnectionResetError):
                     process.join()
                     raise FailedWork(
-                        f"{self._name} ended unexpectedly ({_how(process.exitcode)}); what was finished is kept, "
-                        "run the same command again to go on"
+                        f"{self._name} ended unexpectedly ({_exit_reason(process.exitcode)}); finished work is kept; "
+                        "run the same command again to resume"
                     ) from None
                 if kind == "next":
                     item = next(waiting, None)
@@ -75,7 +75,7 @@ class Apart:
                 process.join()
 
 
-class _Gone(Exception):
+class _Disconnected(Exception):
     """The command has exited, or stopped reading results."""
 
 
@@ -86,7 +86,7 @@ def _serve(engine: Engine, function: Callable[[Any], Any], check: Check | None, 
     silence = os.open(os.devnull, os.O_WRONLY)
     for stream in (1, 2):
         os.dup2(silence, stream)
-    with suppress(_Gone):
+    with suppress(_Disconnected):
         try:
             for outcome in engine.run(_Numbered(function), _tasks(pipe), check=check):
                 if isinstance(outcome, Outcome):
@@ -94,9 +94,9 @@ def _serve(engine: Engine, function: Callable[[Any], Any], check: Check | None, 
                 elif outcome is not None:
                     _send(pipe, "refused", outcome)
                 elif pipe.poll():  # the command sends nothing unasked: the pipe was closed
-                    raise _Gone
+                    raise _Disconnected
             _send(pipe, "end", None)
-        except _Gone:
+        except _Disconnected:
             raise
         except Exception as error:  # noqa: BLE001 - raised again by the command
             if not isinstance(error, ClipmillError):
@@ -122,7 +122,7 @@ def _tasks(pipe: Connection) -> Iterator[tuple[int, Any]]:
         try:
             item = pipe.recv()
         except (EOFError, OSError):
-            raise _Gone from None
+            raise _Disconnected from None
         if item is None:
             return
         yield item
@@ -139,8 +139,8 @@ def _send(pipe: Connection, kind: str, value: Any) -> None:
     try:
         pipe.send((kind, value))
     except OSError:
-        raise _Gone from None
+        raise _Disconnected from None
 
 
-def _how(exit_code: int | None) -> str:
+def _exit_reason(exit_code: int | None) -> str:
     return f"signal {-exit_code}" if exit_code is not None and exit_code < 0 else f"exit status {exit_code}"

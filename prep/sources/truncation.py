@@ -16,7 +16,7 @@ _FLV_TAGS = frozenset({8, 9, 18})  # audio, video, script data
 _BOX_TYPES_OF_MEDIA = frozenset({b"mdat", b"moof", b"moov"})
 
 
-def missing_end(path: Path, *, format_name: str) -> str | None:
+def truncation(path: Path, *, format_name: str) -> str | None:
     """Return what is missing at the end of a truncated file, or None.
 
     None is returned for a complete file, and if the structure of the file does not tell.
@@ -27,10 +27,10 @@ def missing_end(path: Path, *, format_name: str) -> str | None:
     Raises:
         OSError: the file cannot be read.
     """
-    for name, look in _LOOKS.items():
+    for name, check in _CHECKS.items():
         if name in format_name:
             with path.open("rb") as file:
-                return look(file, os.fstat(file.fileno()).st_size)
+                return check(file, os.fstat(file.fileno()).st_size)
     return None
 
 
@@ -41,7 +41,7 @@ def _matroska(file: BinaryIO, size_bytes: int) -> str | None:
         head = file.read(12)
         header = ebml_header(head)
         if header is None:
-            return _cut("an element's header", size_bytes + 1, size_bytes) if len(head) < 12 and any(head) else None
+            return _cut("an element header", size_bytes + 1, size_bytes) if len(head) < 12 and any(head) else None
         element, header_bytes, length = header
         position += header_bytes
         if length is None:  # live stream: descend into it and treat clusters and blocks as one level
@@ -51,7 +51,7 @@ def _matroska(file: BinaryIO, size_bytes: int) -> str | None:
         position += length
         if position > size_bytes:
             return _cut(
-                {_SEGMENT: "its segment", _CLUSTER: "a cluster"}.get(element, "an element"), position, size_bytes
+                {_SEGMENT: "the segment", _CLUSTER: "a cluster"}.get(element, "an element"), position, size_bytes
             )
         if element == _SEGMENT:
             return None
@@ -83,7 +83,7 @@ def _asf(file: BinaryIO, size_bytes: int) -> str | None:
         length = int.from_bytes(head[16:], "little")
         if head[:16] == _ASF_DATA:
             # A size of 0, or of only the header, denotes a live stream.
-            return _cut("its data", position + length, size_bytes) if position + length > size_bytes else None
+            return _cut("the data object", position + length, size_bytes) if position + length > size_bytes else None
         if length < 24:
             return None
         position += length
@@ -100,7 +100,7 @@ def _avi(file: BinaryIO, size_bytes: int) -> str | None:
             position += 12
             continue
         if head[:4] == b"LIST" and kind == b"movi" and 0 < length < 0xFFFFFFF0 and position + 8 + length > size_bytes:
-            return _cut("its list of frames", position + 8 + length, size_bytes)
+            return _cut("the frame list", position + 8 + length, size_bytes)
         position += 8 + length + length % 2
     return None
 
@@ -116,7 +116,7 @@ def _ogg(file: BinaryIO, size_bytes: int) -> str | None:
     segments = tail[page + 27 : page + 27 + num_segments]
     end = page + 27 + num_segments + sum(segments)
     if len(segments) < num_segments or end > len(tail):
-        return _cut("its last page", begin + max(end, len(tail) + 1), size_bytes)
+        return _cut("the last page", begin + max(end, len(tail) + 1), size_bytes)
     return None
 
 
@@ -148,7 +148,7 @@ def _flv(file: BinaryIO, size_bytes: int) -> str | None:
             return None
         end = position + 11 + int.from_bytes(head[1:], "big")
         if len(head) < 4 or end > size_bytes:
-            return _cut("its last tag", max(end, size_bytes + 1), size_bytes)
+            return _cut("the last tag", max(end, size_bytes + 1), size_bytes)
         position = end + 4
     return None
 
@@ -166,7 +166,7 @@ def _flv_ends_well(file: BinaryIO, size_bytes: int) -> bool:
 
 
 def _cut(what: str, end: int, size_bytes: int) -> str:
-    return f"{what} ends at byte {end}, the file has {size_bytes}"
+    return f"truncated: {what} ends at byte {end}, but the file has {size_bytes} bytes"
 
 
-_LOOKS = {"matroska": _matroska, "asf": _asf, "avi": _avi, "ogg": _ogg, "mp4": _mp4, "flv": _flv}
+_CHECKS = {"matroska": _matroska, "asf": _asf, "avi": _avi, "ogg": _ogg, "mp4": _mp4, "flv": _flv}

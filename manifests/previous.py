@@ -1,4 +1,4 @@
-"""The state of the manifest before a write: the order of videos, other data sets, and caption IDs.
+"""The state of the manifest before a write: the order of videos, other datasets, and caption IDs.
 
 Only a complete manifest is used. If its files are damaged, a write may only restore the very tables that were there:
 different caption IDs would silently change the meaning of every shard that refers to them.
@@ -30,13 +30,13 @@ from manifests.table_files import (
 
 
 @dataclass(frozen=True)
-class Past:
+class PreviousManifest:
     """The state that a write starts from.
 
     Attributes:
         captions_path: the valid caption table, or None if there is none.
         damage: why the tables of an existing manifest cannot be read; all other fields are then empty.
-        mark: fingerprint of that manifest, if known.
+        fingerprint: fingerprint of that manifest, if known.
     """
 
     videos: pa.Table = field(default_factory=VIDEOS.empty_table)
@@ -45,21 +45,23 @@ class Past:
     next_caption_id: int = 0
     datasets: Mapping[str, Any] = field(default_factory=dict)
     damage: DamagedManifest | None = None
-    mark: str | None = None
+    fingerprint: str | None = None
 
-    def require_same(self, mark: str) -> None:
-        """Raise UserError if the manifest is damaged and a write with fingerprint `mark` would not restore it."""
-        if self.damage is None or mark == self.mark:
+    def require_same(self, fingerprint: str) -> None:
+        """Raise UserError if the manifest is damaged and a write with this fingerprint would not restore it."""
+        if self.damage is None or fingerprint == self.fingerprint:
             return
         others = f" ({', '.join(self.datasets)})" if self.datasets else ""
         raise UserError(
-            f"{self.damage}; this command alone does not restore the same manifest: captions would get other ids",
+            f"{self.damage}; this command alone cannot restore the manifest: caption IDs would change",
             hint=f"restore {self.damage.path.parent} from a backup, or remove it and run `prep manifest` again "
-            f"for each data set{others} in the same order",
+            f"for each dataset{others} in the same order",
         )
 
 
-def read_past(folder: Path, manifest: Mapping[str, Any] | None, *, damage: DamagedManifest | None = None) -> Past:
+def read_previous(
+    folder: Path, manifest: Mapping[str, Any] | None, *, damage: DamagedManifest | None = None
+) -> PreviousManifest:
     """Read the state before a write to the manifest in `folder`.
 
     Args:
@@ -67,31 +69,31 @@ def read_past(folder: Path, manifest: Mapping[str, Any] | None, *, damage: Damag
         damage: why it cannot be read.
     """
     if manifest is None:
-        mark = _mark_of_tables(folder)
-        if damage is None and mark is not None:
+        fingerprint = _common_fingerprint(folder)
+        if damage is None and fingerprint is not None:
             damage = DamagedManifest(folder / "manifest.json", "the file is missing")
-        return Past(damage=damage, mark=mark)
+        return PreviousManifest(damage=damage, fingerprint=fingerprint)
     try:
         return _read(folder, manifest)
     except (OSError, pa.ArrowException) as error:
         damage = DamagedManifest(folder / "*.parquet", str(error))
     except DamagedManifest as error:
         damage = error
-    return Past(
+    return PreviousManifest(
         next_caption_id=manifest.get("next_caption_id", 0),
         datasets=manifest.get("datasets", {}),
         damage=damage,
-        mark=manifest["fingerprint"],
+        fingerprint=manifest["fingerprint"],
     )
 
 
-def stable_ids(past: Past, captions: pa.Table, *, own_ids: pa.ChunkedArray) -> tuple[np.ndarray, int]:
+def stable_ids(previous: PreviousManifest, captions: pa.Table, *, own_ids: pa.ChunkedArray) -> tuple[np.ndarray, int]:
     """Return IDs int64[N] of `captions`, and the next free ID. Known captions of the videos `own_ids` keep their ID."""
     hashes = caption_hashes(captions)
     old_hashes, old_ids = [np.empty((0, 2), np.uint64)], [np.empty(0, np.int64)]
-    if past.captions_path is not None and len(own_ids):
+    if previous.captions_path is not None and len(own_ids):
         columns = ["caption_id", "video_id", "begin_s", "end_s", "text", "source"]
-        with pq.ParquetFile(past.captions_path, read_dictionary=["video_id", "source"], pre_buffer=False) as file:
+        with pq.ParquetFile(previous.captions_path, read_dictionary=["video_id", "source"], pre_buffer=False) as file:
             for batch in file.iter_batches(columns=columns, batch_size=ROWS_PER_GROUP):
                 table = pa.Table.from_batches([batch])
                 is_own = rows_of(table["video_id"], own_ids) >= 0
@@ -101,16 +103,16 @@ def stable_ids(past: Past, captions: pa.Table, *, own_ids: pa.ChunkedArray) -> t
         hashes,
         old_hashes=np.concatenate(old_hashes),
         old_ids=np.concatenate(old_ids),
-        next_id=past.next_caption_id if past.damage is None else 0,
+        next_id=previous.next_caption_id if previous.damage is None else 0,
     )
-    return ids, max(next_id, past.next_caption_id)
+    return ids, max(next_id, previous.next_caption_id)
 
 
-def _read(folder: Path, manifest: Mapping[str, Any]) -> Past:
+def _read(folder: Path, manifest: Mapping[str, Any]) -> PreviousManifest:
     if "tables" not in manifest:
         return _read_without_checksums(folder, manifest)
     paths = {name: table_path(folder, name, manifest=manifest) for name in TABLE_FILES}
-    return Past(
+    return PreviousManifest(
         videos=pq.read_table(paths[VIDEOS_FILE]).replace_schema_metadata(),
         rejected=pq.read_table(paths[REJECTED_FILE]).replace_schema_metadata(),
         captions_path=paths[CAPTIONS_FILE],
@@ -119,7 +121,7 @@ def _read(folder: Path, manifest: Mapping[str, Any]) -> Past:
     )
 
 
-def _read_without_checksums(folder: Path, manifest: Mapping[str, Any]) -> Past:
+def _read_without_checksums(folder: Path, manifest: Mapping[str, Any]) -> PreviousManifest:
     """Read tables of an older version, which published them one by one: they may be from an interrupted write."""
     tables = {}
     for name, schema in ((VIDEOS_FILE, VIDEOS), (REJECTED_FILE, REJECTED)):
@@ -134,16 +136,16 @@ def _read_without_checksums(folder: Path, manifest: Mapping[str, Any]) -> Past:
                 next_id = max(next_id, ids[-1].as_py() + 1)
     else:
         captions = None
-    return Past(tables[VIDEOS_FILE], tables[REJECTED_FILE], captions, next_id, manifest.get("datasets", {}))
+    return PreviousManifest(tables[VIDEOS_FILE], tables[REJECTED_FILE], captions, next_id, manifest.get("datasets", {}))
 
 
-def _mark_of_tables(folder: Path) -> str | None:
+def _common_fingerprint(folder: Path) -> str | None:
     """Return the fingerprint of all three tables, or None if they are not from the same write."""
-    marks = set()
+    fingerprints = set()
     for name in TABLE_FILES:
         try:
-            marks.add((pq.read_schema(folder / name).metadata or {}).get(FINGERPRINT_KEY))
+            fingerprints.add((pq.read_schema(folder / name).metadata or {}).get(FINGERPRINT_KEY))
         except (OSError, pa.ArrowException):
             return None
-    mark = marks.pop() if len(marks) == 1 else None
-    return mark.decode("ascii", "replace") if mark is not None else None
+    fingerprint = fingerprints.pop() if len(fingerprints) == 1 else None
+    return fingerprint.decode("ascii", "replace") if fingerprint is not None else None

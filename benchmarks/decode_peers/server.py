@@ -1,4 +1,4 @@
-"""The server loop shared by all variants: a persistent process that answers requests (benchmarks.way_process).
+"""The server loop shared by all variants: a persistent process that answers requests (benchmarks.peer_process).
 
     {"do": "check", "set": "own", "kind": "...", "num_chunks": 2}
         reads all clips once, untimed, and checks those of a few chunks: {"num_frames": 64, "num_wrong": 0}
@@ -18,7 +18,7 @@ import numpy as np
 
 from benchmarks.decode_peers.clip_set import Clip, chunk_path, read_clips
 from benchmarks.decode_peers.frame_check import ChunkFrames, num_wrong_rgb
-from benchmarks.way_process import answer_requests
+from benchmarks.peer_process import answer_requests
 
 
 class Reader(Protocol):
@@ -52,7 +52,7 @@ def serve(open_reader: Callable[[Path, str], Reader]) -> None:
     """Answer requests about the folder in the command line; `open_reader` takes the folder and the name of a set."""
     parser = argparse.ArgumentParser()
     parser.add_argument("folder", type=Path)
-    answer_requests(_Contestant(parser.parse_known_args()[0].folder, open_reader).answer)
+    answer_requests(_Server(parser.parse_known_args()[0].folder, open_reader).answer)
 
 
 def serve_files(read_path: Callable[[str, Clip], np.ndarray]) -> None:
@@ -64,7 +64,7 @@ def serve_files(read_path: Callable[[str, Clip], np.ndarray]) -> None:
     serve(open_reader)
 
 
-class _Contestant:
+class _Server:
     def __init__(self, folder: Path, open_reader: Callable[[Path, str], Reader]) -> None:
         self._folder, self._open_reader = folder, open_reader
         self._clips = read_clips(folder)

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
+from manifests.data_location import check_data_dir
 from manifests.errors import UserError
-from manifests.place import check_data_dir
 
 
 def test_the_source_tree_and_its_packages_are_refused(repository: Path) -> None:
@@ -15,7 +15,7 @@ def test_the_source_tree_and_its_packages_are_refused(repository: Path) -> None:
         repository / "shards" / "data",
         repository / "train" / "models",
     ):
-        with pytest.raises(UserError, match="own source"):
+        with pytest.raises(UserError, match="source code of clipmill"):
             check_data_dir(folder)
 
 

@@ -19,7 +19,7 @@ _WARM_STEPS = 2
 
 
 @dataclass(frozen=True, kw_only=True)
-class Way:
+class Implementation:
     """One implementation, ready to run.
 
     Attributes:
@@ -33,11 +33,11 @@ class Way:
     num_flops: int | None = None
 
 
-Opening = Callable[[], Way]
+Opening = Callable[[], Implementation]
 
 
 @dataclass(kw_only=True)
-class Taken:
+class Timings:
     """The measurements of one implementation.
 
     Attributes:
@@ -58,26 +58,26 @@ class Taken:
 
 def take_turns(
     openings: Mapping[str, Opening], setup: Setup, *, num_rounds: int = 5, num_steps: int = 5
-) -> dict[str, Taken]:
+) -> dict[str, Timings]:
     """Open all implementations, keep them in memory together, and time each once per round for `num_steps` steps."""
     if setup.is_dry_run:
         num_rounds = num_steps = 1
-    taken = {name: Taken() for name in openings}
-    ways: dict[str, Way] = {}
+    taken = {name: Timings() for name in openings}
+    variants: dict[str, Implementation] = {}
     for name, opening in openings.items():
         with _surviving(taken[name], setup.device):
-            ways[name] = _opened(opening, taken[name], setup)
-    for _, name in turns(list(ways), num_rounds) if ways else ():
-        if name in ways:
+            variants[name] = _opened(opening, taken[name], setup)
+    for _, name in turns(list(variants), num_rounds) if variants else ():
+        if name in variants:
             with _surviving(taken[name], setup.device):
-                taken[name].seconds.append(seconds_of(ways[name].step, device=setup.device, count=num_steps))
+                taken[name].seconds.append(seconds_of(variants[name].step, device=setup.device, count=num_steps))
             if taken[name].error is not None:
-                del ways[name]
+                del variants[name]
     return taken
 
 
 def rows_of(
-    taken: Mapping[str, Taken],
+    taken: Mapping[str, Timings],
     setup: Setup,
     *,
     items: int,
@@ -110,7 +110,7 @@ def rows_of(
     return rows
 
 
-def faster_than(taken: Mapping[str, Taken], name: str, other: str) -> float | None:
+def faster_than(taken: Mapping[str, Timings], name: str, other: str) -> float | None:
     """Return the median speed-up of one implementation over another; None if one of them failed."""
     if other not in taken or taken[name].median_s is None or taken[other].median_s is None:
         return None
@@ -139,10 +139,10 @@ def release() -> None:
 
 
 @contextmanager
-def _surviving(taken: Taken, device: torch.device) -> Iterator[None]:
+def _surviving(taken: Timings, device: torch.device) -> Iterator[None]:
     try:
         yield
-    except Exception as error:  # noqa: BLE001  a kernel that is missing fails in its own way
+    except Exception as error:  # noqa: BLE001  a kernel that is missing fails in its own variant
         taken.error = one_line(error)
     if taken.error is not None:
         release()
@@ -150,24 +150,24 @@ def _surviving(taken: Taken, device: torch.device) -> Iterator[None]:
             torch.cuda.synchronize(device)  # raises if the device is lost for the other implementations too
 
 
-def _opened(opening: Opening, taken: Taken, setup: Setup) -> Way:
+def _opened(opening: Opening, taken: Timings, setup: Setup) -> Implementation:
     is_cuda = setup.device.type == "cuda"
     before = torch.cuda.memory_allocated(setup.device) if is_cuda else 0
-    way = opening()
+    variant = opening()
     throughput = Throughput(device=setup.device, precision="bf16")
-    with nullcontext() if way.model is None else throughput.counting(way.model):
-        way.step()
-    taken.num_flops = throughput.flops_per_step if way.model is not None else way.num_flops
+    with nullcontext() if variant.model is None else throughput.counting(variant.model):
+        variant.step()
+    taken.num_flops = throughput.flops_per_step if variant.model is not None else variant.num_flops
     if setup.is_dry_run:
-        return way
+        return variant
     for _ in range(_WARM_STEPS):
-        way.step()
+        variant.step()
     if is_cuda:
         torch.cuda.synchronize(setup.device)
         torch.cuda.reset_peak_memory_stats(setup.device)
-        way.step()
+        variant.step()
         torch.cuda.synchronize(setup.device)
         taken.peak_bytes = torch.cuda.max_memory_allocated(setup.device) - before
-    if way.model is not None:
-        way.model.zero_grad(set_to_none=True)  # the next implementation may share the model
-    return way
+    if variant.model is not None:
+        variant.model.zero_grad(set_to_none=True)  # the next implementation may share the model
+    return variant

@@ -16,12 +16,12 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from benchmarks.latent_peers.segment_set import SegmentSet, digest, open_segment_set
-from benchmarks.way_process import answer_requests
+from benchmarks.peer_process import answer_requests
 
 Batches = Iterator[tuple[Any, Any]]
 
 
-class Way(Protocol):
+class PeerLoader(Protocol):
     """A loader of the data set, opened with one batch size."""
 
     def epoch(self, number: int) -> Batches:
@@ -34,7 +34,7 @@ class Way(Protocol):
 
 
 Make = Callable[[SegmentSet, Path], None]
-Open = Callable[[Path, SegmentSet, int], Way]  # (its own folder, the data set, batch size)
+Open = Callable[[Path, SegmentSet, int], PeerLoader]  # (its own folder, the data set, batch size)
 
 
 class NothingToClose:
@@ -44,19 +44,19 @@ class NothingToClose:
         """Does nothing."""
 
 
-def serve(make: Make, open_way: Open) -> None:
+def serve(make: Make, open_loader: Open) -> None:
     """Answer requests until the input ends; program arguments: the folders of the data set and of this loader."""
     parser = argparse.ArgumentParser()
     parser.add_argument("set_folder", type=Path)
     parser.add_argument("own_folder", type=Path)
     arguments, _ = parser.parse_known_args()
-    answer_requests(_Contestant(arguments.own_folder, open_segment_set(arguments.set_folder), make, open_way).answer)
+    answer_requests(_Server(arguments.own_folder, open_segment_set(arguments.set_folder), make, open_loader).answer)
 
 
-class _Contestant:
-    def __init__(self, own_folder: Path, segments: SegmentSet, make: Make, open_way: Open) -> None:
-        self._own_folder, self._segments, self._make, self._open_way = own_folder, segments, make, open_way
-        self._way: Way | None = None
+class _Server:
+    def __init__(self, own_folder: Path, segments: SegmentSet, make: Make, open_loader: Open) -> None:
+        self._own_folder, self._segments, self._make, self._open_loader = own_folder, segments, make, open_loader
+        self._loader: PeerLoader | None = None
         self._num_epochs = 0
 
     def answer(self, request: dict[str, Any]) -> dict[str, Any]:
@@ -66,22 +66,22 @@ class _Contestant:
                 self._make(self._segments, self._own_folder)
             return {}
         if do == "open":
-            self._way = self._open_way(self._own_folder, self._segments, request["batch"])
+            self._loader = self._open_loader(self._own_folder, self._segments, request["batch"])
             return {}
-        assert self._way is not None, f"{do} before open"
+        assert self._loader is not None, f"{do} before open"
         if do == "check":
             num_distinct, found = digest(self._epoch())
             return {"num_distinct": num_distinct, "digest": found}
         if do == "time":
             return self._time(request["at_least_s"])
-        self._way.close()
-        self._way = None
+        self._loader.close()
+        self._loader = None
         return {}
 
     def _epoch(self) -> Batches:
-        assert self._way is not None
+        assert self._loader is not None
         self._num_epochs += 1
-        return self._way.epoch(self._num_epochs)
+        return self._loader.epoch(self._num_epochs)
 
     def _time(self, at_least_s: float) -> dict[str, Any]:
         num_segments, seconds = 0, 0.0
@@ -92,6 +92,6 @@ class _Contestant:
                 num_of_epoch += latents.shape[0]
             seconds += time.perf_counter() - begin_s
             if num_of_epoch != len(self._segments):
-                raise RuntimeError(f"an epoch of {num_of_epoch} segments, the set has {len(self._segments)}")
+                raise RuntimeError(f"an epoch has {num_of_epoch} segments, expected {len(self._segments)}")
             num_segments += num_of_epoch
         return {"num_segments": num_segments, "seconds": seconds}

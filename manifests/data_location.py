@@ -19,12 +19,13 @@ def check_data_dir(data_dir: Path, *, videos: Path | None = None) -> None:
         raise UserError(f"the data folder {data_dir} is a file", hint="give a folder with --data")
     if _is_source_tree(resolved) or any(_is_package_of_tree(folder) for folder in (resolved, *resolved.parents)):
         raise UserError(
-            f"the data folder {data_dir} is clipmill's own source", hint="keep data apart: --data DIR, or CLIPMILL_DATA"
+            f"the data folder {data_dir} is inside the source code of clipmill",
+            hint="give another folder with --data or $CLIPMILL_DATA",
         )
     if videos is not None and resolved == _resolved(videos):
         raise UserError(
             f"{data_dir} is both the data folder and the folder of the videos",
-            hint="give a data folder of its own with --data",
+            hint="give a separate data folder with --data",
         )
 
 
@@ -39,7 +40,9 @@ def _resolved(folder: Path) -> Path:
         resolved.exists()
     except (OSError, RuntimeError) as error:  # Python 3.11 and 3.12 raise RuntimeError for loops
         why = getattr(error, "strerror", None) or str(error)
-        raise UserError(f"cannot look at {folder}: {why}", hint="give another folder, or mend this one") from error
+        raise UserError(
+            f"cannot access {folder}: {why}", hint="give another folder, or fix its links and permissions"
+        ) from error
     return resolved
 
 

@@ -23,7 +23,7 @@ class NotInstalled(Exception):
     """The program's Python interpreter, or one of its dependencies, is missing."""
 
 
-class WayProcess:
+class PeerProcess:
     """A running program; it is idle between requests.
 
     Args:
@@ -77,8 +77,8 @@ class WayProcess:
         if not line:
             self._process.wait()
             self._stderr.seek(0)
-            said = self._stderr.read().decode(errors="replace")[-_STDERR_CHARS:]
-            raise RuntimeError(f"{self._module} ended with {self._process.returncode} when asked to {do}:\n{said}")
+            stderr = self._stderr.read().decode(errors="replace")[-_STDERR_CHARS:]
+            raise RuntimeError(f"{self._module} exited with {self._process.returncode} on request {do!r}:\n{stderr}")
         answer: dict[str, Any] = json.loads(line)
         if "missing" in answer:
             raise NotInstalled(answer["missing"])

@@ -1,0 +1,197 @@
+"""Help texts of both command lines, in 80 columns: `--help` shows the flags of a first run, `--help-all` shows all.
+
+A command without `FIRST_RUN` flags, or with few flags, shows all of them in both.
+"""
+
+import inspect
+import re
+import textwrap
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, cast, get_args
+
+if TYPE_CHECKING:
+    from cyclopts import App, Group
+    from cyclopts.argument import Argument, ArgumentCollection
+    from cyclopts.help import HelpEntry
+
+HELP, HELP_ALL = frozenset({"--help", "-h"}), "--help-all"
+FIRST_RUN = "a flag that a first run needs"  # in the annotation of a flag
+Metadata = tuple[Any, ...]  # the annotation of a flag, without its type
+Tables = Mapping[str, Sequence[tuple[str, str]]]  # title -> rows
+
+_WIDTH = 80
+_WIDEST_LABEL, _WIDEST_SHORT_LABEL = 27, 22
+_FEW_FLAGS = 12
+_TIED = str.maketrans(" ", "\N{NO-BREAK SPACE}")
+_FIRST_SENTENCE = re.compile(r"(.+?)(?:\.(?=\s)|\.?$)")
+
+
+def wants_help(app: "App", words: Sequence[str]) -> bool:
+    """Return True if the words of a command line ask for help, or name no command."""
+    if not HELP.isdisjoint(words) or HELP_ALL in words:
+        return True
+    _, apps, rest = app.parse_commands(words)
+    return apps[-1].default_command is None and not rest
+
+
+def help_text(
+    app: "App",
+    words: Sequence[str],
+    *,
+    range_of: Callable[[Metadata], str] = lambda metadata: "",
+    tables_of: Callable[["ArgumentCollection"], Tables] = lambda arguments: {},
+) -> str:
+    """Return the help of the command that the words of a command line name.
+
+    Args:
+        range_of: returns the range in the annotation of a flag for `--help-all`, such as `1 to 64`; empty if none.
+        tables_of: returns tables to show after the flags of a command.
+    """
+    commands, apps, _ = app.parse_commands([word for word in words if word not in HELP | {HELP_ALL}])
+    command, name = apps[-1], " ".join([app.name[0], *commands])
+    if command.default_command is None:
+        lines = _group_help(command, name)
+    else:
+        lines = _command_help(command, name, everything=HELP_ALL in words, range_of=range_of, tables_of=tables_of)
+    return "\n".join(lines)
+
+
+def _group_help(group: "App", name: str) -> Iterator[str]:
+    yield f"Usage: {name} COMMAND"
+    yield from _paragraph_lines(group)
+    summaries = _commands(group)
+    yield from ("", "Commands:")
+    yield from _table(summaries, width=_width([label for label, _ in summaries]))
+    yield from ("", f"{name} COMMAND --help shows the flags of a command.")
+
+
+def _command_help(
+    command: "App",
+    name: str,
+    *,
+    everything: bool,
+    range_of: Callable[[Metadata], str],
+    tables_of: Callable[["ArgumentCollection"], Tables],
+) -> Iterator[str]:
+    collection = command.assemble_argument_collection(parse_docstring=True)
+    arguments = collection.filter_by(show=True)
+    is_first = {one.name for one in arguments if FIRST_RUN in _metadata(one)}
+    is_short = bool(is_first) and len(arguments) > _FEW_FLAGS and not everything
+    yield f"Usage: {name} {' '.join([*_required(arguments), '[OPTIONS]'])}"
+    yield from _paragraph_lines(command)
+    rows: dict[str, Sequence[tuple[str, str]]] = {"Commands": commands} if (commands := _commands(command)) else {}
+    titles = {_group(one).name: _group(one) for one in arguments}
+    for title, panel in sorted(titles.items(), key=lambda item: _position(item[1])):
+        shown = [one for one in arguments.filter_by(group=panel) if not is_short or one.name in is_first]
+        if shown:
+            rows[title] = [_row(one, is_short=is_short, range_of=range_of) for one in shown]
+    rows.update(tables_of(collection))
+    width = _width([label for group in rows.values() for label, _ in group], is_short=is_short)
+    for title, group in rows.items():
+        yield from ("", f"{title}:")
+        yield from _table(group, width=width)
+    if is_short:
+        yield from ("", f"{name} --help-all shows all {len(arguments)} flags.")
+
+
+def _commands(group: "App") -> list[tuple[str, str]]:
+    """Return the names of a group's commands, with the summary of each."""
+    return [(name, _paragraphs(group[name])[0]) for name in group if not name.startswith("-")]
+
+
+def _paragraph_lines(command: "App") -> Iterator[str]:
+    for paragraph in _paragraphs(command):
+        if not paragraph.startswith(" "):
+            yield ""
+        yield from paragraph.splitlines() if "    " in paragraph else textwrap.wrap(paragraph, _WIDTH)
+
+
+def _paragraphs(command: "App") -> list[str]:
+    """Return the description of a command: a summary first, then text, and examples, which are indented."""
+    doc = inspect.cleandoc(command.help if command.default_command is None else command.default_command.__doc__ or "")
+    text = re.split(r"\n\nParameters\n-+\n", doc)[0]
+    parts = text.split("\n\n")
+    parts = [part if part.startswith(" ") else " ".join(part.replace("`", "").split()) for part in parts]
+    return [re.sub(r"^Example: ", "Example:\n    ", part) for part in parts]
+
+
+def _group(argument: "Argument") -> "Group":
+    (group, *_) = cast("tuple[Group, ...]", argument.parameter.group)
+    return group
+
+
+def _position(group: "Group") -> tuple[float, str]:
+    return (group.sort_key if isinstance(group.sort_key, int | float) else 0.5, group.name)
+
+
+def _metadata(argument: "Argument") -> Metadata:
+    return get_args(argument.field_info.annotation)[1:]
+
+
+def _required(arguments: "ArgumentCollection") -> Iterator[str]:
+    for argument in arguments:
+        if argument.required:
+            entry = _entry(argument)
+            yield entry.positional_label or f"{argument.name} {entry.metavar}"
+
+
+def _row(argument: "Argument", *, is_short: bool, range_of: Callable[[Metadata], str]) -> tuple[str, str]:
+    entry = _entry(argument)
+    label = entry.positional_label or _named(entry)
+    words = " ".join((argument.parameter.help or "").replace("`", "").split())
+    if is_short and (sentence := _FIRST_SENTENCE.match(words)):
+        words = sentence[1]
+    words = words.rstrip(".")
+    is_switch = (entry.metavar or "BOOL").startswith("BOOL")  # with or without a value
+    facts = [", ".join(entry.choices)] if entry.choices and not is_switch else []
+    if not is_short and (bounds := range_of(_metadata(argument))):
+        facts.append(bounds.translate(_TIED))
+    default = _default(argument.field_info.default)
+    if argument.required:
+        facts.append("required")
+    elif default and not (is_switch and not entry.negative_names):
+        facts.append(f"default: {default}".translate(_TIED))
+    facts += [f"environment variable: {name}" for name in argument.parameter.env_var or () if not is_short]
+    return label, f"{words} [{'; '.join(facts)}]" if facts else words
+
+
+def _entry(argument: "Argument") -> "HelpEntry":
+    from cyclopts.argument import ArgumentCollection
+    from cyclopts.help import create_parameter_help_panel
+
+    return create_parameter_help_panel(_group(argument), ArgumentCollection([argument]), "plaintext").entries[0]
+
+
+def _named(entry: "HelpEntry") -> str:
+    """`--steps INT`, or `--towers.[no-]packed-text`."""
+    name = ", ".join(entry.positive_names)
+    if entry.negative_names:
+        head, _, last = name.rpartition(".")
+        return f"{head}.[no-]{last}" if head else f"--[no-]{last.removeprefix('--')}"
+    if entry.metavar == "BOOL|CHOICE":
+        return f"{name} [{'|'.join(entry.choices or ())}]"
+    return f"{name} {entry.metavar}" if entry.metavar else name
+
+
+def _default(value: object) -> str:
+    if isinstance(value, bool):
+        return "on" if value else "off"
+    if isinstance(value, float):
+        return f"{value:g}"
+    if isinstance(value, tuple | list):
+        return " ".join(map(str, value))
+    return "" if value is None or value is inspect.Parameter.empty else str(value)
+
+
+def _width(labels: Sequence[str], *, is_short: bool = False) -> int:
+    widest = _WIDEST_SHORT_LABEL if is_short else _WIDEST_LABEL
+    return max((len(label) for label in labels if len(label) <= widest), default=widest)
+
+
+def _table(rows: Sequence[tuple[str, str]], *, width: int) -> Iterator[str]:
+    """Lines of a table of two columns; a label that is wider than its column has a line of its own."""
+    for label, words in rows:
+        lines = textwrap.wrap(words, _WIDTH - width - 4, break_long_words=False, break_on_hyphens=False) or [""]
+        lines = [line.replace("\N{NO-BREAK SPACE}", " ") for line in lines]
+        yield f"  {label}" if len(label) > width else f"  {label:{width}}  {lines.pop(0)}".rstrip()
+        yield from (" " * (width + 4) + line for line in lines)
