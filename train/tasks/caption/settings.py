@@ -237,6 +237,7 @@ class CaptionerSettings(ClipSettings):
 
     def without_effect(self, typed: Mapping[str, str]) -> Iterator[UserError]:
         """What is about a new decoder or tokenizer has no effect beside one that exists."""
+        yield from super().without_effect(typed)
         start = self.init.weights
         for name, others in _OF_WHAT_IS_NEW.items():
             beside = {self.decoder.flag(other): getattr(self.decoder, other) for other in others}

@@ -162,7 +162,8 @@ class DualEncoderTask(ClipTask[DualEncoderSettings, Samples, DualEncoder]):
         """The loss that `--loss.*` names."""
         inputs = self._training_inputs
         dataset = _dataset_size(samples, self._settings)
-        return build_contrast(self._settings.loss, inputs=inputs, dataset=dataset, world=world)
+        loss = self._settings.loss.with_scaled_lr(self._settings.optimizer.lr_scale(self._settings.batch))
+        return build_contrast(loss, inputs=inputs, dataset=dataset, world=world)
 
     def evaluate(self, model: nn.Module, world: World) -> dict[str, float]:
         """Metrics of the protocol that the settings name, as `<split>/<name>`."""

@@ -23,7 +23,7 @@ _RATIO = Range(
     above=0, below=1, hint="it must be more than 0, and less than 1: something is masked, and something is left"
 )
 _OF_PIXELS = (
-    *("sampling", "stride", "size_px", "crop", "min_crop_area", "augment"),
+    *("sampling", "stride", "size_px", "crop", "min_crop_area", "short_side_px", "augment"),
     *("samples_per_chunk", "repeat", "decode"),
 )
 _OF_LATENTS = ("segment",)
