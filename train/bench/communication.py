@@ -221,11 +221,11 @@ def _recorded(device: torch.device) -> Iterator[list[Event]]:
 # The table that is printed, and the page.
 
 
-_COLUMNS = ("strategy", "total", "compute", "overlap", "exposed", "other", "std of total", "not recorded")
+_COLUMNS = ("strategy", "total", "compute", "overlap", "exposed", "other", "std of total", "unrecorded")
 _NOTES = (
     "compute: some operation computes; overlap: communication meanwhile; exposed: communication while nothing "
     "computes; other: neither. compute + exposed + other = total.",
-    "Communication includes waiting for slower processes. Not recorded: the time of a step without the profiler.",
+    "Communication includes waiting for slower processes. Unrecorded: the time of a step without the profiler.",
 )
 
 

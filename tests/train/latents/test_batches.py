@@ -49,7 +49,7 @@ def test_every_segment_comes_as_it_was_written(written: Written, batch: int) -> 
     for got, wanted in zip(rows_of(batches, "latents"), expected.values(), strict=True):
         assert got.shape == (T, 2, 4, 4) and got.dtype == torch.float16
         assert np.array_equal(bits(got), wanted)
-    assert [int(place) for place in rows_of(batches, "position")] == list(range(len(expected)))
+    assert [int(place) for place in rows_of(batches, "position")] == list(range(len(kept)))
     assert {one["input"] for one in batches} == {"latents"}
 
 
@@ -173,3 +173,30 @@ def test_segments_that_would_show_two_crops_are_refused(tmp_path: Path) -> None:
     for segment in ("10s", "3s"):
         with pytest.raises(UserError, match="two crops"):
             LatentLoader(written.data_dir, split="train", segment=segment)
+
+
+@pytest.mark.parametrize("text", [False, True])
+@pytest.mark.parametrize("most", [1, 2, 3, 4, 100])
+def test_a_video_has_at_most_so_many_segments_evenly_over_it(written: Written, text: bool, most: int) -> None:
+    every = evaluation(written, text=text, batch=100)[0]
+    batch = evaluation(written, text=text, batch=100, max_segments=most)[0]
+    of_all = [content.tobytes() for content in bits(every["latents"])]
+    kept = [of_all.index(content.tobytes()) for content in bits(batch["latents"])]
+    assert kept == sorted(set(kept)) and batch["key"] == [every["key"][row] for row in kept]
+    videos = np.array([split_key(key)[0] for key in every["key"]])
+    for video in set(videos.tolist()):
+        first, count = int(np.flatnonzero(videos == video)[0]), int((videos == video).sum())
+        parts = [(row - first) * min(most, count) // count for row in kept if videos[row] == video]
+        assert parts == list(range(min(most, count))), "one in each of equal parts of the video"
+    assert batch["clip_id"].tolist() == list(range(len(kept)))
+    if text:
+        assert batch["caption_id"].tolist() == every["caption_id"][kept].tolist()
+
+
+def test_another_number_of_segments_is_another_set(written: Written) -> None:
+    sets = [
+        LatentLoader(written.data_dir, split="train", text=False, max_segments=most).samples
+        for most in (None, 1, 2, 100)
+    ]
+    assert len({one.fingerprint for one in sets}) == 4
+    assert "7 further segments of long videos left out" in sets[2].describe() and "further" not in sets[3].describe()

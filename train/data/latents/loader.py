@@ -47,6 +47,7 @@ class LatentLoader(Resumable):
         tokenize: makes captions tokens; without it they are stored embeddings, and those without one are excluded.
         sources: weights of the captions' sources (train.config.data).
         classes: of labels, in place of captions; segments without any of them are excluded (train.data.latents.labels).
+        max_segments: at most this many samples of each video, spread evenly over it.
         tails: what to do with the frames after the last full segment of a chunk: "drop", or "pad" with zeros (batches
             then have `num_frames`).
         depth: a batch is valid until `depth` further ones were taken. Buffers are pinned if there is a GPU.
@@ -75,6 +76,7 @@ class LatentLoader(Resumable):
         tokenize: "Tokenize | None" = None,
         sources: str | None = None,
         classes: Sequence[ClassList] = (),
+        max_segments: int | None = None,
         tails: Tails = "drop",
         depth: int = 2,
         copy: bool = False,
@@ -93,6 +95,7 @@ class LatentLoader(Resumable):
             tails=tails,
             wanted_sources=sources,
             classes=classes,
+            max_segments=max_segments,
         )
         self._batch, self._rank, self._num_ranks = batch, rank, num_ranks
         self._order = SampleOrder(len(self.samples), seed)
@@ -270,7 +273,7 @@ class LabelledLatents(LatentLoader):
     def all_labels(self) -> NDArray[np.int64]:
         """int64 [samples, labels], the class of each in each class list; -1 if it has none."""
         assert self.samples.labels is not None
-        return self.samples.labels.label
+        return self.samples.labels.label[self.samples.rows_of(np.arange(len(self)))]
 
     @property
     def labels(self) -> NDArray[np.int64]:

@@ -114,7 +114,9 @@ class DualEncoderTask(ClipTask[DualEncoderSettings, Samples, DualEncoder]):
 
     def _latents(self, split: str, world: World, *, tokenize: Tokenize | None) -> CaptionedLatents:
         settings = self._settings
-        make = partial(CaptionedLatents, tokenize=tokenize, sources=settings.captions.sources)
+        most = settings.max_segments if split == settings.split else None
+        sources = settings.captions.sources
+        make = partial(CaptionedLatents, tokenize=tokenize, sources=sources, max_segments=most)
         return open_latents(make, settings, segment=settings.segment, split=split, world=world)
 
     def new_model(self, samples: Samples) -> DualEncoder:
