@@ -45,6 +45,9 @@ class LatentsSettings:
     dtype: Literal["float16", "bfloat16"] = "float16"
     """Of the stored numbers."""
 
+    compression: Literal["none", "zstd"] = "none"
+    """zstd: about a tenth smaller, without loss; training then decompresses chunks in place of mapping them."""
+
     precision: Literal["float32", "float16", "bfloat16"] = "float32"
     """In which the VAE computes."""
 
@@ -133,6 +136,8 @@ class LatentsRecipe:
         settings["segment"] = self.settings.segment if is_random else None
         settings["seed"] = self.settings.seed if is_random or settings["posterior"] == "sample" else None
         settings["fps"] = str(self.settings.fps_exact)
+        if settings["compression"] == "none":
+            del settings["compression"]  # latents have been stored so since before the setting
         return {
             **settings,
             "schema": LATENTS_SCHEMA,

@@ -1,3 +1,4 @@
+import shutil
 from fractions import Fraction
 from itertools import islice
 from pathlib import Path
@@ -11,10 +12,11 @@ from hypothesis import strategies as st
 
 from manifests.errors import UserError
 from manifests.keys import split_key
-from tests.train.latents.conftest import CAPTIONS, WITHOUT_EMBEDDING
-from tests.train.latents.written import Caption, Chunk, Written, write_all
+from shards.reader import Variant
+from tests.train.latents.conftest import CAPTIONS, SHARDS, WITHOUT_EMBEDDING
+from tests.train.latents.written import Caption, Chunk, Written, write_all, write_captions, write_latents
 from train.data.batch import Batch
-from train.data.latents.loader import LatentLoader
+from train.data.latents.loader import CaptionedLatents, LatentLoader
 
 T = 20
 
@@ -49,7 +51,7 @@ def test_every_segment_comes_as_it_was_written(written: Written, batch: int) -> 
     for got, wanted in zip(rows_of(batches, "latents"), expected.values(), strict=True):
         assert got.shape == (T, 2, 4, 4) and got.dtype == torch.float16
         assert np.array_equal(bits(got), wanted)
-    assert [int(place) for place in rows_of(batches, "position")] == list(range(len(kept)))
+    assert [int(place) for place in rows_of(batches, "position")] == list(range(len(expected)))
     assert {one["input"] for one in batches} == {"latents"}
 
 
@@ -200,3 +202,36 @@ def test_another_number_of_segments_is_another_set(written: Written) -> None:
     ]
     assert len({one.fingerprint for one in sets}) == 4
     assert "7 further segments of long videos left out" in sets[2].describe() and "further" not in sets[3].describe()
+
+
+@pytest.mark.parametrize("tails", ["drop", "pad"])
+@pytest.mark.parametrize("text", [False, True])
+def test_compressed_latents_make_the_same_batches(written: Written, tmp_path: Path, tails: str, text: bool) -> None:
+    packed = Written(tmp_path / "data")
+    shutil.copytree(written.data_dir, packed.data_dir)
+    shutil.rmtree(packed.latents_dir)
+    write_latents(packed, SHARDS, is_compressed=True)  # the same noise
+    settings: dict[str, Any] = {"split": "train", "text": text, "tails": tails, "batch": 4, "copy": True, "seed": 3}
+    plain, compressed = (LatentLoader(one.data_dir, **settings) for one in (written, packed))
+    assert compressed.samples.describe() == plain.samples.describe().replace(" a second", " a second, compressed")
+    for one, other in zip(islice(plain, 9), islice(compressed, 9), strict=True):
+        assert one.batch["key"] == other.batch["key"] and one.cursor == other.cursor
+        assert np.array_equal(bits(one.batch["latents"]), bits(other.batch["latents"]))
+    shown = [CaptionedLatents(one.data_dir, **settings) for one in (written, packed) if text]
+    pictures = [one.pictures(2, num_frames=3) for one in shown]
+    assert not text or np.array_equal(*pictures)
+
+
+def test_damaged_compressed_latents_are_failures_by_name(tmp_path: Path) -> None:
+    packed = Written(tmp_path / "data")
+    packed.data_dir.mkdir()
+    write_captions(packed.data_dir, {"a": "train", "c": "train"}, [])
+    write_latents(packed, [[Chunk("a", 0, 60), Chunk("c", 0, 40)]], is_compressed=True)
+    shard = Variant.open(packed.data_dir, column="latents").shards()[0]
+    with shard.tar_path.open("r+b") as tar:
+        tar.seek(shard.index["latents.npy.zst_offset"][0].as_py() + 100)
+        tar.write(b"\x00\x01\x02\x03")
+    loaded = list(LatentLoader(packed.data_dir, split="train", text=False, batch=5).evaluation_batches())
+    failed = [one for part in loaded for one in part.failed]
+    assert {one.key for one in failed} == {"a_000000000"} and {one.reason for one in failed} == {"checksum"}
+    assert rows_of([part.batch for part in loaded], "key") == ["c_000000000"] * 2

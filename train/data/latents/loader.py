@@ -250,13 +250,11 @@ class CaptionedLatents(LatentLoader):
             self._checksums.require_good(int(request.chunk[0]))
         except SampleFailed:
             return []
-        content = self.samples.tars.bytes_at(int(request.address[0]), self.samples.segment_bytes)
+        bits = self.samples.frames(request, 0)
         if shape.dtype == "bfloat16":
-            bits = np.frombuffer(content, np.uint16).astype(np.uint32) << np.uint32(16)
-            latents = bits.view(np.float32)
+            latents = (bits.astype(np.uint32) << np.uint32(16)).view(np.float32)
         else:
-            latents = np.frombuffer(content, np.float16).astype(np.float32)
-        latents = latents.reshape(-1, shape.channels, shape.height, shape.width)
+            latents = bits.view(np.float16).astype(np.float32)
         chosen = (np.arange(num_frames) * 2 + 1) * len(latents) // (2 * num_frames)
         colours = latents[chosen][:, np.arange(3) % shape.channels].transpose(0, 2, 3, 1)
         return list((np.clip(colours / (2 * FALSE_COLOUR_STDS) + 0.5, 0, 1) * 255).astype(np.uint8))

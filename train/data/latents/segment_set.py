@@ -16,6 +16,8 @@ from numpy.typing import NDArray
 from manifests.errors import UserError
 from manifests.store import read_videos
 from shards.dataset import current_variant
+from shards.format import BLOCK_BYTES
+from shards.npy import decompressed
 from shards.reader import Variant
 from train.data.chunks import videos_of_split
 from train.data.classes import ClassList
@@ -137,6 +139,7 @@ class SegmentSet:
             self.labels = label_segments(
                 data_dir, records=records, segments=self.segments, video_ids=self.video_ids, classes=classes
             )
+        self._unpacked: tuple[int, NDArray[np.uint16]] | None = None
         self._kept: NDArray[np.int64] | None = None
         if max_segments is not None:
             self._kept = evenly_of_each(self.video_of(np.arange(len(self))), at_most=max_segments)
@@ -195,6 +198,28 @@ class SegmentSet:
     def key(self, chunk: int) -> str:
         """Key of a chunk."""
         return self.records.key(chunk, self.video_ids)
+
+    def frames(self, requests: SegmentRequests, number: int) -> NDArray[np.uint16]:
+        """The frames of a request as bits: uint16 [T, C, h, w], T fewer than in a full segment for a tail."""
+        shape, count = self.records.shape, int(requests.num_frames[number])
+        size = (-1, shape.channels, shape.height, shape.width)
+        address, chunk = int(requests.address[number]), int(requests.chunk[number])
+        if not shape.is_compressed:
+            content = self.tars.bytes_at(address, count * shape.frame_bytes)
+            return np.frombuffer(content, np.uint16).reshape(size)
+        first = (address - int(self.records.array_address[chunk])) // shape.frame_bytes
+        return self._decompressed(chunk).reshape(size)[first : first + count]
+
+    def _decompressed(self, chunk: int) -> NDArray[np.uint16]:
+        kept = self._unpacked
+        if kept is not None and kept[0] == chunk:
+            return kept[1]  # segments of one chunk follow one another in evaluations
+        packed = self.records.payload(chunk)
+        size_bytes = BLOCK_BYTES + int(self.records.num_frames[chunk]) * self.records.shape.frame_bytes
+        payload = decompressed(self.tars.bytes_at(packed.address, packed.size_bytes), size_bytes=size_bytes)
+        bits = np.frombuffer(payload, np.uint16, offset=BLOCK_BYTES)
+        self._unpacked = chunk, bits
+        return bits
 
     def describe(self) -> str:
         """One line for the log: what the set contains, what was excluded and why."""
