@@ -218,8 +218,8 @@ def test_compressed_latents_make_the_same_batches(written: Written, tmp_path: Pa
         assert one.batch["key"] == other.batch["key"] and one.cursor == other.cursor
         assert np.array_equal(bits(one.batch["latents"]), bits(other.batch["latents"]))
     shown = [CaptionedLatents(one.data_dir, **settings) for one in (written, packed) if text]
-    pictures = [one.pictures(2, num_frames=3) for one in shown]
-    assert not text or np.array_equal(*pictures)
+    pictures = [np.stack(one.pictures(2, num_frames=3)) for one in shown]
+    assert not text or np.array_equal(pictures[0], pictures[1])
 
 
 def test_damaged_compressed_latents_are_failures_by_name(tmp_path: Path) -> None:

@@ -23,7 +23,16 @@ from train.data.chunks import videos_of_split
 from train.data.classes import ClassList
 from train.data.latents.captions import SegmentCaptions, pair_captions
 from train.data.latents.labels import SegmentLabels, label_segments
-from train.data.latents.segments import LatentRecords, Segments, Tails, cut, frames_of, read_records, seconds_of
+from train.data.latents.segments import (
+    LatentRecords,
+    Segments,
+    Tails,
+    cut,
+    evenly_of_each,
+    frames_of,
+    read_records,
+    seconds_of,
+)
 from train.data.mapped_tars import MappedTars
 from train.data.order import set_fingerprint
 from train.data.stored_text import TextMembers, TextRows, read_text_rows
@@ -71,14 +80,6 @@ def join(parts: Sequence[SegmentRequests]) -> SegmentRequests:
     arrays = {name: [vars(part)[name] for part in parts] for name in vars(parts[0])}
     joined: dict[str, Any] = {name: None if some[0] is None else np.concatenate(some) for name, some in arrays.items()}
     return SegmentRequests(**joined)
-
-
-def evenly_of_each(videos: NDArray[np.int64], *, at_most: int) -> NDArray[np.int64]:
-    """Rows of at most `at_most` samples of each video, spread evenly; `videos` are those of the samples, ascending."""
-    _, first, count = np.unique(videos, return_index=True, return_counts=True)
-    count, number = np.repeat(count, count), np.arange(len(videos)) - np.repeat(first, count)
-    wanted = np.minimum(count, at_most)
-    return np.flatnonzero((number + 1) * wanted // count > number * wanted // count)
 
 
 class SegmentSet:
