@@ -19,20 +19,11 @@ from shards.dataset import current_variant
 from shards.format import BLOCK_BYTES
 from shards.npy import decompressed
 from shards.reader import Variant
-from train.data.chunks import videos_of_split
+from train.data.chunks import evenly_of_each, videos_of_split
 from train.data.classes import ClassList
 from train.data.latents.captions import SegmentCaptions, pair_captions
 from train.data.latents.labels import SegmentLabels, label_segments
-from train.data.latents.segments import (
-    LatentRecords,
-    Segments,
-    Tails,
-    cut,
-    evenly_of_each,
-    frames_of,
-    read_records,
-    seconds_of,
-)
+from train.data.latents.segments import LatentRecords, Segments, Tails, cut, frames_of, read_records, seconds_of
 from train.data.mapped_tars import MappedTars
 from train.data.order import set_fingerprint
 from train.data.stored_text import TextMembers, TextRows, read_text_rows

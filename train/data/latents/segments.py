@@ -195,14 +195,6 @@ def times_us(
     return start_us + begin * frame_us // fps.numerator, start_us + end * frame_us // fps.numerator
 
 
-def evenly_of_each(videos: NDArray[np.int64], *, at_most: int) -> NDArray[np.int64]:
-    """Rows of at most `at_most` samples of each video, spread evenly; `videos` are those of the samples, ascending."""
-    _, first, count = np.unique(videos, return_index=True, return_counts=True)
-    count, number = np.repeat(count, count), np.arange(len(videos)) - np.repeat(first, count)
-    wanted = np.minimum(count, at_most)
-    return np.flatnonzero((number + 1) * wanted // count > number * wanted // count)
-
-
 def frames_of(segment: str, shape: FrameShape) -> int:
     """Number of frames in a segment whose length is given in seconds, as `5s`.
 
