@@ -34,7 +34,8 @@ Column `video`: key `<video_id>_<start_ms:09d>`, members mp4, json and, if the d
 
 Column `latents`: the keys of `video`, in its order and in shards of the same ids and splits; a chunk that could not be
 encoded is absent and listed as a failure in the commit. One member, `latents.npy`: [F, C, h, w], float16, or the bits
-of bfloat16 as uint16. Frame i is the chunk's frame at i / fps seconds; recipe.json has the scaling factor.
+of bfloat16 as uint16; or `latents.npy.zst`, that file as one Zstandard frame. Frame i is the chunk's frame at i / fps
+seconds; recipe.json has the scaling factor.
 
 Column `text`: one sample per video, with the video_id as key. Members: `text.npy`, float16 [R, D], one row of unit
 length per distinct caption text of the video, and `json`, with the text of each row and the row of each caption.

@@ -4,6 +4,7 @@ import struct
 from io import BytesIO
 
 import numpy as np
+import pyarrow as pa
 from numpy.lib import format as npy_format
 
 from shards.format import BLOCK_BYTES
@@ -48,3 +49,22 @@ def load_npy(payload: bytes) -> np.ndarray | None:
     except (ValueError, OSError, EOFError):
         return None
     return array
+
+
+def compressed(payload: bytes) -> bytes:
+    """One Zstandard frame."""
+    packed: bytes = pa.Codec("zstd", compression_level=3).compress(payload, asbytes=True)
+    return packed
+
+
+def decompressed(packed: bytes | memoryview, *, size_bytes: int) -> bytes:
+    """The `size_bytes` that `compressed` was given.
+
+    Raises:
+        ValueError: they are damaged, or of another size.
+    """
+    try:
+        payload: bytes = pa.decompress(packed, decompressed_size=size_bytes, codec="zstd", asbytes=True)
+    except OSError as error:
+        raise ValueError(str(error)) from None
+    return payload

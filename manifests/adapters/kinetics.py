@@ -157,11 +157,11 @@ def _readings(line: str, *, lookup: VideoLookup, is_pretraining: bool) -> list[_
 
 def _without_placeholder(name: str, lookup: VideoLookup) -> str:
     prefix = next((prefix for prefix in _PLACEHOLDERS if name.startswith(prefix)), None)
-    if prefix is None or _is_there(name, lookup):
+    if prefix is None or _exists(name, lookup):
         return name
     parts = name.removeprefix(prefix).split("/")
     shortened = ["/".join(parts[first:]) for first in range(len(parts))]
-    return next((one for one in shortened if _is_there(one, lookup)), shortened[0])
+    return next((one for one in shortened if _exists(one, lookup)), shortened[0])
 
 
 def _read(name: str, label: str, *, is_pretraining: bool) -> _Line:

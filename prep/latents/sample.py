@@ -6,6 +6,7 @@ Numbers are stored as float16, or as the bits of bfloat16 in uint16, since npy h
 import hashlib
 import zlib
 from fractions import Fraction
+from math import prod
 from pathlib import Path
 from typing import Any, Literal
 
@@ -20,14 +21,17 @@ from prep.latents.pieces import ChunkVideo
 from prep.latents.recipe import LatentsSettings
 from shards.commits import Commit
 from shards.damage import Damaged
-from shards.format import LATENTS_FIELDS
-from shards.npy import load_npy, npy_bytes
+from shards.format import BLOCK_BYTES, LATENTS_FIELDS
+from shards.index import extensions_of
+from shards.npy import compressed, decompressed, load_npy, npy_bytes
 from shards.reader import CommittedShard, open_shard
 from shards.writer import Sample
 
 _BFLOAT16_EXPONENT = 0x7F80
+_ITEM_BYTES = 2  # of both types; the header of so small an array is one block (shards.npy)
 _STORED = {"float16": "<f2", "bfloat16": "<u2"}
 EXTENSION = "latents.npy"
+COMPRESSED = f"{EXTENSION}.zst"
 FINGERPRINT_COLUMNS = ["key", "span_fingerprint", "mp4_size", "mp4_crc32"]
 
 
@@ -85,7 +89,14 @@ def latents_sample(
         "crops": as_numbers(_squares(index, row, settings)),
         "chunk_fingerprint": fingerprint,
     }
-    return Sample(key=index["key"][row].as_py(), members={EXTENSION: npy_bytes(stored)}, fields=fields)
+    extension, payload = extension_of(settings), npy_bytes(stored)
+    members = {extension: compressed(payload) if extension == COMPRESSED else payload}
+    return Sample(key=index["key"][row].as_py(), members=members, fields=fields)
+
+
+def extension_of(settings: LatentsSettings) -> str:
+    """The extension of the member of a sample."""
+    return EXTENSION if settings.compression == "none" else COMPRESSED
 
 
 class OldLatents:
@@ -98,9 +109,10 @@ class OldLatents:
         self._shard = open_shard(variant_dir, commit)
         try:
             fingerprints = self._shard.index["chunk_fingerprint"].to_pylist()
-            crc32s = self._shard.index[f"{EXTENSION}_crc32"].to_pylist()
+            (self._extension,) = extensions_of(self._shard.index)
+            crc32s = self._shard.index[f"{self._extension}_crc32"].to_pylist()
             for row, fingerprint in enumerate(fingerprints):
-                if zlib.crc32(self._shard.read(row, EXTENSION)) == crc32s[row]:
+                if zlib.crc32(self._shard.read(row, self._extension)) == crc32s[row]:
                     self._rows[fingerprint] = row
         except (Damaged, OSError, KeyError):
             return  # the samples read so far remain usable
@@ -113,7 +125,7 @@ class OldLatents:
         row = self._rows[fingerprint]
         fields = {field.name: self._shard.index[field.name][row].as_py() for field in LATENTS_FIELDS}
         key = self._shard.index["key"][row].as_py()
-        return Sample(key=key, members={EXTENSION: self._shard.read(row, EXTENSION)}, fields=fields)
+        return Sample(key=key, members={self._extension: self._shard.read(row, self._extension)}, fields=fields)
 
 
 def _fps(index: pa.Table, row: int) -> Fraction:
@@ -157,11 +169,17 @@ def is_finite(stored: NDArray[np.generic]) -> bool:
 def check_latents(row: dict[str, Any], members: dict[str, bytes], split: str) -> CheckedSample:
     """Load the array of a sample and compare it with its index row."""
     wanted = tuple(row[name] for name in ("num_frames", "channels", "height", "width"))
-    array = load_npy(members[EXTENSION])
+    ((extension, payload),) = members.items()
+    if extension == COMPRESSED:
+        try:
+            payload = decompressed(payload, size_bytes=BLOCK_BYTES + prod(wanted) * _ITEM_BYTES)
+        except ValueError as error:
+            return CheckedSample([(DeepCode.ARRAY_DIFFERS, f"{extension} cannot be decompressed: {error}")], 0)
+    array = load_npy(payload)
     if array is None:
-        return CheckedSample([(DeepCode.ARRAY_DIFFERS, "latents.npy cannot be loaded")], 0)
+        return CheckedSample([(DeepCode.ARRAY_DIFFERS, f"{extension} cannot be loaded")], 0)
     if array.shape != wanted or array.dtype.str != _STORED.get(row["dtype"]):
-        found = f"latents.npy is {array.dtype} {array.shape}, but {row['dtype']} {wanted} in the index"
+        found = f"{extension} is {array.dtype} {array.shape}, but {row['dtype']} {wanted} in the index"
         return CheckedSample([(DeepCode.ARRAY_DIFFERS, found)], 0)
-    not_finite = (DeepCode.ARRAY_DIFFERS, "latents.npy contains non-finite values")
+    not_finite = (DeepCode.ARRAY_DIFFERS, f"{extension} contains non-finite values")
     return CheckedSample([] if is_finite(array) else [not_finite], len(array))

@@ -23,10 +23,10 @@ from prep.latents.frames import generator
 from prep.latents.pieces import pieces_in_order
 from prep.latents.recipe import LATENTS, LatentsRecipe
 from prep.latents.sample import (
-    EXTENSION,
     OldLatents,
     as_stored,
     chunk_fingerprints,
+    extension_of,
     is_finite,
     latents_sample,
     read_chunk_video,
@@ -92,7 +92,9 @@ def _make(task: LatentsTask, *, encoder: Encoder) -> ShardResult:
     made = _make_samples(video, missing, fingerprints=fingerprints, task=task, encoder=encoder)
     failures: list[Failure] = []
     encoded_s, files = 0.0, None
-    writer = ShardWriter(task.variant_dir, shard_id=task.shard_id, extensions=[EXTENSION], fields=LATENTS_FIELDS)
+    writer = ShardWriter(
+        task.variant_dir, shard_id=task.shard_id, extensions=[extension_of(task.recipe.settings)], fields=LATENTS_FIELDS
+    )
     with Heartbeat(task.variant_dir, task.shard_id, num_chunks=video.num_samples) as beat, writer:
         for row, fingerprint in enumerate(fingerprints):
             outcome = old.sample(fingerprint) if fingerprint in old else next(made)

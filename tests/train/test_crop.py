@@ -9,6 +9,7 @@ from train.data.decoding.pictures import (
     multi_scale_rectangle,
     random_resized_rectangle,
     rectangle_of,
+    simple_rectangle,
 )
 
 
@@ -76,6 +77,27 @@ def test_multi_scale_rectangles_have_four_sides_and_thirteen_places() -> None:
     assert multi_scale_rectangle(1, 1, rng=np.random.default_rng(0)) == Rectangle(0, 0, 1, 1)
 
 
+def test_simple_squares_are_of_one_size_and_lie_anywhere() -> None:
+    """AlexNet's 224 of 256 pixels; every even offset is as likely as torchvision's RandomCrop makes it."""
+    found = [simple_rectangle(456, 256, share=224 / 256, rng=np.random.default_rng(seed)) for seed in range(8000)]
+    assert {(one.width, one.height) for one in found} == {(224, 224)}
+    lefts, tops = (np.bincount([getattr(one, name) for one in found]) for name in ("left", "top"))
+    assert len(lefts) == 456 - 224 + 1 and len(tops) == 256 - 224 + 1
+    assert not lefts[1::2].any() and not tops[1::2].any()
+    for counts in (lefts[::2], tops[::2]):
+        expected = 8000 / len(counts)
+        assert np.abs(counts - expected).max() < 5 * expected**0.5
+
+
+@pytest.mark.parametrize(("width", "height"), [(255, 301), (64, 64), (1000, 10), (3, 2), (1, 1)])
+@pytest.mark.parametrize("share", [0.5, 0.875, 1.0])
+def test_simple_squares_lie_inside(width: int, height: int, share: float) -> None:
+    for seed in range(50):
+        one = simple_rectangle(width, height, share=share, rng=np.random.default_rng(seed))
+        assert 0 <= one.left <= width - one.width and 0 <= one.top <= height - one.height and one.width == one.height
+        assert abs(one.width - min(width, height) * share) < 2
+
+
 def test_evaluation_has_the_centre_square_whatever_the_rule() -> None:
-    for rule in ("random", "multi-scale", "centre"):
+    for rule in ("random", "simple", "multi-scale", "centre"):
         assert rectangle_of(rule, width=512, height=288, min_area=0.1, rng=None) == Rectangle(112, 0, 288, 288)

@@ -19,6 +19,13 @@ __all__ = ["train"]
         ("mae --preset tiny --sampling lavila --stride 2", "--stride is 2", "--sampling is lavila", "--sampling"),
         ("dual-encoder --stride 8", "--stride is 8", "--sampling is uniform", "--sampling stride"),
         ("caption --crop centre --min-crop-area .3", "--min-crop-area is .3", "--crop is centre", "--crop random"),
+        ("classify --short-side-px 256", "--short-side-px is 256", "--crop is random", "--crop simple"),
+        (
+            "mae --optimizer.start-lr 1e-6 --warmup-steps 0",
+            "--optimizer.start-lr is 1e-6",
+            "--warmup-steps is 0",
+            "leave",
+        ),
         ("mae --min-crop-area 0.3", "--min-crop-area is 0.3", "--crop is multi-scale", "--crop random"),
         ("mae --decoder-mask-ratio 0.75", "--decoder-mask-ratio is 0.75", "--decoder-mask is none", "running-cell"),
         ("classify --augment.rand-std 1", "--augment.rand-std is 1", "--augment.rand-ops is 0", "1 or more"),

@@ -124,7 +124,7 @@ def test_a_number_that_is_not_finite_ends_the_run_at_its_step(
 ) -> None:
     states: list[State] = []
     before: dict[str, torch.Tensor] = {}
-    take = train.engine.loop._take
+    take = train.engine.loop.run_step
 
     def watched(step: Step, state: State, *args: Any, **kwargs: Any) -> Any:
         states.append(state)
@@ -132,7 +132,7 @@ def test_a_number_that_is_not_finite_ends_the_run_at_its_step(
             before.update({name: one.clone() for name, one in state.tensors().items()})
         return take(step, state, *args, **kwargs)
 
-    monkeypatch.setattr(train.engine.loop, "_take", watched)
+    monkeypatch.setattr(train.engine.loop, "run_step", watched)
     chosen = settings(tmp_path / "run", checkpoint_every=every, keep_checkpoints=20)
     task = FaultyTask({at: [fault]})
     with pytest.raises(FailedWork, match=SAID[fault].format(at)):

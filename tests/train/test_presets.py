@@ -37,10 +37,16 @@ EPIC_ROWS = (
 # Preset: its command, the data set, flags that make it small.
 PRESETS: dict[str, tuple[str, str, tuple[object, ...]]] = {
     "b16-ego4d": ("dual-encoder", "ego4d", SMALL),
+    "b16-ego4d-llm": ("dual-encoder", "ego4d", SMALL),
     "l14-ego4d": ("dual-encoder", "ego4d", SMALL),
+    "l14-ego4d-llm": ("dual-encoder", "ego4d", SMALL),
     "b16-ek100-mir": ("dual-encoder", "ek100-mir", (*SMALL, *EVERY)),
+    "l14-ek100-mir": ("dual-encoder", "ek100-mir", (*SMALL, *EVERY)),
     "b16-ek100-cls": ("classify", "ek100-cls", (*SMALL, *EVERY)),
+    "l14-ek100-cls": ("classify", "ek100-cls", (*SMALL, *EVERY)),
     "fastclip-v3-medium": ("dual-encoder", "vatex", SMALL),
+    "fastclip-v3-large": ("dual-encoder", "vatex", SMALL),
+    "fastclip-v3-xlarge": ("dual-encoder", "vatex", SMALL),
     "k400-videomae": ("classify", "k400", (*SMALL, *EVERY)),
     "mae-b16-k400": ("mae", "k400", SMALL),
     "mae-latents": ("mae", "latents", ("--num-frames", 2)),
@@ -154,7 +160,7 @@ def test_a_published_preset_trains_on_the_files_of_its_data_set(
     assert train(command, "--shards", data_dir, "--preset", preset, "--out", out, *TINY, *flags) == 0
     lines = read_lines(RunFolder(out).metrics)
     assert len(lines) == 2 and all(np.isfinite(line["loss"]) for line in lines)
-    split = "test" if preset == "b16-ek100-mir" else "val"
+    split = "test" if preset.endswith("-ek100-mir") else "val"
     evaluated = [name for name in lines[-1] if name.startswith(f"{split}/")]
     assert bool(evaluated) == (EVERY[0] in flags)
 

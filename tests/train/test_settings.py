@@ -76,6 +76,11 @@ def test_all_mistakes_are_named_at_once_and_none_twice() -> None:
     assert str(caught.value).splitlines() == named and len((caught.value.hint or "").splitlines()) == 6
 
 
+def test_a_simple_crop_finds_its_size_in_the_frame() -> None:
+    with pytest.raises(UserError, match="--short-side-px is 200, less than --size-px 224"):
+        DualEncoderSettings(crop="simple", short_side_px=200)
+
+
 def test_a_rule_does_not_trip_over_what_is_out_of_range() -> None:
     # The patch is no number to divide by, and the ratio none to round: each is named once, and nothing that follows.
     with deferred_checks():

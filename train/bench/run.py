@@ -1,20 +1,25 @@
-"""A run of `train bench`: every operation by itself, then whole steps."""
+"""A run of `train bench`: every operation by itself, then whole steps; or steps of several processes, by strategy."""
 
 import math
 import os
+from collections.abc import Sequence
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
+import torch
+
 from manifests.errors import FailedWork, UserError
+from train.bench.communication import measure_strategies
 from train.bench.operations import BatchOperations, ClipOperations
 from train.bench.rates import Rate, advice, judge
+from train.config.training import Strategy, plain_values
 from train.data.outcomes import TooManyFailures
 from train.data.video_captions import VideoCaptions
 from train.device.precision import choose_device, open_precision
 from train.distributed.world import World
 from train.engine.attention_choice import choose_attention
 from train.engine.loop import check_batch
+from train.engine.rank_consistency import open_consistent
 from train.run.folder import machine
 from train.tasks.dual_encoder.settings import DualEncoderSettings
 from train.tasks.dual_encoder.task import DualEncoderTask, workloads_of
@@ -27,20 +32,7 @@ def run_bench(settings: DualEncoderSettings, *, seconds: float) -> dict[str, Any
         UserError: there is no such data, less than a batch of it, or the input is not pixels.
         FailedWork: more samples than `settings.max_failures` could not be loaded.
     """
-    if not (math.isfinite(seconds) and seconds > 0):
-        raise UserError(f"--seconds is {seconds}", hint="it must be more than 0")
-    if settings.input != "pixels":
-        raise UserError(
-            f"train bench measures pixels, not --input {settings.input}", hint="leave out --input and --text-tower"
-        )
-    device = choose_device(settings.device)
-    products = open_precision(settings.precision, device_type=device.type).products
-    attention, _ = choose_attention(settings, workloads=workloads_of, device=device, products=products)
-    task = DualEncoderTask(settings, attention=attention, device=device)
-    samples = task.training_set(World())
-    if not isinstance(samples, VideoCaptions):
-        raise UserError(f"train bench measures a data folder, not {settings.shards}", hint="name one: --shards DIR")
-    check_batch(settings, samples)
+    task, samples, device = _open(settings, World(), seconds=seconds)
     clips = ClipOperations(samples, settings).measure(seconds=seconds)
     steps = BatchOperations(task, samples, settings, device=device)
     rates: dict[str, Rate | None] = {**clips.rates, **steps.measure(clips.samples, seconds=seconds)}
@@ -52,9 +44,7 @@ def run_bench(settings: DualEncoderSettings, *, seconds: float) -> dict[str, Any
         min_steps = settings.batches_ahead + 2 if verdict.bound == "data" else 1
         whole = steps.whole(seconds=seconds, min_steps=min_steps)
     except TooManyFailures as error:
-        raise FailedWork(
-            f"more samples failed than --max-failures {settings.max_failures}; the last: {error}"
-        ) from error
+        raise _too_many(settings, error) from error
     cores, per_chunk = len(os.sched_getaffinity(0)), settings.samples_per_chunk
     return {
         "links": [
@@ -75,11 +65,64 @@ def run_bench(settings: DualEncoderSettings, *, seconds: float) -> dict[str, Any
         "read_bytes_per_item": clips.read_bytes_per_item,
         "num_failed": len(clips.failed),
         "first_failure": clips.failed[0] if clips.failed else None,
+        **_about(samples, settings, device),
+    }
+
+
+def run_breakdown(
+    settings: DualEncoderSettings, *, strategies: Sequence[Strategy], seconds: float, world: World
+) -> dict[str, Any]:
+    """Break down steps of all processes under each strategy; returns plain values, equal on all ranks.
+
+    Raises:
+        UserError: as `run_bench`; or the model is divided into pipeline stages.
+        FailedWork: more samples than `settings.max_failures` could not be loaded.
+    """
+    if settings.parallel.stages > 1:
+        raise UserError(
+            f"train bench measures data parallelism, not --parallel.stages {settings.parallel.stages}",
+            hint="leave out --parallel.stages",
+        )
+    task, samples, device = _open(settings, world, seconds=seconds)
+    try:
+        found = measure_strategies(
+            task, samples, settings, strategies=strategies, world=world, device=device, seconds=seconds
+        )
+    except TooManyFailures as error:
+        raise _too_many(settings, error) from error
+    return {"strategies": found, **_about(samples, settings, device)}
+
+
+def _open(
+    settings: DualEncoderSettings, world: World, *, seconds: float
+) -> tuple[DualEncoderTask, VideoCaptions, torch.device]:
+    if not (math.isfinite(seconds) and seconds > 0):
+        raise UserError(f"--seconds is {seconds}", hint="it must be more than 0")
+    if settings.input != "pixels":
+        raise UserError(
+            f"train bench measures pixels, not --input {settings.input}", hint="leave out --input and --text-tower"
+        )
+    device = choose_device(settings.device)
+    device = torch.device("cuda", world.local_rank) if device.type == "cuda" else device
+    products = open_precision(settings.precision, device_type=device.type).products
+    attention, _ = choose_attention(settings, workloads=workloads_of, device=device, products=products, world=world)
+    task = DualEncoderTask(settings, attention=attention, device=device)
+    samples = open_consistent(lambda: task.training_set(world), settings, columns=task.columns, world=world)
+    if not isinstance(samples, VideoCaptions):
+        raise UserError(f"train bench measures a data folder, not {settings.shards}", hint="name one: --shards DIR")
+    check_batch(settings, samples)
+    return task, samples, device
+
+
+def _about(samples: VideoCaptions, settings: DualEncoderSettings, device: torch.device) -> dict[str, Any]:
+    return {
         "data": samples.describe(),
         "variant": samples.variant_name,
         "device": device.type,
         "machine": machine(device),
-        "settings": {
-            name: str(value) if isinstance(value, Path) else value for name, value in asdict(settings).items()
-        },
+        "settings": plain_values(asdict(settings)),
     }
+
+
+def _too_many(settings: DualEncoderSettings, error: TooManyFailures) -> FailedWork:
+    return FailedWork(f"more samples failed than --max-failures {settings.max_failures}; the last: {error}")

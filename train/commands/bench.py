@@ -6,8 +6,10 @@ from typing import Annotated
 
 from cyclopts import Parameter
 
+from manifests.errors import UserError
 from train.config import fields as groups
 from train.config.fields import FIRST_RUN
+from train.config.training import Strategy
 from train.tasks.dual_encoder.settings import DualEncoderSettings
 
 
@@ -17,6 +19,8 @@ def bench(
     preset: Annotated[str | None, groups.WHERE, FIRST_RUN] = None,
     config: Annotated[list[Path] | None, groups.WHERE, FIRST_RUN, Parameter(negative="")] = None,
     seconds: Annotated[float, groups.WHERE, FIRST_RUN] = 3.0,
+    strategies: Annotated[list[Strategy] | None, groups.PARALLEL, Parameter(negative="", consume_multiple=True)] = None,
+    page: Annotated[Path | None, groups.WHERE] = None,
     as_json: Annotated[bool, groups.WHERE, FIRST_RUN, Parameter(name="--json", negative="")] = False,
 ) -> None:
     """Profile the input pipeline and training step of a dual encoder, and report the bottleneck.
@@ -24,6 +28,10 @@ def bench(
     Example:
 
         train bench --shards data --preset tiny
+
+    With several processes, break down the time of a step into computation and communication instead:
+
+        torchrun --nproc-per-node 2 --no-python train bench --shards data
 
     Parameters
     ----------
@@ -33,14 +41,39 @@ def bench(
         YAML file of settings. Keys are spelled as the flags; later files override earlier ones.
     seconds
         Time to measure each stage for, in seconds.
+    strategies
+        Strategies to break down, one after another (several processes). Default: --parallel.strategy.
+    page
+        File for the breakdown as an HTML page with a figure (several processes).
     as_json
         Print one JSON object.
     """
+    from train.bench.communication import print_breakdown, write_breakdown
     from train.bench.rates import print_report
-    from train.bench.run import run_bench
+    from train.bench.run import run_bench, run_breakdown
+    from train.device.precision import choose_device
+    from train.distributed.launch import open_world
+    from train.engine.rank_consistency import SAME_LAUNCH, launch_facts
 
-    result = run_bench(settings, seconds=seconds)
-    if as_json:
-        print(json.dumps(result))
-    else:
-        print_report(result)
+    start = launch_facts(settings, resume=None)
+    with open_world(device_type=choose_device(settings.device).type, start=start, hint=SAME_LAUNCH) as world:
+        if world.size == 1:
+            if strategies or page:
+                raise UserError(
+                    f"{'--strategies' if strategies else '--page'} is about several processes, and there is one",
+                    hint="leave it out, or launch with torchrun --nproc-per-node 2 --no-python train bench",
+                )
+            result = run_bench(settings, seconds=seconds)
+        else:
+            chosen = strategies or [settings.parallel.strategy]
+            result = run_breakdown(settings, strategies=chosen, seconds=seconds, world=world)
+        if not world.is_first:
+            return
+        if page is not None:
+            write_breakdown(result, page)
+        if as_json:
+            print(json.dumps(result))
+        elif world.size == 1:
+            print_report(result)
+        else:
+            print_breakdown(result)

@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 from manifests.errors import UserError
 from train.config.fields import FIRST_RUN, SHARE, Checked, GoesWith, Range
 
-ModelName = Literal["tiny", "s16", "b16", "l16", "l14", "l14-336"]
+ModelName = Literal["tiny", "s16", "b32", "b16", "l16", "l14", "l14-336"]
 Activation = Literal["gelu", "quick_gelu"]
 Kind = Literal["clip", "videomae", "timesformer"]
 FormatChoice = Literal[
@@ -15,7 +15,7 @@ FormatChoice = Literal[
 ]
 
 # Side of a patch, which the side of a picture must be a multiple of.
-PATCH_PX: dict[str, int] = {"tiny": 16, "s16": 16, "b16": 16, "l16": 16, "l14": 14, "l14-336": 14}
+PATCH_PX: dict[str, int] = {"tiny": 16, "s16": 16, "b32": 32, "b16": 16, "l16": 16, "l14": 14, "l14-336": 14}
 # A name that stands for one size of pictures.
 PICTURE_PX: dict[str, int] = {"l14-336": 336}
 _TUBELETS: dict[Kind, int] = {"clip": 1, "videomae": 2, "timesformer": 1}

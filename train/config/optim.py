@@ -38,6 +38,8 @@ class OptimizerSettings(Checked):
     """Parameters whose steps lamb scales: all (paper), or those with weight decay (FastCLIP's code)."""
     schedule: Literal["cosine", "linear", "fixed"] = "cosine"
     """Learning rate schedule after warmup, from --lr to --optimizer.end-lr. fixed: constant at --lr."""
+    start_lr: Annotated[float | None, Range(above=0, hint="it must be more than 0, and at most --lr")] = None
+    """Learning rate of the first warmup step (AVION: 1e-6); the last one has --lr. Default: --lr / --warmup-steps."""
     end_lr: Annotated[float, Range(least=0, hint="it must be 0 or more, and at most --lr")] = 0.0
     """Final learning rate of the schedule."""
     lr_batch: Annotated[int | None, Range(1, 10**6)] = None

@@ -96,7 +96,7 @@ LearningRate = Annotated[float, groups.TRAINING, FIRST_RUN, Range(1e-12, 1e3)]
 WeightDecay = Annotated[float, groups.TRAINING, FIRST_RUN, Range(0, 1e3)]
 NumFrames = Annotated[int, groups.CLIPS, FIRST_RUN, Range(1, 1024)]
 Sampling = Annotated[Literal["uniform", "stride", "lavila"], groups.CLIPS, FIRST_RUN]
-Crop = Annotated[Literal["random", "multi-scale", "centre"], groups.CLIPS]
+Crop = Annotated[Literal["random", "simple", "multi-scale", "centre"], groups.CLIPS]
 
 
 @Parameter(name="*")
@@ -174,20 +174,27 @@ class TrainingSettings(Checked):
     """Number of failed samples that a run tolerates before it stops."""
 
     def rules(self) -> Iterator[UserError]:
-        """The best checkpoint can be known, and the schedule does not rise."""
+        """The best checkpoint can be known, and the schedule rises in warmup and not after it."""
         if self.best is not None and not self.evaluate.every:
             yield UserError(f"--best {self.best} needs an evaluation in the loop", hint="add --evaluate.every STEPS")
+        start_lr = self.optimizer.start_lr
+        if start_lr is not None and start_lr > self.lr:
+            yield UserError(f"--optimizer.start-lr is {start_lr}, more than --lr {self.lr}", hint="use a smaller one")
         if self.optimizer.end_lr > self.lr:
             yield UserError(
                 f"--optimizer.end-lr is {self.optimizer.end_lr}, more than --lr {self.lr}", hint="use a smaller one"
             )
 
     def without_effect(self, typed: Mapping[str, str]) -> Iterator[UserError]:
-        """Yields --cache with data that is read in place, and --decode with data that is not decoded."""
+        """Yields --cache with data that is read in place, --decode with data that is not decoded, and the start of no
+        warmup."""
         if "--cache" in typed and not is_remote(self.shards):
             yield without_effect("--cache", typed, f"--shards {self.shards} is on this machine", use="a remote address")
         if "--decode" in typed and getattr(self, "input", "pixels") == "latents":
             yield without_effect("--decode", typed, "--input is latents", use="--input pixels")
+        flag = self.optimizer.flag("start_lr")
+        if flag in typed and self.warmup_steps == 0:
+            yield without_effect(flag, typed, "--warmup-steps is 0", use="--warmup-steps STEPS")
 
 
 @Parameter(name="*")
@@ -208,9 +215,13 @@ class ClipSettings(TrainingSettings):
     size_px: Annotated[int, groups.CLIPS, FIRST_RUN, Range(2, 4096)] = 224
     """Frame size in pixels. Frames are resized to squares; latents have their own size."""
     crop: Crop = "random"
-    """Crop in training. random: torchvision's RandomResizedCrop; multi-scale: VideoMAE's; centre: the centre square."""
+    """Crop in training. random: torchvision's RandomResizedCrop; simple: a square at a random position, of one scale
+    (SimpleRandomCrop); multi-scale: VideoMAE's; centre: the centre square."""
     min_crop_area: Annotated[float, groups.CLIPS, Range(above=0, most=1), GoesWith("crop", ("random",))] = 0.5
     """Minimum area of a random crop, as a share of the frame's."""
+    short_side_px: Annotated[int | None, groups.CLIPS, Range(2, 8192), GoesWith("crop", ("simple",))] = None
+    """Length that a simple crop scales the short side of a frame to before it takes --size-px of it. Default: 8/7 of
+    --size-px (256 for 224)."""
     samples_per_chunk: Annotated[int, groups.CLIPS, COUNT] = 1
     """Number of consecutive samples drawn from the same chunk, so that it is decoded only once."""
     augment: Annotated[Augment, groups.AUGMENTATION] = field(default_factory=Augment)
@@ -223,8 +234,13 @@ class ClipSettings(TrainingSettings):
     """Weights to start from."""
 
     def rules(self) -> Iterator[UserError]:
-        """Clips can be cut into tubelets."""
+        """Clips can be cut into tubelets, and a simple crop finds its size in the frame."""
         yield from super().rules()
+        if self.short_side_px is not None and self.short_side_px < self.size_px:
+            yield UserError(
+                f"--short-side-px is {self.short_side_px}, less than --size-px {self.size_px}",
+                hint="use a larger --short-side-px, or a smaller --size-px",
+            )
         yield from caught(check_frames, self.towers, num_frames=self.num_frames)
 
 

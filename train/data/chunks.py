@@ -189,3 +189,11 @@ def _has_closed_gops(shard: CommittedShard) -> bool:
         return shard.packet_tables.has_closed_gops(0)
     except (OSError, Damaged, ValueError):
         return True  # reading the chunk reports the damage
+
+
+def evenly_of_each(videos: NDArray[np.int64], *, at_most: int) -> NDArray[np.int64]:
+    """Rows of at most `at_most` samples of each video, spread evenly; `videos` are those of the samples, ascending."""
+    _, first, count = np.unique(videos, return_index=True, return_counts=True)
+    count, number = np.repeat(count, count), np.arange(len(videos)) - np.repeat(first, count)
+    wanted = np.minimum(count, at_most)
+    return np.flatnonzero((number + 1) * wanted // count > number * wanted // count)

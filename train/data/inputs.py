@@ -10,6 +10,7 @@ import torch
 from manifests.errors import UserError
 from train.config.training import ClipSettings, is_remote
 from train.data.decoding.clip import ClipShape, Views
+from train.data.decoding.pictures import SIMPLE_SHARE
 from train.data.frame_sampling import Sampling
 from train.data.latents.loader import LatentLoader
 from train.data.latents.segments import FrameShape
@@ -50,6 +51,7 @@ def clip_shape(settings: ClipSettings, *, views: Views) -> ClipShape:
         size_px=settings.size_px,
         crop=settings.crop,
         min_crop_area=settings.min_crop_area,
+        simple_share=settings.size_px / settings.short_side_px if settings.short_side_px else SIMPLE_SHARE,
         views=views,
     )
 

@@ -121,13 +121,13 @@ def _map(address: int | None, size: int, *, flags: int, descriptor: int) -> int:
     return int(mapped)
 
 
-def verified_index(shard: CommittedShard, *, member: str) -> pa.Table:
-    """The shard's index, verified against its commit, so that its checksums of the tar can be trusted.
+def verified_index(shard: CommittedShard, *, members: Sequence[str]) -> tuple[pa.Table, str]:
+    """The shard's index, verified against its commit, so that its checksums of the tar can be trusted; and a member.
 
     It is opened each time, so that the indexes of thousands of shards do not stay mapped.
 
     Args:
-        member: extension that its samples must have.
+        members: extensions, of which its samples must have one, which is returned too.
 
     Raises:
         UserError: the index is damaged or not the committed one, or its samples lack the member.
@@ -137,9 +137,10 @@ def verified_index(shard: CommittedShard, *, member: str) -> pa.Table:
         index = open_index(shard.index_path)
     except (DamagedIndex, OSError) as error:
         raise _unusable(shard.index_path, shard, str(error)) from error
-    if f"{member}_offset" not in index.column_names:
-        raise _unusable(shard.index_path, shard, f"its samples have no member {member}")
-    return index
+    for member in members:
+        if f"{member}_offset" in index.column_names:
+            return index, member
+    raise _unusable(shard.index_path, shard, f"its samples have no member {members[0]}")
 
 
 def array_addresses(
@@ -158,11 +159,25 @@ def array_addresses(
     size = index[f"{member}_size"].to_numpy().astype(np.int64)
     header = size - array_bytes
     inside = (offset >= 0) & (header > 0) & (header <= size) & (offset + size <= _committed_size(shard))
-    bad = np.flatnonzero(~inside | ((offset + header) % BLOCK_BYTES != 0))
+    _require(inside & ((offset + header) % BLOCK_BYTES == 0), shard, index)
+    return start + offset + header, header.astype(np.int32)
+
+
+def member_addresses(
+    shard: CommittedShard, index: pa.Table, *, member: str, start: int
+) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Addresses and sizes of `member`, one per row of the index; raises UserError as `array_addresses` does."""
+    offset = index[f"{member}_offset"].to_numpy().astype(np.int64)
+    size = index[f"{member}_size"].to_numpy().astype(np.int64)
+    _require((offset >= 0) & (size > 0) & (offset + size <= _committed_size(shard)), shard, index)
+    return start + offset, size
+
+
+def _require(is_possible: NDArray[np.bool_], shard: CommittedShard, index: pa.Table) -> None:
+    bad = np.flatnonzero(~is_possible)
     if len(bad):
         key = index["key"][int(bad[0])].as_py()
         raise _unusable(shard.index_path, shard, f"its position of the array of {key!r} is impossible")
-    return start + offset + header, header.astype(np.int32)
 
 
 def damaged_index(shard: CommittedShard, why: str) -> UserError:

@@ -114,7 +114,7 @@ def read_text_rows(
     parts: list[dict[str, NDArray[Any]]] = []
     width, seen_in = 0, ""
     for shard, start in zip(shards, starts.tolist(), strict=True):
-        index = verified_index(shard, member=_MEMBER)
+        index, _ = verified_index(shard, members=[_MEMBER])
         for found in pc.unique(index["width"]).to_pylist():
             if width and found != width:
                 raise UserError(

@@ -157,19 +157,12 @@ def train(
                 save({})
                 writer.wait()
                 raise Stopped(f"step {state.step} is saved, go on with --resume --out {shlex.quote(str(run.path))}")
-            step = Step(
-                number=state.step + 1,
-                epoch=_epoch(state, samples),
-                world=world.replicas,
-                seed=settings.seed,
-                microbatch=settings.microbatch,
-                autocast=state.precision.autocast,
-                scale=state.precision.scale,
-                synced=partial(synced, state.trained),
-            )
+            step = next_step(state, samples, settings, world=world)
             loaded = _on_device(agreed.loaded, device, world=world)
             with explain_out_of_memory(settings, world.replicas, device=device):
-                metrics = _take(step, state, loaded, settings, world=world, throughput=throughput, soundness=soundness)
+                metrics = run_step(
+                    step, state, loaded, settings, world=world, throughput=throughput, soundness=soundness
+                )
             passed = {"epoch": _epoch(state, samples)} if samples.num_samples else {}
             pending = PendingStep(
                 step=step,
@@ -210,7 +203,21 @@ def _on_device(loaded: LoadedBatch, device: torch.device, *, world: World) -> Lo
     return loaded if world.stages.size == 1 else replace(loaded, batch=to_device(loaded.batch, device))
 
 
-def _take(
+def next_step(state: State, samples: TrainingSet, settings: TrainingSettings, *, world: World) -> Step:
+    """What an objective knows of the step after those of `state`."""
+    return Step(
+        number=state.step + 1,
+        epoch=_epoch(state, samples),
+        world=world.replicas,
+        seed=settings.seed,
+        microbatch=settings.microbatch,
+        autocast=state.precision.autocast,
+        scale=state.precision.scale,
+        synced=partial(synced, state.trained),
+    )
+
+
+def run_step(
     step: Step,
     state: State,
     loaded: LoadedBatch,

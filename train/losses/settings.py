@@ -1,7 +1,7 @@
 """Settings of the contrastive loss, `--loss.*`. Which loss takes which, with what default: `registry.py`."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Annotated, Literal, cast
 
 from cyclopts import Parameter
@@ -35,7 +35,8 @@ class Loss(Checked):
     min_temperature: Annotated[float, _PORTION] = 0.01
     """Lower bound of a trained temperature."""
     temperature_lr: Annotated[float | None, _POSITIVE] = None
-    """Learning rate of the temperature. Default: the published value of the loss, or else the model's rate."""
+    """Learning rate of the temperature, scaled with the batch size as --lr is (--optimizer.lr-batch). Default: the
+    published value of the loss, or else the model's rate."""
     rho: Annotated[float | None, Range(least=0)] = None
     """Weight of the temperature in the robust losses (isogclr, fastclip-v2, fastclip-v3). Default: as published."""
     gamma: Annotated[float | None, _PORTION] = None
@@ -89,6 +90,11 @@ class Loss(Checked):
     def own_temperature_lr(self) -> float | None:
         """Learning rate of the temperature; None where it is the model's."""
         return cast(float | None, self.temperature_lr or self.spec.settings.get("temperature_lr"))
+
+    def with_scaled_lr(self, scale: float) -> "Loss":
+        """These settings, with `own_temperature_lr` scaled as the rate of the model is (FastCLIP, appendix B)."""
+        own = self.own_temperature_lr
+        return self if own is None or scale == 1 else replace(self, temperature_lr=own * scale)
 
     @property
     def effective_gamma_schedule(self) -> GammaSchedule:

@@ -41,10 +41,11 @@ def _clip(
     )
 
 
-# b16 and l14: CLIP, table 20. s16 and l16: ViT-S and ViT-L with open_clip's text towers for them.
+# b32, b16 and l14: CLIP, table 20. s16 and l16: ViT-S and ViT-L with open_clip's text towers for them.
 SIZES: dict[str, DualEncoderSize] = {
     "tiny": _clip("tiny", video=(128, 4), text=(128, 2), embedding_width=128, head_width=32),
     "s16": _clip("s16", video=(384, 12), text=(384, 12), embedding_width=384),
+    "b32": _clip("b32", video=(768, 12), text=(512, 12), embedding_width=512),
     "b16": _clip("b16", video=(768, 12), text=(512, 12), embedding_width=512),
     "l16": _clip("l16", video=(1024, 24), text=(768, 12), embedding_width=768),
     "l14": _clip("l14", video=(1024, 24), text=(768, 12), embedding_width=768),

@@ -60,6 +60,7 @@ def set_learning_rates(
         warmup_steps=settings.warmup_steps,
         num_steps=settings.steps,
         schedule=settings.optimizer.schedule,
+        start=None if settings.optimizer.start_lr is None else settings.optimizer.start_lr * scale,
         end=settings.optimizer.end_lr * scale,
     )
     for group in optimizer.param_groups:
@@ -127,15 +128,24 @@ def take_step(optimizer: torch.optim.Optimizer, may_step: torch.Tensor, *, skips
 
 
 def learning_rate(
-    step: int, *, peak: float, warmup_steps: int, num_steps: int, schedule: Schedule = "cosine", end: float = 0.0
+    step: int,
+    *,
+    peak: float,
+    warmup_steps: int,
+    num_steps: int,
+    schedule: Schedule = "cosine",
+    start: float | None = None,
+    end: float = 0.0,
 ) -> float:
     """Learning rate of step 1, 2, ..., num_steps.
 
     Rises linearly to `peak` at step `warmup_steps`, which the next step has too, and then decays so that it would reach
-    `end` one step after the last.
+    `end` one step after the last. It rises from `start` at step 1 (AVION), or from 0 at a step before it (open_clip).
     """
     if step <= warmup_steps:
-        return peak * step / warmup_steps
+        if start is None:
+            return peak * step / warmup_steps
+        return start + (peak - start) * (step - 1) / max(1, warmup_steps - 1)
     if schedule == "fixed":
         return peak
     done = (step - 1 - warmup_steps) / max(1, num_steps - warmup_steps)

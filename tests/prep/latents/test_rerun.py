@@ -5,11 +5,15 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import pyarrow as pa
 import pytest
 
+from prep.latents.sample import check_latents
 from shards.commits import commit_path, read_commits
 from shards.dataset import current_variant
 from shards.lists import finish_run
+from shards.npy import compressed, npy_bytes
 from shards.reader import Variant
 from tests.prep.latents.conftest import make
 from tests.prep.running import Ran, contents, identities
@@ -66,6 +70,40 @@ def test_a_damaged_sample_is_made_again_and_its_neighbours_are_kept(prep: Prep, 
     assert (summary.num_shards_made, summary.num_encoded, summary.num_reused) == (1, 1, shard.num_samples - 1)
     assert contents(latents.directory) == whole
     prep("verify", "--deep", "--data", shard_set.data)
+
+
+def test_compressed_latents_are_the_same_files_smaller_and_are_made_again_where_damaged(
+    prep: Prep, shard_set: ShardSet
+) -> None:
+    make(shard_set.data)
+    plain = Variant.open(shard_set.data, column="latents")
+    assert "compression" not in plain.recipe, "a variant without compression keeps the name that it has had"
+    make(shard_set.data, compression="zstd")
+    packed = Variant.open(shard_set.data, column="latents")
+    assert packed.directory != plain.directory and packed.recipe["compression"] == "zstd"
+    samples = [{sample["__key__"]: sample for sample in one.iterate()} for one in (plain, packed)]
+    assert samples[0].keys() == samples[1].keys()
+    for key, sample in samples[0].items():
+        array, content = sample["latents.npy"], samples[1][key]["latents.npy.zst"]
+        assert pa.decompress(content, decompressed_size=len(array), codec="zstd", asbytes=True) == array
+        assert len(content) < len(array)
+    whole, shard = contents(packed.directory), packed.shards()[0]
+    flip(shard.tar_path, shard.index["latents.npy.zst_offset"][1].as_py() + 1000)
+    assert "member_checksum" in prep("verify", "--column", "latents", "--data", shard_set.data, status=1).stdout
+    summary = make(shard_set.data, compression="zstd")
+    assert (summary.num_shards_made, summary.num_encoded, summary.num_reused) == (1, 1, shard.num_samples - 1)
+    assert contents(packed.directory) == whole
+    prep("verify", "--deep", "--data", shard_set.data)
+
+
+@pytest.mark.parametrize(("change", "found"), [("cut", "cannot be decompressed"), ("shape", "the index says")])
+def test_what_a_compressed_member_holds_is_compared_with_its_index_row(change: str, found: str) -> None:
+    array = np.zeros((4, 2, 8, 8), np.float16)
+    payload = compressed(npy_bytes(array if change == "cut" else array.reshape(4, 2, 4, 16)))
+    row = {"num_frames": 4, "channels": 2, "height": 8, "width": 8, "dtype": "float16"}
+    member = payload[:-5] if change == "cut" else payload
+    [(_, said)] = check_latents(row, {"latents.npy.zst": member}, "train").differences
+    assert found in said
 
 
 def test_a_tar_cut_short_is_made_again(prep: Prep, shard_set: ShardSet) -> None:

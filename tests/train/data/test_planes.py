@@ -6,12 +6,21 @@ import av
 import numpy as np
 import pytest
 import torch
-from torch.nn.functional import interpolate
+from torch.nn.functional import avg_pool2d, interpolate
+from torchvision.transforms.functional import crop, resize
 
 from train.augment.colour import COLOUR_KINDS
 from train.augment.pictures import to_rgb_uint8
 from train.data.decoding.clip import ClipBuilder, ClipShape, Views, make_clip
-from train.data.decoding.pictures import Rectangle, as_yuv420, crop_clip, crop_clip_in_graph, indices_of, rgb_pictures
+from train.data.decoding.pictures import (
+    Rectangle,
+    as_yuv420,
+    crop_clip,
+    crop_clip_in_graph,
+    indices_of,
+    rgb_pictures,
+    simple_rectangle,
+)
 from train.data.frame_sampling import Sampling
 from train.data.outcomes import SampleFailed
 
@@ -97,6 +106,27 @@ def test_bilinear_is_within_a_level_of_exact_arithmetic() -> None:
     cut = torch.from_numpy(noise[7 : 7 + 187, 13 : 13 + 211].astype(np.float64))[None, None]
     exact = interpolate(cut, size=(128, 128), mode="bilinear")[0, 0].numpy()
     assert np.abs(luma - exact).max() < 1
+
+
+@pytest.mark.parametrize("scale", [1, 2])
+@pytest.mark.parametrize("seed", range(4))
+def test_a_simple_crop_is_a_crop_of_the_resized_frame_to_the_pixel(scale: int, seed: int) -> None:
+    """Beside torchvision: the short side is resized to 256, and 224 pixels of it are cropped."""
+    width, height = 456 * scale, 256 * scale
+    # Multiples of 4, so that no mean of four pixels is rounded.
+    noise = 4 * np.random.default_rng(seed).integers(0, 64, (height * 3 // 2, width), dtype=np.uint8)
+    frame = av.VideoFrame.from_ndarray(noise, format="yuv420p")
+    shape = ClipShape(sampling=Sampling(num_frames=1), size_px=224, crop="simple")
+    clip = make_clip([frame], shape, rng=np.random.default_rng(seed), in_graph=False, key="v")
+    drawn = simple_rectangle(width, height, share=224 / 256, rng=np.random.default_rng(seed))
+    chroma = noise[height:].reshape(2, height // 2, width // 2)
+    for plane, whole, grid in zip(parts(clip.video[0], 224), (noise[:height], *chroma), (1, 2, 2), strict=True):
+        side, begin = 224 // grid, [offset / grid / scale for offset in (drawn.top, drawn.left)]
+        if any(offset % 1 for offset in begin):
+            continue  # chroma of the resized frame has no such offset
+        exact = torch.from_numpy(whole.astype(np.float64))[None]
+        resized = resize(exact, [256 // grid]) if scale == 1 else avg_pool2d(exact, 2)
+        assert np.array_equal(plane, crop(resized, int(begin[0]), int(begin[1]), side, side)[0].numpy())
 
 
 def test_the_filter_graph_gives_the_same_clip_but_for_rounding() -> None:

@@ -1,3 +1,4 @@
+import shutil
 from fractions import Fraction
 from itertools import islice
 from pathlib import Path
@@ -11,10 +12,11 @@ from hypothesis import strategies as st
 
 from manifests.errors import UserError
 from manifests.keys import split_key
-from tests.train.latents.conftest import CAPTIONS, WITHOUT_EMBEDDING
-from tests.train.latents.written import Caption, Chunk, Written, write_all
+from shards.reader import Variant
+from tests.train.latents.conftest import CAPTIONS, SHARDS, WITHOUT_EMBEDDING
+from tests.train.latents.written import Caption, Chunk, Written, write_all, write_captions, write_latents
 from train.data.batch import Batch
-from train.data.latents.loader import LatentLoader
+from train.data.latents.loader import CaptionedLatents, LatentLoader
 
 T = 20
 
@@ -173,3 +175,63 @@ def test_segments_that_would_show_two_crops_are_refused(tmp_path: Path) -> None:
     for segment in ("10s", "3s"):
         with pytest.raises(UserError, match="two crops"):
             LatentLoader(written.data_dir, split="train", segment=segment)
+
+
+@pytest.mark.parametrize("text", [False, True])
+@pytest.mark.parametrize("most", [1, 2, 3, 4, 100])
+def test_a_video_has_at_most_so_many_segments_evenly_over_it(written: Written, text: bool, most: int) -> None:
+    every = evaluation(written, text=text, batch=100)[0]
+    batch = evaluation(written, text=text, batch=100, max_segments=most)[0]
+    of_all = [content.tobytes() for content in bits(every["latents"])]
+    kept = [of_all.index(content.tobytes()) for content in bits(batch["latents"])]
+    assert kept == sorted(set(kept)) and batch["key"] == [every["key"][row] for row in kept]
+    videos = np.array([split_key(key)[0] for key in every["key"]])
+    for video in set(videos.tolist()):
+        first, count = int(np.flatnonzero(videos == video)[0]), int((videos == video).sum())
+        parts = [(row - first) * min(most, count) // count for row in kept if videos[row] == video]
+        assert parts == list(range(min(most, count))), "one in each of equal parts of the video"
+    assert batch["clip_id"].tolist() == list(range(len(kept)))
+    if text:
+        assert batch["caption_id"].tolist() == every["caption_id"][kept].tolist()
+
+
+def test_another_number_of_segments_is_another_set(written: Written) -> None:
+    sets = [
+        LatentLoader(written.data_dir, split="train", text=False, max_segments=most).samples
+        for most in (None, 1, 2, 100)
+    ]
+    assert len({one.fingerprint for one in sets}) == 4
+    assert "7 further segments of long videos left out" in sets[2].describe() and "further" not in sets[3].describe()
+
+
+@pytest.mark.parametrize("tails", ["drop", "pad"])
+@pytest.mark.parametrize("text", [False, True])
+def test_compressed_latents_make_the_same_batches(written: Written, tmp_path: Path, tails: str, text: bool) -> None:
+    packed = Written(tmp_path / "data")
+    shutil.copytree(written.data_dir, packed.data_dir)
+    shutil.rmtree(packed.latents_dir)
+    write_latents(packed, SHARDS, is_compressed=True)  # the same noise
+    settings: dict[str, Any] = {"split": "train", "text": text, "tails": tails, "batch": 4, "copy": True, "seed": 3}
+    plain, compressed = (LatentLoader(one.data_dir, **settings) for one in (written, packed))
+    assert compressed.samples.describe() == plain.samples.describe().replace(" a second", " a second, compressed")
+    for one, other in zip(islice(plain, 9), islice(compressed, 9), strict=True):
+        assert one.batch["key"] == other.batch["key"] and one.cursor == other.cursor
+        assert np.array_equal(bits(one.batch["latents"]), bits(other.batch["latents"]))
+    shown = [CaptionedLatents(one.data_dir, **settings) for one in (written, packed) if text]
+    pictures = [np.stack(one.pictures(2, num_frames=3)) for one in shown]
+    assert not text or np.array_equal(pictures[0], pictures[1])
+
+
+def test_damaged_compressed_latents_are_failures_by_name(tmp_path: Path) -> None:
+    packed = Written(tmp_path / "data")
+    packed.data_dir.mkdir()
+    write_captions(packed.data_dir, {"a": "train", "c": "train"}, [])
+    write_latents(packed, [[Chunk("a", 0, 60), Chunk("c", 0, 40)]], is_compressed=True)
+    shard = Variant.open(packed.data_dir, column="latents").shards()[0]
+    with shard.tar_path.open("r+b") as tar:
+        tar.seek(shard.index["latents.npy.zst_offset"][0].as_py() + 100)
+        tar.write(b"\x00\x01\x02\x03")
+    loaded = list(LatentLoader(packed.data_dir, split="train", text=False, batch=5).evaluation_batches())
+    failed = [one for part in loaded for one in part.failed]
+    assert {one.key for one in failed} == {"a_000000000"} and {one.reason for one in failed} == {"checksum"}
+    assert rows_of([part.batch for part in loaded], "key") == ["c_000000000"] * 2

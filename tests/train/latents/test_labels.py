@@ -103,3 +103,14 @@ def test_a_caption_that_is_stated_later_changes_what_the_set_is(written: Written
 def test_a_split_without_labels_has_nothing_to_show(written: Written) -> None:
     with pytest.raises(UserError, match="no segment of split 'val' can be shown: 0 segments"):
         opened(written.data_dir, split="val")
+
+
+def test_labels_stay_with_their_segments_where_a_video_has_too_many(written: Written) -> None:
+    every, some = (
+        LabelledLatents(written.data_dir, split="train", classes=(MOTION,), max_segments=most) for most in (None, 2)
+    )
+    kept = some.samples.rows_of(np.arange(len(some)))
+    assert 0 < len(some) < len(every)
+    assert some.labels.tolist() == every.labels[kept].tolist() and some.video.tolist() == every.video[kept].tolist()
+    [batch] = [loaded.batch for loaded in some.evaluation_batches()]
+    assert batch["label"].tolist() == some.labels.tolist()

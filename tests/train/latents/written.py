@@ -16,7 +16,7 @@ from manifests.store import read_captions
 from shards.commits import Commit, write_commit
 from shards.dataset import set_current_variant
 from shards.format import LATENTS_FIELDS, TEXT_FIELDS
-from shards.npy import npy_bytes
+from shards.npy import compressed, npy_bytes
 from shards.writer import Sample, ShardWriter
 from tests.train.tiny_data import Caption, write_captions
 
@@ -64,19 +64,22 @@ def write_latents(
     *,
     values: Callable[[Chunk], NDArray[np.float16]] | None = None,
     recipe: Mapping[str, str] = MappingProxyType({}),
+    is_compressed: bool = False,
 ) -> None:
     """Writes and commits one shard for each list of chunks: of `values`, or of any bits at all."""
+    extension = "latents.npy.zst" if is_compressed else "latents.npy"
     directory = written.latents_dir
     directory.mkdir(parents=True, exist_ok=True)
     noise = np.random.default_rng(0)
     for shard_id, chunks in enumerate(shards):
-        with ShardWriter(directory, shard_id=shard_id, extensions=("latents.npy",), fields=LATENTS_FIELDS) as writer:
+        with ShardWriter(directory, shard_id=shard_id, extensions=(extension,), fields=LATENTS_FIELDS) as writer:
             for chunk in chunks:
                 bits = noise.integers(0, 0x7C00, (chunk.num_frames, *chunk.frame), dtype=np.uint16)
                 if values is not None:
                     bits = values(chunk).view(np.uint16)
                 array = bits.view(np.float16) if chunk.dtype == "float16" else bits
-                writer.add(Sample(chunk.key, {"latents.npy": npy_bytes(array)}, _fields(chunk)))
+                payload = compressed(npy_bytes(array)) if is_compressed else npy_bytes(array)
+                writer.add(Sample(chunk.key, {extension: payload}, _fields(chunk)))
                 written.latents[chunk.key] = bits
             files = writer.publish("ab" * 32)
         write_commit(directory, Commit("latents", shard_id, "train", "ab" * 32, files, ()))

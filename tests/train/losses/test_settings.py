@@ -7,12 +7,15 @@ import torch
 
 from manifests.errors import UserError
 from tests.train.losses.pairs import Table, batch_of, objective_of, settings_of
+from train.config.optim import OptimizerSettings
 from train.device.transfer import Scalar
 from train.distributed.world import Step, World
 from train.losses.contrastive import DatasetSize
 from train.losses.global_contrast import GlobalContrast
 from train.losses.registry import LOSSES, build_contrast
 from train.losses.settings import Convention, Loss
+from train.tasks.dual_encoder.settings import DualEncoderSettings
+from train.tasks.dual_encoder.task import DualEncoderTask
 
 
 @pytest.mark.parametrize(
@@ -166,3 +169,19 @@ def test_state_of_another_set_is_refused() -> None:
     )
     with pytest.raises(RuntimeError, match=r"clips\.rows"):
         other.load_state_dict(first.state_dict())
+
+
+def test_the_temperatures_rate_is_scaled_with_the_batch_as_the_models_is() -> None:
+    """FastCLIP, appendix B: both rates in proportion to the batch size; other losses have no rate of their own."""
+    scale = OptimizerSettings(lr_batch=1024).lr_scale(512)
+    assert Loss(kind="fastclip-v3").with_scaled_lr(scale).own_temperature_lr == 1e-4
+    assert objective_of(Loss(kind="fastclip-v3", temperature_lr=4e-4).with_scaled_lr(scale)).learning_rate(1.0) == 2e-4
+    for kind in ("infonce", "fastclip-v0", "fastclip-v1", "max-margin"):
+        assert Loss(kind=kind).with_scaled_lr(scale) == Loss(kind=kind)
+    unscaled = OptimizerSettings().lr_scale(512)
+    assert Loss(kind="fastclip-v2").with_scaled_lr(unscaled) == Loss(kind="fastclip-v2")
+    settings = DualEncoderSettings(
+        loss=Loss(kind="infonce", temperature_lr=0.1), batch=512, optimizer=OptimizerSettings(lr_batch=1024)
+    )
+    task = DualEncoderTask(settings, attention=NotImplemented, device=torch.device("cpu"))
+    assert task.build_objective(NotImplemented, World()).learning_rate(1.0) == 0.05

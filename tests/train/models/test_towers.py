@@ -21,6 +21,7 @@ from train.models.transformer import Block, blocks_of
 
 OPEN_CLIPS_NAMES = {
     "s16": "ViT-S-16",
+    "b32": "ViT-B-32",
     "b16": "ViT-B-16",
     "l16": "ViT-L-16",
     "l14": "ViT-L-14",

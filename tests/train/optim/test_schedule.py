@@ -1,8 +1,13 @@
 """The learning rate by step."""
 
+import numpy as np
 import pytest
+import torch
 
-from train.optim.optimizer import learning_rate
+from train.config.optim import OptimizerSettings
+from train.losses.objective import Objective
+from train.optim.optimizer import learning_rate, set_learning_rates
+from train.tasks.dual_encoder.settings import DualEncoderSettings
 
 
 def test_the_learning_rate_rises_and_falls() -> None:
@@ -10,6 +15,27 @@ def test_the_learning_rate_rises_and_falls() -> None:
     assert rates[:5] == [0.5, 1.0, 1.5, 2.0, 2.0]
     assert all(rates[i] > rates[i + 1] > 0 for i in range(4, 9))
     assert learning_rate(1, peak=2.0, warmup_steps=0, num_steps=1) == 2.0
+
+
+@pytest.mark.parametrize("num_warmup_steps", [1, 2, 131])
+def test_with_a_start_it_rises_and_falls_as_in_avions_code(num_warmup_steps: int) -> None:
+    """Its schedule in NumPy: a line of which both ends are steps, then half a cosine."""
+    start, peak, end, num_steps = 1e-6, 3e-5, 1e-5, 400
+    after = np.arange(num_steps - num_warmup_steps)
+    falling = end + 0.5 * (peak - end) * (1 + np.cos(np.pi * after / len(after)))
+    expected = np.concatenate([np.linspace(start, peak, num_warmup_steps), falling])
+    given = {"peak": peak, "warmup_steps": num_warmup_steps, "num_steps": num_steps, "start": start, "end": end}
+    rates = [learning_rate(step, **given) for step in range(1, num_steps + 1)]  # type: ignore[arg-type]
+    assert rates == pytest.approx(expected, rel=1e-12)
+    assert rates[0] == start and rates[num_warmup_steps] == pytest.approx(peak)
+
+
+def test_the_start_is_scaled_with_the_batch_like_the_peak() -> None:
+    optimizer = OptimizerSettings(start_lr=1e-4, lr_batch=32)
+    settings = DualEncoderSettings(lr=1e-3, warmup_steps=3, batch=64, optimizer=optimizer)
+    sgd = torch.optim.SGD([{"params": [torch.zeros(1)], "is_objective": False, "lr_scale": 1.0}])
+    rates = [set_learning_rates(sgd, step, settings, objective=Objective()) for step in (1, 2, 3)]
+    assert rates == pytest.approx([2e-4, 1.1e-3, 2e-3])
 
 
 def test_it_falls_along_half_a_cosine_or_a_line_to_its_end_or_stays() -> None:

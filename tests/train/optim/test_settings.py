@@ -37,6 +37,11 @@ def test_the_end_of_the_schedule_is_not_above_its_peak() -> None:
         TrainingSettings(lr=0.1, optimizer=OptimizerSettings(end_lr=0.2))
 
 
+def test_the_start_of_the_warmup_is_not_above_its_end() -> None:
+    with pytest.raises(UserError, match=r"--optimizer\.start-lr is 0\.2, more than --lr 0\.1"):
+        TrainingSettings(lr=0.1, optimizer=OptimizerSettings(start_lr=0.2))
+
+
 def test_an_optimizer_has_numbers_of_its_own() -> None:
     assert OptimizerSettings().number("beta2") == 0.98
     assert OptimizerSettings(name="lion").number("beta2") == 0.99

@@ -9,6 +9,7 @@ from numpy.typing import NDArray
 
 from train.augment.colour import colour_kind
 from train.data.decoding.pictures import (
+    SIMPLE_SHARE,
     CroppedPlanes,
     CropRule,
     Rectangle,
@@ -46,6 +47,7 @@ class ClipShape:
     Attributes:
         views: of an evaluation.
         min_crop_area: minimum share of a frame's area that a "random" crop keeps.
+        simple_share: share of a frame's short side that a "simple" crop keeps.
         rgb: return RGB in place of YUV 4:2:0 (slower: twice the bytes, converted on the CPU).
     """
 
@@ -53,6 +55,7 @@ class ClipShape:
     size_px: int
     crop: CropRule = "random"
     min_crop_area: float = 0.5
+    simple_share: float = SIMPLE_SHARE
     rgb: bool = False
     views: Views = Views()
 
@@ -143,7 +146,16 @@ def _rectangles(shape: ClipShape, found: _FrameFormat, *, rng: np.random.Generat
     width, height, _ = found
     if rng is None and shape.views.num_crops > 1:
         return square_views(width, height, num_crops=shape.views.num_crops)
-    return [rectangle_of(shape.crop, width=width, height=height, min_area=shape.min_crop_area, rng=rng)]
+    return [
+        rectangle_of(
+            shape.crop,
+            width=width,
+            height=height,
+            min_area=shape.min_crop_area,
+            simple_share=shape.simple_share,
+            rng=rng,
+        )
+    ]
 
 
 def _clip_of(crops: list[NDArray[np.uint8]], shape: ClipShape, found: _FrameFormat) -> Clip:

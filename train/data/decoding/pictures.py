@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 # Crop rectangles: one for all frames of a clip, whatever chunks they come from.
 
 
+SIMPLE_SHARE = 224 / 256  # AlexNet's, and AVION's for EPIC-KITCHENS-100
 _NUM_TRIES = 10
 _MIN_RATIO, _MAX_RATIO = 3 / 4, 4 / 3
 _LOG_MIN_RATIO, _LOG_MAX_RATIO = math.log(_MIN_RATIO), math.log(_MAX_RATIO)
@@ -35,7 +36,7 @@ _SNAP_PX = 3  # a side this close to the frame's own is set to it
 # Offsets of a multi-scale crop, in quarters of the room left: corners and edges, the centre, and between both.
 _QUARTERS = ((0, 0), (4, 0), (0, 4), (4, 4), (2, 2), (0, 2), (4, 2), (2, 4), (2, 0), (1, 1), (3, 1), (1, 3), (3, 3))
 
-CropRule = Literal["random", "multi-scale", "centre"]
+CropRule = Literal["random", "simple", "multi-scale", "centre"]
 
 
 @dataclass(frozen=True)
@@ -64,6 +65,19 @@ def random_resized_rectangle(width: int, height: int, *, min_area: float, rng: n
     crop_width = min(width, max(1, round(height * _MAX_RATIO)))
     crop_height = min(height, max(1, round(width / _MIN_RATIO)))
     return _centred(width, height, crop_width, crop_height)
+
+
+def simple_rectangle(width: int, height: int, *, share: float, rng: np.random.Generator) -> Rectangle:
+    """A square of `share` of the short side at a random position: SimpleRandomCrop (AlexNet; AVION, section 4.2).
+
+    Resizing it to `share` of S pixels is resizing the frame's short side to S and cropping. Side and offsets are even,
+    as ffmpeg's crop filter rounds offsets, so that a frame whose short side is S already is copied, chroma included.
+    """
+    short = min(width, height)
+    side = max(1, min(2 * round(short * share / 2), short - short % 2))
+    across, down = rng.random(2).tolist()
+    left, top = 2 * int(across * ((width - side) // 2 + 1)), 2 * int(down * ((height - side) // 2 + 1))
+    return Rectangle(left, top, side, side)
 
 
 def multi_scale_rectangle(width: int, height: int, *, rng: np.random.Generator) -> Rectangle:
@@ -98,11 +112,19 @@ def square_views(width: int, height: int, *, num_crops: int) -> list[Rectangle]:
 
 
 def rectangle_of(
-    rule: CropRule, *, width: int, height: int, min_area: float, rng: np.random.Generator | None
+    rule: CropRule,
+    *,
+    width: int,
+    height: int,
+    min_area: float,
+    simple_share: float = SIMPLE_SHARE,
+    rng: np.random.Generator | None,
 ) -> Rectangle:
     """The crop rectangle of a clip; without `rng`, as in evaluation, the centre square whatever the rule."""
     if rng is None or rule == "centre":
         return centre_square(width, height)
+    if rule == "simple":
+        return simple_rectangle(width, height, share=simple_share, rng=rng)
     if rule == "multi-scale":
         return multi_scale_rectangle(width, height, rng=rng)
     return random_resized_rectangle(width, height, min_area=min_area, rng=rng)

@@ -61,6 +61,7 @@ class Gather:
         self._row_bytes = samples.segment_bytes
         self._text_bytes = 0 if samples.text is None else samples.text.row_bytes
         self._pads = samples.segments.tails == "pad"
+        self._is_compressed = samples.records.shape.is_compressed
         self._ring = deque(self._new_buffers(batch, is_kept=True) for _ in range(depth or 0))
 
     def block(self, requests: SegmentRequests) -> "RequestBlock":
@@ -79,7 +80,9 @@ class Gather:
         if num < buffers.num_rows:
             latents, text = latents[:num], None if text is None else text[:num]
         addresses = block.address[begin:end]
-        if self._pads:
+        if self._is_compressed:
+            self._unpack(block.requests, range(begin, end), latents)
+        elif self._pads:
             num_frames = block.requests.num_frames[begin:end].tolist()
             self._copy_padded(addresses, num_frames, latents, buffers.latents_address)
         else:
@@ -105,6 +108,15 @@ class Gather:
         for row, frames in enumerate(num_frames):
             if frames < latents.shape[1]:
                 latents[row, frames:] = 0
+
+    def _unpack(self, requests: SegmentRequests, numbers: range, latents: "torch.Tensor") -> None:
+        import torch
+
+        target = latents.view(torch.int16).numpy().view(np.uint16)
+        for row, number in enumerate(numbers):
+            frames = self._samples.frames(requests, number)
+            target[row, : len(frames)] = frames
+            target[row, len(frames) :] = 0
 
     def _new_buffers(self, num: int, *, is_kept: bool) -> Buffers:
         import torch

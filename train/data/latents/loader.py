@@ -47,6 +47,7 @@ class LatentLoader(Resumable):
         tokenize: makes captions tokens; without it they are stored embeddings, and those without one are excluded.
         sources: weights of the captions' sources (train.config.data).
         classes: of labels, in place of captions; segments without any of them are excluded (train.data.latents.labels).
+        max_segments: at most this many samples of each video, spread evenly over it.
         tails: what to do with the frames after the last full segment of a chunk: "drop", or "pad" with zeros (batches
             then have `num_frames`).
         depth: a batch is valid until `depth` further ones were taken. Buffers are pinned if there is a GPU.
@@ -75,6 +76,7 @@ class LatentLoader(Resumable):
         tokenize: "Tokenize | None" = None,
         sources: str | None = None,
         classes: Sequence[ClassList] = (),
+        max_segments: int | None = None,
         tails: Tails = "drop",
         depth: int = 2,
         copy: bool = False,
@@ -93,6 +95,7 @@ class LatentLoader(Resumable):
             tails=tails,
             wanted_sources=sources,
             classes=classes,
+            max_segments=max_segments,
         )
         self._batch, self._rank, self._num_ranks = batch, rank, num_ranks
         self._order = SampleOrder(len(self.samples), seed)
@@ -247,13 +250,11 @@ class CaptionedLatents(LatentLoader):
             self._checksums.require_good(int(request.chunk[0]))
         except SampleFailed:
             return []
-        content = self.samples.tars.bytes_at(int(request.address[0]), self.samples.segment_bytes)
+        bits = self.samples.frames(request, 0)
         if shape.dtype == "bfloat16":
-            bits = np.frombuffer(content, np.uint16).astype(np.uint32) << np.uint32(16)
-            latents = bits.view(np.float32)
+            latents = (bits.astype(np.uint32) << np.uint32(16)).view(np.float32)
         else:
-            latents = np.frombuffer(content, np.float16).astype(np.float32)
-        latents = latents.reshape(-1, shape.channels, shape.height, shape.width)
+            latents = bits.view(np.float16).astype(np.float32)
         chosen = (np.arange(num_frames) * 2 + 1) * len(latents) // (2 * num_frames)
         colours = latents[chosen][:, np.arange(3) % shape.channels].transpose(0, 2, 3, 1)
         return list((np.clip(colours / (2 * FALSE_COLOUR_STDS) + 0.5, 0, 1) * 255).astype(np.uint8))
@@ -270,7 +271,7 @@ class LabelledLatents(LatentLoader):
     def all_labels(self) -> NDArray[np.int64]:
         """int64 [samples, labels], the class of each in each class list; -1 if it has none."""
         assert self.samples.labels is not None
-        return self.samples.labels.label
+        return self.samples.labels.label[self.samples.rows_of(np.arange(len(self)))]
 
     @property
     def labels(self) -> NDArray[np.int64]:

@@ -16,8 +16,10 @@ from numpy.typing import NDArray
 from manifests.errors import UserError
 from manifests.store import read_videos
 from shards.dataset import current_variant
+from shards.format import BLOCK_BYTES
+from shards.npy import decompressed
 from shards.reader import Variant
-from train.data.chunks import videos_of_split
+from train.data.chunks import evenly_of_each, videos_of_split
 from train.data.classes import ClassList
 from train.data.latents.captions import SegmentCaptions, pair_captions
 from train.data.latents.labels import SegmentLabels, label_segments
@@ -78,7 +80,7 @@ class SegmentSet:
     pair. A million chunks of three segments with four million captions take about 150 MB.
 
     Args:
-        captions, tails, wanted_sources, classes: see `LatentLoader`.
+        captions, tails, wanted_sources, classes, max_segments: see `LatentLoader`.
 
     Raises:
         UserError: there is nothing to show, the columns do not belong together, or a file is damaged.
@@ -94,6 +96,7 @@ class SegmentSet:
         tails: Tails,
         wanted_sources: str | None = None,
         classes: Sequence[ClassList] = (),
+        max_segments: int | None = None,
     ) -> None:
         if not data_dir.is_dir():
             raise UserError(f"there is no data folder {data_dir}", hint="name one that prep made")
@@ -128,6 +131,10 @@ class SegmentSet:
             self.labels = label_segments(
                 data_dir, records=records, segments=self.segments, video_ids=self.video_ids, classes=classes
             )
+        self._unpacked: tuple[int, NDArray[np.uint16]] | None = None
+        self._kept: NDArray[np.int64] | None = None
+        if max_segments is not None:
+            self._kept = evenly_of_each(self.video_of(np.arange(len(self))), at_most=max_segments)
         # Arrow would keep the memory that reading indexes and captions took.
         pa.default_memory_pool().release_unused()
         if not len(self):
@@ -139,7 +146,16 @@ class SegmentSet:
             )
 
     def __len__(self) -> int:
+        return self._num_before if self._kept is None else len(self._kept)
+
+    @property
+    def _num_before(self) -> int:
+        """Number of samples without a limit per video."""
         return len(self.segments) if self._shown is None else len(self._shown)
+
+    def rows_of(self, samples: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Rows of samples in the captions or labels, which have one for each segment without a limit per video."""
+        return samples if self._kept is None else self._kept[samples]
 
     @property
     def _shown(self) -> NDArray[np.int64] | None:
@@ -150,7 +166,8 @@ class SegmentSet:
 
     def segment_of(self, samples: NDArray[np.int64]) -> NDArray[np.int64]:
         """The segments of samples."""
-        return samples if self._shown is None else self._shown[samples].astype(np.int64)
+        rows = self.rows_of(samples)
+        return rows if self._shown is None else self._shown[rows].astype(np.int64)
 
     def video_of(self, samples: NDArray[np.int64]) -> NDArray[np.int64]:
         """The videos of samples."""
@@ -174,6 +191,28 @@ class SegmentSet:
         """Key of a chunk."""
         return self.records.key(chunk, self.video_ids)
 
+    def frames(self, requests: SegmentRequests, number: int) -> NDArray[np.uint16]:
+        """The frames of a request as bits: uint16 [T, C, h, w], T fewer than in a full segment for a tail."""
+        shape, count = self.records.shape, int(requests.num_frames[number])
+        size = (-1, shape.channels, shape.height, shape.width)
+        address, chunk = int(requests.address[number]), int(requests.chunk[number])
+        if not shape.is_compressed:
+            content = self.tars.bytes_at(address, count * shape.frame_bytes)
+            return np.frombuffer(content, np.uint16).reshape(size)
+        first = (address - int(self.records.array_address[chunk])) // shape.frame_bytes
+        return self._decompressed(chunk).reshape(size)[first : first + count]
+
+    def _decompressed(self, chunk: int) -> NDArray[np.uint16]:
+        kept = self._unpacked
+        if kept is not None and kept[0] == chunk:
+            return kept[1]  # segments of one chunk follow one another in evaluations
+        packed = self.records.payload(chunk)
+        size_bytes = BLOCK_BYTES + int(self.records.num_frames[chunk]) * self.records.shape.frame_bytes
+        payload = decompressed(self.tars.bytes_at(packed.address, packed.size_bytes), size_bytes=size_bytes)
+        bits = np.frombuffer(payload, np.uint16, offset=BLOCK_BYTES)
+        self._unpacked = chunk, bits
+        return bits
+
     def describe(self) -> str:
         """One line for the log: what the set contains, what was excluded and why."""
         shape, segments, captions = self.records.shape, self.segments, self.captions
@@ -188,7 +227,8 @@ class SegmentSet:
             parts.append(f"{segments.num_tails:,} shorter tails {what}")
         if captions is not None:
             counts = {
-                f"{len(segments) - len(self):,} segments without captions left out": len(segments) - len(self),
+                f"{len(segments) - self._num_before:,} segments without captions left out": len(segments)
+                - self._num_before,
                 f"{captions.num_other_sources:,} captions of other sources left out": captions.num_other_sources,
                 f"{captions.num_not_embedded:,} captions without embedding": captions.num_not_embedded,
                 f"{captions.num_not_shown:,} captions that overlap no segment": captions.num_not_shown,
@@ -196,6 +236,8 @@ class SegmentSet:
             parts += [text for text, count in counts.items() if count]
         if self.labels is not None:
             parts += self._describe_labels(self.labels)
+        if num_more := self._num_before - len(self):
+            parts.append(f"{num_more:,} further segments of long videos left out")
         if self._stale:
             parts.append(self._stale)
         return "; ".join(parts)
@@ -217,6 +259,8 @@ class SegmentSet:
         if self.labels is not None:
             digest.update(" ".join(str(its.as_json()) for its in self._classes).encode())
             arrays += [self.labels.segment, self.labels.label]
+        if self._kept is not None:
+            arrays.append(self._kept)
         for array in arrays:
             digest.update(f"{self.segments.num_frames} {array.dtype} {len(array)}\n".encode())
             digest.update(np.ascontiguousarray(array).data)
@@ -224,14 +268,14 @@ class SegmentSet:
 
     def request(self, samples: NDArray[np.int64], *, position: NDArray[np.int64], seed: int | None) -> SegmentRequests:
         """Requests for `samples` at `position`, each with one caption: drawn with `seed`, or the first one without."""
-        captions = self.captions
+        captions, rows = self.captions, self.rows_of(samples)
         segment = self.segment_of(samples)
         chunk = self.segments.chunk_of(segment)
         frame = (segment - self.segments.first[chunk]) * self.segments.num_frames
         caption_id = text_address = None
         if captions is not None:
             choice = captions.choice
-            entry = choice.first(samples) if seed is None else choice.draw(samples, position=position, seed=seed)
+            entry = choice.first(rows) if seed is None else choice.draw(rows, position=position, seed=seed)
             caption = captions.pair_caption[entry]
             caption_id = captions.caption_id[caption].astype(np.int64)
             text_address = None if captions.address is None else captions.address[caption]
@@ -243,7 +287,7 @@ class SegmentSet:
             num_frames=np.minimum(self.records.num_frames[chunk] - frame, self.segments.num_frames),
             caption_id=caption_id,
             text_address=text_address,
-            label=None if self.labels is None else self.labels.label[samples, 0],
+            label=None if self.labels is None else self.labels.label[rows, 0],
         )
 
     def _add_captions(self, data_dir: Path, starts: NDArray[np.int64], *, wanted_sources: str | None) -> None:

@@ -19,11 +19,11 @@ from manifests.keys import chunk_key
 from shards.reader import CommittedShard
 from train.data.chunks import rows_of
 from train.data.frame_sampling import US_PER_S
-from train.data.mapped_tars import Payload, array_addresses, verified_index
+from train.data.mapped_tars import Payload, array_addresses, member_addresses, verified_index
 
 Tails = Literal["drop", "pad"]
 
-_MEMBER = "latents.npy"
+_MEMBERS = (_MEMBER, _COMPRESSED) = ("latents.npy", "latents.npy.zst")
 _ITEM_BYTES = 2  # of float16 and of bfloat16
 _SHAPE_COLUMNS = ("channels", "height", "width", "dtype", "fps_num", "fps_den")
 _DURATION = re.compile(r"(\d+(?:\.\d+)?)\s*s?")
@@ -38,13 +38,15 @@ class FrameShape:
     width: int
     dtype: str  # float16 or bfloat16
     fps: Fraction
+    is_compressed: bool = False
 
     @property
     def frame_bytes(self) -> int:
         return self.channels * self.height * self.width * _ITEM_BYTES
 
     def __str__(self) -> str:
-        return f"{self.channels} x {self.height} x {self.width} {self.dtype} at {self.fps} frames a second"
+        how = ", compressed" if self.is_compressed else ""
+        return f"{self.channels} x {self.height} x {self.width} {self.dtype} at {self.fps} frames a second{how}"
 
 
 @dataclass(frozen=True)
@@ -52,9 +54,10 @@ class LatentRecords:
     """Chunks with latents, ordered by (video row, start); one entry of each array per chunk.
 
     Attributes:
-        array_address: where the array begins in the mapped tars.
-        header_bytes: size of the npy header before it.
-        crc32: of header and array.
+        array_address: where the array begins in the mapped tars; where the member begins if it is compressed.
+        header_bytes: size of the npy header before it; 0 of a compressed member.
+        packed_bytes: size of a compressed member; None if they are not compressed.
+        crc32: of header and array, or of the compressed member.
         num_unknown: further chunks, of videos that are not in the manifest.
     """
 
@@ -66,6 +69,7 @@ class LatentRecords:
     header_bytes: NDArray[np.int32]
     crc32: NDArray[np.uint32]
     num_unknown: int
+    packed_bytes: NDArray[np.int64] | None = None
 
     def __len__(self) -> int:
         return len(self.video_row)
@@ -78,6 +82,8 @@ class LatentRecords:
         """The member of a chunk."""
         header_bytes = int(self.header_bytes[chunk])
         size_bytes = header_bytes + int(self.num_frames[chunk]) * self.shape.frame_bytes
+        if self.packed_bytes is not None:
+            size_bytes = int(self.packed_bytes[chunk])
         return Payload(int(self.array_address[chunk]) - header_bytes, size_bytes, int(self.crc32[chunk]))
 
 
@@ -99,7 +105,7 @@ def read_records(
     seen_in = ""
     num_unknown = 0
     for shard, start in zip(shards, starts.tolist(), strict=True):
-        index = verified_index(shard, member=_MEMBER)
+        index, member = verified_index(shard, members=_MEMBERS)
         video_row = rows_of(index["video_id"], video_ids)
         own = np.flatnonzero(video_row >= 0)
         num_unknown += int((rows_of(index["video_id"], known_ids) < 0).sum())
@@ -107,7 +113,8 @@ def read_records(
             continue
         shapes = index.select(_SHAPE_COLUMNS).take(pa.array(own)).group_by(list(_SHAPE_COLUMNS)).aggregate([])
         for row in shapes.to_pylist():
-            found = FrameShape(fps=Fraction(row.pop("fps_num"), row.pop("fps_den")), **row)
+            fps = Fraction(row.pop("fps_num"), row.pop("fps_den"))
+            found = FrameShape(fps=fps, is_compressed=member == _COMPRESSED, **row)
             if shape is not None and found != shape:
                 raise UserError(
                     f"latents differ in shape: {shape} in {seen_in}, {found} in {shard.tar_path}",
@@ -116,15 +123,21 @@ def read_records(
             shape, seen_in = found, str(shard.tar_path)
         assert shape is not None  # `own` is not empty
         num_frames = index["num_frames"].to_numpy()
-        array_bytes = num_frames.astype(np.int64) * shape.frame_bytes
-        address, header_bytes = array_addresses(shard, index, member=_MEMBER, array_bytes=array_bytes, start=start)
+        packed: dict[str, NDArray[Any]] = {}
+        if shape.is_compressed:
+            address, packed["packed_bytes"] = member_addresses(shard, index, member=member, start=start)
+            header_bytes = np.zeros(len(address), np.int32)
+        else:
+            array_bytes = num_frames.astype(np.int64) * shape.frame_bytes
+            address, header_bytes = array_addresses(shard, index, member=member, array_bytes=array_bytes, start=start)
         part = {
             "video_row": video_row.astype(np.int32),
             "start_ms": index["start_ms"].to_numpy(),
             "num_frames": num_frames,
             "array_address": address,
             "header_bytes": header_bytes,
-            "crc32": index[f"{_MEMBER}_crc32"].to_numpy(),
+            "crc32": index[f"{member}_crc32"].to_numpy(),
+            **packed,
         }
         parts.append({name: array[own] for name, array in part.items()})
     if shape is None:

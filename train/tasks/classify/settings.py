@@ -42,6 +42,8 @@ class ClassifySettings(ClipSettings):
     """Input of the model. pixels: decoded clips of captions; latents: segments of the column made by prep latents."""
     segment: Annotated[str, groups.CLIPS, GoesWith("input", ("latents",))] = "5s"
     """Length of a segment of latents. Its label is that of the caption which covers most of it."""
+    max_segments: Annotated[int | None, groups.CLIPS, Range(1, 10**9), GoesWith("input", ("latents",))] = None
+    """Maximum number of segments of a training video, spread evenly over it. Default: all of them."""
     repeats: Annotated[int, groups.CLIPS, Range(1, 1000)] = 1
     """Number of samples per clip (repeated augmentation), decoded once, each with its own frames and crop."""
     label: Annotated[str, CLASSES, FIRST_RUN] = "class"

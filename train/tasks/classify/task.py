@@ -130,8 +130,9 @@ class ClassifyTask(ClipTask[ClassifySettings, Samples, VideoClassifier]):
                 f"{views.num_clips} clips x {views.num_crops} crops are looks at pictures, and latents are none",
                 hint="leave --clips and --crops out with --input latents",
             )
+        most = settings.max_segments if split == settings.split else None
         return open_latents(
-            partial(LabelledLatents, classes=(self.classes,)),
+            partial(LabelledLatents, classes=(self.classes,), max_segments=most),
             settings,
             segment=settings.segment,
             split=split,

@@ -10,7 +10,7 @@ from manifests.errors import UserError
 from train.config import fields as groups
 from train.config.data import CaptionSettings
 from train.config.evaluation import NUMBERS, DualEncoderEvaluation
-from train.config.fields import FIRST_RUN, GoesWith, caught, help_group
+from train.config.fields import FIRST_RUN, GoesWith, Range, caught, help_group
 from train.config.model import check_picture
 from train.config.training import ClipSettings, check_best
 from train.losses.settings import Loss
@@ -33,6 +33,8 @@ class DualEncoderSettings(ClipSettings):
     """Text tower. frozen: the embeddings made by prep text take its place."""
     segment: Annotated[str, groups.CLIPS, GoesWith("input", ("latents",))] = "5s"
     """Length of a segment of latents."""
+    max_segments: Annotated[int | None, groups.CLIPS, Range(1, 10**9), GoesWith("input", ("latents",))] = None
+    """Maximum number of segments of a training video, spread evenly over it. Default: all of them."""
     captions: Annotated[CaptionSettings, groups.CAPTIONS] = field(default_factory=CaptionSettings)
     """Which caption of a clip a sample shows."""
     loss: Annotated[Loss, LOSS] = field(default_factory=Loss)

@@ -114,7 +114,9 @@ class DualEncoderTask(ClipTask[DualEncoderSettings, Samples, DualEncoder]):
 
     def _latents(self, split: str, world: World, *, tokenize: Tokenize | None) -> CaptionedLatents:
         settings = self._settings
-        make = partial(CaptionedLatents, tokenize=tokenize, sources=settings.captions.sources)
+        most = settings.max_segments if split == settings.split else None
+        sources = settings.captions.sources
+        make = partial(CaptionedLatents, tokenize=tokenize, sources=sources, max_segments=most)
         return open_latents(make, settings, segment=settings.segment, split=split, world=world)
 
     def new_model(self, samples: Samples) -> DualEncoder:
@@ -162,7 +164,8 @@ class DualEncoderTask(ClipTask[DualEncoderSettings, Samples, DualEncoder]):
         """The loss that `--loss.*` names."""
         inputs = self._training_inputs
         dataset = _dataset_size(samples, self._settings)
-        return build_contrast(self._settings.loss, inputs=inputs, dataset=dataset, world=world)
+        loss = self._settings.loss.with_scaled_lr(self._settings.optimizer.lr_scale(self._settings.batch))
+        return build_contrast(loss, inputs=inputs, dataset=dataset, world=world)
 
     def evaluate(self, model: nn.Module, world: World) -> dict[str, float]:
         """Metrics of the protocol that the settings name, as `<split>/<name>`."""

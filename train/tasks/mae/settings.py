@@ -23,10 +23,10 @@ _RATIO = Range(
     above=0, below=1, hint="it must be more than 0, and less than 1: something is masked, and something is left"
 )
 _OF_PIXELS = (
-    *("sampling", "stride", "size_px", "crop", "min_crop_area", "augment"),
+    *("sampling", "stride", "size_px", "crop", "min_crop_area", "short_side_px", "augment"),
     *("samples_per_chunk", "repeat", "decode"),
 )
-_OF_LATENTS = ("segment",)
+_OF_LATENTS = ("segment", "max_segments")
 _BETA2 = 0.95
 _CELL_RATIOS = (0.25, 0.5, 0.75)
 
@@ -79,6 +79,8 @@ class MaeSettings(ClipSettings):
     """Input of the encoder. pixels: decoded chunks; latents: segments of the column made by prep latents."""
     segment: Annotated[str, groups.CLIPS] = "5s"
     """Length of a segment of latents, of which --num-frames consecutive frames are shown."""
+    max_segments: Annotated[int | None, groups.CLIPS, Range(1, 10**9)] = None
+    """Maximum number of segments of a training video, spread evenly over it. Default: all of them."""
     num_frames: NumFrames = 16
     sampling: Sampling = "stride"
     crop: Crop = "multi-scale"

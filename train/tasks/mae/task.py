@@ -87,9 +87,9 @@ class MaeTask(ClipTask[MaeSettings, Samples, MaskedAutoencoder]):
 
     def _latents(self, split: str, world: World) -> LatentLoader:
         settings = self._settings
-        latents = open_latents(
-            partial(LatentLoader, text=False), settings, segment=settings.segment, split=split, world=world
-        )
+        most = settings.max_segments if split == settings.split else None
+        make = partial(LatentLoader, text=False, max_segments=most)
+        latents = open_latents(make, settings, segment=settings.segment, split=split, world=world)
         check_mask(settings.mask_ratio, num_places=(latents.frame_shape.height // LATENT_PATCH) ** 2)
         return latents
 

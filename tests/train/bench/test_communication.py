@@ -1,0 +1,101 @@
+"""The breakdown of a step: intervals against a grid of moments, and two processes on gloo under each strategy."""
+
+import json
+import os
+import random
+import sys
+from dataclasses import asdict
+from pathlib import Path
+
+import pytest
+
+from tests.train.bench.test_bench import SMALL
+from tests.train.distributed.forked import end_well, fork_ranks
+from train.bench.communication import Event, breakdowns, merged, shared
+from train.cli import main
+
+STRATEGIES = ("ddp", "zero1", "fsdp")
+NAMES = ("total_s", "compute_s", "overlap_s", "exposed_s", "other_s")
+
+
+def test_unions_and_intersections_are_those_of_sets_of_moments() -> None:
+    drawn = random.Random(0)
+    for _ in range(300):
+        some, others = (
+            [(begin, begin + drawn.randrange(6)) for begin in (drawn.randrange(30) for _ in range(drawn.randrange(8)))]
+            for _ in range(2)
+        )
+        moments = [{at for begin, end in intervals for at in range(begin, end)} for intervals in (some, others)]
+        unions = [merged(intervals) for intervals in (some, others)]
+        for union, expected in zip(unions, moments, strict=True):
+            assert {at for begin, end in union for at in range(int(begin), int(end))} == expected
+        both = shared(*unions)
+        assert {at for begin, end in both for at in range(int(begin), int(end))} == moments[0] & moments[1]
+
+
+def us(*numbers: float) -> dict[str, float]:
+    return {name: number / 1e6 for name, number in zip(NAMES, numbers, strict=True)}
+
+
+def test_a_step_on_a_cpu_is_broken_down_by_operators_of_the_training_thread() -> None:
+    events = [
+        Event("clipmill::step", 0, 100, thread=1),
+        Event("aten::linear", 10, 50, thread=1),
+        Event("aten::addmm", 12, 48, thread=1),  # within the other
+        Event("aten::copy_", 55, 70, thread=2),  # a thread of gloo
+        Event("c10d::allreduce_", 50, 52, thread=1),
+        Event("gloo:all_reduce", 40, 75, thread=2),
+        Event("gloo:all_reduce", 70, 80, thread=3),
+        Event("gloo:broadcast", 95, 120, thread=2),  # into the next step
+        Event("clipmill::step", 110, 130, thread=1),
+    ]
+    first, second = breakdowns(events)
+    assert asdict(first) == pytest.approx(us(100, 40, 10, 35, 25))
+    assert asdict(second) == pytest.approx(us(20, 0, 0, 10, 10))
+
+
+def test_a_step_on_a_gpu_is_broken_down_by_its_kernels() -> None:
+    events = [
+        Event("clipmill::step", 0, 100, thread=1),
+        Event("aten::linear", 0, 90, thread=1),  # the host is not what computes
+        Event("gemm", 20, 60, is_on_device=True),
+        Event("Memcpy DtoD (Device -> Device)", 60, 70, is_on_device=True),
+        Event("ncclDevKernel_AllReduce_Sum_f32_RING_LL(ncclDevComm*)", 50, 80, is_on_device=True),
+    ]
+    [step] = breakdowns(events)
+    assert asdict(step) == pytest.approx(us(100, 40, 10, 20, 40))
+
+
+def bench_rank(words: list[str], said: Path) -> None:
+    sys.argv = ["train", "bench", *words]
+    with Path(f"{said}.{os.environ['RANK']}").open("w") as sys.stdout, pytest.raises(SystemExit) as left:
+        main()
+    sys.exit(left.value.code)
+
+
+def test_two_processes_break_their_steps_down_under_each_strategy(data_dir: Path, tmp_path: Path) -> None:
+    page, said = tmp_path / "bench.html", tmp_path / "said"
+    words = [*map(str, (word for pair in SMALL.items() for word in pair)), "--shards", str(data_dir), "--json"]
+    words += ["--seconds", "0.01", "--strategies", *STRATEGIES, "--page", str(page)]
+    end_well(fork_ranks(bench_rank, words, said, size=2, folder=tmp_path))
+    result = json.loads((tmp_path / "said.0").read_text())
+    assert [one["strategy"] for one in result["strategies"]] == list(STRATEGIES)
+    assert (tmp_path / "said.1").read_text() == "", "one process speaks for all"
+    for one in result["strategies"]:
+        assert (one["num_processes"], one["num_steps"], len(one["ranks"])) == (2, 3, 2) and one["unrecorded_s"] > 0
+        for numbers in (one["mean"], *one["ranks"]):
+            assert set(numbers) == set(NAMES) and numbers["compute_s"] > 0 and numbers["exposed_s"] > 0
+            parts = numbers["compute_s"] + numbers["exposed_s"] + numbers["other_s"]
+            assert parts == pytest.approx(numbers["total_s"])
+            assert 0 <= numbers["overlap_s"] <= numbers["compute_s"] and numbers["other_s"] >= 0
+        assert f"<td>{one['strategy']}</td>" in page.read_text()
+    assert page.read_text().count('class="stack"') == 3
+
+
+def test_strategies_are_of_several_processes(
+    data_dir: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("sys.argv", ["train", "bench", "--shards", str(data_dir), "--strategies", "ddp", "fsdp"])
+    with pytest.raises(SystemExit, match="2"):
+        main()
+    assert "--strategies is about several processes, and there is one" in capsys.readouterr().err

@@ -1,0 +1,291 @@
+"""Time of a step of several processes: computation, communication, and how much of the two overlaps.
+
+The method is that of FastCLIP (figure 3, tables 15 to 22): torch.profiler records some steps of the training loop, and
+the intervals of all events of a kind are merged. Per step:
+
+    compute      some operation computes: kernels on a GPU other than NCCL's and copies; on a CPU, operators of the
+                 thread that trains
+    overlap      communication while something computes
+    exposed      communication while nothing computes (FastCLIP: pure communication)
+    other        neither: waiting for data, Python, launches
+
+    compute + exposed + other = total;  overlap + exposed = communication
+
+Communication lasts from the first byte to the end of a collective on this rank: a rank that is early waits in it for
+the others. The exchange of failures and signals before a step (train.engine.failure_log) is not part of it. Recording
+slows steps down; `unrecorded_s` is the time of a step without it.
+"""
+
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, fields, replace
+from pathlib import Path
+from statistics import fmean, pstdev
+from time import perf_counter
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from torch.profiler import ProfilerActivity, profile, record_function
+
+from manifests.publish import publish_bytes
+from train.config.training import Strategy
+from train.data.prefetch import prefetch
+from train.data.video_captions import VideoCaptions
+from train.device.transfer import StepGuard
+from train.distributed.world import World
+from train.engine.loop import next_step, run_step
+from train.engine.state import new_state
+from train.engine.throughput import Throughput
+from train.evaluation.pages import load_template
+from train.tasks.dual_encoder.settings import DualEncoderSettings
+from train.tasks.dual_encoder.task import DualEncoderTask
+
+_STEP = "clipmill::step"
+_NUM_WARMUP = 3  # DDP orders its buckets after the first backward pass
+_FEWEST, _MOST = 3, 50
+Interval = tuple[float, float]
+
+
+@dataclass(frozen=True)
+class Event:
+    """An event of a profile, in microseconds; `thread` is that of the host."""
+
+    name: str
+    begin: float
+    end: float
+    is_on_device: bool = False
+    thread: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Breakdown:
+    """Seconds of a step, or means over steps; see the top of this file."""
+
+    total_s: float
+    compute_s: float
+    overlap_s: float
+    exposed_s: float
+    other_s: float
+
+
+def breakdowns(events: Sequence[Event]) -> list[Breakdown]:
+    """Break down each step of a profile on one rank."""
+    steps = [one for one in events if one.name == _STEP and not one.is_on_device]
+    threads, has_device = {one.thread for one in steps}, any(one.is_on_device for one in events)
+    communicating = merged((one.begin, one.end) for one in events if _communicates(one))
+    computing = merged((one.begin, one.end) for one in events if _computes(one, has_device=has_device, threads=threads))
+    return [_of_step(step, merged_computing=computing, merged_communicating=communicating) for step in steps]
+
+
+def _of_step(step: Event, *, merged_computing: list[Interval], merged_communicating: list[Interval]) -> Breakdown:
+    whole = [(step.begin, step.end)]
+    computing, communicating = shared(merged_computing, whole), shared(merged_communicating, whole)
+    total, compute, communication = length(whole), length(computing), length(communicating)
+    overlap = length(shared(computing, communicating))
+    exposed = communication - overlap
+    return Breakdown(
+        total_s=total / 1e6,
+        compute_s=compute / 1e6,
+        overlap_s=overlap / 1e6,
+        exposed_s=exposed / 1e6,
+        other_s=(total - compute - exposed) / 1e6,
+    )
+
+
+def _communicates(event: Event) -> bool:
+    return event.name.startswith("gloo:") or (event.is_on_device and "nccl" in event.name.lower())
+
+
+def _computes(event: Event, *, has_device: bool, threads: set[int]) -> bool:
+    if _communicates(event):
+        return False
+    if has_device:
+        return event.is_on_device and not event.name.startswith(("Memcpy", "Memset"))
+    return event.name.startswith("aten::") and event.thread in threads
+
+
+def merged(intervals: Iterable[Interval]) -> list[Interval]:
+    """The union of intervals: disjoint, in order."""
+    found: list[Interval] = []
+    for begin, end in sorted(intervals):
+        if found and begin <= found[-1][1]:
+            found[-1] = found[-1][0], max(found[-1][1], end)
+        else:
+            found.append((begin, end))
+    return found
+
+
+def shared(some: Sequence[Interval], others: Sequence[Interval]) -> list[Interval]:
+    """The intersection of two unions as `merged` returns them."""
+    found, first, second = [], 0, 0
+    while first < len(some) and second < len(others):
+        begin, end = max(some[first][0], others[second][0]), min(some[first][1], others[second][1])
+        if begin < end:
+            found.append((begin, end))
+        if some[first][1] < others[second][1]:
+            first += 1
+        else:
+            second += 1
+    return found
+
+
+def length(intervals: Iterable[Interval]) -> float:
+    """Total length of disjoint intervals."""
+    return sum(end - begin for begin, end in intervals)
+
+
+def measure_strategies(
+    task: DualEncoderTask,
+    samples: VideoCaptions,
+    settings: DualEncoderSettings,
+    *,
+    strategies: Sequence[Strategy],
+    world: World,
+    device: torch.device,
+    seconds: float,
+) -> list[dict[str, Any]]:
+    """Break down training steps under each strategy; all ranks call it, and get the same plain values."""
+    found = []
+    for strategy in strategies:
+        chosen = replace(settings, parallel=replace(settings.parallel, strategy=strategy))
+        found.append({"strategy": strategy, **_measure(task, samples, chosen, world, device, seconds=seconds)})
+    return found
+
+
+def _measure(
+    task: DualEncoderTask,
+    samples: VideoCaptions,
+    settings: DualEncoderSettings,
+    world: World,
+    device: torch.device,
+    *,
+    seconds: float,
+) -> dict[str, Any]:
+    state = new_state(task, samples, settings, world=world, device=device)
+    throughput, guard = Throughput(device=device, precision=state.precision.name), StepGuard(device)
+    state.trained.train()
+    batches = prefetch(samples.batches(position=0, max_failures=settings.max_failures), device)
+
+    def take() -> None:
+        with record_function(_STEP):
+            loaded, step = next(batches), next_step(state, samples, settings, world=world)
+            run_step(step, state, loaded, settings, world=world, throughput=throughput, soundness=guard)
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)
+
+    try:
+        for _ in range(_NUM_WARMUP):
+            take()
+        began = perf_counter()
+        take()
+        slowest_s = max(world.gather_objects(perf_counter() - began))
+        num_steps = min(max(round(seconds / slowest_s), _FEWEST), _MOST)
+        began = perf_counter()
+        for _ in range(num_steps):
+            take()
+        unrecorded_s = (perf_counter() - began) / num_steps
+        with _recorded(device) as events:
+            for _ in range(num_steps):
+                take()
+    finally:
+        batches.close()
+    of_ranks: list[list[Breakdown]] = world.gather_objects(breakdowns(events))
+    everything = [asdict(one) for steps in of_ranks for one in steps]
+    names = [field.name for field in fields(Breakdown)]
+    return {
+        "num_processes": world.size,
+        "num_steps": num_steps,
+        "unrecorded_s": fmean(world.gather_objects(unrecorded_s)),
+        "mean": {name: fmean(one[name] for one in everything) for name in names},
+        "std": {name: pstdev(one[name] for one in everything) for name in names},
+        "ranks": [{name: fmean(getattr(one, name) for one in steps) for name in names} for steps in of_ranks],
+    }
+
+
+@contextmanager
+def _recorded(device: torch.device) -> Iterator[list[Event]]:
+    """Record the block; the list is filled at its end."""
+    events: list[Event] = []
+    activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if device.type == "cuda" else [])]
+    with profile(activities=activities) as recording:
+        yield events
+    for one in recording.events() or []:
+        is_on_device = one.device_type == torch.autograd.DeviceType.CUDA
+        # On the device's time line, ranges of the host (record_function) span what is inside them.
+        if not (is_on_device and one.is_user_annotation):
+            events.append(Event(one.name, one.time_range.start, one.time_range.end, is_on_device, one.thread))
+
+
+# The table that is printed, and the page.
+
+
+_COLUMNS = ("strategy", "total", "compute", "overlap", "exposed", "other", "std of total", "unrecorded")
+_NOTES = (
+    "compute: some operation computes; overlap: communication meanwhile; exposed: communication while nothing "
+    "computes; other: neither. compute + exposed + other = total.",
+    "Communication includes waiting for slower processes. Unrecorded: the time of a step without the profiler.",
+)
+
+
+def print_breakdown(result: dict[str, Any]) -> None:
+    """Print a result of `train.bench.run.run_breakdown`."""
+    console = Console(highlight=False, soft_wrap=True)
+    console.print(_about(result), markup=False)
+    table = Table(_COLUMNS[0], box=None, padding=(0, 2, 0, 0))
+    for column in _COLUMNS[1:]:
+        table.add_column(column, justify="right")
+    for row in _rows(result):
+        table.add_row(*row)
+    console.print(table)
+    for line in ("Milliseconds per step, means of all processes.", *_NOTES):
+        console.print(line, markup=False)
+
+
+def write_breakdown(result: dict[str, Any], path: Path) -> None:
+    """Write a result of `train.bench.run.run_breakdown` as a page: a bar and a row for each strategy."""
+    longest_s = max(one["mean"]["total_s"] for one in result["strategies"])
+    bars = []
+    for one in result["strategies"]:
+        mean = one["mean"]
+        seconds = {
+            "compute alone": mean["compute_s"] - mean["overlap_s"],
+            "compute and communication": mean["overlap_s"],
+            "exposed communication": mean["exposed_s"],
+            "other": mean["other_s"],
+        }
+        parts = [
+            {"name": name, "ms": 1000 * value, "share": 100 * value / mean["total_s"]}
+            for name, value in seconds.items()
+        ]
+        width = 100 * mean["total_s"] / longest_s
+        bars.append({"strategy": one["strategy"], "total_ms": 1000 * mean["total_s"], "width": width, "parts": parts})
+    page = load_template(Path(__file__).with_name("bench.html.j2")).render(
+        num_processes=result["strategies"][0]["num_processes"],
+        about=_about(result),
+        names=[part["name"] for part in bars[0]["parts"]],
+        bars=bars,
+        columns=_COLUMNS,
+        rows=_rows(result),
+        notes=_NOTES,
+    )
+    publish_bytes(path, page.encode())
+
+
+def _about(result: dict[str, Any]) -> str:
+    settings = result["settings"]
+    return (
+        f"{result['data']}; {result['variant']}; {result['machine']}; batches of {settings['batch']} clips of "
+        f"{settings['num_frames']} frames, {settings['size_px']} px, model {settings['model']}"
+    )
+
+
+def _rows(result: dict[str, Any]) -> list[tuple[str, ...]]:
+    rows = []
+    for one in result["strategies"]:
+        mean = one["mean"]
+        seconds = [mean[f"{column}_s"] for column in _COLUMNS[1:6]]
+        seconds += [one["std"]["total_s"], one["unrecorded_s"]]
+        rows.append((one["strategy"], *(f"{1000 * value:,.1f}" for value in seconds)))
+    return rows
