@@ -132,7 +132,9 @@ def test_merged_weights_compute_the_same(name: str, targets: tuple[str, ...]) ->
     assert model.state_dict().keys() == whole.keys()
     model.load_state_dict(whole)
     again = model(*inputs)
-    for before, other, after in zip(*(one if isinstance(one, tuple) else (one,) for one in (outputs, plain, again))):
+    for before, other, after in zip(
+        *(one if isinstance(one, tuple) else (one,) for one in (outputs, plain, again)), strict=True
+    ):
         assert (before - other).abs().max() > 1e-3
         torch.testing.assert_close(after, before, rtol=0, atol=1e-12)
 
