@@ -292,9 +292,8 @@ def open_base(checkpoint: Path) -> tuple[Base, Source] | None:
         ) from error
     assert source is not None
     if not source.converted.tensors.keys() >= set(base.tensors) or _digest_of(source, base.tensors) != base.sha256:
-        raise UserError(
-            f"{checkpoint} holds adapters of other weights than {source.title}, which has changed", hint=hint
-        )
+        problem = f"{checkpoint} holds adapters, and the weights that they adapt have changed: {source.title}"
+        raise UserError(problem, hint=hint)
     return base, source
 
 
