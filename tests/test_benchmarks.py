@@ -39,6 +39,10 @@ TINY = {
     "rerun": ["--chunks", "80", "--runs", "1"],
     "small_batches": ["--seeds", "1", "--steps", "2", "--points", "1"],
     "text_tower": ["--model", "tiny", "--captions", "4", "--rounds", "1", "--device", "cpu"],
+    "tuning": [
+        *("--rounds", "1", "--model", "tiny", "--batch", "4", "--size-px", "32"),
+        *("--variants", "whole", "--freeze video"),
+    ],
     "vit": ["--rounds", "1", "--variants", "naive", "fused, checkpointed", "open_clip", "--device", "cpu"],
 }
 NOT_BENCHMARKS = {

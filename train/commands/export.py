@@ -53,9 +53,9 @@ def export_run(
         UserError: there is no checkpoint, its weights are not finite, `out` exists already, or the format cannot hold
             such a model.
     """
-    from train.run.checkpoint import read_weights
     from train.weights.conversion import require_finite
     from train.weights.exported import publish_folder
+    from train.weights.sources import whole_weights
 
     run = open_run(run_path)
     path = run.require_checkpoint() if checkpoint is None else _checkpoint_of(run, checkpoint)
@@ -76,7 +76,7 @@ def export_run(
             f"--frame-embedding is about the pictures of a dual encoder, and {run.path} is a run of train {task}",
             hint="leave it out",
         )
-    weights = read_weights(path)
+    weights = whole_weights(path)
     require_finite(weights, source=path)
     request = ExportRequest(run=run, weights=weights, checkpoint=path, form=form, frame_embedding=frame_embedding)
     exported = spec.export(request)

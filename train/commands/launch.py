@@ -7,7 +7,6 @@ from typing import Any
 import torch
 
 from manifests.publish import publish_bytes, publish_json
-from train.config.model import Init
 from train.config.training import ClipSettings, ParallelSettings
 from train.data.latents.segments import FrameShape
 from train.device.precision import choose_device, open_precision
@@ -17,7 +16,7 @@ from train.doctor.commands import doctor_facts
 from train.engine.attention_choice import choose_attention, kernels_fact
 from train.engine.loop import check_batch, train
 from train.engine.rank_consistency import SAME_LAUNCH, launch_facts, open_consistent
-from train.engine.task import check_stages
+from train.engine.task import check_stages, describe_parameters
 from train.report.results import initial_weights, write_page
 from train.run.checkpoint import latest_checkpoint
 from train.run.checkpoint_writer import recover
@@ -25,7 +24,7 @@ from train.run.folder import Resume, RunFolder, create_run, find_run, machine, r
 from train.run.tracking import Progress, check_tracking
 from train.spec import TaskSpec
 from train.weights.loading import Loaded
-from train.weights.sources import Say, Source, fetch_tag, open_weights
+from train.weights.sources import Say, Source, fetch_tag, open_base, open_weights
 
 
 def launch(spec: TaskSpec, settings: ClipSettings, *, resume: Resume) -> None:
@@ -90,19 +89,22 @@ def _train(
             "increases to the end"
         )
     has_weights = old_run is not None and world.first(lambda: _has_checkpoint(old_run))
-    source = None if has_weights else _open_weights(settings.init, world=world, say=progress.say)
-    settings = spec.effective(settings, source, progress.say)
+    source = _open_weights(settings, world=world, say=progress.say, run=old_run if has_weights else None)
+    settings = spec.effective(settings, None if has_weights else source, progress.say)
     if old_run is not None:
         world.first(lambda: reopen_run(settings))
     task = spec.open(settings, attention=attention, device=device, run=old_run if has_weights else None)
     samples = open_consistent(lambda: task.training_set(world.replicas), settings, columns=task.columns, world=world)
     check_batch(settings, samples)
     check_stages(task, samples, settings, world=world)
-    start = None if source is None else task.start_from(source, samples, say=progress.say)
+    start = None if source is None else task.start_from(source, samples, say=_quiet if has_weights else progress.say)
+    parameters = describe_parameters(task, samples)
     # The folder is made last, so that a mistake in the flags leaves nothing behind.
     run = old_run or world.first(lambda: _create_and_hold(settings, held=held))
     progress.say(f"data: {samples.describe()}; {samples.variant_name}")
-    about = task.facts()
+    about = {**parameters, **task.facts()}
+    for name, value in parameters.items():
+        progress.say(f"{name}: {value}")
     for line in spec.start_lines(about):
         progress.say(line)
     facts = {
@@ -116,7 +118,7 @@ def _train(
         "data": samples.describe(),
         "variant": samples.variant_name,
         **_latents_facts(samples),
-        **_weights_facts(start, old_facts),
+        **_weights_facts(None if has_weights else start, old_facts),
         **how_chosen,
         **about,
         "machine": machine(device),
@@ -150,10 +152,19 @@ def _processes(parallel: ParallelSettings, world: World) -> str:
     return f"{world.size}, {parallel.strategy}{pipelines}"
 
 
-def _open_weights(init: Init, *, world: World, say: Say) -> Source | None:
-    # One rank downloads; the others read the cache.
-    world.first(lambda: fetch_tag(init, say=say))
-    return open_weights(init)
+def _open_weights(settings: ClipSettings, *, world: World, say: Say, run: RunFolder | None) -> Source | None:
+    """The weights to start from, or those that the checkpoints of the resumed `run` leave out."""
+    if run is None or settings.lora.rank:
+        # One rank downloads; the others read the cache.
+        world.first(lambda: fetch_tag(settings.init, say=say))
+    if run is None:
+        return open_weights(settings.init)
+    opened = open_base(run.require_checkpoint()) if settings.lora.rank else None
+    return None if opened is None else opened[1]
+
+
+def _quiet(_: str) -> None:
+    """Print nothing: what became of the weights was said when the run began."""
 
 
 def _latents_facts(samples: object) -> dict[str, Any]:

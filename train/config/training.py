@@ -15,6 +15,7 @@ from train.config.evaluation import EvaluationSettings
 from train.config.fields import FIRST_RUN, Checked, GoesWith, Range, caught, without_effect
 from train.config.model import Init, Kind, ModelName, Towers, check_frames
 from train.config.optim import OptimizerSettings
+from train.config.tuning import Freeze, Lora, Tower, towers_to_adapt, tuning_mistakes
 
 # Settings of distributed training and of experiment tracking.
 
@@ -204,6 +205,8 @@ class ClipSettings(TrainingSettings):
 
     only_kind: ClassVar[Kind | None] = None
     """The kind of tower that the task has, where it has but one."""
+    has_head: ClassVar[bool] = False
+    """Whether the model has trained parameters besides those of its towers."""
 
     num_frames: NumFrames = 4
     """Number of frames per clip."""
@@ -232,9 +235,18 @@ class ClipSettings(TrainingSettings):
     """Architecture of the towers beyond their size."""
     init: Annotated[Init, groups.MODEL, groups.SEVERAL] = field(default_factory=Init)
     """Weights to start from."""
+    freeze: Freeze = ()
+    """Parts to freeze: a tower (video, text), or its embeddings and first N blocks (blocks:N of the video tower,
+    text.blocks:N)."""
+    lora: Annotated[Lora, groups.ADAPTERS, groups.SEVERAL] = field(default_factory=Lora)
+    """Low-rank adapters."""
+
+    def tower_names(self) -> tuple[Tower, ...]:
+        """The towers that the model has."""
+        return ("video",)
 
     def rules(self) -> Iterator[UserError]:
-        """Clips can be cut into tubelets, and a simple crop finds its size in the frame."""
+        """Clips can be cut into tubelets, a simple crop finds its size in the frame, and something is trained."""
         yield from super().rules()
         if self.short_side_px is not None and self.short_side_px < self.size_px:
             yield UserError(
@@ -242,6 +254,18 @@ class ClipSettings(TrainingSettings):
                 hint="use a larger --short-side-px, or a smaller --size-px",
             )
         yield from caught(check_frames, self.towers, num_frames=self.num_frames)
+        yield from tuning_mistakes(
+            self.freeze,
+            self.lora,
+            towers=self.tower_names(),
+            has_head=self.has_head,
+            has_weights=self.init.weights is not None,
+        )
+
+
+def adapted_towers(settings: ClipSettings) -> tuple[Tower, ...]:
+    """The towers that get adapters."""
+    return towers_to_adapt(settings.lora, settings.freeze, towers=settings.tower_names())
 
 
 def check_best(best: str | None, *, split: str, names: Iterable[str]) -> None:

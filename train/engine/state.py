@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -19,11 +19,12 @@ from train.distributed.pipeline import Pipeline
 from train.distributed.storage import dtype_of
 from train.distributed.world import World
 from train.engine.metrics_log import not_finite
-from train.engine.task import Task, own_part
+from train.engine.task import ClipTask, Task, own_part
 from train.losses.objective import Objective
 from train.optim.optimizer import make_optimizer
 from train.optim.parameters import Ema, plain_name
 from train.run.checkpoint import CheckpointMetadata, check_fits, fill, read_metadata, read_table
+from train.weights.sources import Base
 
 Of = TypeVar("Of")
 
@@ -37,6 +38,7 @@ class State:
         trained: the module that a training step calls: the model or its wrapper (train.distributed.parallel,
             train.distributed.pipeline).
         zero: broadcasts the parameters that this rank's optimizer updates; None unless the strategy is zero1.
+        base: the frozen weights that checkpoints leave out, if they do.
         cursor: end of this rank's batches in the order of samples.
     """
 
@@ -47,6 +49,7 @@ class State:
     zero: ZeroOptimizer | None
     precision: Precision
     ema: Ema | None
+    base: Base | None = None
     step: int = 0
     cursor: Cursor = field(default_factory=lambda: Cursor(0))
 
@@ -66,6 +69,8 @@ class State:
     def tensors(self) -> dict[str, torch.Tensor]:
         """All tensors of the state, by their names in checkpoints; not copied."""
         found = _weights(self.model, "model.") | _weights(self.objective, "objective.")
+        for name in self.base.tensors if self.base else ():
+            found.pop(f"model.{name}", None)  # another pipeline stage may have it
         if self.ema is not None:
             found |= {f"ema.{name}": one for name, one in self.ema.state_dict().items()}
         for name, parameter in self._optimized().items():
@@ -97,6 +102,7 @@ class State:
             settings=shaping(settings),
             precision=self.precision.state_dict(),
             numbers=metrics,
+            base=asdict(self.base) if self.base else {},
         )
 
     def restore(
@@ -212,6 +218,7 @@ def new_state(
         zero=ZeroOptimizer(optimizer, world.replicas) if is_zero else None,
         precision=precision,
         ema=Ema(model, decay=settings.optimizer.ema) if settings.optimizer.ema else None,
+        base=task.base if isinstance(task, ClipTask) else None,
     )
 
 

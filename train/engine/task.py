@@ -14,7 +14,8 @@ from torch import nn
 from manifests.errors import UserError
 from train.augment.draws import draw
 from train.augment.pictures import to_model_input
-from train.config.training import ClipSettings, ParallelSettings, TrainingSettings
+from train.config.training import ClipSettings, ParallelSettings, TrainingSettings, adapted_towers
+from train.config.tuning import frozen_part
 from train.data.batch import Batch
 from train.data.loader import TrainingSet
 from train.distributed.pipeline import check_microbatches
@@ -22,11 +23,13 @@ from train.distributed.stages import LayerCost, partition
 from train.distributed.world import World
 from train.engine.rank_consistency import NamedSamples
 from train.losses.objective import Objective
+from train.models.adapters import add_adapters
 from train.models.attention import AttentionBackend
 from train.models.transformer import blocks_of, compile_blocks
+from train.optim.parameters import freeze
 from train.weights.conversion import LOGIT_SCALE
 from train.weights.loading import Loaded, copy_into, fit_to
-from train.weights.sources import Say, Source
+from train.weights.sources import Base, Say, Source, base_of
 
 
 class Task(Protocol):
@@ -136,6 +139,18 @@ def own_part(task: object, model: nn.Module, parallel: ParallelSettings, *, stag
     return task.part(model, cut[stages.rank])
 
 
+def describe_parameters(task: Task, samples: Any) -> dict[str, str]:
+    """Entry of run.json: number of parameters, and which are frozen; {} for a task that is not a `ClipTask`."""
+    if not isinstance(task, ClipTask):
+        return {}
+    with torch.device("meta"):
+        model = task.tuned(task.new_model(samples))
+    sizes = [(one.numel(), one.requires_grad) for one in model.parameters()]
+    total, num_frozen = sum(size for size, _ in sizes), sum(size for size, is_trained in sizes if not is_trained)
+    which = f"{num_frozen:,} of them frozen ({', '.join(task.frozen_parts())})" if num_frozen else "none of them frozen"
+    return {"parameters": f"{total:,}, {which}"}
+
+
 # What the tasks that train a video tower on clips have in common.
 #
 # A task outside of clipmill may derive from `ClipTask` too; the loop asks only for `train.engine.task.StartableTask`.
@@ -156,11 +171,16 @@ Model = TypeVar("Model", bound=nn.Module)
 
 
 class ClipTask(Generic[Settings, Samples, Model]):
-    """Settings, device, initial weights and model input of a task; the task adds samples, model and objective."""
+    """Settings, device, initial weights and model input of a task; the task adds samples, model and objective.
+
+    Attributes:
+        base: the weights that checkpoints leave out, once `start_from` has been called in a run with adapters.
+    """
 
     def __init__(self, settings: Settings, *, attention: AttentionBackend, device: torch.device) -> None:
         self._settings, self._attention, self._device = settings, attention, device
         self._start: Loaded | None = None
+        self.base: Base | None = None
 
     def new_model(self, samples: Samples) -> Model:
         """A model with new weights, for clips as `samples` has them."""
@@ -179,20 +199,60 @@ class ClipTask(Generic[Settings, Samples, Model]):
         with torch.device("meta"):
             model = self.new_model(samples)
         self._start = self.fit_weights(model, source, say=say)
+        if self._settings.lora.rank:
+            self.base = self._base(self.tuned(model), source)
         return self._start
+
+    def _base(self, model: Model, source: Source) -> Base:
+        assert self._start is not None
+        fitted, theirs = self._start.fitted.tensors, source.converted.tensors
+        for tower in adapted_towers(self._settings):
+            if not any(name.startswith(f"{tower}.") for name in fitted):
+                raise UserError(
+                    f"--lora.towers {tower} adapts pretrained weights, and {source.title} has none of that tower",
+                    hint="name other weights, or other --lora.towers",
+                )
+        # Resized tensors are not the same objects: they are in the checkpoints, so that no rule of resizing matters.
+        frozen = [name for name, one in model.named_parameters() if not one.requires_grad]
+        names = [name for name in frozen if name in theirs and fitted.get(name) is theirs[name]]
+        return base_of(source, self._settings.init, names=names, scale=self._settings.lora.scale)
 
     def build_model(self, samples: Samples) -> Model:
         """A model for clips as `samples` has them, with the weights to start from if there are any."""
-        model = self.new_model(samples)
+        model = self.tuned(self.new_model(samples))
         if self._start is not None:
             copy_into(model, self._start)
         if self._settings.compile:
             compile_blocks(model)
         return model
 
+    def tuned(self, model: Model) -> Model:
+        """A new model with frozen parts and adapters, as the settings say.
+
+        In a tower with adapters, tensors that the initial weights lack (a new projection, a temporal embedding for
+        image weights) are trained too.
+        """
+        settings, lora = self._settings, self._settings.lora
+        freeze(model, map(frozen_part, settings.freeze))
+        for name in adapted_towers(settings):
+            tower = model.get_submodule(name)
+            before = {id(one) for one in tower.parameters() if not one.requires_grad}
+            add_adapters(tower, rank=lora.rank, scale=lora.scale, targets=lora.targets, frozen=before)
+            for inner, parameter in tower.named_parameters():
+                is_new = self._start is not None and f"{name}.{inner}" not in self._start.fitted.tensors
+                if is_new and id(parameter) not in before:
+                    parameter.requires_grad_(True)
+        return model
+
     def units(self, model: nn.Module) -> Sequence[nn.Module]:
         """The blocks of all transformers."""
         return blocks_of(model)
+
+    def frozen_parts(self) -> list[str]:
+        """What is frozen, for the log."""
+        settings, lora = self._settings, self._settings.lora
+        adapted = [f"{one}, with adapters of rank {lora.rank}" for one in adapted_towers(settings)]
+        return [*settings.freeze, *adapted]
 
     def facts(self) -> dict[str, Any]:
         """Entries of run.json; none by default."""

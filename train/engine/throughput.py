@@ -39,8 +39,13 @@ class Throughput:
 
         Only forward passes with gradients count, so that recomputed activations count once, as MFU defines it. The
         step itself is unaffected: it draws the same random numbers, and a compiled model is counted in eager mode.
-        Later steps are assumed to cost the same.
+        Later steps are assumed to cost the same. With frozen parameters nothing is counted: the factor of the backward
+        pass is not known then.
         """
+        if not all(one.requires_grad for one in model.parameters()):
+            self.flops_per_step = 0
+            yield
+            return
         counter = FlopCounter()
         devices = [self._device] if self._device.type == "cuda" else []
         is_counting = False

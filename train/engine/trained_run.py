@@ -12,9 +12,11 @@ from train.config.files import load_settings
 from train.config.training import ClipSettings, require_same, shaping
 from train.device.precision import Precision, choose_device, open_precision
 from train.engine.attention_choice import as_before
+from train.models.adapters import remove_adapters
 from train.models.attention import AttentionBackend, open_attention
-from train.run.checkpoint import read_metadata, read_table, read_weights
+from train.run.checkpoint import read_metadata, read_table
 from train.run.folder import RunFolder
+from train.weights.sources import whole_weights
 
 Settings = TypeVar("Settings", bound=ClipSettings)
 Model = TypeVar("Model", bound=nn.Module)
@@ -42,12 +44,15 @@ class TrainedRun(Generic[Settings]):
     def fill(self, model: Model) -> Model:
         """Load the weights into a model, the EMA weights if the run has them, on the device and in evaluation mode.
 
+        Adapters are merged: the model has none afterwards.
+
         Raises:
             UserError: the weights are damaged, or do not fit the model.
         """
+        remove_adapters(model)
         model.to(self.device)
         try:
-            model.load_state_dict(read_weights(self.checkpoint))
+            model.load_state_dict(whole_weights(self.checkpoint))
         except RuntimeError as error:
             raise UserError(
                 f"{self.checkpoint} does not fit the model of {self.run.settings}: "

@@ -154,9 +154,9 @@ def backward_through(model: nn.Module, inputs: Inputs, batch: Batch, step: Step,
         gradients: returns those with respect to the embeddings [b, E] of this rank's clips and captions; called once.
     """
 
-    def embed(part: Batch) -> tuple[torch.Tensor, torch.Tensor]:
+    def embed(part: Batch, **options: bool) -> tuple[torch.Tensor, torch.Tensor]:
         with step.autocast():
-            video_RE, text_RE = model(*inputs(part))
+            video_RE, text_RE = model(*inputs(part), **options)
         return video_RE, text_RE
 
     parts = split(batch, step.microbatch)
@@ -173,9 +173,12 @@ def backward_through(model: nn.Module, inputs: Inputs, batch: Batch, step: Step,
         video_bE, text_bE = (torch.cat(side) for side in zip(*first, strict=True))
         grads_bE = gradients(video_bE, text_bE)
     grads_RE = zip(*(grad_bE.split([len(video_RE) for video_RE, _ in first]) for grad_bE in grads_bE), strict=True)
+    # A frozen tower has no part in the second forward pass. (A model with replicas is in its wrapper's `module`.)
+    skips = getattr(getattr(model, "module", model), "has_frozen_tower", False)
+    options = {"only_trained": True} if skips else {}
     for number, (part, grads) in enumerate(zip(parts, grads_RE, strict=True)):
         with step.synced(number == len(parts) - 1), step.random(number):
-            _push(embed(part), grads, step)
+            _push(embed(part, **options), grads, step)
 
 
 def split(batch: Batch, size: int | None) -> list[Batch]:

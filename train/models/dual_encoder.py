@@ -111,12 +111,26 @@ class DualEncoder(nn.Module):
             checkpoint_blocks(self)
 
     def forward(
-        self, video_BCTHW: Tensor, text: Tensor, lengths_B: NDArray[np.int64] | None = None
+        self,
+        video_BCTHW: Tensor,
+        text: Tensor,
+        lengths_B: NDArray[np.int64] | None = None,
+        *,
+        only_trained: bool = False,
     ) -> tuple[Tensor, Tensor]:
-        """Unit-length embeddings of clips and captions, each [B, E]; see `embed_text` for `text`."""
+        """Unit-length embeddings of clips and captions, each [B, E]; see `embed_text` for `text`.
+
+        With `only_trained`, those of a frozen tower are empty, and not computed.
+        """
         # Captions first: if their lengths must be read from the device, it has no other work to finish before.
-        text_BE = self.embed_text(text, lengths_B)
-        return self.embed_video(video_BCTHW), text_BE
+        skipped = video_BCTHW.new_empty(0)
+        text_BE = skipped if only_trained and _is_frozen(self.text) else self.embed_text(text, lengths_B)
+        return skipped if only_trained and _is_frozen(self.video) else self.embed_video(video_BCTHW), text_BE
+
+    @property
+    def has_frozen_tower(self) -> bool:
+        """Whether a tower has no trained parameters."""
+        return _is_frozen(self.video) or _is_frozen(self.text)
 
     def embed_video(self, video_BCTHW: Tensor) -> Tensor:
         """Embed clips [B, C, T, H, W] as unit-length float32 [B, E] (float64 if the model is)."""
@@ -128,6 +142,10 @@ class DualEncoder(nn.Module):
         `lengths_B` are the numbers of tokens of the captions, including their ends, if known on the host.
         """
         return _of_unit_length(text if self.text is None else self.text(text, lengths_B))
+
+
+def _is_frozen(tower: nn.Module | None) -> bool:
+    return tower is not None and not any(one.requires_grad for one in tower.parameters())
 
 
 def _of_unit_length(embedding_BE: Tensor) -> Tensor:

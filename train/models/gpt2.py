@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
+from train.models.adapters import Linear
 from train.models.attention import Attend
 from train.models.transformer import LayerNorm, Mlp, SelfAttention, Stack, TransformerSize
 
@@ -27,6 +28,8 @@ from train.models.transformer import LayerNorm, Mlp, SelfAttention, Stack, Trans
 
 
 _STD = 0.02
+# Parameters that a GPT-2 trained on text alone lacks.
+CROSS_ATTENTION = (".cross_attn.", ".ln_cross.")
 
 
 class CrossAttention(nn.Module):
@@ -36,9 +39,9 @@ class CrossAttention(nn.Module):
         super().__init__()
         self.num_heads = num_heads
         self.attend = attend
-        self.q_proj = nn.Linear(width, width)
-        self.kv_proj = nn.Linear(width, 2 * width)
-        self.out_proj = nn.Linear(width, width)
+        self.q_proj = Linear(width, width)
+        self.kv_proj = Linear(width, 2 * width)
+        self.out_proj = Linear(width, width)
 
     def keys_and_values(self, video_VND: Tensor) -> tuple[Tensor, Tensor]:
         """Keys and values of the videos, each [V, N, H, K]."""
@@ -139,7 +142,7 @@ class Gpt2Block(nn.Module):
         attention = self.attn
         num_rows, num_tokens, width = x_RLD.shape
         end = begin + num_tokens
-        qkv = linear_for_few(self.ln_1(x_RLD), attention.in_proj_weight, attention.in_proj_bias)
+        qkv = attention.product(self.ln_1(x_RLD), attention.in_proj_bias, multiply=linear_for_few)
         q_RLHK, k_RLHK, v_RLHK = qkv.view(num_rows, num_tokens, 3, attention.num_heads, -1).unbind(2)
         cache.k_RHLK[:num_rows, :, begin:end] = k_RLHK.transpose(1, 2)
         cache.v_RHLK[:num_rows, :, begin:end] = v_RLHK.transpose(1, 2)
@@ -167,9 +170,9 @@ def linear_for_few(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Ten
     return out if bias is None else out + bias.to(out.dtype)
 
 
-def apply_to_few(layer: nn.Linear, x: Tensor) -> Tensor:
+def apply_to_few(layer: Linear, x: Tensor) -> Tensor:
     """Apply a linear layer to a few rows."""
-    return linear_for_few(x, layer.weight, layer.bias)
+    return layer.product(x, layer.bias, multiply=linear_for_few)
 
 
 VOCABULARY_SIZE = 50257

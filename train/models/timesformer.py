@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from train.models.adapters import Linear
 from train.models.attention import Attend
 from train.models.transformer import LayerNorm, Mlp, SelfAttention, Stack, TransformerSize
 from train.models.video_vit import CubeEmbedding, VideoViTSize
@@ -35,7 +36,7 @@ class DividedBlock(nn.Module):
         self.attend = attend
         self.ln_time = LayerNorm(size.width, eps=size.norm_eps)
         self.time_attn = SelfAttention(size.width, size.num_heads, attend=attend)
-        self.time_proj = nn.Linear(size.width, size.width)
+        self.time_proj = Linear(size.width, size.width)
         self.ln_1 = LayerNorm(size.width, eps=size.norm_eps)
         self.attn = SelfAttention(size.width, size.num_heads, attend=attend)
         self.ln_2 = LayerNorm(size.width, eps=size.norm_eps)
@@ -69,21 +70,21 @@ class DividedBlock(nn.Module):
             return rows.unflatten(0, (3, by_head[0], by_head[2])).transpose(0, 1).flatten(0, 2)
 
         def layer(x_BND: Tensor) -> Tensor:
-            weight, bias = head_by_head(attention.in_proj_weight), head_by_head(attention.in_proj_bias)
-            return nn.functional.linear(x_BND, weight, bias)
+            return attention.product(x_BND, head_by_head(attention.in_proj_bias), arranged=head_by_head)
 
         qkv = linear_of(layer, self.ln_time, x_BND)
         q, k, v = qkv.view(len(x_BND), self.num_frames, -1, *by_head[1:]).unbind(3)
         out_BND = self.attend(q, k, v).reshape(x_BND.shape)
         # Two consecutive linear layers: multiplying the matrices is cheaper than a second pass over the tokens.
         last, first = self.time_proj, attention.out_proj
-        bias_D = nn.functional.linear(first.bias, last.weight, last.bias)
-        return nn.functional.linear(out_BND, last.weight @ first.weight, bias_D)
+        last_DD = last.whole_matrix()
+        bias_D = nn.functional.linear(first.bias, last_DD, last.bias)
+        return nn.functional.linear(out_BND, last_DD @ first.whole_matrix(), bias_D)
 
     def _over_space(self, class_B1D: Tensor, x_BND: Tensor, factors_B11: Tensor | None) -> Tensor:
         """Add spatial attention to class token and patches, [B, L, D]."""
         attention = self.attn
-        layer = partial(nn.functional.linear, weight=attention.in_proj_weight, bias=attention.in_proj_bias)
+        layer = partial(attention.product, bias=attention.in_proj_bias)
         qkv = linear_of(layer, self._frames, class_B1D, x_BND)
         q, k, v = qkv.unflatten(2, (3, attention.num_heads, -1)).unbind(2)
         added = attention.out_proj(self.attend(q, k, v).flatten(2)).unflatten(0, (-1, self.num_frames))

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from train.config.model import Activation
+from train.models.adapters import Adaptable, Linear, LowRank
 from train.models.attention import Attend, Packing
 
 NORM_EPS = 1e-5  # CLIP's
@@ -50,20 +51,23 @@ class LayerNorm(nn.LayerNorm):
             return nn.functional.layer_norm(x, self.normalized_shape, weight, bias, self.eps)
 
 
-class SelfAttention(nn.Module):
+class SelfAttention(Adaptable):
     """Multi-head self-attention with one projection matrix for queries, keys and values."""
+
+    matrix_name = "in_proj_weight"
 
     def __init__(self, width: int, num_heads: int, *, attend: Attend, has_key_bias: bool = True) -> None:
         super().__init__()
         self.num_heads = num_heads
         self.attend = attend
         self.has_key_bias = has_key_bias
+        self.lora: LowRank | None = None
         self.in_proj_weight = nn.Parameter(torch.empty(3 * width, width))
         if has_key_bias:
             self.in_proj_bias = nn.Parameter(torch.zeros(3 * width))
         else:
             self.q_bias, self.v_bias = (nn.Parameter(torch.zeros(width)) for _ in range(2))
-        self.out_proj = nn.Linear(width, width)
+        self.out_proj = Linear(width, width)
 
     def forward(self, x_BLD: Tensor, *, causal: bool, packing: Packing | None) -> Tensor:
         num_items, num_tokens, width = x_BLD.shape
@@ -71,7 +75,7 @@ class SelfAttention(nn.Module):
             bias: Tensor = self.in_proj_bias
         else:
             bias = torch.cat([self.q_bias, torch.zeros_like(self.q_bias), self.v_bias])
-        qkv = nn.functional.linear(x_BLD, self.in_proj_weight, bias)
+        qkv = self.product(x_BLD, bias)
         q_BLHK, k_BLHK, v_BLHK = qkv.view(num_items, num_tokens, 3, self.num_heads, -1).unbind(2)
         out_BLHK = self.attend(q_BLHK, k_BLHK, v_BLHK, causal=causal, packing=packing)
         projected: Tensor = self.out_proj(out_BLHK.reshape(num_items, num_tokens, width))
@@ -83,8 +87,8 @@ class Mlp(nn.Module):
 
     def __init__(self, width: int, activation: MlpActivation) -> None:
         super().__init__()
-        self.c_fc = nn.Linear(width, 4 * width)
-        self.c_proj = nn.Linear(4 * width, width)
+        self.c_fc = Linear(width, 4 * width)
+        self.c_proj = Linear(4 * width, width)
         self.activate = _ACTIVATIONS[activation]
 
     def forward(self, x_BLD: Tensor) -> Tensor:

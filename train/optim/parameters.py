@@ -1,4 +1,4 @@
-"""Parameter groups with a common learning rate and weight decay, by parameter names and shapes.
+"""What is trained, by parameter names and shapes: frozen parts, groups of learning rate and weight decay, averages.
 
 Besides torch.optim's keys, groups have three of their own, which checkpoints contain too:
 
@@ -8,14 +8,17 @@ Besides torch.optim's keys, groups have three of their own, which checkpoints co
 """
 
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import nn
 
+from manifests.errors import UserError
+from train.config.tuning import FrozenPart
 from train.distributed.sharded import local_part, reshard
+from train.models.gpt2 import CROSS_ATTENTION
 
 # Prefixes added by DDP, torch.compile and activation checkpointing.
 _WRAPPERS = re.compile(r"\b(_orig_mod|_checkpoint_wrapped_module|module)\.")
@@ -37,7 +40,7 @@ def parameter_groups(
         adapts_all: LAMB's trust ratio applies to all tensors of the model, not only to those with weight decay.
     """
     trained = {plain_name(name): one for name, one in model.named_parameters() if one.requires_grad}
-    above = layers_above(trained)
+    above = layers_above(trained, depths=block_counts(model))
     groups: dict[tuple[int, bool], dict[str, Any]] = {}
     for name, parameter in trained.items():
         decays = parameter.ndim >= 2 and not _EMBEDDING.search(name)
@@ -69,17 +72,30 @@ def plain_name(name: str) -> str:
     return _WRAPPERS.sub("", name)
 
 
-def layers_above(names: Iterable[str]) -> dict[str, int]:
+def block_counts(model: nn.Module) -> dict[str, int]:
+    """Number of blocks of each tower, by its name with a dot: also of those whose parameters another stage has."""
+    return _block_counts(f"{plain_name(name)}." for name, _ in model.named_modules())
+
+
+def _block_counts(names: Iterable[str]) -> dict[str, int]:
+    depths: dict[str, int] = {}
+    for match in filter(None, map(_BLOCK.match, names)):
+        depths[match["tower"]] = max(depths.get(match["tower"], 0), int(match["number"]) + 1)
+    return depths
+
+
+def layers_above(names: Iterable[str], *, depths: Mapping[str, int] | None = None) -> dict[str, int]:
     """Number of layers of the same tower above each parameter: 0 for a head, 1 for the last block, ...
 
     A tower is any module with numbered blocks; everything before its blocks is its lowest layer. Layer-wise decay
     (BEiT, VideoMAE) multiplies a parameter's learning rate by decay ** layers_above.
+
+    Args:
+        depths: number of blocks of each tower, of which `names` may be a part. Default: as `names` show.
     """
     names = list(names)
     blocks = {name: match for name in names if (match := _BLOCK.match(name))}
-    depths: dict[str, int] = {}
-    for match in blocks.values():
-        depths[match["tower"]] = max(depths.get(match["tower"], 0), int(match["number"]) + 1)
+    depths = _block_counts(names) if depths is None else depths
     found = {}
     for name in names:
         if name in blocks:
@@ -91,6 +107,32 @@ def layers_above(names: Iterable[str]) -> dict[str, int]:
         is_stem = tower is not None and _STEM.search(name[len(tower) :]) is not None
         found[name] = depths[tower] + 1 if tower is not None and is_stem else 0
     return found
+
+
+def freeze(model: nn.Module, parts: Iterable[FrozenPart]) -> None:
+    """Freeze parts of a whole model: they get no gradient and no optimizer state, and are not averaged.
+
+    The first blocks of a tower are frozen together with everything before them (embeddings, `ln_pre`), so that nothing
+    below the trained blocks needs a graph.
+
+    Raises:
+        UserError: a tower has fewer blocks.
+    """
+    parameters, depths = dict(model.named_parameters()), block_counts(model)
+    above = layers_above(parameters, depths=depths)
+    for part in parts:
+        prefix = f"{part.tower}."
+        if part.num_blocks is not None and part.num_blocks > depths[prefix]:
+            raise UserError(
+                f"--freeze {prefix}blocks:{part.num_blocks}, and the {part.tower} tower has {depths[prefix]} blocks",
+                hint=f"use {depths[prefix]} or less, or --freeze {part.tower} for all of the tower",
+            )
+        for name, parameter in parameters.items():
+            is_cross = any(one in name for one in CROSS_ATTENTION)
+            if not name.startswith(prefix) or (part.trains_cross_attention and is_cross):
+                continue
+            if part.num_blocks is None or above[name] > depths[prefix] - part.num_blocks:
+                parameter.requires_grad_(False)
 
 
 # Exponential moving average (EMA) of the weights, which is used for evaluation.

@@ -45,6 +45,7 @@ class CheckpointMetadata:
         settings: the settings that shape the weights, by flag.
         precision: state of train.device.precision.Precision.
         numbers: metrics of the evaluation at this step; {} if there was none.
+        base: identity of the frozen weights that the checkpoint leaves out (train.weights.sources); {} if it has all.
     """
 
     task: str
@@ -53,10 +54,13 @@ class CheckpointMetadata:
     settings: dict[str, Any] = field(default_factory=dict)
     precision: dict[str, float] = field(default_factory=dict)
     numbers: dict[str, float] = field(default_factory=dict)
+    base: dict[str, Any] = field(default_factory=dict)
 
     def as_json(self, files: Mapping[str, Any]) -> dict[str, Any]:
         """The content of checkpoint.json, with the size and checksum of each other file."""
         content = {"format": CHECKPOINT_FORMAT, **asdict(self), "files": dict(files)}
+        if not self.base:
+            del content["base"]
         return {**content, "checksum": _checksum_of(content)}
 
 
@@ -98,6 +102,7 @@ def read_metadata(path: Path, *, world: World | None = None) -> CheckpointMetada
         content = content_of(path)
         files = sorted(content["files"].items())[world.rank :: world.size]
         damage = next((why for name, about in files if (why := _damage(path / name, about))), None)
+        content.setdefault("base", {})
         metadata = CheckpointMetadata(**{name: content[name] for name in CheckpointMetadata.__dataclass_fields__})
     except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
         damage, metadata = first_line(error), None
@@ -162,7 +167,9 @@ def fill(path: Path, table: Mapping[str, Any], tensors: Mapping[str, "torch.Tens
 
 
 def read_weights(path: Path) -> dict[str, "torch.Tensor"]:
-    """Load the whole weights (the EMA if there is one) and buffers on the CPU, whatever number of ranks wrote them.
+    """Load weights (the EMA if there is one) and buffers on the CPU, whatever number of ranks wrote them.
+
+    They are the whole model's, except for a checkpoint with a `base` (train.weights.sources.whole_weights).
 
     Raises a UserError if the checkpoint is damaged, truncated or of another format.
     """

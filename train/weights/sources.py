@@ -1,5 +1,6 @@
 """Where weights come from: a file, a folder, a run of this project, or a name and tag of open_clip."""
 
+import hashlib
 import math
 import re
 from collections.abc import Callable, Iterable
@@ -10,11 +11,12 @@ from pathlib import Path
 import torch
 
 from manifests.errors import UserError
-from train.config.model import Init, Kind, Towers
+from train.config.model import FormatChoice, Init, Kind, Towers
 from train.distributed.world import World
+from train.models.adapters import merged
 from train.models.dual_encoder import size_of
 from train.models.transformer import NORM_EPS
-from train.run.checkpoint import fill, read_metadata, read_table, read_weights
+from train.run.checkpoint import content_of, fill, read_metadata, read_table, read_weights
 from train.run.folder import RunFolder
 from train.weights.avion import AVION, LAVILA
 from train.weights.conversion import (
@@ -202,7 +204,7 @@ def _open_run(folder: Path) -> Source:
     facts = read_metadata(path)
     # The settings that the checkpoint was trained with; settings.yaml may have been edited since.
     settings = facts.settings
-    tensors = read_weights(path)
+    tensors = whole_weights(path)
     if (log_scale := read_log_scale(path)) is not None:
         tensors[LOGIT_SCALE] = torch.tensor(log_scale)
     towers = {name.removeprefix(_TOWERS): value for name, value in settings.items() if name.startswith(_TOWERS)}
@@ -223,6 +225,89 @@ def _open_run(folder: Path) -> Source:
             picture_px=settings["size_px"] if settings.get("input", "pixels") == "pixels" else None,
         ),
     )
+
+
+# Checkpoints with adapters alone.
+#
+# Where parts are frozen and others have low-rank adapters, a checkpoint holds what is trained. The frozen tensors that
+# were copied from --init.weights as they are, the base, are read from there again, if they are still the same.
+
+
+@dataclass(frozen=True, kw_only=True)
+class Base:
+    """The frozen tensors that checkpoints leave out.
+
+    Attributes:
+        weights: where they are from: a path or a NAME:TAG; `format` as in --init.format.
+        sha256: of their names, shapes and values.
+        tensors: their names.
+        scale: of the adapters.
+    """
+
+    weights: str
+    format: FormatChoice
+    sha256: str
+    tensors: tuple[str, ...]
+    scale: float
+
+
+def base_of(source: Source, init: Init, *, names: Iterable[str], scale: float) -> Base:
+    """The base made of some tensors of a source, which the settings name."""
+    assert init.weights is not None
+    names, path = tuple(sorted(names)), Path(init.weights)
+    return Base(
+        weights=str(path.resolve()) if path.exists() else init.weights,
+        format=init.format,
+        sha256=_digest_of(source, names),
+        tensors=names,
+        scale=scale,
+    )
+
+
+def _digest_of(source: Source, names: Iterable[str]) -> str:
+    digest = hashlib.sha256()
+    for name in names:
+        tensor = source.converted.tensors[name].float().contiguous()
+        digest.update(f"{name} {tuple(tensor.shape)} ".encode())
+        digest.update(tensor.numpy().data)
+    return digest.hexdigest()
+
+
+def open_base(checkpoint: Path) -> tuple[Base, Source] | None:
+    """Open the weights that a checkpoint leaves out; None if it is complete.
+
+    Raises:
+        UserError: the checkpoint is damaged; the weights are missing, or are no longer those that it was trained with.
+    """
+    facts = read_metadata(checkpoint).base
+    if not facts:
+        return None
+    base = Base(**{**facts, "tensors": tuple(facts["tensors"])})
+    hint = f"put back the weights that the run started from: {base.weights}"
+    try:
+        source = open_weights(Init(weights=base.weights, format=base.format))
+    except UserError as error:
+        raise UserError(
+            f"{checkpoint} holds adapters, and not the weights that they adapt: {error}", hint=hint
+        ) from error
+    assert source is not None
+    if not source.converted.tensors.keys() >= set(base.tensors) or _digest_of(source, base.tensors) != base.sha256:
+        problem = f"{checkpoint} holds adapters, and the weights that they adapt have changed: {source.title}"
+        raise UserError(problem, hint=hint)
+    return base, source
+
+
+def whole_weights(checkpoint: Path) -> dict[str, torch.Tensor]:
+    """All weights of a checkpoint (the EMA if there is one), with adapters merged into the matrices that they adapt.
+
+    Raises:
+        UserError: it cannot be read, or lacks weights that are no longer there (`open_base`).
+    """
+    stored = read_weights(checkpoint)
+    if not content_of(checkpoint).get("base") or (opened := open_base(checkpoint)) is None:
+        return stored
+    base, source = opened
+    return merged({name: source.converted.tensors[name].float() for name in base.tensors} | stored, scale=base.scale)
 
 
 def _triple(values: list[float] | None) -> tuple[float, float, float] | None:

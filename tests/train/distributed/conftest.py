@@ -12,6 +12,7 @@ import pytest
 from tests.train.distributed.forked import end_well, fork_ranks
 from tests.train.distributed.runs import (
     STRATEGIES,
+    adapted,
     exact_plane,
     masked,
     run_ranks,
@@ -71,8 +72,11 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
         shutil.copytree(made.one / "plane", resumed)
         for path in sorted((resumed / "checkpoints").iterdir())[1:]:
             shutil.rmtree(path)
-    ranks = fork_ranks(run_ranks, made.two, data_dir, size=2, folder=tmp_path_factory.mktemp("said"))
     train_towers(towers(made.one / "towers", data_dir), ONE)
+    ranks = fork_ranks(
+        run_ranks, made.two, data_dir, made.one / "towers", size=2, folder=tmp_path_factory.mktemp("said")
+    )
+    train_towers(adapted(made.one / "adapted", data_dir, source=made.one / "towers"), ONE)
     train_masked(masked(made.one / "masked", data_dir), ONE)
     end_well(ranks)
     return made

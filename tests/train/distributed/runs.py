@@ -18,7 +18,10 @@ from manifests.errors import FailedWork
 from tests.train.plane import LoadedPoints, PlaneTask, Points, settings
 from train.cli import main
 from train.config.evaluation import EvaluationSettings, ProbeEvaluation
+from train.config.model import Init
+from train.config.optim import OptimizerSettings
 from train.config.training import ParallelSettings, Strategy, TrainingSettings
+from train.config.tuning import Lora
 from train.data.batch import Batch
 from train.distributed import heartbeat
 from train.distributed.launch import open_world
@@ -36,6 +39,7 @@ from train.tasks.dual_encoder.task import DualEncoderTask, Samples
 from train.tasks.mae.settings import MaeSettings
 from train.tasks.mae.task import MaeTask
 from train.tasks.mae.task import Samples as MaeSamples
+from train.weights.sources import open_weights
 
 CPU = torch.device("cpu")
 STRATEGIES: tuple[Strategy, ...] = ("ddp", "zero1", "fsdp")
@@ -76,10 +80,20 @@ def towers(out: Path, data_dir: Path, **changes: Any) -> DualEncoderSettings:
     return replace(base, **changes)
 
 
+def adapted(out: Path, data_dir: Path, *, source: Path, **changes: Any) -> DualEncoderSettings:
+    """Settings of that dual encoder with a frozen first block, and adapters in the others of a tower of `source`."""
+    tuned = {"freeze": ("blocks:1",), "lora": Lora(rank=2, alpha=4), "lr": 1e-2, "microbatch": 3}
+    return towers(
+        out, data_dir, init=Init(weights=str(source)), optimizer=OptimizerSettings(ema=0.9), **tuned, **changes
+    )
+
+
 def train_towers(chosen: DualEncoderSettings, world: World) -> nn.Module:
     """A run of the dual encoder, from its latest checkpoint if it has one."""
     task = ExactTask(chosen, attention=open_attention("sdpa", device_type="cpu"), device=CPU)
     samples = task.training_set(world)
+    if (source := open_weights(chosen.init)) is not None:
+        task.start_from(source, samples, say=lambda _: None)
     return train(
         task, samples, chosen, run=_run(chosen, world), world=world, device=CPU, progress=Progress(is_quiet=True)
     )
@@ -169,8 +183,10 @@ def spread_over(strategy: Strategy) -> dict[str, Any]:
     return {"parallel": ParallelSettings(strategy=strategy)}
 
 
-def _all_runs(folder: Path, data_dir: Path, world: World) -> None:
+def _all_runs(folder: Path, data_dir: Path, source: Path, world: World) -> None:
     for strategy in STRATEGIES:
+        out = folder / f"adapted-{strategy}"
+        train_towers(adapted(out, data_dir, source=source, **spread_over(strategy)), world)
         train_plane(exact_plane(folder / f"plane-{strategy}", **spread_over(strategy)), world)
         train_towers(towers(folder / f"towers-{strategy}", data_dir, **spread_over(strategy)), world)
         train_masked(masked(folder / f"masked-{strategy}", data_dir, microbatch=3, **spread_over(strategy)), world)
@@ -224,8 +240,8 @@ def run_own_commands(folder: Path, cases: list[tuple[Sequence[str], ...]], ports
     (folder / f"ends-{rank}.json").write_text(json.dumps(ends))
 
 
-def run_ranks(folder: Path, data_dir: Path) -> None:
-    """One rank of two."""
+def run_ranks(folder: Path, data_dir: Path, source: Path) -> None:
+    """One rank of two; `source` is a run of the dual encoder."""
     torch.set_num_threads(1)
     with suppress(BrokenPipeError), open_world(device_type="cpu") as launched:
-        _all_runs(folder, data_dir, launched)
+        _all_runs(folder, data_dir, source, launched)

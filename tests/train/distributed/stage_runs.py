@@ -15,6 +15,7 @@ from torch import nn
 from manifests.errors import FailedWork, Stopped
 from tests.train.plane import LoadedPoints, Points, settings
 from train.config.training import ParallelSettings, Schedule, TrainingSettings
+from train.config.tuning import FrozenPart
 from train.data.batch import Batch, Sample
 from train.data.loader import SampleRequest, TrainingSet
 from train.data.outcomes import FailedSample
@@ -25,12 +26,14 @@ from train.distributed.stages import LayerCost
 from train.distributed.world import Step, World
 from train.engine.loop import train
 from train.losses.objective import Objective
+from train.models.adapters import add_adapters
 from train.models.attention import attend_with_sdpa
 from train.models.captioner import Captioner
 from train.models.gpt2 import Gpt2, Gpt2Size
 from train.models.timesformer import TimeSformer
 from train.models.transformer import TransformerSize, blocks_of
 from train.models.video_vit import VideoViTSize
+from train.optim.parameters import freeze
 from train.run.folder import RunFolder, create_run
 from train.run.tracking import Progress
 from train.tasks.caption.decoding import generate_captions
@@ -113,18 +116,27 @@ class StageTask:
     name = "stages"
     columns: tuple[str, ...] = ()
 
-    def __init__(self, folder: Path, rank: int, *, dropout: float = 0.0, frozen: str | None = None) -> None:
+    def __init__(
+        self, folder: Path, rank: int, *, dropout: float = 0.0, frozen: str | None = None, is_tuned: bool = False
+    ) -> None:
         self._folder, self._rank, self._dropout, self._frozen = folder, rank, dropout, frozen
+        self._is_tuned = is_tuned
 
     def training_set(self, world: World) -> LoadedPoints:
         return LoadedPoints(Captions(), settings(self._folder), world)
 
     def build_model(self, samples: TrainingSet) -> Captioner:
-        model = captioner(dropout=self._dropout).double()
+        model = captioner(dropout=self._dropout)
+        if self._is_tuned:
+            freeze(model, [FrozenPart("video", 1), FrozenPart("decoder", 1)])
+            frozen = {id(one) for one in model.parameters() if not one.requires_grad}
+            add_adapters(model.video, rank=2, scale=1.5, targets=("attention", "mlp"), frozen=frozen)
+        model.double()
         # Where weights begin with zeros, there is nothing to see of what they do.
         for name, one in model.named_parameters():
             nn.init.normal_(one, std=0.3)
-            one.requires_grad_(self._frozen is None or not name.startswith(self._frozen))
+            if self._frozen is not None:
+                one.requires_grad_(not name.startswith(self._frozen))
         return model
 
     def build_objective(self, samples: TrainingSet, world: World) -> Objective:
@@ -162,13 +174,21 @@ def train_stages(
     *,
     dropout: float = 0.0,
     frozen: str | None = None,
+    is_tuned: bool = False,
 ) -> nn.Module:
     """A run, from its latest checkpoint if it has one."""
     samples = LoadedPoints(points or Captions(), chosen, world.replicas)
     run = RunFolder(chosen.out)
     run = world.first(lambda: run if run.settings.exists() else create_run(chosen))
-    task = StageTask(chosen.out, world.rank, dropout=dropout, frozen=frozen)
+    task = StageTask(chosen.out, world.rank, dropout=dropout, frozen=frozen, is_tuned=is_tuned)
     return train(task, samples, chosen, run=run, world=world, device=CPU, progress=Progress(is_quiet=True))
+
+
+def train_tuned(out: Path, world: World, *, parallel: ParallelSettings = ONE_STAGE) -> nn.Module:
+    """A run with frozen blocks, adapters, and a learning rate for each layer."""
+    chosen = chosen_of(out, parallel=parallel)
+    optimizer = replace(chosen.optimizer, layer_decay=0.5)
+    return train_stages(replace(chosen, optimizer=optimizer), world, is_tuned=True)
 
 
 def captions_by(model: nn.Module, *, sees: bool = True) -> dict[str, Any]:
@@ -222,6 +242,8 @@ def _on_three(folder: Path, world: World) -> None:
     # Embedding and blocks of the decoder, its last norm alone: both ends of the tied matrix, and nothing between them.
     parallel = ParallelSettings(stages=3, partition="1,7,1")
     train_stages(chosen_of(folder / "3-frozen", parallel=parallel), world, frozen="video.")
+    # The tower is cut between its blocks, so that no stage sees how many there are.
+    train_tuned(folder / "3-tuned", world, parallel=ParallelSettings(stages=3, partition="3,3,3"))
 
 
 def _on_four(folder: Path, world: World, two_by_two: World) -> None:

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tests.train.distributed.conftest import ONE, Runs
-from tests.train.distributed.runs import FAILING, STRATEGIES, exact_plane, towers, train_plane, train_towers
+from tests.train.distributed.runs import FAILING, STRATEGIES, adapted, exact_plane, towers, train_plane, train_towers
 from tests.train.plane import Points
 from train.run.checkpoint import all_checkpoints, latest_checkpoint, read_metadata, read_table, read_weights
 from train.run.folder import RunFolder, read_lines
@@ -34,7 +34,7 @@ def assert_same(found: Path, expected: Path, *, atol: float = 1e-10) -> None:
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
-@pytest.mark.parametrize("name", ["plane", "towers", "masked"])
+@pytest.mark.parametrize("name", ["plane", "towers", "masked", "adapted"])
 def test_the_same_seed_gives_the_same_curve_on_one_process_and_on_two(runs: Runs, name: str, strategy: str) -> None:
     assert_same(runs.two / f"{name}-{strategy}", runs.one / name)
     assert len(set(losses(runs.one / name))) > 3
@@ -54,7 +54,9 @@ def test_two_ranks_go_on_with_what_one_process_began(runs: Runs, strategy: str) 
     assert_same(runs.two / f"resumed-{strategy}", runs.one / "plane")
 
 
-@pytest.mark.parametrize("name", [f"plane-{strategy}" for strategy in STRATEGIES] + ["towers-fsdp", "towers-zero1"])
+@pytest.mark.parametrize(
+    "name", [f"plane-{strategy}" for strategy in STRATEGIES] + ["towers-fsdp", "towers-zero1", "adapted-fsdp"]
+)
 def test_one_process_goes_on_with_what_two_ranks_began(runs: Runs, tmp_path: Path, name: str) -> None:
     out = tmp_path / name
     shutil.copytree(runs.two / name, out)
@@ -64,6 +66,8 @@ def test_one_process_goes_on_with_what_two_ranks_began(runs: Runs, tmp_path: Pat
     kind = name.partition("-")[0]
     if kind == "plane":
         train_plane(exact_plane(out), ONE)
+    elif kind == "adapted":
+        train_towers(adapted(out, runs.data_dir, source=runs.one / "towers"), ONE)
     else:
         train_towers(towers(out, runs.data_dir), ONE)
     assert len(losses(out)) == before
@@ -83,6 +87,21 @@ def test_state_is_stored_in_parts_where_ranks_have_parts(runs: Runs) -> None:
     assert {len(one) for one in [*pieces("ddp", "model."), *pieces("ddp", "optimizer.")]} == {1}
     facts = read_metadata(runs.two / "plane-fsdp" / "checkpoints" / "step_000012")
     assert len(facts.loader) == 2
+
+
+def test_only_what_is_trained_has_optimizer_state_and_an_average(runs: Runs) -> None:
+    for out in (runs.one / "adapted", *(runs.two / f"adapted-{strategy}" for strategy in STRATEGIES)):
+        path = latest_checkpoint(out / "checkpoints")
+        assert path is not None
+        names = [name for name in read_table(path) if not name.startswith(("objective.", "optimizer.objective."))]
+        stored, averaged, optimized = (
+            {name.removeprefix(prefix) for name in names if name.startswith(prefix)}
+            for prefix in ("model.", "ema.", "optimizer.model.")
+        )
+        assert stored == averaged == {name.rpartition(".")[0] for name in optimized}
+        # The first of 4 blocks is frozen; the others have 4 matrices each.
+        assert len(stored) == 3 * 4 * 2 and all(name.endswith((".lora.A", ".lora.B")) for name in stored)
+        assert not any("resblocks.0." in name for name in stored)
 
 
 def test_evaluations_are_in_the_metrics_and_the_best_checkpoint_stays(runs: Runs) -> None:

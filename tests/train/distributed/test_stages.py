@@ -24,6 +24,7 @@ from tests.train.distributed.stage_runs import (
     chosen_of,
     run_stages,
     train_stages,
+    train_tuned,
 )
 from tests.train.distributed.test_ranks import assert_same, losses
 from tests.train.plane import PlaneTask
@@ -60,6 +61,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     status, errors = first.end(within_s=60)
     (folder / "killed.json").write_text(json.dumps([status, errors, time.monotonic() - killed_s]))
     train_stages(chosen_of(folder / "frozen"), ONE, frozen="video.")
+    train_tuned(folder / "tuned", ONE)
     yield folder
 
 
@@ -118,6 +120,11 @@ def test_one_process_goes_on_with_what_a_pipeline_began(runs: Path, tmp_path: Pa
 def test_a_tower_that_is_frozen_needs_no_gradients_on_its_stage(runs: Path) -> None:
     assert_same(runs / "3-frozen", runs / "frozen")
     assert losses(runs / "frozen") != losses(runs / "one")
+
+
+def test_frozen_blocks_adapters_and_layer_wise_rates_are_those_of_one_process(runs: Path) -> None:
+    assert_same(runs / "3-tuned", runs / "tuned")
+    assert losses(runs / "tuned") != losses(runs / "frozen")
 
 
 def test_dropout_is_drawn_by_step_and_stage_and_not_by_what_went_before(runs: Path) -> None:

@@ -1,15 +1,18 @@
 """Which parameters decay, and which learn how fast."""
 
+import copy
+
 import pytest
 import torch
 from torch import nn
 
 from train.config.model import Towers
+from train.config.tuning import frozen_part
 from train.losses.objective import Objective
 from train.models.attention import attend_with_sdpa
 from train.models.dual_encoder import SIZES, DualEncoder, size_of
 from train.models.masked_autoencoder import MaskedAutoencoder
-from train.optim.parameters import layers_above, parameter_groups, plain_name
+from train.optim.parameters import freeze, layers_above, parameter_groups, plain_name
 from train.tasks.classify.model import VideoClassifier
 
 
@@ -69,6 +72,24 @@ def test_each_block_learns_slower_than_the_one_above_it(model: DualEncoder) -> N
         assert group["weight_decay"] == (0.0 if name == "tau" or "bias" in name or "ln_" in name else 0.2) or (
             "embedding" in name
         )
+
+
+def test_a_tower_in_part_keeps_the_rates_of_the_whole(model: DualEncoder) -> None:
+    """Frozen first blocks, and those that another pipeline stage has, count as well; parts without rates do not."""
+    whole = groups_by_name(model, Temperature(), layer_decay=0.5)
+    part = copy.deepcopy(model)
+    freeze(part, [frozen_part("blocks:1")])
+    for number in (2, 3):
+        for name, _ in list(part.video.transformer.resblocks[number].named_parameters()):
+            owner, _, leaf = name.rpartition(".")
+            part.video.transformer.resblocks[number].get_submodule(owner).register_parameter(leaf, None)
+    found = groups_by_name(part, Temperature(), layer_decay=0.5)
+    kept = {name for name, one in part.named_parameters() if one.requires_grad}
+    assert found.keys() == {*kept, "tau"}
+    assert {name.split(".")[3] for name in kept if name.startswith("video.transformer.")} == {"1"}
+    assert not any(name.startswith(("video.conv1", "video.ln_pre", "video.class")) for name in kept)
+    for name, group in found.items():
+        assert group["lr_scale"] == whole[name]["lr_scale"], name
 
 
 def test_a_masked_autoencoder_has_two_towers_without_decay_of_biases_and_mask_token() -> None:

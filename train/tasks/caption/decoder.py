@@ -207,17 +207,9 @@ def decoder_facts(size: Gpt2Size) -> dict[str, Any]:
     }
 
 
-def start_facts(model: nn.Module, parts: DecoderParts, *, frozen: Iterable[str]) -> dict[str, Any]:
-    """Entries of run.json: the decoder's initial weights, and how many parameters are trained.
-
-    Args:
-        model: the captioner, which may be on the meta device, with its frozen parameters.
-        frozen: names of the frozen parts.
-    """
-    sizes = [(one.numel(), one.requires_grad) for one in model.parameters()]
-    total, num_frozen = sum(size for size, _ in sizes), sum(size for size, is_trained in sizes if not is_trained)
-    which = f"{num_frozen:,} of them frozen ({', '.join(frozen)})" if num_frozen else "none of them frozen"
-    facts: dict[str, Any] = {"parameters": f"{total:,}, {which}"}
+def start_facts(model: nn.Module, parts: DecoderParts) -> dict[str, Any]:
+    """Entry of run.json about the decoder's initial weights; `model` is the captioner, also on the meta device."""
+    facts: dict[str, Any] = {}
     if parts.tensors:
         wanted = {name: one for name, one in model.state_dict().items() if name.startswith("decoder.")}
         changes = [
@@ -241,8 +233,6 @@ def start_lines(facts: Mapping[str, Any]) -> list[str]:
         copied = f"{num_copied} of {num_copied + num_new} tensors copied as they are"
         new = f", {num_new} are new (cross-attention)" if num_new else ""
         lines.append(f"decoder: {start['source']}: {copied}{new}")
-    if "parameters" in facts:
-        lines.append(f"parameters: {facts['parameters']}")
     return lines
 
 

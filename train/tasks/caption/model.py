@@ -1,6 +1,6 @@
 """Build a captioner from its settings, and initialise it from weights: a captioner's, a video tower's, a GPT-2's."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,20 +13,18 @@ from train.engine.task import UNUSED_PARTS, without_parts
 from train.models.attention import Attend
 from train.models.captioner import Captioner
 from train.models.dual_encoder import size_of
-from train.models.gpt2 import Gpt2, Gpt2Size
+from train.models.gpt2 import CROSS_ATTENTION, Gpt2, Gpt2Size
 from train.models.timesformer import TimeSformer, nearest_places, nearest_times
 from train.models.transformer import checkpoint_blocks, drop_path_of
 from train.models.video_vit import VideoViT, VideoViTSize
 from train.models.videomae import VideoMAEEncoder
 from train.tasks.caption.decoder import DecoderParts, changed_size, no_tokenizer
-from train.tasks.caption.settings import CaptionerSettings, DecoderSettings, Frozen, has_captioner
+from train.tasks.caption.settings import CaptionerSettings, DecoderSettings, has_captioner
 from train.tasks.caption.tokenizer import has_tokenizer
 from train.weights.effective import effective_clip_settings
 from train.weights.loading import Loaded, fit_to
 from train.weights.sources import Say, Source
 
-# Parameters that a GPT-2 trained on text alone lacks.
-CROSS_ATTENTION = (".cross_attn.", ".ln_cross.")
 _TOKENS, _DECODER_POSITIONS = "decoder.token_embedding.weight", "decoder.positional_embedding"
 _POSITIONS, _TIMES = "video.positional_embedding", "video.temporal_embedding"
 _UNUSED_PARTS = {**UNUSED_PARTS, "fc_norm.": "a classifier's norm (fc_norm)"}
@@ -108,20 +106,6 @@ def copy_decoder(captioner: Captioner, parts: DecoderParts) -> None:
         )
     for name, tensor in parts.tensors.items():
         wanted[name].copy_(tensor)
-
-
-def freeze(captioner: nn.Module, parts: Iterable[Frozen]) -> None:
-    """Freeze parts of a captioner."""
-    for name, parameter in captioner.named_parameters():
-        if any(_is_of(name, part) for part in parts):
-            parameter.requires_grad_(False)
-
-
-def _is_of(name: str, part: Frozen) -> bool:
-    if part == "encoder":
-        return name.startswith("video.")
-    is_of_decoder = name.startswith("decoder.")
-    return is_of_decoder and (part == "decoder" or not any(one in name for one in CROSS_ATTENTION))
 
 
 def effective_settings(settings: CaptionerSettings, source: Source | None, *, say: Say) -> CaptionerSettings:

@@ -15,6 +15,7 @@ from train.config.evaluation import EVERY, EvaluationSettings
 from train.config.fields import FIRST_RUN, SHARE, Checked, Needs, Range, caught, help_group
 from train.config.model import PATCH_PX, SIZE, Towers
 from train.config.training import ClipSettings, NumFrames, check_best
+from train.config.tuning import Freeze, Tower
 
 Method = Literal["greedy", "sample", "beam"]
 
@@ -114,7 +115,6 @@ def within(settings: DecodingSettings, context_length: int, *, is_of_run: bool =
 
 
 DecoderName = Literal["tiny", "gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl"]
-Frozen = Literal["encoder", "decoder", "decoder-except-cross-attention"]
 
 DECODER = help_group("Decoder", 6)
 DECODING = help_group("Decoding", 7)
@@ -214,11 +214,16 @@ class CaptionerSettings(ClipSettings):
     """Number of captions of a clip to train on per sample, drawn without replacement; all if it has fewer."""
     label_smoothing: Annotated[float, groups.TRAINING, SHARE] = 0.0
     """Label smoothing. Share of the target that is spread over the vocabulary."""
-    freeze: Annotated[tuple[Frozen, ...], groups.TRAINING, FIRST_RUN, groups.SEVERAL] = ()
-    """Parts to freeze."""
+    freeze: Annotated[Freeze, FIRST_RUN] = ()
+    """Parts to freeze: encoder, decoder, decoder-except-cross-attention, or blocks:N (the encoder's embeddings and its
+    first N blocks), decoder.blocks:N."""
     decoding: Annotated[DecodingSettings, DECODING] = field(default_factory=DecodingSettings)
     """Decoding during training, and the default afterwards."""
     evaluate: Annotated[CaptionEvaluation, groups.EVALUATION] = field(default_factory=CaptionEvaluation)
+
+    def tower_names(self) -> tuple[Tower, ...]:
+        """The towers that the model has."""
+        return ("video", "decoder")
 
     def rules(self) -> Iterator[UserError]:
         """Captions are the clip's own, patches fill a frame, and something is trained."""
@@ -231,8 +236,6 @@ class CaptionerSettings(ClipSettings):
         patch_px = self.towers.patch_px or PATCH_PX[self.model]
         if self.size_px % patch_px:
             yield UserError(f"--size-px is {self.size_px}", hint=f"it must be a multiple of {patch_px}, the patch")
-        if "decoder" in self.freeze and "encoder" in self.freeze:
-            yield UserError("--freeze encoder decoder leaves nothing to train", hint="leave one of them out")
         yield from caught(check_best, self.best, split=self.evaluate.split, names=NUMBERS)
 
     def without_effect(self, typed: Mapping[str, str]) -> Iterator[UserError]:

@@ -24,7 +24,7 @@ from train.models.attention import AttentionBackend
 from train.models.captioner import Captioner
 from train.tasks.caption.decoder import DecoderParts, decoder_facts, decoder_of_start, open_decoder, start_facts
 from train.tasks.caption.generation import captions_of, metrics_of
-from train.tasks.caption.model import build_captioner, copy_decoder, freeze, start_of_captioner, tower_size
+from train.tasks.caption.model import build_captioner, copy_decoder, start_of_captioner, tower_size
 from train.tasks.caption.objective import CaptionLoss
 from train.tasks.caption.samples import CaptionedClips
 from train.tasks.caption.settings import CaptionerSettings, DecodingSettings, within
@@ -71,8 +71,7 @@ class CaptionTask(ClipTask[CaptionerSettings, CaptionedClips | None, Captioner])
         parts = self.decoder
         with torch.device("meta"):
             model = self.new_model()
-        freeze(model, self._settings.freeze)
-        return {"decoder": decoder_facts(parts.size), **start_facts(model, parts, frozen=self._settings.freeze)}
+        return {"decoder": decoder_facts(parts.size), **start_facts(model, parts)}
 
     def files(self) -> dict[str, bytes]:
         """The tokenizer, which the weights cannot be used without."""
@@ -125,9 +124,7 @@ class CaptionTask(ClipTask[CaptionerSettings, CaptionedClips | None, Captioner])
 
     def build_model(self, samples: CaptionedClips | None = None) -> Captioner:
         """A captioner with the weights to start from, and frozen parts."""
-        model = super().build_model(samples)
-        freeze(model, self._settings.freeze)
-        return model
+        return super().build_model(samples)
 
     def build_objective(self, samples: CaptionedClips, world: World) -> Objective:
         """Cross-entropy of tokens."""

@@ -37,6 +37,7 @@ class ClassifySettings(ClipSettings):
     """Settings of `train classify`."""
 
     command = "classify"
+    has_head = True
 
     input: Annotated[Literal["pixels", "latents"], groups.CLIPS, FIRST_RUN] = "pixels"
     """Input of the model. pixels: decoded clips of captions; latents: segments of the column made by prep latents."""

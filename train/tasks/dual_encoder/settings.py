@@ -13,6 +13,7 @@ from train.config.evaluation import NUMBERS, DualEncoderEvaluation
 from train.config.fields import FIRST_RUN, GoesWith, Range, caught, help_group
 from train.config.model import check_picture
 from train.config.training import ClipSettings, check_best
+from train.config.tuning import Tower
 from train.losses.settings import Loss
 
 LOSS = help_group("Loss", 6)
@@ -40,6 +41,10 @@ class DualEncoderSettings(ClipSettings):
     loss: Annotated[Loss, LOSS] = field(default_factory=Loss)
     """Contrastive loss."""
     evaluate: Annotated[DualEncoderEvaluation, groups.EVALUATION] = field(default_factory=DualEncoderEvaluation)
+
+    def tower_names(self) -> tuple[Tower, ...]:
+        """The towers that the model has: stored embeddings take the place of a text tower."""
+        return ("video",) if self.text_tower == "frozen" else ("video", "text")
 
     def rules(self) -> Iterator[UserError]:
         """There are negatives, and what is chosen suits the input and the text tower."""

@@ -14,6 +14,7 @@ from train.config.fields import FIRST_RUN, SHARE, GoesWith, Range, caught, help_
 from train.config.model import PATCH_PX, Kind, Towers, check_picture, of_clip_alone
 from train.config.optim import OptimizerSettings
 from train.config.training import COUNT, ClipSettings, Crop, LearningRate, NumFrames, Sampling, WeightDecay, check_best
+from train.config.tuning import Tower
 
 DecoderMask = Literal["none", "random", "running-cell"]
 Repeat = Literal["clips", "masks"]
@@ -104,6 +105,10 @@ class MaeSettings(ClipSettings):
     decoder_depth: Annotated[int, MASKS, FIRST_RUN, Range(1, 1000)] = 4
     """Number of decoder blocks."""
     evaluate: Annotated[ProbeEvaluation, groups.EVALUATION, groups.SEVERAL] = field(default_factory=ProbeEvaluation)
+
+    def tower_names(self) -> tuple[Tower, ...]:
+        """The towers that the model has."""
+        return ("video", "decoder")
 
     def rules(self) -> Iterator[UserError]:
         """Something is masked and something is left, and what is chosen goes together."""

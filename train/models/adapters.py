@@ -1,0 +1,127 @@
+"""Low-rank adapters (LoRA, Hu et al. 2021): y = W x + s B A x, with the matrix W frozen and A and B trained.
+
+Adapters are parameters of the layers that they adapt: `LAYER.lora.A` and `LAYER.lora.B` beside `LAYER.weight`, and for
+the fused projection of self-attention beside `ATTENTION.in_proj_weight`. All linear layers of a block are `Adaptable`.
+
+Shape suffixes: I input width, O output width, R rank.
+"""
+
+import math
+from collections.abc import Callable, Collection, Mapping
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import linear
+
+from train.config.tuning import Target
+
+_SUFFIXES = (".lora.A", ".lora.B")
+
+
+class LowRank(nn.Module):
+    """The product s B A as a linear layer. As in peft, B is initially zero, and A like the weight of a linear layer."""
+
+    def __init__(self, num_inputs: int, num_outputs: int, *, rank: int, scale: float) -> None:
+        super().__init__()
+        self.scale = scale
+        self.A = nn.Parameter(torch.empty(rank, num_inputs))
+        self.B = nn.Parameter(torch.zeros(num_outputs, rank))
+        nn.init.kaiming_uniform_(self.A, a=math.sqrt(5))
+
+    def forward(self, x: Tensor, *, arranged: Callable[[Tensor], Tensor] | None = None) -> Tensor:
+        """s B A x, [..., O] of [..., I]; `arranged` reorders the rows of a matrix, as the caller did with W."""
+        B = self.B if arranged is None else arranged(self.B)
+        return linear(linear(x, self.A), B) * self.scale
+
+    def matrix(self) -> Tensor:
+        """s B A, [O, I]."""
+        return self.B @ self.A * self.scale
+
+
+class Adaptable(nn.Module):
+    """A layer with one matrix, and an adapter of it or None.
+
+    Attributes:
+        matrix_name: of the matrix [O, I] among the parameters.
+    """
+
+    matrix_name = "weight"
+    lora: LowRank | None
+
+    def product(
+        self,
+        x: Tensor,
+        bias: Tensor | None,
+        *,
+        arranged: Callable[[Tensor], Tensor] | None = None,
+        multiply: Callable[..., Tensor] = linear,
+    ) -> Tensor:
+        """W x + bias, with the adapter if there is one; `arranged` reorders the rows of W, but not `bias`."""
+        weight: Tensor = getattr(self, self.matrix_name)
+        weight = weight if arranged is None else arranged(weight)
+        if self.lora is None:
+            return multiply(x, weight, bias)
+        # First, so that a recomputation need not repeat the larger product (train.models.timesformer.linear_of).
+        added = self.lora(x, arranged=arranged)
+        return multiply(x, weight, bias) + added
+
+    def whole_matrix(self) -> Tensor:
+        """W, or W + s B A, [O, I]."""
+        weight: Tensor = getattr(self, self.matrix_name)
+        return weight if self.lora is None else weight + self.lora.matrix()
+
+
+class Linear(nn.Linear, Adaptable):
+    """A linear layer of a block."""
+
+    def __init__(self, num_inputs: int, num_outputs: int) -> None:
+        super().__init__(num_inputs, num_outputs)
+        self.lora = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Its output [..., O]."""
+        return self.product(x, self.bias)
+
+
+def add_adapters(
+    tower: nn.Module, *, rank: int, scale: float, targets: Collection[Target], frozen: Collection[int] = ()
+) -> None:
+    """Add adapters to the layers of a tower's blocks, and freeze everything else.
+
+    Args:
+        targets: attention: the projections of self- and cross-attention (and TimeSformer's `time_proj`); mlp: both
+            layers of MLPs.
+        frozen: ids of parameters whose layers get none.
+    """
+    layers = {name: one for name, one in tower.named_modules() if isinstance(one, Adaptable)}
+    tower.requires_grad_(False)
+    for name, layer in layers.items():
+        matrix: Tensor = getattr(layer, layer.matrix_name)
+        target: Target = "mlp" if ".mlp." in name else "attention"
+        if target in targets and id(matrix) not in frozen:
+            layer.lora = LowRank(matrix.shape[1], matrix.shape[0], rank=rank, scale=scale).to(matrix.device)
+
+
+def remove_adapters(model: nn.Module) -> None:
+    """Remove the adapters of a model."""
+    for module in model.modules():
+        if isinstance(module, Adaptable):
+            module.lora = None
+
+
+def is_of_adapter(name: str) -> bool:
+    """Whether a parameter of this name is one of an adapter's two matrices."""
+    return name.endswith(_SUFFIXES)
+
+
+def merged(tensors: Mapping[str, Tensor], *, scale: float) -> dict[str, Tensor]:
+    """The weights of a model without adapters that computes the same: W + s B A, computed in float64."""
+    found = {name: one for name, one in tensors.items() if not is_of_adapter(name)}
+    for name, a_RI in tensors.items():
+        if not name.endswith(_SUFFIXES[0]):
+            continue
+        layer = name.removesuffix(_SUFFIXES[0])
+        matrix = next(one for one in (f"{layer}.weight", f"{layer}.in_proj_weight") if one in found)
+        added_OI = tensors[layer + _SUFFIXES[1]].double() @ a_RI.double() * scale
+        found[matrix] = (found[matrix].double() + added_OI).to(found[matrix].dtype)
+    return found
