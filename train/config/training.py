@@ -1,7 +1,7 @@
 """Settings of a training run: a frozen dataclass whose fields are the flags and the keys of the YAML files."""
 
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
@@ -171,6 +171,7 @@ class TrainingSettings(Checked):
         """The best checkpoint can be known, and the schedule does not rise."""
         if self.best is not None and not self.evaluate.every:
             yield UserError(f"--best {self.best} needs an evaluation in the loop", hint="add --evaluate.every STEPS")
+        yield from caught(check_best, self.best, self.evaluate)
         if self.optimizer.end_lr > self.lr:
             yield UserError(
                 f"--optimizer.end-lr is {self.optimizer.end_lr}, more than --lr {self.lr}", hint="use a smaller one"
@@ -215,10 +216,10 @@ class ClipSettings(TrainingSettings):
         yield from caught(check_frames, self.towers, num_frames=self.num_frames)
 
 
-def check_best(best: str | None, *, split: str, names: Iterable[str]) -> None:
-    """Raises a UserError where `--best` is none of the metrics of an evaluation of `split`."""
-    numbers = [f"{split}/{name}" for name in names]
-    if best is not None and best not in numbers:
+def check_best(best: str | None, evaluation: EvaluationSettings) -> None:
+    """Raises a UserError where `--best` is none of the metrics of the evaluations, as far as these are known."""
+    numbers = [f"{one.name}/{name}" for one in evaluation.evaluated() for name in evaluation.number_names(one)]
+    if best is not None and numbers and best not in numbers:
         raise UserError(f"--best {best} is no number of the evaluation", hint=f"there are {', '.join(numbers)}")
 
 

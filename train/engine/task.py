@@ -5,8 +5,9 @@ optimizer, ranks, logging, checkpoints, resuming.
 """
 
 from collections.abc import Mapping, Sequence
+from copy import copy
 from dataclasses import replace
-from typing import Any, Generic, Protocol, TypeVar, runtime_checkable
+from typing import Any, ClassVar, Generic, Protocol, Self, TypeVar, runtime_checkable
 
 import torch
 from torch import nn
@@ -14,6 +15,7 @@ from torch import nn
 from manifests.errors import UserError
 from train.augment.draws import draw
 from train.augment.pictures import to_model_input
+from train.config.evaluation import EvaluatedData
 from train.config.training import ClipSettings, ParallelSettings, TrainingSettings
 from train.data.batch import Batch
 from train.data.loader import TrainingSet
@@ -24,6 +26,7 @@ from train.engine.rank_consistency import NamedSamples
 from train.losses.objective import Objective
 from train.models.attention import AttentionBackend
 from train.models.transformer import blocks_of, compile_blocks
+from train.run.folder import data_facts
 from train.weights.conversion import LOGIT_SCALE
 from train.weights.loading import Loaded, copy_into, fit_to
 from train.weights.sources import Say, Source
@@ -158,9 +161,31 @@ Model = TypeVar("Model", bound=nn.Module)
 class ClipTask(Generic[Settings, Samples, Model]):
     """Settings, device, initial weights and model input of a task; the task adds samples, model and objective."""
 
+    # Settings that are about the training data alone, with what they are on other data.
+    of_other_data: ClassVar[Mapping[str, Any]] = {}
+
     def __init__(self, settings: Settings, *, attention: AttentionBackend, device: torch.device) -> None:
         self._settings, self._attention, self._device = settings, attention, device
         self._start: Loaded | None = None
+        self._evaluations: dict[str, dict[str, Any]] = {}
+
+    def on(self, shards: str | None) -> Self:
+        """The same task, with its classes or tokens, on other data; itself for None."""
+        if shards is None:
+            return self
+        other = copy(self)
+        other._settings = replace(self._settings, shards=shards, **self.of_other_data)
+        return other
+
+    def note_evaluation(self, one: EvaluatedData, samples: NamedSamples, **more: str) -> None:
+        """Record the data of an evaluation in the loop, for run.json and the results page."""
+        self._evaluations[one.name] = {
+            **data_facts(self._settings.shards, one.shards),
+            "split": one.split,
+            "data": samples.describe(),
+            "variant": samples.variant_name,
+            **more,
+        }
 
     def new_model(self, samples: Samples) -> Model:
         """A model with new weights, for clips as `samples` has them."""
@@ -195,8 +220,8 @@ class ClipTask(Generic[Settings, Samples, Model]):
         return blocks_of(model)
 
     def facts(self) -> dict[str, Any]:
-        """Entries of run.json; none by default."""
-        return {}
+        """Entries of run.json: the evaluations in the loop by name."""
+        return {"evaluations": self._evaluations} if self._evaluations else {}
 
     def files(self) -> dict[str, bytes]:
         """Files that the run keeps; none by default."""

@@ -11,10 +11,10 @@ from manifests.errors import UserError
 from manifests.json_text import parse_json
 from train.config import fields as groups
 from train.config.data import CaptionSettings
-from train.config.evaluation import EVERY, EvaluationSettings
-from train.config.fields import FIRST_RUN, SHARE, Checked, Needs, Range, caught, help_group
+from train.config.evaluation import EVERY, EvaluatedData, EvaluationSettings
+from train.config.fields import FIRST_RUN, SHARE, Checked, Needs, Range, help_group
 from train.config.model import PATCH_PX, SIZE, Towers
-from train.config.training import ClipSettings, NumFrames, check_best
+from train.config.training import ClipSettings, NumFrames
 
 Method = Literal["greedy", "sample", "beam"]
 
@@ -195,6 +195,10 @@ class CaptionEvaluation(EvaluationSettings):
     max_samples: Annotated[int, Range(least=2), EVERY] = 500
     """Maximum number of clips: every k-th of the split, with the smallest sufficient k."""
 
+    def number_names(self, one: EvaluatedData) -> tuple[str, ...]:
+        """Those of generated captions."""
+        return NUMBERS
+
 
 @Parameter(name="*")
 @dataclass(frozen=True, kw_only=True)
@@ -233,7 +237,6 @@ class CaptionerSettings(ClipSettings):
             yield UserError(f"--size-px is {self.size_px}", hint=f"it must be a multiple of {patch_px}, the patch")
         if "decoder" in self.freeze and "encoder" in self.freeze:
             yield UserError("--freeze encoder decoder leaves nothing to train", hint="leave one of them out")
-        yield from caught(check_best, self.best, split=self.evaluate.split, names=NUMBERS)
 
     def without_effect(self, typed: Mapping[str, str]) -> Iterator[UserError]:
         """What is about a new decoder or tokenizer has no effect beside one that exists."""

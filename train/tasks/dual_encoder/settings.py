@@ -9,10 +9,10 @@ from cyclopts import Parameter
 from manifests.errors import UserError
 from train.config import fields as groups
 from train.config.data import CaptionSettings
-from train.config.evaluation import NUMBERS, DualEncoderEvaluation
+from train.config.evaluation import DualEncoderEvaluation
 from train.config.fields import FIRST_RUN, GoesWith, caught, help_group
 from train.config.model import check_picture
-from train.config.training import ClipSettings, check_best
+from train.config.training import ClipSettings
 from train.losses.settings import Loss
 
 LOSS = help_group("Loss", 6)
@@ -51,7 +51,6 @@ class DualEncoderSettings(ClipSettings):
             yield UserError(
                 f"--batch is {self.batch}", hint="it must be at least 2: a caption needs others to be told from"
             )
-        yield from caught(check_best, self.best, split=self.evaluate.split, names=NUMBERS[self.evaluate.protocol])
         if self.input == "pixels":
             yield from caught(check_picture, self.model, size_px=self.size_px)
         if self.text_tower == "frozen" and self.towers.embedding_width is not None:
