@@ -20,6 +20,7 @@ from manifests.store import read_captions
 from train.config.evaluation import RetrievalName
 from train.data.caption_choice import choose_sources
 from train.data.chunks import rows_of, videos_of_split
+from train.evaluation.pages import counted
 from train.models.text import CONTEXT_LENGTH, load_tokenizer
 from train.tasks.dual_encoder.embeddings import Embeddings, EmbedTexts, distinct_texts
 from train.tasks.dual_encoder.metrics import score_retrieval
@@ -274,7 +275,10 @@ def _notes(texts: tuple[str, ...], *, source: str) -> list[str]:
     num_cut = sum(bool(tokenize(text)[-1]) for text in texts)
     num_equal = len(texts) - len(set(texts))
     notes = [f"captions of source {source}"]
-    notes += [f"{num_equal:,} texts are equal to an earlier one"] if num_equal else []
-    return notes + (
-        [f"{num_cut:,} texts reach {CONTEXT_LENGTH} tokens, where the text tower cuts them"] if num_cut else []
-    )
+    if num_equal:
+        notes.append(f"{counted(num_equal, 'text')} equal to an earlier one")
+    if num_cut:
+        notes.append(
+            f"{counted(num_cut, 'text')} with {CONTEXT_LENGTH} tokens or more, which are cut after {CONTEXT_LENGTH}"
+        )
+    return notes
