@@ -107,7 +107,8 @@ def _train(
     for line in spec.start_lines(about):
         progress.say(line)
     for name, one in about.get("evaluations", {}).items():
-        progress.say(f"evaluation {name}: split {one['split']!r} of {one['shards']}: {one['data']}; {one['variant']}")
+        parts = [f"split {one['split']!r} of {one['shards']}", one["data"], one["variant"], one.get("protocol", "")]
+        progress.say(f"evaluation {name}: {'; '.join(filter(None, parts))}")
     facts = {
         "task": spec.name,
         "processes": _processes(settings.parallel, world),

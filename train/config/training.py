@@ -1,10 +1,10 @@
 """Settings of a training run: a frozen dataclass whose fields are the flags and the keys of the YAML files."""
 
 import re
-from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 from cyclopts import Parameter
 
@@ -102,6 +102,8 @@ class TrainingSettings(Checked):
     """The command whose settings these are."""
     free_on_resume: ClassVar[frozenset[str]] = frozenset()
     """Settings of the task that may differ when a run is resumed, besides FREE_ON_RESUME."""
+    of_other_data: ClassVar[Mapping[str, Any]] = {}
+    """Settings that are about the training data alone, with their values on other data."""
 
     shards: Annotated[str, groups.WHERE, FIRST_RUN] = "data"
     """Data folder made by prep. A path, an address (s3://bucket/data), or tar files: 'DIR/{000000..000099}.tar'."""
@@ -166,6 +168,10 @@ class TrainingSettings(Checked):
     """Number of batches to prefetch."""
     max_failures: Annotated[int, groups.MACHINE, Range(0, 10**12)] = 100
     """Number of failed samples that a run tolerates before it stops."""
+
+    def on(self, shards: str) -> Self:
+        """The settings for an evaluation on other data."""
+        return replace(self, shards=shards, **self.of_other_data)
 
     def rules(self) -> Iterator[UserError]:
         """The best checkpoint can be known, and the schedule does not rise."""

@@ -7,7 +7,7 @@ optimizer, ranks, logging, checkpoints, resuming.
 from collections.abc import Mapping, Sequence
 from copy import copy
 from dataclasses import replace
-from typing import Any, ClassVar, Generic, Protocol, Self, TypeVar, runtime_checkable
+from typing import Any, Generic, Protocol, Self, TypeVar, runtime_checkable
 
 import torch
 from torch import nn
@@ -60,8 +60,9 @@ class Task(Protocol):
         ...
 
     def evaluate(self, model: nn.Module, world: World) -> dict[str, float]:
-        """Metrics of the evaluation in the loop, equal on all ranks; {} if there is none.
+        """Metrics of the evaluations in the loop, equal on all ranks; {} if there is none.
 
+        There is one for each of `settings.evaluate.evaluated()`, whose name begins its metrics: `<name>/<metric>`.
         All ranks call it at the same step, with the model in evaluation mode and without gradients. Forward passes
         must not communicate, as ranks may make different numbers of them.
         """
@@ -161,20 +162,17 @@ Model = TypeVar("Model", bound=nn.Module)
 class ClipTask(Generic[Settings, Samples, Model]):
     """Settings, device, initial weights and model input of a task; the task adds samples, model and objective."""
 
-    # Settings that are about the training data alone, with what they are on other data.
-    of_other_data: ClassVar[Mapping[str, Any]] = {}
-
     def __init__(self, settings: Settings, *, attention: AttentionBackend, device: torch.device) -> None:
         self._settings, self._attention, self._device = settings, attention, device
         self._start: Loaded | None = None
         self._evaluations: dict[str, dict[str, Any]] = {}
 
     def on(self, shards: str | None) -> Self:
-        """The same task, with its classes or tokens, on other data; itself for None."""
-        if shards is None:
+        """The same task, with its classes or tokens, on other data; itself for None and for its own data."""
+        if shards is None or data_facts(self._settings.shards, shards)["is_own_data"]:
             return self
         other = copy(self)
-        other._settings = replace(self._settings, shards=shards, **self.of_other_data)
+        other._settings = self._settings.on(shards)
         return other
 
     def note_evaluation(self, one: EvaluatedData, samples: NamedSamples, **more: str) -> None:

@@ -214,7 +214,8 @@ def test_vatex_from_a_data_folder_is_named_incomplete(
     assert call("eval", *words) == 0
     printed = capsys.readouterr().out
     for said in (
-        "text → video, dual softmax",
+        "text → video, vatex (incomplete)",
+        "text → video, vatex (incomplete), dual softmax",
         "incomplete: 6 of 1,500 videos and 60 of 15,000 captions",
         "each caption among all videos",
         "5 texts equal to an earlier one",
@@ -222,9 +223,9 @@ def test_vatex_from_a_data_folder_is_named_incomplete(
         "at temperature 0.05",
     ):
         assert said in printed, said
-    assert printed.index("video → text ") < printed.index("dual softmax")
+    assert printed.index("video → text, vatex (incomplete) ") < printed.index("dual softmax")
     page = RunFolder(run).page.read_text()
-    assert "VATEX retrieval (incomplete)" in page and "text → video, dual softmax" in page
+    assert "VATEX retrieval (incomplete)" in page and "text → video, vatex (incomplete), dual softmax" in page
     # The plain result is another file.
     assert call("eval", "retrieval", run, "--shards", vatex, "--split", "test") == 0
     assert len([path for path in RunFolder(run).results() if "vatex-test" in path.name]) == 1

@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from cyclopts import Parameter
 
@@ -206,6 +206,7 @@ class CaptionerSettings(ClipSettings):
     """Settings of `train caption`."""
 
     command = "caption"
+    of_other_data: ClassVar[Mapping[str, Any]] = {"captions": CaptionSettings()}
     free_on_resume = frozenset({"decoding"})
 
     num_frames: NumFrames = 8

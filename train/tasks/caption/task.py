@@ -3,14 +3,13 @@
 Shape suffixes: B batch, C channels, T frames, H and W pixels.
 """
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from functools import partial
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import nn
 
-from train.config.data import CaptionSettings
 from train.config.model import kind_of
 from train.data.batch import Batch
 from train.data.decoding.clip import Views
@@ -45,7 +44,6 @@ class CaptionTask(ClipTask[CaptionerSettings, CaptionedClips | None, Captioner])
 
     name = "caption"
     columns: tuple[str, ...] = ("video",)
-    of_other_data: ClassVar[Mapping[str, Any]] = {"captions": CaptionSettings()}
 
     def __init__(
         self,

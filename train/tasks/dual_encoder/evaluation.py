@@ -25,12 +25,13 @@ from train.tasks.dual_encoder.embeddings import (
     embed_texts,
     gathered,
 )
-from train.tasks.dual_encoder.metrics import ranks, score_mir
+from train.tasks.dual_encoder.metrics import MIR_PROTOCOL, ranks, score_mir
 from train.tasks.dual_encoder.mir_table import MirTable, open_mir_table
 from train.tasks.dual_encoder.protocols import NAMED, Match, RetrievalScorer, protocol_captions
 from train.tasks.dual_encoder.settings import DualEncoderSettings
 from train.tasks.dual_encoder.zero_shot import (
     PLAIN_TEMPLATE,
+    PROTOCOL,
     ClassPrompts,
     class_embeddings,
     open_class_prompts,
@@ -42,6 +43,11 @@ from train.tasks.dual_encoder.zero_shot import (
 
 class Scorer(Protocol):
     """A protocol with its files read, ready to score embeddings."""
+
+    @property
+    def definition(self) -> str:
+        """What is ranked or classified, and what is correct."""
+        ...
 
     def score(self, found: Embeddings, embed_texts: EmbedTexts) -> dict[str, Any]:
         """The result as plain values; `embed_texts` gives unit-length embeddings of texts that are not captions."""
@@ -57,6 +63,7 @@ class MirScorer:
     """EPIC-KITCHENS-100 multi-instance retrieval (train.tasks.dual_encoder.metrics)."""
 
     table: MirTable
+    definition: str = MIR_PROTOCOL
 
     def score(self, found: Embeddings, embed_texts: EmbedTexts) -> dict[str, Any]:
         table = self.table
@@ -84,6 +91,7 @@ class ZeroShotScorer:
     """Zero-shot classification (train.tasks.dual_encoder.zero_shot)."""
 
     classes: ClassPrompts
+    definition: str = PROTOCOL
 
     def score(self, found: Embeddings, embed_texts: EmbedTexts) -> dict[str, Any]:
         classes = self.classes
@@ -168,6 +176,9 @@ class LoopEvaluation:
         wanted: the evaluation.
         name: prefix of its metrics.
 
+    Attributes:
+        protocol: its name and definition, and what the data lack of it.
+
     Raises:
         UserError: the split cannot be evaluated by this protocol.
     """
@@ -196,6 +207,9 @@ class LoopEvaluation:
                 hint=f"use {samples.num_samples} or more, or --evaluate.protocol retrieval",
             )
         self._scorer = open_scorer(wanted, settings)
+        self.protocol = f"{wanted.protocol}: {self._scorer.definition}"
+        if isinstance(self._scorer, RetrievalScorer) and (incomplete := self._scorer.missing(samples.num_samples)):
+            self.protocol += f"; incomplete: {incomplete}"
 
     def __call__(self, model: nn.Module, world: World) -> dict[str, float]:
         """The protocol's metrics as `<name>/<metric>`, equal on all ranks; collective."""

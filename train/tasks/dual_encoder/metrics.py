@@ -69,7 +69,7 @@ def score_retrieval(
 
 
 def dual_softmax(similarity_QG: NDArray[np.float32], *, temperature: float) -> NDArray[np.float64]:
-    """Similarities times their softmax over all queries, of each item (Cheng et al. 2021, section 3.4), float64 [Q, G].
+    """Similarities times their softmax over all queries, of each item (Cheng et al. 2021), float64 [Q, G].
 
     It takes 16 bytes for each query and item. In float32, most weights would be 0, and the scores tied.
     """

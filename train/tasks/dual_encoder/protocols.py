@@ -54,20 +54,20 @@ PROTOCOLS: dict[RetrievalName, RetrievalProtocol] = {
     ),
     "msrvtt-1ka": RetrievalProtocol(
         "MSR-VTT 1k-A retrieval",
-        "msrvtt-1ka (Yu et al. 2018): 1,000 videos with one caption each; text to video: each caption among all "
+        "MSR-VTT 1k-A (Yu et al. 2018): 1,000 videos with one caption each; text to video: each caption among all "
         f"videos; video to text: each video among all captions; {_OWN}",
         num_videos=1000,
         num_captions=1,
     ),
     "paragraph": RetrievalProtocol(
         "Video-paragraph retrieval",
-        "paragraph (Zhang et al. 2018): the sentences of a video, joined in order of time, are its text, and the whole "
+        "as Zhang et al. 2018: the sentences of a video, joined in order of time, are its text, and the whole "
         "video is its clip; text to video: each paragraph among all videos; video to text: each video among all "
         f"paragraphs; {_OWN}",
     ),
     "vatex": RetrievalProtocol(
         "VATEX retrieval",
-        "vatex (Wang et al. 2019, test split of Chen et al. 2020): 1,500 videos with ten captions each; text to video: "
+        "VATEX (Wang et al. 2019; test split of Chen et al. 2020): 1,500 videos with ten captions each; text to video: "
         "each caption among all videos; video to text: each video among all captions, by the best of its own ten; "
         f"{_OWN}",
         num_videos=1500,
@@ -192,6 +192,17 @@ class RetrievalScorer:
     name: RetrievalName = "retrieval"
     captions: pa.Table | None = None
     temperature: float | None = None
+
+    @property
+    def definition(self) -> str:
+        """That of the protocol, and of dual softmax."""
+        dual = "" if self.temperature is None else f"; dual softmax: {_dual_softmax_rule(self.temperature)}"
+        return PROTOCOLS[self.name].definition + dual
+
+    def missing(self, num_videos: int) -> str:
+        """What `num_videos` with their captions lack of the protocol's; empty for nothing."""
+        num_texts = 0 if self.captions is None else len(self.captions)
+        return _missing(PROTOCOLS[self.name], num_videos=num_videos, num_texts=num_texts)
 
     def score(self, found: Embeddings, embed_texts: EmbedTexts) -> dict[str, Any]:
         """The result as plain values."""

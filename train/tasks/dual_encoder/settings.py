@@ -1,8 +1,8 @@
 """Settings of `train dual-encoder`."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Annotated, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from cyclopts import Parameter
 
@@ -24,6 +24,7 @@ class DualEncoderSettings(ClipSettings):
     """Settings of `train dual-encoder`."""
 
     command = "dual-encoder"
+    of_other_data: ClassVar[Mapping[str, Any]] = {"captions": CaptionSettings()}
     only_kind = "clip"
 
     input: Annotated[Literal["pixels", "latents"], groups.CLIPS, FIRST_RUN] = "pixels"

@@ -123,7 +123,9 @@ def _export(request: ExportRequest) -> Any:
 def retrieval_table(result: dict[str, Any]) -> Table:
     """Recall and median rank in both directions; with dual softmax in rows of their own, after the plain ones."""
     rows, dual = [], result.get("dual_softmax", {})
-    for scored, kind in ((result, ""), (dual, ", dual softmax")) if dual else ((result, ""),):
+    is_plain = result.get("protocol_name", "retrieval") == "retrieval"
+    named = "" if is_plain else f", {result['protocol_name']}" + (" (incomplete)" if result["incomplete"] else "")
+    for scored, kind in ((result, named), (dual, f"{named}, dual softmax")) if dual else ((result, named),):
         for key, name in _DIRECTIONS.items():
             scores = scored[key]
             cells = [share_cell(share, scores["chance"][k]) for k, share in scores["recall"].items()]
@@ -131,7 +133,6 @@ def retrieval_table(result: dict[str, Any]) -> Table:
             detail = f"{counted(scores['num_queries'], 'query', 'queries')}, {scores['gallery_size']:,} to choose from"
             rows.append(Row(name + kind, detail, tuple(cells)))
     to_video, to_text = (result[key] for key in _DIRECTIONS)
-    is_plain = result.get("protocol_name", "retrieval") == "retrieval"
     texts, clips = ("distinct text", "clip") if is_plain else ("text", "video")
     sizes = f"{counted(to_video['num_queries'], texts)}, {counted(to_text['num_queries'], clips)}"
     more = {"incomplete": result.get("incomplete", ""), "notes": "; ".join(result.get("notes", ()))}

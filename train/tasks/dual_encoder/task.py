@@ -4,10 +4,9 @@ Clips are pixels or precomputed VAE latents; captions are tokens for a text towe
 """
 
 import math
-from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
-from typing import Any, ClassVar
+from typing import Any
 
 import pyarrow as pa
 import torch
@@ -57,7 +56,6 @@ class DualEncoderTask(ClipTask[DualEncoderSettings, Samples, DualEncoder]):
     """The task of `train dual-encoder`."""
 
     name = "dual-encoder"
-    of_other_data: ClassVar[Mapping[str, Any]] = {"captions": CaptionSettings()}
 
     def __init__(self, settings: DualEncoderSettings, *, attention: AttentionBackend, device: torch.device) -> None:
         super().__init__(settings, attention=attention, device=device)
@@ -206,8 +204,9 @@ class DualEncoderTask(ClipTask[DualEncoderSettings, Samples, DualEncoder]):
         task, evaluate = self.on(one.shards), self._settings.evaluate
         wanted = replace(evaluate, shards=(), split=one.split, protocol=one.protocol or evaluate.protocol)
         samples = task.samples_of(wanted, world)
-        self.note_evaluation(one, samples, protocol=wanted.protocol)
-        return LoopEvaluation(task, samples, task._settings, wanted=wanted, name=one.name, device=self._device)
+        found = LoopEvaluation(task, samples, task._settings, wanted=wanted, name=one.name, device=self._device)
+        self.note_evaluation(one, samples, protocol=found.protocol)
+        return found
 
 
 def _dataset_size(samples: Samples, settings: DualEncoderSettings) -> DatasetSize | None:
