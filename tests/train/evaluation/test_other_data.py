@@ -13,9 +13,11 @@ import torch
 from manifests.errors import UserError
 from manifests.store import read_captions, read_videos, write_manifest
 from tests.train.classify.moving import write_moving
+from tests.train.data.test_stream_tars import write_tar
 from tests.train.evaluation.test_commands import scored
 from tests.train.evaluation.threads import on_two_ranks
 from tests.train.test_cli import train
+from tests.train.tiny_data import encode_chunk
 from train.config.evaluation import DualEncoderEvaluation, EvaluatedData, EvaluationSettings
 from train.config.files import load_settings
 from train.distributed.world import World
@@ -232,3 +234,15 @@ def test_the_protocol_stands_beside_the_numbers_of_the_loop(
     page = RunFolder(tmp_path / "run").page.read_text()
     assert "Recall with dual softmax, text → video, % (far)" in page and "Recall, text → video, % (far)" in page
     assert "paragraph: as Zhang et al. 2018: the sentences of a video" in page and "at temperature 0.1" in page
+
+
+def test_a_stream_of_tars_is_evaluated_on_a_data_folder(
+    train: Train, other: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tar = write_tar(tmp_path / "0.tar", encode_chunk(0, 20), [f"clip{number}" for number in range(8)])
+    words = [*SMALL.split(), "--shards", tar, "--out", tmp_path / "run", "--evaluate.every", 2]
+    assert train("dual-encoder", *words) == 2
+    error, hint = capsys.readouterr().err.splitlines()
+    assert "they have no splits" in error and "--evaluate.shards" in hint
+    assert train("dual-encoder", *words, "--evaluate.shards", f"far={other}") == 0
+    assert "far/text_to_video_r1" in read_lines(RunFolder(tmp_path / "run").metrics)[-1]
