@@ -55,6 +55,25 @@ __all__ = ["train"]
         ("mae --parallel.partition uniform", "partition is uniform", "--parallel.stages is 1", "stages 2 or more"),
         ("caption --cache there", "--cache is there", "--shards data is on this machine", "a remote address"),
         ("classify --label a --input latents --decode plain", "--decode is plain", "--input is latents", "pixels"),
+        ("mae --evaluate.shards a=b", "--evaluate.shards is a=b", "--evaluate.every is 0", "every STEPS"),
+        (
+            "dual-encoder --evaluate.every 2 --evaluate.classes a.txt --evaluate.shards a=b@test:mir",
+            "--evaluate.classes is a.txt",
+            "--evaluate.protocol is mir",
+            "zero-shot",
+        ),
+        (
+            "dual-encoder --evaluate.every 2 --evaluate.protocol vatex --evaluate.relevancy a.pkl",
+            "--evaluate.relevancy is a.pkl",
+            "--evaluate.protocol is vatex",
+            "mir",
+        ),
+        (
+            "dual-encoder --evaluate.every 2 --evaluate.protocol zero-shot --evaluate.dual-softmax 0.01",
+            "--evaluate.dual-softmax is 0.01",
+            "--evaluate.protocol is zero-shot",
+            "retrieval or msrvtt-1ka",
+        ),
     ],
 )
 def test_a_flag_that_has_no_effect_is_refused_with_the_one_that_it_goes_with(
@@ -84,6 +103,8 @@ def test_what_has_an_effect_or_nobody_gave_is_let_pass(
         "classify --preset tiny --towers.kind videomae --label shape",
         "caption --preset tiny --decoder.weights gpt2 --decoder.max-tokens 20",
         "dual-encoder --min-crop-area 0.3 --sampling stride --stride 8",
+        "dual-encoder --evaluate.every 2 --evaluate.shards a=b@test:mir c=d --evaluate.relevancy a.pkl",
+        "dual-encoder --evaluate.every 2 --evaluate.protocol vatex --evaluate.dual-softmax 0.01",
         # These look at the split in any case.
         "mae --evaluate.split test",
         "mae --shards s3://bucket/data --cache there",

@@ -17,6 +17,7 @@ from train.engine.attention_choice import choose_attention, kernels_fact
 from train.engine.loop import check_batch, train
 from train.engine.rank_consistency import SAME_LAUNCH, launch_facts, open_consistent
 from train.engine.task import check_stages, describe_parameters
+from train.evaluation.pages import counted
 from train.report.results import initial_weights, write_page
 from train.run.checkpoint import latest_checkpoint
 from train.run.checkpoint_writer import recover
@@ -107,6 +108,9 @@ def _train(
         progress.say(f"{name}: {value}")
     for line in spec.start_lines(about):
         progress.say(line)
+    for name, one in about.get("evaluations", {}).items():
+        parts = [f"split {one['split']!r} of {one['shards']}", one["data"], one["variant"], one.get("protocol", "")]
+        progress.say(f"evaluation {name}: {'; '.join(filter(None, parts))}")
     facts = {
         "task": spec.name,
         "processes": _processes(settings.parallel, world),
@@ -135,8 +139,10 @@ def _train(
             spec.at_end(run, settings, progress.say)
         write_page(run)
     failed = len(read_lines(run.failures))
-    remark = f"; {failed} samples failed, all are listed in {run.failures}" if failed else ""
-    progress.say(f"done: {settings.steps} steps, checkpoints and results page ({run.page.name}) in {run.path}{remark}")
+    remark = f"; {counted(failed, 'sample')} failed, all are listed in {run.failures}" if failed else ""
+    progress.say(
+        f"done: {counted(settings.steps, 'step')}, checkpoints and results page ({run.page.name}) in {run.path}{remark}"
+    )
 
 
 def _has_checkpoint(run: RunFolder) -> bool:

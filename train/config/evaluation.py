@@ -1,22 +1,30 @@
 """Settings of the evaluation during training."""
 
-from collections.abc import Iterator
+import re
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Literal, get_args
 
 from manifests.errors import UserError
-from train.config.fields import FIRST_RUN, Checked, GoesWith, Range
+from train.config.fields import FIRST_RUN, SEVERAL, Checked, GoesWith, Range, caught
 
 EVERY = GoesWith("every", use="STEPS")
+# Named protocols of text-video retrieval; `retrieval` is the plain one (train.tasks.dual_encoder.protocols).
+RetrievalName = Literal["retrieval", "msrvtt-1ka", "paragraph", "vatex"]
+ProtocolName = Literal["retrieval", "msrvtt-1ka", "paragraph", "vatex", "mir", "zero-shot"]
+RETRIEVAL_NAMES: tuple[RetrievalName, ...] = get_args(RetrievalName)
+TEMPERATURE = Range(1e-4, 1e4)
+
+
+def _retrieval_numbers(kind: str = "") -> tuple[str, ...]:
+    ways, numbers = ("text_to_video", "video_to_text"), ("r1", "r5", "r10", "median_rank")
+    return tuple(f"{way}{kind}_{number}" for way in ways for number in numbers)
+
 
 # The metrics that a protocol logs during training.
-NUMBERS: dict[str, tuple[str, ...]] = {
-    "retrieval": tuple(
-        f"{direction}_{name}"
-        for direction in ("text_to_video", "video_to_text")
-        for name in ("r1", "r5", "r10", "median_rank")
-    ),
+_NUMBERS: dict[str, tuple[str, ...]] = {
+    **dict.fromkeys(RETRIEVAL_NAMES, _retrieval_numbers()),
     "mir": tuple(
         f"{direction}_{name}"
         for direction in ("average", "video_to_text", "text_to_video")
@@ -24,6 +32,25 @@ NUMBERS: dict[str, tuple[str, ...]] = {
     ),
     "zero-shot": ("top1", "top5", "mean_class_accuracy"),
 }
+
+
+_DATA = re.compile(r"(?:(?P<name>\w[\w.-]*)=)?(?P<shards>.+?)(?:@(?P<split>[^/@:]+)(?::(?P<protocol>[\w-]+))?)?")
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvaluatedData:
+    """The data of one evaluation in the training loop.
+
+    Attributes:
+        name: prefix of its metrics.
+        shards: data folder; None for that of the run.
+        protocol: one that differs from `--evaluate.protocol`, of dual encoders.
+    """
+
+    name: str
+    shards: str | None
+    split: str
+    protocol: ProtocolName | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,17 +63,60 @@ class EvaluationSettings(Checked):
     """Steps between evaluations; 0: none. The last step is evaluated too."""
     split: Annotated[str, EVERY] = "val"
     """Split to evaluate on."""
+    shards: Annotated[tuple[str, ...], SEVERAL, EVERY] = ()
+    """Data folders to evaluate on instead of the run's own, each as [NAME=]DATA[@SPLIT]. NAME is the prefix of the
+    metrics; default: the folder's name. SPLIT defaults to --evaluate.split."""
     max_samples: Annotated[int, Range(least=2), EVERY] = 5000
     """Maximum number of samples: every k-th of the split, with the smallest sufficient k."""
+
+    def evaluated(self) -> tuple[EvaluatedData, ...]:
+        """The data of each evaluation; raises UserError if --evaluate.shards cannot be read."""
+        if not self.shards:
+            return (EvaluatedData(name=self.split, shards=None, split=self.split),)
+        found: dict[str, EvaluatedData] = {}
+        for text in self.shards:
+            parts = _DATA.fullmatch(text)
+            name = parts and (parts["name"] or parts["shards"].rstrip("/").rpartition("/")[2])
+            if parts is None or not name:
+                raise UserError(f"{self.flag('shards')} has {text!r}", hint="use [NAME=]DATA[@SPLIT]")
+            if name in found:
+                raise UserError(
+                    f"{self.flag('shards')} has two data folders named {name!r}", hint="use NAME=DATA with other names"
+                )
+            found[name] = EvaluatedData(
+                name=name,
+                shards=parts["shards"],
+                split=parts["split"] or self.split,
+                protocol=self.protocol_named(parts["protocol"]) if parts["protocol"] else None,
+            )
+        return tuple(found.values())
+
+    def number_names(self, one: EvaluatedData) -> tuple[str, ...]:
+        """The metrics of an evaluation, without its name: what --best can select. Empty if they depend on the data."""
+        return ()
+
+    def rules(self) -> Iterator[UserError]:
+        """The data can be told apart, and their protocols are known."""
+        yield from caught(self.evaluated)
+
+    def protocol_named(self, name: str) -> ProtocolName:
+        """The protocol that --evaluate.shards names; raises UserError if this task has none of that name."""
+        raise UserError(
+            f"{self.flag('shards')} names the protocol {name!r}, and this task has a single one",
+            hint="use [NAME=]DATA[@SPLIT]",
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
 class DualEncoderEvaluation(EvaluationSettings):
     """How a dual encoder is evaluated."""
 
-    protocol: Annotated[Literal["retrieval", "mir", "zero-shot"], EVERY] = "retrieval"
-    """Evaluation protocol. retrieval: R@k and median rank; mir: EK-100's mAP and nDCG; zero-shot: classification by
-    prompts."""
+    protocol: Annotated[ProtocolName, EVERY] = "retrieval"
+    """Evaluation protocol. retrieval: R@k and median rank; msrvtt-1ka, paragraph, vatex: the same by the rules of these
+    benchmarks; mir: EK-100's mAP and nDCG; zero-shot: classification by prompts. Data of --evaluate.shards can have
+    their own: DATA@SPLIT:PROTOCOL."""
+    dual_softmax: Annotated[float | None, TEMPERATURE, EVERY] = None
+    """Retrieval: also log R@k with dual softmax at this temperature of the cosines, under names of their own."""
     relevancy: Annotated[Path | None, EVERY] = None
     """mir: relevancy matrix, .pkl or .npy. Default: computed from verb and noun classes."""
     sentences: Annotated[Path | None, EVERY] = None
@@ -57,6 +127,41 @@ class DualEncoderEvaluation(EvaluationSettings):
     """zero-shot: text file, one prompt template with {} per line. Default: the bare class name."""
     label: Annotated[str | None, EVERY] = None
     """zero-shot: label column of the captions, such as verb."""
+
+    def number_names(self, one: EvaluatedData) -> tuple[str, ...]:
+        """Those of its protocol, and those with dual softmax."""
+        protocol = one.protocol or self.protocol
+        has_more = self.dual_softmax is not None and protocol in RETRIEVAL_NAMES
+        return _NUMBERS.get(protocol, ()) + (_retrieval_numbers("_dual_softmax") if has_more else ())
+
+    def without_effect(self, typed: Mapping[str, str]) -> Iterator[UserError]:
+        """Settings of protocols that none of the evaluations uses."""
+        try:
+            used = {one.protocol or self.protocol for one in self.evaluated()}
+        except UserError:
+            return  # one of `rules`
+        for name, protocols in _OF_PROTOCOL.items():
+            flag = self.flag(name)
+            if self.every and flag in typed and used.isdisjoint(protocols):
+                other = self.flag("protocol")
+                yield UserError(
+                    f"{flag} is {typed[flag]}, which has no effect: {other} is {', '.join(sorted(used))}",
+                    hint=f"leave it out, or use {other} {' or '.join(protocols)}",
+                )
+
+    def protocol_named(self, name: str) -> ProtocolName:
+        """One of `protocol`."""
+        known: dict[str, ProtocolName] = {one: one for one in get_args(ProtocolName)}
+        if name not in known:
+            raise UserError(f"{self.flag('shards')} names the protocol {name!r}", hint=f"protocols: {', '.join(known)}")
+        return known[name]
+
+
+_OF_PROTOCOL: dict[str, tuple[str, ...]] = {
+    "dual_softmax": RETRIEVAL_NAMES,
+    **dict.fromkeys(("relevancy", "sentences"), ("mir",)),
+    **dict.fromkeys(("classes", "templates", "label"), ("zero-shot",)),
+}
 
 
 Method = Literal["knn", "linear"]
@@ -85,8 +190,13 @@ class ProbeEvaluation(EvaluationSettings):
     max_bank: Annotated[int, Range(least=2), EVERY] = 20_000
     """Maximum number of samples of the training split, spread evenly, for neighbours and the linear probe."""
 
+    def number_names(self, one: EvaluatedData) -> tuple[str, ...]:
+        """Those of each label and method."""
+        return tuple(f"{label}_{way}_{name}" for label in self.labels for way in self.methods for name in PROBE_NUMBERS)
+
     def rules(self) -> Iterator[UserError]:
         """There is something to predict, by something, and nothing twice."""
+        yield from super().rules()
         if self.every and not self.labels:
             yield UserError(
                 f"--evaluate.every is {self.every}, and there is no label to tell from features",
@@ -102,10 +212,3 @@ def named_once(flag: str, values: tuple[str, ...], *, known: tuple[str, ...] = (
         yield UserError(f"{flag} names one twice: {', '.join(values)}", hint="name each once")
     if known and not values:
         yield UserError(f"{flag} names none", hint=f"there are {', '.join(known)}")
-
-
-def number_names(wanted: ProbeEvaluation) -> tuple[str, ...]:
-    """The metrics of the evaluation during training, without the split: what --best can name."""
-    return tuple(
-        f"{label}_{method}_{name}" for label in wanted.labels for method in wanted.methods for name in PROBE_NUMBERS
-    )

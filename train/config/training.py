@@ -1,10 +1,10 @@
 """Settings of a training run: a frozen dataclass whose fields are the flags and the keys of the YAML files."""
 
 import re
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import asdict, dataclass, field
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 from cyclopts import Parameter
 
@@ -109,6 +109,8 @@ class TrainingSettings(Checked):
     """The command whose settings these are."""
     free_on_resume: ClassVar[frozenset[str]] = frozenset()
     """Settings of the task that may differ when a run is resumed, besides FREE_ON_RESUME."""
+    of_other_data: ClassVar[Mapping[str, Any]] = {}
+    """Settings that are about the training data alone, with their values on other data."""
 
     shards: Annotated[str, groups.WHERE, FIRST_RUN] = "data"
     """Data folder made by prep. A path, an address (s3://bucket/data), or tar files: 'DIR/{000000..000099}.tar'."""
@@ -174,6 +176,10 @@ class TrainingSettings(Checked):
     max_failures: Annotated[int, groups.MACHINE, Range(0, 10**12)] = 100
     """Number of failed samples that a run tolerates before it stops."""
 
+    def on(self, shards: str) -> Self:
+        """The settings for an evaluation on other data."""
+        return replace(self, shards=shards, **self.of_other_data)
+
     def rules(self) -> Iterator[UserError]:
         """The best checkpoint can be known, and the schedule rises in warmup and not after it."""
         if self.best is not None and not self.evaluate.every:
@@ -181,6 +187,7 @@ class TrainingSettings(Checked):
         start_lr = self.optimizer.start_lr
         if start_lr is not None and start_lr > self.lr:
             yield UserError(f"--optimizer.start-lr is {start_lr}, more than --lr {self.lr}", hint="use a smaller one")
+        yield from caught(check_best, self.best, self.evaluate)
         if self.optimizer.end_lr > self.lr:
             yield UserError(
                 f"--optimizer.end-lr is {self.optimizer.end_lr}, more than --lr {self.lr}", hint="use a smaller one"
@@ -268,10 +275,10 @@ def adapted_towers(settings: ClipSettings) -> tuple[Tower, ...]:
     return towers_to_adapt(settings.lora, settings.freeze, towers=settings.tower_names())
 
 
-def check_best(best: str | None, *, split: str, names: Iterable[str]) -> None:
-    """Raises a UserError where `--best` is none of the metrics of an evaluation of `split`."""
-    numbers = [f"{split}/{name}" for name in names]
-    if best is not None and best not in numbers:
+def check_best(best: str | None, evaluation: EvaluationSettings) -> None:
+    """Raises a UserError where `--best` is none of the metrics of the evaluations, as far as these are known."""
+    numbers = [f"{one.name}/{name}" for one in evaluation.evaluated() for name in evaluation.number_names(one)]
+    if best is not None and numbers and best not in numbers:
         raise UserError(f"--best {best} is no number of the evaluation", hint=f"there are {', '.join(numbers)}")
 
 

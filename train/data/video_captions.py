@@ -44,6 +44,7 @@ class VideoCaptions(ClipSamples):
         captions: which of a clip's captions are shown.
         has_stored_text: use the embeddings that prep text made as captions; captions without one are excluded.
         each_caption: make a clip of each caption rather than of each span, for evaluations that score every caption.
+        table: captions in place of the manifest's, with its columns.
         decode, tars: see `ChunkSet`.
 
     Attributes:
@@ -65,12 +66,13 @@ class VideoCaptions(ClipSamples):
         captions: CaptionSettings = ALL_CAPTIONS,
         has_stored_text: bool = False,
         each_caption: bool = False,
+        table: pa.Table | None = None,
         tars: TarBytes | None = None,
     ) -> None:
         self._tokenize, self._settings = tokenize, captions
         chunks = ChunkSet(data_dir, split=split, rule=decode, tars=tars)
         self.stored_text = StoredText(data_dir, chunks.video_ids) if has_stored_text else None
-        table = read_captions(data_dir)
+        table = read_captions(data_dir) if table is None else table
         video_row = rows_of(table["video_id"], chunks.video_ids)
         of_split = np.flatnonzero(video_row >= 0)
         self.num_captions = len(of_split)

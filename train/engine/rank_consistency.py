@@ -80,11 +80,12 @@ def open_consistent(
 def _content(samples: NamedSamples, settings: TrainingSettings, *, columns: tuple[str, ...]) -> Start:
     """What determines the bytes that a rank trains on and evaluates."""
     content: dict[str, object] = {}
-    if not is_remote(settings.shards) and not names_tars(settings.shards):
-        data_dir = Path(settings.shards)
-        content["manifest"] = str(read_manifest(data_dir)["fingerprint"])[:16]
-        for column in columns:
-            content[f"column {column}"] = _column(data_dir, column)
+    others = {f" of {one.name}": one.shards for one in settings.evaluate.evaluated() if one.shards is not None}
+    for name, shards in {"": settings.shards, **(others if settings.evaluate.every else {})}.items():
+        if not is_remote(shards) and not names_tars(shards):
+            content[f"manifest{name}"] = str(read_manifest(Path(shards))["fingerprint"])[:16]
+            for column in columns:
+                content[f"column {column}{name}"] = _column(Path(shards), column)
     return {**content, "variant": samples.variant_name, "set of samples": samples.fingerprint[:16]}
 
 

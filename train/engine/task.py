@@ -5,8 +5,9 @@ optimizer, ranks, logging, checkpoints, resuming.
 """
 
 from collections.abc import Mapping, Sequence
+from copy import copy
 from dataclasses import replace
-from typing import Any, Generic, Protocol, TypeVar, runtime_checkable
+from typing import Any, Generic, Protocol, Self, TypeVar, runtime_checkable
 
 import torch
 from torch import nn
@@ -14,6 +15,7 @@ from torch import nn
 from manifests.errors import UserError
 from train.augment.draws import draw
 from train.augment.pictures import to_model_input
+from train.config.evaluation import EvaluatedData
 from train.config.training import ClipSettings, ParallelSettings, TrainingSettings, adapted_towers
 from train.config.tuning import frozen_part
 from train.data.batch import Batch
@@ -27,6 +29,7 @@ from train.models.adapters import add_adapters
 from train.models.attention import AttentionBackend
 from train.models.transformer import blocks_of, compile_blocks
 from train.optim.parameters import freeze
+from train.run.folder import data_facts
 from train.weights.conversion import LOGIT_SCALE
 from train.weights.loading import Loaded, copy_into, fit_to
 from train.weights.sources import Base, Say, Source, base_of
@@ -60,8 +63,9 @@ class Task(Protocol):
         ...
 
     def evaluate(self, model: nn.Module, world: World) -> dict[str, float]:
-        """Metrics of the evaluation in the loop, equal on all ranks; {} if there is none.
+        """Metrics of the evaluations in the loop, equal on all ranks; {} if there is none.
 
+        There is one for each of `settings.evaluate.evaluated()`, whose name begins its metrics: `<name>/<metric>`.
         All ranks call it at the same step, with the model in evaluation mode and without gradients. Forward passes
         must not communicate, as ranks may make different numbers of them.
         """
@@ -181,6 +185,25 @@ class ClipTask(Generic[Settings, Samples, Model]):
         self._settings, self._attention, self._device = settings, attention, device
         self._start: Loaded | None = None
         self.base: Base | None = None
+        self._evaluations: dict[str, dict[str, Any]] = {}
+
+    def on(self, shards: str | None) -> Self:
+        """The same task, with its classes or tokens, on other data; itself for None and for its own data."""
+        if shards is None or data_facts(self._settings.shards, shards)["is_own_data"]:
+            return self
+        other = copy(self)
+        other._settings = self._settings.on(shards)
+        return other
+
+    def note_evaluation(self, one: EvaluatedData, samples: NamedSamples, **more: str) -> None:
+        """Record the data of an evaluation in the loop, for run.json and the results page."""
+        self._evaluations[one.name] = {
+            **data_facts(self._settings.shards, one.shards),
+            "split": one.split,
+            "data": samples.describe(),
+            "variant": samples.variant_name,
+            **more,
+        }
 
     def new_model(self, samples: Samples) -> Model:
         """A model with new weights, for clips as `samples` has them."""
@@ -255,8 +278,8 @@ class ClipTask(Generic[Settings, Samples, Model]):
         return [*settings.freeze, *adapted]
 
     def facts(self) -> dict[str, Any]:
-        """Entries of run.json; none by default."""
-        return {}
+        """Entries of run.json: the evaluations in the loop by name."""
+        return {"evaluations": self._evaluations} if self._evaluations else {}
 
     def files(self) -> dict[str, bytes]:
         """Files that the run keeps; none by default."""

@@ -66,6 +66,11 @@ def describe(table: Table) -> str:
     return "\n".join([*lines, *(f"{name}: {text}" for name, text in table.protocol.items())])
 
 
+def counted(number: int, noun: str, plural: str = "") -> str:
+    """`1 clip`, `2 clips`."""
+    return f"{number:,} {noun if number == 1 else plural or f'{noun}s'}"
+
+
 def percent(share: float | None) -> str:
     """A fraction in percent; a dash for None."""
     return "-" if share is None else f"{100 * share:.1f} %"
@@ -126,7 +131,12 @@ def load_template(path: Path) -> "Template":
         lstrip_blocks=True,
     )
     # `markup`: charts, scripts and rendered sections, which clipmill made itself.
-    environment.filters |= {"percent": percent, "markup": Markup, "times_100": lambda value: f"{100 * value:.1f}"}
+    environment.filters |= {
+        "percent": percent,
+        "counted": counted,
+        "markup": Markup,
+        "times_100": lambda value: f"{100 * value:.1f}",
+    }
     return environment.get_template(path.name)
 
 

@@ -15,7 +15,7 @@ from train.config.training import ClipSettings, flat
 from train.data.decoding.clip import Views
 from train.data.outcomes import FailedSample
 from train.engine.trained_run import TrainedRun, open_trained_run, read_settings
-from train.run.folder import RunFolder, result_name
+from train.run.folder import RunFolder, other_data, result_name
 from train.spec import EvaluationSpec, TaskSpec
 
 _ONE_VIEW = Views()
@@ -88,6 +88,8 @@ def open_for(spec: TaskSpec, run: RunFolder, *, shards: str | None = None) -> Op
     """
     settings: ClipSettings = read_settings(run, spec.settings, shards=shards)
     trained = open_trained_run(run, settings)
+    if shards is not None and other_data(run.data_facts(shards)):
+        settings = settings.on(shards)
     task = spec.open(settings, attention=trained.attention, device=trained.device, run=run)
     return OpenedRun(spec=spec, run=run, settings=settings, shards=shards, trained=trained, task=task)
 

@@ -244,7 +244,8 @@ class WeightsAndBiases:
                 hint="wandb login, or --track.wandb offline and wandb sync later",
             ) from error
         # Evaluations of runs with different batch sizes are compared by epoch.
-        self._run.define_metric(f"{settings.evaluate.split}/*", step_metric="train/epoch")
+        for one in settings.evaluate.evaluated():
+            self._run.define_metric(f"{one.name}/*", step_metric="train/epoch")
         self._run.summary["page"] = str(run.page.resolve())
 
     def log(self, line: dict[str, Any]) -> None:

@@ -3,14 +3,20 @@ from fractions import Fraction
 
 import numpy as np
 import pytest
+from numpy.typing import NDArray
 
 from train.tasks.dual_encoder.embeddings import distinct_texts, text_keys
 from train.tasks.dual_encoder.metrics import chance, ranks, score_retrieval
 
 
+def right(text_of_clip: list[int]) -> NDArray[np.bool_]:
+    """The texts of clips as a table of clips by texts."""
+    return np.array(text_of_clip)[:, None] == np.arange(max(text_of_clip) + 1)
+
+
 def test_ranks_and_recalls_of_a_small_table() -> None:
     similarity = np.array([[0.9, 0.1, 0.2], [0.8, 0.3, 0.1], [0.1, 0.2, 0.7]], np.float32)  # clips by texts
-    scores = score_retrieval(similarity, np.array([0, 1, 2]))
+    scores = score_retrieval(similarity, right([0, 1, 2]))
     assert scores.video_to_text.recall == pytest.approx({1: 2 / 3, 5: 1.0, 10: 1.0})
     assert scores.video_to_text.median_rank == 1
     assert scores.text_to_video.recall[1] == 1.0
@@ -19,7 +25,7 @@ def test_ranks_and_recalls_of_a_small_table() -> None:
 def test_any_clip_with_the_text_is_right() -> None:
     """Clips 0 and 1 share text 0: finding either is enough, and they do not push each other back."""
     similarity = np.array([[0.5, 0.9], [0.8, 0.1], [0.7, 0.6]], np.float32)
-    scores = score_retrieval(similarity, np.array([0, 0, 1]))
+    scores = score_retrieval(similarity, right([0, 0, 1]))
     assert (scores.text_to_video.num_queries, scores.text_to_video.gallery_size) == (2, 3)
     assert (scores.video_to_text.num_queries, scores.video_to_text.gallery_size) == (3, 2)
     assert scores.text_to_video.recall[1] == 0.5  # text 0 finds clip 1; text 1 finds clip 0 before clip 2
@@ -45,7 +51,7 @@ def test_chance_is_what_random_rankings_reach() -> None:
 
 
 def test_chance_stands_beside_the_recalls() -> None:
-    scores = score_retrieval(np.eye(100, dtype=np.float32), np.arange(100))
+    scores = score_retrieval(np.eye(100, dtype=np.float32), np.eye(100, dtype=bool))
     assert scores.video_to_text.chance == pytest.approx({1: 0.01, 5: 0.05, 10: 0.1})
     assert scores.video_to_text.chance_median_rank == 50
     assert scores.video_to_text.median_rank == 1

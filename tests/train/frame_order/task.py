@@ -1,6 +1,7 @@
 """The task itself: data, model, objective and evaluation."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -67,8 +68,8 @@ class FrameOrderTask:
     def training_set(self, world: World) -> ChunkClips:
         return self.samples(self._settings.split, world)
 
-    def samples(self, split: str, world: World) -> ChunkClips:
-        settings = self._settings
+    def samples(self, split: str, world: World, *, shards: str | None = None) -> ChunkClips:
+        settings = replace(self._settings, shards=shards or self._settings.shards)
         folder = open_folder(settings, reason="train frame-order reads data folders")
         return ChunkClips(
             folder.path,
@@ -114,10 +115,13 @@ class FrameOrderTask:
         wanted = self._settings.evaluate
         if not wanted.every:
             return {}
-        samples = self.samples(wanted.split, world)
-        right, count, _ = self.score(model, samples, every=every_for(len(samples), at_most=wanted.max_samples))
-        counts = world.sum(torch.tensor([right, count]))
-        return {f"{wanted.split}/accuracy": float(counts[0] / counts[1])}
+        found: dict[str, float] = {}
+        for one in wanted.evaluated():
+            samples = self.samples(one.split, world, shards=one.shards)
+            right, count, _ = self.score(model, samples, every=every_for(len(samples), at_most=wanted.max_samples))
+            counts = world.sum(torch.tensor([right, count]))
+            found[f"{one.name}/accuracy"] = float(counts[0] / counts[1])
+        return found
 
     @torch.no_grad()
     def score(self, model: nn.Module, samples: ChunkClips, *, every: int) -> tuple[int, int, list[Any]]:

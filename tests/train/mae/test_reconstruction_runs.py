@@ -165,7 +165,7 @@ def test_a_run_ends_with_pictures_of_held_out_clips(
     page, marked = run.page.read_text(), "of other data: " + html.escape(str(other))
     assert page.count(marked) == 2  # beside its numbers and its pictures
     assert 0 < page.index("<h2>Reconstructions</h2>") < page.index("elsewhere_000000000")
-    assert page.rindex("3 clips, 75.0 % masked") < page.index(marked) < page.rindex("1 clips, 75.0 % masked")
+    assert page.rindex("3 clips, 75.0 % masked") < page.index(marked) < page.rindex("1 clip, 75.0 % masked")
 
     overview = tmp_path / "index.html"
     assert train("overview", run.path, "--out", overview) == 0

@@ -12,7 +12,7 @@ from train.data.batch import Batch
 from train.distributed.world import World
 from train.evaluation.probe.features import tower_of
 from train.evaluation.probe.probing import probe
-from train.evaluation.probe.sets import available_labels, open_sets
+from train.evaluation.probe.sets import Labelled, available_labels, open_sets
 from train.evaluation.probe.spec import ProbeFlags
 from train.evaluation.runner import OpenedRun, Score, describe_clip, split_metrics
 
@@ -21,7 +21,8 @@ class LoopProbe:
     """Probes a model repeatedly on the same clips while it is trained.
 
     Args:
-        settings: of the run; clips of its training split are the bank.
+        settings: of the run, with the data to evaluate; clips of the training split of these data are the bank.
+        name: prefix of the metrics.
         inputs: from a batch to clips [B, C, T, H, W] as the video tower takes them in an evaluation.
 
     Raises:
@@ -33,15 +34,21 @@ class LoopProbe:
         settings: ClipSettings,
         wanted: ProbeEvaluation,
         *,
+        name: str,
         inputs: Callable[[Batch], torch.Tensor],
         world: World,
         device: torch.device,
     ) -> None:
-        self._wanted, self._inputs, self._device = wanted, inputs, device
+        self._wanted, self._name, self._inputs, self._device = wanted, name, inputs, device
         self._sets = open_sets(settings, wanted, bank_split=settings.split, world=world, device=device)
 
+    @property
+    def queries(self) -> Labelled:
+        """This rank's part of the clips that are scored."""
+        return self._sets.queries
+
     def __call__(self, model: nn.Module, world: World) -> dict[str, float]:
-        """Accuracies as `<split>/<label>_<method>_<name>`, equal on all ranks; collective.
+        """Accuracies as `<name>/<label>_<method>_<metric>`, equal on all ranks; collective.
 
         The model is in evaluation mode, and unsharded on every rank.
         """
@@ -55,7 +62,7 @@ class LoopProbe:
         # All ranks computed the same; rank 0 decides in case devices round differently.
         own = torch.tensor(list(metrics.values()), dtype=torch.float64, device=self._device)
         metrics = dict(zip(metrics, world.gather(own)[: len(own)].tolist(), strict=True))
-        return split_metrics(self._wanted.split, metrics, num_failed=sum(one.num_failed for one in features))
+        return split_metrics(self._name, metrics, num_failed=sum(one.num_failed for one in features))
 
 
 def score_features(opened: OpenedRun, wanted: ProbeFlags) -> Score:

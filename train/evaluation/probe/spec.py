@@ -9,7 +9,7 @@ from cyclopts import Parameter
 from manifests.errors import UserError
 from train.config.evaluation import METHODS, NEIGHBOURS, PROBE_NUMBERS, Method, ProbeEvaluation, named_once
 from train.config.fields import Checked
-from train.evaluation.pages import FEW_CLASSES, Row, Table, protocol_of, share_cell
+from train.evaluation.pages import FEW_CLASSES, Row, Table, counted, protocol_of, share_cell
 from train.spec import CurveGroup, EvaluationSpec
 
 
@@ -54,18 +54,21 @@ def probe_table(result: dict[str, Any]) -> Table:
         if one["num_classes"] <= FEW_CLASSES:
             cells[1] = share_cell(None)
         words = [one["label"], methods[one["method"]], *(["random"] if one["encoder"] == "random" else [])]
-        detail = f"{one['num_samples']:,} clips, {one['num_bank']:,} in the bank, {one['num_classes']:,} classes"
+        detail = (
+            f"{counted(one['num_samples'], 'clip')}, {one['num_bank']:,} in the bank, {one['num_classes']:,} classes"
+        )
         detail += "" if one["l2"] is None else f", L2 {one['l2']:g}"
         rows.append(Row(", ".join(words), detail, tuple(cells)))
         if one["num_unseen"]:
             left_out.append(
-                f"{one['num_unseen']:,} clips of {one['num_unseen_classes']:,} classes of {one['label']} "
+                f"{counted(one['num_unseen'], 'clip')} of "
+                f"{counted(one['num_unseen_classes'], 'class', 'classes')} of {one['label']} "
                 f"that the bank lacks: never right"
             )
     sizes = "; ".join(dict.fromkeys(left_out))
     protocol = protocol_of(
         result,
-        f"{result['num_samples']:,} clips",
+        counted(result["num_samples"], "clip"),
         bank=result["bank"],
         features=result["features"],
         unseen=sizes,

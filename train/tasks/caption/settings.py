@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from cyclopts import Parameter
 
@@ -11,10 +11,10 @@ from manifests.errors import UserError
 from manifests.json_text import parse_json
 from train.config import fields as groups
 from train.config.data import CaptionSettings
-from train.config.evaluation import EVERY, EvaluationSettings
-from train.config.fields import FIRST_RUN, SHARE, Checked, Needs, Range, caught, help_group
+from train.config.evaluation import EVERY, EvaluatedData, EvaluationSettings
+from train.config.fields import FIRST_RUN, SHARE, Checked, Needs, Range, help_group
 from train.config.model import PATCH_PX, SIZE, Towers
-from train.config.training import ClipSettings, NumFrames, check_best
+from train.config.training import ClipSettings, NumFrames
 from train.config.tuning import Freeze, Tower
 
 Method = Literal["greedy", "sample", "beam"]
@@ -195,6 +195,10 @@ class CaptionEvaluation(EvaluationSettings):
     max_samples: Annotated[int, Range(least=2), EVERY] = 500
     """Maximum number of clips: every k-th of the split, with the smallest sufficient k."""
 
+    def number_names(self, one: EvaluatedData) -> tuple[str, ...]:
+        """Those of generated captions."""
+        return NUMBERS
+
 
 @Parameter(name="*")
 @dataclass(frozen=True, kw_only=True)
@@ -202,6 +206,7 @@ class CaptionerSettings(ClipSettings):
     """Settings of `train caption`."""
 
     command = "caption"
+    of_other_data: ClassVar[Mapping[str, Any]] = {"captions": CaptionSettings()}
     free_on_resume = frozenset({"decoding"})
 
     num_frames: NumFrames = 8
@@ -236,7 +241,6 @@ class CaptionerSettings(ClipSettings):
         patch_px = self.towers.patch_px or PATCH_PX[self.model]
         if self.size_px % patch_px:
             yield UserError(f"--size-px is {self.size_px}", hint=f"it must be a multiple of {patch_px}, the patch")
-        yield from caught(check_best, self.best, split=self.evaluate.split, names=NUMBERS)
 
     def without_effect(self, typed: Mapping[str, str]) -> Iterator[UserError]:
         """Yields flags about a new decoder or tokenizer beside one that exists."""

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 from train.config.fields import Checked, Range
-from train.evaluation.pages import Cell, Row, Table, protocol_of
+from train.evaluation.pages import Cell, Row, Table, counted, protocol_of
 from train.spec import CurveGroup, EvaluationSpec, ExportRequest, TaskSpec
 from train.tasks.caption.settings import DECODING, METRIC_LABELS, CaptionerSettings, DecodingSettings
 
@@ -81,7 +81,11 @@ def caption_table(result: dict[str, Any]) -> Table:
     shown = [name for name in _CAPTION_COLUMNS if name in result["means"]]
     constant = result["constant"]
     rows = [
-        ("captions", f"{result['num_samples']:,} clips, {result['num_references']:,} references", result["means"]),
+        (
+            "captions",
+            f"{counted(result['num_samples'], 'clip')}, {counted(result['num_references'], 'reference')}",
+            result["means"],
+        ),
         ("constant caption", "the same caption for every clip", constant["means"]),
     ]
     table_rows = []
@@ -92,7 +96,7 @@ def caption_table(result: dict[str, Any]) -> Table:
     absent = "; ".join(f"no {_CAPTION_COLUMNS[name]}: {reason}" for name, reason in result["absent"].items())
     protocol = protocol_of(
         result,
-        f"{result['num_samples']:,} clips (hash of their names {result['ids_hash']}); all metrics times 100",
+        f"{counted(result['num_samples'], 'clip')} (hash of their names {result['ids_hash']}); all metrics times 100",
         captions=result["decoding"],
         loss=result["loss_rule"],
         constant_caption=f"“{constant['caption']}”: {constant['chosen']}",

@@ -58,7 +58,7 @@ class CaptionTask(ClipTask[CaptionerSettings, CaptionedClips | None, Captioner])
         tower_size(settings)  # a mistake in it is reported before training starts
         self._say = say
         self._decoder, self._is_of_run = decoder, decoder is not None
-        self._held_out: CaptionedClips | None = None
+        self._held_out: dict[str, CaptionedClips] = {}
 
     @property
     def decoder(self) -> DecoderParts:
@@ -71,7 +71,7 @@ class CaptionTask(ClipTask[CaptionerSettings, CaptionedClips | None, Captioner])
         parts = self.decoder
         with torch.device("meta"):
             model = self.new_model()
-        return {"decoder": decoder_facts(parts.size), **start_facts(model, parts)}
+        return {"decoder": decoder_facts(parts.size), **start_facts(model, parts), **super().facts()}
 
     def files(self) -> dict[str, bytes]:
         """The tokenizer, which the weights cannot be used without."""
@@ -88,7 +88,9 @@ class CaptionTask(ClipTask[CaptionerSettings, CaptionedClips | None, Captioner])
         # Checked now, so that a mistake in --decoding is reported before training starts.
         self.decoding()
         if settings.evaluate.every:
-            self._held_out = self.samples(settings.evaluate.split, world)
+            for one in settings.evaluate.evaluated():
+                self._held_out[one.name] = found = self.on(one.shards).samples(one.split, world)
+                self.note_evaluation(one, found)
         return samples
 
     def samples(self, split: str, world: World) -> CaptionedClips:
@@ -149,11 +151,15 @@ class CaptionTask(ClipTask[CaptionerSettings, CaptionedClips | None, Captioner])
         return self.pixels(batch, rows, mean=MEANS[kind], std=STDS[kind], is_training=is_training)
 
     def evaluate(self, model: nn.Module, world: World) -> dict[str, float]:
-        """Loss, metrics and exact matches on the split that the settings name, as `<split>/<name>`."""
-        if self._held_out is None:
-            return {}
-        wanted, samples = self._settings.evaluate, self._held_out
-        batches = samples.evaluation_batches(every=every_for(len(samples), at_most=wanted.max_samples))
+        """Loss, metrics and exact matches on the data that the settings name, as `<name>/<metric>`."""
+        found: dict[str, float] = {}
+        for name, samples in self._held_out.items():
+            found |= split_metrics(name, self._said(model, samples, world))
+        return found
+
+    def _said(self, model: nn.Module, samples: CaptionedClips, world: World) -> dict[str, float]:
+        most = self._settings.evaluate.max_samples
+        batches = samples.evaluation_batches(every=every_for(len(samples), at_most=most))
         own = captions_of(
             whole_captioner(model, stages=world.stages, device=self._device),
             batches_on_all_stages(batches, world.stages),
@@ -162,7 +168,7 @@ class CaptionTask(ClipTask[CaptionerSettings, CaptionedClips | None, Captioner])
             decoding=self.decoding(),
             device=self._device,
         )
-        return split_metrics(wanted.split, metrics_of(world.gather_objects(own), references=samples.references))
+        return metrics_of(world.gather_objects(own), references=samples.references)
 
     def decoding(self, wanted: DecodingSettings | None = None) -> DecodingSettings:
         """Settings of decoding: the given ones, or the run's; limited by the decoder's context.

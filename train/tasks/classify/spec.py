@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import Annotated, Any
 
 from train.config.fields import Checked
-from train.evaluation.pages import FEW_CLASSES, Row, Table, protocol_of, share_cell
+from train.evaluation.pages import FEW_CLASSES, Row, Table, counted, protocol_of, share_cell
 from train.evaluation.probe.spec import PROBE
 from train.spec import EvaluationSpec, ExportRequest, Features, TaskSpec
 from train.tasks.classify.settings import VIEWS, ClassEvaluation, ClassifySettings
@@ -60,15 +60,15 @@ def _export(request: ExportRequest) -> Any:
 
 def classification_table(result: dict[str, Any]) -> Table:
     """A row for each kind of class."""
-    rows = []
+    rows, clips = [], counted(result["num_samples"], "clip")
     for name, num_classes in result["num_classes"].items():
         shares = [result["numbers"][f"{name}_{key}"] for key in ("top1", "top5", "mean_class")]
         chances = [min(k / num_classes, 1.0) for k in (1, 5, 1)]
         cells = [share_cell(share, chance) for share, chance in zip(shares, chances, strict=True)]
         if num_classes <= FEW_CLASSES:
             cells[1] = share_cell(None)
-        rows.append(Row(name, f"{result['num_samples']:,} clips, {num_classes:,} classes", tuple(cells)))
-    protocol = protocol_of(result, f"{result['num_samples']:,} clips")
+        rows.append(Row(name, f"{clips}, {num_classes:,} classes", tuple(cells)))
+    protocol = protocol_of(result, clips)
     return Table("Classification", ("top-1", "top-5", "mean class"), tuple(rows), protocol)
 
 

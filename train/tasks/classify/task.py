@@ -57,7 +57,7 @@ class ClassifyTask(ClipTask[ClassifySettings, Samples, VideoClassifier]):
     ) -> None:
         super().__init__(settings, attention=attention, device=device)
         self._classes = classes
-        self._held_out: Samples | None = None
+        self._held_out: dict[str, Samples] = {}
         self.columns: tuple[str, ...] = ("latents",) if settings.input == "latents" else ("video",)
 
     @property
@@ -67,8 +67,8 @@ class ClassifyTask(ClipTask[ClassifySettings, Samples, VideoClassifier]):
         return self._classes
 
     def facts(self) -> dict[str, Any]:
-        """Entry of run.json."""
-        return {"classes": self.classes.as_json()}
+        """Entries of run.json."""
+        return {"classes": self.classes.as_json(), **super().facts()}
 
     def training_set(self, world: World) -> Samples:
         """This rank's part of the labelled clips, or segments of latents, of the split that the settings name.
@@ -90,7 +90,10 @@ class ClassifyTask(ClipTask[ClassifySettings, Samples, VideoClassifier]):
             )
         if settings.evaluate.every:
             # Opened now, so that a mistake in its settings is reported before training starts.
-            self._held_out = self.samples(settings.evaluate.split, world, views=_views(settings.evaluate))
+            for one in settings.evaluate.evaluated():
+                found = self.on(one.shards).samples(one.split, world, views=_views(settings.evaluate))
+                self._held_out[one.name] = found
+                self.note_evaluation(one, found)
         return samples
 
     def samples(self, split: str, world: World, *, views: Views | None = None, repeats: int = 1) -> Samples:
@@ -167,13 +170,14 @@ class ClassifyTask(ClipTask[ClassifySettings, Samples, VideoClassifier]):
         return spread_frames(latents_BFCHW, num_frames=count, offset_BK=within)
 
     def evaluate(self, model: nn.Module, world: World) -> dict[str, float]:
-        """Accuracies on the split that the settings name, as `<split>/<name>`."""
-        if self._held_out is None:
-            return {}
+        """Accuracies on the data that the settings name, as `<name>/<metric>`."""
         wanted = self._settings.evaluate
-        every = every_for(len(self._held_out), at_most=wanted.max_samples)
-        result = self.score(model, self._held_out, world, views=_views(wanted), every=every)
-        return split_metrics(wanted.split, result.metrics, num_failed=result.num_failed)
+        metrics: dict[str, float] = {}
+        for name, samples in self._held_out.items():
+            every = every_for(len(samples), at_most=wanted.max_samples)
+            result = self.score(model, samples, world, views=_views(wanted), every=every)
+            metrics |= split_metrics(name, result.metrics, num_failed=result.num_failed)
+        return metrics
 
     def score(self, model: nn.Module, samples: Samples, world: World, *, views: Views, every: int = 1) -> ClassResult:
         """Score a model in evaluation mode on samples that were opened with `views`; collective."""

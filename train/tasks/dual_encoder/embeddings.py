@@ -25,6 +25,8 @@ from train.models.text import load_tokenizer
 _KEY_BYTES = 8
 _TEXTS_AT_ONCE = 256
 
+EmbedTexts = Callable[[Sequence[str]], NDArray[np.float32]]
+
 
 class TakesBatches(Protocol):
     """A task whose model embeds clips and captions."""

@@ -1,13 +1,11 @@
 """Evaluations of a dual encoder: of a trained run, and in the training loop by all ranks together."""
 
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, cast
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import nn
 
 from manifests.errors import FailedWork, UserError
@@ -21,17 +19,19 @@ from train.evaluation.pages import PicturedSamples, clip_figure, evenly_spaced
 from train.evaluation.runner import OpenedRun, Score, describe_clip, every_for, split_metrics
 from train.tasks.dual_encoder.embeddings import (
     Embeddings,
+    EmbedTexts,
     TakesBatches,
-    distinct_texts,
     embed_all,
     embed_texts,
     gathered,
 )
-from train.tasks.dual_encoder.metrics import ranks, score_mir, score_retrieval
+from train.tasks.dual_encoder.metrics import MIR_PROTOCOL, ranks, score_mir
 from train.tasks.dual_encoder.mir_table import MirTable, open_mir_table
+from train.tasks.dual_encoder.protocols import NAMED, Match, RetrievalScorer, protocol_captions
 from train.tasks.dual_encoder.settings import DualEncoderSettings
 from train.tasks.dual_encoder.zero_shot import (
     PLAIN_TEMPLATE,
+    PROTOCOL,
     ClassPrompts,
     class_embeddings,
     open_class_prompts,
@@ -41,11 +41,13 @@ from train.tasks.dual_encoder.zero_shot import (
 # Scores embeddings by a protocol: plain values for the result file, and metrics for the training log.
 
 
-EmbedTexts = Callable[[Sequence[str]], NDArray[np.float32]]
-
-
 class Scorer(Protocol):
     """A protocol with its files read, ready to score embeddings."""
+
+    @property
+    def definition(self) -> str:
+        """What is ranked or classified, and what is correct."""
+        ...
 
     def score(self, found: Embeddings, embed_texts: EmbedTexts) -> dict[str, Any]:
         """The result as plain values; `embed_texts` gives unit-length embeddings of texts that are not captions."""
@@ -56,27 +58,12 @@ class Scorer(Protocol):
         ...
 
 
-class RetrievalScorer:
-    """Text-video retrieval (train.tasks.dual_encoder.metrics)."""
-
-    def score(self, found: Embeddings, embed_texts: EmbedTexts) -> dict[str, Any]:
-        first_rows, text_of_clip = distinct_texts(found.text_key)
-        return score_retrieval(found.video @ found.text[first_rows].T, text_of_clip).as_json()
-
-    def metrics(self, result: dict[str, Any]) -> dict[str, float]:
-        metrics: dict[str, float] = {}
-        for direction in ("text_to_video", "video_to_text"):
-            scores = result[direction]
-            metrics |= {f"{direction}_r{k}": share for k, share in scores["recall"].items()}
-            metrics[f"{direction}_median_rank"] = scores["median_rank"]
-        return metrics
-
-
 @dataclass(frozen=True)
 class MirScorer:
     """EPIC-KITCHENS-100 multi-instance retrieval (train.tasks.dual_encoder.metrics)."""
 
     table: MirTable
+    definition: str = MIR_PROTOCOL
 
     def score(self, found: Embeddings, embed_texts: EmbedTexts) -> dict[str, Any]:
         table = self.table
@@ -104,6 +91,7 @@ class ZeroShotScorer:
     """Zero-shot classification (train.tasks.dual_encoder.zero_shot)."""
 
     classes: ClassPrompts
+    definition: str = PROTOCOL
 
     def score(self, found: Embeddings, embed_texts: EmbedTexts) -> dict[str, Any]:
         classes = self.classes
@@ -129,39 +117,40 @@ class ZeroShotScorer:
         return {**top, "mean_class_accuracy": result["mean_class_accuracy"]}
 
 
-def make_scorer(settings: DualEncoderEvaluation, *, data_dir: Path | None, has_text_tower: bool) -> Scorer:
+def make_scorer(
+    settings: DualEncoderEvaluation, *, data_dir: Path | None, has_text_tower: bool, sources: str | None = None
+) -> Scorer:
     """The scorer of `settings.protocol`, with its files read.
 
     Args:
         data_dir: the data folder; None for tars, which have no manifest.
         has_text_tower: whether the run has a text tower, which embeds prompts.
+        sources: `--captions.sources`, for named protocols.
 
     Raises:
         UserError: a file cannot be read or does not fit, or the data lacks what the protocol needs.
     """
-    if settings.protocol == "retrieval":
-        return RetrievalScorer()
+    protocol, split = settings.protocol, settings.split
+    if protocol == "retrieval":
+        return RetrievalScorer(temperature=settings.dual_softmax)
     if data_dir is None:
         raise UserError(
-            f"{settings.protocol} needs the labels of a manifest, and tars have none",
+            f"{protocol} needs the captions or labels of a manifest, and tars have none",
             hint="give a data folder: --shards DIR",
         )
-    if not has_text_tower:
+    if not has_text_tower and protocol != "msrvtt-1ka":
         raise UserError(
-            f"{settings.protocol} embeds texts, and this run has no text tower: its embeddings are stored",
+            f"{protocol} embeds texts, and this run has no text tower: its embeddings are stored",
             hint="use a run of --text-tower trained",
         )
-    if settings.protocol == "mir":
-        table = open_mir_table(
-            data_dir, split=settings.split, relevancy=settings.relevancy, sentences=settings.sentences
-        )
+    if protocol == "mir":
+        table = open_mir_table(data_dir, split=split, relevancy=settings.relevancy, sentences=settings.sentences)
         return MirScorer(table)
+    if protocol != "zero-shot":
+        captions = protocol_captions(data_dir, protocol, split=split, sources=sources)
+        return RetrievalScorer(protocol, captions, settings.dual_softmax)
     classes = open_class_prompts(
-        data_dir,
-        split=settings.split,
-        classes=settings.classes,
-        templates=settings.templates,
-        label=settings.label,
+        data_dir, split=split, classes=settings.classes, templates=settings.templates, label=settings.label
     )
     return ZeroShotScorer(classes)
 
@@ -183,52 +172,76 @@ class LoopEvaluation:
 
     Args:
         samples: this rank's part of the split.
+        settings: of the run, with the data to evaluate.
+        wanted: the evaluation.
+        name: prefix of its metrics.
+
+    Attributes:
+        protocol: its name and definition, and what the data lack of it.
 
     Raises:
         UserError: the split cannot be evaluated by this protocol.
     """
 
     def __init__(
-        self, task: TakesBatches, samples: TrainingSet, settings: DualEncoderSettings, *, device: torch.device
+        self,
+        task: TakesBatches,
+        samples: TrainingSet,
+        settings: DualEncoderSettings,
+        *,
+        wanted: DualEncoderEvaluation,
+        name: str,
+        device: torch.device,
     ) -> None:
-        self._task, self._samples, self._device = task, samples, device
-        self._split = settings.evaluate.split
+        self._task, self._samples, self._device, self._name = task, samples, device, name
         if samples.num_samples is None:
             raise UserError(
                 "tars cannot be evaluated while they are trained on: they have no splits",
-                hint="leave out --evaluate.every, and use train eval with --shards afterwards",
+                hint="name a data folder with --evaluate.shards, or leave out --evaluate.every and use train eval",
             )
-        self._every = every_for(samples.num_samples, at_most=settings.evaluate.max_samples)
-        self._scorer = open_scorer(settings.evaluate, settings)
+        self._every = every_for(samples.num_samples, at_most=wanted.max_samples)
+        if self._every > 1 and wanted.protocol in NAMED:
+            raise UserError(
+                f"--evaluate.max-samples is {wanted.max_samples}, and {wanted.protocol} ranks all "
+                f"{samples.num_samples:,} videos of {name}",
+                hint=f"use {samples.num_samples} or more, or --evaluate.protocol retrieval",
+            )
+        self._scorer = open_scorer(wanted, settings)
+        self.protocol = f"{wanted.protocol}: {self._scorer.definition}"
+        if isinstance(self._scorer, RetrievalScorer) and (incomplete := self._scorer.missing(samples.num_samples)):
+            self.protocol += f"; incomplete: {incomplete}"
 
     def __call__(self, model: nn.Module, world: World) -> dict[str, float]:
-        """The protocol's metrics as `<split>/<name>`, equal on all ranks; collective."""
+        """The protocol's metrics as `<name>/<metric>`, equal on all ranks; collective."""
         batches = self._samples.evaluation_batches(every=self._every)
         own = embed_all(self._task, model, batches, device=self._device)
         found = gathered(own, world, device=self._device)
-        metrics = self._scorer.metrics(score(self._scorer, found, model, device=self._device))
-        return split_metrics(self._split, metrics, num_failed=found.num_failed)
+        result = self._scorer.score(found, text_embedder(model, device=self._device))
+        return split_metrics(self._name, self._scorer.metrics(result), num_failed=found.num_failed)
 
 
 def open_scorer(wanted: DualEncoderEvaluation, settings: DualEncoderSettings) -> Scorer:
     """The scorer of a protocol for a run's data.
 
     Raises:
-        UserError: see `make_scorer`; also for multi-instance retrieval on latents.
+        UserError: see `make_scorer`; also for protocols of clips on latents.
     """
-    if wanted.protocol == "mir" and settings.input == "latents":
-        raise UserError("mir scores the clips of captions, and latents are in segments", hint="use --input pixels")
+    if wanted.protocol in ("mir", *NAMED) and settings.input == "latents":
+        raise UserError(
+            f"{wanted.protocol} scores the clips of captions, and latents are in segments", hint="use --input pixels"
+        )
     data_dir: Path | None = None
     if wanted.protocol != "retrieval" and not names_tars(settings.shards):
         data_dir = open_data_folder(settings.shards, cache=settings.cache).path
-    return make_scorer(wanted, data_dir=data_dir, has_text_tower=settings.text_tower == "trained")
+    has_text_tower, sources = settings.text_tower == "trained", settings.captions.sources
+    return make_scorer(wanted, data_dir=data_dir, has_text_tower=has_text_tower, sources=sources)
 
 
-def score(scorer: Scorer, found: Embeddings, model: nn.Module, *, device: torch.device) -> dict[str, Any]:
-    """The result of a protocol for the embeddings of `model`."""
+def text_embedder(model: nn.Module, *, device: torch.device) -> EmbedTexts:
+    """Unit-length embeddings of texts by the text tower of `model`."""
     # A wrapper such as DDP forwards calls of the model, but not its other methods.
     towers = cast(EmbedsTexts, getattr(model, "module", model))
-    return scorer.score(found, lambda texts: embed_texts(towers.embed_text, texts, device=device))
+    return lambda texts: embed_texts(towers.embed_text, texts, device=device)
 
 
 def score_run(opened: OpenedRun, wanted: DualEncoderEvaluation, *, num_clips: int) -> Score:
@@ -245,43 +258,50 @@ def score_run(opened: OpenedRun, wanted: DualEncoderEvaluation, *, num_clips: in
     if num_clips > 1 and settings.input == "latents":
         raise UserError(f"--clips is {num_clips}", hint="leave it out: latents have a single view")
     scorer = open_scorer(wanted, settings)
-    # In multi-instance retrieval, two narrations of one span are two queries.
-    samples = task.samples(wanted.split, World(), num_clips=num_clips, each_caption=wanted.protocol == "mir")
+    samples = task.samples_of(wanted, World(), num_clips=num_clips)
     model = trained.fill(task.build_model(samples))
     with trained.precision.autocast():
         own = embed_all(task, model, samples.evaluation_batches(), device=trained.device, num_clips=num_clips)
         found = gathered(own, World(), device=trained.device)
-        values = {"split": samples.split, **score(scorer, found, model, device=trained.device)}
-    if wanted.protocol == "retrieval":
-        values["examples"] = retrieval_examples(found, samples, num_frames=settings.num_frames)
+        embed = text_embedder(model, device=trained.device)
+        if isinstance(scorer, RetrievalScorer):
+            match = scorer.match(found, embed)
+            examples = retrieval_examples(match, found, samples, num_frames=settings.num_frames)
+            values = {**scorer.result(match), "examples": examples}
+        else:
+            values = scorer.score(found, embed)
     return Score(
         name=_result_name(wanted, num_clips=num_clips),
         samples=samples,
         clip=describe_clip(settings, views=Views(num_clips=num_clips), mean_of="embeddings"),
-        values=values,
+        values={"split": samples.split, **values},
         failed=found.failed,
     )
 
 
-def retrieval_examples(found: Embeddings, samples: PicturedSamples, *, num_frames: int) -> list[dict[str, Any]]:
+def retrieval_examples(
+    match: Match, found: Embeddings, samples: PicturedSamples, *, num_frames: int
+) -> list[dict[str, Any]]:
     """Text queries spread evenly over the split, whatever their rank, each with the clips that score best."""
-    first_rows, text_of_clip = distinct_texts(found.text_key)
-    similarity_NM = found.video @ found.text[first_rows].T
+    similarity_NM = match.similarity_NM
     num_texts = similarity_NM.shape[1]
-    rank_M = ranks(similarity_NM.T, (text_of_clip[:, None] == np.arange(num_texts)).T)
+    rank_M = ranks(similarity_NM.T, match.is_right_NM.T)
 
     def retrieved(clip: int, text: int) -> dict[str, Any]:
-        sample = int(found.samples[clip])
+        sample = int(found.samples[match.clip_N[clip]])
         return {
             **clip_figure(samples, sample, num_frames=num_frames),
             "text": samples.text(sample),
             "score": float(similarity_NM[clip, text]),
-            "is_right": bool(text_of_clip[clip] == text),
+            "is_right": bool(match.is_right_NM[clip, text]),
         }
+
+    def query(text: int) -> str:
+        return samples.text(int(found.samples[match.row_M[text]])) if match.texts is None else match.texts[text]
 
     return [
         {
-            "text": samples.text(int(found.samples[first_rows[text]])),
+            "text": query(text),
             "rank": int(rank_M[text]),
             "found": [
                 retrieved(clip, text) for clip in np.argsort(-similarity_NM[:, text], kind="stable")[:_NUM_FOUND]

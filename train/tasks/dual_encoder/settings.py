@@ -1,18 +1,18 @@
 """Settings of `train dual-encoder`."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Annotated, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from cyclopts import Parameter
 
 from manifests.errors import UserError
 from train.config import fields as groups
 from train.config.data import CaptionSettings
-from train.config.evaluation import NUMBERS, DualEncoderEvaluation
+from train.config.evaluation import DualEncoderEvaluation
 from train.config.fields import FIRST_RUN, GoesWith, Range, caught, help_group
 from train.config.model import check_picture
-from train.config.training import ClipSettings, check_best
+from train.config.training import ClipSettings
 from train.config.tuning import Tower
 from train.losses.settings import Loss
 
@@ -25,6 +25,7 @@ class DualEncoderSettings(ClipSettings):
     """Settings of `train dual-encoder`."""
 
     command = "dual-encoder"
+    of_other_data: ClassVar[Mapping[str, Any]] = {"captions": CaptionSettings()}
     only_kind = "clip"
 
     input: Annotated[Literal["pixels", "latents"], groups.CLIPS, FIRST_RUN] = "pixels"
@@ -58,7 +59,6 @@ class DualEncoderSettings(ClipSettings):
             yield UserError(
                 f"--batch is {self.batch}", hint="it must be at least 2: a caption needs others to be told from"
             )
-        yield from caught(check_best, self.best, split=self.evaluate.split, names=NUMBERS[self.evaluate.protocol])
         if self.input == "pixels":
             yield from caught(check_picture, self.model, size_px=self.size_px)
         if self.text_tower == "frozen" and self.towers.embedding_width is not None:

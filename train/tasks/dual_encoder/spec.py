@@ -4,9 +4,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
-from train.config.evaluation import DualEncoderEvaluation
+from train.config.evaluation import TEMPERATURE, DualEncoderEvaluation, RetrievalName
 from train.config.fields import Checked, Range
-from train.evaluation.pages import Cell, Row, Table, protocol_of, share_cell
+from train.evaluation.pages import Cell, Row, Table, counted, protocol_of, share_cell
 from train.evaluation.probe.spec import PROBE
 from train.spec import CurveGroup, EvaluationSpec, ExportRequest, Features, TaskSpec
 from train.tasks.dual_encoder.settings import DualEncoderSettings
@@ -17,21 +17,33 @@ _DIRECTIONS = {"text_to_video": "text → video", "video_to_text": "video → te
 
 
 @dataclass(frozen=True, kw_only=True)
-class RetrievalFlags(Checked):
-    """Flags of `train eval retrieval`."""
+class ClipFlags(Checked):
+    """Flags of every evaluation of a dual encoder."""
 
     split: str = "val"
     """Split to evaluate on."""
     clips: Annotated[int, Range(1, MAX_CLIPS, hint=f"use 1 to {MAX_CLIPS}; latents are looked at once")] = 1
     """Number of temporal views per clip. Their embeddings are averaged. Latents have one view."""
 
+
+@dataclass(frozen=True, kw_only=True)
+class RetrievalFlags(ClipFlags):
+    """Flags of `train eval retrieval`."""
+
+    protocol: RetrievalName = "retrieval"
+    """Rules for texts, clips and correct pairs: those of all captions of the split (retrieval), or of the benchmark of
+    that name. Data that contradict a benchmark are refused."""
+    dual_softmax: Annotated[float | None, TEMPERATURE] = None
+    """Also report recall with dual softmax at this temperature of the cosines, in rows of its own. It uses all queries
+    of the test set together."""
+
     def evaluation(self) -> DualEncoderEvaluation:
         """The settings that training has for it."""
-        return DualEncoderEvaluation(split=self.split)
+        return DualEncoderEvaluation(split=self.split, protocol=self.protocol, dual_softmax=self.dual_softmax)
 
 
 @dataclass(frozen=True, kw_only=True)
-class MirFlags(RetrievalFlags):
+class MirFlags(ClipFlags):
     """Flags of `train eval mir`."""
 
     split: str = "test"
@@ -51,7 +63,7 @@ class MirFlags(RetrievalFlags):
 
 
 @dataclass(frozen=True, kw_only=True)
-class ZeroShotFlags(RetrievalFlags):
+class ZeroShotFlags(ClipFlags):
     """Flags of `train eval zero-shot`."""
 
     classes: Path | None = None
@@ -109,18 +121,24 @@ def _export(request: ExportRequest) -> Any:
 
 
 def retrieval_table(result: dict[str, Any]) -> Table:
-    """Recall and median rank in both directions."""
-    rows = []
-    for key, name in _DIRECTIONS.items():
-        scores = result[key]
-        cells = [share_cell(share, scores["chance"][k]) for k, share in scores["recall"].items()]
-        cells.append(Cell(f"{scores['median_rank']:.1f}", f"{scores['chance_median_rank']:.0f}"))
-        detail = f"{scores['num_queries']:,} queries, {scores['gallery_size']:,} to choose from"
-        rows.append(Row(name, detail, tuple(cells)))
+    """Recall and median rank in both directions; with dual softmax in rows of their own, after the plain ones."""
+    rows, dual = [], result.get("dual_softmax", {})
+    is_plain = result.get("protocol_name", "retrieval") == "retrieval"
+    named = "" if is_plain else f", {result['protocol_name']}" + (" (incomplete)" if result["incomplete"] else "")
+    for scored, kind in ((result, named), (dual, f"{named}, dual softmax")) if dual else ((result, named),):
+        for key, name in _DIRECTIONS.items():
+            scores = scored[key]
+            cells = [share_cell(share, scores["chance"][k]) for k, share in scores["recall"].items()]
+            cells.append(Cell(f"{scores['median_rank']:.1f}", f"{scores['chance_median_rank']:.0f}"))
+            detail = f"{counted(scores['num_queries'], 'query', 'queries')}, {scores['gallery_size']:,} to choose from"
+            rows.append(Row(name + kind, detail, tuple(cells)))
     to_video, to_text = (result[key] for key in _DIRECTIONS)
-    sizes = f"{to_video['num_queries']} distinct texts, {to_text['num_queries']} clips"
+    texts, clips = ("distinct text", "clip") if is_plain else ("text", "video")
+    sizes = f"{counted(to_video['num_queries'], texts)}, {counted(to_text['num_queries'], clips)}"
+    more = {"incomplete": result.get("incomplete", ""), "notes": "; ".join(result.get("notes", ()))}
+    protocol = protocol_of(result, sizes, **more, dual_softmax=dual.get("rule", ""))
     columns = (*(f"R@{k}" for k in to_video["recall"]), "median rank")
-    return Table("Text-video retrieval", columns, tuple(rows), protocol_of(result, sizes))
+    return Table(result.get("title", "Text-video retrieval"), columns, tuple(rows), protocol)
 
 
 def mir_table(result: dict[str, Any]) -> Table:
@@ -132,7 +150,7 @@ def mir_table(result: dict[str, Any]) -> Table:
             share_cell(scores["mean_ap"], scores["chance_mean_ap"]),
             share_cell(scores["ndcg"], scores["chance_ndcg"]),
         )
-        detail = f"{scores['num_queries']:,} queries, {scores['gallery_size']:,} to rank"
+        detail = f"{counted(scores['num_queries'], 'query', 'queries')}, {scores['gallery_size']:,} to rank"
         rows.append(Row(_DIRECTIONS[key], detail, cells))
     average = result["average"]
     rows.append(Row("average", "of both directions", (share_cell(average["mean_ap"]), share_cell(average["ndcg"]))))
@@ -145,28 +163,33 @@ def zero_shot_table(result: dict[str, Any]) -> Table:
     top, chance = result["top"], result["chance"]
     cells = [share_cell(share, chance[k]) for k, share in top.items()]
     cells.append(share_cell(result["mean_class_accuracy"], next(iter(chance.values()))))
-    detail = f"{result['num_clips']:,} clips, {result['num_classes']:,} classes"
-    left_out = f"{result['num_without_class']:,} clips without a class" if result["num_without_class"] else ""
+    clips, num_without = counted(result["num_clips"], "clip"), result["num_without_class"]
+    detail = f"{clips}, {counted(result['num_classes'], 'class', 'classes')}"
+    left_out = f"{counted(num_without, 'clip')} without a class" if num_without else ""
     classes = f"{result['classes']}, {result['num_classes_seen']:,} of them have clips; {result['prompts']}"
-    protocol = protocol_of(result, f"{result['num_clips']:,} clips", classes=classes, left_out=left_out)
+    protocol = protocol_of(result, clips, classes=classes, left_out=left_out)
     columns = (*(f"top-{k}" for k in top), "mean class")
     return Table("Zero-shot classification", columns, (Row("accuracy", detail, tuple(cells)),), protocol)
 
 
 def _undefined(result: dict[str, Any]) -> str:
     parts = []
-    for direction, queries in (("video_to_text", "clips"), ("text_to_video", "sentences")):
+    for direction, query in (("video_to_text", "clip"), ("text_to_video", "sentence")):
         scores = result[direction]
         if scores["num_without_ap"]:
-            parts.append(f"{scores['num_without_ap']:,} {queries} with nothing of relevancy 1 have no AP")
+            parts.append(f"no AP for {counted(scores['num_without_ap'], query)} with nothing of relevancy 1")
         if scores["num_without_ndcg"]:
-            parts.append(f"{scores['num_without_ndcg']:,} {queries} with nothing relevant have no nDCG")
+            parts.append(f"no nDCG for {counted(scores['num_without_ndcg'], query)} with nothing relevant")
     return "; ".join(parts)
 
 
 def _strips(result: dict[str, Any]) -> list[dict[str, Any]]:
     best = [(query["text"], query["found"][0]) for query in result["examples"]]
     return [{"words": text, "frames": clip["frames"], "is_right": clip["is_right"]} for text, clip in best]
+
+
+def _recall(group: str) -> str:
+    return f"R@{group}"
 
 
 def _direction(group: str) -> str:
@@ -185,8 +208,11 @@ RETRIEVAL = EvaluationSpec(
     section=Path(__file__).with_name("retrievals.html.j2"),
     strips=_strips,
     curves=(
-        CurveGroup(r"text_to_video_r(\d+)", "Recall, text → video, %", lambda group: f"R@{group}"),
-        CurveGroup(r"video_to_text_r(\d+)", "Recall, video → text, %", lambda group: f"R@{group}"),
+        CurveGroup(r"text_to_video_dual_softmax_r(\d+)", "Recall with dual softmax, text → video, %", _recall),
+        CurveGroup(r"video_to_text_dual_softmax_r(\d+)", "Recall with dual softmax, video → text, %", _recall),
+        CurveGroup(r"(.+)_dual_softmax_median_rank", "Median rank with dual softmax", _direction),
+        CurveGroup(r"text_to_video_r(\d+)", "Recall, text → video, %", _recall),
+        CurveGroup(r"video_to_text_r(\d+)", "Recall, video → text, %", _recall),
         CurveGroup(r"(.+)_median_rank", "Median rank", _direction),
     ),
 )

@@ -8,11 +8,13 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+import pyarrow as pa
 import torch
 from torch import nn
 
 from manifests.errors import UserError
 from train.config.data import CaptionSettings
+from train.config.evaluation import DualEncoderEvaluation, EvaluatedData
 from train.config.model import Towers
 from train.config.training import is_remote
 from train.data.batch import Batch
@@ -37,6 +39,7 @@ from train.models.dual_encoder import DualEncoder, size_of
 from train.models.text import Tokenize, load_tokenizer
 from train.models.transformer import NORM_EPS
 from train.tasks.dual_encoder.evaluation import LoopEvaluation
+from train.tasks.dual_encoder.protocols import NAMED, protocol_captions
 from train.tasks.dual_encoder.settings import DualEncoderSettings
 from train.weights.conversion import CLIP_MEAN, CLIP_STD, LOGIT_SCALE, require_finite
 from train.weights.effective import KINDS, effective_clip_settings
@@ -56,7 +59,7 @@ class DualEncoderTask(ClipTask[DualEncoderSettings, Samples, DualEncoder]):
 
     def __init__(self, settings: DualEncoderSettings, *, attention: AttentionBackend, device: torch.device) -> None:
         super().__init__(settings, attention=attention, device=device)
-        self._evaluation: LoopEvaluation | None = None
+        self._in_loop: list[LoopEvaluation] = []
         pictures = "latents" if settings.input == "latents" else "video"
         self.columns: tuple[str, ...] = (pictures, "text") if settings.text_tower == "frozen" else (pictures,)
 
@@ -67,15 +70,43 @@ class DualEncoderTask(ClipTask[DualEncoderSettings, Samples, DualEncoder]):
             samples.require_different_texts()
         if self._settings.evaluate.every:
             # Opened now, so that a mistake in its settings is reported before training starts.
-            self._evaluation = self._open_evaluation(world)
+            self._in_loop = [self._open_evaluation(one, world) for one in self._settings.evaluate.evaluated()]
         return samples
 
-    def samples(self, split: str, world: World, *, num_clips: int = 1, each_caption: bool = False) -> Samples:
+    def samples_of(self, wanted: DualEncoderEvaluation, world: World, *, num_clips: int = 1) -> Samples:
+        """This rank's part of the clips and captions of an evaluation, as its protocol has them.
+
+        Raises:
+            UserError: as of `samples`, or they contradict the protocol.
+        """
+        settings = self._settings
+        if settings.input == "latents" or names_tars(settings.shards) or wanted.protocol not in NAMED:
+            # In multi-instance retrieval, two narrations of one span are two queries.
+            each_caption = wanted.protocol == "mir"
+            return self.samples(wanted.split, world, num_clips=num_clips, each_caption=each_caption)
+        table = protocol_captions(
+            open_data_folder(settings.shards, cache=settings.cache).path,
+            wanted.protocol,
+            split=wanted.split,
+            sources=settings.captions.sources,
+        )
+        return self.samples(wanted.split, world, num_clips=num_clips, table=table)
+
+    def samples(
+        self,
+        split: str,
+        world: World,
+        *,
+        num_clips: int = 1,
+        each_caption: bool = False,
+        table: pa.Table | None = None,
+    ) -> Samples:
         """This rank's part of the clips and captions of any split; streamed tars have no splits.
 
         Args:
             num_clips: temporal views of each clip in an evaluation.
             each_caption: see `VideoCaptions`.
+            table: captions of a protocol, in place of the manifest's.
 
         Raises:
             UserError: there are none, or they do not fit the settings.
@@ -106,7 +137,8 @@ class DualEncoderTask(ClipTask[DualEncoderSettings, Samples, DualEncoder]):
             tokenize=tokenize,
             loading=loading,
             decode=settings.decode,
-            captions=settings.captions,
+            captions=settings.captions if table is None else CaptionSettings(),
+            table=table,
             has_stored_text=tokenize is None,
             each_caption=each_caption,
             tars=folder.tars,
@@ -168,14 +200,16 @@ class DualEncoderTask(ClipTask[DualEncoderSettings, Samples, DualEncoder]):
         return build_contrast(loss, inputs=inputs, dataset=dataset, world=world)
 
     def evaluate(self, model: nn.Module, world: World) -> dict[str, float]:
-        """Metrics of the protocol that the settings name, as `<split>/<name>`."""
-        return {} if self._evaluation is None else self._evaluation(model, world)
+        """Metrics of the evaluations that the settings name, as `<name>/<metric>`."""
+        return {name: value for one in self._in_loop for name, value in one(model, world).items()}
 
-    def _open_evaluation(self, world: World) -> LoopEvaluation:
-        # In multi-instance retrieval, two narrations of one span are two queries.
-        each_caption = self._settings.evaluate.protocol == "mir"
-        samples = self.samples(self._settings.evaluate.split, world, each_caption=each_caption)
-        return LoopEvaluation(self, samples, self._settings, device=self._device)
+    def _open_evaluation(self, one: EvaluatedData, world: World) -> LoopEvaluation:
+        task, evaluate = self.on(one.shards), self._settings.evaluate
+        wanted = replace(evaluate, shards=(), split=one.split, protocol=one.protocol or evaluate.protocol)
+        samples = task.samples_of(wanted, world)
+        found = LoopEvaluation(task, samples, task._settings, wanted=wanted, name=one.name, device=self._device)
+        self.note_evaluation(one, samples, protocol=found.protocol)
+        return found
 
 
 def _dataset_size(samples: Samples, settings: DualEncoderSettings) -> DatasetSize | None:

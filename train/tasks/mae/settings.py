@@ -9,11 +9,11 @@ from cyclopts import Parameter
 
 from manifests.errors import UserError
 from train.config import fields as groups
-from train.config.evaluation import ProbeEvaluation, number_names
+from train.config.evaluation import ProbeEvaluation
 from train.config.fields import FIRST_RUN, SHARE, GoesWith, Range, caught, help_group
 from train.config.model import PATCH_PX, Kind, Towers, check_picture, of_clip_alone
 from train.config.optim import OptimizerSettings
-from train.config.training import COUNT, ClipSettings, Crop, LearningRate, NumFrames, Sampling, WeightDecay, check_best
+from train.config.training import COUNT, ClipSettings, Crop, LearningRate, NumFrames, Sampling, WeightDecay
 from train.config.tuning import Tower
 
 DecoderMask = Literal["none", "random", "running-cell"]
@@ -127,7 +127,6 @@ class MaeSettings(ClipSettings):
                 "--repeat masks is about several samples of a chunk, and --samples-per-chunk is 1",
                 hint="use --samples-per-chunk 2 or more, or leave --repeat out",
             )
-        yield from caught(check_best, self.best, split=self.evaluate.split, names=number_names(self.evaluate))
         if self.input == "pixels":
             misfits = list(caught(check_picture, self.model, size_px=self.size_px))
             yield from misfits

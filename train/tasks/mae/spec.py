@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 from train.config.fields import Checked, Range
-from train.evaluation.pages import Cell, Row, Table, percent, protocol_of
+from train.evaluation.pages import Cell, Row, Table, counted, percent, protocol_of
 from train.evaluation.probe.spec import PROBE
 from train.spec import EvaluationSpec, ExportRequest, Features, TaskSpec
 from train.tasks.mae.settings import MaeSettings, without_effect
@@ -69,9 +69,10 @@ def reconstruction_table(result: dict[str, Any]) -> Table:
         Cell(f"{flat:.4f}"),
         Cell(percent(explained), share=None if explained is None else min(max(explained, 0.0), 1.0)),
     )
-    detail = f"{result['num_samples']:,} clips, {percent(result['share_hidden'])} masked"
+    clips = counted(result["num_samples"], "clip")
+    detail = f"{clips}, {percent(result['share_hidden'])} masked"
     more = {"mask": result["mask"], "split": result["split_chosen"]}
-    protocol = protocol_of(result, f"{result['num_samples']:,} clips", **more)
+    protocol = protocol_of(result, clips, **more)
     columns = ("loss", "baseline", "explained")
     return Table(
         "Reconstruction of masked cubes", columns, (Row(f"clips of {result['split']}", detail, cells),), protocol

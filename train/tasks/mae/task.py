@@ -10,7 +10,7 @@ from functools import partial
 import torch
 from torch import nn
 
-from train.config.evaluation import ProbeEvaluation
+from train.config.evaluation import EvaluatedData, ProbeEvaluation
 from train.data.batch import Batch
 from train.data.chunks import videos_of_split
 from train.data.decoding.clip import Views
@@ -42,7 +42,7 @@ class MaeTask(ClipTask[MaeSettings, Samples, MaskedAutoencoder]):
 
     def __init__(self, settings: MaeSettings, *, attention: AttentionBackend, device: torch.device) -> None:
         super().__init__(settings, attention=attention, device=device)
-        self._probe: LoopProbe | None = None
+        self._probes: list[LoopProbe] = []
         self.columns: tuple[str, ...] = ("latents",) if settings.input == "latents" else ("video",)
 
     def training_set(self, world: World) -> Samples:
@@ -59,8 +59,15 @@ class MaeTask(ClipTask[MaeSettings, Samples, MaskedAutoencoder]):
             videos_of_split(open_data_folder(settings.shards, cache=settings.cache).path, settings.evaluate.split)
         if settings.evaluate.every:
             # Opened now, so that a mistake in its settings is reported before training starts.
-            self._probe = LoopProbe(settings, settings.evaluate, inputs=self.inputs, world=world, device=self._device)
+            self._probes = [self._open_probe(one, world) for one in settings.evaluate.evaluated()]
         return samples
+
+    def _open_probe(self, one: EvaluatedData, world: World) -> LoopProbe:
+        task = self.on(one.shards)
+        wanted = replace(self._settings.evaluate, shards=(), split=one.split)
+        probe = LoopProbe(task._settings, wanted, name=one.name, inputs=self.inputs, world=world, device=self._device)
+        self.note_evaluation(one, probe.queries)
+        return probe
 
     def samples(self, split: str, world: World, *, per_chunk: int = 1) -> Samples:
         """This rank's part of the samples of any split.
@@ -126,8 +133,8 @@ class MaeTask(ClipTask[MaeSettings, Samples, MaskedAutoencoder]):
         return self.pixels(batch, rows, mean=IMAGENET_MEAN, std=IMAGENET_STD, is_training=is_training)
 
     def evaluate(self, model: nn.Module, world: World) -> dict[str, float]:
-        """Metrics of the probes that the settings name, as `<split>/<name>`."""
-        return {} if self._probe is None else self._probe(model, world)
+        """Metrics of the probes that the settings name, as `<name>/<metric>`."""
+        return {name: value for probe in self._probes for name, value in probe(model, world).items()}
 
     def new_model(self, samples: Samples) -> MaskedAutoencoder:
         """Encoder and decoder, for clips as `samples` has them."""

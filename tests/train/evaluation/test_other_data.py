@@ -1,0 +1,248 @@
+"""`--evaluate.shards`: evaluations in the loop of every task on other data folders than the training's, by name."""
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pytest
+import torch
+
+from manifests.errors import UserError
+from manifests.store import read_captions, read_videos, write_manifest
+from tests.train.classify.moving import write_moving
+from tests.train.data.test_stream_tars import write_tar
+from tests.train.evaluation.test_commands import scored
+from tests.train.evaluation.threads import on_two_ranks
+from tests.train.test_cli import train
+from tests.train.tiny_data import encode_chunk
+from train.config.evaluation import DualEncoderEvaluation, EvaluatedData, EvaluationSettings
+from train.config.files import load_settings
+from train.distributed.world import World
+from train.models.attention import open_attention
+from train.registry import task_named
+from train.run.folder import RunFolder, read_lines
+from train.tasks.dual_encoder.settings import DualEncoderSettings
+
+__all__ = ["train"]
+
+Train = Callable[..., int]
+SMALL = "--model tiny --num-frames 2 --size-px 32 --workers 1 --batch 6 --lr 1e-3 --warmup-steps 1 --steps 2"
+CAPTIONER = " --decoder.name tiny --decoder.depth 1 --decoder.max-tokens 12 --decoder.vocabulary 280"
+TASKS = {
+    "dual-encoder": SMALL,
+    "classify": f"{SMALL} --label verb",
+    "mae": f"{SMALL} --mask-ratio 0.5 --evaluate.labels noun --evaluate.neighbours 3",
+    "caption": SMALL + CAPTIONER,
+}
+AFTERWARDS: dict[str, tuple[str, str, Callable[[dict[str, Any]], float]]] = {
+    "dual-encoder": ("retrieval", "text_to_video_median_rank", lambda found: found["text_to_video"]["median_rank"]),
+    "classify": ("classification", "verb_top1", lambda found: found["numbers"]["verb_top1"]),
+    "mae": ("probe --label noun --neighbours 3", "noun_knn_top1", lambda found: found["findings"][0]["found"]["top1"]),
+    "caption": ("caption", "loss", lambda found: found["loss"]),
+}
+
+
+@pytest.fixture(scope="module")
+def moving(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    data_dir = tmp_path_factory.mktemp("data") / "moving"
+    data_dir.mkdir()
+    write_moving(data_dir, num_videos=8)
+    return data_dir
+
+
+@pytest.fixture(scope="module")
+def other(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """More videos than the training's data has."""
+    data_dir = tmp_path_factory.mktemp("data") / "other"
+    data_dir.mkdir()
+    write_moving(data_dir, num_videos=16)
+    return data_dir
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_the_loop_finds_on_other_data_what_the_command_finds(
+    train: Train, moving: Path, other: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], task: str
+) -> None:
+    out = tmp_path / "run"
+    words = f"--shards {moving} --out {out} --evaluate.every 1 {TASKS[task]}"
+    assert train(task, *words.split(), "--evaluate.shards", f"far={other}@val", f"{moving}") == 0
+    printed = capsys.readouterr().out
+    assert (
+        f"evaluation far: split 'val' of {other}" in printed
+        and f"evaluation moving: split 'val' of {moving}" in printed
+    )
+    kind, number, value = AFTERWARDS[task]
+    for line in read_lines(RunFolder(out).metrics):
+        assert {name.partition("/")[0] for name in line if "/" in name} == {"far", "moving"}
+    for name, data in (("far", other), ("moving", moving)):
+        assert train("eval", *kind.split()[:1], out, "--shards", data, *kind.split()[1:], "--json") == 0
+        result = json.loads(capsys.readouterr().out)
+        assert line[f"{name}/{number}"] == pytest.approx(value(result), rel=1e-5), name
+    facts = RunFolder(out).read_facts()["evaluations"]
+    assert facts["far"]["shards"] == str(other.resolve()) and not facts["far"]["is_own_data"]
+    assert facts["moving"]["is_own_data"] and facts["moving"]["split"] == "val"
+    assert "16" in facts["far"]["data"] and "8" in facts["moving"]["data"]  # four clips of every fourth video
+    page = RunFolder(out).page.read_text()
+    assert "(far)</h3>" in page and f"far: split “val” of {other}" in page
+
+
+def test_a_run_with_other_data_is_resumed_with_the_same_numbers(
+    train: Train, moving: Path, other: Path, tmp_path: Path
+) -> None:
+    words = [*TASKS["dual-encoder"].split(), "--checkpoint-every", 1, "--keep-checkpoints", 9]
+    shards = ["--evaluate.every", 1, "--evaluate.shards", f"far={other}", f"near={moving}@train"]
+    best = ["--best", "far/text_to_video_median_rank"]
+    for name in ("whole", "broken"):
+        assert train("dual-encoder", "--shards", moving, *words, *shards, *best, "--out", tmp_path / name) == 0
+    broken = RunFolder(tmp_path / "broken")
+    before = read_lines(broken.metrics)
+    shutil.rmtree(sorted(broken.checkpoints.glob("step_*"))[-1])
+    assert train("dual-encoder", "--resume", "--out", tmp_path / "broken") == 0
+    numbers = [
+        [{name: line[name] for name in line if "/" in name} for line in lines]
+        for lines in (before, read_lines(broken.metrics), read_lines(RunFolder(tmp_path / "whole").metrics))
+    ]
+    assert numbers[0] == numbers[1] == numbers[2] and set(numbers[0][0]) == set(numbers[0][1])
+    settings = load_settings(broken.settings, DualEncoderSettings)
+    assert settings.evaluate.shards == (f"far={other}", f"near={moving}@train")
+
+
+def test_settings_of_a_file_name_several(train: Train, moving: Path, other: Path, tmp_path: Path) -> None:
+    (tmp_path / "evaluate.yaml").write_text(
+        f"evaluate:\n  every: 2\n  shards: [far={other}, 'near={moving}@train:mir']\n"
+    )
+    words = [*TASKS["dual-encoder"].split(), "--config", tmp_path / "evaluate.yaml"]
+    assert train("dual-encoder", "--shards", moving, *words, "--out", tmp_path / "run") == 2  # no nouns: mir is refused
+    (tmp_path / "evaluate.yaml").write_text(
+        f"evaluate:\n  every: 2\n  label: verb\n  shards: [far={other}, 'near={moving}@train:zero-shot']\n"
+    )
+    assert train("dual-encoder", "--shards", moving, *words, "--out", tmp_path / "run") == 0
+    last = read_lines(RunFolder(tmp_path / "run").metrics)[-1]
+    assert {"far/text_to_video_r1", "near/top1"} <= set(last) and "near/text_to_video_r1" not in last
+
+
+def test_two_ranks_share_other_data(moving: Path, other: Path) -> None:
+    settings = DualEncoderSettings(
+        shards=str(moving),
+        model="tiny",
+        num_frames=2,
+        size_px=32,
+        batch=4,
+        workers=1,
+        evaluate=DualEncoderEvaluation(every=1, shards=(f"far={other}", str(moving)), dual_softmax=0.05),
+    )
+
+    def open_task() -> Any:
+        attention = open_attention("sdpa", device_type="cpu")
+        return task_named("dual-encoder").open(settings, attention=attention, device=torch.device("cpu"))
+
+    torch.manual_seed(0)
+    task = open_task()
+    model = task.build_model(task.training_set(World())).eval()
+
+    def work(world: World) -> dict[str, float]:
+        task = open_task()
+        task.training_set(world)
+        found: dict[str, float] = task.evaluate(model, world)
+        return found
+
+    alone = work(World())
+    assert {"far/text_to_video_r1", "moving/video_to_text_dual_softmax_r5"} <= set(alone) and len(alone) == 32
+    for numbers in on_two_ranks(work):
+        assert numbers == pytest.approx(alone)
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_missing_data_are_named_before_training_starts(
+    train: Train, moving: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], task: str
+) -> None:
+    for shards, said in (
+        (f"far={tmp_path / 'nothing'}", "nothing"),
+        (f"far={moving}@test", "no videos of split 'test'"),
+    ):
+        words = f"--shards {moving} --out {tmp_path / 'run'} --evaluate.every 1 {TASKS[task]}"
+        assert train(task, *words.split(), "--evaluate.shards", shards) == 2
+        assert said in capsys.readouterr().err and not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("shards", "said"),
+    [
+        (("a=x", "a=y"), "two data folders named 'a'"),
+        (("x/data", "y/data"), "two data folders named 'data'"),
+        (("a=x@val:unheard-of",), "names the protocol 'unheard-of'"),
+        (("",), "--evaluate.shards has ''"),
+    ],
+)
+def test_data_that_cannot_be_told_apart_are_a_mistake(shards: tuple[str, ...], said: str) -> None:
+    with pytest.raises(UserError, match=said):
+        DualEncoderEvaluation(every=1, shards=shards)
+
+
+def test_what_names_data() -> None:
+    shards = ("data/ek100", "own=s3://bucket/a=b@test", "vatex=/data/v@test:vatex", "a@b/c")
+    found = DualEncoderEvaluation(every=1, split="held-out", shards=shards).evaluated()
+    assert [(one.name, one.shards, one.split, one.protocol) for one in found] == [
+        ("ek100", "data/ek100", "held-out", None),
+        ("own", "s3://bucket/a=b", "test", None),
+        ("vatex", "/data/v", "test", "vatex"),
+        ("c", "a@b/c", "held-out", None),
+    ]
+    assert EvaluationSettings(every=1).evaluated() == (EvaluatedData(name="val", shards=None, split="val"),)
+    with pytest.raises(UserError, match="this task has a single one"):
+        EvaluationSettings(every=1, shards=("a=x@val:vatex",))
+
+
+def test_best_is_a_number_of_one_of_them(train: Train, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["--evaluate.every", 1, "--evaluate.shards", "a=x@test:mir", "b=y"]
+    assert train("dual-encoder", *words, "--best", "val/text_to_video_r1") == 2
+    hint = capsys.readouterr().err
+    assert "a/average_mean_ap" in hint and "b/text_to_video_r1" in hint and "val/" not in hint.splitlines()[1]
+
+
+def test_a_protocol_of_a_whole_test_set_is_not_computed_on_a_part(
+    train: Train, other: Path, moving: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = [*TASKS["dual-encoder"].split(), "--evaluate.every", 1, "--evaluate.max-samples", 2]
+    shards = ["--evaluate.shards", f"far={other}@val:paragraph"]
+    assert train("dual-encoder", "--shards", moving, *words, *shards, "--out", tmp_path / "run") == 2
+    error = capsys.readouterr().err
+    assert "--evaluate.max-samples is 2, and paragraph ranks all 4 videos of far" in error
+
+
+def test_the_protocol_stands_beside_the_numbers_of_the_loop(
+    train: Train, other: Path, moving: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Also that settings of the training's captions are not for other data, which do not have these sources."""
+    table = read_captions(moving).drop(["caption_id", "source"])
+    sources = pa.array(["narrator"] * len(table)).dictionary_encode()
+    videos = read_videos(moving).select(["video_id", "source_id", "path", "split"])
+    narrated = shutil.copytree(moving, tmp_path / "narrated")
+    write_manifest(narrated, "test", videos, table.append_column("source", sources))
+    words = [*TASKS["dual-encoder"].split(), "--captions.sources", "narrator=1", "--evaluate.every", 1]
+    shards = ["--evaluate.shards", f"far={other}@val:paragraph", "--evaluate.dual-softmax", 0.1]
+    assert train("dual-encoder", "--shards", narrated, *words, *shards, "--out", tmp_path / "run") == 0
+    last = read_lines(RunFolder(tmp_path / "run").metrics)[-1]
+    result = scored(
+        capsys, "retrieval", tmp_path / "run", "--shards", other, "--protocol", "paragraph", "--dual-softmax", 0.1
+    )
+    assert last["far/text_to_video_r1"] == result["text_to_video"]["recall"]["1"]  # type: ignore[index]
+    assert last["far/text_to_video_dual_softmax_r1"] == result["dual_softmax"]["text_to_video"]["recall"]["1"]  # type: ignore[index]
+    page = RunFolder(tmp_path / "run").page.read_text()
+    assert "Recall with dual softmax, text → video, % (far)" in page and "Recall, text → video, % (far)" in page
+    assert "paragraph: as Zhang et al. 2018: the sentences of a video" in page and "at temperature 0.1" in page
+
+
+def test_a_stream_of_tars_is_evaluated_on_a_data_folder(
+    train: Train, other: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tar = write_tar(tmp_path / "0.tar", encode_chunk(0, 20), [f"clip{number}" for number in range(8)])
+    words = [*SMALL.split(), "--shards", tar, "--out", tmp_path / "run", "--evaluate.every", 2]
+    assert train("dual-encoder", *words) == 2
+    error, hint = capsys.readouterr().err.splitlines()
+    assert "they have no splits" in error and "--evaluate.shards" in hint
+    assert train("dual-encoder", *words, "--evaluate.shards", f"far={other}") == 0
+    assert "far/text_to_video_r1" in read_lines(RunFolder(tmp_path / "run").metrics)[-1]
