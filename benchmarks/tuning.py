@@ -4,10 +4,10 @@
 
 A step is forward and backward pass of InfoNCE and a fused AdamW step, on clips that are already on the device, without
 and with microbatches of a quarter of the batch (GradCache: towers run twice, a frozen one once). `blocks` are three
-quarters of the video tower's. Each variant takes its turn in each round. Seconds are CPU seconds of one thread
-on a CPU, or CUDA events on a GPU. They are medians, and ratios are medians of the ratios within a round. `peak MB` is what a step
-allocates at most: activations, gradients, copies. `state MB` is the optimizer's, `saved MB` what a checkpoint holds of
-model and optimizer.
+quarters of the video tower's. Each variant takes its turn in each round. Seconds are CPU seconds of one thread on a
+CPU, or CUDA events on a GPU. They are medians, and ratios are medians of the ratios within a round. `peak MB` is what a
+step allocates at most: activations, gradients, copies. `state MB` is the optimizer's, `saved MB` what a checkpoint
+holds of model and optimizer.
 """
 
 import statistics

@@ -89,6 +89,7 @@ class TrackSettings(Checked):
     """Weights & Biases project."""
 
 
+Device = Literal["auto", "cpu", "cuda"]
 # What lies beyond these would fail later and less clearly, for want of memory, threads or digits.
 STEPS = Range(1, 10**10)
 COUNT = Range(1, 10**6)
@@ -157,7 +158,7 @@ class TrainingSettings(Checked):
     evaluate: Annotated[EvaluationSettings, groups.EVALUATION] = field(default_factory=EvaluationSettings)
     """Evaluation during training."""
 
-    device: Annotated[Literal["auto", "cpu", "cuda"], groups.MACHINE, FIRST_RUN] = "auto"
+    device: Annotated[Device, groups.MACHINE, FIRST_RUN] = "auto"
     """Device to train on."""
     precision: Annotated[Literal["auto", "bf16", "fp16", "tf32", "fp32"], groups.MACHINE, FIRST_RUN] = "auto"
     """Precision of matrix products. auto: bf16 if the GPU supports it, else fp32. Weights and losses are float32."""
@@ -329,6 +330,12 @@ def require_same(old: dict[str, Any], new: dict[str, Any], *, where: str, hint: 
         first, *more = [f"--{name.replace('_', '-')} is {new[name]}, {{}}{old[name]}" for name in other]
         words = [first.format(f"{where} has "), *(one.format("not ") for one in more)]
         raise UserError("; ".join(words), hint=hint)
+
+
+def absolute(address: str) -> str:
+    """`--shards` as it names the same data from any working directory; patterns of tars are joined by `::`."""
+    parts = address.split("::")
+    return "::".join(one if is_remote(one) or one.startswith("$") else str(Path.cwd() / one) for one in parts)
 
 
 def is_remote(address: str) -> bool:
