@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar
 
+from manifests.errors import UserError
 from train.run.folder import other_data
 
 if TYPE_CHECKING:
@@ -91,6 +92,7 @@ def _line(label: str, cells: tuple[str, ...] | list[str], *, width: int) -> str:
 
 
 One = TypeVar("One")
+_MARK, _MARK_WITHIN = "· clipmill</title>".encode(), 4096  # in the head of every page
 
 
 class PicturedSamples(Protocol):
@@ -111,6 +113,14 @@ class PicturedSamples(Protocol):
     def pictures(self, sample: int, *, num_frames: int) -> "list[NDArray[np.uint8]]":
         """Frames of the clip, uint8 RGB [H, W, 3]; an empty list if it cannot be decoded."""
         ...
+
+
+def require_page_path(path: Path, *, flag: str) -> None:
+    """Raise a UserError if there is no folder for a page, or a file that is not a page of clipmill in its place."""
+    if not path.parent.is_dir():
+        raise UserError(f"there is no folder {path.parent} ({flag})", hint=f"make it first, or use another {flag}")
+    if path.exists() and not (path.is_file() and _MARK in path.read_bytes()[:_MARK_WITHIN]):
+        raise UserError(f"{path} exists and is not a page of clipmill", hint=f"use another {flag}")
 
 
 def load_template(path: Path) -> "Template":
