@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     from train.engine.task import StartableTask
     from train.evaluation.pages import Table
     from train.evaluation.runner import OpenedRun, Score
-    from train.models.attention import AttentionBackend
     from train.models.attention_kernels import Workload
     from train.run.folder import RunFolder
     from train.weights.exported import Exported
@@ -152,8 +151,10 @@ class TaskSpec:
     has_frame_embedding: bool = False
     features: Features | None = None
 
-    def open(
-        self, settings: Any, *, attention: AttentionBackend, device: torch.device, run: RunFolder | None = None
-    ) -> StartableTask:
-        """The task for settings, and for a run that has a checkpoint, if there is one."""
-        return self.make(settings, attention=attention, device=device, run=run)
+    def open(self, settings: Any, *, run: RunFolder | None = None, **opened: Any) -> StartableTask:
+        """The task for settings, and for a run that has a checkpoint, if there is one.
+
+        Args:
+            opened: the attention backend, the device, and for weights that are used as they are the `shape` of models.
+        """
+        return self.make(settings, run=run, **opened)

@@ -1,24 +1,29 @@
-"""Run an evaluation of a trained run, and write its result file.
+"""Run an evaluation of trained weights, and write its result file.
 
-This module has what all evaluations share: opening the run, the common fields of a result, the description of the
+This module has what all evaluations share: opening a run, the common fields of a result, the description of the
 clips, and the command line that repeats the evaluation. What is scored, and how, is up to the evaluation
 (`train.spec.EvaluationSpec.score`).
 """
 
 import shlex
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields, is_dataclass
+from dataclasses import asdict, dataclass, field, fields, is_dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
+from train.config.model import Init
 from train.config.training import ClipSettings, flat
 from train.data.decoding.clip import Views
 from train.data.outcomes import FailedSample
-from train.engine.trained_run import TrainedRun, open_trained_run, read_settings
+from train.engine.trained_run import Overrides, TrainedRun, open_trained_run, read_settings, shape_of_run
 from train.run.folder import RunFolder, result_name
 from train.spec import EvaluationSpec, TaskSpec
+from train.weights.loading import load_whole
+from train.weights.sources import Say, open_weights
 
 _ONE_VIEW = Views()
+_AS_TRAINED = Overrides()
 
 
 class EvaluatedSamples(Protocol):
@@ -36,24 +41,37 @@ class EvaluatedSamples(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class OpenedRun:
-    """A run that is ready to be evaluated.
+    """A run, or other weights, ready to be evaluated.
 
     Attributes:
-        settings: of the run, with the data to evaluate.
+        title: of the weights, as the user named them.
+        run: None for weights that are not a run.
+        settings: of the model, with the data to evaluate and the overrides.
         shards: data that replaces the run's own, or None.
-        task: the run's task, with the classes or tokens that the run has kept.
+        task: the task of the weights, with the classes or tokens that were kept with them.
+        overrides: those that differ from the training.
+        lacks: part of the task's model that the weights do not have, such as "a decoder"; '' for none.
     """
 
     spec: TaskSpec
-    run: RunFolder
+    title: str
+    run: RunFolder | None
     settings: Any
     shards: str | None
     trained: TrainedRun[Any]
     task: Any
+    overrides: Overrides = _AS_TRAINED
+    lacks: str = ""
+
+    @property
+    def name(self) -> str:
+        """Short name of the weights."""
+        return self.title if self.run is None else self.run.path.resolve().name
 
     def result_name(self, name: str) -> str:
-        """File name of the result `name`; it is a different one for data other than the run's own."""
-        return result_name(name, self.run.data_facts(self.shards))
+        """File name of the result `name`; other data than the run's own and overrides have others."""
+        facts = {} if self.run is None else self.run.data_facts(self.shards)
+        return result_name(f"{name}{self.overrides.suffix()}", facts)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,19 +95,50 @@ class Score:
     beside: Callable[[Path, dict[str, Any]], None] | None = field(default=None)
 
 
-def open_for(spec: TaskSpec, run: RunFolder, *, shards: str | None = None) -> OpenedRun:
+def open_for(
+    spec: TaskSpec,
+    run: RunFolder,
+    *,
+    shards: str | None = None,
+    device: str | None = None,
+    overrides: Overrides = _AS_TRAINED,
+    is_without_data: bool = False,
+    say: Say = print,
+) -> OpenedRun:
     """Open the latest checkpoint of a run and its task.
 
     Args:
         shards: data that replaces the run's own.
+        device: replaces the run's own.
+        overrides: of how clips are shown; embeddings of time and place are interpolated.
+        is_without_data: let the task build models without samples, by the shapes in the checkpoint.
+        say: prints which tensors were interpolated.
 
     Raises:
-        UserError: there is no checkpoint, or it does not fit this machine or the run's settings.
+        UserError: there is no checkpoint, or it does not fit this machine, the run's settings or the overrides.
     """
     settings: ClipSettings = read_settings(run, spec.settings, shards=shards)
+    settings = settings if device is None else replace(settings, device=device)  # type: ignore[arg-type]
     trained = open_trained_run(run, settings)
-    task = spec.open(settings, attention=trained.attention, device=trained.device, run=run)
-    return OpenedRun(spec=spec, run=run, settings=settings, shards=shards, trained=trained, task=task)
+    overrides = overrides.beside(settings)
+    settings = replace(settings, **overrides.given())
+    shape = {"shape": shape_of_run(run, settings)} if is_without_data else {}
+    task: Any = spec.open(settings, attention=trained.attention, device=trained.device, run=run, **shape)
+    if overrides.given():
+        source = open_weights(Init(weights=str(run.path)))
+        assert source is not None
+        load = partial(load_whole, source=source, fit=task.fit_whole, say=say)
+        trained = replace(trained, settings=settings, load=load)
+    return OpenedRun(
+        spec=spec,
+        title=str(run.path),
+        run=run,
+        settings=settings,
+        shards=shards,
+        trained=trained,
+        task=task,
+        overrides=overrides,
+    )
 
 
 def evaluate(

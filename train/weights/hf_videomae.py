@@ -150,7 +150,7 @@ def exported_videomae(
     _, num_channels, tubelet, patch_px, _ = to_their_layout(CONV, weights[CONV]).shape
     is_rgb = num_channels == _RGB
     encoder: dict[str, Any] = {
-        "image_size": settings.size_px if is_rgb else _side_of_latents(run),
+        "image_size": settings.size_px if is_rgb else side_of_latents(run),
         "patch_size": patch_px,
         "num_channels": num_channels,
         "num_frames": settings.num_frames,
@@ -177,14 +177,14 @@ def exported_videomae(
     return Exported(write=write, remarks=remarks)
 
 
-def _side_of_latents(run: RunFolder) -> int:
-    """Raises a UserError if run.json does not say it."""
+def side_of_latents(run: RunFolder) -> int:
+    """Side of the latents that a run was trained on; UserError if run.json does not say it."""
     try:
         return int(run.require_facts()["latents"]["side"])
     except (KeyError, TypeError, ValueError) as error:
         raise UserError(
-            f"{run.facts} does not say how large the latents were, and config.json has to",
-            hint="use --format videomae, which does not need it",
+            f"{run.facts} does not say how large the latents were, which no tensor shows",
+            hint="put back what the run wrote; train export --format videomae does not need it",
         ) from error
 
 

@@ -1,7 +1,7 @@
 """Loads weights into a model: a table of what became of each tensor, or an error with what to do."""
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,8 +9,9 @@ import torch
 from torch import nn
 
 from manifests.errors import UserError
-from train.weights.conversion import CONV, require_finite
-from train.weights.fitting import Change, Fitted, Shape, fit
+from train.weights.conversion import CONV, TEMPORAL_EMBEDDING, require_finite
+from train.weights.fitting import Change, Fitted, Shape
+from train.weights.fitting import fit as fit_tensors
 from train.weights.sources import Say, Source
 
 _MAX_LINES, _MAX_NAMES = 40, 3
@@ -57,7 +58,7 @@ def fit_to(model: nn.Module, source: Source, *, allow: Sequence[str] = (), say: 
     here = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
     there = {name: tuple(tensor.shape) for name, tensor in source.converted.tensors.items()}
     _check_heads(model, source)
-    fitted = fit(source.converted, here, allow=allow)
+    fitted = fit_tensors(source.converted, here, allow=allow)
     say(f"weights: {source.title}: {fitted.num_copied} of {len(here)} tensors of the model copied as they are")
     lines = _table_of(fitted.changes)
     for line in lines[:_MAX_LINES]:
@@ -82,6 +83,26 @@ def copy_into(model: nn.Module, loaded: Loaded) -> None:
     parameters = model.state_dict()
     for name, tensor in loaded.fitted.tensors.items():
         parameters[name].copy_(tensor)
+
+
+def load_whole(model: nn.Module, source: Source, *, fit: Callable[..., Loaded], say: Say) -> None:
+    """Fills a model that will not be trained: each parameter has its values in `source`, or is interpolated from them.
+
+    Args:
+        fit: (model, source, say=) fits all parameters of the model.
+
+    Raises:
+        UserError: a parameter has no values there.
+    """
+    loaded = fit(model, source, say=say)
+    # Only parameters of the model have a new shape.
+    changed = [one.name for one in loaded.fitted.changes if one.new is not None]
+    if new := [name for name in changed if name not in loaded.fitted.tensors and name != TEMPORAL_EMBEDDING]:
+        raise UserError(
+            f"{source.title} does not have all of the model: {', '.join(new[:_MAX_NAMES])} would be random",
+            hint="use weights of the whole model",
+        )
+    copy_into(model, loaded)
 
 
 def _check_heads(model: nn.Module, source: Source) -> None:

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 from train.config.fields import Checked, Range
 from train.evaluation.pages import Cell, Row, Table, protocol_of
-from train.spec import CurveGroup, EvaluationSpec, ExportRequest, TaskSpec
+from train.spec import CurveGroup, EvaluationSpec, ExportRequest, Features, TaskSpec
 from train.tasks.caption.settings import DECODING, METRIC_LABELS, CaptionerSettings, DecodingSettings
 
 # Columns of the table; the first one is the metric that captioners are compared by.
@@ -150,4 +150,8 @@ TASK = TaskSpec(
     start_lines=_start_lines,
     formats={"hf": "VisionEncoderDecoderModel.from_pretrained('OUT')"},
     export=_export,
+    features=Features(
+        description="the encoder's class token, or the mean of its tokens where it has none",
+        inputs=lambda task: task.inputs,
+    ),
 )

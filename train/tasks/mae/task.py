@@ -6,6 +6,7 @@ Shape suffixes: B batch, C channels, T frames, H and W pixels, F frames of a seg
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import torch
 from torch import nn
@@ -23,7 +24,6 @@ from train.distributed.world import World
 from train.engine.task import ClipTask
 from train.evaluation.probe.evaluation import LoopProbe
 from train.losses.objective import Objective
-from train.models.attention import AttentionBackend
 from train.models.dual_encoder import size_of
 from train.models.masked_autoencoder import MaskedAutoencoder
 from train.models.video_vit import CubeGrid, VideoViTSize
@@ -40,8 +40,8 @@ class MaeTask(ClipTask[MaeSettings, Samples, MaskedAutoencoder]):
 
     name = "mae"
 
-    def __init__(self, settings: MaeSettings, *, attention: AttentionBackend, device: torch.device) -> None:
-        super().__init__(settings, attention=attention, device=device)
+    def __init__(self, settings: MaeSettings, **opened: Any) -> None:
+        super().__init__(settings, **opened)
         self._probe: LoopProbe | None = None
         self.columns: tuple[str, ...] = ("latents",) if settings.input == "latents" else ("video",)
 
@@ -105,13 +105,15 @@ class MaeTask(ClipTask[MaeSettings, Samples, MaskedAutoencoder]):
 
     def size(self, samples: Samples) -> VideoViTSize:
         """The size of the encoder, for clips as `samples` has them."""
+        if self._shape is not None:
+            return self._shape.size.video
         size = size_of(self._settings.model, self._settings.towers).video
         return size if isinstance(samples, ChunkClips) else size_on_latents(size, samples.frame_shape)
 
     def masking(self, samples: Samples) -> Masking:
         """The masks of clips as `samples` has them."""
         settings, size = self._settings, self.size(samples)
-        side = _side(settings, samples) // size.patch_px
+        side = self._side(samples) // size.patch_px
         return Masking(settings, CubeGrid(settings.num_frames // size.cube_frames, side, side))
 
     def inputs(self, batch: Batch, rows: slice = slice(None), *, is_training: bool = False) -> torch.Tensor:
@@ -135,12 +137,13 @@ class MaeTask(ClipTask[MaeSettings, Samples, MaskedAutoencoder]):
         return MaskedAutoencoder(
             self.size(samples),
             decoder_depth=settings.decoder_depth,
-            image_px=_side(settings, samples),
+            image_px=self._side(samples),
             num_frames=settings.num_frames,
             attend=self._attention.attend,
             towers=settings.towers,
         )
 
-
-def _side(settings: MaeSettings, samples: Samples) -> int:
-    return settings.size_px if isinstance(samples, ChunkClips) else samples.frame_shape.height
+    def _side(self, samples: Samples) -> int:
+        if self._shape is not None:
+            return self._shape.image_px
+        return self._settings.size_px if isinstance(samples, ChunkClips) else samples.frame_shape.height
