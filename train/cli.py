@@ -30,6 +30,8 @@ for _name in task_names():
 app.command("train.commands.evaluation:evaluate", name="eval")
 app.command("train.commands.bench:bench", name="bench")
 app.command("train.commands.export:export", name="export")
+app.command("train.commands.search:embed", name="embed")
+app.command("train.commands.search:search", name="search")
 for _name, _path in COMMANDS.items():
     app.command(_path, name=_name)
 

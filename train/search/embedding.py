@@ -249,9 +249,7 @@ def _embed_clips(
     if num_bad := int((~np.isfinite(video).reshape(len(video), -1).all(axis=1)).sum()):
         raise FailedWork(f"{num_bad} of {len(video)} embeddings are not finite: the weights have diverged")
     lines = json.dumps([one.as_json() for one in failed]).encode()
-    publish_part(
-        part.path(out), video, sample=np.array(samples, np.int64), failed=np.frombuffer(lines, np.uint8)
-    )
+    publish_part(part.path(out), video, sample=np.array(samples, np.int64), failed=np.frombuffer(lines, np.uint8))
     return len(failed)
 
 

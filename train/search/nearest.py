@@ -93,8 +93,11 @@ def open_matrix(path: Path) -> NDArray[np.float32]:
         mapped: NDArray[np.float32] = np.load(path, mmap_mode="r", allow_pickle=False)
     except (OSError, ValueError) as error:
         raise UserError(f"{path} cannot be read: {error}", hint="run train embed again, with another --out") from error
-    if mapped.dtype != np.float32 or mapped.ndim != 2 or not mapped.flags.c_contiguous or not isinstance(
-        mapped, np.memmap
+    if (
+        mapped.dtype != np.float32
+        or mapped.ndim != 2
+        or not mapped.flags.c_contiguous
+        or not isinstance(mapped, np.memmap)
     ):
         raise UserError(
             f"{path} is not float32 [N, E] but {mapped.dtype} {list(mapped.shape)}",

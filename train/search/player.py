@@ -10,9 +10,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pyarrow as pa
 
-from manifests.errors import UserError
 from train.data.chunks import ChunkSet, rows_of
-from train.data.frame_sampling import US_PER_S, Sampling, frame_indices
+from train.data.frame_sampling import Sampling, frame_indices
 from train.data.outcomes import SampleFailed
 from train.data.remote import open_data_folder
 from train.data.usable_captions import usable_captions

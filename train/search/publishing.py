@@ -105,9 +105,7 @@ def publish_folder(out: Path, parts: Sequence[Part], samples: Samples, *, plan: 
     return record
 
 
-def _read_outcomes(
-    parts: Sequence[Part], out: Path
-) -> tuple[NDArray[np.int64], list[dict[str, Any]], tuple[int, ...]]:
+def _read_outcomes(parts: Sequence[Part], out: Path) -> tuple[NDArray[np.int64], list[dict[str, Any]], tuple[int, ...]]:
     """The samples that have a row, in order; the failures; and the shape of a row."""
     sample_N: list[NDArray[np.int64]] = []
     failed: list[dict[str, Any]] = []

@@ -176,13 +176,13 @@ def describe(results: Sequence[Result]) -> str:
         for rank, hit in enumerate(result.found, start=1):
             clip = hit.clip
             times = f"{clip.begin_s:8.2f}-{clip.end_s:.2f} s"
-            lines.append(f"{rank:4}  {hit.score:6.3f}  {clip.key:{width}}  {times:20}  {on_one_line(clip.text or '')}".rstrip())
+            lines.append(
+                f"{rank:4}  {hit.score:6.3f}  {clip.key:{width}}  {times:20}  {on_one_line(clip.text or '')}".rstrip()
+            )
     return "\n".join(lines)
 
 
-def write_search_page(
-    path: Path, embedded: Embedded, results: Sequence[Result], *, shards: str | None = None
-) -> None:
+def write_search_page(path: Path, embedded: Embedded, results: Sequence[Result], *, shards: str | None = None) -> None:
     """Publish a page that plays the clips that were found.
 
     Args:
@@ -202,9 +202,5 @@ def write_search_page(
         "folder": str(embedded.path),
     }
     template = load_template(Path(__file__).with_name("page.html.j2"))
-    content = template.render(
-        results=results, show=player.show, num_clips=embedded.num_clips, data=data, facts=facts
-    )
+    content = template.render(results=results, show=player.show, num_clips=embedded.num_clips, data=data, facts=facts)
     publish_bytes(path, content.encode("utf-8", errors="replace"))
-
-
