@@ -113,7 +113,7 @@ def open_work(
         batch=batch,
         plan={
             "clipmill": installed_version("clipmill"),
-            "weights": {"identity": model.identity, "source": weights, "description": model.description},
+            "weights": {"identity": model.identity, "source": _address(weights), "description": model.description},
             "data": {
                 "fingerprint": samples.fingerprint,
                 "split": split,
@@ -130,6 +130,11 @@ def open_work(
             "precision": model.opened.trained.precision.name,
         },
     )
+
+
+def _address(weights: str) -> str:
+    """A path from anywhere, so that a search finds local weights; names stay as they are."""
+    return str(Path(weights).resolve()) if Path(weights).exists() else weights
 
 
 def _open_samples(

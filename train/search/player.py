@@ -30,7 +30,14 @@ _ENCODER = {"crf": "29", "preset": "veryfast", "threads": "1"}
 
 @dataclass(frozen=True)
 class Shown:
-    """A clip as a page shows it: a video, or a picture once the page's budget is used up, or the reason for neither."""
+    """A clip as a page shows it.
+
+    Attributes:
+        video: data URI of an mp4; empty once the page's budget is used up.
+        picture: data URI of its middle frame; empty if the clip cannot be read or decoded.
+        missing: the reason for that.
+        is_cut: whether the clip goes on after the video.
+    """
 
     video: str = ""
     picture: str = ""
@@ -67,12 +74,13 @@ class Player:
         end_s = min(clip.end_s, clip.begin_s + _LONGEST_S)
         num_frames = max(1, round((end_s - clip.begin_s) * _FPS)) if self._left_bytes > 0 else 1
         frames = self._frames(clip, end_s=end_s, num_frames=num_frames)
+        picture = jpeg_uri(_small(frames[len(frames) // 2]).to_ndarray(format="rgb24"))
         if self._left_bytes <= 0:
-            return Shown(picture=jpeg_uri(_small(frames[0]).to_ndarray(format="rgb24")))
+            return Shown(picture=picture)
         content = encode(frames, fps=Fraction(num_frames / (end_s - clip.begin_s)).limit_denominator(1000))
         self._left_bytes -= len(content)
         uri = "data:video/mp4;base64," + base64.b64encode(content).decode()
-        return Shown(video=uri, is_cut=end_s < clip.end_s)
+        return Shown(video=uri, picture=picture, is_cut=end_s < clip.end_s)
 
     def _frames(self, clip: EmbeddedClip, *, end_s: float, num_frames: int) -> "list[av.VideoFrame]":
         """Frames evenly spread over a clip."""
@@ -104,7 +112,7 @@ def encode(frames: "list[av.VideoFrame]", *, fps: Fraction) -> bytes:
 
     first = _small(frames[0])
     content = io.BytesIO()
-    with av.open(content, "w", format="mp4", options={"movflags": "faststart"}) as container:
+    with av.open(content, "w", format="mp4") as container:
         stream = container.add_stream("libx264", rate=fps, options=_ENCODER)
         assert isinstance(stream, VideoStream)
         stream.width, stream.height, stream.pix_fmt = first.width, first.height, "yuv420p"

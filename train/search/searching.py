@@ -42,6 +42,11 @@ class Result:
     like: EmbeddedClip | None
     found: tuple[Hit, ...]
 
+    @property
+    def title(self) -> str:
+        """The query as a heading."""
+        return self.query if self.like is None else f"like “{self.like.text or self.like.key}”"
+
 
 def search(
     embedded: Embedded,
@@ -170,8 +175,7 @@ def describe(results: Sequence[Result]) -> str:
     """Results as text: score, row, key, times and caption of each clip."""
     lines = []
     for result in results:
-        example = f": {result.like.text}" if result.like is not None and result.like.text else ""
-        lines.append(on_one_line(f"{result.query}{example}"))
+        lines.append(on_one_line(result.title))
         width = max((len(hit.clip.key) for hit in result.found), default=0)
         for rank, hit in enumerate(result.found, start=1):
             clip = hit.clip
