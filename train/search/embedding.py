@@ -246,7 +246,7 @@ def _embed_clips(
     for begin in range(part.begin, part.end, work.batch):
         loaded = list(islice(outcomes, min(work.batch, part.end - begin)))
         failed += [one for one in loaded if isinstance(one, FailedSample)]
-        clips = [cast(Sample, one) for one in loaded if not isinstance(one, FailedSample)]
+        clips = [one for one in loaded if not isinstance(one, FailedSample)]
         if clips:
             found.append(_features(work, ring.collate(clips)))
             samples += [clip["position"] for clip in clips]

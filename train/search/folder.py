@@ -49,7 +49,10 @@ _COLUMNS = [
 CLIP_SCHEMA = pa.schema([*_COLUMNS, ("caption", pa.int64())])
 CAPTION_SCHEMA = pa.schema([*_COLUMNS, ("clip", pa.int64())])
 
+# Where things are, and what follows from the other entries of a plan.
+_FREE = frozenset({"weights.source", "weights.description", "data.shards", "data.description", "clip.description"})
 _MAX_NAMED = 6
+_MAX_SHOWN = 24  # characters of a value; a hash is longer
 _AGAIN = "run train embed with another --out"
 
 
@@ -124,8 +127,9 @@ class Embedded:
 
     def vector(self, row: int) -> NDArray[np.float32]:
         """The vector of a clip, divided by its length."""
-        vector = np.array(np.load(self.path / VIDEO, mmap_mode="r")[row])
-        return vector / max(float(np.linalg.norm(vector)), float(np.finfo(np.float32).tiny))
+        vector: NDArray[np.float32] = np.array(np.load(self.path / VIDEO, mmap_mode="r")[row])
+        vector /= max(float(np.linalg.norm(vector)), float(np.finfo(np.float32).tiny))
+        return vector
 
 
 def open_embedded(path: Path) -> Embedded:
@@ -167,8 +171,13 @@ def read_folder_record(path: Path) -> dict[str, Any] | None:
 
 def require_same_work(old: Mapping[str, Any], new: Mapping[str, Any], *, path: Path) -> None:
     """Raise a UserError that names the differences between the work in a folder and the requested one."""
-    was, wanted = (flat({key: plan[key] for key in plan if key != "format"}) for plan in (old, new))
-    differing = [name for name in {**was, **wanted} if was.get(name) != wanted.get(name)]
-    if differing:
-        shown = "; ".join(f"{name} was {was.get(name)!r} and is {wanted.get(name)!r}" for name in differing)
+    was, wanted = flat(dict(old)), flat(dict(new))
+    decisive = [name for name in wanted if name not in _FREE and was.get(name) != wanted[name]]
+    if decisive:
+        shown = "; ".join(f"{name} was {_short(was.get(name))} and is {_short(wanted[name])}" for name in decisive)
         raise UserError(f"{path} holds other embeddings: {shown}", hint="use another --out")
+
+
+def _short(value: object) -> str:
+    text = str(value)
+    return text if len(text) <= _MAX_SHOWN else f"{text[:_MAX_SHOWN]}..."

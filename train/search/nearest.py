@@ -83,7 +83,7 @@ def blocks(path: Path, *, width: int) -> Iterator[tuple[int, NDArray[np.float32]
         file.seek(offset)
         for begin in range(0, num_rows, block_rows):
             block = buffer[: num_rows - begin]
-            _fill(file.readinto, memoryview(block).cast("B"), path=path)
+            _fill(file.readinto, block.data.cast("B"), path=path)
             yield begin, block
 
 

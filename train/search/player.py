@@ -74,7 +74,7 @@ class Player:
         end_s = min(clip.end_s, clip.begin_s + _LONGEST_S)
         num_frames = max(1, round((end_s - clip.begin_s) * _FPS)) if self._left_bytes > 0 else 1
         frames = self._frames(clip, end_s=end_s, num_frames=num_frames)
-        picture = jpeg_uri(_small(frames[len(frames) // 2]).to_ndarray(format="rgb24"))
+        picture = jpeg_uri(_small(frames[len(frames) // 2]).to_ndarray(format="rgb24").astype(np.uint8, copy=False))
         if self._left_bytes <= 0:
             return Shown(picture=picture)
         content = encode(frames, fps=Fraction(num_frames / (end_s - clip.begin_s)).limit_denominator(1000))

@@ -59,7 +59,7 @@ def num_captions(samples: Samples) -> int:
 def publish_part(path: Path, rows: NDArray[np.float32], **more: NDArray[Any]) -> None:
     """Publish a finished part."""
     with published(path) as temporary:
-        np.savez(temporary, rows=rows, **more)
+        np.savez(temporary, allow_pickle=False, rows=rows, **more)
 
 
 def publish_folder(out: Path, parts: Sequence[Part], samples: Samples, *, plan: Mapping[str, Any]) -> dict[str, Any]:
