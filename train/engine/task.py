@@ -5,7 +5,7 @@ optimizer, ranks, logging, checkpoints, resuming.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, Generic, Protocol, TypeVar, runtime_checkable
 
 import torch
@@ -23,7 +23,7 @@ from train.distributed.world import World
 from train.engine.rank_consistency import NamedSamples
 from train.losses.objective import Objective
 from train.models.attention import AttentionBackend
-from train.models.dual_encoder import DualEncoderSize
+from train.models.dual_encoder import ModelShape
 from train.models.transformer import blocks_of, compile_blocks
 from train.weights.conversion import LOGIT_SCALE
 from train.weights.loading import Loaded, copy_into, fit_to
@@ -154,18 +154,6 @@ Settings = TypeVar("Settings", bound=ClipSettings)
 Samples = TypeVar("Samples")
 Rgb = tuple[float, float, float]
 Model = TypeVar("Model", bound=nn.Module)
-
-
-@dataclass(frozen=True, kw_only=True)
-class ModelShape:
-    """Dimensions of the model of given weights, which decide in place of --model and of the samples.
-
-    Attributes:
-        image_px: side of the square frames, of latents too.
-    """
-
-    size: DualEncoderSize
-    image_px: int
 
 
 class ClipTask(Generic[Settings, Samples, Model]):

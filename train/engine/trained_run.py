@@ -1,8 +1,9 @@
 """Open a trained run: its latest checkpoint, and the device, precision and attention to use it with."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, fields, replace
-from typing import Any, Generic, Literal, TypeVar
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Generic, TypeVar
 
 import torch
 from torch import nn
@@ -12,54 +13,14 @@ from train.config.files import load_settings
 from train.config.training import ClipSettings, require_same, shaping
 from train.device.precision import Precision, choose_device, open_precision
 from train.engine.attention_choice import as_before
-from train.engine.task import ModelShape
 from train.models.attention import AttentionBackend, open_attention
-from train.models.dual_encoder import size_of
+from train.models.dual_encoder import ModelShape, size_of
 from train.run.checkpoint import read_metadata, read_table, read_weights
 from train.run.folder import RunFolder
 from train.weights.conversion import CONV
-from train.weights.hf_videomae import side_of_latents
 
 Settings = TypeVar("Settings", bound=ClipSettings)
 Model = TypeVar("Model", bound=nn.Module)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Overrides:
-    """How clips are shown to a model, where that differs from its training; None for what does not.
-
-    The fields are settings of `ClipSettings`.
-    """
-
-    num_frames: int | None = None
-    sampling: Literal["uniform", "stride", "lavila"] | None = None
-    size_px: int | None = None
-
-    def given(self) -> dict[str, Any]:
-        """Those that are not None."""
-        values = {one.name: getattr(self, one.name) for one in fields(self)}
-        return {name: value for name, value in values.items() if value is not None}
-
-    def beside(self, settings: ClipSettings) -> "Overrides":
-        """Those that differ from the settings.
-
-        Raises:
-            UserError: clips of latents cannot be shown in that way.
-        """
-        found = {name: value for name, value in self.given().items() if value != getattr(settings, name)}
-        wrong = [name for name in found if name != "num_frames"]
-        if wrong and getattr(settings, "input", "pixels") == "latents":
-            raise UserError(
-                f"--{wrong[0].replace('_', '-')} is {found[wrong[0]]}, which is about pictures, and the model takes "
-                "latents",
-                hint="leave it out; --num-frames may differ from the training's",
-            )
-        return Overrides(**found)
-
-    def suffix(self) -> str:
-        """Part of the names of results, so that they never replace those of clips as in training."""
-        forms = {"num_frames": "-{}-frames", "sampling": "-{}", "size_px": "-{}px"}
-        return "".join(forms[name].format(value) for name, value in self.given().items())
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,14 +68,14 @@ def read_settings(run: RunFolder, kind: type[Settings], *, shards: str | None = 
     return settings if shards is None else replace(settings, shards=shards)
 
 
-def open_trained_run(run: RunFolder, settings: Settings) -> TrainedRun[Settings]:
-    """Open the latest checkpoint of a run, without data or a model.
+def open_trained_run(run: RunFolder, settings: Settings, *, checkpoint: Path | None = None) -> TrainedRun[Settings]:
+    """Open the latest checkpoint of a run, or the one that is named, without data or a model.
 
     Raises:
         UserError: there is no checkpoint, it is damaged, the settings are not those that it was trained with, or this
             machine lacks what they require.
     """
-    checkpoint = run.require_checkpoint()
+    checkpoint = checkpoint or run.require_checkpoint()
     facts = read_metadata(checkpoint)
     require_same(
         facts.settings,
@@ -141,7 +102,7 @@ def shape_of_run(run: RunFolder, settings: ClipSettings) -> ModelShape:
     """Dimensions of a run's model, from the table of its latest checkpoint.
 
     Raises:
-        UserError: there is no checkpoint, or the run does not say how large its latents are.
+        UserError: there is no checkpoint.
     """
     sizes = {name: entry["size"] for name, entry in read_table(run.require_checkpoint()).items()}
     size, image_px = size_of(settings.model, settings.towers), settings.size_px
@@ -150,7 +111,8 @@ def shape_of_run(run: RunFolder, settings: ClipSettings) -> ModelShape:
     if (projection := sizes.get("model.video.proj")) is not None:
         size = replace(size, embedding_width=projection[1])
     if getattr(settings, "input", "pixels") == "latents":
-        image_px = side_of_latents(run)
+        latents = run.read_facts().get("latents")
+        image_px = int(latents["side"]) if isinstance(latents, dict) and "side" in latents else 0
     return ModelShape(size=size, image_px=image_px)
 
 

@@ -12,18 +12,20 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
-from train.config.model import Init
-from train.config.training import ClipSettings, flat
+from manifests.errors import UserError
+from manifests.publish import publish_json
+from train.config.data import AS_TRAINED, Overrides
+from train.config.training import ClipSettings, Device, flat
 from train.data.decoding.clip import Views
 from train.data.outcomes import FailedSample
-from train.engine.trained_run import Overrides, TrainedRun, open_trained_run, read_settings, shape_of_run
-from train.run.folder import RunFolder, result_name
+from train.engine.trained_run import TrainedRun, open_trained_run, read_settings, shape_of_run
+from train.models.dual_encoder import ModelShape
+from train.run.folder import RunFolder, data_facts, read_object, result_name
 from train.spec import EvaluationSpec, TaskSpec
 from train.weights.loading import load_whole
-from train.weights.sources import Say, open_weights
+from train.weights.sources import Say, Source, open_run_weights
 
 _ONE_VIEW = Views()
-_AS_TRAINED = Overrides()
 
 
 class EvaluatedSamples(Protocol):
@@ -47,21 +49,39 @@ class OpenedRun:
         title: of the weights, as the user named them.
         run: None for weights that are not a run.
         settings: of the model, with the data to evaluate and the overrides.
+        shape: dimensions of the model.
         shards: data that replaces the run's own, or None.
         task: the task of the weights, with the classes or tokens that were kept with them.
         overrides: those that differ from the training.
         lacks: part of the task's model that the weights do not have, such as "a decoder"; '' for none.
+        source: the weights, if they are not a run.
     """
 
     spec: TaskSpec
     title: str
     run: RunFolder | None
     settings: Any
+    shape: ModelShape
     shards: str | None
     trained: TrainedRun[Any]
     task: Any
-    overrides: Overrides = _AS_TRAINED
+    overrides: Overrides = AS_TRAINED
     lacks: str = ""
+    source: Source | None = None
+
+    def require_whole(self) -> None:
+        """Raise a UserError if the weights lack a part of the task's model."""
+        if self.lacks:
+            raise UserError(
+                f"{self.title} has no {self.lacks.removeprefix('a ')}, which this evaluation needs",
+                hint="use weights that have it; train eval probe needs the video tower alone",
+            )
+
+    def facts(self) -> dict[str, Any]:
+        """Weights and data of a result: the data of a run's results, or the title and data of other weights."""
+        if self.run is not None:
+            return self.run.data_facts(self.shards)
+        return {"source": self.title, "shards": data_facts("", self.shards)["shards"]}
 
     @property
     def name(self) -> str:
@@ -70,8 +90,7 @@ class OpenedRun:
 
     def result_name(self, name: str) -> str:
         """File name of the result `name`; other data than the run's own and overrides have others."""
-        facts = {} if self.run is None else self.run.data_facts(self.shards)
-        return result_name(f"{name}{self.overrides.suffix()}", facts)
+        return result_name(f"{name}{self.overrides.suffix()}", self.facts())
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,9 +119,10 @@ def open_for(
     run: RunFolder,
     *,
     shards: str | None = None,
-    device: str | None = None,
-    overrides: Overrides = _AS_TRAINED,
+    device: Device | None = None,
+    overrides: Overrides = AS_TRAINED,
     is_without_data: bool = False,
+    checkpoint: Path | None = None,
     say: Say = print,
 ) -> OpenedRun:
     """Open the latest checkpoint of a run and its task.
@@ -112,21 +132,22 @@ def open_for(
         device: replaces the run's own.
         overrides: of how clips are shown; embeddings of time and place are interpolated.
         is_without_data: let the task build models without samples, by the shapes in the checkpoint.
+        checkpoint: in place of the latest.
         say: prints which tensors were interpolated.
 
     Raises:
         UserError: there is no checkpoint, or it does not fit this machine, the run's settings or the overrides.
     """
     settings: ClipSettings = read_settings(run, spec.settings, shards=shards)
-    settings = settings if device is None else replace(settings, device=device)  # type: ignore[arg-type]
-    trained = open_trained_run(run, settings)
+    settings = settings if device is None else replace(settings, device=device)
+    trained = open_trained_run(run, settings, checkpoint=checkpoint)
     overrides = overrides.beside(settings)
     settings = replace(settings, **overrides.given())
-    shape = {"shape": shape_of_run(run, settings)} if is_without_data else {}
-    task: Any = spec.open(settings, attention=trained.attention, device=trained.device, run=run, **shape)
+    shape = shape_of_run(run, settings)
+    given = {"shape": shape} if is_without_data else {}
+    task: Any = spec.open(settings, attention=trained.attention, device=trained.device, run=run, **given)
     if overrides.given():
-        source = open_weights(Init(weights=str(run.path)))
-        assert source is not None
+        source = open_run_weights(run, checkpoint=checkpoint)
         load = partial(load_whole, source=source, fit=task.fit_whole, say=say)
         trained = replace(trained, settings=settings, load=load)
     return OpenedRun(
@@ -138,39 +159,56 @@ def open_for(
         trained=trained,
         task=task,
         overrides=overrides,
+        shape=shape,
     )
 
 
 def evaluate(
     spec: TaskSpec, evaluation: EvaluationSpec, run: RunFolder, wanted: Any, *, shards: str | None = None
 ) -> dict[str, Any]:
-    """Evaluate the latest checkpoint of a run, and write the result file.
+    """Evaluate the latest checkpoint of a run, and write the result file; see `open_for` and `score_opened`."""
+    return score_opened(open_for(spec, run, shards=shards), evaluation, wanted)
+
+
+def score_opened(
+    opened: OpenedRun, evaluation: EvaluationSpec, wanted: Any, *, out: Path | None = None
+) -> dict[str, Any]:
+    """Evaluate opened weights, and write the result file of a run.
 
     Args:
         wanted: settings of the evaluation.
-        shards: data that replaces the run's own.
+        out: folder for the result file of weights that are not a run; by default it is not written.
 
     Raises:
-        UserError: the run cannot be opened, or its data lack what the evaluation needs.
+        UserError: the data lack what the evaluation needs, or `out` has the result of other weights or data.
         FailedWork: nothing could be decoded.
     """
-    opened = open_for(spec, run, shards=shards)
     found = evaluation.score(opened, wanted)
+    facts = opened.facts()
     result = {
         "evaluation": evaluation.result_name,
         "split": wanted.split,
-        **run.data_facts(shards),
+        **facts,
         "step": opened.trained.step,
         "weights": opened.trained.weights,
+        "overrides": opened.overrides.given(),
         "data": found.samples.describe(),
         "variant": found.samples.variant_name,
         "clip": found.clip,
         **found.values,
         "failed": [failure.as_json() for failure in found.failed],
-        "command": command_line(evaluation.name, run, wanted, shards=shards),
+        "command": command_line(evaluation.name, opened, wanted),
     }
-    path = run.write_evaluation(found.name, result)
-    if found.beside is not None:
+    path = None
+    if opened.run is not None:
+        path = opened.run.write_evaluation(f"{found.name}{opened.overrides.suffix()}", result)
+    elif out is not None:
+        path = out / f"{opened.result_name(found.name)}.json"
+        if path.exists() and any(read_object(path).get(name) != value for name, value in facts.items()):
+            raise UserError(f"{path} is the result of other weights or data", hint="use another --out")
+        out.mkdir(parents=True, exist_ok=True)
+        publish_json(path, result)
+    if found.beside is not None and path is not None:
         found.beside(path, result)
     return result
 
@@ -219,10 +257,12 @@ def _describe_sampling(settings: ClipSettings, *, is_centred: bool) -> str:
     }[settings.sampling]
 
 
-def command_line(name: str, run: RunFolder, wanted: Any, *, shards: str | None) -> str:
+def command_line(name: str, opened: OpenedRun, wanted: Any) -> str:
     """The command line that repeats an evaluation: the split, and every setting that differs from its default."""
-    words = ["train", "eval", name, str(run.path), "--split", wanted.split]
-    words += [] if shards is None else ["--shards", shards]
+    words = ["train", "eval", name, opened.title, "--split", wanted.split]
+    words += [] if opened.shards is None else ["--shards", opened.shards]
+    for flag, value in opened.overrides.given().items():
+        words += [f"--{flag.replace('_', '-')}", str(value)]
     defaults = _defaults(wanted)
     for flag, value in flat(asdict(wanted)).items():
         if flag == "split" or value is None or value == defaults.get(flag):

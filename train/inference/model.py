@@ -22,10 +22,10 @@ from torch import nn
 from torch.nn.functional import interpolate
 
 from manifests.errors import UserError
+from train.config.data import Overrides
 from train.config.model import kind_of
-from train.config.training import ClipSettings
+from train.config.training import ClipSettings, Device
 from train.data.batch import Batch, to_device
-from train.engine.trained_run import Overrides
 from train.evaluation.probe.features import tower_of
 from train.evaluation.runner import OpenedRun
 from train.inference.opening import open_weights_for_use
@@ -196,13 +196,13 @@ def load_model(
     num_frames: int | None = None,
     sampling: Literal["uniform", "stride", "lavila"] | None = None,
     size_px: int | None = None,
-    device: Literal["auto", "cpu", "cuda"] = "auto",
+    device: Device = "auto",
     shards: str | None = None,
 ) -> LoadedModel:
     """Open trained weights as a model in evaluation mode.
 
     Args:
-        weights: a run.
+        weights: a run, an exported folder, a file of AVION's, LaViLa's or VideoMAE's, or a NAME:TAG of open_clip.
         num_frames: number of frames per clip. Default: as in training; otherwise temporal embeddings are interpolated.
         sampling: frame sampling of the loader. Default: as in training.
         size_px: side of the frames. Default: as in training; otherwise positional embeddings are interpolated.

@@ -190,7 +190,7 @@ def _architecture_of(shapes: Mapping[str, Shape]) -> str:
     parts = []
     for tower in ("video", "text", "decoder"):
         gains = [shape for name, shape in shapes.items() if name.startswith(tower) and name.endswith("ln_1.weight")]
-        if depth := _depth(shapes, tower):
+        if depth := depth_of(shapes, tower):
             parts.append(f"{tower} of width {gains[0][0] if gains else '?'} and {depth} blocks")
     if conv := shapes.get(CONV):
         parts.append(f"patches of {' x '.join(map(str, conv[1:]))}")
@@ -209,12 +209,12 @@ def _hint_about(unexplained: Sequence[Change], *, there: Mapping[str, Shape], he
         return f"use --towers.tubelet {cubes[0]}, the frames of a cube that the weights are of"
     if _TOKENS in there and _TOKENS in here and all(change.name.startswith(_OF_CAPTIONS) for change in unexplained):
         num_tokens, width = there[_TOKENS]
-        context, depth = there.get("decoder.positional_embedding", ("?",))[0], _depth(there, "decoder")
+        context, depth = there.get("decoder.positional_embedding", ("?",))[0], depth_of(there, "decoder")
         return (
             f"use --decoder.width {width} --decoder.depth {depth} --decoder.max-tokens {context}, and as "
             f"--decoder.tokenizer the one of {num_tokens:,} tokens that the weights were trained with"
         )
-    depths = [_depth(shapes, "decoder") for shapes in (there, here)]
+    depths = [depth_of(shapes, "decoder") for shapes in (there, here)]
     if all(depths) and depths[0] != depths[1]:
         return f"use --decoder-depth {depths[0]}, which the weights are of"
     parts = {next((part for part in _PARTS if change.name.startswith(part)), "") for change in unexplained}
@@ -229,5 +229,6 @@ def _cube_frames(shapes: Mapping[str, Shape]) -> int:
     return conv[2] if len(conv) == 5 else 1
 
 
-def _depth(shapes: Mapping[str, Shape], tower: str) -> int:
+def depth_of(shapes: Mapping[str, Shape], tower: str) -> int:
+    """Number of blocks of a tower."""
     return len({name.split(".")[3] for name in shapes if name.startswith(f"{tower}.transformer.resblocks.")})

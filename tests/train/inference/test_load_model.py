@@ -43,7 +43,7 @@ def test_a_batch_of_the_loader_is_embedded_as_in_an_evaluation(runs: dict[str, P
     model = load_model(runs["dual-encoder"])
     task = model.opened.task
     for loaded in task.samples("val", World()).evaluation_batches():
-        video_BE, text_BE = model.model(*task.inputs(loaded.batch, is_training=False))
+        video_BE, _ = model.model(*task.inputs(loaded.batch, is_training=False))
         assert torch.equal(model.encode_video(loaded.batch), video_BE)
 
 

@@ -27,12 +27,12 @@ from train.data.video_captions import VideoCaptions
 from train.device.random import uniform
 from train.distributed.world import World
 from train.engine.attention_choice import video_workloads
-from train.engine.task import ClipTask, ModelShape
+from train.engine.task import ClipTask
 from train.losses.contrastive import DatasetSize
 from train.losses.objective import Objective
 from train.losses.registry import build_contrast
 from train.models.attention_kernels import Workload
-from train.models.dual_encoder import DualEncoder, size_of
+from train.models.dual_encoder import DualEncoder, ModelShape, size_of
 from train.models.text import Tokenize, load_tokenizer
 from train.models.transformer import NORM_EPS
 from train.tasks.dual_encoder.evaluation import LoopEvaluation
@@ -203,7 +203,20 @@ def effective_settings(settings: DualEncoderSettings, source: Source | None, *, 
     Raises:
         UserError: the weights need something that the towers do not have.
     """
-    settings = replace(settings, towers=_of_clip(settings.towers))
+    settings = with_towers_of(replace(settings, towers=_of_clip(settings.towers)), source, say=say)
+    temperature = None if source is None else _temperature(settings, source)
+    if temperature is not None:
+        say(f"weights: the temperature starts at theirs, {temperature:.4g}")
+        settings = replace(settings, loss=replace(settings.loss, temperature=temperature))
+    return settings
+
+
+def with_towers_of(settings: DualEncoderSettings, source: Source | None, *, say: Say) -> DualEncoderSettings:
+    """The settings with activation, eps and normalisation of weights.
+
+    Raises:
+        UserError: the weights need something that the towers do not have.
+    """
     if source is None:
         return settings
     facts = source.facts
@@ -212,12 +225,7 @@ def effective_settings(settings: DualEncoderSettings, source: Source | None, *, 
             f"{source.title}: the text tower's layer norms have eps {facts.text_eps:g}, here they have {NORM_EPS:g}",
             hint="use the weights of a plain CLIP",
         )
-    settings = effective_clip_settings(settings, source, say=say)
-    temperature = _temperature(settings, source)
-    if temperature is not None:
-        say(f"weights: the temperature starts at theirs, {temperature:.4g}")
-        settings = replace(settings, loss=replace(settings.loss, temperature=temperature))
-    return settings
+    return effective_clip_settings(settings, source, say=say)
 
 
 def _of_clip(towers: Towers) -> Towers:

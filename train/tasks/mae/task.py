@@ -31,6 +31,8 @@ from train.tasks.mae.objective import MaskedReconstruction, Masking
 from train.tasks.mae.samples import ChunkClips
 from train.tasks.mae.settings import MaeSettings, check_mask
 from train.weights.conversion import IMAGENET_MEAN, IMAGENET_STD
+from train.weights.loading import Loaded, fit_to
+from train.weights.sources import Say, Source
 
 Samples = ChunkClips | LatentLoader
 
@@ -126,6 +128,20 @@ class MaeTask(ClipTask[MaeSettings, Samples, MaskedAutoencoder]):
             latents_BTCHW = window_frames(batch["latents"][rows], num_frames=settings.num_frames, offset_B=within_B)
             return latents_BTCHW.float().transpose(1, 2)
         return self.pixels(batch, rows, mean=IMAGENET_MEAN, std=IMAGENET_STD, is_training=is_training)
+
+    def fit_whole(self, model: MaskedAutoencoder, source: Source, *, say: Say) -> Loaded:
+        """Fit encoder and decoder, or the encoder alone to weights without a decoder.
+
+        Without a last norm in the weights, as transformers' use_mean_pooling has it, the encoder has none either.
+        """
+        names = source.converted.tensors
+        if "video.ln_post.weight" not in names:
+            model.video.ln_post = None
+        wanted: nn.Module = model
+        if not any(name.startswith("decoder.") for name in names):
+            wanted = nn.Module()
+            wanted.video = model.video
+        return fit_to(wanted, source, say=say)
 
     def evaluate(self, model: nn.Module, world: World) -> dict[str, float]:
         """Metrics of the probes that the settings name, as `<split>/<name>`."""
