@@ -67,7 +67,13 @@ def doctor(
 
 
 @app.command
-def overview(runs: Annotated[list[Path], Parameter(consume_multiple=True, negative="")], /, *, out: Path) -> None:
+def overview(
+    runs: Annotated[list[Path], Parameter(consume_multiple=True, negative="")],
+    /,
+    *,
+    out: Path,
+    link: Annotated[list[Path] | None, Parameter(negative="")] = None,
+) -> None:
     """Write a web page that compares several runs: metrics, sample images, links to their results pages.
 
     Example:
@@ -80,10 +86,12 @@ def overview(runs: Annotated[list[Path], Parameter(consume_multiple=True, negati
         Run folders.
     out
         HTML file to write.
+    link
+        Further page to link to, such as one of train search. May be repeated.
     """
     from train.report.results import write_overview
 
-    write_overview(runs, out)
+    write_overview(runs, out, links=link or ())
     print(out)
 
 

@@ -5,6 +5,8 @@ run's page are templates too.
 """
 
 import base64
+import html
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -98,7 +100,7 @@ def _line(label: str, cells: tuple[str, ...] | list[str], *, width: int) -> str:
 
 
 One = TypeVar("One")
-_MARK, _MARK_WITHIN = "· clipmill</title>".encode(), 4096  # in the head of every page
+_TITLE, _TITLE_WITHIN = re.compile("<title>([^<]*) · clipmill</title>"), 4096  # in the head of every page
 
 
 class PicturedSamples(Protocol):
@@ -121,11 +123,18 @@ class PicturedSamples(Protocol):
         ...
 
 
+def page_title(path: Path) -> str | None:
+    """The title of a page of clipmill; None if the file is not one. OSError if it cannot be read."""
+    with path.open("rb") as file:
+        found = _TITLE.search(file.read(_TITLE_WITHIN).decode(errors="replace"))
+    return None if found is None else html.unescape(found[1])
+
+
 def require_page_path(path: Path, *, flag: str) -> None:
     """Raise a UserError if there is no folder for a page, or a file that is not a page of clipmill in its place."""
     if not path.parent.is_dir():
         raise UserError(f"there is no folder {path.parent} ({flag})", hint=f"make it first, or use another {flag}")
-    if path.exists() and not (path.is_file() and _MARK in path.read_bytes()[:_MARK_WITHIN]):
+    if path.exists() and not (path.is_file() and page_title(path) is not None):
         raise UserError(f"{path} exists and is not a page of clipmill", hint=f"use another {flag}")
 
 
