@@ -5,7 +5,7 @@
 #   make test PYTHON=python3.13 VENV=.venv-313
 #   make torture MINUTES=60 SEED=1   faults on purpose: see tests/torture
 #   make gpu-kit                     what a GPU is needed for, in build/gpu-kit/: see docs/gpu_kit.md (VIDEOS=DIR: with yours)
-#   make peers                       what the benchmarks `decode` and `latents` compare with, in .venv-peers
+#   make peers                       what the benchmarks `decode`, `latents` and `search` compare with, in .venv-peers
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
@@ -15,7 +15,7 @@ UV := $(BIN)/uv
 COMPILE := $(UV) pip compile --quiet --universal --python-version 3.11 --generate-hashes \
 	--no-annotate --no-emit-index-url --custom-compile-command "make lock" $(LOCK_FLAGS)
 PYTEST_FLAGS ?=
-BENCHMARKS ?= caption caption_data caption_learning caption_pipeline chunk decode encoding latents losses mae mae_learning manifest memory plan recipes rerun small_batches
+BENCHMARKS ?= caption caption_data caption_learning caption_pipeline chunk decode encoding latents losses mae mae_learning manifest memory plan recipes rerun search small_batches
 PEERS_VENV := .venv-peers
 # pip believes the certificates of the system; uv shall too.
 export UV_SYSTEM_CERTS ?= 1

@@ -1,10 +1,13 @@
-"""Exact nearest neighbours by blocks: a file of any size is read once, through a buffer of a few megabytes.
+"""Exact nearest neighbours by blocks: a file of any size is read once, through a few megabytes of each thread.
 
 Shape suffixes: Q queries, N rows of the file, R rows of a block, E width, K found.
 """
 
+import os
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -15,6 +18,7 @@ from manifests.errors import UserError
 # Read in one piece and scored while it is still in the processor's cache.
 _BLOCK_BYTES = 1 << 22
 _MAX_BLOCK_ROWS = 1 << 16
+_MAX_THREADS = 16
 
 
 @dataclass(frozen=True)
@@ -42,32 +46,63 @@ def nearest(
 
     Args:
         is_unit_length: False if the rows of the file have other lengths; they are then divided by them.
-        say_done: called with the number of rows after each block.
+        say_done: called with the number of rows after each block, from several threads.
 
     Raises:
         UserError: the file is damaged, or its rows are not as wide as the queries.
     """
-    num_queries = len(query_QE)
-    row_QK = np.empty((num_queries, 0), np.int64)
-    score_QK = np.empty((num_queries, 0), np.float32)
-    for begin, block_RE in blocks(path, width=query_QE.shape[1]):
-        score_QR = query_QE @ block_RE.T
-        if not is_unit_length:
-            length_R = np.sqrt(np.einsum("re,re->r", block_RE, block_RE))
-            score_QR /= np.maximum(length_R, np.finfo(np.float32).tiny)
-        row_QK, score_QK = _merged(row_QK, score_QK, begin, score_QR, count=count)
-        say_done(len(block_RE))
-    return Nearest(row_QK, score_QK)
+    num_rows, offset = _header(path, width=query_QE.shape[1])
+    block_rows = min(_MAX_BLOCK_ROWS, max(1, _BLOCK_BYTES // (4 * query_QE.shape[1])))
+    num_threads = min(_MAX_THREADS, len(os.sched_getaffinity(0)), -(-num_rows // block_rows))
+    each = -(-num_rows // (num_threads * block_rows)) * block_rows
+    score = partial(_scores, query_QE, is_unit_length=is_unit_length)
+
+    def part(begin: int) -> Nearest:
+        found = Nearest(np.empty((len(query_QE), 0), np.int64), np.empty((len(query_QE), 0), np.float32))
+        rows = range(begin, min(begin + each, num_rows))
+        for first, block_RE in _blocks(path, rows, offset=offset, block_rows=block_rows, width=query_QE.shape[1]):
+            found = _with_block(found, first, score(block_RE), count=count)
+            say_done(len(block_RE))
+        return found
+
+    with ThreadPoolExecutor(num_threads) as threads:
+        parts = list(threads.map(part, range(0, num_rows, each)))
+    row_QK = np.concatenate([one.row_QK for one in parts], axis=1)
+    score_QK = np.concatenate([one.score_QK for one in parts], axis=1)
+    best_QK = np.lexsort((row_QK, -score_QK), axis=1)[:, :count]
+    return Nearest(np.take_along_axis(row_QK, best_QK, axis=1), np.take_along_axis(score_QK, best_QK, axis=1))
 
 
-def blocks(path: Path, *, width: int) -> Iterator[tuple[int, NDArray[np.float32]]]:
+def _scores(
+    query_QE: NDArray[np.float32], block_RE: NDArray[np.float32], *, is_unit_length: bool
+) -> NDArray[np.float32]:
+    """Cosine similarities [Q, R]."""
+    # Not a product of matrices: that of BLAS starts threads of its own for each block, which wait for each other.
+    score_QR: NDArray[np.float32] = np.vecdot(query_QE[:, None], block_RE)
+    if not is_unit_length:
+        length_R = np.sqrt(np.vecdot(block_RE, block_RE))
+        score_QR /= np.maximum(length_R, np.finfo(np.float32).tiny)
+    return score_QR
+
+
+def _blocks(
+    path: Path, rows: range, *, offset: int, block_rows: int, width: int
+) -> Iterator[tuple[int, NDArray[np.float32]]]:
     """Yield (first row, rows [R, E]) of an npy file; a block is valid until the next one is requested.
 
     Read, not mapped: mapped pages would count as memory of the process, and a file that is cut short would kill it.
-
-    Raises:
-        UserError: see `nearest`.
     """
+    buffer = np.empty((block_rows, width), np.float32)
+    with path.open("rb", buffering=0) as file:
+        file.seek(offset + 4 * width * rows.start)
+        for begin in rows[::block_rows]:
+            block = buffer[: rows.stop - begin]
+            _fill(file.readinto, block.data.cast("B"), path=path)
+            yield begin, block
+
+
+def _header(path: Path, *, width: int) -> tuple[int, int]:
+    """(number of rows, byte offset of the first one) of an npy file."""
     mapped = open_matrix(path)
     num_rows, its_width = mapped.shape
     if its_width != width:
@@ -75,16 +110,7 @@ def blocks(path: Path, *, width: int) -> Iterator[tuple[int, NDArray[np.float32]
             f"{path} has vectors of width {its_width}, and the queries are of width {width}",
             hint="search with the weights that made the embeddings",
         )
-    offset: int = mapped.offset  # type: ignore[attr-defined]  # of np.memmap
-    del mapped
-    block_rows = min(_MAX_BLOCK_ROWS, max(1, _BLOCK_BYTES // (4 * width)))
-    buffer = np.empty((block_rows, width), np.float32)
-    with path.open("rb", buffering=0) as file:
-        file.seek(offset)
-        for begin in range(0, num_rows, block_rows):
-            block = buffer[: num_rows - begin]
-            _fill(file.readinto, block.data.cast("B"), path=path)
-            yield begin, block
+    return num_rows, mapped.offset  # type: ignore[attr-defined]  # of np.memmap
 
 
 def open_matrix(path: Path) -> NDArray[np.float32]:
@@ -115,27 +141,20 @@ def _fill(read_into: Callable[[memoryview], int | None], view: memoryview, *, pa
         filled += count
 
 
-def _merged(
-    row_QK: NDArray[np.int64],
-    score_QK: NDArray[np.float32],
-    begin: int,
-    score_QR: NDArray[np.float32],
-    *,
-    count: int,
-) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
-    """The best of what was found before and of a block."""
-    if score_QK.shape[1] == count and not (score_QR > score_QK[:, -1:]).any():
-        return row_QK, score_QK
+def _with_block(found: Nearest, begin: int, score_QR: NDArray[np.float32], *, count: int) -> Nearest:
+    """The best of what was found before and of a later block."""
+    if found.score_QK.shape[1] == count and not (score_QR > found.score_QK[:, -1:]).any():
+        return found
     rows, scores = [], []
-    for before_K, best_K, score_R in zip(row_QK, score_QK, score_QR, strict=True):
+    for before_K, best_K, score_R in zip(found.row_QK, found.score_QK, score_QR, strict=True):
         # An equal score in a later row ranks lower, so a row has to score higher than the last one.
-        found = np.flatnonzero(score_R > best_K[-1]) if len(best_K) == count else np.arange(len(score_R))
-        if len(found) > count:
-            least = np.partition(score_R[found], -count)[-count]
-            found = found[score_R[found] >= least]
-        row = np.concatenate([before_K, begin + found])
-        score = np.concatenate([best_K, score_R[found]])
+        new = np.flatnonzero(score_R > best_K[-1]) if len(best_K) == count else np.arange(len(score_R))
+        if len(new) > count:
+            least = np.partition(score_R[new], -count)[-count]
+            new = new[score_R[new] >= least]
+        row = np.concatenate([before_K, begin + new])
+        score = np.concatenate([best_K, score_R[new]])
         order = np.lexsort((row, -score))[:count]
         rows.append(row[order])
         scores.append(score[order])
-    return np.stack(rows), np.stack(scores)
+    return Nearest(np.stack(rows), np.stack(scores))
