@@ -11,7 +11,7 @@ from manifests.errors import UserError, UserErrors
 from manifests.whole_numbers import refuse_fractions
 from train.config import fields as groups
 from train.config.fields import FIRST_RUN, FLAG, Checked, deferred_checks, flags_without_effect, mistakes, refuse
-from train.config.files import preset_path, presets_of, read_values, yaml_source
+from train.config.files import load_settings, preset_path, presets_of, read_values, yaml_source
 from train.config.training import TrainingSettings, flat
 from train.registry import DEFAULT, task_named, task_names
 from train.run.folder import Resume, RunFolder
@@ -92,6 +92,7 @@ def add_files(app: "App", commands: tuple[str, ...], arguments: "ArgumentCollect
         # Where there is no run, a new one begins, or opening it says so.
         if (saved := RunFolder(out).settings).is_file():
             RunFolder(out).require_task(commands[-1])
+            load_settings(saved, task_named(commands[-1]).settings)  # a damaged file is named with what to do
             fill(saved)
 
 

@@ -272,6 +272,12 @@ def require_same(old: dict[str, Any], new: dict[str, Any], *, where: str, hint: 
         raise UserError("; ".join(words), hint=hint)
 
 
+def absolute(address: str) -> str:
+    """`--shards` as it names the same data from any working directory; patterns of tars are joined by `::`."""
+    parts = address.split("::")
+    return "::".join(one if is_remote(one) or one.startswith("$") else str(Path.cwd() / one) for one in parts)
+
+
 def is_remote(address: str) -> bool:
     """Return True for an address such as `s3://bucket/data`; anything without `://` is a local path."""
     return "://" in address

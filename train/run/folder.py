@@ -20,6 +20,7 @@ import platform
 import re
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -28,7 +29,7 @@ from manifests.errors import UserError
 from manifests.json_text import parse_json
 from manifests.publish import TEMPORARY_PREFIX, publish_bytes, publish_json
 from train.config.files import load_settings, read_values, save_settings
-from train.config.training import TrainingSettings, is_remote, require_same, shaping
+from train.config.training import TrainingSettings, absolute, is_remote, require_same, shaping
 
 if TYPE_CHECKING:
     import torch
@@ -171,7 +172,7 @@ def create_run(settings: TrainingSettings) -> RunFolder:
                 raise UserError(f"{run.path} exists already", hint="use --resume to continue it, or another --out")
             for path in left:
                 path.unlink()
-            save_settings(settings, run.settings)
+            save_settings(replace(settings, shards=absolute(settings.shards)), run.settings)
     except OSError as error:
         raise UserError(f"cannot make the run folder {run.path}: {error.strerror}", hint="use another --out") from error
     return run
@@ -279,4 +280,5 @@ def other_data(result: dict[str, Any]) -> str:
 
 
 def _normalised(address: str) -> str:
-    return address.rstrip("/") if is_remote(address) else str(Path(address).resolve())
+    parts = address.split("::")
+    return "::".join(one.rstrip("/") if is_remote(one) else str(Path(one).resolve()) for one in parts)

@@ -149,7 +149,7 @@ def exported_videomae(
     _, num_channels, tubelet, patch_px, _ = to_their_layout(CONV, weights[CONV]).shape
     if not shape.image_px:
         raise UserError(
-            "the run does not say how large its latents were, and config.json has to",
+            "run.json does not say how large the latents were, and config.json has to",
             hint="use --format videomae, which does not need it",
         )
     is_rgb = num_channels == _RGB

@@ -101,7 +101,8 @@ def score_features(opened: OpenedRun, wanted: ProbeFlags) -> Score:
 def _models(opened: OpenedRun, *, split: str) -> dict[str, nn.Module]:
     """A run's model, and one with weights drawn from its seed, in evaluation mode on the device."""
     task, trained = opened.task, opened.trained
-    samples = task.samples(split, World())  # determines the size of clips
+    # Samples determine the size of a run's clips; other weights say their own.
+    samples = None if opened.run is None else task.samples(split, World())
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(opened.settings.seed)
         random = task.build_model(samples).to(trained.device).eval()
