@@ -12,6 +12,7 @@ from typing import Any
 import av
 import numpy as np
 import pytest
+from av.container import InputContainer
 
 from prep.synthetic.frame_code import read_frame_number
 from tests.train.search.conftest import SMALL, embed, overwrite_chunk
@@ -62,8 +63,8 @@ def test_a_search_by_example_needs_no_weights_and_leaves_the_example_out(embedde
 
 def test_texts_and_examples_share_one_search(embedded: Path, search: Any) -> None:
     both = search(embedded, "it begins", "--like", 0, "--like", 8, "--top", 2)
-    for query, words in enumerate((["it begins"], ["--like", 0], ["--like", 8])):
-        assert rows(both, query) == rows(search(embedded, *words, "--top", 2))
+    alone = [search(embedded, *words, "--top", 2) for words in (("it begins",), ("--like", 0), ("--like", 8))]
+    assert [rows(both, query) for query in range(3)] == [rows(one) for one in alone]
 
 
 def test_pooled_features_are_searched_by_example(masked: Path, data_dir: Path, tmp_path: Path, search: Any) -> None:
@@ -157,6 +158,7 @@ def test_the_page_plays_the_clips_and_loads_nothing(embedded: Path, tmp_path: Pa
     assert len(videos) == 9
     for hit, content in zip(result["results"][0]["found"], videos, strict=True):
         with av.open(io.BytesIO(content)) as container:
+            assert isinstance(container, InputContainer)
             frames = list(container.decode(container.streams.video[0]))
             assert container.streams.video[0].codec_context.name == "h264"
         span_s = hit["end_s"] - hit["begin_s"]
