@@ -5,7 +5,7 @@
 #   make test PYTHON=python3.13 VENV=.venv-313
 #   make torture MINUTES=60 SEED=1   faults on purpose: see tests/torture
 #   make gpu-kit                     what a GPU is needed for, in build/gpu-kit/: see docs/gpu_kit.md (VIDEOS=DIR: with yours)
-#   make peers                       what the benchmarks `decode` and `latents` compare with, in .venv-peers
+#   make peers                       what the benchmarks `decode`, `latents` and `search` compare with, in .venv-peers
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
@@ -15,7 +15,7 @@ UV := $(BIN)/uv
 COMPILE := $(UV) pip compile --quiet --universal --python-version 3.11 --generate-hashes \
 	--no-annotate --no-emit-index-url --custom-compile-command "make lock" $(LOCK_FLAGS)
 PYTEST_FLAGS ?=
-BENCHMARKS ?= caption caption_data caption_learning caption_pipeline chunk decode encoding latents losses mae mae_learning manifest memory plan recipes rerun small_batches
+BENCHMARKS ?= caption caption_data caption_learning caption_pipeline chunk decode encoding latents losses mae mae_learning manifest memory plan recipes rerun search small_batches
 PEERS_VENV := .venv-peers
 # pip believes the certificates of the system; uv shall too.
 export UV_SYSTEM_CERTS ?= 1
@@ -68,7 +68,7 @@ demo: setup
 	@echo "Your videos as chunks: demo/videos.html"
 else
 demo: setup
-	rm -rf demo/data demo/run demo/run-* demo/chunks.html demo/index.html
+	rm -rf demo/data demo/run demo/run-* demo/embedded demo/chunks.html demo/search.html demo/index.html
 	$(BIN)/prep manifest synthetic --videos 40 --minutes 1 --data demo/data
 	$(BIN)/prep chunk --len 15s --data demo/data
 	$(BIN)/prep latents --vae tiny --size 64 --engine processes --data demo/data
@@ -77,14 +77,18 @@ demo: setup
 	$(BIN)/prep inspect --html demo/chunks.html --data demo/data
 	$(BIN)/train dual-encoder --shards demo/data --preset tiny --evaluate.every 50 --out demo/run
 	$(BIN)/train eval retrieval demo/run --shards demo/data
+	$(BIN)/train embed demo/run --shards demo/data --split val --out demo/embedded
+	$(BIN)/train search demo/embedded "a red circle moves to the left" "a green triangle grows" \
+		"a yellow square moves up" --top 8 --page demo/search.html
 	$(BIN)/train dual-encoder --shards demo/data --preset tiny-latents --out demo/run-latents
 	$(BIN)/train eval retrieval demo/run-latents --shards demo/data
 	$(BIN)/train mae --shards demo/data --preset tiny --out demo/run-mae
 	$(BIN)/train eval probe demo/run-mae --shards demo/data --label motion --label shape --neighbours 5
 	$(BIN)/train caption --shards demo/data --preset tiny --out demo/run-caption
 	$(BIN)/train eval caption demo/run-caption --shards demo/data
-	$(BIN)/train overview demo/run demo/run-latents demo/run-mae demo/run-caption --out demo/index.html
-	@echo "The chunks: demo/chunks.html    The results: demo/index.html"
+	$(BIN)/train overview demo/run demo/run-latents demo/run-mae demo/run-caption --link demo/search.html \
+		--out demo/index.html
+	@echo "The chunks: demo/chunks.html    The results: demo/index.html    A search: demo/search.html"
 endif
 
 gpu-kit: setup

@@ -37,6 +37,7 @@ TINY = {
     "plan": ["--chunks", "80"],
     "recipes": ["--rounds", "1", "--only", "balanced", "scaler area"],
     "rerun": ["--chunks", "80", "--runs", "1"],
+    "search": ["--rows", "300", "--rounds", "1"],
     "small_batches": ["--seeds", "1", "--steps", "2", "--points", "1"],
     "text_tower": ["--model", "tiny", "--captions", "4", "--rounds", "1", "--device", "cpu"],
     "tuning": [
@@ -59,6 +60,7 @@ NOT_BENCHMARKS = {
     "plain_loops",
     "recipe_trial",
     "report",
+    "search_ways",
     "timing",
     "tree",
     "vit_steps",

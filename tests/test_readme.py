@@ -22,7 +22,7 @@ def commands_of_markdown(text: str) -> list[list[str]]:
 
 
 def commands_of_makefile(text: str) -> list[list[str]]:
-    recipes = re.findall(r"^\t\$\(BIN\)/((?:prep|train) .*)$", text, flags=re.MULTILINE)
+    recipes = re.findall(r"^\t\$\(BIN\)/((?:prep|train) .*)$", text.replace("\\\n", " "), flags=re.MULTILINE)
     return [shlex.split(recipe.replace("$(", "").replace(")", "")) for recipe in recipes]
 
 

@@ -31,6 +31,8 @@ for _name in task_names():
 app.command("train.commands.evaluation:evaluate", name="eval")
 app.command("train.commands.bench:bench", name="bench")
 app.command("train.commands.export:export", name="export")
+app.command("train.commands.search:embed", name="embed")
+app.command("train.commands.search:search", name="search")
 for _name, _path in COMMANDS.items():
     app.command(_path, name=_name)
 
@@ -66,7 +68,13 @@ def doctor(
 
 
 @app.command
-def overview(runs: Annotated[list[Path], Parameter(consume_multiple=True, negative="")], /, *, out: Path) -> None:
+def overview(
+    runs: Annotated[list[Path], Parameter(consume_multiple=True, negative="")],
+    /,
+    *,
+    out: Path,
+    link: Annotated[list[Path] | None, Parameter(negative="")] = None,
+) -> None:
     """Write a web page that compares several runs: metrics, sample images, links to their results pages.
 
     Example:
@@ -79,10 +87,12 @@ def overview(runs: Annotated[list[Path], Parameter(consume_multiple=True, negati
         Run folders.
     out
         HTML file to write.
+    link
+        Further page to link to, such as one of train search. May be repeated.
     """
     from train.report.results import write_overview
 
-    write_overview(runs, out)
+    write_overview(runs, out, links=link or ())
     print(out)
 
 

@@ -26,6 +26,18 @@ def test_runs_are_linked_and_nothing_from_outside_becomes_markup(tmp_path: Path)
     assert out.read_text().count("data:image/jpeg;base64,AA==") == 2  # of the first text found, in each card
 
 
+def test_further_pages_are_linked_by_their_titles(tmp_path: Path) -> None:
+    run = hostile_run(tmp_path)
+    page, out = tmp_path / "a search.html", tmp_path / "index.html"
+    page.write_text("<title>Search: red &amp; &lt;b&gt; · clipmill</title>")
+    write_overview([run.path], out, links=[page])
+    assert '<a href="a%20search.html">Search: red &amp; &lt;b&gt;</a>' in out.read_text()
+    page.write_text("<title>mine</title>")
+    for path in (page, tmp_path / "nowhere.html", tmp_path):
+        with pytest.raises(UserError, match="is not a page of clipmill"):
+            write_overview([run.path], out, links=[path])
+
+
 def test_a_folder_that_is_no_run_is_named(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="nowhere") as caught:
         write_overview([tmp_path / "nowhere"], tmp_path / "index.html")

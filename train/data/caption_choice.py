@@ -113,6 +113,12 @@ class CaptionChoice:
         first, last = (clip, clip + 1) if self.first_run is None else self.first_run[clip : clip + 2].tolist()
         return range(int(self.first_entry[first]), int(self.first_entry[last]))
 
+    @property
+    def clip_of_entry(self) -> NDArray[np.int64]:
+        """The clip of each caption."""
+        bounds = self.first_entry if self.first_run is None else self.first_entry[self.first_run]
+        return np.repeat(np.arange(len(bounds) - 1), np.diff(bounds))
+
     def weights(self, clip: int) -> NDArray[np.float64]:
         """Probability of each caption of a clip, in the order of `entries`; the sum is 1."""
         if self.first_run is None or self.before is None:

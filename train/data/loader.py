@@ -5,9 +5,9 @@ sample that fails is reported beside the batch and replaced by the next sample i
 same batches (train.data.outcomes).
 """
 
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -169,12 +169,16 @@ class Loader(BatchLoader):
         loading = self._loading
         building = BatchBuilder(loading.batch, pin=loading.pin, max_failures=None)
         numbers = range(loading.rank * every, len(self._samples), loading.num_ranks * every)
-        requests: Iterator[list[SampleRequest | None]] = ([SampleRequest(one, one, None)] for one in numbers)
-        for number, outcome in zip(numbers, self._outcomes(requests), strict=True):
+        for number, outcome in zip(numbers, self.outcomes(numbers), strict=True):
             if building.add(outcome):
                 yield building.take(Cursor(number + 1))
         if not building.is_empty:
             yield building.take(Cursor(len(self._samples)))
+
+    def outcomes(self, samples: Iterable[int]) -> Iterator[Sample | FailedSample]:
+        """Each of `samples` as in an evaluation, or its failure, in order; threads load ahead."""
+        groups: Iterator[list[SampleRequest | None]] = ([SampleRequest(one, one, None)] for one in samples)
+        return cast(Iterator[Sample | FailedSample], self._outcomes(groups))
 
     def _training_outcomes(self, begin: Cursor) -> Iterator[Sample | FailedSample | None]:
         return self._outcomes(self._training_requests(begin))

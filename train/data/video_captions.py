@@ -178,7 +178,12 @@ class VideoCaptions(ClipSamples):
     def all_texts(self) -> Iterator[str]:
         """The texts of all captions in use."""
         for begin in range(0, len(self._rows), _BLOCK):
-            yield from self._texts.take(pa.array(self._rows[begin : begin + _BLOCK])).to_pylist()
+            yield from self.texts(np.arange(begin, min(begin + _BLOCK, len(self._rows))))
+
+    def texts(self, entries: NDArray[np.int64]) -> list[str]:
+        """The texts of some captions."""
+        texts: list[str] = self._texts.take(pa.array(self._rows[entries])).to_pylist()
+        return texts
 
     def text(self, sample: int) -> str:
         """The text of a clip's caption in an evaluation."""

@@ -5,11 +5,14 @@ run's page are templates too.
 """
 
 import base64
+import html
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar
 
+from manifests.errors import UserError
 from train.run.folder import other_data
 
 if TYPE_CHECKING:
@@ -102,6 +105,7 @@ def _line(label: str, cells: tuple[str, ...] | list[str], *, width: int) -> str:
 
 
 One = TypeVar("One")
+_TITLE, _TITLE_WITHIN = re.compile("<title>([^<]*) · clipmill</title>"), 4096  # in the head of every page
 
 
 class PicturedSamples(Protocol):
@@ -122,6 +126,21 @@ class PicturedSamples(Protocol):
     def pictures(self, sample: int, *, num_frames: int) -> "list[NDArray[np.uint8]]":
         """Frames of the clip, uint8 RGB [H, W, 3]; an empty list if it cannot be decoded."""
         ...
+
+
+def page_title(path: Path) -> str | None:
+    """The title of a page of clipmill; None if the file is not one. OSError if it cannot be read."""
+    with path.open("rb") as file:
+        found = _TITLE.search(file.read(_TITLE_WITHIN).decode(errors="replace"))
+    return None if found is None else html.unescape(found[1])
+
+
+def require_page_path(path: Path, *, flag: str) -> None:
+    """Raise a UserError if there is no folder for a page, or a file that is not a page of clipmill in its place."""
+    if not path.parent.is_dir():
+        raise UserError(f"there is no folder {path.parent} ({flag})", hint=f"make it first, or use another {flag}")
+    if path.exists() and not (path.is_file() and page_title(path) is not None):
+        raise UserError(f"{path} exists and is not a page of clipmill", hint=f"use another {flag}")
 
 
 def load_template(path: Path) -> "Template":

@@ -12,7 +12,7 @@ from manifests.errors import UserError
 from manifests.publish import publish_bytes
 from train.config.files import read_values
 from train.config.training import TrainingSettings, flat, plain_values
-from train.evaluation.pages import load_template
+from train.evaluation.pages import load_template, page_title, require_page_path
 from train.registry import DEFAULT, evaluations_of, task_named, task_names
 from train.report.curves import evaluation_curves, training_curves
 from train.run.folder import RunFolder, open_run, other_data, read_lines, read_object
@@ -161,20 +161,19 @@ def publish_page(template: str, path: Path, **values: Any) -> None:
 # `train overview`: several runs on one page, each with its metrics, its loss and a few pictures.
 
 
-_MARK, _MARK_WITHIN = "· clipmill</title>".encode(), 4096  # in the head of every page
 _NUM_STRIPS = 3
 
 
-def write_overview(runs: Sequence[Path], out: Path) -> None:
+def write_overview(runs: Sequence[Path], out: Path, *, links: Sequence[Path] = ()) -> None:
     """Write an overview of runs that links to their pages.
 
+    Args:
+        links: further pages to link to.
+
     Raises:
-        UserError: one of them is not a run, or `out` cannot be written or is a file of another kind.
+        UserError: one of them is not a run or not a page, or `out` cannot be written or is a file of another kind.
     """
-    if not out.parent.is_dir():
-        raise UserError(f"there is no folder {out.parent} (--out)", hint="make it first, or use another --out")
-    if out.exists() and not (out.is_file() and _MARK in out.read_bytes()[:_MARK_WITHIN]):
-        raise UserError(f"{out} exists and is not a page of clipmill", hint="use another --out")
+    require_page_path(out, flag="--out")
     cards = []
     for path in runs:
         run = open_run(path)
@@ -182,7 +181,15 @@ def write_overview(runs: Sequence[Path], out: Path) -> None:
         shown, shown_data = _shown(page)
         link = _relative(run.page, out.parent)
         cards.append({**page, "shown": shown, "shown_data": shown_data, "link": link})
-    publish_page("overview.html.j2", out, cards=cards)
+    shown_links = [{"title": _title(path), "address": _relative(path, out.parent)} for path in links]
+    publish_page("overview.html.j2", out, cards=cards, links=shown_links)
+
+
+def _title(page: Path) -> str:
+    title = page_title(page) if page.is_file() else None
+    if title is None:
+        raise UserError(f"{page} is not a page of clipmill (--link)", hint="write it first, with train search --page")
+    return title
 
 
 def _shown(page: dict[str, Any]) -> tuple[list[dict[str, Any]], str]:

@@ -19,7 +19,7 @@ import os
 import platform
 import re
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -92,19 +92,9 @@ class RunFolder:
         self.checkpoints = path / "checkpoints"
         self.page = path / "index.html"
 
-    @contextmanager
-    def held(self) -> Iterator[None]:
+    def held(self) -> AbstractContextManager[None]:
         """Lock the folder against other training processes (UserError); the system releases it with this process."""
-        folder = os.open(self.path, os.O_RDONLY)
-        try:
-            try:
-                fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError as error:
-                hint = "wait until it is over, or use another --out"
-                raise UserError(f"another process trains in {self.path}", hint=hint) from error
-            yield
-        finally:
-            os.close(folder)
+        return held_folder(self.path, work="trains")
 
     def read_facts(self) -> dict[str, Any]:
         """The content of run.json, {} if it does not exist yet; UserError if it is damaged."""
@@ -151,6 +141,21 @@ class RunFolder:
         path.parent.mkdir(parents=True, exist_ok=True)
         publish_json(path, result)
         return path
+
+
+@contextmanager
+def held_folder(path: Path, *, work: str) -> Iterator[None]:
+    """Lock a folder against other processes that do this `work` in it (UserError); their end releases it."""
+    folder = os.open(path, os.O_RDONLY)
+    try:
+        try:
+            fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            hint = "wait until it is over, or use another --out"
+            raise UserError(f"another process {work} in {path}", hint=hint) from error
+        yield
+    finally:
+        os.close(folder)
 
 
 def create_run(settings: TrainingSettings) -> RunFolder:

@@ -36,8 +36,9 @@ class _Console(Console):
 class Progress:
     """A tracker that shows the steps of a run on stdout, or nothing if `is_quiet`, as on all ranks but the first."""
 
-    def __init__(self, *, is_quiet: bool = False) -> None:
+    def __init__(self, *, is_quiet: bool = False, unit: str = "step") -> None:
         self._console = _Console(file=sys.stdout, highlight=False, soft_wrap=True, quiet=is_quiet)
+        self._unit = unit
         self._bar: RichProgress | None = None
         self._last_line = 0.0
         self._num_steps = 0
@@ -57,19 +58,22 @@ class Progress:
             self._bar.start()
 
     def log(self, line: dict[str, Any]) -> None:
-        """Show a line of metrics.jsonl; without a terminal only the first, the last, and one every few seconds.
+        """Show a line of metrics.jsonl; evaluation metrics are always shown, on a separate line."""
+        self.show(line["step"], describe(line))
+        if found := evaluated(line):
+            self.say(f"{self._place(line['step'])}  {found}")
 
-        Evaluation metrics are always shown, on a separate line.
-        """
-        text, place = describe(line), f"step {line['step']}/{self._num_steps}"
+    def show(self, step: int, text: str) -> None:
+        """Show that `step` steps are done; without a terminal only the first, the last, and one every few seconds."""
         now = time.monotonic()
         if self._bar is not None:
-            self._bar.update(self._bar.task_ids[0], completed=line["step"], description=text)
-        elif line["step"] in (1, self._num_steps) or now - self._last_line > _SECONDS_BETWEEN_LINES:
+            self._bar.update(self._bar.task_ids[0], completed=step, description=text)
+        elif step in (1, self._num_steps) or now - self._last_line > _SECONDS_BETWEEN_LINES:
             self._last_line = now
-            self.say(f"{place}  {text}")
-        if found := evaluated(line):
-            self.say(f"{place}  {found}")
+            self.say(f"{self._place(step)}  {text}")
+
+    def _place(self, step: int) -> str:
+        return f"{self._unit} {step}/{self._num_steps}"
 
     def close(self) -> None:
         """Remove the progress bar."""

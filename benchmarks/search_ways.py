@@ -1,0 +1,75 @@
+"""The two ways that `benchmarks.search` compares, each in a process of its own: `search_ways FOLDER clipmill|faiss`.
+
+    {"do": "open"}                       read what has to be in memory: {"seconds": ...}
+    {"do": "search", "queries": 1}       the best 10 of the first queries: {"rows": ..., "seconds": ..., "cpu_s": ...}
+    {"do": "memory"}                     {"peak_bytes": ...}
+
+faiss is installed in the peers' environment, without clipmill; `train.search.nearest` needs NumPy alone.
+"""
+
+import argparse
+import resource
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from benchmarks.way_process import answer_requests
+
+TOP = 10
+Search = Callable[[np.ndarray], np.ndarray]
+
+
+def open_clipmill(folder: Path) -> Search:
+    """Return a search in blocks of the file."""
+    from train.search.nearest import nearest
+
+    return lambda queries: nearest(folder / "video.npy", queries, count=TOP).row_QK
+
+
+def open_faiss(folder: Path) -> Search:
+    """Return a search in an index that holds all rows in memory."""
+    import faiss
+
+    rows = np.load(folder / "video.npy", mmap_mode="r")
+    index = faiss.IndexFlatIP(rows.shape[1])
+    for begin in range(0, len(rows), 1 << 18):
+        index.add(np.ascontiguousarray(rows[begin : begin + (1 << 18)]))
+    return lambda queries: np.asarray(index.search(queries, TOP)[1])
+
+
+class _Way:
+    def __init__(self, folder: Path, name: str) -> None:
+        self._folder, self._open = folder, {"clipmill": open_clipmill, "faiss": open_faiss}[name]
+        self._search: Search | None = None
+        self._queries = np.load(folder / "queries.npy")
+
+    def answer(self, request: dict[str, Any]) -> dict[str, Any]:
+        began_s, cpu_s = time.perf_counter(), time.process_time()
+        if request["do"] == "open":
+            self._search = self._open(self._folder)
+            return {"seconds": time.perf_counter() - began_s}
+        if request["do"] == "search":
+            assert self._search is not None
+            rows = self._search(self._queries[: request["queries"]]).tolist()
+            return {
+                "rows": rows,
+                "seconds": time.perf_counter() - began_s,
+                "cpu_s": time.process_time() - cpu_s,
+            }
+        return {"peak_bytes": 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss}
+
+
+def main() -> None:
+    """Answer requests until the input ends."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("way", choices=("clipmill", "faiss"))
+    arguments = parser.parse_args()
+    answer_requests(_Way(arguments.folder, arguments.way).answer)
+
+
+if __name__ == "__main__":
+    main()

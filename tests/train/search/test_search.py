@@ -1,0 +1,195 @@
+"""`train search`: by text and by example, its page, and what it refuses."""
+
+import base64
+import io
+import json
+import re
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import av
+import numpy as np
+import pytest
+from av.container import InputContainer
+
+from prep.synthetic.frame_code import read_frame_number
+from tests.train.search.conftest import SMALL, embed, overwrite_chunk
+from tests.train.weights.test_export import run_train
+from train.inference.model import load_model
+from train.search import player
+from train.search.folder import open_embedded
+
+
+@pytest.fixture
+def search(capsys: pytest.CaptureFixture[str]) -> Any:
+    """Results of a search as JSON."""
+
+    def call(*words: object) -> dict[str, Any]:
+        capsys.readouterr()
+        assert run_train("search", *words, "--device", "cpu", "--json") == 0
+        result: dict[str, Any] = json.loads(capsys.readouterr().out)
+        return result
+
+    return call
+
+
+def rows(result: dict[str, Any], query: int = 0) -> list[int]:
+    return [hit["row"] for hit in result["results"][query]["found"]]
+
+
+def test_clips_are_ordered_by_their_similarity_to_each_text(embedded: Path, run: Path, search: Any) -> None:
+    texts = ["the middle of a", "it ends"]
+    result = search(embedded, *texts, "--top", 4)
+    similarity = load_model(run, device="cpu").encode_text(texts).numpy() @ np.load(embedded / "video.npy").T
+    assert [one["query"] for one in result["results"]] == texts and result["num_clips"] == 9
+    for query in range(2):
+        assert rows(result, query) == np.argsort(-similarity[query])[:4].tolist()
+        found = [hit["score"] for hit in result["results"][query]["found"]]
+        np.testing.assert_allclose(found, -np.sort(-similarity[query])[:4], atol=1e-6)
+    first = result["results"][0]["found"][0]
+    assert set(first) == {"score", "row", "key", "video", "begin_s", "end_s", "text"}
+
+
+def test_a_search_by_example_needs_no_weights_and_leaves_the_example_out(embedded: Path, search: Any) -> None:
+    video = np.load(embedded / "video.npy")
+    expected = [row for row in np.argsort(-(video @ video[4]), kind="stable").tolist() if row != 4]
+    assert rows(search(embedded, "--like", 4, "--weights", "nowhere")) == expected
+    # A key that only one clip begins in is a name of it.
+    by_key = search(embedded, "--like", "b_000002000", "--top", 3)
+    assert by_key["results"][0]["like"]["row"] == 5 and 5 not in rows(by_key) and len(rows(by_key)) == 3
+
+
+def test_texts_and_examples_share_one_search(embedded: Path, search: Any) -> None:
+    both = search(embedded, "it begins", "--like", 0, "--like", 8, "--top", 2)
+    alone = [search(embedded, *words, "--top", 2) for words in (("it begins",), ("--like", 0), ("--like", 8))]
+    assert [rows(both, query) for query in range(3)] == [rows(one) for one in alone]
+
+
+def test_pooled_features_are_searched_by_example(masked: Path, data_dir: Path, tmp_path: Path, search: Any) -> None:
+    out = tmp_path / "pooled"
+    assert embed(masked, data_dir, out) == 0
+    video = np.load(out / "video.npy")
+    video /= np.linalg.norm(video, axis=1, keepdims=True)
+    assert rows(search(out, "--like", 0, "--top", 3)) == np.argsort(-(video @ video[0]))[1:4].tolist()
+
+
+def test_the_console_has_a_line_per_clip(embedded: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    capsys.readouterr()
+    assert run_train("search", embedded, "it begins", "--top", 2, "--device", "cpu") == 0
+    title, *lines = capsys.readouterr().out.splitlines()
+    assert title == "it begins" and len(lines) == 2
+    assert all(re.match(rf"   {rank}  [ -]0\.\d{{3}}  [abc]_0\d+ ", line) for rank, line in enumerate(lines, start=1))
+
+
+def refused(capsys: pytest.CaptureFixture[str], *words: object) -> str:
+    capsys.readouterr()
+    assert run_train("search", *words) == 2
+    return capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ([], "there is no query"),
+        (["  "], "a query is empty"),
+        (["it begins", ""], "a query is empty"),
+        (["--like", "z_000000000"], "has no clip 'z_000000000'.*keys look like a_000000000"),
+        (["--like", "9"], "has no clip '9'"),
+        (["--like", "a_000000000"], r"2 clips begin in a_000000000.*0 \(0.00-1.00 s\), 1 \(1.20-2.80 s\)"),
+        (["it begins", "--top", "0"], "--top is 0"),
+        (["it begins", "--weights", "nowhere"], "nowhere"),
+        (["it begins", "--page", "no/page.html"], "there is no folder no"),
+    ],
+)
+def test_a_query_that_cannot_be_answered_is_refused(
+    embedded: Path, capsys: pytest.CaptureFixture[str], words: Sequence[str], message: str
+) -> None:
+    assert re.search(message, refused(capsys, embedded, *words), re.DOTALL)
+
+
+def test_texts_are_not_compared_with_embeddings_of_other_weights(
+    embedded: Path, data_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    other = tmp_path / "other"
+    assert run_train("dual-encoder", "--shards", data_dir, "--out", other, *SMALL, "--seed", 1) == 0
+    said = refused(capsys, embedded, "it begins", "--weights", other, "--device", "cpu")
+    assert "was embedded with other weights" in said
+
+
+def test_folders_without_searchable_embeddings_are_refused(
+    embedded: Path, masked: Path, data_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert "holds no embeddings" in refused(capsys, tmp_path, "it begins")
+    assert "holds no embeddings" in refused(capsys, tmp_path / "nowhere", "it begins")
+    unfinished, cut, damaged = tmp_path / "unfinished", tmp_path / "cut", tmp_path / "damaged"
+    (unfinished / "parts").mkdir(parents=True)
+    (unfinished / "parts" / "plan.json").write_text("{}")
+    assert "are unfinished" in refused(capsys, unfinished, "it begins")
+    shutil.copytree(embedded, cut)
+    (cut / "video.npy").write_bytes((cut / "video.npy").read_bytes()[:-4])
+    assert "bytes long, not" in refused(capsys, cut, "it begins")
+    (cut / "video.npy").unlink()
+    assert "video.npy is missing" in refused(capsys, cut, "it begins")
+    shutil.copytree(embedded, damaged)
+    (damaged / "embed.json").write_text(
+        (damaged / "embed.json").read_text().replace('"num_clips": 9', '"num_clips": 8')
+    )
+    assert "checksum does not match" in refused(capsys, damaged, "it begins")
+    pooled, tokens = tmp_path / "pooled", tmp_path / "tokens"
+    assert embed(masked, data_dir, pooled) == embed(masked, data_dir, tokens, "--features", "tokens") == 0
+    assert "without a text tower" in refused(capsys, pooled, "it begins")
+    assert "holds all tokens" in refused(capsys, tokens, "--like", "0")
+
+
+def videos_of(page: str) -> list[bytes]:
+    return [base64.b64decode(one) for one in re.findall(r'<video src="data:video/mp4;base64,([^"]+)"', page)]
+
+
+def test_the_page_plays_the_clips_and_loads_nothing(embedded: Path, tmp_path: Path, search: Any) -> None:
+    path = tmp_path / "search.html"
+    result = search(embedded, "<script>alert(1)</script> it begins", "--top", 9, "--page", path)
+    page = path.read_text()
+    assert "<script" not in page and "&lt;script&gt;alert(1)" in page
+    assert "default-src 'none'; img-src data:; media-src data:;" in page
+    assert not re.findall(r'(?:src|href|poster)="(?!data:|#)', page)
+    videos = videos_of(page)
+    assert len(videos) == 9
+    for hit, content in zip(result["results"][0]["found"], videos, strict=True):
+        with av.open(io.BytesIO(content)) as container:
+            assert isinstance(container, InputContainer)
+            frames = list(container.decode(container.streams.video[0]))
+            assert container.streams.video[0].codec_context.name == "h264"
+        span_s = hit["end_s"] - hit["begin_s"]
+        assert len(frames) == round(12 * span_s)
+        last = read_frame_number(frames[-1].to_ndarray(format="gray"))
+        assert abs(last - 10 * (hit["end_s"] - span_s / len(frames) / 2)) <= 1, "another moment of another video"
+
+
+def test_the_page_names_clips_that_are_damaged_or_over_its_budget(
+    embedded: Path, data_dir: Path, tmp_path: Path, search: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    damaged, path = tmp_path / "damaged", tmp_path / "search.html"
+    shutil.copytree(data_dir, damaged)
+    overwrite_chunk(damaged, "b_000002000")
+    monkeypatch.setattr(player, "_BUDGET_BYTES", 1)
+    search(embedded, "it begins", "--top", 9, "--page", path, "--shards", damaged)
+    page = path.read_text()
+    # A single frame of one of the two clips in the damaged chunk lies in another chunk.
+    num_missing = page.count("not available: its bytes in")
+    assert len(videos_of(page)) == 1 and num_missing in (1, 2)
+    assert page.count('<img class="still"') == page.count("; a picture, as the videos") == 8 - num_missing
+    # A page is replaced, another file is not.
+    search(embedded, "it begins", "--page", path)
+    path.write_text("mine")
+    with pytest.raises(AssertionError):
+        search(embedded, "it begins", "--page", path)
+    assert path.read_text() == "mine"
+
+
+def test_long_clips_are_cut_and_it_is_said(embedded: Path, data_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(player, "_LONGEST_S", 0.5)
+    clip = open_embedded(embedded).clips([5])[0]
+    shown = player.Player(str(data_dir), split="train").show(clip)
+    assert shown.is_cut and shown.video.startswith("data:video/mp4;base64,") and not shown.missing

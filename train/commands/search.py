@@ -1,0 +1,170 @@
+"""`train embed` and `train search`."""
+
+import json
+from pathlib import Path
+from typing import Annotated, Literal
+
+from cyclopts import Parameter
+
+from manifests.errors import FailedWork, UserError
+
+Device = Literal["auto", "cpu", "cuda"]
+
+
+def embed(
+    weights: str,
+    *,
+    shards: str,
+    out: Path,
+    split: str = "val",
+    features: Literal["embedding", "pooled", "tokens"] | None = None,
+    clips: Literal["captions", "chunks"] = "captions",
+    num_frames: int | None = None,
+    sampling: Literal["uniform", "stride", "lavila"] | None = None,
+    size_px: int | None = None,
+    batch: int = 64,
+    workers: int = 4,
+    device: Device = "auto",
+) -> None:
+    """Embed the clips and captions of a split, as files for train search, numpy, polars and faiss.
+
+    The folder gets video.npy, text.npy, clips.parquet, captions.parquet and embed.json. The same command resumes an
+    interrupted run; under torchrun, all processes share the work.
+
+    Examples:
+
+        train embed runs/first --shards data --split val --out embedded
+        train embed runs/masked --shards data --features tokens --out tokens
+
+    Parameters
+    ----------
+    weights
+        Run folder, or other trained weights.
+    shards
+        Data folder.
+    out
+        Folder to write.
+    split
+        Split of the data.
+    features
+        What to store for each clip: embedding (unit length, beside those of captions), pooled (one vector of the video
+        tower before any projection) or tokens (all tokens of the tower). Default: embedding for dual encoders,
+        otherwise pooled.
+    clips
+        What a row is: each time span that has captions, or each whole chunk, for videos without captions.
+    num_frames
+        Number of frames per clip. Default: as in training.
+    sampling
+        How frames are sampled. Default: as in training.
+    size_px
+        Side of the frames, in pixels. Default: as in training.
+    batch
+        Number of clips per forward pass and process.
+    workers
+        Number of threads that read and decode, per process.
+    device
+        Device of the model.
+    """
+    for flag, value in (("--batch", batch), ("--workers", workers)):
+        if value < 1:
+            raise UserError(f"{flag} is {value}", hint="it must be 1 or more")
+    from train.device.precision import choose_device
+    from train.distributed.launch import COMMAND, open_world
+    from train.engine.rank_consistency import SAME_LAUNCH
+    from train.inference.model import load_model
+    from train.run.tracking import Progress
+    from train.search.embedding import embed as run
+    from train.search.embedding import open_work
+    from train.search.folder import FAILURES
+
+    start = {
+        COMMAND: "train embed",
+        "WEIGHTS": weights,
+        "--split": split,
+        "--features": features,
+        "--clips": clips,
+        "--num-frames": num_frames,
+        "--sampling": sampling,
+        "--size-px": size_px,
+        "--batch": batch,
+    }
+    with open_world(device_type=choose_device(device).type, start=start, hint=SAME_LAUNCH) as world:
+        model = load_model(
+            weights, num_frames=num_frames, sampling=sampling, size_px=size_px, device=device, shards=shards
+        )
+        work = open_work(
+            model,
+            weights=weights,
+            shards=shards,
+            split=split,
+            features=features,
+            clips=clips,
+            batch=batch,
+            workers=workers,
+        )
+        progress = Progress(is_quiet=not world.is_first, unit="part")
+        for remark in model.remarks:
+            progress.say(remark)
+        record = run(work, out, world=world, progress=progress)
+        progress.say(f"done: {record['num_clips']:,} clips and {record['num_captions']:,} captions in {out}")
+    if record["num_failed"]:
+        raise FailedWork(f"{record['num_failed']:,} clips could not be decoded; see {out / FAILURES}")
+
+
+def search(
+    folder: Path,
+    queries: Annotated[list[str] | None, Parameter(negative="")] = None,
+    /,
+    *,
+    like: Annotated[list[str] | None, Parameter(negative="")] = None,
+    top: int = 10,
+    page: Path | None = None,
+    weights: str | None = None,
+    shards: str | None = None,
+    device: Device = "auto",
+    as_json: Annotated[bool, Parameter(name="--json", negative="")] = False,
+) -> None:
+    """Search embedded clips by text or by example.
+
+    The search is exact: every clip is compared with the query, by cosine similarity.
+
+    Examples:
+
+        train search embedded "a dog catches a frisbee"
+        train search embedded "a red circle" "a green square" --top 20 --page search.html
+        train search embedded --like synthetic-00007_000015000
+
+    Parameters
+    ----------
+    folder
+        Folder of train embed.
+    queries
+        Texts to search for.
+    like
+        Clip to search for similar ones of: the key of its chunk, or its row in clips.parquet.
+    top
+        Number of clips to find for each query.
+    page
+        HTML file to write, which plays the clips.
+    weights
+        Weights that the clips were embedded with. Default: where they were then.
+    shards
+        Data folder of the page's clips. Default: where it was when the clips were embedded.
+    device
+        Device of the text tower.
+    as_json
+        Print one JSON object.
+    """
+    from train.search.folder import open_embedded
+    from train.search.searching import describe, result_json, search_folder, write_search_page
+
+    embedded = open_embedded(folder)
+    results = search_folder(embedded, queries or (), like=like or (), top=top, weights=weights, device=device)
+    if page is not None:
+        write_search_page(page, embedded, results, shards=shards)
+    if as_json:
+        print(json.dumps(result_json(embedded, results)))
+    else:
+        print(describe(results))
+        if page is not None:
+            print(page)

@@ -1,0 +1,1 @@
+"""Embeddings of clips and captions on disk, and search in them."""

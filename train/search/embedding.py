@@ -1,0 +1,283 @@
+"""`train embed`: the clips and captions of a split as embeddings on disk, by all processes, resumable.
+
+The clips are divided into parts of a fixed number of batches and the captions into parts of a fixed number of texts,
+so that neither the number of processes nor an interruption changes any batch, and with it the bytes. Each process
+publishes its parts in DIR/parts; the first one joins them once all are there (train.search.folder has the layout).
+"""
+
+import json
+import shutil
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from itertools import islice
+from pathlib import Path
+from typing import Any, Literal, cast
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from manifests.checked_json import publish_checked_json, read_checked_json
+from manifests.errors import FailedWork, UserError
+from manifests.publish import remove_temporaries
+from train.data.batch import Batch, BatchRing, Sample, to_device
+from train.data.decoding.clip import Views
+from train.data.inputs import clip_shape, open_folder
+from train.data.loader import LoaderSettings
+from train.data.outcomes import FailedSample
+from train.data.video_captions import ALL_CAPTIONS, VideoCaptions
+from train.distributed.world import World
+from train.evaluation.probe.features import tower_of
+from train.evaluation.runner import describe_clip
+from train.inference.model import LoadedModel
+from train.models.dual_encoder import DualEncoder
+from train.run.folder import data_facts, held_folder, installed_version
+from train.run.tracking import Progress
+from train.search.folder import PARTS, PLAN, FeatureKind, read_folder_record, require_same_work
+from train.search.publishing import Part, Samples, num_captions, publish_folder, publish_part
+from train.tasks.mae.samples import ChunkClips
+
+ClipKind = Literal["captions", "chunks"]
+
+_BATCHES_PER_PART = 16
+_TEXTS_PER_PART = 4096
+
+
+@dataclass(frozen=True, kw_only=True)
+class Work:
+    """What is to be embedded.
+
+    Attributes:
+        features: embedding, pooled or tokens.
+        has_text: whether captions are embedded too.
+        batch: number of clips that the model gets at once.
+        plan: what the embeddings depend on, and descriptions of it, as plain values.
+    """
+
+    model: LoadedModel
+    samples: Samples
+    features: FeatureKind
+    has_text: bool
+    batch: int
+    plan: dict[str, Any]
+
+    @property
+    def parts(self) -> list[Part]:
+        """All parts, in the order of rows; the number of clips of a part of tokens is that of a batch."""
+        clips = self.batch * (1 if self.features == "tokens" else _BATCHES_PER_PART)
+        return [
+            *_parts("video", len(self.samples), size=clips),
+            *(_parts("text", num_captions(self.samples), size=_TEXTS_PER_PART) if self.has_text else ()),
+        ]
+
+
+def _parts(kind: Literal["video", "text"], count: int, *, size: int) -> list[Part]:
+    return [Part(kind, begin, min(begin + size, count)) for begin in range(0, count, size)]
+
+
+def open_work(
+    model: LoadedModel,
+    *,
+    weights: str,
+    shards: str,
+    split: str,
+    features: FeatureKind | None,
+    clips: ClipKind,
+    batch: int,
+    workers: int,
+) -> Work:
+    """Open the clips to embed.
+
+    Args:
+        weights: what the user named.
+        features: None for embeddings where the model has a text tower's, and pooled features elsewhere.
+        clips: each span that has captions, or each whole chunk.
+
+    Raises:
+        UserError: there are no such clips, or the model has no such features.
+    """
+    has_embedding = isinstance(model.model, DualEncoder)
+    features = features or ("embedding" if has_embedding else "pooled")
+    settings = replace(model.settings, shards=shards)
+    if getattr(settings, "input", "pixels") == "latents":
+        raise UserError(f"{weights} takes latents, and train embed reads pixels", hint="use weights of --input pixels")
+    if features == "embedding" and not has_embedding:
+        raise UserError(f"{weights} has no embeddings: it is no dual encoder", hint="use --features pooled, or tokens")
+    samples = _open_samples(model, settings, split=split, clips=clips, batch=batch, workers=workers)
+    return Work(
+        model=model,
+        samples=samples,
+        features=features,
+        has_text=features == "embedding" and model.has_text and isinstance(samples, VideoCaptions),
+        batch=batch,
+        plan={
+            "clipmill": installed_version("clipmill"),
+            "weights": {"identity": model.identity, "source": _address(weights), "description": model.description},
+            "data": {
+                "fingerprint": samples.fingerprint,
+                "split": split,
+                "clips": clips,
+                "shards": data_facts(shards, None)["shards"],
+                "description": f"{samples.describe()}; {samples.variant_name}",
+            },
+            "clip": {
+                **{name: getattr(settings, name) for name in ("num_frames", "sampling", "stride", "size_px", "decode")},
+                "description": describe_clip(settings),
+            },
+            "features": features,
+            "batch": batch,
+            "precision": model.opened.trained.precision.name,
+        },
+    )
+
+
+def _address(weights: str) -> str:
+    """A path from anywhere, so that a search finds local weights; names stay as they are."""
+    return str(Path(weights).resolve()) if Path(weights).exists() else weights
+
+
+def _open_samples(
+    model: LoadedModel, settings: Any, *, split: str, clips: ClipKind, batch: int, workers: int
+) -> Samples:
+    folder = open_folder(settings, reason="embeddings have a row for each clip of a data folder")
+    shape = clip_shape(settings, views=Views())
+    loading = LoaderSettings(
+        batch=batch,
+        num_threads=workers,
+        num_ahead=batch * settings.batches_ahead,
+        seed=0,
+        pin=model.device.type == "cuda",
+    )
+    if clips == "chunks":
+        return ChunkClips(
+            folder.path, split=split, shape=shape, loading=loading, decode=settings.decode, tars=folder.tars
+        )
+    try:
+        return VideoCaptions(
+            folder.path,
+            split=split,
+            shape=shape,
+            tokenize=None,
+            loading=loading,
+            decode=settings.decode,
+            captions=getattr(settings, "captions", ALL_CAPTIONS),
+            tars=folder.tars,
+        )
+    except UserError as error:
+        hint = f"{error.hint}; --clips chunks embeds whole chunks, which need no captions"
+        raise UserError(str(error), hint=hint) from error
+
+
+def embed(work: Work, out: Path, *, world: World, progress: Progress) -> dict[str, Any]:
+    """Embed what is missing in `out`, and publish the folder; all ranks call it.
+
+    Returns:
+        The content of embed.json.
+
+    Raises:
+        UserError: the folder holds something else, or another process writes it.
+        FailedWork: no clip could be decoded, or an embedding is not finite.
+    """
+    with ExitStack() as held:
+        finished = world.first(lambda: _begin(work, out, held=held))
+        if finished is not None:
+            progress.say(f"nothing to do: {out} is finished")
+            return finished
+        parts = work.parts
+        missing = world.first(lambda: [number for number, part in enumerate(parts) if not part.path(out).is_file()])
+        progress.say(f"data: {work.plan['data']['description']}")
+        progress.say(f"weights: {work.plan['weights']['description']}")
+        if len(missing) < len(parts):
+            progress.say(f"resumed: {len(parts) - len(missing)} of {len(parts)} parts were finished")
+        own = [parts[number] for number in missing[world.rank :: world.size]]
+        world.each(lambda: _embed_parts(work, own, out, progress=progress))
+        return world.first(lambda: publish_folder(out, parts, work.samples, plan=work.plan))
+
+
+def _begin(work: Work, out: Path, *, held: ExitStack) -> dict[str, Any] | None:
+    """Lock and prepare the folder; return its record if it is finished."""
+    if out.exists() and not out.is_dir():
+        raise UserError(f"{out} is a file (--out)", hint="use another --out")
+    plan = out / PARTS / PLAN
+    record = read_folder_record(out)
+    if record is None and not plan.is_file() and out.is_dir() and any(path.name != PARTS for path in out.iterdir()):
+        raise UserError(f"{out} exists already", hint="use another --out")
+    plan.parent.mkdir(parents=True, exist_ok=True)
+    held.enter_context(held_folder(out, work="embeds"))
+    if record is not None:
+        require_same_work(record, work.plan, path=out)
+        shutil.rmtree(out / PARTS)
+        return record
+    if plan.is_file():
+        try:
+            old = read_checked_json(plan)
+        except (OSError, ValueError) as error:
+            raise UserError(f"{plan} cannot be read: {error}", hint="use another --out") from error
+        require_same_work(old, work.plan, path=out)
+        for folder in (out, out / PARTS):
+            remove_temporaries(folder)
+    publish_checked_json(plan, work.plan)
+    return None
+
+
+def _embed_parts(work: Work, parts: Sequence[Part], out: Path, *, progress: Progress) -> None:
+    """Embed the parts of this rank; the loader's threads read ahead across their borders."""
+    clips = [part for part in parts if part.kind == "video"]
+    outcomes = work.samples.outcomes(number for part in clips for number in range(part.begin, part.end))
+    ring = BatchRing(work.batch, pin=work.model.device.type == "cuda")
+    num_failed = 0
+    progress.begin(0, len(parts))
+    for number, part in enumerate(parts, start=1):
+        if part.kind == "text":
+            publish_part(part.path(out), _embed_texts(work, part))
+        else:
+            num_failed += _embed_clips(work, part, outcomes, ring, out=out)
+        failed = f", {num_failed} clips failed" if num_failed else ""
+        progress.show(number, f"{part.kind} {part.end:,}{failed}")
+    progress.close()
+
+
+def _embed_clips(
+    work: Work, part: Part, outcomes: Iterator[Sample | FailedSample], ring: BatchRing, *, out: Path
+) -> int:
+    """Embed and publish a part; return the number of clips that failed."""
+    found, samples, failed = [], [], []
+    for begin in range(part.begin, part.end, work.batch):
+        loaded = list(islice(outcomes, min(work.batch, part.end - begin)))
+        failed += [one for one in loaded if isinstance(one, FailedSample)]
+        clips = [one for one in loaded if not isinstance(one, FailedSample)]
+        if clips:
+            found.append(_features(work, ring.collate(clips)))
+            samples += [clip["position"] for clip in clips]
+    video = np.concatenate(found) if found else np.empty((0, 0), np.float32)
+    if num_bad := int((~np.isfinite(video).reshape(len(video), -1).all(axis=1)).sum()):
+        raise FailedWork(f"{num_bad} of {len(video)} embeddings are not finite: the weights have diverged")
+    lines = json.dumps([one.as_json() for one in failed]).encode()
+    publish_part(part.path(out), video, sample=np.array(samples, np.int64), failed=np.frombuffer(lines, np.uint8))
+    return len(failed)
+
+
+@torch.no_grad()
+def _features(work: Work, batch: Batch) -> NDArray[np.float32]:
+    model = work.model
+    if work.features == "pooled":
+        with model.opened.trained.precision.autocast():
+            features = model.opened.spec.features
+            assert features is not None
+            clips = features.inputs(model.opened.task)(to_device(batch, model.device))
+            rows = tower_of(model.model).features(clips).float()
+    else:
+        rows = model.encode_video(batch, tokens=work.features == "tokens")
+    return rows.cpu().numpy()
+
+
+def _embed_texts(work: Work, part: Part) -> NDArray[np.float32]:
+    """Embeddings of captions; each distinct text of the part is encoded once, so that equal texts have equal rows."""
+    texts = cast(VideoCaptions, work.samples).texts(np.arange(part.begin, part.end))
+    distinct = {text: number for number, text in enumerate(dict.fromkeys(texts))}
+    rows = work.model.encode_text(list(distinct)).cpu().numpy()
+    found: NDArray[np.float32] = rows[[distinct[text] for text in texts]]
+    if not np.isfinite(found).all():
+        raise FailedWork("embeddings of captions are not finite: the weights have diverged")
+    return found

@@ -1,0 +1,183 @@
+"""A folder of embeddings: `train embed` writes it, `train search` and any reader of npy and Parquet files use it.
+
+    video.npy         float32 [N, E], of unit length; pooled features [N, D] or tokens [N, L, D] as the tower gives them
+    text.npy          float32 [M, E], of unit length; if the weights have a text tower and the data captions
+    clips.parquet     one row per row of video.npy: row, key, video, begin_s, end_s, text; caption, the row of that
+                      text in captions.parquet
+    captions.parquet  one row per row of text.npy: row, key, video, begin_s, end_s, text; clip, the row of its clip in
+                      clips.parquet, null if the clip failed
+    failures.jsonl    the clips that could not be read or decoded; they have no row
+    embed.json        weights, data, features, and the size and SHA-256 of each file; it makes the folder valid
+    parts/            finished parts of unfinished work, and plan.json, which says what the work is
+
+`key` is that of the chunk in which a clip begins. embed.json is written last, so a folder without it is unfinished: the
+same `train embed` continues it.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+from numpy.typing import NDArray
+
+from manifests.checked_json import read_checked_json
+from manifests.errors import UserError
+from train.config.training import flat
+
+RECORD = "embed.json"
+VIDEO, TEXT = "video.npy", "text.npy"
+CLIPS, CAPTIONS = "clips.parquet", "captions.parquet"
+FAILURES = "failures.jsonl"
+PARTS, PLAN = "parts", "plan.json"
+FORMAT = 1
+
+FeatureKind = Literal["embedding", "pooled", "tokens"]
+
+_COLUMNS = [
+    ("row", pa.int64()),
+    ("key", pa.string()),
+    ("video", pa.string()),
+    ("begin_s", pa.float64()),
+    ("end_s", pa.float64()),
+    ("text", pa.string()),
+]
+CLIP_SCHEMA = pa.schema([*_COLUMNS, ("caption", pa.int64())])
+CAPTION_SCHEMA = pa.schema([*_COLUMNS, ("clip", pa.int64())])
+
+# Where things are, and what follows from the other entries of a plan.
+_FREE = frozenset({"weights.source", "weights.description", "data.shards", "data.description", "clip.description"})
+_MAX_NAMED = 6
+_MAX_SHOWN = 24  # characters of a value; a hash is longer
+_AGAIN = "run train embed with another --out"
+
+
+@dataclass(frozen=True)
+class EmbeddedClip:
+    """A row of clips.parquet."""
+
+    row: int
+    key: str
+    video: str
+    begin_s: float
+    end_s: float
+    text: str | None
+
+
+@dataclass(frozen=True)
+class Embedded:
+    """A finished folder of embeddings.
+
+    Attributes:
+        record: the content of embed.json.
+    """
+
+    path: Path
+    record: Mapping[str, Any]
+
+    @property
+    def num_clips(self) -> int:
+        """Rows of video.npy."""
+        return int(self.record["num_clips"])
+
+    @property
+    def is_unit_length(self) -> bool:
+        """Whether rows of video.npy have unit length."""
+        return bool(self.record["features"] == "embedding")
+
+    def clips(self, rows: Sequence[int]) -> list[EmbeddedClip]:
+        """Rows of clips.parquet; only the row groups that hold them are read."""
+        found: dict[int, EmbeddedClip] = {}
+        with pq.ParquetFile(self.path / CLIPS) as file:
+            begin = 0
+            for group in range(file.num_row_groups):
+                count = file.metadata.row_group(group).num_rows
+                wanted = sorted({row for row in rows if begin <= row < begin + count})
+                if wanted:
+                    table = file.read_row_group(group, columns=[name for name, _ in _COLUMNS])
+                    chosen = table.take(pa.array([row - begin for row in wanted]))
+                    found |= {values["row"]: EmbeddedClip(**values) for values in chosen.to_pylist()}
+                begin += count
+        return [found[row] for row in rows]
+
+    def row_of(self, name: str) -> int:
+        """The row of a clip by the key of its chunk, or by the row itself; UserError if it is not exactly one."""
+        if name.isascii() and name.isdigit():
+            rows = [int(name)] if int(name) < self.num_clips else []
+        else:
+            rows = []
+            with pq.ParquetFile(self.path / CLIPS) as file:
+                for batch in file.iter_batches(columns=["row", "key"]):
+                    rows += batch["row"].filter(pc.equal(batch["key"], name)).to_pylist()
+        if not rows:
+            raise UserError(
+                f"{self.path} has no clip {name!r} (--like)",
+                hint=f"keys look like {self.clips([0])[0].key}; they are in {self.path / CLIPS}",
+            )
+        if len(rows) > 1:
+            shown = ", ".join(
+                f"{clip.row} ({clip.begin_s:.2f}-{clip.end_s:.2f} s)" for clip in self.clips(rows[:_MAX_NAMED])
+            )
+            raise UserError(f"{len(rows)} clips begin in {name} (--like)", hint=f"name the row of one of them: {shown}")
+        return int(rows[0])
+
+    def vector(self, row: int) -> NDArray[np.float32]:
+        """The vector of a clip, divided by its length."""
+        vector: NDArray[np.float32] = np.array(np.load(self.path / VIDEO, mmap_mode="r")[row])
+        vector /= max(float(np.linalg.norm(vector)), float(np.finfo(np.float32).tiny))
+        return vector
+
+
+def open_embedded(path: Path) -> Embedded:
+    """Open a finished folder of embeddings.
+
+    Raises:
+        UserError: there is none, it is unfinished, or a file is missing or of another size.
+    """
+    record = read_folder_record(path)
+    if record is None:
+        if (path / PARTS / PLAN).is_file():
+            raise UserError(
+                f"the embeddings in {path} are unfinished", hint="run the same train embed again: it continues"
+            )
+        raise UserError(
+            f"{path} holds no embeddings: it has no {RECORD}", hint="make them: train embed WEIGHTS --out DIR"
+        )
+    for name, facts in record["files"].items():
+        file = path / name
+        size_bytes = file.stat().st_size if file.is_file() else None
+        if size_bytes != facts["size_bytes"]:
+            found = "missing" if size_bytes is None else f"{size_bytes:,} bytes long, not {facts['size_bytes']:,}"
+            raise UserError(f"{file} is {found}", hint=f"the embeddings are damaged: {_AGAIN}")
+    return Embedded(path, record)
+
+
+def read_folder_record(path: Path) -> dict[str, Any] | None:
+    """The content of embed.json, None if there is none; UserError if it is damaged or newer than this clipmill."""
+    try:
+        record = read_checked_json(path / RECORD)
+        if record["format"] != FORMAT:
+            raise UserError(f"{path} has format {record['format']}, not {FORMAT}", hint="use the clipmill that made it")
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except (OSError, ValueError, KeyError) as error:
+        raise UserError(f"{path / RECORD} cannot be read: {error}", hint=_AGAIN) from error
+    return record
+
+
+def require_same_work(old: Mapping[str, Any], new: Mapping[str, Any], *, path: Path) -> None:
+    """Raise a UserError that names the differences between the work in a folder and the requested one."""
+    was, wanted = flat(dict(old)), flat(dict(new))
+    decisive = [name for name in wanted if name not in _FREE and was.get(name) != wanted[name]]
+    if decisive:
+        shown = "; ".join(f"{name} was {_short(was.get(name))} and is {_short(wanted[name])}" for name in decisive)
+        raise UserError(f"{path} holds other embeddings: {shown}", hint="use another --out")
+
+
+def _short(value: object) -> str:
+    text = str(value)
+    return text if len(text) <= _MAX_SHOWN else f"{text[:_MAX_SHOWN]}..."

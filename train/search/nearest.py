@@ -1,0 +1,160 @@
+"""Exact nearest neighbours by blocks: a file of any size is read once, through a few megabytes of each thread.
+
+Shape suffixes: Q queries, N rows of the file, R rows of a block, E width, K found.
+"""
+
+import os
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from manifests.errors import UserError
+
+# Read in one piece and scored while it is still in the processor's cache.
+_BLOCK_BYTES = 1 << 22
+_MAX_BLOCK_ROWS = 1 << 16
+_MAX_THREADS = 16
+
+
+@dataclass(frozen=True)
+class Nearest:
+    """The best rows of each query, best first; rows of equal scores are in ascending order.
+
+    Attributes:
+        row_QK: int64.
+        score_QK: float32, cosine similarity.
+    """
+
+    row_QK: NDArray[np.int64]
+    score_QK: NDArray[np.float32]
+
+
+def nearest(
+    path: Path,
+    query_QE: NDArray[np.float32],
+    *,
+    count: int,
+    is_unit_length: bool = True,
+    say_done: Callable[[int], object] = lambda num_rows: None,
+) -> Nearest:
+    """The `count` rows of an npy file (float32 [N, E]) that are most similar to each query of unit length.
+
+    Args:
+        is_unit_length: False if the rows of the file have other lengths; they are then divided by them.
+        say_done: called with the number of rows after each block, from several threads.
+
+    Raises:
+        UserError: the file is damaged, or its rows are not as wide as the queries.
+    """
+    num_rows, offset = _header(path, width=query_QE.shape[1])
+    block_rows = min(_MAX_BLOCK_ROWS, max(1, _BLOCK_BYTES // (4 * query_QE.shape[1])))
+    num_threads = min(_MAX_THREADS, len(os.sched_getaffinity(0)), -(-num_rows // block_rows))
+    each = -(-num_rows // (num_threads * block_rows)) * block_rows
+    score = partial(_scores, query_QE, is_unit_length=is_unit_length)
+
+    def part(begin: int) -> Nearest:
+        found = Nearest(np.empty((len(query_QE), 0), np.int64), np.empty((len(query_QE), 0), np.float32))
+        rows = range(begin, min(begin + each, num_rows))
+        for first, block_RE in _blocks(path, rows, offset=offset, block_rows=block_rows, width=query_QE.shape[1]):
+            found = _with_block(found, first, score(block_RE), count=count)
+            say_done(len(block_RE))
+        return found
+
+    with ThreadPoolExecutor(num_threads) as threads:
+        parts = list(threads.map(part, range(0, num_rows, each)))
+    row_QK = np.concatenate([one.row_QK for one in parts], axis=1)
+    score_QK = np.concatenate([one.score_QK for one in parts], axis=1)
+    best_QK = np.lexsort((row_QK, -score_QK), axis=1)[:, :count]
+    return Nearest(np.take_along_axis(row_QK, best_QK, axis=1), np.take_along_axis(score_QK, best_QK, axis=1))
+
+
+def _scores(
+    query_QE: NDArray[np.float32], block_RE: NDArray[np.float32], *, is_unit_length: bool
+) -> NDArray[np.float32]:
+    """Cosine similarities [Q, R]."""
+    # Not a product of matrices: that of BLAS starts threads of its own for each block, which wait for each other.
+    score_QR: NDArray[np.float32] = np.vecdot(query_QE[:, None], block_RE)
+    if not is_unit_length:
+        length_R = np.sqrt(np.vecdot(block_RE, block_RE))
+        score_QR /= np.maximum(length_R, np.finfo(np.float32).tiny)
+    return score_QR
+
+
+def _blocks(
+    path: Path, rows: range, *, offset: int, block_rows: int, width: int
+) -> Iterator[tuple[int, NDArray[np.float32]]]:
+    """Yield (first row, rows [R, E]) of an npy file; a block is valid until the next one is requested.
+
+    Read, not mapped: mapped pages would count as memory of the process, and a file that is cut short would kill it.
+    """
+    buffer = np.empty((block_rows, width), np.float32)
+    with path.open("rb", buffering=0) as file:
+        file.seek(offset + 4 * width * rows.start)
+        for begin in rows[::block_rows]:
+            block = buffer[: rows.stop - begin]
+            _fill(file.readinto, block.data.cast("B"), path=path)
+            yield begin, block
+
+
+def _header(path: Path, *, width: int) -> tuple[int, int]:
+    """(number of rows, byte offset of the first one) of an npy file."""
+    mapped = open_matrix(path)
+    num_rows, its_width = mapped.shape
+    if its_width != width:
+        raise UserError(
+            f"{path} has vectors of width {its_width}, and the queries are of width {width}",
+            hint="search with the weights that made the embeddings",
+        )
+    return num_rows, mapped.offset  # type: ignore[attr-defined]  # of np.memmap
+
+
+def open_matrix(path: Path) -> NDArray[np.float32]:
+    """Map an npy file of float32 rows; UserError if it is missing, cut short or of another kind."""
+    try:
+        mapped: NDArray[np.float32] = np.load(path, mmap_mode="r", allow_pickle=False)
+    except (OSError, ValueError) as error:
+        raise UserError(f"{path} cannot be read: {error}", hint="run train embed again, with another --out") from error
+    if (
+        mapped.dtype != np.float32
+        or mapped.ndim != 2
+        or not mapped.flags.c_contiguous
+        or not isinstance(mapped, np.memmap)
+    ):
+        raise UserError(
+            f"{path} is not float32 [N, E] but {mapped.dtype} {list(mapped.shape)}",
+            hint="run train embed again, with another --out",
+        )
+    return mapped
+
+
+def _fill(read_into: Callable[[memoryview], int | None], view: memoryview, *, path: Path) -> None:
+    filled = 0
+    while filled < len(view):
+        count = read_into(view[filled:])
+        if not count:
+            raise UserError(f"{path} ends too early", hint="run train embed again, with another --out")
+        filled += count
+
+
+def _with_block(found: Nearest, begin: int, score_QR: NDArray[np.float32], *, count: int) -> Nearest:
+    """The best of what was found before and of a later block."""
+    if found.score_QK.shape[1] == count and not (score_QR > found.score_QK[:, -1:]).any():
+        return found
+    rows, scores = [], []
+    for before_K, best_K, score_R in zip(found.row_QK, found.score_QK, score_QR, strict=True):
+        # An equal score in a later row ranks lower, so a row has to score higher than the last one.
+        new = np.flatnonzero(score_R > best_K[-1]) if len(best_K) == count else np.arange(len(score_R))
+        if len(new) > count:
+            least = np.partition(score_R[new], -count)[-count]
+            new = new[score_R[new] >= least]
+        row = np.concatenate([before_K, begin + new])
+        score = np.concatenate([best_K, score_R[new]])
+        order = np.lexsort((row, -score))[:count]
+        rows.append(row[order])
+        scores.append(score[order])
+    return Nearest(np.stack(rows), np.stack(scores))

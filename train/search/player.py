@@ -1,0 +1,130 @@
+"""Clips of embedded data as small videos and pictures that a page holds: H.264 in mp4, JPEG, as data URIs."""
+
+import base64
+import io
+from dataclasses import dataclass
+from fractions import Fraction
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pyarrow as pa
+
+from train.data.chunks import ChunkSet, rows_of
+from train.data.frame_sampling import Sampling, frame_indices
+from train.data.outcomes import SampleFailed
+from train.data.remote import open_data_folder
+from train.data.usable_captions import usable_captions
+from train.evaluation.pages import jpeg_uri
+from train.search.folder import EmbeddedClip
+
+if TYPE_CHECKING:
+    import av
+
+_SHORT_SIDE_PX = 240
+_FPS = 12
+_LONGEST_S = 15.0
+_BUDGET_BYTES = 24 << 20
+_ENCODER = {"crf": "29", "preset": "veryfast", "threads": "1"}
+
+
+@dataclass(frozen=True)
+class Shown:
+    """A clip as a page shows it.
+
+    Attributes:
+        video: data URI of an mp4; empty once the page's budget is used up.
+        picture: data URI of its middle frame; empty if the clip cannot be read or decoded.
+        missing: the reason for that.
+        is_cut: whether the clip goes on after the video.
+    """
+
+    video: str = ""
+    picture: str = ""
+    missing: str = ""
+    is_cut: bool = False
+
+
+class Player:
+    """Makes the clips of a page, up to 24 MB of video in all.
+
+    Args:
+        shards: data folder.
+
+    Raises:
+        UserError: it cannot be opened.
+    """
+
+    def __init__(self, shards: str, *, split: str, cache: Path | None = None) -> None:
+        folder = open_data_folder(shards, cache=cache)
+        self._chunks = ChunkSet(folder.path, split=split, rule="packets", tars=folder.tars)
+        self._left_bytes = _BUDGET_BYTES
+        self._made: dict[int, Shown] = {}
+
+    def show(self, clip: EmbeddedClip) -> Shown:
+        """The clip as data URIs; the same clip again costs nothing."""
+        if clip.row not in self._made:
+            try:
+                self._made[clip.row] = self._make(clip)
+            except SampleFailed as error:
+                self._made[clip.row] = Shown(missing=error.detail)
+        return self._made[clip.row]
+
+    def _make(self, clip: EmbeddedClip) -> Shown:
+        end_s = min(clip.end_s, clip.begin_s + _LONGEST_S)
+        num_frames = max(1, round((end_s - clip.begin_s) * _FPS)) if self._left_bytes > 0 else 1
+        frames = self._frames(clip, end_s=end_s, num_frames=num_frames)
+        picture = jpeg_uri(_small(frames[len(frames) // 2]).to_ndarray(format="rgb24").astype(np.uint8, copy=False))
+        if self._left_bytes <= 0:
+            return Shown(picture=picture)
+        content = encode(frames, fps=Fraction(num_frames / (end_s - clip.begin_s)).limit_denominator(1000))
+        self._left_bytes -= len(content)
+        uri = "data:video/mp4;base64," + base64.b64encode(content).decode()
+        return Shown(video=uri, picture=picture, is_cut=end_s < clip.end_s)
+
+    def _frames(self, clip: EmbeddedClip, *, end_s: float, num_frames: int) -> "list[av.VideoFrame]":
+        """Frames evenly spread over a clip."""
+        chunks = self._chunks
+        usable = usable_captions(
+            video_row=rows_of(pa.chunked_array([pa.array([clip.video])]), chunks.video_ids),
+            begin_s=np.array([clip.begin_s]),
+            end_s=np.array([end_s]),
+            chunks=chunks.table,
+        )
+        if not len(usable.caption):
+            reason = ", ".join(usable.num_unusable).replace("_", " ")
+            raise SampleFailed(clip.key, reason="shard_unreadable", detail=reason)
+        first, last = int(usable.first_chunk[0]), int(usable.last_chunk[0])
+        times = [chunks.table.times(chunk) for chunk in range(first, last + 1)]
+        sampling = Sampling(num_frames=num_frames)
+        places = frame_indices(int(usable.begin_us[0]), int(usable.end_us[0]), sampling, times, rng=None)
+        wanted: dict[int, set[int]] = {}
+        for place in places:
+            wanted.setdefault(first + place.chunk, set()).add(place.frame)
+        decoded = {chunk: chunks.decoder.decode(chunks.read(chunk, frames)) for chunk, frames in wanted.items()}
+        return [decoded[first + place.chunk][place.frame] for place in places]
+
+
+def encode(frames: "list[av.VideoFrame]", *, fps: Fraction) -> bytes:
+    """An mp4 of frames in H.264, scaled down to a short side of 240 pixels."""
+    import av
+    from av.video.stream import VideoStream
+
+    first = _small(frames[0])
+    content = io.BytesIO()
+    with av.open(content, "w", format="mp4") as container:
+        stream = container.add_stream("libx264", rate=fps, options=_ENCODER)
+        assert isinstance(stream, VideoStream)
+        stream.width, stream.height, stream.pix_fmt = first.width, first.height, "yuv420p"
+        for number, frame in enumerate(frames):
+            small = frame.reformat(width=first.width, height=first.height, format="yuv420p")
+            small.pts, small.time_base = number, 1 / fps
+            container.mux(stream.encode(small))
+        container.mux(stream.encode(None))
+    return content.getvalue()
+
+
+def _small(frame: "av.VideoFrame") -> "av.VideoFrame":
+    scale = min(1.0, _SHORT_SIDE_PX / min(frame.width, frame.height))
+    width, height = (max(2, 2 * round(scale * side / 2)) for side in (frame.width, frame.height))
+    return frame.reformat(width=width, height=height, format="yuv420p")

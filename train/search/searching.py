@@ -1,0 +1,210 @@
+"""`train search`: the clips of a folder of embeddings that are most similar to texts or to other clips."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from manifests.errors import UserError
+from manifests.publish import publish_bytes
+from manifests.quoting import on_one_line
+from train.evaluation.pages import load_template, require_page_path
+from train.search.folder import TEXT, VIDEO, Embedded, EmbeddedClip
+from train.search.nearest import nearest
+from train.search.player import Player
+
+EncodeTexts = Callable[[Sequence[str]], NDArray[np.float32]]
+
+
+@dataclass(frozen=True)
+class Hit:
+    """A clip that was found; `score` is the cosine similarity to the query."""
+
+    score: float
+    clip: EmbeddedClip
+
+
+@dataclass(frozen=True)
+class Result:
+    """What a query found, best first.
+
+    Attributes:
+        query: the text, or the name of the clip.
+        like: the clip, for a query by example; it is not among those found.
+    """
+
+    query: str
+    like: EmbeddedClip | None
+    found: tuple[Hit, ...]
+
+    @property
+    def title(self) -> str:
+        """The query as a heading."""
+        return self.query if self.like is None else f"like “{self.like.text or self.like.key}”"
+
+
+def search(
+    embedded: Embedded,
+    texts: Sequence[str],
+    *,
+    like: Sequence[str] = (),
+    top: int,
+    encode: EncodeTexts,
+    say_done: Callable[[int], object] = lambda num_rows: None,
+) -> list[Result]:
+    """Find the best `top` clips of each text and of each example, in one pass over the embeddings.
+
+    Args:
+        like: keys or rows of clips.
+        encode: texts to unit-length embeddings [Q, E]; called only if there are texts.
+        say_done: called with the number of rows after each block of rows.
+
+    Raises:
+        UserError: there is no query, one is empty or unknown, or the folder has no embeddings that texts, or any
+            queries, can be compared with.
+    """
+    _check(embedded, texts, like=like, top=top)
+    examples = [embedded.row_of(name) for name in like]
+    vectors = [embedded.vector(row) for row in examples]
+    query_QE = np.stack([*(encode(texts) if texts else ()), *vectors]).astype(np.float32, copy=False)
+    found = nearest(
+        embedded.path / VIDEO,
+        query_QE,
+        count=top + bool(examples),  # an example finds itself
+        is_unit_length=embedded.is_unit_length,
+        say_done=say_done,
+    )
+    clips = {clip.row: clip for clip in embedded.clips([*examples, *np.unique(found.row_QK).tolist()])}
+    queries = [*((text, None) for text in texts), *((name, row) for name, row in zip(like, examples, strict=True))]
+    results = []
+    for (query, example), row_K, score_K in zip(queries, found.row_QK.tolist(), found.score_QK.tolist(), strict=True):
+        hits = [Hit(score, clips[row]) for row, score in zip(row_K, score_K, strict=True) if row != example]
+        results.append(Result(query, None if example is None else clips[example], tuple(hits[:top])))
+    return results
+
+
+def search_folder(
+    embedded: Embedded,
+    texts: Sequence[str],
+    *,
+    like: Sequence[str],
+    top: int,
+    weights: str | None,
+    device: Literal["auto", "cpu", "cuda"],
+) -> list[Result]:
+    """`search` with the texts encoded by the weights that the clips were embedded with; a bar on a terminal.
+
+    Raises:
+        UserError: see `search`; also if the weights are not those, or are no longer there.
+    """
+    columns = (TextColumn("clips"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    console = Console(stderr=True)
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
+        task = bar.add_task("", total=embedded.num_clips)
+        return search(
+            embedded,
+            texts,
+            like=like,
+            top=top,
+            encode=lambda texts: _encode(embedded, texts, weights=weights, device=device),
+            say_done=lambda num_rows: bar.advance(task, num_rows),
+        )
+
+
+def _encode(
+    embedded: Embedded, texts: Sequence[str], *, weights: str | None, device: Literal["auto", "cpu", "cuda"]
+) -> NDArray[np.float32]:
+    """Texts as embeddings of the weights that embedded the clips."""
+    from train.inference.model import load_model
+
+    record, clip = embedded.record["weights"], embedded.record["clip"]
+    source = str(record["source"]) if weights is None else weights
+    shown = {name: clip[name] for name in ("num_frames", "sampling", "size_px")}
+    model = load_model(source, device=device, **shown)
+    if model.identity != record["identity"]:
+        raise UserError(
+            f"{embedded.path} was embedded with other weights than {source} has now: {record['description']}",
+            hint="name those with --weights, or run train embed with these and another --out",
+        )
+    return model.encode_text(texts).cpu().numpy()
+
+
+def _check(embedded: Embedded, texts: Sequence[str], *, like: Sequence[str], top: int) -> None:
+    if not texts and not like:
+        raise UserError("there is no query", hint='name a text, such as "a dog catches a frisbee", or --like KEY')
+    if any(not text.strip() for text in texts):
+        raise UserError("a query is empty", hint='name a text, such as "a dog catches a frisbee"')
+    if top < 1:
+        raise UserError(f"--top is {top}", hint="it must be 1 or more")
+    features = embedded.record["features"]
+    if features == "tokens":
+        raise UserError(
+            f"{embedded.path} holds all tokens of each clip, and a search compares one vector per clip",
+            hint="run train embed with --features pooled, or without --features, and another --out",
+        )
+    if texts and (features != "embedding" or TEXT not in embedded.record["files"]):
+        raise UserError(
+            f"{embedded.path} holds features without a text tower, which no text can be compared with",
+            hint="search by example: --like KEY; or embed with the weights of a dual encoder",
+        )
+
+
+def result_json(embedded: Embedded, results: Sequence[Result]) -> dict[str, Any]:
+    """Results as plain values."""
+    return {
+        "folder": str(embedded.path),
+        "weights": embedded.record["weights"],
+        "num_clips": embedded.num_clips,
+        "results": [
+            {
+                "query": result.query,
+                "like": None if result.like is None else asdict(result.like),
+                "found": [{"score": hit.score, **asdict(hit.clip)} for hit in result.found],
+            }
+            for result in results
+        ],
+    }
+
+
+def describe(results: Sequence[Result]) -> str:
+    """Results as text: score, row, key, times and caption of each clip."""
+    lines = []
+    for result in results:
+        lines.append(on_one_line(result.title))
+        width = max((len(hit.clip.key) for hit in result.found), default=0)
+        for rank, hit in enumerate(result.found, start=1):
+            clip = hit.clip
+            times = f"{clip.begin_s:8.2f}-{clip.end_s:.2f} s"
+            lines.append(
+                f"{rank:4}  {hit.score:6.3f}  {clip.key:{width}}  {times:20}  {on_one_line(clip.text or '')}".rstrip()
+            )
+    return "\n".join(lines)
+
+
+def write_search_page(path: Path, embedded: Embedded, results: Sequence[Result], *, shards: str | None = None) -> None:
+    """Publish a page that plays the clips that were found.
+
+    Args:
+        shards: where the data folder is now; by default where it was when it was embedded.
+
+    Raises:
+        UserError: `path` is not a page of clipmill, or the data cannot be opened.
+    """
+    require_page_path(path, flag="--page")
+    record = embedded.record
+    data = {**record["data"], **({} if shards is None else {"shards": shards})}
+    player = Player(str(data["shards"]), split=str(data["split"]))
+    facts = {
+        "weights": f"{record['weights']['source']}: {record['weights']['description']}",
+        "clip": record["clip"]["description"],
+        "data": data["description"],
+        "folder": str(embedded.path),
+    }
+    template = load_template(Path(__file__).with_name("page.html.j2"))
+    content = template.render(results=results, show=player.show, num_clips=embedded.num_clips, data=data, facts=facts)
+    publish_bytes(path, content.encode("utf-8", errors="replace"))
