@@ -95,13 +95,7 @@ class Batches:
 
     def __iter__(self) -> Iterator[Batch]:
         self._require_same_process()
-        taken = self._taken if self._resumes else 0
-        if not self._shuffle:
-            self.close()
-            self._cursor = self._cursor if self._resumes else Cursor(0)
-        self._resumes = False
-        self._num_iterations += 1
-        return self._iterate(taken)
+        return self._iterate()
 
     def __enter__(self) -> "Batches":
         return self
@@ -121,9 +115,8 @@ class Batches:
 
     def state_dict(self) -> BatchesState:
         """State after the last batch taken; the same on all ranks unless a sample has failed."""
-        state: Any = self._samples.state_dict()
-        state |= {"position": self._cursor.position, "ahead": list(self._cursor.ahead)}
-        return BatchesState(**state, taken=self._taken, shuffle=self._shuffle)
+        state: Any = {**self._samples.state_dict(), "taken": self._taken, "shuffle": self._shuffle}
+        return state | {"position": self._cursor.position, "ahead": list(self._cursor.ahead)}
 
     def load_state_dict(self, *states: BatchesState) -> None:
         """Go on after the batch at which a state was taken; the next iteration is the rest of that one.
@@ -144,8 +137,14 @@ class Batches:
         self._samples.load_state_dict(*states)
         self._cursor, self._taken, self._resumes = self._samples.cursor, states[0]["taken"], True
 
-    def _iterate(self, taken: int) -> Iterator[Batch]:
-        iteration = self._num_iterations
+    def _iterate(self) -> Iterator[Batch]:
+        # An iteration begins when it is asked for its first batch: Lightning makes iterators that it does not use.
+        self._num_iterations += 1
+        iteration, taken = self._num_iterations, self._taken if self._resumes else 0
+        if not self._shuffle:
+            self.close()
+            self._cursor = self._cursor if self._resumes else Cursor(0)
+        self._resumes = False
         whole = len(self) * self._step if self._shuffle and self.num_samples is not None else None
         while whole is None or taken < whole:
             if iteration != self._num_iterations:

@@ -120,7 +120,6 @@ def open_clips(
             samples = LabelledClips(folder.path, classes=classes, **common)
 
     def finish(found: Batch) -> Batch:
-        found.pop("input")  # type: ignore[typeddict-item]
         if rgb:
             found.pop("colour")
         if isinstance(samples, ClipSamples):
@@ -174,6 +173,8 @@ def open_latents(
     _require_choice("tails", tails, Tails)
     ranks = _ranks(rank, world)
     own = ranks or joined_world()
+    if batch < 1:
+        raise UserError(f"batch is {batch}", hint="use 1 or more")
     if captions not in ("text", "embedding", None):
         raise UserError(f"captions is {captions!r}", hint="use 'text', 'embedding' or None")
     classes = None if label is None else _classes(Path(data), label)
@@ -194,7 +195,6 @@ def open_latents(
     has_texts = captions == "text" and classes is None
 
     def finish(found: Batch) -> Batch:
-        found.pop("input")  # type: ignore[typeddict-item]
         found["key"] = list(found["key"])
         if has_texts:
             found["caption"] = samples.texts_of(found["caption_id"].numpy())
