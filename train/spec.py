@@ -20,8 +20,8 @@ if TYPE_CHECKING:
     from train.engine.task import StartableTask
     from train.evaluation.pages import Table
     from train.evaluation.runner import OpenedRun, Score
-    from train.models.attention import AttentionBackend
     from train.models.attention_kernels import Workload
+    from train.models.dual_encoder import ModelShape
     from train.run.folder import RunFolder
     from train.weights.exported import Exported
     from train.weights.sources import Say, Source
@@ -82,18 +82,43 @@ class EvaluationSpec:
 
 @dataclass(frozen=True, kw_only=True)
 class ExportRequest:
-    """Weights of a run that are to be written in another format.
+    """Weights that are to be written in another format.
 
     Attributes:
-        weights: by name, of `checkpoint`.
+        title: of the weights, for errors.
+        settings: that they were trained with.
+        task: opened with them; it has their classes or their decoder.
+        weights: of the task's model, by name.
+        shape: dimensions of the model.
+        log_scale: log(1 / temperature) of the loss; None if it has none, or one for each sample.
         frame_embedding: what a picture gets for a temporal embedding; of dual encoders.
     """
 
-    run: RunFolder
+    title: str
+    settings: Any
+    task: Any
     weights: dict[str, torch.Tensor]
-    checkpoint: Path
+    shape: ModelShape
+    log_scale: float | None
     form: str
     frame_embedding: Literal["mean", "zero"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Adopted:
+    """Weights of another project as the model of a task.
+
+    Attributes:
+        settings: effective ones, with the sizes of clips that the weights were trained on as far as they say so.
+        shape: dimensions of the model.
+        given: further arguments of `TaskSpec.open`: what the task otherwise reads from a run.
+        lacks: part of the task's model that the weights do not have, such as "a decoder".
+    """
+
+    settings: ClipSettings
+    shape: ModelShape
+    given: Mapping[str, Any] = field(default_factory=dict)
+    lacks: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -133,6 +158,7 @@ class TaskSpec:
         start_lines: what run.json's facts say of the start, for the console.
         formats: of `train export --format`.
         export: the files of an export.
+        adopt: (source, path, say) -> weights that are not a run as this task's model; None if they are of another task.
         has_frame_embedding: whether an export chooses the temporal embedding of a picture.
         features: of its video tower, None where it cannot be probed.
     """
@@ -149,11 +175,14 @@ class TaskSpec:
     start_lines: Callable[[Mapping[str, Any]], list[str]] = _no_lines
     formats: Mapping[str, str] = field(default_factory=dict)
     export: Callable[[ExportRequest], Exported] | None = None
+    adopt: Callable[[Source, Path, Say], Adopted | None] | None = None
     has_frame_embedding: bool = False
     features: Features | None = None
 
-    def open(
-        self, settings: Any, *, attention: AttentionBackend, device: torch.device, run: RunFolder | None = None
-    ) -> StartableTask:
-        """The task for settings, and for a run that has a checkpoint, if there is one."""
-        return self.make(settings, attention=attention, device=device, run=run)
+    def open(self, settings: Any, *, run: RunFolder | None = None, **opened: Any) -> StartableTask:
+        """The task for settings, and for a run that has a checkpoint, if there is one.
+
+        Args:
+            opened: the attention backend, the device, and for weights that are used as they are the `shape` of models.
+        """
+        return self.make(settings, run=run, **opened)

@@ -1,7 +1,9 @@
 """`train eval NAME`: scores a run's latest checkpoint, and adds the result to the run's page."""
 
 import json
+import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -9,36 +11,55 @@ from cyclopts import App, Parameter
 
 from manifests.errors import FailedWork, UserError
 from train.commands.training import docstring
-from train.registry import evaluations, task_named, task_names
-from train.run.folder import RunFolder, open_run
-from train.spec import EvaluationSpec, TaskSpec
+from train.config.data import AS_TRAINED, Overrides
+from train.registry import evaluations
+from train.run.folder import open_run, read_lines
+from train.spec import EvaluationSpec
 
 
-def score_run(evaluation: EvaluationSpec, run_path: Path, wanted: Any, *, shards: str | None = None) -> dict[str, Any]:
-    """Evaluate a run's latest checkpoint, and write the result file and the run's page.
+def score_run(
+    evaluation: EvaluationSpec,
+    weights: str | Path,
+    wanted: Any,
+    *,
+    shards: str | None = None,
+    overrides: Overrides = AS_TRAINED,
+    out: Path | None = None,
+    say: Callable[[str], None] = print,
+) -> dict[str, Any]:
+    """Evaluate a run's latest checkpoint or other weights, and write the result file and the run's page.
+
+    Args:
+        out: folder for the result of weights that are not a run.
 
     Raises:
-        UserError: there is no such run, it is of a task without this evaluation, or its data lack what is needed.
+        UserError: there are no such weights, they are of a task without this evaluation, or the data lack what is
+            needed.
         FailedWork: nothing could be decoded.
     """
-    from train.evaluation.runner import evaluate
+    from train.evaluation.opening import open_weights_as, task_of_run
+    from train.evaluation.runner import score_opened
+    from train.inference.opening import tasks_having
     from train.report.results import write_page
+    from train.weights.sources import is_run
 
-    run = open_run(run_path)
-    result = evaluate(_task_of(run, evaluation), evaluation, run, wanted, shards=shards)
-    write_page(run)
+    tasks = tasks_having(evaluation.name)
+    run = open_run(Path(weights)) if is_run(Path(weights)) else None
+    if run is not None:
+        task_of_run(run, tasks)
+        for path in (run.metrics, run.failures):
+            read_lines(path)  # a damaged line is reported before anything is computed
+        if out is not None:
+            raise UserError(
+                f"--out is {out}, and the results of a run are written into {run.path}", hint="leave it out"
+            )
+    elif shards is None:
+        raise UserError(f"--shards is missing: {weights} is not a run, which has data of its own", hint="add it")
+    opened = open_weights_as(tasks, weights, shards=shards, overrides=overrides, say=say)
+    result = score_opened(opened, evaluation, wanted, out=out)
+    if run is not None:
+        write_page(run)
     return result
-
-
-def _task_of(run: RunFolder, evaluation: EvaluationSpec) -> TaskSpec:
-    """The task of a run, which must have the evaluation."""
-    having = [name for name in task_names() if evaluation.name in (one.name for one in task_named(name).evaluations)]
-    found = str(run.read_facts().get("task", having[0]))
-    if found not in having:
-        raise UserError(
-            f"{run.path} is a run of train {found}, not of train {', '.join(having)}", hint="name another run"
-        )
-    return task_named(found)
 
 
 def evaluation_command(evaluation: EvaluationSpec) -> Callable[..., None]:
@@ -48,13 +69,16 @@ def evaluation_command(evaluation: EvaluationSpec) -> Callable[..., None]:
     default = settings()
 
     def command(
-        run: Path,
+        weights: str,
         wanted: kind = default,  # type: ignore[valid-type]
         *,
         shards: str | None = None,
+        shown: Overrides = AS_TRAINED,
+        out: Path | None = None,
         as_json: Annotated[bool, Parameter(name="--json", negative="")] = False,
     ) -> None:
-        result = score_run(evaluation, run, wanted, shards=shards)
+        say = partial(print, file=sys.stderr) if as_json else print
+        result = score_run(evaluation, weights, wanted, shards=shards, overrides=shown, out=out, say=say)
         if as_json:
             print(json.dumps({name: value for name, value in result.items() if name != evaluation.pictures}))
         else:
@@ -62,13 +86,15 @@ def evaluation_command(evaluation: EvaluationSpec) -> Callable[..., None]:
 
             print(describe(evaluation.table(result)))
         if failed := len(result["failed"]):
-            raise FailedWork(f"{failed} samples could not be decoded; see `failed` in {run}/evaluations")
+            where = f"{weights}/evaluations" if result["step"] is not None else out or "--json"
+            raise FailedWork(f"{failed} samples could not be decoded; see `failed` in {where}")
 
     command.__doc__ = docstring(
         evaluation.help,
         example=evaluation.example,
-        run=evaluation.run_help,
+        weights=f"{evaluation.run_help} Or other weights: an exported folder, a file, or NAME:TAG of open_clip.",
         shards="Data folder or tar files. Default: those of the training run.",
+        out="Folder for the result file of weights that are not a run. Default: not written.",
         as_json="Print one JSON object, without images.",
     )
     return command

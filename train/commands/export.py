@@ -1,4 +1,4 @@
-"""`train export`: a run's weights as a folder that other libraries open; `--init.weights` reads it too."""
+"""`train export`: weights as a folder that other libraries open, and `--init.weights` and `train eval` too."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -8,29 +8,33 @@ from cyclopts import Parameter
 
 from manifests.errors import UserError
 from train.commands.training import docstring
-from train.registry import DEFAULT, task_named, task_names
-from train.run.folder import RunFolder, open_run
+from train.config.data import AS_TRAINED, Overrides
+from train.registry import task_named, task_names
+from train.run.folder import RunFolder
 from train.spec import ExportRequest
 
 
 def export(
-    run: Path,
+    weights: str,
     *,
     form: Annotated[str, Parameter(name="--format")],
     out: Path,
     frame_embedding: Literal["mean", "zero"] = "mean",
     checkpoint: Path | None = None,
+    shown: Overrides = AS_TRAINED,
 ) -> None:
     """The command; its help is made below, from the formats of all tasks."""
-    export_run(run, form=form, out=out, frame_embedding=frame_embedding, checkpoint=checkpoint, say=print)
+    export_run(
+        weights, form=form, out=out, frame_embedding=frame_embedding, checkpoint=checkpoint, overrides=shown, say=print
+    )
 
 
 _FORMATS = [(name, form, opens) for name in task_names() for form, opens in task_named(name).formats.items()]
 export.__doc__ = docstring(
-    "Export the weights of a run as a folder for other libraries, which --init.weights reads too.\n\n"
+    "Export the weights of a run, or convert other weights, as a folder for other libraries.\n\n"
     "Task, format, and what opens the folder OUT:\n\n" + "\n".join(f"    {a:12} {b:9} {c}" for a, b, c in _FORMATS),
     example="train export runs/first --format open_clip --out exported",
-    run="Run folder.",
+    weights="Run folder, exported folder, file of weights, or NAME:TAG of open_clip.",
     form=f"Format: {', '.join(dict.fromkeys(form for _, form, _ in _FORMATS))}.",
     out="New folder to write.",
     frame_embedding="Temporal embedding of single images, for dual encoders: mean over all frames, or zero.",
@@ -39,51 +43,74 @@ export.__doc__ = docstring(
 
 
 def export_run(
-    run_path: Path,
+    weights: str | Path,
     *,
     form: str,
     out: Path,
     frame_embedding: Literal["mean", "zero"] = "mean",
     checkpoint: Path | None = None,
+    overrides: Overrides = AS_TRAINED,
     say: Callable[[str], None],
 ) -> None:
-    """Writes the weights of a run's latest checkpoint, or of the one that is named.
+    """Writes the weights of a run's latest checkpoint, or of the one that is named, or other weights.
 
     Raises:
         UserError: there is no checkpoint, its weights are not finite, `out` exists already, or the format cannot hold
             such a model.
     """
+    from train.evaluation.record import write_record
+    from train.inference.opening import open_weights_for_use
     from train.run.checkpoint import read_weights
     from train.weights.conversion import require_finite
     from train.weights.exported import publish_folder
+    from train.weights.sources import is_run, log_scale_of, read_log_scale
 
-    run = open_run(run_path)
-    path = run.require_checkpoint() if checkpoint is None else _checkpoint_of(run, checkpoint)
-    task = str(run.require_facts().get("task", DEFAULT))
+    run, path = RunFolder(Path(weights)), checkpoint
+    if is_run(run.path):
+        path = run.require_checkpoint() if checkpoint is None else _checkpoint_of(run, checkpoint)
+        run.require_facts()
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise UserError(f"{out} exists already", hint="use another --out")
-    spec = task_named(task) if task in task_names() else None
-    if spec is None or spec.export is None:
+    opened = open_weights_for_use(weights, overrides=overrides, is_without_data=True, checkpoint=path, say=say)
+    spec, task = opened.spec, opened.spec.name
+    if spec.export is None:
         known = [name for name in task_names() if task_named(name).export is not None]
         raise UserError(
-            f"{run.path} is a run of train {task}, which no format has a place for",
+            f"{weights} is a run of train {task}, which no format has a place for",
             hint=f"name a run of train {', '.join(known)}",
         )
     if form not in {known for _, known, _ in _FORMATS}:
         raise UserError(f"there is no format {form} (--format)", hint=f"train {task} has {', '.join(spec.formats)}")
     if frame_embedding != "mean" and not spec.has_frame_embedding:
         raise UserError(
-            f"--frame-embedding is about the pictures of a dual encoder, and {run.path} is a run of train {task}",
+            f"--frame-embedding is about the pictures of a dual encoder, and {weights} is a run of train {task}",
             hint="leave it out",
         )
-    weights = read_weights(path)
-    require_finite(weights, source=path)
-    request = ExportRequest(run=run, weights=weights, checkpoint=path, form=form, frame_embedding=frame_embedding)
+    if path is not None and not opened.overrides.given():
+        tensors = read_weights(path)
+    else:
+        tensors = opened.trained.fill(opened.task.build_model(None)).state_dict()
+    require_finite(tensors, source=path or weights)
+    request = ExportRequest(
+        title=str(weights),
+        settings=opened.settings,
+        task=opened.task,
+        weights=tensors,
+        shape=opened.shape,
+        log_scale=log_scale_of(opened.source) if path is None else read_log_scale(path),
+        form=form,
+        frame_embedding=frame_embedding,
+    )
     exported = spec.export(request)
-    publish_folder(out, exported.write)
+
+    def write(folder: Path) -> None:
+        exported.write(folder)
+        write_record(folder, opened)
+
+    publish_folder(out, write)
     for remark in exported.remarks:
         say(remark)
-    say(f"{path.name} of {run.path} as {form} in {out}")
+    say(f"{path.name} of {weights} as {form} in {out}" if path is not None else f"{weights} as {form} in {out}")
 
 
 def _checkpoint_of(run: RunFolder, path: Path) -> Path:

@@ -1,9 +1,11 @@
-"""Settings of captions and of augmentation."""
+"""Settings of captions, of augmentation, and of how clips are shown to trained weights."""
 
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Annotated
+from typing import Annotated, Any, Literal
+
+from cyclopts import Parameter
 
 from manifests.errors import UserError
 from train.config.fields import PROBABILITY, SHARE, Checked, GoesWith, Range, caught
@@ -82,3 +84,44 @@ class Augment(Checked):
     """Standard deviation of the RandAugment magnitude."""
     erase: Annotated[float, PROBABILITY] = 0.0
     """Probability of random erasing: a box through all frames becomes noise (VideoMAE: 0.25)."""
+
+
+@Parameter(name="*")
+@dataclass(frozen=True, kw_only=True)
+class Overrides(Checked):
+    """How clips are shown to trained weights, where that differs from their training; fields of ClipSettings."""
+
+    num_frames: Annotated[int | None, Range(1, 1024)] = None
+    """Number of frames per clip; temporal embeddings are interpolated. Default: as in training."""
+    sampling: Literal["uniform", "stride", "lavila"] | None = None
+    """Frame sampling. Default: as in training."""
+    size_px: Annotated[int | None, Range(2, 4096)] = None
+    """Frame size in pixels; positional embeddings are interpolated. Default: as in training."""
+
+    def given(self) -> dict[str, Any]:
+        """Those that are not None."""
+        return {name: value for name, value in vars(self).items() if value is not None}
+
+    def beside(self, settings: object) -> "Overrides":
+        """Those that differ from the settings of a run.
+
+        Raises:
+            UserError: clips of latents cannot be shown in that way.
+        """
+        found = {name: value for name, value in self.given().items() if value != getattr(settings, name)}
+        wrong = [name for name in found if name != "num_frames"]
+        if wrong and getattr(settings, "input", "pixels") == "latents":
+            raise UserError(
+                f"--{wrong[0].replace('_', '-')} is {found[wrong[0]]}, which is about pictures, and the model takes "
+                "latents",
+                hint="leave it out; --num-frames may differ from the training's",
+            )
+        return Overrides(**found)
+
+    def suffix(self) -> str:
+        """Part of the names of results, so that they never replace those of clips as in training."""
+        forms = {"num_frames": "-{}-frames", "sampling": "-{}", "size_px": "-{}px"}
+        return "".join(forms[name].format(value) for name, value in self.given().items())
+
+
+AS_TRAINED = Overrides()

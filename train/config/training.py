@@ -82,6 +82,7 @@ class TrackSettings(Checked):
     """Weights & Biases project."""
 
 
+Device = Literal["auto", "cpu", "cuda"]
 # What lies beyond these would fail later and less clearly, for want of memory, threads or digits.
 STEPS = Range(1, 10**10)
 COUNT = Range(1, 10**6)
@@ -148,7 +149,7 @@ class TrainingSettings(Checked):
     evaluate: Annotated[EvaluationSettings, groups.EVALUATION] = field(default_factory=EvaluationSettings)
     """Evaluation during training."""
 
-    device: Annotated[Literal["auto", "cpu", "cuda"], groups.MACHINE, FIRST_RUN] = "auto"
+    device: Annotated[Device, groups.MACHINE, FIRST_RUN] = "auto"
     """Device to train on."""
     precision: Annotated[Literal["auto", "bf16", "fp16", "tf32", "fp32"], groups.MACHINE, FIRST_RUN] = "auto"
     """Precision of matrix products. auto: bf16 if the GPU supports it, else fp32. Weights and losses are float32."""

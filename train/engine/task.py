@@ -23,6 +23,7 @@ from train.distributed.world import World
 from train.engine.rank_consistency import NamedSamples
 from train.losses.objective import Objective
 from train.models.attention import AttentionBackend
+from train.models.dual_encoder import ModelShape
 from train.models.transformer import blocks_of, compile_blocks
 from train.weights.conversion import LOGIT_SCALE
 from train.weights.loading import Loaded, copy_into, fit_to
@@ -156,10 +157,21 @@ Model = TypeVar("Model", bound=nn.Module)
 
 
 class ClipTask(Generic[Settings, Samples, Model]):
-    """Settings, device, initial weights and model input of a task; the task adds samples, model and objective."""
+    """Settings, device, initial weights and model input of a task; the task adds samples, model and objective.
 
-    def __init__(self, settings: Settings, *, attention: AttentionBackend, device: torch.device) -> None:
-        self._settings, self._attention, self._device = settings, attention, device
+    Args:
+        shape: of models for weights that are used as they are; `build_model` then needs no samples.
+    """
+
+    def __init__(
+        self,
+        settings: Settings,
+        *,
+        attention: AttentionBackend,
+        device: torch.device,
+        shape: ModelShape | None = None,
+    ) -> None:
+        self._settings, self._attention, self._device, self._shape = settings, attention, device, shape
         self._start: Loaded | None = None
 
     def new_model(self, samples: Samples) -> Model:
@@ -169,6 +181,10 @@ class ClipTask(Generic[Settings, Samples, Model]):
     def fit_weights(self, model: Model, source: Source, *, say: Say) -> Loaded:
         """Fit weights to a model on the meta device."""
         return fit_to(model, source, allow=self._settings.init.allow, say=say)
+
+    def fit_whole(self, model: Model, source: Source, *, say: Say) -> Loaded:
+        """Fit all parameters of a model on any device to weights; see `train.weights.loading.load_whole`."""
+        return fit_to(model, source, say=say)
 
     def start_from(self, source: Source, samples: Samples, *, say: Say) -> Loaded:
         """Make `build_model` initialise models from these weights.

@@ -1,5 +1,6 @@
 """Open a trained run: its latest checkpoint, and the device, precision and attention to use it with."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Generic, TypeVar
@@ -13,8 +14,10 @@ from train.config.training import ClipSettings, require_same, shaping
 from train.device.precision import Precision, choose_device, open_precision
 from train.engine.attention_choice import as_before
 from train.models.attention import AttentionBackend, open_attention
+from train.models.dual_encoder import ModelShape, size_of
 from train.run.checkpoint import read_metadata, read_table, read_weights
 from train.run.folder import RunFolder
+from train.weights.conversion import CONV
 
 Settings = TypeVar("Settings", bound=ClipSettings)
 Model = TypeVar("Model", bound=nn.Module)
@@ -22,22 +25,24 @@ Model = TypeVar("Model", bound=nn.Module)
 
 @dataclass(frozen=True, kw_only=True)
 class TrainedRun(Generic[Settings]):
-    """The latest checkpoint of a run, and what to run its model with.
+    """Trained weights, of a run or of another source, and what to run their model with.
 
     Attributes:
-        settings: of the run, with the requested data.
-        step: of the checkpoint.
+        run: None for weights of another source.
+        settings: of the model, with the requested data and overrides.
+        step: of the checkpoint; None for weights of another source.
         weights: description of the weights (EMA or not) and of the precision.
+        load: copies the weights into a model on the device.
     """
 
-    run: RunFolder
+    run: RunFolder | None
     settings: Settings
-    checkpoint: Path
-    step: int
+    step: int | None
     weights: str
     device: torch.device
     attention: AttentionBackend
     precision: Precision
+    load: Callable[[nn.Module], None]
 
     def fill(self, model: Model) -> Model:
         """Load the weights into a model, the EMA weights if the run has them, on the device and in evaluation mode.
@@ -46,14 +51,7 @@ class TrainedRun(Generic[Settings]):
             UserError: the weights are damaged, or do not fit the model.
         """
         model.to(self.device)
-        try:
-            model.load_state_dict(read_weights(self.checkpoint))
-        except RuntimeError as error:
-            raise UserError(
-                f"{self.checkpoint} does not fit the model of {self.run.settings}: "
-                f"{str(error).splitlines()[-1].strip()}",
-                hint="were settings changed by hand? put back what the run was trained with",
-            ) from error
+        self.load(model)
         return model.eval()
 
 
@@ -70,14 +68,14 @@ def read_settings(run: RunFolder, kind: type[Settings], *, shards: str | None = 
     return settings if shards is None else replace(settings, shards=shards)
 
 
-def open_trained_run(run: RunFolder, settings: Settings) -> TrainedRun[Settings]:
-    """Open the latest checkpoint of a run, without data or a model.
+def open_trained_run(run: RunFolder, settings: Settings, *, checkpoint: Path | None = None) -> TrainedRun[Settings]:
+    """Open the latest checkpoint of a run, or the one that is named, without data or a model.
 
     Raises:
         UserError: there is no checkpoint, it is damaged, the settings are not those that it was trained with, or this
             machine lacks what they require.
     """
-    checkpoint = run.require_checkpoint()
+    checkpoint = checkpoint or run.require_checkpoint()
     facts = read_metadata(checkpoint)
     require_same(
         facts.settings,
@@ -85,21 +83,62 @@ def open_trained_run(run: RunFolder, settings: Settings) -> TrainedRun[Settings]
         where=str(checkpoint),
         hint=f"was {run.settings} changed by hand? put back what the run was trained with",
     )
+    has_averages = any(name.startswith("ema.") for name in read_table(checkpoint))
+    which = "moving average of the weights" if has_averages else "the weights themselves"
+
+    def load(model: nn.Module) -> None:
+        try:
+            model.load_state_dict(read_weights(checkpoint))
+        except RuntimeError as error:
+            raise UserError(
+                f"{checkpoint} does not fit the model of {run.settings}: {str(error).splitlines()[-1].strip()}",
+                hint="were settings changed by hand? put back what the run was trained with",
+            ) from error
+
+    return ready(settings, run=run, step=facts.step, weights=which, load=load)
+
+
+def shape_of_run(run: RunFolder, settings: ClipSettings) -> ModelShape:
+    """Dimensions of a run's model, from the table of its latest checkpoint.
+
+    Raises:
+        UserError: there is no checkpoint.
+    """
+    sizes = {name: entry["size"] for name, entry in read_table(run.require_checkpoint()).items()}
+    size, image_px = size_of(settings.model, settings.towers), settings.size_px
+    if (conv := sizes.get(f"model.{CONV}")) is not None:
+        size = replace(size, video=replace(size.video, num_channels=conv[1], patch_px=conv[-1]))
+    if (projection := sizes.get("model.video.proj")) is not None:
+        size = replace(size, embedding_width=projection[1])
+    if getattr(settings, "input", "pixels") == "latents":
+        latents = run.read_facts().get("latents")
+        image_px = int(latents["side"]) if isinstance(latents, dict) and "side" in latents else 0
+    return ModelShape(size=size, image_px=image_px)
+
+
+def ready(
+    settings: Settings, *, run: RunFolder | None, step: int | None, weights: str, load: Callable[[nn.Module], None]
+) -> TrainedRun[Settings]:
+    """Weights with the device, precision and attention that the settings name.
+
+    Args:
+        weights: description of the weights.
+
+    Raises:
+        UserError: this machine lacks what the settings require.
+    """
     device = choose_device(settings.device)
     # The backend that the run was trained with, if that was on a GPU too.
     is_measured = settings.attention == "auto" and device.type == "cuda" and not settings.compile
-    before = as_before(run.read_facts(), device_type=device.type) if is_measured else None
-    attention = before or open_attention(settings.attention, device_type=device.type, compiles=settings.compile)
+    before = as_before(run.read_facts(), device_type=device.type) if is_measured and run is not None else None
     precision = open_precision(settings.precision, device_type=device.type)
-    has_averages = any(name.startswith("ema.") for name in read_table(checkpoint))
-    which = "moving average of the weights" if has_averages else "the weights themselves"
     return TrainedRun(
         run=run,
         settings=settings,
-        checkpoint=checkpoint,
-        step=facts.step,
-        weights=f"{which}, {precision.name}",
+        step=step,
+        weights=f"{weights}, {precision.name}",
         device=device,
-        attention=attention,
+        attention=before or open_attention(settings.attention, device_type=device.type, compiles=settings.compile),
         precision=precision,
+        load=load,
     )

@@ -81,9 +81,15 @@ def protocol_of(result: dict[str, Any], sizes: str, **more: str) -> dict[str, st
     data = f"{result['data']}; {result['variant']}"
     if address := other_data(result):
         data += f"; of {address}, which is not the run's own data"
+    elif "source" in result:  # of weights that are not a run
+        data += f"; of {result['shards']}"
     lines = {"data": data, "protocol": f"{sizes}; {result['protocol']}"}
     lines |= {name.replace("_", " "): text for name, text in more.items() if text}
-    return lines | {"clip": result["clip"], "checkpoint": f"step {result['step']}, {result['weights']}"}
+    if overrides := result.get("overrides"):
+        changed = ", ".join(f"--{name.replace('_', '-')} {value}" for name, value in overrides.items())
+        lines["overrides"] = f"{changed}, unlike in training; embeddings of time and place are interpolated"
+    origin = result["weights"] if result["step"] is None else f"step {result['step']}, {result['weights']}"
+    return lines | {"clip": result["clip"], "checkpoint": origin}
 
 
 def _line(label: str, cells: tuple[str, ...] | list[str], *, width: int) -> str:

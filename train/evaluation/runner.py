@@ -1,22 +1,29 @@
-"""Run an evaluation of a trained run, and write its result file.
+"""Run an evaluation of trained weights, and write its result file.
 
-This module has what all evaluations share: opening the run, the common fields of a result, the description of the
+This module has what all evaluations share: opening a run, the common fields of a result, the description of the
 clips, and the command line that repeats the evaluation. What is scored, and how, is up to the evaluation
 (`train.spec.EvaluationSpec.score`).
 """
 
 import shlex
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields, is_dataclass
+from dataclasses import asdict, dataclass, field, fields, is_dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
-from train.config.training import ClipSettings, flat
+from manifests.errors import UserError
+from manifests.publish import publish_json
+from train.config.data import AS_TRAINED, Overrides
+from train.config.training import ClipSettings, Device, flat
 from train.data.decoding.clip import Views
 from train.data.outcomes import FailedSample
-from train.engine.trained_run import TrainedRun, open_trained_run, read_settings
-from train.run.folder import RunFolder, result_name
+from train.engine.trained_run import TrainedRun, open_trained_run, read_settings, shape_of_run
+from train.models.dual_encoder import ModelShape
+from train.run.folder import RunFolder, data_facts, read_object, result_name
 from train.spec import EvaluationSpec, TaskSpec
+from train.weights.loading import load_whole
+from train.weights.sources import Say, Source, open_run_weights
 
 _ONE_VIEW = Views()
 
@@ -36,24 +43,54 @@ class EvaluatedSamples(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class OpenedRun:
-    """A run that is ready to be evaluated.
+    """A run, or other weights, ready to be evaluated.
 
     Attributes:
-        settings: of the run, with the data to evaluate.
+        title: of the weights, as the user named them.
+        run: None for weights that are not a run.
+        settings: of the model, with the data to evaluate and the overrides.
+        shape: dimensions of the model.
         shards: data that replaces the run's own, or None.
-        task: the run's task, with the classes or tokens that the run has kept.
+        task: the task of the weights, with the classes or tokens that were kept with them.
+        overrides: those that differ from the training.
+        lacks: part of the task's model that the weights do not have, such as "a decoder"; '' for none.
+        source: the weights, if they are not a run.
     """
 
     spec: TaskSpec
-    run: RunFolder
+    title: str
+    run: RunFolder | None
     settings: Any
+    shape: ModelShape
     shards: str | None
     trained: TrainedRun[Any]
     task: Any
+    overrides: Overrides = AS_TRAINED
+    lacks: str = ""
+    source: Source | None = None
+
+    def require_whole(self) -> None:
+        """Raise a UserError if the weights lack a part of the task's model."""
+        if self.lacks:
+            raise UserError(
+                f"{self.title} has no {self.lacks.removeprefix('a ')}, which this evaluation needs",
+                hint="use weights that have it; train eval probe needs the video tower alone",
+            )
+
+    def facts(self) -> dict[str, Any]:
+        """Weights and data of a result: the data of a run's results, or the title and data of other weights."""
+        if self.run is not None:
+            return self.run.data_facts(self.shards)
+        return {"source": self.title, "shards": data_facts("", self.shards)["shards"]}
+
+    @property
+    def name(self) -> str:
+        """Short name of the weights."""
+        return self.title if self.run is None else self.run.path.resolve().name
 
     def result_name(self, name: str) -> str:
-        """File name of the result `name`; it is a different one for data other than the run's own."""
-        return result_name(name, self.run.data_facts(self.shards))
+        """File name of the result `name`; other data than the run's own and overrides have others."""
+        return result_name(f"{name}{self.overrides.suffix()}", self.facts())
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,51 +114,101 @@ class Score:
     beside: Callable[[Path, dict[str, Any]], None] | None = field(default=None)
 
 
-def open_for(spec: TaskSpec, run: RunFolder, *, shards: str | None = None) -> OpenedRun:
+def open_for(
+    spec: TaskSpec,
+    run: RunFolder,
+    *,
+    shards: str | None = None,
+    device: Device | None = None,
+    overrides: Overrides = AS_TRAINED,
+    is_without_data: bool = False,
+    checkpoint: Path | None = None,
+    say: Say = print,
+) -> OpenedRun:
     """Open the latest checkpoint of a run and its task.
 
     Args:
         shards: data that replaces the run's own.
+        device: replaces the run's own.
+        overrides: of how clips are shown; embeddings of time and place are interpolated.
+        is_without_data: let the task build models without samples, by the shapes in the checkpoint.
+        checkpoint: in place of the latest.
+        say: prints which tensors were interpolated.
 
     Raises:
-        UserError: there is no checkpoint, or it does not fit this machine or the run's settings.
+        UserError: there is no checkpoint, or it does not fit this machine, the run's settings or the overrides.
     """
     settings: ClipSettings = read_settings(run, spec.settings, shards=shards)
-    trained = open_trained_run(run, settings)
-    task = spec.open(settings, attention=trained.attention, device=trained.device, run=run)
-    return OpenedRun(spec=spec, run=run, settings=settings, shards=shards, trained=trained, task=task)
+    settings = settings if device is None else replace(settings, device=device)
+    trained = open_trained_run(run, settings, checkpoint=checkpoint)
+    overrides = overrides.beside(settings)
+    settings = replace(settings, **overrides.given())
+    shape = shape_of_run(run, settings)
+    given = {"shape": shape} if is_without_data else {}
+    task: Any = spec.open(settings, attention=trained.attention, device=trained.device, run=run, **given)
+    if overrides.given():
+        source = open_run_weights(run, checkpoint=checkpoint)
+        load = partial(load_whole, source=source, fit=task.fit_whole, say=say)
+        trained = replace(trained, settings=settings, load=load)
+    return OpenedRun(
+        spec=spec,
+        title=str(run.path),
+        run=run,
+        settings=settings,
+        shards=shards,
+        trained=trained,
+        task=task,
+        overrides=overrides,
+        shape=shape,
+    )
 
 
 def evaluate(
     spec: TaskSpec, evaluation: EvaluationSpec, run: RunFolder, wanted: Any, *, shards: str | None = None
 ) -> dict[str, Any]:
-    """Evaluate the latest checkpoint of a run, and write the result file.
+    """Evaluate the latest checkpoint of a run, and write the result file; see `open_for` and `score_opened`."""
+    return score_opened(open_for(spec, run, shards=shards), evaluation, wanted)
+
+
+def score_opened(
+    opened: OpenedRun, evaluation: EvaluationSpec, wanted: Any, *, out: Path | None = None
+) -> dict[str, Any]:
+    """Evaluate opened weights, and write the result file of a run.
 
     Args:
         wanted: settings of the evaluation.
-        shards: data that replaces the run's own.
+        out: folder for the result file of weights that are not a run; by default it is not written.
 
     Raises:
-        UserError: the run cannot be opened, or its data lack what the evaluation needs.
+        UserError: the data lack what the evaluation needs, or `out` has the result of other weights or data.
         FailedWork: nothing could be decoded.
     """
-    opened = open_for(spec, run, shards=shards)
     found = evaluation.score(opened, wanted)
+    facts = opened.facts()
     result = {
         "evaluation": evaluation.result_name,
         "split": wanted.split,
-        **run.data_facts(shards),
+        **facts,
         "step": opened.trained.step,
         "weights": opened.trained.weights,
+        "overrides": opened.overrides.given(),
         "data": found.samples.describe(),
         "variant": found.samples.variant_name,
         "clip": found.clip,
         **found.values,
         "failed": [failure.as_json() for failure in found.failed],
-        "command": command_line(evaluation.name, run, wanted, shards=shards),
+        "command": command_line(evaluation.name, opened, wanted),
     }
-    path = run.write_evaluation(found.name, result)
-    if found.beside is not None:
+    path = None
+    if opened.run is not None:
+        path = opened.run.write_evaluation(f"{found.name}{opened.overrides.suffix()}", result)
+    elif out is not None:
+        path = out / f"{opened.result_name(found.name)}.json"
+        if path.exists() and any(read_object(path).get(name) != value for name, value in facts.items()):
+            raise UserError(f"{path} is the result of other weights or data", hint="use another --out")
+        out.mkdir(parents=True, exist_ok=True)
+        publish_json(path, result)
+    if found.beside is not None and path is not None:
         found.beside(path, result)
     return result
 
@@ -170,10 +257,12 @@ def _describe_sampling(settings: ClipSettings, *, is_centred: bool) -> str:
     }[settings.sampling]
 
 
-def command_line(name: str, run: RunFolder, wanted: Any, *, shards: str | None) -> str:
+def command_line(name: str, opened: OpenedRun, wanted: Any) -> str:
     """The command line that repeats an evaluation: the split, and every setting that differs from its default."""
-    words = ["train", "eval", name, str(run.path), "--split", wanted.split]
-    words += [] if shards is None else ["--shards", shards]
+    words = ["train", "eval", name, opened.title, "--split", wanted.split]
+    words += [] if opened.shards is None else ["--shards", opened.shards]
+    for flag, value in opened.overrides.given().items():
+        words += [f"--{flag.replace('_', '-')}", str(value)]
     defaults = _defaults(wanted)
     for flag, value in flat(asdict(wanted)).items():
         if flag == "split" or value is None or value == defaults.get(flag):

@@ -27,6 +27,18 @@ class DualEncoderSize:
     embedding_width: int
 
 
+@dataclass(frozen=True, kw_only=True)
+class ModelShape:
+    """Dimensions of the model of given weights, which decide in place of --model and of the samples.
+
+    Attributes:
+        image_px: side of the square frames, of latents too; 0 if it is not known.
+    """
+
+    size: DualEncoderSize
+    image_px: int
+
+
 def _clip(
     name: ModelName, *, video: tuple[int, int], text: tuple[int, int], embedding_width: int, head_width: int = 64
 ) -> DualEncoderSize:

@@ -142,6 +142,10 @@ class TimeSformer(nn.Module):
         """Tokens of normalised clips, [B, L, D]."""
         return self.finish(self.transformer(self.embed(video_BCTHW)))
 
+    def features(self, video_BCTHW: Tensor) -> Tensor:
+        """The class token, [B, D]."""
+        return self(video_BCTHW)[:, 0]
+
     def embed(self, video_BCTHW: Tensor) -> Tensor:
         """Embed normalised clips as input of the first block: tokens with positional embeddings, [B, L, D]."""
         patches_BTPD = self.conv1(self.conv1.cut(video_BCTHW))

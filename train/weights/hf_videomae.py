@@ -12,8 +12,7 @@ from typing import Any
 
 from manifests.errors import UserError
 from train.config.training import ClipSettings
-from train.models.dual_encoder import size_of
-from train.run.folder import RunFolder
+from train.models.dual_encoder import ModelShape
 from train.weights.conversion import (
     CONV,
     IMAGENET_MEAN,
@@ -133,7 +132,7 @@ def facts_of_hf_videomae(config: Mapping[str, Any], preprocess: Mapping[str, Any
 
 
 def exported_videomae(
-    run: RunFolder, settings: ClipSettings, weights: Tensors, *, form: str, model: Mapping[str, Any]
+    settings: ClipSettings, weights: Tensors, *, shape: ModelShape, form: str, model: Mapping[str, Any]
 ) -> Exported:
     """A model with a videomae tower, as VideoMAE's own checkpoint or as a folder of transformers.
 
@@ -144,13 +143,18 @@ def exported_videomae(
     Raises:
         UserError: the format cannot hold it.
     """
-    trunk = size_of(settings.model, settings.towers).video.trunk
+    trunk = shape.size.video.trunk
     if form == "videomae":
         return exported_checkpoint(trunk, settings.init, weights)
     _, num_channels, tubelet, patch_px, _ = to_their_layout(CONV, weights[CONV]).shape
+    if not shape.image_px:
+        raise UserError(
+            "the run does not say how large its latents were, and config.json has to",
+            hint="use --format videomae, which does not need it",
+        )
     is_rgb = num_channels == _RGB
     encoder: dict[str, Any] = {
-        "image_size": settings.size_px if is_rgb else _side_of_latents(run),
+        "image_size": shape.image_px,
         "patch_size": patch_px,
         "num_channels": num_channels,
         "num_frames": settings.num_frames,
@@ -175,17 +179,6 @@ def exported_videomae(
 
     remarks = () if is_rgb else ("the model takes latents: there is no preprocessor_config.json",)
     return Exported(write=write, remarks=remarks)
-
-
-def _side_of_latents(run: RunFolder) -> int:
-    """Raises a UserError if run.json does not say it."""
-    try:
-        return int(run.require_facts()["latents"]["side"])
-    except (KeyError, TypeError, ValueError) as error:
-        raise UserError(
-            f"{run.facts} does not say how large the latents were, and config.json has to",
-            hint="use --format videomae, which does not need it",
-        ) from error
 
 
 HF_VIDEOMAE = Format(

@@ -1,7 +1,7 @@
 """Loads weights into a model: a table of what became of each tensor, or an error with what to do."""
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,8 +9,9 @@ import torch
 from torch import nn
 
 from manifests.errors import UserError
-from train.weights.conversion import CONV, require_finite
-from train.weights.fitting import Change, Fitted, Shape, fit
+from train.weights.conversion import CONV, TEMPORAL_EMBEDDING, require_finite
+from train.weights.fitting import Change, Fitted, Shape
+from train.weights.fitting import fit as fit_tensors
 from train.weights.sources import Say, Source
 
 _MAX_LINES, _MAX_NAMES = 40, 3
@@ -57,7 +58,7 @@ def fit_to(model: nn.Module, source: Source, *, allow: Sequence[str] = (), say: 
     here = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
     there = {name: tuple(tensor.shape) for name, tensor in source.converted.tensors.items()}
     _check_heads(model, source)
-    fitted = fit(source.converted, here, allow=allow)
+    fitted = fit_tensors(source.converted, here, allow=allow)
     say(f"weights: {source.title}: {fitted.num_copied} of {len(here)} tensors of the model copied as they are")
     lines = _table_of(fitted.changes)
     for line in lines[:_MAX_LINES]:
@@ -82,6 +83,26 @@ def copy_into(model: nn.Module, loaded: Loaded) -> None:
     parameters = model.state_dict()
     for name, tensor in loaded.fitted.tensors.items():
         parameters[name].copy_(tensor)
+
+
+def load_whole(model: nn.Module, source: Source, *, fit: Callable[..., Loaded], say: Say) -> None:
+    """Fills a model that will not be trained: each parameter has its values in `source`, or is interpolated from them.
+
+    Args:
+        fit: (model, source, say=) fits all parameters of the model.
+
+    Raises:
+        UserError: a parameter has no values there.
+    """
+    loaded = fit(model, source, say=say)
+    # Only parameters of the model have a new shape.
+    changed = [one.name for one in loaded.fitted.changes if one.new is not None]
+    if new := [name for name in changed if name not in loaded.fitted.tensors and name != TEMPORAL_EMBEDDING]:
+        raise UserError(
+            f"{source.title} does not have all of the model: {', '.join(new[:_MAX_NAMES])} would be random",
+            hint="use weights of the whole model",
+        )
+    copy_into(model, loaded)
 
 
 def _check_heads(model: nn.Module, source: Source) -> None:
@@ -169,7 +190,7 @@ def _architecture_of(shapes: Mapping[str, Shape]) -> str:
     parts = []
     for tower in ("video", "text", "decoder"):
         gains = [shape for name, shape in shapes.items() if name.startswith(tower) and name.endswith("ln_1.weight")]
-        if depth := _depth(shapes, tower):
+        if depth := depth_of(shapes, tower):
             parts.append(f"{tower} of width {gains[0][0] if gains else '?'} and {depth} blocks")
     if conv := shapes.get(CONV):
         parts.append(f"patches of {' x '.join(map(str, conv[1:]))}")
@@ -188,12 +209,12 @@ def _hint_about(unexplained: Sequence[Change], *, there: Mapping[str, Shape], he
         return f"use --towers.tubelet {cubes[0]}, the frames of a cube that the weights are of"
     if _TOKENS in there and _TOKENS in here and all(change.name.startswith(_OF_CAPTIONS) for change in unexplained):
         num_tokens, width = there[_TOKENS]
-        context, depth = there.get("decoder.positional_embedding", ("?",))[0], _depth(there, "decoder")
+        context, depth = there.get("decoder.positional_embedding", ("?",))[0], depth_of(there, "decoder")
         return (
             f"use --decoder.width {width} --decoder.depth {depth} --decoder.max-tokens {context}, and as "
             f"--decoder.tokenizer the one of {num_tokens:,} tokens that the weights were trained with"
         )
-    depths = [_depth(shapes, "decoder") for shapes in (there, here)]
+    depths = [depth_of(shapes, "decoder") for shapes in (there, here)]
     if all(depths) and depths[0] != depths[1]:
         return f"use --decoder-depth {depths[0]}, which the weights are of"
     parts = {next((part for part in _PARTS if change.name.startswith(part)), "") for change in unexplained}
@@ -208,5 +229,6 @@ def _cube_frames(shapes: Mapping[str, Shape]) -> int:
     return conv[2] if len(conv) == 5 else 1
 
 
-def _depth(shapes: Mapping[str, Shape], tower: str) -> int:
+def depth_of(shapes: Mapping[str, Shape], tower: str) -> int:
+    """Number of blocks of a tower."""
     return len({name.split(".")[3] for name in shapes if name.startswith(f"{tower}.transformer.resblocks.")})

@@ -142,6 +142,11 @@ def fetch_tag(init: Init, *, say: Say) -> None:
         file_of_tag(match[1], match[2])
 
 
+def is_name_and_tag(weights: str) -> bool:
+    """Whether weights are named as NAME:TAG of open_clip."""
+    return _NAME_AND_TAG.fullmatch(weights) is not None
+
+
 def open_weights(init: Init) -> Source | None:
     """Reads the weights that the settings name, None if they name none.
 
@@ -153,9 +158,9 @@ def open_weights(init: Init) -> Source | None:
         return None
     path, match = Path(init.weights), _NAME_AND_TAG.fullmatch(init.weights)
     if is_run(path):
-        return _open_run(path)
+        return open_run_weights(RunFolder(path))
     if path.is_dir():
-        file, facts = _file_in(path), facts_in(path)
+        file, facts = weights_file(path), facts_in(path)
     elif path.is_file() or not match:
         file, facts = path, None
     else:
@@ -174,7 +179,8 @@ def open_weights(init: Init) -> Source | None:
     return Source(title=f"{init.weights} ({form.title})", converted=converted, facts=facts or form.facts)
 
 
-def _file_in(folder: Path) -> Path:
+def weights_file(folder: Path) -> Path:
+    """The file of weights in a folder; UserError if there is none."""
     for name in _FILES:
         if (folder / name).is_file():
             return folder / name
@@ -192,13 +198,13 @@ def is_run(folder: Path) -> bool:
     return RunFolder(folder).settings.is_file()
 
 
-def _open_run(folder: Path) -> Source:
-    """The weights of a run's latest checkpoint, averages if it kept some.
+def open_run_weights(run: RunFolder, *, checkpoint: Path | None = None) -> Source:
+    """The weights of a run's latest checkpoint, or of the one that is named; averages if it kept some.
 
     Raises:
         UserError: it has no checkpoint, or one that cannot be read.
     """
-    path = RunFolder(folder).require_checkpoint()
+    path = checkpoint or run.require_checkpoint()
     facts = read_metadata(path)
     # The settings that the checkpoint was trained with; settings.yaml may have been edited since.
     settings = facts.settings
@@ -210,7 +216,7 @@ def _open_run(folder: Path) -> Source:
     size = size_of(settings["model"], Towers(**{name: value for name, value in towers.items() if name in common}))
     kind = kind_of_tensors(tensors) or "clip"
     return Source(
-        title=f"{folder} (step {facts.step} of a run)",
+        title=f"{run.path} (step {facts.step} of a run)",
         converted=ConvertedStateDict(tensors=tensors, origins={name: name for name in tensors}),
         facts=SourceFacts(
             activation=size.video.trunk.activation,
@@ -227,6 +233,12 @@ def _open_run(folder: Path) -> Source:
 
 def _triple(values: list[float] | None) -> tuple[float, float, float] | None:
     return None if values is None else (values[0], values[1], values[2])
+
+
+def log_scale_of(source: Source | None) -> float | None:
+    """log(1 / temperature) that weights were trained with; None if they do not say."""
+    scale = None if source is None else source.converted.tensors.get(LOGIT_SCALE)
+    return None if scale is None else float(scale)
 
 
 def read_log_scale(path: Path) -> float | None:

@@ -20,12 +20,12 @@ from train.config.model import Init, Towers
 from train.config.training import ClipSettings
 from train.models.attention import attend_with_sdpa
 from train.models.captioner import Captioner
+from train.models.dual_encoder import ModelShape, size_of
 from train.models.gpt2 import Gpt2, Gpt2Size
 from train.models.masked_autoencoder import decoder_size
 from train.models.timesformer import TimeSformer
 from train.models.transformer import TransformerSize
 from train.models.video_vit import VideoViTSize
-from train.run.folder import RunFolder
 from train.tasks.caption.export import hf_generation_config
 from train.tasks.caption.settings import DecodingSettings
 from train.tasks.classify.export import classifier_config
@@ -91,12 +91,8 @@ def test_tensors_are_those_of_before(name: str, written: Callable[[], dict[str, 
 def videomae_config(folder: Path, model: Mapping[str, Any], *, is_latent: bool = False) -> Any:
     """config.json of an exported model with the tiny tower."""
     conv = torch.zeros(128, 4, 2, 2) if is_latent else torch.zeros(128, 3, 2, 8, 8)
-    (folder / "run.json").write_text(json.dumps({"latents": {"side": 8}}))
-    folder = folder / "exported"
-    folder.mkdir()
-    exported = exported_videomae(
-        RunFolder(folder.parent), SETTINGS, {"video.conv1.weight": conv}, form="hf", model=model
-    )
+    shape = ModelShape(size=size_of(SETTINGS.model, SETTINGS.towers), image_px=8 if is_latent else SETTINGS.size_px)
+    exported = exported_videomae(SETTINGS, {"video.conv1.weight": conv}, shape=shape, form="hf", model=model)
     exported.write(folder)
     return json.loads((folder / "config.json").read_text())
 

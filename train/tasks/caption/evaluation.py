@@ -112,7 +112,7 @@ def score_run(opened: OpenedRun, wanted: CaptionFlags, *, with_java: bool = True
         write_captions_page(
             path.with_suffix(".html"),
             scored.videos(),
-            title=f"Captions of split “{split}” by “{opened.run.path.resolve().name}”",
+            title=f"Captions of split “{split}” by “{opened.name}”",
             means=scores.means,
             absent=scores.absent,
             protocol={label: str(result[key]) for label, key in _ON_PAGE.items()},

@@ -1,19 +1,22 @@
 """Captioners for transformers' VisionEncoderDecoderModel, with tokenizer and image processor."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from manifests.errors import UserError
-from train.config.files import load_settings
-from train.config.model import kind_of
+from train.config.fields import deferred_checks
+from train.config.model import Init, kind_of
 from train.models.attention import attend_with_sdpa
 from train.models.captioner import Captioner
+from train.models.dual_encoder import ModelShape, size_of
 from train.models.timesformer import TimeSformer
-from train.run.folder import RunFolder
-from train.tasks.caption.decoder import read_decoder_parts
-from train.tasks.caption.model import build_captioner
+from train.spec import Adopted, ExportRequest
+from train.tasks.caption.decoder import decoder_of_start
+from train.tasks.caption.model import build_captioner, effective_settings, has_decoder
 from train.tasks.caption.settings import (
     CaptionerSettings,
+    CaptionTowers,
     DecodingSettings,
     length_penalty_of,
     max_tokens_of,
@@ -21,30 +24,70 @@ from train.tasks.caption.settings import (
     temperature_of,
 )
 from train.tasks.caption.tokenizer import END, TOKENIZER_FILE
-from train.weights.conversion import Tensors
+from train.weights.architecture import sized_as
 from train.weights.exported import Exported, preprocessor_config, require_format, save_json, save_tensors
+from train.weights.files import read_config
 from train.weights.hf_caption import to_hf_caption
-from train.weights.hf_caption_config import TimeSformerShape, generation_config, hf_caption_config
+from train.weights.hf_caption_config import TimeSformerShape, caption_config_of, generation_config, hf_caption_config
+from train.weights.sources import Say, Source
 
 
-def exported_captioner(run: RunFolder, weights: Tensors, *, form: str) -> Exported:
+def adopted_captioner(source: Source, path: Path, *, say: Say) -> Adopted | None:
+    """Weights of a captioner of TimeSformer and GPT-2, in a folder with its tokenizer; None if they have no decoder.
+
+    Raises:
+        UserError: the folder lacks what no tensor shows: sizes or tokenizer.
+    """
+    if not has_decoder(source.converted.tensors):
+        return None
+    config = read_config(path / "config.json")
+    if config is None:
+        raise UserError(
+            f"{source.title} is a captioner without config.json and tokenizer, which its tokens need",
+            hint="name the folder that save_pretrained or train export wrote",
+        )
+    video = caption_config_of(config, source=str(path)).video
+    assert video is not None  # a decoder alone is no captioner's weights
+    trunk = video.size.trunk
+    with deferred_checks():  # which are about --model
+        settings = CaptionerSettings(
+            num_frames=video.num_frames,
+            size_px=video.image_px,
+            towers=CaptionTowers(
+                kind="timesformer",
+                width=trunk.width,
+                depth=trunk.depth,
+                heads=trunk.num_heads,
+                patch_px=video.size.patch_px,
+            ),
+            init=Init(weights=str(path)),
+        )
+        settings = effective_settings(settings, source, say=say)
+        decoder = decoder_of_start(settings)
+        settings = replace(settings, init=replace(settings.init, weights=None))
+    size = sized_as(size_of(settings.model, settings.towers), source)
+    shape = ModelShape(size=size, image_px=settings.size_px)
+    return Adopted(settings=settings, shape=shape, given={"decoder": decoder})
+
+
+def exported_captioner(request: ExportRequest) -> Exported:
     """A captioner.
 
     Raises:
         UserError: the format cannot hold it.
     """
-    require_format(form, ("hf",), what="a captioner")
-    settings = load_settings(run.settings, CaptionerSettings)
+    require_format(request.form, ("hf",), what="a captioner")
+    settings: CaptionerSettings = request.settings
     kind = kind_of(settings.towers)
     if kind != "timesformer":
         raise UserError(
-            f"{run.path} is a captioner with a tower of the kind {settings.towers.kind}, and the format takes a "
+            f"{request.title} is a captioner with a tower of the kind {settings.towers.kind}, and the format takes a "
             "TimeSformer only",
             hint="export a run of --towers.kind timesformer",
         )
-    parts = read_decoder_parts(run)
+    parts = request.task.decoder
     captioner = build_captioner(settings, parts.size, attend=attend_with_sdpa)
-    captioner.load_state_dict(weights)
+    captioner.load_state_dict(request.weights)
     tokenizer = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "bos_token": END,

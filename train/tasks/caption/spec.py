@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 from train.config.fields import Checked, Range
 from train.evaluation.pages import Cell, Row, Table, protocol_of
-from train.spec import CurveGroup, EvaluationSpec, ExportRequest, TaskSpec
+from train.spec import CurveGroup, EvaluationSpec, ExportRequest, Features, TaskSpec
 from train.tasks.caption.settings import DECODING, METRIC_LABELS, CaptionerSettings, DecodingSettings
 
 # Columns of the table; the first one is the metric that captioners are compared by.
@@ -42,7 +42,8 @@ def _make(settings: Any, *, run: Any, **opened: Any) -> Any:
     from train.tasks.caption.task import CaptionTask
 
     # The data may have captions that it did not have when the run began, and tokens are made of captions.
-    return CaptionTask(settings, decoder=None if run is None else read_decoder_parts(run), **opened)
+    kept = {} if run is None else {"decoder": read_decoder_parts(run)}
+    return CaptionTask(settings, **{**kept, **opened})
 
 
 def _effective(settings: Any, source: Any, say: Any) -> Any:
@@ -73,7 +74,13 @@ def _start_lines(facts: Mapping[str, Any]) -> list[str]:
 def _export(request: ExportRequest) -> Any:
     from train.tasks.caption.export import exported_captioner
 
-    return exported_captioner(request.run, request.weights, form=request.form)
+    return exported_captioner(request)
+
+
+def _adopt(source: Any, path: Path, say: Any) -> Any:
+    from train.tasks.caption.export import adopted_captioner
+
+    return adopted_captioner(source, path, say=say)
 
 
 def caption_table(result: dict[str, Any]) -> Table:
@@ -150,4 +157,9 @@ TASK = TaskSpec(
     start_lines=_start_lines,
     formats={"hf": "VisionEncoderDecoderModel.from_pretrained('OUT')"},
     export=_export,
+    adopt=_adopt,
+    features=Features(
+        description="the encoder's class token, or the mean of its tokens where it has none",
+        inputs=lambda task: task.inputs,
+    ),
 )

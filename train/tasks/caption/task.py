@@ -20,7 +20,6 @@ from train.distributed.world import World
 from train.engine.task import ClipTask
 from train.evaluation.runner import every_for, split_metrics
 from train.losses.objective import Objective
-from train.models.attention import AttentionBackend
 from train.models.captioner import Captioner
 from train.tasks.caption.decoder import DecoderParts, decoder_facts, decoder_of_start, open_decoder, start_facts
 from train.tasks.caption.generation import captions_of, metrics_of
@@ -49,12 +48,11 @@ class CaptionTask(ClipTask[CaptionerSettings, CaptionedClips | None, Captioner])
         self,
         settings: CaptionerSettings,
         *,
-        attention: AttentionBackend,
-        device: torch.device,
         decoder: DecoderParts | None = None,
         say: Say = print,
+        **opened: Any,
     ) -> None:
-        super().__init__(settings, attention=attention, device=device)
+        super().__init__(settings, **opened)
         tower_size(settings)  # a mistake in it is reported before training starts
         self._say = say
         self._decoder, self._is_of_run = decoder, decoder is not None
@@ -122,6 +120,10 @@ class CaptionTask(ClipTask[CaptionerSettings, CaptionedClips | None, Captioner])
     def fit_weights(self, model: Captioner, source: Source, *, say: Say) -> Loaded:
         """Fit weights to the captioner, or to its tower."""
         return start_of_captioner(model, source, allow=self._settings.init.allow, say=say)
+
+    def fit_whole(self, model: Captioner, source: Source, *, say: Say) -> Loaded:
+        """Fit tower and decoder to a captioner's weights."""
+        return start_of_captioner(model, source, allow=(), say=say)
 
     def build_model(self, samples: CaptionedClips | None = None) -> Captioner:
         """A captioner with the weights to start from, and frozen parts."""

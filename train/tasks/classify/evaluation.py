@@ -193,6 +193,7 @@ def score_run(opened: OpenedRun, wanted: ClassEvaluation) -> Score:
         UserError: there are no such clips.
         FailedWork: nothing could be decoded.
     """
+    opened.require_whole()
     settings, trained, task = opened.settings, opened.trained, opened.task
     classes: ClassList = task.classes
     views = Views(num_clips=wanted.clips, num_crops=wanted.crops)

@@ -1,34 +1,94 @@
-"""Classifiers with a videomae tower as VideoMAE's own checkpoints, and for VideoMAEForVideoClassification."""
+"""Classifiers with a videomae tower as VideoMAE's own checkpoints, and for VideoMAEForVideoClassification, and back."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from manifests.errors import UserError
-from train.config.files import load_settings
-from train.run.folder import RunFolder
-from train.tasks.classify.evaluation import read_run_classes
+from train.config.fields import deferred_checks
+from train.data.classes import ClassList
+from train.models.dual_encoder import ModelShape, size_of
+from train.spec import Adopted, ExportRequest
 from train.tasks.classify.settings import ClassifySettings
-from train.weights.conversion import Tensors, kind_of_tensors
+from train.weights.architecture import model_like, num_frames_of, picture_px_of, sized_as
+from train.weights.conversion import kind_of_tensors
+from train.weights.effective import effective_clip_settings
 from train.weights.exported import Exported, require_format
+from train.weights.files import read_config
 from train.weights.hf_videomae import exported_videomae
+from train.weights.sources import Say, Source
+
+# Of VideoMAE's classifiers, which no file says: one frame in four.
+_NUM_FRAMES, _STRIDE = 16, 4
 
 
-def exported_classifier(run: RunFolder, weights: Tensors, *, form: str) -> Exported:
+def adopted_classifier(source: Source, path: Path, *, say: Say) -> Adopted | None:
+    """Weights of a fine-tuned VideoMAE as a classifier; None if they have no last layer.
+
+    Its classes are the `id2label` of config.json; a checkpoint alone names none.
+
+    Raises:
+        UserError: config.json names another number of classes.
+    """
+    head = source.converted.tensors.get("head.weight")
+    if head is None or source.kind is None:
+        return None
+    config = read_config(path / "config.json") or {}
+    with deferred_checks():  # which are about --model
+        settings = ClassifySettings(
+            model=model_like(source),
+            num_frames=num_frames_of(source, default=config.get("num_frames", _NUM_FRAMES)),
+            sampling="stride",
+            stride=_STRIDE,
+            size_px=picture_px_of(source, default=ClassifySettings.size_px),
+        )
+        settings = effective_clip_settings(settings, source, say=say)
+    say(f"weights: clips are {settings.num_frames} frames, one in {_STRIDE}, as VideoMAE's classifiers were trained")
+    names = _class_names(config.get("id2label"), num_classes=len(head), path=path)
+    size = sized_as(size_of(settings.model, settings.towers), source)
+    return Adopted(
+        settings=settings,
+        shape=ModelShape(size=size, image_px=settings.size_px),
+        given={"classes": ClassList(settings.label, names or tuple(map(str, range(len(head)))))},
+        lacks="" if names else "names of its classes",
+    )
+
+
+def _class_names(labels: object, *, num_classes: int, path: Path) -> tuple[str, ...]:
+    if labels is None:
+        return ()
+    try:
+        assert isinstance(labels, Mapping)
+        names = tuple(str(labels[str(number)]) for number in range(len(labels)))
+    except (AssertionError, KeyError) as error:
+        raise UserError(
+            f"{path / 'config.json'}: id2label does not name the classes by numbers from 0", hint="get the folder again"
+        ) from error
+    if len(names) != num_classes or len(set(names)) < num_classes:
+        raise UserError(
+            f"{path / 'config.json'}: id2label names {len(set(names))} classes, and the last layer has {num_classes}",
+            hint="get the folder again",
+        )
+    return names
+
+
+def exported_classifier(request: ExportRequest) -> Exported:
     """A classifier with a videomae tower.
 
     Raises:
         UserError: the format cannot hold it, or it has another tower.
     """
-    if kind_of_tensors(weights) != "videomae":
+    if kind_of_tensors(request.weights) != "videomae":
         raise UserError(
-            f"{run.path} is a classifier with CLIP's tower, which no format has a place for",
+            f"{request.title} is a classifier with CLIP's tower, which no format has a place for",
             hint="export the run of train dual-encoder, or a classifier with --towers.kind videomae",
         )
-    require_format(form, ("hf", "videomae"), what="a classifier of videos")
-    settings = load_settings(run.settings, ClassifySettings)
+    require_format(request.form, ("hf", "videomae"), what="a classifier of videos")
     # VideoMAE's own checkpoints do not name the classes.
-    classes = read_run_classes(run).names if form == "hf" else ()
-    return exported_videomae(run, settings, weights, form=form, model=classifier_config(classes))
+    classes = request.task.classes.names if request.form == "hf" else ()
+    return exported_videomae(
+        request.settings, request.weights, shape=request.shape, form=request.form, model=classifier_config(classes)
+    )
 
 
 def classifier_config(classes: Sequence[str]) -> dict[str, Any]:

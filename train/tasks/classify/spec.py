@@ -1,6 +1,7 @@
 """`TaskSpec` of the classifier, and its evaluation."""
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Annotated, Any
 
 from train.config.fields import Checked
@@ -31,7 +32,8 @@ def _make(settings: Any, *, run: Any, **opened: Any) -> Any:
     from train.tasks.classify.task import ClassifyTask
 
     # The data may have labels that it did not have when the run began.
-    return ClassifyTask(settings, classes=None if run is None else read_run_classes(run), **opened)
+    kept = {} if run is None else {"classes": read_run_classes(run)}
+    return ClassifyTask(settings, **{**kept, **opened})
 
 
 def _effective(settings: Any, source: Any, say: Any) -> Any:
@@ -55,7 +57,13 @@ def _score(opened: Any, wanted: Any) -> Any:
 def _export(request: ExportRequest) -> Any:
     from train.tasks.classify.export import exported_classifier
 
-    return exported_classifier(request.run, request.weights, form=request.form)
+    return exported_classifier(request)
+
+
+def _adopt(source: Any, path: Path, say: Any) -> Any:
+    from train.tasks.classify.export import adopted_classifier
+
+    return adopted_classifier(source, path, say=say)
 
 
 def classification_table(result: dict[str, Any]) -> Table:
@@ -95,6 +103,7 @@ TASK = TaskSpec(
         "videomae": "VideoMAE's code, as a checkpoint",
     },
     export=_export,
+    adopt=_adopt,
     features=Features(
         description="what the last layer sees",
         inputs=lambda task: task.inputs,

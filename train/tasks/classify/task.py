@@ -25,7 +25,6 @@ from train.distributed.world import World
 from train.engine.task import ClipTask
 from train.evaluation.runner import every_for, split_metrics
 from train.losses.objective import Objective
-from train.models.attention import AttentionBackend
 from train.models.dual_encoder import size_of
 from train.tasks.classify.evaluation import ClassResult, score_classifier
 from train.tasks.classify.model import VideoClassifier, start_of_classifier
@@ -47,15 +46,8 @@ class ClassifyTask(ClipTask[ClassifySettings, Samples, VideoClassifier]):
 
     name = "classify"
 
-    def __init__(
-        self,
-        settings: ClassifySettings,
-        *,
-        attention: AttentionBackend,
-        device: torch.device,
-        classes: ClassList | None = None,
-    ) -> None:
-        super().__init__(settings, attention=attention, device=device)
+    def __init__(self, settings: ClassifySettings, *, classes: ClassList | None = None, **opened: Any) -> None:
+        super().__init__(settings, **opened)
         self._classes = classes
         self._held_out: Samples | None = None
         self.columns: tuple[str, ...] = ("latents",) if settings.input == "latents" else ("video",)
@@ -189,11 +181,15 @@ class ClassifyTask(ClipTask[ClassifySettings, Samples, VideoClassifier]):
     def new_model(self, samples: Samples) -> VideoClassifier:
         """A tower for clips as `samples` has them, and a new last layer."""
         settings = self._settings
-        size = size_of(settings.model, settings.towers).video
+        if self._shape is not None:
+            size, image_px = self._shape.size.video, self._shape.image_px
+        else:
+            size, image_px = size_of(settings.model, settings.towers).video, _side(settings, samples)
+            size = size if isinstance(samples, LabelledClips) else size_on_latents(size, samples.frame_shape)
         return VideoClassifier(
-            size if isinstance(samples, LabelledClips) else size_on_latents(size, samples.frame_shape),
+            size,
             towers=settings.towers,
-            image_px=_side(settings, samples),
+            image_px=image_px,
             num_frames=settings.num_frames,
             num_classes=len(self.classes),
             dropout=settings.dropout,

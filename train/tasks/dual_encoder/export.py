@@ -1,4 +1,4 @@
-"""Dual encoders for open_clip and for transformers' CLIPModel: the video tower becomes an image tower."""
+"""Dual encoders for open_clip and for transformers' CLIPModel, whose tower is of images, and CLIPs as dual encoders."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -7,10 +7,13 @@ from typing import Literal
 import torch
 
 from manifests.errors import UserError
-from train.config.files import load_settings
-from train.models.dual_encoder import size_of
-from train.run.folder import RunFolder
+from train.config.fields import deferred_checks
+from train.config.model import Towers
+from train.models.dual_encoder import ModelShape, size_of
+from train.spec import Adopted, ExportRequest
 from train.tasks.dual_encoder.settings import DualEncoderSettings
+from train.tasks.dual_encoder.task import with_towers_of
+from train.weights.architecture import model_like, num_frames_of, picture_px_of, sized_as
 from train.weights.conversion import CONV, LOGIT_SCALE, TEMPORAL_EMBEDDING, Tensors
 from train.weights.exported import (
     EXTRAS_FILE,
@@ -23,7 +26,7 @@ from train.weights.exported import (
 )
 from train.weights.hf_clip import hf_config, save_tokenizer, to_hf
 from train.weights.open_clip import open_clip_config, to_open_clip
-from train.weights.sources import read_log_scale
+from train.weights.sources import Say, Source
 
 FrameEmbedding = Literal["mean", "zero"]
 
@@ -73,20 +76,39 @@ def image_towers(weights: Tensors, *, rule: FrameEmbedding) -> ImageTowers:
     return ImageTowers(tensors=tensors, extras=extras, lost=tuple(lost))
 
 
-def exported_clip(
-    run: RunFolder, weights: Tensors, *, checkpoint: Path, form: str, frame_embedding: FrameEmbedding
-) -> Exported:
+def adopted_clip(source: Source, *, say: Say) -> Adopted | None:
+    """Weights of a CLIP as a dual encoder; None if they have no text tower, or a video tower of another kind."""
+    tensors = source.converted.tensors
+    if source.kind != "clip" or not any(name.startswith("text.") for name in tensors):
+        return None
+    with deferred_checks():  # which are about --model
+        settings = DualEncoderSettings(
+            model=model_like(source),
+            num_frames=num_frames_of(source, default=DualEncoderSettings.num_frames),
+            size_px=picture_px_of(source, default=DualEncoderSettings.size_px),
+            towers=Towers(kind="clip"),
+        )
+        settings = with_towers_of(settings, source, say=say)
+    if TEMPORAL_EMBEDDING not in tensors:
+        say(
+            f"weights: an image model, whose tower attends to the patches of all {settings.num_frames} frames at once "
+            "here; --num-frames 1 is the image model itself"
+        )
+    size = sized_as(size_of(settings.model, settings.towers), source)
+    return Adopted(settings=settings, shape=ModelShape(size=size, image_px=settings.size_px))
+
+
+def exported_clip(request: ExportRequest) -> Exported:
     """A dual encoder for open_clip or transformers.
 
     Raises:
         UserError: the format cannot hold such towers.
     """
+    form, settings, log_scale = request.form, request.settings, request.log_scale
     require_format(form, ("open_clip", "hf"), what="a dual encoder")
-    settings = load_settings(run.settings, DualEncoderSettings)
-    _require_clip(weights)
-    size, side_px = size_of(settings.model, settings.towers), settings.size_px
-    towers = image_towers(weights, rule=frame_embedding)
-    log_scale = read_log_scale(checkpoint)
+    _require_clip(request.weights)
+    size, side_px = request.shape.size, settings.size_px
+    towers = image_towers(request.weights, rule=request.frame_embedding)
     remarks = [f"{one}; kept in {EXTRAS_FILE}" for one in towers.lost]
     if log_scale is None:
         remarks.append("the loss had no single temperature: the exported one is 0.07, the initial value of CLIP")

@@ -99,13 +99,13 @@ def _score(opened: Any, wanted: Any) -> Any:
 def _export(request: ExportRequest) -> Any:
     from train.tasks.dual_encoder.export import exported_clip
 
-    return exported_clip(
-        request.run,
-        request.weights,
-        checkpoint=request.checkpoint,
-        form=request.form,
-        frame_embedding=request.frame_embedding,
-    )
+    return exported_clip(request)
+
+
+def _adopt(source: Any, path: Path, say: Any) -> Any:
+    from train.tasks.dual_encoder.export import adopted_clip
+
+    return adopted_clip(source, say=say)
 
 
 def retrieval_table(result: dict[str, Any]) -> Table:
@@ -224,6 +224,7 @@ TASK = TaskSpec(
     evaluations=(RETRIEVAL, MIR, ZERO_SHOT, PROBE),
     formats={"open_clip": "create_model('local-dir:OUT')", "hf": "CLIPModel.from_pretrained('OUT')"},
     export=_export,
+    adopt=_adopt,
     has_frame_embedding=True,
     features=Features(
         description="the video tower's class token, before the projection", inputs=lambda task: task.clips

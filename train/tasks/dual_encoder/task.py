@@ -31,9 +31,8 @@ from train.engine.task import ClipTask
 from train.losses.contrastive import DatasetSize
 from train.losses.objective import Objective
 from train.losses.registry import build_contrast
-from train.models.attention import AttentionBackend
 from train.models.attention_kernels import Workload
-from train.models.dual_encoder import DualEncoder, size_of
+from train.models.dual_encoder import DualEncoder, ModelShape, size_of
 from train.models.text import Tokenize, load_tokenizer
 from train.models.transformer import NORM_EPS
 from train.tasks.dual_encoder.evaluation import LoopEvaluation
@@ -54,8 +53,8 @@ class DualEncoderTask(ClipTask[DualEncoderSettings, Samples, DualEncoder]):
 
     name = "dual-encoder"
 
-    def __init__(self, settings: DualEncoderSettings, *, attention: AttentionBackend, device: torch.device) -> None:
-        super().__init__(settings, attention=attention, device=device)
+    def __init__(self, settings: DualEncoderSettings, **opened: Any) -> None:
+        super().__init__(settings, **opened)
         self._evaluation: LoopEvaluation | None = None
         pictures = "latents" if settings.input == "latents" else "video"
         self.columns: tuple[str, ...] = (pictures, "text") if settings.text_tower == "frozen" else (pictures,)
@@ -119,23 +118,25 @@ class DualEncoderTask(ClipTask[DualEncoderSettings, Samples, DualEncoder]):
 
     def new_model(self, samples: Samples) -> DualEncoder:
         """The two towers in the size that the settings name, for clips as `samples` has them."""
-        settings = self._settings
-        size = size_of(settings.model, settings.towers)
-        image_px = settings.size_px
-        if isinstance(samples, CaptionedLatents):
-            shape = samples.frame_shape
-            image_px = shape.height
-            size = replace(size, video=size_on_latents(size.video, shape))
-        if not isinstance(samples, VideoStream) and samples.text_width is not None:
-            size = replace(size, embedding_width=samples.text_width)
+        settings, shape = self._settings, self._shape or self._shape_for(samples)
         return DualEncoder(
-            size,
-            image_px=image_px,
+            shape.size,
+            image_px=shape.image_px,
             num_frames=settings.num_frames,
             attend=self._attention.attend,
             towers=settings.towers,
             has_text_tower=settings.text_tower == "trained",
         )
+
+    def _shape_for(self, samples: Samples) -> ModelShape:
+        settings = self._settings
+        size, image_px = size_of(settings.model, settings.towers), settings.size_px
+        if isinstance(samples, CaptionedLatents):
+            image_px = samples.frame_shape.height
+            size = replace(size, video=size_on_latents(size.video, samples.frame_shape))
+        if not isinstance(samples, VideoStream) and samples.text_width is not None:
+            size = replace(size, embedding_width=samples.text_width)
+        return ModelShape(size=size, image_px=image_px)
 
     def inputs(self, batch: Batch, *, is_training: bool) -> tuple[torch.Tensor, torch.Tensor]:
         """Clips [B, C, T, H, W] and captions (tokens or stored embeddings) of a batch, as the model takes them."""
@@ -202,7 +203,20 @@ def effective_settings(settings: DualEncoderSettings, source: Source | None, *, 
     Raises:
         UserError: the weights need something that the towers do not have.
     """
-    settings = replace(settings, towers=_of_clip(settings.towers))
+    settings = with_towers_of(replace(settings, towers=_of_clip(settings.towers)), source, say=say)
+    temperature = None if source is None else _temperature(settings, source)
+    if temperature is not None:
+        say(f"weights: the temperature starts at theirs, {temperature:.4g}")
+        settings = replace(settings, loss=replace(settings.loss, temperature=temperature))
+    return settings
+
+
+def with_towers_of(settings: DualEncoderSettings, source: Source | None, *, say: Say) -> DualEncoderSettings:
+    """The settings with activation, eps and normalisation of weights.
+
+    Raises:
+        UserError: the weights need something that the towers do not have.
+    """
     if source is None:
         return settings
     facts = source.facts
@@ -211,12 +225,7 @@ def effective_settings(settings: DualEncoderSettings, source: Source | None, *, 
             f"{source.title}: the text tower's layer norms have eps {facts.text_eps:g}, here they have {NORM_EPS:g}",
             hint="use the weights of a plain CLIP",
         )
-    settings = effective_clip_settings(settings, source, say=say)
-    temperature = _temperature(settings, source)
-    if temperature is not None:
-        say(f"weights: the temperature starts at theirs, {temperature:.4g}")
-        settings = replace(settings, loss=replace(settings.loss, temperature=temperature))
-    return settings
+    return effective_clip_settings(settings, source, say=say)
 
 
 def _of_clip(towers: Towers) -> Towers:

@@ -56,6 +56,7 @@ def score_run(opened: OpenedRun, wanted: ReconstructionFlags, *, chosen: str = "
         UserError: there are no such clips.
         FailedWork: nothing could be decoded.
     """
+    opened.require_whole()
     settings, trained, task = opened.settings, opened.trained, opened.task
     samples = task.samples(wanted.split, World())
     model = trained.fill(task.build_model(samples))

@@ -1,28 +1,53 @@
-"""Masked autoencoders as VideoMAE's own checkpoints, and for transformers' VideoMAEForPreTraining."""
+"""Masked autoencoders as VideoMAE's own checkpoints and for transformers' VideoMAEForPreTraining, and those as ours."""
 
+from pathlib import Path
 from typing import Any
 
-from train.config.files import load_settings
-from train.models.dual_encoder import size_of
+from train.config.fields import deferred_checks
+from train.models.dual_encoder import ModelShape, size_of
 from train.models.masked_autoencoder import decoder_size
 from train.models.transformer import TransformerSize
-from train.run.folder import RunFolder
+from train.spec import Adopted, ExportRequest
 from train.tasks.mae.settings import MaeSettings
-from train.weights.conversion import Tensors
+from train.weights.architecture import model_like, picture_px_of, sized_as
+from train.weights.effective import effective_clip_settings
 from train.weights.exported import Exported, require_format
+from train.weights.files import read_config
 from train.weights.hf_videomae import exported_videomae
+from train.weights.loading import depth_of
+from train.weights.sources import Say, Source
 
 
-def exported_autoencoder(run: RunFolder, weights: Tensors, *, form: str) -> Exported:
+def adopted_autoencoder(source: Source, path: Path, *, say: Say) -> Adopted | None:
+    """Weights of a VideoMAE as a masked autoencoder, maybe without its decoder; None for a classifier's and others."""
+    shapes = {name: tuple(tensor.shape) for name, tensor in source.converted.tensors.items()}
+    if source.kind != "videomae" or "head.weight" in shapes:
+        return None
+    depth = depth_of(shapes, "decoder")
+    with deferred_checks():  # which are about --model
+        settings = MaeSettings(
+            model=model_like(source),
+            num_frames=(read_config(path / "config.json") or {}).get("num_frames", MaeSettings.num_frames),
+            size_px=picture_px_of(source, default=MaeSettings.size_px),
+            decoder_depth=depth or MaeSettings.decoder_depth,
+        )
+        settings = effective_clip_settings(settings, source, say=say)
+    size = sized_as(size_of(settings.model, settings.towers), source)
+    shape = ModelShape(size=size, image_px=settings.size_px)
+    return Adopted(settings=settings, shape=shape, lacks="" if depth else "a decoder")
+
+
+def exported_autoencoder(request: ExportRequest) -> Exported:
     """A masked autoencoder.
 
     Raises:
         UserError: the format cannot hold it.
     """
-    require_format(form, ("hf", "videomae"), what="a masked autoencoder")
-    settings = load_settings(run.settings, MaeSettings)
-    decoder = decoder_size(size_of(settings.model, settings.towers).video.trunk, depth=settings.decoder_depth)
-    return exported_videomae(run, settings, weights, form=form, model=pretraining_config(decoder))
+    require_format(request.form, ("hf", "videomae"), what="a masked autoencoder")
+    decoder = decoder_size(request.shape.size.video.trunk, depth=request.settings.decoder_depth)
+    return exported_videomae(
+        request.settings, request.weights, shape=request.shape, form=request.form, model=pretraining_config(decoder)
+    )
 
 
 def pretraining_config(decoder: TransformerSize) -> dict[str, Any]:

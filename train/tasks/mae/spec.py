@@ -57,7 +57,13 @@ def _at_end(run: Any, settings: Any, say: Any) -> None:
 def _export(request: ExportRequest) -> Any:
     from train.tasks.mae.export import exported_autoencoder
 
-    return exported_autoencoder(request.run, request.weights, form=request.form)
+    return exported_autoencoder(request)
+
+
+def _adopt(source: Any, path: Path, say: Any) -> Any:
+    from train.tasks.mae.export import adopted_autoencoder
+
+    return adopted_autoencoder(source, path, say=say)
 
 
 def reconstruction_table(result: dict[str, Any]) -> Table:
@@ -108,6 +114,7 @@ TASK = TaskSpec(
     at_end=_at_end,
     formats={"hf": "VideoMAEForPreTraining.from_pretrained('OUT')", "videomae": "VideoMAE's code, as a checkpoint"},
     export=_export,
+    adopt=_adopt,
     features=Features(
         description="mean of the encoder's tokens of all cubes, none masked",
         inputs=lambda task: task.inputs,

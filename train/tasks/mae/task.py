@@ -6,6 +6,7 @@ Shape suffixes: B batch, C channels, T frames, H and W pixels, F frames of a seg
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import torch
 from torch import nn
@@ -23,7 +24,6 @@ from train.distributed.world import World
 from train.engine.task import ClipTask
 from train.evaluation.probe.evaluation import LoopProbe
 from train.losses.objective import Objective
-from train.models.attention import AttentionBackend
 from train.models.dual_encoder import size_of
 from train.models.masked_autoencoder import MaskedAutoencoder
 from train.models.video_vit import CubeGrid, VideoViTSize
@@ -31,6 +31,8 @@ from train.tasks.mae.objective import MaskedReconstruction, Masking
 from train.tasks.mae.samples import ChunkClips
 from train.tasks.mae.settings import MaeSettings, check_mask
 from train.weights.conversion import IMAGENET_MEAN, IMAGENET_STD
+from train.weights.loading import Loaded, fit_to
+from train.weights.sources import Say, Source
 
 Samples = ChunkClips | LatentLoader
 
@@ -40,8 +42,8 @@ class MaeTask(ClipTask[MaeSettings, Samples, MaskedAutoencoder]):
 
     name = "mae"
 
-    def __init__(self, settings: MaeSettings, *, attention: AttentionBackend, device: torch.device) -> None:
-        super().__init__(settings, attention=attention, device=device)
+    def __init__(self, settings: MaeSettings, **opened: Any) -> None:
+        super().__init__(settings, **opened)
         self._probe: LoopProbe | None = None
         self.columns: tuple[str, ...] = ("latents",) if settings.input == "latents" else ("video",)
 
@@ -105,13 +107,15 @@ class MaeTask(ClipTask[MaeSettings, Samples, MaskedAutoencoder]):
 
     def size(self, samples: Samples) -> VideoViTSize:
         """The size of the encoder, for clips as `samples` has them."""
+        if self._shape is not None:
+            return self._shape.size.video
         size = size_of(self._settings.model, self._settings.towers).video
         return size if isinstance(samples, ChunkClips) else size_on_latents(size, samples.frame_shape)
 
     def masking(self, samples: Samples) -> Masking:
         """The masks of clips as `samples` has them."""
         settings, size = self._settings, self.size(samples)
-        side = _side(settings, samples) // size.patch_px
+        side = self._side(samples) // size.patch_px
         return Masking(settings, CubeGrid(settings.num_frames // size.cube_frames, side, side))
 
     def inputs(self, batch: Batch, rows: slice = slice(None), *, is_training: bool = False) -> torch.Tensor:
@@ -125,6 +129,20 @@ class MaeTask(ClipTask[MaeSettings, Samples, MaskedAutoencoder]):
             return latents_BTCHW.float().transpose(1, 2)
         return self.pixels(batch, rows, mean=IMAGENET_MEAN, std=IMAGENET_STD, is_training=is_training)
 
+    def fit_whole(self, model: MaskedAutoencoder, source: Source, *, say: Say) -> Loaded:
+        """Fit encoder and decoder, or the encoder alone to weights without a decoder.
+
+        Without a last norm in the weights, as transformers' use_mean_pooling has it, the encoder has none either.
+        """
+        names = source.converted.tensors
+        if "video.ln_post.weight" not in names:
+            model.video.ln_post = None
+        wanted: nn.Module = model
+        if not any(name.startswith("decoder.") for name in names):
+            wanted = nn.Module()
+            wanted.video = model.video
+        return fit_to(wanted, source, say=say)
+
     def evaluate(self, model: nn.Module, world: World) -> dict[str, float]:
         """Metrics of the probes that the settings name, as `<split>/<name>`."""
         return {} if self._probe is None else self._probe(model, world)
@@ -135,12 +153,13 @@ class MaeTask(ClipTask[MaeSettings, Samples, MaskedAutoencoder]):
         return MaskedAutoencoder(
             self.size(samples),
             decoder_depth=settings.decoder_depth,
-            image_px=_side(settings, samples),
+            image_px=self._side(samples),
             num_frames=settings.num_frames,
             attend=self._attention.attend,
             towers=settings.towers,
         )
 
-
-def _side(settings: MaeSettings, samples: Samples) -> int:
-    return settings.size_px if isinstance(samples, ChunkClips) else samples.frame_shape.height
+    def _side(self, samples: Samples) -> int:
+        if self._shape is not None:
+            return self._shape.image_px
+        return self._settings.size_px if isinstance(samples, ChunkClips) else samples.frame_shape.height

@@ -5,13 +5,14 @@ from typing import Annotated, Literal
 
 from cyclopts import Parameter
 
+from train.config.data import AS_TRAINED, Overrides
 from train.tasks.caption.settings import DECODING, DecodingSettings
 
 Format = Literal["csv", "json", "srt"]
 
 
 def caption_video(
-    run: Path,
+    weights: str,
     videos: Annotated[list[Path], Parameter(negative="")],
     /,
     *,
@@ -19,6 +20,7 @@ def caption_video(
     out: Path | None = None,
     form: Annotated[Format | None, Parameter(name="--format")] = None,
     batch: int = 16,
+    shown: Overrides = AS_TRAINED,
     decoding: Annotated[DecodingSettings | None, DECODING] = None,
 ) -> None:
     """Caption video files in windows of fixed length; folders are searched for videos.
@@ -30,8 +32,8 @@ def caption_video(
 
     Parameters
     ----------
-    run
-        Run folder of train caption.
+    weights
+        Run folder of train caption, or a folder of a captioner of TimeSformer and GPT-2 with its tokenizer.
     videos
         Video files, or folders of them.
     len
@@ -47,4 +49,4 @@ def caption_video(
     """
     from train.tasks.caption.videos.run import caption_files
 
-    caption_files(run, videos, length=len, out=out, wanted=form, batch=batch, decoding=decoding)
+    caption_files(weights, videos, length=len, out=out, wanted=form, batch=batch, overrides=shown, decoding=decoding)

@@ -1,19 +1,21 @@
 """Caption video files with a trained captioner: what `train caption-video` runs."""
 
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 import torch
 
 from manifests.errors import FailedWork, UserError
+from train.config.data import AS_TRAINED, Overrides
 from train.data.batch import Batch, to_device
 from train.data.frame_sampling import Sampling
 from train.engine.trained_run import TrainedRun
-from train.evaluation.runner import open_for
+from train.evaluation.opening import open_weights_as
 from train.models.captioner import Captioner
-from train.run.folder import open_run
 from train.tasks.caption.decoding import generate_captions
 from train.tasks.caption.settings import CaptionerSettings, DecodingSettings
 from train.tasks.caption.spec import TASK
@@ -23,6 +25,7 @@ from train.tasks.caption.videos.clips import WindowClip, length_us
 from train.tasks.caption.videos.flags import Format
 from train.tasks.caption.videos.outputs import open_sink, printed
 from train.tasks.caption.videos.source import find_videos, shown_name
+from train.weights.sources import Say
 
 _MAX_NAMED = 5
 
@@ -51,19 +54,20 @@ class TrainedCaptioner:
 
 
 def caption_files(
-    run: Path,
+    weights: str,
     paths: Sequence[Path],
     *,
     length: str,
     out: Path | None,
     wanted: Format | None,
     batch: int,
+    overrides: Overrides,
     decoding: DecodingSettings | None,
 ) -> None:
     """Caption videos, and write or print the captions of all windows.
 
     Raises:
-        UserError: a flag, the run or a path does not work.
+        UserError: a flag, the weights or a path does not work.
         FailedWork: some videos could not be read to their ends (the others are done), or captions could not be
             written.
     """
@@ -73,7 +77,7 @@ def caption_files(
         raise UserError(f"--format {wanted} is the format of a file", hint="add --out, or leave it out to print lines")
     window_us, videos = length_us(length), find_videos(paths)
     sink = printed() if out is None else open_sink(out, videos, wanted=wanted)
-    captioner = open_captioner(run)
+    captioner = open_captioner(weights, overrides=overrides, say=partial(print, file=sys.stderr))
     settings, how = captioner.trained.settings, captioner.task.decoding(decoding)
     sampling = Sampling(num_frames=settings.num_frames, rule=settings.sampling, stride=settings.stride)
     failed = []
@@ -111,13 +115,11 @@ def caption_by(captioner: TrainedCaptioner, decoding: DecodingSettings) -> Capti
     return caption
 
 
-def open_captioner(run_path: Path) -> TrainedCaptioner:
-    """Open a run's latest checkpoint; no data is needed.
+def open_captioner(weights: str, *, overrides: Overrides = AS_TRAINED, say: Say = print) -> TrainedCaptioner:
+    """Open a run's latest checkpoint, or another captioner; no data is needed.
 
     Raises:
-        UserError: there is no such run, it is of another task, or has no checkpoint that fits it.
+        UserError: there are no such weights, they are of another task, or damaged.
     """
-    run = open_run(run_path)
-    run.require_task(TASK.name)
-    opened = open_for(TASK, run)
+    opened = open_weights_as({TASK.name: lambda: TASK}, weights, overrides=overrides, say=say)
     return TrainedCaptioner(opened.trained, opened.task, opened.trained.fill(opened.task.build_model()))

@@ -1,0 +1,37 @@
+"""A run of each task on moving squares whose captions have labels, with weights that changed in every tensor."""
+
+from pathlib import Path
+
+import pytest
+
+from tests.train.classify.moving import write_moving
+from tests.train.weights.test_export import run_train
+
+SMALL = "--model tiny --size-px 32 --num-frames 4 --workers 1 --batch 6 --steps 3 --warmup-steps 1 --lr 1e-3"
+TEMPORAL = "--towers.temporal random"
+# Of what tensors do not show, other values than those that any format has as its default.
+UNUSUAL = "--towers.video-norm-eps 1e-4 --init.pixel-mean 0.42 0.46 0.41 --device cpu"
+FLAGS = {
+    "dual-encoder": f"{TEMPORAL} --towers.activation quick_gelu --sampling stride --stride 2 --optimizer.ema 0.5",
+    "classify": "--towers.kind videomae --label verb --sampling uniform",
+    "mae": "--mask-ratio 0.5 --stride 2",
+    "caption": f"{TEMPORAL} --decoder.name tiny --decoder.depth 1 --decoder.max-tokens 12 --decoder.vocabulary 280",
+}
+
+
+@pytest.fixture(scope="package")
+def moving(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Clips of three splits' videos with labels verb and noun."""
+    data_dir = tmp_path_factory.mktemp("moving")
+    write_moving(data_dir)
+    return data_dir
+
+
+@pytest.fixture(scope="package")
+def runs(moving: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """A run of each task."""
+    folder = tmp_path_factory.mktemp("runs")
+    for task, flags in FLAGS.items():
+        words = (*SMALL.split(), *UNUSUAL.split(), *flags.split())
+        assert run_train(task, "--shards", moving, "--out", folder / task, *words) == 0
+    return {task: folder / task for task in FLAGS}

@@ -1,0 +1,159 @@
+"""Open trained weights for evaluation, embedding, export and captioning, whatever they are of."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from manifests.errors import UserError
+from train.config.data import AS_TRAINED, Overrides
+from train.config.fields import deferred_checks
+from train.config.files import load_settings
+from train.config.model import Init
+from train.config.training import ClipSettings, Device
+from train.engine.trained_run import ready
+from train.evaluation.record import read_record
+from train.evaluation.runner import OpenedRun, open_for
+from train.models.dual_encoder import ModelShape, size_of
+from train.run.folder import RunFolder, open_run
+from train.spec import Adopted, TaskSpec
+from train.weights.architecture import sized_as
+from train.weights.loading import load_whole
+from train.weights.sources import Say, Source, fetch_tag, is_name_and_tag, is_run, open_weights
+
+Tasks = Mapping[str, Callable[[], TaskSpec]]
+
+
+def open_weights_as(
+    tasks: Tasks,
+    weights: str | Path,
+    *,
+    shards: str | None = None,
+    device: Device | None = None,
+    overrides: Overrides = AS_TRAINED,
+    is_without_data: bool = False,
+    checkpoint: Path | None = None,
+    say: Say,
+) -> OpenedRun:
+    """Open weights with the one of some tasks whose model they are.
+
+    Args:
+        tasks: their specs, by name; a run that does not name its task is of the first.
+        weights: a run, an exported folder, a file of another project, or a NAME:TAG of open_clip.
+        shards: data that replaces a run's own; other weights have none.
+        device: replaces a run's own: auto, cpu or cuda.
+        overrides: of how clips are shown; embeddings of time and place are interpolated.
+        is_without_data: let the task build models without samples.
+        checkpoint: of a run, in place of its latest.
+        say: prints origin, and what was interpolated.
+
+    Raises:
+        UserError: there are no such weights, they are damaged, of a task that is not known here, or of a model that the
+            towers here cannot be.
+    """
+    path = Path(weights)
+    if is_run(path):
+        return open_for(
+            task_of_run(open_run(path), tasks),
+            open_run(path),
+            shards=shards,
+            device=device,
+            overrides=overrides,
+            is_without_data=is_without_data,
+            checkpoint=checkpoint,
+            say=say,
+        )
+    if checkpoint is not None:
+        raise UserError(f"--checkpoint is {checkpoint}, and {weights} is not a run", hint="leave it out")
+    source = _source(str(weights), say=say)
+    record = read_record(path)
+    adopted, spec = _adopted(source, path, tasks, say=say) if record is None else _recorded(source, record, tasks)
+    with deferred_checks():  # which are about --model
+        settings = replace(adopted.settings, shards=shards or adopted.settings.shards, device=device or "auto")
+        overrides = overrides.beside(settings)
+        settings = replace(settings, **overrides.given())
+    shape = adopted.shape
+    if getattr(settings, "input", "pixels") == "pixels":
+        shape = replace(shape, image_px=settings.size_px)
+        _require_whole_cubes(settings, shape)
+    trained = ready(settings, run=None, step=None, weights=source.title, load=_not_loaded)
+    task: Any = spec.open(
+        settings, run=record, attention=trained.attention, device=trained.device, shape=shape, **adopted.given
+    )
+    return OpenedRun(
+        spec=spec,
+        title=str(weights),
+        run=None,
+        settings=settings,
+        shape=shape,
+        shards=shards,
+        trained=replace(trained, load=partial(load_whole, source=source, fit=task.fit_whole, say=say)),
+        task=task,
+        overrides=overrides,
+        lacks=adopted.lacks,
+        source=source,
+    )
+
+
+def _source(weights: str, *, say: Say) -> Source:
+    path = Path(weights)
+    if not path.exists() and not is_name_and_tag(weights):
+        raise UserError(
+            f"there is no run in {weights}, and there are no other weights",
+            hint="name a run (a training command's --out), an exported folder, a file of weights, or a NAME:TAG of "
+            "open_clip",
+        )
+    init = Init(weights=weights)
+    fetch_tag(init, say=say)
+    source = open_weights(init)
+    assert source is not None
+    return source
+
+
+def task_of_run(run: RunFolder, tasks: Tasks) -> TaskSpec:
+    """The one of some tasks that a run is of; UserError if it is of another."""
+    task = str(run.read_facts().get("task", next(iter(tasks))))
+    if task not in tasks:
+        raise UserError(
+            f"{run.path} is a run of train {task}, not of train {', '.join(tasks)}", hint="name another run"
+        )
+    return tasks[task]()
+
+
+def _recorded(source: Source, record: RunFolder, tasks: Tasks) -> tuple[Adopted, TaskSpec]:
+    """The settings that were exported with weights."""
+    spec = task_of_run(record, tasks)
+    settings: ClipSettings = load_settings(record.settings, spec.settings)
+    latents = record.read_facts().get("latents", {})
+    size = sized_as(size_of(settings.model, settings.towers), source)
+    shape = ModelShape(size=size, image_px=latents.get("side", settings.size_px))
+    return Adopted(settings=settings, shape=shape), spec
+
+
+def _adopted(source: Source, path: Path, tasks: Tasks, *, say: Say) -> tuple[Adopted, TaskSpec]:
+    """The task whose model the weights of another project are."""
+    for open_spec in tasks.values():
+        spec = open_spec()
+        if spec.adopt is not None and (adopted := spec.adopt(source, path, say)) is not None:
+            return adopted, spec
+    raise UserError(
+        f"{source.title}: these are not the weights of a whole model of train {', '.join(tasks)}",
+        hint="a CLIP with both towers is a dual-encoder; a VideoMAE is of mae, or of classify with a last layer; a "
+        "captioner of TimeSformer and GPT-2 is of caption",
+    )
+
+
+def _require_whole_cubes(settings: ClipSettings, shape: ModelShape) -> None:
+    try:
+        shape.size.video.grid(image_px=shape.image_px, num_frames=settings.num_frames)
+    except ValueError as error:
+        size = shape.size.video
+        raise UserError(
+            f"--num-frames {settings.num_frames}, --size-px {settings.size_px}: {error}",
+            hint=f"use multiples of {size.cube_frames} frames and {size.patch_px} px",
+        ) from error
+
+
+def _not_loaded(_: object) -> None:
+    raise AssertionError("the task that fits the weights is opened next")

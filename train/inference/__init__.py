@@ -1,0 +1,1 @@
+"""Trained weights of any kind, ready for use: `load_model`."""

@@ -1,0 +1,239 @@
+"""`load_model`: trained weights as an object that embeds clips and captions.
+
+    model = load_model("runs/first")
+    video_BE = model.encode_video(frames)               # uint8 RGB [B, T, H, W, 3]
+    text_BE = model.encode_text(["a dog catches a frisbee"])
+    similarity_BB = video_BE @ text_BE.T
+
+Shape suffixes: B clips or texts, C channels, T frames, H and W pixels, N tokens, D width, E width of embeddings.
+"""
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Literal, cast
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import nn
+from torch.nn.functional import interpolate
+
+from manifests.errors import UserError
+from train.config.data import Overrides
+from train.config.model import kind_of
+from train.config.training import ClipSettings, Device
+from train.data.batch import Batch, to_device
+from train.evaluation.probe.features import tower_of
+from train.evaluation.runner import OpenedRun
+from train.inference.opening import open_weights_for_use
+from train.models.captioner import VideoTower
+from train.models.dual_encoder import DualEncoder
+from train.models.text import load_tokenizer
+from train.weights.conversion import MEANS, STDS
+
+Clips = Batch | torch.Tensor | NDArray[np.uint8] | NDArray[np.float32]
+_RGB, _CLIP_DIMS = 3, 5
+_TEXTS_AT_ONCE = 256
+# Settings, besides tensors and kind of task, on which an embedding depends.
+_DECISIVE = ("num_frames", "sampling", "stride", "size_px", "input", "segment")
+
+
+class LoadedModel:
+    """A model in evaluation mode on a device, made by `load_model`.
+
+    Attributes:
+        opened: the weights with their task, which opens the samples of a data folder: `opened.task.samples(...)`.
+        model: the network.
+        remarks: which embeddings of time and place were interpolated, and what else was said on opening.
+    """
+
+    def __init__(self, opened: OpenedRun, model: nn.Module, *, remarks: Sequence[str] = ()) -> None:
+        self.opened, self.model, self.remarks = opened, model, tuple(remarks)
+
+    @property
+    def settings(self) -> ClipSettings:
+        """The effective settings: number, sampling and size of frames, normalisation, towers."""
+        return cast(ClipSettings, self.opened.settings)
+
+    @property
+    def device(self) -> torch.device:
+        """Where the model is."""
+        return self.opened.trained.device
+
+    @property
+    def has_text(self) -> bool:
+        """Whether texts can be encoded."""
+        return isinstance(self.model, DualEncoder) and self.model.text is not None
+
+    @property
+    def description(self) -> str:
+        """Weights, step, precision, and how clips are shown."""
+        trained, settings = self.opened.trained, self.settings
+        step = "" if trained.step is None else f" (step {trained.step})"
+        clip = f"T = {settings.num_frames} frames, {settings.sampling}, {settings.size_px} px"
+        return f"{self.opened.title}{step}: {trained.weights}; {clip}"
+
+    @cached_property
+    def identity(self) -> str:
+        """SHA-256 of the tensors and of the settings that decide the outputs: equal for a run and its exports.
+
+        It does not depend on device or precision, which round the outputs, nor on names of files.
+        """
+        settings = self.settings
+        digest = hashlib.sha256()
+        decisive = {name: getattr(settings, name, None) for name in _DECISIVE}
+        decisive |= {"task": self.opened.spec.name, "normalisation": self._normalisation, **_unseen(self.model)}
+        digest.update(json.dumps(decisive, sort_keys=True).encode())
+        for name, tensor in sorted(self.model.state_dict().items()):
+            digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
+            digest.update(tensor.detach().cpu().contiguous().numpy().tobytes())
+        return digest.hexdigest()
+
+    @torch.no_grad()
+    def encode_video(self, clips: Clips, *, tokens: bool = False) -> torch.Tensor:
+        """Embed clips.
+
+        Args:
+            clips: a batch of the loader; uint8 RGB frames [B, T, H, W, 3], whose centre square is resized where it is
+                not of `settings.size_px`; or float clips [B, C, T, H, W], normalised as the model takes them.
+            tokens: return all tokens of the video tower after its last norm, the class token first where there is one.
+
+        Returns:
+            float32 on the model's device: embeddings of unit length [B, E] of a dual encoder, pooled features [B, D] of
+            another model, as probes see them; or tokens [B, N, D].
+
+        Raises:
+            UserError: the clips have other shapes than the model takes.
+        """
+        with self.opened.trained.precision.autocast():
+            clips_BCTHW = self._clips(clips)
+            if tokens:
+                tower = cast(VideoTower, self.model.video)
+                return tower.finish(tower.transformer(tower.embed(clips_BCTHW))).float()
+            if isinstance(self.model, DualEncoder):
+                return self.model.embed_video(clips_BCTHW).float()
+            return tower_of(self.model).features(clips_BCTHW).float()
+
+    @torch.no_grad()
+    def encode_text(self, texts: Sequence[str]) -> torch.Tensor:
+        """Embed texts: float32 [B, E] of unit length, on the model's device.
+
+        Raises:
+            UserError: the model has no text tower.
+        """
+        if not isinstance(self.model, DualEncoder) or self.model.text is None:
+            raise UserError(
+                f"{self.opened.title} has no text tower: it is a model of train {self.opened.spec.name}",
+                hint="use the weights of a dual encoder that was trained with a text tower",
+            )
+        if isinstance(texts, str):
+            raise UserError(f"encode_text takes a list of texts, and this is one: {texts!r}", hint="put it into a list")
+        tokenize = load_tokenizer()
+        parts = [torch.empty(0, self.model.text.text_projection.shape[1], device=self.device)]
+        with self.opened.trained.precision.autocast():
+            for begin in range(0, len(texts), _TEXTS_AT_ONCE):
+                ids = np.stack([tokenize(text) for text in texts[begin : begin + _TEXTS_AT_ONCE]])
+                parts.append(self.model.embed_text(torch.from_numpy(ids).to(self.device)).float())
+        return torch.cat(parts)
+
+    @property
+    def _normalisation(self) -> tuple[tuple[float, ...], tuple[float, ...]]:
+        init, kind = self.settings.init, kind_of(self.settings.towers)
+        return init.pixel_mean or MEANS[kind], init.pixel_std or STDS[kind]
+
+    def _clips(self, clips: Clips) -> torch.Tensor:
+        """Normalised clips [B, C, T, H, W] on the device."""
+        if isinstance(clips, Mapping):
+            if "video" in clips and clips["video"].ndim == _CLIP_DIMS:
+                return self._of_rgb(clips["video"])
+            features = self.opened.spec.features
+            assert features is not None  # of all tasks that can be opened here
+            return features.inputs(self.opened.task)(to_device(clips, self.device))
+        array = torch.as_tensor(clips)
+        if array.dtype == torch.uint8:
+            return self._of_rgb(array)
+        settings = self.settings
+        if array.ndim != _CLIP_DIMS or array.shape[2] != settings.num_frames:
+            raise UserError(
+                f"clips of shape {tuple(array.shape)}, and the model takes [B, C, {settings.num_frames}, H, W]",
+                hint=_CLIPS_HINT,
+            )
+        return array.to(self.device, torch.float32)
+
+    def _of_rgb(self, frames_BTHWC: torch.Tensor) -> torch.Tensor:
+        """Normalised clips of RGB frames, whose centre squares are resized where they have another size."""
+        settings = self.settings
+        if getattr(settings, "input", "pixels") == "latents":
+            raise UserError(f"{self.opened.title} takes latents, and these are RGB frames", hint="encode them first")
+        if frames_BTHWC.ndim != _CLIP_DIMS or frames_BTHWC.shape[-1] != _RGB:
+            raise UserError(f"frames of shape {tuple(frames_BTHWC.shape)} are not [B, T, H, W, 3]", hint=_CLIPS_HINT)
+        if frames_BTHWC.shape[1] != settings.num_frames:
+            raise UserError(
+                f"clips of {frames_BTHWC.shape[1]} frames, and the model takes {settings.num_frames}",
+                hint=f"choose {settings.num_frames} of them, or give num_frames to load_model",
+            )
+        pictures = frames_BTHWC.to(self.device).permute(0, 1, 4, 2, 3).float() / 255
+        height, width = pictures.shape[-2:]
+        side, size_px = min(height, width), settings.size_px
+        top, left = (height - side) // 2, (width - side) // 2
+        pictures = pictures[..., top : top + side, left : left + side]
+        if side != size_px:
+            flat = interpolate(pictures.flatten(0, 1), size=(size_px, size_px), mode="bilinear", antialias=True)
+            pictures = flat.unflatten(0, frames_BTHWC.shape[:2])
+        mean, std = (torch.tensor(one, device=self.device)[:, None, None] for one in self._normalisation)
+        return ((pictures - mean) / std).transpose(1, 2)
+
+
+_CLIPS_HINT = "give uint8 RGB frames [B, T, H, W, 3], normalised clips [B, C, T, H, W], or a batch of the loader"
+
+
+def load_model(
+    weights: str | Path,
+    *,
+    num_frames: int | None = None,
+    sampling: Literal["uniform", "stride", "lavila"] | None = None,
+    size_px: int | None = None,
+    device: Device = "auto",
+    shards: str | None = None,
+) -> LoadedModel:
+    """Open trained weights as a model in evaluation mode.
+
+    Args:
+        weights: a run, an exported folder, a file of AVION's, LaViLa's or VideoMAE's, or a NAME:TAG of open_clip.
+        num_frames: number of frames per clip. Default: as in training; otherwise temporal embeddings are interpolated.
+        sampling: frame sampling of the loader. Default: as in training.
+        size_px: side of the frames. Default: as in training; otherwise positional embeddings are interpolated.
+        device: where to put the model; auto: the GPU if there is one.
+        shards: data folder for `opened.task`. Default: the run's own.
+
+    Raises:
+        UserError: there are no such weights, they are damaged, or cannot be shown such clips.
+    """
+    remarks: list[str] = []
+    overrides = Overrides(num_frames=num_frames, sampling=sampling, size_px=size_px)
+    opened = open_weights_for_use(
+        weights, shards=shards, device=device, overrides=overrides, is_without_data=True, say=remarks.append
+    )
+    return model_of(opened, remarks=remarks)
+
+
+def model_of(opened: OpenedRun, *, remarks: Sequence[str] = ()) -> LoadedModel:
+    """The model of opened weights; no data is needed.
+
+    Raises:
+        UserError: the weights are damaged, or do not fit the settings.
+    """
+    model = opened.trained.fill(opened.task.build_model(None))
+    return LoadedModel(opened, model, remarks=remarks)
+
+
+def _unseen(model: nn.Module) -> dict[str, Any]:
+    """What a network computes with and no tensor shows."""
+    found: dict[str, Any] = {
+        name: [value for one in model.modules() if isinstance(value := getattr(one, name, None), int | float)]
+        for name in ("num_heads", "eps")
+    }
+    return {**found, "activation": cast(VideoTower, model.video).size.trunk.activation}

@@ -1,0 +1,71 @@
+"""Dimensions of the towers in weights of other projects, by the shapes of their tensors."""
+
+import math
+from dataclasses import replace
+
+from manifests.errors import UserError
+from train.config.model import PATCH_PX, ModelName
+from train.models.dual_encoder import DualEncoderSize
+from train.models.transformer import TransformerSize
+from train.weights.conversion import CONV, TEMPORAL_EMBEDDING
+from train.weights.loading import depth_of
+from train.weights.sources import Source
+
+_POSITIONS = "video.positional_embedding"
+# Width of a head in published CLIPs and VideoMAEs, except for these widths: ViT-H and ViT-g have 16 heads.
+_HEAD_WIDTH, _NUM_HEADS = 64, {1280: 16, 1408: 16}
+_RGB = 3
+
+
+def sized_as(size: DualEncoderSize, source: Source) -> DualEncoderSize:
+    """`size` with the dimensions of the towers that the weights have.
+
+    The number of heads, which no tensor shows, is that of their configuration; else that of `size` for a tower as wide.
+    """
+    shapes = {name: tuple(tensor.shape) for name, tensor in source.converted.tensors.items()}
+    video, text, width = size.video, size.text, size.embedding_width
+    if (conv := shapes.get(CONV)) is not None:
+        trunk = _trunk(video.trunk, conv[0], depth_of(shapes, "video"), source.facts.video_heads)
+        video = replace(video, trunk=trunk, patch_px=conv[-1], num_channels=conv[1])
+    if (gain := shapes.get("text.ln_final.weight")) is not None:
+        text = replace(text, trunk=_trunk(text.trunk, gain[0], depth_of(shapes, "text"), source.facts.text_heads))
+    if (projection := shapes.get("video.proj")) is not None:
+        width = projection[-1]
+    return DualEncoderSize(video=video, text=text, embedding_width=width)
+
+
+def _trunk(trunk: TransformerSize, width: int, depth: int, num_heads: int | None) -> TransformerSize:
+    if num_heads is None:
+        num_heads = trunk.num_heads if width == trunk.width else _NUM_HEADS.get(width, max(1, width // _HEAD_WIDTH))
+    return replace(trunk, width=width, depth=depth, num_heads=num_heads)
+
+
+def model_like(source: Source) -> ModelName:
+    """The name of a model with patches as the weights have; b16 if none has."""
+    conv = source.converted.tensors.get(CONV)
+    names: list[ModelName] = ["b16", "l14"]
+    return next((one for one in names if conv is not None and PATCH_PX[one] == conv.shape[-1]), "b16")
+
+
+def picture_px_of(source: Source, *, default: int) -> int:
+    """Side of the pictures that the weights were trained on, by their embedding of places or their configuration.
+
+    Raises:
+        UserError: the weights take latents, whose size and column no file of another project names.
+    """
+    tensors = source.converted.tensors
+    conv, positions = tensors.get(CONV), tensors.get(_POSITIONS)
+    if conv is not None and conv.shape[1] != _RGB:
+        raise UserError(
+            f"{source.title}: the weights take {conv.shape[1]} channels, and clips of pixels have {_RGB}",
+            hint="name the run, or the folder that train export made of it",
+        )
+    if conv is None or positions is None:
+        return source.facts.picture_px or default
+    return math.isqrt(len(positions) - 1) * int(conv.shape[-1])
+
+
+def num_frames_of(source: Source, *, default: int) -> int:
+    """Number of frames that the weights have a temporal embedding of."""
+    temporal = source.converted.tensors.get(TEMPORAL_EMBEDDING)
+    return default if temporal is None else len(temporal) * (source.tubelet or 1)
