@@ -3,7 +3,7 @@
 import os
 from collections.abc import Callable, Generator, Iterator
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -16,16 +16,6 @@ from train.data.outcomes import FailedSample, LoadedBatch, TooManyFailures
 from train.data.prefetch import prefetch
 from train.data.streams.stream import VideoStream
 from train.distributed.world import World, joined_world
-
-
-class BatchesState(LoaderState):
-    """State of `Batches`, of plain values.
-
-    The entries of its own are the number of samples that all ranks have taken in the current iteration, and `shuffle`.
-    """
-
-    taken: int
-    shuffle: bool
 
 
 class Batches:
@@ -93,7 +83,7 @@ class Batches:
             return self.num_samples // self._step
         return -(-len(range(self._world.rank, self.num_samples, self._world.size)) // self._batch)
 
-    def __iter__(self) -> Iterator[Batch]:
+    def __iter__(self) -> Iterator[dict[str, Any]]:
         self._require_same_process()
         return self._iterate()
 
@@ -113,12 +103,13 @@ class Batches:
         if running is not None:
             running.close()
 
-    def state_dict(self) -> BatchesState:
-        """State after the last batch taken; the same on all ranks unless a sample has failed."""
-        state: Any = {**self._samples.state_dict(), "taken": self._taken, "shuffle": self._shuffle}
+    def state_dict(self) -> dict[str, Any]:
+        """State after the last batch taken, of plain values; the same on all ranks unless a sample has failed."""
+        # `taken`: samples of this iteration, over all ranks.
+        state: dict[str, Any] = {**self._samples.state_dict(), "taken": self._taken, "shuffle": self._shuffle}
         return state | {"position": self._cursor.position, "ahead": list(self._cursor.ahead)}
 
-    def load_state_dict(self, *states: BatchesState) -> None:
+    def load_state_dict(self, *states: dict[str, Any]) -> None:
         """Go on after the batch at which a state was taken; the next iteration is the rest of that one.
 
         Batch size and number of ranks may differ. One state is enough if no sample had failed, or if there was one
@@ -134,10 +125,10 @@ class Batches:
                     f"the state is of batches with shuffle={state['shuffle']}, these have shuffle={self._shuffle}",
                     hint="open them as they were opened then",
                 )
-        self._samples.load_state_dict(*states)
+        self._samples.load_state_dict(*(cast(LoaderState, state) for state in states))
         self._cursor, self._taken, self._resumes = self._samples.cursor, states[0]["taken"], True
 
-    def _iterate(self) -> Iterator[Batch]:
+    def _iterate(self) -> Iterator[dict[str, Any]]:
         # An iteration begins when it is asked for its first batch: Lightning makes iterators that it does not use.
         self._num_iterations += 1
         iteration, taken = self._num_iterations, self._taken if self._resumes else 0
@@ -162,7 +153,8 @@ class Batches:
                 self._cursor = Cursor(0)
             self._record(loaded.failed)
             if loaded.batch:
-                yield loaded.batch if self._device is not None else _as_arrays(loaded.batch)
+                found: dict[str, Any] = {**loaded.batch}
+                yield found if self._device is not None else _as_arrays(found)
         if not self._shuffle:
             self._cursor = Cursor(0)
 
@@ -211,12 +203,8 @@ class Batches:
             )
 
 
-def _as_arrays(batch: Batch) -> Batch:
-    arrays: Any = {
-        # NumPy has no bfloat16.
-        name: (value.float() if value.dtype is torch.bfloat16 else value).numpy()
-        if isinstance(value, torch.Tensor)
-        else value
-        for name, value in batch.items()
-    }
-    return arrays
+def _as_arrays(batch: dict[str, Any]) -> dict[str, Any]:
+    """The batch with arrays in place of tensors; NumPy has no bfloat16."""
+    tensors = {name: value for name, value in batch.items() if isinstance(value, torch.Tensor)}
+    arrays = {name: (one.float() if one.dtype is torch.bfloat16 else one).numpy() for name, one in tensors.items()}
+    return batch | arrays

@@ -3,15 +3,13 @@
 from pathlib import Path
 from typing import Any
 
-import accelerate
+import accelerate  # type: ignore[import-untyped]
 import pytorch_lightning as pl
 import torch
 from pytorch_lightning.callbacks import ModelCheckpoint
 from torch import nn
 
 from train.data import Batches, open_clips
-from train.data.batch import Batch
-from train.data.batches import BatchesState
 
 
 def opened(data_dir: Path, **changes: Any) -> Batches:
@@ -35,10 +33,10 @@ class Clips(pl.LightningDataModule):
     def val_dataloader(self) -> Batches:
         return self.held_out
 
-    def state_dict(self) -> BatchesState:
+    def state_dict(self) -> dict[str, Any]:
         return self.clips.state_dict()
 
-    def load_state_dict(self, state: BatchesState) -> None:
+    def load_state_dict(self, state: dict[str, Any]) -> None:
         self.clips.load_state_dict(state)
 
 
@@ -52,15 +50,15 @@ class Brightness(pl.LightningModule):
         nn.init.constant_(self.line.weight, 0.5)
         nn.init.zeros_(self.line.bias)
 
-    def loss(self, batch: Batch) -> torch.Tensor:
+    def loss(self, batch: dict[str, Any]) -> torch.Tensor:
         video = batch["video"].float() / 255
         return (self.line(video[:, 0, 0, 0, :1])[:, 0] - video.mean((1, 2, 3, 4))).square().mean()
 
-    def training_step(self, batch: Batch, _: int) -> torch.Tensor:
+    def training_step(self, batch: dict[str, Any], _: int) -> torch.Tensor:
         self.seen.append(batch["position"].tolist())
         return self.loss(batch)
 
-    def validation_step(self, batch: Batch, _: int) -> None:
+    def validation_step(self, batch: dict[str, Any], _: int) -> None:
         self.log("val", self.loss(batch), batch_size=len(batch["video"]))
 
     def configure_optimizers(self) -> torch.optim.Optimizer:

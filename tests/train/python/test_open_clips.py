@@ -3,7 +3,7 @@
 import multiprocessing
 import shutil
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,6 @@ from torch.utils.data import DataLoader, IterableDataset
 from manifests.errors import FailedWork, UserError
 from tests.train.tiny_data import VARIANT, Caption, encode_chunk, write_captions
 from train.data import Batches, open_clips
-from train.data.batch import Batch
 from train.distributed.world import World
 from train.tasks.dual_encoder.settings import DualEncoderSettings
 from train.tasks.dual_encoder.task import DualEncoderTask
@@ -30,17 +29,17 @@ def opened(data_dir: Path, **changes: Any) -> Batches:
     return open_clips(data_dir, **{**SMALL, **changes})
 
 
-def ids(batches: Iterator[Batch] | list[Batch]) -> list[list[int]]:
+def ids(batches: Iterable[dict[str, Any]]) -> list[list[int]]:
     return [batch["clip_id"].tolist() for batch in batches]
 
 
-def endless(batches: Batches) -> Iterator[Batch]:
+def endless(batches: Batches) -> Iterator[dict[str, Any]]:
     while True:
         yield from batches
 
 
-def same(one: Batch, other: Batch) -> bool:
-    return all(np.array_equal(value, other[name]) for name, value in one.items())  # type: ignore[literal-required]
+def same(one: dict[str, Any], other: dict[str, Any]) -> bool:
+    return all(np.array_equal(value, other[name]) for name, value in one.items())
 
 
 def test_batches_are_those_of_the_training_command(data_dir: Path) -> None:
@@ -261,13 +260,13 @@ def test_a_forked_process_may_open_clips_and_not_use_those_of_its_parent(data_di
         assert in_fork(lambda: ids([next(iter(opened(data_dir)))])) == expected
 
 
-class InWorker(IterableDataset[Batch]):
+class InWorker(IterableDataset[dict[str, Any]]):
     """Opens clips in each worker of a DataLoader."""
 
     def __init__(self, open_them: Callable[[int], Batches]) -> None:
         self._open = open_them
 
-    def __iter__(self) -> Iterator[Batch]:
+    def __iter__(self) -> Iterator[dict[str, Any]]:
         info = torch.utils.data.get_worker_info()
         assert info is not None
         yield from self._open(info.id)

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import train.data
 from train.data import Batches, Chunk
+from train.inference import load_model
 
 SURFACE = Path(__file__).with_name("surface.txt")
 
@@ -15,9 +16,9 @@ SURFACE = Path(__file__).with_name("surface.txt")
 def surface() -> str:
     """Names, arguments and defaults, a line each."""
     lines = []
-    for name in ("open_clips", "open_latents", "read_chunks"):
-        lines.append(f"{name}:")
-        for argument in inspect.signature(getattr(train.data, name)).parameters.values():
+    for public in (train.data.open_clips, train.data.open_latents, train.data.read_chunks, load_model):
+        lines.append(f"{public.__name__}:")
+        for argument in inspect.signature(public).parameters.values():
             default = "" if argument.default is argument.empty else f" = {argument.default!r}"
             lines.append(f"    {argument.name}{default}")
     lines += ["Batches:", *(f"    {name}" for name in vars(Batches) if not name.startswith("_"))]
