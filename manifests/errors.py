@@ -41,6 +41,8 @@ class UserError(ClipmillError):
     def __init__(self, message: str, *, hint: str | None = None) -> None:
         super().__init__(message)
         self.hint = hint
+        if hint:
+            self.add_note(f"hint: {hint}")  # for tracebacks, in a user's own program
 
 
 class UserErrors(UserError):

@@ -38,7 +38,7 @@ srun --kill-on-bad-exit=1 --ntasks-per-node=1 torchrun \
     --rdzv-backend c10d \
     --rdzv-id "$SLURM_JOB_ID" \
     --rdzv-endpoint "$head_node:$port" \
-    -m train "$@" --resume auto &
+    --no-python train "$@" --resume auto &
 training=$!
 
 status=0

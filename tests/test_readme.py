@@ -13,6 +13,7 @@ from manifests.errors import UserError
 ROOT = Path(__file__).parent.parent
 SHELL_BLOCK = re.compile(r"^```sh\n(.*?)^```", flags=re.MULTILINE | re.DOTALL)
 PROGRAMS = ("prep", "train")
+DOCUMENTS = ["README.md", *sorted(f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md"))]
 
 
 def commands_of_markdown(text: str) -> list[list[str]]:
@@ -27,11 +28,17 @@ def commands_of_makefile(text: str) -> list[list[str]]:
 
 
 def own_commands() -> list[list[str]]:
-    documents = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
-    found = [words for document in documents for words in commands_of_markdown(document.read_text())]
+    found = [words for document in DOCUMENTS for words in commands_of_markdown((ROOT / document).read_text())]
     found += commands_of_makefile((ROOT / "Makefile").read_text())
+    found = [launched(words) if words[0] == "torchrun" else words for words in found]
     unique = {tuple(words): words for words in found if words[0] in PROGRAMS}
     return list(unique.values())
+
+
+def launched(words: list[str]) -> list[str]:
+    """What a torchrun command runs in each process: an installed program, whatever files the current folder holds."""
+    assert "--no-python" in words, shlex.join(words)
+    return words[words.index("train") :]
 
 
 @pytest.mark.parametrize("words", own_commands(), ids=shlex.join)
@@ -39,6 +46,14 @@ def test_a_documented_command_is_understood(words: list[str]) -> None:
     app: App = importlib.import_module(f"{words[0]}.cli").app
     # Sub-commands, flags and their values are read as when the command runs; nothing is run.
     app.parse_args(words[1:], exit_on_error=False, print_error=False)
+
+
+@pytest.mark.parametrize("path", [*DOCUMENTS, "scripts/slurm.sh"], ids=str)
+def test_nothing_launches_a_train_py_of_the_user(path: str) -> None:
+    text = (ROOT / path).read_text().replace("\\\n", " ")
+    for line in text.splitlines():
+        if re.search(r"torchrun\b.*\btrain (\w|\"\$@)", line):
+            assert "--no-python" in line and "-m train" not in line, line
 
 
 def test_a_command_that_does_not_exist_is_noticed() -> None:

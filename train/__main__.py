@@ -1,4 +1,4 @@
-"""`python -m train`, which `torchrun -m train` runs in each of its processes."""
+"""`python -m train`, the program `train` for a Python that is named. Launchers run the installed program."""
 
 from train.cli import main
 

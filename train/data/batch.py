@@ -18,6 +18,8 @@
     text         float16 [B, D]       embedding of the caption, of unit length
     length       int64 [B]            number of tokens of the caption including the end token; of the longest of K.
                                       Computed by `to_device` and kept on the CPU, where it is needed
+    caption      list of B strings    the caption as text, in sets that neither tokenize nor embed it
+    begin_s, end_s  float64 [B]       the span shown, in its video (train.data.interface)
 
 A task declares which of them it needs. A sample has the same names without the B.
 """
@@ -55,6 +57,7 @@ class Sample(TypedDict, total=False):
     colour: int
     tokens: NDArray[np.int64]
     text: NDArray[np.float16]
+    caption: str
 
 
 class Batch(TypedDict, total=False):
@@ -75,6 +78,9 @@ class Batch(TypedDict, total=False):
     num_frames: "torch.Tensor"
     text: "torch.Tensor"
     length: "torch.Tensor"
+    caption: list[str]
+    begin_s: "torch.Tensor"
+    end_s: "torch.Tensor"
 
 
 class BatchRing:
@@ -83,15 +89,15 @@ class BatchRing:
     Args:
         batch: number of samples in the largest batch.
         pin: allocate the buffers in pinned memory, for copies to a GPU.
+        copy: allocate each video anew, so that a batch can be kept.
     """
 
-    def __init__(self, batch: int, *, pin: bool) -> None:
-        self._batch = batch
-        self._pin = pin
+    def __init__(self, batch: int, *, pin: bool, copy: bool = False) -> None:
+        self._batch, self._pin, self._copy = batch, pin, copy
         self._buffers: list[torch.Tensor] = []
 
     def collate(self, samples: Sequence[Sample]) -> Batch:
-        """The batch of `samples`, in their order; its video is overwritten by the second batch after it."""
+        """The batch of `samples`, in their order; without `copy`, the second batch after it overwrites its video."""
         import torch
 
         batch = Batch(
@@ -106,6 +112,8 @@ class BatchRing:
         for name in _ARRAYS:
             if name in columns:
                 batch[name] = torch.from_numpy(np.stack(columns[name]))  # type: ignore[literal-required]
+        if "caption" in columns:
+            batch["caption"] = columns["caption"]
         if "video" in columns:
             batch["video"] = self._video(columns["video"])
         return batch
@@ -113,6 +121,8 @@ class BatchRing:
     def _video(self, clips: list[NDArray[np.uint8]]) -> "torch.Tensor":
         import torch
 
+        if self._copy:
+            return torch.from_numpy(np.stack(clips))
         if not self._buffers:
             size = (self._batch, *clips[0].shape)
             self._buffers = [torch.empty(size, dtype=torch.uint8, pin_memory=self._pin) for _ in range(2)]

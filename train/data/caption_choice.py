@@ -158,7 +158,11 @@ class CaptionTexts:
 
     def text(self, caption_id: int) -> str:
         """The text of an existing caption."""
-        return str(self._texts[int(np.searchsorted(self._caption_id, caption_id))].as_py())
+        return self.texts(np.array([caption_id]))[0]
+
+    def texts(self, caption_id: NDArray[np.integer]) -> list[str]:
+        """The texts of existing captions."""
+        return [str(self._texts[row].as_py()) for row in np.searchsorted(self._caption_id, caption_id).tolist()]
 
     def require_different(self, caption_id: NDArray[np.integer], *, split: str) -> None:
         """See `require_different`."""

@@ -91,6 +91,7 @@ class LoaderSettings:
         group: number of consecutive samples that are loaded together.
         stuck_after_s: seconds after which a sample that is still being loaded fails.
         pin: put batches into pinned memory, for copies to a GPU.
+        copy: allocate each batch anew, so that it can be kept; otherwise the second batch after it overwrites it.
     """
 
     batch: int
@@ -102,6 +103,7 @@ class LoaderSettings:
     num_ranks: int = 1
     stuck_after_s: float = 120.0
     pin: bool = False
+    copy: bool = False
 
     def __post_init__(self) -> None:
         if min(self.batch, self.num_threads, self.num_ahead, self.group) < 1 or not 0 <= self.rank < self.num_ranks:
@@ -109,10 +111,7 @@ class LoaderSettings:
 
 
 class BatchLoader(Resumable):
-    """Batches of samples in training order for one rank; a batch is valid until the second one after it is requested.
-
-    Subclasses load the samples.
-    """
+    """Batches of samples in training order for one rank. Subclasses load the samples."""
 
     def __init__(self, loading: LoaderSettings) -> None:
         super().__init__(seed=loading.seed)
@@ -126,13 +125,17 @@ class BatchLoader(Resumable):
         """
         loading = self._loading
         begin = self.cursor if position is None else Cursor(position)
-        building = BatchBuilder(loading.batch, pin=loading.pin, max_failures=max_failures)
+        building = self._builder(max_failures)
         ranks = {"rank": loading.rank, "num_ranks": loading.num_ranks, "group": loading.group}
         for num_own, outcome in enumerate(self._training_outcomes(begin), start=1):
             if building.add(outcome):
                 num_common = building.num_batches * loading.batch
                 self.cursor = begin.after(num_common, num_own, **ranks)
                 yield building.take(self.cursor)
+
+    def _builder(self, max_failures: int | None) -> BatchBuilder:
+        loading = self._loading
+        return BatchBuilder(loading.batch, pin=loading.pin, copy=loading.copy, max_failures=max_failures)
 
     def _training_outcomes(self, begin: Cursor) -> Iterator[Sample | FailedSample | None]:
         """This rank's samples and failures from `begin` on, in order; None for an empty position."""
@@ -164,14 +167,18 @@ class Loader(BatchLoader):
         """One line for the log."""
         return self._samples.describe()
 
-    def evaluation_batches(self, *, every: int = 1) -> Iterator[LoadedBatch]:
-        """This rank's share of every `every`-th sample, once, in order; the last batch may be smaller or empty."""
-        loading = self._loading
-        building = BatchBuilder(loading.batch, pin=loading.pin, max_failures=None)
-        numbers = range(loading.rank * every, len(self._samples), loading.num_ranks * every)
+    def evaluation_batches(self, *, every: int = 1, begin: int = 0) -> Iterator[LoadedBatch]:
+        """This rank's share of every `every`-th sample, once, in order; the last batch may be smaller or empty.
+
+        Args:
+            begin: position to start at: 0, or that of the cursor after a batch.
+        """
+        building = self._builder(None)
+        first, step = begin + self._loading.rank * every, self._loading.num_ranks * every
+        numbers = range(first, len(self._samples), step)
         for number, outcome in zip(numbers, self.outcomes(numbers), strict=True):
             if building.add(outcome):
-                yield building.take(Cursor(number + 1))
+                yield building.take(Cursor(begin + number - first + step))
         if not building.is_empty:
             yield building.take(Cursor(len(self._samples)))
 

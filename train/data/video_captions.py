@@ -37,10 +37,10 @@ class VideoCaptions(ClipSamples):
     """Sample i is clip i of a split: a span of a video with all its captions. Thread-safe.
 
     Training shows one of the captions at a time (train.data.caption_choice), an evaluation the first one of the first
-    source. Batches have `tokens`, or `text` with stored embeddings.
+    source. Batches have `tokens`, `text` with stored embeddings, or else `caption`.
 
     Args:
-        tokenize: None for stored embeddings.
+        tokenize: makes captions tokens.
         captions: which of a clip's captions are shown.
         has_stored_text: use the embeddings that prep text made as captions; captions without one are excluded.
         each_caption: make a clip of each caption rather than of each span, for evaluations that score every caption.
@@ -213,6 +213,8 @@ class VideoCaptions(ClipSamples):
             sample["text"] = self.stored_text.embedding(caption_id, key=sample["key"])
         if self._tokenize is not None:
             sample["tokens"] = self._tokenize(self.text_at(entry))
+        elif self.stored_text is None:
+            sample["caption"] = self.text_at(entry)
         if self._relevant is not None:
             sample["relevancy"] = relevancy
         return sample

@@ -8,6 +8,7 @@ device of a tensor: gloo for CPUs, NCCL for GPUs. Pipelines are worlds within th
     stage     0  1  0  1  0  1    its ranks have the same layers and share the batch: `World.replicas`
 """
 
+import os
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
@@ -139,6 +140,15 @@ class World:
         if outcome[1] is not None:
             raise outcome[1]
         return outcome[0]
+
+
+def joined_world() -> World:
+    """The ranks of the process group that this process has joined; else those that a launcher named; else one."""
+    if dist.is_available() and dist.is_initialized():
+        return World(rank=dist.get_rank(), size=dist.get_world_size())
+    if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
+        return World(rank=int(os.environ["RANK"]), size=int(os.environ["WORLD_SIZE"]))
+    return World()
 
 
 def _group(ranks: range) -> dist.ProcessGroup:

@@ -102,20 +102,34 @@ def children(process: int) -> list[int]:
     return [int(child) for task in tasks for child in task.read_text().split()]
 
 
-def test_torchrun_restarts_a_run_that_lost_a_rank_and_it_ends_as_if_nothing_had_happened(
-    repository: Path, columns: Path, tmp_path: Path
-) -> None:
-    killed, whole = tmp_path / "killed", tmp_path / "whole"
-    flags = [*TRAIN, "--shards", str(columns), "--steps", "60", "--checkpoint-every", "5", "--resume", "auto"]
-    launch = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--max-restarts", "2"]
-    launch += ["--rdzv-backend", "c10d", "--rdzv-endpoint", "127.0.0.1:0", "-m", "train"]
-    process = subprocess.Popen(
-        [*launch, *flags, "--out", str(killed)],
-        cwd=repository,
+def torchrun(folder: Path, *flags: str) -> "subprocess.Popen[str]":
+    """Launches `train` as the documents do, from a folder with a train.py of the user's own."""
+    (folder / "train.py").write_text("raise SystemExit('the train.py of the user was run')\n")
+    bin_dir = Path(sys.executable).parent
+    return subprocess.Popen(
+        [bin_dir / "torchrun", "--no-python", *flags],
+        cwd=folder,
+        env={**os.environ, "PATH": f"{bin_dir}{os.pathsep}{os.environ['PATH']}"},
         text=True,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
     )
+
+
+def test_torchrun_runs_the_installed_program_beside_a_train_py_of_the_user(tmp_path: Path) -> None:
+    process = torchrun(tmp_path, "--nproc-per-node", "2", "train", "eval", "--help")
+    said, _ = process.communicate(timeout=200)
+    assert process.returncode == 0 and said.count("Usage: train eval") == 2, said
+
+
+def test_torchrun_restarts_a_run_that_lost_a_rank_and_it_ends_as_if_nothing_had_happened(
+    columns: Path, tmp_path: Path
+) -> None:
+    killed, whole = tmp_path / "killed", tmp_path / "whole"
+    flags = [*TRAIN, "--shards", str(columns), "--steps", "60", "--checkpoint-every", "5", "--resume", "auto"]
+    launch = ["--nproc-per-node", "2", "--max-restarts", "2", "--rdzv-backend", "c10d"]
+    launch += ["--rdzv-endpoint", "127.0.0.1:0", "train"]
+    process = torchrun(tmp_path, *launch, *flags, "--out", str(killed))
     checkpoints = RunFolder(killed).checkpoints
     try:
         # In the middle of writing a checkpoint, nearly always.

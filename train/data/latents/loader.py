@@ -45,6 +45,7 @@ class LatentLoader(Resumable):
         seed: of the sample order and the choice of captions.
         text: give samples captions; segments without one are then excluded.
         tokenize: makes captions tokens; without it they are stored embeddings, and those without one are excluded.
+        words: captions are texts (`texts_of`), neither tokens nor embeddings.
         sources: weights of the captions' sources (train.config.data).
         classes: of labels, in place of captions; segments without any of them are excluded (train.data.latents.labels).
         max_segments: at most this many samples of each video, spread evenly over it.
@@ -74,6 +75,7 @@ class LatentLoader(Resumable):
         num_ranks: int = 1,
         text: bool = True,
         tokenize: "Tokenize | None" = None,
+        words: bool = False,
         sources: str | None = None,
         classes: Sequence[ClassList] = (),
         max_segments: int | None = None,
@@ -86,7 +88,7 @@ class LatentLoader(Resumable):
             raise ValueError(f"batch={batch}, depth={depth}, rank={rank} of {num_ranks}: out of range")
         super().__init__(seed=seed)
         self._data_dir, self.split = data_dir, split
-        captions: Captions = "none" if classes or not text else "stored" if tokenize is None else "words"
+        captions: Captions = "none" if classes or not text else "words" if words or tokenize else "stored"
         self.samples = SegmentSet(
             data_dir,
             split=split,
@@ -167,10 +169,22 @@ class LatentLoader(Resumable):
             self.cursor = cursor
             yield LoadedBatch(batch, failed, cursor)
 
-    def evaluation_batches(self, *, every: int = 1) -> Iterator[LoadedBatch]:
-        """This rank's share of every `every`-th sample, once, in order; the last batch may be smaller or empty."""
-        for batch, failed, num_taken in self._fill(self._evaluation_blocks(every), max_failures=None):
-            yield LoadedBatch(batch, failed, Cursor(min(num_taken * self._num_ranks * every, len(self))))
+    def evaluation_batches(self, *, every: int = 1, begin: int = 0) -> Iterator[LoadedBatch]:
+        """This rank's share of every `every`-th sample, once, in order; the last batch may be smaller or empty.
+
+        Args:
+            begin: position to start at: 0, or that of the cursor after a batch.
+        """
+        for batch, failed, num_taken in self._fill(self._evaluation_blocks(every, begin), max_failures=None):
+            yield LoadedBatch(batch, failed, Cursor(min(begin + num_taken * self._num_ranks * every, len(self))))
+
+    def span_us(self, samples: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Begin and end of the samples' segments in their videos, microseconds."""
+        return times_us(self.samples.records, self.samples.segments, self.samples.segment_of(samples))
+
+    def texts_of(self, caption_id: NDArray[np.int64]) -> list[str]:
+        """The texts of captions of the manifest."""
+        return self._texts.texts(caption_id)
 
     def _fill(self, blocks: Iterator[RequestBlock], *, max_failures: int | None) -> Iterator[FilledBatch]:
         checksums = self._checksums if self._verify else None
@@ -187,10 +201,10 @@ class LatentLoader(Resumable):
             begin += count
             num_batches = min(num_batches * _GROWTH, largest)
 
-    def _evaluation_blocks(self, every: int) -> Iterator[RequestBlock]:
+    def _evaluation_blocks(self, every: int, first: int) -> Iterator[RequestBlock]:
         step = self._num_ranks * every
         count = max(_BLOCK // self._batch, 1) * self._batch * step
-        for begin in range(0, len(self), count):
+        for begin in range(first, len(self), count):
             samples = np.arange(begin + self._rank * every, min(begin + count, len(self)), step)
             yield self._block(samples, samples, seed=None)
 
@@ -201,7 +215,7 @@ class LatentLoader(Resumable):
         import torch
 
         def tokens(caption_id: torch.Tensor) -> torch.Tensor:
-            return torch.from_numpy(np.stack([tokenize(self._texts.text(one)) for one in caption_id.tolist()]))
+            return torch.from_numpy(np.stack([tokenize(text) for text in self._texts.texts(caption_id.numpy())]))
 
         return tokens
 
@@ -236,8 +250,7 @@ class CaptionedLatents(LatentLoader):
 
     def span_s(self, sample: int) -> tuple[float, float]:
         """Begin and end of the segment in its video, seconds."""
-        segment = self.samples.segment_of(np.array([sample]))
-        begin_us, end_us = times_us(self.samples.records, self.samples.segments, segment)
+        begin_us, end_us = self.span_us(np.array([sample]))
         return float(begin_us[0]) / 1e6, float(end_us[0]) / 1e6
 
     def pictures(self, sample: int, *, num_frames: int) -> list[NDArray[np.uint8]]:

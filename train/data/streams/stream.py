@@ -16,7 +16,7 @@ from train.data.decoding.decoders import PlainVideo, require_frames
 from train.data.frame_sampling import US_PER_S
 from train.data.loader import BatchLoader, LoaderSettings, SampleRequest
 from train.data.order import Cursor
-from train.data.outcomes import BatchBuilder, FailedSample, LoadedBatch, SampleFailed
+from train.data.outcomes import FailedSample, LoadedBatch, SampleFailed
 from train.data.streams.samples import StreamedClip, Unreadable, WithoutVideo, frames_on_screen
 from train.data.streams.tars import expand, items_in, shuffled, tars_of_epoch
 from train.data.workers import Stuck, in_order
@@ -45,6 +45,7 @@ class VideoStream(BatchLoader):
 
     Args:
         pattern: local or remote tars (`train.data.streams.tars.expand`).
+        tokenize: makes captions tokens; None for texts.
         cache: folder for copies of remote tars; None for the user's cache.
 
     Attributes:
@@ -60,7 +61,7 @@ class VideoStream(BatchLoader):
         pattern: str,
         *,
         shape: ClipShape,
-        tokenize: Tokenize,
+        tokenize: Tokenize | None,
         loading: LoaderSettings,
         cache: Path | None = None,
     ) -> None:
@@ -98,17 +99,19 @@ class VideoStream(BatchLoader):
             parts.append(f"{self.num_without_video:,} samples left out, whose videos could not be downloaded")
         return "; ".join(parts)
 
-    def evaluation_batches(self, *, every: int = 1) -> Iterator[LoadedBatch]:
+    def evaluation_batches(self, *, every: int = 1, begin: int = 0) -> Iterator[LoadedBatch]:
         """This rank's share of every `every`-th clip, once, in the order of the tars; the last batch may be smaller.
+
+        Args:
+            begin: see `Loader.evaluation_batches`; earlier clips are read and not decoded.
 
         Raises:
             UserError: the tars hold no clips.
         """
-        loading = self._loading
-        building = BatchBuilder(loading.batch, pin=loading.pin, max_failures=None)
-        position = 0
-        for work, outcome in self._outcomes(self._evaluation_work(every)):
-            position = work.request.position + 1
+        building = self._builder(None)
+        position, of_ranks = begin, self._loading.num_ranks * every
+        for work, outcome in self._outcomes(self._evaluation_work(every, begin)):
+            position = begin + ((work.request.position - begin) // of_ranks + 1) * of_ranks
             if isinstance(work.item, StreamedClip):
                 # Without the file: an evaluation shows only the caption of a clip.
                 self._shown[work.request.position] = replace(work.item, content=b"")
@@ -157,10 +160,11 @@ class VideoStream(BatchLoader):
             num_skipped = (next_wanted - position) // num_items
             epoch, position = epoch + 1 + num_skipped, position + num_skipped * num_items
 
-    def _evaluation_work(self, every: int) -> Iterator[_Work]:
+    def _evaluation_work(self, every: int, begin: int) -> Iterator[_Work]:
         loading, num_items = self._loading, 0
         for item in self._items(self._tars):
-            if num_items % every == 0 and num_items // every % loading.num_ranks == loading.rank:
+            number, rest = divmod(num_items - begin, every)
+            if number >= 0 and not rest and number % loading.num_ranks == loading.rank:
                 yield _Work(SampleRequest(num_items, num_items, None), item)
             num_items += 1
         self._require(num_items, at_least=1)
@@ -217,19 +221,23 @@ class VideoStream(BatchLoader):
             found = video.decode(frames)
             require_frames(set(frames) - found.keys(), key=clip.key)
             made = make_clip([found[frame] for frame in frames], self._shape, rng=rng, in_graph=False, key=clip.key)
-            tokens = self._tokenize(clip.text)
+            tokens = None if self._tokenize is None else self._tokenize(clip.text)
         except SampleFailed:
             raise
         except Exception as error:  # whatever a foreign file makes libav's bindings raise fails that sample alone
             raise SampleFailed(clip.key, reason="undecodable", detail=f"{type(error).__name__}: {error}") from error
-        return Sample(
+        sample = Sample(
             position=request.position,
             key=clip.key,
             caption_id=clip.caption_id,
             video=made.video,
             colour=made.colour,
-            tokens=tokens,
         )
+        if tokens is None:
+            sample["caption"] = clip.text
+        else:
+            sample["tokens"] = tokens
+        return sample
 
 
 def _size_of(item: _Item) -> int:

@@ -1,0 +1,327 @@
+"""`open_clips`: the clips of the training commands, an epoch per iteration, in a user's own program."""
+
+import multiprocessing
+import shutil
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import webdataset as wds
+from torch.utils.data import DataLoader, IterableDataset
+
+from manifests.errors import FailedWork, UserError
+from tests.train.tiny_data import VARIANT, Caption, encode_chunk, write_captions
+from train.data import Batches, open_clips
+from train.distributed.world import World
+from train.tasks.dual_encoder.settings import DualEncoderSettings
+from train.tasks.dual_encoder.task import DualEncoderTask
+
+SMALL: dict[str, Any] = {"batch": 2, "num_frames": 2, "size_px": 32, "workers": 2}
+TRAIN_CLIPS = 9
+
+
+def opened(data_dir: Path, **changes: Any) -> Batches:
+    return open_clips(data_dir, **{**SMALL, **changes})
+
+
+def ids(batches: Iterable[dict[str, Any]]) -> list[list[int]]:
+    return [batch["clip_id"].tolist() for batch in batches]
+
+
+def endless(batches: Batches) -> Iterator[dict[str, Any]]:
+    while True:
+        yield from batches
+
+
+def same(one: dict[str, Any], other: dict[str, Any]) -> bool:
+    return all(np.array_equal(value, other[name]) for name, value in one.items())
+
+
+def test_batches_are_those_of_the_training_command(data_dir: Path) -> None:
+    settings = DualEncoderSettings(shards=str(data_dir), batch=4, num_frames=2, size_px=32, seed=7, model="tiny")
+    for rank in range(2):
+        task = DualEncoderTask(settings, attention=None, device=torch.device("cpu"))  # type: ignore[arg-type]
+        command = task.training_set(World(rank=rank, size=2)).batches(max_failures=0)
+        with opened(data_dir, rgb=False, seed=7, rank=rank, world=2) as clips:
+            for loaded, batch in zip(islice(command, 6), endless(clips), strict=False):
+                for name in ("position", "clip_id", "caption_id", "video", "colour"):
+                    assert torch.equal(loaded.batch[name], batch[name]), name  # type: ignore[literal-required]
+                assert loaded.batch["key"] == batch["key"]
+        command.close()
+
+
+def test_a_batch_has_frames_captions_keys_and_times(data_dir: Path) -> None:
+    with opened(data_dir, split="val", shuffle=False, batch=3) as clips:
+        [batch] = clips
+    assert batch["video"].shape == (3, 2, 32, 32, 3) and batch["video"].dtype == torch.uint8
+    assert batch["caption"] == ["it begins", "the middle of d", "the end of d"]
+    assert batch["key"] == ["d_000000000", "d_000000000", "d_000002000"]
+    assert batch["begin_s"].tolist() == [0, 1.2, 3] and batch["end_s"].tolist() == [1, 2.8, 5.5]
+    assert batch["clip_id"].tolist() == [0, 1, 2] and batch["caption_id"].tolist() == [9, 10, 11]
+    with opened(data_dir, split="val", shuffle=False, batch=3, rgb=False) as clips:
+        [planes] = clips
+    assert planes["video"].shape == (3, 2, 32 * 32 * 3 // 2) and planes["colour"].shape == (3,)
+
+
+def test_arrays_are_what_tensors_are(data_dir: Path) -> None:
+    with opened(data_dir, device=None) as arrays, opened(data_dir) as tensors:
+        for one, other in zip(arrays, tensors, strict=True):
+            assert isinstance(one["video"], np.ndarray) and isinstance(other["video"], torch.Tensor)
+            assert same(one, other)
+
+
+def test_a_batch_is_never_overwritten(data_dir: Path) -> None:
+    with opened(data_dir) as clips:
+        kept = [(batch, batch["video"].clone()) for batch in islice(endless(clips), 9)]
+    assert all(torch.equal(batch["video"], video) for batch, video in kept)
+
+
+def test_what_an_iteration_leaves_over_begins_the_next(data_dir: Path) -> None:
+    with opened(data_dir) as clips:
+        assert len(clips) == 4
+        epochs = [ids(clips) for _ in range(9)]
+    assert {len(epoch) for epoch in epochs} == {4}
+    shown = [clip for epoch in epochs for batch in epoch for clip in batch]
+    for first in range(0, len(shown), TRAIN_CLIPS):
+        assert sorted(shown[first : first + TRAIN_CLIPS]) == list(range(TRAIN_CLIPS))
+
+
+def test_without_shuffle_every_clip_is_shown_once_in_order(data_dir: Path) -> None:
+    with opened(data_dir, shuffle=False) as clips:
+        assert len(clips) == 5
+        first, second = list(clips), list(clips)
+    assert [clip for batch in ids(first) for clip in batch] == list(range(TRAIN_CLIPS))
+    assert all(same(*pair) for pair in zip(first, second, strict=True))
+    shares = [ids(opened(data_dir, shuffle=False, rank=rank, world=2)) for rank in range(2)]
+    assert sorted(clip for share in shares for batch in share for clip in batch) == list(range(TRAIN_CLIPS))
+
+
+@pytest.mark.parametrize("shuffle", [True, False])
+@pytest.mark.parametrize("taken", [1, 3, 4, 6])
+def test_a_state_in_the_middle_of_an_iteration_goes_on_exactly(data_dir: Path, shuffle: bool, taken: int) -> None:
+    with opened(data_dir, shuffle=shuffle) as clips:
+        whole = list(islice(endless(clips), 12))
+    with opened(data_dir, shuffle=shuffle) as clips:
+        list(islice(endless(clips), taken))
+        state = clips.state_dict()
+    with opened(data_dir, shuffle=shuffle) as again:
+        again.load_state_dict(state)
+        iter(again)  # an iterator that is not used changes nothing
+        rest = list(again)
+        assert len(rest) == len(again) - taken % len(again)
+        rest += islice(endless(again), 12 - taken - len(rest))
+    assert all(same(*pair) for pair in zip(rest, whole[taken:], strict=True))
+
+
+def test_a_state_goes_on_with_another_number_of_ranks_and_another_batch(data_dir: Path) -> None:
+    with opened(data_dir, batch=1) as clips:
+        order = [clip for batch in ids(islice(endless(clips), 27)) for clip in batch]
+    states = []
+    for rank in range(2):
+        with opened(data_dir, rank=rank, world=2) as clips:
+            list(islice(clips, 1))
+            states.append(clips.state_dict())
+    assert states[0] == states[1]
+    parts = []
+    for rank in range(3):
+        with opened(data_dir, batch=1, rank=rank, world=3) as clips:
+            clips.load_state_dict(states[0])
+            parts.append(ids(clips))
+            assert len(parts[-1]) == 2  # 4 of the 9 samples of an iteration of 3 batches of 3 were taken
+    assert [parts[rank][number][0] for number in range(2) for rank in range(3)] == order[4:10]
+
+
+def test_an_older_iteration_says_that_another_has_begun(data_dir: Path) -> None:
+    with opened(data_dir) as clips:
+        older = iter(clips)
+        next(older)
+        next(iter(clips))
+        with pytest.raises(UserError, match="another iteration"):
+            next(older)
+
+
+def test_the_same_data_are_opened_twice_in_one_process(data_dir: Path) -> None:
+    with opened(data_dir) as one, opened(data_dir) as other:
+        assert all(same(*pair) for pair in zip(one, other, strict=True))
+
+
+def test_closing_ends_the_threads(data_dir: Path) -> None:
+    before = threading.active_count()
+    clips = opened(data_dir)
+    next(iter(clips))
+    assert threading.active_count() > before
+    clips.close()
+    assert threading.active_count() == before
+
+
+# Bad input.
+
+
+def copy_of(data_dir: Path, tmp_path: Path) -> Path:
+    own = tmp_path / "data"
+    shutil.copytree(data_dir, own)
+    return own
+
+
+def test_a_chunk_that_changed_after_opening_is_a_named_failure(data_dir: Path, tmp_path: Path) -> None:
+    own = copy_of(data_dir, tmp_path)
+    with opened(own, shuffle=False) as clips, opened(own, max_failures=1) as strict:
+        [tar] = (path for path in (own / "video" / VARIANT).glob("000000*.tar"))
+        content = bytearray(tar.read_bytes())
+        begin = content.find(b"mdat", content.find(b"b_000000000.mp4"))
+        content[begin + 4 : begin + 4096] = bytes(4092)
+        tar.write_bytes(content)
+        shown = [clip for batch in ids(clips) for clip in batch]
+        assert shown == [0, 1, 2, 5, 6, 7, 8]
+        assert {(one.key, one.reason) for one in clips.failures} == {("b_000000000", "checksum")}
+        with pytest.raises(FailedWork, match="2 samples failed, more than max_failures=1; the last one: b_000000000"):
+            list(strict)
+        assert len(strict.failures) == 2
+
+
+def test_a_state_of_data_that_changed_is_refused(data_dir: Path, tmp_path: Path) -> None:
+    own = copy_of(data_dir, tmp_path)
+    with opened(own) as clips:
+        next(iter(clips))
+        state = clips.state_dict()
+    videos = {"a": "train", "b": "train", "c": "train", "d": "val"}
+    write_captions(own, videos, [Caption(name, 0.0, 1.0, f"{name} begins") for name in videos for _ in range(3)])
+    with opened(own) as clips, pytest.raises(UserError, match="belongs to other samples"):
+        clips.load_state_dict(state)
+
+
+def test_states_of_another_split_seed_or_order_are_refused(data_dir: Path) -> None:
+    with opened(data_dir) as clips:
+        state = clips.state_dict()
+    for changes, words in (
+        ({"split": "val"}, "belongs to other samples"),
+        ({"seed": 1}, "belongs to other order: seed 0"),
+        ({"shuffle": False}, "shuffle=True"),
+    ):
+        with opened(data_dir, **changes) as clips, pytest.raises(UserError, match=words):
+            clips.load_state_dict(state)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"split": "test"}, "has no videos of split 'test'"),
+        ({"batch": 10}, "there are 9 samples"),
+        ({"batch": 0}, "--batch is 0"),
+        ({"num_frames": 0}, "--num-frames is 0"),
+        ({"size_px": 33}, "size_px is 33"),
+        ({"sampling": "every"}, "sampling is 'every'"),
+        ({"crop": "left"}, "crop is 'left'"),
+        ({"rank": 1}, "rank is 1 and world is None"),
+        ({"rank": 2, "world": 2}, "rank is 2 of 2"),
+        ({"label": "class"}, "no column label_class"),
+    ],
+)
+def test_arguments_that_do_not_fit_are_refused(data_dir: Path, changes: dict[str, Any], words: str) -> None:
+    with pytest.raises(UserError, match=words) as caught:
+        opened(data_dir, **changes)
+    assert caught.value.hint and f"hint: {caught.value.hint}" in caught.value.__notes__
+
+
+def test_a_folder_that_is_not_there_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="there is no data folder"):
+        opened(tmp_path / "nothing")
+
+
+def in_fork(work: Callable[[], Any]) -> Any:
+    """What `work` returns or raises in a forked process."""
+    context = multiprocessing.get_context("fork")
+    ours, theirs = context.Pipe()
+
+    def run() -> None:
+        try:
+            theirs.send(work())
+        except Exception as error:  # noqa: BLE001
+            theirs.send(error)
+
+    process = context.Process(target=run, daemon=True)
+    process.start()
+    assert ours.poll(60), "the forked process hangs"
+    found = ours.recv()
+    process.join(10)
+    return found
+
+
+def test_a_forked_process_may_open_clips_and_not_use_those_of_its_parent(data_dir: Path) -> None:
+    with opened(data_dir) as clips:
+        expected = ids([next(iter(clips))])
+        error = in_fork(lambda: next(iter(clips)))
+        assert isinstance(error, UserError) and "a fork of it" in str(error)
+        assert in_fork(lambda: ids([next(iter(opened(data_dir)))])) == expected
+
+
+class InWorker(IterableDataset[dict[str, Any]]):
+    """Opens clips in each worker of a DataLoader."""
+
+    def __init__(self, open_them: Callable[[int], Batches]) -> None:
+        self._open = open_them
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        info = torch.utils.data.get_worker_info()
+        assert info is not None
+        yield from self._open(info.id)
+
+
+def test_workers_of_a_dataloader_are_told_that_they_would_repeat_each_other(data_dir: Path) -> None:
+    def shares(worker: int) -> Batches:
+        return opened(data_dir, shuffle=False, rank=worker, world=2)
+
+    with pytest.raises(UserError, match="worker of a DataLoader"):
+        next(iter(DataLoader(InWorker(lambda _: opened(data_dir)), batch_size=None, num_workers=2)))
+    batches = DataLoader(InWorker(shares), batch_size=None, num_workers=2)
+    assert sorted(clip for batch in ids(list(batches)) for clip in batch) == list(range(TRAIN_CLIPS))
+
+
+def test_clips_that_were_opened_before_the_launcher_are_refused(
+    data_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clips = opened(data_dir)
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(UserError, match="opened as rank 0 of 1, used as rank 1 of 2"):
+        next(iter(clips))
+    assert "rank 1 of 2" in repr(opened(data_dir))
+
+
+def test_labels_are_numbered_alike_in_every_split(data_dir: Path, tmp_path: Path) -> None:
+    own = copy_of(data_dir, tmp_path)
+    videos = {"a": "train", "b": "train", "c": "train", "d": "val"}
+    captions = [Caption(name, 0.0, 1.0, "", labels={"label_name": name}) for name in videos]
+    write_captions(own, videos, captions)
+    with opened(own, split="val", label="name", shuffle=False) as clips:
+        [batch] = clips
+        assert clips.classes == ("a", "b", "c", "d") and batch["label"].tolist() == [3]
+        assert "caption" not in batch
+
+
+def test_tars_are_read_without_an_index_and_have_no_length(tmp_path: Path) -> None:
+    for tar in range(2):
+        with wds.TarWriter(str(tmp_path / f"{tar}.tar")) as writer:
+            for number in range(3 * tar, 3 * tar + 3):
+                writer.write({"__key__": f"{number:03d}", "mp4": encode_chunk(number, 8), "txt": f"video {number}"})
+    pattern = str(tmp_path / "{0..1}.tar")
+    with opened(Path(pattern), shuffle=False) as clips:
+        with pytest.raises(TypeError, match="a stream of 2 tars has no length"):
+            len(clips)
+        batches = [next(iter(clips))]
+        state = clips.state_dict()
+    with opened(Path(pattern), shuffle=False) as clips:
+        clips.load_state_dict(state)
+        batches += clips
+    assert [text for batch in batches for text in batch["caption"]] == [f"video {number}" for number in range(6)]
+    assert "begin_s" not in batches[0]
+    with pytest.raises(UserError, match="without labels"):
+        opened(Path(pattern), label="class")
+    with opened(Path(pattern)) as clips:
+        shown = [text for batch in islice(clips, 6) for text in batch["caption"]]
+        assert sorted(shown[:6]) == sorted(shown[6:]) == [f"video {number}" for number in range(6)]

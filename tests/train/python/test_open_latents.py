@@ -1,0 +1,105 @@
+"""`open_latents`: the segments of the training commands, with texts, embeddings or labels."""
+
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from manifests.errors import UserError
+from manifests.store import read_captions
+from tests.train.latents.conftest import CAPTIONS, SHARDS
+from tests.train.latents.written import Caption, Chunk, Written, write_all
+from train.data import Batches, open_latents
+from train.data.latents.loader import LatentLoader
+
+VIDEOS = ("a", "b", "c", "d", "e")
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory: pytest.TempPathFactory) -> Written:
+    captions = [Caption(one.video_id, one.begin_s, one.end_s, one.text, labels={"label_x": "x"}) for one in CAPTIONS]
+    captions.append(Caption("b", 0.0, 4.0, "of the other class", labels={"label_x": "y"}))
+    return write_all(tmp_path_factory.mktemp("columns"), SHARDS, captions)
+
+
+def opened(written: Written, **changes: Any) -> Batches:
+    return open_latents(written.data_dir, **{"batch": 3, **changes})
+
+
+def test_batches_are_those_of_the_latent_loader(written: Written) -> None:
+    expected = LatentLoader(written.data_dir, split="train", batch=3, seed=5)
+    with opened(written, seed=5, captions="embedding") as segments:
+        assert len(segments) == len(expected) // 3
+        for loaded, batch in zip(islice(expected, len(segments)), segments, strict=True):
+            for name in ("position", "clip_id", "caption_id", "latents", "text"):
+                assert torch.equal(loaded.batch[name], batch[name]), name  # type: ignore[literal-required]
+            assert batch["key"] == list(loaded.batch["key"]) and "caption" not in batch
+
+
+def test_captions_are_texts_and_times_are_those_of_the_segment(written: Written) -> None:
+    texts = read_captions(written.data_dir)["text"].to_pylist()
+    with opened(written, shuffle=False) as segments:
+        batches = list(segments)
+    for batch in batches:
+        assert batch["caption"] == [texts[number] for number in batch["caption_id"].tolist()] and "text" not in batch
+        assert (batch["end_s"] - batch["begin_s"]).tolist() == [5.0] * len(batch["key"])
+    assert batches[0]["begin_s"].tolist() == [0, 5, 10] and batches[0]["key"] == ["a_000000000"] * 3
+
+
+def test_segments_alone_and_padded_tails(written: Written) -> None:
+    with opened(written, captions=None, tails="pad", shuffle=False) as segments:
+        batches = list(segments)
+    assert sum(len(batch["key"]) for batch in batches) == segments.num_samples
+    assert {"caption", "text", "caption_id"}.isdisjoint(batches[0])
+    assert {frames for batch in batches for frames in batch["num_frames"].tolist()} == {20, 8, 12}
+
+
+def test_labels_take_the_place_of_captions(written: Written) -> None:
+    with opened(written, label="x", shuffle=False) as segments:
+        found = [number for batch in segments for number in batch["label"].tolist()]
+        assert segments.classes == ("x", "y") and set(found) == {0, 1}
+
+
+def test_a_state_in_the_middle_goes_on_exactly(written: Written) -> None:
+    with opened(written) as segments:
+        whole = list(segments)
+    with opened(written) as segments:
+        list(islice(segments, 2))
+        state = segments.state_dict()
+    with opened(written) as segments:
+        segments.load_state_dict(state)
+        rest = list(segments)
+    assert [batch["clip_id"].tolist() for batch in rest] == [batch["clip_id"].tolist() for batch in whole[2:]]
+    assert all(torch.equal(one["latents"], other["latents"]) for one, other in zip(rest, whole[2:], strict=True))
+
+
+def test_bfloat16_becomes_float32_in_numpy(tmp_path: Path) -> None:
+    written = write_all(tmp_path / "data", [[Chunk("a", 0, 60, dtype="bfloat16")]], [Caption("a", 0, 15, "all")])
+    [tensors], [arrays] = opened(written), opened(written, device=None)
+    assert tensors["latents"].dtype == torch.bfloat16
+    assert arrays["latents"].dtype == np.float32
+    assert np.array_equal(arrays["latents"], tensors["latents"].float().numpy())
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"split": "val"}, "has no videos of split 'val'"),
+        ({"segment": "0.3s"}, "is 1.2 frames"),
+        ({"tails": "keep"}, "tails is 'keep'"),
+        ({"captions": "tokens"}, "captions is 'tokens'"),
+        ({"batch": 0}, "batch is 0"),
+        ({"batch": 100}, "there are .* samples"),
+    ],
+)
+def test_arguments_that_do_not_fit_are_refused(written: Written, changes: dict[str, Any], words: str) -> None:
+    with pytest.raises(UserError, match=words):
+        opened(written, **changes)
+
+
+def test_latents_elsewhere_are_refused() -> None:
+    with pytest.raises(UserError, match="latents cannot be read from s3://bucket/data"):
+        open_latents("s3://bucket/data")

@@ -1,0 +1,210 @@
+"""`Batches`: the loaders of the training commands as users of Python see them, one epoch per iteration."""
+
+import os
+from collections.abc import Callable, Generator, Iterator
+from dataclasses import replace
+from typing import Any, cast
+
+import torch
+
+from manifests.errors import FailedWork, UserError
+from train.data.batch import Batch
+from train.data.clip_samples import ClipSamples
+from train.data.latents.loader import LatentLoader
+from train.data.order import Cursor, LoaderState
+from train.data.outcomes import FailedSample, LoadedBatch, TooManyFailures
+from train.data.prefetch import prefetch
+from train.data.streams.stream import VideoStream
+from train.distributed.world import World, joined_world
+
+
+class Batches:
+    """Batches of one split for one process, opened by `open_clips` or `open_latents`.
+
+    `for batch in batches` is an epoch of `len(batches)` batches of equal size, the same number on every rank. Samples
+    that are left over begin the next iteration: as in the training commands, the order has no end, and none is dropped
+    or repeated. With `shuffle=False` an iteration is every sample once, in order, and the last batch may be smaller. A
+    stream of tars has no length and, with `shuffle`, no end.
+
+    A batch is a dictionary of tensors, or of arrays where `device` is None, and of lists of strings (docs/python.md).
+    It belongs to the caller and is never overwritten.
+
+    Args:
+        samples: the loader of this rank.
+        finish: adds to a batch what the commands do not need.
+        world: the ranks; None for `joined_world()`.
+        batch: samples in this rank's batch.
+
+    Attributes:
+        failures: the failed samples so far, with key, reason and detail (train.data.outcomes). If they are more than
+            `max_failures`, iterating raises FailedWork.
+        classes: the names of the classes, in the order of their numbers; empty without labels.
+    """
+
+    def __init__(
+        self,
+        samples: ClipSamples | VideoStream | LatentLoader,
+        *,
+        finish: Callable[[Batch], Batch],
+        shuffle: bool,
+        batch: int,
+        world: World | None,
+        device: str | torch.device | None,
+        max_failures: int,
+        classes: tuple[str, ...] = (),
+    ) -> None:
+        self._samples, self._finish, self._shuffle, self._batch = samples, finish, shuffle, batch
+        self._is_given, self._world = world is not None, world or joined_world()
+        self._device, self._max_failures, self.classes = device, max_failures, classes
+        self.failures: list[FailedSample] = []
+        self._process, self._num_iterations = os.getpid(), 0
+        self._running: Generator[LoadedBatch, None, None] | None = None
+        self._cursor, self._taken, self._resumes = Cursor(0), 0, False
+        if shuffle and self.num_samples is not None and self.num_samples < self._step:
+            raise UserError(
+                f"batch is {batch}, and there are {self.num_samples} samples for {self._world.size} processes",
+                hint="use a smaller batch, or shuffle=False",
+            )
+
+    @property
+    def num_samples(self) -> int | None:
+        """Number of samples in an epoch, over all ranks; None for a stream of tars."""
+        return self._samples.num_samples
+
+    @property
+    def _step(self) -> int:
+        return self._batch * self._world.size
+
+    def __len__(self) -> int:
+        """Number of batches in an iteration; TypeError for a stream of tars."""
+        if self.num_samples is None:
+            raise TypeError(f"{self._samples.variant_name} has no length")
+        if self._shuffle:
+            return self.num_samples // self._step
+        return -(-len(range(self._world.rank, self.num_samples, self._world.size)) // self._batch)
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        self._require_same_process()
+        return self._iterate()
+
+    def __enter__(self) -> "Batches":
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        ranks = f"rank {self._world.rank} of {self._world.size}"
+        return f"<Batches of {self._batch}, {ranks}: {self._samples.describe()}>"
+
+    def close(self) -> None:
+        """End the threads; what is loaded ahead is dropped. Iterating again goes on after the last batch taken."""
+        running, self._running = self._running, None
+        if running is not None:
+            running.close()
+
+    def state_dict(self) -> dict[str, Any]:
+        """State after the last batch taken, of plain values; the same on all ranks unless a sample has failed."""
+        # `taken`: samples of this iteration, over all ranks.
+        state: dict[str, Any] = {**self._samples.state_dict(), "taken": self._taken, "shuffle": self._shuffle}
+        return state | {"position": self._cursor.position, "ahead": list(self._cursor.ahead)}
+
+    def load_state_dict(self, *states: dict[str, Any]) -> None:
+        """Go on after the batch at which a state was taken; the next iteration is the rest of that one.
+
+        Batch size and number of ranks may differ. One state is enough if no sample had failed, or if there was one
+        rank; otherwise all ranks' states are needed.
+
+        Raises:
+            UserError: the states are of other data, another split, seed or order, or of different steps.
+        """
+        self.close()
+        for state in states:
+            if state["shuffle"] != self._shuffle:
+                raise UserError(
+                    f"the state is of batches with shuffle={state['shuffle']}, these have shuffle={self._shuffle}",
+                    hint="open them as they were opened then",
+                )
+        self._samples.load_state_dict(*(cast(LoaderState, state) for state in states))
+        self._cursor, self._taken, self._resumes = self._samples.cursor, states[0]["taken"], True
+
+    def _iterate(self) -> Iterator[dict[str, Any]]:
+        # An iteration begins when it is asked for its first batch: Lightning makes iterators that it does not use.
+        self._num_iterations += 1
+        iteration, taken = self._num_iterations, self._taken if self._resumes else 0
+        if not self._shuffle:
+            self.close()
+            self._cursor = self._cursor if self._resumes else Cursor(0)
+        self._resumes = False
+        whole = len(self) * self._step if self._shuffle and self.num_samples is not None else None
+        while whole is None or taken < whole:
+            if iteration != self._num_iterations:
+                raise UserError(
+                    "another iteration over these batches has begun",
+                    hint="open the data once for each iteration",
+                )
+            loaded = self._next()
+            if loaded is None:
+                break
+            taken += self._step
+            self._taken = taken if whole is not None and taken < whole else 0
+            self._cursor = loaded.cursor
+            if not self._shuffle and self.num_samples is not None and self._cursor.position >= self.num_samples:
+                self._cursor = Cursor(0)
+            self._record(loaded.failed)
+            if loaded.batch:
+                found: dict[str, Any] = {**loaded.batch}
+                yield found if self._device is not None else _as_arrays(found)
+        if not self._shuffle:
+            self._cursor = Cursor(0)
+
+    def _next(self) -> LoadedBatch | None:
+        """The next batch of the running loader; None after the last one of `shuffle=False`."""
+        if self._running is None:
+            self._samples.cursor = self._cursor
+            loaded = (
+                self._samples.batches(max_failures=self._max_failures - len(self.failures))
+                if self._shuffle
+                else self._samples.evaluation_batches(begin=self._cursor.position)
+            )
+            self._running = prefetch(self._finished(loaded), torch.device(self._device or "cpu"))
+        try:
+            return next(self._running, None)
+        except BaseException as error:
+            self._running = None  # a generator that has raised is at its end
+            if isinstance(error, TooManyFailures):
+                self._record(error.failed)
+            raise
+
+    def _finished(self, batches: Iterator[LoadedBatch]) -> Generator[LoadedBatch, None, None]:
+        for loaded in batches:
+            yield replace(loaded, batch=self._finish(loaded.batch)) if loaded.batch else loaded
+
+    def _record(self, failed: tuple[FailedSample, ...]) -> None:
+        self.failures += failed
+        if len(self.failures) > self._max_failures:
+            last = failed[-1]
+            raise FailedWork(
+                f"{len(self.failures)} samples failed, more than max_failures={self._max_failures}; "
+                f"the last one: {last.key}: {last.detail}; all are in the attribute `failures`"
+            )
+
+    def _require_same_process(self) -> None:
+        if os.getpid() != self._process:
+            raise UserError(
+                f"batches that process {self._process} opened are used in process {os.getpid()}, a fork of it",
+                hint="open them in the process that uses them, and without a DataLoader: they are decoded by threads",
+            )
+        if not self._is_given and (now := joined_world()) != self._world:
+            raise UserError(
+                f"opened as rank {self._world.rank} of {self._world.size}, used as rank {now.rank} of {now.size}",
+                hint="open the data after the process group is made (in Lightning: in train_dataloader), "
+                "or give rank= and world=",
+            )
+
+
+def _as_arrays(batch: dict[str, Any]) -> dict[str, Any]:
+    """The batch with arrays in place of tensors; NumPy has no bfloat16."""
+    tensors = {name: value for name, value in batch.items() if isinstance(value, torch.Tensor)}
+    arrays = {name: (one.float() if one.dtype is torch.bfloat16 else one).numpy() for name, one in tensors.items()}
+    return batch | arrays
