@@ -89,12 +89,9 @@ def _plain_apostrophe(token: str) -> str:
     return re.sub("[\u0092\u2019]|&apos;", "'", token)
 
 
+_PLAIN_QUOTES = ["`", "'", "``", "''", "`", "'", "`", "``", "''", "``", "''", "`", "'"]
 _QUOTES = dict(
-    zip(
-        "\u0091\u0092\u0093\u0094\u2018\u2019\u201b\u201c\u201d\u00ab\u00bb\u2039\u203a",
-        ("`", "'", "``", "''", "`", "'", "`", "``", "''", "``", "''", "`", "'"),
-        strict=True,
-    )
+    zip("\u0091\u0092\u0093\u0094\u2018\u2019\u201b\u201c\u201d\u00ab\u00bb\u2039\u203a", _PLAIN_QUOTES, strict=True)
 )
 _FRACTIONS = {"\u00bc": "1/4", "\u00bd": "1/2", "\u00be": "3/4", "\u2153": "1/3", "\u2154": "2/3"}
 _DASHES = ("&md;", "&mdash;", "&ndash;")
