@@ -1,6 +1,6 @@
 """LatentLoader to the GPU, compared with plain copies of the same number of bytes from pinned memory.
 
-The data set is that of `benchmarks.latents`: segments of 20 x 4 x 32 x 32 float16 with an embedding each, normally
+The dataset is that of `benchmarks.latents`: segments of 20 x 4 x 32 x 32 float16 with an embedding each, normally
 distributed. Two variants take turns: the loader with its prefetching thread, as in training; and a loop that copies two
 pinned batches alternately, which is the limit of the bus. Epochs after the first are timed, to exclude checksums.
 """
