@@ -46,9 +46,9 @@ def measure_latents(setup: Setup) -> Result:
     return Result(
         rows=rows,
         notes=[
-            f"a segment is {_BYTES} bytes with its text; everything is in memory",
-            "the loader gathers each batch out of mapped files into pinned memory, which bare copies have ready: "
-            "`gather GB/s` is that step alone, on the host",
+            f"a segment with its text has {_BYTES} bytes; all data is in memory",
+            "the loader gathers each batch from mapped files into pinned memory; plain copies start there. "
+            "`gather GB/s` is the gathering alone, on the host",
         ],
         targets=[
             Target(what=f"batch {row['batch']}: loader / pinned copies", figure=row["share"], goal=_GOAL)
