@@ -231,7 +231,7 @@ def main() -> None:
         memory_rows, jump_rows = measure_costs(folder, copies=arguments.copies)
     notes = [
         f"{arguments.segments:,} segments of {arguments.videos} videos, values {arguments.values}, "
-        f"{arguments.rounds} rounds; each variant's bytes are those of the set.",
+        f"{arguments.rounds} rounds; the output of each variant was compared with the dataset.",
         *(f"{name} is not installed: {why}" for name, why in missing.items()),
     ]
     further = {"Anonymous memory of a LatentLoader's process": memory_rows, "Jumps": jump_rows}

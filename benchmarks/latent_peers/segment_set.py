@@ -85,7 +85,7 @@ def digest(batches: Iterable[tuple[Any, Any]]) -> tuple[int, str]:
     for latents, text in batches:
         for segment, embedding in zip(np.asarray(latents), np.asarray(text), strict=True):
             if segment.shape != SEGMENT_SHAPE or segment.dtype != np.float16 or embedding.dtype != np.float16:
-                raise ValueError(f"a segment of {segment.dtype} {segment.shape}, text of {embedding.dtype}")
+                raise ValueError(f"unexpected segment {segment.dtype} {segment.shape} or text {embedding.dtype}")
             whole = hashlib.blake2b(np.ascontiguousarray(segment).data, digest_size=8)
             whole.update(np.ascontiguousarray(embedding).data)
             digests.add(int.from_bytes(whole.digest(), "little"))
