@@ -120,7 +120,7 @@ def test_nothing_goes_while_the_current_variant_is_not_whole(
     reason = {
         "tar": "000000 is missing",
         "commit": "000001.json: the commit record is missing",
-        "dataset": "no variant",
+        "dataset": "there is no current variant",
         "folder": "is missing",
     }
     {
