@@ -82,8 +82,8 @@ def main() -> None:
         rows,
         notes=[
             f"torch {torch.__version__}.",
-            "targets: encoder 1.2 times the speed on a CPU, 1.5 times on a GPU, at most 0.7 times the memory;",
-            "greedy decoding at least 1.0 times the tokens a second",
+            "Targets: encoder at least 1.2 times the speed on a CPU, 1.5 times on a GPU, and at most 0.7 times the",
+            "memory; greedy decoding at least 1.0 times the tokens per second.",
         ],
         json_path=arguments.json,
         further=dict(further),

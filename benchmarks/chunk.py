@@ -8,8 +8,8 @@ Every variant encodes the same files to 15 s chunks with a short side of 288 pix
                          packing, publishing
     prep chunk, ray      the same through a Ray instance of its own; including its daemons
     bare ffmpeg          only the same encoder passes, one by one: the lower bound
-    one pass a video     the same recipe, without cutting passes every five minutes
-    call a chunk         `-ss S -i VIDEO -t 15` for each chunk, with this recipe's resize, rate and encoder settings
+    one pass per video   the same recipe, without cutting passes every five minutes
+    call per chunk       `-ss S -i VIDEO -t 15` for each chunk, with this recipe's resize, rate and encoder settings
     LaViLa's call        `-ss S -i VIDEO -vf scale -t 15` for each chunk, with the defaults of ffmpeg and x264
                          (preset medium, the source's rate, audio kept); its output differs
 
@@ -76,8 +76,8 @@ class Chunkers:
         return {
             PREP: lambda: self.prep_chunk("processes"),
             BARE: lambda: self._run(map(self._span_command, self._spans)),
-            "one pass a video": lambda: self._run(map(self._span_command, self._videos)),
-            "call a chunk": lambda: self._run(chain.from_iterable(map(self._chunk_commands, self._videos))),
+            "one pass per video": lambda: self._run(map(self._span_command, self._videos)),
+            "call per chunk": lambda: self._run(chain.from_iterable(map(self._chunk_commands, self._videos))),
             "LaViLa's call": lambda: self._run(chain.from_iterable(map(self._lavila_commands, self._videos))),
             "prep chunk, ray": lambda: self.prep_chunk("ray"),
         }

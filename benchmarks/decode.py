@@ -290,15 +290,15 @@ def main() -> None:
     further: dict[str, Rows] = {
         "Figures with targets": [{"figure": figure, "value": value} for figure, value in ratios.items()],
         "Bytes": size_rows(sizes, num_chunks=len(names)),
-        "CPU microseconds of a clip in clipmill": cost_rows(measured),
-        "The loader, 4 frames a clip, own chunks": loader_rows(measured),
+        "CPU time per clip in clipmill, us": cost_rows(measured),
+        "Loader, 4 frames per clip, own chunks": loader_rows(measured),
     }
     notes = [
         f"{len(names)} pieces of 15 s ({', '.join(names)}), {arguments.clips} clips, {arguments.rounds} rounds.",
         *(f"{variant} is not installed: {why}" for variant, why in measured.missing.items()),
     ]
     print_report(
-        "Clips out of chunks",
+        "Clips from chunks",
         rows_of(measured, cases),
         notes=notes,
         json_path=arguments.json,

@@ -195,7 +195,7 @@ def main() -> None:
     print_report(
         "Encoding latents and text",
         rows,
-        notes=["Target: at least 0.95 times the plain loop's rate. Imports count in: seconds of each command."],
+        notes=["Target: at least 0.95 times the plain loop's rate. Times include imports, a few seconds per command."],
         json_path=arguments.json,
     )
 

@@ -2,7 +2,7 @@
 
     python -m benchmarks.latents [--quick] [--values normal|ar1] [--json FILE]
 
-Every loader reads the same data set in its own format: 5000 segments of 20 x 4 x 32 x 32 float16 and the text embedding
+Every loader reads the same dataset in its own format: 5000 segments of 20 x 4 x 32 x 32 float16 and the text embedding
 of the segment's video, one of 100 (`make peers` installs the other libraries; rows of missing ones are empty):
 
     LatentLoader      clipmill's columns: 1700 chunks of 15 s in tars, three segments each, two in the last of a video;
@@ -15,7 +15,7 @@ of the segment's video, one of 100 (`make peers` installs the other libraries; r
     npy memmap        one memory-mapped file, batches gathered by NumPy into a new array: no tars, no keys, no resuming
     memcpy            the same bytes, segment by segment, into a ring of buffers: the lower bound
 
-Each loader is a persistent process. Before timing, it loads an epoch whose bytes are compared with the data set: every
+Each loader is a persistent process. Before timing, it loads an epoch whose bytes are compared with the dataset: every
 segment once, with its text. Then the loaders take turns, in an order that rotates from round to round; a turn is as
 many whole epochs as fit into half a second. All data are shuffled and in memory; shuffling is included in the time.
 Batches are not processed further. Figures are medians over the rounds; ratios are medians of the ratios within each
@@ -23,7 +23,7 @@ round: `/ seed` relative to the better of the seed's two rows (target for the La
 batch 32), `/ memcpy` relative to memcpy (target: at least 0.70, aim: 0.90).
 
 Then the anonymous memory of a LatentLoader's process after an epoch (target: under 300 MB whatever the size), for this
-data set and for larger ones, whose tars are hard links to the first; `imports` is the memory before the loader is
+dataset and for larger ones, whose tars are hard links to the first; `imports` is the memory before the loader is
 created, mainly torch. Finally, the time of 1000 seeks to random positions below a billion (target: under 1 ms).
 """
 
@@ -91,7 +91,7 @@ def start_variants(
             continue
         stack.callback(running[name].end)
     for name in list(running):
-        _progress(f"{name}: writing the data set in its format")
+        _progress(f"{name}: writing the dataset in its format")
         try:
             running[name].ask("make")
         except NotInstalled as error:
@@ -106,7 +106,7 @@ def race(
     """Check each loader with one batch size, then time them in turns.
 
     Raises:
-        RuntimeError: a loader's output differs from the data set.
+        RuntimeError: a loader's output differs from the dataset.
     """
     for name, variant in variants.items():
         variant.ask("open", batch=batch)
@@ -149,7 +149,7 @@ def rows_of(batch: int, rates: Rates, names: list[str]) -> list[dict[str, object
 
 
 def measure_costs(folder: Path, *, copies: list[int]) -> tuple[list[dict[str, object]], list[dict[str, object]]]:
-    """Measure the memory of loaders of ever larger data sets, and the seeks of the last."""
+    """Measure the memory of loaders of ever larger datasets, and the seeks of the last."""
     segments = open_segment_set(folder / "set")
     memory_rows, jumps = [], {}
     for num_copies in copies:
@@ -231,7 +231,7 @@ def main() -> None:
         memory_rows, jump_rows = measure_costs(folder, copies=arguments.copies)
     notes = [
         f"{arguments.segments:,} segments of {arguments.videos} videos, values {arguments.values}, "
-        f"{arguments.rounds} rounds; each variant's bytes are those of the set.",
+        f"{arguments.rounds} rounds; the output of each variant was compared with the dataset.",
         *(f"{name} is not installed: {why}" for name, why in missing.items()),
     ]
     further = {"Anonymous memory of a LatentLoader's process": memory_rows, "Jumps": jump_rows}

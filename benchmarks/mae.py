@@ -197,18 +197,18 @@ def main() -> None:
             )
             what = f"{settings['model']}, batch {settings['batch']}"
             if DATA in arguments.parts:
-                tables[f"{what}: the data's part of a step"] = data_rows(Path(name), settings, **race)
+                tables[f"{what}: share of data loading in a step"] = data_rows(Path(name), settings, **race)
             if LATENTS in arguments.parts:
                 tables[f"{what}: pixels and latents"] = latent_rows(Path(name), settings, **race)
     (title, first), *others = tables.items()
-    where = torch.cuda.get_device_name(device) if is_cuda else f"cpu ({torch.get_num_threads()} thread of torch)"
+    where = torch.cuda.get_device_name(device) if is_cuda else f"cpu (torch threads: {torch.get_num_threads()})"
     print_report(
         f"Masked autoencoders, on {where}: {title}",
         first,
         notes=[
             f"torch {torch.__version__}, {arguments.rounds} rounds; pieces: {', '.join(names) or 'none'}.",
-            "targets: 1.0 times transformers' speed or more, 1.0 times its memory or less; data at most 5 % of a step",
-            "on a GPU. The decoder beside decord: benchmarks/decode.py.",
+            "Targets: at least 1.0 times transformers' speed, at most 1.0 times its memory; waiting for data at most",
+            "5 % of a step on a GPU. For decoding compared with decord, see benchmarks/decode.py.",
         ],
         json_path=arguments.json,
         further=dict(others),

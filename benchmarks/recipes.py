@@ -236,7 +236,7 @@ def main() -> None:
     decode_all(pieces, trials, num_rounds=arguments.rounds)
     notes = [
         f"{len(pieces)} chunks, {sum(piece.num_frames for piece in pieces)} frames; "
-        f"{arguments.rounds} rounds of decoding. Scalers are judged by the frames of lanczos, all others by their own.",
+        f"{arguments.rounds} rounds of decoding. The reference for scalers is the output of lanczos.",
     ]
     print_report(
         "Recipes of prep chunk",

@@ -194,7 +194,7 @@ def main() -> None:
     print_report(
         f"Held-out R@1 after {arguments.steps} steps of batch {BATCH}",
         rows,
-        notes=[f"Spread: standard deviation over seeds. Chance: {100 / NUM_HELD_OUT:.1f} %."],
+        notes=[f"Spread: standard deviation over seeds. Chance level: {100 / NUM_HELD_OUT:.1f} %."],
         json_path=arguments.json,
         further={"Tuning, mean of two other seeds": tuning},
     )

@@ -62,7 +62,7 @@ def main() -> None:
         notes=[
             f"torch {torch.__version__}, {'float32' if device.type == 'cpu' else 'bfloat16'}, "
             f"attention: {attention.name}.",
-            "target: at 12 tokens, padded / packed of at least 3",
+            "Target at 12 tokens: padded / packed at least 3.",
         ],
         json_path=arguments.json,
     )

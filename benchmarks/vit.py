@@ -198,15 +198,15 @@ def notes_of(setup: Setup, *, shared: int, memory_gb: float) -> list[str]:
     """Return the notes below the table."""
     if not setup.is_cuda:
         return [
-            f"torch {torch.__version__}, float32, {shared} clips a step.",
-            "a tiny tower on a CPU; the targets apply to ViT-B/16 on a GPU",
+            f"torch {torch.__version__}, float32, {shared} clips per step.",
+            "A tiny tower on a CPU: the targets apply to ViT-B/16 on a GPU.",
         ]
     attention = open_attention("auto", device_type="cuda")
     return [
-        f"torch {torch.__version__}, bfloat16, fused attention: {attention.name}; {shared} clips a step, "
+        f"torch {torch.__version__}, bfloat16, fused attention: {attention.name}; {shared} clips per step, "
         f"{memory_gb:g} GB.",
-        "targets: fused 1.7 times naive's frames/s and 3 times its batch; checkpointed 13.8 times naive's batch;",
-        "fused at least 1.0 times open_clip's frames/s",
+        "Targets, at least: fused 1.7 times naive's frames/s and 3 times its batch; checkpointed 13.8 times naive's",
+        "batch; fused 1.0 times open_clip's frames/s.",
     ]
 
 

@@ -30,7 +30,7 @@ Index columns of every sample: `key`, and for each extension `<ext>_offset` (u64
 `<ext>_size` (u64) and `<ext>_crc32` (u32). Data columns add their own fields (VIDEO_FIELDS for `video`).
 The Arrow schema metadata holds `clipmill_format` and `extensions` (comma-separated, in member order).
 
-Column `video`: key `<video_id>_<start_ms:09d>`, members mp4, json and, if the data set has captions, txt.
+Column `video`: key `<video_id>_<start_ms:09d>`, members mp4, json and, if the dataset has captions, txt.
 
 Column `latents`: the keys of `video`, in its order and in shards of the same ids and splits; a chunk that could not be
 encoded is absent and listed as a failure in the commit. One member, `latents.npy`: [F, C, h, w], float16, or the bits

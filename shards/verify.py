@@ -81,7 +81,7 @@ def verify_shard(variant_dir: Path, commit: Commit) -> list[Problem]:
 def quick_check(variant_dir: Path, commit: Commit) -> list[Problem]:
     """Compare existence and sizes with a few system calls, and read a file only if it is newer than the commit.
 
-    If the content of a newer file is correct (common in copied data sets), the commit's modification time is set to the
+    If the content of a newer file is correct (common in copied datasets), the commit's modification time is set to the
     file's, so that the file is read only once.
     """
     if commit.files is None:

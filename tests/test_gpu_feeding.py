@@ -1,4 +1,4 @@
-"""Part C on small data: what it loads from, what its figures say, and that its contestants do the same work."""
+"""Part C on small data: what it loads from, what its figures say, and that all variants do the same work."""
 
 import threading
 import time
@@ -13,7 +13,7 @@ from benchmarks.gpu.feeding_lock import InterpreterLock, find_interpreter_lock
 from benchmarks.gpu.feeding_mjpeg import make_mjpeg, mjpeg_variant
 from benchmarks.gpu.feeding_ring import ProcessRing
 from benchmarks.gpu.feeding_steps import batch_for, wait_row
-from benchmarks.gpu.feeding_threads import contestants, decision, lock_row
+from benchmarks.gpu.feeding_threads import decision, lock_row, worker_counts
 from manifests.store import read_captions
 from prep.synthetic.frame_code import read_frame_number
 from shards.reader import Variant
@@ -121,9 +121,9 @@ def test_what_follows_from_threads_that_fall_behind_depends_on_the_ring() -> Non
 
 
 def test_a_machine_is_asked_for_as_many_threads_as_it_has_cores() -> None:
-    assert contestants(16, is_dry_run=False) == [1, 2, 4, 8, 16]
-    assert contestants(6, is_dry_run=False) == [1, 2, 4]
-    assert contestants(1, is_dry_run=False) == [1, 2]
+    assert worker_counts(16, is_dry_run=False) == [1, 2, 4, 8, 16]
+    assert worker_counts(6, is_dry_run=False) == [1, 2, 4]
+    assert worker_counts(1, is_dry_run=False) == [1, 2]
 
 
 def test_a_batch_is_in_proportion_to_the_memory() -> None:
@@ -150,5 +150,5 @@ def test_the_size_of_a_jpeg_is_in_its_frame_header(data: Path, tmp_path: Path) -
     (shard,) = Variant.open(folder).shards()
     packet = torch.from_numpy(np.frombuffer(shard.read(0, "mp4"), np.uint8).copy())
     assert jpeg_size(packet) == (shard.index["width"][0].as_py(), shard.index["height"][0].as_py())
-    with pytest.raises(ValueError, match="no baseline JPEG"):
+    with pytest.raises(ValueError, match="not a baseline JPEG"):
         jpeg_size(torch.zeros(100, dtype=torch.uint8))

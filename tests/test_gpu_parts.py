@@ -149,8 +149,8 @@ def test_what_an_interruption_cuts_is_named_and_on_disk(tmp_path: Path) -> None:
     first, second, third = figures(path)["measurements"]
     assert (first["skipped"], first["error"]) == (None, None)
     assert (second["skipped"], third["skipped"]) == (
-        "interrupted before it had finished",
-        "not begun: no time was left",
+        "interrupted",
+        "not started: no time was left",
     )
     assert figures(path)["running"] is None
 

@@ -53,6 +53,6 @@ def _prep_chunks(name: str, *, pieces: Path, captions: Path, folder: Path) -> No
         for row in range(shard.num_samples):
             num_frames = shard.index["num_frames"][row].as_py()
             if num_frames != CHUNK_FRAMES:
-                raise RuntimeError(f"{shard.index['key'][row]} has {num_frames} frames, not {CHUNK_FRAMES}")
+                raise RuntimeError(f"{shard.index['key'][row]} has {num_frames} frames, expected {CHUNK_FRAMES}")
             number = int(shard.index["video_id"][row].as_py())
             chunk_path(folder, name, number).write_bytes(shard.read(row, "mp4"))

@@ -33,7 +33,7 @@ def cut_pieces(videos: Path, folder: Path, *, num_pieces: int, program: str) -> 
     room = {path: int(length_s(path) // PIECE_S) for path in sorted(videos.iterdir()) if path.is_file()}
     parts = shared_out(room, num_pieces)
     if not parts:
-        raise SystemExit(f"no video of {videos} lasts {PIECE_S} s")
+        raise SystemExit(f"no video in {videos} is at least {PIECE_S} s long")
     names: list[str] = []
     for path, count in parts.items():
         for number in range(count):

@@ -1,7 +1,7 @@
 """Data folders for the loader benchmarks: existing chunks, repeated many times under new keys.
 
 Every copy has its own videos, captions, index and commit. Its tar is a copy of the file, not a link, so that as many
-pages are read as for a data set of that size. All files have just been written and are in the page cache: this
+pages are read as for a dataset of that size. All files have just been written and are in the page cache: this
 measures the path from the page cache to the model, not a disk.
 """
 

@@ -1,6 +1,6 @@
 """LatentLoader to the GPU, compared with plain copies of the same number of bytes from pinned memory.
 
-The data set is that of `benchmarks.latents`: segments of 20 x 4 x 32 x 32 float16 with an embedding each, normally
+The dataset is that of `benchmarks.latents`: segments of 20 x 4 x 32 x 32 float16 with an embedding each, normally
 distributed. Two variants take turns: the loader with its prefetching thread, as in training; and a loop that copies two
 pinned batches alternately, which is the limit of the bus. Epochs after the first are timed, to exclude checksums.
 """
@@ -46,9 +46,9 @@ def measure_latents(setup: Setup) -> Result:
     return Result(
         rows=rows,
         notes=[
-            f"a segment is {_BYTES} bytes with its text; everything is in memory",
-            "the loader gathers each batch out of mapped files into pinned memory, which bare copies have ready: "
-            "`gather GB/s` is that step alone, on the host",
+            f"a segment with its text has {_BYTES} bytes; all data is in memory",
+            "the loader gathers each batch from mapped files into pinned memory; plain copies start there. "
+            "`gather GB/s` is the gathering alone, on the host",
         ],
         targets=[
             Target(what=f"batch {row['batch']}: loader / pinned copies", figure=row["share"], goal=_GOAL)

@@ -67,7 +67,9 @@ def find_interpreter_lock() -> InterpreterLock:
         lock = InterpreterLock(np.ctypeslib.as_array((ctypes.c_int32 * 1).from_address(place)))
         if lock.state[0] == 1 and _follows_a_busy_thread(lock):
             return lock
-    raise LookupError(f"no lock among {len(places)} places of the runtime of {sys.implementation.name} {sys.version}")
+    raise LookupError(
+        f"lock not found at {len(places)} addresses in the runtime of {sys.implementation.name} {sys.version}"
+    )
 
 
 def _follows_a_busy_thread(lock: InterpreterLock) -> bool:

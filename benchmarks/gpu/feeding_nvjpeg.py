@@ -83,11 +83,11 @@ def measure_nvjpeg(setup: Setup) -> Result:
     return Result(
         rows=rows,
         notes=[
-            f"{origin}; {_NUM_FRAMES} frames, {size_px} px; adopted from {_GOAL:g} times the CPU's rate on",
-            f"the inputs of both variants differ by {difference:.3f} on average (standard deviations): other resize of "
-            "chroma, and RGB made before the resize and not after",
+            f"{origin}; {_NUM_FRAMES} frames, {size_px} px; worth adopting at {_GOAL:g} times the CPU's rate or more",
+            f"the inputs of both variants differ by {difference:.3f} standard deviations on average: chroma is resized "
+            "differently, and the conversion to RGB precedes the resize",
         ],
-        targets=[Target(what="nvJPEG / CPU, the whole path", figure=gain, goal=_GOAL)],
+        targets=[Target(what="nvJPEG / CPU, whole path", figure=gain, goal=_GOAL)],
     )
 
 
@@ -98,7 +98,7 @@ def _mjpeg_folder(setup: Setup) -> tuple[Any, str]:
         return repeat_chunks(setup.data, target, num_copies=num_copies, variant=variant), f"chunks of {variant}"
     num_chunks, max_frames = (2, 12) if setup.is_dry_run else (8, 450)
     made = make_mjpeg(setup.data, setup.scratch / "mjpeg", num_chunks=num_chunks, max_frames=max_frames)
-    return repeat_chunks(made, target, num_copies=num_copies), "MJPEG made of the folder's chunks"
+    return repeat_chunks(made, target, num_copies=num_copies), "MJPEG encoded from the folder's chunks"
 
 
 def _by_cpu(samples: ChunkClips, setup: Setup, *, size_px: int) -> Generator[torch.Tensor, None, None]:
@@ -163,7 +163,7 @@ def jpeg_size(packet: torch.Tensor) -> tuple[int, int]:
             height, width = (int(content[at + place]) << 8 | int(content[at + place + 1]) for place in (5, 7))
             return width, height
         at += 2 + length
-    raise ValueError("a packet is no baseline JPEG")
+    raise ValueError("not a baseline JPEG packet")
 
 
 def _decoded(packets: list[torch.Tensor], *, device: torch.device) -> list[torch.Tensor]:

@@ -39,7 +39,7 @@ class _Worker:
 
 
 class ProcessRing:
-    """Endless batches of a data set from `num_processes` forked processes; a context manager that terminates them.
+    """Endless batches of a dataset from `num_processes` forked processes; a context manager that terminates them.
 
     Args:
         clip_shape: shape of a clip's uint8 array.

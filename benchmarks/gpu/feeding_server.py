@@ -1,6 +1,6 @@
 """A loader process, so that the measuring process has no competing threads, and CUDA is never forked.
 
-It is forked before CUDA is initialised, keeps the data sets open, and answers requests through a pipe:
+It is forked before CUDA is initialised, keeps the datasets open, and answers requests through a pipe:
 
     threads     the training loader with the given number of worker threads
     processes   that many processes, each with a one-thread loader and its own part of the samples: the upper bound

@@ -117,7 +117,7 @@ def measure_waits(setup: Setup) -> Result:
     """Measure the fraction of a step that waits for data, in runs of the real training loop."""
     data = require_repeated(setup)
     rows: list[dict[str, Any]] = []
-    notes = [f"the first {_WARM_STEPS} steps are left out; a step of metrics.jsonl holds no checkpoint"]
+    notes = [f"without the first {_WARM_STEPS} steps; steps in metrics.jsonl do not include checkpoint writes"]
     targets = []
     for number, training in enumerate(trainings(setup, data=data)):
         out = setup.scratch / f"run-{number}"
@@ -140,9 +140,9 @@ def measure_augmentation(setup: Setup) -> Result:
     data = require_repeated(setup)
     rows: list[dict[str, Any]] = []
     notes = [
-        "CUDA events, medians; the pass holds the change of colour, normalisation and whatever is drawn; a step holds "
-        "the pass, the model forward and backward and the optimizer, on a batch that stays on the device: beside the "
-        "step of a run it shows what loading costs the host beyond waiting"
+        "medians of CUDA event times. The pass includes colour conversion, normalisation and the random augmentations. "
+        "A step includes the pass, the model's forward and backward pass and the optimizer, on a batch that stays on "
+        "the device; the difference from a step of a training run is the cost of loading beyond waiting"
     ]
     targets = []
     augments = {"flip, colour": _FLIP_AND_COLOUR, "RandAugment, erasing": _VIDEOMAE_FINE_TUNING, "nothing": Augment()}

@@ -63,7 +63,8 @@ def measure_text(setup: Setup) -> Result:
     return Result(
         rows=rows,
         notes=[
-            "a step is the text tower forward and backward; `tokenize` runs in the loader's threads, under the lock"
+            "a step is the text tower's forward and backward pass; `tokenize` runs in the loader's threads and holds "
+            "the interpreter lock"
         ],
     )
 

@@ -16,7 +16,7 @@ _FOUR = Shown(num_frames=4, sampling="uniform", size_px=224, batch=64)
 _SIXTEEN = Shown(num_frames=16, sampling="stride", size_px=224, batch=32)
 
 
-def contestants(cores: int, *, is_dry_run: bool) -> list[int]:
+def worker_counts(cores: int, *, is_dry_run: bool) -> list[int]:
     """Return the numbers of threads and processes that are meaningful on this machine."""
     return [1, 2] if is_dry_run else [number for number in _NUMBERS if number <= max(cores, 2)]
 
@@ -32,11 +32,11 @@ def shapes(*, is_dry_run: bool) -> dict[str, Shown]:
 def measure_threads(setup: Setup, server: LoaderServer) -> Result:
     """Measure clips per second of threads, processes and the ring of worker processes, in turns."""
     require_repeated(setup)
-    numbers = contestants(_cores(), is_dry_run=setup.is_dry_run)
+    numbers = worker_counts(_cores(), is_dry_run=setup.is_dry_run)
     num_rounds, seconds = (1, 0.02) if setup.is_dry_run else (3, 1.0)
     rows: list[dict[str, Any]] = []
     targets = []
-    notes = [_CACHE_NOTE, f"{_cores()} cores; medians of {num_rounds} rounds in turns, {seconds:g} s a turn"]
+    notes = [_CACHE_NOTE, f"{_cores()} cores; medians of {num_rounds} interleaved rounds, {seconds:g} s per turn"]
     for name, shown in shapes(is_dry_run=setup.is_dry_run).items():
         variants = [(variant, number) for number in numbers for variant in ("threads", "processes")]
         variants.append(("ring", numbers[-1]))
@@ -75,10 +75,10 @@ def measure_lock(setup: Setup, server: LoaderServer) -> Result:
     return Result(
         rows=rows,
         notes=[
-            "measured: the share of time that the lock is held, by a thread that reads its state and takes a core",
-            f"load of the machine: {os.getloadavg()[0]:.1f}; on a busy one a thread may hold the lock without running",
-            "arithmetic: held us a clip = share / (clips/s); threads at most = 1 / share of one thread: beyond, the "
-            "lock is held all the time. Handing it over costs time that is in neither, so the real limit is lower",
+            "measured: the share of time that the lock is held, by a sampling thread that occupies a core",
+            f"load average: {os.getloadavg()[0]:.1f}; on a busy machine a thread may hold the lock without running",
+            "derived: held us a clip = share / (clips/s); threads at most = 1 / share of one thread, at which the lock "
+            "is always held. Handing the lock over also takes time, so the actual limit is lower",
         ],
     )
 
@@ -134,5 +134,5 @@ def _cores() -> int:
 
 
 _CACHE_NOTE = (
-    "the chunks are copies of a few, just written: everything is read from the page cache, and no disk is measured"
+    "the chunks are fresh copies of a small set, so all reads are from the page cache: disk speed is not measured"
 )

@@ -157,7 +157,7 @@ def skip_rest(records: list[Record], measurements: Sequence[Measurement], *, run
     taken = {record.name for record in records}
     for one in measurements:
         if one.name not in taken:
-            why = "interrupted before it had finished" if one.name == running else "not begun: no time was left"
+            why = "interrupted" if one.name == running else "not started: no time was left"
             records.append(Record(name=one.name, skipped=why))
 
 

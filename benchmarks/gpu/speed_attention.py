@@ -88,17 +88,17 @@ def measure_attention(setup: Setup) -> Result:
     return Result(
         rows=rows,
         notes=[
-            f"ms of a forward and a backward pass; auto opened {attention.name}: {attention.reason}.",
+            f"ms per forward and backward pass; auto selected {attention.name}: {attention.reason}.",
             "`auto ran` and `xformers ran` are the operators that were called, with the longest kernel of a forward "
-            "pass where CUPTI tells it.",
-            f"fp32 products are not rounded to TF32 ({torch.get_float32_matmul_precision()} precision). MFU and peak "
-            "memory are the fastest way's.",
+            "pass if CUPTI reports it.",
+            f"fp32 matrix products do not use TF32 ({torch.get_float32_matmul_precision()} precision). MFU and peak "
+            "memory are those of the fastest implementation.",
             *_skipped_backends(setup),
             *(f"{text} ({len(where)} rows: {', '.join(where)})" for text, where in failures.items()),
         ],
         targets=[
             Target(
-                what="auto over the fastest, the worst of all rows, time",
+                what="time of auto / fastest, worst row",
                 figure=max(slowdowns, default=None),
                 goal=1.05,
                 is_at_most=True,

@@ -61,15 +61,15 @@ def measure_latents(setup: Setup) -> Result:
         rows += [{"precision": short, **row, "furthest apart": furthest} for row in of_precision]
         targets.append(
             Target(
-                what=f"{short}: over a plain loop, frames a second", figure=faster_than(taken, PREP, PLAIN), goal=0.95
+                what=f"{short}: frames/s relative to a plain loop", figure=faster_than(taken, PREP, PLAIN), goal=0.95
             )
         )
     return Result(
         rows=rows,
         notes=[
             f"Stable Diffusion's VAE (84 M parameters, random weights), {num_frames} frames of {side_px} px resized to "
-            f"{size_px} px a step, without decoding. `furthest apart`: latents of prep and of the loop. FLOPs are "
-            "those of a forward pass.",
+            f"{size_px} px per step, without decoding. `furthest apart`: largest difference between latents of prep "
+            "and the loop. FLOPs are those of a forward pass.",
         ],
         targets=targets,
     )
@@ -116,9 +116,9 @@ def measure_texts(setup: Setup) -> Result:
         of_lengths = rows_of(taken, setup, items=len(texts), unit="texts", beside=[PLAIN], precision="fp32")
         rows += [{"words": what, **row} for row in of_lengths]
         figure = faster_than(taken, PREP, PLAIN)
-        targets.append(Target(what=f"{what}: over a plain loop, texts a second", figure=figure, goal=0.95))
+        targets.append(Target(what=f"{what}: texts/s relative to a plain loop", figure=figure, goal=0.95))
     return Result(
         rows=rows,
-        notes=[f"{CLIP}'s text tower with random weights, float32, {batch} texts a batch. FLOPs are those of prep."],
+        notes=[f"{CLIP}'s text tower with random weights, float32, batch size {batch}. FLOPs are those of prep."],
         targets=targets,
     )

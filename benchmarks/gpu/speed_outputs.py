@@ -32,18 +32,18 @@ def measure_losses(setup: Setup) -> Result:
     return Result(
         rows=rows_of(taken, setup, items=pairs, unit="pairs", beside=[BASE, OPEN_CLIP], precision="fp32"),
         notes=[
-            f"{pairs} pairs of width {width}, float32; ours with state of samples and numbers for the log, as the loop "
-            "calls it. FLOPs are those of one matrix of similarities and its gradients. float32 products have no peak "
-            "in train/engine/throughput.py, hence no MFU.",
+            f"{pairs} pairs of width {width}, float32; ours with per-sample state and logged metrics, as in the "
+            "training loop. FLOPs are those of one similarity matrix and its gradients. MFU is not given, because "
+            "train/engine/throughput.py has no peak for float32.",
         ],
         targets=[
             Target(
-                what=f"{_FASTCLIP} over {BASE}, time",
+                what=f"time of {_FASTCLIP} / {BASE}",
                 figure=faster_than(taken, BASE, _FASTCLIP),
                 goal=1.02,
                 is_at_most=True,
             ),
-            Target(what=f"{BASE} over open_clip's, speed", figure=faster_than(taken, BASE, OPEN_CLIP), goal=1.0),
+            Target(what=f"speed of {BASE} / open_clip's", figure=faster_than(taken, BASE, OPEN_CLIP), goal=1.0),
         ],
     )
 
@@ -90,12 +90,12 @@ def measure_decoding(setup: Setup) -> Result:
             ]
             if precision == "bf16" or setup.is_dry_run:
                 figure = faster_than(taken, OURS, HF)
-                targets.append(Target(what=f"{method} over {HF}, tokens a second", figure=figure, goal=1.0))
+                targets.append(Target(what=f"tokens/s of {method} / {HF}", figure=figure, goal=1.0))
     return Result(
         rows=rows,
         notes=[
-            f"{num_captions} captions by {shape.decoder}, with a cache on both sides. `same tokens` compares the "
-            "captions of both in fp32. FLOPs are those of our decoding, for both variants."
+            f"{num_captions} captions by {shape.decoder}, both with a KV cache. `same tokens` compares the "
+            "captions of both in fp32. FLOPs are those of clipmill's decoding, for both."
         ],
         targets=targets[:1],
     )

@@ -47,8 +47,8 @@ def measure_videomae(setup: Setup) -> Result:
     return Result(
         rows=rows_of(taken, setup, items=batch, unit="clips", beside=[HF]),
         notes=[
-            f"{batch} clips of {NUM_FRAMES} frames of {image_px} px, 90 % of the cubes hidden, targets included, no "
-            "optimizer. Both wait for each loss. Weights and clips are not in `peak GiB`.",
+            f"{batch} clips of {NUM_FRAMES} frames of {image_px} px, 90 % of the cubes masked, targets included, no "
+            "optimizer. Both wait for each loss. `peak GiB` excludes weights and clips.",
         ],
         targets=_targets(taken, OURS, HF, speed=1.0, memory=1.0),
     )
@@ -77,7 +77,7 @@ def measure_timesformer(setup: Setup) -> Result:
         rows=rows_of(taken, setup, items=batch, unit="clips", beside=[CAPTION_HF]),
         notes=[
             f"{batch} clips of {shape.num_frames} frames of {shape.image_px} px, no optimizer. transformers computes "
-            "attention eagerly here: its TimesformerModel has no SDPA. Weights and clips are not in `peak GiB`.",
+            "attention eagerly here, because its TimesformerModel has no SDPA. `peak GiB` excludes weights and clips.",
         ],
         targets=_targets(taken, CAPTION_OURS, CAPTION_HF, speed=1.5, memory=0.7),
     )
@@ -100,13 +100,13 @@ def measure_text(setup: Setup) -> Result:
         rows += [{"captions": name, **row} for row in of_set]
         if name == SHORT:
             figure = faster_than(taken, PACKED, PADDED)
-            targets.append(Target(what="packed over padded, captions of 12 tokens, speed", figure=figure, goal=3.0))
+            targets.append(Target(what="speed of packed / padded, captions of 12 tokens", figure=figure, goal=3.0))
     notes = [
-        f"{num_captions} captions a pass, no optimizer; attention: {attention.name}. FLOPs are those of the tokens "
-        "that a variant computes, padding among them.",
+        f"{num_captions} captions per pass, no optimizer; attention: {attention.name}. FLOPs are those of the tokens "
+        "that a variant computes, including padding.",
     ]
     if setup.is_dry_run:
-        notes.append("open_clip has no text tower of the tiny size: not in a dry run.")
+        notes.append("open_clip is not compared in a dry run: it has no tiny text tower.")
     return Result(rows=rows, notes=notes, targets=targets)
 
 

@@ -41,12 +41,12 @@ def measure_steps(setup: Setup) -> Result:
     return Result(
         rows=rows_of(taken, setup, items=frames, unit="frames", beside=[NAIVE, OPEN_CLIP]),
         notes=[
-            f"{num_clips} clips of {tower.num_frames} frames a step; open_clip takes the same frames as pictures.",
-            f"auto opened {open_attention('auto', device_type=setup.device.type).name}.",
+            f"{num_clips} clips of {tower.num_frames} frames per step; open_clip takes the same frames as images.",
+            f"auto selected {open_attention('auto', device_type=setup.device.type).name}.",
         ],
         targets=[
-            Target(what="auto over naive, throughput", figure=faster_than(taken, AUTO, NAIVE), goal=1.7),
-            Target(what="auto over open_clip, throughput", figure=faster_than(taken, AUTO, OPEN_CLIP), goal=1.0),
+            Target(what="throughput of auto / naive", figure=faster_than(taken, AUTO, NAIVE), goal=1.7),
+            Target(what="throughput of auto / open_clip", figure=faster_than(taken, AUTO, OPEN_CLIP), goal=1.0),
         ],
     )
 
@@ -85,9 +85,11 @@ def measure_largest(setup: Setup) -> Result:
     for row in rows:
         if row["way"] in largest and NAIVE in largest:
             row["batch / naive"] = largest[row["way"]] / largest[NAIVE]
-    notes = [f"Clips of {tower.num_frames} frames; a batch is the largest to 5 %, within {_MEMORY_GB:g} GiB."]
+    notes = [
+        f"Clips of {tower.num_frames} frames; batches are the largest that fit in {_MEMORY_GB:g} GiB, to within 5 %."
+    ]
     if not is_cuda:
-        notes.append("On a CPU there is no memory limit to search for: one batch size for all.")
+        notes.append("On a CPU, all variants have the same batch size: there is no memory limit to search for.")
 
     def ratio(name: str) -> float | None:
         return largest[name] / largest[NAIVE] if is_cuda and name in largest and NAIVE in largest else None
@@ -96,8 +98,8 @@ def measure_largest(setup: Setup) -> Result:
         rows=rows,
         notes=notes,
         targets=[
-            Target(what="auto over naive, batch in 24 GB", figure=ratio(AUTO), goal=3.0),
-            Target(what="auto, checkpointed over naive, batch in 24 GB", figure=ratio(CHECKPOINTED), goal=13.8),
+            Target(what="batch in 24 GB of auto / naive", figure=ratio(AUTO), goal=3.0),
+            Target(what="batch in 24 GB of auto, checkpointed / naive", figure=ratio(CHECKPOINTED), goal=13.8),
         ],
     )
 

@@ -64,17 +64,17 @@ def measure_waits(setup: Setup) -> Result:
                 places.append(f"{name}, {precision}: {waits.described(num_steps)}")
             release()
     counted = [row["waits a step"] for row in rows if "waits a step" in row]
-    what = "numbers that the host reads out of tensors" if setup.device.type == "cpu" else "operations that wait"
+    what = "values that the host reads from tensors" if setup.device.type == "cpu" else "synchronising operations"
     return Result(
         rows=rows,
         notes=[
-            f"Of the thread that trains, in steps {_WARM_STEPS + 1} to {num_steps} of tiny models: {what}; `for "
-            "events` are waits for a CUDA event or stream, which may be of work of the step before.",
+            f"In the training thread, steps {_WARM_STEPS + 1} to {num_steps} of tiny models: {what}. `for events`: "
+            "waits for a CUDA event or stream, possibly for work of the previous step.",
             *places,
         ],
         targets=[
             Target(
-                what="waits a step, the most of all tasks", figure=max(counted, default=None), goal=1, is_at_most=True
+                what="waits per step, maximum over tasks", figure=max(counted, default=None), goal=1, is_at_most=True
             )
         ],
     )

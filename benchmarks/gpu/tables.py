@@ -75,12 +75,12 @@ def _chip(parts: Mapping[str, Any]) -> str:
 def _environment_lines(parts: Mapping[str, Any]) -> list[str]:
     lines = []
     if any(part["is_dry_run"] for part in parts.values()):
-        lines += ["Tiny sizes on a CPU, to show that the programs work: these figures say nothing about any chip.", ""]
+        lines += ["Tiny sizes on a CPU, as a test of the programs: the figures are meaningless.", ""]
     found: dict[str, str] = {}
     for part in parts.values():
         found = {**part["environment"], **found}
     if not found:
-        return [*lines, "The environment is not known: neither speed nor feeding was measured."]
+        return [*lines, "The environment is unknown: neither speed nor feeding was measured."]
     if len({part["environment"]["commit"] for part in parts.values()}) > 1:
         lines += ["**The parts were measured at different commits.**", ""]
     shown = {name: value for name, value in found.items() if value != "none"}
@@ -94,7 +94,7 @@ def _target_lines(parts: Mapping[str, Any]) -> list[str]:
             rows += [_target_row(measurement["name"], target) for target in measurement.get("targets", [])]
     if any(part["is_dry_run"] for part in parts.values()):
         rows = [{**row, "outcome": "a dry run"} for row in rows]
-    return table(rows) if rows else ["No figure that has a target was measured."]
+    return table(rows) if rows else ["No figure with a target was measured."]
 
 
 def _target_row(measurement: str, target: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,9 +1,9 @@
-"""The data set as clipmill's columns, in the form written by `prep latents` and `prep text`, without encoding.
+"""The dataset as clipmill's columns, in the form written by `prep latents` and `prep text`, without encoding.
 
 Chunks of 15 s hold 60 frames, so three segments each; the rest of a video is a shorter last chunk. Segments are not
 split: 50 segments of a video are 16 chunks of 60 frames and one of 40. Each video has one caption for its whole length.
 
-A data set several times as large repeats the latents: each copy has its own videos, keys, indexes and commits, but its
+A dataset several times as large repeats the latents: each copy has its own videos, keys, indexes and commits, but its
 tars are hard links to those of the first copy. A loader sees different files, which take no additional disk space.
 """
 
@@ -38,7 +38,7 @@ _LATENTS_VARIANT, _TEXT_VARIANT = "made-0a0a0a0a", "made-0b0b0b0b"
 
 
 def write_columns(data: Path, segments: SegmentSet, *, num_copies: int = 1) -> int:
-    """Write manifest, latents and text of the data set `num_copies` times; return the number of chunks."""
+    """Write manifest, latents and text of the dataset `num_copies` times; return the number of chunks."""
     lengths = np.bincount(segments.video_of_segment)
     captions = _write_manifest(data, lengths=lengths, num_copies=num_copies)
     _write_text(data, segments, captions=captions, num_copies=num_copies)
@@ -80,7 +80,7 @@ def _video_id(video: int, *, copy: int) -> str:
 
 
 def _write_manifest(data: Path, *, lengths: np.ndarray, num_copies: int) -> pa.Table:
-    """Write the manifest of the data set; return its captions, one per video, in the order of the videos."""
+    """Write the manifest of the dataset; return its captions, one per video, in the order of the videos."""
     names = pa.array([_video_id(video, copy=copy) for copy in range(num_copies) for video in range(len(lengths))])
     texts = pa.array([f"what video {number} shows" for number in range(len(names))])
     splits, sources = (pa.array([word] * len(names)) for word in (SPLIT, "made"))

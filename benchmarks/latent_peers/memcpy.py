@@ -1,6 +1,6 @@
 """Lower bound: the C library's memcpy of the same bytes into a ring of buffers, by segment in shuffled order.
 
-The source is the memory-mapped data set, with all its pages in memory; one thread. The ring has as many buffers as the
+The source is the memory-mapped dataset, with all its pages in memory; one thread. The ring has as many buffers as the
 LatentLoader's, so that neither benefits more from CPU caches.
 """
 
@@ -50,7 +50,7 @@ def address_of(array: np.ndarray) -> int:
 
 
 def make(segments: SegmentSet, folder: Path) -> None:
-    """Do nothing: the data set's own file is the source."""
+    """Do nothing: the dataset's own file is the source."""
 
 
 def open_loader(folder: Path, segments: SegmentSet, batch: int) -> PeerLoader:

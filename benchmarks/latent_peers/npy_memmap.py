@@ -24,7 +24,7 @@ class NpyMemmap(NothingToClose):
 
 
 def make(segments: SegmentSet, folder: Path) -> None:
-    """Do nothing: the data set already is such a file."""
+    """Do nothing: the dataset already is such a file."""
 
 
 def open_loader(folder: Path, segments: SegmentSet, batch: int) -> PeerLoader:

@@ -1,6 +1,6 @@
-"""The data set that every loader reads: latent segments, one text embedding per video, and each segment's video.
+"""The dataset that every loader reads: latent segments, one text embedding per video, and each segment's video.
 
-It has the shape of the data set that the first loader of this kind was measured on: 5000 segments of 20 x 4 x 32 x 32
+It has the shape of the dataset that the first loader of this kind was measured on: 5000 segments of 20 x 4 x 32 x 32
 float16, 100 videos, text embeddings of width 512. It is stored as three `.npy` files in a folder, from which each
 loader creates its own format. Requires NumPy only, because clipmill is not installed in the peers' environment.
 """
@@ -23,7 +23,7 @@ _AR1 = 0.9  # correlation of a value with the one at the same position in the pr
 
 @dataclass(frozen=True)
 class SegmentSet:
-    """The data set, memory-mapped from its files.
+    """The dataset, memory-mapped from its files.
 
     Attributes:
         latents: float16 [segments, *SEGMENT_SHAPE]; segments of a video are adjacent and in order.
@@ -44,7 +44,7 @@ class SegmentSet:
 
 
 def make_segment_set(folder: Path, *, num_segments: int, num_videos: int, values: str) -> None:
-    """Write the files of the data set; numbers of segments per video differ by at most one.
+    """Write the files of the dataset; numbers of segments per video differ by at most one.
 
     Args:
         values: `normal`, or `ar1`: also normally distributed, but correlated between successive frames.
@@ -85,7 +85,7 @@ def digest(batches: Iterable[tuple[Any, Any]]) -> tuple[int, str]:
     for latents, text in batches:
         for segment, embedding in zip(np.asarray(latents), np.asarray(text), strict=True):
             if segment.shape != SEGMENT_SHAPE or segment.dtype != np.float16 or embedding.dtype != np.float16:
-                raise ValueError(f"a segment of {segment.dtype} {segment.shape}, text of {embedding.dtype}")
+                raise ValueError(f"unexpected segment {segment.dtype} {segment.shape} or text {embedding.dtype}")
             whole = hashlib.blake2b(np.ascontiguousarray(segment).data, digest_size=8)
             whole.update(np.ascontiguousarray(embedding).data)
             digests.add(int.from_bytes(whole.digest(), "little"))

@@ -1,6 +1,6 @@
 """The server loop shared by all loaders: a persistent process that answers requests, one JSON object per line.
 
-    {"do": "make"}                       create the data set in this loader's format, unless it exists
+    {"do": "make"}                       create the dataset in this loader's format, unless it exists
     {"do": "open", "batch": 32}          start workers, allocate buffers
     {"do": "check"}                      one epoch, untimed: {"num_distinct": 5000, "digest": "..."}
     {"do": "time", "at_least_s": 0.5}    whole epochs for at least this time: {"num_segments": ..., "seconds": ...}
@@ -22,7 +22,7 @@ Batches = Iterator[tuple[Any, Any]]
 
 
 class PeerLoader(Protocol):
-    """A loader of the data set, opened with one batch size."""
+    """A loader of the dataset, opened with one batch size."""
 
     def epoch(self, number: int) -> Batches:
         """Yield every segment once, shuffled: latents [b, 20, 4, 32, 32] and text [b, 512], valid until the next."""
@@ -34,7 +34,7 @@ class PeerLoader(Protocol):
 
 
 Make = Callable[[SegmentSet, Path], None]
-Open = Callable[[Path, SegmentSet, int], PeerLoader]  # (its own folder, the data set, batch size)
+Open = Callable[[Path, SegmentSet, int], PeerLoader]  # (its own folder, the dataset, batch size)
 
 
 class NothingToClose:
@@ -45,7 +45,7 @@ class NothingToClose:
 
 
 def serve(make: Make, open_loader: Open) -> None:
-    """Answer requests until the input ends; program arguments: the folders of the data set and of this loader."""
+    """Answer requests until the input ends; program arguments: the folders of the dataset and of this loader."""
     parser = argparse.ArgumentParser()
     parser.add_argument("set_folder", type=Path)
     parser.add_argument("own_folder", type=Path)

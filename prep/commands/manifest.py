@@ -1,6 +1,6 @@
-"""`prep manifest KIND`: the commands that read data sets into the manifest, one per kind of data set.
+"""`prep manifest KIND`: the commands that read datasets into the manifest, one per kind of dataset.
 
-`ADAPTERS` lists the kinds: each entry has the reader, its parameters and the help text. To add a kind of data set,
+`ADAPTERS` lists the kinds: each entry has the reader, its parameters and the help text. To add a kind of dataset,
 write a reader in `manifests/adapters/` and add an entry here.
 """
 
@@ -276,11 +276,13 @@ def _write(read: "Callable[[], Reading]", *, data: Path, videos: Path, dataset: 
             reading.rejected,
             num_captions_lost=reading.num_captions_lost,
         )
-        few = first_rejected(manifest_text.rejected_of(read_rejected(data), dataset)) if written.num_rejected else []
+        rejected = (
+            first_rejected(manifest_text.rejected_of(read_rejected(data), dataset)) if written.num_rejected else []
+        )
     if as_json:
-        print(json_module.dumps(manifest_text.written_values(written, few=few), indent=1, sort_keys=True))
+        print(json_module.dumps(manifest_text.written_values(written, rejected=rejected), indent=1, sort_keys=True))
     else:
-        print(manifest_text.written_text(written, few=few))
+        print(manifest_text.written_text(written, rejected=rejected))
 
 
 def _check_existing(data: Path) -> None:

@@ -14,7 +14,7 @@ from manifests.store import REJECTED_FILE, WriteResult
 from prep.core.failure_list import FailureEntry, first_rejected, named_lines, named_values
 
 _INDENT = "  "
-# Advice on rows rejected for a given reason, where it is the same for all data sets.
+# Advice on rows rejected for a given reason, where it is the same for all datasets.
 _ADVICE = {
     Reason.MALFORMED_ROW: "in CSV files, enclose text that contains commas in double quotes",
     Reason.AMBIGUOUS_VIDEO: "give the path of each video relative to the folder, with the extension",
@@ -22,11 +22,11 @@ _ADVICE = {
 }
 
 
-def written_text(written: WriteResult, *, few: Sequence[FailureEntry]) -> str:
-    """Return what was written and what could not be used; `few` are the first rejected rows."""
+def written_text(written: WriteResult, *, rejected: Sequence[FailureEntry]) -> str:
+    """Return what was written and what could not be used; `rejected` has the first rejected rows."""
     changes = f"{written.num_videos_added:,} new"
     if written.num_videos_removed:
-        changes += f", {written.num_videos_removed} removed"
+        changes += f", {written.num_videos_removed:,} removed"
     lines = [
         f"{written.dataset}: {counted(written.num_videos, 'video')} ({changes}), "
         f"{counted(written.num_captions, 'caption')} ({written.num_captions_added:,} new)"
@@ -36,12 +36,12 @@ def written_text(written: WriteResult, *, few: Sequence[FailureEntry]) -> str:
         lost = counted(written.num_captions_lost, "caption")
         lines.append(f"rejected: {counted(total, 'row')}, and {lost} of unavailable videos")
         lines += [f"  {reason}: {count}" for reason, count in sorted(written.num_rejected.items())]
-        lines += named_lines(few, num_all=total, listed=written.folder / REJECTED_FILE, indent=_INDENT)
+        lines += named_lines(rejected, num_all=total, listed=written.folder / REJECTED_FILE, indent=_INDENT)
     lines.append(f"manifest: {written.folder}")
     return "\n".join(lines)
 
 
-def written_values(written: WriteResult, *, few: Sequence[FailureEntry]) -> dict[str, Any]:
+def written_values(written: WriteResult, *, rejected: Sequence[FailureEntry]) -> dict[str, Any]:
     """Return the content of `written_text` as JSON values."""
     return {
         "dataset": written.dataset,
@@ -52,7 +52,7 @@ def written_values(written: WriteResult, *, few: Sequence[FailureEntry]) -> dict
         "num_captions_added": written.num_captions_added,
         "num_captions_lost": written.num_captions_lost,
         "num_rejected": written.num_rejected,
-        "first_rejected": named_values(few),
+        "first_rejected": named_values(rejected),
         "manifest": os.fspath(written.folder),
     }
 
@@ -81,18 +81,18 @@ def unused_text(reading: Reading) -> str:
 
 
 def no_video_text(reading: Reading, dataset: str) -> tuple[str, str]:
-    """Return the message and hint for a data set without usable videos."""
+    """Return the message and hint for a dataset without usable videos."""
     counts = reading.rejected["reason"].value_counts().to_pylist()
     reasons = "".join(f"; {entry['values']}: {entry['counts']}" for entry in counts)
-    few = first_rejected(reading.rejected)
+    rejected = first_rejected(reading.rejected)
     hint = "check that the names of the video files match the annotations; the manifest was not changed"
-    if few:
-        hint += f"; first rejected: {on_one_line(f'{few[0].name}: {few[0].message}')}"
+    if rejected:
+        hint += f"; first rejected: {on_one_line(f'{rejected[0].name}: {rejected[0].message}')}"
     if reading.example_file is not None:
         hint += f"; the video files have names such as {on_one_line(reading.example_file)}"
     return f"no usable videos in dataset {dataset}{reasons}", hint
 
 
 def rejected_of(rejected: pa.Table, dataset: str) -> pa.Table:
-    """Return the rows of one data set."""
+    """Return the rows of one dataset."""
     return rejected.filter(pc.equal(rejected["dataset"], dataset))

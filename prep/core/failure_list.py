@@ -51,11 +51,11 @@ def failure_values(failures: Sequence[Failure], *, listed: Path) -> dict[str, An
 
 def first_rejected(rejected: pa.Table) -> list[FailureEntry]:
     """Return the first few rows of a table with schema manifests.schema.REJECTED, named by file, row and value."""
-    few: list[FailureEntry] = []
+    entries: list[FailureEntry] = []
     for reason in pc.unique(rejected["reason"]):
         rows = rejected.filter(pc.equal(rejected["reason"], reason)).slice(0, MAX_NAMED)
-        few += [FailureEntry(_location(row), row["reason"], row["detail"]) for row in rows.to_pylist()]
-    return first_few(few)
+        entries += [FailureEntry(_location(row), row["reason"], row["detail"]) for row in rows.to_pylist()]
+    return first_few(entries)
 
 
 def first_few(named: Iterable[FailureEntry]) -> list[FailureEntry]:
@@ -69,20 +69,20 @@ def first_few(named: Iterable[FailureEntry]) -> list[FailureEntry]:
     return list(islice(turns, MAX_NAMED))
 
 
-def named_lines(few: Sequence[FailureEntry], *, num_all: int, listed: Path | None, indent: str) -> Iterator[str]:
+def named_lines(entries: Sequence[FailureEntry], *, num_all: int, listed: Path | None, indent: str) -> Iterator[str]:
     """Yield one line per failure, then the number of those not shown and the file that lists all of them."""
-    for one in few:
+    for one in entries:
         yield f"{indent}{on_one_line(f'{one.name}: {one.code}: {one.message}')}"
-    parts = [f"and {num_all - len(few):,} more"] if num_all > len(few) else []
+    parts = [f"and {num_all - len(entries):,} more"] if num_all > len(entries) else []
     if num_all and listed is not None:
         parts.append(f"full list: {listed}")
     if parts:
         yield f"{indent}{'; '.join(parts)}"
 
 
-def named_values(few: Sequence[FailureEntry]) -> list[dict[str, Any]]:
+def named_values(entries: Sequence[FailureEntry]) -> list[dict[str, Any]]:
     """Return the failures as JSON values."""
-    return [{"name": one.name, "code": one.code, "message": one.message} for one in few]
+    return [{"name": one.name, "code": one.code, "message": one.message} for one in entries]
 
 
 def _location(row: dict[str, Any]) -> str:

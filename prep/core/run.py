@@ -101,7 +101,7 @@ def execute(job: Job[W], engine: Engine) -> Summary:
     folder = job.variant_dir
     make_variant(folder, job.recipe)
     remove_variant_temporaries(folder)
-    # A data set's first variant is readable while it grows; a later variant replaces it only once it is complete.
+    # A dataset's first variant is readable while it grows; a later variant replaces it only once it is complete.
     begin_variant(job.data_dir, job.column.name, job.variant)
     summary = Summary(job.variant)
     begin_s = time.monotonic()

@@ -98,9 +98,9 @@ def encoded_chunks(
 def _run(parts: list[Part[C, P]], encode: Callable[[list[Part[C, P]]], NDArray[np.float32]]) -> None:
     latents = encode(parts)
     for part in parts:
-        mine, latents = latents[: len(part.pictures)], latents[len(part.pictures) :]
-        part.owner.latents.append(mine)
-        part.owner.num_waiting -= len(mine)
+        own, latents = latents[: len(part.pictures)], latents[len(part.pictures) :]
+        part.owner.latents.append(own)
+        part.owner.num_waiting -= len(own)
 
 
 def _finished(growing: deque[_Growing[C]]) -> Iterator[EncodedChunk[C]]:

@@ -37,7 +37,7 @@ def encode_video(
     with av.open(str(path), "w") as container:
         stream = container.add_stream(codec, rate=fps, options={"threads": "1", **(options or {})})
         if not isinstance(stream, av.VideoStream):
-            raise ValueError(f"{codec!r} is no codec for video")
+            raise ValueError(f"{codec!r} is not a video codec")
         stream.width, stream.height, stream.pix_fmt = width, height, pixel_format
         time_base = 1 / (fps * TICKS_PER_FRAME)
         stream.time_base = stream.codec_context.time_base = time_base

@@ -1,4 +1,4 @@
-"""Making a synthetic data set: the video files, and the reading that is written to the manifest."""
+"""Making a synthetic dataset: the video files, and the reading that is written to the manifest."""
 
 import hashlib
 import os
@@ -107,7 +107,7 @@ def make_synthetic(
     dataset: str = "synthetic",
     on_video: Callable[[int], None] = lambda num_done: None,
 ) -> Reading:
-    """Make the videos that do not exist yet, and read all of them as a data set.
+    """Make the videos that do not exist yet, and read all of them as a dataset.
 
     Args:
         directory: folder for the files; it is created if missing.

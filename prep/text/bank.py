@@ -193,9 +193,9 @@ def _wanted_rows(
         begin, end = int(offsets[sample]), int(offsets[sample + 1])
         embedded = np.frombuffer(payload, np.float16, offset=data_offset(payload)).reshape(end - begin, width)
         # Another sample may have provided the same text already.
-        mine = np.flatnonzero(positions[begin:end] >= 0)
-        mine = mine[is_missing[positions[begin:end][mine]]]
-        if len(mine):
-            is_missing[positions[begin:end][mine]] = False
-            found.append((stored[begin:end][mine].astype(DIGESTS), embedded[mine]))
+        wanted = np.flatnonzero(positions[begin:end] >= 0)
+        wanted = wanted[is_missing[positions[begin:end][wanted]]]
+        if len(wanted):
+            is_missing[positions[begin:end][wanted]] = False
+            found.append((stored[begin:end][wanted].astype(DIGESTS), embedded[wanted]))
     return found

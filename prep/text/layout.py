@@ -45,14 +45,14 @@ def extend_text_layout(
     next_shard = pc.max(layout["shard_id"]).as_py() + 1 if len(layout) else 0
     added = []
     for split in sorted(pc.unique(splits.filter(pa.array(is_new))).to_pylist()):
-        mine = np.flatnonzero(is_new & np.asarray(pc.equal(splits, split)))
-        shard_ids = next_shard + _packed(num_captions[mine])
+        of_split = np.flatnonzero(is_new & np.asarray(pc.equal(splits, split)))
+        shard_ids = next_shard + _packed(num_captions[of_split])
         next_shard = int(shard_ids[-1]) + 1
         columns = [
             pa.array(shard_ids, pa.int32()),
-            pa.repeat(split, len(mine)),
-            video_ids.take(pa.array(mine)),
-            pa.array(np.zeros(len(mine)), pa.int32()),
+            pa.repeat(split, len(of_split)),
+            video_ids.take(pa.array(of_split)),
+            pa.array(np.zeros(len(of_split)), pa.int32()),
         ]
         added.append(pa.table(columns, schema=LAYOUT))
     return pa.concat_tables([layout, *added]).combine_chunks() if added else layout

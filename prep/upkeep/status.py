@@ -1,4 +1,4 @@
-"""The status of a data folder, from its records alone: it takes seconds for a data set of any size."""
+"""The status of a data folder, from its records alone: it takes seconds for a dataset of any size."""
 
 import os
 from collections import Counter
@@ -218,7 +218,7 @@ def _videos_status(videos: pa.Table, probes: pa.Table) -> VideosStatus:
 def _first_sources(probes: pa.Table) -> list[FailureEntry]:
     """Return the first few failed sources of each code."""
     of_code = (probes.filter(pc.equal(probes["code"], code)).slice(0, MAX_NAMED) for code in probes["code"].unique())
-    rows = (row for few in of_code for row in few.select(["video_id", "code", "path", "message"]).to_pylist())
+    rows = (row for table in of_code for row in table.select(["video_id", "code", "path", "message"]).to_pylist())
     return first_few(FailureEntry(row["video_id"], row["code"], f"{row['path']}: {row['message']}") for row in rows)
 
 

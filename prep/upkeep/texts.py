@@ -66,7 +66,7 @@ def failure_text(found: Verified, variant: Variant, *, column: ColumnSpec, data_
     if by_hand:
         paths = ", ".join(str(commit_path(variant.directory, shard_id)) for shard_id in by_hand[:5])
         more = f" and {len(by_hand) - 5} more" if len(by_hand) > 5 else ""
-        parts.append(f"to make shards again that a run does not detect as damaged, first remove: {paths}{more}")
+        parts.append(f"to remake shards whose damage only verify detects, first remove their commits: {paths}{more}")
     return "; ".join(parts)
 
 

@@ -66,7 +66,7 @@ def video_sample(
 
     Args:
         span_chunks: number of chunks that the span actually has.
-        captions: captions of the whole video; None if the data set has no captions, and then the sample has no txt
+        captions: captions of the whole video; None if the dataset has no captions, and then the sample has no txt
             member.
     """
     fps, first_frame = settings.fps_exact, plan.span.chunk_starts()[number]

@@ -83,5 +83,5 @@ def test_frames_that_a_table_does_not_have_once_are_named() -> None:
     with pytest.raises(ValueError, match="frame 1 occurs 2 times"):
         table_of(twice).needed_for([1])
     assert table_of(twice).needed_for([2]) == [0, 1, 3]
-    with pytest.raises(ValueError, match="no key packet before that of frame 0"):
+    with pytest.raises(ValueError, match="no keyframe packet precedes the packet of frame 0"):
         table_of(HEADLESS).needed_for([0])

@@ -37,9 +37,9 @@ def test_the_longest_chunk_is_where_reading_takes_as_long_as_the_step() -> None:
 
 def test_the_advice_in_words_follows_the_figures() -> None:
     fine, slow = advice_text(LOAD, ORIGIN), advice_text(replace(LOAD, read_bytes_per_s=4e6), ORIGIN)
-    assert "19.5 s: 15 s is fine, with 1.3 times what is needed" in fine
-    assert "15 s is too long, reading takes 76.8 times as long as the step" in slow
-    assert "The disk gives 23.4 times what is needed" in fine and "Reading takes 4.3 times" in slow
+    assert "19.5 s. 15 s is fine: the disk delivers 1.3 times the required data." in fine
+    assert "15 s is too long: reading takes 76.8 times as long as the step" in slow
+    assert "The disk delivers 23.4 times the required data." in fine and "Reading takes 4.3 times" in slow
     values = advice_values(replace(LOAD, read_bytes_per_s=100e6), ORIGIN)
     assert (values["whole_chunks"]["is_current_length_fine"], values["packets"]["is_fine"]) == (False, True)
 

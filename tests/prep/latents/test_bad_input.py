@@ -57,12 +57,14 @@ def test_what_is_no_vae_is_refused_before_any_work(prep: Prep, shard_set: ShardS
         return error(prep, shard_set, "--vae", copy)
 
     assert "describes UNet2DModel, not an AutoencoderKL" in told(_class_name="UNet2DModel")
-    assert "takes pictures of 4 channels, videos have 3" in told(in_channels=4)
+    assert "expects 4 input channels, but videos have 3" in told(in_channels=4)
     assert "is damaged" in told(scaling_factor="much")
     (copy / "config.json").write_text("{")
     assert "is damaged" in error(prep, shard_set, "--vae", copy)
     (copy / "config.json").write_text(json.dumps(config))
-    assert "--size 100 is no multiple of 8" in error(prep, shard_set, "--vae", copy, "--size", "100")
+    assert "--size 100 is not a multiple of the VAE's downsampling factor, 8" in error(
+        prep, shard_set, "--vae", copy, "--size", "100"
+    )
     save_file({"weight": torch.zeros(1)}, copy / WEIGHTS)
     assert "does not contain a VAE encoder" in error(prep, shard_set, "--vae", copy)
     (copy / WEIGHTS).write_bytes(b"no weights at all")
@@ -95,11 +97,11 @@ def test_numbers_that_are_not_finite_are_named_and_not_stored(prep: Prep, shard_
     text = prep("status", "--data", shard_set.data).stdout
     assert "5 x not_finite of latents" in text and "failures.jsonl" in text
     retry = ("retry", "--column", "latents", "--engine", "processes", "--only", "not_finite", "--data", shard_set.data)
-    assert "there is no VAE folder copy" in prep(*retry, status=2).error
+    assert "the VAE folder copy (asked for by --vae) does not exist" in prep(*retry, status=2).error
     ran = prep(*retry, "--weights", copy, "--json", "--workers", 1, status=1)
     assert ran.summary["failures"] == {"not_finite": 5} and ran.summary["num_shards_made"] == 2
     ran = prep("latents", "--vae", copy, "--size", 64, "--data", shard_set.data, "--engine", "processes", status=1)
-    assert "2 of 2 videos have failures" in ran.stderr
+    assert "2 of 2 videos failed" in ran.stderr
     budget = ("--max-failures", "2")
     prep("latents", "--vae", copy, "--size", 64, "--data", shard_set.data, "--engine", "processes", *budget)
 
@@ -164,11 +166,11 @@ def test_no_chunks_is_said(prep: Prep, tmp_path: Path) -> None:
         (("--fps", "x"), '--fps "x" is not a number'),
         (("--size", "4"), "--size 4 is out of range"),
         (("--segment", "5"), '--segment "5" is not a length'),
-        (("--segment", "1s", "--fps", "1/2"), "is 0.5 frames"),
-        (("--batch", "0"), "--batch 0 encodes nothing"),
-        (("--workers", "0"), "--workers 0 makes nothing"),
-        (("--num-gpus", "-1"), "--num-gpus -1 is not a number of GPUs"),
-        (("--num-gpus", "1"), "this machine has 0 GPUs, a worker needs 1"),
+        (("--segment", "1s", "--fps", "1/2"), "has 0.5 frames"),
+        (("--batch", "0"), "--batch 0 is out of range"),
+        (("--workers", "0"), "--workers 0 is out of range"),
+        (("--num-gpus", "-1"), "--num-gpus -1 is out of range"),
+        (("--num-gpus", "1"), "this machine has 0 GPUs, but a worker requires 1"),
         (("--seed", "-1"), "--seed -1 is out of range"),
     ],
 )

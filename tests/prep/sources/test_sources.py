@@ -286,7 +286,7 @@ def test_times_that_no_video_has_are_refused(tmp_path: Path) -> None:
     path = tmp_path / "centuries.ogv"
     shift = ["-output_ts_offset", "-1.5", "-avoid_negative_ts", "disabled"]  # counted from the end of 64 bits
     subprocess.run([find_ffmpeg().path, "-v", "error", "-i", base, "-c:v", "libtheora", *shift, path], check=True)
-    with pytest.raises(SourceFailure, match="30 frames cannot last") as caught:
+    with pytest.raises(SourceFailure, match=r"implausible duration of .* for 30 frames") as caught:
         probe(path)
     assert caught.value.code == FailureCode.BAD_TIMESTAMPS
 
@@ -298,7 +298,7 @@ def test_timestamps_that_jump_by_hours_are_refused(whole: dict[str, Path], tmp_p
         position, num_tags = position + 15 + int.from_bytes(content[position + 1 : position + 4], "big"), num_tags + 1
     content[position + 7] = 1  # the highest byte of a tag's time in ms: 4.7 hours
     (tmp_path / "jump.flv").write_bytes(content)
-    with pytest.raises(SourceFailure, match=r"its timestamps jump by 4\.7 hours") as caught:
+    with pytest.raises(SourceFailure, match=r"the timestamps jump by 4\.7 hours") as caught:
         probe(tmp_path / "jump.flv")
     assert caught.value.code == FailureCode.BAD_TIMESTAMPS
 

@@ -120,7 +120,7 @@ def test_nothing_goes_while_the_current_variant_is_not_whole(
     reason = {
         "tar": "000000 is missing",
         "commit": "000001.json: the commit record is missing",
-        "dataset": "no variant",
+        "dataset": "there is no current variant",
         "folder": "is missing",
     }
     {
@@ -131,7 +131,7 @@ def test_nothing_goes_while_the_current_variant_is_not_whole(
     }[loss]()
     before = contents(shard_set.data)
     ran = prep("gc", "--data", shard_set.data)
-    assert "kept      all variants and shards" in ran.stdout and reason[loss] in ran.stdout
+    assert "kept       all variants and shards" in ran.stdout and reason[loss] in ran.stdout
     assert contents(shard_set.data) == before
     assert old.is_dir()
 

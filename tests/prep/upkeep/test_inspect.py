@@ -59,7 +59,7 @@ def test_an_unknown_key_names_its_neighbours(prep: Prep, shard_set: ShardSet) ->
 def test_what_a_damaged_index_hides_is_said(prep: Prep, shard_set: ShardSet) -> None:
     shard_set.index(0).write_bytes(b"no index")
     ran = prep("inspect", "long_000000000", "--data", shard_set.data, status=2)
-    assert "cannot be read: 1" in ran.stderr
+    assert "1 shard cannot be read" in ran.stderr
     prep("inspect", "short_000000000", "--data", shard_set.data)
 
 
@@ -73,7 +73,7 @@ def test_what_a_damaged_index_hides_is_said(prep: Prep, shard_set: ShardSet) -> 
         (
             list(range(15)),
             [KEY if n in (0, 1, 3, 6, 10) else REFERENCE for n in range(15)],
-            "I + IP + IPP + IPPP + 1 other patterns",
+            "I + IP + IPP + IPPP + 1 other pattern",
         ),
     ],
 )
@@ -136,7 +136,7 @@ def test_a_large_set_is_shown_in_part(shard_set: ShardSet, tmp_path: Path, monke
     monkeypatch.setattr("prep.video.contact_sheet.MAX_CHUNKS", 3)
     assert write_contact_sheet(tmp_path / "sheet.html", Variant(shard_set.variant)) == 3
     text = (tmp_path / "sheet.html").read_text()
-    assert "5 chunks of 2 videos" in text and "3 of them shown, spread evenly" in text
+    assert "5 chunks of 2 videos" in text and "showing 3 evenly spaced chunks" in text
     assert re.findall(r'<article id="([^"]+)"', text) == ["long_000000000", "long_000004000", "short_000002000"]
     assert MAX_CHUNKS == 150
 
@@ -145,7 +145,7 @@ def test_every_text_of_the_page_is_escaped() -> None:
     card = Card(NASTY, NASTY, 0.0, 1.0, [NASTY] * 5, [], problem=NASTY)
     text = page([card], num_chunks={NASTY: 1}, title=NASTY, summary=NASTY, settings={"len": NASTY})
     assert "script" not in _Page(text).tags
-    assert "and 2 captions more" in text
+    assert "and 2 more captions" in text
 
 
 @pytest.mark.parametrize("name", ["folder", "missing/sheet.html"])
