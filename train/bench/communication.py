@@ -30,14 +30,10 @@ from rich.table import Table
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from manifests.publish import publish_bytes
+from train.bench.operations import Steps
 from train.config.training import Strategy
-from train.data.prefetch import prefetch
 from train.data.video_captions import VideoCaptions
-from train.device.transfer import StepGuard
 from train.distributed.world import World
-from train.engine.loop import next_step, run_step
-from train.engine.state import new_state
-from train.engine.throughput import Throughput
 from train.evaluation.pages import load_template
 from train.tasks.dual_encoder.settings import DualEncoderSettings
 from train.tasks.dual_encoder.task import DualEncoderTask
@@ -163,17 +159,12 @@ def _measure(
     *,
     seconds: float,
 ) -> dict[str, Any]:
-    state = new_state(task, samples, settings, world=world, device=device)
-    throughput, guard = Throughput(device=device, precision=state.precision.name), StepGuard(device)
-    state.trained.train()
-    batches = prefetch(samples.batches(position=0, max_failures=settings.max_failures), device)
+    steps = Steps(task, samples, settings, world=world, device=device)
+    batches = steps.batches()
 
     def take() -> None:
         with record_function(_STEP):
-            loaded, step = next(batches), next_step(state, samples, settings, world=world)
-            run_step(step, state, loaded, settings, world=world, throughput=throughput, soundness=guard)
-            if device.type == "cuda":
-                torch.cuda.synchronize(device)
+            steps.take(next(batches))
 
     try:
         for _ in range(_NUM_WARMUP):
@@ -192,7 +183,7 @@ def _measure(
     finally:
         batches.close()
     of_ranks: list[list[Breakdown]] = world.gather_objects(breakdowns(events))
-    everything = [asdict(one) for steps in of_ranks for one in steps]
+    everything = [asdict(one) for rank in of_ranks for one in rank]
     names = [field.name for field in fields(Breakdown)]
     return {
         "num_processes": world.size,
@@ -200,7 +191,7 @@ def _measure(
         "unrecorded_s": fmean(world.gather_objects(unrecorded_s)),
         "mean": {name: fmean(one[name] for one in everything) for name in names},
         "std": {name: pstdev(one[name] for one in everything) for name in names},
-        "ranks": [{name: fmean(getattr(one, name) for one in steps) for name in names} for steps in of_ranks],
+        "ranks": [{name: fmean(getattr(one, name) for one in rank) for name in names} for rank in of_ranks],
     }
 
 
