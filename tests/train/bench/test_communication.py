@@ -92,10 +92,18 @@ def test_two_processes_break_their_steps_down_under_each_strategy(data_dir: Path
     assert page.read_text().count('class="stack"') == 3
 
 
-def test_strategies_are_of_several_processes(
-    data_dir: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("--strategies ddp fsdp", "--strategies is about several processes, and there is one"),
+        ("--page bench.html", "--page is about several processes, and there is one"),
+        ("--page nowhere/bench.html", "--page is nowhere/bench.html, and there is no folder nowhere"),
+    ],
+)
+def test_what_a_breakdown_needs_is_said_at_once(
+    data_dir: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], words: str, said: str
 ) -> None:
-    monkeypatch.setattr("sys.argv", ["train", "bench", "--shards", str(data_dir), "--strategies", "ddp", "fsdp"])
+    monkeypatch.setattr("sys.argv", ["train", "bench", "--shards", str(data_dir), *words.split()])
     with pytest.raises(SystemExit, match="2"):
         main()
-    assert "--strategies is about several processes, and there is one" in capsys.readouterr().err
+    assert said in capsys.readouterr().err
