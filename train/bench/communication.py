@@ -16,9 +16,9 @@ the others. The exchange of failures and signals before a step (train.engine.fai
 slows steps down; `unrecorded_s` is the time of a step without it.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from statistics import fmean, pstdev
 from time import perf_counter
@@ -30,14 +30,9 @@ from rich.table import Table
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from manifests.publish import publish_bytes
-from train.config.training import Strategy
-from train.data.prefetch import prefetch
+from train.bench.operations import Steps
 from train.data.video_captions import VideoCaptions
-from train.device.transfer import StepGuard
 from train.distributed.world import World
-from train.engine.loop import next_step, run_step
-from train.engine.state import new_state
-from train.engine.throughput import Throughput
 from train.evaluation.pages import load_template
 from train.tasks.dual_encoder.settings import DualEncoderSettings
 from train.tasks.dual_encoder.task import DualEncoderTask
@@ -45,7 +40,6 @@ from train.tasks.dual_encoder.task import DualEncoderTask
 _STEP = "clipmill::step"
 _NUM_WARMUP = 3  # DDP orders its buckets after the first backward pass
 _FEWEST, _MOST = 3, 50
-Interval = tuple[float, float]
 
 
 @dataclass(frozen=True)
@@ -74,23 +68,30 @@ def breakdowns(events: Sequence[Event]) -> list[Breakdown]:
     """Break down each step of a profile on one rank."""
     steps = [one for one in events if one.name == _STEP and not one.is_on_device]
     threads, has_device = {one.thread for one in steps}, any(one.is_on_device for one in events)
-    communicating = merged((one.begin, one.end) for one in events if _communicates(one))
-    computing = merged((one.begin, one.end) for one in events if _computes(one, has_device=has_device, threads=threads))
-    return [_of_step(step, merged_computing=computing, merged_communicating=communicating) for step in steps]
+    computing = [one for one in events if _computes(one, has_device=has_device, threads=threads)]
+    communicating = [one for one in events if _communicates(one)]
+    return [_of_step(step, computing, communicating) for step in steps]
 
 
-def _of_step(step: Event, *, merged_computing: list[Interval], merged_communicating: list[Interval]) -> Breakdown:
-    whole = [(step.begin, step.end)]
-    computing, communicating = shared(merged_computing, whole), shared(merged_communicating, whole)
-    total, compute, communication = length(whole), length(computing), length(communicating)
-    overlap = length(shared(computing, communicating))
-    exposed = communication - overlap
+def _of_step(step: Event, computing: Sequence[Event], communicating: Sequence[Event]) -> Breakdown:
+    changes = [(step.end, 0, 0)]
+    for kind, events in enumerate((computing, communicating)):
+        for one in events:
+            begin, end = max(one.begin, step.begin), min(one.end, step.end)
+            if begin < end:
+                changes += [(begin, kind, 1), (end, kind, -1)]
+    # Seconds by whether something computes, and whether something communicates.
+    seconds, running, now = {(a, b): 0.0 for a in (False, True) for b in (False, True)}, [0, 0], step.begin
+    for time, kind, change in sorted(changes):
+        seconds[running[0] > 0, running[1] > 0] += (time - now) / 1e6
+        running[kind] += change
+        now = time
     return Breakdown(
-        total_s=total / 1e6,
-        compute_s=compute / 1e6,
-        overlap_s=overlap / 1e6,
-        exposed_s=exposed / 1e6,
-        other_s=(total - compute - exposed) / 1e6,
+        total_s=(step.end - step.begin) / 1e6,
+        compute_s=seconds[True, False] + seconds[True, True],
+        overlap_s=seconds[True, True],
+        exposed_s=seconds[False, True],
+        other_s=seconds[False, False],
     )
 
 
@@ -106,74 +107,22 @@ def _computes(event: Event, *, has_device: bool, threads: set[int]) -> bool:
     return event.name.startswith("aten::") and event.thread in threads
 
 
-def merged(intervals: Iterable[Interval]) -> list[Interval]:
-    """The union of intervals: disjoint, in order."""
-    found: list[Interval] = []
-    for begin, end in sorted(intervals):
-        if found and begin <= found[-1][1]:
-            found[-1] = found[-1][0], max(found[-1][1], end)
-        else:
-            found.append((begin, end))
-    return found
-
-
-def shared(some: Sequence[Interval], others: Sequence[Interval]) -> list[Interval]:
-    """The intersection of two unions as `merged` returns them."""
-    found, first, second = [], 0, 0
-    while first < len(some) and second < len(others):
-        begin, end = max(some[first][0], others[second][0]), min(some[first][1], others[second][1])
-        if begin < end:
-            found.append((begin, end))
-        if some[first][1] < others[second][1]:
-            first += 1
-        else:
-            second += 1
-    return found
-
-
-def length(intervals: Iterable[Interval]) -> float:
-    """Total length of disjoint intervals."""
-    return sum(end - begin for begin, end in intervals)
-
-
-def measure_strategies(
+def measure_steps(
     task: DualEncoderTask,
     samples: VideoCaptions,
     settings: DualEncoderSettings,
     *,
-    strategies: Sequence[Strategy],
     world: World,
     device: torch.device,
-    seconds: float,
-) -> list[dict[str, Any]]:
-    """Break down training steps under each strategy; all ranks call it, and get the same plain values."""
-    found = []
-    for strategy in strategies:
-        chosen = replace(settings, parallel=replace(settings.parallel, strategy=strategy))
-        found.append({"strategy": strategy, **_measure(task, samples, chosen, world, device, seconds=seconds)})
-    return found
-
-
-def _measure(
-    task: DualEncoderTask,
-    samples: VideoCaptions,
-    settings: DualEncoderSettings,
-    world: World,
-    device: torch.device,
-    *,
     seconds: float,
 ) -> dict[str, Any]:
-    state = new_state(task, samples, settings, world=world, device=device)
-    throughput, guard = Throughput(device=device, precision=state.precision.name), StepGuard(device)
-    state.trained.train()
-    batches = prefetch(samples.batches(position=0, max_failures=settings.max_failures), device)
+    """Break down training steps; all ranks call it, and get the same plain values."""
+    steps = Steps(task, samples, settings, world=world, device=device)
+    batches = steps.batches()
 
     def take() -> None:
         with record_function(_STEP):
-            loaded, step = next(batches), next_step(state, samples, settings, world=world)
-            run_step(step, state, loaded, settings, world=world, throughput=throughput, soundness=guard)
-            if device.type == "cuda":
-                torch.cuda.synchronize(device)
+            steps.take(next(batches))
 
     try:
         for _ in range(_NUM_WARMUP):
@@ -192,15 +141,16 @@ def _measure(
     finally:
         batches.close()
     of_ranks: list[list[Breakdown]] = world.gather_objects(breakdowns(events))
-    everything = [asdict(one) for steps in of_ranks for one in steps]
+    everything = [asdict(one) for rank in of_ranks for one in rank]
     names = [field.name for field in fields(Breakdown)]
     return {
+        "strategy": settings.parallel.strategy,
         "num_processes": world.size,
         "num_steps": num_steps,
         "unrecorded_s": fmean(world.gather_objects(unrecorded_s)),
         "mean": {name: fmean(one[name] for one in everything) for name in names},
         "std": {name: pstdev(one[name] for one in everything) for name in names},
-        "ranks": [{name: fmean(getattr(one, name) for one in steps) for name in names} for steps in of_ranks],
+        "ranks": [{name: fmean(getattr(one, name) for one in rank) for name in names} for rank in of_ranks],
     }
 
 

@@ -5,7 +5,7 @@ that reads are as cold, or as warm, as in training.
 """
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -13,7 +13,6 @@ from itertools import cycle, islice
 
 import numpy as np
 import torch
-from torch import nn
 
 from manifests.errors import FailedWork
 from train.bench.rates import Rate, Rounds, repeat
@@ -24,12 +23,15 @@ from train.data.decoding.decoders import ChunkFrames
 from train.data.decoding.reading import ChunkBytes
 from train.data.loader import SampleRequest
 from train.data.order import SampleOrder
-from train.data.outcomes import SampleFailed
+from train.data.outcomes import LoadedBatch, SampleFailed
 from train.data.prefetch import prefetch
 from train.data.video_captions import VideoCaptions
-from train.distributed.world import Step, World
-from train.models.dual_encoder import DualEncoder
-from train.optim.optimizer import make_optimizer
+from train.device.transfer import StepGuard
+from train.distributed.world import World
+from train.engine.loop import next_step, run_step
+from train.engine.state import new_state
+from train.engine.throughput import Throughput
+from train.optim.optimizer import clip_gradients
 from train.tasks.dual_encoder.settings import DualEncoderSettings
 from train.tasks.dual_encoder.task import DualEncoderTask
 
@@ -144,6 +146,42 @@ class WholeSteps:
     wait_share: float
 
 
+class Steps:
+    """Steps of the training loop, on this rank's batches."""
+
+    def __init__(
+        self,
+        task: DualEncoderTask,
+        samples: VideoCaptions,
+        settings: DualEncoderSettings,
+        *,
+        world: World,
+        device: torch.device,
+    ) -> None:
+        self._samples, self._settings, self._world, self._device = samples, settings, world, device
+        self.state = new_state(task, samples, settings, world=world, device=device)
+        self.state.trained.train()
+        self._throughput = Throughput(device=device, precision=self.state.precision.name)
+        self._guard = StepGuard(device)
+
+    def batches(self) -> Generator[LoadedBatch, None, None]:
+        """Batches in training order, from the first one on."""
+        loaded = self._samples.batches(position=0, max_failures=self._settings.max_failures)
+        return prefetch(loaded, self._device)
+
+    def take(self, loaded: LoadedBatch) -> None:
+        """Take one step, and wait for the device."""
+        state, settings, world = self.state, self._settings, self._world
+        step = next_step(state, self._samples, settings, world=world)
+        run_step(step, state, loaded, settings, world=world, throughput=self._throughput, soundness=self._guard)
+        self.wait()
+
+    def wait(self) -> None:
+        """Wait for the device."""
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+
+
 class BatchOperations:
     """The operations on a batch of the task."""
 
@@ -151,10 +189,7 @@ class BatchOperations:
         self, task: DualEncoderTask, samples: VideoCaptions, settings: DualEncoderSettings, *, device: torch.device
     ) -> None:
         self._task, self._samples, self._settings, self._device = task, samples, settings, device
-        torch.manual_seed(settings.seed)
-        self._model: DualEncoder = task.build_model(samples).to(device)
-        self._objective = task.build_objective(samples, World()).to(device)
-        self._optimizer = make_optimizer(self._model, self._objective, settings)
+        self._steps = Steps(task, samples, settings, world=World(), device=device)
 
     def measure(self, samples: list[Sample], *, seconds: float) -> dict[str, Rate | None]:
         """Measure each operation for `seconds` on `samples`, repeated to fill a batch; None if it is not needed."""
@@ -188,15 +223,15 @@ class BatchOperations:
     def whole(self, *, seconds: float, min_steps: int) -> WholeSteps:
         """Measure at least `min_steps` training steps."""
         settings = self._settings
-        batches = prefetch(self._samples.batches(position=0, max_failures=settings.max_failures), self._device)
+        batches = self._steps.batches()
         rounds, waited_s = Rounds(), 0.0
         try:
-            self._learn(next(batches).batch, number=1)
+            self._steps.take(next(batches))
             while rounds.total_s < seconds or len(rounds.seconds_per_item) < min_steps:
                 began = time.perf_counter()
                 loaded = next(batches)
                 waited_s += time.perf_counter() - began
-                self._learn(loaded.batch, number=len(rounds.seconds_per_item) + 2)
+                self._steps.take(loaded)
                 rounds.add(time.perf_counter() - began, num_items=settings.batch)
         finally:
             batches.close()
@@ -208,32 +243,21 @@ class BatchOperations:
 
         def transfer() -> None:
             to_device(collated, self._device)
-            self._wait()
+            self._steps.wait()
 
         return repeat(transfer, num_items=self._settings.batch, seconds=seconds)
 
     def _augment(self, batch: Batch) -> None:
         self._task.inputs(batch, is_training=True)
-        self._wait()
+        self._steps.wait()
 
     def _pass(self, clips: torch.Tensor, captions: torch.Tensor) -> None:
         """Model and optimizer of a step; the cost of the objective itself is negligible."""
-        self._optimizer.zero_grad(set_to_none=True)
-        video_BE, text_BE = self._model(clips, captions)
+        state = self._steps.state
+        state.model.zero_grad(set_to_none=True)
+        with state.precision.autocast():
+            video_BE, text_BE = state.trained(clips, captions)
         (video_BE * text_BE).sum().backward()
-        nn.utils.clip_grad_norm_(self._model.parameters(), self._settings.max_grad_norm)
-        self._optimizer.step()
-        self._wait()
-
-    def _learn(self, batch: Batch, *, number: int) -> None:
-        step = Step(number=number, seed=self._settings.seed)
-        self._optimizer.zero_grad(set_to_none=True)
-        self._objective.backward(self._model, batch, step)
-        nn.utils.clip_grad_norm_(self._model.parameters(), self._settings.max_grad_norm)
-        self._optimizer.step()
-        self._objective.after_step(step)
-        self._wait()
-
-    def _wait(self) -> None:
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
+        clip_gradients(state.parameters(), max_norm=self._settings.max_grad_norm)
+        state.optimizer.step()
+        self._steps.wait()

@@ -3,13 +3,13 @@
 import math
 import os
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 import torch
 
 from manifests.errors import FailedWork, UserError
-from train.bench.communication import measure_strategies
+from train.bench.communication import measure_steps
 from train.bench.operations import BatchOperations, ClipOperations
 from train.bench.rates import Rate, advice, judge
 from train.config.training import Strategy, plain_values
@@ -85,9 +85,10 @@ def run_breakdown(
         )
     task, samples, device = _open(settings, world, seconds=seconds)
     try:
-        found = measure_strategies(
-            task, samples, settings, strategies=strategies, world=world, device=device, seconds=seconds
-        )
+        found = [
+            measure_steps(task, samples, one, world=world, device=device, seconds=seconds)
+            for one in (replace(settings, parallel=replace(settings.parallel, strategy=name)) for name in strategies)
+        ]
     except TooManyFailures as error:
         raise _too_many(settings, error) from error
     return {"strategies": found, **_about(samples, settings, device)}

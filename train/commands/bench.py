@@ -55,6 +55,10 @@ def bench(
     from train.distributed.launch import open_world
     from train.engine.rank_consistency import SAME_LAUNCH, launch_facts
 
+    if page is not None and not page.parent.is_dir():
+        raise UserError(
+            f"--page is {page}, and there is no folder {page.parent}", hint="name a file in an existing one"
+        )
     start = launch_facts(settings, resume=None)
     with open_world(device_type=choose_device(settings.device).type, start=start, hint=SAME_LAUNCH) as world:
         if world.size == 1:

@@ -1,6 +1,6 @@
 """SGD, Lion and LAMB over many tensors at once, for whole or sharded parameters, with steps that a GPU may skip."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -30,12 +30,8 @@ class ForeachOptimizer(Optimizer):
         raise NotImplementedError
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+    def step(self) -> None:  # type: ignore[override]
         """Take one step."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
         for group in self.param_groups:
             trained = [one for one in group["params"] if one.grad is not None]
             for one in trained:
@@ -47,7 +43,6 @@ class ForeachOptimizer(Optimizer):
                 # In buckets, because copies of everything might not fit into memory.
                 for some in buckets(trained):
                     self._update_if_finite(some, group, found_inf=self.found_inf)
-        return loss
 
     def _update_if_finite(
         self, trained: Sequence[torch.Tensor], group: dict[str, Any], *, found_inf: torch.Tensor

@@ -11,26 +11,31 @@ import pytest
 
 from tests.train.bench.test_bench import SMALL
 from tests.train.distributed.forked import end_well, fork_ranks
-from train.bench.communication import Event, breakdowns, merged, shared
+from train.bench.communication import Event, breakdowns
 from train.cli import main
 
 STRATEGIES = ("ddp", "zero1", "fsdp")
 NAMES = ("total_s", "compute_s", "overlap_s", "exposed_s", "other_s")
 
 
-def test_unions_and_intersections_are_those_of_sets_of_moments() -> None:
+def test_parts_of_a_step_are_those_of_sets_of_moments() -> None:
     drawn = random.Random(0)
     for _ in range(300):
-        some, others = (
+        step = (drawn.randrange(10), 20 + drawn.randrange(10))
+        spans = [
             [(begin, begin + drawn.randrange(6)) for begin in (drawn.randrange(30) for _ in range(drawn.randrange(8)))]
             for _ in range(2)
-        )
-        moments = [{at for begin, end in intervals for at in range(begin, end)} for intervals in (some, others)]
-        unions = [merged(intervals) for intervals in (some, others)]
-        for union, expected in zip(unions, moments, strict=True):
-            assert {at for begin, end in union for at in range(int(begin), int(end))} == expected
-        both = shared(*unions)
-        assert {at for begin, end in both for at in range(int(begin), int(end))} == moments[0] & moments[1]
+        ]
+        whole = set(range(*step))
+        computing, communicating = ({at for span in one for at in range(*span)} & whole for one in spans)
+        events = [Event("clipmill::step", *step)]
+        events += [
+            Event(name, *span) for name, one in zip(("aten::mm", "gloo:all_reduce"), spans, strict=True) for span in one
+        ]
+        [found] = breakdowns(events)
+        both = computing & communicating
+        sets = (whole, computing, both, communicating - both, whole - computing - communicating)
+        assert asdict(found) == pytest.approx(us(*map(len, sets)), abs=1e-12)
 
 
 def us(*numbers: float) -> dict[str, float]:
@@ -92,10 +97,18 @@ def test_two_processes_break_their_steps_down_under_each_strategy(data_dir: Path
     assert page.read_text().count('class="stack"') == 3
 
 
-def test_strategies_are_of_several_processes(
-    data_dir: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("--strategies ddp fsdp", "--strategies is about several processes, and there is one"),
+        ("--page bench.html", "--page is about several processes, and there is one"),
+        ("--page nowhere/bench.html", "--page is nowhere/bench.html, and there is no folder nowhere"),
+    ],
+)
+def test_what_a_breakdown_needs_is_said_at_once(
+    data_dir: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], words: str, said: str
 ) -> None:
-    monkeypatch.setattr("sys.argv", ["train", "bench", "--shards", str(data_dir), "--strategies", "ddp", "fsdp"])
+    monkeypatch.setattr("sys.argv", ["train", "bench", "--shards", str(data_dir), *words.split()])
     with pytest.raises(SystemExit, match="2"):
         main()
-    assert "--strategies is about several processes, and there is one" in capsys.readouterr().err
+    assert said in capsys.readouterr().err
