@@ -11,6 +11,7 @@ import torch
 
 from tests.train.classify.moving import write_moving
 from tests.train.test_cli import train
+from train.cli import main
 from train.config.tuning import frozen_part
 from train.data.batch import Batch
 from train.distributed.world import Step, World
@@ -27,22 +28,33 @@ __all__ = ["train"]
 
 Train = Callable[..., int]
 TINY = ["--model", "tiny", "--num-frames", 2, "--size-px", 32, "--batch", 4, "--warmup-steps", 1, "--workers", 1]
-SMALL = [*TINY, "--lr", "1e-2", "--steps", 6, "--checkpoint-every", 3, "--optimizer.ema", 0.9]
+SMALL = [*TINY, "--lr", "1e-2", "--steps", 4, "--checkpoint-every", 2, "--optimizer.ema", 0.9]
+LORA = ("--lora.rank", 2, "--lora.alpha", 4)
 STEM = {f"video.{name}" for name in ("class_embedding", "positional_embedding", "temporal_embedding", "conv1.weight")}
+
+
+def dual_encoder(*words: object) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("sys.argv", ["train", "dual-encoder", *map(str, words)])
+        with pytest.raises(SystemExit) as left:
+            main()
+    assert not left.value.code
 
 
 @pytest.fixture(scope="module")
 def source(data_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A trained dual encoder."""
     out = tmp_path_factory.mktemp("source") / "run"
-    with pytest.MonkeyPatch.context() as patch:
-        words = ["train", "dual-encoder", *TINY, "--lr", "1e-3", "--steps", 2, "--towers.temporal", "random"]
-        patch.setattr("sys.argv", [str(word) for word in [*words, "--shards", data_dir, "--out", out]])
-        from train.cli import main
+    dual_encoder(*TINY, "--lr", "1e-3", "--steps", 2, "--towers.temporal", "random", "--shards", data_dir, "--out", out)
+    return out
 
-        with pytest.raises(SystemExit) as left:
-            main()
-    assert not left.value.code
+
+@pytest.fixture(scope="module")
+def adapted(data_dir: Path, source: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """That dual encoder with adapters in both towers."""
+    out = tmp_path_factory.mktemp("adapted") / "run"
+    flags = [*SMALL, *LORA, "--evaluate.every", 4, "--shards", data_dir, "--init.weights", source, "--out", out]
+    dual_encoder(*flags)
     return out
 
 
@@ -134,48 +146,44 @@ def test_the_first_blocks_are_run_without_a_graph(data_dir: Path, train: Train, 
     assert len(seen) == 7 and grown == {"video.transformer.resblocks.3", "text.transformer.resblocks.1"}
 
 
-LORA = ("--lora.rank", 2, "--lora.alpha", 4)
-
-
-def test_a_checkpoint_of_adapters_is_used_like_a_whole_one(
-    train: Train, data_dir: Path, source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def test_a_checkpoint_of_adapters_holds_nothing_else_and_is_resumed(
+    train: Train, source: Path, adapted: Path, tmp_path: Path
 ) -> None:
-    out, again = tmp_path / "run", tmp_path / "again"
-    flags = [*SMALL, "--shards", data_dir, "--init.weights", source, *LORA, "--evaluate.every", 6]
-    assert train("dual-encoder", *flags, "--out", out) == 0
-    assert "frozen (video, with adapters of rank 2, text, with adapters of rank 2)" in capsys.readouterr().out
-    names = stored(out, "model.")
+    frozen = "(video, with adapters of rank 2, text, with adapters of rank 2)"
+    assert RunFolder(adapted).read_facts()["parameters"].endswith(f"of them frozen {frozen}")
+    names = stored(adapted, "model.")
     # 4 and 2 blocks with 4 matrices each, and 2 tensors for a matrix.
     assert len(names) == 6 * 4 * 2 and all(name.endswith((".lora.A", ".lora.B")) for name in names)
-    assert stored(out, "ema.") == names == {name.rpartition(".")[0] for name in stored(out, "optimizer.model.")}
-    size, of_source = (sum(path.stat().st_size for path in latest(run).iterdir()) for run in (out, source))
+    assert stored(adapted, "ema.") == names == {name.rpartition(".")[0] for name in stored(adapted, "optimizer.model.")}
+    size, of_source = (sum(path.stat().st_size for path in latest(run).iterdir()) for run in (adapted, source))
     assert size < of_source / 10
-    before, after = weights(source), weights(out)
+    before, after = weights(source), weights(adapted)
     assert before.keys() == after.keys()
     matrices = {name.rpartition(".lora.")[0] for name in names}
-    adapted = {name for name in after if name.removesuffix(".weight") in matrices or name.endswith("in_proj_weight")}
-    assert {name for name in after if not torch.equal(before[name], after[name])} == adapted and len(adapted) == 24
+    merged = {name for name in after if name.removesuffix(".weight") in matrices or name.endswith("in_proj_weight")}
+    assert {name for name in after if not torch.equal(before[name], after[name])} == merged and len(merged) == 24
 
-    assert train("dual-encoder", "--resume", "--out", killed(out, again)) == 0
-    assert losses(again) == losses(out) and all(torch.equal(weights(again)[name], one) for name, one in after.items())
+    again = killed(adapted, tmp_path / "again")
+    assert train("dual-encoder", "--resume", "--out", again) == 0
+    assert losses(again) == losses(adapted)
+    assert all(torch.equal(weights(again)[name], one) for name, one in after.items())
 
-    # What was evaluated in the loop with adapters is evaluated again with merged matrices.
-    capsys.readouterr()
-    assert train("eval", "retrieval", out, "--json") == 0
+
+def test_adapters_are_merged_for_evaluation_export_and_a_new_start(
+    train: Train, data_dir: Path, adapted: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert train("eval", "retrieval", adapted, "--json") == 0
     result = json.loads(capsys.readouterr().out)
-    line = read_lines(RunFolder(out).metrics)[-1]
+    line = read_lines(RunFolder(adapted).metrics)[-1]
     for direction in ("text_to_video", "video_to_text"):
         scores = {f"val/{direction}_r{k}": share for k, share in result[direction]["recall"].items()}
         assert scores and {name: line[name] for name in scores} == scores
-
     exported, started = tmp_path / "exported", tmp_path / "started"
-    assert train("export", out, "--format", "open_clip", "--out", exported) == 0
+    assert train("export", adapted, "--format", "open_clip", "--out", exported) == 0
     still = [*TINY, "--lr", "1e-12", "--steps", 1, "--shards", data_dir]
-    for start in (exported, out):
-        shutil.rmtree(started, ignore_errors=True)
-        assert train("dual-encoder", *still, "--init.weights", start, "--out", started) == 0
-        for name, one in weights(started).items():
-            torch.testing.assert_close(one, after[name], rtol=0, atol=1e-9)
+    assert train("dual-encoder", *still, "--init.weights", exported, "--out", started) == 0
+    for name, one in weights(adapted).items():
+        torch.testing.assert_close(weights(started)[name], one, rtol=0, atol=1e-9)
 
 
 def test_adapters_need_the_weights_that_they_adapt(
@@ -183,34 +191,35 @@ def test_adapters_need_the_weights_that_they_adapt(
 ) -> None:
     base, out = tmp_path / "base", tmp_path / "run"
     shutil.copytree(source, base)
-    flags = [*TINY, "--lr", "1e-2", "--steps", 2, "--checkpoint-every", 1, "--shards", data_dir, *LORA]
-    assert train("dual-encoder", *flags, "--init.weights", base, "--out", out) == 0
+    flags = [*TINY, "--lr", "1e-2", "--shards", data_dir, *LORA]
+    words = ("--steps", 2, "--checkpoint-every", 1, "--init.weights", base, "--out", out)
+    assert train("dual-encoder", *flags, *words) == 0
     cut = killed(out, tmp_path / "cut")
-    capsys.readouterr()
     commands = (
         ("dual-encoder", "--resume", "--out", cut),
         ("eval", "retrieval", out),
         ("export", out, "--format", "open_clip", "--out", tmp_path / "exported"),
-        ("dual-encoder", *flags, "--init.weights", out, "--out", tmp_path / "second"),
+        ("dual-encoder", *flags, "--steps", 1, "--init.weights", out, "--out", tmp_path / "second"),
     )
-    # Trained on: its latest checkpoint is another one.
-    words = ("--steps", 3, "--out", tmp_path / "longer", "--init.weights", base)
-    assert train("dual-encoder", *TINY, "--lr", "1e-3", "--shards", data_dir, *words) == 0
-    shutil.rmtree(base / "checkpoints")
-    shutil.copytree(tmp_path / "longer" / "checkpoints", base / "checkpoints")
-    capsys.readouterr()
-    for command in commands:
-        assert train(*command) == 2
-        error, hint = capsys.readouterr().err.splitlines()[-2:]
-        assert "holds adapters, and the weights that they adapt have changed" in error and str(base) in error
-        assert hint == f"hint: put back the weights that the run started from: {base}"
-    shutil.rmtree(base)
-    for command in commands:
-        assert train(*command) == 2
-        error, hint = capsys.readouterr().err.splitlines()[-2:]
-        assert "holds adapters, and not the weights that they adapt" in error and str(base) in error
+    # The weights of a run whose text tower was trained on.
+    changed = tmp_path / "changed"
+    words = ("--steps", 1, "--freeze", "video", "--init.weights", base, "--out", changed)
+    assert train("dual-encoder", *TINY, "--lr", "1e-2", "--shards", data_dir, *words) == 0
+    for problem, folder in (
+        ("holds adapters, and the weights that they adapt have changed", changed),
+        ("holds adapters, and not the weights that they adapt", None),
+    ):
+        shutil.rmtree(base)
+        if folder is not None:
+            shutil.copytree(folder, base)
+        for command in commands:
+            capsys.readouterr()
+            assert train(*command) == 2
+            error, hint = capsys.readouterr().err.splitlines()[-2:]
+            assert problem in error and str(base) in error
+            assert hint == f"hint: put back the weights that the run started from: {base}"
     shutil.copytree(source, base)
-    for command in commands:
+    for command in commands[:2]:
         assert train(*command) == 0
 
 
