@@ -1,6 +1,7 @@
 """Runs that train parts of a model: what stays as it was, what checkpoints hold, and how they are used again."""
 
 import json
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -28,14 +29,16 @@ __all__ = ["train"]
 
 Train = Callable[..., int]
 TINY = ["--model", "tiny", "--num-frames", 2, "--size-px", 32, "--batch", 4, "--warmup-steps", 1, "--workers", 1]
+SHORT = [*TINY, "--lr", "1e-2", "--steps", 2]
 SMALL = [*TINY, "--lr", "1e-2", "--steps", 4, "--checkpoint-every", 2, "--optimizer.ema", 0.9]
 LORA = ("--lora.rank", 2, "--lora.alpha", 4)
+CROSS = "decoder.transformer.resblocks.0.cross_attn.kv_proj.weight"
 STEM = {f"video.{name}" for name in ("class_embedding", "positional_embedding", "temporal_embedding", "conv1.weight")}
 
 
-def dual_encoder(*words: object) -> None:
+def call(*words: object) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("sys.argv", ["train", "dual-encoder", *map(str, words)])
+        patch.setattr("sys.argv", ["train", *map(str, words)])
         with pytest.raises(SystemExit) as left:
             main()
     assert not left.value.code
@@ -45,7 +48,8 @@ def dual_encoder(*words: object) -> None:
 def source(data_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A trained dual encoder."""
     out = tmp_path_factory.mktemp("source") / "run"
-    dual_encoder(*TINY, "--lr", "1e-3", "--steps", 2, "--towers.temporal", "random", "--shards", data_dir, "--out", out)
+    flags = ("--lr", "1e-3", "--steps", 2, "--towers.temporal", "random")
+    call("dual-encoder", *TINY, *flags, "--shards", data_dir, "--out", out)
     return out
 
 
@@ -54,7 +58,7 @@ def adapted(data_dir: Path, source: Path, tmp_path_factory: pytest.TempPathFacto
     """That dual encoder with adapters in both towers."""
     out = tmp_path_factory.mktemp("adapted") / "run"
     flags = [*SMALL, *LORA, "--evaluate.every", 4, "--shards", data_dir, "--init.weights", source, "--out", out]
-    dual_encoder(*flags)
+    call("dual-encoder", *flags)
     return out
 
 
@@ -84,7 +88,7 @@ def killed(out: Path, copy: Path) -> Path:
     return copy
 
 
-FROZEN = {
+FROZEN: dict[str, tuple[Any, ...]] = {
     "video": ("--freeze", "video"),
     "text": ("--freeze", "text", "--microbatch", 2),
     "blocks": ("--freeze", "blocks:2", "text.blocks:1", "--towers.drop-path", 0.1, "--optimizer.name", "lamb"),
@@ -203,8 +207,8 @@ def test_adapters_need_the_weights_that_they_adapt(
     )
     # The weights of a run whose text tower was trained on.
     changed = tmp_path / "changed"
-    words = ("--steps", 1, "--freeze", "video", "--init.weights", base, "--out", changed)
-    assert train("dual-encoder", *TINY, "--lr", "1e-2", "--shards", data_dir, *words) == 0
+    others = ("--steps", 1, "--freeze", "video", "--init.weights", base, "--out", changed)
+    assert train("dual-encoder", *TINY, "--lr", "1e-2", "--shards", data_dir, *others) == 0
     for problem, folder in (
         ("holds adapters, and the weights that they adapt have changed", changed),
         ("holds adapters, and not the weights that they adapt", None),
@@ -243,53 +247,69 @@ def test_what_weights_lack_is_trained_whole_beside_the_adapters(
     assert adapted == {f"{block}.mlp.{layer}" for block in blocks for layer in ("c_fc", "c_proj")}
 
 
-def test_towers_of_other_tasks_are_frozen_and_adapted(train: Train, data_dir: Path, tmp_path: Path) -> None:
-    moving, mae = tmp_path / "moving", tmp_path / "mae"
-    write_moving(moving, num_videos=4)
-    short = [*TINY, "--lr", "1e-2", "--steps", 2]
-    assert train("mae", *short, "--mask-ratio", 0.5, "--shards", data_dir, "--out", mae) == 0
-    given = ("--shards", moving, "--init.weights", mae)
-    before = weights(mae)
-    for name, flags, expected in (
-        ("probe", ("--freeze", "video"), 0),
-        ("adapted", (*LORA, "--lora.towers", "video", "--dropout", 0.1), 4 * 4),
-        ("upper", ("--freeze", "blocks:3"), None),
-    ):
-        assert train("classify", *short, *given, *flags, "--out", tmp_path / name) == 0
-        after = weights(tmp_path / name)
-        changed = {one for one in before.keys() & after.keys() if not torch.equal(before[one], after[one])}
-        assert {"head.weight", "fc_norm.weight"} <= after.keys()
-        if expected is not None:
-            assert len(changed) == expected
-        else:
-            assert changed and all(one.startswith("video.transformer.resblocks.3.") for one in changed)
-    # VideoMAE's own files have the merged encoder.
-    assert train("export", tmp_path / "adapted", "--format", "videomae", "--out", tmp_path / "exported") == 0
-    file = torch.load(tmp_path / "exported" / "checkpoint.pth", weights_only=True)["model"]
-    merged = weights(tmp_path / "adapted")["video.transformer.resblocks.0.mlp.c_fc.weight"]
-    assert torch.equal(file["blocks.0.mlp.fc1.weight"], merged)
+@pytest.fixture(scope="module")
+def masked(data_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A masked autoencoder."""
+    out = tmp_path_factory.mktemp("masked") / "run"
+    call("mae", *SHORT, "--mask-ratio", 0.5, "--shards", data_dir, "--out", out)
+    return out
 
-    flags = ("--mask-ratio", 0.5, "--shards", data_dir, "--init.weights", mae, "--freeze", "blocks:2")
-    assert train("mae", *short, *flags, "--out", tmp_path / "second") == 0
-    after = weights(tmp_path / "second")
-    kept = {name for name in before if torch.equal(before[name], after[name])}
-    assert kept == {
-        name
-        for name in before
-        if name.startswith(("video.conv1.", *(f"video.transformer.resblocks.{n}." for n in "01")))
+
+@pytest.mark.parametrize(
+    ("flags", "changed"),
+    [
+        (("--freeze", "video"), ""),
+        (("--freeze", "blocks:3"), r"video\.transformer\.resblocks\.3\..*"),
+        ((*LORA, "--dropout", 0.1), r"video\..*(in_proj_weight|out_proj\.weight|c_fc\.weight|c_proj\.weight)"),
+    ],
+)
+def test_a_classifier_trains_its_head_and_what_is_not_frozen(
+    train: Train, masked: Path, tmp_path: Path, flags: tuple[Any, ...], changed: str
+) -> None:
+    moving, out = tmp_path / "moving", tmp_path / "run"
+    write_moving(moving, num_videos=4)
+    assert train("classify", *SHORT, "--shards", moving, "--init.weights", masked, *flags, "--out", out) == 0
+    before, after = weights(masked), weights(out)
+    assert {"head.weight", "fc_norm.weight"} <= after.keys() - before.keys()
+    shared = before.keys() & after.keys()
+    assert {name for name in shared if not torch.equal(before[name], after[name])} == {
+        name for name in shared if re.fullmatch(changed, name)
+    }
+    if flags[:2] == LORA[:2]:
+        # VideoMAE's own files have the merged encoder.
+        assert train("export", out, "--format", "videomae", "--out", tmp_path / "exported") == 0
+        file = torch.load(tmp_path / "exported" / "checkpoint.pth", weights_only=True)["model"]
+        assert torch.equal(file["blocks.0.mlp.fc1.weight"], after["video.transformer.resblocks.0.mlp.c_fc.weight"])
+
+
+def test_the_first_blocks_of_a_masked_autoencoder_are_frozen(
+    train: Train, data_dir: Path, masked: Path, tmp_path: Path
+) -> None:
+    out = tmp_path / "run"
+    flags = ("--mask-ratio", 0.5, "--shards", data_dir, "--init.weights", masked, "--freeze", "blocks:2")
+    assert train("mae", *SHORT, *flags, "--out", out) == 0
+    before, after = weights(masked), weights(out)
+    frozen = ("video.conv1.", "video.transformer.resblocks.0.", "video.transformer.resblocks.1.")
+    assert {name for name in before if torch.equal(before[name], after[name])} == {
+        name for name in before if name.startswith(frozen)
     }
 
-    flags = ("--shards", data_dir, "--init.weights", mae, "--decoder.name", "tiny", "--decoder.max-tokens", 8)
-    assert train("caption", *short, *flags, *LORA, "--out", tmp_path / "captions") == 0
-    names = stored(tmp_path / "captions", "model.")
+
+def test_a_captioner_has_adapters_in_its_tower_and_then_in_its_decoder(
+    train: Train, data_dir: Path, masked: Path, tmp_path: Path
+) -> None:
+    out, both = tmp_path / "captions", tmp_path / "both"
+    flags = ("--shards", data_dir, "--decoder.name", "tiny", "--decoder.max-tokens", 8, *LORA)
+    assert train("caption", *SHORT, *flags, "--init.weights", masked, "--out", out) == 0
+    names = stored(out, "model.")
     assert sum(".lora." in name for name in names) == 4 * 4 * 2
     assert all(name.startswith("decoder.") or ".lora." in name for name in names)
-    assert train("eval", "caption", tmp_path / "captions") == 0
-    # A captioner as a start: adapters in both parts of it.
-    flags = ("--shards", data_dir, "--init.weights", tmp_path / "captions", "--lora.towers", "video", "decoder")
-    assert train("caption", *short, *flags, *LORA, "--out", tmp_path / "both") == 0
-    assert all(".lora." in name for name in stored(tmp_path / "both", "model."))
-    assert train("caption", "--resume", "--steps", 3, "--out", tmp_path / "both") == 2  # steps shape the weights
+    assert train("eval", "caption", out) == 0
+    whole = ("--shards", data_dir, "--init.weights", out, "--lora.towers", "video", "decoder", *LORA)
+    assert train("caption", *SHORT, *whole, "--out", both) == 0
+    assert stored(both, "model.") and all(".lora." in name for name in stored(both, "model."))
+    before, after = weights(out), weights(both)
+    assert before.keys() == after.keys() and not torch.equal(before[CROSS], after[CROSS])
 
 
 @pytest.mark.parametrize(
