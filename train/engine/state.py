@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -135,6 +135,9 @@ class State:
                 f"checkpoint {path} holds values that are not finite (NaN or infinity) in {names}",
                 hint="remove it: the one before it, if there is one, is used instead",
             )
+        if self.base is not None:
+            # The path is absolute there; the run may have been resumed in another folder.
+            self.base = replace(self.base, weights=facts.base["weights"])
         self.precision.load_state_dict(facts.precision)
         self.step = facts.step
         self.cursor = merge_cursors([Cursor(one["position"], tuple(one["ahead"])) for one in facts.loader])

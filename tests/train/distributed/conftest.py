@@ -14,6 +14,7 @@ from tests.train.distributed.runs import (
     STRATEGIES,
     adapted,
     exact_plane,
+    locked,
     masked,
     run_ranks,
     towers,
@@ -77,6 +78,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
         run_ranks, made.two, data_dir, made.one / "towers", size=2, folder=tmp_path_factory.mktemp("said")
     )
     train_towers(adapted(made.one / "adapted", data_dir, source=made.one / "towers"), ONE)
+    train_towers(locked(made.one / "locked", data_dir), ONE)
     train_masked(masked(made.one / "masked", data_dir), ONE)
     end_well(ranks)
     return made

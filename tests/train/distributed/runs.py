@@ -88,6 +88,12 @@ def adapted(out: Path, data_dir: Path, *, source: Path, **changes: Any) -> DualE
     )
 
 
+def locked(out: Path, data_dir: Path, **changes: Any) -> DualEncoderSettings:
+    """Settings of a dual encoder with a frozen video tower and a trained text tower, in microbatches."""
+    tuned = {"text_tower": "trained", "freeze": ("video",), "loss": Loss(), "microbatch": 3, "steps": 4}
+    return towers(out, data_dir, **tuned, **changes)
+
+
 def train_towers(chosen: DualEncoderSettings, world: World) -> nn.Module:
     """A run of the dual encoder, from its latest checkpoint if it has one."""
     task = ExactTask(chosen, attention=open_attention("sdpa", device_type="cpu"), device=CPU)
@@ -185,8 +191,9 @@ def spread_over(strategy: Strategy) -> dict[str, Any]:
 
 def _all_runs(folder: Path, data_dir: Path, source: Path, world: World) -> None:
     for strategy in STRATEGIES:
-        out = folder / f"adapted-{strategy}"
-        train_towers(adapted(out, data_dir, source=source, **spread_over(strategy)), world)
+        parallel = spread_over(strategy)
+        train_towers(adapted(folder / f"adapted-{strategy}", data_dir, source=source, **parallel), world)
+        train_towers(locked(folder / f"locked-{strategy}", data_dir, **parallel), world)
         train_plane(exact_plane(folder / f"plane-{strategy}", **spread_over(strategy)), world)
         train_towers(towers(folder / f"towers-{strategy}", data_dir, **spread_over(strategy)), world)
         train_masked(masked(folder / f"masked-{strategy}", data_dir, microbatch=3, **spread_over(strategy)), world)

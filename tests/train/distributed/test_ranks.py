@@ -34,7 +34,7 @@ def assert_same(found: Path, expected: Path, *, atol: float = 1e-10) -> None:
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
-@pytest.mark.parametrize("name", ["plane", "towers", "masked", "adapted"])
+@pytest.mark.parametrize("name", ["plane", "towers", "masked", "adapted", "locked"])
 def test_the_same_seed_gives_the_same_curve_on_one_process_and_on_two(runs: Runs, name: str, strategy: str) -> None:
     assert_same(runs.two / f"{name}-{strategy}", runs.one / name)
     assert len(set(losses(runs.one / name))) > 3

@@ -1,5 +1,8 @@
 """Low-rank adapters: the same numbers and gradients as peft's, in every kind of block, and after merging."""
 
+from collections.abc import Callable
+from typing import Any
+
 import peft
 import pytest
 import torch
@@ -8,6 +11,7 @@ from transformers import CLIPVisionConfig
 from transformers.models.clip.modeling_clip import CLIPEncoderLayer
 
 from train.config.model import Towers
+from train.config.tuning import Target
 from train.models.adapters import LowRank, add_adapters, merged, remove_adapters
 from train.models.attention import attend_with_sdpa
 from train.models.captioner import Captioner
@@ -20,7 +24,7 @@ from train.models.videomae import VideoMAEEncoder
 WIDTH, RANK, ALPHA = 16, 3, 6
 
 
-def adapted(tower: nn.Module, *, targets: tuple = ("attention", "mlp")) -> nn.Module:
+def adapted(tower: nn.Module, *, targets: tuple[Target, ...] = ("attention", "mlp")) -> Any:
     """In float64, with adapters that have learned something."""
     tower.double()
     add_adapters(tower, rank=RANK, scale=ALPHA / RANK, targets=targets)
@@ -34,7 +38,8 @@ def adapted(tower: nn.Module, *, targets: tuple = ("attention", "mlp")) -> nn.Mo
 def captioner() -> Captioner:
     towers = Towers(kind="timesformer")
     video = TimeSformer(size_of("tiny", towers).video, image_px=32, num_frames=2, attend=attend_with_sdpa)
-    for block in video.transformer.resblocks:
+    blocks: Any = video.transformer.resblocks
+    for block in blocks:
         nn.init.normal_(block.time_proj.weight, std=0.1)  # zero in a new tower, which would hide a mistake
     decoder = Gpt2(gpt2_size("tiny", vocabulary_size=20, context_length=8), attend=attend_with_sdpa)
     return Captioner(video, decoder)
@@ -47,8 +52,8 @@ def test_outputs_and_gradients_are_those_of_peft() -> None:
         hidden_size=WIDTH, intermediate_size=4 * WIDTH, num_attention_heads=2, hidden_act="gelu", attention_dropout=0.0
     )
     config._attn_implementation = "sdpa"  # the other one computes a softmax in float32
-    theirs = CLIPEncoderLayer(config).double()
-    ours = Block(TransformerSize(width=WIDTH, depth=1, num_heads=2), attend=attend_with_sdpa).double()
+    theirs: Any = CLIPEncoderLayer(config).double()
+    ours: Any = Block(TransformerSize(width=WIDTH, depth=1, num_heads=2), attend=attend_with_sdpa).double()
     qkv = qkv_of(theirs)
     ours.attn.in_proj_weight.data.copy_(torch.cat([one.weight for one in qkv]))
     ours.attn.in_proj_bias.data.copy_(torch.cat([one.bias for one in qkv]))
@@ -62,7 +67,8 @@ def test_outputs_and_gradients_are_those_of_peft() -> None:
         own.load_state_dict(its.state_dict())
     names = ["q_proj", "k_proj", "v_proj", "out_proj", "fc1", "fc2"]
     peft_config = peft.LoraConfig(r=RANK, lora_alpha=ALPHA, target_modules=names, lora_dropout=0.0)
-    with_adapters = peft.get_peft_model(nn.ModuleDict({"layer": theirs}), peft_config)
+    model: Any = nn.ModuleDict({"layer": theirs})
+    with_adapters: Any = peft.get_peft_model(model, peft_config)
     adapted(ours)
     # One matrix A for all three, which is what an adapter of the fused projection is.
     fused = [(one, ours.attn.lora.A, rows) for one, rows in zip(qkv_of(theirs), ours.attn.lora.B.chunk(3), strict=True)]
@@ -84,7 +90,7 @@ def test_outputs_and_gradients_are_those_of_peft() -> None:
     out.square().sum().backward()
     their_out.square().sum().backward()
 
-    def gradients(layer: nn.Module) -> tuple[torch.Tensor, torch.Tensor]:
+    def gradients(layer: Any) -> tuple[torch.Tensor, torch.Tensor]:
         return layer.lora_A["default"].weight.grad, layer.lora_B["default"].weight.grad
 
     for its, own_a, own_b in single:
@@ -95,11 +101,11 @@ def test_outputs_and_gradients_are_those_of_peft() -> None:
     assert all(one.grad is None for name, one in ours.named_parameters() if "lora" not in name)
 
 
-def qkv_of(layer: nn.Module) -> tuple[nn.Module, ...]:
+def qkv_of(layer: Any) -> tuple[Any, ...]:
     return layer.self_attn.q_proj, layer.self_attn.k_proj, layer.self_attn.v_proj
 
 
-TOWERS = {
+TOWERS: dict[str, Callable[[], nn.Module]] = {
     "clip": lambda: DualEncoder(SIZES["tiny"], image_px=32, num_frames=2, attend=attend_with_sdpa),
     "videomae": lambda: VideoMAEEncoder(
         size_of("tiny", Towers(kind="videomae")).video, image_px=32, num_frames=2, attend=attend_with_sdpa
@@ -110,11 +116,11 @@ TOWERS = {
 
 @pytest.mark.parametrize("targets", [("attention",), ("mlp",), ("attention", "mlp")])
 @pytest.mark.parametrize("name", TOWERS)
-def test_merged_weights_compute_the_same(name: str, targets: tuple[str, ...]) -> None:
+def test_merged_weights_compute_the_same(name: str, targets: tuple[Target, ...]) -> None:
     torch.manual_seed(0)
     model = adapted(TOWERS[name](), targets=targets).eval()
     video = torch.randn(2, 3, 2, 32, 32, dtype=torch.float64)
-    inputs = {
+    inputs: Any = {
         "clip": (video, torch.tensor([[1, 2, 3, 9], [1, 9, 0, 0]])),
         "videomae": (video,),
         "timesformer and gpt2": (video, torch.randint(20, (2, 5))),

@@ -1,0 +1,52 @@
+"""Commands of runs that train parts of a model, and what is in their checkpoints."""
+
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+
+from train.cli import main
+from train.run.checkpoint import latest_checkpoint, read_table
+from train.run.folder import RunFolder, read_lines
+from train.weights.sources import whole_weights
+
+TINY = ["--model", "tiny", "--num-frames", 2, "--size-px", 32, "--batch", 4, "--warmup-steps", 1, "--workers", 1]
+SHORT = [*TINY, "--lr", "1e-2", "--steps", 2]
+SMALL = [*TINY, "--lr", "1e-2", "--steps", 4, "--checkpoint-every", 2, "--optimizer.ema", 0.9]
+LORA = ("--lora.rank", 2, "--lora.alpha", 4)
+CROSS = "decoder.transformer.resblocks.0.cross_attn.kv_proj.weight"
+
+
+def call(*words: object) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("sys.argv", ["train", *map(str, words)])
+        with pytest.raises(SystemExit) as left:
+            main()
+    assert not left.value.code
+
+
+def latest(out: Path) -> Path:
+    path = latest_checkpoint(RunFolder(out).checkpoints)
+    assert path is not None
+    return path
+
+
+def weights(out: Path) -> dict[str, torch.Tensor]:
+    return whole_weights(latest(out))
+
+
+def stored(out: Path, prefix: str) -> set[str]:
+    return {name.removeprefix(prefix) for name in read_table(latest(out)) if name.startswith(prefix)}
+
+
+def losses(out: Path) -> list[float]:
+    return [line["loss"] for line in read_lines(RunFolder(out).metrics)]
+
+
+def killed(out: Path, copy: Path) -> Path:
+    """A copy of a run as it was after its first checkpoint."""
+    shutil.copytree(out, copy)
+    for path in sorted((copy / "checkpoints").iterdir())[1:]:
+        shutil.rmtree(path)
+    return copy

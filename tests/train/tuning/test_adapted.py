@@ -1,0 +1,131 @@
+"""Runs with adapters: what checkpoints hold, and how they are used again."""
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.train.test_cli import train
+from tests.train.tuning.runs import CROSS, LORA, SHORT, TINY, killed, latest, losses, stored, weights
+from train.run.folder import RunFolder, read_lines
+
+__all__ = ["train"]
+
+Train = Callable[..., int]
+
+
+def test_a_checkpoint_of_adapters_holds_nothing_else_and_is_resumed(
+    train: Train, source: Path, adapted: Path, tmp_path: Path
+) -> None:
+    frozen = "(video, with adapters of rank 2, text, with adapters of rank 2)"
+    assert RunFolder(adapted).read_facts()["parameters"].endswith(f"of them frozen {frozen}")
+    names = stored(adapted, "model.")
+    # 4 and 2 blocks with 4 matrices each, and 2 tensors for a matrix.
+    assert len(names) == 6 * 4 * 2 and all(name.endswith((".lora.A", ".lora.B")) for name in names)
+    assert stored(adapted, "ema.") == names == {name.rpartition(".")[0] for name in stored(adapted, "optimizer.model.")}
+    size, of_source = (sum(path.stat().st_size for path in latest(run).iterdir()) for run in (adapted, source))
+    assert size < of_source / 10
+    before, after = weights(source), weights(adapted)
+    assert before.keys() == after.keys()
+    matrices = {name.rpartition(".lora.")[0] for name in names}
+    merged = {name for name in after if name.removesuffix(".weight") in matrices or name.endswith("in_proj_weight")}
+    assert {name for name in after if not torch.equal(before[name], after[name])} == merged and len(merged) == 24
+
+    again = killed(adapted, tmp_path / "again")
+    assert train("dual-encoder", "--resume", "--out", again) == 0
+    assert losses(again) == losses(adapted)
+    assert all(torch.equal(weights(again)[name], one) for name, one in after.items())
+
+
+def test_adapters_are_merged_for_evaluation_export_and_a_new_start(
+    train: Train, data_dir: Path, adapted: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert train("eval", "retrieval", adapted, "--json") == 0
+    result = json.loads(capsys.readouterr().out)
+    line = read_lines(RunFolder(adapted).metrics)[-1]
+    for direction in ("text_to_video", "video_to_text"):
+        scores = {f"val/{direction}_r{k}": share for k, share in result[direction]["recall"].items()}
+        assert scores and {name: line[name] for name in scores} == scores
+    exported, started = tmp_path / "exported", tmp_path / "started"
+    assert train("export", adapted, "--format", "open_clip", "--out", exported) == 0
+    still = [*TINY, "--lr", "1e-12", "--steps", 1, "--shards", data_dir]
+    assert train("dual-encoder", *still, "--init.weights", exported, "--out", started) == 0
+    for name, one in weights(adapted).items():
+        torch.testing.assert_close(weights(started)[name], one, rtol=0, atol=1e-9)
+
+
+def test_adapters_need_the_weights_that_they_adapt(
+    train: Train, data_dir: Path, source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    base, out = tmp_path / "base", tmp_path / "run"
+    shutil.copytree(source, base)
+    flags = [*TINY, "--lr", "1e-2", "--shards", data_dir, *LORA]
+    words = ("--steps", 2, "--checkpoint-every", 1, "--init.weights", base, "--out", out)
+    assert train("dual-encoder", *flags, *words) == 0
+    cut = killed(out, tmp_path / "cut")
+    commands = (
+        ("dual-encoder", "--resume", "--out", cut),
+        ("eval", "retrieval", out),
+        ("export", out, "--format", "open_clip", "--out", tmp_path / "exported"),
+        ("dual-encoder", *flags, "--steps", 1, "--init.weights", out, "--out", tmp_path / "second"),
+    )
+    # The weights of a run whose text tower was trained on.
+    changed = tmp_path / "changed"
+    others = ("--steps", 1, "--freeze", "video", "--init.weights", base, "--out", changed)
+    assert train("dual-encoder", *TINY, "--lr", "1e-2", "--shards", data_dir, *others) == 0
+    for problem, folder in (
+        ("holds adapters, and the weights that they adapt have changed", changed),
+        ("holds adapters, and not the weights that they adapt", None),
+    ):
+        shutil.rmtree(base)
+        if folder is not None:
+            shutil.copytree(folder, base)
+        for command in commands:
+            capsys.readouterr()
+            assert train(*command) == 2
+            error, hint = capsys.readouterr().err.splitlines()[-2:]
+            assert problem in error and str(base) in error
+            assert hint == f"hint: put back the weights that the run started from: {base}"
+    shutil.copytree(source, base)
+    for command in commands[:2]:
+        assert train(*command) == 0
+
+
+def test_what_weights_lack_is_trained_whole_beside_the_adapters(
+    train: Train, data_dir: Path, source: Path, tmp_path: Path
+) -> None:
+    """A new projection, and the positions of another picture size, which a rule of resizing has made."""
+    out = tmp_path / "run"
+    flags = [*TINY[:2], "--num-frames", 4, "--size-px", 48, *TINY[6:], "--lr", "1e-2", "--steps", 2]
+    flags += ["--shards", data_dir, "--init.weights", source, *LORA, "--lora.targets", "mlp"]
+    flags += ["--towers.embedding-width", 24]
+    assert train("dual-encoder", *flags, "--freeze", "blocks:1", "--out", out) == 0
+    names = {name for name in stored(out, "model.") if ".lora." not in name}
+    resized = {"video.positional_embedding", "video.temporal_embedding"}
+    assert names == {"video.proj", "text.text_projection", *resized}
+    trained = {name.rpartition(".")[0] for name in stored(out, "optimizer.model.")}
+    assert names - trained == resized
+    adapted = {name.partition(".lora.")[0] for name in stored(out, "model.") if ".lora." in name}
+    blocks = [*(f"video.transformer.resblocks.{number}" for number in (1, 2, 3)), "text.transformer.resblocks.0"]
+    blocks.append("text.transformer.resblocks.1")
+    assert adapted == {f"{block}.mlp.{layer}" for block in blocks for layer in ("c_fc", "c_proj")}
+
+
+def test_a_captioner_has_adapters_in_its_tower_and_then_in_its_decoder(
+    train: Train, data_dir: Path, masked: Path, tmp_path: Path
+) -> None:
+    out, both = tmp_path / "captions", tmp_path / "both"
+    flags = ("--shards", data_dir, "--decoder.name", "tiny", "--decoder.max-tokens", 8, *LORA)
+    assert train("caption", *SHORT, *flags, "--init.weights", masked, "--out", out) == 0
+    names = stored(out, "model.")
+    assert sum(".lora." in name for name in names) == 4 * 4 * 2
+    assert all(name.startswith("decoder.") or ".lora." in name for name in names)
+    assert train("eval", "caption", out) == 0
+    whole = ("--shards", data_dir, "--init.weights", out, "--lora.towers", "video", "decoder", *LORA)
+    assert train("caption", *SHORT, *whole, "--out", both) == 0
+    assert stored(both, "model.") and all(".lora." in name for name in stored(both, "model."))
+    before, after = weights(out), weights(both)
+    assert before.keys() == after.keys() and not torch.equal(before[CROSS], after[CROSS])
