@@ -20,6 +20,7 @@ import platform
 import re
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -166,7 +167,7 @@ def create_run(settings: TrainingSettings) -> RunFolder:
                 raise UserError(f"{run.path} exists already", hint="use --resume to continue it, or another --out")
             for path in left:
                 path.unlink()
-            save_settings(settings, run.settings)
+            save_settings(replace(settings, evaluate=settings.evaluate.from_anywhere()), run.settings)
     except OSError as error:
         raise UserError(f"cannot make the run folder {run.path}: {error.strerror}", hint="use another --out") from error
     return run
