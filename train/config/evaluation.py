@@ -2,9 +2,9 @@
 
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated, Literal, get_args
+from typing import Annotated, Literal, Self, get_args
 
 from manifests.errors import UserError
 from train.config.fields import FIRST_RUN, SEVERAL, Checked, GoesWith, Range, caught
@@ -52,6 +52,11 @@ class EvaluatedData:
     split: str
     protocol: ProtocolName | None = None
 
+    def text(self, *, base: Path) -> str:
+        """One of --evaluate.shards, with its path below `base` if it is relative."""
+        shards = self.shards if self.shards is None or "://" in self.shards else base / self.shards
+        return f"{self.name}={shards}@{self.split}" + (f":{self.protocol}" if self.protocol else "")
+
 
 @dataclass(frozen=True, kw_only=True)
 class EvaluationSettings(Checked):
@@ -90,6 +95,11 @@ class EvaluationSettings(Checked):
                 protocol=self.protocol_named(parts["protocol"]) if parts["protocol"] else None,
             )
         return tuple(found.values())
+
+    def from_anywhere(self) -> Self:
+        """The settings with data folders as any working directory finds them."""
+        found = [one for one in self.evaluated() if one.shards is not None]
+        return replace(self, shards=tuple(one.text(base=Path.cwd()) for one in found))
 
     def number_names(self, one: EvaluatedData) -> tuple[str, ...]:
         """The metrics of an evaluation, without its name: what --best can select. Empty if they depend on the data."""

@@ -43,6 +43,9 @@ Samples = TypeVar("Samples", bound=NamedSamples)
 def launch_facts(settings: TrainingSettings, *, resume: object) -> Start:
     """Command, versions and settings of this rank, as ranks compare them."""
     values = flat({name: value for name, value in plain_values(asdict(settings)).items() if name not in MACHINE_FLAGS})
+    # Paths may differ here too.
+    evaluated = [f"{one.name}: split {one.split}, {one.protocol}" for one in settings.evaluate.evaluated()]
+    values["evaluate.shards"] = evaluated if settings.evaluate.shards else []
     own = versions()
     return {
         COMMAND: f"train {settings.command}",

@@ -172,7 +172,8 @@ def create_run(settings: TrainingSettings) -> RunFolder:
                 raise UserError(f"{run.path} exists already", hint="use --resume to continue it, or another --out")
             for path in left:
                 path.unlink()
-            save_settings(replace(settings, shards=absolute(settings.shards)), run.settings)
+            own = replace(settings, shards=absolute(settings.shards), evaluate=settings.evaluate.from_anywhere())
+            save_settings(own, run.settings)
     except OSError as error:
         raise UserError(f"cannot make the run folder {run.path}: {error.strerror}", hint="use another --out") from error
     return run

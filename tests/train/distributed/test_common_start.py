@@ -15,7 +15,7 @@ from tests.train.test_latents_training import FLAGS, write_columns
 from train.distributed.launch import difference
 from train.engine.rank_consistency import launch_facts
 from train.run.checkpoint import all_checkpoints
-from train.run.folder import RunFolder
+from train.run.folder import RunFolder, read_lines
 from train.tasks.dual_encoder.settings import DualEncoderSettings
 
 DUAL = ("dual-encoder", *FLAGS, "--batch", "8", "--steps", "2", "--warmup-steps", "1", "--device", "cpu")
@@ -90,6 +90,26 @@ def test_ranks_train_on_copies_of_a_folder_and_not_on_other_data(columns: Path, 
         assert "manifest" not in error
     for status, error in missing:
         assert status == 2 and "missing" in error and "Traceback" not in error
+
+
+def test_ranks_evaluate_copies_of_a_folder_and_not_other_data(columns: Path, tmp_path: Path) -> None:
+    copied, other, out = tmp_path / "copied", tmp_path / "other", tmp_path / "run"
+    shutil.copytree(columns, copied)
+    shutil.copytree(columns, other)
+    rewrite_checksum(sorted((other / "latents").glob("*/commits/*.json"))[0])
+    shared = (*DUAL, "--shards", str(columns), "--out", str(out), "--evaluate.every", "2", "--evaluate.split", "train")
+    cases = [
+        tuple((*shared, "--evaluate.shards", shards) for shards in (f"far={columns}", second))
+        for second in (f"far={copied}", f"far={other}", f"near={copied}")
+    ]
+    alike, differing, renamed = ends_of(tmp_path, [*cases])
+    assert [status for status, _ in alike] == [0, 0], alike
+    assert "far/text_to_video_r1" in read_lines(RunFolder(out).metrics)[-1]
+    for status, error in differing:
+        assert status == 2 and "error: the ranks do not have the same data: column latents of far is " in error
+        assert "manifest" not in error
+    for status, error in renamed:
+        assert status == 2 and "--evaluate.shards is " in error
 
 
 def test_versions_count_and_what_a_machine_may_have_of_its_own_does_not() -> None:

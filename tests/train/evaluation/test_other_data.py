@@ -107,7 +107,7 @@ def test_a_run_with_other_data_is_resumed_with_the_same_numbers(
     ]
     assert numbers[0] == numbers[1] == numbers[2] and set(numbers[0][0]) == set(numbers[0][1])
     settings = load_settings(broken.settings, DualEncoderSettings)
-    assert settings.evaluate.shards == (f"far={other}", f"near={moving}@train")
+    assert settings.evaluate.shards == (f"far={other}@val", f"near={moving}@train")
 
 
 def test_settings_of_a_file_name_several(train: Train, moving: Path, other: Path, tmp_path: Path) -> None:
@@ -192,6 +192,14 @@ def test_what_names_data() -> None:
         ("c", "a@b/c", "held-out", None),
     ]
     assert EvaluationSettings(every=1).evaluated() == (EvaluatedData(name="val", shards=None, split="val"),)
+    kept = DualEncoderEvaluation(every=1, split="held-out", shards=shards).from_anywhere()
+    assert kept.shards == (
+        f"ek100={Path.cwd()}/data/ek100@held-out",
+        "own=s3://bucket/a=b@test",
+        "vatex=/data/v@test:vatex",
+        f"c={Path.cwd()}/a@b/c@held-out",
+    )
+    assert kept.from_anywhere() == kept and EvaluationSettings().from_anywhere() == EvaluationSettings()
     with pytest.raises(UserError, match="this task has a single one"):
         EvaluationSettings(every=1, shards=("a=x@val:vatex",))
 

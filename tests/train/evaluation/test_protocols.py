@@ -237,10 +237,10 @@ def test_vatex_from_a_data_folder_is_named_incomplete(
         (
             "msrvtt-1ka",
             [("a", WHOLE), ("b", WHOLE)],
-            "6 of 6 videos have another number of captions, such as v0 with 2",
+            "1 caption for each video, and 6 of 6 videos have another number, such as v0 with 2",
         ),
-        ("vatex", [("a", WHOLE)], "it has 10 for each video, and 6 of 6 videos"),
-        ("vatex", [(str(n), (n / 10, 3.0)) for n in range(10)], "different times, and it ranks whole videos"),
+        ("vatex", [("a", WHOLE)], "10 captions for each video, and 6 of 6 videos"),
+        ("vatex", [(str(n), (n / 10, 3.0)) for n in range(10)], "different times, and the protocol ranks whole videos"),
         ("paragraph", [("a", WHOLE)], "no video has several sentences"),
         ("paragraph", [("a", WHOLE), ("b", WHOLE)], "no video has several sentences with different times"),
     ],
@@ -261,7 +261,7 @@ def test_data_that_contradict_a_protocol_are_refused(
 def test_more_videos_than_the_protocol_has_are_another_test_set(tmp_path: Path) -> None:
     names = [f"v{number}" for number in range(1001)]
     write_captions(tmp_path, dict.fromkeys(names, "test"), [Caption(name, *WHOLE, name) for name in names])
-    with pytest.raises(UserError, match="1,001 videos, and the protocol 1,000"):
+    with pytest.raises(UserError, match="1,000 videos, and the split 1,001"):
         protocol_captions(tmp_path, "msrvtt-1ka", split="test", sources=None)
 
 

@@ -107,38 +107,28 @@ def protocol_captions(data_dir: Path, name: RetrievalName, *, split: str, source
         captions = captions.set_column(number, name_of_column, captions[name_of_column].cast(pa.string()))
     first = choose_sources(pc.unique(captions["source"]).to_pylist(), wanted=sources).names[0]
     captions = captions.filter(pc.equal(captions["source"], first))
-    found = _fit(captions, PROTOCOLS[name])
-    if name == "paragraph":
-        found = "no video has several sentences with different times" if not _has_sentences(captions) else ""
-    if found:
-        raise UserError(f"split {split!r} of {data_dir} is not for the protocol {name}: {found}", hint=_HINT)
+    if misfit := _misfit(captions, name):
+        raise UserError(f"split {split!r} of {data_dir} is not for the protocol {name}: {misfit}", hint=_HINT)
     return _joined(captions) if name == "paragraph" else captions
 
 
-def _fit(captions: pa.Table, protocol: RetrievalProtocol) -> str:
+def _misfit(captions: pa.Table, name: RetrievalName) -> str:
     """What contradicts a protocol; empty if nothing does. A part of its videos or captions does not."""
     counts = pc.value_counts(captions["video_id"].combine_chunks())
     num_N, videos = counts.field("counts").to_numpy(), counts.field("values")
-    if protocol.num_videos is not None and len(num_N) > protocol.num_videos:
-        return f"it has {len(num_N):,} videos, and the protocol {protocol.num_videos:,}"
-    wanted = protocol.num_captions
+    has_times = len(captions.group_by(["video_id", "begin_s", "end_s"]).aggregate([])) > len(num_N)
+    if name == "paragraph":
+        return "" if has_times else "no video has several sentences with different times"
+    most, wanted = PROTOCOLS[name].num_videos, PROTOCOLS[name].num_captions
+    if most is not None and len(num_N) > most:
+        return f"the protocol has {most:,} videos, and the split {len(num_N):,}"
     if wanted is not None and (num_N.max() > wanted or np.median(num_N) != wanted):
         other = np.flatnonzero(num_N != wanted)
         return (
-            f"it has {wanted} for each video, and {len(other):,} of {len(num_N):,} videos have another number of "
-            f"captions, such as {videos[int(other[0])]} with {num_N[other[0]]}"
+            f"the protocol has {counted(wanted, 'caption')} for each video, and {len(other):,} of {len(num_N):,} "
+            f"videos have another number, such as {videos[int(other[0])]} with {num_N[other[0]]}"
         )
-    if wanted is not None and len(_spans(captions)) > len(num_N):
-        return "captions of a video have different times, and it ranks whole videos"
-    return ""
-
-
-def _spans(captions: pa.Table) -> pa.Table:
-    return captions.group_by(["video_id", "begin_s", "end_s"]).aggregate([])
-
-
-def _has_sentences(captions: pa.Table) -> bool:
-    return len(_spans(captions)) > len(pc.unique(captions["video_id"]))
+    return "captions of a video have different times, and the protocol ranks whole videos" if has_times else ""
 
 
 def _joined(captions: pa.Table) -> pa.Table:
