@@ -86,6 +86,10 @@ class Augment(Checked):
     """Probability of random erasing: a box through all frames becomes noise (VideoMAE: 0.25)."""
 
 
+# Weights for use by a command: a run, or others; --run is the name of before.
+Weights = Annotated[str, Parameter(name=("--weights", "--run"))]
+
+
 @Parameter(name="*")
 @dataclass(frozen=True, kw_only=True)
 class Overrides(Checked):

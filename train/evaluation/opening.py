@@ -20,7 +20,7 @@ from train.run.folder import RunFolder, open_run
 from train.spec import Adopted, TaskSpec
 from train.weights.architecture import sized_as
 from train.weights.loading import load_whole
-from train.weights.sources import Say, Source, fetch_tag, is_name_and_tag, is_run, open_weights
+from train.weights.sources import Say, Source, fetch_tag, has_weights, is_name_and_tag, is_run, open_weights
 
 Tasks = Mapping[str, Callable[[], TaskSpec]]
 
@@ -96,14 +96,19 @@ def open_weights_as(
     )
 
 
-def _source(weights: str, *, say: Say) -> Source:
+def require_weights(weights: str | Path) -> None:
+    """Raise a UserError where there is neither a run nor a file of weights; a NAME:TAG is let pass."""
     path = Path(weights)
-    if not path.exists() and not is_name_and_tag(weights):
+    if not is_name_and_tag(str(weights)) and not (path.is_file() or is_run(path) or has_weights(path)):
         raise UserError(
             f"there is no run in {weights}, and there are no other weights",
             hint="name a run (a training command's --out), an exported folder, a file of weights, or a NAME:TAG of "
             "open_clip",
         )
+
+
+def _source(weights: str, *, say: Say) -> Source:
+    require_weights(weights)
     init = Init(weights=weights)
     fetch_tag(init, say=say)
     source = open_weights(init)

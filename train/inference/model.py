@@ -26,9 +26,10 @@ from train.config.data import Overrides
 from train.config.model import kind_of
 from train.config.training import ClipSettings, Device
 from train.data.batch import Batch, to_device
+from train.evaluation.opening import open_weights_as
 from train.evaluation.probe.features import tower_of
 from train.evaluation.runner import OpenedRun
-from train.inference.opening import open_weights_for_use
+from train.inference.opening import tasks_where
 from train.models.captioner import VideoTower
 from train.models.dual_encoder import DualEncoder
 from train.models.text import load_tokenizer
@@ -214,8 +215,14 @@ def load_model(
     """
     remarks: list[str] = []
     overrides = Overrides(num_frames=num_frames, sampling=sampling, size_px=size_px)
-    opened = open_weights_for_use(
-        weights, shards=shards, device=device, overrides=overrides, is_without_data=True, say=remarks.append
+    opened = open_weights_as(
+        tasks_where(lambda spec: spec.features is not None),
+        weights,
+        shards=shards,
+        device=device,
+        overrides=overrides,
+        is_without_data=True,
+        say=remarks.append,
     )
     return model_of(opened, remarks=remarks)
 
