@@ -77,7 +77,8 @@ def open_weights_as(
     if getattr(settings, "input", "pixels") == "pixels":
         shape = replace(shape, image_px=settings.size_px)
         _require_whole_cubes(settings, shape)
-    trained = ready(settings, run=None, step=None, weights=source.title, load=_not_loaded)
+    facts = {} if record is None else record.read_facts()
+    trained = ready(settings, run=None, facts=facts, step=None, weights=source.title, load=_not_loaded)
     task: Any = spec.open(
         settings, run=record, attention=trained.attention, device=trained.device, shape=shape, **adopted.given
     )

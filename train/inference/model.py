@@ -156,10 +156,11 @@ class LoadedModel:
         array = torch.as_tensor(clips)
         if array.dtype == torch.uint8:
             return self._of_rgb(array)
-        settings = self.settings
-        if array.ndim != _CLIP_DIMS or array.shape[2] != settings.num_frames:
+        shape = self.opened.shape
+        wanted = (shape.size.video.num_channels, self.settings.num_frames, shape.image_px, shape.image_px)
+        if tuple(array.shape[1:]) != wanted:
             raise UserError(
-                f"clips of shape {tuple(array.shape)}, and the model takes [B, C, {settings.num_frames}, H, W]",
+                f"clips of shape {tuple(array.shape)}, and the model takes [B, {', '.join(map(str, wanted))}]",
                 hint=_CLIPS_HINT,
             )
         return array.to(self.device, torch.float32)
