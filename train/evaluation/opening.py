@@ -72,7 +72,7 @@ def open_weights_as(
     with deferred_checks():  # which are about --model
         settings = replace(adopted.settings, shards=shards or adopted.settings.shards, device=device or "auto")
         overrides = overrides.beside(settings)
-        settings = replace(settings, **overrides.given())
+        settings = overrides.applied(settings)
     shape = adopted.shape
     if getattr(settings, "input", "pixels") == "pixels":
         shape = replace(shape, image_px=settings.size_px)
