@@ -144,7 +144,7 @@ def open_for(
     if shards is not None and other_data(run.data_facts(shards)):
         settings = settings.on(shards)
     overrides = overrides.beside(settings)
-    settings = replace(settings, **overrides.given())
+    settings = overrides.applied(settings)
     shape = shape_of_run(run, settings)
     given = {"shape": shape} if is_without_data else {}
     task: Any = spec.open(settings, attention=trained.attention, device=trained.device, run=run, **given)

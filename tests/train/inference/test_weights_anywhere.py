@@ -14,7 +14,9 @@ import torch
 from safetensors.torch import load_file
 from torch import nn
 
+from manifests.errors import UserError
 from tests.train.classify.moving import encode_clips
+from tests.train.latents.written import Chunk, Written, write_latents
 from tests.train.weights.small import open_clip_model, our_model
 from tests.train.weights.test_export import run_train
 from train.config.model import Towers
@@ -149,6 +151,33 @@ def test_other_models_are_shown_more_and_larger_frames_too(
     its = scored(capsys, kind, exports[task, "hf"], "--shards", moving, *flags, *more)
     assert same(own) == same(its) and "T = 8 frames" in own["clip"] and "48 px" in own["clip"]
     assert [path.stem.endswith("-8-frames-48px") for path in RunFolder(run).results()].count(True) == 1
+
+
+def test_models_of_latents_are_opened_without_data_and_take_more_frames(
+    moving: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    data, run, out = tmp_path / "data", tmp_path / "run", tmp_path / "out"
+    shutil.copytree(moving, data)
+    chunks = [Chunk(f"v{number:02d}", 2000 * half, 8) for number in range(12) for half in range(2)]
+    write_latents(Written(data), [chunks])
+    flags = "--input latents --segment 1s --model tiny --num-frames 2 --batch 6 --steps 2 --device cpu"
+    for task, more in (("dual-encoder", "--towers.temporal random"), ("mae", "--mask-ratio 0.5")):
+        assert run_train(task, "--shards", data, "--out", run / task, *flags.split(), *more.split()) == 0
+    assert run_train("export", run / "mae", "--format", "videomae", "--out", out) == 0
+    for weights in (run / "dual-encoder", run / "mae", out):
+        model = load_model(weights)
+        side, channels = model.opened.shape.image_px, model.opened.shape.size.video.num_channels
+        assert model.encode_video(torch.randn(3, channels, 2, side, side)).shape == (3, 128)
+        with pytest.raises(UserError, match=r"the model takes \[B, "):
+            model.encode_video(torch.randn(3, channels + 1, 2, side, side))
+        with pytest.raises(UserError, match="takes latents"):
+            model.encode_video(np.zeros((1, 2, side, side, 3), np.uint8))
+    assert load_model(out).identity == load_model(run / "mae").identity
+    probe = ("probe", run / "mae", "--label", "verb", "--neighbours", "5")
+    assert same(scored(capsys, *probe)) == same(scored(capsys, "probe", out, "--shards", data, *probe[2:]))
+    assert "T = 4 frames" in scored(capsys, "retrieval", run / "dual-encoder", "--num-frames", 4)["clip"]
+    assert run_train("eval", "retrieval", run / "dual-encoder", "--size-px", 48) == 2
+    assert "--size-px is 48, which is about pictures" in capsys.readouterr().err
 
 
 def test_results_of_other_weights_are_written_where_the_user_says(
