@@ -8,7 +8,6 @@ faiss is installed in the peers' environment, without clipmill; `train.search.ne
 """
 
 import argparse
-import resource
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -59,7 +58,9 @@ class _Way:
                 "seconds": time.perf_counter() - began_s,
                 "cpu_s": time.process_time() - cpu_s,
             }
-        return {"peak_bytes": 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss}
+        # Not getrusage, which begins with the memory of the process that started this one.
+        (peak,) = (line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM:"))
+        return {"peak_bytes": 1024 * int(peak.split()[1])}
 
 
 def main() -> None:

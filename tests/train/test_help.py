@@ -15,7 +15,19 @@ from train.registry import task_names
 
 GOLDENS = Path(__file__).with_name("help")
 WIDTH, MOST_FLAGS = 80, 35
-OTHERS = ("", "bench", "doctor", "export", "overview", "caption-video", "embed", "search", "eval", "eval probe", "eval mir")
+OTHERS = (
+    "",
+    "bench",
+    "doctor",
+    "export",
+    "overview",
+    "caption-video",
+    "embed",
+    "search",
+    "eval",
+    "eval probe",
+    "eval mir",
+)
 
 
 def help_of(command: str, *, everything: bool = False) -> str:

@@ -40,7 +40,7 @@ from train.tasks.mae.samples import ChunkClips
 
 ClipKind = Literal["captions", "chunks"]
 
-_BATCHES_PER_PART = 16
+_BATCHES_PER_PART = 4
 _TEXTS_PER_PART = 4096
 
 
