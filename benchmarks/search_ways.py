@@ -34,8 +34,15 @@ def open_faiss(folder: Path) -> Search:
 
     rows = np.load(folder / "video.npy", mmap_mode="r")
     index = faiss.IndexFlatIP(rows.shape[1])
-    for begin in range(0, len(rows), 1 << 18):
-        index.add(np.ascontiguousarray(rows[begin : begin + (1 << 18)]))
+    # Not `add`, which takes up to twice the memory while it grows.
+    index.codes.resize(rows.nbytes)
+    index.ntotal = len(rows)
+    own = faiss.rev_swig_ptr(index.get_xb(), rows.size)
+    with (folder / "video.npy").open("rb", buffering=0) as file:
+        file.seek(rows.offset)
+        filled = 0
+        while filled < rows.nbytes:
+            filled += file.readinto(own.view(np.uint8)[filled:])
     return lambda queries: np.asarray(index.search(queries, TOP)[1])
 
 
