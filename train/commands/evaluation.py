@@ -11,7 +11,7 @@ from cyclopts import App, Parameter
 
 from manifests.errors import FailedWork, UserError
 from train.commands.training import docstring
-from train.config.data import AS_TRAINED, Overrides
+from train.config.data import AS_TRAINED, Overrides, Weights
 from train.registry import evaluations
 from train.run.folder import open_run, read_lines
 from train.spec import EvaluationSpec
@@ -37,13 +37,13 @@ def score_run(
             needed.
         FailedWork: nothing could be decoded.
     """
-    from train.evaluation.opening import open_weights_as, task_of_run
+    from train.evaluation.opening import open_weights_as, require_weights, task_of_run
     from train.evaluation.runner import score_opened
-    from train.inference.opening import tasks_having
+    from train.inference.opening import tasks_where
     from train.report.results import write_page
     from train.weights.sources import is_run
 
-    tasks = tasks_having(evaluation.name)
+    tasks = tasks_where(lambda spec: evaluation.name in (one.name for one in spec.evaluations))
     run = open_run(Path(weights)) if is_run(Path(weights)) else None
     if run is not None:
         task_of_run(run, tasks)
@@ -54,6 +54,7 @@ def score_run(
                 f"--out is {out}, and the results of a run are written into {run.path}", hint="leave it out"
             )
     elif shards is None:
+        require_weights(weights)
         raise UserError(f"--shards is missing: {weights} is not a run, which has data of its own", hint="add it")
     opened = open_weights_as(tasks, weights, shards=shards, overrides=overrides, say=say)
     result = score_opened(opened, evaluation, wanted, out=out)
@@ -69,7 +70,7 @@ def evaluation_command(evaluation: EvaluationSpec) -> Callable[..., None]:
     default = settings()
 
     def command(
-        weights: str,
+        weights: Weights,
         wanted: kind = default,  # type: ignore[valid-type]
         *,
         shards: str | None = None,

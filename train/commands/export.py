@@ -8,14 +8,14 @@ from cyclopts import Parameter
 
 from manifests.errors import UserError
 from train.commands.training import docstring
-from train.config.data import AS_TRAINED, Overrides
+from train.config.data import AS_TRAINED, Overrides, Weights
 from train.registry import task_named, task_names
 from train.run.folder import RunFolder
 from train.spec import ExportRequest
 
 
 def export(
-    weights: str,
+    weights: Weights,
     *,
     form: Annotated[str, Parameter(name="--format")],
     out: Path,
@@ -71,7 +71,9 @@ def export_run(
         run.require_facts()
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise UserError(f"{out} exists already", hint="use another --out")
-    opened = open_weights_for_use(weights, overrides=overrides, is_without_data=True, checkpoint=path, say=say)
+    opened = open_weights_for_use(
+        weights, overrides=overrides, is_without_data=bool(overrides.given()), checkpoint=path, say=say
+    )
     spec, task = opened.spec, opened.spec.name
     if spec.export is None:
         known = [name for name in task_names() if task_named(name).export is not None]

@@ -2,14 +2,16 @@
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Annotated, Any, Literal
+from dataclasses import dataclass, replace
+from typing import Annotated, Any, Literal, TypeVar
 
 from cyclopts import Parameter
 
 from manifests.errors import UserError
 from train.config.fields import PROBABILITY, SHARE, Checked, GoesWith, Range, caught
+from train.config.model import PICTURE_PX
 
+Settings = TypeVar("Settings")
 _RAND_OPS = GoesWith("rand_ops", use="1 or more")
 _JITTER = Range(least=0)
 MAX_MAGNITUDE = 10.0
@@ -86,6 +88,10 @@ class Augment(Checked):
     """Probability of random erasing: a box through all frames becomes noise (VideoMAE: 0.25)."""
 
 
+# Weights for use by a command: a run, or others; --run is the name of before.
+Weights = Annotated[str, Parameter(name=("--weights", "--run"))]
+
+
 @Parameter(name="*")
 @dataclass(frozen=True, kw_only=True)
 class Overrides(Checked):
@@ -117,6 +123,13 @@ class Overrides(Checked):
                 hint="leave it out; --num-frames may differ from the training's",
             )
         return Overrides(**found)
+
+    def applied(self, settings: Settings) -> Settings:
+        """The settings of a run with these. A model that is named for its size of pictures takes others, too."""
+        changes, model = self.given(), getattr(settings, "model", "")
+        if self.size_px is not None and model in PICTURE_PX:
+            changes["model"] = model.removesuffix(f"-{PICTURE_PX[model]}")
+        return replace(settings, **changes)  # type: ignore[type-var]
 
     def suffix(self) -> str:
         """Part of the names of results, so that they never replace those of clips as in training."""

@@ -24,7 +24,7 @@ from train.models.video_vit import VideoViTSize
 Workloads = Callable[[Any, int], tuple[Workload, ...]]
 # Of two equally fast ones, the earlier one is chosen.
 _CANDIDATES: tuple[AttentionChoice, ...] = ("xformers", "sdpa", "cudnn", "flash")
-_FACT = "attention_choice"
+CHOICE_FACT = "attention_choice"
 _MOST_TOKENS = 16_384
 
 
@@ -66,7 +66,7 @@ def choose_attention(
     Raises:
         UserError: the requested backend is not available.
     """
-    kept = {_FACT: facts[_FACT]} if facts and _FACT in facts else {}
+    kept = {CHOICE_FACT: facts[CHOICE_FACT]} if facts and CHOICE_FACT in facts else {}
     is_measured = settings.attention == "auto" and device.type == "cuda" and not settings.compile
     if not is_measured:
         return open_attention(settings.attention, device_type=device.type, compiles=settings.compile), kept
@@ -74,12 +74,12 @@ def choose_attention(
         return attention, kept
     choice = world.first(lambda: _measure(workloads(settings, _share(settings, world)), device=device, dtype=products))
     attention = world.each(lambda: open_attention(cast(AttentionChoice, choice.name), device_type=device.type))
-    return replace(attention, reason=choice.reason), {_FACT: asdict(choice)}
+    return replace(attention, reason=choice.reason), {CHOICE_FACT: asdict(choice)}
 
 
 def as_before(facts: dict[str, Any], *, device_type: str) -> AttentionBackend | None:
     """The backend that a run on a GPU started with, by its run.json; None if it names none that is available here."""
-    name = facts.get(_FACT, {}).get("name")
+    name = facts.get(CHOICE_FACT, {}).get("name")
     if name is None and str(facts.get("attention", "")).startswith("xformers ("):
         name = "xformers"  # what auto meant on every GPU in runs before backends were measured
     if name not in _CANDIDATES:

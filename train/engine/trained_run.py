@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import nn
@@ -29,6 +29,7 @@ class TrainedRun(Generic[Settings]):
 
     Attributes:
         run: None for weights of another source.
+        facts: of the training's run.json, {} for weights of another project.
         settings: of the model, with the requested data and overrides.
         step: of the checkpoint; None for weights of another source.
         weights: description of the weights (EMA or not) and of the precision.
@@ -36,6 +37,7 @@ class TrainedRun(Generic[Settings]):
     """
 
     run: RunFolder | None
+    facts: dict[str, Any]
     settings: Settings
     step: int | None
     weights: str
@@ -95,7 +97,7 @@ def open_trained_run(run: RunFolder, settings: Settings, *, checkpoint: Path | N
                 hint="were settings changed by hand? put back what the run was trained with",
             ) from error
 
-    return ready(settings, run=run, step=facts.step, weights=which, load=load)
+    return ready(settings, run=run, facts=run.read_facts(), step=facts.step, weights=which, load=load)
 
 
 def shape_of_run(run: RunFolder, settings: ClipSettings) -> ModelShape:
@@ -117,12 +119,18 @@ def shape_of_run(run: RunFolder, settings: ClipSettings) -> ModelShape:
 
 
 def ready(
-    settings: Settings, *, run: RunFolder | None, step: int | None, weights: str, load: Callable[[nn.Module], None]
+    settings: Settings,
+    *,
+    run: RunFolder | None,
+    facts: dict[str, Any],
+    step: int | None,
+    weights: str,
+    load: Callable[[nn.Module], None],
 ) -> TrainedRun[Settings]:
     """Weights with the device, precision and attention that the settings name.
 
     Args:
-        weights: description of the weights.
+        facts, weights: see `TrainedRun`; without the precision.
 
     Raises:
         UserError: this machine lacks what the settings require.
@@ -130,10 +138,11 @@ def ready(
     device = choose_device(settings.device)
     # The backend that the run was trained with, if that was on a GPU too.
     is_measured = settings.attention == "auto" and device.type == "cuda" and not settings.compile
-    before = as_before(run.read_facts(), device_type=device.type) if is_measured and run is not None else None
+    before = as_before(facts, device_type=device.type) if is_measured else None
     precision = open_precision(settings.precision, device_type=device.type)
     return TrainedRun(
         run=run,
+        facts=facts,
         settings=settings,
         step=step,
         weights=f"{weights}, {precision.name}",

@@ -20,7 +20,7 @@ from train.run.folder import RunFolder, open_run
 from train.spec import Adopted, TaskSpec
 from train.weights.architecture import sized_as
 from train.weights.loading import load_whole
-from train.weights.sources import Say, Source, fetch_tag, is_name_and_tag, is_run, open_weights
+from train.weights.sources import Say, Source, fetch_tag, has_weights, is_name_and_tag, is_run, open_weights
 
 Tasks = Mapping[str, Callable[[], TaskSpec]]
 
@@ -72,12 +72,13 @@ def open_weights_as(
     with deferred_checks():  # which are about --model
         settings = replace(adopted.settings, shards=shards or adopted.settings.shards, device=device or "auto")
         overrides = overrides.beside(settings)
-        settings = replace(settings, **overrides.given())
+        settings = overrides.applied(settings)
     shape = adopted.shape
     if getattr(settings, "input", "pixels") == "pixels":
         shape = replace(shape, image_px=settings.size_px)
         _require_whole_cubes(settings, shape)
-    trained = ready(settings, run=None, step=None, weights=source.title, load=_not_loaded)
+    facts = {} if record is None else record.read_facts()
+    trained = ready(settings, run=None, facts=facts, step=None, weights=source.title, load=_not_loaded)
     task: Any = spec.open(
         settings, run=record, attention=trained.attention, device=trained.device, shape=shape, **adopted.given
     )
@@ -96,14 +97,19 @@ def open_weights_as(
     )
 
 
-def _source(weights: str, *, say: Say) -> Source:
+def require_weights(weights: str | Path) -> None:
+    """Raise a UserError where there is neither a run nor a file of weights; a NAME:TAG is let pass."""
     path = Path(weights)
-    if not path.exists() and not is_name_and_tag(weights):
+    if not is_name_and_tag(str(weights)) and not (path.is_file() or is_run(path) or has_weights(path)):
         raise UserError(
             f"there is no run in {weights}, and there are no other weights",
             hint="name a run (a training command's --out), an exported folder, a file of weights, or a NAME:TAG of "
             "open_clip",
         )
+
+
+def _source(weights: str, *, say: Say) -> Source:
+    require_weights(weights)
     init = Init(weights=weights)
     fetch_tag(init, say=say)
     source = open_weights(init)

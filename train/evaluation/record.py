@@ -17,6 +17,7 @@ from train.config.fields import deferred_checks
 from train.config.files import save_settings
 from train.config.model import Init
 from train.config.training import TrainingSettings
+from train.engine.attention_choice import CHOICE_FACT
 from train.evaluation.runner import OpenedRun
 from train.run.checkpoint import file_facts
 from train.run.folder import RunFolder
@@ -34,6 +35,8 @@ def write_record(folder: Path, opened: OpenedRun) -> None:
     defaults: TrainingSettings = type(settings)()
     init = Init(pixel_mean=settings.init.pixel_mean, pixel_std=settings.init.pixel_std)
     facts: dict[str, Any] = {"task": opened.spec.name, **opened.task.facts()}
+    # Which attention it was trained with: others round differently.
+    facts |= {name: value for name, value in opened.trained.facts.items() if name in ("attention", CHOICE_FACT)}
     if getattr(settings, "input", "pixels") == "latents":
         shape = opened.shape
         facts["latents"] = {"channels": shape.size.video.num_channels, "side": shape.image_px}

@@ -142,7 +142,7 @@ def open_for(
     settings = settings if device is None else replace(settings, device=device)
     trained = open_trained_run(run, settings, checkpoint=checkpoint)
     overrides = overrides.beside(settings)
-    settings = replace(settings, **overrides.given())
+    settings = overrides.applied(settings)
     shape = shape_of_run(run, settings)
     given = {"shape": shape} if is_without_data else {}
     task: Any = spec.open(settings, attention=trained.attention, device=trained.device, run=run, **given)

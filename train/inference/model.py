@@ -26,9 +26,10 @@ from train.config.data import Overrides
 from train.config.model import kind_of
 from train.config.training import ClipSettings, Device
 from train.data.batch import Batch, to_device
+from train.evaluation.opening import open_weights_as
 from train.evaluation.probe.features import tower_of
 from train.evaluation.runner import OpenedRun
-from train.inference.opening import open_weights_for_use
+from train.inference.opening import tasks_where
 from train.models.captioner import VideoTower
 from train.models.dual_encoder import DualEncoder
 from train.models.text import load_tokenizer
@@ -155,10 +156,11 @@ class LoadedModel:
         array = torch.as_tensor(clips)
         if array.dtype == torch.uint8:
             return self._of_rgb(array)
-        settings = self.settings
-        if array.ndim != _CLIP_DIMS or array.shape[2] != settings.num_frames:
+        shape = self.opened.shape
+        wanted = (shape.size.video.num_channels, self.settings.num_frames, shape.image_px, shape.image_px)
+        if tuple(array.shape[1:]) != wanted:
             raise UserError(
-                f"clips of shape {tuple(array.shape)}, and the model takes [B, C, {settings.num_frames}, H, W]",
+                f"clips of shape {tuple(array.shape)}, and the model takes [B, {', '.join(map(str, wanted))}]",
                 hint=_CLIPS_HINT,
             )
         return array.to(self.device, torch.float32)
@@ -214,8 +216,14 @@ def load_model(
     """
     remarks: list[str] = []
     overrides = Overrides(num_frames=num_frames, sampling=sampling, size_px=size_px)
-    opened = open_weights_for_use(
-        weights, shards=shards, device=device, overrides=overrides, is_without_data=True, say=remarks.append
+    opened = open_weights_as(
+        tasks_where(lambda spec: spec.features is not None),
+        weights,
+        shards=shards,
+        device=device,
+        overrides=overrides,
+        is_without_data=True,
+        say=remarks.append,
     )
     return model_of(opened, remarks=remarks)
 

@@ -16,7 +16,8 @@ import torch
 from torch import Tensor, nn
 
 from train.models.attention import Attend
-from train.models.transformer import LayerNorm, Transformer, TransformerSize
+from train.models.space_time import LN_PRE_EPS, space_time
+from train.models.transformer import LayerNorm, Stack, Transformer, TransformerSize
 
 
 @dataclass(frozen=True)
@@ -40,12 +41,17 @@ class CubeGrid:
 
 @dataclass(frozen=True, kw_only=True)
 class VideoViTSize:
-    """Dimensions of a video tower: its transformer, and the side (pixels) and length (frames) of a cube."""
+    """Dimensions of a video tower: its transformer, and the side (pixels) and length (frames) of a cube.
+
+    Attributes:
+        is_divided: attend over time and space in turn, as LaViLa's tower does, instead of over all cubes at once.
+    """
 
     trunk: TransformerSize
     patch_px: int
     num_channels: int = 3
     cube_frames: int = 1
+    is_divided: bool = False
 
     def grid(self, *, image_px: int, num_frames: int) -> CubeGrid:
         """The cubes of square clips; ValueError if they cannot be cut into whole cubes."""
@@ -143,8 +149,12 @@ class VideoViT(nn.Module):
         self.class_embedding = nn.Parameter(width**-0.5 * torch.randn(width))
         self.positional_embedding = nn.Parameter(width**-0.5 * torch.randn(1 + grid.patches, width))
         self.temporal_embedding = nn.Parameter(temporal_std * torch.randn(grid.steps, width))
-        self.ln_pre = LayerNorm(width, eps=size.trunk.norm_eps)
-        self.transformer = Transformer(size.trunk, attend=attend, drop_path=drop_path)
+        self.ln_pre = LayerNorm(width, eps=LN_PRE_EPS if size.is_divided else size.trunk.norm_eps)
+        self.transformer: Stack
+        if size.is_divided:
+            self.transformer = space_time(size.trunk, num_frames=grid.steps, attend=attend, drop_path=drop_path)
+        else:
+            self.transformer = Transformer(size.trunk, attend=attend, drop_path=drop_path)
         self.ln_post = LayerNorm(width, eps=size.trunk.norm_eps)
         self.has_projection = embedding_width is not None
         self.register_parameter("proj", None)

@@ -26,7 +26,8 @@ def sized_as(size: DualEncoderSize, source: Source) -> DualEncoderSize:
     video, text, width = size.video, size.text, size.embedding_width
     if (conv := shapes.get(CONV)) is not None:
         trunk = _trunk(video.trunk, conv[0], depth_of(shapes, "video"), source.facts.video_heads)
-        video = replace(video, trunk=trunk, patch_px=conv[-1], num_channels=conv[1])
+        is_divided = any(".temporal_attn." in name for name in shapes)
+        video = replace(video, trunk=trunk, patch_px=conv[-1], num_channels=conv[1], is_divided=is_divided)
     if (gain := shapes.get("text.ln_final.weight")) is not None:
         text = replace(text, trunk=_trunk(text.trunk, gain[0], depth_of(shapes, "text"), source.facts.text_heads))
     if (projection := shapes.get("video.proj")) is not None:

@@ -6,8 +6,9 @@
     text.*                textual.*                                      *
 
 AVION has other names in a block after training with FlashAttention (`attn.Wqkv`, `mlp.fc1`), and a matrix for conv1
-after training with --use-fast-conv1. LaViLa's video tower attends to time and to space in turn; a tower with joint
-attention has no parameter for its `timeattn` and `norm3`, which stay unknown.
+after training with --use-fast-conv1. LaViLa's video tower attends to time and to space in turn
+(`train.models.space_time`); a tower with joint attention, as it is trained here, has no parameter for its `timeattn`
+and `norm3`.
 """
 
 import torch
@@ -66,6 +67,9 @@ _LAVILA_NAMES = NameTable(
         "visual.blocks.N.attn.proj.*": f"{_OUR_BLOCK}.attn.out_proj.*",
         "visual.blocks.N.mlp.fc1.*": f"{_OUR_BLOCK}.mlp.c_fc.*",
         "visual.blocks.N.mlp.fc2.*": f"{_OUR_BLOCK}.mlp.c_proj.*",
+        "visual.blocks.N.timeattn.qkv.*": f"{_OUR_BLOCK}.temporal_attn.in_proj_*",
+        "visual.blocks.N.timeattn.proj.*": f"{_OUR_BLOCK}.temporal_attn.out_proj.*",
+        "visual.blocks.N.norm3.*": f"{_OUR_BLOCK}.ln_temporal.*",
         "visual.blocks.N.norm1.*": f"{_OUR_BLOCK}.ln_1.*",
         "visual.blocks.N.norm2.*": f"{_OUR_BLOCK}.ln_2.*",
     },
@@ -105,8 +109,8 @@ LAVILA = Format(
         remarks=(
             "LaViLa's weights were trained with QuickGELU, a layer norm eps of 1e-6 in vision (CLIP: 1e-5), and a red "
             "mean of 108.33 / 255 (CLIP: 122.77 / 255); these values are used here too",
-            "LaViLa's video tower has divided attention over time and space (TimeSformer); a tower with joint "
-            "attention computes another function",
+            "LaViLa's video tower has divided attention over time and space; train eval and load_model compute that, "
+            "and a tower with joint attention, as it is trained here, computes another function",
         ),
     ),
 )

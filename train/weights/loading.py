@@ -103,6 +103,8 @@ def load_whole(model: nn.Module, source: Source, *, fit: Callable[..., Loaded], 
             hint="use weights of the whole model",
         )
     copy_into(model, loaded)
+    if TEMPORAL_EMBEDDING in changed and TEMPORAL_EMBEDDING not in loaded.fitted.tensors:
+        model.get_parameter(TEMPORAL_EMBEDDING).detach().zero_()  # an image model; its initial zeros have random signs
 
 
 def _check_heads(model: nn.Module, source: Source) -> None:

@@ -179,6 +179,11 @@ def open_weights(init: Init) -> Source | None:
     return Source(title=f"{init.weights} ({form.title})", converted=converted, facts=facts or form.facts)
 
 
+def has_weights(folder: Path) -> bool:
+    """Whether a folder has a file of weights."""
+    return any((folder / name).is_file() for name in _FILES)
+
+
 def weights_file(folder: Path) -> Path:
     """The file of weights in a folder; UserError if there is none."""
     for name in _FILES:

@@ -81,7 +81,7 @@ def test_what_is_no_weights_is_named(
     save_file({"layer.weight": torch.zeros(3, 3)}, tmp_path / "other.safetensors")
     for name, words in (
         ("none", "there is no run in"),
-        ("empty", "there are no weights in"),
+        ("empty", "there is no run in"),
         ("nothing.pt", "is empty"),
         ("program.pt", "is refused"),
         ("other.safetensors", "not the weights of a CLIP, VideoMAE or TimeSformer"),

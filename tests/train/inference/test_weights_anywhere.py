@@ -2,17 +2,29 @@
 
 import json
 import shutil
+from argparse import Namespace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import open_clip
 import pytest
 import torch
 from safetensors.torch import load_file
+from torch import nn
 
-from tests.train.weights.small import our_model
+from manifests.errors import UserError
+from tests.train.classify.moving import encode_clips
+from tests.train.latents.written import Chunk, Written, write_latents
+from tests.train.weights.small import open_clip_model, our_model
 from tests.train.weights.test_export import run_train
+from train.config.model import Towers
 from train.inference.model import load_model
+from train.models.dual_encoder import size_of
+from train.models.text import load_tokenizer
 from train.run.folder import RunFolder
+from train.weights.avion import MISTYPED_MEAN
 
 # What differs between results of one and the same model: names of the weights, not what they compute.
 OF_THE_NAME = {"source", "shards", "is_own_data", "step", "weights", "command", "all_said"}
@@ -141,6 +153,33 @@ def test_other_models_are_shown_more_and_larger_frames_too(
     assert [path.stem.endswith("-8-frames-48px") for path in RunFolder(run).results()].count(True) == 1
 
 
+def test_models_of_latents_are_opened_without_data_and_take_more_frames(
+    moving: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    data, run, out = tmp_path / "data", tmp_path / "run", tmp_path / "out"
+    shutil.copytree(moving, data)
+    chunks = [Chunk(f"v{number:02d}", 2000 * half, 8) for number in range(12) for half in range(2)]
+    write_latents(Written(data), [chunks])
+    flags = "--input latents --segment 1s --model tiny --num-frames 2 --batch 6 --steps 2 --device cpu"
+    for task, more in (("dual-encoder", "--towers.temporal random"), ("mae", "--mask-ratio 0.5")):
+        assert run_train(task, "--shards", data, "--out", run / task, *flags.split(), *more.split()) == 0
+    assert run_train("export", run / "mae", "--format", "videomae", "--out", out) == 0
+    for weights in (run / "dual-encoder", run / "mae", out):
+        model = load_model(weights)
+        side, channels = model.opened.shape.image_px, model.opened.shape.size.video.num_channels
+        assert model.encode_video(torch.randn(3, channels, 2, side, side)).shape == (3, 128)
+        with pytest.raises(UserError, match=r"the model takes \[B, "):
+            model.encode_video(torch.randn(3, channels + 1, 2, side, side))
+        with pytest.raises(UserError, match="takes latents"):
+            model.encode_video(np.zeros((1, 2, side, side, 3), np.uint8))
+    assert load_model(out).identity == load_model(run / "mae").identity
+    probe = ("probe", run / "mae", "--label", "verb", "--neighbours", "5")
+    assert same(scored(capsys, *probe)) == same(scored(capsys, "probe", out, "--shards", data, *probe[2:]))
+    assert "T = 4 frames" in scored(capsys, "retrieval", run / "dual-encoder", "--num-frames", 4)["clip"]
+    assert run_train("eval", "retrieval", run / "dual-encoder", "--size-px", 48) == 2
+    assert "--size-px is 48, which is about pictures" in capsys.readouterr().err
+
+
 def test_results_of_other_weights_are_written_where_the_user_says(
     exports: dict[tuple[str, str], Path], moving: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -182,19 +221,123 @@ def test_folders_of_other_programs_are_read_by_their_configuration(
         assert model._normalisation[0] == (0.42, 0.46, 0.41) and "1e-4" not in model.description
 
 
-def test_a_file_of_avion_is_scored_by_all_protocols_of_a_dual_encoder(
-    moving: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    from train.config.model import Towers
-    from train.models.dual_encoder import size_of
+AVION = {"video.proj": "visual.image_projection", "video": "visual", "text": "textual"}
+LAVILA = {
+    "video.proj": "image_projection",
+    "video.class_embedding": "visual.cls_token",
+    "video.positional_embedding": "visual.pos_embed",
+    "video.temporal_embedding": "visual.temporal_embed",
+    "video.conv1": "visual.patch_embed.proj",
+    "video.ln_post": "visual.norm",
+    "video.transformer.resblocks": "visual.blocks",
+    "video": "visual",
+    "text": "",
+}
+LAVILA_PARTS = {
+    "temporal_attn.in_proj_": "timeattn.qkv.",
+    "temporal_attn.out_proj": "timeattn.proj",
+    "attn.in_proj_": "attn.qkv.",
+    "attn.out_proj": "attn.proj",
+    "c_fc": "fc1",
+    "c_proj": "fc2",
+    "ln_temporal": "norm3",
+    "ln_1": "norm1",
+    "ln_2": "norm2",
+}
 
-    model = our_model(num_frames=4, size=size_of("tiny", Towers()))
-    theirs = {"visual.image_projection": model.video.proj}
+
+def renamed(model: nn.Module, roots: dict[str, str], parts: dict[str, str]) -> dict[str, torch.Tensor]:
+    """A model's tensors under the names of another project."""
+    state = {}
     for name, tensor in model.state_dict().items():
-        if name != "video.proj":
-            theirs[name.replace("video.", "visual.", 1).replace("text.", "textual.", 1)] = tensor
-    file = tmp_path / "avion.pt"
-    torch.save({"state_dict": {f"module.{name}": one for name, one in theirs.items()}, "epoch": 3}, file)
+        root = next(root for root in roots if name == root or name.startswith(f"{root}."))
+        name = f"{roots[root]}{name.removeprefix(root)}".removeprefix(".")
+        if name.startswith("visual.blocks."):
+            for ours, theirs in parts.items():
+                name = name.replace(ours, theirs)
+        state[f"module.{name}"] = tensor[None] if name.endswith(("pos_embed", "temporal_embed")) else tensor
+    return state
+
+
+@pytest.mark.parametrize(("project", "roots", "is_divided"), [("AVION", AVION, False), ("LaViLa", LAVILA, True)])
+def test_a_file_of_avion_or_lavila_is_scored_and_embedded_as_its_model(
+    moving: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    project: str,
+    roots: dict[str, str],
+    is_divided: bool,
+) -> None:
+    size = size_of("tiny", Towers())
+    size = replace(
+        size,
+        # Of heads of 64, which these projects' models have and no tensor says.
+        video=replace(size.video, is_divided=is_divided, trunk=replace(size.video.trunk, num_heads=2)),
+        text=replace(size.text, trunk=replace(size.text.trunk, num_heads=2)),
+    )
+    activation: Any = "quick_gelu" if is_divided else "gelu"
+    ours = our_model(num_frames=4, size=size, activation=activation, video_eps=1e-6)
+    file = tmp_path / "checkpoint_best.pt"
+    torch.save({"state_dict": renamed(ours, roots, LAVILA_PARTS), "epoch": 3, "args": Namespace(lr=3e-5)}, file)
+
+    model = load_model(file)
+    assert model.settings.num_frames == 4 and model.settings.init.pixel_mean == MISTYPED_MEAN
+    clips = torch.randn(2, 3, 4, 32, 32)
+    with torch.no_grad():
+        torch.testing.assert_close(model.encode_video(clips), ours.embed_video(clips))
+        tokens = torch.from_numpy(load_tokenizer()("a dog catches a frisbee"))[None]
+        torch.testing.assert_close(model.encode_text(["a dog catches a frisbee"]), ours.embed_text(tokens))
     result = scored(capsys, "retrieval", file, "--shards", moving, "--num-frames", 16)
-    assert "AVION" in result["weights"] and "T = 16 frames" in result["clip"] and result["overrides"]
-    assert scored(capsys, "zero-shot", file, "--shards", moving, "--label", "noun")["num_clips"] > 0
+    assert project in result["weights"] and "T = 16 frames" in result["clip"] and result["overrides"]
+    assert scored(capsys, "zero-shot", file, "--shards", moving, "--label", "noun")["num_clips"] == 12
+    if is_divided:
+        assert run_train("export", file, "--format", "hf", "--out", tmp_path / "out") == 2
+        assert "LaViLa's divided attention" in capsys.readouterr().err
+
+
+def test_a_tag_of_open_clip_is_its_model(
+    moving: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From open_clip's own cache, in the layout that it has there."""
+    text = {"context_length": 77, "vocab_size": 49408, "width": 64, "heads": 2, "layers": 2}
+    vision = {"image_size": 48, "layers": 2, "width": 96, "head_width": 24, "patch_size": 24}
+    theirs = open_clip_model("small-clip", tmp_path, text_cfg=text, vision_cfg=vision, quick_gelu=True)
+    cache = tmp_path / ".cache" / "clip"
+    cache.mkdir(parents=True)
+    torch.save(theirs.state_dict(), cache / "small-clip.pt")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    entry = {"url": "https://nowhere.invalid/small-clip.pt", "quick_gelu": True, "mean": MISTYPED_MEAN}
+    monkeypatch.setitem(open_clip.pretrained._PRETRAINED, "small-clip", {"here": entry})
+
+    model = load_model("small-clip:here", num_frames=1)
+    assert (model.settings.size_px, model.settings.init.pixel_mean) == (48, MISTYPED_MEAN)
+    pictures = torch.randn(3, 3, 48, 48)
+    texts = ["a square", "it moves to the left"]
+    with torch.no_grad():
+        wanted = theirs.encode_image(pictures, normalize=True)
+        torch.testing.assert_close(model.encode_video(pictures[:, :, None]), wanted, atol=1e-5, rtol=0)
+        wanted = theirs.encode_text(open_clip.get_tokenizer("ViT-B-16")(texts), normalize=True)
+        torch.testing.assert_close(model.encode_text(texts), wanted, atol=1e-5, rtol=0)
+    result = scored(capsys, "retrieval", "small-clip:here", "--shards", moving)
+    assert result["source"] == "small-clip:here" and "T = 4 frames" in result["clip"] and "48 px" in result["clip"]
+    out = tmp_path / "exported"
+    assert run_train("export", "small-clip:here", "--format", "hf", "--out", out) == 0
+    assert load_model(out, num_frames=1).identity == model.identity
+    (cache / "small-clip.pt").unlink()
+    capsys.readouterr()
+    assert run_train("eval", "retrieval", "small-clip:here", "--shards", moving) == 2
+    assert "cannot download small-clip:here, and it is not in the cache" in capsys.readouterr().err
+
+
+def test_videos_are_captioned_alike_by_a_run_and_by_its_export(
+    runs: dict[str, Path], exports: dict[tuple[str, str], Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    video = tmp_path / "moving.mp4"
+    video.write_bytes(encode_clips(["bright:left", "dark:right"], np.random.default_rng(0)))
+    for flags in ((), ("--num-frames", 8)):
+        printed = []
+        for weights in (runs["caption"], exports["caption", "hf"]):
+            capsys.readouterr()
+            assert run_train("caption-video", weights, video, "--len", "1s", *flags) == 0
+            printed.append(capsys.readouterr().out)
+        assert printed[0] == printed[1] and printed[0].strip()

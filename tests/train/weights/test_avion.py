@@ -5,7 +5,7 @@ published code.
 """
 
 from argparse import Namespace
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -287,3 +287,53 @@ def test_lavilas_space_and_text_are_loaded_where_the_user_says_so(tmp_path: Path
     with torch.no_grad():
         single.video.temporal_embedding.copy_(one["visual.temporal_embed"][0, :1])
     torch.testing.assert_close(single.video(clips(1)), x @ one["image_projection"], atol=1e-9, rtol=0)
+
+
+def lavila_video(clips_BCTHW: torch.Tensor, state: State) -> torch.Tensor:
+    """LaViLa's encode_image, written out token by token: which tokens each one sees over time, and over space."""
+    state = {name.removeprefix("visual."): tensor for name, tensor in state.items()}
+    num_frames, kernel = clips_BCTHW.shape[2], state["patch_embed.proj.weight"]
+    frames = [
+        functional.conv2d(clips_BCTHW[:, :, t], kernel, stride=small.PATCH_PX).flatten(2).transpose(1, 2)
+        for t in range(num_frames)
+    ]
+    positions = state["pos_embed"][0]
+    rows = [frame + positions[1:] + state["temporal_embed"][0, t] for t, frame in enumerate(frames)]
+    x = torch.cat([(state["cls_token"][0] + positions[:1]).expand(len(clips_BCTHW), 1, -1), *rows], dim=1)
+    x = functional.layer_norm(x, x.shape[-1:], state["ln_pre.weight"], state["ln_pre.bias"], 1e-5)
+    num_patches, d = frames[0].shape[1:]
+    place = torch.arange(num_frames * num_patches)
+    patch, frame = place % num_patches, place // num_patches
+
+    def attended(x: torch.Tensor, norm: str, name: str, group: torch.Tensor) -> torch.Tensor:
+        """The class token sees all; a patch sees the class token and the patches of its group."""
+        normed = functional.layer_norm(x, (d,), state[f"{norm}.weight"], state[f"{norm}.bias"], 1e-6)
+        q, k, v = (normed @ state[f"{name}.qkv.weight"].T + state[f"{name}.qkv.bias"]).chunk(3, dim=-1)
+        heads = (len(x), -1, small.HEADS, d // small.HEADS)
+        q, k, v = (one.reshape(heads).transpose(1, 2) for one in (q, k, v))
+        sees = torch.ones(len(place) + 1, len(place) + 1, dtype=torch.bool)
+        sees[1:, 1:] = group[:, None] == group[None]
+        scores = (q @ k.transpose(2, 3) / (d // small.HEADS) ** 0.5).masked_fill(~sees, -torch.inf)
+        mixed = (scores.softmax(-1) @ v).transpose(1, 2).reshape(x.shape)
+        return mixed @ state[f"{name}.proj.weight"].T + state[f"{name}.proj.bias"]
+
+    for number in range(small.DEPTH):
+        its = f"blocks.{number}"
+        timed = x + attended(x, f"{its}.norm3", f"{its}.timeattn", patch)
+        x = x + attended(timed, f"{its}.norm1", f"{its}.attn", frame)
+        normed = functional.layer_norm(x, (d,), state[f"{its}.norm2.weight"], state[f"{its}.norm2.bias"], 1e-6)
+        inner = normed @ state[f"{its}.mlp.fc1.weight"].T + state[f"{its}.mlp.fc1.bias"]
+        inner = inner * torch.sigmoid(1.702 * inner)
+        x = x + inner @ state[f"{its}.mlp.fc2.weight"].T + state[f"{its}.mlp.fc2.bias"]
+    x = functional.layer_norm(x[:, 0], (d,), state["norm.weight"], state["norm.bias"], 1e-6)
+    return x @ state["image_projection"]
+
+
+def test_a_divided_tower_computes_what_lavilas_does(tmp_path: Path) -> None:
+    state = lavila_state()
+    torch.save(training_checkpoint(state), tmp_path / "clip.pt")
+    divided = replace(small.SIZE, video=replace(small.SIZE.video, is_divided=True))
+    ours = our_model(activation="quick_gelu", video_eps=1e-6, num_frames=NUM_FRAMES, size=divided)
+    assert loaded_weights(ours, opened(tmp_path / "clip.pt"), say=quiet).fitted.changes == ()
+    wanted = lavila_video(clips(NUM_FRAMES), double(state))
+    torch.testing.assert_close(ours.double().video(clips(NUM_FRAMES)), wanted, atol=1e-9, rtol=0)

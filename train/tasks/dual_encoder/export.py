@@ -139,6 +139,11 @@ def _require_clip(weights: Tensors) -> None:
             "the run has no text tower (--text-tower frozen), and both formats require one",
             hint="export a run that trained a text tower",
         )
+    if any(".temporal_attn." in name for name in weights):
+        raise UserError(
+            "the video tower has LaViLa's divided attention over time and space, and both formats are of image towers",
+            hint="use the file itself: train eval, train embed and load_model read it",
+        )
     if weights[CONV].shape[1] != _RGB:
         raise UserError(
             f"the run was trained on latents of {weights[CONV].shape[1]} channels, and both formats take pixels",

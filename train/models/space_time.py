@@ -1,0 +1,69 @@
+"""LaViLa's video blocks: attention over time, then over space (Bain et al. 2021, "Frozen in Time", section 3.1).
+
+They differ from TimeSformer's (`train.models.timesformer`) in two ways. The class token takes part in both attentions,
+where it sees all patches and each of them sees it. The output of spatial attention is added to the input of the block,
+so that temporal attention acts through it alone.
+
+Shape suffixes: B clips, T frames, P patches of a frame, L tokens (1 + T * P, by frames), D width, H heads, K width of a
+head, G groups of patches that attend to each other, M patches of a group.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from train.models.attention import Attend, Packing
+from train.models.transformer import Block, LayerNorm, SelfAttention, Stack, TransformerSize
+
+LN_PRE_EPS = 1e-5  # whatever the blocks have
+
+
+class SpaceTimeBlock(Block):
+    """A CLIP block with temporal attention before the spatial one; the former is new, and adds nothing at first."""
+
+    def __init__(self, size: TransformerSize, *, num_frames: int, attend: Attend) -> None:
+        super().__init__(size, attend=attend)
+        self.num_frames, self.attend = num_frames, attend
+        self.ln_temporal = LayerNorm(size.width, eps=size.norm_eps)
+        self.temporal_attn = SelfAttention(size.width, size.num_heads, attend=attend)
+        nn.init.normal_(self.temporal_attn.in_proj_weight, std=size.width**-0.5)
+        nn.init.zeros_(self.temporal_attn.out_proj.weight)
+        nn.init.zeros_(self.temporal_attn.out_proj.bias)
+
+    def forward(
+        self, x_BLD: Tensor, *, causal: bool = False, packing: Packing | None = None, branches: Tensor | None = None
+    ) -> Tensor:
+        """Compute the block's output [B, L, D]; see `Block.forward`."""
+        timed_BLD = x_BLD + self._attended(self.temporal_attn, self.ln_temporal(x_BLD), over_time=True)
+        attended_BLD = self._attended(self.attn, self.ln_1(timed_BLD), over_time=False)
+        x_BLD = x_BLD + (attended_BLD if branches is None else attended_BLD * branches[0])
+        changed_BLD = self.mlp(self.ln_2(x_BLD))
+        return x_BLD + (changed_BLD if branches is None else changed_BLD * branches[1])
+
+    def _attended(self, attention: SelfAttention, x_BLD: Tensor, *, over_time: bool) -> Tensor:
+        """Attention of the class token to all tokens, and of patches to the class token and those of their group."""
+        qkv = nn.functional.linear(x_BLD, attention.in_proj_weight, attention.in_proj_bias)
+        q, k, v = qkv.unflatten(2, (3, attention.num_heads, -1)).unbind(2)
+
+        def grouped(x_BLHK: Tensor) -> Tensor:
+            x_BTPHK = x_BLHK[:, 1:].unflatten(1, (self.num_frames, -1))
+            return x_BTPHK.transpose(1, 2) if over_time else x_BTPHK  # [B, G, M, H, K]
+
+        def with_class(x_BLHK: Tensor) -> Tensor:
+            x_BGMHK = grouped(x_BLHK)
+            class_BG1HK = x_BLHK[:, None, :1].expand(-1, x_BGMHK.shape[1], -1, -1, -1)
+            return torch.cat([class_BG1HK, x_BGMHK], dim=2).flatten(0, 1)
+
+        class_B1HK = self.attend(q[:, :1], k, v)
+        out = self.attend(grouped(q).flatten(0, 1), with_class(k), with_class(v)).unflatten(0, (len(x_BLD), -1))
+        patches_BTPHK = out.transpose(1, 2) if over_time else out
+        joined_BLD = torch.cat([class_B1HK, patches_BTPHK.flatten(1, 2)], dim=1).flatten(2)
+        attended_BLD: Tensor = attention.out_proj(joined_BLD)
+        return attended_BLD
+
+
+def space_time(size: TransformerSize, *, num_frames: int, attend: Attend, drop_path: Sequence[float] = ()) -> Stack:
+    """A stack of LaViLa's blocks."""
+    blocks = (SpaceTimeBlock(size, num_frames=num_frames, attend=attend) for _ in range(size.depth))
+    return Stack(blocks, drop_path=drop_path)
