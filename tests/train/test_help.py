@@ -15,7 +15,7 @@ from train.registry import task_names
 
 GOLDENS = Path(__file__).with_name("help")
 WIDTH, MOST_FLAGS = 80, 35
-OTHERS = [
+OTHERS = (
     "",
     "bench",
     "doctor",
@@ -27,7 +27,7 @@ OTHERS = [
     "eval",
     "eval probe",
     "eval mir",
-]
+)
 
 
 def help_of(command: str, *, everything: bool = False) -> str:

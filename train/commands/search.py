@@ -131,7 +131,7 @@ def search(
     Examples:
 
         train search embedded "a dog catches a frisbee"
-        train search embedded "a red circle" "a green square" --top 20 --page search.html
+        train search embedded "a red circle" "a square" --page search.html
         train search embedded --like synthetic-00007_000015000
 
     Parameters

@@ -10,6 +10,7 @@ import shutil
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any, Literal, cast
@@ -40,8 +41,9 @@ from train.tasks.mae.samples import ChunkClips
 
 ClipKind = Literal["captions", "chunks"]
 
-_BATCHES_PER_PART = 16
+_BATCHES_PER_PART = 4
 _TEXTS_PER_PART = 4096
+_PARTS_TOGETHER = 8
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -165,7 +167,9 @@ def _open_samples(
             tars=folder.tars,
         )
     except UserError as error:
-        hint = f"{error.hint}; --clips chunks embeds whole chunks, which need no captions"
+        if "has no captions" not in str(error):
+            raise
+        hint = f"{error.hint}; or embed whole chunks, which need no captions: --clips chunks"
         raise UserError(str(error), hint=hint) from error
 
 
@@ -190,8 +194,7 @@ def embed(work: Work, out: Path, *, world: World, progress: Progress) -> dict[st
         progress.say(f"weights: {work.plan['weights']['description']}")
         if len(missing) < len(parts):
             progress.say(f"resumed: {len(parts) - len(missing)} of {len(parts)} parts were finished")
-        own = [parts[number] for number in missing[world.rank :: world.size]]
-        world.each(lambda: _embed_parts(work, own, out, progress=progress))
+        _embed_parts(work, [parts[number] for number in missing], out, world=world, progress=progress)
         return world.first(lambda: publish_folder(out, parts, work.samples, plan=work.plan))
 
 
@@ -203,11 +206,11 @@ def _begin(work: Work, out: Path, *, held: ExitStack) -> dict[str, Any] | None:
     record = read_folder_record(out)
     if record is None and not plan.is_file() and out.is_dir() and any(path.name != PARTS for path in out.iterdir()):
         raise UserError(f"{out} exists already", hint="use another --out")
-    plan.parent.mkdir(parents=True, exist_ok=True)
+    out.mkdir(parents=True, exist_ok=True)
     held.enter_context(held_folder(out, work="embeds"))
     if record is not None:
         require_same_work(record, work.plan, path=out)
-        shutil.rmtree(out / PARTS)
+        shutil.rmtree(out / PARTS, ignore_errors=True)
         return record
     if plan.is_file():
         try:
@@ -217,25 +220,39 @@ def _begin(work: Work, out: Path, *, held: ExitStack) -> dict[str, Any] | None:
         require_same_work(old, work.plan, path=out)
         for folder in (out, out / PARTS):
             remove_temporaries(folder)
+    plan.parent.mkdir(exist_ok=True)
     publish_checked_json(plan, work.plan)
     return None
 
 
-def _embed_parts(work: Work, parts: Sequence[Part], out: Path, *, progress: Progress) -> None:
-    """Embed the parts of this rank; the loader's threads read ahead across their borders."""
-    clips = [part for part in parts if part.kind == "video"]
+def _embed_parts(work: Work, parts: Sequence[Part], out: Path, *, world: World, progress: Progress) -> None:
+    """Embed this rank's share of the parts; the loader's threads read ahead across their borders."""
+    own = parts[world.rank :: world.size]
+    clips = (part for part in own if part.kind == "video")
     outcomes = work.samples.outcomes(number for part in clips for number in range(part.begin, part.end))
     ring = BatchRing(work.batch, pin=work.model.device.type == "cuda")
     num_failed = 0
+
+    def embed_some(some: Sequence[Part]) -> int:
+        return sum(_embed_part(work, part, outcomes, ring, out=out) for part in some)
+
     progress.begin(0, len(parts))
-    for number, part in enumerate(parts, start=1):
-        if part.kind == "text":
-            publish_part(part.path(out), _embed_texts(work, part))
-        else:
-            num_failed += _embed_clips(work, part, outcomes, ring, out=out)
-        failed = f", {num_failed} clips failed" if num_failed else ""
-        progress.show(number, f"{part.kind} {part.end:,}{failed}")
+    # Ranks that differ in speed wait for each other now and then: a collective gives up after half an hour.
+    for begin in range(0, -(-len(parts) // world.size), _PARTS_TOGETHER):
+        num_failed += sum(world.gather_objects(world.each(partial(embed_some, own[begin : begin + _PARTS_TOGETHER]))))
+        failed = f"{num_failed:,} clips failed" if num_failed else ""
+        progress.show(min((begin + _PARTS_TOGETHER) * world.size, len(parts)), failed)
     progress.close()
+
+
+def _embed_part(
+    work: Work, part: Part, outcomes: Iterator[Sample | FailedSample], ring: BatchRing, *, out: Path
+) -> int:
+    """Embed and publish a part; return the number of clips that failed."""
+    if part.kind == "video":
+        return _embed_clips(work, part, outcomes, ring, out=out)
+    publish_part(part.path(out), _embed_texts(work, part))
+    return 0
 
 
 def _embed_clips(

@@ -125,7 +125,11 @@ def _encode(
     record, clip = embedded.record["weights"], embedded.record["clip"]
     source = str(record["source"]) if weights is None else weights
     shown = {name: clip[name] for name in ("num_frames", "sampling", "size_px")}
-    model = load_model(source, device=device, **shown)
+    try:
+        model = load_model(source, device=device, **shown)
+    except UserError as error:
+        hint = f"{error.hint or 'see train embed'}; if the weights have moved, name them with --weights"
+        raise UserError(str(error), hint=hint) from error
     if model.identity != record["identity"]:
         raise UserError(
             f"{embedded.path} was embedded with other weights than {source} has now: {record['description']}",

@@ -10,10 +10,12 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 
+from tests.train.conftest import VIDEOS
 from tests.train.distributed.forked import end_well, fork_ranks
 from tests.train.killed import killed_at
 from tests.train.search.conftest import SMALL, content, embed, overwrite_chunk
 from tests.train.search.small_parts import embed_small_parts
+from tests.train.tiny_data import Caption, write_captions
 from tests.train.weights.test_export import run_train
 from train.inference.model import load_model
 from train.search import embedding
@@ -205,6 +207,18 @@ def test_whole_chunks_need_no_captions(run: Path, data_dir: Path, tmp_path: Path
     assert clips["key"] == [f"{video}_{start:09d}" for video in "abc" for start in (0, 2000, 4000)]
     assert clips["text"] == [None] * 9 and clips["end_s"][:3] == [2.0, 4.0, 5.5]
     assert np.load(out / "video.npy").shape == (9, 128) and not (out / "captions.parquet").exists()
+
+
+def test_a_split_without_captions_is_pointed_to_its_chunks(
+    run: Path, data_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    bare = tmp_path / "bare"
+    shutil.copytree(data_dir, bare)
+    write_captions(bare, VIDEOS, [Caption("a", 0.0, 1.0, "it begins")])
+    assert embed(run, bare, tmp_path / "out", split="val") == 2
+    said = capsys.readouterr().err
+    assert "has no captions of split 'val'" in said and "--clips chunks" in said
+    assert embed(run, bare, tmp_path / "out", "--clips", "chunks", split="val") == 0
 
 
 @pytest.mark.parametrize(
