@@ -124,7 +124,7 @@ def open_clips(
             found.pop("colour")
         if isinstance(samples, ClipSamples):
             clip = found["clip_id"].numpy()
-            spans = samples.clips.spans
+            spans = samples.spans
             found["begin_s"], found["end_s"] = _seconds(spans.begin_us[clip]), _seconds(spans.end_us[clip])
         return found
 
