@@ -131,8 +131,8 @@ class BatchBuilder:
         num_batches: batches so far, including the one being built.
     """
 
-    def __init__(self, batch: int, *, pin: bool, copy: bool, max_failures: int | None) -> None:
-        self._batch, self._ring = batch, BatchRing(batch, pin=pin, copy=copy)
+    def __init__(self, batch: int, *, pin: bool, can_keep: bool, max_failures: int | None) -> None:
+        self._batch, self._ring = batch, BatchRing(batch, pin=pin, can_keep=can_keep)
         self._samples: list[Sample] = []
         self._failures = FailureBudget(max_failures)
         self.num_batches = 1
