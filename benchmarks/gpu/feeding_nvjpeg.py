@@ -129,8 +129,8 @@ def _read_batches(samples: ChunkClips, loading: LoaderSettings) -> Generator[lis
     ahead: deque[list[Future[_ReadClip]]] = deque()
 
     def read(request: SampleRequest) -> _ReadClip:
-        plan = samples.clips.plan(request)
-        chunks = samples.clips.chunks
+        plan = samples.plan(request)
+        chunks = samples.chunks
         found = {
             (chunk, frame): packet
             for chunk, frames in plan.by_chunk.items()

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 
+from train.data import open_clips
 from train.data import prefetch as prefetch_module
 from train.data.batch import Batch, BatchRing, Sample, to_device
 from train.data.latents.loader import LatentLoader
@@ -142,3 +143,13 @@ def test_latents_are_those_that_a_cpu_reads(
     for (positions, latents, text), (own_positions, own_latents, own_text) in zip(found, expected, strict=True):
         assert positions == own_positions
         assert torch.equal(latents.cpu(), own_latents) and torch.equal(text.cpu(), own_text)
+
+
+@pytest.mark.parametrize("rgb", [True, False])
+def test_batches_of_a_loop_of_ones_own_can_be_kept(rgb: bool, clips_dir: Path, device: torch.device) -> None:
+    shape: dict[str, Any] = {"batch": 4, "num_frames": 2, "size_px": 64, "rgb": rgb, "workers": 2}
+    with open_clips(clips_dir, device=device, **shape) as on_device, open_clips(clips_dir, **shape) as on_cpu:
+        kept = list(on_device)
+        for one, other in zip(kept, on_cpu, strict=True):
+            assert one["video"].device.type == device.type and one["clip_id"].device.type == "cpu"
+            assert torch.equal(one["video"].cpu(), other["video"]) and one["caption"] == other["caption"]

@@ -115,24 +115,24 @@ class ClipOperations:
 
     def _read(self, work: _Work) -> _Work:
         """Choose frames, locate their bytes and read them."""
-        plans = tuple(self._samples.clips.plan(request) for request in work.requests)
+        plans = tuple(self._samples.plan(request) for request in work.requests)
         wanted: dict[int, set[int]] = {}
         for plan in plans:
             for chunk, frames in plan.by_chunk.items():
                 wanted.setdefault(chunk, set()).update(frames)
-        contents = {chunk: self._samples.clips.chunks.read(chunk, frames) for chunk, frames in wanted.items()}
+        contents = {chunk: self._samples.chunks.read(chunk, frames) for chunk, frames in wanted.items()}
         return replace(work, plans=plans, contents=contents)
 
     def _decode(self, work: _Work) -> _Work:
-        frames = {chunk: self._samples.clips.chunks.decoder.decode(content) for chunk, content in work.contents.items()}
+        frames = {chunk: self._samples.chunks.decoder.decode(content) for chunk, content in work.contents.items()}
         return replace(work, frames=frames)
 
     def _crop(self, work: _Work) -> _Work:
-        return replace(work, clips=tuple(self._samples.clips.clip(plan, work.frames) for plan in work.plans))
+        return replace(work, clips=tuple(self._samples.clip(plan, work.frames) for plan in work.plans))
 
     def _tokens(self, work: _Work) -> _Work:
-        pairs = zip(work.requests, work.clips, strict=True)
-        return replace(work, samples=tuple(self._samples.sample(request, clip) for request, clip in pairs))
+        pairs = zip(work.plans, work.clips, strict=True)
+        return replace(work, samples=tuple(self._samples.sample(plan, clip) for plan, clip in pairs))
 
 
 # Rates of the operations on a batch (collate, transfer, augment, model), of the loader, and of whole steps.

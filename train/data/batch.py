@@ -24,6 +24,8 @@
 A task declares which of them it needs. A sample has the same names without the B.
 """
 
+import weakref
+from collections import deque
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Literal, TypedDict
 
@@ -89,15 +91,16 @@ class BatchRing:
     Args:
         batch: number of samples in the largest batch.
         pin: allocate the buffers in pinned memory, for copies to a GPU.
-        copy: allocate each video anew, so that a batch can be kept.
+        can_keep: reuse memory only once nothing refers to its batch, in place of two buffers that alternate.
     """
 
-    def __init__(self, batch: int, *, pin: bool, copy: bool = False) -> None:
-        self._batch, self._pin, self._copy = batch, pin, copy
+    def __init__(self, batch: int, *, pin: bool, can_keep: bool = False) -> None:
+        self._batch, self._pin, self._can_keep = batch, pin, can_keep
+        self._free: deque[NDArray[np.uint8]] = deque(maxlen=2)
         self._buffers: list[torch.Tensor] = []
 
     def collate(self, samples: Sequence[Sample]) -> Batch:
-        """The batch of `samples`, in their order; without `copy`, the second batch after it overwrites its video."""
+        """The batch of `samples`, in their order; without `can_keep`, the second one after it overwrites its video."""
         import torch
 
         batch = Batch(
@@ -121,8 +124,12 @@ class BatchRing:
     def _video(self, clips: list[NDArray[np.uint8]]) -> "torch.Tensor":
         import torch
 
-        if self._copy:
-            return torch.from_numpy(np.stack(clips))
+        if self._can_keep:
+            memory = self._free.pop() if self._free else np.empty((self._batch, *clips[0].shape), np.uint8)
+            video = memory[: len(clips)]
+            # Only the tensor refers to this array: it goes with the last tensor or array that shares the memory.
+            weakref.finalize(video, self._free.append, memory).atexit = False
+            return torch.from_numpy(np.stack(clips, out=video))
         if not self._buffers:
             size = (self._batch, *clips[0].shape)
             self._buffers = [torch.empty(size, dtype=torch.uint8, pin_memory=self._pin) for _ in range(2)]

@@ -7,12 +7,12 @@ from typing import Any, cast
 
 import torch
 
-from manifests.errors import FailedWork, UserError
+from manifests.errors import UserError
 from train.data.batch import Batch
 from train.data.clip_samples import ClipSamples
 from train.data.latents.loader import LatentLoader
 from train.data.order import Cursor, LoaderState
-from train.data.outcomes import FailedSample, LoadedBatch, TooManyFailures
+from train.data.outcomes import FailedSample, LoadedBatch, TooManyFailures, list_failures
 from train.data.prefetch import prefetch
 from train.data.streams.stream import VideoStream
 from train.distributed.world import World, joined_world
@@ -62,7 +62,7 @@ class Batches:
         self._cursor, self._taken, self._resumes = Cursor(0), 0, False
         if shuffle and self.num_samples is not None and self.num_samples < self._step:
             raise UserError(
-                f"batch is {batch}, and there are {self.num_samples} samples for {self._world.size} processes",
+                f"batch={batch} in each of {self._world.size} processes, and there are {self.num_samples} samples",
                 hint="use a smaller batch, or shuffle=False",
             )
 
@@ -151,7 +151,7 @@ class Batches:
             self._cursor = loaded.cursor
             if not self._shuffle and self.num_samples is not None and self._cursor.position >= self.num_samples:
                 self._cursor = Cursor(0)
-            self._record(loaded.failed)
+            list_failures(self.failures, loaded.failed, max_failures=self._max_failures)
             if loaded.batch:
                 found: dict[str, Any] = {**loaded.batch}
                 yield found if self._device is not None else _as_arrays(found)
@@ -173,21 +173,12 @@ class Batches:
         except BaseException as error:
             self._running = None  # a generator that has raised is at its end
             if isinstance(error, TooManyFailures):
-                self._record(error.failed)
+                list_failures(self.failures, error.failed, max_failures=self._max_failures)
             raise
 
     def _finished(self, batches: Iterator[LoadedBatch]) -> Generator[LoadedBatch, None, None]:
         for loaded in batches:
             yield replace(loaded, batch=self._finish(loaded.batch)) if loaded.batch else loaded
-
-    def _record(self, failed: tuple[FailedSample, ...]) -> None:
-        self.failures += failed
-        if len(self.failures) > self._max_failures:
-            last = failed[-1]
-            raise FailedWork(
-                f"{len(self.failures)} samples failed, more than max_failures={self._max_failures}; "
-                f"the last one: {last.key}: {last.detail}; all are in the attribute `failures`"
-            )
 
     def _require_same_process(self) -> None:
         if os.getpid() != self._process:
@@ -198,8 +189,7 @@ class Batches:
         if not self._is_given and (now := joined_world()) != self._world:
             raise UserError(
                 f"opened as rank {self._world.rank} of {self._world.size}, used as rank {now.rank} of {now.size}",
-                hint="open the data after the process group is made (in Lightning: in train_dataloader), "
-                "or give rank= and world=",
+                hint="open the data after the process group is made (docs/python.md), or give rank= and world=",
             )
 
 

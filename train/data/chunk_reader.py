@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from manifests.errors import FailedWork, UserError
+from manifests.errors import UserError
 from manifests.keys import split_key
 from train.data.chunks import ChunkSet
-from train.data.outcomes import FailedSample, SampleFailed
+from train.data.outcomes import FailedSample, SampleFailed, list_failures
 from train.data.remote import open_data_folder
 from train.data.workers import Stuck, in_order
 
@@ -68,12 +68,7 @@ class Chunks:
                 continue
             if isinstance(outcome, Stuck):
                 outcome = FailedSample(number, self._chunks.key(number), "stuck", str(outcome))
-            self.failures.append(outcome)
-            if len(self.failures) > self._max_failures:
-                raise FailedWork(
-                    f"{len(self.failures)} chunks failed, more than max_failures={self._max_failures}; "
-                    f"the last one: {outcome.key}: {outcome.detail}"
-                )
+            list_failures(self.failures, [outcome], max_failures=self._max_failures)
 
     def _load(self, number: int) -> Chunk | FailedSample:
         chunks, times = self._chunks, self._chunks.table.times(number)

@@ -1,6 +1,6 @@
 """Clips of spans of videos, decoded from chunks, and what all sample sets of clips have in common."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING
@@ -25,9 +25,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ClipPlan:
-    """The frames of a requested clip, as (chunk, frame); `rng` goes on to draw the crop."""
+    """The frames of a requested clip, as (chunk, frame); `rng` goes on to draw the crop.
+
+    `request.sample` is the number of the clip, and `key` its first chunk.
+    """
 
     request: SampleRequest
+    key: str
     frames: tuple[tuple[int, int], ...]
     rng: np.random.Generator | None
 
@@ -40,32 +44,90 @@ class ClipPlan:
         return by_chunk
 
 
-class VideoClips:
-    """The clips of `spans`, made as `shape` says; a request's sample is the number of its clip. Thread-safe.
+class ClipSamples(Loader):
+    """Clips of `spans`, decoded from chunks, and the loader of their batches; sample i shows clip i // repeats.
+
+    The base of sample sets; thread-safe. A subclass sets what `describe` needs before it calls `__init__`.
 
     Args:
-        requests_of_same_frames: number of consecutive requests, of one clip, that draw the same moments in training.
+        spans: of the distinct clips.
+        shape: how clips are made.
+        split: of the manifest.
+        repeats: samples of a clip in an epoch. They follow one another, so that loaded as a group their chunks are read
+            and decoded once.
+        same_frames: number of consecutive requests, of one clip, that draw the same moments in training.
+
+    Raises:
+        UserError: there are no samples.
     """
 
-    def __init__(self, chunks: ChunkSet, spans: Spans, shape: ClipShape, *, requests_of_same_frames: int = 1) -> None:
-        self.chunks, self.spans, self._shape = chunks, spans, shape
-        self._of_same_frames = requests_of_same_frames
+    def __init__(
+        self,
+        chunks: ChunkSet,
+        spans: Spans,
+        shape: ClipShape,
+        *,
+        split: str,
+        loading: LoaderSettings,
+        repeats: int = 1,
+        same_frames: int = 1,
+    ) -> None:
+        self.chunks, self.spans, self._shape, self.split = chunks, spans, shape, split
+        self._group, self._repeats, self._of_same_frames = loading.group, repeats, same_frames
+        if not len(self):
+            raise UserError(
+                f"no clip of split {split!r} can be shown: {self.describe()}",
+                hint="see prep status; captions and labels come from prep manifest",
+            )
+        super().__init__(self, loading)
 
     def __len__(self) -> int:
+        return len(self.spans) * self._repeats
+
+    @property
+    def num_samples(self) -> int:
+        """Number of samples in an epoch."""
+        return len(self)
+
+    @property
+    def num_clips(self) -> int:
+        """Number of distinct clips; ids of clips are in [0, num_clips)."""
         return len(self.spans)
 
-    def key(self, clip: int) -> str:
-        """The chunk in which a clip begins."""
-        return self.chunks.key(int(self.spans.first_chunk[clip]))
+    @property
+    def variant_name(self) -> str:
+        """The variants that the samples come from."""
+        return self.chunks.variant_name
 
-    def span_s(self, clip: int) -> tuple[float, float]:
-        """Begin and end of a clip in its video, seconds."""
+    def describe(self) -> str:
+        """One line for the log: what the set contains, what was excluded and why."""
+        raise NotImplementedError
+
+    def complete(self, sample: Sample, request: SampleRequest) -> None:
+        """Add what a sample holds beside frames and names; `request.sample` is the number of the clip."""
+
+    def sample(self, plan: ClipPlan, clip: Clip) -> Sample:
+        """The sample of a clip."""
+        request = plan.request
+        sample = Sample(
+            position=request.position, key=plan.key, clip_id=request.sample, video=clip.video, colour=clip.colour
+        )
+        self.complete(sample, request)
+        return sample
+
+    def key(self, sample: int) -> str:
+        """The chunk in which the clip begins."""
+        return self.chunks.key(int(self.spans.first_chunk[sample // self._repeats]))
+
+    def span_s(self, sample: int) -> tuple[float, float]:
+        """Begin and end of the clip in its video, seconds."""
+        clip = sample // self._repeats
         return float(self.spans.begin_us[clip]) / 1e6, float(self.spans.end_us[clip]) / 1e6
 
-    def pictures(self, clip: int, *, num_frames: int) -> list[NDArray[np.uint8]]:
+    def pictures(self, sample: int, *, num_frames: int) -> list[NDArray[np.uint8]]:
         """Frames as a model sees them in an evaluation, RGB [H, W, 3]; empty if the clip cannot be read or decoded."""
         try:
-            shown = self._make(self.plan(SampleRequest(clip, clip, None)), {})
+            shown = self._make(self.plan(SampleRequest(sample, sample, None)), {})
         except SampleFailed:
             return []
         pictures = shown.video
@@ -73,39 +135,38 @@ class VideoClips:
             pictures = np.stack(rgb_pictures(shown.video, shown.colour, size_px=self._shape.size_px))
         return list(pictures)[:num_frames]
 
-    def load(
-        self, requests: Sequence[SampleRequest], finish: Callable[[SampleRequest, Clip], Sample]
-    ) -> list[Sample | FailedSample]:
-        """Read, decode and crop clips, and make samples of them with `finish`; shared chunks are decoded once."""
+    def load(self, requests: Sequence[SampleRequest]) -> list[Sample | FailedSample]:
+        """Read, decode and crop the clips of a group of requests; shared chunks are decoded once."""
         plans = [self.plan(request) for request in requests]
         shared = self._decode_shared(plans) if len(plans) > 1 else {}
         loaded: list[Sample | FailedSample] = []
         for plan in plans:
             try:
-                loaded.append(finish(plan.request, self._make(plan, shared)))
+                loaded.append(self.sample(plan, self._make(plan, shared)))
             except SampleFailed as error:
                 loaded.append(error.at(plan.request.position))
         return loaded
 
     def plan(self, request: SampleRequest) -> ClipPlan:
-        """Choose the frames of a requested clip."""
-        spans, number = self.spans, request.sample
-        first, last = int(spans.first_chunk[number]), int(spans.last_chunk[number])
+        """Choose the frames of a requested sample."""
+        request = replace(request, sample=request.sample // self._repeats) if self._repeats > 1 else request
+        spans, clip = self.spans, request.sample
+        first, last = int(spans.first_chunk[clip]), int(spans.last_chunk[clip])
         chunks = [self.chunks.table.times(chunk) for chunk in range(first, last + 1)]
         rng = request.rng()
         moments_rng = rng if self._of_same_frames == 1 else request.shared_rng(self._of_same_frames)
-        begin_us, end_us = int(spans.begin_us[number]), int(spans.end_us[number])
+        begin_us, end_us = int(spans.begin_us[clip]), int(spans.end_us[clip])
         num_views = self._shape.views.num_clips
         frames = frame_indices(begin_us, end_us, self._shape.sampling, chunks, rng=moments_rng, num_views=num_views)
-        return ClipPlan(request, tuple((first + one.chunk, one.frame) for one in frames), rng)
+        return ClipPlan(request, self.chunks.key(first), tuple((first + one.chunk, one.frame) for one in frames), rng)
 
     def clip(self, plan: ClipPlan, decoded: Mapping[int, ChunkFrames]) -> Clip:
         """Crop the frames of a plan, given the decoded frames of each chunk; raises SampleFailed if they differ."""
         pictures = [decoded[chunk][frame] for chunk, frame in plan.frames]
         in_graph = self.chunks.rule == "filter"
-        return make_clip(pictures, self._shape, rng=plan.rng, in_graph=in_graph, key=self.key(plan.request.sample))
+        return make_clip(pictures, self._shape, rng=plan.rng, in_graph=in_graph, key=plan.key)
 
-    def describe(self) -> list[str]:
+    def deviations(self) -> list[str]:
         """What deviates from the settings, with numbers."""
         parts = [self.chunks.describe()] if self.chunks.describe() else []
         sampling, spans, table = self._shape.sampling, self.spans, self.chunks.table
@@ -125,8 +186,7 @@ class VideoClips:
                 for chunk, frames in plan.by_chunk.items()
             }
             return self.clip(plan, decoded)
-        key = self.key(plan.request.sample)
-        building = ClipBuilder(self._shape, num_frames=len(plan.frames), rng=plan.rng, key=key)
+        building = ClipBuilder(self._shape, num_frames=len(plan.frames), rng=plan.rng, key=plan.key)
         for chunk, indices in plan.by_chunk.items():
 
             def add(frame: int, picture: "av.VideoFrame", indices: dict[int, list[int]] = indices) -> None:
@@ -153,74 +213,3 @@ class VideoClips:
                 except SampleFailed:
                     continue
         return shared
-
-
-class ClipSamples(Loader):
-    """A sample set of clips and the loader of its batches; sample i shows clip i // repeats. Thread-safe.
-
-    A subclass sets what `describe` needs before it calls `__init__`.
-
-    Args:
-        repeats: samples of a clip in an epoch. They follow one another, so that loaded as a group their chunks are read
-            and decoded once.
-
-    Attributes:
-        split: of the manifest.
-        clips: the distinct clips.
-
-    Raises:
-        UserError: there are no samples.
-    """
-
-    def __init__(self, clips: VideoClips, *, split: str, loading: LoaderSettings, repeats: int = 1) -> None:
-        self.split, self.clips, self._group, self._repeats = split, clips, loading.group, repeats
-        if not len(self):
-            raise UserError(
-                f"no clip of split {split!r} can be shown: {self.describe()}",
-                hint="see prep status; captions and labels come from prep manifest",
-            )
-        super().__init__(self, loading)
-
-    def __len__(self) -> int:
-        return len(self.clips) * self._repeats
-
-    @property
-    def num_samples(self) -> int:
-        """Number of samples in an epoch."""
-        return len(self)
-
-    @property
-    def num_clips(self) -> int:
-        """Number of distinct clips; ids of clips are in [0, num_clips)."""
-        return len(self.clips)
-
-    @property
-    def variant_name(self) -> str:
-        """The variants that the samples come from."""
-        return self.clips.chunks.variant_name
-
-    def describe(self) -> str:
-        """One line for the log: what the set contains, what was excluded and why."""
-        raise NotImplementedError
-
-    def sample(self, request: SampleRequest, clip: Clip) -> Sample:
-        """The sample of a clip; `request.sample` is the number of the clip."""
-        raise NotImplementedError
-
-    def load(self, requests: Sequence[SampleRequest]) -> list[Sample | FailedSample]:
-        """Read, decode and crop the clips of a group of requests; shared chunks are decoded once."""
-        if self._repeats > 1:
-            requests = [replace(one, sample=one.sample // self._repeats) for one in requests]
-        return self.clips.load(requests, self.sample)
-
-    def key(self, sample: int) -> str:
-        """The chunk in which the clip begins."""
-        return self.clips.key(sample // self._repeats)
-
-    def span_s(self, sample: int) -> tuple[float, float]:
-        """Begin and end of the clip in its video, seconds."""
-        return self.clips.span_s(sample // self._repeats)
-
-    def pictures(self, sample: int, *, num_frames: int) -> list[NDArray[np.uint8]]:
-        """Frames as a model sees them in an evaluation, RGB [H, W, 3]; empty if the clip cannot be read or decoded."""
-        return self.clips.pictures(sample // self._repeats, num_frames=num_frames)

@@ -103,7 +103,7 @@ def open_clips(
     is_pinned = device is not None and torch.device(device).type == "cuda"
     shape = replace(clip_shape(settings, views=Views()), rgb=rgb)
     loading = loader_settings(settings, own, device=torch.device(device or "cpu"))
-    loading = replace(loading, copy=not is_pinned)
+    loading = replace(loading, can_keep=not is_pinned)
     classes: ClassList | None = None
     samples: ClipSamples | VideoStream
     if names_tars(settings.shards):
@@ -124,7 +124,7 @@ def open_clips(
             found.pop("colour")
         if isinstance(samples, ClipSamples):
             clip = found["clip_id"].numpy()
-            spans = samples.clips.spans
+            spans = samples.spans
             found["begin_s"], found["end_s"] = _seconds(spans.begin_us[clip]), _seconds(spans.end_us[clip])
         return found
 

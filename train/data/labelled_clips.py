@@ -13,8 +13,8 @@ from shards.tars import TarBytes
 from train.data.batch import Sample
 from train.data.chunks import ChunkSet, rows_of
 from train.data.classes import ClassList, labelled_rows
-from train.data.clip_samples import ClipSamples, VideoClips
-from train.data.decoding.clip import Clip, ClipShape
+from train.data.clip_samples import ClipSamples
+from train.data.decoding.clip import ClipShape
 from train.data.decoding.reading import DecodeRule
 from train.data.loader import LoaderSettings, SampleRequest
 from train.data.usable_captions import spans_of_captions, usable_captions
@@ -68,7 +68,7 @@ class LabelledClips(ClipSamples):
         self.all_labels: NDArray[np.int64] = labelled.label[caption]
         self.video: NDArray[np.int64] = video_row[rows[caption]].astype(np.int64)
         self._caption_ids: NDArray[Any] = table["caption_id"].to_numpy()[rows[caption]]
-        super().__init__(VideoClips(chunks, spans, shape), split=split, loading=loading, repeats=repeats)
+        super().__init__(chunks, spans, shape, split=split, loading=loading, repeats=repeats)
 
     @property
     def labels(self) -> NDArray[np.int64]:
@@ -82,7 +82,7 @@ class LabelledClips(ClipSamples):
         digest = hashlib.sha256(f"{self.variant_name} {self._group} {classes}".encode())
         if self._repeats > 1:
             digest.update(f"{self._repeats} of each".encode())
-        for array in (self._caption_ids, self.all_labels, self.clips.spans.begin_us, self.clips.spans.end_us):
+        for array in (self._caption_ids, self.all_labels, self.spans.begin_us, self.spans.end_us):
             digest.update(np.ascontiguousarray(array).tobytes())
         return digest.hexdigest()
 
@@ -91,16 +91,9 @@ class LabelledClips(ClipSamples):
         classes = [its.describe(label) for its, label in zip(self._classes, self.all_labels.T, strict=True)]
         first = f"{self.num_clips:,} of {self._num_captions:,} captions of split {self.split!r}"
         repeated = [f"{self._repeats} samples of each in an epoch"] if self._repeats > 1 else []
-        return "; ".join([", ".join([first, *classes]), *repeated, *self._remarks, *self.clips.describe()])
+        return "; ".join([", ".join([first, *classes]), *repeated, *self._remarks, *self.deviations()])
 
-    def sample(self, request: SampleRequest, clip: Clip) -> Sample:
-        """The clip with its class and ids."""
-        return Sample(
-            position=request.position,
-            key=self.clips.key(request.sample),
-            clip_id=request.sample,
-            caption_id=int(self._caption_ids[request.sample]),
-            label=int(self.labels[request.sample]),
-            video=clip.video,
-            colour=clip.colour,
-        )
+    def complete(self, sample: Sample, request: SampleRequest) -> None:
+        """Add class and caption id."""
+        sample["caption_id"] = int(self._caption_ids[request.sample])
+        sample["label"] = int(self.labels[request.sample])

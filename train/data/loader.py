@@ -91,7 +91,7 @@ class LoaderSettings:
         group: number of consecutive samples that are loaded together.
         stuck_after_s: seconds after which a sample that is still being loaded fails.
         pin: put batches into pinned memory, for copies to a GPU.
-        copy: allocate each batch anew, so that it can be kept; otherwise the second batch after it overwrites it.
+        can_keep: never overwrite a batch that is still in use; otherwise the second batch after it overwrites it.
     """
 
     batch: int
@@ -103,7 +103,7 @@ class LoaderSettings:
     num_ranks: int = 1
     stuck_after_s: float = 120.0
     pin: bool = False
-    copy: bool = False
+    can_keep: bool = False
 
     def __post_init__(self) -> None:
         if min(self.batch, self.num_threads, self.num_ahead, self.group) < 1 or not 0 <= self.rank < self.num_ranks:
@@ -135,7 +135,7 @@ class BatchLoader(Resumable):
 
     def _builder(self, max_failures: int | None) -> BatchBuilder:
         loading = self._loading
-        return BatchBuilder(loading.batch, pin=loading.pin, copy=loading.copy, max_failures=max_failures)
+        return BatchBuilder(loading.batch, pin=loading.pin, can_keep=loading.can_keep, max_failures=max_failures)
 
     def _training_outcomes(self, begin: Cursor) -> Iterator[Sample | FailedSample | None]:
         """This rank's samples and failures from `begin` on, in order; None for an empty position."""

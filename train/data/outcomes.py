@@ -23,10 +23,11 @@ Captions that can never be shown, because their span is empty or their chunk is 
 set excludes them when it is opened (train.data.usable_captions), and the first line of the log counts them by reason.
 """
 
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
-from manifests.errors import ClipmillError
+from manifests.errors import ClipmillError, FailedWork
 from train.data.batch import Batch, BatchRing, Sample
 from train.data.order import Cursor
 
@@ -104,6 +105,16 @@ class FailureBudget:
         return failed
 
 
+def list_failures(failures: list[FailedSample], failed: Sequence[FailedSample], *, max_failures: int) -> None:
+    """Append to the list of a user's own program; raises FailedWork if it has more than `max_failures`."""
+    failures += failed
+    if failed and len(failures) > max_failures:
+        raise FailedWork(
+            f"{len(failures)} failed, more than max_failures={max_failures}; "
+            f"the last one: {failed[-1].key}: {failed[-1].detail}; all are in `failures`"
+        )
+
+
 @dataclass(frozen=True)
 class LoadedBatch:
     """A batch, the samples that failed on the way to it, and the cursor after it."""
@@ -120,8 +131,8 @@ class BatchBuilder:
         num_batches: batches so far, including the one being built.
     """
 
-    def __init__(self, batch: int, *, pin: bool, copy: bool, max_failures: int | None) -> None:
-        self._batch, self._ring = batch, BatchRing(batch, pin=pin, copy=copy)
+    def __init__(self, batch: int, *, pin: bool, can_keep: bool, max_failures: int | None) -> None:
+        self._batch, self._ring = batch, BatchRing(batch, pin=pin, can_keep=can_keep)
         self._samples: list[Sample] = []
         self._failures = FailureBudget(max_failures)
         self.num_batches = 1

@@ -19,8 +19,8 @@ from train.config.data import CaptionSettings
 from train.data.batch import Sample
 from train.data.caption_choice import Sources, choose_sources, require_different, smallest
 from train.data.chunks import ChunkSet, rows_of
-from train.data.clip_samples import ClipSamples, VideoClips
-from train.data.decoding.clip import Clip, ClipShape
+from train.data.clip_samples import ClipSamples
+from train.data.decoding.clip import ClipShape
 from train.data.decoding.reading import DecodeRule
 from train.data.loader import LoaderSettings, SampleRequest
 from train.data.order import set_fingerprint
@@ -97,14 +97,13 @@ class VideoCaptions(ClipSamples):
         )
         group = ungrouped_captions if each_caption else group_captions
         self.captions: ClipCaptions = group(usable, rank=rank, sources=sources)
-        clips = VideoClips(chunks, self.captions.spans, shape)
         self._rows = of_split[self.captions.caption].astype(np.int32)
         self._caption_ids: NDArray[Any] = smallest(caption_id[self._rows])
         # Only the counts are kept: with ten million captions the arrays would take as much memory as all others.
         self._remarks = usable.remarks()
         self._rank_counts = np.bincount(rank[self.captions.caption], minlength=len(sources.names))
         self._texts: pa.ChunkedArray = table["text"]
-        super().__init__(clips, split=split, loading=loading)
+        super().__init__(chunks, self.captions.spans, shape, split=split, loading=loading)
         self._labels_sha256 = ""
         self._relevant: RelevantCaptions | None = None
         if captions.min_relevancy is not None:
@@ -123,7 +122,7 @@ class VideoCaptions(ClipSamples):
     @property
     def variant_name(self) -> str:
         """The variants that the samples come from."""
-        video = self.clips.chunks.variant_name
+        video = self.chunks.variant_name
         return video if self.stored_text is None else f"{video} and {self.stored_text.variant_name}"
 
     def describe(self) -> str:
@@ -138,7 +137,7 @@ class VideoCaptions(ClipSamples):
             parts.append(f"{self._num_other_sources:,} of other sources left out")
         if self._num_not_embedded:
             parts.append(f"{self._num_not_embedded:,} without embedding")
-        return "; ".join(parts + self._remarks + self.clips.describe())
+        return "; ".join(parts + self._remarks + self.deviations())
 
     @property
     def fingerprint(self) -> str:
@@ -152,7 +151,7 @@ class VideoCaptions(ClipSamples):
         if self._group > 1:
             digest.update(f"groups of {self._group}".encode())
         digest.update(f"{self._sources.names} {self._sources.weights.tolist()} {self._settings.min_relevancy}".encode())
-        for array in (self._caption_ids, self.clips.spans.begin_us, self.clips.spans.end_us):
+        for array in (self._caption_ids, self.spans.begin_us, self.spans.end_us):
             digest.update(np.ascontiguousarray(array).tobytes())
         return digest.hexdigest()
 
@@ -197,18 +196,10 @@ class VideoCaptions(ClipSamples):
         """The text of a caption."""
         return str(self._texts[int(self._rows[entry])].as_py())
 
-    def sample(self, request: SampleRequest, clip: Clip) -> Sample:
-        """The clip with a caption and its ids."""
+    def complete(self, sample: Sample, request: SampleRequest) -> None:
+        """Add a caption and its id."""
         entry, relevancy = self._draw_caption(request)
-        caption_id = self.caption_id(entry)
-        sample = Sample(
-            position=request.position,
-            key=self.key(request.sample),
-            clip_id=request.sample,
-            caption_id=caption_id,
-            video=clip.video,
-            colour=clip.colour,
-        )
+        caption_id = sample["caption_id"] = self.caption_id(entry)
         if self.stored_text is not None:
             sample["text"] = self.stored_text.embedding(caption_id, key=sample["key"])
         if self._tokenize is not None:
@@ -217,7 +208,6 @@ class VideoCaptions(ClipSamples):
             sample["caption"] = self.text_at(entry)
         if self._relevant is not None:
             sample["relevancy"] = relevancy
-        return sample
 
     def _choose_sources(
         self, source: pa.ChunkedArray, of_split: NDArray[np.int64]

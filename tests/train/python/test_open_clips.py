@@ -81,6 +81,21 @@ def test_a_batch_is_never_overwritten(data_dir: Path) -> None:
     assert all(torch.equal(batch["video"], video) for batch, video in kept)
 
 
+@pytest.mark.parametrize("device", ["cpu", None])
+def test_memory_is_used_again_once_a_batch_is_dropped(data_dir: Path, device: str | None) -> None:
+    with opened(data_dir, device=device) as clips:
+        batches = endless(clips)
+        pictures = next(batches)["video"][1, 0]  # a part of a batch keeps its memory
+        content = pictures.copy() if device is None else pictures.clone()
+        addresses = set()
+        for batch in islice(batches, 20):
+            video = torch.as_tensor(batch["video"])
+            addresses.add(video.data_ptr())
+    assert len(addresses) <= 5
+    assert torch.equal(torch.as_tensor(pictures), torch.as_tensor(content))
+    assert not any(first <= torch.as_tensor(pictures).data_ptr() < first + video.nbytes for first in addresses)
+
+
 def test_what_an_iteration_leaves_over_begins_the_next(data_dir: Path) -> None:
     with opened(data_dir) as clips:
         assert len(clips) == 4
@@ -136,6 +151,20 @@ def test_a_state_goes_on_with_another_number_of_ranks_and_another_batch(data_dir
     assert [parts[rank][number][0] for number in range(2) for rank in range(3)] == order[4:10]
 
 
+def test_an_evaluation_goes_on_with_another_number_of_ranks(data_dir: Path) -> None:
+    states, shown = [], []
+    for rank in range(2):
+        with opened(data_dir, shuffle=False, rank=rank, world=2) as clips:
+            shown += next(iter(clips))["clip_id"].tolist()
+            states.append(clips.state_dict())
+    assert states[0] == states[1]
+    for rank in range(3):
+        with opened(data_dir, shuffle=False, batch=1, rank=rank, world=3) as clips:
+            clips.load_state_dict(states[0])
+            shown += [clip for batch in ids(clips) for clip in batch]
+    assert sorted(shown) == list(range(TRAIN_CLIPS))
+
+
 def test_an_older_iteration_says_that_another_has_begun(data_dir: Path) -> None:
     with opened(data_dir) as clips:
         older = iter(clips)
@@ -179,7 +208,7 @@ def test_a_chunk_that_changed_after_opening_is_a_named_failure(data_dir: Path, t
         shown = [clip for batch in ids(clips) for clip in batch]
         assert shown == [0, 1, 2, 5, 6, 7, 8]
         assert {(one.key, one.reason) for one in clips.failures} == {("b_000000000", "checksum")}
-        with pytest.raises(FailedWork, match="2 samples failed, more than max_failures=1; the last one: b_000000000"):
+        with pytest.raises(FailedWork, match="2 failed, more than max_failures=1; the last one: b_000000000"):
             list(strict)
         assert len(strict.failures) == 2
 

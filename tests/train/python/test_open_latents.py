@@ -63,13 +63,18 @@ def test_labels_take_the_place_of_captions(written: Written) -> None:
         assert segments.classes == ("x", "y") and set(found) == {0, 1}
 
 
-def test_a_state_in_the_middle_goes_on_exactly(written: Written) -> None:
-    with opened(written) as segments:
+@pytest.mark.parametrize("shuffle", [True, False])
+def test_a_state_in_the_middle_goes_on_exactly(written: Written, shuffle: bool) -> None:
+    with opened(written, shuffle=shuffle) as segments:
         whole = list(segments)
-    with opened(written) as segments:
-        list(islice(segments, 2))
+    with opened(written, shuffle=shuffle) as segments:
+        next(iter(segments))
         state = segments.state_dict()
-    with opened(written) as segments:
+    with opened(written, shuffle=shuffle) as segments:
+        segments.load_state_dict(state)
+        next(iter(segments))
+        state = segments.state_dict()
+    with opened(written, shuffle=shuffle) as segments:
         segments.load_state_dict(state)
         rest = list(segments)
     assert [batch["clip_id"].tolist() for batch in rest] == [batch["clip_id"].tolist() for batch in whole[2:]]

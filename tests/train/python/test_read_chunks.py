@@ -41,7 +41,7 @@ def test_a_damaged_chunk_is_named_and_the_others_are_read(data_dir: Path, tmp_pa
     chunks = read_chunks(own, split="val")
     assert [one.key for one in chunks] == ["d_000000000", "d_000004000"]
     assert [(one.key, one.reason) for one in chunks.failures] == [("d_000002000", "checksum")]
-    with pytest.raises(FailedWork, match="1 chunks failed, more than max_failures=0; the last one: d_000002000"):
+    with pytest.raises(FailedWork, match="1 failed, more than max_failures=0; the last one: d_000002000"):
         list(read_chunks(own, split="val", max_failures=0))
 
 

@@ -172,8 +172,8 @@ def _constant(
 
 def _left_out(samples: CaptionedClips, *, every: int) -> list[str]:
     """Which videos of a split have no captions, and how many clips --max-samples leaves out."""
-    chunks = samples.clips.chunks
-    captioned = np.unique(chunks.table.video_row[samples.clips.spans.first_chunk])
+    chunks = samples.chunks
+    captioned = np.unique(chunks.table.video_row[samples.spans.first_chunk])
     remarks = []
     if num_without := len(chunks.video_ids) - len(captioned):
         have = "video of it has" if num_without == 1 else "videos of it have"

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from shards.tars import TarBytes
 from train.config.data import CaptionSettings
 from train.data.batch import Sample
-from train.data.decoding.clip import Clip, ClipShape
+from train.data.decoding.clip import ClipShape
 from train.data.decoding.reading import DecodeRule
 from train.data.loader import LoaderSettings, SampleRequest
 from train.data.video_captions import ALL_CAPTIONS, VideoCaptions
@@ -84,21 +84,14 @@ class CaptionedClips(VideoCaptions):
         """All captions of a clip."""
         return [self.text_at(entry) for entry in self.captions.choice.entries(sample)]
 
-    def sample(self, request: SampleRequest, clip: Clip) -> Sample:
-        """The clip with the targets of its captions, int64 [K, L], and its names."""
+    def complete(self, sample: Sample, request: SampleRequest) -> None:
+        """Add the targets of the clip's captions, int64 [K, L]."""
         entries = self._drawn(request)
         targets_KL = np.full((self._per_visit, self._max_tokens), NO_TOKEN, np.int64)
         for row, entry in enumerate(entries):
             targets_KL[row] = self.tokenizer.targets(self.text_at(entry), max_tokens=self._max_tokens)
-        return Sample(
-            position=request.position,
-            key=self.key(request.sample),
-            clip_id=request.sample,
-            caption_id=self.caption_id(entries[0]),
-            targets=targets_KL,
-            video=clip.video,
-            colour=clip.colour,
-        )
+        sample["caption_id"] = self.caption_id(entries[0])
+        sample["targets"] = targets_KL
 
     def _drawn(self, request: SampleRequest) -> list[int]:
         """Places of the captions that a visit has, in their order."""

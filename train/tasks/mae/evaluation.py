@@ -149,8 +149,8 @@ def _figures(clips: Sequence[ReconstructedClip], samples: Samples, *, num_frames
 def span_s(samples: Samples, sample: int, *, num_frames: int) -> tuple[float, float]:
     """Begin and end of the frames of an evaluated clip in its video, in seconds."""
     if isinstance(samples, ChunkClips):
-        frames = samples.clips.plan(SampleRequest(sample, sample, None)).frames
-        times = [(samples.clips.chunks.table.times(chunk), frame) for chunk, frame in (frames[0], frames[-1])]
+        frames = samples.plan(SampleRequest(sample, sample, None)).frames
+        times = [(samples.chunks.table.times(chunk), frame) for chunk, frame in (frames[0], frames[-1])]
         (first, first_frame), (last, last_frame) = times
         return (
             first.start_ms / 1000 + first_frame * first.fps_den / first.fps_num,

@@ -6,12 +6,11 @@ from pathlib import Path
 import numpy as np
 
 from shards.tars import TarBytes
-from train.data.batch import Sample
 from train.data.chunks import ChunkSet
-from train.data.clip_samples import ClipSamples, VideoClips
-from train.data.decoding.clip import Clip, ClipShape
+from train.data.clip_samples import ClipSamples
+from train.data.decoding.clip import ClipShape
 from train.data.decoding.reading import DecodeRule
-from train.data.loader import LoaderSettings, SampleRequest
+from train.data.loader import LoaderSettings
 from train.data.usable_captions import Spans
 
 
@@ -42,13 +41,20 @@ class ChunkClips(ClipSamples):
         table, rows = chunks.table, np.arange(len(chunks.table))
         spans = Spans(table.start_ms * 1000, table.end_us, first_chunk=rows, last_chunk=rows)
         self._same_frames = same_frames
-        clips = VideoClips(chunks, spans, shape, requests_of_same_frames=loading.group if same_frames else 1)
-        super().__init__(clips, split=split, loading=loading, repeats=loading.group)
+        super().__init__(
+            chunks,
+            spans,
+            shape,
+            split=split,
+            loading=loading,
+            repeats=loading.group,
+            same_frames=loading.group if same_frames else 1,
+        )
 
     @property
     def fingerprint(self) -> str:
         """Hash of the samples and their order."""
-        table, video_ids = self.clips.chunks.table, self.clips.chunks.video_ids
+        table, video_ids = self.chunks.table, self.chunks.video_ids
         digest = hashlib.sha256(f"{self.variant_name} {self._repeats} {self._same_frames}".encode())
         digest.update("\n".join(video_ids.to_pylist()).encode())
         for array in (table.video_row, table.start_ms, table.num_frames):
@@ -57,7 +63,7 @@ class ChunkClips(ClipSamples):
 
     def describe(self) -> str:
         """One line for the log: the chunks, their samples in an epoch, and deviations from the settings."""
-        chunks = self.clips.chunks
+        chunks = self.chunks
         num_videos = len(np.unique(chunks.table.video_row))
         videos = "1 video" if num_videos == 1 else f"{num_videos:,} videos"
         num_chunks = "1 chunk" if self.num_clips == 1 else f"{self.num_clips:,} chunks"
@@ -69,14 +75,4 @@ class ChunkClips(ClipSamples):
             parts.append(f"{self._repeats} {what} of each in an epoch")
         if num_single := int((chunks.table.num_frames == 1).sum()):
             parts.append(f"{num_single:,} of a single frame, which is repeated")
-        return "; ".join(parts + self.clips.describe())
-
-    def sample(self, request: SampleRequest, clip: Clip) -> Sample:
-        """The clip with its number."""
-        return Sample(
-            position=request.position,
-            key=self.clips.key(request.sample),
-            clip_id=request.sample,
-            video=clip.video,
-            colour=clip.colour,
-        )
+        return "; ".join(parts + self.deviations())
