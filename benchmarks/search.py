@@ -3,7 +3,7 @@
     python -m benchmarks.search [--rows 1000000 10000000] [--width 256] [--rounds 3] [--folder DIR] [--json FILE]
 
 Both find the best 10 of random unit vectors for 1 and for 16 queries; the rows that they find must be the same (`make
-peers` installs faiss; its rows are empty without it). The ways take turns. A turn is a new process, which opens the
+peers` installs faiss; its rows are empty without it). The variants take turns. A turn is a new process, which opens the
 embeddings and then searches three times: `open s` is what faiss takes to copy the file into its index, `first s` the
 first search, and `search s` the median of the two others over all rounds, wall time. `CPU s` is likewise that of the
 process on all cores, and `/ faiss` the median of the ratios of CPU time within each round. Peak memory is resident
@@ -27,8 +27,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from benchmarks.measure import run_measured
+from benchmarks.peer_process import PEERS_PYTHON, NotInstalled, PeerProcess
 from benchmarks.report import parser_for, print_report
-from benchmarks.way_process import PEERS_PYTHON, NotInstalled, WayProcess
 from manifests.checked_json import publish_checked_json
 from train.search.folder import CLIP_SCHEMA, CLIPS, FORMAT, RECORD, VIDEO
 
@@ -57,7 +57,7 @@ def main() -> None:
     print_report(
         f"Exact search, width {arguments.width}, best 10",
         rows,
-        notes=["All ways that ran found the same rows. Target: memory that does not grow with the file."],
+        notes=["All variants that ran found the same rows. Target: memory that does not grow with the file."],
         json_path=arguments.json,
     )
 
@@ -100,7 +100,7 @@ def race(folder: Path, num_rows: int, *, num_rounds: int) -> list[dict[str, obje
     """Return the rows of the table for one file.
 
     Raises:
-        RuntimeError: the ways find different rows.
+        RuntimeError: the variants find different rows.
     """
     turns: dict[str, list[dict[str, Any]]] = {name: [] for name in (*WAYS, COMMAND)}
     for number in range(num_rounds):
@@ -114,7 +114,7 @@ def race(folder: Path, num_rows: int, *, num_rounds: int) -> list[dict[str, obje
     rows = []
     for count in QUERIES:
         if len({json.dumps(one[f"rows {count}"]) for name in WAYS for one in turns[name]}) > 1:
-            raise RuntimeError(f"{count} queries in {num_rows:,} rows: the ways find different rows")
+            raise RuntimeError(f"{count} queries in {num_rows:,} rows: the variants find different rows")
         for name in WAYS:
             rows.append(row_of(name, turns, num_rows=num_rows, count=count))
     command = turns[COMMAND]
@@ -122,7 +122,7 @@ def race(folder: Path, num_rows: int, *, num_rounds: int) -> list[dict[str, obje
         *rows,
         {
             "rows": num_rows,
-            "way": f"{COMMAND}, the whole command",
+            "variant": f"{COMMAND}, the whole command",
             "queries": 1,
             "open s": None,
             "first s": None,
@@ -139,24 +139,24 @@ def turn(folder: Path, name: str) -> dict[str, Any] | None:
     if name == "faiss" and available_bytes() < _SPARE * (folder / VIDEO).stat().st_size:
         return None
     try:
-        way = WayProcess(WAYS[name], "benchmarks.search_ways", folder, name, folder=folder)
+        peer = PeerProcess(WAYS[name], "benchmarks.search_peers", folder, name, folder=folder)
     except NotInstalled:
         return None
     try:
-        found: dict[str, Any] = {"open": way.ask("open")["seconds"]}
+        found: dict[str, Any] = {"open": peer.ask("open")["seconds"]}
         for count in QUERIES:
-            answers = [way.ask("search", queries=count) for _ in range(SEARCHES)]
+            answers = [peer.ask("search", queries=count) for _ in range(SEARCHES)]
             found |= {
                 f"rows {count}": answers[0]["rows"],
                 f"first {count}": answers[0]["seconds"],
                 f"seconds {count}": statistics.median(one["seconds"] for one in answers[1:]),
                 f"cpu {count}": statistics.median(one["cpu_s"] for one in answers[1:]),
             }
-        return {**found, **way.ask("memory")}
+        return {**found, **peer.ask("memory")}
     except NotInstalled:
         return None
     finally:
-        way.end()
+        peer.end()
 
 
 def available_bytes() -> int:
@@ -173,7 +173,7 @@ def command_turn(folder: Path) -> dict[str, Any]:
 
 
 def row_of(name: str, turns: dict[str, list[dict[str, Any]]], *, num_rows: int, count: int) -> dict[str, object]:
-    """Return the row of one way and number of queries; without figures if it did not run."""
+    """Return the row of one variant and number of queries; without figures if it did not run."""
 
     def median(key: str) -> float | None:
         return statistics.median(one[key] for one in turns[name]) if turns[name] else None
@@ -182,7 +182,7 @@ def row_of(name: str, turns: dict[str, list[dict[str, Any]]], *, num_rows: int, 
     ratios = [one[f"cpu {count}"] / other[f"cpu {count}"] for one, other in pairs]
     return {
         "rows": num_rows,
-        "way": name,
+        "variant": name,
         "queries": count,
         "open s": median("open") if name == "faiss" else None,
         "first s": median(f"first {count}"),

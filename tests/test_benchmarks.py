@@ -61,7 +61,7 @@ NOT_BENCHMARKS = {
     "plain_loops",
     "recipe_trial",
     "report",
-    "search_ways",
+    "search_peers",
     "timing",
     "tree",
     "vit_steps",

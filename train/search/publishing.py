@@ -160,7 +160,7 @@ def _caption_tables(samples: VideoCaptions, row_of_sample: NDArray[np.int64]) ->
 
 def _places(samples: Samples, rows: NDArray[np.int64]) -> list[Any]:
     """Keys, videos, and begins and ends in seconds, of clips."""
-    spans, chunks = samples.clips.spans, samples.clips.chunks
+    spans, chunks = samples.spans, samples.chunks
     first = spans.first_chunk[rows]
     videos = chunks.video_ids.take(pa.array(chunks.table.video_row[first])).cast(pa.string())
     starts = chunks.table.start_ms[first].tolist()

@@ -1,4 +1,4 @@
-"""The two ways that `benchmarks.search` compares, each in a process of its own: `search_ways FOLDER clipmill|faiss`.
+"""The two searches that `benchmarks.search` compares, each in its own process: `search_peers FOLDER clipmill|faiss`.
 
     {"do": "open"}                       read what has to be in memory: {"seconds": ...}
     {"do": "search", "queries": 1}       the best 10 of the first queries: {"rows": ..., "seconds": ..., "cpu_s": ...}
@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.way_process import answer_requests
+from benchmarks.peer_process import answer_requests
 
 TOP = 10
 Search = Callable[[np.ndarray], np.ndarray]
@@ -46,7 +46,7 @@ def open_faiss(folder: Path) -> Search:
     return lambda queries: np.asarray(index.search(queries, TOP)[1])
 
 
-class _Way:
+class _Peer:
     def __init__(self, folder: Path, name: str) -> None:
         self._folder, self._open = folder, {"clipmill": open_clipmill, "faiss": open_faiss}[name]
         self._search: Search | None = None
@@ -74,9 +74,9 @@ def main() -> None:
     """Answer requests until the input ends."""
     parser = argparse.ArgumentParser()
     parser.add_argument("folder", type=Path)
-    parser.add_argument("way", choices=("clipmill", "faiss"))
+    parser.add_argument("name", choices=("clipmill", "faiss"))
     arguments = parser.parse_args()
-    answer_requests(_Way(arguments.folder, arguments.way).answer)
+    answer_requests(_Peer(arguments.folder, arguments.name).answer)
 
 
 if __name__ == "__main__":
