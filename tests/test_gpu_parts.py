@@ -158,9 +158,9 @@ def test_what_an_interruption_cuts_is_named_and_on_disk(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("mistake", "problem"),
     [
-        ({"minutes": -1.0}, "--minutes -1 is no time"),
-        ({"data": Path("/nowhere")}, "there is no data folder /nowhere"),
-        ({"json": Path("/nowhere/speed.json")}, "there is no folder /nowhere"),
+        ({"minutes": -1.0}, "--minutes -1 is out of range"),
+        ({"data": Path("/nowhere")}, "the data folder /nowhere does not exist"),
+        ({"json": Path("/nowhere/speed.json")}, "the folder /nowhere for speed.json does not exist"),
     ],
 )
 def test_a_plain_mistake_is_said_before_anything_is_measured(

@@ -170,7 +170,8 @@ def table(rows: Sequence[Mapping[str, Any]]) -> list[str]:
     """Format a Markdown table with the columns of all rows, except columns without any value."""
     columns = list(dict.fromkeys(key for row in rows for key in row))
     columns = [key for key in columns if any(row.get(key) is not None for row in rows)]
-    lines = [f"| {' | '.join(columns)} |", f"|{'---|' * len(columns)}"]
+    headings = ["variant" if key == "way" else key for key in columns]
+    lines = [f"| {' | '.join(headings)} |", f"|{'---|' * len(columns)}"]
     return lines + [f"| {' | '.join(cell(row.get(key)) for key in columns)} |" for row in rows]
 
 

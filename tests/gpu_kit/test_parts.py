@@ -109,7 +109,7 @@ def test_a_part_ends_with_what_it_has_started_when_its_caller_is_told_to_stop(tm
     handler = signal.getsignal(signal.SIGTERM)  # Ray leaves its own in a process that has been its driver
     telling = threading.Thread(target=tell)
     telling.start()
-    with pytest.raises(Stopped, match="SIGTERM; the part that was running has been ended"), stopping():
+    with pytest.raises(Stopped, match="SIGTERM; the running part was terminated"), stopping():
         run(tmp_path, program)
     telling.join()
     assert signal.getsignal(signal.SIGTERM) == handler

@@ -66,7 +66,7 @@ def test_results_need_a_folder(kit: Path, tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     for out, problem in (
         (tmp_path / "file", "is not a folder"),
-        (Path("/proc/x"), "there can be no results in /proc/x"),
+        (Path("/proc/x"), "results cannot be written to /proc/x"),
     ):
         done = run(kit, out, folder=tmp_path)
         assert done.returncode == 2
