@@ -59,8 +59,6 @@ class CheckpointMetadata:
     def as_json(self, files: Mapping[str, Any]) -> dict[str, Any]:
         """The content of checkpoint.json, with the size and checksum of each other file."""
         content = {"format": CHECKPOINT_FORMAT, **asdict(self), "files": dict(files)}
-        if not self.base:
-            del content["base"]
         return {**content, "checksum": _checksum_of(content)}
 
 
@@ -102,7 +100,7 @@ def read_metadata(path: Path, *, world: World | None = None) -> CheckpointMetada
         content = content_of(path)
         files = sorted(content["files"].items())[world.rank :: world.size]
         damage = next((why for name, about in files if (why := _damage(path / name, about))), None)
-        content.setdefault("base", {})
+        content.setdefault("base", {})  # of checkpoints before there were adapters
         metadata = CheckpointMetadata(**{name: content[name] for name in CheckpointMetadata.__dataclass_fields__})
     except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
         damage, metadata = first_line(error), None
