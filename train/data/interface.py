@@ -195,7 +195,7 @@ def open_latents(
     has_texts = captions == "text" and classes is None
 
     def finish(found: Batch) -> Batch:
-        found["key"] = list(found["key"])
+        found["key"] = found["key"][:]
         if has_texts:
             found["caption"] = samples.texts_of(found["caption_id"].numpy())
         begin_us, end_us = samples.span_us(found["clip_id"].numpy())

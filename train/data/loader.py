@@ -160,11 +160,9 @@ class Loader(BatchLoader):
 
     @property
     def fingerprint(self) -> str:
-        """Hash of the samples and their order."""
         return self._samples.fingerprint
 
     def describe(self) -> str:
-        """One line for the log."""
         return self._samples.describe()
 
     def evaluation_batches(self, *, every: int = 1, begin: int = 0) -> Iterator[LoadedBatch]:

@@ -31,10 +31,6 @@ class _Work:
     request: SampleRequest
     item: _Item
 
-    @property
-    def size_bytes(self) -> int:
-        return _size_of(self.item)
-
 
 class VideoStream(BatchLoader):
     """Clips of tars (train.data.streams.samples), decoded through their containers.
@@ -195,7 +191,7 @@ class VideoStream(BatchLoader):
             num_threads=loading.num_threads,
             num_ahead=loading.num_ahead,
             stuck_after_s=loading.stuck_after_s,
-            size_of=lambda one: one.size_bytes,
+            size_of=lambda work: _size_of(work.item),
             max_bytes=_AHEAD_BYTES,
         )
         for done, outcome in loaded:
@@ -226,18 +222,15 @@ class VideoStream(BatchLoader):
             raise
         except Exception as error:  # whatever a foreign file makes libav's bindings raise fails that sample alone
             raise SampleFailed(clip.key, reason="undecodable", detail=f"{type(error).__name__}: {error}") from error
-        sample = Sample(
+        said = Sample(caption=clip.text) if tokens is None else Sample(tokens=tokens)
+        return Sample(
             position=request.position,
             key=clip.key,
             caption_id=clip.caption_id,
             video=made.video,
             colour=made.colour,
+            **said,
         )
-        if tokens is None:
-            sample["caption"] = clip.text
-        else:
-            sample["tokens"] = tokens
-        return sample
 
 
 def _size_of(item: _Item) -> int:
