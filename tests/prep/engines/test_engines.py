@@ -78,5 +78,5 @@ def test_a_worker_without_the_package_of_a_column_is_refused(tmp_path: Path, mon
     engine = RayEngine(num_workers=1, address=None)
     with worker_ticket(tmp_path, package="hidden_column") as ticket:
         assert ticket() is None
-        with pytest.raises(UserError, match="the column's package hidden_column is not installed there"):
+        with pytest.raises(UserError, match="the column's package hidden_column is not installed"):
             list(engine.run(work, [Task(0, tmp_path)], check=ticket))
