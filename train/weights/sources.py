@@ -251,33 +251,33 @@ class Base:
     Attributes:
         weights: where they are from: a path or a NAME:TAG; `format` as in --init.format.
         sha256: of their names, shapes and values.
-        tensors: their names.
+        tensors: their names, and the shape of each.
         scale: of the adapters.
     """
 
     weights: str
     format: FormatChoice
     sha256: str
-    tensors: tuple[str, ...]
+    tensors: dict[str, list[int]]
     scale: float
 
 
 def base_of(source: Source, init: Init, *, names: Iterable[str], scale: float) -> Base:
     """The base made of some tensors of a source, which the settings name."""
     assert init.weights is not None
-    names, path = tuple(sorted(names)), Path(init.weights)
+    names, path = sorted(names), Path(init.weights)
     return Base(
         weights=str(path.resolve()) if path.exists() else init.weights,
         format=init.format,
         sha256=_digest_of(source, names),
-        tensors=names,
+        tensors={name: list(source.converted.tensors[name].shape) for name in names},
         scale=scale,
     )
 
 
 def _digest_of(source: Source, names: Iterable[str]) -> str:
     digest = hashlib.sha256()
-    for name in names:
+    for name in sorted(names):
         tensor = source.converted.tensors[name].float().contiguous()
         digest.update(f"{name} {tuple(tensor.shape)} ".encode())
         digest.update(tensor.numpy().data)
@@ -293,7 +293,7 @@ def open_base(checkpoint: Path) -> tuple[Base, Source] | None:
     facts = read_metadata(checkpoint).base
     if not facts:
         return None
-    base = Base(**{**facts, "tensors": tuple(facts["tensors"])})
+    base = Base(**facts)
     hint = f"put back the weights that the run started from: {base.weights}"
     try:
         source = open_weights(Init(weights=base.weights, format=base.format))
@@ -302,7 +302,7 @@ def open_base(checkpoint: Path) -> tuple[Base, Source] | None:
             f"{checkpoint} holds adapters, and not the weights that they adapt: {error}", hint=hint
         ) from error
     assert source is not None
-    if not source.converted.tensors.keys() >= set(base.tensors) or _digest_of(source, base.tensors) != base.sha256:
+    if not source.converted.tensors.keys() >= base.tensors.keys() or _digest_of(source, base.tensors) != base.sha256:
         problem = f"{checkpoint} holds adapters, and the weights that they adapt have changed: {source.title}"
         raise UserError(problem, hint=hint)
     return base, source
