@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 
 from manifests.errors import UserError
 from tests.train.weights.test_export import run_train
-from train.evaluation import runner
+from train.evaluation import opening
 from train.inference.model import load_model
 from train.run.folder import RunFolder
 
@@ -174,7 +174,7 @@ def test_a_damaged_line_is_found_before_anything_is_computed(
     def opened(*_: object, **__: object) -> None:
         raise AssertionError("the weights were opened")
 
-    monkeypatch.setattr(runner, "open_for", opened)
+    monkeypatch.setattr(opening, "open_for", opened)
     error, hint = refused(capsys, "eval", "retrieval", run.path)
     assert "line 4" in error and "is damaged" in error and "remove that line" in hint
 
