@@ -200,7 +200,8 @@ def test_damaged_settings_are_named_alike_on_resuming_and_scoring(
     run = RunFolder(tmp_path / "run")
     shutil.copytree(runs["dual-encoder"], run.path)
     text = run.settings.read_text()
-    for damaged in (text[: len(text) // 2 - 3], text.replace("model: tiny", "model: huge")):
+    cuts = [text.index("size_px") + 4, text.index("size_px"), text.index("size_px: 32") + len("size_px: 3")]
+    for damaged in (*(text[:cut] for cut in cuts), text.replace("model: tiny", "model: huge")):
         run.settings.write_text(damaged)
         assert refused(capsys, "dual-encoder", "--resume", "--out", run.path) == refused(
             capsys, "eval", "retrieval", run.path
