@@ -10,13 +10,13 @@ from torch import nn
 
 from manifests.errors import UserError
 from train.config.files import load_settings
-from train.config.training import ClipSettings, require_same, shaping
+from train.config.training import ClipSettings
 from train.device.precision import Precision, choose_device, open_precision
 from train.engine.attention_choice import as_before
 from train.models.attention import AttentionBackend, open_attention
 from train.models.dual_encoder import ModelShape, size_of
 from train.run.checkpoint import read_metadata, read_table, read_weights
-from train.run.folder import RunFolder
+from train.run.folder import RunFolder, require_trained_with
 from train.weights.conversion import CONV
 
 Settings = TypeVar("Settings", bound=ClipSettings)
@@ -79,12 +79,7 @@ def open_trained_run(run: RunFolder, settings: Settings, *, checkpoint: Path | N
     """
     checkpoint = checkpoint or run.require_checkpoint()
     facts = read_metadata(checkpoint)
-    require_same(
-        facts.settings,
-        shaping(settings),
-        where=str(checkpoint),
-        hint=f"was {run.settings} changed by hand? put back what the run was trained with",
-    )
+    require_trained_with(checkpoint, settings, file=run.settings)
     has_averages = any(name.startswith("ema.") for name in read_table(checkpoint))
     which = "moving average of the weights" if has_averages else "the weights themselves"
 

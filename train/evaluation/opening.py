@@ -70,7 +70,8 @@ def open_weights_as(
     record = read_record(path)
     adopted, spec = _adopted(source, path, tasks, say=say) if record is None else _recorded(source, record, tasks)
     with deferred_checks():  # which are about --model
-        settings = replace(adopted.settings, shards=shards or adopted.settings.shards, device=device or "auto")
+        settings = adopted.settings
+        settings = replace(settings, shards=shards or settings.shards, device=device or settings.device)
         overrides = overrides.beside(settings)
         settings = overrides.applied(settings)
     shape = adopted.shape

@@ -26,7 +26,7 @@ from train.weights.sources import weights_file
 FOLDER = "clipmill"
 _OWNER = "exported_weights"
 # Of the machine and the data of the training.
-_LEFT_OUT = ("shards", "cache", "out", "track", "evaluate", "parallel", "best")
+_LEFT_OUT = ("shards", "cache", "out", "track", "evaluate", "parallel", "best", "device")
 
 
 def write_record(folder: Path, opened: OpenedRun) -> None:

@@ -107,6 +107,14 @@ def read_metadata(path: Path, *, world: World | None = None) -> CheckpointMetada
     return metadata
 
 
+def read_settings(path: Path) -> dict[str, Any]:
+    """The settings that a checkpoint was trained with, by flag; UserError if they cannot be read."""
+    try:
+        return dict(content_of(path)["settings"])
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        raise _unreadable(path, first_line(error)) from error
+
+
 def content_of(path: Path) -> dict[str, Any]:
     """Parse checkpoint.json; OSError or ValueError if it cannot be read."""
     content = parse_json((path / METADATA_FILE).read_bytes())

@@ -112,11 +112,15 @@ class RunFolder:
         if found != task:
             raise UserError(f"{self.path} is a run of train {found}, not of train {task}", hint="name another run")
 
-    def require_checkpoint(self) -> Path:
-        """The latest checkpoint; UserError if there is none."""
+    def latest_checkpoint(self) -> Path | None:
+        """The latest checkpoint; None if there is none."""
         from train.run.checkpoint import latest_checkpoint
 
-        path = latest_checkpoint(self.checkpoints)
+        return latest_checkpoint(self.checkpoints)
+
+    def require_checkpoint(self) -> Path:
+        """The latest checkpoint; UserError if there is none."""
+        path = self.latest_checkpoint()
         if path is None:
             raise UserError(f"{self.path} has no checkpoint yet", hint="train until --checkpoint-every, or to the end")
         return path
@@ -201,8 +205,22 @@ def reopen_run(settings: TrainingSettings) -> RunFolder:
     """Open a run to resume it; UserError if there is none, or if settings that shape the weights differ."""
     run = open_run(settings.out)
     old = load_settings(run.settings, type(settings))
+    if (path := run.latest_checkpoint()) is not None:
+        require_trained_with(path, old, file=run.settings)
     require_same(shaping(old), shaping(settings), where=f"the run in {run.path}")
     return run
+
+
+def require_trained_with(checkpoint: Path, settings: TrainingSettings, *, file: Path) -> None:
+    """Raise a UserError if settings that shape the weights, read from `file`, are not those of a checkpoint."""
+    from train.run.checkpoint import read_settings
+
+    require_same(
+        read_settings(checkpoint),
+        shaping(settings),
+        where=str(checkpoint),
+        hint=f"was {file} changed by hand? put back what the run was trained with",
+    )
 
 
 def open_run(path: Path) -> RunFolder:

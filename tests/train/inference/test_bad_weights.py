@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 
 from manifests.errors import UserError
 from tests.train.weights.test_export import run_train
-from train.evaluation import runner
+from train.evaluation import opening
 from train.inference.model import load_model
 from train.run.folder import RunFolder
 
@@ -174,7 +174,7 @@ def test_a_damaged_line_is_found_before_anything_is_computed(
     def opened(*_: object, **__: object) -> None:
         raise AssertionError("the weights were opened")
 
-    monkeypatch.setattr(runner, "open_for", opened)
+    monkeypatch.setattr(opening, "open_for", opened)
     error, hint = refused(capsys, "eval", "retrieval", run.path)
     assert "line 4" in error and "is damaged" in error and "remove that line" in hint
 
@@ -200,7 +200,8 @@ def test_damaged_settings_are_named_alike_on_resuming_and_scoring(
     run = RunFolder(tmp_path / "run")
     shutil.copytree(runs["dual-encoder"], run.path)
     text = run.settings.read_text()
-    for damaged in (text[: len(text) // 2 - 3], text.replace("model: tiny", "model: huge")):
+    cuts = [text.index("size_px") + 4, text.index("size_px"), text.index("size_px: 32") + len("size_px: 3")]
+    for damaged in (*(text[:cut] for cut in cuts), text.replace("model: tiny", "model: huge")):
         run.settings.write_text(damaged)
         assert refused(capsys, "dual-encoder", "--resume", "--out", run.path) == refused(
             capsys, "eval", "retrieval", run.path
