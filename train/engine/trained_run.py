@@ -108,8 +108,8 @@ def shape_of_run(run: RunFolder, settings: ClipSettings) -> ModelShape:
     """
     path = run.require_checkpoint()
     sizes = {name: entry["size"] for name, entry in read_table(path).items()}
-    if content_of(path).get("base"):
-        sizes = {f"model.{name}": list(one.shape) for name, one in whole_weights(path).items()}
+    left_out = content_of(path).get("base", {}).get("tensors", {})  # of a checkpoint with adapters
+    sizes |= {f"model.{name}": size for name, size in left_out.items()}
     size, image_px = size_of(settings.model, settings.towers), settings.size_px
     if (conv := sizes.get(f"model.{CONV}")) is not None:
         size = replace(size, video=replace(size.video, num_channels=conv[1], patch_px=conv[-1]))

@@ -1,0 +1,140 @@
+"""Bad input of `open_clips`: changed data, states of other data, forked processes, arguments that do not fit."""
+
+import multiprocessing
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import DataLoader, IterableDataset
+
+from manifests.errors import FailedWork, UserError
+from tests.train.python.test_open_clips import TRAIN_CLIPS, copy_of, ids, opened
+from tests.train.tiny_data import VARIANT, Caption, write_captions
+from train.data import Batches
+
+
+def test_a_chunk_that_changed_after_opening_is_a_named_failure(data_dir: Path, tmp_path: Path) -> None:
+    own = copy_of(data_dir, tmp_path)
+    with opened(own, shuffle=False) as clips, opened(own, max_failures=1) as strict:
+        [tar] = (path for path in (own / "video" / VARIANT).glob("000000*.tar"))
+        content = bytearray(tar.read_bytes())
+        begin = content.find(b"mdat", content.find(b"b_000000000.mp4"))
+        content[begin + 4 : begin + 4096] = bytes(4092)
+        tar.write_bytes(content)
+        shown = [clip for batch in ids(clips) for clip in batch]
+        assert shown == [0, 1, 2, 5, 6, 7, 8]
+        assert {(one.key, one.reason) for one in clips.failures} == {("b_000000000", "checksum")}
+        with pytest.raises(FailedWork, match="2 failed, more than max_failures=1; the last one: b_000000000"):
+            list(strict)
+        assert len(strict.failures) == 2
+
+
+def test_a_state_of_data_that_changed_is_refused(data_dir: Path, tmp_path: Path) -> None:
+    own = copy_of(data_dir, tmp_path)
+    with opened(own) as clips:
+        next(iter(clips))
+        state = clips.state_dict()
+    videos = {"a": "train", "b": "train", "c": "train", "d": "val"}
+    write_captions(own, videos, [Caption(name, 0.0, 1.0, f"{name} begins") for name in videos for _ in range(3)])
+    with opened(own) as clips, pytest.raises(UserError, match="belongs to other samples"):
+        clips.load_state_dict(state)
+
+
+def test_states_of_another_split_seed_or_order_are_refused(data_dir: Path) -> None:
+    with opened(data_dir) as clips:
+        state = clips.state_dict()
+    for changes, words in (
+        ({"split": "val"}, "belongs to other samples"),
+        ({"seed": 1}, "belongs to other order: seed 0"),
+        ({"shuffle": False}, "shuffle=True"),
+    ):
+        with opened(data_dir, **changes) as clips, pytest.raises(UserError, match=words):
+            clips.load_state_dict(state)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"split": "test"}, "has no videos of split 'test'"),
+        ({"batch": 10}, "there are 9 samples"),
+        ({"batch": 0}, "--batch is 0"),
+        ({"num_frames": 0}, "--num-frames is 0"),
+        ({"size_px": 33}, "size_px is 33"),
+        ({"sampling": "every"}, "sampling is 'every'"),
+        ({"crop": "left"}, "crop is 'left'"),
+        ({"rank": 1}, "rank is 1 and world is None"),
+        ({"rank": 2, "world": 2}, "rank is 2 of 2"),
+        ({"label": "class"}, "no column label_class"),
+    ],
+)
+def test_arguments_that_do_not_fit_are_refused(data_dir: Path, changes: dict[str, Any], words: str) -> None:
+    with pytest.raises(UserError, match=words) as caught:
+        opened(data_dir, **changes)
+    assert caught.value.hint and f"hint: {caught.value.hint}" in caught.value.__notes__
+
+
+def test_a_folder_that_is_not_there_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="there is no data folder"):
+        opened(tmp_path / "nothing")
+
+
+def in_fork(work: Callable[[], Any]) -> Any:
+    """What `work` returns or raises in a forked process."""
+    context = multiprocessing.get_context("fork")
+    ours, theirs = context.Pipe()
+
+    def run() -> None:
+        try:
+            theirs.send(work())
+        except Exception as error:  # noqa: BLE001
+            theirs.send(error)
+
+    process = context.Process(target=run, daemon=True)
+    process.start()
+    assert ours.poll(60), "the forked process hangs"
+    found = ours.recv()
+    process.join(10)
+    return found
+
+
+def test_a_forked_process_may_open_clips_and_not_use_those_of_its_parent(data_dir: Path) -> None:
+    with opened(data_dir) as clips:
+        expected = ids([next(iter(clips))])
+        error = in_fork(lambda: next(iter(clips)))
+        assert isinstance(error, UserError) and "a fork of it" in str(error)
+        assert in_fork(lambda: ids([next(iter(opened(data_dir)))])) == expected
+
+
+class InWorker(IterableDataset[dict[str, Any]]):
+    """Opens clips in each worker of a DataLoader."""
+
+    def __init__(self, open_them: Callable[[int], Batches]) -> None:
+        self._open = open_them
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        info = torch.utils.data.get_worker_info()
+        assert info is not None
+        yield from self._open(info.id)
+
+
+def test_workers_of_a_dataloader_are_told_that_they_would_repeat_each_other(data_dir: Path) -> None:
+    def shares(worker: int) -> Batches:
+        return opened(data_dir, shuffle=False, rank=worker, world=2)
+
+    with pytest.raises(UserError, match="worker of a DataLoader"):
+        next(iter(DataLoader(InWorker(lambda _: opened(data_dir)), batch_size=None, num_workers=2)))
+    batches = DataLoader(InWorker(shares), batch_size=None, num_workers=2)
+    assert sorted(clip for batch in ids(list(batches)) for clip in batch) == list(range(TRAIN_CLIPS))
+
+
+def test_clips_that_were_opened_before_the_launcher_are_refused(
+    data_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clips = opened(data_dir)
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(UserError, match="opened as rank 0 of 1, used as rank 1 of 2"):
+        next(iter(clips))
+    assert "rank 1 of 2" in repr(opened(data_dir))
