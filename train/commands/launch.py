@@ -104,8 +104,8 @@ def _train(
     run = old_run or world.first(lambda: _create_and_hold(settings, held=held))
     progress.say(f"data: {samples.describe()}; {samples.variant_name}")
     about = {**parameters, **task.facts()}
-    for name, value in parameters.items():
-        progress.say(f"{name}: {value}")
+    if settings.freeze or settings.lora.rank:
+        progress.say(f"parameters: {parameters['parameters']}")
     for line in spec.start_lines(about):
         progress.say(line)
     for name, one in about.get("evaluations", {}).items():
