@@ -28,10 +28,10 @@ from benchmarks.decode_peers.pieces import pieces_of
 from benchmarks.report import parser_for, print_report
 from prep.video.ffmpeg import find_ffmpeg
 from train.augment.pictures import to_model_input
+from train.data.chunk_clips import ChunkClips
 from train.data.decoding.clip import ClipShape
 from train.data.frame_sampling import Sampling
 from train.data.loader import LoaderSettings, SampleRequest
-from train.tasks.mae.samples import ChunkClips
 from train.weights.conversion import IMAGENET_MEAN, IMAGENET_STD
 
 NUM_FRAMES, SIZE_PX = 8, 224

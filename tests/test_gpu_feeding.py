@@ -18,11 +18,11 @@ from manifests.store import read_captions
 from prep.synthetic.frame_code import read_frame_number
 from shards.reader import Variant
 from tests.train.tiny_data import Caption, encode_chunk, video_sample, write_captions, write_shard
+from train.data.chunk_clips import ChunkClips
 from train.data.decoding.clip import ClipShape
 from train.data.frame_sampling import Sampling
 from train.data.loader import LoaderSettings
 from train.data.video_captions import VideoCaptions
-from train.tasks.mae.samples import ChunkClips
 
 GIB = 1024**3
 SIZE_PX, NUM_FRAMES, BATCH = 32, 2, 5

@@ -27,13 +27,13 @@ from benchmarks.gpu.feeding_mjpeg import make_mjpeg, mjpeg_variant
 from benchmarks.gpu.feeding_threads import ratio
 from benchmarks.gpu.parts import Result, Setup, Target
 from train.augment.pictures import to_model_input
+from train.data.chunk_clips import ChunkClips
 from train.data.decoding.clip import ClipShape
 from train.data.decoding.pictures import Rectangle, rectangle_of
 from train.data.frame_sampling import Sampling
 from train.data.loader import LoaderSettings, SampleRequest
 from train.data.order import SampleOrder
 from train.data.prefetch import prefetch
-from train.tasks.mae.samples import ChunkClips
 from train.weights.conversion import CLIP_MEAN, CLIP_STD
 
 _GOAL = 2.0

@@ -23,6 +23,7 @@ from manifests.checked_json import publish_checked_json, read_checked_json
 from manifests.errors import FailedWork, UserError
 from manifests.publish import remove_temporaries
 from train.data.batch import Batch, BatchRing, Sample, to_device
+from train.data.chunk_clips import ChunkClips
 from train.data.decoding.clip import Views
 from train.data.inputs import clip_shape, open_folder
 from train.data.loader import LoaderSettings
@@ -37,7 +38,6 @@ from train.run.folder import data_facts, held_folder, installed_version
 from train.run.tracking import Progress
 from train.search.folder import PARTS, PLAN, FeatureKind, read_folder_record, require_same_work
 from train.search.publishing import Part, Samples, num_captions, publish_folder, publish_part
-from train.tasks.mae.samples import ChunkClips
 
 ClipKind = Literal["captions", "chunks"]
 

@@ -18,6 +18,7 @@ from manifests.checked_json import publish_checked_json
 from manifests.errors import FailedWork
 from manifests.keys import chunk_key
 from manifests.publish import publish_bytes, published
+from train.data.chunk_clips import ChunkClips
 from train.data.video_captions import VideoCaptions
 from train.search.folder import (
     CAPTION_SCHEMA,
@@ -31,7 +32,6 @@ from train.search.folder import (
     TEXT,
     VIDEO,
 )
-from train.tasks.mae.samples import ChunkClips
 
 Samples = VideoCaptions | ChunkClips
 

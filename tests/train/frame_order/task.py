@@ -11,6 +11,7 @@ from torch import nn
 from tests.train.frame_order.spec import FrameOrderFlags, FrameOrderSettings
 from train.augment.pictures import to_model_input
 from train.data.batch import Batch, to_device
+from train.data.chunk_clips import ChunkClips
 from train.data.decoding.clip import Views
 from train.data.inputs import clip_shape, loader_settings, open_folder
 from train.device.random import uniform
@@ -22,7 +23,6 @@ from train.models.attention import AttentionBackend
 from train.models.dual_encoder import size_of
 from train.models.transformer import blocks_of
 from train.models.video_vit import VideoViT
-from train.tasks.mae.samples import ChunkClips
 from train.weights.conversion import CLIP_MEAN, CLIP_STD
 from train.weights.loading import Loaded, copy_into, fit_to
 from train.weights.sources import Say, Source

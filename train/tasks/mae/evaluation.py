@@ -10,6 +10,7 @@ import torch
 from numpy.typing import NDArray
 
 from manifests.errors import FailedWork, UserError
+from train.data.chunk_clips import ChunkClips
 from train.data.latents.loader import FALSE_COLOUR_STDS, LatentLoader
 from train.data.latents.segments import times_us
 from train.data.loader import SampleRequest
@@ -20,7 +21,6 @@ from train.models.video_vit import CubeGrid
 from train.run.folder import RunFolder
 from train.spec import EvaluationSpec, TaskSpec
 from train.tasks.mae.reconstruction import Pictures, ReconstructedClip, ToDisplay, evaluate_reconstruction
-from train.tasks.mae.samples import ChunkClips
 from train.tasks.mae.settings import MaeSettings, num_masked_places
 from train.tasks.mae.spec import ReconstructionFlags
 from train.weights.conversion import IMAGENET_MEAN, IMAGENET_STD

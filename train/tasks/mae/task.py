@@ -13,6 +13,7 @@ from torch import nn
 
 from train.config.evaluation import EvaluatedData, ProbeEvaluation
 from train.data.batch import Batch
+from train.data.chunk_clips import ChunkClips
 from train.data.chunks import videos_of_split
 from train.data.decoding.clip import Views
 from train.data.frame_sampling import window_frames
@@ -28,7 +29,6 @@ from train.models.dual_encoder import size_of
 from train.models.masked_autoencoder import MaskedAutoencoder
 from train.models.video_vit import CubeGrid, VideoViTSize
 from train.tasks.mae.objective import MaskedReconstruction, Masking
-from train.tasks.mae.samples import ChunkClips
 from train.tasks.mae.settings import MaeSettings, check_mask
 from train.weights.conversion import IMAGENET_MEAN, IMAGENET_STD
 from train.weights.loading import Loaded, fit_to
