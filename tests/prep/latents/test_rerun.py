@@ -96,7 +96,7 @@ def test_compressed_latents_are_the_same_files_smaller_and_are_made_again_where_
     prep("verify", "--deep", "--data", shard_set.data)
 
 
-@pytest.mark.parametrize(("change", "found"), [("cut", "cannot be decompressed"), ("shape", "the index says")])
+@pytest.mark.parametrize(("change", "found"), [("cut", "cannot be decompressed"), ("shape", "in the index")])
 def test_what_a_compressed_member_holds_is_compared_with_its_index_row(change: str, found: str) -> None:
     array = np.zeros((4, 2, 8, 8), np.float16)
     payload = compressed(npy_bytes(array if change == "cut" else array.reshape(4, 2, 4, 16)))

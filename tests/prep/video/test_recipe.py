@@ -59,7 +59,7 @@ def test_a_bitrate_without_a_unit_is_refused_where_it_is_typed_and_read_where_it
     for command in (["plan"], ["chunk"], ["advise", "--batch", "3", "--step-time", "1"]):
         with pytest.raises(UserError, match='--bitrate "800000" has no unit') as caught:
             app([*command, "--bitrate", "800000"], exit_on_error=False)
-        assert caught.value.hint == "write --bitrate 800k, in bits per second"
+        assert caught.value.hint == "write --bitrate 800k (bits per second)"
     stored = resolve(Recipe(bitrate="800000"), ffmpeg_version="9.0")  # as older versions wrote it
     again = resolve(recipe_from_dict(json.loads(json.dumps(stored.as_dict()))), ffmpeg_version="9.0")
     assert again == stored and again.variant == stored.variant

@@ -108,7 +108,7 @@ def test_other_settings_make_another_variant_and_plan_names_them(made: Set) -> N
         ("--crf", "30", "crf: 24 → 30"),
         ("--codec", "hevc", "codec: h264 → hevc"),
         ("--gop", "intra", "gop: comb → intra"),
-        ("--bitrate", "300k", "bitrate: None → 300k"),
+        ("--bitrate", "300k", "bitrate: not set → 300k"),
     ):
         told = prep_here("plan", "--data", made.data, *SETTINGS, flag, value, "--explain", "b_000003500").stdout
         assert f"setting  {difference}" in told.splitlines(), told

@@ -52,8 +52,8 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     for size in (4, 3):
         end_well(fork_ranks(run_stages, folder, size=size, folder=folder))
     first, second = fork_ranks(run_stages, folder, size=2, folder=folder)
-    metrics = RunFolder(folder / "endless").metrics
-    while first.process.is_alive() and (not metrics.exists() or len(read_lines(metrics)) < 12):
+    checkpoints = RunFolder(folder / "endless").checkpoints
+    while first.process.is_alive() and max(all_checkpoints(checkpoints), default=0) < 10:
         time.sleep(0.1)
     second.process.kill()
     second.process.join()

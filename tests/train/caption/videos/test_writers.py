@@ -134,7 +134,7 @@ def test_a_file_that_is_there_is_not_replaced(tmp_path: Path, out: str, videos: 
     path.parent.mkdir(exist_ok=True)
     path.write_text("old")
     form: Format | None = None if Path(out).suffix else "srt"
-    with pytest.raises(UserError, match=f"{path} exists already$"):
+    with pytest.raises(UserError, match=f"{path} exists already"):
         open_sink(tmp_path / out, [Path(f"{video}.mp4") for video in videos], wanted=form)
     assert path.read_text() == "old" and list(path.parent.iterdir()) == [path]
 
