@@ -155,16 +155,24 @@ def search(
     as_json
         Print one JSON object.
     """
+    from train.evaluation.pages import require_page_path
     from train.search.folder import open_embedded
     from train.search.searching import describe, result_json, search_folder, write_search_page
 
+    if page is None and shards is not None:
+        raise UserError(f"--shards is {shards}, which has no effect without --page", hint="leave it out, or add --page")
+    if page is not None:
+        require_page_path(page, flag="--page")
     embedded = open_embedded(folder)
     results = search_folder(embedded, queries or (), like=like or (), top=top, weights=weights, device=device)
+    num_missing = 0
     if page is not None:
-        write_search_page(page, embedded, results, shards=shards)
+        num_missing = write_search_page(page, embedded, results, shards=shards)
     if as_json:
         print(json.dumps(result_json(embedded, results)))
     else:
         print(describe(results))
         if page is not None:
             print(page)
+    if num_missing:
+        raise FailedWork(f"clips that {page} cannot show, because they could not be read or decoded: {num_missing}")

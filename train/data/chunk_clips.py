@@ -69,7 +69,7 @@ class ChunkClips(ClipSamples):
         num_chunks = "1 chunk" if self.num_clips == 1 else f"{self.num_clips:,} chunks"
         parts = [f"{num_chunks} of {videos} of split {self.split!r}"]
         if num_without := len(chunks.video_ids) - num_videos:
-            parts.append(f"{num_without:,} videos without chunks")
+            parts.append(f"{num_without:,} video{'s' * (num_without > 1)} without chunks")
         if self._repeats > 1:
             what = "crops of the same frames" if self._same_frames else "clips"
             parts.append(f"{self._repeats} {what} of each in an epoch")

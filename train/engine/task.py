@@ -152,7 +152,7 @@ def describe_parameters(task: Task, samples: Any) -> dict[str, str]:
         model = task.tuned(task.new_model(samples))
     sizes = [(one.numel(), one.requires_grad) for one in model.parameters()]
     total, num_frozen = sum(size for size, _ in sizes), sum(size for size, is_trained in sizes if not is_trained)
-    which = f"{num_frozen:,} of them frozen ({', '.join(task.frozen_parts())})" if num_frozen else "none of them frozen"
+    which = f"{num_frozen:,} of them frozen ({'; '.join(task.frozen_parts())})" if num_frozen else "none of them frozen"
     return {"parameters": f"{total:,}, {which}"}
 
 

@@ -116,7 +116,8 @@ class Embedded:
         if not rows:
             raise UserError(
                 f"{self.path} has no clip {name!r} (--like)",
-                hint=f"keys look like {self.clips([0])[0].key}; they are in {self.path / CLIPS}",
+                hint=f"rows are 0 to {self.num_clips - 1}, keys look like {self.clips([0])[0].key}; "
+                f"they are in {self.path / CLIPS}",
             )
         if len(rows) > 1:
             shown = ", ".join(
@@ -126,8 +127,10 @@ class Embedded:
         return int(rows[0])
 
     def vector(self, row: int) -> NDArray[np.float32]:
-        """The vector of a clip, divided by its length."""
+        """The vector of a clip, divided by its length; UserError if it is not finite."""
         vector: NDArray[np.float32] = np.array(np.load(self.path / VIDEO, mmap_mode="r")[row])
+        if not np.isfinite(vector).all():
+            raise UserError(f"row {row} of {self.path / VIDEO} is not finite: the file is damaged", hint=_AGAIN)
         vector /= max(float(np.linalg.norm(vector)), float(np.finfo(np.float32).tiny))
         return vector
 
@@ -144,9 +147,8 @@ def open_embedded(path: Path) -> Embedded:
             raise UserError(
                 f"the embeddings in {path} are unfinished", hint="run the same train embed again: it continues"
             )
-        raise UserError(
-            f"{path} holds no embeddings: it has no {RECORD}", hint="make them: train embed WEIGHTS --out DIR"
-        )
+        problem = f"{path} holds no embeddings: it has no {RECORD}" if path.is_dir() else f"there is no folder {path}"
+        raise UserError(problem, hint=f"make embeddings: train embed WEIGHTS --shards DATA --out {path}")
     for name, facts in record["files"].items():
         file = path / name
         size_bytes = file.stat().st_size if file.is_file() else None
@@ -164,8 +166,9 @@ def read_folder_record(path: Path) -> dict[str, Any] | None:
             raise UserError(f"{path} has format {record['format']}, not {FORMAT}", hint="use the clipmill that made it")
     except (FileNotFoundError, NotADirectoryError):
         return None
-    except (OSError, ValueError, KeyError) as error:
-        raise UserError(f"{path / RECORD} cannot be read: {error}", hint=_AGAIN) from error
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        why = f"it has no {error}" if isinstance(error, KeyError) else error
+        raise UserError(f"{path / RECORD} cannot be read: {why}", hint=_AGAIN) from error
     return record
 
 

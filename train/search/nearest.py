@@ -19,6 +19,7 @@ from manifests.errors import UserError
 _BLOCK_BYTES = 1 << 22
 _MAX_BLOCK_ROWS = 1 << 16
 _MAX_THREADS = 16
+_AGAIN = "run train embed again, with another --out"
 
 
 @dataclass(frozen=True)
@@ -61,7 +62,11 @@ def nearest(
         found = Nearest(np.empty((len(query_QE), 0), np.int64), np.empty((len(query_QE), 0), np.float32))
         rows = range(begin, min(begin + each, num_rows))
         for first, block_RE in _blocks(path, rows, offset=offset, block_rows=block_rows, width=query_QE.shape[1]):
-            found = _with_block(found, first, score(block_RE), count=count)
+            score_QR = score(block_RE)
+            if not np.isfinite(score_QR).all():
+                row = first + int(np.flatnonzero(~np.isfinite(score_QR).all(axis=0))[0])
+                raise UserError(f"row {row} of {path} is not finite: the file is damaged", hint=_AGAIN)
+            found = _with_block(found, first, score_QR, count=count)
             say_done(len(block_RE))
         return found
 
@@ -118,7 +123,7 @@ def open_matrix(path: Path) -> NDArray[np.float32]:
     try:
         mapped: NDArray[np.float32] = np.load(path, mmap_mode="r", allow_pickle=False)
     except (OSError, ValueError) as error:
-        raise UserError(f"{path} cannot be read: {error}", hint="run train embed again, with another --out") from error
+        raise UserError(f"{path} cannot be read: {error}", hint=_AGAIN) from error
     if (
         mapped.dtype != np.float32
         or mapped.ndim != 2
@@ -127,7 +132,7 @@ def open_matrix(path: Path) -> NDArray[np.float32]:
     ):
         raise UserError(
             f"{path} is not float32 [N, E] but {mapped.dtype} {list(mapped.shape)}",
-            hint="run train embed again, with another --out",
+            hint=_AGAIN,
         )
     return mapped
 
@@ -137,7 +142,7 @@ def _fill(read_into: Callable[[memoryview], int | None], view: memoryview, *, pa
     while filled < len(view):
         count = read_into(view[filled:])
         if not count:
-            raise UserError(f"{path} ends too early", hint="run train embed again, with another --out")
+            raise UserError(f"{path} ends too early", hint=_AGAIN)
         filled += count
 
 

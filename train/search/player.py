@@ -61,6 +61,11 @@ class Player:
         self._left_bytes = _BUDGET_BYTES
         self._made: dict[int, Shown] = {}
 
+    @property
+    def num_missing(self) -> int:
+        """Number of clips that could not be read or decoded."""
+        return sum(bool(shown.missing) for shown in self._made.values())
+
     def show(self, clip: EmbeddedClip) -> Shown:
         """The clip as data URIs; the same clip again costs nothing."""
         if clip.row not in self._made:

@@ -13,8 +13,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from manifests.errors import UserError
 from manifests.publish import publish_bytes
 from manifests.quoting import on_one_line
-from train.evaluation.pages import load_template, require_page_path
-from train.search.folder import TEXT, VIDEO, Embedded, EmbeddedClip
+from train.evaluation.pages import load_template
+from train.search.folder import VIDEO, Embedded, EmbeddedClip
 from train.search.nearest import nearest
 from train.search.player import Player
 
@@ -151,9 +151,9 @@ def _check(embedded: Embedded, texts: Sequence[str], *, like: Sequence[str], top
             f"{embedded.path} holds all tokens of each clip, and a search compares one vector per clip",
             hint="run train embed with --features pooled, or without --features, and another --out",
         )
-    if texts and (features != "embedding" or TEXT not in embedded.record["files"]):
+    if texts and features != "embedding":
         raise UserError(
-            f"{embedded.path} holds features without a text tower, which no text can be compared with",
+            f"{embedded.path} holds {features} features, which no text can be compared with",
             hint="search by example: --like KEY; or embed with the weights of a dual encoder",
         )
 
@@ -190,16 +190,18 @@ def describe(results: Sequence[Result]) -> str:
     return "\n".join(lines)
 
 
-def write_search_page(path: Path, embedded: Embedded, results: Sequence[Result], *, shards: str | None = None) -> None:
+def write_search_page(path: Path, embedded: Embedded, results: Sequence[Result], *, shards: str | None = None) -> int:
     """Publish a page that plays the clips that were found.
 
     Args:
         shards: where the data folder is now; by default where it was when it was embedded.
 
+    Returns:
+        The number of clips that could not be read or decoded; the page says so in their places.
+
     Raises:
-        UserError: `path` is not a page of clipmill, or the data cannot be opened.
+        UserError: the data cannot be opened.
     """
-    require_page_path(path, flag="--page")
     record = embedded.record
     data = {**record["data"], **({} if shards is None else {"shards": shards})}
     player = Player(str(data["shards"]), split=str(data["split"]))
@@ -212,3 +214,4 @@ def write_search_page(path: Path, embedded: Embedded, results: Sequence[Result],
     template = load_template(Path(__file__).with_name("page.html.j2"))
     content = template.render(results=results, show=player.show, num_clips=embedded.num_clips, data=data, facts=facts)
     publish_bytes(path, content.encode("utf-8", errors="replace"))
+    return player.num_missing

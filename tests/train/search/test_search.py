@@ -61,6 +61,22 @@ def test_a_search_by_example_needs_no_weights_and_leaves_the_example_out(embedde
     assert by_key["results"][0]["like"]["row"] == 5 and 5 not in rows(by_key) and len(rows(by_key)) == 3
 
 
+def test_chunks_without_captions_are_searched_by_text(run: Path, data_dir: Path, tmp_path: Path, search: Any) -> None:
+    assert embed(run, data_dir, tmp_path / "chunks", "--clips", "chunks") == 0
+    video = np.load(tmp_path / "chunks" / "video.npy")
+    similarity = load_model(run, device="cpu").encode_text(["it begins"]).numpy() @ video.T
+    assert rows(search(tmp_path / "chunks", "it begins", "--top", 3)) == np.argsort(-similarity[0])[:3].tolist()
+
+
+def test_a_row_that_is_not_finite_is_named(embedded: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    shutil.copytree(embedded, tmp_path / "damaged")
+    video = np.load(tmp_path / "damaged" / "video.npy")
+    video[3, 1] = np.nan
+    np.save(tmp_path / "damaged" / "video.npy", video)
+    for like in ("0", "3"):
+        assert "row 3 of" in refused(capsys, tmp_path / "damaged", "--like", like)
+
+
 def test_texts_and_examples_share_one_search(embedded: Path, search: Any) -> None:
     both = search(embedded, "it begins", "--like", 0, "--like", 8, "--top", 2)
     alone = [search(embedded, *words, "--top", 2) for words in (("it begins",), ("--like", 0), ("--like", 8))]
@@ -96,7 +112,8 @@ def refused(capsys: pytest.CaptureFixture[str], *words: object) -> str:
         (["  "], "a query is empty"),
         (["it begins", ""], "a query is empty"),
         (["--like", "z_000000000"], "has no clip 'z_000000000'.*keys look like a_000000000"),
-        (["--like", "9"], "has no clip '9'"),
+        (["--like", "9"], "has no clip '9'.*rows are 0 to 8"),
+        (["it begins", "--shards", "elsewhere"], "has no effect without --page"),
         (["--like", "a_000000000"], r"2 clips begin in a_000000000.*0 \(0.00-1.00 s\), 1 \(1.20-2.80 s\)"),
         (["it begins", "--top", "0"], "--top is 0"),
         (["it begins", "--weights", "nowhere"], "nowhere"),
@@ -122,7 +139,7 @@ def test_folders_without_searchable_embeddings_are_refused(
     embedded: Path, masked: Path, data_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert "holds no embeddings" in refused(capsys, tmp_path, "it begins")
-    assert "holds no embeddings" in refused(capsys, tmp_path / "nowhere", "it begins")
+    assert "there is no folder" in refused(capsys, tmp_path / "nowhere", "it begins")
     unfinished, cut, damaged = tmp_path / "unfinished", tmp_path / "cut", tmp_path / "damaged"
     (unfinished / "parts").mkdir(parents=True)
     (unfinished / "parts" / "plan.json").write_text("{}")
@@ -139,7 +156,7 @@ def test_folders_without_searchable_embeddings_are_refused(
     assert "checksum does not match" in refused(capsys, damaged, "it begins")
     pooled, tokens = tmp_path / "pooled", tmp_path / "tokens"
     assert embed(masked, data_dir, pooled) == embed(masked, data_dir, tokens, "--features", "tokens") == 0
-    assert "without a text tower" in refused(capsys, pooled, "it begins")
+    assert "holds pooled features" in refused(capsys, pooled, "it begins")
     assert "holds all tokens" in refused(capsys, tokens, "--like", "0")
 
 
@@ -175,7 +192,8 @@ def test_the_page_names_clips_that_are_damaged_or_over_its_budget(
     shutil.copytree(data_dir, damaged)
     overwrite_chunk(damaged, "b_000002000")
     monkeypatch.setattr(player, "_BUDGET_BYTES", 1)
-    search(embedded, "it begins", "--top", 9, "--page", path, "--shards", damaged)
+    words = (embedded, "it begins", "--top", 9, "--page", path, "--shards", damaged, "--device", "cpu")
+    assert run_train("search", *words) == 1, "clips that the page lacks are a failure"
     page = path.read_text()
     # A single frame of one of the two clips in the damaged chunk lies in another chunk.
     num_missing = page.count("not available: its bytes in")
