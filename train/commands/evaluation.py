@@ -1,4 +1,4 @@
-"""`train eval NAME`: scores a run's latest checkpoint, and adds the result to the run's page."""
+"""`train eval NAME`: scores a run's latest checkpoint, for the run's page, or other weights."""
 
 import json
 import sys
@@ -12,7 +12,7 @@ from cyclopts import App, Parameter
 from manifests.errors import FailedWork, UserError
 from train.commands.training import docstring
 from train.config.data import AS_TRAINED, Overrides, Weights
-from train.registry import evaluations
+from train.registry import evaluations, evaluations_of
 from train.run.folder import open_run, read_lines
 from train.spec import EvaluationSpec
 
@@ -46,7 +46,7 @@ def score_run(
     tasks = tasks_where(lambda spec: evaluation.name in (one.name for one in spec.evaluations))
     run = open_run(Path(weights)) if is_run(Path(weights)) else None
     if run is not None:
-        task_of_run(run, tasks)
+        task_of_run(run, tasks, suited=_evaluations_of)
         for path in (run.metrics, run.failures):
             read_lines(path)  # a damaged line is reported before anything is computed
         if out is not None:
@@ -56,11 +56,16 @@ def score_run(
     elif shards is None:
         require_weights(weights)
         raise UserError(f"--shards is missing: {weights} is not a run, which has data of its own", hint="add it")
-    opened = open_weights_as(tasks, weights, shards=shards, overrides=overrides, say=say)
+    opened = open_weights_as(tasks, weights, shards=shards, overrides=overrides, suited=_evaluations_of, say=say)
     result = score_opened(opened, evaluation, wanted, out=out)
     if run is not None:
         write_page(run)
     return result
+
+
+def _evaluations_of(task: str) -> str:
+    names = ", ".join(one.name for one in evaluations_of(task))
+    return f"evaluations of train {task}: {names}" if names else "name other weights"
 
 
 def evaluation_command(evaluation: EvaluationSpec) -> Callable[..., None]:
@@ -101,6 +106,6 @@ def evaluation_command(evaluation: EvaluationSpec) -> Callable[..., None]:
     return command
 
 
-evaluate = App(name="eval", help="Evaluate the latest checkpoint of a run, and add the result to its results page.")
+evaluate = App(name="eval", help="Evaluate a run, and add the result to its results page; or evaluate other weights.")
 for _evaluation in evaluations().values():
     evaluate.command(evaluation_command(_evaluation), name=_evaluation.name)

@@ -74,17 +74,18 @@ def export_run(
         weights, overrides=overrides, is_without_data=bool(overrides.given()), checkpoint=path, say=say
     )
     spec, task = opened.spec, opened.spec.name
+    whose = f"{weights} is a run" if opened.run is not None else f"{weights} holds weights"
     if spec.export is None:
         known = [name for name in task_names() if task_named(name).export is not None]
         raise UserError(
-            f"{weights} is a run of train {task}, which no format has a place for",
-            hint=f"name a run of train {', '.join(known)}",
+            f"{whose} of train {task}, which no format has a place for",
+            hint=f"name a run or other weights of train {', '.join(known)}",
         )
     if form not in {known for _, known, _ in _FORMATS}:
         raise UserError(f"there is no format {form} (--format)", hint=f"train {task} has {', '.join(spec.formats)}")
     if frame_embedding != "mean" and not spec.has_frame_embedding:
         raise UserError(
-            f"--frame-embedding is about the pictures of a dual encoder, and {weights} is a run of train {task}",
+            f"--frame-embedding is about the pictures of a dual encoder, and {whose} of train {task}",
             hint="leave it out",
         )
     if path is not None and not opened.overrides.given():

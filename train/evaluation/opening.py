@@ -34,6 +34,7 @@ def open_weights_as(
     overrides: Overrides = AS_TRAINED,
     is_without_data: bool = False,
     checkpoint: Path | None = None,
+    suited: Callable[[str], str] | None = None,
     say: Say,
 ) -> OpenedRun:
     """Open weights with the one of some tasks whose model they are.
@@ -46,6 +47,7 @@ def open_weights_as(
         overrides: of how clips are shown; embeddings of time and place are interpolated.
         is_without_data: let the task build models without samples.
         checkpoint: of a run, in place of its latest.
+        suited: the hint for weights of another task, by its name.
         say: prints origin, and what was interpolated.
 
     Raises:
@@ -55,7 +57,7 @@ def open_weights_as(
     path = Path(weights)
     if is_run(path):
         return open_for(
-            task_of_run(open_run(path), tasks),
+            task_of_run(open_run(path), tasks, suited=suited),
             open_run(path),
             shards=shards,
             device=device,
@@ -68,7 +70,9 @@ def open_weights_as(
         raise UserError(f"--checkpoint is {checkpoint}, and {weights} is not a run", hint="leave it out")
     source = _source(str(weights), say=say)
     record = read_record(path)
-    adopted, spec = _adopted(source, path, tasks, say=say) if record is None else _recorded(source, record, tasks)
+    adopted, spec = (
+        _adopted(source, path, tasks, say=say) if record is None else _recorded(source, record, tasks, suited=suited)
+    )
     with deferred_checks():  # which are about --model
         settings = replace(adopted.settings, device=device or adopted.settings.device)
         if shards is not None:
@@ -120,19 +124,25 @@ def _source(weights: str, *, say: Say) -> Source:
     return source
 
 
-def task_of_run(run: RunFolder, tasks: Tasks) -> TaskSpec:
-    """The one of some tasks that a run is of; UserError if it is of another."""
+def task_of_run(run: RunFolder, tasks: Tasks, *, suited: Callable[[str], str] | None = None) -> TaskSpec:
+    """The one of some tasks that a run is of; UserError if it is of another (`suited` is its hint, by that name)."""
+    return _task_of(run, tasks, whose=f"{run.path} is a run", suited=suited)
+
+
+def _task_of(run: RunFolder, tasks: Tasks, *, whose: str, suited: Callable[[str], str] | None) -> TaskSpec:
     task = str(run.read_facts().get("task", next(iter(tasks))))
     if task not in tasks:
-        raise UserError(
-            f"{run.path} is a run of train {task}, not of train {', '.join(tasks)}", hint="name another run"
-        )
+        wanted = ", ".join(tasks)
+        hint = f"name a run or other weights of train {wanted}" if suited is None else suited(task)
+        raise UserError(f"{whose} of train {task}, not of train {wanted}", hint=hint)
     return tasks[task]()
 
 
-def _recorded(source: Source, record: RunFolder, tasks: Tasks) -> tuple[Adopted, TaskSpec]:
+def _recorded(
+    source: Source, record: RunFolder, tasks: Tasks, *, suited: Callable[[str], str] | None
+) -> tuple[Adopted, TaskSpec]:
     """The settings that were exported with weights."""
-    spec = task_of_run(record, tasks)
+    spec = _task_of(record, tasks, whose=f"{record.path.parent} holds weights", suited=suited)
     settings: ClipSettings = load_settings(record.settings, spec.settings)
     latents = record.read_facts().get("latents", {})
     size = sized_as(size_of(settings.model, settings.towers), source)

@@ -1,9 +1,11 @@
 """What an exported folder keeps of the run that it was made of: how clips are shown, and what no tensor says.
 
     OUT/clipmill/settings.yaml   the settings of the model; without the data, paths and initial weights of the run
-    OUT/clipmill/run.json        task, classes, decoder, side of latents; SHA-256 of the weights that it belongs to
+    OUT/clipmill/run.json        task, classes, decoder, side of latents
     OUT/clipmill/tokenizer.json  of a captioner
+    OUT/clipmill/files.json      size and SHA-256 of these files, of the weights and of their configuration
 
+The weights are whole: adapters are merged, and the settings of the record have neither adapters nor frozen parts.
 Other libraries do not read it. `train eval OUT` shows a model the clips that its run was evaluated on.
 """
 
@@ -20,13 +22,16 @@ from train.config.training import TrainingSettings
 from train.engine.attention_choice import CHOICE_FACT
 from train.evaluation.runner import OpenedRun
 from train.run.checkpoint import file_facts
-from train.run.folder import RunFolder
+from train.run.folder import RunFolder, read_object
+from train.weights.exported import EXTRAS_FILE
 from train.weights.sources import weights_file
 
 FOLDER = "clipmill"
-_OWNER = "exported_weights"
-# Of the machine and the data of the training.
-_LEFT_OUT = ("shards", "cache", "out", "track", "evaluate", "parallel", "best", "device")
+_FILES = "files.json"
+# What is read besides the weights and the record, and says how the model computes.
+_BESIDE = (EXTRAS_FILE, "config.json", "open_clip_config.json")
+# Of the machine and the data of the training, and of what was trained of the model.
+_LEFT_OUT = ("shards", "cache", "out", "track", "evaluate", "parallel", "best", "device", "freeze", "lora")
 
 
 def write_record(folder: Path, opened: OpenedRun) -> None:
@@ -40,30 +45,43 @@ def write_record(folder: Path, opened: OpenedRun) -> None:
     if getattr(settings, "input", "pixels") == "latents":
         shape = opened.shape
         facts["latents"] = {"channels": shape.size.video.num_channels, "side": shape.image_px}
-    weights = weights_file(folder)
     record.path.mkdir()
     with deferred_checks():
         save_settings(
             replace(settings, init=init, **{name: getattr(defaults, name) for name in _LEFT_OUT}), record.settings
         )
-    publish_json(record.facts, {**facts, _OWNER: {"file": weights.name, **file_facts(weights)}})
+    publish_json(record.facts, facts)
     for name, content in opened.task.files().items():
         publish_bytes(record.path / name, content)
+    files = [weights_file(folder), *_beside(folder), *sorted(record.path.iterdir())]
+    publish_json(record.path / _FILES, {path.relative_to(folder).as_posix(): file_facts(path) for path in files})
 
 
 def read_record(folder: Path) -> RunFolder | None:
     """The record in an exported folder as the folder of a run without checkpoints; None if there is none.
 
     Raises:
-        UserError: it is damaged, or belongs to other weights than those in the folder.
+        UserError: it is damaged, belongs to other weights than those in the folder, or a file that the model was
+            exported with has changed or is missing.
     """
     record = RunFolder(folder / FOLDER)
-    if not record.settings.is_file():
+    if not record.settings.is_file() and not (record.path / _FILES).is_file():
         return None
-    weights, owner = weights_file(folder), record.require_facts().get(_OWNER)
-    if owner != {"file": weights.name, **file_facts(weights)}:
+    weights, known = weights_file(folder), read_object(record.path / _FILES)
+    if known.get(weights.name) != file_facts(weights):
         raise UserError(
             f"{record.path} belongs to other weights than {weights.name}, which has changed since the export",
             hint=f"to use {weights.name} as the weights of another project, remove {record.path}",
         )
+    for name in sorted({*known, *(path.name for path in _beside(folder))}):
+        path = folder / name
+        if not path.is_file() or known.get(name) != file_facts(path):
+            raise UserError(
+                f"{path} {'has changed since the export' if path.is_file() else 'is missing, which was exported'}",
+                hint=f"export again; to use {weights.name} as the weights of another project, remove {record.path}",
+            )
     return record
+
+
+def _beside(folder: Path) -> list[Path]:
+    return [folder / name for name in _BESIDE if (folder / name).is_file()]

@@ -36,10 +36,12 @@ def exported(runs: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) ->
 def test_weights_of_another_task_than_a_protocol_scores_are_refused(
     runs: dict[str, Path], exported: Path, moving: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    error, _ = refused(capsys, "eval", "retrieval", runs["mae"])
+    error, hint = refused(capsys, "eval", "retrieval", runs["mae"])
     assert "is a run of train mae, not of train dual-encoder" in error
-    error, _ = refused(capsys, "eval", "reconstruction", exported, "--shards", moving)
-    assert "is a run of train dual-encoder, not of train mae" in error
+    assert hint == "hint: evaluations of train mae: probe, reconstruction"
+    error, hint = refused(capsys, "eval", "reconstruction", exported, "--shards", moving)
+    assert f"{exported} holds weights of train dual-encoder, not of train mae" in error
+    assert hint.startswith("hint: evaluations of train dual-encoder: ") and "retrieval" in hint
     plain = tmp_path / "plain"
     shutil.copytree(exported, plain, ignore=shutil.ignore_patterns("clipmill"))
     error, hint = refused(capsys, "eval", "caption", plain, "--shards", moving)
@@ -130,6 +132,40 @@ def test_an_export_whose_weights_have_changed_is_not_taken_for_its_run(
     assert "belongs to other weights than model.safetensors" in error and "remove" in hint
     shutil.rmtree(other / "clipmill")
     assert run_train("eval", "retrieval", other, "--shards", moving) == 0
+
+
+def test_an_export_whose_other_files_have_changed_or_are_missing_is_refused(
+    exported: Path, moving: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    score = ("eval", "retrieval", tmp_path / "other", "--shards", moving)
+    record = tmp_path / "other" / "clipmill"
+
+    def edited(name: str, before: str, after: str) -> None:
+        text = (tmp_path / "other" / name).read_text()
+        assert before in text
+        (tmp_path / "other" / name).write_text(text.replace(before, after))
+
+    for name, before, after in (
+        ("clipmill/settings.yaml", "num_frames: 4", "num_frames: 5"),
+        ("clipmill/run.json", "dual-encoder", "mae"),
+        ("config.json", '"num_attention_heads": ', '"num_attention_heads":  '),
+    ):
+        shutil.copytree(exported, tmp_path / "other")
+        edited(name, before, after)
+        error, hint = refused(capsys, *score)
+        assert f"{name} has changed since the export" in error and f"remove {record}" in hint
+        shutil.rmtree(tmp_path / "other")
+    for name in ("video_extras.safetensors", "clipmill/settings.yaml", "clipmill/run.json"):
+        shutil.copytree(exported, tmp_path / "other")
+        (tmp_path / "other" / name).unlink()
+        error, _ = refused(capsys, *score)
+        assert f"{name} is missing" in error
+        shutil.rmtree(tmp_path / "other")
+    shutil.copytree(exported, tmp_path / "other")
+    (record / "files.json").unlink()
+    assert "files.json cannot be read" in refused(capsys, *score)[0]
+    shutil.rmtree(record)
+    assert run_train(*score) == 0
 
 
 def test_weights_of_another_embedding_width_are_not_half_random(

@@ -10,6 +10,7 @@ import torch
 
 from tests.train.test_cli import train
 from tests.train.tuning.runs import CROSS, LORA, SHORT, TINY, killed, latest, losses, stored, weights
+from train.inference.model import load_model
 from train.run.folder import RunFolder, read_lines
 
 __all__ = ["train"]
@@ -55,6 +56,22 @@ def test_adapters_are_merged_for_evaluation_export_and_a_new_start(
     assert train("dual-encoder", *still, "--init.weights", exported, "--out", started) == 0
     for name, one in weights(adapted).items():
         torch.testing.assert_close(weights(started)[name], one, rtol=0, atol=1e-9)
+
+
+def test_exports_of_a_run_with_adapters_are_weights_like_the_run(
+    train: Train, data_dir: Path, adapted: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    once, twice = tmp_path / "once", tmp_path / "twice"
+    assert train("export", adapted, "--format", "open_clip", "--out", once) == 0
+    assert train("export", once, "--format", "hf", "--out", twice) == 0
+    scores = []
+    for path in (adapted, once, twice):
+        capsys.readouterr()
+        assert train("eval", "retrieval", path, "--shards", data_dir, "--json") == 0
+        result = json.loads(capsys.readouterr().out)
+        scores.append([result[direction] for direction in ("text_to_video", "video_to_text")])
+        assert load_model(path).identity == load_model(adapted).identity
+    assert scores[0] == scores[1] == scores[2]
 
 
 def test_adapters_need_the_weights_that_they_adapt(
