@@ -1,13 +1,15 @@
 """`Batches`: the loaders of the training commands as users of Python see them, one epoch per iteration."""
 
 import os
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterator, Mapping
 from dataclasses import replace
-from typing import Any, cast
+from typing import Any, NoReturn, cast
 
 import torch
 
 from manifests.errors import UserError
+from manifests.quoting import counted, quoted
+from train.data.arguments import require_process
 from train.data.batch import Batch
 from train.data.clip_samples import ClipSamples
 from train.data.latents.loader import LatentLoader
@@ -61,8 +63,9 @@ class Batches:
         self._running: Generator[LoadedBatch, None, None] | None = None
         self._cursor, self._taken, self._resumes = Cursor(0), 0, False
         if shuffle and self.num_samples is not None and self.num_samples < self._step:
+            ranks = "" if self._world.size == 1 else f" in each of {self._world.size} processes"
             raise UserError(
-                f"batch={batch} in each of {self._world.size} processes, and there are {self.num_samples} samples",
+                f"batch={batch}{ranks} is more than the data have: {counted(self.num_samples, 'sample')}",
                 hint="use a smaller batch, or shuffle=False",
             )
 
@@ -84,8 +87,12 @@ class Batches:
         return -(-len(range(self._world.rank, self.num_samples, self._world.size)) // self._batch)
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
-        self._require_same_process()
+        self._require_process()
+        self._require_same_rank()
         return self._iterate()
+
+    def __getitem__(self, index: object) -> NoReturn:
+        raise TypeError("batches are iterated, not indexed; do not wrap them in a DataLoader")
 
     def __enter__(self) -> "Batches":
         return self
@@ -116,20 +123,30 @@ class Batches:
         rank; otherwise all ranks' states are needed.
 
         Raises:
-            UserError: the states are of other data, another split, seed or order, or of different steps.
+            UserError: the states are of other data, another split, seed or order, or of different steps; or they are
+                no states, or none is given.
         """
-        self.close()
+        entries = self.state_dict().keys()
+        if not states:
+            raise UserError("no state is given", hint="give what state_dict() returned")
         for state in states:
+            if not isinstance(state, Mapping) or not entries <= state.keys():
+                raise UserError(
+                    f"not a state of these batches: {quoted(state)}",
+                    hint="give what state_dict() returned, each rank's as an argument of its own",
+                )
             if state["shuffle"] != self._shuffle:
                 raise UserError(
                     f"the state is of batches with shuffle={state['shuffle']}, these have shuffle={self._shuffle}",
                     hint="open them as they were opened then",
                 )
+        self.close()
         self._samples.load_state_dict(*(cast(LoaderState, state) for state in states))
         self._cursor, self._taken, self._resumes = self._samples.cursor, states[0]["taken"], True
 
     def _iterate(self) -> Iterator[dict[str, Any]]:
         # An iteration begins when it is asked for its first batch: Lightning makes iterators that it does not use.
+        self._require_process()
         self._num_iterations += 1
         iteration, taken = self._num_iterations, self._taken if self._resumes else 0
         if not self._shuffle:
@@ -155,6 +172,7 @@ class Batches:
             if loaded.batch:
                 found: dict[str, Any] = {**loaded.batch}
                 yield found if self._device is not None else _as_arrays(found)
+                self._require_process()
         if not self._shuffle:
             self._cursor = Cursor(0)
 
@@ -180,12 +198,10 @@ class Batches:
         for loaded in batches:
             yield replace(loaded, batch=self._finish(loaded.batch)) if loaded.batch else loaded
 
-    def _require_same_process(self) -> None:
-        if os.getpid() != self._process:
-            raise UserError(
-                f"batches that process {self._process} opened are used in process {os.getpid()}, a fork of it",
-                hint="open them in the process that uses them, and without a DataLoader: they are decoded by threads",
-            )
+    def _require_process(self) -> None:
+        require_process(self._process, what="batches")
+
+    def _require_same_rank(self) -> None:
         if not self._is_given and (now := joined_world()) != self._world:
             raise UserError(
                 f"opened as rank {self._world.rank} of {self._world.size}, used as rank {now.rank} of {now.size}",

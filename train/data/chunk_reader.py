@@ -1,5 +1,6 @@
 """`read_chunks`: whole chunks of a split, decoded, for analysis in Python (docs/python.md)."""
 
+import os
 from collections.abc import Generator
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,6 +11,7 @@ from numpy.typing import NDArray
 
 from manifests.errors import UserError
 from manifests.keys import split_key
+from train.data.arguments import require_process, require_whole_numbers
 from train.data.chunks import ChunkSet
 from train.data.outcomes import FailedSample, SampleFailed, list_failures
 from train.data.remote import open_data_folder
@@ -55,6 +57,7 @@ class Chunks:
         return len(self._chunks.table)
 
     def __iter__(self) -> Generator[Chunk, None, None]:
+        process = os.getpid()
         loaded = in_order(
             self._load,
             range(len(self)),
@@ -65,6 +68,7 @@ class Chunks:
         for number, outcome in loaded:
             if isinstance(outcome, Chunk):
                 yield outcome
+                require_process(process, what="chunks")
                 continue
             if isinstance(outcome, Stuck):
                 outcome = FailedSample(number, self._chunks.key(number), "stuck", str(outcome))
@@ -113,6 +117,7 @@ def read_chunks(
     Raises:
         UserError: there is no such data or split, or an argument is out of range.
     """
+    require_whole_numbers(every=every, workers=workers, max_failures=max_failures)
     if every < 1 or workers < 1:
         raise UserError(f"every is {every} and workers is {workers}", hint="use 1 or more")
     folder = open_data_folder(str(data), cache=cache)

@@ -15,6 +15,7 @@ from torch.utils.data import get_worker_info
 from manifests.errors import UserError
 from manifests.store import read_videos
 from train.config.training import ClipSettings, is_remote
+from train.data.arguments import require_device, require_whole_numbers
 from train.data.batch import Batch
 from train.data.batches import Batches
 from train.data.classes import ClassList, read_classes
@@ -77,8 +78,12 @@ def open_clips(
         cache: folder for copies of remote data. Default: the user's cache folder.
 
     Raises:
-        UserError: there is no such data, split or label, no clip that can be shown, or an argument is out of range.
+        UserError: there is no such data, split, label or device, no clip that can be shown, or an argument is of
+            another type or out of range.
     """
+    numbers = {"batch": batch, "num_frames": num_frames, "size_px": size_px, "stride": stride}
+    require_whole_numbers(**numbers, workers=workers, seed=seed, max_failures=max_failures)
+    require_device(device)
     _require_choice("sampling", sampling, SamplingRule)
     _require_choice("crop", crop, CropRule)
     if rgb and size_px % 2:
@@ -166,8 +171,11 @@ def open_latents(
         split, batch, label, shuffle, seed, rank, world, device, max_failures: see `open_clips`.
 
     Raises:
-        UserError: there are no latents, embeddings, captions or labels of that split, or an argument is out of range.
+        UserError: there are no latents, embeddings, captions or labels of that split, there is no such device, or an
+            argument is of another type or out of range.
     """
+    require_whole_numbers(batch=batch, seed=seed, max_failures=max_failures)
+    require_device(device)
     if is_remote(str(data)) or names_tars(str(data)):
         raise UserError(f"latents cannot be read from {data}: they are mapped", hint="copy the data folder here")
     _require_choice("tails", tails, Tails)
@@ -225,6 +233,7 @@ def _ranks(rank: int | None, world: int | None) -> World | None:
                 hint="iterate without a DataLoader: clips are decoded by threads; or give rank= and world=",
             )
         return None
+    require_whole_numbers(rank=rank, world=world)
     if not 0 <= rank < world:
         raise UserError(f"rank is {rank} of {world}", hint="ranks count from 0")
     return World(rank=rank, size=world)

@@ -22,9 +22,11 @@ from torch import nn
 from torch.nn.functional import interpolate
 
 from manifests.errors import UserError
+from manifests.quoting import quoted
 from train.config.data import Overrides
 from train.config.model import kind_of
 from train.config.training import ClipSettings, Device
+from train.data.arguments import require_device, require_whole_numbers
 from train.data.batch import Batch, to_device
 from train.evaluation.opening import open_weights_as
 from train.evaluation.probe.features import tower_of
@@ -111,19 +113,24 @@ class LoadedModel:
         """
         with self.opened.trained.precision.autocast():
             clips_BCTHW = self._clips(clips)
-            if tokens:
-                tower = cast(VideoTower, self.model.video)
-                return tower.finish(tower.transformer(tower.embed(clips_BCTHW))).float()
-            if isinstance(self.model, DualEncoder):
-                return self.model.embed_video(clips_BCTHW).float()
-            return tower_of(self.model).features(clips_BCTHW).float()
+            if not len(clips_BCTHW):  # the towers need a clip, and the shape of what they return is asked for
+                return self._encoded(clips_BCTHW.new_zeros(1, *clips_BCTHW.shape[1:]), tokens=tokens)[:0]
+            return self._encoded(clips_BCTHW, tokens=tokens)
+
+    def _encoded(self, clips_BCTHW: torch.Tensor, *, tokens: bool) -> torch.Tensor:
+        if tokens:
+            tower = cast(VideoTower, self.model.video)
+            return tower.finish(tower.transformer(tower.embed(clips_BCTHW))).float()
+        if isinstance(self.model, DualEncoder):
+            return self.model.embed_video(clips_BCTHW).float()
+        return tower_of(self.model).features(clips_BCTHW).float()
 
     @torch.no_grad()
     def encode_text(self, texts: Sequence[str]) -> torch.Tensor:
         """Embed texts: float32 [B, E] of unit length, on the model's device.
 
         Raises:
-            UserError: the model has no text tower.
+            UserError: the model has no text tower, or these are not texts.
         """
         if not isinstance(self.model, DualEncoder) or self.model.text is None:
             raise UserError(
@@ -132,6 +139,13 @@ class LoadedModel:
             )
         if isinstance(texts, str):
             raise UserError(f"encode_text takes a list of texts, and this is one: {texts!r}", hint="put it into a list")
+        try:
+            texts = list(texts)
+        except TypeError:
+            raise UserError(f"encode_text takes a list of texts, not {quoted(texts)}", hint=_TEXTS_HINT) from None
+        for text in texts:
+            if not isinstance(text, str):
+                raise UserError(f"encode_text takes texts, and one of these is {quoted(text)}", hint=_TEXTS_HINT)
         tokenize = load_tokenizer()
         parts = [torch.empty(0, self.model.text.text_projection.shape[1], device=self.device)]
         with self.opened.trained.precision.autocast():
@@ -153,7 +167,10 @@ class LoadedModel:
             features = self.opened.spec.features
             assert features is not None  # of all tasks that can be opened here
             return features.inputs(self.opened.task)(to_device(clips, self.device))
-        array = torch.as_tensor(clips)
+        try:
+            array = torch.as_tensor(clips)
+        except (TypeError, ValueError, RuntimeError):
+            raise UserError(f"encode_video takes clips, not {quoted(clips)}", hint=_CLIPS_HINT) from None
         if array.dtype == torch.uint8:
             return self._of_rgb(array)
         shape = self.opened.shape
@@ -190,6 +207,7 @@ class LoadedModel:
 
 
 _CLIPS_HINT = "give uint8 RGB frames [B, T, H, W, 3], normalised clips [B, C, T, H, W], or a batch of the loader"
+_TEXTS_HINT = 'give a list of strings, such as ["a dog catches a frisbee"]'
 
 
 def load_model(
@@ -212,8 +230,13 @@ def load_model(
         shards: data folder for `opened.task`. Default: the run's own.
 
     Raises:
-        UserError: there are no such weights, they are damaged, or cannot be shown such clips.
+        UserError: there are no such weights or no such device, the weights are damaged, or they cannot be shown such
+            clips.
     """
+    given = {"num_frames": num_frames, "size_px": size_px}
+    require_whole_numbers(**{name: value for name, value in given.items() if value is not None})
+    if device != "auto":
+        require_device(device)
     remarks: list[str] = []
     overrides = Overrides(num_frames=num_frames, sampling=sampling, size_px=size_px)
     opened = open_weights_as(

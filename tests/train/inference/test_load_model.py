@@ -24,7 +24,7 @@ def test_clips_and_texts_of_a_run_are_embedded_with_unit_length(runs: dict[str, 
     assert video_BE.dtype == text_BE.dtype == torch.float32
     for rows in (video_BE, text_BE):
         torch.testing.assert_close(rows.norm(dim=1), torch.ones(len(rows)))
-    assert model.encode_text([]).shape == (0, 128)
+    assert model.encode_text([]).shape == model.encode_video(frames(0)).shape == (0, 128)
     assert "step 3" in model.description and "moving average" in model.description
     assert model.encode_video(frames(), tokens=True).shape == (2, 1 + 4 * 4, 128)
 
@@ -52,6 +52,8 @@ def test_towers_without_text_give_features_and_tokens(runs: dict[str, Path], tas
     model = load_model(runs[task])
     assert model.encode_video(frames()).shape == (2, 128)
     assert model.encode_video(frames(), tokens=True).shape == (2, num_tokens, 128)
+    assert model.encode_video(frames(0)).shape == (0, 128)
+    assert model.encode_video(frames(0, height=40), tokens=True).shape == (0, num_tokens, 128)
     with pytest.raises(UserError, match="has no text tower") as error:
         model.encode_text(["a square"])
     assert "dual encoder" in str(error.value.hint)
@@ -82,8 +84,15 @@ def test_what_a_model_cannot_take_is_refused(runs: dict[str, Path], tmp_path: Pa
     ):
         with pytest.raises(UserError, match=words):
             model.encode_video(wrong)
-    with pytest.raises(UserError, match="a list of texts"):
-        model.encode_text("a square")
+    for wrong, words in (("a square", "and this is one"), (None, "not None"), ([1], "is 1"), (b"a", "is 97")):
+        with pytest.raises(UserError, match=words):
+            model.encode_text(wrong)  # type: ignore[arg-type]
+    for wrong in (None, "a square"):
+        with pytest.raises(UserError, match="encode_video takes clips"):
+            model.encode_video(wrong)  # type: ignore[arg-type]
+    for name, value in (("device", "tpu"), ("num_frames", "4"), ("size_px", 32.0)):
+        with pytest.raises(UserError, match=f"{name} is"):
+            load_model(tmp_path / "nothing", **{name: value})  # type: ignore[arg-type]
     with pytest.raises(UserError, match="cannot be cut"):
         load_model(runs["mae"], num_frames=5)
     with pytest.raises(UserError, match="size-px is 40"):

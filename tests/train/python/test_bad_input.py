@@ -1,7 +1,11 @@
 """Bad input of `open_clips`: changed data, states of other data, forked processes, arguments that do not fit."""
 
 import multiprocessing
+import os
+import signal
+import time
 from collections.abc import Callable, Iterator
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +16,8 @@ from torch.utils.data import DataLoader, IterableDataset
 from manifests.errors import FailedWork, UserError
 from tests.train.python.test_open_clips import TRAIN_CLIPS, copy_of, ids, opened
 from tests.train.tiny_data import VARIANT, Caption, write_captions
-from train.data import Batches
+from train.data import Batches, open_latents, read_chunks
+from train.data.arguments import require_device
 
 
 def test_a_chunk_that_changed_after_opening_is_a_named_failure(data_dir: Path, tmp_path: Path) -> None:
@@ -58,7 +63,17 @@ def test_states_of_another_split_seed_or_order_are_refused(data_dir: Path) -> No
     ("changes", "words"),
     [
         ({"split": "test"}, "has no videos of split 'test'"),
-        ({"batch": 10}, "there are 9 samples"),
+        ({"batch": 10}, "batch=10 is more than the data have: 9 samples"),
+        ({"batch": 5, "rank": 0, "world": 2}, "batch=5 in each of 2 processes is more"),
+        ({"batch": "4"}, "batch is '4'"),
+        ({"batch": 2.5}, "batch is 2.5"),
+        ({"batch": True}, "batch is True"),
+        ({"num_frames": None}, "num_frames is None"),
+        ({"seed": "a"}, "seed is 'a'"),
+        ({"rank": "0", "world": 2}, "rank is '0'"),
+        ({"device": "tpu"}, "device is 'tpu'"),
+        ({"device": "meta"}, "device is 'meta'"),
+        ({"device": "cuda:99"}, "device is 'cuda:99'"),
         ({"batch": 0}, "--batch is 0"),
         ({"num_frames": 0}, "--num-frames is 0"),
         ({"size_px": 33}, "size_px is 33"),
@@ -78,6 +93,39 @@ def test_arguments_that_do_not_fit_are_refused(data_dir: Path, changes: dict[str
 def test_a_folder_that_is_not_there_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="there is no data folder"):
         opened(tmp_path / "nothing")
+
+
+def test_devices_are_checked_before_anything_is_opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda **_: None)
+    for device in ("cuda", torch.device("cuda")):
+        for open_them in (opened, open_latents):
+            with pytest.raises(UserError, match="device is 'cuda'") as caught:
+                open_them(tmp_path / "nothing", device=device)
+            assert caught.value.hint == "available here: cpu"
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda **_: torch.device("cuda"))
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: 2)
+    for known in ("cuda", "cuda:1", "cpu", "cpu:0", None):
+        require_device(known)
+    with pytest.raises(UserError) as caught:
+        require_device("cuda:2")
+    assert caught.value.hint == "available here: cpu, cuda:0, cuda:1"
+
+
+@pytest.mark.parametrize("state", [{"a": 1}, {}, [], None, 3])
+def test_what_is_no_state_is_refused(data_dir: Path, state: Any) -> None:
+    with opened(data_dir) as clips:
+        iterator = iter(clips)
+        next(iterator)
+        with pytest.raises(UserError, match="not a state of these batches"):
+            clips.load_state_dict(state)
+        with pytest.raises(UserError, match="no state is given"):
+            clips.load_state_dict()
+        next(iterator)  # nothing has changed
+
+
+def test_batches_are_not_indexed(data_dir: Path) -> None:
+    with opened(data_dir) as clips, pytest.raises(TypeError, match="do not wrap them in a DataLoader"):
+        next(iter(DataLoader(clips, batch_size=None)))  # type: ignore[arg-type]
 
 
 def in_fork(work: Callable[[], Any]) -> Any:
@@ -105,6 +153,42 @@ def test_a_forked_process_may_open_clips_and_not_use_those_of_its_parent(data_di
         error = in_fork(lambda: next(iter(clips)))
         assert isinstance(error, UserError) and "a fork of it" in str(error)
         assert in_fork(lambda: ids([next(iter(opened(data_dir)))])) == expected
+
+
+@pytest.mark.parametrize("shuffle", [True, False])
+@pytest.mark.parametrize("taken", [0, 1])
+def test_a_forked_process_may_not_go_on_with_an_iteration_of_its_parent(
+    data_dir: Path, shuffle: bool, taken: int
+) -> None:
+    with opened(data_dir, shuffle=shuffle) as clips, opened(data_dir, shuffle=shuffle) as others:
+        iterator = iter(clips)
+        assert len(list(islice(iterator, taken))) == taken
+        error = in_fork(lambda: next(iterator))
+        assert isinstance(error, UserError) and "a fork of it" in str(error)
+        assert len(list(iterator)) == len(clips) - taken, "the parent goes on"
+        assert len(list(others)) == len(clips)
+
+
+def test_a_forked_process_that_is_refused_ends(data_dir: Path) -> None:
+    for iterator in (iter(opened(data_dir)), iter(read_chunks(data_dir, workers=1))):
+        next(iterator)  # type: ignore[call-overload]
+        child = os.fork()
+        if not child:
+            try:
+                for _ in iterator:  # type: ignore[attr-defined]
+                    os._exit(1)
+                os._exit(2)
+            except UserError as error:
+                del iterator
+                os._exit(0 if "a fork of it" in str(error) else 3)
+            os._exit(4)
+        ended_at = time.monotonic() + 60
+        while not (found := os.waitpid(child, os.WNOHANG))[0] and time.monotonic() < ended_at:
+            time.sleep(0.05)
+        if not found[0]:
+            os.kill(child, signal.SIGKILL)
+            os.waitpid(child, 0)
+        assert found == (child, 0)
 
 
 class InWorker(IterableDataset[dict[str, Any]]):

@@ -50,3 +50,5 @@ def test_another_split_is_refused(data_dir: Path) -> None:
         read_chunks(data_dir, split="test")
     with pytest.raises(UserError, match="every is 0"):
         read_chunks(data_dir, every=0)
+    with pytest.raises(UserError, match="every is '2'"):
+        read_chunks(data_dir, every="2")  # type: ignore[arg-type]
