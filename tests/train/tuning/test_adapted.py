@@ -21,7 +21,7 @@ Train = Callable[..., int]
 def test_a_checkpoint_of_adapters_holds_nothing_else_and_is_resumed(
     train: Train, source: Path, adapted: Path, tmp_path: Path
 ) -> None:
-    frozen = "(video, with adapters of rank 2, text, with adapters of rank 2)"
+    frozen = "(video, with adapters of rank 2; text, with adapters of rank 2)"
     assert RunFolder(adapted).read_facts()["parameters"].endswith(f"of them frozen {frozen}")
     names = stored(adapted, "model.")
     # 4 and 2 blocks with 4 matrices each, and 2 tensors for a matrix.

@@ -52,14 +52,16 @@ def test_frozen_parts_stay_as_they_are_to_the_bit(
     frozen = {name for name in after if is_frozen(name, case)}
     assert {name for name in after if torch.equal(before[name], after[name])} == frozen
     total, num_frozen = (sum(after[name].numel() for name in names) for names in (after, frozen))
-    said = f"{total:,}, {num_frozen:,} of them frozen ({', '.join(FROZEN[case][1 : 3 if case == 'blocks' else 2])})"
+    said = f"{total:,}, {num_frozen:,} of them frozen ({'; '.join(FROZEN[case][1 : 3 if case == 'blocks' else 2])})"
     assert f"parameters: {said}\n" in capsys.readouterr().out and RunFolder(out).read_facts()["parameters"] == said
     # Nothing is kept of a frozen tensor but itself.
     assert stored(out, "model.") == after.keys()
     assert stored(out, "ema.") == after.keys() - frozen
     assert {name.rpartition(".")[0] for name in stored(out, "optimizer.model.")} == after.keys() - frozen
-    assert train("dual-encoder", "--resume", "--out", killed(out, again)) == 0
-    assert losses(again) == losses(out) and all(torch.equal(weights(again)[name], one) for name, one in after.items())
+    if case == "blocks":
+        assert train("dual-encoder", "--resume", "--out", killed(out, again)) == 0
+        assert losses(again) == losses(out)
+        assert all(torch.equal(weights(again)[name], one) for name, one in after.items())
 
 
 def test_the_first_blocks_are_run_without_a_graph(data_dir: Path, train: Train, tmp_path: Path) -> None:
