@@ -73,7 +73,7 @@ def test_an_evaluation_shows_the_middle_of_every_chunk_and_shrinks_the_stride_of
     expected = ((LENGTHS - 16 * strides) / 2)[:, None] + np.arange(16) * strides[:, None]
     assert (numbers(loaded.batch) - FIRSTS[:, None] == np.floor(expected)).all()
     assert samples.describe() == (
-        "5 chunks of 3 videos of split 'train'; 1 videos without chunks; 1 of a single frame, which is repeated; "
+        "5 chunks of 3 videos of split 'train'; 1 video without chunks; 1 of a single frame, which is repeated; "
         "2 shorter than 16 x 4 frames, with a smaller stride"
     )
 
