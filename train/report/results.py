@@ -66,7 +66,12 @@ def _results(run: RunFolder, known: Sequence[EvaluationSpec], *, own_split: obje
             raise UserError(f"{path} is damaged: {error!r}", hint="remove it, or run the evaluation again") from error
     return sorted(
         results,
-        key=lambda result: (bool(result["other_data"]), order[result["evaluation"]], result["split"] == own_split),
+        key=lambda result: (
+            bool(result["other_data"]),
+            bool(result["overridden"]),
+            order[result["evaluation"]],
+            result["split"] == own_split,
+        ),
     )
 
 
@@ -78,6 +83,7 @@ def _shown_result(result: dict[str, Any], evaluation: EvaluationSpec) -> dict[st
         "split": str(result["split"]),
         "table": evaluation.table(result),
         "other_data": other,
+        "overridden": ", ".join(f"{name.replace('_', ' ')} {one}" for name, one in result.get("overrides", {}).items()),
         "section": section and load_template(section).render(result={**result, "other_data": other}),
         "strips": evaluation.strips(result) if section and evaluation.strips else [],
     }

@@ -125,7 +125,7 @@ def test_a_run_of_4_frames_is_scored_with_16_in_one_command(
     assert results["retrieval-val-16-frames"]["overrides"] == {"num_frames": 16}
     assert "--num-frames 16" in results["retrieval-val-16-frames"]["command"]
     page = RunFolder(run).page.read_text()
-    assert "unlike in training" in page
+    assert "unlike in training" in page and page.index("(val)</span>") < page.index("(val); num frames 16</span>")
     # What the training had is no override.
     assert "overrides" not in scored(capsys, "retrieval", run, "--num-frames", 4)["overrides"]
     assert len(RunFolder(run).results()) == 2
