@@ -82,9 +82,9 @@ demo: setup
 		"a yellow square moves up" --top 8 --page demo/search.html
 	$(BIN)/train dual-encoder --shards demo/data --preset tiny-latents --out demo/run-latents
 	$(BIN)/train eval retrieval demo/run-latents --shards demo/data
-	$(BIN)/train mae --shards demo/data --preset tiny --out demo/run-mae
+	$(BIN)/train mae --shards demo/data --preset tiny --steps 500 --out demo/run-mae
 	$(BIN)/train eval probe demo/run-mae --shards demo/data --label motion --label shape --neighbours 5
-	$(BIN)/train caption --shards demo/data --preset tiny --out demo/run-caption
+	$(BIN)/train caption --shards demo/data --preset tiny --steps 250 --out demo/run-caption
 	$(BIN)/train eval caption demo/run-caption --shards demo/data
 	$(BIN)/train overview demo/run demo/run-latents demo/run-mae demo/run-caption --link demo/search.html \
 		--out demo/index.html
