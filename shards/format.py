@@ -109,6 +109,24 @@ TEXT_FIELDS = [
     pa.field("caption_row", pa.list_(pa.int32()), nullable=False),
 ]
 
+# Fields of a `scores` index row. Unknown values are null, never NaN.
+SCORES_FIELDS = [
+    pa.field("video_id", pa.string(), nullable=False),
+    pa.field("start_ms", pa.int64(), nullable=False),  # of the chunk in its video
+    pa.field("motion", pa.float32()),  # mean displacement, frame heights per second
+    pa.field("camera_motion", pa.float32()),
+    pa.field("object_motion", pa.float32()),
+    pa.field("sharpness", pa.float32()),  # variance of the Laplacian of the luma
+    pa.field("brightness", pa.float32()),  # mean luma, 0 to 1
+    pa.field("black", pa.float32()),  # share of the chunk's time, 0 to 1
+    pa.field("frozen", pa.float32()),  # share of the chunk's time, 0 to 1
+    pa.field("letterbox", pa.float32()),  # share of the picture covered by bars, 0 to 1
+    pa.field("cuts", pa.int32()),
+    pa.field("cut_times_s", pa.list_(pa.float32())),  # in the chunk
+    pa.field("speech", pa.float32()),  # share of the chunk's time, 0 to 1; null without audio
+    pa.field("phash", pa.uint64()),  # perceptual hash of the middle frame, as ImageHash's phash
+]
+
 
 @dataclass(frozen=True)
 class ShardName:
