@@ -1,7 +1,7 @@
 """The scores of all chunks in one table, `<data>/scores/<variant>/chunks.arrow`, which `prep scores` writes at its end.
 
 It is an Arrow IPC file of one batch, ordered by video (as in the manifest) and start; readers map it into memory.
-Columns: SCORES_FIELDS, with `video_id` as a dictionary whose codes ascend; `duplicate_of`, the row of the first chunk
+Columns: SCORES_FIELDS without `chunk_fingerprint`, `video_id` as a dictionary whose codes ascend; `duplicate_of`, the row of the first chunk
 of an earlier video that looks alike, or -1; `has_look_alike`, whether any chunk of another video does
 (shards.look_alikes). A chunk whose scores could not be computed has a row of unknown values.
 
@@ -36,10 +36,11 @@ SCORES = "scores"
 CHUNKS_FILE = "chunks.arrow"
 _DIGEST_KEY = b"commits_sha256"
 _CRC_KEY = b"crc32"
+_ROWS = pa.schema([field for field in SCORES_FIELDS if field.name != "chunk_fingerprint"])
 _SCHEMA = pa.schema(
     [
         pa.field("video_id", pa.dictionary(pa.int32(), pa.string()), nullable=False),
-        *SCORES_FIELDS[1:],
+        *list(_ROWS)[1:],
         pa.field("duplicate_of", pa.int64(), nullable=False),
         pa.field("has_look_alike", pa.bool_(), nullable=False),
     ]
@@ -140,16 +141,14 @@ def _crc32(column: pa.ChunkedArray) -> bytes:
 
 def _read_rows(variant: Variant) -> pa.Table:
     """The rows of all indexes, and rows of unknown values for the chunks that failed."""
-    names = [field.name for field in SCORES_FIELDS]
-    schema = pa.schema(SCORES_FIELDS)
-    tables = [schema.empty_table()]
+    tables = [_ROWS.empty_table()]
     for shard in variant.shards():
         try:
-            table = shard.index.select(names).cast(schema)
+            table = shard.index.select(_ROWS.names).cast(_ROWS)
         except (Damaged, OSError, KeyError, pa.ArrowException) as error:
             hint = f"see prep verify --column {SCORES}; prep scores makes that shard again"
             raise UserError(f"{shard.index_path}: {error}", hint=hint) from error
-        for field in schema:
+        for field in _ROWS:
             if pa.types.is_floating(field.type) and pc.any(pc.is_nan(table[field.name])).as_py():
                 raise UserError(
                     f"{shard.index_path}: {field.name} is NaN for some chunks",
@@ -159,8 +158,8 @@ def _read_rows(variant: Variant) -> pa.Table:
     failed = {failure.key for commit in variant.commits.values() for failure in commit.failures if failure.key}
     video_ids, starts_ms = zip(*map(split_key, sorted(failed)), strict=True) if failed else ((), ())
     unknown = {"video_id": video_ids, "start_ms": starts_ms}
-    nothing = {field.name: pa.nulls(len(failed), field.type) for field in SCORES_FIELDS if field.name not in unknown}
-    return pa.concat_tables([*tables, pa.table({**unknown, **nothing}, schema=schema)])
+    nothing = {field.name: pa.nulls(len(failed), field.type) for field in _ROWS if field.name not in unknown}
+    return pa.concat_tables([*tables, pa.table({**unknown, **nothing}, schema=_ROWS)])
 
 
 def _ordered(rows: pa.Table, *, data_dir: Path) -> pa.Table:

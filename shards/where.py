@@ -28,7 +28,7 @@ class Field:
     column: str
 
 
-_NO_NAMES = ("video_id", "start_ms", "cut_times_s")
+_NO_NAMES = ("video_id", "start_ms", "cut_times_s", "chunk_fingerprint")
 SCORE_NAMES = tuple(field.name for field in SCORES_FIELDS if field.name not in _NO_NAMES)
 FIELDS: dict[str, Field] = {
     **{name: Field("number", "chunk", name) for name in SCORE_NAMES},

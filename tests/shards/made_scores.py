@@ -48,7 +48,9 @@ def write_scores(
     publish_json(directory / "recipe.json", recipe)
     with ShardWriter(directory, shard_id=shard_id, extensions=("scores.json",), fields=SCORES_FIELDS) as writer:
         for key, values in scores.items():
-            fields = dict.fromkeys(field.name for field in SCORES_FIELDS) | dict(values)
+            fields = (
+                dict.fromkeys(field.name for field in SCORES_FIELDS) | {"chunk_fingerprint": "ef" * 16} | dict(values)
+            )
             fields |= dict(zip(_KNOWN, split_key(key), strict=True))
             content = json.dumps({name: repr(value) for name, value in values.items()}).encode()
             writer.add(Sample(key=key, members={"scores.json": content}, fields=fields))
