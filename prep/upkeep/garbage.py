@@ -21,6 +21,7 @@ from prep.core.heartbeat import RUNNING_FOLDER
 from prep.core.layout import LAYOUT_FOLDER
 from prep.core.plan import problems_of
 from prep.core.run import FAILURES_FILE
+from prep.core.selection import SELECTION_FILE
 from prep.registry import columns
 from shards.dataset import current_variant, list_variants, variant_dir
 from shards.format import COMMITS_FOLDER, CONTENTS_FILE, RECIPE_FILE
@@ -29,7 +30,7 @@ from shards.reader import Variant
 _SHARD_FILE = re.compile(r"\d{6,}-[0-9a-f]{8}\.(tar|tar\.idx|index\.arrow)")
 _COMMIT_FILE = re.compile(r"\d{6,}\.json")
 _LIST_FILE = re.compile(r"shards(-[A-Za-z0-9_-]+)?\.txt")
-_DATA_FILES = (_SHARD_FILE, _LIST_FILE, re.compile(re.escape(FAILURES_FILE)))
+_DATA_FILES = (_SHARD_FILE, _LIST_FILE, *(re.compile(re.escape(name)) for name in (FAILURES_FILE, SELECTION_FILE)))
 _LEFTOVER = "temporary file of a killed command"
 
 

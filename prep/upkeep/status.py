@@ -20,6 +20,7 @@ from prep.core.heartbeat import running_shards
 from prep.core.layout import DamagedLayout, variants_of
 from prep.core.plan import NUM_CHECK_THREADS, is_readable, problems_of
 from prep.core.run import FAILURES_FILE
+from prep.core.selection import read_selection
 from prep.registry import columns
 from prep.sources.table import read_probes
 from shards.commits import Failure
@@ -37,6 +38,7 @@ class VariantStatus:
         hours: hours of video in the shards with a readable index; 0 for `text`.
         failures: code -> number of spans, chunks or videos that failed, from the commits.
         num_wanted: number of samples that the recipe requires; None if unknown.
+        where: condition on the samples that the last run wanted; None for all.
         num_running: number of samples made so far in shards that are not committed yet; None if no worker is running.
     """
 
@@ -49,6 +51,7 @@ class VariantStatus:
     failures: dict[str, int]
     num_wanted: int | None
     num_running: int | None
+    where: str | None = None
 
 
 @dataclass(frozen=True)
@@ -238,7 +241,15 @@ def _variant_status(variant: Variant, *, is_current: bool, num_wanted: int | Non
         failures=dict(codes.most_common()),
         num_wanted=num_wanted,
         num_running=done if running else None,
+        where=_where_of(variant),
     )
+
+
+def _where_of(variant: Variant) -> str | None:
+    try:
+        return read_selection(variant.directory)
+    except UserError:
+        return "unknown: the record is damaged"
 
 
 def _hours(shard: CommittedShard) -> float:
