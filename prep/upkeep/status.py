@@ -23,6 +23,7 @@ from prep.core.run import FAILURES_FILE
 from prep.core.selection import read_selection
 from prep.registry import columns
 from prep.sources.table import read_probes
+from prep.upkeep.leakage import Leakage, find_leakage
 from shards.commits import Failure
 from shards.dataset import current_variant
 from shards.reader import CommittedShard, Variant
@@ -123,6 +124,7 @@ class Status:
     data_dir: Path
     videos: VideosStatus | None
     columns: dict[str, ColumnStatus]
+    leakage: Leakage | None = None  # None without scores
 
     @property
     def num_problems(self) -> int:
@@ -134,6 +136,7 @@ class Status:
             "data": os.fspath(self.data_dir),
             "videos": None if self.videos is None else asdict(self.videos),
             "columns": {name: column.values() for name, column in self.columns.items()},
+            "leakage": None if self.leakage is None else self.leakage.values(),
         }
 
 
@@ -153,7 +156,12 @@ def read_status(data_dir: Path) -> Status:
         unusable = videos.first_unusable if videos is not None and column.is_first else []
         return _column_status(data_dir, column, unusable=unusable)
 
-    return Status(data_dir, videos=videos, columns={column.name: column_status(column) for column in columns()})
+    return Status(
+        data_dir,
+        videos=videos,
+        columns={column.name: column_status(column) for column in columns()},
+        leakage=find_leakage(data_dir) if has_manifest else None,
+    )
 
 
 def _column_status(data_dir: Path, column: ColumnSpec, *, unusable: list[FailureEntry]) -> ColumnStatus:

@@ -24,6 +24,7 @@ def status_text(status: Status) -> str:
     lines += ["manifest  none"] if status.videos is None else _videos_lines(status.videos)
     for column in status.columns.values():
         lines += _column_lines(column)
+    lines += [] if status.leakage is None else status.leakage.lines()
     lines += _failure_lines(status)
     problems = [(name, problem) for name, column in status.columns.items() for problem in column.problems]
     for name, (shard_id, state, why) in problems[:_MAX_LISTED]:
