@@ -148,10 +148,11 @@ def open_for(
         UserError: there is no checkpoint, or it does not fit this machine, the run's settings or the overrides.
     """
     settings: ClipSettings = read_settings(run, spec.settings, shards=shards)
-    settings = replace(settings, where=where, device=device or settings.device)
+    settings = settings if device is None else replace(settings, device=device)
     trained = open_trained_run(run, settings, checkpoint=checkpoint)
     if shards is not None and other_data(run.data_facts(shards)):
         settings = settings.on(shards)
+    settings = replace(settings, where=where)
     overrides = overrides.beside(settings)
     settings = overrides.applied(settings)
     shape = shape_of_run(run, settings)
