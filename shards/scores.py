@@ -61,7 +61,11 @@ def publish_score_table(variant: Variant) -> Path:
     Raises:
         UserError: an index is damaged, or holds a NaN.
     """
-    rows = _ordered(_read_rows(variant), data_dir=variant.directory.parent.parent)
+    return write_score_table(variant, _ordered(_read_rows(variant), data_dir=variant.directory.parent.parent))
+
+
+def write_score_table(variant: Variant, rows: pa.Table) -> Path:
+    """Write the merged table of these rows, which are in its order and in one chunk; find the near duplicates."""
     phash = rows["phash"]
     comparable = np.flatnonzero(pc.is_valid(phash))
     hashes = pc.fill_null(phash, 0).to_numpy()[comparable]
