@@ -2,9 +2,9 @@
 
     python -m benchmarks.selection [--chunks 1000000 10000000] [--rounds 3] [--folder DIR] [--json FILE]
 
-The merged table of scores is made: values at random, 20 chunks a video, 1 % of the chunks copies of chunks of other
-videos with up to two bits of the hash flipped. Each figure is of a new process, after its imports, median of the rounds,
-whose variants take turns.
+The merged table of scores is made: values at random, 20 chunks a video, 1 % of the chunks copies of others with up to
+two bits of the hash flipped. Each figure is of a new process, after its imports; the median of the rounds, in which the
+variants take turns.
 
 `parse and mask` parses the expression and evaluates it on the table, which is mapped into memory. `selected chunks` is
 what a training run does: open the table, verify the checksums of the columns in use, find the rows of the chunks, read
@@ -41,7 +41,8 @@ CHUNKS_PER_VIDEO = 20
 EXPRESSIONS = {
     "short": "motion > 0.2 and cuts == 0 and not duplicate",
     "long": "0.1 < motion < 3 and camera_motion / (motion + 0.01) < 0.9 and sharpness > 50 and not duplicate and "
-    "(speech is None or speech < 0.5) and cuts in (0, 1, 2) and begin_s >= 15 and dataset == 'made' and split != 'test'",
+    "(speech is None or speech < 0.5) and cuts in (0, 1, 2) and begin_s >= 15"
+    " and dataset == 'made' and split != 'test'",
 }
 PHASES = ("baseline", "parse and mask", "selected chunks")
 DUPLICATES = "near duplicates"
