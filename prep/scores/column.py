@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from cyclopts import Parameter
 
 from manifests.errors import UserError
-from prep.core.column import VIDEO, ColumnSpec, Pending, changed_flags
+from prep.core.column import VIDEO, ColumnSpec, ExtraFile, Pending, changed_flags
 from prep.core.make import (
     Address,
     Data,
@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 
 Settings = Annotated[ScoresSettings, Parameter(name="*")]
 _DEFAULTS = ScoresSettings()
+_TABLE_FILE = "chunks.arrow"  # shards.scores.CHUNKS_FILE; importing it would make `prep --help` slow
 
 
 def scores(
@@ -89,9 +90,15 @@ def _run(plan: "ScoresPlan", settings: ScoresSettings, request: Request) -> "Sum
     from prep.core.run import execute
     from prep.engines.choice import open_engine
     from prep.scores.plan import scores_job
+    from shards.reader import Variant
+    from shards.scores import has_score_table, publish_score_table
 
     engine = open_engine(request.engine, address=request.address, workers=request.workers)
-    return execute(scores_job(plan), engine)
+    summary = execute(scores_job(plan), engine)
+    variant = Variant(plan.variant_dir)
+    if summary.num_chunks and not has_score_table(variant):
+        publish_score_table(variant)
+    return summary
 
 
 def _plan_report(plan: "ScoresPlan") -> "Report":
@@ -108,6 +115,12 @@ def _summary_report(summary: "Summary", settings: ScoresSettings, listed: Path) 
 
 def _flags(stored: Mapping[str, Any]) -> list[str]:
     return changed_flags(asdict(scores_recipe_from_dict(stored).settings), asdict(_DEFAULTS))
+
+
+def _table_damage(variant: "Variant") -> str | None:
+    from shards.scores import score_table_damage
+
+    return score_table_damage(variant)
 
 
 def _pending(data_dir: Path, variant: "Variant") -> Pending:
@@ -130,4 +143,5 @@ COLUMN = ColumnSpec(
     retry=_retry,
     pending=_pending,
     check_sample="prep.scores.sample:check_scores",
+    extra_files=(ExtraFile(_TABLE_FILE, _table_damage),),
 )
