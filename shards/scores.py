@@ -1,9 +1,9 @@
 """The scores of all chunks in one table, `<data>/scores/<variant>/chunks.arrow`, which `prep scores` writes at its end.
 
 It is an Arrow IPC file of one batch, ordered by video (as in the manifest) and start; readers map it into memory.
-Columns: SCORES_FIELDS without `chunk_fingerprint`, `video_id` as a dictionary whose codes ascend; `duplicate_of`, the row of the first chunk
-of an earlier video that looks alike, or -1; `has_look_alike`, whether any chunk of another video does
-(shards.look_alikes). A chunk whose scores could not be computed has a row of unknown values.
+Columns: SCORES_FIELDS without `chunk_fingerprint`, `video_id` as a dictionary whose codes ascend; `duplicate_of`, the
+row of the first chunk of an earlier video that looks alike, or -1; `has_look_alike`, whether any chunk of another video
+does (shards.look_alikes). A chunk whose scores could not be computed has a row of unknown values.
 
 The schema's metadata has the digest of the commits that the table was made of, so that a table of other commits is
 recognised; the metadata of each column has the CRC-32 of its values, so that a reader verifies what it uses.
