@@ -1,7 +1,7 @@
 """The column `scores`: its commands and its `ColumnSpec`."""
 
 import shlex
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -129,6 +129,14 @@ def _pending(data_dir: Path, variant: "Variant") -> Pending:
     return pending_scores(data_dir, variant)
 
 
+def _write_page(
+    path: Path, variant: "Variant", on_picture: Callable[[int, int], None], where: str | None = None
+) -> int:
+    from prep.scores.page import write_scores_page
+
+    return write_scores_page(path, variant, where=where, on_picture=on_picture)
+
+
 COLUMN = ColumnSpec(
     name=SCORES,
     package="prep.scores",
@@ -143,5 +151,7 @@ COLUMN = ColumnSpec(
     retry=_retry,
     pending=_pending,
     check_sample="prep.scores.sample:check_scores",
+    write_page=_write_page,
+    write_selection=_write_page,
     extra_files=(ExtraFile(_TABLE_FILE, _table_damage),),
 )

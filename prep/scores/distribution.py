@@ -6,8 +6,9 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-NUM_BINS = 32
-_TAIL = 99.0  # percentile at which the histogram of an unbounded score ends
+NUM_BINS = 32  # at most
+_TAIL = 99.0  # percentile at which the histogram of an unbounded score ends,
+_TAIL_FACTOR = 1.5  # if the highest value is larger than that by more than this factor
 _PICKED = (("lowest", 0.0), ("1st quartile", 0.25), ("median", 0.5), ("3rd quartile", 0.75), ("highest", 1.0))
 
 
@@ -17,7 +18,7 @@ class Histogram:
 
     Attributes:
         begin, end: values at the first and the last border.
-        counts: int64 [NUM_BINS]; the last bin also has all values above `end`.
+        counts: int64 [bins]; the last bin also has all values above `end`.
         kept: of these, the number that a selection keeps; None without a selection.
         is_cut: True if values lie above `end`.
     """
@@ -30,25 +31,34 @@ class Histogram:
 
 
 def histogram(
-    values: NDArray[np.float64], *, bounds: tuple[float, float] | None, is_kept: NDArray[np.bool_] | None
+    values: NDArray[np.float64],
+    *,
+    bounds: tuple[float, float] | None = None,
+    is_count: bool = False,
+    is_kept: NDArray[np.bool_] | None = None,
 ) -> Histogram:
     """Return the histogram of one or more known values.
 
     Args:
-        bounds: range of the score; None if it has no upper bound: then the histogram begins at 0 and ends at the 99th
-            percentile, so that single large values do not squeeze all others into one bin.
+        bounds: range of the score; None if it has no upper bound: then the histogram begins at 0, and leaves out a long
+            tail, so that single large values do not squeeze all others into one bin.
+        is_count: whether the values are whole numbers; each bin then holds as many of them.
         is_kept: which of the values belong to chunks that a selection keeps.
     """
-    begin, end = bounds or (0.0, float(np.percentile(values, _TAIL)))
+    highest, num_bins = float(values.max()), NUM_BINS
+    if is_count:
+        num_bins = min(NUM_BINS, int(highest) + 1)
+        begin, end = 0.0, float(-(-(int(highest) + 1) // num_bins) * num_bins)
+    else:
+        tail = float(np.percentile(values, _TAIL))
+        begin, end = bounds or (0.0, tail if highest > _TAIL_FACTOR * tail else highest)
     end = end if end > begin else begin + 1.0
     inside = np.clip(values, begin, end)
 
     def count(of: NDArray[np.float64]) -> NDArray[np.int64]:
-        return np.histogram(of, bins=NUM_BINS, range=(begin, end))[0].astype(np.int64)
+        return np.histogram(of, bins=num_bins, range=(begin, end))[0].astype(np.int64)
 
-    return Histogram(
-        begin, end, count(inside), None if is_kept is None else count(inside[is_kept]), bool(values.max() > end)
-    )
+    return Histogram(begin, end, count(inside), None if is_kept is None else count(inside[is_kept]), highest > end)
 
 
 def landmarks(values: NDArray[np.float64]) -> list[tuple[str, int]]:

@@ -18,6 +18,10 @@ from manifests.publish import publish_bytes
 from manifests.quoting import counted
 from prep.scores.distribution import Histogram, evenly, histogram, landmarks
 from prep.scores.pictures import Chunks, Thumbnail
+from shards.reader import Variant
+from shards.scores import open_scores
+from shards.selection import selected_chunks
+from shards.where import parse_where
 
 NUM_SELECTED = 12  # pictures of chunks that a selection keeps, and of those that it drops
 NUM_CUT_CHUNKS = 8  # chunks whose cuts are shown: those with the most
@@ -27,12 +31,13 @@ _NUM_TIMES = 24
 
 @dataclass(frozen=True)
 class Score:
-    """How a score is shown. `bounds` is its range, or None if it has no upper bound."""
+    """How a score is shown. `bounds` is its range, or None if it has no upper bound; a count is a whole number."""
 
     name: str
     title: str
     meaning: str
     bounds: tuple[float, float] | None = None
+    is_count: bool = False
 
 
 SCORES = (
@@ -44,7 +49,7 @@ SCORES = (
     Score("black", "Black", "share of the time", (0.0, 1.0)),
     Score("frozen", "Frozen", "share of the time", (0.0, 1.0)),
     Score("letterbox", "Letterbox", "share of the picture that black bars cover", (0.0, 1.0)),
-    Score("cuts", "Cuts", "number of shot cuts"),
+    Score("cuts", "Cuts", "number of shot cuts", is_count=True),
     Score("speech", "Speech", "share of the time, of chunks with audio", (0.0, 1.0)),
 )
 
@@ -59,29 +64,59 @@ class Selection:
 
 def write_scores_page(
     path: Path,
-    chunks: Chunks,
+    variant: Variant,
     *,
-    title: str,
-    settings: str,
-    selection: Selection | None,
+    where: str | None = None,
     on_picture: Callable[[int, int], None] = lambda done, total: None,
-) -> None:
-    """Publish the page.
+) -> int:
+    """Publish the page of the current variant, and return the number of chunks whose pictures are on it.
 
     Args:
+        where: expression (shards.where); the page also shows what it keeps and drops.
         on_picture: called with (number of chunks read, number to read).
 
     Raises:
-        UserError: `path` cannot be written.
+        UserError: `path` cannot be written, `variant` is not the current one, its merged table is missing or stale, or
+            `where` is not an expression on chunks.
     """
     if path.is_dir() or not path.parent.is_dir():
         why = "is a folder" if path.is_dir() else "is in a folder that does not exist"
         raise UserError(f"--html {path} {why}", hint="give a file in an existing folder")
-    text = "\n".join(_page(chunks, title=title, settings=settings, selection=selection, on_picture=on_picture))
+    data_dir = variant.directory.parent.parent
+    scores = open_scores(data_dir)
+    if scores.variant.directory != variant.directory:
+        raise UserError(
+            f"--html shows the current variant of scores, {scores.variant.directory.name}", hint="omit --variant"
+        )
+    chunks = Chunks(scores.table, video=Variant.open(data_dir))
+    selection = None if where is None else _select(where, scores.table, data_dir=data_dir)
+    lines = _page(
+        chunks,
+        title=variant.directory.name,
+        settings=f"cut_threshold {variant.recipe['cut_threshold']:g}; {variant.recipe['libraries']}",
+        selection=selection,
+        on_picture=on_picture,
+    )
+    text = "\n".join(lines)
     try:
         publish_bytes(path, f"{text}\n".encode("utf-8", "replace"))
     except OSError as error:
         raise UserError(f"--html {path} cannot be written: {error.strerror}", hint="give another file") from None
+    return chunks.num_shown
+
+
+def _select(text: str, table: pa.Table, *, data_dir: Path) -> Selection:
+    where = parse_where(text)
+    where.require(("chunk", "video"), because="the page shows chunks")
+    coded = table["video_id"].chunk(0)
+    is_kept = selected_chunks(
+        where,
+        data_dir,
+        video_ids=coded.dictionary,
+        video_row=coded.indices.to_numpy(),
+        start_ms=table["start_ms"].to_numpy(),
+    )
+    return Selection(where.text, is_kept)
 
 
 def _page(
@@ -98,14 +133,14 @@ def _page(
     groups = [] if selection is None else _groups(selection)
     middles = [*(row for marks in picked.values() for _, row in marks), *(row for _, rows in groups for row in rows)]
     pictures = chunks.thumbnails(
-        {row: None for row in middles}, {row: _cut_frames_s(chunks, row) for row in cut}, on_picture=on_picture
+        dict.fromkeys(middles), {row: _cut_frames_s(chunks, row) for row in cut}, on_picture=on_picture
     )
     num_videos = len(set(chunks.table["video_id"].chunk(0).indices.to_pylist()))
     summary = f"{counted(chunks.table.num_rows, 'chunk')} of {counted(num_videos, 'video')}"
     yield from (
         "<!doctype html>",
         '<html lang="en"><head><meta charset="utf-8">',
-        "<meta http-equiv=\"Content-Security-Policy\" content=\"default-src 'none'; img-src data:; "
+        '<meta http-equiv="Content-Security-Policy" content="default-src \'none\'; img-src data:; '
         "style-src 'unsafe-inline'\">",
         '<meta name="viewport" content="width=device-width, initial-scale=1">',
         f"<title>Scores: {escape(title)}</title><style>{STYLE}</style></head><body>",
@@ -116,9 +151,7 @@ def _page(
         yield from _selection_html(selection, groups, chunks=chunks, pictures=pictures)
     for score in SCORES:
         marks = [(name, row, columns[score.name][row]) for name, row in picked[score.name]]
-        yield from _score_html(
-            score, columns[score.name], marks, chunks=chunks, pictures=pictures, selection=selection
-        )
+        yield from _score_html(score, columns[score.name], marks, chunks=chunks, pictures=pictures, selection=selection)
     if cut:
         yield from _cuts_html(cut, chunks=chunks, pictures=pictures)
     yield "</main></body></html>"
@@ -154,7 +187,7 @@ def _selection_html(
 ) -> Iterator[str]:
     num_kept, total = int(selection.is_kept.sum()), len(selection.is_kept)
     share = f"{100 * num_kept / total:.1f} %" if total else "none"
-    yield f"<section><h2>Selection</h2><p><code class=\"where\">{escape(selection.expression)}</code></p>"
+    yield f'<section><h2>Selection</h2><p><code class="where">{escape(selection.expression)}</code></p>'
     yield f"<p>keeps {num_kept:,} of {counted(total, 'chunk')} ({share}), and drops {total - num_kept:,}</p>"
     for name, rows in groups:
         yield f'<h3 class="{name}">{name}</h3>'
@@ -179,7 +212,8 @@ def _score_html(
     yield f"<p>{score.meaning}{unknown}</p>"
     if len(known):
         is_kept = None if selection is None else selection.is_kept[is_known]
-        yield from _histogram_html(histogram(known, bounds=score.bounds, is_kept=is_kept), title=score.title)
+        found = histogram(known, bounds=score.bounds, is_count=score.is_count, is_kept=is_kept)
+        yield from _histogram_html(found, title=score.title)
         yield from _row_html(marks, chunks=chunks, pictures=pictures)
     yield "</section>"
 
@@ -189,18 +223,18 @@ def _histogram_html(found: Histogram, *, title: str) -> Iterator[str]:
     label = f"{title}: histogram of {int(found.counts.sum())} values from {_short(found.begin)} to {_short(found.end)}"
     yield f'<figure><svg viewBox="0 0 {len(found.counts) * 10} 100" preserveAspectRatio="none" role="img">'
     yield f"<title>{escape(label)}</title>"
-    for bars, name in ((found.counts, "all"), (found.kept, "kept")):
+    for bars, name in ((found.counts, "all" if found.kept is not None else "kept"), (found.kept, "kept")):
         for number, count in enumerate([] if bars is None else bars.tolist()):
             if count:
                 height = max(1.0, 100 * count / top)
-                kind = name if found.kept is not None else "kept"
-                yield f'<rect class="{kind}" x="{number * 10 + 1}" y="{100 - height:.1f}" width="8" height="{height:.1f}"/>'
-    ticks = [found.begin, (found.begin + found.end) / 2, found.end]
-    texts = [_short(value) for value in ticks]
-    texts[-1] = f"{texts[-1]} and more" if found.is_cut else texts[-1]
-    spans = "".join(f"<span>{escape(text)}</span>" for text in texts)
-    yield f'</svg><figcaption><span class="ticks">{spans}</span><span>largest bar: {counted(top, "chunk")}</span>'
-    yield "</figcaption></figure>"
+                place = f'x="{number * 10 + 1}" y="{100 - height:.1f}" width="8" height="{height:.1f}"'
+                yield f'<rect class="{name}" {place}/>'
+    ticks = [_short(value) for value in (found.begin, (found.begin + found.end) / 2, found.end)]
+    ticks[-1] += " and more" if found.is_cut else ""
+    spans = "".join(f"<span>{escape(tick)}</span>" for tick in ticks)
+    legend = "" if found.kept is None else "; coloured: kept"
+    yield f'</svg><figcaption><span class="ticks">{spans}</span>'
+    yield f"<span>largest bar: {counted(top, 'chunk')}{legend}</span></figcaption></figure>"
 
 
 def _row_html(
@@ -225,13 +259,15 @@ def _cuts_html(
     for row in rows:
         times = chunks.table["cut_times_s"][row].as_py()
         length = chunks.duration_s(row) or max(times)
-        ticks = "".join(f'<rect class="kept" x="{1000 * time_s / length:.1f}" y="0" width="4" height="20"/>' for time_s in times)
+        places = (f"{1000 * time_s / length:.1f}" for time_s in times)
+        ticks = "".join(f'<rect class="kept" x="{place}" y="0" width="4" height="20"/>' for place in places)
         listed = ", ".join(f"{time_s:.2f}" for time_s in times[:_NUM_TIMES])
         more = f" and {len(times) - _NUM_TIMES} more" if len(times) > _NUM_TIMES else ""
+        what = f"{counted(len(times), 'cut')} in {length:.1f} s"
         yield f'<div class="chunk"><h3><code>{escape(chunks.key(row))}</code></h3>'
-        yield f'<svg class="line" viewBox="0 0 1004 20" preserveAspectRatio="none" role="img"><title>{len(times)} cuts in {length:.1f} s</title>'
+        yield f'<svg class="line" viewBox="0 0 1004 20" preserveAspectRatio="none" role="img"><title>{what}</title>'
         yield f'<rect class="all" x="0" y="8" width="1004" height="4"/>{ticks}</svg>'
-        yield f'<p>{counted(len(times), "cut")} in {length:.1f} s: at {listed}{more} s</p><div class="row">'
+        yield f'<p>{what}: at {listed}{more} s</p><div class="row">'
         for time_s in _cut_frames_s(chunks, row):
             yield f"<article>{_image(pictures[row, time_s])}<p><b>{time_s:.2f} s</b></p></article>"
         yield "</div></div>"
