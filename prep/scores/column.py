@@ -90,15 +90,21 @@ def _run(plan: "ScoresPlan", settings: ScoresSettings, request: Request) -> "Sum
     from prep.core.run import execute
     from prep.engines.choice import open_engine
     from prep.scores.plan import scores_job
-    from shards.reader import Variant
-    from shards.scores import has_score_table, publish_score_table
 
     engine = open_engine(request.engine, address=request.address, workers=request.workers)
     summary = execute(scores_job(plan), engine)
-    variant = Variant(plan.variant_dir)
+    publish_table(summary, plan.variant_dir)
+    return summary
+
+
+def publish_table(summary: "Summary", folder: Path) -> None:
+    """Write the merged table of a variant at the end of a run, unless it is up to date."""
+    from shards.reader import Variant
+    from shards.scores import has_score_table, publish_score_table
+
+    variant = Variant(folder)
     if summary.num_chunks and not has_score_table(variant):
         publish_score_table(variant)
-    return summary
 
 
 def _plan_report(plan: "ScoresPlan") -> "Report":

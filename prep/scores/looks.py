@@ -17,7 +17,8 @@ from prep.scores.frames import Luma, small_luma
 BLACK_LEVEL = 25  # a pixel is black up to here: 0.10 of the range, as in ffmpeg's blackdetect
 BLACK_PIXELS = 0.98  # share of such pixels in a black frame, as there
 BAR_LEVEL = 9.3  # mean luma of a line of a bar: 24 in limited range, as in ffmpeg's cropdetect
-STILL_DIFFERENCE = 0.5  # mean absolute difference of small luma between frames of a frozen picture, in levels
+STILL_DIFFERENCE = 3.0  # mean absolute difference in any block of a frozen picture, in levels: key frames make 1.5
+_BLOCK_PX = 8  # of small luma, which has 16 of them along its long side
 MIN_FROZEN_S = 1.0  # shorter standstills do not count
 _HASH_SIDE, _PICTURE_SIDE = 8, 32
 
@@ -52,19 +53,24 @@ def frozen_frames(looks: Sequence[Look], *, num_frames: int, min_frames: float) 
     """Return how many frames belong to standstills of at least `min_frames` frames.
 
     As in ffmpeg's freezedetect, a standstill lasts while frames look like its first one, so that slow changes end it.
+    Unlike there, a change in a single block ends it too: something small moves, while compression changes all blocks.
     """
     borders = np.concatenate([[0.0], np.cumsum(shown_frames(looks, num_frames=num_frames))])
     found, begin = 0.0, 0
     for number in range(1, len(looks) + 1):
-        if number < len(looks) and cv2.norm(looks[begin].luma, looks[number].luma, cv2.NORM_L1) <= (
-            STILL_DIFFERENCE * looks[begin].luma.size
-        ):
+        if number < len(looks) and _is_still(looks[begin].luma, looks[number].luma):
             continue
         length = float(borders[number] - borders[begin])
         if number - begin > 1 and length >= min(min_frames, num_frames):
             found += length
         begin = number
     return found
+
+
+def _is_still(before: Luma, after: Luma) -> bool:
+    difference = cv2.absdiff(before, after).astype(np.float32)
+    blocks = (max(1, before.shape[1] // _BLOCK_PX), max(1, before.shape[0] // _BLOCK_PX))
+    return bool(cv2.resize(difference, blocks, interpolation=cv2.INTER_AREA).max() <= STILL_DIFFERENCE)
 
 
 def sharpness(luma: Luma) -> float:

@@ -52,7 +52,7 @@ def optical_flow(before: Luma, after: Luma) -> Flow | None:
     """Return the flow from one small luma to another; None if the picture is too small."""
     if min(before.shape) < _MIN_SIDE_PX:
         return None
-    flow = cv2.DISOpticalFlow_create(cv2.DISOPTICAL_FLOW_PRESET_FAST).calc(before, after, None)
+    flow = cv2.DISOpticalFlow_create(cv2.DISOPTICAL_FLOW_PRESET_MEDIUM).calc(before, after, None)
     return np.asarray(flow, np.float32)
 
 
