@@ -102,27 +102,64 @@ def open_scores(data_dir: Path, *, columns: Collection[str] | None = None) -> Sc
         raise UserError(f"the scores are of the chunks of {made_of}, and {video} is the current variant", hint=hint)
     path = variant.directory / CHUNKS_FILE
     try:
+        table = _read_table(path, columns=columns, hint=hint)
+    except FileNotFoundError as error:
+        raise UserError(f"{path} is missing: a run of prep scores has not ended", hint=hint) from error
+    if _digest_of(table) != _commits_digest(variant):
+        raise UserError(f"{path} is stale: shards of scores have changed since it was written", hint=hint)
+    return Scores(table, variant)
+
+
+def has_score_table(variant: Variant) -> bool:
+    """Return True if the table of a variant is undamaged and made of its commits."""
+    try:
+        table = _read_table(variant.directory / CHUNKS_FILE, columns=None, hint="")
+    except (FileNotFoundError, UserError):
+        return False
+    return _digest_of(table) == _commits_digest(variant)
+
+
+def score_table_damage(variant: Variant) -> str | None:
+    """Return what is damaged in the table of a variant, or None; one that is missing or stale is not damaged."""
+    try:
+        _read_table(variant.directory / CHUNKS_FILE, columns=None, hint="")
+    except FileNotFoundError:
+        return None
+    except UserError as error:
+        return str(error)
+    return None
+
+
+def _read_table(path: Path, *, columns: Collection[str] | None, hint: str) -> pa.Table:
+    """Read and verify columns of a table.
+
+    Raises:
+        FileNotFoundError: there is no table.
+        UserError: it is damaged.
+    """
+    try:
         descriptor = open_regular(path)
         try:
             with pa.memory_map(str(path)) as mapped:
                 table = pa.ipc.open_file(mapped).read_all()
         finally:
             os.close(descriptor)
-        digest = (table.schema.metadata or {}).get(_DIGEST_KEY)
         used = table.select(table.column_names if columns is None else sorted(columns))
         used.validate(full=True)
         changed = [
             field.name for field in used.schema if (field.metadata or {}).get(_CRC_KEY) != _crc32(used[field.name])
         ]
-    except FileNotFoundError as error:
-        raise UserError(f"{path} is missing: a run of prep scores has not ended", hint=hint) from error
+    except FileNotFoundError:
+        raise
     except (pa.ArrowException, OSError, ValueError, KeyError) as error:
         raise UserError(f"{path} is damaged: not a readable table of scores ({error})", hint=hint) from error
     if changed:
         raise UserError(f"{path} is damaged: {', '.join(changed)} differ from their checksums", hint=hint)
-    if digest != _commits_digest(variant):
-        raise UserError(f"{path} is stale: shards of scores have changed since it was written", hint=hint)
-    return Scores(used, variant)
+    return used
+
+
+def _digest_of(table: pa.Table) -> bytes | None:
+    return (table.schema.metadata or {}).get(_DIGEST_KEY)
 
 
 def has_current_table(variant: Variant) -> bool:

@@ -205,6 +205,7 @@ def _sorted_files(folder: Path) -> tuple[list[Path], list[Path]]:
     known: dict[str, list[Path]] = {"commit": [], "data": [], "recipe": []}
     unknown: list[Path] = []
     parts = _parts()
+    derived = {file.name for column in columns() for file in column.extra_files}
     for path in sorted(folder.iterdir()):
         is_folder = path.is_dir() and not path.is_symlink()
         if is_folder and path.name in parts:
@@ -220,7 +221,7 @@ def _sorted_files(folder: Path) -> tuple[list[Path], list[Path]]:
             known["commit"].insert(0, path)  # the list of commits is removed before the commits
         elif path.name == RECIPE_FILE:
             known["recipe"].append(path)
-        elif any(names.fullmatch(path.name) for names in _DATA_FILES):
+        elif path.name in derived or any(names.fullmatch(path.name) for names in _DATA_FILES):
             known["data"].append(path)
         elif not _is_temporary(path):
             unknown.append(path)

@@ -63,6 +63,9 @@ def check_variant_records(variant: Variant, *, column: ColumnSpec, data_dir: Pat
         for path in sorted((folder / extra.name).iterdir()) if (folder / extra.name).is_dir() else ():
             if extra.file_names.fullmatch(path.name) and not extra.is_whole(path):
                 found.append((path, "its content does not match the hash in the file name"))
+    for file in column.extra_files:
+        if (damage := file.damage(variant)) is not None:
+            found.append((folder / file.name, damage))
     return [RecordFinding(str(path), message, again) for path, message in found]
 
 
