@@ -15,17 +15,14 @@ retrieval`. The variants have the same initial weights, number of steps and batc
     unspoilt   the captions that are known not to be spoilt: the best that a selection could do
 
 The second table counts the captions that the variants keep, by what was done to their chunks. With --folder the data
-and the runs are kept there, and finished ones are not repeated.
+and the runs are kept there, and an interrupted benchmark resumes if given the same options.
 """
 
-import json
 import random
 import statistics
 import sys
-import tempfile
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import nullcontext
 from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
@@ -35,6 +32,7 @@ import cv2
 import numpy as np
 import pyarrow as pa
 
+from benchmarks.learning import found_of_run, kept_folder
 from benchmarks.measure import prep_command, run_measured
 from benchmarks.report import parser_for, print_report
 from manifests.errors import UserError
@@ -42,10 +40,12 @@ from manifests.publish import published
 from manifests.store import write_manifest
 from prep.synthetic.encode import TICKS_PER_FRAME, encode_video
 from prep.synthetic.shapes import COMBINATIONS, HEIGHT, WIDTH, Scene, draw_scenes, plan_scenes
+from train.commands import evaluation
 from train.data.decoding.clip import ClipShape
 from train.data.frame_sampling import Sampling
 from train.data.loader import LoaderSettings
 from train.data.video_captions import VideoCaptions
+from train.tasks.dual_encoder.spec import RETRIEVAL, RetrievalFlags
 
 CHUNK_S, NUM_CHUNKS, FPS = 15, 4, Fraction(25)
 NUM_FRAMES = int(CHUNK_S * NUM_CHUNKS * FPS)
@@ -180,19 +180,11 @@ def num_kept(data: Path, where: str | None, *, source: str) -> int:
         return 0  # none is selected
 
 
-def score(folder: Path, data: Path, variant: str, *, seed: int, steps: int) -> dict[str, float]:
-    """Train a variant and evaluate it on the held-out videos, unless that was done before."""
-    where, out = VARIANTS[variant], folder / f"{variant}-{seed}"
-    train = [sys.executable, "-m", "train"]
-    if not (out / "evaluations").exists():
-        words = ["--preset", "tiny", "--steps", str(steps), "--seed", str(seed), "--resume", "auto", "--out", str(out)]
-        words += [] if where is None else ["--where", where]
-        run_measured([*train, "dual-encoder", "--shards", str(data), *words])
-    found = json.loads(run_measured([*train, "eval", "retrieval", str(out), "--split", "val", "--json"]).stdout)
-    both = (found["text_to_video"], found["video_to_text"])
-    result = {name: 100 * statistics.mean(one[name] for one in both) for name in ("r1", "r5")}
-    print(f"{variant}, seed {seed}: {result}", file=sys.stderr, flush=True)
-    return result
+def score_run(out: Path) -> dict[str, Any]:
+    """Return R@1 and R@5 in percent on the held-out videos, the means of both directions."""
+    scored = evaluation.score_run(RETRIEVAL, out, RetrievalFlags(split="val"))
+    both = (scored["text_to_video"], scored["video_to_text"])
+    return {name: 100 * statistics.mean(one[name] for one in both) for name in ("r1", "r5")}
 
 
 def main() -> None:
@@ -201,10 +193,11 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--videos", type=int, default=60)
+    parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=list(VARIANTS))
     parser.add_argument("--folder", type=Path, help="for data and runs, kept at the end (default: a temporary one)")
     arguments = parser.parse_args()
-    with tempfile.TemporaryDirectory() if arguments.folder is None else nullcontext(arguments.folder) as name:
-        folder = Path(name)
+    scores: dict[str, list[dict[str, Any]]] = {variant: [] for variant in arguments.variants}
+    with kept_folder(arguments.folder) as folder:
         data = make_data(folder, plan_videos(arguments.videos))
         kept = [
             {
@@ -214,10 +207,14 @@ def main() -> None:
             }
             for variant, where in VARIANTS.items()
         ]
-        scores: dict[str, list[dict[str, float]]] = {variant: [] for variant in VARIANTS}
         for seed in range(arguments.seeds):
             for variant, found in scores.items():
-                found.append(score(folder, data, variant, seed=seed, steps=arguments.steps))
+                where = VARIANTS[variant]
+                words = ["--preset", "tiny", "--steps", str(arguments.steps), "--seed", str(seed)]
+                words += [] if where is None else ["--where", where]
+                command = ["dual-encoder", "--shards", str(data)]
+                found.append(found_of_run(folder / f"{variant}-{seed}", command, words, score=score_run))
+                print(f"{variant}, seed {seed}: {found[-1]}", file=sys.stderr, flush=True)
     print_report(
         f"Held-out retrieval after {arguments.steps} steps on data of which half is spoilt",
         [
