@@ -162,17 +162,6 @@ def _digest_of(table: pa.Table) -> bytes | None:
     return (table.schema.metadata or {}).get(_DIGEST_KEY)
 
 
-def has_current_table(variant: Variant) -> bool:
-    """Return True if the merged table of a variant is there and of its current commits."""
-    path = variant.directory / CHUNKS_FILE
-    try:
-        with pa.memory_map(str(path)) as mapped:
-            metadata = pa.ipc.open_file(mapped).schema.metadata or {}
-    except (pa.ArrowException, OSError):
-        return False
-    return bool(metadata.get(_DIGEST_KEY) == _commits_digest(variant))
-
-
 def _commits_digest(variant: Variant) -> bytes:
     digest = hashlib.sha256()
     for shard_id, commit in variant.commits.items():

@@ -27,7 +27,7 @@ from shards.dataset import current_variant
 from shards.format import COMMITS_FOLDER, CONTENTS_FILE, DATASET_FILE, RECIPE_FILE
 from shards.reader import Variant
 from shards.scan import scan
-from shards.scores import CHUNKS_FILE, SCORES, has_current_table
+from shards.scores import CHUNKS_FILE, SCORES, has_score_table
 from shards.tars import TarBytes
 
 if TYPE_CHECKING:
@@ -183,7 +183,7 @@ class RemoteTars:
             _copy_contents(self._files, f"{remote}/{CONTENTS_FILE}", local / CONTENTS_FILE)
             _copy_commits(self._files, f"{remote}/{COMMITS_FOLDER}", local / COMMITS_FOLDER)
             _publish(local / RECIPE_FILE, _fetch(self._files, f"{remote}/{RECIPE_FILE}"))
-            if not has_current_table(Variant(local)):
+            if not has_score_table(Variant(local)):
                 path = local / CHUNKS_FILE
                 info = with_retries(lambda: self._files.info(f"{remote}/{CHUNKS_FILE}"), what=remote)
                 with_retries(lambda: _fetch_whole(self._files, f"{remote}/{CHUNKS_FILE}", path, info=info), what=remote)
