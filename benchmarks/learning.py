@@ -47,18 +47,18 @@ def found_of_seeds(
     Returns:
         For each seed the scores, the CPU seconds of training, and whether an interrupted run was resumed.
     """
-    with _kept_folder(arguments.folder) as folder:
+    with kept_folder(arguments.folder) as folder:
         data = _made_data(folder, num_videos=arguments.videos, minutes=arguments.minutes)
         seeds = []
         for seed in range(arguments.seeds):
             words = ["--preset", arguments.preset, "--seed", str(seed), *flags]
-            seeds.append(_found_of(folder / f"seed-{seed}", [command, "--shards", str(data)], words, score=score))
+            seeds.append(found_of_run(folder / f"seed-{seed}", [command, "--shards", str(data)], words, score=score))
             print(f"seed {seed}: {in_words(seeds[-1])}", file=sys.stderr, flush=True)
     return seeds
 
 
 @contextlib.contextmanager
-def _kept_folder(kept: Path | None) -> Iterator[Path]:
+def kept_folder(kept: Path | None) -> Iterator[Path]:
     """Yield the folder that a benchmark works in: the given one, or a temporary one."""
     if kept is not None:
         kept.mkdir(parents=True, exist_ok=True)
@@ -81,7 +81,7 @@ def _made_data(folder: Path, *, num_videos: int, minutes: float) -> Path:
     return data
 
 
-def _found_of(
+def found_of_run(
     out: Path, command: Sequence[str], words: Sequence[str], *, score: Callable[[Path], dict[str, Any]]
 ) -> dict[str, Any]:
     """Train and score one seed, and save the scores with the run."""

@@ -15,10 +15,11 @@ need no registration: they import what they run by its path.
 
 from prep.core.column import ColumnSpec
 from prep.latents.column import COLUMN as LATENTS
+from prep.scores.column import COLUMN as SCORES
 from prep.text.column import COLUMN as TEXT
 from prep.video.column import COLUMN as VIDEO
 
-_COLUMNS = {column.name: column for column in (VIDEO, LATENTS, TEXT)}
+_COLUMNS = {column.name: column for column in (VIDEO, LATENTS, TEXT, SCORES)}
 
 
 def register(column: ColumnSpec) -> None:

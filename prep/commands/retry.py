@@ -44,12 +44,13 @@ def retry(
     """
     from prep.core.data_folder import require_data_folder
     from prep.core.failures import FailureCode
+    from prep.core.selection import stored_request
     from shards.reader import Variant
 
     codes = frozenset(only or FailureCode)
     if unknown := sorted(codes - set(FailureCode)):
         raise UserError(f"unknown failure code: {', '.join(unknown)}", hint=f"failure codes: {', '.join(FailureCode)}")
-    stored = Variant.open(require_data_folder(data), column=column).recipe
+    stored = stored_request(Variant.open(require_data_folder(data), column=column))
     request = Request(
         data=data,
         engine=engine,

@@ -113,20 +113,32 @@ def inspect(
     ] = None,
     *,
     html: Annotated[
-        Path | None, Parameter(help="HTML file to write: a contact sheet with frames of up to 150 chunks.")
+        Path | None,
+        Parameter(
+            help="HTML file to write. video: a contact sheet with frames of up to 150 chunks; scores: the distribution "
+            "of each score, and pictures along it."
+        ),
+    ] = None,
+    where: Annotated[
+        str | None,
+        Parameter(
+            help="Expression such as 'motion > 0.2 and cuts == 0'; the page of --column scores shows what it keeps and "
+            "drops."
+        ),
     ] = None,
     column: Annotated[AnyColumn, Parameter(name="--column", help="Column to show.")] = VIDEO,
     variant: VariantName = None,
     data: Data = Path("data"),
     json: Json = False,
 ) -> None:
-    """Show the shards of a variant or the details of one sample, or write a contact sheet of the chunks.
+    """Show the shards of a variant or the details of one sample, or write a page: a contact sheet, or distributions.
 
     Examples:
 
         prep inspect
         prep inspect bikes_000015000
         prep inspect --html sheet.html
+        prep inspect --column scores --html scores.html --where "cuts == 0"
     """
     from prep.core.data_folder import require_data_folder
     from prep.core.report import show
@@ -145,10 +157,18 @@ def inspect(
             )
         if known.write_page is None:
             raise UserError(f"--html does not support column {column}", hint="omit --html, or use --column video")
-        num_chunks = known.write_page(html, opened, CountProgress("decoding chunks"))
+        progress = CountProgress("decoding chunks")
+        if where is None:
+            num_chunks = known.write_page(html, opened, progress)
+        elif known.write_selection is not None:
+            num_chunks = known.write_selection(html, opened, progress, where)
+        else:
+            raise UserError(f"--where does not apply to column {column}", hint="add --column scores, or omit --where")
         page = {"html": os.fspath(html), "num_chunks": num_chunks}
         print(json_module.dumps(page, indent=1) if json else f"{html}: {counted(num_chunks, 'chunk')}")
         return
+    if where is not None:
+        raise UserError("--where has no effect without a page", hint="add --column scores --html PAGE, or omit --where")
     if key is None:
         show(set_report(opened, column=known), json=json)
     else:

@@ -101,6 +101,18 @@ class ExtraFolder:
     is_whole: Callable[[Path], bool]
 
 
+@dataclass(frozen=True)
+class ExtraFile:
+    """A file in a variant's folder that is derived from its shards, and that a run writes again.
+
+    Attributes:
+        damage: return what is damaged in the file of a variant, or None.
+    """
+
+    name: str
+    damage: "Callable[[Variant], str | None]"
+
+
 def _any_settings(settings: Any) -> None:
     return None
 
@@ -138,9 +150,12 @@ class ColumnSpec:
             that compares a sample with its index row. It runs in workers, which load nothing else.
         layout_file: stored recipe -> name of the layout file that the variant uses, or None; named after the column.
         extra_folders: folders for intermediate results in each variant.
+        extra_files: files derived from the shards in each variant.
         sample_report: (shard, row, data folder) -> report printed by `prep inspect KEY`; the index row by default.
         write_page: (path, variant, on_sample) -> number of samples on the page; writes the page of `prep inspect
             --html`.
+        write_selection: (path, variant, on_sample, expression) -> likewise; writes that page with what the expression
+            of `--where` keeps and drops. None if the column has no such page.
     """
 
     name: str
@@ -162,8 +177,10 @@ class ColumnSpec:
     check_sample: str
     layout_file: Callable[[Stored], str] | None = None
     extra_folders: tuple[ExtraFolder, ...] = ()
+    extra_files: tuple[ExtraFile, ...] = ()
     sample_report: "Callable[[CommittedShard, int, Path], Report] | None" = None
     write_page: "Callable[[Path, Variant, Callable[[int, int], None]], int] | None" = None
+    write_selection: "Callable[[Path, Variant, Callable[[int, int], None], str], int] | None" = None
 
     @property
     def is_first(self) -> bool:

@@ -101,11 +101,11 @@ class Request:
         """Check that the recipe read from a variant still produces that variant.
 
         Raises:
-            UserError: the weights, or the current variant of `video`, have changed since.
+            UserError: the weights, the libraries or the current variant of `video` have changed since.
         """
         if self.only_variant is not None and found != self.only_variant:
             raise UserError(
-                f"cannot continue variant {self.only_variant}: its model weights or its chunks have changed",
+                f"cannot continue variant {self.only_variant}: its model weights, libraries or chunks have changed",
                 hint=f"create a new variant: {command}",
             )
 

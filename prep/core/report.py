@@ -77,7 +77,13 @@ def changed_settings(data_dir: Path, column: str, *, variant: str, recipe: Mappi
 
 
 def summary_report(
-    summary: Summary, *, listed: Path, speed: str | None = None, nothing: str | None = None, **more: object
+    summary: Summary,
+    *,
+    listed: Path,
+    speed: str | None = None,
+    nothing: str | None = None,
+    verb: str = "encode",
+    **more: object,
 ) -> Report:
     """Return the report of a run.
 
@@ -85,20 +91,21 @@ def summary_report(
         listed: path of the list of failures.
         speed: text about the speed of the work, if any was done.
         nothing: why there was no work, if the reason is not that everything is up to date.
+        verb: what the column does to a chunk; it ends in e.
         more: further JSON values, placed before the common ones.
     """
     total = f"{counted(summary.num_chunks, 'chunk')} in {counted(summary.num_shards, 'shard')}"
     lines = [f"variant  {summary.variant}", f"total    {total}"]
     if summary.num_shards_made:
         lines.append(
-            f"made     {counted(summary.num_shards_made, 'shard')}: {counted(summary.num_encoded, 'chunk')} encoded,"
+            f"made     {counted(summary.num_shards_made, 'shard')}: {counted(summary.num_encoded, 'chunk')} {verb}d,"
             f" {summary.num_reused:,} copied, {size_text(summary.num_bytes_written)}"
         )
         lines += [f"speed    {speed}"] if speed else []
     elif summary.failures:
-        lines.append("nothing was encoded")
+        lines.append(f"nothing was {verb}d")
     else:
-        lines.append(f"nothing to encode: {nothing or 'all shards are up to date'}")
+        lines.append(f"nothing to {verb}: {nothing or 'all shards are up to date'}")
     lines += failure_lines(summary.failures, listed=listed)
     values = {
         **more,

@@ -16,6 +16,7 @@ from prep.core.failures import FailureCode
 from prep.core.heartbeat import running_shards
 from prep.core.plan import ShardPlan, ShardState, file_problems, with_work
 from prep.core.progress import ChunkProgress, warn_refused
+from prep.core.selection import write_selection
 from prep.core.shard_result import ShardResult, Stop, W, stopped
 from prep.engines import Engine, Refused
 from prep.engines.admission import worker_ticket
@@ -73,6 +74,7 @@ class Job(Generic[W]):
         video_ids: return the ids of the videos in a shard; an id may occur more than once.
         failed_before: failures that belong to no shard, such as unusable sources.
         chunk_s: seconds of video in a full chunk, for the progress bar; None to omit the speed.
+        where: condition on the samples that the plan wants, which the variant's records keep; None for all.
         needs: requirements on the worker's machine (`prep.engines.admission.Ticket`); None if there are none.
     """
 
@@ -87,6 +89,7 @@ class Job(Generic[W]):
     failed_before: Sequence[Failure]
     chunk_s: float | None
     needs: tuple[str, str] | None = None
+    where: str | None = None
 
     @property
     def variant(self) -> str:
@@ -100,6 +103,7 @@ def execute(job: Job[W], engine: Engine) -> Summary:
     """
     folder = job.variant_dir
     make_variant(folder, job.recipe)
+    write_selection(folder, job.where)
     remove_variant_temporaries(folder)
     # A dataset's first variant is readable while it grows; a later variant replaces it only once it is complete.
     begin_variant(job.data_dir, job.column.name, job.variant)

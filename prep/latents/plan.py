@@ -5,8 +5,9 @@ even while `prep chunk` is running; a later plan covers the rest.
 """
 
 import hashlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
@@ -16,9 +17,11 @@ import numpy as np
 import pyarrow as pa
 
 from manifests.errors import UserError
+from manifests.quoting import counted
 from prep.core.column import VIDEO, Pending
 from prep.core.failures import FailureCode
 from prep.core.plan import NUM_CHECK_THREADS, ShardPlan, WantedShard, pending_of, plan_shards, stored_shards
+from prep.core.selection import stored_request
 from prep.latents.column import COLUMN
 from prep.latents.frames import frames_on_screen
 from prep.latents.recipe import LATENTS, LatentsRecipe, latents_recipe_from_dict
@@ -28,6 +31,8 @@ from shards.damage import DamagedIndex
 from shards.dataset import current_variant, variant_dir
 from shards.index import open_index
 from shards.reader import Variant
+from shards.selection import nothing_selected, selected_chunks
+from shards.where import Where, parse_where
 
 if TYPE_CHECKING:
     from prep.core.run import Job
@@ -44,6 +49,7 @@ class VideoShard:
     Attributes:
         fingerprint: hash of the keys and bytes of its chunks; captions do not affect it.
         num_frames: total number of frames to encode in its chunks.
+        rows: the chunks that are wanted, as rows of the shard; None for all. The other fields are those of them.
         video_ids: ids of the videos of its chunks, without duplicates; a long video spans several shards.
     """
 
@@ -53,6 +59,7 @@ class VideoShard:
     num_chunks: int
     num_frames: int
     video_ids: pa.Array
+    rows: tuple[int, ...] | None
 
 
 @dataclass(frozen=True)
@@ -86,18 +93,28 @@ class LatentsPlan:
 def make_latents_plan(
     data_dir: Path, recipe: LatentsRecipe, *, retry_codes: frozenset[str] = frozenset()
 ) -> LatentsPlan:
-    """Plan `recipe` for the committed shards of its `video` variant in `data_dir`."""
+    """Plan `recipe` for the committed shards of its `video` variant in `data_dir`.
+
+    Raises:
+        UserError: the recipe's `where` selects nothing, or uses scores that chunks lack.
+    """
     video_dir = variant_dir(data_dir, VIDEO, recipe.video)
     folder = variant_dir(data_dir, LATENTS, recipe.variant)
     video, own = read_commits(video_dir), stored_shards(folder)
-    video_shards, unreadable = _read_video_shards(video_dir, video.commits.values(), fps=recipe.settings.fps_exact)
+    where = recipe.settings.where
+    chosen = None if where is None else _selected_rows(data_dir, video_dir, video.commits.values(), parse_where(where))
+    video_shards, unreadable = _read_video_shards(
+        video_dir, video.commits.values(), fps=recipe.settings.fps_exact, chosen=chosen
+    )
     unknown = {damaged.shard_id for damaged in video.damaged} | unreadable.keys()
     shards = plan_shards(
         (_wanted(shard, recipe_fingerprint=recipe.fingerprint) for shard in video_shards),
         {shard_id: commit for shard_id, commit in own.commits.items() if shard_id not in unknown},
         problems=own.problems,
         what_changed="its chunks",
-        orphaned_because="its chunks are no longer in the video column",
+        orphaned_because="its chunks are no longer in the video column"
+        if where is None
+        else "none of its chunks is selected",
         retry_codes=retry_codes,
     )
     return LatentsPlan(
@@ -132,6 +149,7 @@ def latents_job(plan: LatentsPlan, *, device: "Device", batch: int, num_threads:
             device=device,
             batch=batch,
             num_threads=num_threads,
+            rows=plan.video_shards[shard.shard_id].rows,
         )
 
     return Job(
@@ -145,6 +163,7 @@ def latents_job(plan: LatentsPlan, *, device: "Device", batch: int, num_threads:
         video_ids=lambda shard: plan.video_shards[shard.shard_id].video_ids.to_pylist(),
         failed_before=plan.unreadable,
         chunk_s=None,
+        where=plan.recipe.settings.where,
     )
 
 
@@ -153,12 +172,15 @@ def pending_latents(data_dir: Path, variant: Variant) -> Pending:
     if current_variant(data_dir, LATENTS) != variant.directory.name:
         return Pending()
     try:
-        recipe = latents_recipe_from_dict(variant.recipe)
+        recipe = latents_recipe_from_dict(stored_request(variant))
     except UserError:
         return Pending()  # its recipe is missing or of another version
     if recipe.video != (video := current_variant(data_dir, VIDEO)):
         return Pending(stale_because=f"made from {recipe.video}; the current variant of video is {video}")
-    return pending_of(make_latents_plan(data_dir, recipe).shards)
+    try:
+        return pending_of(make_latents_plan(data_dir, recipe).shards)
+    except UserError as error:
+        return Pending(stale_because=f"its --where cannot be evaluated: {error}")
 
 
 def _wanted(shard: VideoShard, *, recipe_fingerprint: str) -> WantedShard:
@@ -166,13 +188,48 @@ def _wanted(shard: VideoShard, *, recipe_fingerprint: str) -> WantedShard:
     return WantedShard(shard.shard_id, shard.split, fingerprint, shard.num_chunks)
 
 
+def _selected_rows(
+    data_dir: Path, video_dir: Path, commits: Iterable[Commit], where: Where
+) -> dict[int, tuple[int, ...]]:
+    """Return the rows of the selected chunks of each shard whose index is readable."""
+    where.require(("chunk", "video"), because="prep latents encodes chunks, whatever captions they have")
+    ids, starts, shard_ids, sizes = [], [], [], []
+    for commit in commits:
+        with suppress(DamagedIndex, OSError):  # reported by `_read_video_shards`
+            if commit.files is not None:
+                index = open_index(video_dir / commit.files.index, columns=["video_id", "start_ms"])
+                ids.append(index["video_id"].combine_chunks())
+                starts.append(index["start_ms"].to_numpy())
+                shard_ids.append(commit.shard_id)
+                sizes.append(index.num_rows)
+    if not sizes:
+        return {}
+    coded = pa.chunked_array(ids).dictionary_encode().combine_chunks()
+    selected = selected_chunks(
+        where,
+        data_dir,
+        video_ids=coded.dictionary,
+        video_row=coded.indices.to_numpy(),
+        start_ms=np.concatenate(starts),
+    )
+    if not selected.any():
+        raise nothing_selected(where, what=counted(len(selected), "chunk"))
+    of_shards = np.split(selected, np.cumsum(sizes)[:-1])
+    return {one: tuple(np.flatnonzero(mask).tolist()) for one, mask in zip(shard_ids, of_shards, strict=True)}
+
+
 def _read_video_shards(
-    video_dir: Path, commits: Iterable[Commit], *, fps: Fraction
+    video_dir: Path, commits: Iterable[Commit], *, fps: Fraction, chosen: Mapping[int, tuple[int, ...]] | None
 ) -> tuple[list[VideoShard], dict[int, Failure]]:
     """Return the committed shards of chunks, and by shard id the failures of those whose index is unreadable."""
     shards, unreadable = [], {}
+
+    def read(commit: Commit) -> VideoShard | tuple[int, Failure] | None:
+        rows = None if chosen is None else chosen.get(commit.shard_id, ())
+        return _read_video_shard(video_dir, commit, fps=fps, rows=rows)
+
     with ThreadPoolExecutor(NUM_CHECK_THREADS) as pool:
-        for found in pool.map(lambda commit: _read_video_shard(video_dir, commit, fps=fps), commits):
+        for found in pool.map(read, commits):
             if isinstance(found, VideoShard):
                 shards.append(found)
             elif found is not None:
@@ -180,7 +237,9 @@ def _read_video_shards(
     return shards, unreadable
 
 
-def _read_video_shard(video_dir: Path, commit: Commit, *, fps: Fraction) -> VideoShard | tuple[int, Failure] | None:
+def _read_video_shard(
+    video_dir: Path, commit: Commit, *, fps: Fraction, rows: tuple[int, ...] | None
+) -> VideoShard | tuple[int, Failure] | None:
     if commit.files is None:
         return None
     try:
@@ -188,6 +247,9 @@ def _read_video_shard(video_dir: Path, commit: Commit, *, fps: Fraction) -> Vide
     except (DamagedIndex, OSError) as error:
         name = f"shard {commit.shard_id:06d}"
         return commit.shard_id, Failure(name, None, str(FailureCode.CHUNK_DAMAGED), str(error))
+    if rows is not None and not rows:
+        return None
+    index = index if rows is None else index.take(pa.array(rows))
     digest = hashlib.sha256("\n".join(chunk_fingerprints(index)).encode()).hexdigest()
     lengths = np.stack([index[name].to_numpy() for name in ("num_frames", "fps_num", "fps_den")])
     kinds, counts = np.unique(lengths, axis=1, return_counts=True)
@@ -196,4 +258,4 @@ def _read_video_shard(video_dir: Path, commit: Commit, *, fps: Fraction) -> Vide
         for (frames, num, den), count in zip(kinds.T, counts, strict=True)
     )
     video_ids = index["video_id"].unique()
-    return VideoShard(commit.shard_id, commit.split, digest, index.num_rows, num_frames, video_ids)
+    return VideoShard(commit.shard_id, commit.split, digest, index.num_rows, num_frames, video_ids, rows)

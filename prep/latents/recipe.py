@@ -11,6 +11,7 @@ from cyclopts import Group, Parameter
 from manifests.errors import UserError
 from manifests.help_text import FIRST_RUN
 from prep.core.column import recipe_fingerprint
+from prep.core.selection import check_where
 from prep.latents.weights import Vae, find_vae
 
 LATENTS = "latents"
@@ -58,6 +59,11 @@ class LatentsSettings:
     precision: Annotated[Literal["float32", "float16", "bfloat16"], MODEL] = "float32"
     """Precision of the VAE's computation."""
 
+    where: Annotated[str | None, MODEL] = None
+    """Condition that selects the chunks to encode, on their scores and videos, such as 'motion > 0.2 and not
+    duplicate'. It is not part of the variant: another condition encodes what is missing, and drops what it does not
+    select. Default: all chunks."""
+
     def __post_init__(self) -> None:
         if not self.vae:
             raise UserError("--vae is empty", hint="give a folder, a model such as stabilityai/sd-vae-ft-mse, or tiny")
@@ -73,6 +79,7 @@ class LatentsSettings:
                 hint="choose --segment and --fps for a whole number of frames per segment, for example "
                 "--segment 5s --fps 4",
             )
+        check_where(self.where)
 
     @property
     def fps_exact(self) -> Fraction:
@@ -142,6 +149,7 @@ class LatentsRecipe:
         Settings that cannot affect the bytes are null, such as the seed if nothing is random.
         """
         settings = asdict(self.settings)
+        del settings["where"]  # selects chunks, whose latents do not depend on it
         is_random = settings["crop"] == "random"
         settings["segment"] = self.settings.segment if is_random else None
         settings["seed"] = self.settings.seed if is_random or settings["posterior"] == "sample" else None
@@ -172,7 +180,7 @@ def resolve(settings: LatentsSettings, *, video: str) -> LatentsRecipe:
 
 
 def latents_recipe_from_dict(stored: Mapping[str, Any]) -> LatentsRecipe:
-    """Return the recipe in a recipe.json written by `LatentsRecipe.as_dict`, without searching for the weights.
+    """Return the recipe of a variant (`prep.core.selection.stored_request`), without searching for the weights.
 
     Raises:
         UserError: the recipe was written with another version of the recipe schema.

@@ -19,6 +19,8 @@ def latents_report(plan: LatentsPlan) -> Report:
     num_frames = sum(plan.video_shards[shard.shard_id].num_frames for shard in plan.shards if shard.has_work)
     size_bytes = num_frames * prod(recipe.frame_shape) * _BYTES_PER_NUMBER
     lines = [f"variant  {recipe.variant}", f"video    {recipe.video}"]
+    if recipe.settings.where is not None:
+        lines.append(f"where    {recipe.settings.where}: {counted(plan.num_chunks, 'chunk')} selected")
     lines += [f"setting  {difference}" for difference in differences]
     lines += states_lines(plan.shards)
     lines += [f"{failure.video_id}  cannot be planned: {failure.message}" for failure in plan.unreadable]
@@ -30,6 +32,7 @@ def latents_report(plan: LatentsPlan) -> Report:
     values = {
         "variant": recipe.variant,
         "video": recipe.video,
+        "where": recipe.settings.where,
         "changed_settings": differences,
         "num_chunks": plan.num_chunks,
         **states_values(plan.shards),

@@ -51,6 +51,7 @@ class LatentsTask:
         old_commit: previous commit of the latents shard, for its unchanged chunks.
         batch: batch size of the model, in frames.
         num_threads: number of the model's threads, and of chunks decoded in parallel.
+        rows: the chunks to encode, as rows of the shard; None for all.
     """
 
     variant_dir: Path
@@ -63,6 +64,7 @@ class LatentsTask:
     device: Device
     batch: int
     num_threads: int
+    rows: tuple[int, ...] | None
 
 
 def make_latents(task: LatentsTask) -> ShardResult:
@@ -88,15 +90,17 @@ def _make(task: LatentsTask, *, encoder: Encoder) -> ShardResult:
     except (Damaged, FileNotFoundError) as error:
         return stopped(task, FailureCode.CHUNK_DAMAGED, f"the chunks cannot be read: {error}")
     old = OldLatents(task.variant_dir, task.old_commit)
-    missing = [row for row, fingerprint in enumerate(fingerprints) if fingerprint not in old]
+    wanted = range(len(fingerprints)) if task.rows is None else task.rows
+    missing = [row for row in wanted if fingerprints[row] not in old]
     made = _make_samples(video, missing, fingerprints=fingerprints, task=task, encoder=encoder)
     failures: list[Failure] = []
     encoded_s, files = 0.0, None
     writer = ShardWriter(
         task.variant_dir, shard_id=task.shard_id, extensions=[extension_of(task.recipe.settings)], fields=LATENTS_FIELDS
     )
-    with Heartbeat(task.variant_dir, task.shard_id, num_chunks=video.num_samples) as beat, writer:
-        for row, fingerprint in enumerate(fingerprints):
+    with Heartbeat(task.variant_dir, task.shard_id, num_chunks=len(wanted)) as beat, writer:
+        for row in wanted:
+            fingerprint = fingerprints[row]
             outcome = old.sample(fingerprint) if fingerprint in old else next(made)
             if isinstance(outcome, Failure):
                 failures.append(outcome)
@@ -122,7 +126,7 @@ def _make(task: LatentsTask, *, encoder: Encoder) -> ShardResult:
     return ShardResult(
         task.shard_id,
         num_chunks=num_chunks,
-        num_reused=len(fingerprints) - len(missing),
+        num_reused=len(wanted) - len(missing),
         num_bytes=files.tar_bytes if files else 0,
         failures=commit.failures,
         encoded_s=encoded_s,

@@ -11,6 +11,8 @@ import pyarrow.parquet as pq
 
 from manifests.errors import UserError
 from manifests.store import open_captions
+from shards.selection import caption_columns, selected_captions
+from shards.where import Where
 
 _COLUMNS = ["caption_id", "video_id", "text"]
 
@@ -35,10 +37,15 @@ class CaptionReader:
     """Context manager that reads the manifest's captions.
 
     It keeps reading the same manifest even if a new one is written meanwhile.
+
+    Args:
+        where: conditions on captions and their videos; captions that it does not select are skipped.
     """
 
-    def __init__(self, data_dir: Path) -> None:
+    def __init__(self, data_dir: Path, *, where: Where | None = None) -> None:
         self._file: pq.ParquetFile = open_captions(data_dir)
+        self._data_dir, self._where = data_dir, where
+        self._columns = list(dict.fromkeys([*_COLUMNS, *caption_columns(where, self._file.schema_arrow)]))
 
     def __enter__(self) -> "CaptionReader":
         return self
@@ -57,13 +64,22 @@ class CaptionReader:
         """
         for group in range(self._file.num_row_groups) if row_groups is None else row_groups:
             try:
-                table = self._file.read_row_group(group, columns=_COLUMNS, use_threads=False)
+                table = self._file.read_row_group(group, columns=self._columns, use_threads=False)
             except (OSError, pa.ArrowException) as error:
                 raise UserError(
                     f"the manifest's captions cannot be read: {error}", hint="run `prep manifest` again"
                 ) from None
             positions = pc.index_in(table["video_id"].cast(pa.string()), value_set=video_ids)
             kept = pc.is_valid(positions)
+            if self._where is not None:
+                rows = np.flatnonzero(kept)
+                video_row = positions.filter(kept).to_numpy()
+                selected = selected_captions(
+                    self._where, self._data_dir, table, rows=rows, video_ids=video_ids, video_row=video_row
+                )
+                mask = np.zeros(table.num_rows, bool)
+                mask[rows[selected]] = True
+                kept = pa.chunked_array([pa.array(mask)])
             if pc.any(kept).as_py():
                 yield CaptionPiece(
                     row_group=group,

@@ -88,7 +88,7 @@ def plan_text(recipe: Settings, *, data: Data = Path("data"), json: Json = False
 def _retry(stored: Mapping[str, Any], weights: str | None, request: Request) -> None:
     recipe = text_recipe_from_dict(stored)
     clip = recipe.clip if weights is None else f"{recipe.clip.partition(':')[0]}:{weights}"
-    make_column(COLUMN, TextRecipe(clip=clip), replace(request, only_variant=recipe.variant))
+    make_column(COLUMN, TextRecipe(clip=clip, where=recipe.where), replace(request, only_variant=recipe.variant))
 
 
 def _plan(data_dir: Path, recipe: TextRecipe, request: Request) -> "TextPlan":
@@ -133,7 +133,8 @@ def _summary_report(summary: "TextSummary", recipe: TextRecipe, listed: Path) ->
 
 
 def _flags(stored: Mapping[str, Any]) -> list[str]:
-    return ["--clip", text_recipe_from_dict(stored).clip]
+    recipe = text_recipe_from_dict(stored)
+    return ["--clip", recipe.clip, *(() if recipe.where is None else ("--where", recipe.where))]
 
 
 def _pending(data_dir: Path, variant: "Variant") -> Pending:

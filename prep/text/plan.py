@@ -15,16 +15,20 @@ import numpy as np
 import pyarrow as pa
 
 from manifests.errors import UserError
+from manifests.quoting import counted
 from manifests.store import MANIFEST_FILE, manifest_dir, read_videos
 from prep.core.column import Pending
 from prep.core.layout import stored_or_rebuilt_layout
 from prep.core.plan import ShardPlan, WantedShard, pending_of, plan_shards, stored_shards
+from prep.core.selection import stored_request
 from prep.core.table_file import as_array
 from prep.text.layout import extend_text_layout, text_layout_of_commits, text_layout_path, wanted_text_rows
 from prep.text.recipe import TEXT, ResolvedTextRecipe, text_recipe_from_dict
 from shards.commits import Commit
 from shards.dataset import current_variant, variant_dir
 from shards.reader import Variant
+from shards.selection import nothing_selected
+from shards.where import Where, parse_where
 
 
 @dataclass(frozen=True)
@@ -32,6 +36,7 @@ class TextPlan:
     """All shards of `text` that the manifest requires under one recipe.
 
     Attributes:
+        where: conditions on captions; None for all.
         layout: layout with every video assigned; to be written before the work begins.
         video_ids: ids of the videos in the plan; the `rows` of a shard are a range of them.
         num_captions: total number of captions of all videos.
@@ -46,6 +51,7 @@ class TextPlan:
     num_captions: int
     shards: list[ShardPlan]
     commits: dict[int, Commit]
+    where: Where | None
 
     @property
     def num_videos(self) -> int:
@@ -62,12 +68,18 @@ def make_text_plan(
         retry_codes: failure codes to try again even if nothing changed.
 
     Raises:
-        UserError: there is no manifest, or the layout is damaged.
+        UserError: there is no manifest, the layout is damaged, or the recipe's `where` selects no video.
     """
     videos = read_videos(data_dir)
+    of_videos, of_captions = _conditions(recipe.where)
     folder = variant_dir(data_dir, TEXT, recipe.variant)
     stored = stored_shards(folder)
     num_captions = np.asarray(videos["num_captions"])
+    if of_videos is not None:
+        # To the plan, videos that are not selected are like those without captions.
+        num_captions = np.where(of_videos.mask(videos), num_captions, 0)
+        if not num_captions.any():
+            raise nothing_selected(of_videos, what=f"{counted(len(videos), 'video')}, or only some without captions")
     wanted = {
         "video_ids": as_array(videos["video_id"]),
         "splits": as_array(videos["split"]),
@@ -79,12 +91,13 @@ def make_text_plan(
     layout = extend_text_layout(known, **wanted)
     rows, video_rows = wanted_text_rows(layout, **wanted)
     planned = videos.take(pa.array(video_rows)) if len(video_rows) else videos.slice(0, 0)
+    fingerprint = recipe.fingerprint + ("" if of_captions is None else f" where {of_captions.text}")
     shards = plan_shards(
-        _wanted_shards(np.asarray(layout["shard_id"])[rows], planned, recipe_fingerprint=recipe.fingerprint),
+        _wanted_shards(np.asarray(layout["shard_id"])[rows], planned, fingerprint=fingerprint),
         stored.commits,
         problems=stored.problems,
         what_changed="its videos or their captions",
-        orphaned_because="its videos are no longer in the manifest",
+        orphaned_because="its videos are no longer in the manifest, or not selected",
         retry_codes=retry_codes,
     )
     return TextPlan(
@@ -96,7 +109,17 @@ def make_text_plan(
         num_captions=int(num_captions.sum()),
         shards=list(shards),
         commits=stored.commits,
+        where=of_captions,
     )
+
+
+def _conditions(text: str | None) -> tuple[Where | None, Where | None]:
+    """Return the conditions on videos and those on captions of an expression."""
+    if text is None:
+        return None, None
+    where = parse_where(text)
+    where.require(("video", "caption"), because="prep text encodes captions, which belong to videos and not to chunks")
+    return where.by_level()
 
 
 def pending_text(data_dir: Path, variant: Variant) -> Pending:
@@ -105,22 +128,23 @@ def pending_text(data_dir: Path, variant: Variant) -> Pending:
     if not has_manifest or current_variant(data_dir, TEXT) != variant.directory.name:
         return Pending()
     try:
-        return pending_of(make_text_plan(data_dir, text_recipe_from_dict(variant.recipe)).shards)
+        return pending_of(make_text_plan(data_dir, text_recipe_from_dict(stored_request(variant))).shards)
     except UserError:
         return Pending()
 
 
-def _wanted_shards(shard_ids: np.ndarray, videos: pa.Table, *, recipe_fingerprint: str) -> Iterator[WantedShard]:
+def _wanted_shards(shard_ids: np.ndarray, videos: pa.Table, *, fingerprint: str) -> Iterator[WantedShard]:
     """Yield the shards of the planned videos.
 
     Args:
         shard_ids: shard id of each video, ascending.
         videos: rows of the manifest, in the order of the plan.
+        fingerprint: of the recipe and of the conditions on captions.
     """
     bounds = np.flatnonzero(np.diff(shard_ids, prepend=-1, append=-1)).tolist() if len(shard_ids) else [0]
     for begin, end in pairwise(bounds):
         part = videos.slice(begin, end - begin)
-        digest = hashlib.sha256(recipe_fingerprint.encode())
+        digest = hashlib.sha256(fingerprint.encode())
         for line in zip(*(part[name].to_pylist() for name in ("video_id", "captions_sha256", "split")), strict=True):
             digest.update("\0".join(line).encode() + b"\n")
         split = part["split"][0].as_py()

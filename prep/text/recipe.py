@@ -18,6 +18,7 @@ from cyclopts import Group, Parameter
 from manifests.errors import UserError
 from manifests.json_text import parse_json
 from prep.core.column import recipe_fingerprint
+from prep.core.selection import WHERE, check_where
 
 SAFETENSORS = ".safetensors"
 _PIECE_BYTES = 1 << 24
@@ -41,12 +42,17 @@ class TextRecipe:
     """Text encoder: an open_clip model and the tag or file of its weights, as MODEL:TAG or MODEL:FILE; or tiny (small,
     random weights, for trials)."""
 
+    where: Annotated[str | None, Parameter(group=Group("Model", sort_key=1))] = None
+    """Condition that selects the captions to encode, such as 'words > 3 and source == "human"'. It is not part of the
+    variant: another condition encodes what is missing, and drops what it does not select. Default: all captions."""
+
     def __post_init__(self) -> None:
         if self.clip != TINY and not all(self.clip.partition(":")[::2]):
             raise UserError(
                 f'--clip "{self.clip}" does not name a text encoder',
                 hint="give MODEL:TAG or MODEL:FILE, for example ViT-B-32:laion2b_s34b_b79k, or tiny",
             )
+        check_where(self.where)
 
     @property
     def model(self) -> str:
@@ -67,12 +73,14 @@ class ResolvedTextRecipe:
         clip: tiny, MODEL:TAG, or MODEL: followed by the file name.
         clip_sha256: hash of the weights file; for tiny, of the version of the code that makes it.
         width: embedding dimension.
+        where: condition that selects captions; not part of the recipe, as embeddings do not depend on it.
     """
 
     clip: str
     clip_sha256: str
     width: int
     dtype: str = DTYPE
+    where: str | None = None
 
     @property
     def fingerprint(self) -> str:
@@ -87,7 +95,9 @@ class ResolvedTextRecipe:
 
     def as_dict(self) -> dict[str, Any]:
         """Return the recipe as JSON values."""
-        return {"schema": TEXT_RECIPE_SCHEMA, "column": TEXT, **asdict(self)}
+        values = {"schema": TEXT_RECIPE_SCHEMA, "column": TEXT, **asdict(self)}
+        del values[WHERE]
+        return values
 
 
 def resolve(recipe: TextRecipe) -> ResolvedTextRecipe:
@@ -99,18 +109,19 @@ def resolve(recipe: TextRecipe) -> ResolvedTextRecipe:
     from prep.text import tower
 
     if recipe.clip == TINY:
-        return ResolvedTextRecipe(clip=TINY, clip_sha256=tower.TINY_SHA256, width=tower.TINY_WIDTH)
+        return ResolvedTextRecipe(clip=TINY, clip_sha256=tower.TINY_SHA256, width=tower.TINY_WIDTH, where=recipe.where)
     path = tower.weights_file(recipe)
     width = tower.check_weights(recipe, path)
     return ResolvedTextRecipe(
         clip=f"{recipe.model}:{recipe.weights if tower.is_tag(recipe) else Path(recipe.weights).name}",
         clip_sha256=file_sha256(path),
         width=width,
+        where=recipe.where,
     )
 
 
 def text_recipe_from_dict(stored: Mapping[str, Any]) -> ResolvedTextRecipe:
-    """Return the recipe in a variant's recipe.json, as written by `ResolvedTextRecipe.as_dict`.
+    """Return the recipe of a variant (`prep.core.selection.stored_request`).
 
     Raises:
         UserError: the recipe was written with another version of the recipe schema.
@@ -121,7 +132,8 @@ def text_recipe_from_dict(stored: Mapping[str, Any]) -> ResolvedTextRecipe:
             f"but this version supports schema {TEXT_RECIPE_SCHEMA} of 'text'",
             hint="run `prep text` with the desired text encoder to create a new variant",
         )
-    return ResolvedTextRecipe(**{field.name: stored[field.name] for field in fields(ResolvedTextRecipe)})
+    names = (field.name for field in fields(ResolvedTextRecipe) if field.name != WHERE)
+    return ResolvedTextRecipe(**{name: stored[name] for name in names}, where=stored.get(WHERE))
 
 
 def file_sha256(path: Path) -> str:

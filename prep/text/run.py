@@ -17,6 +17,7 @@ from prep.core.layout import write_layout
 from prep.core.plan import ShardPlan, with_work
 from prep.core.progress import warn_refused
 from prep.core.run import Job, execute, make_variant
+from prep.core.selection import write_selection
 from prep.engines import Check, Engine, Outcome, R, Refused, T
 from prep.engines.admission import worker_ticket
 from prep.text.bank import Bank, copy_embeddings
@@ -48,8 +49,9 @@ def run_text(
     begin_s = time.monotonic()
     write_layout(text_layout_path(plan.data_dir), plan.layout)
     make_variant(plan.variant_dir, plan.recipe.as_dict())
+    write_selection(plan.variant_dir, plan.recipe.where)
     bank = Bank(plan.variant_dir / BANK_FOLDER, width=plan.recipe.width)
-    with CaptionReader(plan.data_dir) as reader:
+    with CaptionReader(plan.data_dir, where=plan.where) as reader:
         need = needed(plan, reader)
         filled = fill(bank, need, plan=plan, reader=reader, tower=tower, engine=engine, on_encoded=on_encoded)
         maker = ShardMaker(plan, reader, bank, need.row_groups, filled.not_finite, filled.error)
@@ -101,6 +103,7 @@ def _job(plan: TextPlan, maker: ShardMaker) -> Job[TextShardTask]:
         video_ids=lambda shard: video_ids(shard).to_pylist(),
         failed_before=[],
         chunk_s=None,
+        where=plan.recipe.where,
     )
 
 

@@ -68,6 +68,8 @@ class ShardMaker:
         with Heartbeat(folder, task.shard_id, num_chunks=len(videos)) as beat, writer:
             for video, end in zip(videos, ends.tolist(), strict=True):
                 rows = slice(end - len(video.digests), end)
+                if not len(video.digests) and self.plan.where is not None:
+                    continue  # none of its captions is selected
                 if not len(video.digests):
                     message = f"the caption table has no captions of video {video.video_id}"
                     return stopped(task, FailureCode.IO_ERROR, message)

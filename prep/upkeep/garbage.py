@@ -21,6 +21,7 @@ from prep.core.heartbeat import RUNNING_FOLDER
 from prep.core.layout import LAYOUT_FOLDER
 from prep.core.plan import problems_of
 from prep.core.run import FAILURES_FILE
+from prep.core.selection import SELECTION_FILE
 from prep.registry import columns
 from shards.dataset import current_variant, list_variants, variant_dir
 from shards.format import COMMITS_FOLDER, CONTENTS_FILE, RECIPE_FILE
@@ -29,7 +30,7 @@ from shards.reader import Variant
 _SHARD_FILE = re.compile(r"\d{6,}-[0-9a-f]{8}\.(tar|tar\.idx|index\.arrow)")
 _COMMIT_FILE = re.compile(r"\d{6,}\.json")
 _LIST_FILE = re.compile(r"shards(-[A-Za-z0-9_-]+)?\.txt")
-_DATA_FILES = (_SHARD_FILE, _LIST_FILE, re.compile(re.escape(FAILURES_FILE)))
+_DATA_FILES = (_SHARD_FILE, _LIST_FILE, *(re.compile(re.escape(name)) for name in (FAILURES_FILE, SELECTION_FILE)))
 _LEFTOVER = "temporary file of a killed command"
 
 
@@ -204,6 +205,7 @@ def _sorted_files(folder: Path) -> tuple[list[Path], list[Path]]:
     known: dict[str, list[Path]] = {"commit": [], "data": [], "recipe": []}
     unknown: list[Path] = []
     parts = _parts()
+    derived = {file.name for column in columns() for file in column.extra_files}
     for path in sorted(folder.iterdir()):
         is_folder = path.is_dir() and not path.is_symlink()
         if is_folder and path.name in parts:
@@ -219,7 +221,7 @@ def _sorted_files(folder: Path) -> tuple[list[Path], list[Path]]:
             known["commit"].insert(0, path)  # the list of commits is removed before the commits
         elif path.name == RECIPE_FILE:
             known["recipe"].append(path)
-        elif any(names.fullmatch(path.name) for names in _DATA_FILES):
+        elif path.name in derived or any(names.fullmatch(path.name) for names in _DATA_FILES):
             known["data"].append(path)
         elif not _is_temporary(path):
             unknown.append(path)

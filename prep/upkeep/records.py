@@ -17,6 +17,7 @@ from manifests.table_files import TABLE_FILES
 from prep.core.column import ColumnSpec, command_for, recipe_fingerprint
 from prep.core.data_folder import PROBES_FILE
 from prep.core.layout import LAYOUT_FOLDER, DamagedLayout, owner_of_layout, read_layout, variants_of
+from prep.core.selection import SELECTION_FILE, read_selection, stored_request
 from prep.core.table_file import read_table_file
 from prep.registry import columns
 from prep.sources.table import PROBES
@@ -54,7 +55,11 @@ def check_variant_records(variant: Variant, *, column: ColumnSpec, data_dir: Pat
             found.append((folder / RECIPE_FILE, "the recipe does not match the fingerprint in the folder name"))
         else:
             with suppress(UserError):  # the recipe is of another version, so its command is unknown
-                again = column.command_line(recipe, data_dir=data_dir)
+                again = column.command_line(stored_request(variant), data_dir=data_dir)
+    try:
+        read_selection(folder)
+    except UserError as error:
+        found.append((folder / SELECTION_FILE, str(error)))
     if variant.contents_damage is not None:
         found.append((variant.contents_damage.path, str(variant.contents_damage)))
     found += [(damage.path, str(damage)) for damage in damaged_lists(folder, variant.commits)]
@@ -62,6 +67,9 @@ def check_variant_records(variant: Variant, *, column: ColumnSpec, data_dir: Pat
         for path in sorted((folder / extra.name).iterdir()) if (folder / extra.name).is_dir() else ():
             if extra.file_names.fullmatch(path.name) and not extra.is_whole(path):
                 found.append((path, "its content does not match the hash in the file name"))
+    for file in column.extra_files:
+        if (damage := file.damage(variant)) is not None:
+            found.append((folder / file.name, damage))
     return [RecordFinding(str(path), message, again) for path, message in found]
 
 

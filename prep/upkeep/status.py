@@ -20,8 +20,10 @@ from prep.core.heartbeat import running_shards
 from prep.core.layout import DamagedLayout, variants_of
 from prep.core.plan import NUM_CHECK_THREADS, is_readable, problems_of
 from prep.core.run import FAILURES_FILE
+from prep.core.selection import read_selection
 from prep.registry import columns
 from prep.sources.table import read_probes
+from prep.upkeep.leakage import Leakage, find_leakage
 from shards.commits import Failure
 from shards.dataset import current_variant
 from shards.reader import CommittedShard, Variant
@@ -37,6 +39,7 @@ class VariantStatus:
         hours: hours of video in the shards with a readable index; 0 for `text`.
         failures: code -> number of spans, chunks or videos that failed, from the commits.
         num_wanted: number of samples that the recipe requires; None if unknown.
+        where: condition on the samples that the last run wanted; None for all.
         num_running: number of samples made so far in shards that are not committed yet; None if no worker is running.
     """
 
@@ -49,6 +52,7 @@ class VariantStatus:
     failures: dict[str, int]
     num_wanted: int | None
     num_running: int | None
+    where: str | None = None
 
 
 @dataclass(frozen=True)
@@ -120,6 +124,7 @@ class Status:
     data_dir: Path
     videos: VideosStatus | None
     columns: dict[str, ColumnStatus]
+    leakage: Leakage | None = None  # None without scores
 
     @property
     def num_problems(self) -> int:
@@ -131,6 +136,7 @@ class Status:
             "data": os.fspath(self.data_dir),
             "videos": None if self.videos is None else asdict(self.videos),
             "columns": {name: column.values() for name, column in self.columns.items()},
+            "leakage": None if self.leakage is None else self.leakage.values(),
         }
 
 
@@ -150,7 +156,12 @@ def read_status(data_dir: Path) -> Status:
         unusable = videos.first_unusable if videos is not None and column.is_first else []
         return _column_status(data_dir, column, unusable=unusable)
 
-    return Status(data_dir, videos=videos, columns={column.name: column_status(column) for column in columns()})
+    return Status(
+        data_dir,
+        videos=videos,
+        columns={column.name: column_status(column) for column in columns()},
+        leakage=find_leakage(data_dir) if has_manifest else None,
+    )
 
 
 def _column_status(data_dir: Path, column: ColumnSpec, *, unusable: list[FailureEntry]) -> ColumnStatus:
@@ -238,7 +249,15 @@ def _variant_status(variant: Variant, *, is_current: bool, num_wanted: int | Non
         failures=dict(codes.most_common()),
         num_wanted=num_wanted,
         num_running=done if running else None,
+        where=_where_of(variant),
     )
+
+
+def _where_of(variant: Variant) -> str | None:
+    try:
+        return read_selection(variant.directory)
+    except UserError:
+        return "unknown: the record is damaged"
 
 
 def _hours(shard: CommittedShard) -> float:

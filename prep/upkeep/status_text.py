@@ -8,6 +8,7 @@ from manifests.errors import UserError
 from manifests.quoting import counted
 from prep.core.failure_list import named_lines
 from prep.core.report import size_text
+from prep.core.selection import stored_request
 from prep.registry import column_named
 from prep.upkeep.status import ColumnStatus, Status, VariantStatus, VideosStatus
 from shards.dataset import variant_dir
@@ -23,6 +24,7 @@ def status_text(status: Status) -> str:
     lines += ["manifest  none"] if status.videos is None else _videos_lines(status.videos)
     for column in status.columns.values():
         lines += _column_lines(column)
+    lines += [] if status.leakage is None else status.leakage.lines()
     lines += _failure_lines(status)
     problems = [(name, problem) for name, column in status.columns.items() for problem in column.problems]
     for name, (shard_id, state, why) in problems[:_MAX_LISTED]:
@@ -49,7 +51,7 @@ def _command_of(column: ColumnStatus, data_dir: Path) -> str:
         length = " --len 15s" if spec.is_first else ""
         return f"prep {spec.command}{length} --data {shlex.quote(str(data_dir))}"
     try:
-        stored = Variant(variant_dir(data_dir, column.column, variant.name)).recipe
+        stored = stored_request(Variant(variant_dir(data_dir, column.column, variant.name)))
         return spec.command_line(stored, data_dir=data_dir)
     except UserError:
         return f"prep {spec.command} with the settings of {variant.name} (its recipe.json cannot be read)"
@@ -89,6 +91,8 @@ def _variant_lines(column: str, variant: VariantStatus) -> list[str]:
         f"{column:<9} {variant.name}{' (current)' if variant.is_current else ''}",
         f"{_INDENT}{total},{hours} {size_text(variant.size_bytes)} on disk",
     ]
+    if variant.where is not None:
+        lines.append(f"{_INDENT}selected by --where {shlex.quote(variant.where)}")
     if variant.num_running is not None:
         done = variant.num_samples + variant.num_running
         if variant.num_wanted:

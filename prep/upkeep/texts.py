@@ -9,6 +9,7 @@ from manifests.errors import UserError
 from manifests.quoting import counted
 from prep.core.column import ColumnSpec
 from prep.core.report import size_text
+from prep.core.selection import stored_request
 from prep.upkeep.garbage import Garbage, Item, Removed
 from prep.upkeep.records import RecordFinding
 from prep.upkeep.verify import Verified
@@ -57,7 +58,7 @@ def failure_text(found: Verified, variant: Variant, *, column: ColumnSpec, data_
     parts = [f"{counted(found.num_problems, 'problem')} in {counted(num_shards, 'shard')} of {variant.directory.name}"]
     if found.findings:
         try:
-            command = column.command_line(variant.recipe, data_dir=data_dir)
+            command = column.command_line(stored_request(variant), data_dir=data_dir)
         except UserError:
             command = f"prep {column.command} with the settings of the variant"
         parts.append(f"to repair, run: {command}")

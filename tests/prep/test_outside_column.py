@@ -189,9 +189,9 @@ def test_a_damaged_dataset_json_forgets_no_column(prep: Prep, shard_set: ShardSe
 
 
 def test_a_name_that_is_taken_is_refused() -> None:
-    assert column_names() == ("video", "latents", "text")
+    assert column_names() == ("video", "latents", "text", "scores")
     with pytest.raises(ValueError, match="is taken"):
         register(COLUMN.__class__(**{**vars(COLUMN), "name": "text"}))
     with pytest.raises(ValueError, match="cannot be a column name"):
         register(COLUMN.__class__(**{**vars(COLUMN), "name": "15s"}))
-    assert column_names() == ("video", "latents", "text")
+    assert column_names() == ("video", "latents", "text", "scores")

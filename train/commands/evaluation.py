@@ -23,6 +23,7 @@ def score_run(
     wanted: Any,
     *,
     shards: str | None = None,
+    where: str | None = None,
     overrides: Overrides = AS_TRAINED,
     out: Path | None = None,
     say: Callable[[str], None] = print,
@@ -30,6 +31,7 @@ def score_run(
     """Evaluate a run's latest checkpoint or other weights, and write the result file and the run's page.
 
     Args:
+        where: condition that selects the samples.
         out: folder for the result of weights that are not a run.
 
     Raises:
@@ -56,7 +58,9 @@ def score_run(
     elif shards is None:
         require_weights(weights)
         raise UserError(f"--shards is missing: {weights} is not a run, which has data of its own", hint="add it")
-    opened = open_weights_as(tasks, weights, shards=shards, overrides=overrides, suited=_evaluations_of, say=say)
+    opened = open_weights_as(
+        tasks, weights, shards=shards, where=where, overrides=overrides, suited=_evaluations_of, say=say
+    )
     result = score_opened(opened, evaluation, wanted, out=out)
     if run is not None:
         write_page(run)
@@ -79,12 +83,13 @@ def evaluation_command(evaluation: EvaluationSpec) -> Callable[..., None]:
         wanted: kind = default,  # type: ignore[valid-type]
         *,
         shards: str | None = None,
+        where: str | None = None,
         shown: Overrides = AS_TRAINED,
         out: Path | None = None,
         as_json: Annotated[bool, Parameter(name="--json", negative="")] = False,
     ) -> None:
         say = partial(print, file=sys.stderr) if as_json else print
-        result = score_run(evaluation, weights, wanted, shards=shards, overrides=shown, out=out, say=say)
+        result = score_run(evaluation, weights, wanted, shards=shards, where=where, overrides=shown, out=out, say=say)
         if as_json:
             print(json.dumps({name: value for name, value in result.items() if name != evaluation.pictures}))
         else:
@@ -92,14 +97,16 @@ def evaluation_command(evaluation: EvaluationSpec) -> Callable[..., None]:
 
             print(describe(evaluation.table(result)))
         if failed := len(result["failed"]):
-            where = f"{weights}/evaluations" if result["step"] is not None else out or "--json"
-            raise FailedWork(f"{failed} samples could not be decoded; see `failed` in {where}")
+            listed = f"{weights}/evaluations" if result["step"] is not None else out or "--json"
+            raise FailedWork(f"{failed} samples could not be decoded; see `failed` in {listed}")
 
     command.__doc__ = docstring(
         evaluation.help,
         example=evaluation.example,
         weights=f"{evaluation.run_help} Or other weights: an exported folder, a file, or NAME:TAG of open_clip.",
         shards="Data folder or tar files. Default: those of the training run.",
+        where="Condition that selects the samples, such as 'motion > 0.2 and words > 3' (docs/data.md). That of the "
+        "training does not apply. Default: all.",
         out="Folder for the result file of weights that are not a run. Default: not written.",
         as_json="Print one JSON object, without images.",
     )

@@ -17,6 +17,7 @@ def embed(
     shards: str,
     out: Path,
     split: str = "val",
+    where: str | None = None,
     features: Literal["embedding", "pooled", "tokens"] | None = None,
     clips: Literal["captions", "chunks"] = "captions",
     num_frames: int | None = None,
@@ -46,6 +47,8 @@ def embed(
         Folder to write.
     split
         Split of the data.
+    where
+        Condition that selects the clips, such as "motion > 0.2 and not duplicate" (docs/data.md). Default: all.
     features
         What to store for each clip: embedding (unit length, beside those of captions), pooled (one vector of the video
         tower before any projection) or tokens (all tokens of the tower). Default: embedding for dual encoders,
@@ -81,6 +84,7 @@ def embed(
         COMMAND: "train embed",
         "WEIGHTS": weights,
         "--split": split,
+        "--where": where,
         "--features": features,
         "--clips": clips,
         "--num-frames": num_frames,
@@ -101,6 +105,7 @@ def embed(
             clips=clips,
             batch=batch,
             workers=workers,
+            where=where,
         )
         progress = Progress(is_quiet=not world.is_first, unit="part")
         for remark in model.remarks:

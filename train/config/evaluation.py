@@ -58,6 +58,14 @@ class EvaluatedData:
         return f"{self.name}={shards}@{self.split}" + (f":{self.protocol}" if self.protocol else "")
 
 
+def check_where(where: str | None) -> None:
+    """Raises a UserError where `where` is no expression."""
+    if where is not None:
+        from shards.where import parse_where  # slow
+
+        parse_where(where)
+
+
 @dataclass(frozen=True, kw_only=True)
 class EvaluationSettings(Checked):
     """On what, and how often, a model is evaluated during training."""
@@ -71,6 +79,8 @@ class EvaluationSettings(Checked):
     shards: Annotated[tuple[str, ...], SEVERAL, EVERY] = ()
     """Data folders to evaluate on instead of the run's own, each as [NAME=]DATA[@SPLIT]. NAME is the prefix of the
     metrics; default: the folder's name. SPLIT defaults to --evaluate.split."""
+    where: Annotated[str | None, EVERY] = None
+    """Condition that selects the samples to evaluate on, like --where, which does not apply here. Default: all."""
     max_samples: Annotated[int, Range(least=2), EVERY] = 5000
     """Maximum number of samples: every k-th of the split, with the smallest sufficient k."""
 
@@ -106,8 +116,9 @@ class EvaluationSettings(Checked):
         return ()
 
     def rules(self) -> Iterator[UserError]:
-        """The data can be told apart, and their protocols are known."""
+        """The data can be told apart, their protocols are known, and the condition is one."""
         yield from caught(self.evaluated)
+        yield from caught(check_where, self.where)
 
     def protocol_named(self, name: str) -> ProtocolName:
         """The protocol that --evaluate.shards names; raises UserError if this task has none of that name."""

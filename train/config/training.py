@@ -11,7 +11,7 @@ from cyclopts import Parameter
 from manifests.errors import UserError
 from train.config import fields as groups
 from train.config.data import Augment
-from train.config.evaluation import EvaluationSettings
+from train.config.evaluation import EvaluationSettings, check_where
 from train.config.fields import FIRST_RUN, Checked, GoesWith, Range, caught, without_effect
 from train.config.model import Init, Kind, ModelName, Towers, check_frames
 from train.config.optim import OptimizerSettings
@@ -121,6 +121,9 @@ class TrainingSettings(Checked):
     """Run folder. It holds settings, metrics, checkpoints and the results page."""
     split: Annotated[str, groups.WHERE, FIRST_RUN] = "train"
     """Split to train on."""
+    where: Annotated[str | None, groups.WHERE] = None
+    """Condition that selects the samples to train on, on scores, captions and videos: 'motion > 0.2 and cuts == 0 and
+    not duplicate' (docs/data.md). A clip is used if all of its chunks are selected. Default: all."""
 
     steps: Annotated[int, groups.TRAINING, FIRST_RUN, STEPS] = 10_000
     """Number of optimizer steps."""
@@ -189,6 +192,7 @@ class TrainingSettings(Checked):
         if start_lr is not None and start_lr > self.lr:
             yield UserError(f"--optimizer.start-lr is {start_lr}, more than --lr {self.lr}", hint="use a smaller one")
         yield from caught(check_best, self.best, self.evaluate)
+        yield from caught(check_where, self.where)
         if self.optimizer.end_lr > self.lr:
             yield UserError(
                 f"--optimizer.end-lr is {self.optimizer.end_lr}, more than --lr {self.lr}", hint="use a smaller one"

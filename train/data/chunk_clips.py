@@ -20,7 +20,7 @@ class ChunkClips(ClipSamples):
     Args:
         loading: its `group` is the number of samples of each chunk in an epoch.
         same_frames: let the samples of a chunk show the same moments, each cropped in its own way.
-        decode, tars: see `ChunkSet`.
+        decode, tars, where: see `ChunkSet`.
 
     Raises:
         UserError: there is no such data, or the split has no chunks.
@@ -36,10 +36,11 @@ class ChunkClips(ClipSamples):
         same_frames: bool = False,
         decode: DecodeRule = "packets",
         tars: TarBytes | None = None,
+        where: str | None = None,
     ) -> None:
-        chunks = ChunkSet(data_dir, split=split, rule=decode, tars=tars)
-        table, rows = chunks.table, np.arange(len(chunks.table))
-        spans = Spans(table.start_ms * 1000, table.end_us, first_chunk=rows, last_chunk=rows)
+        chunks = ChunkSet(data_dir, split=split, rule=decode, tars=tars, where=where)
+        table, rows = chunks.table, chunks.selection.rows
+        spans = Spans(table.start_ms[rows] * 1000, table.end_us[rows], first_chunk=rows, last_chunk=rows)
         self._same_frames = same_frames
         super().__init__(
             chunks,
@@ -57,22 +58,25 @@ class ChunkClips(ClipSamples):
         table, video_ids = self.chunks.table, self.chunks.video_ids
         digest = hashlib.sha256(f"{self.variant_name} {self._repeats} {self._same_frames}".encode())
         digest.update("\n".join(video_ids.to_pylist()).encode())
-        for array in (table.video_row, table.start_ms, table.num_frames):
+        digest.update(self.chunks.selection.text.encode())
+        rows = self.chunks.selection.rows
+        for array in (table.video_row[rows], table.start_ms[rows], table.num_frames[rows]):
             digest.update(np.ascontiguousarray(array).tobytes())
         return digest.hexdigest()
 
     def describe(self) -> str:
         """One line for the log: the chunks, their samples in an epoch, and deviations from the settings."""
         chunks = self.chunks
-        num_videos = len(np.unique(chunks.table.video_row))
+        num_frames, rows = chunks.table.num_frames, chunks.selection.rows
+        num_videos = len(np.unique(chunks.table.video_row[rows]))
         videos = "1 video" if num_videos == 1 else f"{num_videos:,} videos"
         num_chunks = "1 chunk" if self.num_clips == 1 else f"{self.num_clips:,} chunks"
         parts = [f"{num_chunks} of {videos} of split {self.split!r}"]
-        if num_without := len(chunks.video_ids) - num_videos:
+        if num_without := len(chunks.video_ids) - len(np.unique(chunks.table.video_row)):
             parts.append(f"{num_without:,} video{'s' * (num_without > 1)} without chunks")
         if self._repeats > 1:
             what = "crops of the same frames" if self._same_frames else "clips"
             parts.append(f"{self._repeats} {what} of each in an epoch")
-        if num_single := int((chunks.table.num_frames == 1).sum()):
+        if num_single := int((num_frames[rows] == 1).sum()):
             parts.append(f"{num_single:,} of a single frame, which is repeated")
-        return "; ".join(parts + self.deviations())
+        return "; ".join(parts + chunks.selection.remarks() + self.deviations())

@@ -19,6 +19,7 @@ from shards.tars import TarBytes
 from train.data.decoding.decoders import ChunkDecoder
 from train.data.decoding.reading import ChunkBytes, DecodeRule, read_chunk
 from train.data.frame_sampling import START_ROUNDING_US, US_PER_S, ChunkTimes
+from train.data.selection import Selection
 
 # Video and start are searched as one number; no video lasts 2**40 ms (35 years).
 _MS_PER_VIDEO = 1 << 40
@@ -136,17 +137,30 @@ class ChunkSet:
     Args:
         rule: how frames are decoded.
         tars: reads the tars, if they are not in `data_dir`.
+        where: an expression that selects samples (shards.where); None for all.
+        has_captions: whether these have captions.
 
     Attributes:
         video_ids: the videos of the split.
         table: the chunks; a chunk's video row is a row of `video_ids`.
+        selection: what `where` selects. The table has all chunks nevertheless.
         decoder: decodes what was read.
 
     Raises:
-        UserError: there is no such data folder, it has no shards, or the split has no videos.
+        UserError: there is no such data folder, it has no shards, the split has no videos, or `where` is not an
+            expression, selects nothing, or uses scores that chunks lack.
     """
 
-    def __init__(self, data_dir: Path, *, split: str, rule: DecodeRule, tars: TarBytes | None = None) -> None:
+    def __init__(
+        self,
+        data_dir: Path,
+        *,
+        split: str,
+        rule: DecodeRule,
+        tars: TarBytes | None = None,
+        where: str | None = None,
+        has_captions: bool = False,
+    ) -> None:
         if not data_dir.is_dir():
             raise UserError(f"there is no data folder {data_dir}", hint="name one that prep made: --shards DIR")
         variant = Variant.open(data_dir, tars=tars).whole()
@@ -159,6 +173,16 @@ class ChunkSet:
             self.table: ChunkTable = chunk_table(self._shards, self.video_ids)
         except (Damaged, OSError) as error:
             raise UserError(str(error), hint="see prep verify; prep chunk makes that shard again") from error
+        self.selection: Selection = Selection(
+            where,
+            data_dir,
+            split=split,
+            video_ids=self.video_ids,
+            video_row=self.table.video_row,
+            start_ms=self.table.start_ms,
+            has_captions=has_captions,
+            tars=tars,
+        )
 
     def key(self, chunk: int) -> str:
         """Key of a chunk."""

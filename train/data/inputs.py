@@ -103,6 +103,7 @@ def open_latents(
         seed=settings.seed,
         rank=world.rank,
         num_ranks=world.size,
+        where=settings.where,
     )
     shape, length = latents.frame_shape, latents.segment_frames
     if settings.num_frames > length:

@@ -38,6 +38,7 @@ def open_clips(
     data: str | Path,
     *,
     split: str = "train",
+    where: str | None = None,
     batch: int = 32,
     num_frames: int = 4,
     size_px: int = 224,
@@ -61,6 +62,7 @@ def open_clips(
     Args:
         data: data folder that prep made, as a path or an address (s3://bucket/data); or tars: DIR/{000..999}.tar.
         split: of the manifest. Tars have no splits: all of their clips are used.
+        where: condition that selects clips, such as "motion > 0.2 and words > 3" (docs/data.md).
         batch: batch size of this process.
         num_frames, size_px, sampling, stride, crop, min_crop_area: see the flags of `train dual-encoder`.
         rgb: RGB frames; False for YUV 4:2:0, half as many bytes, which `train.augment.pictures.to_model_input` converts
@@ -78,8 +80,8 @@ def open_clips(
         cache: folder for copies of remote data. Default: the user's cache folder.
 
     Raises:
-        UserError: there is no such data, split, label or device, no clip that can be shown, or an argument is of
-            another type or out of range.
+        UserError: there is no such data, split, label or device, no clip that can be shown or is selected, or an
+            argument is of another type or out of range.
     """
     numbers = {"batch": batch, "num_frames": num_frames, "size_px": size_px, "stride": stride}
     require_whole_numbers(**numbers, workers=workers, seed=seed, max_failures=max_failures)
@@ -114,10 +116,13 @@ def open_clips(
     if names_tars(settings.shards):
         if label is not None:
             raise UserError(f"{data} is a stream of tars, without labels", hint="name the data folder that prep made")
+        if where is not None:
+            raise UserError(f"{data} is a stream of tars, without scores", hint="name the data folder that prep made")
         samples = VideoStream(settings.shards, shape=shape, tokenize=None, loading=loading, cache=cache)
     else:
         folder = open_data_folder(settings.shards, cache=cache)
         common: dict[str, Any] = {"split": split, "shape": shape, "loading": loading, "tars": folder.tars}
+        common["where"] = where
         if label is None:
             samples = VideoCaptions(folder.path, tokenize=None, **common)
         else:
@@ -149,6 +154,7 @@ def open_latents(
     data: str | Path,
     *,
     split: str = "train",
+    where: str | None = None,
     segment: str = "5s",
     batch: int = 32,
     tails: Tails = "drop",
@@ -168,7 +174,7 @@ def open_latents(
         segment: length of a segment, such as 5s: a whole number of frames.
         tails: what to do with a shorter rest of a chunk: "drop" it, or "pad" it with zeros.
         captions: "text", "embedding" (of `prep text`: `text` in place of `caption`), or None for segments alone.
-        split, batch, label, shuffle, seed, rank, world, device, max_failures: see `open_clips`.
+        split, where, batch, label, shuffle, seed, rank, world, device, max_failures: see `open_clips`.
 
     Raises:
         UserError: there are no latents, embeddings, captions or labels of that split, there is no such device, or an
@@ -198,6 +204,7 @@ def open_latents(
         words=captions == "text",
         classes=() if classes is None else (classes,),
         tails=tails,
+        where=where,
         copy=device is None or torch.device(device).type != "cuda",
     )
     has_texts = captions == "text" and classes is None

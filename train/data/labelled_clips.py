@@ -27,7 +27,7 @@ class LabelledClips(ClipSamples):
         classes: number the labels; captions of other classes are excluded and counted.
         also: classes of further labels; captions with any of the labels are then samples.
         repeats: samples of a clip in an epoch (repeated augmentation, Hoffer et al. 2020); divides the loader's group.
-        decode, tars: see `ChunkSet`.
+        decode, tars, where: see `ChunkSet`.
 
     Attributes:
         all_labels: int64 [clips, 1 + further labels], the class of each; -1 if it has none.
@@ -47,11 +47,12 @@ class LabelledClips(ClipSamples):
         loading: LoaderSettings,
         decode: DecodeRule = "packets",
         tars: TarBytes | None = None,
+        where: str | None = None,
         also: Sequence[ClassList] = (),
         repeats: int = 1,
     ) -> None:
         self._classes = (classes, *also)
-        chunks = ChunkSet(data_dir, split=split, rule=decode, tars=tars)
+        chunks = ChunkSet(data_dir, split=split, rule=decode, tars=tars, where=where, has_captions=True)
         table = read_captions(data_dir)
         video_row = rows_of(table["video_id"], chunks.video_ids)
         labelled = labelled_rows(table, is_of_split=video_row >= 0, classes=self._classes)
@@ -61,6 +62,7 @@ class LabelledClips(ClipSamples):
             begin_s=table["begin_s"].to_numpy()[rows],
             end_s=table["end_s"].to_numpy()[rows],
             chunks=chunks.table,
+            **chunks.selection.of_captions(table, rows=rows, video_row=video_row[rows]),
         )
         spans, caption = spans_of_captions(usable)
         self._num_captions = labelled.num_captions
@@ -80,6 +82,7 @@ class LabelledClips(ClipSamples):
         """Hash of the samples, their order and their labels."""
         classes = " ".join(str(its.as_json()) for its in self._classes)
         digest = hashlib.sha256(f"{self.variant_name} {self._group} {classes}".encode())
+        digest.update(self.chunks.selection.text.encode())
         if self._repeats > 1:
             digest.update(f"{self._repeats} of each".encode())
         for array in (self._caption_ids, self.all_labels, self.spans.begin_us, self.spans.end_us):
@@ -91,7 +94,15 @@ class LabelledClips(ClipSamples):
         classes = [its.describe(label) for its, label in zip(self._classes, self.all_labels.T, strict=True)]
         first = f"{self.num_clips:,} of {self._num_captions:,} captions of split {self.split!r}"
         repeated = [f"{self._repeats} samples of each in an epoch"] if self._repeats > 1 else []
-        return "; ".join([", ".join([first, *classes]), *repeated, *self._remarks, *self.deviations()])
+        return "; ".join(
+            [
+                ", ".join([first, *classes]),
+                *repeated,
+                *self._remarks,
+                *self.chunks.selection.remarks(),
+                *self.deviations(),
+            ]
+        )
 
     def complete(self, sample: Sample, request: SampleRequest) -> None:
         """Add class and caption id."""

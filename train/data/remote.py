@@ -2,7 +2,8 @@
 
 The copied files are dataset.json, the tables of the manifest, and contents.json, the commits and the indexes of the
 current variant. An index is copied once and verified against the SHA-256 in its commit. The tables are copied when
-manifest.json, which has their checksums, has changed. Everything else is small and copied at every start.
+manifest.json, which has their checksums, has changed. Everything else is small and copied at every start. The merged
+table of scores is copied when a --where needs it.
 """
 
 import hashlib
@@ -23,8 +24,10 @@ from manifests.table_files import CAPTIONS_FILE, VIDEOS_FILE, describe, staged_p
 from shards.commits import ShardFiles, read_commits
 from shards.damage import DamagedTar
 from shards.dataset import current_variant
-from shards.format import COMMITS_FOLDER, CONTENTS_FILE, DATASET_FILE
+from shards.format import COMMITS_FOLDER, CONTENTS_FILE, DATASET_FILE, RECIPE_FILE
+from shards.reader import Variant
 from shards.scan import scan
+from shards.scores import CHUNKS_FILE, SCORES, has_score_table
 from shards.tars import TarBytes
 
 if TYPE_CHECKING:
@@ -165,6 +168,29 @@ class RemoteTars:
         content = with_retries(lambda: self._fetch(remote, offset, size, path), what=remote)
         self.num_bytes += len(content)
         return content
+
+    def copy_scores(self) -> None:
+        """Copy the merged table of scores, and the commits that it was made of, if there are any.
+
+        Raises:
+            UserError: they cannot be read.
+        """
+        variant = current_variant(self._copy, SCORES)
+        if variant is None:
+            return  # reading the scores reports it
+        remote, local = f"{self._root}/{SCORES}/{variant}", self._copy / SCORES / variant
+        try:
+            _copy_contents(self._files, f"{remote}/{CONTENTS_FILE}", local / CONTENTS_FILE)
+            _copy_commits(self._files, f"{remote}/{COMMITS_FOLDER}", local / COMMITS_FOLDER)
+            _publish(local / RECIPE_FILE, _fetch(self._files, f"{remote}/{RECIPE_FILE}"))
+            if not has_score_table(Variant(local)):
+                path = local / CHUNKS_FILE
+                info = with_retries(lambda: self._files.info(f"{remote}/{CHUNKS_FILE}"), what=remote)
+                with_retries(lambda: _fetch_whole(self._files, f"{remote}/{CHUNKS_FILE}", path, info=info), what=remote)
+        except FileNotFoundError as error:
+            raise UserError(f"{remote} is incomplete: {error} is not there", hint="run prep scores") from error
+        except OSError as error:
+            raise UserError(f"{remote} cannot be read: {error}", hint="check the address") from error
 
     def _fetch(self, remote: str, offset: int, size: int, path: Path) -> bytes:
         content = bytes(self._files.cat_file(remote, start=offset, end=offset + size))

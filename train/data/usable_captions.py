@@ -12,7 +12,7 @@ from train.data.frame_sampling import START_ROUNDING_US, US_PER_S
 
 _LONGEST_S = 1e9  # longer than any video (train.data.chunks), and far below where microseconds overflow
 
-Unusable = Literal["empty_span", "video_without_chunks", "begins_after_the_last_chunk", "chunk_missing"]
+Unusable = Literal["empty_span", "video_without_chunks", "begins_after_the_last_chunk", "chunk_missing", "not_selected"]
 
 
 @dataclass(frozen=True)
@@ -49,8 +49,15 @@ def usable_captions(
     begin_s: NDArray[np.float64],
     end_s: NDArray[np.float64],
     chunks: ChunkTable,
+    selected: NDArray[np.bool_] | None = None,
+    selected_chunks: NDArray[np.bool_] | None = None,
 ) -> UsableCaptions:
-    """Find the span and the chunks of each caption; an `end_s` of inf stands for the end of the video."""
+    """Find the span and the chunks of each caption; an `end_s` of inf stands for the end of the video.
+
+    Args:
+        selected: the captions to use; None for all.
+        selected_chunks: the chunks to use; None for all. All chunks of a caption must be among them.
+    """
     left = np.arange(len(video_row))
     num_unusable: dict[Unusable, int] = {}
 
@@ -88,8 +95,14 @@ def usable_captions(
         | (end_us > chunks.end_us[last] + START_ROUNDING_US)
         | (begin_us >= chunks.end_us[first] + START_ROUNDING_US)
     )
-    left = drop("chunk_missing", is_missing)
     kept = ~is_missing
+    left = drop("chunk_missing", is_missing)
+    is_selected = np.ones(len(left), bool) if selected is None else selected[left]
+    if selected_chunks is not None:
+        num_dropped = np.concatenate([[0], np.cumsum(~selected_chunks)])
+        is_selected &= num_dropped[last[kept] + 1] == num_dropped[first[kept]]
+    left = drop("not_selected", ~is_selected)
+    kept[kept] = is_selected
     one_frame_us = US_PER_S * chunks.fps_den[last] // np.maximum(chunks.fps_num[last], 1)
     return UsableCaptions(
         caption=left,

@@ -45,7 +45,7 @@ class VideoCaptions(ClipSamples):
         has_stored_text: use the embeddings that prep text made as captions; captions without one are excluded.
         each_caption: make a clip of each caption rather than of each span, for evaluations that score every caption.
         table: captions in place of the manifest's, with its columns.
-        decode, tars: see `ChunkSet`.
+        decode, tars, where: see `ChunkSet`; conditions on captions are those that a clip may be shown with.
 
     Attributes:
         captions: of each clip; a caption is referred to by its entry in `captions.choice`.
@@ -68,9 +68,10 @@ class VideoCaptions(ClipSamples):
         each_caption: bool = False,
         table: pa.Table | None = None,
         tars: TarBytes | None = None,
+        where: str | None = None,
     ) -> None:
         self._tokenize, self._settings = tokenize, captions
-        chunks = ChunkSet(data_dir, split=split, rule=decode, tars=tars)
+        chunks = ChunkSet(data_dir, split=split, rule=decode, tars=tars, where=where, has_captions=True)
         self.stored_text = StoredText(data_dir, chunks.video_ids) if has_stored_text else None
         table = read_captions(data_dir) if table is None else table
         video_row = rows_of(table["video_id"], chunks.video_ids)
@@ -94,6 +95,7 @@ class VideoCaptions(ClipSamples):
             begin_s=table["begin_s"].to_numpy()[of_split],
             end_s=table["end_s"].to_numpy()[of_split],
             chunks=chunks.table,
+            **chunks.selection.of_captions(table, rows=of_split, video_row=video_row[of_split]),
         )
         group = ungrouped_captions if each_caption else group_captions
         self.captions: ClipCaptions = group(usable, rank=rank, sources=sources)
@@ -137,7 +139,7 @@ class VideoCaptions(ClipSamples):
             parts.append(f"{self._num_other_sources:,} of other sources left out")
         if self._num_not_embedded:
             parts.append(f"{self._num_not_embedded:,} without embedding")
-        return "; ".join(parts + self._remarks + self.deviations())
+        return "; ".join(parts + self._remarks + self.chunks.selection.remarks() + self.deviations())
 
     @property
     def fingerprint(self) -> str:
@@ -151,6 +153,7 @@ class VideoCaptions(ClipSamples):
         if self._group > 1:
             digest.update(f"groups of {self._group}".encode())
         digest.update(f"{self._sources.names} {self._sources.weights.tolist()} {self._settings.min_relevancy}".encode())
+        digest.update(self.chunks.selection.text.encode())
         for array in (self._caption_ids, self.spans.begin_us, self.spans.end_us):
             digest.update(np.ascontiguousarray(array).tobytes())
         return digest.hexdigest()

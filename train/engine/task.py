@@ -199,11 +199,16 @@ class ClipTask(Generic[Settings, Samples, Model]):
         self._evaluations: dict[str, dict[str, Any]] = {}
 
     def on(self, shards: str | None) -> Self:
-        """The same task, with its classes or tokens, on other data; itself for None and for its own data."""
-        if shards is None or data_facts(self._settings.shards, shards)["is_own_data"]:
-            return self
+        """The same task, with its classes or tokens, on the data of an evaluation in the loop, selected as that says.
+
+        Args:
+            shards: None for the data of the run.
+        """
+        settings = self._settings
+        if shards is not None and not data_facts(settings.shards, shards)["is_own_data"]:
+            settings = settings.on(shards)
         other = copy(self)
-        other._settings = self._settings.on(shards)
+        other._settings = replace(settings, where=settings.evaluate.where)
         return other
 
     def note_evaluation(self, one: EvaluatedData, samples: NamedSamples, **more: str) -> None:

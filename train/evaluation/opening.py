@@ -30,6 +30,7 @@ def open_weights_as(
     weights: str | Path,
     *,
     shards: str | None = None,
+    where: str | None = None,
     device: Device | None = None,
     overrides: Overrides = AS_TRAINED,
     is_without_data: bool = False,
@@ -43,6 +44,7 @@ def open_weights_as(
         tasks: their specs, by name; a run that does not name its task is of the first.
         weights: a run, an exported folder, a file of another project, or a NAME:TAG of open_clip.
         shards: data that replaces a run's own; other weights have none.
+        where: condition on the samples that the task opens; that of a run's training does not apply.
         device: replaces a run's own: auto, cpu or cuda.
         overrides: of how clips are shown; embeddings of time and place are interpolated.
         is_without_data: let the task build models without samples.
@@ -60,6 +62,7 @@ def open_weights_as(
             task_of_run(open_run(path), tasks, suited=suited),
             open_run(path),
             shards=shards,
+            where=where,
             device=device,
             overrides=overrides,
             is_without_data=is_without_data,
@@ -74,7 +77,7 @@ def open_weights_as(
         _adopted(source, path, tasks, say=say) if record is None else _recorded(source, record, tasks, suited=suited)
     )
     with deferred_checks():  # which are about --model
-        settings = replace(adopted.settings, device=device or adopted.settings.device)
+        settings = replace(adopted.settings, device=device or adopted.settings.device, where=where)
         if shards is not None:
             is_own = data_facts(settings.shards, shards)["is_own_data"]
             settings = replace(settings, shards=shards) if is_own else settings.on(shards)

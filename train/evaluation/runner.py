@@ -5,6 +5,7 @@ clips, and the command line that repeats the evaluation. What is scored, and how
 (`train.spec.EvaluationSpec.score`).
 """
 
+import hashlib
 import shlex
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, is_dataclass, replace
@@ -90,7 +91,13 @@ class OpenedRun:
 
     def result_name(self, name: str) -> str:
         """File name of the result `name`; other data than the run's own and overrides have others."""
-        return result_name(f"{name}{self.overrides.suffix()}", self.facts())
+        return result_name(f"{name}{self.suffix}", self.facts())
+
+    @property
+    def suffix(self) -> str:
+        """Part of the names of results of clips that are shown unlike in training, or selected by a condition."""
+        where = self.settings.where
+        return self.overrides.suffix() + (f"-where-{hashlib.sha256(where.encode()).hexdigest()[:8]}" if where else "")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -119,6 +126,7 @@ def open_for(
     run: RunFolder,
     *,
     shards: str | None = None,
+    where: str | None = None,
     device: Device | None = None,
     overrides: Overrides = AS_TRAINED,
     is_without_data: bool = False,
@@ -129,6 +137,7 @@ def open_for(
 
     Args:
         shards: data that replaces the run's own.
+        where: condition on the samples that the task opens; that of the training does not apply.
         device: replaces the run's own.
         overrides: of how clips are shown; embeddings of time and place are interpolated.
         is_without_data: let the task build models without samples, by the shapes in the checkpoint.
@@ -143,6 +152,7 @@ def open_for(
     trained = open_trained_run(run, settings, checkpoint=checkpoint)
     if shards is not None and other_data(run.data_facts(shards)):
         settings = settings.on(shards)
+    settings = replace(settings, where=where)
     overrides = overrides.beside(settings)
     settings = overrides.applied(settings)
     shape = shape_of_run(run, settings)
@@ -203,7 +213,7 @@ def score_opened(
     }
     path = None
     if opened.run is not None:
-        path = opened.run.write_evaluation(f"{found.name}{opened.overrides.suffix()}", result)
+        path = opened.run.write_evaluation(f"{found.name}{opened.suffix}", result)
     elif out is not None:
         path = out / f"{opened.result_name(found.name)}.json"
         if path.exists() and any(read_object(path).get(name) != value for name, value in facts.items()):
@@ -263,6 +273,7 @@ def command_line(name: str, opened: OpenedRun, wanted: Any) -> str:
     """The command line that repeats an evaluation: the split, and every setting that differs from its default."""
     words = ["train", "eval", name, opened.title, "--split", wanted.split]
     words += [] if opened.shards is None else ["--shards", opened.shards]
+    words += [] if opened.settings.where is None else ["--where", opened.settings.where]
     for flag, value in opened.overrides.given().items():
         words += [f"--{flag.replace('_', '-')}", str(value)]
     defaults = _defaults(wanted)

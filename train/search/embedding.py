@@ -88,6 +88,7 @@ def open_work(
     clips: ClipKind,
     batch: int,
     workers: int,
+    where: str | None = None,
 ) -> Work:
     """Open the clips to embed.
 
@@ -95,13 +96,14 @@ def open_work(
         weights: what the user named.
         features: None for embeddings where the model has a text tower's, and pooled features elsewhere.
         clips: each span that has captions, or each whole chunk.
+        where: condition that selects clips.
 
     Raises:
         UserError: there are no such clips, or the model has no such features.
     """
     has_embedding = isinstance(model.model, DualEncoder)
     features = features or ("embedding" if has_embedding else "pooled")
-    settings = replace(model.settings, shards=shards)
+    settings = replace(model.settings, shards=shards, where=where)
     if getattr(settings, "input", "pixels") == "latents":
         raise UserError(f"{weights} takes latents, and train embed reads pixels", hint="use weights of --input pixels")
     if features == "embedding" and not has_embedding:
@@ -153,7 +155,13 @@ def _open_samples(
     )
     if clips == "chunks":
         return ChunkClips(
-            folder.path, split=split, shape=shape, loading=loading, decode=settings.decode, tars=folder.tars
+            folder.path,
+            split=split,
+            shape=shape,
+            loading=loading,
+            decode=settings.decode,
+            tars=folder.tars,
+            where=settings.where,
         )
     try:
         return VideoCaptions(
@@ -165,6 +173,7 @@ def _open_samples(
             decode=settings.decode,
             captions=getattr(settings, "captions", ALL_CAPTIONS),
             tars=folder.tars,
+            where=settings.where,
         )
     except UserError as error:
         if "has no captions" not in str(error):

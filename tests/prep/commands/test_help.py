@@ -12,7 +12,7 @@ from manifests.help_text import help_text
 from prep.cli import build_app
 
 GOLDEN = Path(__file__).with_name("help.txt")
-COLUMNS = ("chunk", "latents", "text", "plan", "plan latents", "plan text")
+COLUMNS = ("chunk", "latents", "text", "scores", "plan", "plan latents", "plan text", "plan scores")
 UPKEEP = ("retry", "status", "verify", "inspect", "gc", "advise")
 KINDS = (
     "folder",

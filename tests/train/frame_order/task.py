@@ -73,6 +73,7 @@ class FrameOrderTask:
         folder = open_folder(settings, reason="train frame-order reads data folders")
         return ChunkClips(
             folder.path,
+            where=settings.where,
             split=split,
             shape=clip_shape(settings, views=Views()),
             loading=loader_settings(settings, world, device=self._device),

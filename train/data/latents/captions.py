@@ -23,6 +23,7 @@ from train.data.caption_choice import CaptionChoice, Sources, caption_choice, ch
 from train.data.chunks import rows_of
 from train.data.frame_sampling import US_PER_S
 from train.data.latents.segments import LatentRecords, Segments, times_us
+from train.data.selection import Selection
 from train.data.stored_text import TextRows
 
 _BLOCK = 1 << 16  # captions, or pairs, processed at a time
@@ -41,6 +42,7 @@ class SegmentCaptions:
         num_captions: captions of the split in the manifest.
         num_other_sources: those whose source is excluded.
         num_not_embedded: of the rest, those that the text column lacks.
+        num_not_selected: of the rest, those that --where does not select.
         num_not_shown: of the rest, those that overlap no segment.
     """
 
@@ -54,6 +56,7 @@ class SegmentCaptions:
     num_captions: int
     num_other_sources: int
     num_not_embedded: int
+    num_not_selected: int
     num_not_shown: int
 
 
@@ -65,15 +68,18 @@ def pair_captions(
     text: TextRows | None,
     video_ids: pa.Array,
     wanted_sources: str | None,
+    selection: Selection,
 ) -> SegmentCaptions:
     """Read the captions of the videos `video_ids` and find the segments of each.
 
     Args:
         text: the stored embeddings; None if captions need none.
         wanted_sources: see `choose_sources`.
+        selection: which captions are selected.
 
     Raises:
-        UserError: a caption belongs to another video in the text column than in the manifest, or a source is missing.
+        UserError: a caption belongs to another video in the text column than in the manifest, or a source is missing,
+            or no caption is selected.
     """
     span = SegmentSpans(records, segments)
     none = np.empty(0, np.int64)
@@ -81,14 +87,16 @@ def pair_captions(
     names: list[str] = []
     num_read: list[NDArray[Any]] = [none]  # sources of captions
     num_embedded: list[NDArray[Any]] = [none]
+    num_selected: list[NDArray[Any]] = [none]
     words: defaultdict[int, TextDigest] = defaultdict(TextDigest)  # by source
-    for block in _captions(data_dir, video_ids, names):
+    for block in _captions(data_dir, video_ids, names, selection):
         address, embedded = none, np.ones(len(block.caption_id), bool)
         first, last = span.overlapped(video_row=block.video_row, begin_s=block.begin_s, end_s=block.end_s)
         if text is not None:
             row_of_text = text.find(block.caption_id, video_row=block.video_row, video_ids=video_ids)
             embedded = row_of_text >= 0
-        used = embedded & (last > first)
+        selected = embedded if block.selected is None else embedded & block.selected
+        used = selected & (last > first)
         if text is not None:
             address = text.address[row_of_text[used]]
         part: dict[str, NDArray[Any]] = {"id": block.caption_id, "source": block.source, "first": first, "last": last}
@@ -97,6 +105,8 @@ def pair_captions(
             words[source].add(block.text.take(pa.array(np.flatnonzero(used & (block.source == source)))))
         num_read.append(block.source)
         num_embedded.append(block.source[embedded])
+        num_selected.append(block.source[selected])
+    selection.require_captions()
     sources = choose_sources(names, wanted=wanted_sources)
     joined = {name: np.concatenate([part.pop(name) for part in parts]) for name in list(parts[0])}
     rank = sources.rank[joined["source"]]
@@ -112,9 +122,10 @@ def pair_captions(
         weights=sources.weights,
     )
     is_wanted = sources.rank >= 0
-    num_captions, num_of_wanted, num_left = (
-        sum(int(keep[part].sum()) for part in which)
-        for keep, which in ((np.ones_like(is_wanted), num_read), (is_wanted, num_read), (is_wanted, num_embedded))
+    every = np.ones_like(is_wanted)
+    kept = ((every, num_read), (is_wanted, num_read), (is_wanted, num_embedded), (is_wanted, num_selected))
+    num_captions, num_of_wanted, num_left, num_chosen = (
+        sum(int(keep[part].sum()) for part in which) for keep, which in kept
     )
     return SegmentCaptions(
         segment=smallest(segment),
@@ -127,7 +138,8 @@ def pair_captions(
         num_captions=num_captions,
         num_other_sources=num_captions - num_of_wanted,
         num_not_embedded=num_of_wanted - num_left,
-        num_not_shown=num_left - len(order),
+        num_not_selected=num_left - num_chosen,
+        num_not_shown=num_chosen - len(order),
     )
 
 
@@ -144,12 +156,14 @@ class _Block:
     end_s: NDArray[np.float64]
     source: NDArray[np.int16]  # index in the names found so far
     text: pa.StringArray
+    selected: NDArray[np.bool_] | None  # None for all
 
 
-def _captions(data_dir: Path, video_ids: pa.Array, names: list[str]) -> Iterator[_Block]:
+def _captions(data_dir: Path, video_ids: pa.Array, names: list[str], selection: Selection) -> Iterator[_Block]:
     """The captions of `video_ids` in blocks, ascending by id; adds the names of their sources to `names`."""
     columns = ["caption_id", "video_id", "begin_s", "end_s", "source", "text"]
     with open_captions(data_dir) as file:
+        columns += [name for name in selection.caption_columns(file.schema_arrow) if name not in columns]
         for batch in file.iter_batches(_BLOCK, columns=columns):
             video_row = rows_of(pa.chunked_array([batch["video_id"]]), video_ids)
             rows = np.flatnonzero(video_row >= 0)
@@ -159,7 +173,9 @@ def _captions(data_dir: Path, video_ids: pa.Array, names: list[str]) -> Iterator
             code = np.array([names.index(name) for name in of_block], np.int16)
             caption_id, begin_s, end_s = (batch[name].to_numpy()[rows] for name in ("caption_id", "begin_s", "end_s"))
             text = batch["text"].take(pa.array(rows))
-            yield _Block(caption_id, video_row[rows], begin_s, end_s, code[coded.indices.to_numpy()], text)
+            source = code[coded.indices.to_numpy()]
+            selected = selection.part_of_captions(batch, rows=rows, video_row=video_row[rows])
+            yield _Block(caption_id, video_row[rows], begin_s, end_s, source, text, selected)
 
 
 class SegmentSpans:

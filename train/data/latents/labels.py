@@ -19,6 +19,7 @@ from train.data.chunks import rows_of
 from train.data.classes import ClassList, labelled_rows
 from train.data.latents.captions import SegmentSpans
 from train.data.latents.segments import LatentRecords, Segments
+from train.data.selection import Selection
 
 
 @dataclass(frozen=True)
@@ -41,22 +42,30 @@ class SegmentLabels:
 
 
 def label_segments(
-    data_dir: Path, *, records: LatentRecords, segments: Segments, video_ids: pa.Array, classes: Sequence[ClassList]
+    data_dir: Path,
+    *,
+    records: LatentRecords,
+    segments: Segments,
+    video_ids: pa.Array,
+    classes: Sequence[ClassList],
+    selection: Selection,
 ) -> SegmentLabels:
     """Read the labels of the captions of the videos `video_ids` and find the segments that have them.
 
     Raises:
-        UserError: the captions have no such label, or can have several values of it.
+        UserError: the captions have no such label, can have several values of it, or none is selected.
     """
     table = read_captions(data_dir)
     video_row = rows_of(table["video_id"], video_ids)
     labelled = labelled_rows(table, is_of_split=video_row >= 0, classes=classes)
+    selected = selection.part_of_captions(table, rows=labelled.row, video_row=video_row[labelled.row])
+    selection.require_captions()
     begin_s, end_s = (table[name].to_numpy()[labelled.row] for name in ("begin_s", "end_s"))
     spans = SegmentSpans(records, segments)
     label_NL = np.full((len(segments), len(classes)), -1)
     share_NL = np.zeros((len(segments), len(classes)))
     for column, label_C in enumerate(labelled.label.T):
-        has_label = np.flatnonzero(label_C >= 0)
+        has_label = np.flatnonzero(label_C >= 0 if selected is None else (label_C >= 0) & selected)
         caption_N, shared_us_N = spans.longest(
             video_row=video_row[labelled.row[has_label]], begin_s=begin_s[has_label], end_s=end_s[has_label]
         )

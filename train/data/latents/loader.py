@@ -12,8 +12,8 @@ from train.data.caption_choice import CaptionTexts
 from train.data.classes import ClassList
 from train.data.latents.filling import Checksums, FilledBatch, fill
 from train.data.latents.gather import Gather, RequestBlock
-from train.data.latents.segment_set import Captions, SegmentRequests, SegmentSet
-from train.data.latents.segments import FrameShape, Tails, times_us
+from train.data.latents.segment_set import Captions, SegmentSet
+from train.data.latents.segments import FrameShape, SegmentRequests, Tails, times_us
 from train.data.order import Cursor, Resumable, SampleOrder
 from train.data.outcomes import LoadedBatch, SampleFailed
 
@@ -55,6 +55,7 @@ class LatentLoader(Resumable):
         copy: allocate each batch anew. Large batches then take several times as long, because of page faults.
         verify: verify every record against its checksum when it is first needed, so that only the first epoch takes
             longer. A record that does not match is a failed sample (train.data.outcomes).
+        where: an expression that selects segments, by chunks and captions (shards.where); None for all.
 
     Attributes:
         samples: the set.
@@ -83,6 +84,7 @@ class LatentLoader(Resumable):
         depth: int = 2,
         copy: bool = False,
         verify: bool = True,
+        where: str | None = None,
     ) -> None:
         if batch < 1 or depth < 1 or not 0 <= rank < num_ranks:
             raise ValueError(f"batch={batch}, depth={depth}, rank={rank} of {num_ranks}: out of range")
@@ -98,6 +100,7 @@ class LatentLoader(Resumable):
             wanted_sources=sources,
             classes=classes,
             max_segments=max_segments,
+            where=where,
         )
         self._batch, self._rank, self._num_ranks = batch, rank, num_ranks
         self._order = SampleOrder(len(self.samples), seed)

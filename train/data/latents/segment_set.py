@@ -3,7 +3,6 @@
 import hashlib
 import shlex
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
@@ -23,54 +22,23 @@ from train.data.chunks import evenly_of_each, videos_of_split
 from train.data.classes import ClassList
 from train.data.latents.captions import SegmentCaptions, pair_captions
 from train.data.latents.labels import SegmentLabels, label_segments
-from train.data.latents.segments import LatentRecords, Segments, Tails, cut, frames_of, read_records, seconds_of
+from train.data.latents.segments import (
+    LatentRecords,
+    SegmentRequests,
+    Segments,
+    Tails,
+    cut,
+    frames_of,
+    read_records,
+    seconds_of,
+)
 from train.data.mapped_tars import MappedTars
 from train.data.order import set_fingerprint
+from train.data.selection import Selection
 from train.data.stored_text import TextMembers, TextRows, read_text_rows
 
 # Segments alone, with embeddings that prep text has stored, or with the texts of captions.
 Captions = Literal["none", "stored", "words"]
-
-
-@dataclass(frozen=True)
-class SegmentRequests:
-    """Samples to load; one entry of each array per request.
-
-    Attributes:
-        sample: number in the set, which is the clip_id.
-        position: in the sample order.
-        chunk: index in the records.
-        address: where the latents begin in the mapped tars.
-        num_frames: number of frames; fewer than in a full segment for a tail.
-        caption_id: of the caption; None in a set without captions.
-        text_address: where its embedding begins; None without stored embeddings.
-        label: the class, in a labelled set.
-    """
-
-    sample: NDArray[np.int64]
-    position: NDArray[np.int64]
-    chunk: NDArray[np.int64]
-    address: NDArray[np.int64]
-    num_frames: NDArray[np.int64]
-    caption_id: NDArray[np.int64] | None
-    text_address: NDArray[np.int64] | None
-    label: NDArray[np.int64] | None = None
-
-    def __len__(self) -> int:
-        return len(self.position)
-
-    def take(self, rows: Sequence[int]) -> "SegmentRequests":
-        """Some of the requests."""
-        chosen = np.array(rows, dtype=np.int64)
-        arrays: dict[str, Any] = {name: None if array is None else array[chosen] for name, array in vars(self).items()}
-        return SegmentRequests(**arrays)
-
-
-def join(parts: Sequence[SegmentRequests]) -> SegmentRequests:
-    """Concatenate requests of one set."""
-    arrays = {name: [vars(part)[name] for part in parts] for name in vars(parts[0])}
-    joined: dict[str, Any] = {name: None if some[0] is None else np.concatenate(some) for name, some in arrays.items()}
-    return SegmentRequests(**joined)
 
 
 class SegmentSet:
@@ -80,7 +48,7 @@ class SegmentSet:
     pair. A million chunks of three segments with four million captions take about 150 MB.
 
     Args:
-        captions, tails, wanted_sources, classes, max_segments: see `LatentLoader`.
+        captions, tails, wanted_sources, classes, max_segments, where: see `LatentLoader`.
 
     Raises:
         UserError: there is nothing to show, the columns do not belong together, or a file is damaged.
@@ -97,6 +65,7 @@ class SegmentSet:
         wanted_sources: str | None = None,
         classes: Sequence[ClassList] = (),
         max_segments: int | None = None,
+        where: str | None = None,
     ) -> None:
         if not data_dir.is_dir():
             raise UserError(f"there is no data folder {data_dir}", hint="name one that prep made")
@@ -117,10 +86,20 @@ class SegmentSet:
         )
         if records is None:
             raise self._nothing_of(self._latents, data_dir)
-        self.records: LatentRecords = records
+        self.selection = Selection(
+            where,
+            data_dir,
+            split=split,
+            video_ids=self.video_ids,
+            video_row=records.video_row,
+            start_ms=records.start_ms,
+            has_captions=captions != "none" or bool(classes),
+        )
+        is_whole = self.selection.chunks is None
+        self.records: LatentRecords = records if is_whole else records.take(self.selection.rows)
         num_frames = frames_of(segment, records.shape)
         self._check_crops(segment)
-        self.segments: Segments = cut(records, num_frames=num_frames, tails=tails)
+        self.segments: Segments = cut(self.records, num_frames=num_frames, tails=tails)
         self.text: TextMembers | None = None
         self.captions: SegmentCaptions | None = None
         if captions != "none":
@@ -129,7 +108,12 @@ class SegmentSet:
         self.labels: SegmentLabels | None = None
         if classes:
             self.labels = label_segments(
-                data_dir, records=records, segments=self.segments, video_ids=self.video_ids, classes=classes
+                data_dir,
+                records=self.records,
+                segments=self.segments,
+                video_ids=self.video_ids,
+                classes=classes,
+                selection=self.selection,
             )
         self._unpacked: tuple[int, NDArray[np.uint16]] | None = None
         self._kept: NDArray[np.int64] | None = None
@@ -231,6 +215,7 @@ class SegmentSet:
                 - self._num_before,
                 f"{captions.num_other_sources:,} captions of other sources left out": captions.num_other_sources,
                 f"{captions.num_not_embedded:,} captions without embedding": captions.num_not_embedded,
+                f"{captions.num_not_selected:,} captions not selected": captions.num_not_selected,
                 f"{captions.num_not_shown:,} captions that overlap no segment": captions.num_not_shown,
             }
             parts += [text for text, count in counts.items() if count]
@@ -238,6 +223,7 @@ class SegmentSet:
             parts += self._describe_labels(self.labels)
         if num_more := self._num_before - len(self):
             parts.append(f"{num_more:,} further segments of long videos left out")
+        parts += self.selection.remarks()
         if self._stale:
             parts.append(self._stale)
         return "; ".join(parts)
@@ -249,7 +235,7 @@ class SegmentSet:
         return order if self.captions is None else set_fingerprint(order, self.captions.words_sha256)
 
     def _order_sha256(self) -> str:
-        digest = hashlib.sha256("\n".join(self._variant_names).encode())
+        digest = hashlib.sha256(("\n".join(self._variant_names) + self.selection.text).encode())
         digest.update(pa.record_batch([self.video_ids], names=["video_id"]).serialize())
         arrays: list[NDArray[Any]] = [self.records.video_row, self.records.start_ms, self.segments.first]
         if self.captions is not None:
@@ -306,6 +292,7 @@ class SegmentSet:
             text=rows,
             video_ids=self.video_ids,
             wanted_sources=wanted_sources,
+            selection=self.selection,
         )
 
     def _describe_labels(self, labels: SegmentLabels) -> list[str]:

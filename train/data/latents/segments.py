@@ -6,7 +6,7 @@ end of a chunk is a tail: a shorter segment, which is excluded or zero-padded.
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from typing import Any, Literal
 
@@ -73,6 +73,11 @@ class LatentRecords:
 
     def __len__(self) -> int:
         return len(self.video_row)
+
+    def take(self, rows: NDArray[np.int64]) -> "LatentRecords":
+        """Some of the chunks, in ascending order."""
+        arrays = {name: value[rows] for name, value in vars(self).items() if isinstance(value, np.ndarray)}
+        return replace(self, **arrays)
 
     def key(self, chunk: int, video_ids: pa.Array) -> str:
         """Key of a chunk."""
@@ -216,3 +221,44 @@ def seconds_of(segment: str) -> Fraction:
     if match is None:
         raise UserError(f"{segment!r} is not a segment length", hint="give seconds, such as 5s")
     return Fraction(match[1])
+
+
+@dataclass(frozen=True)
+class SegmentRequests:
+    """Samples to load; one entry of each array per request.
+
+    Attributes:
+        sample: number in the set, which is the clip_id.
+        position: in the sample order.
+        chunk: index in the records.
+        address: where the latents begin in the mapped tars.
+        num_frames: number of frames; fewer than in a full segment for a tail.
+        caption_id: of the caption; None in a set without captions.
+        text_address: where its embedding begins; None without stored embeddings.
+        label: the class, in a labelled set.
+    """
+
+    sample: NDArray[np.int64]
+    position: NDArray[np.int64]
+    chunk: NDArray[np.int64]
+    address: NDArray[np.int64]
+    num_frames: NDArray[np.int64]
+    caption_id: NDArray[np.int64] | None
+    text_address: NDArray[np.int64] | None
+    label: NDArray[np.int64] | None = None
+
+    def __len__(self) -> int:
+        return len(self.position)
+
+    def take(self, rows: Sequence[int]) -> "SegmentRequests":
+        """Some of the requests."""
+        chosen = np.array(rows, dtype=np.int64)
+        arrays: dict[str, Any] = {name: None if array is None else array[chosen] for name, array in vars(self).items()}
+        return SegmentRequests(**arrays)
+
+
+def join(parts: Sequence[SegmentRequests]) -> SegmentRequests:
+    """Concatenate requests of one set."""
+    arrays = {name: [vars(part)[name] for part in parts] for name in vars(parts[0])}
+    joined: dict[str, Any] = {name: None if some[0] is None else np.concatenate(some) for name, some in arrays.items()}
+    return SegmentRequests(**joined)

@@ -139,6 +139,7 @@ def _open_labelled(
         loading=replace(loader_settings(settings, world, device=device), batch=batch, group=1),
         decode=settings.decode,
         tars=folder.tars,
+        where=settings.where,
     )
 
 

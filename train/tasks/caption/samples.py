@@ -53,6 +53,7 @@ class CaptionedClips(VideoCaptions):
         decode: DecodeRule = "packets",
         captions: CaptionSettings = ALL_CAPTIONS,
         tars: TarBytes | None = None,
+        where: str | None = None,
     ) -> None:
         self._max_tokens, self._per_visit = max_tokens, per_visit
         super().__init__(
@@ -64,6 +65,7 @@ class CaptionedClips(VideoCaptions):
             decode=decode,
             captions=captions,
             tars=tars,
+            where=where,
         )
         self.tokenizer = make_tokenizer(self.all_texts())
         self._num_cut = self.tokenizer.num_longer(self.all_texts(), max_tokens=max_tokens)

@@ -110,6 +110,7 @@ class CaptionTask(ClipTask[CaptionerSettings, CaptionedClips | None, Captioner])
             decode=settings.decode,
             captions=settings.captions,
             tars=folder.tars,
+            where=settings.where,
         )
 
     def new_model(self, samples: CaptionedClips | None = None) -> Captioner:

@@ -115,6 +115,7 @@ class ClassifyTask(ClipTask[ClassifySettings, Samples, VideoClassifier]):
             loading=loading,
             decode=settings.decode,
             tars=folder.tars,
+            where=settings.where,
             repeats=repeats,
         )
 

@@ -122,6 +122,11 @@ class DualEncoderTask(ClipTask[DualEncoderSettings, Samples, DualEncoder]):
                     f"{settings.shards} is a stream of tars: each clip has the one caption that its tar gives it",
                     hint="leave out --text-tower and --captions, or name a data folder that prep made",
                 )
+            if settings.where is not None:
+                raise UserError(
+                    f"{settings.shards} is a stream of tars: it has no manifest and no scores to select by",
+                    hint="leave out --where, or name a data folder that prep made",
+                )
             return VideoStream(settings.shards, shape=shape, tokenize=tokenize, loading=loading, cache=settings.cache)
         if tokenize is None and is_remote(settings.shards):
             raise UserError(
@@ -141,6 +146,7 @@ class DualEncoderTask(ClipTask[DualEncoderSettings, Samples, DualEncoder]):
             has_stored_text=tokenize is None,
             each_caption=each_caption,
             tars=folder.tars,
+            where=settings.where,
         )
 
     def _latents(self, split: str, world: World, *, tokenize: Tokenize | None) -> CaptionedLatents:

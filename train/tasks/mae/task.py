@@ -92,6 +92,7 @@ class MaeTask(ClipTask[MaeSettings, Samples, MaskedAutoencoder]):
             same_frames=settings.repeat == "masks",
             decode=settings.decode,
             tars=folder.tars,
+            where=settings.where,
         )
 
     def _latents(self, split: str, world: World) -> LatentLoader:

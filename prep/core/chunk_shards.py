@@ -1,0 +1,142 @@
+"""Shards of chunks as the input of another column: which are committed, what identifies their chunks, and their bytes.
+
+Columns that hold one sample for each chunk (`latents`, `scores`) have shards with the ids, splits and keys of `video`.
+"""
+
+import hashlib
+import zlib
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from fractions import Fraction
+from pathlib import Path
+
+import pyarrow as pa
+
+from prep.core.failures import FailureCode, SourceFailure
+from prep.core.plan import NUM_CHECK_THREADS, WantedShard
+from shards.commits import Commit, Failure
+from shards.damage import Damaged, DamagedIndex
+from shards.index import extensions_of, open_index
+from shards.reader import CommittedShard, open_shard
+from shards.writer import Sample
+
+_FINGERPRINT_COLUMNS = ["key", "span_fingerprint", "mp4_size", "mp4_crc32"]
+_COLUMNS = [*_FINGERPRINT_COLUMNS, "video_id", "num_frames", "fps_num", "fps_den"]
+
+
+@dataclass(frozen=True)
+class ChunkShard:
+    """What a plan needs to know about a shard of chunks.
+
+    Attributes:
+        fingerprint: hash of the keys and bytes of its chunks; captions do not affect it.
+        lengths: number of chunks by (number of frames, frame rate).
+        video_ids: ids of the videos of its chunks, without duplicates; a long video spans several shards.
+    """
+
+    shard_id: int
+    split: str
+    fingerprint: str
+    num_chunks: int
+    lengths: Counter[tuple[int, Fraction]]
+    video_ids: pa.Array
+
+    @property
+    def seconds(self) -> float:
+        """Total duration of its chunks."""
+        return float(sum(frames / fps * count for (frames, fps), count in self.lengths.items()))
+
+    def wanted(self, *, recipe_fingerprint: str) -> WantedShard:
+        """Return the shard that a recipe wants to have made from these chunks."""
+        text = f"{recipe_fingerprint} {self.split} {self.fingerprint}"
+        return WantedShard(self.shard_id, self.split, hashlib.sha256(text.encode()).hexdigest(), self.num_chunks)
+
+
+def read_chunk_shards(video_dir: Path, commits: Iterable[Commit]) -> tuple[list[ChunkShard], dict[int, Failure]]:
+    """Return the committed shards of chunks, and by shard id the failures of those whose index is unreadable."""
+    shards, unreadable = [], {}
+    with ThreadPoolExecutor(NUM_CHECK_THREADS) as pool:
+        for found in pool.map(lambda commit: _read_chunk_shard(video_dir, commit), commits):
+            if isinstance(found, ChunkShard):
+                shards.append(found)
+            elif found is not None:
+                unreadable[found[0]] = found[1]
+    return shards, unreadable
+
+
+def _read_chunk_shard(video_dir: Path, commit: Commit) -> ChunkShard | tuple[int, Failure] | None:
+    if commit.files is None:
+        return None
+    try:
+        index = open_index(video_dir / commit.files.index, columns=_COLUMNS)
+    except (DamagedIndex, OSError) as error:
+        name = f"shard {commit.shard_id:06d}"
+        return commit.shard_id, Failure(name, None, str(FailureCode.CHUNK_DAMAGED), str(error))
+    digest = hashlib.sha256("\n".join(chunk_fingerprints(index)).encode()).hexdigest()
+    columns = [index[name].to_pylist() for name in ("num_frames", "fps_num", "fps_den")]
+    numbers = Counter(zip(*columns, strict=True))
+    lengths = Counter({(frames, Fraction(num, den)): count for (frames, num, den), count in numbers.items()})
+    return ChunkShard(commit.shard_id, commit.split, digest, index.num_rows, lengths, index["video_id"].unique())
+
+
+def chunk_fingerprints(index: pa.Table) -> list[str]:
+    """Return one hash (hex) per chunk of a `video` index over its key and bytes."""
+    columns = [index[name].to_pylist() for name in _FINGERPRINT_COLUMNS]
+    lines = ("\0".join(map(str, line)) for line in zip(*columns, strict=True))
+    return [hashlib.blake2b(line.encode(), digest_size=16).hexdigest() for line in lines]
+
+
+def frame_rate(index: pa.Table, row: int) -> Fraction:
+    """Return the frame rate of a chunk."""
+    return Fraction(index["fps_num"][row].as_py(), index["fps_den"][row].as_py())
+
+
+def read_chunk(video: CommittedShard, row: int) -> bytes:
+    """Read the MP4 file of a chunk.
+
+    Raises:
+        SourceFailure: chunk_damaged, if its bytes differ from those committed.
+    """
+    try:
+        content = video.read(row, "mp4")
+    except (Damaged, OSError) as error:
+        raise SourceFailure(FailureCode.CHUNK_DAMAGED, f"the chunk cannot be read: {error}") from None
+    if zlib.crc32(content) != video.index["mp4_crc32"][row].as_py():
+        raise SourceFailure(FailureCode.CHUNK_DAMAGED, f"its content in {video.tar_path.name} differs from the commit")
+    return content
+
+
+class OldSamples:
+    """The samples of a shard's previous commit by `chunk_fingerprint`, as far as their bytes are undamaged.
+
+    Args:
+        fields: index fields of the column, among them `chunk_fingerprint`.
+    """
+
+    def __init__(self, variant_dir: Path, commit: Commit | None, *, fields: Sequence[pa.Field]) -> None:
+        self._rows: dict[str, int] = {}
+        self._fields = [field.name for field in fields]
+        if commit is None or commit.files is None:
+            return
+        self._shard = open_shard(variant_dir, commit)
+        try:
+            fingerprints = self._shard.index["chunk_fingerprint"].to_pylist()
+            (self._extension,) = extensions_of(self._shard.index)
+            crc32s = self._shard.index[f"{self._extension}_crc32"].to_pylist()
+            for row, fingerprint in enumerate(fingerprints):
+                if zlib.crc32(self._shard.read(row, self._extension)) == crc32s[row]:
+                    self._rows[fingerprint] = row
+        except (Damaged, OSError, KeyError):
+            return  # the samples read so far remain usable
+
+    def __contains__(self, fingerprint: str) -> bool:
+        return fingerprint in self._rows
+
+    def sample(self, fingerprint: str) -> Sample:
+        """Return the sample of a chunk; the shard must contain it."""
+        row = self._rows[fingerprint]
+        fields = {name: self._shard.index[name][row].as_py() for name in self._fields}
+        key = self._shard.index["key"][row].as_py()
+        return Sample(key=key, members={self._extension: self._shard.read(row, self._extension)}, fields=fields)

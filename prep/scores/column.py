@@ -1,0 +1,163 @@
+"""The column `scores`: its commands and its `ColumnSpec`."""
+
+import shlex
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+from cyclopts import Parameter
+
+from manifests.errors import UserError
+from prep.core.column import VIDEO, ColumnSpec, ExtraFile, Pending, changed_flags
+from prep.core.make import (
+    Address,
+    Data,
+    EngineName,
+    Json,
+    MaxFailures,
+    Request,
+    Workers,
+    make_column,
+    plan_column,
+)
+from prep.scores.recipe import SCORES, ScoresSettings, scores_recipe_from_dict
+
+if TYPE_CHECKING:
+    from prep.core.report import Report
+    from prep.core.run import Summary
+    from prep.scores.plan import ScoresPlan
+    from shards.reader import Variant
+
+Settings = Annotated[ScoresSettings, Parameter(name="*")]
+_DEFAULTS = ScoresSettings()
+_TABLE_FILE = "chunks.arrow"  # shards.scores.CHUNKS_FILE; importing it would make `prep --help` slow
+
+
+def scores(
+    settings: Settings = _DEFAULTS,
+    *,
+    data: Data = Path("data"),
+    engine: EngineName = "ray",
+    address: Address = None,
+    workers: Workers = None,
+    max_failures: MaxFailures = "0",
+    json: Json = False,
+) -> None:
+    """Score the chunks: motion, sharpness, brightness, black and frozen shares, bars, cuts, speech, perceptual hash.
+
+    It scores the chunks of the current video variant; each run scores only what is new, changed, missing or damaged.
+    After the chunks have been re-encoded, run it again: until then, the existing scores are kept.
+
+    Example:
+
+        prep scores
+    """
+    request = Request(data=data, engine=engine, address=address, workers=workers, max_failures=max_failures, json=json)
+    make_column(COLUMN, settings, request)
+
+
+def plan_scores(settings: Settings = _DEFAULTS, *, data: Data = Path("data"), json: Json = False) -> None:
+    """Print what `prep scores` would do with the same settings, and why (dry run).
+
+    Example:
+
+        prep plan scores
+    """
+    plan_column(COLUMN, settings, data=data, json=json)
+
+
+def _retry(stored: Mapping[str, Any], weights: str | None, request: Request) -> None:
+    recipe = scores_recipe_from_dict(stored)
+    make_column(COLUMN, recipe.settings, replace(request, only_variant=recipe.variant))
+
+
+def _plan(data_dir: Path, settings: ScoresSettings, request: Request) -> "ScoresPlan":
+    from prep.scores.plan import make_scores_plan
+    from prep.scores.recipe import resolve
+    from shards.dataset import current_variant
+
+    video = current_variant(data_dir, VIDEO)
+    if video is None:
+        hint = f"create them first: prep chunk --len 15s --data {shlex.quote(str(data_dir))}"
+        raise UserError(f"{data_dir} has no chunks", hint=hint)
+    recipe = resolve(settings, video=video)
+    request.require_variant(recipe.variant, command="prep scores")
+    return make_scores_plan(data_dir, recipe, retry_codes=request.retry_codes)
+
+
+def _run(plan: "ScoresPlan", settings: ScoresSettings, request: Request) -> "Summary":
+    from prep.core.run import execute
+    from prep.engines.choice import open_engine
+    from prep.scores.plan import scores_job
+
+    engine = open_engine(request.engine, address=request.address, workers=request.workers)
+    summary = execute(scores_job(plan), engine)
+    publish_table(summary, plan.variant_dir)
+    return summary
+
+
+def publish_table(summary: "Summary", folder: Path) -> None:
+    """Write the merged table of a variant at the end of a run, unless it is up to date."""
+    from shards.reader import Variant
+    from shards.scores import has_score_table, publish_score_table
+
+    variant = Variant(folder)
+    if summary.num_chunks and not has_score_table(variant):
+        publish_score_table(variant)
+
+
+def _plan_report(plan: "ScoresPlan") -> "Report":
+    from prep.scores.report import scores_report
+
+    return scores_report(plan)
+
+
+def _summary_report(summary: "Summary", settings: ScoresSettings, listed: Path) -> "Report":
+    from prep.scores.report import scores_summary
+
+    return scores_summary(summary, listed=listed)
+
+
+def _flags(stored: Mapping[str, Any]) -> list[str]:
+    return changed_flags(asdict(scores_recipe_from_dict(stored).settings), asdict(_DEFAULTS))
+
+
+def _table_damage(variant: "Variant") -> str | None:
+    from shards.scores import score_table_damage
+
+    return score_table_damage(variant)
+
+
+def _pending(data_dir: Path, variant: "Variant") -> Pending:
+    from prep.scores.plan import pending_scores
+
+    return pending_scores(data_dir, variant)
+
+
+def _write_page(
+    path: Path, variant: "Variant", on_picture: Callable[[int, int], None], where: str | None = None
+) -> int:
+    from prep.scores.page import write_scores_page
+
+    return write_scores_page(path, variant, where=where, on_picture=on_picture)
+
+
+COLUMN = ColumnSpec(
+    name=SCORES,
+    package="prep.scores",
+    has_hours=False,
+    make_command=scores,
+    plan_command=plan_scores,
+    plan=_plan,
+    run=_run,
+    plan_report=_plan_report,
+    summary_report=_summary_report,
+    flags=_flags,
+    retry=_retry,
+    pending=_pending,
+    check_sample="prep.scores.sample:check_scores",
+    write_page=_write_page,
+    write_selection=_write_page,
+    extra_files=(ExtraFile(_TABLE_FILE, _table_damage),),
+)

@@ -1,0 +1,224 @@
+"""The scores of all chunks in one table, `<data>/scores/<variant>/chunks.arrow`, which `prep scores` writes at its end.
+
+It is an Arrow IPC file of one batch, ordered by video (as in the manifest) and start; readers map it into memory.
+Columns: SCORES_FIELDS without `chunk_fingerprint`, `video_id` as a dictionary whose codes ascend; `duplicate_of`, the
+row of the first chunk of an earlier video that looks alike, or -1; `has_look_alike`, whether any chunk of another video
+does (shards.look_alikes). A chunk whose scores could not be computed has a row of unknown values.
+
+The schema's metadata has the digest of the commits that the table was made of, so that a table of other commits is
+recognised; the metadata of each column has the CRC-32 of its values, so that a reader verifies what it uses.
+"""
+
+import hashlib
+import os
+import shlex
+import zlib
+from collections.abc import Collection
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from manifests.errors import UserError
+from manifests.keys import split_key
+from manifests.publish import published
+from manifests.store import read_videos
+from shards.damage import Damaged
+from shards.dataset import current_variant
+from shards.format import SCORES_FIELDS
+from shards.look_alikes import first_alike, is_comparable
+from shards.opening import open_regular
+from shards.reader import Variant
+
+SCORES = "scores"
+CHUNKS_FILE = "chunks.arrow"
+_DIGEST_KEY = b"commits_sha256"
+_CRC_KEY = b"crc32"
+_ROWS = pa.schema([field for field in SCORES_FIELDS if field.name != "chunk_fingerprint"])
+_SCHEMA = pa.schema(
+    [
+        pa.field("video_id", pa.dictionary(pa.int32(), pa.string()), nullable=False),
+        *list(_ROWS)[1:],
+        pa.field("duplicate_of", pa.int64(), nullable=False),
+        pa.field("has_look_alike", pa.bool_(), nullable=False),
+    ]
+)
+
+
+@dataclass(frozen=True)
+class Scores:
+    """The merged table of a variant of the column `scores`."""
+
+    table: pa.Table
+    variant: Variant
+
+
+def publish_score_table(variant: Variant) -> Path:
+    """Merge the indexes of a variant of `scores` into its table, with near duplicates.
+
+    Raises:
+        UserError: an index is damaged, or holds a NaN.
+    """
+    return write_score_table(variant, _ordered(_read_rows(variant), data_dir=variant.directory.parent.parent))
+
+
+def write_score_table(variant: Variant, rows: pa.Table) -> Path:
+    """Write the merged table of these rows, which are in its order and in one chunk; find the near duplicates."""
+    phash = rows["phash"]
+    comparable = np.flatnonzero(pc.is_valid(phash))
+    hashes = pc.fill_null(phash, 0).to_numpy()[comparable]
+    with_content = is_comparable(hashes)
+    comparable, hashes = comparable[with_content], hashes[with_content]
+    duplicate_of, has_look_alike = np.full(len(rows), -1), np.zeros(len(rows), bool)
+    first, has_look_alike[comparable] = first_alike(hashes, video=_codes(rows)[comparable])
+    duplicate_of[comparable] = np.where(first >= 0, comparable[first], -1)
+    rows = rows.append_column("duplicate_of", pa.array(duplicate_of))
+    rows = rows.append_column("has_look_alike", pa.array(has_look_alike)).cast(_SCHEMA)
+    fields = [field.with_metadata({_CRC_KEY: _crc32(rows[field.name])}) for field in _SCHEMA]
+    schema = pa.schema(fields, metadata={_DIGEST_KEY: _commits_digest(variant)})
+    path = variant.directory / CHUNKS_FILE
+    with published(path) as temporary, pa.ipc.new_file(temporary, schema) as writer:
+        for batch in rows.cast(schema).to_batches():
+            writer.write_batch(batch)
+    return path
+
+
+def open_scores(data_dir: Path, *, columns: Collection[str] | None = None) -> Scores:
+    """Open the merged table of the current variant of `scores`.
+
+    Args:
+        columns: columns to open and verify; None for all.
+
+    Raises:
+        UserError: there are no scores, they are of another variant of `video`, or the table is missing, of other
+            commits, or damaged.
+    """
+    variant = Variant.open(data_dir, column=SCORES).whole()
+    hint = f"run prep scores --data {shlex.quote(str(data_dir))}"
+    made_of, video = variant.recipe.get("video"), current_variant(data_dir, "video")
+    if made_of is not None and made_of != video:
+        raise UserError(f"the scores are of the chunks of {made_of}, and {video} is the current variant", hint=hint)
+    path = variant.directory / CHUNKS_FILE
+    try:
+        table = _read_table(path, columns=columns, hint=hint)
+    except FileNotFoundError as error:
+        raise UserError(f"{path} is missing: a run of prep scores has not ended", hint=hint) from error
+    if _digest_of(table) != _commits_digest(variant):
+        raise UserError(f"{path} is stale: shards of scores have changed since it was written", hint=hint)
+    return Scores(table, variant)
+
+
+def has_score_table(variant: Variant) -> bool:
+    """Return True if the table of a variant is undamaged and made of its commits."""
+    try:
+        table = _read_table(variant.directory / CHUNKS_FILE, columns=None, hint="")
+    except (FileNotFoundError, UserError):
+        return False
+    return _digest_of(table) == _commits_digest(variant)
+
+
+def score_table_damage(variant: Variant) -> str | None:
+    """Return what is damaged in the table of a variant, or None; one that is missing or stale is not damaged."""
+    try:
+        _read_table(variant.directory / CHUNKS_FILE, columns=None, hint="")
+    except FileNotFoundError:
+        return None
+    except UserError as error:
+        return str(error)
+    return None
+
+
+def _read_table(path: Path, *, columns: Collection[str] | None, hint: str) -> pa.Table:
+    """Read and verify columns of a table.
+
+    Raises:
+        FileNotFoundError: there is no table.
+        UserError: it is damaged.
+    """
+    try:
+        descriptor = open_regular(path)
+        try:
+            with pa.memory_map(str(path)) as mapped:
+                table = pa.ipc.open_file(mapped).read_all()
+        finally:
+            os.close(descriptor)
+        used = table.select(table.column_names if columns is None else sorted(columns))
+        used.validate(full=True)
+        changed = [
+            field.name for field in used.schema if (field.metadata or {}).get(_CRC_KEY) != _crc32(used[field.name])
+        ]
+    except FileNotFoundError:
+        raise
+    except (pa.ArrowException, OSError, ValueError, KeyError) as error:
+        raise UserError(f"{path} is damaged: not a readable table of scores ({error})", hint=hint) from error
+    if changed:
+        raise UserError(f"{path} is damaged: {', '.join(changed)} differ from their checksums", hint=hint)
+    return used
+
+
+def _digest_of(table: pa.Table) -> bytes | None:
+    return (table.schema.metadata or {}).get(_DIGEST_KEY)
+
+
+def _commits_digest(variant: Variant) -> bytes:
+    digest = hashlib.sha256()
+    for shard_id, commit in variant.commits.items():
+        failed = [failure.key for failure in commit.failures]
+        digest.update(f"{shard_id} {commit.files and commit.files.index_sha256} {failed}\n".encode())
+    return digest.hexdigest().encode()
+
+
+def _crc32(column: pa.ChunkedArray) -> bytes:
+    """CRC-32 (hex) of a column of one chunk, dictionary included."""
+    crc = 0
+    for chunk in column.chunks:
+        parts = [chunk.indices, chunk.dictionary] if pa.types.is_dictionary(chunk.type) else [chunk]
+        for part in parts:
+            crc = zlib.crc32(pa.record_batch([part], names=["values"]).serialize(), crc)
+    return f"{crc:08x}".encode()
+
+
+def _read_rows(variant: Variant) -> pa.Table:
+    """The rows of all indexes, and rows of unknown values for the chunks that failed."""
+    tables = [_ROWS.empty_table()]
+    for shard in variant.shards():
+        try:
+            table = shard.index.select(_ROWS.names).cast(_ROWS)
+        except (Damaged, OSError, KeyError, pa.ArrowException) as error:
+            hint = f"see prep verify --column {SCORES}; prep scores makes that shard again"
+            raise UserError(f"{shard.index_path}: {error}", hint=hint) from error
+        for field in _ROWS:
+            if pa.types.is_floating(field.type) and pc.any(pc.is_nan(table[field.name])).as_py():
+                raise UserError(
+                    f"{shard.index_path}: {field.name} is NaN for some chunks",
+                    hint=f"remove {shard.index_path} and run prep scores, which makes that shard again",
+                )
+        tables.append(table)
+    failed = {failure.key for commit in variant.commits.values() for failure in commit.failures if failure.key}
+    video_ids, starts_ms = zip(*map(split_key, sorted(failed)), strict=True) if failed else ((), ())
+    unknown = {"video_id": video_ids, "start_ms": starts_ms}
+    nothing = {field.name: pa.nulls(len(failed), field.type) for field in _ROWS if field.name not in unknown}
+    return pa.concat_tables([*tables, pa.table({**unknown, **nothing}, schema=_ROWS)])
+
+
+def _ordered(rows: pa.Table, *, data_dir: Path) -> pa.Table:
+    """Order rows by video and start, in one chunk; videos that are not in the manifest come last."""
+    coded = rows["video_id"].dictionary_encode().combine_chunks()
+    found = coded.dictionary
+    number = pc.index_in(found, value_set=read_videos(data_dir)["video_id"].combine_chunks())
+    by_number = pc.sort_indices(
+        pa.table({"number": number, "id": found}), [("number", "ascending"), ("id", "ascending")]
+    )
+    rank = np.empty(len(found), np.int32)
+    rank[by_number.to_numpy()] = np.arange(len(found), dtype=np.int32)
+    codes = rank[coded.indices.to_numpy()]
+    order = pa.array(np.lexsort((rows["start_ms"].to_numpy(), codes)))
+    video_id = pa.DictionaryArray.from_arrays(pa.array(codes).take(order), found.take(by_number))
+    ordered = rows.drop_columns("video_id").take(order).combine_chunks()
+    return ordered.add_column(0, "video_id", video_id)
+
+
+def _codes(rows: pa.Table) -> np.ndarray:
+    return rows["video_id"].chunk(0).indices.to_numpy() if len(rows) else np.empty(0, np.int32)

@@ -1,0 +1,104 @@
+"""`prep latents --where`: which chunks are encoded, and what another condition changes."""
+
+from collections.abc import Callable
+
+import pytest
+
+from manifests.errors import UserError
+from shards.dataset import current_variant
+from shards.reader import Variant
+from tests.prep.latents.conftest import make
+from tests.prep.running import Ran, identities
+from tests.prep.sets import ShardSet
+from tests.shards.made_scores import write_scores
+
+Prep = Callable[..., Ran]
+TINY = ("--vae", "tiny", "--size", "64")
+MOTION = {"long_000000000": 0.1, "long_000002000": 0.9, "long_000004000": 0.8, "short_000000000": 0.1}
+
+
+def keys(shard_set: ShardSet) -> list[str]:
+    variant = Variant.open(shard_set.data, column="latents")
+    return sorted(key for shard in variant.shards() for key in shard.index["key"].to_pylist())
+
+
+def test_another_condition_encodes_what_is_missing_and_drops_the_rest(prep: Prep, shard_set: ShardSet) -> None:
+    scores = {key: {"motion": motion} for key, motion in MOTION.items()}
+    write_scores(shard_set.data, scores, failed=["short_000002000"])
+    where = "motion > 0.5"
+    first = make(shard_set.data, where=where)
+    assert (first.num_encoded, first.num_shards) == (2, 1)
+    assert keys(shard_set) == ["long_000002000", "long_000004000"]
+    variant = current_variant(shard_set.data, "latents")
+
+    # Nothing is missing: the selection is part of the request.
+    status = prep("status", "--data", shard_set.data).stdout
+    assert f"selected by --where '{where}'" in status
+    assert "shards to make" not in status
+    assert "next " not in status
+    before = identities(shard_set.data)
+    assert make(shard_set.data, where=where).num_shards_made == 0
+    assert identities(shard_set.data) == before
+    prep("verify", "--column", "latents", "--data", shard_set.data)
+    assert prep("gc", "--dry-run", "--data", shard_set.data).stdout.count("latents") == 0
+    plan = prep("plan", "latents", *TINY, "--where", where, "--data", shard_set.data).stdout
+    assert f"where    {where}: 2 chunks selected" in plan
+
+    # The wider one takes the encoded chunks over, under the same variant.
+    wider = make(shard_set.data, where="motion > 0.05")
+    assert (wider.num_encoded, wider.num_reused) == (2, 2)
+    assert keys(shard_set) == sorted(MOTION)
+    narrower = make(shard_set.data, where="motion > 0.85")
+    assert (narrower.num_encoded, narrower.num_reused, narrower.num_shards) == (0, 1, 1)
+    assert keys(shard_set) == ["long_000002000"]
+    everything = make(shard_set.data)
+    assert (everything.num_encoded, everything.num_chunks) == (4, 5)
+    assert current_variant(shard_set.data, "latents") == variant
+    assert "selected by" not in prep("status", "--data", shard_set.data).stdout
+
+
+def test_the_command_that_repairs_selects_the_same(prep: Prep, shard_set: ShardSet) -> None:
+    make(shard_set.data, where="video == 'long' and begin_s > 1")
+    variant = Variant.open(shard_set.data, column="latents")
+    variant.shards()[0].tar_path.unlink()
+    status = prep("status", "--data", shard_set.data, status=1).stdout
+    assert """prep latents --vae tiny --size 64 --where 'video == '"'"'long'"'"' and begin_s > 1'""" in status
+    prep("retry", "--column", "latents", "--data", shard_set.data, "--engine", "processes")
+    assert keys(shard_set) == ["long_000002000", "long_000004000"]
+
+
+@pytest.mark.parametrize(
+    ("where", "message"),
+    [
+        ("motion > 0.5", "has no scores shards"),
+        ("words > 3", "--where uses words, but prep latents encodes chunks"),
+        ("begin_s > 99", "selects none of 5 chunks"),
+        ("begin > 1", "there is no name begin"),
+    ],
+)
+def test_mistakes_are_named_before_anything_is_made(shard_set: ShardSet, where: str, message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        make(shard_set.data, where=where)
+    assert not (shard_set.data / "latents").exists()
+
+
+def test_latents_whose_condition_cannot_be_evaluated_are_stale_and_kept(prep: Prep, shard_set: ShardSet) -> None:
+    scores = {key: {"motion": motion} for key, motion in MOTION.items()}
+    directory = write_scores(shard_set.data, scores, failed=["short_000002000"])
+    make(shard_set.data, where="motion > 0.5")
+    (directory / "chunks.arrow").unlink()
+    assert "stale: its --where cannot be evaluated" in prep("status", "--data", shard_set.data).stdout
+    assert "kept" in prep("gc", "--dry-run", "--data", shard_set.data).stdout
+    assert keys(shard_set) == ["long_000002000", "long_000004000"]
+
+
+def test_a_damaged_record_of_the_selection_is_named(shard_set: ShardSet) -> None:
+    make(shard_set.data, where="begin_s > 1")
+    folder = Variant.open(shard_set.data, column="latents").directory
+    (folder / "selection.json").write_text('{"where": "begin_s > 2", "sha256": "00"}')
+    from prep.core.selection import stored_request
+
+    with pytest.raises(UserError, match=r"selection\.json is damaged"):
+        stored_request(Variant(folder))
+    make(shard_set.data, where="begin_s > 1")
+    assert stored_request(Variant(folder))["where"] == "begin_s > 1"

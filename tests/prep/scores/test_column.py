@@ -1,0 +1,195 @@
+"""`prep scores` from end to end: what a second run makes again, what verify finds, and where bytes come from."""
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pyarrow as pa
+import pytest
+
+from prep.core.column import DeepCode
+from prep.scores.column import COLUMN
+from prep.scores.recipe import installed_libraries, resolve, version_mismatch
+from prep.scores.sample import EXTENSION, check_scores
+from shards.commits import commit_path, read_commits
+from shards.dataset import current_variant
+from shards.format import SCORES_FIELDS
+from shards.lists import finish_run
+from shards.reader import Variant
+from shards.scores import CHUNKS_FILE, has_score_table, open_scores
+from tests.prep.running import Ran, contents, identities
+from tests.prep.scores.conftest import ScoresSettings, make, rows_of
+from tests.prep.sets import LEN, ShardSet, flip, rerun
+
+Prep = Callable[..., Ran]
+PROCESSES = ("--engine", "processes")
+
+
+@pytest.fixture(scope="session")
+def scored_set(made_set: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The set of five chunks with scores, made once."""
+    data = tmp_path_factory.mktemp("scored") / "data"
+    shutil.copytree(made_set, data)
+    make(data)
+    return data
+
+
+@pytest.fixture
+def scored(scored_set: Path, tmp_path: Path) -> ShardSet:
+    """A copy of it that a test may damage."""
+    shutil.copytree(scored_set, tmp_path / "scored")
+    return ShardSet(tmp_path / "scored")
+
+
+def folder_of(data: Path) -> Path:
+    return Variant.open(data, column="scores").directory
+
+
+def test_samples_are_those_of_video_and_members_hold_the_values_of_the_index(scored: ShardSet) -> None:
+    video, scores = (Variant.open(scored.data, column=column) for column in ("video", "scores"))
+    assert [shard.split for shard in video.shards()] == [shard.split for shard in scores.shards()]
+    for chunks, shard in zip(video.shards(), scores.shards(), strict=True):
+        assert shard.shard_id == chunks.shard_id and shard.extensions == (EXTENSION,)
+        assert shard.index["key"].to_pylist() == chunks.index["key"].to_pylist()
+        for number, row in enumerate(shard.index.to_pylist()):
+            stated = json.loads(shard.read(number, EXTENSION))
+            assert int(stated["phash"], 16) == row["phash"] and len(stated["phash"]) == 16
+            typed = pa.Table.from_pylist([{**stated, "phash": row["phash"]}], pa.schema(SCORES_FIELDS)).to_pylist()[0]
+            assert typed == {field.name: row[field.name] for field in SCORES_FIELDS}
+    assert scores.recipe["video"] == video.directory.name and scores.directory.name.startswith("cut27-")
+    assert open_scores(scored.data).table.num_rows == 5
+
+
+def test_a_second_run_touches_no_file(prep: Prep, scored: ShardSet) -> None:
+    before = identities(scored.data)
+    assert make(scored.data).num_shards_made == 0
+    assert "nothing to score: all shards are up to date" in prep("scores", "--data", scored.data, *PROCESSES).stdout
+    assert "nothing to do" in prep("plan", "scores", "--data", scored.data).stdout
+    assert identities(scored.data) == before
+
+
+def test_bytes_are_those_of_any_engine_and_number_of_workers(prep: Prep, scored: ShardSet, made_set: Path) -> None:
+    before = contents(folder_of(scored.data))
+    folder_of(scored.data).rename(scored.data / ".before")
+    ran = prep("scores", "--data", scored.data, *PROCESSES, "--workers", "2", "--json").summary
+    assert (ran["num_shards"], ran["num_encoded"], ran["failures"]) == (2, 5, {})
+    assert contents(folder_of(scored.data)) == before
+
+
+def test_scores_follow_the_video_column_while_it_grows(shard_set: ShardSet) -> None:
+    late = commit_path(shard_set.variant, 1)
+    aside = late.with_name("aside")
+    late.rename(aside)
+    first = make(shard_set.data)
+    assert (first.num_shards_made, first.num_shards) == (1, 1)
+    num_first = open_scores(shard_set.data).table.num_rows
+    aside.rename(late)
+    second = make(shard_set.data)
+    assert (second.num_shards_made, second.num_shards, second.num_chunks) == (1, 2, 5)
+    assert num_first < open_scores(shard_set.data).table.num_rows == 5
+    finish_run(shard_set.variant, dropped={1}, wanted={0})  # as `prep chunk` does when a video has left
+    assert (make(shard_set.data).num_shards_made, list(read_commits(folder_of(shard_set.data)).commits)) == (0, [0])
+
+
+def test_a_damaged_sample_is_scored_again_and_its_neighbours_are_copied(prep: Prep, scored: ShardSet) -> None:
+    scores = Variant.open(scored.data, column="scores")
+    whole, shard = contents(scores.directory), scores.shards()[0]
+    flip(shard.tar_path, shard.index[f"{EXTENSION}_offset"][1].as_py() + 10)
+    key = shard.index["key"][1].as_py()
+    ran = prep("verify", "--column", "scores", "--data", scored.data, status=1)
+    assert f"member_checksum  {key}" in ran.stdout and "prep scores" in ran.stderr
+    summary = make(scored.data)
+    assert (summary.num_shards_made, summary.num_encoded, summary.num_reused) == (1, 1, shard.num_samples - 1)
+    assert contents(scores.directory) == whole
+    assert "5 checked rows: OK" in prep("verify", "--deep", "--column", "scores", "--data", scored.data).stdout
+
+
+def test_a_damaged_chunk_is_a_failure_that_retry_makes_good(prep: Prep, shard_set: ShardSet) -> None:
+    shard = Variant.open(shard_set.data).shards()[0]
+    offset = shard.index["mp4_offset"][0].as_py() + 2000
+    flip(shard.tar_path, offset)
+    ran = prep("scores", "--data", shard_set.data, *PROCESSES, "--workers", "1", "--json", status=1).summary
+    assert (ran["failures"], ran["num_chunks"]) == ({"chunk_damaged": 1}, 4)
+    failed = open_scores(shard_set.data).table.filter(pa.compute.is_null(open_scores(shard_set.data).table["phash"]))
+    assert failed.num_rows == 1, "a chunk that failed has a row of unknown values"
+    flip(shard.tar_path, offset)
+    again = prep("retry", "--column", "scores", "--data", shard_set.data, *PROCESSES, "--json").summary
+    assert (again["failures"], again["num_encoded"], again["num_reused"]) == ({}, 1, 2)
+    assert has_score_table(Variant(folder_of(shard_set.data)))
+
+
+def test_re_encoding_makes_scores_stale_until_they_are_made_again(prep: Prep, scored: ShardSet) -> None:
+    old_video, old = scored.variant.name, current_variant(scored.data, "scores")
+    rerun(prep, scored, *LEN, "--crf", "40")
+    status = prep("status", "--data", scored.data, "--json").summary["columns"]["scores"]
+    assert status["current"] == old and old_video in status["stale_because"]
+    assert "next      prep scores" in prep("status", "--data", scored.data).stdout
+    assert "stale" in prep("gc", "--data", scored.data, "--json").summary["kept_because"]["scores"]
+    assert f"video: {old_video}" in prep("plan", "scores", "--data", scored.data).stdout
+    assert make(scored.data).num_encoded == 5
+    assert current_variant(scored.data, "scores") != old
+    removed = prep("gc", "--data", scored.data, "--json").summary
+    assert f"scores/{old}" in {item["variant"] for item in removed["items"]}
+    assert [path.name for path in (scored.data / "scores").iterdir()] == [current_variant(scored.data, "scores")]
+
+
+def test_another_threshold_is_another_variant(prep: Prep, scored: ShardSet) -> None:
+    before = {path.name for path in (scored.data / "scores").iterdir()}
+    make(scored.data, cut_threshold=40.0)
+    assert len({path.name for path in (scored.data / "scores").iterdir()} - before) == 1
+    recipe = Variant.open(scored.data, column="scores").recipe
+    assert COLUMN.flags(recipe) == ["--cut-threshold", "40.0"]
+    error = prep("scores", "--cut-threshold", "0", "--data", scored.data, status=2).error
+    assert error == "--cut-threshold 0 is out of range"
+
+
+@pytest.mark.parametrize("damage", ["removed", "flipped", "of other commits"])
+def test_a_merged_table_that_is_not_whole_is_written_again(prep: Prep, scored: ShardSet, damage: str) -> None:
+    path = folder_of(scored.data) / CHUNKS_FILE
+    whole = path.read_bytes()
+    if damage == "removed":
+        path.unlink()
+    elif damage == "flipped":
+        flip(path, whole.index(b"long") + 1)
+        assert CHUNKS_FILE in prep("verify", "--data", scored.data, status=1).stdout
+    else:
+        path.write_bytes(whole.replace(b"commits_sha256", b"commits_sha257"))
+    assert not has_score_table(Variant(folder_of(scored.data)))
+    prep("scores", "--data", scored.data, *PROCESSES)
+    assert path.read_bytes() == whole
+    prep("verify", "--column", "scores", "--data", scored.data)
+
+
+@pytest.mark.parametrize(
+    ("change", "found"),
+    [
+        ({"motion": 0.5}, "motion: "),
+        ({"brightness": 2.0}, "brightness: "),
+        ({"sharpness": float("nan")}, "sharpness: "),
+        ({"cuts": 3}, "cuts: 3, but"),
+        ({"phash": 7}, "phash: "),
+    ],
+)
+def test_verify_deep_compares_rows_with_members(scored_set: Path, change: dict[str, object], found: str) -> None:
+    key, row = next(iter(rows_of(scored_set).items()))
+    shard, number = Variant.open(scored_set, column="scores").find(key)
+    members = {EXTENSION: shard.read(number, EXTENSION)}
+    assert not check_scores(row, members, "train").differences
+    differences = check_scores({**row, **change}, members, "train").differences
+    assert differences and all(code == DeepCode.JSON_DIFFERS for code, _ in differences)
+    assert any(message.startswith(found) for _, message in differences)
+    [(_, broken)] = check_scores(row, {EXTENSION: b"{"}, "train").differences
+    assert "cannot be read" in broken
+
+
+def test_workers_with_other_libraries_are_refused() -> None:
+    libraries = installed_libraries()
+    assert version_mismatch(libraries) is None
+    assert "the plan requires opencv 1" in str(version_mismatch("opencv 1"))
+    one, other = (resolve(ScoresSettings(cut_threshold=value), video="v") for value in (27.0, 28.0))
+    assert one.fingerprint != other.fingerprint and libraries in one.as_dict().values()
+
+
+def test_the_name_of_the_merged_table_is_known_to_verify_and_gc() -> None:
+    assert [file.name for file in COLUMN.extra_files] == [CHUNKS_FILE]

@@ -1,0 +1,74 @@
+"""`prep text --where`: which captions are encoded, and what another condition changes."""
+
+from pathlib import Path
+
+import pytest
+
+from manifests.errors import UserError
+from prep.core.selection import stored_request
+from prep.text.blocks import TowerUse
+from prep.text.column import COLUMN
+from prep.text.plan import make_text_plan, pending_text
+from prep.text.recipe import TextRecipe, resolve
+from prep.text.report import TextSummary
+from prep.text.run import run_text
+from shards.dataset import current_variant
+from shards.reader import Variant
+from tests.prep.text.sets import CAPTIONS, SPLITS, Here, samples, write_captions
+
+
+@pytest.fixture
+def data(tmp_path: Path) -> Path:
+    folder = tmp_path / "data"
+    write_captions(folder, CAPTIONS, splits=SPLITS)
+    return folder
+
+
+def encode(data: Path, where: str | None, engine: Here) -> TextSummary:
+    plan = make_text_plan(data, resolve(TextRecipe(clip="tiny", where=where)))
+    return run_text(plan, TowerUse("tiny", plan.recipe.clip_sha256, batch=8, device="cpu"), engine)
+
+
+def stored(data: Path) -> dict[str, list[str]]:
+    folder = data / "text" / str(current_variant(data, "text"))
+    return {key: sample["json"]["texts"] for key, sample in samples(folder).items()}
+
+
+def test_only_the_selected_captions_are_encoded(data: Path) -> None:
+    engine = Here()
+    where = "words >= 2 and 'dog' in text"
+    encode(data, where, engine)
+    # The other captions of a video are left out, and so is the video that has no other.
+    assert stored(data) == {"long": ["a dog runs"], "other": ["a dog runs"]}
+    assert sorted(engine.texts) == ["a dog runs"]
+    variant = Variant.open(data, column="text")
+    assert pending_text(data, variant).to_make == {}
+    assert COLUMN.command_line(stored_request(variant), data_dir=data).startswith(
+        """prep text --clip tiny --where 'words >= 2 and '"'"'dog'"'"' in text' --data"""
+    )
+    assert encode(data, where, Here()).num_shards_made == 0
+
+    # Another condition keeps the variant, and encodes the new texts alone.
+    engine = Here()
+    encode(data, "split == 'train' and words >= 1", engine)
+    assert stored(data) == {"long": ["a dog runs", "a cat"], "short": ["a cat", "the end"]}
+    assert sorted(engine.texts) == ["a cat", "the end"]
+    engine = Here()
+    encode(data, None, engine)
+    assert sorted(engine.texts) == ["", "a bird"]
+    assert Variant.open(data, column="text").directory == variant.directory
+    assert stored_request(Variant(variant.directory)).get("where") is None
+
+
+@pytest.mark.parametrize(
+    ("where", "message"),
+    [
+        ("motion > 1 and words > 2", "--where uses motion, but prep text encodes captions"),
+        ("split == 'test'", "selects none of 4 videos"),
+        ("word > 2", "there is no name word"),
+    ],
+)
+def test_mistakes_are_named_before_anything_is_made(data: Path, where: str, message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        encode(data, where, Here())
+    assert not (data / "text").exists()

@@ -1,0 +1,167 @@
+"""`--where` of sample sets: which clips it keeps, and what it says of them."""
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from manifests.errors import UserError
+from shards.reader import Variant
+from shards.scores import CHUNKS_FILE, publish_score_table
+from tests.shards.made_scores import VARIANT, phash, write_scores
+from tests.train.data.http_folder import HttpFolder
+from train.data.chunk_clips import ChunkClips
+from train.data.decoding.clip import ClipShape
+from train.data.frame_sampling import Sampling
+from train.data.interface import open_clips
+from train.data.loader import LoaderSettings
+from train.data.remote import open_data_folder
+from train.data.video_captions import VideoCaptions
+
+SHAPE = ClipShape(sampling=Sampling(num_frames=1), size_px=32)
+LOADING = LoaderSettings(batch=2, num_threads=1, num_ahead=2, seed=0)
+# Chunks of 2, 2 and 1.5 s of a, b and c (train) and d (val); captions of the 1st, of the first two and of the last two.
+MOTION = {
+    **{f"a_00000{start}000": motion for start, motion in ((0, 0.9), (2, 0.1), (4, 0.9))},
+    **{f"b_00000{start}000": motion for start, motion in ((0, 0.9), (2, 0.9), (4, 0.9))},
+    **{f"c_00000{start}000": motion for start, motion in ((0, 0.1), (2, None), (4, 0.9))},
+    **{f"d_00000{start}000": motion for start, motion in ((0, 0.1), (2, 0.1), (4, 0.1))},
+}
+
+
+@pytest.fixture(scope="module")
+def scored(data_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The data of the other tests, with scores."""
+    copy = tmp_path_factory.mktemp("scored") / "data"
+    shutil.copytree(data_dir, copy)
+    hashes = {key: phash(number) for number, key in enumerate(MOTION)}
+    hashes["b_000002000"] = hashes["a_000000000"]
+    write_scores(copy, {key: {"motion": motion, "phash": hashes[key]} for key, motion in MOTION.items()})
+    return copy
+
+
+def captioned(folder: Path, where: str | None, **how: Any) -> VideoCaptions:
+    return VideoCaptions(folder, split="train", shape=SHAPE, tokenize=None, loading=LOADING, where=where, **how)
+
+
+def shown(samples: VideoCaptions) -> list[str]:
+    return [f"{samples.key(n)[0]} {samples.text(n)}" for n in range(len(samples))]
+
+
+def test_a_clip_is_kept_if_all_chunks_that_it_touches_are(scored: Path) -> None:
+    samples = captioned(scored, "motion > 0.5")
+    begins = {samples.key(n) + f" {samples.span_s(n)[0]}" for n in range(len(samples))}
+    # The second and third of a touch a slow chunk; the chunks of c are slow or unknown but for the last.
+    assert begins == {
+        "a_000000000 0.0",
+        "b_000000000 0.0",
+        "b_000000000 1.2",
+        "b_000002000 3.0",
+    }
+    described = samples.describe()
+    assert "4 of 9 captions of split 'train'" in described
+    assert "5 not selected" in described
+    assert "where motion > 0.5: 6 of 9 chunks selected" in described
+
+
+def test_captions_are_selected_by_their_own_fields(scored: Path) -> None:
+    samples = captioned(scored, "words >= 4 and 'middle' in text and source == 'test'")
+    assert shown(samples) == ["a the middle of a", "b the middle of b", "c the middle of c"]
+    assert "9 of 9 chunks and 3 of 9 captions selected" in samples.describe()
+    both = captioned(scored, "motion > 0.5 and words >= 4")
+    assert {both.text(n) for n in range(len(both))} == {"the middle of b", "the end of b"}
+    # Without likelihoods they are all unknown.
+    assert len(captioned(scored, "likelihood is None or likelihood > -1")) == 9
+
+
+def test_duplicates_and_fields_of_videos_and_chunks(scored: Path) -> None:
+    assert shown(captioned(scored, "not duplicate and video == 'b'")) == ["b it begins"]
+    assert len(captioned(scored, "video in ('a', 'c') and num_captions == 3 and dataset == 'test'")) == 6
+    assert len(captioned(scored, "begin_s < 1 and width == 64 and height == 64 and duration_s == 2")) == 3
+
+
+def test_whole_chunks_are_kept_by_their_own_scores(scored: Path) -> None:
+    def chunks(where: str | None) -> ChunkClips:
+        return ChunkClips(scored, split="train", shape=SHAPE, loading=LOADING, where=where)
+
+    samples = chunks("motion > 0.5")
+    kept = {key for key, motion in MOTION.items() if (motion or 0) > 0.5}
+    assert {samples.key(n) for n in range(len(samples))} == kept
+    assert samples.describe().startswith("6 chunks of 3 videos of split 'train'; where motion > 0.5: 6 of 9 chunks")
+    assert len({chunks(where).fingerprint for where in (None, "motion > 0.5", "motion >= 0.5")}) == 3
+    assert chunks("motion >0.5").fingerprint == samples.fingerprint
+    with pytest.raises(UserError, match=r"--where uses words, but these samples have no captions"):
+        chunks("motion > 0.5 and words > 3")
+
+
+def test_the_expression_is_part_of_the_fingerprint(scored: Path, data_dir: Path) -> None:
+    # Both select the same clips.
+    one, other = (captioned(scored, where).fingerprint for where in ("motion > 0.5", "motion > 0.6"))
+    assert one != other
+    assert captioned(scored, None).fingerprint == captioned(data_dir, None).fingerprint
+
+
+@pytest.mark.parametrize(
+    ("where", "message"),
+    [
+        ("motion > 5", r"'motion > 5' selects none of the 9 chunks of split 'train'"),
+        ("words > 50", r"'words > 50' selects none of the 9 captions of split 'train'"),
+        ("begin_s > 3 and 'begins' in text", r"no clip of split 'train' can be shown.* 9 not selected; where"),
+        ("motoin > 5", "there is no name motoin"),
+        ("motion > 0.2 or words > 3", "one condition on fields of chunks"),
+    ],
+)
+def test_what_selects_nothing_is_an_error(scored: Path, where: str, message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        captioned(scored, where)
+
+
+def test_an_expression_without_scores_needs_no_scores(data_dir: Path) -> None:
+    assert len(captioned(data_dir, "begin_s < 1 and words >= 2")) == 3
+    with pytest.raises(UserError, match="has no scores shards"):
+        captioned(data_dir, "motion > 0.5")
+
+
+def test_chunks_without_scores_are_counted(scored: Path, tmp_path: Path) -> None:
+    copy = tmp_path / "data"
+    shutil.copytree(scored, copy)
+    some = {key: {"motion": 1.0} for key in MOTION if key[0] != "b"}
+    write_scores(copy, some, failed=["b_000000000"])
+    with pytest.raises(UserError, match="--where uses scores, and 2 chunks of 9 have none") as error:
+        captioned(copy, "motion > 0.5")
+    assert f"prep scores --data {copy}" in str(error.value.hint)
+    assert len(captioned(copy, "begin_s < 3")) > 0
+    # A chunk whose scores could not be computed has unknown ones.
+    directory = write_scores(copy, {**some, "b_000002000": {}, "b_000004000": {"motion": 1.0}}, failed=["b_000000000"])
+    samples = captioned(copy, "motion > 0.5")
+    assert "7 of 9 chunks selected" in samples.describe()
+    publish_score_table(Variant(directory))
+
+
+def test_open_clips_selects(scored: Path) -> None:
+    batches = open_clips(scored, where="motion > 0.5", shuffle=False, batch=4, num_frames=1, size_px=32)
+    assert sorted(key for batch in batches for key in batch["key"]) == [
+        *["a_000000000", "b_000000000", "b_000000000", "b_000002000"]
+    ]
+    with pytest.raises(UserError, match="stream of tars, without scores"):
+        open_clips("tars/{000..001}.tar", where="motion > 0.5")
+
+
+def test_a_remote_folder_selects_as_a_local_one_and_copies_its_scores_once(scored: Path, tmp_path: Path) -> None:
+    server = HttpFolder(scored)
+    table = f"/scores/{VARIANT}/{CHUNKS_FILE}"
+
+    def opened(where: str) -> VideoCaptions:
+        folder = open_data_folder(server.address, cache=tmp_path)
+        return captioned(folder.path, where, tars=folder.tars)
+
+    try:
+        opened("begin_s < 3")
+        assert table not in server.num_bytes
+        assert shown(opened("motion > 0.5")) == shown(captioned(scored, "motion > 0.5"))
+        copied = server.num_bytes[table]
+        assert opened("motion > 0.5").fingerprint == captioned(scored, "motion > 0.5").fingerprint
+        assert server.num_bytes[table] == copied > 0
+    finally:
+        server.close()

@@ -1,0 +1,57 @@
+"""`--where` of segments of latents."""
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from manifests.errors import UserError
+from tests.shards.made_scores import write_scores
+from tests.train.latents.conftest import SHARDS
+from tests.train.latents.written import Written
+from train.data.interface import open_latents
+from train.data.latents.loader import CaptionedLatents
+
+
+@pytest.fixture(scope="module")
+def scored(written: Written, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The chunks of a that begin at 0 and 15 s, and those of b and e, move."""
+    copy = tmp_path_factory.mktemp("scored") / "data"
+    shutil.copytree(written.data_dir, copy)
+    keys = [chunk.key for shard in SHARDS for chunk in shard]
+    moving = ("a_000000000", "a_000015000", "b_000000000", "e_000000000")
+    write_scores(copy, {key: {"motion": float(key in moving)} for key in keys})
+    return copy
+
+
+def opened(data_dir: Path, where: str | None, **how: Any) -> CaptionedLatents:
+    return CaptionedLatents(data_dir, split="train", segment="5s", batch=2, seed=0, where=where, words=True, **how)
+
+
+def test_segments_of_selected_chunks_with_selected_captions_are_kept(scored: Path) -> None:
+    moving = opened(scored, "motion > 0.5")
+    assert {moving.key(sample) for sample in range(len(moving))} == {
+        *["a_000000000", "a_000015000", "b_000000000", "e_000000000"]
+    }
+    assert "where motion > 0.5: 4 of" in moving.describe()
+    told = opened(scored, "motion > 0.5 and ('moment' in text or 'second segment' in text)")
+    # The words of each segment are its first selected caption's.
+    assert {(told.key(n), told.span_s(n)[0], told.text(n)) for n in range(len(told))} == {
+        ("a_000000000", 0.0, "the second segment of a, and the end of the first"),
+        ("a_000000000", 5.0, "the second segment of a, and the end of the first"),
+        ("b_000000000", 5.0, "a moment of b"),
+        ("e_000000000", 5.0, "the second segment of e"),
+    }
+    assert "captions not selected" in told.describe()
+    assert len({opened(scored, where).fingerprint for where in (None, "motion > 0.5", "motion > 0.6")}) == 3
+
+
+def test_open_latents_selects_without_captions_too(scored: Path) -> None:
+    batches = open_latents(scored, where="motion < 0.5", captions=None, shuffle=False, batch=4)
+    keys = {key for batch in batches for key in batch["key"]}
+    assert keys == {"a_000030000", "c_000015000"}
+    with pytest.raises(UserError, match="these samples have no captions"):
+        open_latents(scored, where="words > 3", captions=None)
+    with pytest.raises(UserError, match="selects none of the"):
+        open_latents(scored, where="'zebra' in text")

@@ -1,0 +1,136 @@
+"""`--where` of commands: what a run records of it, resuming, evaluations and embeddings."""
+
+import html
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pyarrow.parquet as pq
+import pytest
+
+from shards.reader import Variant
+from tests.shards.made_scores import phash, write_scores
+from tests.train.classify.moving import write_moving
+from tests.train.evaluation.test_other_data import TASKS
+from tests.train.test_cli import train
+from tests.train.weights.test_export import run_train
+from train.run.folder import RunFolder, read_lines
+
+__all__ = ["train"]
+Train = Callable[..., int]
+
+
+@pytest.fixture(scope="module")
+def scored(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Eight videos, two held out; the chunks of odd videos do not move."""
+    data_dir = tmp_path_factory.mktemp("data") / "scored"
+    data_dir.mkdir()
+    write_moving(data_dir, num_videos=8)
+    keys = [key for shard in Variant.open(data_dir).shards() for key in shard.index["key"].to_pylist()]
+    videos = sorted({key.rpartition("_")[0] for key in keys})
+    write_scores(
+        data_dir,
+        {
+            key: {"motion": float(videos.index(key.rpartition("_")[0]) % 2 == 0), "phash": phash(number)}
+            for number, key in enumerate(keys)
+        },
+    )
+    return data_dir
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_a_run_says_what_it_selected_and_evaluates_on_everything(
+    train: Train, scored: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], task: str
+) -> None:
+    out = tmp_path / "run"
+    words = ["--shards", scored, "--out", out, *TASKS[task].split(), "--where", "motion > 0.5 and not duplicate"]
+    assert train(task, *words, "--evaluate.every", 2) == 0
+    selected = "where motion > 0.5 and not duplicate: 8 of 12 chunks selected"
+    assert selected in capsys.readouterr().out
+    facts = RunFolder(out).read_facts()
+    assert selected in facts["data"]
+    assert selected in html.unescape(RunFolder(out).page.read_text())
+    # The held-out videos do not move: the condition is on training data alone.
+    assert "where" not in facts["evaluations"]["val"]["data"]
+    assert any(name.startswith("val/") for name in read_lines(RunFolder(out).metrics)[-1])
+    assert "where: motion > 0.5 and not duplicate" in RunFolder(out).settings.read_text()
+
+
+@pytest.fixture(scope="module")
+def run(scored: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("runs") / "selected"
+    evaluate = ["--evaluate.every", 2, "--evaluate.where", "begin_s < 1"]
+    words = [*TASKS["dual-encoder"].split(), "--where", "motion > 0.5 and words == 2", *evaluate]
+    assert run_train("dual-encoder", "--shards", scored, "--out", out, *words) == 0
+    return out
+
+
+def test_captions_and_evaluations_are_selected(run: Path) -> None:
+    facts = RunFolder(run).read_facts()
+    # One caption of 25 has more words; twelve captions are of videos that do not move.
+    assert "16 of 25 captions of split 'train'; 9 not selected" in facts["data"]
+    assert "8 of 12 chunks and 24 of 25 captions selected" in facts["data"]
+    assert "4 of 8 captions of split 'val'" in facts["evaluations"]["val"]["data"]
+    assert "where begin_s < 1: 2 of 4 chunks selected" in facts["evaluations"]["val"]["data"]
+
+
+def test_resuming_with_another_expression_is_refused(
+    train: Train, run: Path, scored: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    copy = tmp_path / "run"
+    shutil.copytree(run, copy)
+    assert train("dual-encoder", "--resume", "--out", copy, "--where", "motion > 0.25", "--steps", 3) == 2
+    assert "--where is motion > 0.25, the run in" in capsys.readouterr().err
+    # Other scores select other samples.
+    other = tmp_path / "data"
+    shutil.copytree(scored, other)
+    keys = [key for shard in Variant.open(other).shards() for key in shard.index["key"].to_pylist()]
+    write_scores(other, {key: {"motion": float(key < "v05")} for key in keys})
+    assert train("dual-encoder", "--resume", "--out", copy, "--shards", other) == 2
+    assert "sample" in capsys.readouterr().err
+
+
+def test_an_evaluation_has_a_condition_of_its_own(
+    train: Train, run: Path, scored: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def evaluated(*flags: object) -> dict:
+        capsys.readouterr()
+        assert train("eval", "retrieval", run, *flags, "--json") == 0
+        return dict(json.loads(capsys.readouterr().out))
+
+    everything = evaluated("--split", "train")
+    assert "where" not in everything["data"]
+    assert "25 of 25 captions" in everything["data"]
+    some = evaluated("--split", "train", "--where", "motion < 0.5")
+    assert "8 of 25 captions of split 'train'; 17 not selected" in some["data"]
+    assert "--where 'motion < 0.5'" in some["command"]
+    names = [path.stem for path in RunFolder(run).results()]
+    assert "retrieval-train" in names
+    assert any(name.startswith("retrieval-train-where-") for name in names)
+    assert train("eval", "retrieval", run, "--where", "motoin < 0.5") == 2
+    assert "there is no name motoin" in capsys.readouterr().err
+    assert train("eval", "retrieval", run, "--where", "motion > 0.5") == 2
+    assert "selects none of the 4 chunks of split 'val'" in capsys.readouterr().err
+
+
+def test_embeddings_are_of_the_selected_clips(train: Train, run: Path, scored: Path, tmp_path: Path) -> None:
+    words = ["--shards", scored, "--split", "train", "--workers", 1, "--device", "cpu", "--clips", "chunks"]
+    where = ["--where", "motion > 0.5"]
+    assert train("embed", run, *words, "--out", tmp_path / "embedded", *where) == 0
+    clips = pq.read_table(tmp_path / "embedded" / "clips.parquet")["key"].to_pylist()
+    assert clips == [f"v0{video}_00000{start}000" for video in (0, 2, 4, 6) for start in (0, 2)]
+    assert train("embed", run, *words, "--out", tmp_path / "embedded", "--where", "motion > 0.4") == 2
+
+
+def test_a_mistake_is_named_before_the_run_is_made(
+    train: Train, scored: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["--shards", scored, "--out", tmp_path / "run", *TASKS["mae"].split(), "--evaluate.every", 2]
+    for where, message in (
+        ("__import__('os').remove('x')", "functions cannot be called"),
+        ("words > 3", "these samples have no captions"),
+    ):
+        assert train("mae", *words, "--where", where) == 2
+        assert message in capsys.readouterr().err
+        assert not (tmp_path / "run").exists()

@@ -1,0 +1,122 @@
+"""`--where` of a sample set: which chunks and captions of a split it selects."""
+
+from functools import cached_property
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+from numpy.typing import NDArray
+
+from shards.selection import caption_columns, nothing_selected, selected_captions, selected_chunks
+from shards.tars import TarBytes
+from shards.where import Where, parse_where
+from train.data.remote import RemoteTars
+
+
+class Selection:
+    """What an expression selects of a split: chunks, and captions.
+
+    A clip is selected if all chunks that it touches are selected and, in a set with captions, its caption is.
+
+    Args:
+        text: the expression; None selects everything.
+        video_ids: the videos of the split.
+        video_row: [chunks], the video of each chunk, as an index of `video_ids`.
+        start_ms: [chunks], its start.
+        has_captions: whether samples have captions; otherwise, conditions on captions are a mistake.
+        tars: those of the data folder, if it is remote.
+
+    Attributes:
+        chunks: bool [chunks], those that are selected; None for all.
+
+    Raises:
+        UserError: the text is not an expression, selects no chunk, or uses scores that chunks lack.
+    """
+
+    def __init__(
+        self,
+        text: str | None,
+        data_dir: Path,
+        *,
+        split: str,
+        video_ids: pa.Array,
+        video_row: NDArray[np.integer],
+        start_ms: NDArray[np.int64],
+        has_captions: bool,
+        tars: TarBytes | None = None,
+    ) -> None:
+        self._where = None if text is None else parse_where(text)
+        of_chunks, self._of_captions = (None, None) if self._where is None else self._where.by_level()
+        self._data_dir, self._split, self._video_ids = data_dir, split, video_ids
+        self._num_chunks, self._num_captions, self._num_selected = len(video_row), 0, 0
+        self.chunks: NDArray[np.bool_] | None = None
+        if self._where is not None and not has_captions:
+            self._where.require(("chunk", "video"), because="these samples have no captions")
+        if of_chunks is not None:
+            if of_chunks.uses_scores and isinstance(tars, RemoteTars):
+                tars.copy_scores()
+            self.chunks = selected_chunks(
+                of_chunks, data_dir, video_ids=video_ids, video_row=video_row, start_ms=start_ms
+            )
+            self._require(of_chunks, int(self.chunks.sum()), self._num_chunks, "chunk")
+
+    @cached_property
+    def rows(self) -> NDArray[np.int64]:
+        """The chunks that are selected."""
+        return np.arange(self._num_chunks) if self.chunks is None else np.flatnonzero(self.chunks)
+
+    @property
+    def text(self) -> str:
+        """The expression as a part of a fingerprint; empty without one."""
+        return "" if self._where is None else f" where {self._where.text}"
+
+    def of_captions(
+        self, captions: pa.Table, *, rows: NDArray[np.integer], video_row: NDArray[np.integer]
+    ) -> dict[str, NDArray[np.bool_] | None]:
+        """The arguments of `usable_captions` for the captions in `rows`.
+
+        Args:
+            video_row: [rows], the video of each.
+
+        Raises:
+            UserError: none of them is selected.
+        """
+        selected = self.part_of_captions(captions, rows=rows, video_row=video_row)
+        self.require_captions()
+        return {"selected": selected, "selected_chunks": self.chunks}
+
+    def part_of_captions(
+        self, captions: pa.Table | pa.RecordBatch, *, rows: NDArray[np.integer], video_row: NDArray[np.integer]
+    ) -> NDArray[np.bool_] | None:
+        """bool [rows], the captions that are selected, of one part after the other; None for all."""
+        if self._of_captions is None:
+            return None
+        selected = selected_captions(
+            self._of_captions, self._data_dir, captions, rows=rows, video_ids=self._video_ids, video_row=video_row
+        )
+        self._num_captions += len(selected)
+        self._num_selected += int(selected.sum())
+        return selected
+
+    def require_captions(self) -> None:
+        """Raise a UserError if none of the captions so far is selected."""
+        if self._of_captions is not None:
+            self._require(self._of_captions, self._num_selected, self._num_captions, "caption")
+
+    def caption_columns(self, schema: pa.Schema) -> list[str]:
+        """The columns of captions that `part_of_captions` needs."""
+        return caption_columns(self._of_captions, schema)
+
+    def remarks(self) -> list[str]:
+        """The expression and how much it selects, for the log; empty without one."""
+        if self._where is None:
+            return []
+        num_chunks = self._num_chunks if self.chunks is None else int(self.chunks.sum())
+        parts = [f"{num_chunks:,} of {self._num_chunks:,} chunks"]
+        if self._of_captions is not None:
+            parts.append(f"{self._num_selected:,} of {self._num_captions:,} captions")
+        return [f"where {self._where.text}: {' and '.join(parts)} selected"]
+
+    def _require(self, where: Where, num_selected: int, count: int, noun: str) -> None:
+        if count and not num_selected:
+            raise nothing_selected(where, what=f"the {count:,} {noun}s of split {self._split!r}")
