@@ -8,9 +8,11 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from manifests.errors import FailedWork, UserError
 from train.config.data import AS_TRAINED, Overrides
+from train.config.training import Device
 from train.data.batch import Batch, to_device
 from train.data.frame_sampling import Sampling
 from train.engine.trained_run import TrainedRun
@@ -32,25 +34,37 @@ _MAX_NAMED = 5
 
 @dataclass(frozen=True)
 class TrainedCaptioner:
-    """A run and its model with the weights of the latest checkpoint, in evaluation mode."""
+    """A run and its model with the weights of the latest checkpoint, in evaluation mode; `name` is that of the run."""
 
+    name: str
     trained: TrainedRun[CaptionerSettings]
     task: CaptionTask
     model: Captioner
 
     @torch.no_grad()
-    def captions(self, batch: Batch, decoding: DecodingSettings, *, samples: Sequence[int]) -> list[str]:
-        """Generate a caption of each clip of a batch.
+    def captions(
+        self, batch: Batch, decoding: DecodingSettings, *, samples: Sequence[int], rows_per_video: int = 1
+    ) -> tuple[list[str], NDArray[np.float32]]:
+        """Generate captions of each clip of a batch, and their likelihoods (train.tasks.caption.decoding).
 
         Args:
-            samples: index of each clip, which sampling depends on.
+            samples: a number for each caption, which sampling depends on.
+            rows_per_video: number of captions per clip, those of a clip adjacent.
         """
         tokenizer = self.task.decoder.tokenizer
         batch = to_device(batch, self.trained.device)
         with self.trained.precision.autocast():
             clips = self.task.inputs(batch)
-            generated = generate_captions(self.model, clips, decoding, end_id=tokenizer.end_id, samples=samples)
-        return [tokenizer.text(ids) for ids in generated.tokens_VL.tolist()]
+            generated = generate_captions(
+                self.model,
+                clips,
+                decoding,
+                end_id=tokenizer.end_id,
+                samples=samples,
+                rows_per_video=rows_per_video,
+            )
+        texts = [tokenizer.text(ids) for ids in generated.tokens_VL.tolist()]
+        return texts, generated.likelihoods_V.cpu().numpy()
 
 
 def caption_files(
@@ -110,16 +124,23 @@ def caption_by(captioner: TrainedCaptioner, decoding: DecodingSettings) -> Capti
             video=torch.from_numpy(np.stack([clip.video for clip in clips])),
             colour=torch.tensor([clip.colour for clip in clips], dtype=torch.uint8),
         )
-        return captioner.captions(batch, decoding, samples=[clip.window.begin_us for clip in clips])
+        texts, _ = captioner.captions(batch, decoding, samples=[clip.window.begin_us for clip in clips])
+        return texts
 
     return caption
 
 
-def open_captioner(weights: str, *, overrides: Overrides = AS_TRAINED, say: Say = print) -> TrainedCaptioner:
+def open_captioner(
+    weights: str, *, overrides: Overrides = AS_TRAINED, device: Device | None = None, say: Say = print
+) -> TrainedCaptioner:
     """Open a run's latest checkpoint, or another captioner; no data is needed.
+
+    Args:
+        device: replaces the run's own.
 
     Raises:
         UserError: there are no such weights, they are of another task, or damaged.
     """
-    opened = open_weights_as({TASK.name: lambda: TASK}, weights, overrides=overrides, say=say)
-    return TrainedCaptioner(opened.trained, opened.task, opened.trained.fill(opened.task.build_model()))
+    opened = open_weights_as({TASK.name: lambda: TASK}, weights, overrides=overrides, device=device, say=say)
+    name = opened.name if opened.run is not None else Path(opened.title).name
+    return TrainedCaptioner(name, opened.trained, opened.task, opened.trained.fill(opened.task.build_model()))
