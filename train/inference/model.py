@@ -141,6 +141,10 @@ class LoadedModel:
                 parts.append(self.model.embed_text(torch.from_numpy(ids).to(self.device)).float())
         return torch.cat(parts)
 
+    @property
+    def _normalisation(self) -> tuple[tuple[float, ...], tuple[float, ...]]:
+        return normalisation_of(self.settings)
+
     def _clips(self, clips: Clips) -> torch.Tensor:
         """Normalised clips [B, C, T, H, W] on the device."""
         if isinstance(clips, Mapping):
@@ -184,7 +188,7 @@ class LoadedModel:
         if side != size_px:
             flat = interpolate(pictures.flatten(0, 1), size=(size_px, size_px), mode="bilinear", antialias=True)
             pictures = flat.unflatten(0, frames_BTHWC.shape[:2])
-        mean, std = (torch.tensor(one, device=self.device)[:, None, None] for one in normalisation_of(settings))
+        mean, std = (torch.tensor(one, device=self.device)[:, None, None] for one in self._normalisation)
         return ((pictures - mean) / std).transpose(1, 2)
 
 

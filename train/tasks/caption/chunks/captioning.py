@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 
 from manifests.errors import FailedWork, UserError
 from manifests.publish import remove_temporaries
@@ -28,7 +29,6 @@ from train.data.inputs import clip_shape, open_folder
 from train.data.loader import LoaderSettings
 from train.data.outcomes import FailedSample
 from train.distributed.world import World
-from train.evaluation.identity import identity_of
 from train.run.folder import held_folder, installed_version
 from train.run.parts import PLAN, begin_parts, missing_parts, share_parts
 from train.run.tracking import Progress
@@ -73,11 +73,6 @@ class Work:
         size, count = self.batch * _BATCHES_PER_PART, len(self.samples)
         return [Part(begin, min(begin + size, count)) for begin in range(0, count, size)]
 
-    @property
-    def source(self) -> str:
-        """The source of the captions: name and hash of the weights."""
-        return f"{self.plan['weights']}@{self.plan['weights_sha256'][:8]}"
-
 
 def open_work(
     weights: str,
@@ -118,11 +113,11 @@ def open_work(
         tars=folder.tars,
     )
     say(f"data: {samples.describe()}; {samples.variant_name}")
-    say(f"weights: {captioner.trained.weights}")
+    say(f"weights: {captioner.source}: {captioner.trained.weights}")
     plan = {
         "kind": KIND,
         "weights": captioner.name,
-        "weights_sha256": identity_of(captioner.model, settings, task=captioner.task.name),
+        "weights_sha256": captioner.weights_sha256,
         "video_variant": samples.chunks.variant_name,
         "chunks_sha256": _chunks_sha256(samples),
         "settings": {
@@ -227,18 +222,19 @@ def _captioned(work: Work, clips: Sequence[Sample], ring: BatchRing) -> pa.Table
     if not np.isfinite(likelihoods).all():
         raise FailedWork("likelihoods of captions are not finite: the weights have diverged")
     videos = chunks.video_ids.take(pa.array(chunks.table.video_row[spans.first_chunk[rows]])).cast(pa.string())
-    return pa.table(
+    table = pa.table(
         [
             np.repeat(videos.to_numpy(zero_copy_only=False), count),
             np.repeat(spans.begin_us[rows] / 1e6, count),
             np.repeat(spans.end_us[rows] / 1e6, count),
             texts,
-            [work.source] * len(texts),
+            [work.captioner.source] * len(texts),
             likelihoods,
             np.tile(np.arange(count, dtype=np.int16), len(clips)),
         ],
         schema=SCHEMA,
     )
+    return table.filter(pc.not_equal(table["text"], ""))
 
 
 def draw_number(key: str, *, begin_us: int, sample: int) -> int:

@@ -124,7 +124,7 @@ def caption_chunks(
         )
         record = caption(work, out, world=world, progress=progress)
         counts = f"{record['num_captions']:,} captions of {record['num_clips'] - record['num_failed']:,} clips"
-        empty = f", {record['num_empty']:,} of them empty" if record["num_empty"] else ""
+        empty = f"; {record['num_empty']:,} were empty and are left out" if record["num_empty"] else ""
         progress.say(f"done: {counts} in {out}{empty}")
         if as_json and world.is_first:
             sys.stdout.write(json.dumps({"out": str(out), **record}) + "\n")

@@ -7,7 +7,8 @@
 `source` is the name of the weights with the first 8 digits of their hash, `likelihood` the mean log probability per
 token (train.tasks.caption.decoding), and `sample` the number of the caption among those of its clip. The schema
 metadata has a JSON object under `clipmill`: `kind`, `weights`, `weights_sha256`, `video_variant`, `chunks_sha256`,
-`settings`, and the numbers of clips, captions, empty captions and failed clips. The table is published last.
+`settings`, and the numbers of clips, captions, empty captions (which have no row) and failed clips. The table is
+published last.
 """
 
 import json
@@ -17,7 +18,6 @@ from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
-import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from manifests.errors import FailedWork, UserError
@@ -119,18 +119,18 @@ def publish_table(out: Path, parts: Sequence[Part], *, plan: Mapping[str, Any]) 
         FailedWork: no clip could be decoded.
     """
     failed: list[dict[str, Any]] = []
-    num_captions = num_empty = 0
+    num_captions = 0
     for part in parts:
         with pq.ParquetFile(part.path(out)) as file:
             failed += json.loads(file.schema_arrow.metadata[_FAILED])
             num_captions += file.metadata.num_rows
-            num_empty += pc.sum(pc.equal(file.read(["text"])["text"], "")).as_py() or 0
-    if not num_captions:
-        first = f"; the first: {failed[0]['detail']}" if failed else ""
-        raise FailedWork(f"none of the {parts[-1].end} clips could be decoded{first}")
+    num_clips = parts[-1].end
+    if len(failed) == num_clips:
+        raise FailedWork(f"none of the {num_clips} clips could be decoded; the first: {failed[0]['detail']}")
     if failed:
         publish_bytes(failures_path(out), "".join(json.dumps(one) + "\n" for one in failed).encode())
-    counts = (parts[-1].end, num_captions, num_empty, len(failed))
+    num_empty = (num_clips - len(failed)) * plan["settings"].get("num_samples", 1) - num_captions
+    counts = (num_clips, num_captions, num_empty, len(failed))
     record = {**plan, **dict(zip(_COUNTS, counts, strict=True))}
     schema = SCHEMA.with_metadata({_METADATA: json.dumps(record, sort_keys=True).encode()})
     with published(out) as temporary, pq.ParquetWriter(temporary, schema) as writer:

@@ -3,7 +3,7 @@
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 
 import numpy as np
@@ -16,13 +16,14 @@ from train.config.training import Device
 from train.data.batch import Batch, to_device
 from train.data.frame_sampling import Sampling
 from train.engine.trained_run import TrainedRun
+from train.evaluation.identity import identity_of
 from train.evaluation.opening import open_weights_as
 from train.models.captioner import Captioner
 from train.tasks.caption.decoding import generate_captions
 from train.tasks.caption.settings import CaptionerSettings, DecodingSettings
 from train.tasks.caption.spec import TASK
 from train.tasks.caption.task import CaptionTask
-from train.tasks.caption.videos.captioning import CaptionClips, VideoEnd, VideoProgress, caption_videos
+from train.tasks.caption.videos.captioning import Caption, CaptionClips, VideoEnd, VideoProgress, caption_videos
 from train.tasks.caption.videos.clips import WindowClip, length_us
 from train.tasks.caption.videos.flags import Format
 from train.tasks.caption.videos.outputs import open_sink, printed
@@ -40,6 +41,16 @@ class TrainedCaptioner:
     trained: TrainedRun[CaptionerSettings]
     task: CaptionTask
     model: Captioner
+
+    @cached_property
+    def weights_sha256(self) -> str:
+        """The identity of the weights: equal for a run and its exports."""
+        return identity_of(self.model, self.trained.settings, task=self.task.name)
+
+    @property
+    def source(self) -> str:
+        """The model as a source of captions: its name and the first digits of its hash."""
+        return f"{self.name}@{self.weights_sha256[:8]}"
 
     @torch.no_grad()
     def captions(
@@ -90,6 +101,8 @@ def caption_files(
     if wanted is not None and out is None:
         raise UserError(f"--format {wanted} is the format of a file", hint="add --out, or leave it out to print lines")
     window_us, videos = length_us(length), find_videos(paths)
+    if out is not None:  # a file of captions is read in other folders
+        videos = [video.parent.resolve() / video.name for video in videos]
     sink = printed() if out is None else open_sink(out, videos, wanted=wanted)
     captioner = open_captioner(weights, overrides=overrides, say=partial(print, file=sys.stderr))
     settings, how = captioner.trained.settings, captioner.task.decoding(decoding)
@@ -98,7 +111,7 @@ def caption_files(
     with sink as take, VideoProgress(num_videos=len(videos)) as progress:
         for event in caption_videos(
             videos,
-            caption_by(captioner, how),
+            caption_by(captioner, how, source="" if out is None else captioner.source),
             sampling=sampling,
             size_px=settings.size_px,
             length_us=window_us,
@@ -114,18 +127,19 @@ def caption_files(
         raise FailedWork(f"{len(failed)} of {len(videos)} videos could not be read to their ends: {named}{more}")
 
 
-def caption_by(captioner: TrainedCaptioner, decoding: DecodingSettings) -> CaptionClips:
+def caption_by(captioner: TrainedCaptioner, decoding: DecodingSettings, *, source: str) -> CaptionClips:
     """Caption clips with a model; sampling depends on where a window begins."""
 
-    def caption(clips: list[WindowClip]) -> list[str]:
+    def caption(clips: list[WindowClip]) -> list[Caption]:
         batch = Batch(
             input="pixels",
             position=torch.zeros(len(clips), dtype=torch.int64),
             video=torch.from_numpy(np.stack([clip.video for clip in clips])),
             colour=torch.tensor([clip.colour for clip in clips], dtype=torch.uint8),
         )
-        texts, _ = captioner.captions(batch, decoding, samples=[clip.window.begin_us for clip in clips])
-        return texts
+        samples = [clip.window.begin_us for clip in clips]
+        texts, likelihoods = captioner.captions(batch, decoding, samples=samples)
+        return [Caption(text, source, its) for text, its in zip(texts, likelihoods.tolist(), strict=True)]
 
     return caption
 
