@@ -19,11 +19,12 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from manifests.errors import FailedWork, UserError
-from manifests.publish import remove_temporaries
+from manifests.publish import remove_temporaries, target_of
 from train.config.data import Overrides
 from train.config.training import Device
 from train.data.batch import BatchRing, Sample
 from train.data.chunk_clips import ChunkClips
+from train.data.chunks import ChunkSet
 from train.data.decoding.clip import Views
 from train.data.inputs import clip_shape, open_folder
 from train.data.loader import LoaderSettings
@@ -119,7 +120,7 @@ def open_work(
         "weights": captioner.name,
         "weights_sha256": captioner.weights_sha256,
         "video_variant": samples.chunks.variant_name,
-        "chunks_sha256": _chunks_sha256(samples),
+        "chunks_sha256": _chunks_sha256(samples.chunks),
         "settings": {
             "split": split,
             "segment_us": segment_us,
@@ -133,10 +134,13 @@ def open_work(
     return Work(captioner=captioner, samples=samples, decoding=decoding, batch=batch, plan=plan)
 
 
-def _chunks_sha256(samples: ChunkClips) -> str:
+def _chunks_sha256(chunks: ChunkSet) -> str:
     """Hash of which chunks there are, and of their bytes; not of captions, which the tars contain as well."""
-    checksums = np.ascontiguousarray(samples.chunks.checksums, "<u4")
-    return hashlib.sha256(samples.fingerprint.encode() + checksums.tobytes()).hexdigest()
+    table = chunks.table
+    digest = hashlib.sha256("\n".join(chunks.video_ids.to_pylist()).encode())
+    for array in (table.video_row, table.start_ms, table.num_frames, chunks.checksums):
+        digest.update(np.ascontiguousarray(array).tobytes())
+    return digest.hexdigest()
 
 
 def caption(work: Work, out: Path, *, world: World, progress: Progress) -> dict[str, Any]:
@@ -171,8 +175,10 @@ def _begin(work: Work, out: Path, *, held: ExitStack) -> dict[str, Any] | None:
         require_same_work(record, work.plan, path=out)
         if not parts.exists():
             return record
-    elif parts.exists() and not (parts / PLAN).is_file() and any(parts.iterdir()):
-        raise UserError(f"{parts} exists already", hint="use another --out, whose unfinished work would be elsewhere")
+    elif (
+        parts.is_dir() and not (parts / PLAN).is_file() and any(target_of(one.name) != PLAN for one in parts.iterdir())
+    ):
+        raise UserError(f"{parts}, where unfinished work would be, exists already", hint="use another --out")
     try:
         parts.mkdir(parents=True, exist_ok=True)
     except OSError as error:
