@@ -1,4 +1,4 @@
-"""Shared code of the learning benchmarks: synthetic videos, and one resumable run per seed."""
+"""Shared code of the learning benchmarks: synthetic videos, and resumable runs."""
 
 import contextlib
 import json
@@ -47,18 +47,18 @@ def found_of_seeds(
     Returns:
         For each seed the scores, the CPU seconds of training, and whether an interrupted run was resumed.
     """
-    with _kept_folder(arguments.folder) as folder:
-        data = _made_data(folder, num_videos=arguments.videos, minutes=arguments.minutes)
+    with kept_folder(arguments.folder) as folder:
+        data = made_data(folder, num_videos=arguments.videos, minutes=arguments.minutes)
         seeds = []
         for seed in range(arguments.seeds):
             words = ["--preset", arguments.preset, "--seed", str(seed), *flags]
-            seeds.append(_found_of(folder / f"seed-{seed}", [command, "--shards", str(data)], words, score=score))
+            seeds.append(found_of(folder / f"seed-{seed}", [command, "--shards", str(data)], words, score=score))
             print(f"seed {seed}: {in_words(seeds[-1])}", file=sys.stderr, flush=True)
     return seeds
 
 
 @contextlib.contextmanager
-def _kept_folder(kept: Path | None) -> Iterator[Path]:
+def kept_folder(kept: Path | None) -> Iterator[Path]:
     """Yield the folder that a benchmark works in: the given one, or a temporary one."""
     if kept is not None:
         kept.mkdir(parents=True, exist_ok=True)
@@ -68,7 +68,7 @@ def _kept_folder(kept: Path | None) -> Iterator[Path]:
         yield Path(folder)
 
 
-def _made_data(folder: Path, *, num_videos: int, minutes: float) -> Path:
+def made_data(folder: Path, *, num_videos: int, minutes: float) -> Path:
     """Generate videos, their manifest and chunks; both commands skip finished work."""
     data = folder / "data"
     if not (data / "manifest").exists():
@@ -81,7 +81,7 @@ def _made_data(folder: Path, *, num_videos: int, minutes: float) -> Path:
     return data
 
 
-def _found_of(
+def found_of(
     out: Path, command: Sequence[str], words: Sequence[str], *, score: Callable[[Path], dict[str, Any]]
 ) -> dict[str, Any]:
     """Train and score one seed, and save the scores with the run."""

@@ -81,7 +81,8 @@ def test_a_caption_depends_on_seed_key_and_sample_alone(
     expected = [row for row in rows(table) if row["sample"] < 2]
     found = rows(alone)
     assert [row["text"] for row in found] == [row["text"] for row in expected]
-    np.testing.assert_allclose(*([row["likelihood"] for row in its] for its in (found, expected)), rtol=1e-5)
+    likelihoods, its = ([row["likelihood"] for row in table] for table in (found, expected))
+    np.testing.assert_allclose(likelihoods, its, rtol=1e-5)
     assert caption(captioner_run, data_dir, other, seed=1, num_samples=2) == 0
     assert [row["text"] for row in rows(other)] != [row["text"] for row in expected]
 

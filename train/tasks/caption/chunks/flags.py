@@ -64,7 +64,7 @@ def caption_chunks(
     Examples:
 
         train caption-chunks runs/captions --shards data --out pseudo.parquet
-        train caption-chunks runs/captions --shards data --segment 5s --num-samples 10 --out pseudo.parquet
+        train caption-chunks runs/captions --shards data --segment 5s --out 5s.parquet
 
     Parameters
     ----------
