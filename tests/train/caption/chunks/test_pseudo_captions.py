@@ -73,7 +73,7 @@ def sources() -> dict[str, set[str]]:
 
 def texts_in_tars() -> str:
     shards = Variant.open(Path("data")).whole().shards()
-    members = [shard.read_member(row, "txt") for shard in shards for row in range(len(shard.index))]
+    members = [shard.read(row, "txt") for shard in shards for row in range(len(shard.index))]
     return "\n".join(member.decode() for member in members)
 
 
@@ -101,7 +101,7 @@ def test_the_documented_path_and_a_captioner_that_changed(
     assert run(caption) == 0  # the same chunks, with other captions in their tars
     assert "nothing to do: pseudo.parquet is finished" in capsys.readouterr().out
     assert run(train) == 0
-    assert f"captioner@* = 1" in capsys.readouterr().out
+    assert "captioner@* = 1" in capsys.readouterr().out
     assert run(evaluate) == 0
 
     # The captioner changes: its captions are stale, are named so, and are replaced by those of its new version.
