@@ -82,7 +82,8 @@ def pair_captions(
     num_read: list[NDArray[Any]] = [none]  # sources of captions
     num_embedded: list[NDArray[Any]] = [none]
     words: defaultdict[int, TextDigest] = defaultdict(TextDigest)  # by source
-    for block in _captions(data_dir, video_ids, names):
+    elsewhere: set[str] = set()
+    for block in _captions(data_dir, video_ids, names, elsewhere):
         address, embedded = none, np.ones(len(block.caption_id), bool)
         first, last = span.overlapped(video_row=block.video_row, begin_s=block.begin_s, end_s=block.end_s)
         if text is not None:
@@ -97,7 +98,7 @@ def pair_captions(
             words[source].add(block.text.take(pa.array(np.flatnonzero(used & (block.source == source)))))
         num_read.append(block.source)
         num_embedded.append(block.source[embedded])
-    sources = choose_sources(names, wanted=wanted_sources)
+    sources = choose_sources(names, wanted=wanted_sources, elsewhere=elsewhere)
     joined = {name: np.concatenate([part.pop(name) for part in parts]) for name in list(parts[0])}
     rank = sources.rank[joined["source"]]
     # Ascending indices of captions are then ascending ids, source by source.
@@ -146,13 +147,18 @@ class _Block:
     text: pa.StringArray
 
 
-def _captions(data_dir: Path, video_ids: pa.Array, names: list[str]) -> Iterator[_Block]:
-    """The captions of `video_ids` in blocks, ascending by id; adds the names of their sources to `names`."""
+def _captions(data_dir: Path, video_ids: pa.Array, names: list[str], every: set[str]) -> Iterator[_Block]:
+    """The captions of `video_ids` in blocks, ascending by id; adds the names of their sources to `names`.
+
+    Args:
+        every: gets the names of the sources of all videos.
+    """
     columns = ["caption_id", "video_id", "begin_s", "end_s", "source", "text"]
     with open_captions(data_dir) as file:
         for batch in file.iter_batches(_BLOCK, columns=columns):
             video_row = rows_of(pa.chunked_array([batch["video_id"]]), video_ids)
             rows = np.flatnonzero(video_row >= 0)
+            every.update(pc.unique(batch["source"]).to_pylist())
             coded = pc.dictionary_encode(batch["source"].take(pa.array(rows)))
             of_block = coded.dictionary.to_pylist()
             names.extend(name for name in of_block if name not in names)
