@@ -48,7 +48,7 @@ def found_of_seeds(
         For each seed the scores, the CPU seconds of training, and whether an interrupted run was resumed.
     """
     with kept_folder(arguments.folder) as folder:
-        data = made_data(folder, num_videos=arguments.videos, minutes=arguments.minutes)
+        data = _made_data(folder, num_videos=arguments.videos, minutes=arguments.minutes)
         seeds = []
         for seed in range(arguments.seeds):
             words = ["--preset", arguments.preset, "--seed", str(seed), *flags]
@@ -68,7 +68,7 @@ def kept_folder(kept: Path | None) -> Iterator[Path]:
         yield Path(folder)
 
 
-def made_data(folder: Path, *, num_videos: int, minutes: float) -> Path:
+def _made_data(folder: Path, *, num_videos: int, minutes: float) -> Path:
     """Generate videos, their manifest and chunks; both commands skip finished work."""
     data = folder / "data"
     if not (data / "manifest").exists():

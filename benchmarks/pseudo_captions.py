@@ -16,6 +16,7 @@ encoders and of the captioner. CPU seconds are those of training. With --folder 
 interrupted benchmark resumes if given the same options.
 """
 
+import contextlib
 import csv
 import os
 import shutil
@@ -29,7 +30,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from benchmarks.learning import found_of, kept_folder, learning_parser, made_data
+from benchmarks.learning import found_of, kept_folder, learning_parser
 from benchmarks.measure import prep_command, run_measured
 from benchmarks.report import print_report
 from manifests.store import read_captions, read_videos
@@ -73,13 +74,12 @@ def main() -> None:
 def labelled_data(folder: Path, arguments: Any) -> Path:
     """Make the data folder in which a quarter of the training videos have captions."""
     data, table = folder / "labelled", folder / "captions.csv"
-    if not (data / "video").exists():
-        whole = made_data(folder, num_videos=arguments.videos, minutes=arguments.minutes)
+    if not (data / "manifest").exists():
+        whole, count = folder / "whole", ("--videos", str(arguments.videos), "--minutes", str(arguments.minutes))
+        run_measured(prep_command("manifest", "synthetic", *count, "--data", whole))
         write_labels(whole, table)
-        run_measured(
-            prep_command("manifest", "folder", whole / "synthetic", "--captions", table, "--data", data, "--json")
-        )
-        run_measured(prep_command("chunk", "--len", "15s", "--data", data, "--engine", "processes"))
+        run_measured(prep_command("manifest", "folder", whole / "synthetic", "--captions", table, "--data", data))
+    run_measured(prep_command("chunk", "--len", "15s", "--data", data, "--engine", "processes"))
     return data
 
 
@@ -125,7 +125,8 @@ def add_pseudo_captions(labelled: Path, data: Path, captioner: Path, *, argument
     """Add captions of the videos without labels to a copy of the labelled data folder; return their number."""
     table, others = (captioner.with_name(f"{captioner.name}{end}.parquet") for end in ("", "-others"))
     words = ("--shards", str(labelled), "--segment", "5s", "--workers", "2", "--out", str(table))
-    app(["caption-chunks", str(captioner), *words, "--json"])
+    with contextlib.redirect_stdout(sys.stderr):
+        app(["caption-chunks", str(captioner), *words])
     rows = pq.read_table(table)
     has_labels = pc.is_in(rows["video"], value_set=pc.unique(read_captions(labelled)["video_id"].cast(pa.string())))
     pq.write_table(rows.filter(pc.invert(has_labels)), others)
@@ -148,7 +149,8 @@ def score_run(out: Path) -> dict[str, Any]:
     """Score a dual encoder on the held-out clips."""
     scored = evaluation.score_run(RETRIEVAL, out, RetrievalFlags(split="val"))
     found = scored["text_to_video"]
-    return {"recall": found["recall"], "chance": found["chance"], "num_clips": found["gallery_size"]}
+    shares = {name: {str(k): share for k, share in found[name].items()} for name in ("recall", "chance")}
+    return {**shares, "num_clips": found["gallery_size"]}
 
 
 def rows_of(seeds: Sequence[dict[str, Any]]) -> list[dict[str, object]]:
