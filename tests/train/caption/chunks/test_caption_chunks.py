@@ -180,7 +180,7 @@ def test_chunks_that_cannot_be_decoded_are_listed_and_have_no_row(
     for _ in range(2):  # again: nothing to do, but the failure is still there
         assert caption(captioner_run, damaged, out) == 1
         said = capsys.readouterr().err
-        assert "1 clips could not be decoded" in said and "pseudo.failures.jsonl" in said
+        assert "clips that could not be decoded: 1; see" in said and "pseudo.failures.jsonl" in said
     [failure] = [json.loads(line) for line in (tmp_path / "pseudo.failures.jsonl").read_text().splitlines()]
     assert (failure["position"], failure["key"], failure["reason"]) == (4, "b_000002000", "checksum")
     assert rows(out) == [row for row in rows(table) if (row["video"], row["begin_s"]) != ("b", 2.0)]

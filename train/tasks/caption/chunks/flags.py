@@ -61,10 +61,9 @@ def caption_chunks(
     The table has several captions per clip with their likelihoods, and names the weights. The same command resumes an
     interrupted run; under torchrun, all processes share the work.
 
-    Examples:
+    Example:
 
         train caption-chunks runs/captions --shards data --out pseudo.parquet
-        train caption-chunks runs/captions --shards data --segment 5s --out 5s.parquet
 
     Parameters
     ----------
@@ -129,4 +128,4 @@ def caption_chunks(
         if as_json and world.is_first:
             sys.stdout.write(json.dumps({"out": str(out), **record}) + "\n")
     if record["num_failed"]:
-        raise FailedWork(f"{record['num_failed']:,} clips could not be decoded; see {failures_path(out)}")
+        raise FailedWork(f"clips that could not be decoded: {record['num_failed']:,}; see {failures_path(out)}")
