@@ -171,6 +171,25 @@ def test_the_same_again_does_nothing_and_other_captions_are_refused_by_name(
     assert out.read_bytes() == table.read_bytes()
 
 
+def test_unfinished_work_is_not_continued_as_other_work(
+    captioner_run: Path,
+    data_dir: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    out = tmp_path / "pseudo.parquet"
+    with monkeypatch.context() as patch:
+        patch.setattr(captioning, "publish_table", lambda *_, **__: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            caption(captioner_run, data_dir, out)
+    assert caption(captioner_run, data_dir, out, seed=1) == 2
+    said = capsys.readouterr().err
+    assert f"{tmp_path / 'pseudo.parts'} is stale, it has other captions: settings.seed was 0 and is 1" in said
+    assert caption(captioner_run, data_dir, out) == 0
+    assert "resumed: 1 of 1 parts were finished" in capsys.readouterr().out
+
+
 def test_chunks_that_cannot_be_decoded_are_listed_and_have_no_row(
     table: Path, captioner_run: Path, data_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
