@@ -16,6 +16,7 @@ class Reason(StrEnum):
     EMPTY_ID = "empty_id"  # the row names no video
     EMPTY_CAPTION = "empty_caption"
     BAD_TIME = "bad_time"  # not a number, negative, or an end that is not after the begin
+    BAD_LIKELIHOOD = "bad_likelihood"  # not a number, or more than 0: it is the logarithm of a probability
     BAD_SPLIT = "bad_split"  # not train, val or test, or different from the split the video already has
     BAD_LABEL = "bad_label"
     NO_INTERVAL = "no_interval"  # a timestamp that the interval rule cannot expand

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 from cyclopts import App, Parameter
 
 from manifests.errors import FailedWork, UserError
+from prep.commands import manifest_captions
 from prep.commands.benchmarks import BENCHMARKS, Adapter
 from prep.core.make import OPTIONS, Data
 
@@ -235,6 +236,9 @@ def synthetic(
         return reading
 
     _write(make, data=data, videos=directory, dataset=name, as_json=json)
+
+
+app.command(manifest_captions.captions)
 
 
 def _write(read: "Callable[[], Reading]", *, data: Path, videos: Path, dataset: str, as_json: bool) -> None:
