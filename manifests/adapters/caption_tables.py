@@ -20,7 +20,7 @@ import pyarrow.parquet as pq
 from manifests.adapters.annotation_file import open_annotations
 from manifests.adapters.reading import ROWS_PER_CHUNK, Reading, ReadingBuilder, encodable, interval_fault
 from manifests.adapters.reasons import Reason
-from manifests.adapters.tables import Row, read_csv, read_json_lines, seconds
+from manifests.adapters.tables import Row, log_probability, read_csv, read_json_lines, seconds
 from manifests.adapters.video_files import Ambiguous, VideoFile, VideoLookup
 from manifests.errors import UserError
 from manifests.json_text import parse_json
@@ -309,10 +309,9 @@ def _cells(row: Row, *, source: str | None) -> tuple[dict[str, Any], Reason | No
     except ValueError as error:
         return {}, Reason.BAD_TIME, str(error)
     try:
-        likelihood = values["likelihood"]
-        values["likelihood"] = None if likelihood is None or likelihood == "" else float(likelihood)
-    except (TypeError, ValueError, OverflowError):
-        return {}, Reason.BAD_LIKELIHOOD, f"likelihood is {quoted(values['likelihood'])}, expected a number"
+        values["likelihood"] = log_probability(values["likelihood"])
+    except ValueError as error:
+        return {}, Reason.BAD_LIKELIHOOD, f"likelihood is {error}"
     return values, None, ""
 
 
