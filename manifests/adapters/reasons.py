@@ -7,6 +7,7 @@ class Reason(StrEnum):
     """One code per reason; the comments are the descriptions in the README."""
 
     MISSING_FILE = "missing_file"  # annotated, but there is no such video; one row per video, with the lost captions
+    MISSING_CHUNK = "missing_chunk"  # a model's caption of a chunk that no longer exists
     AMBIGUOUS_VIDEO = "ambiguous_video"  # the name matches several files
     DUPLICATE_ID = "duplicate_id"  # another video already has this ID
     BAD_NAME = "bad_name"  # the file name is not valid Unicode

@@ -59,11 +59,12 @@ def captions(
         Parquet, CSV or JSON-lines files with the columns video and text, and optionally begin_s, end_s (in seconds),
         source and likelihood.
     """
-    from manifests.adapters.caption_tables import read_caption_tables
+    from manifests.adapters.further import Limits, read_caption_tables
     from manifests.adapters.reading import encodable
     from manifests.further_write import FURTHER, write_further_captions
     from manifests.store import read_rejected, read_videos
     from prep.commands import manifest_text
+    from prep.commands.caption_limits import chunk_finder, ends_of_videos, of_other_variants
     from prep.core.data_folder import require_data_folder, writing
     from prep.core.failure_list import first_rejected, named_values
 
@@ -76,22 +77,27 @@ def captions(
         raise UserError(f"--source {quoted(source)} is not a name", hint="give a name of letters and digits")
     folder = require_data_folder(data)
     with writing(folder):
-        tables_read = read_caption_tables(tables, videos=read_videos(folder), dataset=FURTHER, source=source)
-        if manifest_text.unused_files(tables_read.reading):
-            raise FailedWork(manifest_text.unused_text(tables_read.reading))
+        videos = read_videos(folder)
+        limits = Limits(ends_of_videos(folder, videos), chunk_finder(folder, videos))
+        read = read_caption_tables(tables, videos=videos, dataset=FURTHER, source=source, limits=limits)
+        if manifest_text.unused_files(read.reading):
+            raise FailedWork(manifest_text.unused_text(read.reading))
         selected, num_dropped = _select(
-            tables_read.reading.captions, min_likelihood=min_likelihood, drop_duplicates=drop_duplicates
+            read.reading.captions, min_likelihood=min_likelihood, drop_duplicates=drop_duplicates
         )
-        limits = {"min_likelihood": min_likelihood, "drop_duplicates": drop_duplicates}
+        choice = {"min_likelihood": min_likelihood, "drop_duplicates": drop_duplicates}
         written = write_further_captions(
             folder,
             selected,
-            tables_read.reading.rejected,
-            records={name: {**record, **limits} for name, record in tables_read.records.items()},
+            read.reading.rejected,
+            records={name: {**record, **choice} for name, record in read.records.items()},
         )
-        has_rejected = tables_read.reading.rejected.num_rows > 0
+        has_rejected = read.reading.rejected.num_rows > 0
         rejected = first_rejected(manifest_text.rejected_of(read_rejected(folder), FURTHER)) if has_rejected else []
-    values = _values(written, reading=tables_read.reading, num_dropped=num_dropped)
+    values = {
+        **_values(written, reading=read.reading, num_dropped=num_dropped),
+        "other_variants": of_other_variants(folder, read.records),
+    }
     if json:
         print(json_module.dumps({**values, "first_rejected": named_values(rejected)}, indent=1, sort_keys=True))
     else:
@@ -164,6 +170,8 @@ def _lines(written: "FurtherResult", values: dict[str, Any], *, rejected: "Seque
         yield f"{on_one_line(name)}: {counted(count, 'caption')} ({changes})"
     for name, count in written.num_stale.items():
         yield f"stale: {counted(count, 'caption')} of {on_one_line(name)}, an earlier version, replaced"
+    for name, variants in values["other_variants"].items():
+        yield f"note: {on_one_line(name)} describes chunks of {', '.join(variants)}, which is not the current variant"
     if values["num_dropped"]:
         yield "dropped: " + ", ".join(f"{count:,} {reason}" for reason, count in values["num_dropped"].items())
     if reasons := values["num_rejected"]:
