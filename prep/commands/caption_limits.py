@@ -1,8 +1,7 @@
 """What limits captions of tables: the ends of the videos, and for those that describe chunks, the chunks."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -27,24 +26,6 @@ def ends_of_videos(data_dir: Path, videos: pa.Table) -> np.ndarray:
     rows = pc.index_in(videos["path"].combine_chunks(), value_set=probes["path"].combine_chunks())
     ends_s = probes["end_s"].combine_chunks().take(rows)
     return np.asarray(pc.fill_null(ends_s, np.inf).to_numpy(zero_copy_only=False))
-
-
-def of_other_variants(data_dir: Path, records: Mapping[str, Mapping[str, Any]]) -> dict[str, list[str]]:
-    """Return the variants of `video` that further sources of captions describe, other than the current one.
-
-    Args:
-        records: of the sources, as in manifest.json.
-
-    Returns:
-        source -> names of variants, for those with any; empty if no variant is current.
-    """
-    current = current_variant(data_dir, VIDEO)
-    found = {}
-    for name, record in records.items() if current is not None else ():
-        variants = {str(model["video_variant"]) for model in record["models"] if model.get("video_variant") is not None}
-        if variants - {current}:
-            found[name] = sorted(variants - {current})
-    return found
 
 
 def chunk_finder(data_dir: Path, videos: pa.Table) -> Callable[[np.ndarray, np.ndarray, np.ndarray], np.ndarray] | None:

@@ -64,9 +64,12 @@ def captions(
     from manifests.further_write import FURTHER, write_further_captions
     from manifests.store import read_rejected, read_videos
     from prep.commands import manifest_text
-    from prep.commands.caption_limits import chunk_finder, ends_of_videos, of_other_variants
+    from prep.commands.caption_limits import chunk_finder, ends_of_videos
+    from prep.core.column import VIDEO
     from prep.core.data_folder import require_data_folder, writing
     from prep.core.failure_list import first_rejected, named_values
+    from prep.upkeep.caption_sources import other_variants
+    from shards.dataset import current_variant
 
     if min_likelihood is not None and not (isfinite(min_likelihood) and min_likelihood <= 0):
         raise UserError(
@@ -94,9 +97,11 @@ def captions(
         )
         has_rejected = read.reading.rejected.num_rows > 0
         rejected = first_rejected(manifest_text.rejected_of(read_rejected(folder), FURTHER)) if has_rejected else []
+    current = current_variant(folder, VIDEO)
+    other = {name: other_variants(record["models"], current=current) for name, record in read.records.items()}
     values = {
         **_values(written, reading=read.reading, num_dropped=num_dropped),
-        "other_variants": of_other_variants(folder, read.records),
+        "other_variants": {name: variants for name, variants in other.items() if variants},
     }
     if json:
         print(json_module.dumps({**values, "first_rejected": named_values(rejected)}, indent=1, sort_keys=True))
