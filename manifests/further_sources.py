@@ -110,8 +110,9 @@ class FurtherCaptions:
         }
 
     def select(self, table: pa.Table) -> np.ndarray:
-        """A Selection of these captions, by ID."""
-        return np.isin(table["caption_id"].to_numpy(), self.captions["caption_id"].to_numpy(), assume_unique=True)
+        """A Selection of these captions, at least one, by ID."""
+        ids, wanted = self.captions["caption_id"].to_numpy(), table["caption_id"].to_numpy()
+        return np.asarray(ids[np.minimum(np.searchsorted(ids, wanted), len(ids) - 1)] == wanted)
 
     def added_to(self, videos: pa.Table) -> pa.Table:
         """Return a table of videos that counts these captions as well.

@@ -25,6 +25,7 @@ from manifests.adapters.subtitles import (
     read_segments,
 )
 from manifests.adapters.video_files import VideoFile, composed
+from manifests.errors import UserError
 from manifests.quoting import counted, on_one_line
 
 SUBTITLES, ASR = "subtitles", "asr"
@@ -53,6 +54,9 @@ def add_files_beside(
     Args:
         directory: the folder; it counts as the annotation file.
         numbers: relative path of each video -> index in `builder`; None if the video was rejected.
+
+    Raises:
+        UserError: there are no subtitles, and no output of speech recognition.
     """
     videos: dict[str, list[str]] = defaultdict(list)
     for name in numbers:
@@ -76,6 +80,12 @@ def add_files_beside(
         for file, _ in of_video[name] if video is None else ():
             builder.reject(Reason.MISSING_FILE, file=str(file.path), detail="its video was rejected")
     reader.note()
+    is_subtitle = (file.path.suffix.lower() in _SUBTITLE_SUFFIXES for file in files)
+    if not reader.num_read and not any(is_subtitle):
+        raise UserError(
+            f"no subtitles beside the videos in {directory}",
+            hint="for a video NAME.mp4, name them NAME.srt, NAME.en.srt, NAME.vtt, or NAME.json (output of Whisper)",
+        )
 
 
 class _Reader:
@@ -84,6 +94,7 @@ class _Reader:
     def __init__(self, builder: ReadingBuilder, directory: Path) -> None:
         self._builder, self._directory = builder, directory
         self._notes: dict[str, list[Path]] = defaultdict(list)
+        self.num_read = 0  # files that are subtitles or the output of speech recognition, even damaged
 
     def add(self, video: int, files: Sequence[tuple[VideoFile, str]]) -> None:
         seen: set[str] = set()
@@ -93,10 +104,12 @@ class _Reader:
             except Unreadable as error:
                 source_id = self._builder.source_id_of(video)
                 self._builder.reject(Reason.UNREADABLE, file=str(file.path), source_id=source_id, detail=str(error))
+                self.num_read += 1
                 continue
             if cues is None:
                 self._notes["not the output of speech recognition, ignored"].append(file.path)
                 continue
+            self.num_read += 1
             words = "".join("".join(str(cue.text).split()) for cue in cues)
             if words in seen:
                 self._notes["same words as another file of the video, ignored"].append(file.path)

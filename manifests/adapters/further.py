@@ -78,7 +78,7 @@ class _Videos:
     def __init__(self, videos: pa.Table) -> None:
         self.ids: pa.Array = videos["video_id"].combine_chunks()
         self._videos = videos
-        self._lookup: VideoLookup | None = None
+        self._lookups: tuple[VideoLookup, ...] = ()
         self._row_of_path: dict[Path, int] = {}
 
     def rows(self, names: pa.Array) -> np.ndarray:
@@ -92,14 +92,19 @@ class _Videos:
         Raises:
             Ambiguous: several videos match.
         """
-        if self._lookup is None:
-            files = []
-            pairs = zip(self._videos["source_id"].to_pylist(), self._videos["path"].to_pylist(), strict=True)
-            for row, (source_id, path) in enumerate(pairs):
-                self._row_of_path[Path(path)] = row
-                files.append(VideoFile(Path(path), _relative(source_id, suffix=Path(path).suffix)))
-            self._lookup = VideoLookup(files)
-        found = self._lookup.find(name)
+        if not self._lookups:
+            paths = [Path(path) for path in self._videos["path"].to_pylist()]
+            self._row_of_path = {path: row for row, path in enumerate(paths)}
+            names = [
+                _relative(source_id, suffix=path.suffix)
+                for source_id, path in zip(self._videos["source_id"].to_pylist(), paths, strict=True)
+            ]
+            # The ID of a dataset may differ from the name of the file.
+            self._lookups = tuple(
+                VideoLookup(list(map(VideoFile, paths, relative)))
+                for relative in (names, [path.name for path in paths])
+            )
+        found = next((file for lookup in self._lookups if (file := lookup.find(name)) is not None), None)
         return -1 if found is None else self._row_of_path[found.path]
 
 

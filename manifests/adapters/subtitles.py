@@ -29,6 +29,7 @@ _LIKE_TIMING = re.compile(r"[\s\d:.,-]*-->|[\s\d:.,-]*:[\s\d:.,-]*->")
 _PARTS = re.compile(r"(?P<sign>-?)(?:(?P<hours>\d+):)?(?P<minutes>\d+):(?P<seconds>\d+)(?:[.,:](?P<fraction>\d+))?")
 # <i>, </font>, <v Name>, <c.yellow>, <00:00:01.000>; {\an8}, {y:i}. Not "I <3 you" or "{laughs}".
 _TAG = re.compile(r"</?[A-Za-z][^<>]*>|</?>|<\d[\d:.,]*>|\{\\[^{}]*\}|\{[A-Za-z]:[^{}]*\}")
+_INVISIBLE = dict.fromkeys((0x200E, 0x200F, 0xFEFF))  # direction marks, and byte order marks of joined files
 _LINE_BREAK = re.compile(r"\\[Nnh]")
 _ENTITY = re.compile(r"&(?:[A-Za-z]+|#\d+|#[xX][0-9a-fA-F]+);")
 
@@ -129,7 +130,7 @@ def without_markup(text: str) -> str:
     """Return the words of a cue on one line: without tags, with entities replaced."""
     text = _LINE_BREAK.sub(" ", _TAG.sub("", text))
     text = _ENTITY.sub(lambda found: html.unescape(found[0]), text)
-    return " ".join(text.split())
+    return " ".join(text.translate(_INVISIBLE).split())
 
 
 def read_bytes(path: Path) -> bytes:
@@ -210,6 +211,7 @@ def _segment(number: int, segment: Any) -> Cue:
     if not isinstance(segment, dict):
         return Cue(number, fault=(Reason.MALFORMED_ROW, f"a segment is {quoted(segment)}, expected an object"))
     text = segment.get("text")
+    text = " ".join(text.split()) if isinstance(text, str) else text
     times = [segment.get(name) for name in ("start", "end")]
     try:
         begin_s, end_s = (seconds(time, default=nan) for time in times)
