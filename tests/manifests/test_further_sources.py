@@ -1,6 +1,9 @@
 """Captions of tables as further sources: what they replace, what they leave alone, and what stays in the end."""
 
+import itertools
 import json
+import shutil
+from contextlib import suppress
 from math import inf
 from pathlib import Path
 from typing import Any
@@ -16,6 +19,7 @@ from manifests.errors import UserError
 from manifests.further_write import FURTHER, FurtherResult, write_further_captions
 from manifests.schema import CAPTIONS, VIDEOS
 from manifests.store import read_captions, read_manifest, read_rejected, read_videos, write_manifest
+from tests.manifests.test_interrupted_writes import Killed, stop_at
 from tests.manifests.test_store import digests, file_hashes, ids_by_text, reading_of, write
 
 OWN = [("v", 0.0, 1.0, "one"), ("w", 0.0, inf, "two")]
@@ -84,6 +88,18 @@ def test_captions_are_added_and_nothing_else_changes(data: Path, tmp_path: Path)
         "models": [{"weights": "narrator", "weights_sha256": FIRST, "video_variant": "v1", "settings": {"top_p": 0.9}}],
         "num_captions": 2,
     }
+
+
+def test_digests_of_manifests_without_them_are_those_of_earlier_versions(tmp_path: Path) -> None:
+    """Otherwise every chunk would be written again."""
+    own = [("v", 0.0, 1.0, "one"), ("w", 0.0, inf, "zwei é"), ("v", 0.5, 2.0, "three")]
+    write(tmp_path, reading_of(tmp_path, ["v", "w", "u"], own, labels={"label_class": "cat"}))
+    assert digests(tmp_path) == {
+        "v": "3afb20ba439327d64fa384238cd43ee1772211f9aa35f9d3977e18cd7a7e92d0",
+        "w": "f50854a4fab40e61c1208c846ea396e2596c747ca753c7b41a0a0c46b50a2a82",
+        "u": "e3b0c44298fc1c149afbf4c8996fb92427ae41e4649b934ca495991b7852b855",
+    }
+    assert pq.read_schema(tmp_path / "manifest" / "videos.parquet").names == VIDEOS.names
 
 
 def test_the_same_table_again_changes_no_byte(data: Path, tmp_path: Path) -> None:
@@ -217,6 +233,38 @@ def test_a_damaged_manifest_is_not_built_upon(data: Path, tmp_path: Path) -> Non
     with pytest.raises(UserError, match="caption IDs would change") as caught:
         write(data, reading_of(tmp_path, ["v", "w"], OWN))
     assert "prep manifest captions` for the further sources (narrator@aaaaaaaa)" in str(caught.value.hint)
+
+
+def test_a_write_that_is_killed_anywhere_leaves_the_old_manifest_or_the_new_one(data: Path, tmp_path: Path) -> None:
+    first, second = (
+        pseudo(tmp_path / f"{weights}.parquet", [{"video": "v", "text": text}], weights=weights)
+        for weights, text in ((FIRST, "a"), (SECOND, "b"))
+    )
+    add(data, first)
+    done = tmp_path / "done"
+    shutil.copytree(data, done)
+    add(done, second)
+    found, seen = read(data, second), set()
+    for point in itertools.count():
+        copy = tmp_path / str(point)
+        shutil.copytree(data, copy)
+        with pytest.MonkeyPatch.context() as patch:
+            stop_at(point, patch, Killed())
+            with suppress(Killed):
+                write_further_captions(copy, found.reading.captions, found.reading.rejected, records=found.records)
+                break
+        texts = read_captions(copy)["text"].to_pylist()[3:]
+        assert texts == [{"narrator@aaaaaaaa": "a", "narrator@bbbbbbbb": "b"}[name] for name in further_names(copy)]
+        assert read_videos(copy)["num_captions"].to_pylist() == [2, 1, 1]
+        seen.update(texts)
+        if point % 4 == 0:
+            add(copy, second)
+            assert file_hashes(copy) == file_hashes(done)
+    assert seen == {"a", "b"}
+
+
+def further_names(data: Path) -> list[str]:
+    return list(read_manifest(data)["further_sources"])
 
 
 def test_rows_that_cannot_be_used_are_rejected_by_reason(data: Path, tmp_path: Path) -> None:
