@@ -1,4 +1,4 @@
-"""Shared code of the learning benchmarks: synthetic videos, and one resumable run per seed."""
+"""Shared code of the learning benchmarks: synthetic videos, and resumable runs."""
 
 import contextlib
 import json
@@ -52,7 +52,7 @@ def found_of_seeds(
         seeds = []
         for seed in range(arguments.seeds):
             words = ["--preset", arguments.preset, "--seed", str(seed), *flags]
-            seeds.append(found_of_run(folder / f"seed-{seed}", [command, "--shards", str(data)], words, score=score))
+            seeds.append(found_of(folder / f"seed-{seed}", [command, "--shards", str(data)], words, score=score))
             print(f"seed {seed}: {in_words(seeds[-1])}", file=sys.stderr, flush=True)
     return seeds
 
@@ -81,7 +81,7 @@ def _made_data(folder: Path, *, num_videos: int, minutes: float) -> Path:
     return data
 
 
-def found_of_run(
+def found_of(
     out: Path, command: Sequence[str], words: Sequence[str], *, score: Callable[[Path], dict[str, Any]]
 ) -> dict[str, Any]:
     """Train and score one seed, and save the scores with the run."""

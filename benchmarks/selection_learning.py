@@ -32,7 +32,7 @@ import cv2
 import numpy as np
 import pyarrow as pa
 
-from benchmarks.learning import found_of_run, kept_folder
+from benchmarks.learning import found_of, kept_folder
 from benchmarks.measure import prep_command, run_measured
 from benchmarks.report import parser_for, print_report
 from manifests.errors import UserError
@@ -213,7 +213,7 @@ def main() -> None:
                 words = ["--preset", "tiny", "--steps", str(arguments.steps), "--seed", str(seed)]
                 words += [] if where is None else ["--where", where]
                 command = ["dual-encoder", "--shards", str(data)]
-                found.append(found_of_run(folder / f"{variant}-{seed}", command, words, score=score_run))
+                found.append(found_of(folder / f"{variant}-{seed}", command, words, score=score_run))
                 print(f"{variant}, seed {seed}: {found[-1]}", file=sys.stderr, flush=True)
     print_report(
         f"Held-out retrieval after {arguments.steps} steps on data of which half is spoilt",

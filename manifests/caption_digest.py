@@ -8,6 +8,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from manifests.caption_table import take_rows
+from manifests.schema import LIKELIHOOD
 
 _ROWS_AT_ONCE = 131_072
 
@@ -16,6 +17,8 @@ def captions_sha256(
     captions: pa.Table, *, caption_ids: np.ndarray, video_rows: np.ndarray, num_videos: int
 ) -> list[str]:
     """Compute a digest of each video's captions, ordered by begin, end and ID: IDs, times, texts, sources and labels.
+
+    Likelihoods count for videos that have any: without one, the digest is that of a table without the column.
 
     Args:
         captions: the columns after caption_id, N rows.
@@ -29,17 +32,23 @@ def captions_sha256(
     bounds = np.searchsorted(video_rows[order], np.arange(num_videos + 1))
     digests = [hashlib.sha256(b"").hexdigest()] * num_videos
     columns = captions.drop_columns(["video_id"])
+    if LIKELIHOOD.name not in columns.column_names:
+        columns = columns.append_column(LIKELIHOOD, pa.nulls(columns.num_rows, LIKELIHOOD.type))
     for first, last in _windows(bounds):
         rows = order[bounds[first] : bounds[last]]
         part = take_rows(columns, rows).combine_chunks()
+        likelihood = part[LIKELIHOOD.name].chunk(0)
+        has_likelihood = likelihood.is_valid().to_numpy(zero_copy_only=False)
+        part = part.drop_columns([LIKELIHOOD.name])
         streams = [_Stream.fixed(caption_ids[rows])]
         for name in part.column_names:
             streams += _streams(part[name].chunk(0))
+        optional = [_Stream.fixed(has_likelihood), *_streams(likelihood.fill_null(0))]
         local = bounds[first : last + 1] - bounds[first]
         for video in np.flatnonzero(np.diff(local)):
             begin, end = int(local[video]), int(local[video + 1])
             sha256 = hashlib.sha256((end - begin).to_bytes(8, "little"))
-            for stream in streams:
+            for stream in (*streams, *optional) if has_likelihood[begin:end].any() else streams:
                 sha256.update(stream.rows(begin, end))
             digests[first + int(video)] = sha256.hexdigest()
     return digests

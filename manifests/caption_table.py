@@ -1,20 +1,22 @@
 """Writing the caption table: a streaming merge by ID of one dataset's captions with those of the others."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from manifests.errors import UserError
 from manifests.publish import published
-from manifests.schema import CAPTIONS
+from manifests.schema import CAPTIONS, LIKELIHOOD
 
 LABEL_PREFIX = "label_"
+_PLAIN_COLUMNS = frozenset({"caption_id", "begin_s", "end_s", "text", LIKELIHOOD.name})  # not dictionary-encoded
 # Row groups have a fixed size, so that equal tables give equal bytes.
 ROWS_PER_GROUP = 131_072
+# Selects captions by the columns caption_id, video_id and source (dictionary-encoded) of a table: bool, one per row.
+Selection = Callable[[pa.Table], np.ndarray]
 
 
 def write_caption_table(
@@ -23,27 +25,33 @@ def write_caption_table(
     old_path: Path | None,
     captions: pa.Table,
     ids: np.ndarray,
-    kept_video_ids: pa.Array,
+    keep: Selection | None,
+    keep_labels: bool,
     metadata: dict[bytes, bytes],
 ) -> None:
-    """Publish `path`: the captions in `old_path` of `kept_video_ids`, and `captions` with `ids`, ordered by ID.
+    """Publish `path`: the captions in `old_path` that `keep` selects, and `captions` with `ids`, ordered by ID.
 
     Args:
         old_path: the previous table; None if there is none.
+        keep: None keeps nothing.
+        keep_labels: keep the label columns of the previous table.
 
     Raises:
         UserError: a label column already exists with another type.
     """
-    old_path = old_path if len(kept_video_ids) else None
-    kept = iter(()) if old_path is None else _kept_batches(old_path, kept_video_ids)
-    schema = _stored_schema(old_path, captions.schema)
+    kept: Iterator[pa.Table] = iter(())
+    has_likelihood = _has_likelihood(captions)
+    if old_path is not None and keep is not None:
+        kept = kept_batches(old_path, keep)
+        has_likelihood = has_likelihood or _keeps_likelihood(old_path, keep)
+    schema = _stored_schema(old_path if keep_labels else None, captions.schema, has_likelihood=has_likelihood)
     with (
         published(path) as temporary,
         pq.ParquetWriter(
             temporary,
             schema.with_metadata(metadata),
             compression="zstd",
-            use_dictionary=[name for name in schema.names if name not in {"caption_id", "begin_s", "end_s", "text"}],
+            use_dictionary=[name for name in schema.names if name not in _PLAIN_COLUMNS],
         ) as writer,
     ):
         for table in _regrouped(_merged(kept, captions=captions, ids=ids, schema=schema)):
@@ -63,8 +71,38 @@ def take_rows(table: pa.Table, rows: np.ndarray) -> pa.Table:
     return part.take(pa.array(rows - first))
 
 
-def _stored_schema(old_path: Path | None, new: pa.Schema) -> pa.Schema:
-    """Schema of the file: the columns of CAPTIONS, then the labels of both tables, with plain strings."""
+def kept_batches(path: Path, keep: Selection, *, columns: list[str] | None = None) -> Iterator[pa.Table]:
+    """Iterate over the captions in a table that `keep` selects, in batches that are not empty.
+
+    Args:
+        columns: columns to read, among them caption_id, video_id and source; by default all.
+    """
+    with pq.ParquetFile(path, read_dictionary=["video_id", "source"], pre_buffer=False) as file:
+        for batch in file.iter_batches(batch_size=ROWS_PER_GROUP, columns=columns):
+            table = pa.Table.from_batches([batch]).replace_schema_metadata()
+            table = table.filter(pa.array(keep(table)))
+            if table.num_rows:
+                yield table
+
+
+def _has_likelihood(captions: pa.Table) -> bool:
+    name = LIKELIHOOD.name
+    return name in captions.column_names and captions[name].null_count < captions.num_rows
+
+
+def _keeps_likelihood(path: Path, keep: Selection) -> bool:
+    if LIKELIHOOD.name not in pq.read_schema(path).names:
+        return False
+    columns = ["caption_id", "video_id", "source", LIKELIHOOD.name]
+    return any(map(_has_likelihood, kept_batches(path, keep, columns=columns)))
+
+
+def _stored_schema(old_path: Path | None, new: pa.Schema, *, has_likelihood: bool) -> pa.Schema:
+    """Schema of the file: columns of CAPTIONS, likelihood if any, then the labels of both tables, with plain strings.
+
+    Args:
+        old_path: the previous table, if its labels are kept.
+    """
     labels = {field.name: field for field in new if field.name.startswith(LABEL_PREFIX)}
     labels = {name: field.with_type(_plain(field.type)) for name, field in labels.items()}
     if old_path is not None:
@@ -76,20 +114,12 @@ def _stored_schema(old_path: Path | None, new: pa.Schema) -> pa.Schema:
                     hint="use a separate data folder for the new dataset (--data)",
                 )
     fields = [field.with_type(_plain(field.type)) for field in CAPTIONS]
+    fields += [LIKELIHOOD] if has_likelihood else []
     return pa.schema(fields + [labels[name].with_nullable(True) for name in sorted(labels)])
 
 
 def _plain(kind: pa.DataType) -> pa.DataType:
     return kind.value_type if pa.types.is_dictionary(kind) else kind
-
-
-def _kept_batches(path: Path, kept_video_ids: pa.Array) -> Iterator[pa.Table]:
-    with pq.ParquetFile(path, pre_buffer=False) as file:
-        for batch in file.iter_batches(batch_size=ROWS_PER_GROUP):
-            table = pa.Table.from_batches([batch]).replace_schema_metadata()
-            table = table.filter(pc.is_in(table["video_id"], value_set=kept_video_ids))
-            if table.num_rows:
-                yield table
 
 
 def _merged(kept: Iterator[pa.Table], *, captions: pa.Table, ids: np.ndarray, schema: pa.Schema) -> Iterator[pa.Table]:

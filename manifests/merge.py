@@ -7,7 +7,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from manifests.adapters.reasons import Reason
-from manifests.schema import REJECTED, VIDEOS
+from manifests.schema import OWN_DIGEST, REJECTED, VIDEOS
 
 
 def without_taken_ids(
@@ -45,12 +45,13 @@ def rows_of(column: pa.ChunkedArray, values: pa.ChunkedArray) -> np.ndarray:
 
 
 def video_table(dataset: str, videos: pa.Table, *, num_captions: np.ndarray, digests: list[str]) -> pa.Table:
-    """Build the schema.VIDEOS rows of one dataset."""
+    """Build the rows of one dataset: schema.VIDEOS and schema.OWN_DIGEST."""
     columns = {name: videos[name] for name in ("video_id", "source_id", "path", "split")}
     columns["dataset"] = pa.array([dataset] * videos.num_rows, pa.string())
     columns["num_captions"] = pa.array(num_captions.astype(np.int32))
     columns["captions_sha256"] = pa.array(digests, pa.string())
-    return pa.table(columns, schema=VIDEOS)
+    columns[OWN_DIGEST.name] = pa.nulls(videos.num_rows, OWN_DIGEST.type)
+    return pa.table(columns, schema=VIDEOS.append(OWN_DIGEST))
 
 
 def replace_dataset(old: pa.Table, new: pa.Table, *, dataset: str) -> pa.Table:

@@ -14,10 +14,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from manifests.caption_identity import assign_ids, caption_hashes
-from manifests.caption_table import ROWS_PER_GROUP
+from manifests.caption_table import Selection, kept_batches
 from manifests.errors import UserError
-from manifests.merge import rows_of
-from manifests.schema import REJECTED, VIDEOS
+from manifests.schema import CAPTIONS, OWN_DIGEST, REJECTED, VIDEOS
 from manifests.table_files import (
     CAPTIONS_FILE,
     FINGERPRINT_KEY,
@@ -28,22 +27,27 @@ from manifests.table_files import (
     table_path,
 )
 
+FURTHER_KEY = "further_sources"  # in manifest.json; absent if there are none
+
 
 @dataclass(frozen=True)
 class PreviousManifest:
     """The state that a write starts from.
 
     Attributes:
+        videos: schema.VIDEOS and schema.OWN_DIGEST.
         captions_path: the valid caption table, or None if there is none.
+        further: name -> record of each further source of captions (manifests.further_sources).
         damage: why the tables of an existing manifest cannot be read; all other fields are then empty.
         fingerprint: fingerprint of that manifest, if known.
     """
 
-    videos: pa.Table = field(default_factory=VIDEOS.empty_table)
+    videos: pa.Table = field(default_factory=VIDEOS.append(OWN_DIGEST).empty_table)
     rejected: pa.Table = field(default_factory=REJECTED.empty_table)
     captions_path: Path | None = None
     next_caption_id: int = 0
     datasets: Mapping[str, Any] = field(default_factory=dict)
+    further: Mapping[str, Any] = field(default_factory=dict)
     damage: DamagedManifest | None = None
     fingerprint: str | None = None
 
@@ -52,6 +56,8 @@ class PreviousManifest:
         if self.damage is None or fingerprint == self.fingerprint:
             return
         others = f" ({', '.join(self.datasets)})" if self.datasets else ""
+        if self.further:
+            others += f", then `prep manifest captions` for the further sources ({', '.join(self.further)}),"
         raise UserError(
             f"{self.damage}; this command alone cannot restore the manifest: caption IDs would change",
             hint=f"restore {self.damage.path.parent} from a backup, or remove it and run `prep manifest` again "
@@ -82,23 +88,26 @@ def read_previous(
     return PreviousManifest(
         next_caption_id=manifest.get("next_caption_id", 0),
         datasets=manifest.get("datasets", {}),
+        further=manifest.get(FURTHER_KEY, {}),
         damage=damage,
         fingerprint=manifest["fingerprint"],
     )
 
 
-def stable_ids(previous: PreviousManifest, captions: pa.Table, *, own_ids: pa.ChunkedArray) -> tuple[np.ndarray, int]:
-    """Return IDs int64[N] of `captions`, and the next free ID. Known captions of the videos `own_ids` keep their ID."""
+def stable_ids(
+    previous: PreviousManifest, captions: pa.Table, *, is_replaced: Selection | None
+) -> tuple[np.ndarray, int]:
+    """Return IDs int64[N] of `captions`, and the next free ID. Captions equal to a replaced one get its ID.
+
+    Args:
+        is_replaced: selects the captions that are replaced; None if there are none.
+    """
     hashes = caption_hashes(captions)
     old_hashes, old_ids = [np.empty((0, 2), np.uint64)], [np.empty(0, np.int64)]
-    if previous.captions_path is not None and len(own_ids):
-        columns = ["caption_id", "video_id", "begin_s", "end_s", "text", "source"]
-        with pq.ParquetFile(previous.captions_path, read_dictionary=["video_id", "source"], pre_buffer=False) as file:
-            for batch in file.iter_batches(columns=columns, batch_size=ROWS_PER_GROUP):
-                table = pa.Table.from_batches([batch])
-                is_own = rows_of(table["video_id"], own_ids) >= 0
-                old_hashes.append(caption_hashes(table)[is_own])
-                old_ids.append(table["caption_id"].to_numpy()[is_own])
+    if previous.captions_path is not None and is_replaced is not None:
+        for table in kept_batches(previous.captions_path, is_replaced, columns=CAPTIONS.names):
+            old_hashes.append(caption_hashes(table))
+            old_ids.append(table["caption_id"].to_numpy())
     ids, next_id = assign_ids(
         hashes,
         old_hashes=np.concatenate(old_hashes),
@@ -113,11 +122,12 @@ def _read(folder: Path, manifest: Mapping[str, Any]) -> PreviousManifest:
         return _read_without_checksums(folder, manifest)
     paths = {name: table_path(folder, name, manifest=manifest) for name in TABLE_FILES}
     return PreviousManifest(
-        videos=pq.read_table(paths[VIDEOS_FILE]).replace_schema_metadata(),
+        videos=_with_own_digest(pq.read_table(paths[VIDEOS_FILE]).replace_schema_metadata()),
         rejected=pq.read_table(paths[REJECTED_FILE]).replace_schema_metadata(),
         captions_path=paths[CAPTIONS_FILE],
         next_caption_id=manifest["next_caption_id"],
         datasets=manifest["datasets"],
+        further=manifest.get(FURTHER_KEY, {}),
     )
 
 
@@ -136,7 +146,14 @@ def _read_without_checksums(folder: Path, manifest: Mapping[str, Any]) -> Previo
                 next_id = max(next_id, ids[-1].as_py() + 1)
     else:
         captions = None
-    return PreviousManifest(tables[VIDEOS_FILE], tables[REJECTED_FILE], captions, next_id, manifest.get("datasets", {}))
+    videos, rejected = _with_own_digest(tables[VIDEOS_FILE]), tables[REJECTED_FILE]
+    return PreviousManifest(videos, rejected, captions, next_id, manifest.get("datasets", {}))
+
+
+def _with_own_digest(videos: pa.Table) -> pa.Table:
+    if OWN_DIGEST.name in videos.column_names:
+        return videos
+    return videos.append_column(OWN_DIGEST, pa.nulls(videos.num_rows, OWN_DIGEST.type))
 
 
 def _common_fingerprint(folder: Path) -> str | None:

@@ -4,7 +4,10 @@
     captions.parquet   one row per caption, ordered by caption_id; IDs are dense from 0 and never reassigned
     rejected.parquet   one row for each unusable input row, with the reason
     manifest.json      format version, size and SHA-256 of each table, and its own; counts, and rejected rows by
-                       reason, for each dataset in the manifest
+                       reason, for each dataset in the manifest; further sources of captions
+
+A further source consists of captions that `prep manifest captions` adds to videos of any dataset; they stay when a
+dataset is read again. manifest.json has the model that wrote them.
 
 Times are seconds from the start of the video as a player shows it; an end_s of +inf is the end of the video,
 whose duration is not in the manifest. Datasets with labels add columns whose names begin with `label_` to the
@@ -38,6 +41,12 @@ CAPTIONS = pa.schema(
         pa.field("source", pa.dictionary(pa.int32(), pa.string()), nullable=False),  # its origin: narrator, human, ...
     ]
 )
+
+# Optional columns, absent if they would be null throughout, so that manifests without such captions do not have them.
+# Of captions: mean log-probability per token (natural logarithm), of those that a model wrote.
+LIKELIHOOD = pa.field("likelihood", pa.float32())
+# Of videos with captions of further sources: the digest of the other captions.
+OWN_DIGEST = pa.field("own_captions_sha256", pa.string())
 
 REJECTED = pa.schema(
     [

@@ -17,29 +17,24 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from manifests.caption_digest import captions_sha256
-from manifests.caption_table import write_caption_table
-from manifests.checked_json import publish_checked_json, read_checked_json
+from manifests.checked_json import read_checked_json
 from manifests.errors import UserError
-from manifests.merge import replace_dataset, rows_of, tables_fingerprint, video_table, without_taken_ids
+from manifests.further_sources import FurtherCaptions, require_own_sources
+from manifests.merge import replace_dataset, rows_of, video_table, without_taken_ids
 from manifests.previous import PreviousManifest, read_previous, stable_ids
-from manifests.publish import published
+from manifests.publication import MANIFEST_FILE, publish_manifest
 from manifests.schema import CAPTIONS, MANIFEST_FORMAT, REJECTED, VIDEOS
 from manifests.table_files import (
     CAPTIONS_FILE,
     FINGERPRINT_KEY,
     REJECTED_FILE,
     REPAIR_HINT,
-    TABLE_FILES,
     VIDEOS_FILE,
     DamagedManifest,
-    describe,
-    promote,
-    staged_path,
     table_path,
 )
 
 MANIFEST_FOLDER = "manifest"
-MANIFEST_FILE = "manifest.json"
 _T = TypeVar("_T")
 _CODED = ["video_id", "source"]
 
@@ -51,6 +46,8 @@ class WriteResult:
     Attributes:
         num_rejected: number of rejected rows by reason.
         num_videos_removed: videos of the dataset that were in the manifest before and no longer are.
+        num_further_kept: captions of further sources in the manifest.
+        num_further_removed: captions of further sources that were removed with their videos.
     """
 
     folder: Path
@@ -62,6 +59,8 @@ class WriteResult:
     num_videos_added: int
     num_videos_removed: int
     num_captions_added: int
+    num_further_kept: int
+    num_further_removed: int
 
 
 def manifest_dir(data_dir: Path) -> Path:
@@ -75,11 +74,13 @@ def read_videos(data_dir: Path) -> pa.Table:
     Raises:
         UserError: there is no manifest, or a write of it was interrupted.
     """
-    return _read(data_dir, VIDEOS_FILE, VIDEOS)
+    return _read(data_dir, VIDEOS_FILE, VIDEOS).select(VIDEOS.names)
 
 
 def read_captions(data_dir: Path) -> pa.Table:
-    """Read the captions, schema.CAPTIONS plus label_ columns. Dictionaries are unified across chunks.
+    """Read the captions: schema.CAPTIONS, schema.LIKELIHOOD if any caption has one, and label_ columns.
+
+    Dictionaries are unified across chunks.
 
     Raises:
         UserError: see `read_videos`.
@@ -181,17 +182,23 @@ def write_manifest(
 ) -> WriteResult:
     """Replace the rows of `dataset` in the manifest; other datasets are unchanged.
 
-    Known videos keep their rows, new ones are appended. Known captions keep their IDs. A video whose ID already belongs
+    Known videos keep their rows, new ones are appended. Known captions keep their IDs. Captions of further sources stay
+    as long as their videos. A video whose ID already belongs
     to another dataset is rejected together with its captions.
 
     Args:
         videos: video_id, source_id, path, split, one row per video (the other columns are computed here).
-        captions: video_id, begin_s, end_s, text, source and label_ columns (IDs are assigned here).
+        captions: video_id, begin_s, end_s, text, source, and optionally likelihood and label_ columns (IDs are assigned
+            here).
         rejected: schema.REJECTED.
+
+    Raises:
+        UserError: the previous manifest is damaged, or captions have the source or labels of others.
     """
     folder = manifest_dir(data_dir)
     folder.mkdir(parents=True, exist_ok=True)
-    old = _previous(data_dir)
+    old = previous_manifest(data_dir)
+    require_own_sources(captions, old.further, dataset=dataset)
     is_other = pc.not_equal(old.videos["dataset"], dataset)
     other_ids, own_ids = (old.videos.filter(mask)["video_id"] for mask in (is_other, pc.invert(is_other)))
     rejected = REJECTED.empty_table() if rejected is None else rejected
@@ -202,32 +209,19 @@ def write_manifest(
     video_rows = rows_of(captions["video_id"], videos["video_id"])
     if (video_rows < 0).any():
         raise ValueError("captions refer to a video that is not in the table of videos")
-    ids, next_id = stable_ids(old, captions, own_ids=own_ids)
+    ids, next_id = stable_ids(
+        old, captions, is_replaced=(lambda table: rows_of(table["video_id"], own_ids) >= 0) if len(own_ids) else None
+    )
     new = video_table(
         dataset,
         videos,
         num_captions=np.bincount(video_rows, minlength=videos.num_rows),
         digests=captions_sha256(captions, caption_ids=ids, video_rows=video_rows, num_videos=videos.num_rows),
     )
-    all_videos = replace_dataset(old.videos, new, dataset=dataset)
+    all_further = FurtherCaptions.read(old)
+    further = all_further.of_videos(pa.chunked_array([*other_ids.chunks, *new["video_id"].chunks], pa.string()))
+    all_videos = replace_dataset(old.videos, further.added_to(new), dataset=dataset)
     other_rejected = old.rejected.filter(pc.not_equal(old.rejected["dataset"], dataset))
-    all_rejected = pa.concat_tables([other_rejected, rejected.select(REJECTED.names).cast(REJECTED)])
-
-    fingerprint = tables_fingerprint(all_videos, all_rejected)
-    old.require_same(fingerprint)
-    metadata = {FINGERPRINT_KEY: fingerprint.encode()}
-    staged = {name: staged_path(folder, name, fingerprint=fingerprint) for name in TABLE_FILES}
-    write_caption_table(
-        staged[CAPTIONS_FILE],
-        old_path=old.captions_path,
-        captions=captions,
-        ids=ids,
-        kept_video_ids=other_ids.combine_chunks(),
-        metadata=metadata,
-    )
-    for name, table in ((REJECTED_FILE, all_rejected), (VIDEOS_FILE, all_videos)):
-        with published(staged[name]) as temporary:
-            pq.write_table(table.replace_schema_metadata(metadata), temporary, compression="zstd")
     reasons = {entry["values"]: entry["counts"] for entry in pc.value_counts(rejected["reason"]).to_pylist()}
     entry = {
         "num_videos": videos.num_rows,
@@ -235,17 +229,24 @@ def write_manifest(
         "num_captions_lost": num_captions_lost,
         "num_rejected": reasons,
     }
-    publish_checked_json(
-        folder / MANIFEST_FILE,
-        {
-            "format": MANIFEST_FORMAT,
-            "fingerprint": fingerprint,
-            "next_caption_id": next_id,
-            "datasets": {**old.datasets, dataset: entry},
-            "tables": {name: describe(path) for name, path in staged.items()},
-        },
+
+    def keep(table: pa.Table) -> np.ndarray:
+        is_kept = rows_of(table["video_id"], other_ids) >= 0
+        return is_kept | further.select(table) if len(further) else is_kept
+
+    publish_manifest(
+        folder,
+        old,
+        videos=all_videos,
+        rejected=pa.concat_tables([other_rejected, rejected.select(REJECTED.names).cast(REJECTED)]),
+        captions=captions,
+        ids=ids,
+        next_id=next_id,
+        keep=keep if len(other_ids) or len(further) else None,
+        keep_labels=len(other_ids) > 0,
+        datasets={**old.datasets, dataset: entry},
+        further=further.stored_records(),
     )
-    promote(folder, fingerprint=fingerprint)
     num_kept = pc.sum(pc.is_in(own_ids, value_set=videos["video_id"].combine_chunks())).as_py() or 0
     return WriteResult(
         folder=folder,
@@ -257,10 +258,13 @@ def write_manifest(
         num_videos_added=videos.num_rows - num_kept,
         num_videos_removed=len(own_ids) - num_kept,
         num_captions_added=int((ids >= old.next_caption_id).sum()),
+        num_further_kept=len(further),
+        num_further_removed=len(all_further) - len(further),
     )
 
 
-def _previous(data_dir: Path) -> PreviousManifest:
+def previous_manifest(data_dir: Path) -> PreviousManifest:
+    """Return the state that a write to a data folder starts from."""
     folder = manifest_dir(data_dir)
     if not (folder / MANIFEST_FILE).exists():
         return read_previous(folder, None)

@@ -24,7 +24,10 @@ _TASKS: dict[str, str | TaskSpec] = {
     "caption": "train.tasks.caption.spec",
 }
 # Commands of tasks besides training, evaluations and export, by their import paths.
-COMMANDS = {"caption-video": "train.tasks.caption.videos.flags:caption_video"}
+COMMANDS = {
+    "caption-video": "train.tasks.caption.videos.flags:caption_video",
+    "caption-chunks": "train.tasks.caption.chunks.flags:caption_chunks",
+}
 DEFAULT = "dual-encoder"  # the task of runs that do not name theirs
 
 

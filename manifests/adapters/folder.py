@@ -3,19 +3,22 @@
 Every video file is a video; its ID is the relative path without the extension, or with it if files differ only in their
 extension (`file_ids`). The table's columns are `video` (relative path, file name, or either without the extension; a
 name without extension that matches several files refers to the one with this ID) and `text`, and optionally `begin_s`,
-`end_s` (without times a caption applies to the whole video: 0 to +inf), `source` and `split` (of the video). The split
-of a video defaults to the one that a parent folder is named after, otherwise to train.
+`end_s` (without times a caption applies to the whole video: 0 to +inf), `source`, `likelihood` and `split` (of the
+video). The split of a video defaults to the one that a parent folder is named after, otherwise to train.
+
+Subtitles and the output of speech recognition beside the videos are read if asked for (`beside`).
 """
 
 from collections.abc import Iterator, Mapping
 from math import inf
 from pathlib import Path
 
+from manifests.adapters.beside import SUFFIXES, add_files_beside, note_unread
 from manifests.adapters.file_ids import file_ids
 from manifests.adapters.reading import Reading, ReadingBuilder
 from manifests.adapters.reasons import Reason
 from manifests.adapters.splits import split_named, split_of_folders
-from manifests.adapters.tables import Row, read_csv, read_json_lines, seconds
+from manifests.adapters.tables import Row, log_probability, read_csv, read_json_lines, seconds
 from manifests.adapters.video_files import Ambiguous, VideoFile, VideoLookup, composed
 from manifests.errors import UserError
 from manifests.quoting import quoted
@@ -27,6 +30,7 @@ def read_folder(
     directory: Path,
     *,
     captions: Path | None = None,
+    subtitles: bool = False,
     dataset: str = "folder",
     skip: Path | None = None,
     known: Mapping[str, str] | None = None,
@@ -34,6 +38,7 @@ def read_folder(
     """Read a folder of videos.
 
     Args:
+        subtitles: read the subtitles beside the videos.
         skip: a subfolder to ignore (the data folder).
         known: source ID -> file name of this dataset's videos in the manifest, which keep their IDs.
 
@@ -41,7 +46,8 @@ def read_folder(
         UserError: no videos are found, or the caption table cannot be read.
     """
     builder = ReadingBuilder(dataset)
-    files = builder.find_videos(directory, skip=skip)
+    scan = builder.scan(directory, skip=skip, beside=SUFFIXES)
+    files = scan.files
     usable = [file for file in files if builder.check_file(file.source_id, file.path)]
     numbers: dict[str, int | None] = {}
     owners: dict[str, VideoFile] = {}
@@ -52,6 +58,10 @@ def read_folder(
             owners[composed(source_id)] = file
     if captions is not None:
         _add_captions(builder, captions, lookup=VideoLookup(files), owners=owners, numbers=numbers)
+    if subtitles:
+        add_files_beside(builder, directory.resolve(), scan.beside, numbers=numbers)
+    else:
+        note_unread(builder, scan.beside)
     return builder.build()
 
 
@@ -83,6 +93,12 @@ def _add_captions(
         except ValueError as error:
             builder.reject(Reason.BAD_TIME, file=str(table), row=row.number, source_id=name, detail=str(error))
             continue
+        try:
+            likelihood = log_probability(row.values.get("likelihood"))
+        except ValueError as error:
+            detail = f"likelihood is {error}"
+            builder.reject(Reason.BAD_LIKELIHOOD, file=str(table), row=row.number, source_id=name, detail=detail)
+            continue
         if file is None:
             builder.lose_captions(name, file=table)
             continue
@@ -105,6 +121,7 @@ def _add_captions(
             begin_s=begin_s,
             end_s=end_s,
             source=source,
+            likelihood=likelihood,
             file=table,
             row=row.number,
         )

@@ -11,10 +11,10 @@ import pyarrow as pa
 
 from manifests.adapters.annotation_file import stat_kind
 from manifests.adapters.reasons import Reason
-from manifests.adapters.video_files import VideoFile, scan_videos
+from manifests.adapters.video_files import Scan, VideoFile, scan_videos
 from manifests.keys import safe_video_id
 from manifests.quoting import quoted
-from manifests.schema import CAPTIONS, REJECTED, VIDEOS
+from manifests.schema import CAPTIONS, LIKELIHOOD, REJECTED, VIDEOS
 
 ROWS_PER_CHUNK = 65_536
 WHOLE_VIDEO = (0.0, inf)
@@ -27,12 +27,14 @@ class Reading:
 
     Attributes:
         videos: schema.VIDEOS without the columns that depend on captions (num_captions, captions_sha256).
-        captions: schema.CAPTIONS without caption_id, plus label_ columns; video_id's dictionary is videos.video_id.
+        captions: schema.CAPTIONS without caption_id, plus likelihood if any has one, and label_ columns; video_id's
+            dictionary is videos.video_id.
         rejected: schema.REJECTED.
         num_captions_lost: number of captions of unavailable videos.
         num_rows_used: annotation file -> number of its rows that became captions, or videos without captions; contains
             all given files.
         example_file: name of one of the video files, relative to their folder.
+        notes: what the user should know about what was read, one sentence each.
     """
 
     videos: pa.Table
@@ -41,6 +43,7 @@ class Reading:
     num_captions_lost: int
     num_rows_used: dict[str, int]
     example_file: str | None
+    notes: tuple[str, ...] = ()
 
 
 class ReadingBuilder:
@@ -53,7 +56,7 @@ class ReadingBuilder:
         self._videos: dict[str, list[str]] = {name: [] for name in _VIDEO_FIELDS.names}
         self._sources: dict[str, int] = {}
         schema = pa.schema([("video", pa.int32()), ("begin_s", pa.float64()), ("end_s", pa.float64())])
-        schema = schema.append(pa.field("text", pa.string())).append(pa.field("source", pa.int32()))
+        schema = schema.append(pa.field("text", pa.string())).append(pa.field("source", pa.int32())).append(LIKELIHOOD)
         for name, kind in self._labels.items():
             schema = schema.append(pa.field(name, kind))
         self._captions = _Rows(schema)
@@ -63,6 +66,7 @@ class ReadingBuilder:
         self._lost: dict[tuple[str, str, Reason, str], int] = {}
         self._num_rows_used: dict[Path, int] = {}
         self._example_file: str | None = None
+        self._notes: list[str] = []
 
     def find_videos(self, directory: Path, *, skip: Path | None = None) -> list[VideoFile]:
         """Find entries under `directory` with a video extension; folders that cannot be listed are rejected.
@@ -70,18 +74,22 @@ class ReadingBuilder:
         Raises:
             UserError: see `scan_videos`.
         """
-        scan = scan_videos(directory, skip=skip)
+        return self.scan(directory, skip=skip).files
+
+    def scan(self, directory: Path, *, skip: Path | None = None, beside: frozenset[str] = frozenset()) -> Scan:
+        """Like `find_videos`, but also find files with the extensions `beside`."""
+        scan = scan_videos(directory, skip=skip, beside=beside)
         for fault in scan.faults:
             self.reject(fault.reason, file=str(fault.path), detail=fault.why)
         self._example_file = scan.files[0].relative
-        return scan.files
+        return scan
 
     def begin_annotations(self, file: Path) -> None:
         """Register `file` as an annotation file that should provide captions or videos."""
         self._num_rows_used.setdefault(file, 0)
 
     def use_row(self, file: Path) -> None:
-        """Count a row of an annotation file that provides a video without a caption."""
+        """Count a row of an annotation file that provides a video without a caption, or one of several files."""
         self._num_rows_used[file] += 1
 
     def add_video(self, source_id: str, *, path: Path, split: str) -> int | None:
@@ -131,21 +139,23 @@ class ReadingBuilder:
         row: int | None,
         begin_s: float = 0.0,
         end_s: float = inf,
+        likelihood: float | None = None,
         labels: Mapping[str, Any] | None = None,
-    ) -> None:
-        """Add one caption, or a rejected row if its text or times are unusable."""
+    ) -> bool:
+        """Add one caption and return True, or add a rejected row if its text or times are unusable."""
         reason, detail = _caption_fault(text, begin_s, end_s)
         if reason is None and source not in self._sources and not encodable(source):
             reason, detail = Reason.MALFORMED_ROW, f"source is not valid Unicode: {quoted(source)}"
         if reason is not None:
             source_id = self._videos["source_id"][video]
             self.reject(reason, file=str(file), row=row, source_id=source_id, detail=detail)
-            return
+            return False
         values = {name: (labels or {}).get(name) for name in self._labels}
-        code = self._source_code(source)
-        self._captions.append(video=video, begin_s=begin_s, end_s=end_s, text=str(text).strip(), source=code, **values)
+        values |= {"source": self._source_code(source), "likelihood": likelihood}
+        self._captions.append(video=video, begin_s=begin_s, end_s=end_s, text=str(text).strip(), **values)
         if file in self._num_rows_used:
             self._num_rows_used[file] += 1
+        return True
 
     def add_captions(
         self, video: int, *, texts: pa.Array, source: str, file: Path, begin_s: np.ndarray, end_s: np.ndarray
@@ -158,6 +168,7 @@ class ReadingBuilder:
             pa.array(end_s),
             texts,
             pa.array(np.full(num_rows, self._source_code(source), np.int32)),
+            pa.nulls(num_rows, LIKELIHOOD.type),
             *(pa.nulls(num_rows, kind) for kind in self._labels.values()),
         ]
         self._bulk.append(pa.RecordBatch.from_arrays(arrays, schema=self._captions.schema))
@@ -165,6 +176,10 @@ class ReadingBuilder:
         self._num_rows_used[file] += num_rows
         if self._num_bulk_rows >= ROWS_PER_CHUNK:
             self._gather_bulk()
+
+    def note(self, text: str) -> None:
+        """Add a note for the user."""
+        self._notes.append(printable(text))
 
     def reject(
         self, reason: Reason, *, file: str, row: int | None = None, source_id: str | None = None, detail: str
@@ -205,6 +220,7 @@ class ReadingBuilder:
             num_captions_lost=sum(self._lost.values()),
             num_rows_used={printable(str(file)): count for file, count in self._num_rows_used.items()},
             example_file=self._example_file,
+            notes=tuple(self._notes),
         )
 
     def _source_code(self, source: str) -> int:
@@ -226,6 +242,9 @@ class ReadingBuilder:
             "source": _coded(rows["source"], sources),
         }
         schema = pa.schema([CAPTIONS.field(name) for name in columns])
+        if rows[LIKELIHOOD.name].null_count < rows.num_rows:
+            columns[LIKELIHOOD.name] = rows[LIKELIHOOD.name]
+            schema = schema.append(LIKELIHOOD)
         for name, kind in self._labels.items():
             columns[name] = rows[name]
             schema = schema.append(pa.field(name, kind))

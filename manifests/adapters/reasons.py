@@ -7,6 +7,7 @@ class Reason(StrEnum):
     """One code per reason; the comments are the descriptions in the README."""
 
     MISSING_FILE = "missing_file"  # annotated, but there is no such video; one row per video, with the lost captions
+    MISSING_CHUNK = "missing_chunk"  # a model's caption of a chunk that no longer exists
     AMBIGUOUS_VIDEO = "ambiguous_video"  # the name matches several files
     DUPLICATE_ID = "duplicate_id"  # another video already has this ID
     BAD_NAME = "bad_name"  # the file name is not valid Unicode
@@ -16,6 +17,7 @@ class Reason(StrEnum):
     EMPTY_ID = "empty_id"  # the row names no video
     EMPTY_CAPTION = "empty_caption"
     BAD_TIME = "bad_time"  # not a number, negative, or an end that is not after the begin
+    BAD_LIKELIHOOD = "bad_likelihood"  # not a number, or more than 0: it is the logarithm of a probability
     BAD_SPLIT = "bad_split"  # not train, val or test, or different from the split the video already has
     BAD_LABEL = "bad_label"
     NO_INTERVAL = "no_interval"  # a timestamp that the interval rule cannot expand

@@ -5,7 +5,7 @@ import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from math import isnan, nan
+from math import isfinite, isnan, nan
 from pathlib import Path
 from typing import Any
 
@@ -112,4 +112,21 @@ def seconds(value: object, *, default: float) -> float:
         number = nan
     if isnan(number):
         raise ValueError(f"{quoted(value)} is not a number of seconds")
+    return number
+
+
+def log_probability(value: object) -> float | None:
+    """Convert a cell to the logarithm of a probability; an empty cell gives None.
+
+    Raises:
+        ValueError: the value is not a number, or more than 0; the message begins with the value.
+    """
+    if value is None or value == "":
+        return None
+    try:
+        number = nan if isinstance(value, bool) or not isinstance(value, int | float | str) else float(value)
+    except (ValueError, OverflowError):
+        number = nan
+    if not (isfinite(number) and number <= 0):
+        raise ValueError(f"{quoted(value)}, expected the logarithm of a probability, 0 or less")
     return number

@@ -53,17 +53,25 @@ class Fault:
 
 @dataclass(frozen=True)
 class Scan:
-    """The result of scanning a folder; both lists are sorted by relative path."""
+    """The result of scanning a folder; all lists are sorted by relative path.
+
+    Attributes:
+        beside: entries with one of the other extensions that were asked for.
+    """
 
     files: list[VideoFile]
     faults: list[Fault]
+    beside: list[VideoFile]
 
 
-def scan_videos(directory: Path, *, skip: Path | None = None) -> Scan:
+def scan_videos(directory: Path, *, skip: Path | None = None, beside: frozenset[str] = frozenset()) -> Scan:
     """Find entries under `directory` with a video extension, and list what could not be accessed.
 
     Hidden files, hidden folders and the folder `skip` are ignored. Symbolic links to folders are followed; each folder
     is visited once.
+
+    Args:
+        beside: other extensions to list, in lower case.
 
     Raises:
         UserError: `directory` is missing, is not a folder, cannot be read, or contains no entry with a video extension.
@@ -71,6 +79,7 @@ def scan_videos(directory: Path, *, skip: Path | None = None) -> Scan:
     require_directory(directory)
     root = directory.resolve()
     files: list[VideoFile] = []
+    others: list[VideoFile] = []
     faults: list[Fault] = []
     named_like_videos: list[Path] = []
     seen = {None if skip is None else _identity(skip)}
@@ -100,6 +109,8 @@ def scan_videos(directory: Path, *, skip: Path | None = None) -> Scan:
                 named_like_videos += [path] if is_video else []
             elif is_video:
                 files.append(VideoFile(path, path.relative_to(root).as_posix()))
+            elif path.suffix.lower() in beside:
+                others.append(VideoFile(path, path.relative_to(root).as_posix()))
     with_videos = {parent for file in files for parent in file.path.parents} if named_like_videos else set()
     for path in named_like_videos:
         if path not in with_videos:
@@ -111,8 +122,9 @@ def scan_videos(directory: Path, *, skip: Path | None = None) -> Scan:
             hint="supported extensions: " + " ".join(sorted(suffix[1:] for suffix in VIDEO_SUFFIXES)),
         )
     return Scan(
-        sorted(files, key=lambda file: file.relative.encode("utf-8", "surrogateescape")),
+        sorted(files, key=_order),
         sorted(faults, key=lambda fault: os.fsencode(fault.path)),
+        sorted(others, key=_order),
     )
 
 
@@ -167,6 +179,10 @@ class VideoLookup:
 def composed(name: str) -> str:
     """Convert `name` to Unicode's composed form (NFC), in which names are compared."""
     return name if name.isascii() else unicodedata.normalize("NFC", name)
+
+
+def _order(file: VideoFile) -> bytes:
+    return file.relative.encode("utf-8", "surrogateescape")
 
 
 def _entries(folder: Path, seen: set[tuple[int, int] | None]) -> list[os.DirEntry[str]]:

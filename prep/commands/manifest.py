@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 from cyclopts import App, Parameter
 
 from manifests.errors import FailedWork, UserError
+from prep.commands import manifest_captions
 from prep.commands.benchmarks import BENCHMARKS, Adapter
 from prep.core.make import OPTIONS, Data
 
@@ -38,8 +39,8 @@ ADAPTERS = (
         "captions",
         """Read all video files in a folder, with an optional caption table.
 
-        The table has the columns video and text, and optionally begin_s, end_s (in seconds), source and split (train,
-        val or test). If none of its rows is valid, the manifest is not changed.
+        The table has the columns video and text, and optionally begin_s, end_s (in seconds), source, likelihood and
+        split (train, val or test). If none of its rows is valid, the manifest is not changed.
 
         Example: prep manifest folder VIDEOS --captions captions.csv
 
@@ -118,6 +119,14 @@ def _with_captions(adapter: Adapter) -> Callable[..., None]:
         directory: Path,
         *,
         captions: Annotated[Path | None, Parameter(help="Caption table, a .csv or .jsonl file.")] = None,
+        subtitles: Annotated[
+            bool,
+            Parameter(
+                negative="",
+                help="Read files beside the videos as captions with times: subtitles (.srt, .vtt) and speech "
+                "recognition in the form of Whisper (.json), named NAME.srt or NAME.en.srt for NAME.mp4.",
+            ),
+        ] = False,
         data: Data = Path("data"),
         dataset: Dataset = None,
         json: Json = False,
@@ -127,7 +136,8 @@ def _with_captions(adapter: Adapter) -> Callable[..., None]:
         def read() -> "Reading":
             from manifests.store import known_files
 
-            return adapter.read(directory, captions=captions, dataset=name, skip=data, known=known_files(data, name))
+            known = known_files(data, name)
+            return adapter.read(directory, captions=captions, subtitles=subtitles, dataset=name, skip=data, known=known)
 
         _write(read, data=data, videos=directory, dataset=name, as_json=json)
 
@@ -237,6 +247,9 @@ def synthetic(
     _write(make, data=data, videos=directory, dataset=name, as_json=json)
 
 
+app.command(manifest_captions.captions)
+
+
 def _write(read: "Callable[[], Reading]", *, data: Path, videos: Path, dataset: str, as_json: bool) -> None:
     from manifests.adapters.reading import encodable
     from manifests.data_location import check_data_dir
@@ -280,9 +293,10 @@ def _write(read: "Callable[[], Reading]", *, data: Path, videos: Path, dataset: 
             first_rejected(manifest_text.rejected_of(read_rejected(data), dataset)) if written.num_rejected else []
         )
     if as_json:
-        print(json_module.dumps(manifest_text.written_values(written, rejected=rejected), indent=1, sort_keys=True))
+        values = manifest_text.written_values(written, rejected=rejected, notes=reading.notes)
+        print(json_module.dumps(values, indent=1, sort_keys=True))
     else:
-        print(manifest_text.written_text(written, rejected=rejected))
+        print(manifest_text.written_text(written, rejected=rejected, notes=reading.notes))
 
 
 def _check_existing(data: Path) -> None:

@@ -22,8 +22,13 @@ _ADVICE = {
 }
 
 
-def written_text(written: WriteResult, *, rejected: Sequence[FailureEntry]) -> str:
-    """Return what was written and what could not be used; `rejected` has the first rejected rows."""
+def written_text(written: WriteResult, *, rejected: Sequence[FailureEntry], notes: Sequence[str] = ()) -> str:
+    """Return what was written and what could not be used.
+
+    Args:
+        rejected: the first rejected rows.
+        notes: what the adapter has to say.
+    """
     changes = f"{written.num_videos_added:,} new"
     if written.num_videos_removed:
         changes += f", {written.num_videos_removed:,} removed"
@@ -37,11 +42,19 @@ def written_text(written: WriteResult, *, rejected: Sequence[FailureEntry]) -> s
         lines.append(f"rejected: {counted(total, 'row')}, and {lost} of unavailable videos")
         lines += [f"  {reason}: {count}" for reason, count in sorted(written.num_rejected.items())]
         lines += named_lines(rejected, num_all=total, listed=written.folder / REJECTED_FILE, indent=_INDENT)
+    lines += [f"note: {on_one_line(note)}" for note in notes]
+    if written.num_further_kept or written.num_further_removed:
+        lines.append(
+            f"further sources: {counted(written.num_further_kept, 'caption')} kept"
+            + (f", {written.num_further_removed:,} removed with their videos" if written.num_further_removed else "")
+        )
     lines.append(f"manifest: {written.folder}")
     return "\n".join(lines)
 
 
-def written_values(written: WriteResult, *, rejected: Sequence[FailureEntry]) -> dict[str, Any]:
+def written_values(
+    written: WriteResult, *, rejected: Sequence[FailureEntry], notes: Sequence[str] = ()
+) -> dict[str, Any]:
     """Return the content of `written_text` as JSON values."""
     return {
         "dataset": written.dataset,
@@ -51,6 +64,9 @@ def written_values(written: WriteResult, *, rejected: Sequence[FailureEntry]) ->
         "num_captions": written.num_captions,
         "num_captions_added": written.num_captions_added,
         "num_captions_lost": written.num_captions_lost,
+        "num_further_captions": written.num_further_kept,
+        "num_further_captions_removed": written.num_further_removed,
+        "notes": list(notes),
         "num_rejected": written.num_rejected,
         "first_rejected": named_values(rejected),
         "manifest": os.fspath(written.folder),
@@ -65,7 +81,10 @@ def unused_files(reading: Reading) -> list[str]:
 def unused_text(reading: Reading) -> str:
     """Return why nothing in `unused_files` could be used, with the first few rows by name and advice on what to do."""
     files = unused_files(reading)
-    rejected = reading.rejected.filter(pc.is_in(reading.rejected["file"], value_set=pa.array(files, pa.string())))
+    is_from = pc.is_in(reading.rejected["file"], value_set=pa.array(files, pa.string()))
+    for file in files:  # a folder of annotation files
+        is_from = pc.or_(is_from, pc.starts_with(reading.rejected["file"], pattern=f"{file}/"))
+    rejected = reading.rejected.filter(is_from)
     names = ", ".join(on_one_line(file) for file in files)
     what = f"no valid rows in {names}" if rejected.num_rows else f"no rows in {names}"
     lines = [f"{what}; the manifest was not changed"]

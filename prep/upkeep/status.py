@@ -23,6 +23,7 @@ from prep.core.run import FAILURES_FILE
 from prep.core.selection import read_selection
 from prep.registry import columns
 from prep.sources.table import read_probes
+from prep.upkeep.caption_sources import CaptionSource, read_caption_sources
 from prep.upkeep.leakage import Leakage, find_leakage
 from shards.commits import Failure
 from shards.dataset import current_variant
@@ -105,6 +106,7 @@ class VideosStatus:
         first_unusable: the first few of them.
         lost: code -> number of videos that were usable before and cannot be read now; what was made from them is kept.
         first_lost: the first few of them.
+        caption_sources: None if the table of captions is damaged.
     """
 
     num_videos: int
@@ -115,6 +117,7 @@ class VideosStatus:
     first_unusable: list[FailureEntry]
     lost: dict[str, int]
     first_lost: list[FailureEntry]
+    caption_sources: list[CaptionSource] | None
 
 
 @dataclass(frozen=True)
@@ -150,7 +153,7 @@ def read_status(data_dir: Path) -> Status:
     table = read_videos(data_dir) if has_manifest else None
     probes = read_probes(data_dir)
 
-    videos = None if table is None else _videos_status(table, probes)
+    videos = None if table is None else _videos_status(table, probes, sources=_sources(data_dir))
 
     def column_status(column: ColumnSpec) -> ColumnStatus:
         unusable = videos.first_unusable if videos is not None and column.is_first else []
@@ -208,7 +211,14 @@ def folder_bytes(folder: Path) -> int:
     return total
 
 
-def _videos_status(videos: pa.Table, probes: pa.Table) -> VideosStatus:
+def _sources(data_dir: Path) -> list[CaptionSource] | None:
+    try:
+        return read_caption_sources(data_dir)
+    except UserError:
+        return None  # `prep verify` names the damage
+
+
+def _videos_status(videos: pa.Table, probes: pa.Table, *, sources: list[CaptionSource] | None) -> VideosStatus:
     rows = pc.index_in(videos["path"].combine_chunks(), value_set=probes["path"])
     mine = probes.take(rows.drop_null()).append_column("video_id", videos["video_id"].filter(pc.is_valid(rows)))
     is_usable = pc.is_valid(mine["fingerprint"])
@@ -223,6 +233,7 @@ def _videos_status(videos: pa.Table, probes: pa.Table) -> VideosStatus:
         first_unusable=_first_sources(unusable),
         lost=dict(Counter[str](lost["code"].to_pylist()).most_common()),
         first_lost=_first_sources(lost),
+        caption_sources=sources,
     )
 
 

@@ -5,11 +5,12 @@ from collections import Counter
 from pathlib import Path
 
 from manifests.errors import UserError
-from manifests.quoting import counted
+from manifests.quoting import counted, on_one_line
 from prep.core.failure_list import named_lines
 from prep.core.report import size_text
 from prep.core.selection import stored_request
 from prep.registry import column_named
+from prep.upkeep.caption_sources import CaptionSource
 from prep.upkeep.status import ColumnStatus, Status, VariantStatus, VideosStatus
 from shards.dataset import variant_dir
 from shards.reader import Variant
@@ -64,9 +65,27 @@ def _videos_lines(videos: VideosStatus) -> list[str]:
     if videos.num_not_probed:
         parts.append(f"{videos.num_not_probed:,} not probed yet")
     lines = [f"videos    {videos.num_videos:,}: {', '.join(parts)}", f"captions  {videos.num_captions:,}"]
+    lines += _source_lines(videos.caption_sources)
     for code, count in videos.lost.items():
         lines.append(f"lost      {counted(count, 'source')} no longer readable ({code}); existing chunks are kept")
     return [*lines, *named_lines(videos.first_lost, num_all=sum(videos.lost.values()), listed=None, indent=_INDENT)]
+
+
+def _source_lines(sources: list[CaptionSource] | None) -> list[str]:
+    """Return the number of captions of each source, if there are several; None stands for a damaged table."""
+    if sources is None:
+        return [f"{_INDENT}their table is damaged: prep verify"]
+    if len(sources) < 2 and not any(source.is_further for source in sources):
+        return []
+    lines = []
+    for source in sources[:_MAX_LISTED]:
+        by = f", by {', '.join(source.weights)}" if source.weights else ""
+        lines.append(f"{_INDENT}{on_one_line(f'{source.name}: {source.num_captions:,}{by}')}")
+        if source.stale_because is not None:
+            lines.append(f"{_INDENT}  stale: {on_one_line(source.stale_because)}, not of the current variant")
+    if len(sources) > _MAX_LISTED:
+        lines.append(f"{_INDENT}... and {counted(len(sources) - _MAX_LISTED, 'more source')}")
+    return lines
 
 
 def _column_lines(column: ColumnStatus) -> list[str]:

@@ -22,6 +22,7 @@ OTHERS = (
     "export",
     "overview",
     "caption-video",
+    "caption-chunks",
     "embed",
     "search",
     "eval",

@@ -4,6 +4,7 @@ The draw is a pure function of (seed, position). All captions of a clip are cons
 source; the entries of one source of a clip are a run.
 """
 
+from collections.abc import Collection
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -40,15 +41,17 @@ class Sources:
         return "sources " + ", ".join(f"{name} = {weight:g} ({number:,} captions)" for name, weight, number in each)
 
 
-def choose_sources(names: list[str], *, wanted: str | None) -> Sources:
-    """Select sources among `names`, those of the manifest.
+def choose_sources(names: list[str], *, wanted: str | None, elsewhere: Collection[str] = ()) -> Sources:
+    """Select sources among `names`, those of a split.
 
     Args:
+        elsewhere: sources of other splits, such as pseudo-captions of training videos in an evaluation. They can be
+            wanted, too, as long as the split has captions of another one that is.
         wanted: `--captions.sources`: names or shell patterns with weights; the first one that matches a source gives
             its weight. None gives every source the weight 1, in alphabetical order.
 
     Raises:
-        UserError: a name or pattern matches no source.
+        UserError: a name or pattern matches no source, or no source of the split is left.
     """
     pairs = [(name, 1.0) for name in sorted(names)] if wanted is None else list(parse_weights(wanted).items())
     chosen: list[tuple[str, float]] = []
@@ -56,7 +59,7 @@ def choose_sources(names: list[str], *, wanted: str | None) -> Sources:
     for pattern, weight in pairs:
         # The full name of a source means that source, even if it could be read as a pattern.
         matching = [name for name in names if name == pattern or (pattern not in names and fnmatchcase(name, pattern))]
-        if not matching:
+        if not matching and not any(name == pattern or fnmatchcase(name, pattern) for name in elsewhere):
             raise UserError(
                 f"no caption of this manifest has the source {pattern!r} (asked for by --captions.sources)",
                 hint=f"available sources: {', '.join(sorted(names)) or 'none'}",
@@ -64,6 +67,11 @@ def choose_sources(names: list[str], *, wanted: str | None) -> Sources:
         found = [name for name in left if name in matching]
         left = [name for name in left if name not in found]
         chosen += [(name, weight) for name in found if weight > 0]
+    if names and not chosen:
+        raise UserError(
+            f"--captions.sources is {wanted!r}, and this split has no captions of these sources",
+            hint=f"sources of this split: {', '.join(sorted(names))}",
+        )
     rank = np.full(len(names), -1, np.int16)
     for number, (name, _) in enumerate(chosen):
         rank[names.index(name)] = number

@@ -1,12 +1,13 @@
-"""Sample set of whole chunks of a split: frames alone, without captions."""
+"""Sample set of whole chunks of a split, or of segments of them: frames alone, without captions."""
 
 import hashlib
 from pathlib import Path
 
 import numpy as np
+from numpy.typing import NDArray
 
 from shards.tars import TarBytes
-from train.data.chunks import ChunkSet
+from train.data.chunks import ChunkSet, ChunkTable
 from train.data.clip_samples import ClipSamples
 from train.data.decoding.clip import ClipShape
 from train.data.decoding.reading import DecodeRule
@@ -20,6 +21,8 @@ class ChunkClips(ClipSamples):
     Args:
         loading: its `group` is the number of samples of each chunk in an epoch.
         same_frames: let the samples of a chunk show the same moments, each cropped in its own way.
+        segment_us: length of the clips that each chunk is divided into, instead of one of the whole chunk. A remainder
+            shorter than a quarter of it is added to the last one.
         decode, tars, where: see `ChunkSet`.
 
     Raises:
@@ -34,17 +37,16 @@ class ChunkClips(ClipSamples):
         shape: ClipShape,
         loading: LoaderSettings,
         same_frames: bool = False,
+        segment_us: int | None = None,
         decode: DecodeRule = "packets",
         tars: TarBytes | None = None,
         where: str | None = None,
     ) -> None:
         chunks = ChunkSet(data_dir, split=split, rule=decode, tars=tars, where=where)
-        table, rows = chunks.table, chunks.selection.rows
-        spans = Spans(table.start_ms[rows] * 1000, table.end_us[rows], first_chunk=rows, last_chunk=rows)
-        self._same_frames = same_frames
+        self._same_frames, self._segment_us = same_frames, segment_us
         super().__init__(
             chunks,
-            spans,
+            _spans(chunks.table, chunks.selection.rows, segment_us=segment_us),
             shape,
             split=split,
             loading=loading,
@@ -56,7 +58,8 @@ class ChunkClips(ClipSamples):
     def fingerprint(self) -> str:
         """Hash of the samples and their order."""
         table, video_ids = self.chunks.table, self.chunks.video_ids
-        digest = hashlib.sha256(f"{self.variant_name} {self._repeats} {self._same_frames}".encode())
+        segments = "" if self._segment_us is None else f" {self._segment_us}"
+        digest = hashlib.sha256(f"{self.variant_name} {self._repeats} {self._same_frames}{segments}".encode())
         digest.update("\n".join(video_ids.to_pylist()).encode())
         digest.update(self.chunks.selection.text.encode())
         rows = self.chunks.selection.rows
@@ -70,7 +73,9 @@ class ChunkClips(ClipSamples):
         num_frames, rows = chunks.table.num_frames, chunks.selection.rows
         num_videos = len(np.unique(chunks.table.video_row[rows]))
         videos = "1 video" if num_videos == 1 else f"{num_videos:,} videos"
-        num_chunks = "1 chunk" if self.num_clips == 1 else f"{self.num_clips:,} chunks"
+        num_chunks = "1 chunk" if len(rows) == 1 else f"{len(rows):,} chunks"
+        if self._segment_us is not None:
+            num_chunks = f"{self.num_clips:,} segments of {num_chunks}"
         parts = [f"{num_chunks} of {videos} of split {self.split!r}"]
         if num_without := len(chunks.video_ids) - len(np.unique(chunks.table.video_row)):
             parts.append(f"{num_without:,} video{'s' * (num_without > 1)} without chunks")
@@ -80,3 +85,15 @@ class ChunkClips(ClipSamples):
         if num_single := int((num_frames[rows] == 1).sum()):
             parts.append(f"{num_single:,} of a single frame, which is repeated")
         return "; ".join(parts + chunks.selection.remarks() + self.deviations())
+
+
+def _spans(table: ChunkTable, chunks: NDArray[np.int64], *, segment_us: int | None) -> Spans:
+    begin_us, end_us = table.start_ms[chunks] * 1000, table.end_us[chunks]
+    if segment_us is not None:
+        full, rest_us = np.divmod(end_us - begin_us, segment_us)
+        counts = np.maximum(1, full + (4 * rest_us >= segment_us))
+        of = np.repeat(np.arange(len(chunks)), counts)
+        number = np.arange(len(of)) - np.repeat(np.cumsum(counts) - counts, counts)
+        begin_us, chunks = begin_us[of] + number * segment_us, chunks[of]
+        end_us = np.where(number + 1 == counts[of], end_us[of], begin_us + segment_us)
+    return Spans(begin_us, end_us, first_chunk=chunks, last_chunk=chunks)

@@ -189,6 +189,14 @@ class ChunkSet:
         video_id = self.video_ids[int(self.table.video_row[chunk])].as_py()
         return chunk_key(video_id, int(self.table.start_ms[chunk]))
 
+    @property
+    def checksums(self) -> NDArray[np.uint32]:
+        """CRC-32 of the bytes of each chunk."""
+        of_shards = [shard.index["mp4_crc32"].to_numpy() for shard in self._shards]
+        begin = np.cumsum([0, *map(len, of_shards)])[:-1]
+        checksums: NDArray[np.uint32] = np.concatenate(of_shards)[begin[self.table.shard] + self.table.row]
+        return checksums
+
     def read(self, chunk: int, frames: Collection[int]) -> ChunkBytes:
         """Read the bytes needed to decode `frames` of a chunk; raises SampleFailed if they cannot be read."""
         shard, row = self._shards[int(self.table.shard[chunk])], int(self.table.row[chunk])

@@ -216,11 +216,12 @@ class VideoCaptions(ClipSamples):
         self, source: pa.ChunkedArray, of_split: NDArray[np.int64]
     ) -> tuple[Sources, NDArray[np.int16]]:
         """The sources, and the rank of each of the split's captions."""
-        # The dictionary also has the sources of other splits: only those that occur count.
+        # The dictionary may have sources that do not occur; of those that do, some are of other splits alone.
         every = pc.unique(source).dictionary_decode() if pa.types.is_dictionary(source.type) else pc.unique(source)
         code = rows_of(source, every)[of_split]
         codes = np.unique(code)
-        sources = choose_sources([every[int(one)].as_py() for one in codes], wanted=self._settings.sources)
+        names = [every[int(one)].as_py() for one in codes]
+        sources = choose_sources(names, wanted=self._settings.sources, elsewhere=every.to_pylist())
         return sources, sources.rank[np.searchsorted(codes, code)]
 
     def _relevant_captions(self, table: pa.Table, *, min_relevancy: float) -> RelevantCaptions:

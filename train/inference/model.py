@@ -8,12 +8,10 @@
 Shape suffixes: B clips or texts, C channels, T frames, H and W pixels, N tokens, D width, E width of embeddings.
 """
 
-import hashlib
-import json
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Literal, cast
 
 import numpy as np
 import torch
@@ -24,10 +22,10 @@ from torch.nn.functional import interpolate
 from manifests.errors import UserError
 from manifests.quoting import quoted
 from train.config.data import Overrides
-from train.config.model import kind_of
 from train.config.training import ClipSettings, Device
 from train.data.arguments import require_device, require_whole_numbers
 from train.data.batch import Batch, to_device
+from train.evaluation.identity import identity_of, normalisation_of
 from train.evaluation.opening import open_weights_as
 from train.evaluation.probe.features import tower_of
 from train.evaluation.runner import OpenedRun
@@ -35,13 +33,10 @@ from train.inference.opening import tasks_where
 from train.models.captioner import VideoTower
 from train.models.dual_encoder import DualEncoder
 from train.models.text import load_tokenizer
-from train.weights.conversion import MEANS, STDS
 
 Clips = Batch | torch.Tensor | NDArray[np.uint8] | NDArray[np.float32]
 _RGB, _CLIP_DIMS = 3, 5
 _TEXTS_AT_ONCE = 256
-# Settings, besides tensors and kind of task, on which an embedding depends.
-_DECISIVE = ("num_frames", "sampling", "stride", "size_px", "input", "segment")
 
 
 class LoadedModel:
@@ -85,15 +80,7 @@ class LoadedModel:
 
         It does not depend on device or precision, which round the outputs, nor on names of files.
         """
-        settings = self.settings
-        digest = hashlib.sha256()
-        decisive = {name: getattr(settings, name, None) for name in _DECISIVE}
-        decisive |= {"task": self.opened.spec.name, "normalisation": self._normalisation, **_unseen(self.model)}
-        digest.update(json.dumps(decisive, sort_keys=True).encode())
-        for name, tensor in sorted(self.model.state_dict().items()):
-            digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
-            digest.update(tensor.detach().cpu().contiguous().numpy().tobytes())
-        return digest.hexdigest()
+        return identity_of(self.model, self.settings, task=self.opened.spec.name)
 
     @torch.no_grad()
     def encode_video(self, clips: Clips, *, tokens: bool = False) -> torch.Tensor:
@@ -156,8 +143,7 @@ class LoadedModel:
 
     @property
     def _normalisation(self) -> tuple[tuple[float, ...], tuple[float, ...]]:
-        init, kind = self.settings.init, kind_of(self.settings.towers)
-        return init.pixel_mean or MEANS[kind], init.pixel_std or STDS[kind]
+        return normalisation_of(self.settings)
 
     def _clips(self, clips: Clips) -> torch.Tensor:
         """Normalised clips [B, C, T, H, W] on the device."""
@@ -259,12 +245,3 @@ def model_of(opened: OpenedRun, *, remarks: Sequence[str] = ()) -> LoadedModel:
     """
     model = opened.trained.fill(opened.task.build_model(None))
     return LoadedModel(opened, model, remarks=remarks)
-
-
-def _unseen(model: nn.Module) -> dict[str, Any]:
-    """What a network computes with and no tensor shows."""
-    found: dict[str, Any] = {
-        name: [value for one in model.modules() if isinstance(value := getattr(one, name, None), int | float)]
-        for name in ("num_heads", "eps")
-    }
-    return {**found, "activation": cast(VideoTower, model.video).size.trunk.activation}

@@ -19,7 +19,6 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from manifests.checked_json import publish_checked_json, read_checked_json
 from manifests.errors import FailedWork, UserError
 from manifests.publish import remove_temporaries
 from train.data.batch import Batch, BatchRing, Sample, to_device
@@ -35,15 +34,15 @@ from train.evaluation.runner import describe_clip
 from train.inference.model import LoadedModel
 from train.models.dual_encoder import DualEncoder
 from train.run.folder import data_facts, held_folder, installed_version
+from train.run.parts import PLAN, begin_parts, missing_parts, share_parts
 from train.run.tracking import Progress
-from train.search.folder import PARTS, PLAN, FeatureKind, read_folder_record, require_same_work
+from train.search.folder import PARTS, FeatureKind, read_folder_record, require_same_work
 from train.search.publishing import Part, Samples, num_captions, publish_folder, publish_part
 
 ClipKind = Literal["captions", "chunks"]
 
 _BATCHES_PER_PART = 4
 _TEXTS_PER_PART = 4096
-_PARTS_TOGETHER = 8
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -198,12 +197,10 @@ def embed(work: Work, out: Path, *, world: World, progress: Progress) -> dict[st
             progress.say(f"nothing to do: {out} is finished")
             return finished
         parts = work.parts
-        missing = world.first(lambda: [number for number, part in enumerate(parts) if not part.path(out).is_file()])
         progress.say(f"data: {work.plan['data']['description']}")
         progress.say(f"weights: {work.plan['weights']['description']}")
-        if len(missing) < len(parts):
-            progress.say(f"resumed: {len(parts) - len(missing)} of {len(parts)} parts were finished")
-        _embed_parts(work, [parts[number] for number in missing], out, world=world, progress=progress)
+        missing = missing_parts(parts, out, world=world, progress=progress)
+        _embed_parts(work, missing, out, world=world, progress=progress)
         return world.first(lambda: publish_folder(out, parts, work.samples, plan=work.plan))
 
 
@@ -221,16 +218,8 @@ def _begin(work: Work, out: Path, *, held: ExitStack) -> dict[str, Any] | None:
         require_same_work(record, work.plan, path=out)
         shutil.rmtree(out / PARTS, ignore_errors=True)
         return record
-    if plan.is_file():
-        try:
-            old = read_checked_json(plan)
-        except (OSError, ValueError) as error:
-            raise UserError(f"{plan} cannot be read: {error}", hint="use another --out") from error
-        require_same_work(old, work.plan, path=out)
-        for folder in (out, out / PARTS):
-            remove_temporaries(folder)
-    plan.parent.mkdir(exist_ok=True)
-    publish_checked_json(plan, work.plan)
+    begin_parts(out / PARTS, work.plan, require_same=lambda old: require_same_work(old, work.plan, path=out))
+    remove_temporaries(out)
     return None
 
 
@@ -240,22 +229,12 @@ def _embed_parts(work: Work, parts: Sequence[Part], out: Path, *, world: World, 
     clips = (part for part in own if part.kind == "video")
     outcomes = work.samples.outcomes(number for part in clips for number in range(part.begin, part.end))
     ring = BatchRing(work.batch, pin=work.model.device.type == "cuda")
-    num_failed = 0
-
-    def embed_some(some: Sequence[Part]) -> int:
-        return sum(_embed_part(work, part, outcomes, ring, out=out) for part in some)
-
-    progress.begin(0, len(parts))
-    # Ranks that differ in speed wait for each other now and then: a collective gives up after half an hour.
-    for begin in range(0, -(-len(parts) // world.size), _PARTS_TOGETHER):
-        num_failed += sum(world.gather_objects(world.each(partial(embed_some, own[begin : begin + _PARTS_TOGETHER]))))
-        failed = f"{num_failed:,} clips failed" if num_failed else ""
-        progress.show(min((begin + _PARTS_TOGETHER) * world.size, len(parts)), failed)
-    progress.close()
+    make = partial(_embed_part, work, outcomes=outcomes, ring=ring, out=out)
+    share_parts(parts, make, world=world, progress=progress)
 
 
 def _embed_part(
-    work: Work, part: Part, outcomes: Iterator[Sample | FailedSample], ring: BatchRing, *, out: Path
+    work: Work, part: Part, *, outcomes: Iterator[Sample | FailedSample], ring: BatchRing, out: Path
 ) -> int:
     """Embed and publish a part; return the number of clips that failed."""
     if part.kind == "video":

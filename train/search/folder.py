@@ -27,13 +27,13 @@ from numpy.typing import NDArray
 
 from manifests.checked_json import read_checked_json
 from manifests.errors import UserError
-from train.config.training import flat
+from train.run.parts import PLAN, differences
 
 RECORD = "embed.json"
 VIDEO, TEXT = "video.npy", "text.npy"
 CLIPS, CAPTIONS = "clips.parquet", "captions.parquet"
 FAILURES = "failures.jsonl"
-PARTS, PLAN = "parts", "plan.json"
+PARTS = "parts"
 FORMAT = 1
 
 FeatureKind = Literal["embedding", "pooled", "tokens"]
@@ -52,7 +52,6 @@ CAPTION_SCHEMA = pa.schema([*_COLUMNS, ("clip", pa.int64())])
 # Where things are, and what follows from the other entries of a plan.
 _FREE = frozenset({"weights.source", "weights.description", "data.shards", "data.description", "clip.description"})
 _MAX_NAMED = 6
-_MAX_SHOWN = 24  # characters of a value; a hash is longer
 _AGAIN = "run train embed with another --out"
 
 
@@ -174,13 +173,5 @@ def read_folder_record(path: Path) -> dict[str, Any] | None:
 
 def require_same_work(old: Mapping[str, Any], new: Mapping[str, Any], *, path: Path) -> None:
     """Raise a UserError that names the differences between the work in a folder and the requested one."""
-    was, wanted = flat(dict(old)), flat(dict(new))
-    decisive = [name for name in wanted if name not in _FREE and was.get(name) != wanted[name]]
-    if decisive:
-        shown = "; ".join(f"{name} was {_short(was.get(name))} and is {_short(wanted[name])}" for name in decisive)
+    if shown := differences(old, new, free=_FREE):
         raise UserError(f"{path} holds other embeddings: {shown}", hint="use another --out")
-
-
-def _short(value: object) -> str:
-    text = str(value)
-    return text if len(text) <= _MAX_SHOWN else f"{text[:_MAX_SHOWN]}..."

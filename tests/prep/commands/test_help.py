@@ -25,6 +25,7 @@ KINDS = (
     "epic-kitchens",
     "kinetics",
     "synthetic",
+    "captions",
 )
 WIDTH, MOST_FLAGS = 80, 15
 COMMANDS = ("", *COLUMNS, *UPKEEP, "manifest", *(f"manifest {kind}" for kind in KINDS))

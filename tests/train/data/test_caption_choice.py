@@ -80,6 +80,16 @@ def test_sources_are_named_in_full_or_by_pattern() -> None:
     assert "ego4d_train.narrator_63" in (caught.value.hint or "")
 
 
+def test_sources_of_other_splits_may_be_wanted_beside_those_of_the_split() -> None:
+    chosen = choose_sources(["human"], wanted="run@*=2,human=1", elsewhere=["human", "run@1f2e3d4c"])
+    assert chosen.names == ("human",) and chosen.rank.tolist() == [0]
+    with pytest.raises(UserError, match="this split has no captions of these sources") as caught:
+        choose_sources(["human"], wanted="run@*=2", elsewhere=["human", "run@1f2e3d4c"])
+    assert caught.value.hint == "sources of this split: human"
+    with pytest.raises(UserError, match=r"has the source 'other@\*'"):
+        choose_sources(["human"], wanted="other@*=2,human=1", elsewhere=["human", "run@1f2e3d4c"])
+
+
 @pytest.mark.parametrize(
     "text", ["human", "human=", "=1", "human=-1", "human=nan", "human=x", "a=1,a=2", "", "a=0,b=0"]
 )

@@ -89,7 +89,8 @@ def pair_captions(
     num_embedded: list[NDArray[Any]] = [none]
     num_selected: list[NDArray[Any]] = [none]
     words: defaultdict[int, TextDigest] = defaultdict(TextDigest)  # by source
-    for block in _captions(data_dir, video_ids, names, selection):
+    elsewhere: set[str] = set()
+    for block in _captions(data_dir, video_ids, names, elsewhere, selection=selection):
         address, embedded = none, np.ones(len(block.caption_id), bool)
         first, last = span.overlapped(video_row=block.video_row, begin_s=block.begin_s, end_s=block.end_s)
         if text is not None:
@@ -107,7 +108,7 @@ def pair_captions(
         num_embedded.append(block.source[embedded])
         num_selected.append(block.source[selected])
     selection.require_captions()
-    sources = choose_sources(names, wanted=wanted_sources)
+    sources = choose_sources(names, wanted=wanted_sources, elsewhere=elsewhere)
     joined = {name: np.concatenate([part.pop(name) for part in parts]) for name in list(parts[0])}
     rank = sources.rank[joined["source"]]
     # Ascending indices of captions are then ascending ids, source by source.
@@ -159,14 +160,21 @@ class _Block:
     selected: NDArray[np.bool_] | None  # None for all
 
 
-def _captions(data_dir: Path, video_ids: pa.Array, names: list[str], selection: Selection) -> Iterator[_Block]:
-    """The captions of `video_ids` in blocks, ascending by id; adds the names of their sources to `names`."""
+def _captions(
+    data_dir: Path, video_ids: pa.Array, names: list[str], every: set[str], *, selection: Selection
+) -> Iterator[_Block]:
+    """The captions of `video_ids` in blocks, ascending by id; adds the names of their sources to `names`.
+
+    Args:
+        every: gets the names of the sources of all videos.
+    """
     columns = ["caption_id", "video_id", "begin_s", "end_s", "source", "text"]
     with open_captions(data_dir) as file:
         columns += [name for name in selection.caption_columns(file.schema_arrow) if name not in columns]
         for batch in file.iter_batches(_BLOCK, columns=columns):
             video_row = rows_of(pa.chunked_array([batch["video_id"]]), video_ids)
             rows = np.flatnonzero(video_row >= 0)
+            every.update(pc.unique(batch["source"]).to_pylist())
             coded = pc.dictionary_encode(batch["source"].take(pa.array(rows)))
             of_block = coded.dictionary.to_pylist()
             names.extend(name for name in of_block if name not in names)

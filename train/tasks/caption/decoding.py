@@ -6,6 +6,9 @@ Every process that holds a part of the model decodes in lockstep, since each get
 
 Shape suffixes: V videos, v those that are not finished, R rows of text (V * n, those of a video adjacent), r rows that
 are still computed, B beams, c candidates (2 B), L tokens, P tokens of the prompt, W words of the vocabulary.
+
+The likelihood of a text is the mean of the natural logarithms of its tokens' probabilities, the end token's included,
+as the model gives them: temperature, top-k, top-p and a minimum length do not change it.
 """
 
 from collections.abc import Callable, Sequence
@@ -24,7 +27,7 @@ from train.tasks.caption.settings import (
     temperature_of,
 )
 
-# Chooses the next tokens from logits [r, W], the indices of the videos [r], and the number of the token.
+# Chooses the next tokens from logits [r, W], the indices of the rows [r], and the number of the token.
 Choose = Callable[[torch.Tensor, torch.Tensor, int], torch.Tensor]
 # Finished texts stay in the batch until at most this fraction of it is unfinished; then the caches are compacted.
 _FEW = 0.5
@@ -61,11 +64,14 @@ class Generated:
     """Generated captions.
 
     Attributes:
-        tokens_VL: int64, the tokens with the end token, if it was reached, padded with end tokens.
+        tokens_VL: int64, the tokens with the end token, if it was reached, padded with end tokens; [R, L] of several
+            texts per video.
+        likelihoods_V: float32, mean log probability per token; [R] of several texts per video.
         scores_V: of a beam search: sum of log probabilities / length ** length_penalty.
     """
 
     tokens_VL: torch.Tensor
+    likelihoods_V: torch.Tensor
     scores_V: torch.Tensor | None = None
 
 
@@ -78,6 +84,7 @@ def generate_captions(
     end_id: int,
     samples: Sequence[int],
     prompt_VP: torch.Tensor | None = None,
+    rows_per_video: int = 1,
 ) -> Generated:
     """Generate captions of a batch of clips as the settings say.
 
@@ -85,11 +92,13 @@ def generate_captions(
         generator: a captioner in evaluation mode.
         video: clips as the generator takes them.
         end_id: the token before and after a caption.
-        samples: index of each clip in the data set: sampling depends on it and on the seed, not on the batch.
+        samples: a number for each text, such as the index of its clip: sampling depends on it and on the seed, not on
+            the batch.
         prompt_VP: int64, first tokens of each text; the end token by default.
+        rows_per_video: number of texts per clip, those of a clip adjacent; more than one only by sampling.
     """
     if prompt_VP is None:
-        prompt_VP = torch.full((len(samples), 1), end_id, device=video.device)
+        prompt_VP = torch.full((len(samples) // rows_per_video, 1), end_id, device=video.device)
     limits = {"end_id": end_id, "min_tokens": settings.min_tokens, "max_tokens": max_tokens_of(settings)}
     if settings.method == "beam":
         return beam_search(
@@ -102,7 +111,7 @@ def generate_captions(
             **limits,
         )
     choose = greedy if settings.method == "greedy" else sampling(settings, samples, device=prompt_VP.device)
-    return generate(generator, video, prompt_VP, choose=choose, **limits)
+    return generate(generator, video, prompt_VP, choose=choose, rows_per_video=rows_per_video, **limits)
 
 
 def generate(
@@ -114,34 +123,46 @@ def generate(
     end_id: int,
     min_tokens: int,
     max_tokens: int,
+    rows_per_video: int = 1,
 ) -> Generated:
-    """Generate one text per video until all have ended, or have `max_tokens`."""
+    """Generate texts of each video until all have ended, or have `max_tokens`."""
     num_videos, prompt_length = prompt_VP.shape
     device = prompt_VP.device
-    cache = generator.start(video, num_tokens=prompt_length + max_tokens - 1)
-    tokens_VL = torch.full((num_videos, max_tokens), end_id, device=device)
-    videos_r = torch.arange(num_videos, device=device)
-    is_open_r = torch.ones(num_videos, dtype=torch.bool, device=device)
-    given = prompt_VP
+    cache = generator.start(video, num_tokens=prompt_length + max_tokens - 1, rows_per_video=rows_per_video)
+    tokens_RL = torch.full((num_videos * rows_per_video, max_tokens), end_id, device=device)
+    totals_R = torch.zeros(len(tokens_RL), device=device)
+    rows_r = torch.arange(len(tokens_RL), device=device)
+    is_open_r = torch.ones(len(tokens_RL), dtype=torch.bool, device=device)
+    given = prompt_VP.repeat_interleave(rows_per_video, 0)
     for number in range(max_tokens):
         logits_rW = generator.step(given, cache)
+        norms_r = logits_rW.float().logsumexp(dim=1)  # before anything is made less likely
         if number < min_tokens:
             logits_rW[:, end_id] = -torch.inf
-        tokens_r = choose(logits_rW, videos_r, number).masked_fill(~is_open_r, end_id)
-        tokens_VL[videos_r, number] = tokens_r
+        tokens_r = choose(logits_rW, rows_r, number).masked_fill(~is_open_r, end_id)
+        tokens_RL[rows_r, number] = tokens_r
+        log_probabilities_r = logits_rW.gather(1, tokens_r[:, None])[:, 0].float() - norms_r
+        totals_R[rows_r] += log_probabilities_r.masked_fill(~is_open_r, 0)
         is_open_r &= tokens_r != end_id
-        num_open = int(is_open_r.sum())
-        if num_open == 0:
-            return Generated(tokens_VL=tokens_VL[:, : number + 1])
-        if num_open <= _FEW * len(is_open_r) and number + 1 < max_tokens:
-            rows = is_open_r.nonzero()[:, 0]
-            cache.keep(rows, rows)
-            videos_r, is_open_r, tokens_r = videos_r[rows], is_open_r[rows], tokens_r[rows]
+        is_kept_v = is_open_r.view(-1, rows_per_video).any(dim=1)
+        num_kept = int(is_kept_v.sum())
+        if num_kept == 0:
+            tokens_RL = tokens_RL[:, : number + 1]
+            break
+        if num_kept <= _FEW * len(is_kept_v) and number + 1 < max_tokens:
+            rows = is_kept_v.repeat_interleave(rows_per_video).nonzero()[:, 0]
+            cache.keep(rows, is_kept_v.nonzero()[:, 0])
+            rows_r, is_open_r, tokens_r = rows_r[rows], is_open_r[rows], tokens_r[rows]
         given = tokens_r[:, None]
-    return Generated(tokens_VL=tokens_VL)
+    return Generated(tokens_VL=tokens_RL, likelihoods_V=totals_R / num_tokens_of(tokens_RL, end_id=end_id))
 
 
-def greedy(logits_rW: torch.Tensor, videos_r: torch.Tensor, number: int) -> torch.Tensor:
+def num_tokens_of(tokens_RL: torch.Tensor, *, end_id: int) -> torch.Tensor:
+    """Number of tokens of each text with its end token, if it was reached: int64 [R]."""
+    return ((tokens_RL == end_id).cumsum(dim=1) == 0).sum(dim=1).add(1).clamp(max=tokens_RL.shape[1])
+
+
+def greedy(logits_rW: torch.Tensor, rows_r: torch.Tensor, number: int) -> torch.Tensor:
     """Greedy search: the token with the highest logit."""
     return logits_rW.argmax(dim=1)
 
@@ -150,21 +171,21 @@ def sampling(settings: DecodingSettings, samples: Sequence[int], *, device: torc
     """Sampling with temperature, then top-k, then top-p.
 
     Args:
-        samples: index of each video in the data set.
+        samples: a number for each text.
     """
     positions = np.asarray(samples, dtype=np.int64)
-    draws_VL = torch.from_numpy(
+    draws_RL = torch.from_numpy(
         uniform(positions, max_tokens_of(settings), seed=settings.seed, purpose="tokens of a caption")
     ).to(device)
 
-    def choose(logits_rW: torch.Tensor, videos_r: torch.Tensor, number: int) -> torch.Tensor:
+    def choose(logits_rW: torch.Tensor, rows_r: torch.Tensor, number: int) -> torch.Tensor:
         logits_rW = logits_rW.to(torch.promote_types(logits_rW.dtype, torch.float32))
         logits_rW = with_temperature(logits_rW, temperature_of(settings))
         if settings.top_k is not None:
             logits_rW = top_k_filtered(logits_rW, settings.top_k)
         if settings.top_p is not None:
             logits_rW = top_p_filtered(logits_rW, settings.top_p)
-        return sampled(logits_rW, draws_VL[videos_r, number])
+        return sampled(logits_rW, draws_RL[rows_r, number])
 
     return choose
 
@@ -265,7 +286,10 @@ def beam_search(
         best_VL[videos_v], best_scores_V[videos_v] = finished_vBL[:, 0], finished_scores_vB[:, 0]
         left = (~is_done_v).nonzero()[:, 0]
         if len(left) == 0 or number + 1 == max_tokens:
-            return Generated(tokens_VL=best_VL[:, : number + 1], scores_V=best_scores_V)
+            best_VL = best_VL[:, : number + 1]
+            lengths_V = num_tokens_of(best_VL, end_id=end_id)
+            likelihoods_V = best_scores_V * lengths_V ** (length_penalty - 1)
+            return Generated(tokens_VL=best_VL, likelihoods_V=likelihoods_V, scores_V=best_scores_V)
         rows_r = (left[:, None] * num_beams + beams_vB[left]).flatten()
         cache.keep(rows_r, left if len(left) < len(is_done_v) else None)
         if len(left) < len(is_done_v):

@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 from cyclopts import Parameter
 
@@ -59,9 +59,12 @@ class DecodingSettings(Checked):
         # How long captions may be if nothing is said depends on the decoder: see `within`.
         if self.max_tokens is not None and self.min_tokens >= self.max_tokens:
             yield UserError(
-                f"--decoding.min-tokens is {self.min_tokens}",
-                hint=f"it must be from 0 to below --decoding.max-tokens, {self.max_tokens}",
+                f"{self.flag('min_tokens')} is {self.min_tokens}",
+                hint=f"it must be from 0 to below {self.flag('max_tokens')}, {self.max_tokens}",
             )
+
+
+Decoding = TypeVar("Decoding", bound=DecodingSettings)
 
 
 def temperature_of(settings: DecodingSettings) -> float:
@@ -84,7 +87,7 @@ def max_tokens_of(settings: DecodingSettings) -> int:
     return _MAX_TOKENS if settings.max_tokens is None else settings.max_tokens
 
 
-def within(settings: DecodingSettings, context_length: int, *, is_of_run: bool = False) -> DecodingSettings:
+def within(settings: Decoding, context_length: int, *, is_of_run: bool = False) -> Decoding:
     """The same for a decoder whose texts have at most so many tokens, with `max_tokens` as a number.
 
     Args:
@@ -93,23 +96,24 @@ def within(settings: DecodingSettings, context_length: int, *, is_of_run: bool =
     Raises:
         UserError: a limit that was asked for is beyond them.
     """
+    least_flag, most_flag = settings.flag("min_tokens"), settings.flag("max_tokens")
     if is_of_run and settings.max_tokens == _MAX_TOKENS:
         settings = replace(settings, max_tokens=None)
     if settings.max_tokens is not None and settings.max_tokens > context_length:
         raise UserError(
-            f"--decoding.max-tokens is {settings.max_tokens}, and the decoder's context has {context_length} tokens",
+            f"{most_flag} is {settings.max_tokens}, and the decoder's context has {context_length} tokens",
             hint=f"give {context_length} at most, or leave it out",
         )
     if settings.min_tokens >= context_length:
         raise UserError(
-            f"--decoding.min-tokens is {settings.min_tokens}, and the decoder's context has {context_length} tokens",
+            f"{least_flag} is {settings.min_tokens}, and the decoder's context has {context_length} tokens",
             hint=f"give {context_length - 1} at most",
         )
     most = min(max_tokens_of(settings), context_length)
     if settings.min_tokens >= most:
         raise UserError(
-            f"--decoding.min-tokens is {settings.min_tokens}, and captions have {most} tokens at most",
-            hint=f"give {most - 1} at most, or a larger --decoding.max-tokens: the context has {context_length} tokens",
+            f"{least_flag} is {settings.min_tokens}, and captions have {most} tokens at most",
+            hint=f"give {most - 1} at most, or a larger {most_flag}: the context has {context_length} tokens",
         )
     return replace(settings, max_tokens=most)
 

@@ -96,6 +96,7 @@ def protocol_captions(data_dir: Path, name: RetrievalName, *, split: str, source
         UserError: the captions contradict the protocol.
     """
     captions = read_captions(data_dir)
+    elsewhere = pc.unique(captions["source"]).to_pylist()
     captions = captions.filter(pa.array(rows_of(captions["video_id"], videos_of_split(data_dir, split)) >= 0))
     if not captions.num_rows:
         raise UserError(
@@ -105,7 +106,7 @@ def protocol_captions(data_dir: Path, name: RetrievalName, *, split: str, source
     for name_of_column in ("video_id", "source"):  # dictionaries, which may differ between chunks
         number = captions.column_names.index(name_of_column)
         captions = captions.set_column(number, name_of_column, captions[name_of_column].cast(pa.string()))
-    first = choose_sources(pc.unique(captions["source"]).to_pylist(), wanted=sources).names[0]
+    first = choose_sources(pc.unique(captions["source"]).to_pylist(), wanted=sources, elsewhere=elsewhere).names[0]
     captions = captions.filter(pc.equal(captions["source"], first))
     if misfit := _misfit(captions, name):
         raise UserError(f"split {split!r} of {data_dir} is not for the protocol {name}: {misfit}", hint=_HINT)

@@ -12,7 +12,7 @@ from manifests.errors import UserError
 from prep.synthetic.frame_code import read_frame_number
 from prep.synthetic.frame_numbers import write_frame_number_video
 from train.data.frame_sampling import US_PER_S, Sampling
-from train.tasks.caption.videos.captioning import CaptionedWindow, VideoEnd, caption_videos
+from train.tasks.caption.videos.captioning import Caption, CaptionedWindow, VideoEnd, caption_videos
 from train.tasks.caption.videos.clips import WindowClip
 from train.tasks.caption.videos.source import find_videos, shown_name
 
@@ -36,9 +36,9 @@ def remuxed(content: Path, target: Path, **options: str) -> bytes:
     return target.read_bytes()
 
 
-def said(clips: list[WindowClip]) -> list[str]:
+def said(clips: list[WindowClip]) -> list[Caption]:
     """The number of the first picture of each clip."""
-    return [str(read_frame_number(clip.video[0][: SIZE_PX**2].reshape(SIZE_PX, SIZE_PX))) for clip in clips]
+    return [Caption(str(read_frame_number(clip.video[0][: SIZE_PX**2].reshape(SIZE_PX, SIZE_PX)))) for clip in clips]
 
 
 def captions(*videos: Path, batch: int = 4) -> tuple[dict[str, list[str]], dict[str, str | None]]:
@@ -222,7 +222,7 @@ def test_captions_become_one_line(tmp_path: Path) -> None:
     write(tmp_path / "v.mp4", num_frames=5)
     events = caption_videos(
         [tmp_path / "v.mp4"],
-        lambda clips: ["a\x1b[31m\r\ncat <b>\u2028 and\tdog \x00"] * len(clips),
+        lambda clips: [Caption("a\x1b[31m\r\ncat <b>\u2028 and\tdog \x00")] * len(clips),
         sampling=Sampling(num_frames=2),
         size_px=SIZE_PX,
         length_us=US_PER_S,

@@ -43,7 +43,8 @@ def test_csv_reads_back_and_holds_no_formula(tmp_path: Path) -> None:
     written(tmp_path / "c.csv", "csv")
     with (tmp_path / "c.csv").open(encoding="utf-8", newline="") as file:
         rows = list(csv.DictReader(file))
-    assert list(rows[0]) == ["video", "begin_s", "end_s", "caption"]
+    assert list(rows[0]) == ["video", "begin_s", "end_s", "text", "source", "likelihood", "caption"]
+    assert [row["text"] for row in rows] == [row["caption"] for row in rows]
     assert [row["caption"].removeprefix("'") for row in rows] == CAPTIONS
     assert not any(row["caption"].startswith(("=", "+", "-", "@")) for row in rows)
     assert sum(row["caption"].startswith("'") for row in rows) == 4

@@ -17,8 +17,23 @@ from train.tasks.caption.tokenizer import one_line
 from train.tasks.caption.videos.clips import WindowClip, window_clips
 from train.tasks.caption.videos.source import VideoFailed, shown_name
 
+
+@dataclass(frozen=True)
+class Caption:
+    """A generated caption.
+
+    Attributes:
+        source: the model, as a source of captions.
+        likelihood: see train.tasks.caption.decoding.
+    """
+
+    text: str
+    source: str = ""
+    likelihood: float | None = None
+
+
 # Generates one caption per clip.
-CaptionClips = Callable[[list[WindowClip]], list[str]]
+CaptionClips = Callable[[list[WindowClip]], list[Caption]]
 
 
 @dataclass(frozen=True)
@@ -30,6 +45,8 @@ class CaptionedWindow:
     end_us: int
     caption: str
     video_us: int
+    source: str = ""
+    likelihood: float | None = None
 
 
 @dataclass(frozen=True)
@@ -109,8 +126,16 @@ def _captioned(group: Group, caption: CaptionClips) -> Iterator[CaptionedWindow 
             yield one
         else:
             video, clip = one
-            window = clip.window
-            yield CaptionedWindow(video, window.begin_us, window.end_us, one_line(next(captions)), clip.video_us)
+            window, found = clip.window, next(captions)
+            yield CaptionedWindow(
+                video=video,
+                begin_us=window.begin_us,
+                end_us=window.end_us,
+                caption=one_line(found.text),
+                video_us=clip.video_us,
+                source=found.source,
+                likelihood=found.likelihood,
+            )
 
 
 class VideoProgress:

@@ -53,7 +53,7 @@ def windows_of(video_us: int, *, length_us: int) -> Iterator[Window]:
         yield Window(full * length_us, full * length_us + rest)
 
 
-def length_us(length: str) -> int:
+def length_us(length: str, *, flag: str = "--len") -> int:
     """Parse a length such as `10s` or `500ms` to microseconds.
 
     Raises:
@@ -61,11 +61,11 @@ def length_us(length: str) -> int:
     """
     match = _LENGTH.fullmatch(length)
     if match is None:
-        raise UserError(f'--len "{length}" is not a length', hint="write a number with its unit: 10s or 500ms")
+        raise UserError(f'{flag} "{length}" is not a length', hint="write a number with its unit: 10s or 500ms")
     found_us = round(Fraction(match["number"]) * (1000 if match["unit"] == "ms" else US_PER_S))
     if not _SHORTEST_US <= found_us <= _LONGEST_US:
         raise UserError(
-            f"--len {length} is out of range", hint="use 100ms to 3600s; most captioned clips have about 10s"
+            f"{flag} {length} is out of range", hint="use 100ms to 3600s; most captioned clips have about 10s"
         )
     return found_us
 

@@ -8,7 +8,7 @@ from cyclopts import Parameter
 from train.config.data import AS_TRAINED, Overrides
 from train.tasks.caption.settings import DECODING, DecodingSettings
 
-Format = Literal["csv", "json", "srt"]
+Format = Literal["csv", "json", "jsonl", "srt"]
 
 
 def caption_video(
@@ -39,7 +39,8 @@ def caption_video(
     len
         Window length. A remainder shorter than a quarter of it is merged into the last window.
     out
-        New file to write. Default: lines on standard output. For subtitles of several videos, a folder.
+        New file to write; prep manifest takes .csv, .jsonl and .srt. Default: lines on standard output. For subtitles
+        of several videos, a folder.
     form
         Output format. Default: by the suffix of --out.
     batch

@@ -1,9 +1,11 @@
 """Write captions of windows to standard output, or to CSV, JSON and SRT files, each of which is published whole.
 
-CSV   video, begin_s, end_s, caption. An apostrophe precedes cells that a spreadsheet would interpret as a formula.
-JSON  a list of objects with the same keys; captions are not changed.
-SRT   subtitles of one video. An invisible word joiner (U+2060) keeps players from interpreting markup in captions;
-      windows without a caption have no subtitle.
+CSV    video, begin_s, end_s, text, source, likelihood, as `prep manifest` reads them; and `caption`: the text by its
+       earlier name. An apostrophe precedes cells that a spreadsheet would interpret as a formula.
+JSONL  an object with the same keys per line; captions are not changed.
+JSON   a list of these objects.
+SRT    subtitles of one video. An invisible word joiner (U+2060) keeps players from interpreting markup in captions;
+       windows without a caption have no subtitle.
 """
 
 import csv
@@ -14,7 +16,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
-from typing import TextIO
+from typing import Any, TextIO
 
 from manifests.errors import FailedWork, UserError
 from manifests.publish import TEMPORARY_PREFIX, published
@@ -23,7 +25,7 @@ from train.tasks.caption.videos.captioning import CaptionedWindow, VideoEnd
 from train.tasks.caption.videos.flags import Format
 from train.tasks.caption.videos.source import shown_name
 
-COLUMNS = ("video", "begin_s", "end_s", "caption")
+COLUMNS = ("video", "begin_s", "end_s", "text", "source", "likelihood", "caption")
 
 Write = Callable[[CaptionedWindow], None]
 Event = CaptionedWindow | VideoEnd
@@ -41,8 +43,10 @@ def csv_writer(path: Path) -> Iterator[Write]:
         table.writerow(COLUMNS)
 
         def write(window: CaptionedWindow) -> None:
-            video, begin_s, end_s, caption = _row(window)
-            table.writerow((_cell(video), f"{begin_s:.3f}", f"{end_s:.3f}", _cell(caption)))
+            row = _row(window)
+            times = {name: f"{row[name]:.3f}" for name in ("begin_s", "end_s")}
+            texts = {name: _cell(row[name]) for name in ("video", "text", "source", "caption")}
+            table.writerow((row | times | texts).values())
 
         yield write
 
@@ -55,11 +59,18 @@ def json_writer(path: Path) -> Iterator[Write]:
 
         def write(window: CaptionedWindow) -> None:
             nonlocal separator
-            file.write(f"{separator}\n" + json.dumps(dict(zip(COLUMNS, _row(window), strict=True)), ensure_ascii=False))
+            file.write(f"{separator}\n" + json.dumps(_row(window), ensure_ascii=False))
             separator = ","
 
         yield write
         file.write("[]\n" if separator == "[" else "\n]\n")
+
+
+@contextmanager
+def json_lines_writer(path: Path) -> Iterator[Write]:
+    """A file of all videos; published at the end of the block."""
+    with _text_file(path) as file:
+        yield lambda window: print(json.dumps(_row(window), ensure_ascii=False), file=file)
 
 
 @contextmanager
@@ -82,6 +93,7 @@ def srt_writer(path: Path) -> Iterator[Write]:
 WRITERS: dict[Format, Callable[[Path], AbstractContextManager[Write]]] = {
     "csv": csv_writer,
     "json": json_writer,
+    "jsonl": json_lines_writer,
     "srt": srt_writer,
 }
 
@@ -108,7 +120,7 @@ def format_of(path: Path, wanted: Format | None) -> Format:
     form = wanted or named
     if form is not None:
         return form
-    raise UserError(f"--out {path} has no known format", hint="end it in .csv, .json or .srt, or add --format")
+    raise UserError(f"--out {path} has no known format", hint="end it in .csv, .json, .jsonl or .srt, or add --format")
 
 
 def subtitle_names(videos: Sequence[Path]) -> list[str]:
@@ -135,8 +147,17 @@ def _text_file(path: Path) -> Iterator[TextIO]:
         file.flush()
 
 
-def _row(window: CaptionedWindow) -> tuple[str, float, float, str]:
-    return shown_name(window.video), window.begin_us / US_PER_S, window.end_us / US_PER_S, window.caption
+def _row(window: CaptionedWindow) -> dict[str, Any]:
+    values = (
+        shown_name(window.video),
+        window.begin_us / US_PER_S,
+        window.end_us / US_PER_S,
+        window.caption,
+        window.source,
+        window.likelihood,
+        window.caption,
+    )
+    return dict(zip(COLUMNS, values, strict=True))
 
 
 def _cell(text: str) -> str:

@@ -3,24 +3,27 @@
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from manifests.errors import FailedWork, UserError
 from train.config.data import AS_TRAINED, Overrides
+from train.config.training import Device
 from train.data.batch import Batch, to_device
 from train.data.frame_sampling import Sampling
 from train.engine.trained_run import TrainedRun
+from train.evaluation.identity import identity_of
 from train.evaluation.opening import open_weights_as
 from train.models.captioner import Captioner
 from train.tasks.caption.decoding import generate_captions
 from train.tasks.caption.settings import CaptionerSettings, DecodingSettings
 from train.tasks.caption.spec import TASK
 from train.tasks.caption.task import CaptionTask
-from train.tasks.caption.videos.captioning import CaptionClips, VideoEnd, VideoProgress, caption_videos
+from train.tasks.caption.videos.captioning import Caption, CaptionClips, VideoEnd, VideoProgress, caption_videos
 from train.tasks.caption.videos.clips import WindowClip, length_us
 from train.tasks.caption.videos.flags import Format
 from train.tasks.caption.videos.outputs import open_sink, printed
@@ -32,25 +35,47 @@ _MAX_NAMED = 5
 
 @dataclass(frozen=True)
 class TrainedCaptioner:
-    """A run and its model with the weights of the latest checkpoint, in evaluation mode."""
+    """A run and its model with the weights of the latest checkpoint, in evaluation mode; `name` is that of the run."""
 
+    name: str
     trained: TrainedRun[CaptionerSettings]
     task: CaptionTask
     model: Captioner
 
+    @cached_property
+    def weights_sha256(self) -> str:
+        """The identity of the weights: equal for a run and its exports."""
+        return identity_of(self.model, self.trained.settings, task=self.task.name)
+
+    @property
+    def source(self) -> str:
+        """The model as a source of captions: its name and the first digits of its hash."""
+        return f"{self.name}@{self.weights_sha256[:8]}"
+
     @torch.no_grad()
-    def captions(self, batch: Batch, decoding: DecodingSettings, *, samples: Sequence[int]) -> list[str]:
-        """Generate a caption of each clip of a batch.
+    def captions(
+        self, batch: Batch, decoding: DecodingSettings, *, samples: Sequence[int], rows_per_video: int = 1
+    ) -> tuple[list[str], NDArray[np.float32]]:
+        """Generate captions of each clip of a batch, and their likelihoods (train.tasks.caption.decoding).
 
         Args:
-            samples: index of each clip, which sampling depends on.
+            samples: a number for each caption, which sampling depends on.
+            rows_per_video: number of captions per clip, those of a clip adjacent.
         """
         tokenizer = self.task.decoder.tokenizer
         batch = to_device(batch, self.trained.device)
         with self.trained.precision.autocast():
             clips = self.task.inputs(batch)
-            generated = generate_captions(self.model, clips, decoding, end_id=tokenizer.end_id, samples=samples)
-        return [tokenizer.text(ids) for ids in generated.tokens_VL.tolist()]
+            generated = generate_captions(
+                self.model,
+                clips,
+                decoding,
+                end_id=tokenizer.end_id,
+                samples=samples,
+                rows_per_video=rows_per_video,
+            )
+        texts = [tokenizer.text(ids) for ids in generated.tokens_VL.tolist()]
+        return texts, generated.likelihoods_V.cpu().numpy()
 
 
 def caption_files(
@@ -76,6 +101,8 @@ def caption_files(
     if wanted is not None and out is None:
         raise UserError(f"--format {wanted} is the format of a file", hint="add --out, or leave it out to print lines")
     window_us, videos = length_us(length), find_videos(paths)
+    if out is not None:  # a file of captions is read in other folders
+        videos = [video.parent.resolve() / video.name for video in videos]
     sink = printed() if out is None else open_sink(out, videos, wanted=wanted)
     captioner = open_captioner(weights, overrides=overrides, say=partial(print, file=sys.stderr))
     settings, how = captioner.trained.settings, captioner.task.decoding(decoding)
@@ -84,7 +111,7 @@ def caption_files(
     with sink as take, VideoProgress(num_videos=len(videos)) as progress:
         for event in caption_videos(
             videos,
-            caption_by(captioner, how),
+            caption_by(captioner, how, source="" if out is None else captioner.source),
             sampling=sampling,
             size_px=settings.size_px,
             length_us=window_us,
@@ -100,26 +127,34 @@ def caption_files(
         raise FailedWork(f"{len(failed)} of {len(videos)} videos could not be read to their ends: {named}{more}")
 
 
-def caption_by(captioner: TrainedCaptioner, decoding: DecodingSettings) -> CaptionClips:
+def caption_by(captioner: TrainedCaptioner, decoding: DecodingSettings, *, source: str) -> CaptionClips:
     """Caption clips with a model; sampling depends on where a window begins."""
 
-    def caption(clips: list[WindowClip]) -> list[str]:
+    def caption(clips: list[WindowClip]) -> list[Caption]:
         batch = Batch(
             input="pixels",
             position=torch.zeros(len(clips), dtype=torch.int64),
             video=torch.from_numpy(np.stack([clip.video for clip in clips])),
             colour=torch.tensor([clip.colour for clip in clips], dtype=torch.uint8),
         )
-        return captioner.captions(batch, decoding, samples=[clip.window.begin_us for clip in clips])
+        samples = [clip.window.begin_us for clip in clips]
+        texts, likelihoods = captioner.captions(batch, decoding, samples=samples)
+        return [Caption(text, source, its) for text, its in zip(texts, likelihoods.tolist(), strict=True)]
 
     return caption
 
 
-def open_captioner(weights: str, *, overrides: Overrides = AS_TRAINED, say: Say = print) -> TrainedCaptioner:
+def open_captioner(
+    weights: str, *, overrides: Overrides = AS_TRAINED, device: Device | None = None, say: Say = print
+) -> TrainedCaptioner:
     """Open a run's latest checkpoint, or another captioner; no data is needed.
+
+    Args:
+        device: replaces the run's own.
 
     Raises:
         UserError: there are no such weights, they are of another task, or damaged.
     """
-    opened = open_weights_as({TASK.name: lambda: TASK}, weights, overrides=overrides, say=say)
-    return TrainedCaptioner(opened.trained, opened.task, opened.trained.fill(opened.task.build_model()))
+    opened = open_weights_as({TASK.name: lambda: TASK}, weights, overrides=overrides, device=device, say=say)
+    name = opened.name if opened.run is not None else Path(opened.title).name
+    return TrainedCaptioner(name, opened.trained, opened.task, opened.trained.fill(opened.task.build_model()))

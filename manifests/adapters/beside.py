@@ -1,0 +1,174 @@
+"""Captions in files beside the videos: subtitles (.srt, .vtt), and the output of speech recognition (.json).
+
+A file belongs to the video of the same name in its folder: `a.srt`, or with a language `a.en.srt`, for `a.mp4`.
+Its captions have the source `subtitles`, or `asr` for the output of speech recognition, followed by the language:
+`subtitles-en`.
+
+Whisper writes the same words in all formats at once. Of several files of a video with the same words only one is read:
+JSON, which has likelihoods, before .srt and .vtt.
+"""
+
+import re
+from collections import defaultdict
+from collections.abc import Container, Mapping, Sequence
+from pathlib import Path, PurePosixPath
+
+from manifests.adapters.reading import ReadingBuilder
+from manifests.adapters.reasons import Reason
+from manifests.adapters.subtitles import (
+    Cue,
+    Unreadable,
+    decoded,
+    read_bytes,
+    read_cues,
+    read_json,
+    read_segments,
+)
+from manifests.adapters.video_files import VideoFile, composed
+from manifests.errors import UserError
+from manifests.quoting import counted, on_one_line
+
+SUBTITLES, ASR = "subtitles", "asr"
+_SUBTITLE_SUFFIXES = frozenset({".srt", ".vtt"})
+_ASR_SUFFIX = ".json"
+SUFFIXES = _SUBTITLE_SUFFIXES | {_ASR_SUFFIX}
+_ORDER = (_ASR_SUFFIX, ".srt", ".vtt")
+# A language (en, pt-BR), or what players know beside it; `hi` is Hindi, and "hearing impaired".
+_PART = re.compile(r"[A-Za-z]{2,3}(?:[-_][A-Za-z0-9]{2,8})*|default|forced")
+_MAX_PARTS = 2
+_MAX_NAMED = 3
+
+
+def note_unread(builder: ReadingBuilder, files: Sequence[VideoFile]) -> None:
+    """Note that there are subtitles among `files` that are not read."""
+    num_files = sum(file.path.suffix.lower() in _SUBTITLE_SUFFIXES for file in files)
+    if num_files:
+        builder.note(f"{counted(num_files, 'subtitle file')} (.srt, .vtt) not read; --subtitles reads them")
+
+
+def add_files_beside(
+    builder: ReadingBuilder, directory: Path, files: Sequence[VideoFile], *, numbers: Mapping[str, int | None]
+) -> None:
+    """Add the captions in `files`, those with SUFFIXES in a folder of videos.
+
+    Args:
+        directory: the folder; it counts as the annotation file.
+        numbers: relative path of each video -> index in `builder`; None if the video was rejected.
+
+    Raises:
+        UserError: there are no subtitles, and no output of speech recognition.
+    """
+    videos: dict[str, list[str]] = defaultdict(list)
+    for name in numbers:
+        videos[_stem(name)].append(name)
+    of_video: dict[str, list[tuple[VideoFile, str]]] = defaultdict(list)
+    builder.begin_annotations(directory)
+    for file in sorted(files, key=lambda file: _ORDER.index(file.path.suffix.lower())):
+        stem, language = _video_stem(_stem(file.relative), known=videos.keys())
+        names = videos.get(stem, [])
+        if len(names) == 1:
+            of_video[names[0]].append((file, language))
+        elif names:
+            detail = f"{len(names)} videos have this name: {', '.join(names[:_MAX_NAMED])}"
+            builder.reject(Reason.AMBIGUOUS_VIDEO, file=str(file.path), detail=detail)
+        elif file.path.suffix.lower() in _SUBTITLE_SUFFIXES:
+            builder.reject(Reason.MISSING_FILE, file=str(file.path), detail="no video of this name in its folder")
+    reader = _Reader(builder, directory)
+    for name, video in numbers.items():
+        if video is not None:
+            reader.add(video, of_video[name])
+        for file, _ in of_video[name] if video is None else ():
+            builder.reject(Reason.MISSING_FILE, file=str(file.path), detail="its video was rejected")
+    reader.note()
+    is_subtitle = (file.path.suffix.lower() in _SUBTITLE_SUFFIXES for file in files)
+    if not reader.num_read and not any(is_subtitle):
+        raise UserError(
+            f"no subtitles beside the videos in {directory}",
+            hint="for a video NAME.mp4, name them NAME.srt, NAME.en.srt, NAME.vtt, or NAME.json (output of Whisper)",
+        )
+
+
+class _Reader:
+    """Reads the files of one video after another."""
+
+    def __init__(self, builder: ReadingBuilder, directory: Path) -> None:
+        self._builder, self._directory = builder, directory
+        self._notes: dict[str, list[Path]] = defaultdict(list)
+        self.num_read = 0  # files that are subtitles or the output of speech recognition, even damaged
+
+    def add(self, video: int, files: Sequence[tuple[VideoFile, str]]) -> None:
+        seen: set[str] = set()
+        for file, language in files:
+            try:
+                cues = self._cues(file.path)
+            except Unreadable as error:
+                source_id = self._builder.source_id_of(video)
+                self._builder.reject(Reason.UNREADABLE, file=str(file.path), source_id=source_id, detail=str(error))
+                self.num_read += 1
+                continue
+            if cues is None:
+                self._notes["not the output of speech recognition, ignored"].append(file.path)
+                continue
+            self.num_read += 1
+            words = "".join("".join(str(cue.text).split()) for cue in cues)
+            if words in seen:
+                self._notes["same words as another file of the video, ignored"].append(file.path)
+                continue
+            seen.add(words)
+            kind = ASR if file.path.suffix.lower() == _ASR_SUFFIX else SUBTITLES
+            self._add_cues(video, cues, source=f"{kind}-{language}" if language else kind, file=file.path)
+
+    def note(self) -> None:
+        """Add the notes to the builder, each with the number of files and the first few names."""
+        for text, paths in self._notes.items():
+            more = ", ..." if len(paths) > _MAX_NAMED else ""
+            names = ", ".join(on_one_line(path.name, max_chars=80) for path in paths[:_MAX_NAMED])
+            self._builder.note(f"{text}: {counted(len(paths), 'file')} ({names}{more})")
+
+    def _cues(self, path: Path) -> list[Cue] | None:
+        text, guessed = decoded(read_bytes(path))
+        if path.suffix.lower() == _ASR_SUFFIX:
+            segments = read_segments(read_json(text))
+            cues = None if segments is None else list(segments)
+            if cues is not None and not cues:
+                raise Unreadable("it has no segments")
+        else:
+            cues = list(read_cues(text))
+        if guessed is not None and cues is not None:
+            self._notes[f"not UTF-8, read as {guessed}"].append(path)
+        return cues
+
+    def _add_cues(self, video: int, cues: Sequence[Cue], *, source: str, file: Path) -> None:
+        for cue in cues:
+            if cue.fault is not None:
+                reason, detail = cue.fault
+                source_id = self._builder.source_id_of(video)
+                self._builder.reject(reason, file=str(file), row=cue.number, source_id=source_id, detail=detail)
+            elif self._builder.add_caption(
+                video,
+                text=cue.text,
+                source=source,
+                file=file,
+                row=cue.number,
+                begin_s=cue.begin_s,
+                end_s=cue.end_s,
+                likelihood=cue.likelihood,
+            ):
+                self._builder.use_row(self._directory)
+
+
+def _stem(relative: str) -> str:
+    return composed(PurePosixPath(relative).with_suffix("").as_posix())
+
+
+def _video_stem(stem: str, *, known: Container[str]) -> tuple[str, str]:
+    """Return the name of the video that a file belongs to, and the language in its own name; the name if unknown."""
+    found, parts = stem, list[str]()
+    for _ in range(_MAX_PARTS + 1):
+        if found in known:
+            return found, ".".join(parts)
+        head, dot, part = found.rpartition(".")
+        if not (dot and _PART.fullmatch(part)):
+            break
+        found, parts = head, [part, *parts]
+    return stem, ""

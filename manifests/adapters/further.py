@@ -1,0 +1,252 @@
+"""Captions from tables for videos that are in the manifest already.
+
+A table names a video by its video_id, or as a caption table of `folder` does: by the dataset's own ID, the path or the
+file name.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from math import inf
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from manifests.adapters.caption_tables import Batch, OpenTable, open_caption_table
+from manifests.adapters.reading import Reading, ReadingBuilder, interval_fault, printable
+from manifests.adapters.reasons import Reason
+from manifests.adapters.video_files import Ambiguous, VideoFile, VideoLookup
+from manifests.errors import UserError
+from manifests.schema import CAPTIONS, LIKELIHOOD
+
+TABLE = "table"  # kind of the records of tables without a model
+# From rows of videos, begin_s and end_s to booleans: arrays of the same length.
+HasChunk = Callable[[np.ndarray, np.ndarray, np.ndarray], np.ndarray]
+_SCHEMA = pa.schema([field for field in CAPTIONS if field.name != "caption_id"]).append(LIKELIHOOD)
+
+
+@dataclass(frozen=True)
+class FurtherReading:
+    """What was read from tables.
+
+    Attributes:
+        reading: the captions, with likelihood, and rejected rows; it has no videos.
+        records: source -> {"kind", "models": metadata of the models that wrote it}.
+    """
+
+    reading: Reading
+    records: dict[str, dict[str, Any]]
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What captions must be within.
+
+    Attributes:
+        ends_s: end of each video in seconds, +inf if unknown; captions that begin later are rejected.
+        has_chunk: whether there is a chunk at these times; captions that a model wrote describe chunks, and are
+            rejected if there is none. None if unknown.
+    """
+
+    ends_s: np.ndarray
+    has_chunk: HasChunk | None = None
+
+
+def read_caption_tables(
+    tables: Sequence[Path], *, videos: pa.Table, dataset: str, source: str | None = None, limits: Limits | None = None
+) -> FurtherReading:
+    """Read tables of captions for `videos` (schema.VIDEOS).
+
+    Args:
+        dataset: value of the column `dataset` of rejected rows.
+        source: the source of all captions, in place of the column.
+
+    Raises:
+        UserError: a table cannot be read or lacks a column, or tables of different models have the same source.
+    """
+    reader = _Reader(_Videos(videos), dataset=dataset, limits=limits or Limits(np.full(len(videos), inf)))
+    for path in tables:
+        reader.add(open_caption_table(path, source=source))
+    return reader.result()
+
+
+class _Videos:
+    """Finds videos of the manifest by the names in caption tables."""
+
+    def __init__(self, videos: pa.Table) -> None:
+        self.ids: pa.Array = videos["video_id"].combine_chunks()
+        self._videos = videos
+        self._lookups: tuple[VideoLookup, ...] = ()
+        self._row_of_path: dict[Path, int] = {}
+
+    def rows(self, names: pa.Array) -> np.ndarray:
+        """Return the row of each video_id, int64[N]; -1 if there is none."""
+        rows = pc.index_in(names, value_set=self.ids).fill_null(-1)
+        return np.asarray(rows.to_numpy(zero_copy_only=False), np.int64)
+
+    def row_named(self, name: str) -> int:
+        """Return the row of the video with another name; -1 if there is none.
+
+        Raises:
+            Ambiguous: several videos match.
+        """
+        if not self._lookups:
+            paths = [Path(path) for path in self._videos["path"].to_pylist()]
+            self._row_of_path = {path: row for row, path in enumerate(paths)}
+            names = [
+                _relative(source_id, suffix=path.suffix)
+                for source_id, path in zip(self._videos["source_id"].to_pylist(), paths, strict=True)
+            ]
+            # The ID of a dataset may differ from the name of the file.
+            self._lookups = tuple(
+                VideoLookup(list(map(VideoFile, paths, relative)))
+                for relative in (names, [path.name for path in paths])
+            )
+        found = next((file for lookup in self._lookups if (file := lookup.find(name)) is not None), None)
+        return -1 if found is None else self._row_of_path[found.path]
+
+
+class _Reader:
+    def __init__(self, videos: _Videos, *, dataset: str, limits: Limits) -> None:
+        self._videos, self._limits = videos, limits
+        self._builder = ReadingBuilder(dataset)
+        self._parts = [_SCHEMA.empty_table()]
+        self._records: dict[str, dict[str, Any]] = {}
+        self._num_used: dict[Path, int] = {}
+
+    def add(self, table: OpenTable) -> None:
+        self._num_used.setdefault(table.path, 0)
+        for batch in table.batches:
+            for fault in batch.faults:
+                self._builder.reject(
+                    fault.reason, file=str(table.path), row=fault.row, source_id=fault.video, detail=fault.detail
+                )
+            used = self._usable(table, batch)
+            if len(used.rows):
+                self._parts.append(_captions(used, self._videos.ids))
+                self._num_used[table.path] += len(used.rows)
+                self._add_records(table, pc.unique(used.rows["source"]).to_pylist())
+
+    def result(self) -> FurtherReading:
+        other = self._builder.build()
+        reading = Reading(
+            videos=other.videos,
+            captions=pa.concat_tables(self._parts).unify_dictionaries(),
+            rejected=other.rejected,
+            num_captions_lost=other.num_captions_lost,
+            num_rows_used={printable(str(path)): count for path, count in self._num_used.items()},
+            example_file=self._videos.ids[0].as_py() if len(self._videos.ids) else None,
+        )
+        return FurtherReading(reading, self._records)
+
+    def _usable(self, table: OpenTable, batch: Batch) -> "_Used":
+        rows = batch.rows.combine_chunks()
+        begin_s, end_s = (
+            rows[name].fill_null(default).to_numpy() for name, default in (("begin_s", 0.0), ("end_s", inf))
+        )
+        likelihood = rows["likelihood"].fill_null(0.0).to_numpy()
+        is_usable = np.ones(len(rows), bool)
+
+        def reject(is_wrong: np.ndarray, reason: Reason, detail: Callable[[int], str]) -> None:
+            for index in np.flatnonzero(is_usable & is_wrong).tolist():
+                name, number = rows["video"][index].as_py(), int(batch.numbers[index])
+                self._builder.reject(reason, file=str(table.path), row=number, source_id=name, detail=detail(index))
+            np.logical_and(is_usable, ~is_wrong, out=is_usable)
+
+        reject(_is_blank(rows["video"]), Reason.EMPTY_ID, lambda index: "the row names no video")
+        reject(_is_blank(rows["text"]), Reason.EMPTY_CAPTION, lambda index: "the text is empty")
+        is_interval = np.isfinite(begin_s) & (begin_s >= 0) & (end_s > begin_s)
+        reject(~is_interval, Reason.BAD_TIME, lambda index: str(interval_fault(begin_s[index], end_s[index])))
+        reject(
+            ~(np.isfinite(likelihood) & (likelihood <= 0)),
+            Reason.BAD_LIKELIHOOD,
+            lambda index: f"likelihood is {likelihood[index]}, expected the logarithm of a probability, 0 or less",
+        )
+        reject(_is_blank(rows["source"]), Reason.MALFORMED_ROW, lambda index: "it has no source: give --source NAME")
+
+        videos = np.where(is_usable, self._videos.rows(rows["video"].combine_chunks()), -1)
+        self._find_others(table, batch, videos, np.flatnonzero(is_usable & (videos < 0)))
+        is_usable &= videos >= 0
+        ends_s = np.where(is_usable, self._limits.ends_s[videos] if len(self._limits.ends_s) else inf, inf)
+        reject(
+            begin_s >= ends_s,
+            Reason.BAD_TIME,
+            lambda index: f"begins at {begin_s[index]} s, after the end of the video at {ends_s[index]} s",
+        )
+        if table.model is not None and self._limits.has_chunk is not None:
+            reject(
+                ~self._limits.has_chunk(videos, begin_s, end_s),
+                Reason.MISSING_CHUNK,
+                lambda index: f"the video has no chunk between {begin_s[index]} s and {end_s[index]} s",
+            )
+        kept = np.flatnonzero(is_usable)
+        return _Used(videos[kept], rows.take(pa.array(kept)))
+
+    def _find_others(self, table: OpenTable, batch: Batch, videos: np.ndarray, unknown: np.ndarray) -> None:
+        """Look up the rows `unknown` by other names, and set their elements of `videos`."""
+        found: dict[str, int | Ambiguous] = {}
+        for index in unknown.tolist():
+            name = batch.rows["video"][index].as_py()
+            if name not in found:
+                try:
+                    found[name] = self._videos.row_named(name)
+                except Ambiguous as error:
+                    found[name] = error
+            video = found[name]
+            if isinstance(video, Ambiguous):
+                number = int(batch.numbers[index])
+                self._builder.reject(
+                    Reason.AMBIGUOUS_VIDEO, file=str(table.path), row=number, source_id=name, detail=str(video)
+                )
+            elif video < 0:
+                self._builder.lose_captions(name, file=table.path, why="no such video in the manifest")
+            else:
+                videos[index] = video
+
+    def _add_records(self, table: OpenTable, sources: list[str]) -> None:
+        model = {name: value for name, value in (table.model or {}).items() if name != "kind"}
+        kind = TABLE if table.model is None else str(table.model["kind"])
+        for source in sources:
+            record = self._records.setdefault(source, {"kind": kind, "models": [model] if model else []})
+            models = record["models"]
+            weights = [one.get("weights_sha256") for one in models]
+            if record["kind"] != kind or (models and model.get("weights_sha256") not in weights):
+                raise UserError(
+                    f"{table.path} has captions of the source {source!r}, but an earlier table has captions of another "
+                    "model under this name",
+                    hint="add the tables one after another, each with its own --source",
+                )
+            if model and model not in models:
+                models.append(model)
+
+
+@dataclass(frozen=True)
+class _Used:
+    """Usable rows; `videos` int64[N] are the rows of their videos."""
+
+    videos: np.ndarray
+    rows: pa.Table
+
+
+def _captions(used: _Used, ids: pa.Array) -> pa.Table:
+    """Return captions in the schema of a manifest, without IDs."""
+    columns = {
+        "video_id": pa.DictionaryArray.from_arrays(pa.array(used.videos, pa.int32()), ids),
+        "begin_s": used.rows["begin_s"].fill_null(0.0),
+        "end_s": used.rows["end_s"].fill_null(inf),
+        "text": pc.utf8_trim_whitespace(used.rows["text"]),
+        "source": used.rows["source"].combine_chunks().dictionary_encode(),
+        "likelihood": used.rows["likelihood"].cast(pa.float32()),
+    }
+    return pa.table(columns).cast(_SCHEMA)
+
+
+def _is_blank(column: pa.ChunkedArray) -> np.ndarray:
+    return np.asarray(pc.equal(pc.utf8_trim_whitespace(column.fill_null("")), "").to_numpy())
+
+
+def _relative(source_id: str, *, suffix: str) -> str:
+    """Return a file's name relative to its dataset, which the source ID may have without the extension."""
+    return source_id if PurePosixPath(source_id).suffix == suffix else f"{source_id}{suffix}"

@@ -1,0 +1,224 @@
+"""Cues of SubRip (.srt) and WebVTT (.vtt) files, and segments of speech recognition in the JSON form of Whisper.
+
+The parser is our own: pysubs2 reads a negative time as a positive one, and adds comments, cue names and cues with an
+invalid time to the text of the cue before; webvtt-py leaves such cues out without a word; srt gives up the whole file.
+Here every cue is either valid or has a fault.
+"""
+
+import codecs
+import html
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from math import isfinite, nan
+from pathlib import Path
+from typing import Any
+
+from manifests.adapters.reading import interval_fault
+from manifests.adapters.reasons import Reason
+from manifests.adapters.tables import log_probability, seconds
+from manifests.json_text import parse_json
+from manifests.quoting import quoted
+
+MAX_FILE_BYTES = 1 << 28
+_MARKS = ((codecs.BOM_UTF8, "utf-8-sig"), (codecs.BOM_UTF16_LE, "utf-16"), (codecs.BOM_UTF16_BE, "utf-16"))
+# One to three dashes, and a decimal comma, point or colon: all of these occur in files that players accept.
+_TIME = r"-?(?:\d+:)?\d{1,3}:\d{1,2}(?:[.,:]\d+)?"
+_TIMING = re.compile(rf"\s*(?P<begin>{_TIME})\s*-{{1,3}}>\s*(?P<end>{_TIME})(?:\s.*)?", re.DOTALL)
+_LIKE_TIMING = re.compile(r"[\s\d:.,-]*-->|[\s\d:.,-]*:[\s\d:.,-]*->")
+_PARTS = re.compile(r"(?P<sign>-?)(?:(?P<hours>\d+):)?(?P<minutes>\d+):(?P<seconds>\d+)(?:[.,:](?P<fraction>\d+))?")
+# <i>, </font>, <v Name>, <c.yellow>, <00:00:01.000>; {\an8}, {y:i}. Not "I <3 you" or "{laughs}".
+_TAG = re.compile(r"</?[A-Za-z][^<>]*>|</?>|<\d[\d:.,]*>|\{\\[^{}]*\}|\{[A-Za-z]:[^{}]*\}")
+_INVISIBLE = dict.fromkeys((0x200E, 0x200F, 0xFEFF))  # direction marks, and byte order marks of joined files
+_LINE_BREAK = re.compile(r"\\[Nnh]")
+_ENTITY = re.compile(r"&(?:[A-Za-z]+|#\d+|#[xX][0-9a-fA-F]+);")
+
+
+@dataclass(frozen=True)
+class Cue:
+    """A text with its times; `fault` is why it is unusable.
+
+    Attributes:
+        number: position in the file, from 0.
+        likelihood: mean log-probability per token, if known.
+    """
+
+    number: int
+    begin_s: float = 0.0
+    end_s: float = 0.0
+    text: object = ""
+    likelihood: float | None = None
+    fault: tuple[Reason, str] | None = None
+
+
+class Unreadable(Exception):
+    """A file is not of the expected form; the message says why."""
+
+
+def decoded(content: bytes) -> tuple[str, str | None]:
+    """Decode the text of a file: UTF-8, UTF-16, else Windows-1252. Return it and a note if the encoding was guessed.
+
+    Raises:
+        Unreadable: it is not text.
+    """
+    for mark, encoding in _MARKS:
+        if content.startswith(mark):
+            return _strictly(content, encoding), None
+    begin = content[:4096]
+    for first, encoding in ((1, "utf-16-le"), (0, "utf-16-be")):
+        if begin[first::2].count(0) > len(begin) // 4 > begin[1 - first :: 2].count(0):
+            return _strictly(content, encoding), "UTF-16 without a byte order mark"
+    if b"\0" in content:
+        raise Unreadable("not a text file: it contains NUL bytes")
+    try:
+        return content.decode("utf-8"), None
+    except UnicodeDecodeError:
+        pass
+    try:
+        return content.decode("cp1252"), "Windows-1252 (Latin-1)"
+    except UnicodeDecodeError:
+        return content.decode("latin-1"), "Windows-1252 (Latin-1)"
+
+
+def read_cues(text: str) -> Iterator[Cue]:
+    """Iterate over the cues of a SubRip or WebVTT file, in their order.
+
+    The text of a cue is on one line, without markup and without the settings of the cue.
+
+    Raises:
+        Unreadable: there are no cues.
+    """
+    lines = text.replace("\r\n", "\n").replace("\r", "\n").split("\n")
+    is_vtt = lines[0].startswith("WEBVTT")
+    timings = [row for row, line in enumerate(lines) if _LIKE_TIMING.match(line)]
+    if not timings:
+        raise Unreadable("it has no cues: no line of the form 00:00:01,000 --> 00:00:02,000")
+    for number, (row, following) in enumerate(zip(timings, [*timings[1:], len(lines)], strict=True)):
+        is_last = following == len(lines)
+        body = lines[row + 1 : following]
+        content = _vtt_content(body) if is_vtt else _srt_content(body, is_last=is_last)
+        yield _cue(number, lines[row], content)
+
+
+def read_segments(content: Any) -> Iterator[Cue] | None:
+    """Return an iterator over the segments of a JSON value; None if it is not the output of speech recognition.
+
+    Output of Whisper is {"segments": [{"start", "end", "text", "avg_logprob", ...}, ...]}, with times in seconds; a
+    list of such segments is accepted as well.
+    """
+    segments = content.get("segments") if isinstance(content, dict) else content
+    if not isinstance(segments, list):
+        return None
+    if isinstance(content, list) and not (content and all(_is_segment(segment) for segment in content)):
+        return None
+    return map(_segment, range(len(segments)), segments)
+
+
+def read_json(text: str) -> Any:
+    """Parse JSON.
+
+    Raises:
+        Unreadable: it is not JSON.
+    """
+    try:
+        return parse_json(text)
+    except ValueError as error:
+        raise Unreadable(f"not JSON: {error}") from error
+
+
+def without_markup(text: str) -> str:
+    """Return the words of a cue on one line: without tags, with entities replaced."""
+    text = _LINE_BREAK.sub(" ", _TAG.sub("", text))
+    text = _ENTITY.sub(lambda found: html.unescape(found[0]), text)
+    return " ".join(text.translate(_INVISIBLE).split())
+
+
+def read_bytes(path: Path) -> bytes:
+    """Read a file.
+
+    Raises:
+        Unreadable: it cannot be read, or is too large to be of this kind.
+    """
+    try:
+        size_bytes = path.stat().st_size
+        if size_bytes > MAX_FILE_BYTES:
+            raise Unreadable(f"it has {size_bytes:,} bytes, more than {MAX_FILE_BYTES:,}")
+        return path.read_bytes()
+    except OSError as error:
+        raise Unreadable(error.strerror or str(error)) from error
+
+
+def _strictly(content: bytes, encoding: str) -> str:
+    try:
+        return content.decode(encoding)
+    except UnicodeDecodeError as error:
+        raise Unreadable(f"not valid {encoding.removesuffix('-sig')}: {error.reason}") from error
+
+
+def _cue(number: int, timing: str, lines: Sequence[str]) -> Cue:
+    found = _TIMING.fullmatch(timing)
+    if found is None:
+        return Cue(number, fault=(Reason.BAD_TIME, f"the times are {quoted(timing.strip())}"))
+    begin_s, end_s = _seconds(found["begin"]), _seconds(found["end"])
+    if begin_s is None or end_s is None:
+        return Cue(number, fault=(Reason.BAD_TIME, f"the times are {quoted(timing.strip())}: 60 minutes or seconds"))
+    return _checked(Cue(number, begin_s, end_s, without_markup("\n".join(lines))))
+
+
+def _checked(cue: Cue) -> Cue:
+    fault = interval_fault(cue.begin_s, cue.end_s)
+    if fault is None and not isfinite(cue.end_s):
+        fault = f"end_s is {cue.end_s}, expected a number of seconds"
+    return cue if fault is None else Cue(cue.number, text=cue.text, fault=(Reason.BAD_TIME, fault))
+
+
+def _seconds(time: str) -> float | None:
+    """Convert a time to seconds; None if it has 60 minutes or seconds or more."""
+    found = _PARTS.fullmatch(time)
+    assert found is not None, time
+    hours, minutes, seconds = (int(found[name] or 0) for name in ("hours", "minutes", "seconds"))
+    if seconds >= 60 or (found["hours"] is not None and minutes >= 60):
+        return None
+    # Of integers, so that 00:00:00.1 is 0.1.
+    total = float(f"{(hours * 60 + minutes) * 60 + seconds}.{found['fraction'] or 0}")
+    return -total if found["sign"] and total else total
+
+
+def _srt_content(lines: Sequence[str], *, is_last: bool) -> Sequence[str]:
+    """Return the text between two timing lines, without the number of the next cue. It may contain empty lines."""
+    end = len(lines)
+    while not is_last and end and not lines[end - 1].strip():
+        end -= 1
+    # The number of the next cue is on the line before its times. If empty lines follow, one must precede it as well:
+    # otherwise it is the text of this cue.
+    is_adjacent, stands_alone = end == len(lines), end > 1 and not lines[end - 2].strip()
+    if not is_last and end and lines[end - 1].strip().isdigit() and (is_adjacent or stands_alone):
+        end -= 1
+    return lines[:end]
+
+
+def _vtt_content(lines: Sequence[str]) -> Sequence[str]:
+    """Return the text up to the first empty line: what follows are comments, styles, and the name of the next cue."""
+    end = next((row for row, line in enumerate(lines) if not line.strip()), len(lines))
+    return lines[:end]
+
+
+def _is_segment(value: object) -> bool:
+    return isinstance(value, dict) and {"start", "end", "text"} <= value.keys()
+
+
+def _segment(number: int, segment: Any) -> Cue:
+    if not isinstance(segment, dict):
+        return Cue(number, fault=(Reason.MALFORMED_ROW, f"a segment is {quoted(segment)}, expected an object"))
+    text = segment.get("text")
+    text = " ".join(text.split()) if isinstance(text, str) else text
+    times = [segment.get(name) for name in ("start", "end")]
+    try:
+        begin_s, end_s = (seconds(time, default=nan) for time in times)
+    except ValueError as error:
+        return Cue(number, text=text, fault=(Reason.BAD_TIME, str(error)))
+    try:
+        likelihood = log_probability(segment.get("avg_logprob"))
+    except ValueError as error:
+        return Cue(number, text=text, fault=(Reason.BAD_LIKELIHOOD, f"avg_logprob is {error}"))
+    return _checked(Cue(number, begin_s, end_s, text, likelihood))

@@ -1,0 +1,172 @@
+"""Further sources of captions: those that `prep manifest captions` adds to videos of any dataset.
+
+A source has a record in manifest.json: the kind of its table, the number of its captions, and the metadata of the
+models that wrote them. No dataset has captions with the name of a further source, so that the name of a caption's
+source tells where it belongs.
+"""
+
+import hashlib
+import re
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+
+from manifests.caption_digest import captions_sha256
+from manifests.caption_table import Selection, kept_batches
+from manifests.errors import UserError
+from manifests.merge import rows_of
+from manifests.previous import PreviousManifest
+from manifests.schema import CAPTIONS, LIKELIHOOD, OWN_DIGEST
+
+_VERSION = re.compile(r"(?P<name>.+)@[0-9a-f]{8}", re.DOTALL)
+
+
+def source_name(source: str) -> str:
+    """Return a source without the version of its model: `narrator` of `narrator@1f2e3d4c`."""
+    found = _VERSION.fullmatch(source)
+    return found["name"] if found else source
+
+
+def of_sources(names: Iterable[str]) -> Selection:
+    """Select the captions of some sources."""
+    values = pa.chunked_array([pa.array(list(names), pa.string())])
+    return lambda table: rows_of(table["source"], values) >= 0
+
+
+def source_counts(file: pq.ParquetFile) -> dict[str, int]:
+    """Count the captions of each source in a table that was opened with `source` as a dictionary or as strings."""
+    counts: Counter[str] = Counter()
+    for batch in file.iter_batches(columns=["source"], batch_size=1 << 20):
+        for entry in pc.value_counts(batch["source"]).to_pylist():
+            counts[entry["values"]] += entry["counts"]
+    return dict(sorted(counts.items()))
+
+
+def require_own_sources(captions: pa.Table, further: Mapping[str, Any], *, dataset: str) -> None:
+    """Raise UserError if a dataset has captions with the name of a further source."""
+    names = pc.unique(captions["source"]).to_pylist() if further else []
+    for name in names:
+        if name in further:
+            raise UserError(
+                f"dataset {dataset} has captions with the source {name!r}, but that is the name of captions added by "
+                "`prep manifest captions`",
+                hint="rename the source in the annotations, or use a separate data folder (--data)",
+            )
+
+
+@dataclass(frozen=True)
+class FurtherCaptions:
+    """The captions of all further sources of a manifest.
+
+    Attributes:
+        captions: schema.CAPTIONS and schema.LIKELIHOOD, ordered by ID.
+        records: source -> its record, without the number of captions.
+    """
+
+    captions: pa.Table
+    records: dict[str, Any]
+
+    @staticmethod
+    def read(old: PreviousManifest) -> "FurtherCaptions":
+        """Read those of an existing manifest."""
+        tables = [pa.table({name: [] for name in _SCHEMA.names}, schema=_SCHEMA)]
+        if old.captions_path is not None and old.further:
+            names = set(pq.read_schema(old.captions_path).names)
+            columns = [name for name in _SCHEMA.names if name in names]
+            for table in kept_batches(old.captions_path, of_sources(old.further), columns=columns):
+                tables.append(_in_schema(table))
+        return FurtherCaptions(pa.concat_tables(tables).unify_dictionaries(), dict(old.further))
+
+    def __len__(self) -> int:
+        return self.captions.num_rows
+
+    def of_videos(self, video_ids: pa.ChunkedArray) -> "FurtherCaptions":
+        """Return those of some videos."""
+        if not len(self):
+            return self
+        return self._filtered(rows_of(self.captions["video_id"], video_ids) >= 0)
+
+    def without(self, sources: Iterable[str]) -> "FurtherCaptions":
+        """Return those of all other sources."""
+        return self._filtered(~of_sources(sources)(self.captions)) if len(self) else self
+
+    def with_source(self, captions: pa.Table, *, ids: np.ndarray, records: Mapping[str, Any]) -> "FurtherCaptions":
+        """Return these and new ones, given without IDs."""
+        fresh = _in_schema(captions.append_column("caption_id", pa.array(ids)))
+        joined = pa.concat_tables([self.captions, fresh]).unify_dictionaries()
+        return FurtherCaptions(joined, {**self.records, **records})
+
+    def stored_records(self) -> dict[str, Any]:
+        """Return the records for manifest.json: those of sources with captions, and the number of captions."""
+        counts = {entry["values"]: entry["counts"] for entry in pc.value_counts(self.captions["source"]).to_pylist()}
+        return {
+            name: {**record, "num_captions": counts[name]} for name, record in self.records.items() if name in counts
+        }
+
+    def select(self, table: pa.Table) -> np.ndarray:
+        """A Selection of these captions, at least one, by ID."""
+        ids, wanted = self.captions["caption_id"].to_numpy(), table["caption_id"].to_numpy()
+        return np.asarray(ids[np.minimum(np.searchsorted(ids, wanted), len(ids) - 1)] == wanted)
+
+    def added_to(self, videos: pa.Table) -> pa.Table:
+        """Return a table of videos that counts these captions as well.
+
+        Args:
+            videos: schema.VIDEOS and schema.OWN_DIGEST, of which the captions of datasets are counted.
+        """
+        if not len(self):
+            return videos
+        rows, counts = self._rows_and_counts(videos)
+        is_mine = rows >= 0
+        captions = self.captions.filter(pa.array(is_mine))
+        digests = captions_sha256(
+            captions.drop_columns(["caption_id"]),
+            caption_ids=captions["caption_id"].to_numpy(),
+            video_rows=rows[is_mine],
+            num_videos=videos.num_rows,
+        )
+        own, both = videos["captions_sha256"].to_pylist(), []
+        for digest, further, count in zip(own, digests, counts.tolist(), strict=True):
+            both.append(hashlib.sha256(f"{digest} {further}".encode()).hexdigest() if count else digest)
+        kept = [digest if count else None for digest, count in zip(own, counts.tolist(), strict=True)]
+        return _with_counts(videos, counts, digests=both, own=kept)
+
+    def removed_from(self, videos: pa.Table) -> pa.Table:
+        """Inverse of `added_to`."""
+        if not len(self):
+            return videos
+        _, counts = self._rows_and_counts(videos)
+        digests = pc.coalesce(videos[OWN_DIGEST.name], videos["captions_sha256"]).to_pylist()
+        return _with_counts(videos, -counts, digests=digests, own=[None] * videos.num_rows)
+
+    def _rows_and_counts(self, videos: pa.Table) -> tuple[np.ndarray, np.ndarray]:
+        rows = rows_of(self.captions["video_id"], videos["video_id"])
+        return rows, np.bincount(rows[rows >= 0], minlength=videos.num_rows).astype(np.int32)
+
+    def _filtered(self, mask: np.ndarray) -> "FurtherCaptions":
+        return FurtherCaptions(self.captions.filter(pa.array(mask)), self.records)
+
+
+_SCHEMA = CAPTIONS.append(LIKELIHOOD)
+
+
+def _in_schema(captions: pa.Table) -> pa.Table:
+    columns = [
+        captions[field.name] if field.name in captions.column_names else pa.nulls(len(captions), field.type)
+        for field in _SCHEMA
+    ]
+    return pa.table(columns, names=_SCHEMA.names).cast(_SCHEMA)
+
+
+def _with_counts(videos: pa.Table, counts: np.ndarray, *, digests: list[str], own: list[str | None]) -> pa.Table:
+    columns = {name: videos[name] for name in videos.column_names}
+    columns["num_captions"] = pa.array(videos["num_captions"].to_numpy() + counts)
+    columns["captions_sha256"] = pa.array(digests, pa.string())
+    columns[OWN_DIGEST.name] = pa.array(own, OWN_DIGEST.type)
+    return pa.table(columns, schema=videos.schema)

@@ -1,0 +1,123 @@
+"""Writing captions of further sources into a manifest."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+
+from manifests.errors import UserError
+from manifests.further_sources import FurtherCaptions, of_sources, source_counts, source_name
+from manifests.merge import rows_of
+from manifests.previous import stable_ids
+from manifests.publication import publish_manifest
+from manifests.schema import REJECTED
+from manifests.store import manifest_dir, previous_manifest, read_manifest
+
+# In the column `dataset` of rejected rows; the rows of the last command are kept.
+FURTHER = "further captions"
+
+
+@dataclass(frozen=True)
+class FurtherResult:
+    """The result of a write.
+
+    Attributes:
+        num_captions: source -> number of its captions.
+        num_added: source -> number of captions that were not in the manifest.
+        num_removed: source -> number of its earlier captions that are not in the tables.
+        num_stale: earlier version of a source -> number of its captions, which were replaced.
+    """
+
+    folder: Path
+    num_captions: dict[str, int]
+    num_added: dict[str, int]
+    num_removed: dict[str, int]
+    num_stale: dict[str, int]
+
+
+def write_further_captions(
+    data_dir: Path, captions: pa.Table, rejected: pa.Table, *, records: Mapping[str, Mapping[str, Any]]
+) -> FurtherResult:
+    """Add captions to videos in the manifest. They replace those of the same sources, and of their earlier versions.
+
+    Captions that were in the manifest keep their IDs; all other captions of the manifest are unchanged.
+
+    Args:
+        captions: video_id, begin_s, end_s, text, source and likelihood (IDs are assigned here).
+        rejected: schema.REJECTED.
+        records: source -> {"kind", "models"} of each source in `captions`.
+
+    Raises:
+        UserError: there is no manifest, it is damaged, or a source has the name of other captions.
+    """
+    folder = manifest_dir(data_dir)
+    old = previous_manifest(data_dir)
+    if old.damage is not None:
+        raise old.damage
+    read_manifest(data_dir)
+    before = _counts(old.captions_path)
+    for source, record in records.items():
+        _require_free(source, str(record["kind"]), before=before, further=old.further)
+    kinds = {source_name(source): record["kind"] for source, record in records.items()}
+    replaced = {name for name, record in old.further.items() if kinds.get(source_name(name)) == record["kind"]}
+
+    ids, next_id = stable_ids(old, captions, is_replaced=of_sources(replaced) if replaced else None)
+    further = FurtherCaptions.read(old)
+    changed = further.without(replaced).with_source(captions, ids=ids, records=records)
+    if (rows_of(captions["video_id"], old.videos["video_id"]) < 0).any():
+        raise ValueError("captions refer to a video that is not in the manifest")
+    other_rejected = old.rejected.filter(pc.not_equal(old.rejected["dataset"], FURTHER))
+    is_replaced = of_sources(replaced)
+    publish_manifest(
+        folder,
+        old,
+        videos=changed.added_to(further.removed_from(old.videos)),
+        rejected=pa.concat_tables([other_rejected, rejected.cast(REJECTED)]),
+        captions=captions,
+        ids=ids,
+        next_id=next_id,
+        keep=lambda table: ~is_replaced(table),
+        keep_labels=True,
+        datasets=old.datasets,
+        further=changed.stored_records(),
+    )
+    is_new = ids >= old.next_caption_id
+    num_captions, num_added = (_by_source(captions.filter(pa.array(mask))) for mask in (ids >= 0, is_new))
+    return FurtherResult(
+        folder=folder,
+        num_captions=num_captions,
+        num_added={name: num_added.get(name, 0) for name in num_captions},
+        num_removed={
+            name: before.get(name, 0) - (count - num_added.get(name, 0)) for name, count in num_captions.items()
+        },
+        num_stale={name: before[name] for name in sorted(replaced) if name not in records},
+    )
+
+
+def _require_free(source: str, kind: str, *, before: Mapping[str, int], further: Mapping[str, Any]) -> None:
+    if source in further and further[source]["kind"] != kind:
+        raise UserError(
+            f"the source {source!r} has captions of another kind ({further[source]['kind']}, not {kind})",
+            hint="give the new captions another name with --source",
+        )
+    if source in before and source not in further:
+        raise UserError(
+            f"the source {source!r} is that of {before[source]:,} captions of a dataset in the manifest",
+            hint="give the new captions another name with --source",
+        )
+
+
+def _counts(captions_path: Path | None) -> dict[str, int]:
+    if captions_path is None:
+        return {}
+    with pq.ParquetFile(captions_path, read_dictionary=["source"], pre_buffer=False) as file:
+        return source_counts(file)
+
+
+def _by_source(captions: pa.Table) -> dict[str, int]:
+    entries = pc.value_counts(captions["source"]).to_pylist()
+    return dict(sorted((entry["values"], entry["counts"]) for entry in entries))

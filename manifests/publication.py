@@ -1,0 +1,86 @@
+"""Publishing all tables of a manifest at once: the end of every write."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from manifests.caption_table import Selection, write_caption_table
+from manifests.checked_json import publish_checked_json
+from manifests.merge import tables_fingerprint
+from manifests.previous import FURTHER_KEY, PreviousManifest
+from manifests.publish import published
+from manifests.schema import MANIFEST_FORMAT, OWN_DIGEST
+from manifests.table_files import (
+    CAPTIONS_FILE,
+    FINGERPRINT_KEY,
+    REJECTED_FILE,
+    TABLE_FILES,
+    VIDEOS_FILE,
+    describe,
+    promote,
+    staged_path,
+)
+
+MANIFEST_FILE = "manifest.json"
+
+
+def publish_manifest(
+    folder: Path,
+    old: PreviousManifest,
+    *,
+    videos: pa.Table,
+    rejected: pa.Table,
+    captions: pa.Table,
+    ids: np.ndarray,
+    next_id: int,
+    keep: Selection | None,
+    keep_labels: bool,
+    datasets: Mapping[str, Any],
+    further: Mapping[str, Any],
+) -> None:
+    """Publish a manifest in `folder`.
+
+    Args:
+        videos: schema.VIDEOS and schema.OWN_DIGEST.
+        captions: captions to add to those of `old` that stay, in the form of `write_manifest`.
+        ids: int64[N], their IDs.
+        keep: selects the captions of `old` that stay; None if none do.
+        keep_labels: keep the label columns of `old`.
+
+    Raises:
+        UserError: the previous manifest is damaged and this is another one, or labels have another type.
+    """
+    if videos[OWN_DIGEST.name].null_count == videos.num_rows:
+        videos = videos.drop_columns([OWN_DIGEST.name])
+    fingerprint = tables_fingerprint(videos, rejected)
+    old.require_same(fingerprint)
+    metadata = {FINGERPRINT_KEY: fingerprint.encode()}
+    staged = {name: staged_path(folder, name, fingerprint=fingerprint) for name in TABLE_FILES}
+    write_caption_table(
+        staged[CAPTIONS_FILE],
+        old_path=old.captions_path,
+        captions=captions,
+        ids=ids,
+        keep=keep,
+        keep_labels=keep_labels,
+        metadata=metadata,
+    )
+    for name, table in ((REJECTED_FILE, rejected), (VIDEOS_FILE, videos)):
+        with published(staged[name]) as temporary:
+            pq.write_table(table.replace_schema_metadata(metadata), temporary, compression="zstd")
+    publish_checked_json(
+        folder / MANIFEST_FILE,
+        {
+            "format": MANIFEST_FORMAT,
+            "fingerprint": fingerprint,
+            "next_caption_id": next_id,
+            "datasets": datasets,
+            **({FURTHER_KEY: further} if further else {}),
+            "tables": {name: describe(path) for name, path in staged.items()},
+        },
+    )
+    promote(folder, fingerprint=fingerprint)

@@ -1,0 +1,67 @@
+"""What limits captions of tables: the ends of the videos, and for those that describe chunks, the chunks."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from prep.core.column import VIDEO
+from prep.core.plan import is_readable
+from prep.sources.table import read_probes
+from shards.dataset import current_variant, variant_dir
+from shards.reader import Variant
+
+_MS_BITS = 40  # of a time within a video, beside the number of the video: 34 years
+
+
+def ends_of_videos(data_dir: Path, videos: pa.Table) -> np.ndarray:
+    """Return the end of each video in seconds, float64[N]; +inf for those that have not been probed.
+
+    Args:
+        videos: schema.VIDEOS.
+    """
+    probes = read_probes(data_dir)
+    rows = pc.index_in(videos["path"].combine_chunks(), value_set=probes["path"].combine_chunks())
+    ends_s = probes["end_s"].combine_chunks().take(rows)
+    return np.asarray(pc.fill_null(ends_s, np.inf).to_numpy(zero_copy_only=False))
+
+
+def chunk_finder(data_dir: Path, videos: pa.Table) -> Callable[[np.ndarray, np.ndarray, np.ndarray], np.ndarray] | None:
+    """Return a function of video row, begin and end in seconds: whether there is a chunk at these times, bool[N].
+
+    Return None if this is unknown: the current variant has no chunks yet, or damaged ones.
+
+    Args:
+        videos: schema.VIDEOS.
+    """
+    name = current_variant(data_dir, VIDEO)
+    shards = [] if name is None else Variant(variant_dir(data_dir, VIDEO, name)).shards()
+    if not shards or not all(map(is_readable, shards)):
+        return None
+    ids = videos["video_id"].combine_chunks()
+    begins, ends = [], []
+    for shard in shards:
+        rows = pc.index_in(shard.index["video_id"].combine_chunks(), value_set=ids).fill_null(-1).to_numpy()
+        start_ms, frames, fps_num, fps_den = (
+            shard.index[column].to_numpy().astype(np.int64)
+            for column in ("start_ms", "num_frames", "fps_num", "fps_den")
+        )
+        is_known = rows >= 0
+        first = (rows.astype(np.int64) << _MS_BITS) + start_ms
+        begins.append(first[is_known])
+        ends.append((first + frames * fps_den * 1000 // fps_num)[is_known])
+    begin, end = np.concatenate(begins), np.concatenate(ends)
+    order = np.argsort(begin)
+    begin, end = begin[order], end[order]
+
+    def has_chunk(rows: np.ndarray, begin_s: np.ndarray, end_s: np.ndarray) -> np.ndarray:
+        base = rows.astype(np.int64) << _MS_BITS
+        last_ms = (1 << _MS_BITS) - 1
+        low, high = (base + np.minimum(times * 1000, last_ms).astype(np.int64) for times in (begin_s, end_s))
+        # The last chunk that begins before the end of the caption; chunks of a video do not overlap.
+        found = np.searchsorted(begin, high) - 1
+        return (found >= 0) & (end[np.maximum(found, 0)] > low) if len(begin) else np.zeros(len(rows), bool)
+
+    return has_chunk

@@ -1,0 +1,188 @@
+"""`prep manifest captions`: captions from tables as further sources of videos that are in the manifest."""
+
+import json as json_module
+import os
+from collections.abc import Iterator, Sequence
+from math import isfinite
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+from cyclopts import Parameter
+
+from manifests.errors import FailedWork, UserError
+from manifests.quoting import counted, on_one_line, quoted
+from prep.core.make import Data
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+    from manifests.adapters.reading import Reading
+    from manifests.further_write import FurtherResult
+    from prep.core.failure_list import FailureEntry
+
+
+def captions(
+    tables: Annotated[list[Path], Parameter(negative="")],
+    /,
+    *,
+    source: Annotated[
+        str | None, Parameter(help="Source name of all captions, in place of the column source of the tables.")
+    ] = None,
+    min_likelihood: Annotated[
+        float | None,
+        Parameter(
+            help="Drop captions whose likelihood (mean log-probability per token) is below this value, 0 or less. "
+            "Captions without a likelihood are kept."
+        ),
+    ] = None,
+    drop_duplicates: Annotated[
+        bool,
+        Parameter(
+            negative="",
+            help="Drop captions that repeat another one of the same clip and source, apart from case and white space. "
+            "The most likely one is kept.",
+        ),
+    ] = False,
+    data: Data = Path("data"),
+    json: Annotated[bool, Parameter(name="--json", negative="", help="Print the summary as JSON.")] = False,
+) -> None:
+    """Add captions from tables to videos in the manifest, such as those of `train caption-chunks`.
+
+    They replace earlier captions of the same source, or of an earlier version of the same model, and no others. They
+    are kept when a dataset is read again.
+
+    Example: prep manifest captions captions.parquet --min-likelihood -1.5
+
+    Parameters
+    ----------
+    tables
+        Parquet, CSV or JSON-lines files with the columns video and text, and optionally begin_s, end_s (in seconds),
+        source and likelihood.
+    """
+    from manifests.adapters.further import Limits, read_caption_tables
+    from manifests.adapters.reading import encodable
+    from manifests.further_write import FURTHER, write_further_captions
+    from manifests.store import read_rejected, read_videos
+    from prep.commands import manifest_text
+    from prep.commands.caption_limits import chunk_finder, ends_of_videos
+    from prep.core.column import VIDEO
+    from prep.core.data_folder import require_data_folder, writing
+    from prep.core.failure_list import first_rejected, named_values
+    from prep.upkeep.caption_sources import other_variants
+    from shards.dataset import current_variant
+
+    if min_likelihood is not None and not (isfinite(min_likelihood) and min_likelihood <= 0):
+        raise UserError(
+            f"--min-likelihood {min_likelihood} is out of range",
+            hint="give the logarithm of a probability, 0 or less, such as -1.5",
+        )
+    if source is not None and not (source.strip() and encodable(source)):
+        raise UserError(f"--source {quoted(source)} is not a name", hint="give a name of letters and digits")
+    folder = require_data_folder(data)
+    with writing(folder):
+        videos = read_videos(folder)
+        limits = Limits(ends_of_videos(folder, videos), chunk_finder(folder, videos))
+        read = read_caption_tables(tables, videos=videos, dataset=FURTHER, source=source, limits=limits)
+        if manifest_text.unused_files(read.reading):
+            raise FailedWork(manifest_text.unused_text(read.reading))
+        selected, num_dropped = _select(
+            read.reading.captions, min_likelihood=min_likelihood, drop_duplicates=drop_duplicates
+        )
+        choice = {"min_likelihood": min_likelihood, "drop_duplicates": drop_duplicates}
+        written = write_further_captions(
+            folder,
+            selected,
+            read.reading.rejected,
+            records={name: {**record, **choice} for name, record in read.records.items()},
+        )
+        has_rejected = read.reading.rejected.num_rows > 0
+        rejected = first_rejected(manifest_text.rejected_of(read_rejected(folder), FURTHER)) if has_rejected else []
+    current = current_variant(folder, VIDEO)
+    other = {name: other_variants(record["models"], current=current) for name, record in read.records.items()}
+    values = {
+        **_values(written, reading=read.reading, num_dropped=num_dropped),
+        "other_variants": {name: variants for name, variants in other.items() if variants},
+    }
+    if json:
+        print(json_module.dumps({**values, "first_rejected": named_values(rejected)}, indent=1, sort_keys=True))
+    else:
+        print("\n".join(_lines(written, values, rejected=rejected)))
+
+
+def _select(
+    captions: "pa.Table", *, min_likelihood: float | None, drop_duplicates: bool
+) -> tuple["pa.Table", dict[str, int]]:
+    """Return the captions that are not dropped, and the number of dropped ones by reason.
+
+    Raises:
+        UserError: there is a minimum, but no caption has a likelihood.
+        FailedWork: nothing is left of a source; its earlier captions would be lost.
+    """
+    import pyarrow as pa
+    import pyarrow.compute as pc
+
+    from manifests.caption_selection import is_duplicate, is_unlikely
+
+    num_dropped, kept = {}, captions
+    if min_likelihood is not None:
+        if captions["likelihood"].null_count == captions.num_rows:
+            raise UserError(
+                f"--min-likelihood {min_likelihood:g} has no effect: no caption in the tables has a likelihood",
+                hint="omit it, or give tables with the column likelihood",
+            )
+        unlikely = is_unlikely(kept, min_likelihood=min_likelihood)
+        num_dropped["unlikely"], kept = int(unlikely.sum()), kept.filter(pa.array(~unlikely))
+    if drop_duplicates:
+        duplicates = is_duplicate(kept)
+        num_dropped["duplicate"], kept = int(duplicates.sum()), kept.filter(pa.array(~duplicates))
+    left = set(pc.unique(kept["source"]).to_pylist())
+    for name in pc.unique(captions["source"]).to_pylist():
+        if name not in left:
+            raise FailedWork(
+                f"no captions of {name} are left: all are below --min-likelihood {min_likelihood:g}; "
+                "the manifest was not changed"
+            )
+    return kept, num_dropped
+
+
+def _values(written: "FurtherResult", *, reading: "Reading", num_dropped: dict[str, int]) -> dict[str, Any]:
+    reasons = reading.rejected["reason"].value_counts().to_pylist()
+    return {
+        "sources": {
+            name: {
+                "num_captions": count,
+                "num_captions_added": written.num_added[name],
+                "num_captions_removed": written.num_removed[name],
+            }
+            for name, count in written.num_captions.items()
+        },
+        "stale": written.num_stale,
+        "num_dropped": num_dropped,
+        "num_captions_lost": reading.num_captions_lost,
+        "num_rejected": {entry["values"]: entry["counts"] for entry in reasons},
+        "manifest": os.fspath(written.folder),
+    }
+
+
+def _lines(written: "FurtherResult", values: dict[str, Any], *, rejected: "Sequence[FailureEntry]") -> Iterator[str]:
+    from manifests.store import REJECTED_FILE
+    from prep.core.failure_list import named_lines
+
+    for name, count in written.num_captions.items():
+        changes = f"{written.num_added[name]:,} new"
+        if written.num_removed[name]:
+            changes += f", {written.num_removed[name]:,} removed"
+        yield f"{on_one_line(name)}: {counted(count, 'caption')} ({changes})"
+    for name, count in written.num_stale.items():
+        yield f"stale: {counted(count, 'caption')} of {on_one_line(name)}, an earlier version, replaced"
+    for name, variants in values["other_variants"].items():
+        yield f"note: {on_one_line(name)} describes chunks of {', '.join(variants)}, which is not the current variant"
+    if values["num_dropped"]:
+        yield "dropped: " + ", ".join(f"{count:,} {reason}" for reason, count in values["num_dropped"].items())
+    if reasons := values["num_rejected"]:
+        total = sum(reasons.values())
+        lost = counted(values["num_captions_lost"], "caption")
+        yield f"rejected: {counted(total, 'row')}, and {lost} of unavailable videos"
+        yield from (f"  {reason}: {count}" for reason, count in sorted(reasons.items()))
+        yield from named_lines(rejected, num_all=total, listed=written.folder / REJECTED_FILE, indent="  ")
+    yield f"manifest: {written.folder}"

@@ -1,0 +1,72 @@
+"""Status of the sources of captions: how many captions each has, and for further sources, which model wrote them."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from manifests.further_sources import source_counts
+from manifests.previous import FURTHER_KEY
+from manifests.store import open_captions, read_manifest
+from prep.core.column import VIDEO
+from shards.dataset import current_variant
+
+
+@dataclass(frozen=True)
+class CaptionSource:
+    """One source of captions.
+
+    Attributes:
+        is_further: added by `prep manifest captions`, rather than by the command of a dataset.
+        weights: names of the models that wrote it, with the first digits of their SHA-256.
+        stale_because: why it differs from what its model would write now, or None.
+    """
+
+    name: str
+    num_captions: int
+    is_further: bool
+    weights: tuple[str, ...] = ()
+    stale_because: str | None = None
+
+
+def read_caption_sources(data_dir: Path) -> list[CaptionSource]:
+    """Read the sources of captions in the manifest, those of datasets first, in alphabetical order.
+
+    Raises:
+        UserError: the manifest is missing or damaged.
+    """
+    with open_captions(data_dir) as file:
+        counts = source_counts(file)
+    further: Mapping[str, Any] = read_manifest(data_dir).get(FURTHER_KEY, {})
+    current = current_variant(data_dir, VIDEO)
+    sources = []
+    for name in sorted(counts, key=lambda name: (name in further, name)):
+        models = further[name]["models"] if name in further else []
+        other = other_variants(models, current=current)
+        sources.append(
+            CaptionSource(
+                name=name,
+                num_captions=counts[name],
+                is_further=name in further,
+                weights=tuple(dict.fromkeys(_weights(model) for model in models)),
+                stale_because=f"it describes chunks of {', '.join(other)}" if other else None,
+            )
+        )
+    return sources
+
+
+def other_variants(models: list[Mapping[str, Any]], *, current: str | None) -> list[str]:
+    """Return the variants of `video` whose chunks were captioned, other than the current one.
+
+    Args:
+        models: metadata of the models that wrote a further source of captions.
+        current: None if no variant is current; nothing is then known.
+    """
+    variants = {str(model["video_variant"]) for model in models if model.get("video_variant") is not None}
+    return sorted(variants - {current}) if current is not None else []
+
+
+def _weights(model: Mapping[str, Any]) -> str:
+    digest = model.get("weights_sha256")
+    name = str(model.get("weights", "unknown weights"))
+    return name if digest is None else f"{name} (SHA-256 {str(digest)[:8]})"

@@ -1,0 +1,378 @@
+"""Captions of tables as further sources: what they replace, what they leave alone, and what stays in the end."""
+
+import itertools
+import json
+import shutil
+from contextlib import suppress
+from math import inf
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+import pytest
+
+from manifests.adapters.further import FurtherReading, read_caption_tables
+from manifests.caption_selection import is_duplicate, is_unlikely
+from manifests.errors import UserError
+from manifests.further_write import FURTHER, FurtherResult, write_further_captions
+from manifests.schema import CAPTIONS, VIDEOS
+from manifests.store import read_captions, read_manifest, read_rejected, read_videos, write_manifest
+from tests.manifests.test_interrupted_writes import Killed, stop_at
+from tests.manifests.test_store import digests, file_hashes, ids_by_text, reading_of, write
+
+OWN = [("v", 0.0, 1.0, "one"), ("w", 0.0, inf, "two")]
+FIRST, SECOND = "aaaaaaaa11111111", "bbbbbbbb22222222"
+Row = dict[str, Any]
+
+
+@pytest.fixture
+def data(tmp_path: Path) -> Path:
+    """A manifest of two datasets, one with labels."""
+    write(tmp_path / "data", reading_of(tmp_path, ["v", "w"], OWN))
+    labelled = reading_of(tmp_path, ["x"], [("x", 0.0, 1.0, "three")], dataset="b", labels={"label_class": "cat"})
+    write(tmp_path / "data", labelled, dataset="b")
+    return tmp_path / "data"
+
+
+def pseudo(path: Path, rows: list[Row], *, weights: str = FIRST, name: str = "narrator", **metadata: Any) -> Path:
+    """A table as `train caption-chunks` writes it."""
+    source = f"{name}@{weights[:8]}"
+    schema = pa.schema(
+        [
+            *(("video", pa.string()), ("begin_s", pa.float64()), ("end_s", pa.float64()), ("text", pa.string())),
+            *(("source", pa.string()), ("likelihood", pa.float32()), ("sample", pa.int16())),
+        ]
+    )
+    values = [{"begin_s": 0.0, "end_s": 1.0, "source": source, "likelihood": -1.0, "sample": 0, **row} for row in rows]
+    model = {"kind": "pseudo-captions", "weights": name, "weights_sha256": weights, "video_variant": "v1"}
+    content = {**model, "settings": {"top_p": 0.9}, **metadata}
+    table = pa.Table.from_pylist(values, schema=schema).replace_schema_metadata({"clipmill": json.dumps(content)})
+    pq.write_table(table, path)
+    return path
+
+
+def read(data: Path, *tables: Path, source: str | None = None) -> FurtherReading:
+    return read_caption_tables(tables, videos=read_videos(data), dataset=FURTHER, source=source)
+
+
+def add(data: Path, *tables: Path, source: str | None = None) -> FurtherResult:
+    found = read(data, *tables, source=source)
+    return write_further_captions(data, found.reading.captions, found.reading.rejected, records=found.records)
+
+
+def reasons(reading: FurtherReading) -> list[tuple[int | None, str | None, str]]:
+    return [(row["row"], row["source_id"], row["reason"]) for row in reading.reading.rejected.to_pylist()]
+
+
+def test_captions_are_added_and_nothing_else_changes(data: Path, tmp_path: Path) -> None:
+    before, old_digests = read_captions(data).to_pylist(), digests(data)
+    rows = [{"video": "x", "text": "a cat"}, {"video": "v", "text": " a door ", "likelihood": None}]
+    written = add(data, pseudo(tmp_path / "p.parquet", rows))
+    assert (written.num_captions, written.num_added) == ({"narrator@aaaaaaaa": 2}, {"narrator@aaaaaaaa": 2})
+    after = read_captions(data).to_pylist()
+    for row in before:
+        row["likelihood"] = None
+    assert [{**row, "label_class": row.get("label_class")} for row in before] == after[:3]
+    common = {"begin_s": 0.0, "end_s": 1.0, "source": "narrator@aaaaaaaa", "label_class": None}
+    assert after[3:] == [
+        {"caption_id": 3, "video_id": "x", "text": "a cat", "likelihood": -1.0, **common},
+        {"caption_id": 4, "video_id": "v", "text": "a door", "likelihood": None, **common},
+    ]
+    assert read_videos(data).schema.equals(VIDEOS)
+    assert read_videos(data)["num_captions"].to_pylist() == [2, 1, 2]
+    assert {video for video, digest in digests(data).items() if digest != old_digests[video]} == {"v", "x"}
+    assert read_manifest(data)["further_sources"]["narrator@aaaaaaaa"] == {
+        "kind": "pseudo-captions",
+        "models": [{"weights": "narrator", "weights_sha256": FIRST, "video_variant": "v1", "settings": {"top_p": 0.9}}],
+        "num_captions": 2,
+    }
+
+
+def test_digests_of_manifests_without_them_are_those_of_earlier_versions(tmp_path: Path) -> None:
+    """Otherwise every chunk would be written again."""
+    own = [("v", 0.0, 1.0, "one"), ("w", 0.0, inf, "zwei é"), ("v", 0.5, 2.0, "three")]
+    write(tmp_path, reading_of(tmp_path, ["v", "w", "u"], own, labels={"label_class": "cat"}))
+    assert digests(tmp_path) == {
+        "v": "3afb20ba439327d64fa384238cd43ee1772211f9aa35f9d3977e18cd7a7e92d0",
+        "w": "f50854a4fab40e61c1208c846ea396e2596c747ca753c7b41a0a0c46b50a2a82",
+        "u": "e3b0c44298fc1c149afbf4c8996fb92427ae41e4649b934ca495991b7852b855",
+    }
+    assert pq.read_schema(tmp_path / "manifest" / "videos.parquet").names == VIDEOS.names
+
+
+def test_the_same_table_again_changes_no_byte(data: Path, tmp_path: Path) -> None:
+    table = pseudo(tmp_path / "p.parquet", [{"video": "v", "text": text} for text in ("a", "b", "a")])
+    add(data, table)
+    before = file_hashes(data)
+    written = add(data, table)
+    assert (written.num_added, written.num_removed) == ({"narrator@aaaaaaaa": 0}, {"narrator@aaaaaaaa": 0})
+    assert file_hashes(data) == before
+
+
+def test_a_new_version_of_a_model_replaces_the_old_one_and_no_other(data: Path, tmp_path: Path) -> None:
+    plain = tmp_path / "plain.csv"
+    plain.write_text("video,text,source,likelihood\nv,by hand,narrator,-2\nw,also,others,\n")
+    add(data, plain)
+    rows = [{"video": "v", "text": "same"}, {"video": "w", "text": "gone"}]
+    add(data, pseudo(tmp_path / "p.parquet", rows))
+    add(data, pseudo(tmp_path / "q.parquet", rows[:1], name="teller"))
+    ids = ids_by_text(data)
+    written = add(data, pseudo(tmp_path / "r.parquet", [*rows[:1], {"video": "x", "text": "new"}], weights=SECOND))
+    assert written.num_stale == {"narrator@aaaaaaaa": 2}
+    found = {(row["text"], row["source"]): row["caption_id"] for row in read_captions(data).to_pylist()[3:]}
+    assert found == {
+        ("by hand", "narrator"): 3,  # a table of another kind
+        ("also", "others"): 4,
+        ("same", "teller@aaaaaaaa"): 7,
+        ("same", "narrator@bbbbbbbb"): 8,
+        ("new", "narrator@bbbbbbbb"): 9,
+    }
+    assert {text: ids_by_text(data)[text] for text in ("one", "two", "three")} == {
+        text: ids[text] for text in ("one", "two", "three")
+    }
+    assert set(read_manifest(data)["further_sources"]) == {"narrator", "others", "teller@aaaaaaaa", "narrator@bbbbbbbb"}
+
+
+def test_a_dataset_that_is_read_again_keeps_them_as_long_as_their_videos(data: Path, tmp_path: Path) -> None:
+    add(data, pseudo(tmp_path / "p.parquet", [{"video": video, "text": f"of {video}"} for video in "vwx"]))
+    before = file_hashes(data)
+    written = write(data, reading_of(tmp_path, ["v", "w"], OWN))
+    assert (written.num_further_kept, written.num_further_removed, written.num_captions) == (3, 0, 2)
+    assert file_hashes(data) == before
+
+    changed = write(data, reading_of(tmp_path, ["w"], [("w", 5.0, 6.0, "other")]))
+    assert (changed.num_further_kept, changed.num_further_removed) == (2, 1)
+    assert ids_by_text(data) == {"other": 6, "three": 2, "of w": 4, "of x": 5}
+    assert read_manifest(data)["further_sources"]["narrator@aaaaaaaa"]["num_captions"] == 2
+    assert read_videos(data)["num_captions"].to_pylist() == [2, 2]
+    write(data, reading_of(tmp_path, [], []))
+    write(data, reading_of(tmp_path, [], [], dataset="b"), dataset="b")
+    assert "further_sources" not in read_manifest(data)
+    assert read_captions(data).schema.equals(CAPTIONS)
+
+
+def test_digests_do_not_depend_on_the_order_of_the_commands(data: Path, tmp_path: Path) -> None:
+    """Otherwise chunks would be written again without a reason."""
+    own = {**digests(data)}
+    table = pseudo(tmp_path / "p.parquet", [{"video": "x", "text": "a cat"}])
+    add(data, table)
+    with_further = digests(data)
+    write(data, reading_of(tmp_path, ["v", "w"], OWN))
+    labelled = reading_of(tmp_path, ["x"], [("x", 0.0, 1.0, "three")], dataset="b", labels={"label_class": "cat"})
+    write(data, labelled, dataset="b")
+    assert digests(data) == with_further
+    assert {video for video in own if own[video] != with_further[video]} == {"x"}
+    other = tmp_path / "other.csv"
+    other.write_text("video,text,source\nx,z,others\n")
+    add(data, other)
+    assert digests(data)["x"] not in (own["x"], with_further["x"])
+
+
+def test_a_likelihood_that_changes_keeps_the_id_and_changes_the_digest(data: Path, tmp_path: Path) -> None:
+    add(data, pseudo(tmp_path / "p.parquet", [{"video": "v", "text": "a", "likelihood": -1.0}]))
+    before, fingerprint = digests(data), read_manifest(data)["fingerprint"]
+    add(data, pseudo(tmp_path / "p.parquet", [{"video": "v", "text": "a", "likelihood": -2.0}]))
+    last = read_captions(data).to_pylist()[-1]
+    assert (last["caption_id"], last["likelihood"]) == (3, -2.0)
+    assert digests(data)["v"] != before["v"] and read_manifest(data)["fingerprint"] != fingerprint
+
+
+def test_the_column_is_gone_when_no_caption_has_a_likelihood(data: Path, tmp_path: Path) -> None:
+    rows = [{"video": "v", "text": "a"}]
+    add(data, pseudo(tmp_path / "p.parquet", rows))
+    assert "likelihood" in read_captions(data).column_names
+    add(data, pseudo(tmp_path / "p.parquet", [{**rows[0], "likelihood": None}], weights=SECOND))
+    assert "likelihood" not in read_captions(data).column_names
+    assert list(pq.read_schema(data / "manifest" / "videos.parquet").names)[-1] == "own_captions_sha256"
+
+
+def test_names_of_sources_that_are_taken_are_refused(data: Path, tmp_path: Path) -> None:
+    plain = tmp_path / "plain.csv"
+    plain.write_text("video,text,source\nv,a,human\n")
+    table = pseudo(tmp_path / "p.parquet", [{"video": "v", "text": "a"}])
+    add(data, table)
+    before = file_hashes(data)
+    with pytest.raises(UserError, match=r"'human' is that of 3 captions of a dataset"):
+        add(data, plain)
+    with pytest.raises(UserError, match="captions of another kind"):
+        add(data, plain, source="narrator@aaaaaaaa")
+    with pytest.raises(UserError, match="captions of another model under this name"):
+        add(data, table, pseudo(tmp_path / "q.parquet", [{"video": "v", "text": "b"}], weights=SECOND), source="mine")
+    taken = reading_of(tmp_path, ["v"], [("v", 0.0, 1.0, "one")])
+    source = pa.array(["narrator@aaaaaaaa"]).dictionary_encode()
+    with pytest.raises(UserError, match="is the name of captions added by `prep manifest captions`"):
+        write_manifest_with_source(data, taken, source)
+    assert file_hashes(data) == before
+
+
+def write_manifest_with_source(data: Path, reading: Any, source: pa.Array) -> None:
+    captions = reading.captions.set_column(reading.captions.column_names.index("source"), "source", source)
+    write_manifest(data, "a", reading.videos, captions)
+
+
+def test_tables_of_one_model_are_one_source(data: Path, tmp_path: Path) -> None:
+    parts = [
+        pseudo(tmp_path / f"{n}.parquet", [{"video": "v", "text": f"{n}"}], settings={"seed": n // 2}) for n in range(3)
+    ]
+    written = add(data, *parts)
+    assert written.num_captions == {"narrator@aaaaaaaa": 3}
+    models = read_manifest(data)["further_sources"]["narrator@aaaaaaaa"]["models"]
+    assert [model["settings"] for model in models] == [{"seed": 0}, {"seed": 1}]
+    assert add(data, *parts, source="mine").num_captions == {"mine": 3}
+
+
+def test_a_damaged_manifest_is_not_built_upon(data: Path, tmp_path: Path) -> None:
+    table = pseudo(tmp_path / "p.parquet", [{"video": "v", "text": "a"}])
+    add(data, table)
+    found = read(data, table)
+    (data / "manifest" / "captions.parquet").write_bytes(b"PAR1")
+    with pytest.raises(UserError, match="is damaged"):
+        write_further_captions(data, found.reading.captions, found.reading.rejected, records=found.records)
+    with pytest.raises(UserError, match="caption IDs would change") as caught:
+        write(data, reading_of(tmp_path, ["v", "w"], OWN))
+    assert "prep manifest captions` for the further sources (narrator@aaaaaaaa)" in str(caught.value.hint)
+
+
+def test_a_write_that_is_killed_anywhere_leaves_the_old_manifest_or_the_new_one(data: Path, tmp_path: Path) -> None:
+    first, second = (
+        pseudo(tmp_path / f"{weights}.parquet", [{"video": "v", "text": text}], weights=weights)
+        for weights, text in ((FIRST, "a"), (SECOND, "b"))
+    )
+    add(data, first)
+    done = tmp_path / "done"
+    shutil.copytree(data, done)
+    add(done, second)
+    found, seen = read(data, second), set()
+    for point in itertools.count():
+        copy = tmp_path / str(point)
+        shutil.copytree(data, copy)
+        with pytest.MonkeyPatch.context() as patch:
+            stop_at(point, patch, Killed())
+            with suppress(Killed):
+                write_further_captions(copy, found.reading.captions, found.reading.rejected, records=found.records)
+                break
+        texts = read_captions(copy)["text"].to_pylist()[3:]
+        assert texts == [{"narrator@aaaaaaaa": "a", "narrator@bbbbbbbb": "b"}[name] for name in further_names(copy)]
+        assert read_videos(copy)["num_captions"].to_pylist() == [2, 1, 1]
+        seen.update(texts)
+        if point % 4 == 0:
+            add(copy, second)
+            assert file_hashes(copy) == file_hashes(done)
+    assert seen == {"a", "b"}
+
+
+def further_names(data: Path) -> list[str]:
+    return list(read_manifest(data)["further_sources"])
+
+
+def test_rows_that_cannot_be_used_are_rejected_by_reason(data: Path, tmp_path: Path) -> None:
+    wrong: list[Row] = [
+        {"video": "gone", "text": "a"},
+        {"video": None, "text": "a"},
+        {"video": "v", "text": " "},
+        {"video": "v", "text": None},
+        {"video": "v", "text": "a", "begin_s": -1.0},
+        {"video": "v", "text": "a", "begin_s": 2.0},
+        {"video": "v", "text": "a", "end_s": float("nan")},
+        {"video": "v", "text": "a", "likelihood": float("nan")},
+        {"video": "v", "text": "a", "likelihood": 0.5},
+        {"video": "v", "text": "a", "source": None},
+        {"video": "gone", "text": "b"},
+        {"video": "v", "text": "good", "begin_s": None, "end_s": None},
+    ]
+    found = read(data, pseudo(tmp_path / "p.parquet", wrong))
+    assert found.reading.captions["text"].to_pylist() == ["good"]
+    assert found.reading.captions["end_s"].to_pylist() == [inf]
+    assert found.reading.num_captions_lost == 2
+    assert sorted(reasons(found), key=str) == sorted(
+        [
+            (None, "gone", "missing_file"),
+            (1, None, "empty_id"),
+            (2, "v", "empty_caption"),
+            (3, "v", "empty_caption"),
+            *((row, "v", "bad_time") for row in (4, 5, 6)),
+            *((row, "v", "bad_likelihood") for row in (7, 8)),
+            (9, "v", "malformed_row"),
+        ],
+        key=str,
+    )
+    add(data, pseudo(tmp_path / "p.parquet", wrong))
+    assert read_rejected(data).filter(pc.equal(read_rejected(data)["dataset"], FURTHER)).num_rows == 10
+    add(data, pseudo(tmp_path / "p.parquet", wrong[-1:]))
+    assert read_rejected(data).num_rows == 0
+
+
+def test_text_tables_have_the_same_columns_and_names_of_videos(data: Path, tmp_path: Path) -> None:
+    lines = [
+        {"video": "v", "text": "by id", "begin_s": "1", "end_s": 2.5, "likelihood": "-0.5"},
+        {"video": "a-w.mp4", "text": "by file name", "source": "others"},
+        {"video": "v", "text": 3},
+        {"video": "v", "text": "a", "begin_s": "soon"},
+        {"video": "v", "text": "a", "likelihood": True},
+        ["a list"],
+        {"video": "v", "text": "\ud800"},
+    ]
+    jsonl, csv = tmp_path / "t.jsonl", tmp_path / "t.csv"
+    jsonl.write_text(
+        "".join(f"{json.dumps({'source': 'mine', **line} if isinstance(line, dict) else line)}\n" for line in lines)
+    )
+    csv.write_text(
+        "video,text,begin_s,end_s,source,likelihood\nv,by id,1,2.5,mine,-0.5\na-w.mp4,by file name,,,others,\n"
+    )
+    found = read(data, jsonl)
+    assert found.reading.captions.to_pylist() == read(data, csv).reading.captions.to_pylist()
+    assert [tuple(row.values()) for row in found.reading.captions.to_pylist()] == [
+        ("v", 1.0, 2.5, "by id", "mine", -0.5),
+        ("w", 0.0, inf, "by file name", "others", None),
+    ]
+    assert [reason for _, _, reason in reasons(found)] == [
+        *("malformed_row", "bad_time", "bad_likelihood", "malformed_row", "malformed_row")
+    ]
+    assert found.records == {name: {"kind": "table", "models": []} for name in ("mine", "others")}
+
+
+def test_tables_that_cannot_be_read_are_named(data: Path, tmp_path: Path) -> None:
+    good = pseudo(tmp_path / "good.parquet", [{"video": "v", "text": "a"}] * 50)
+    content = bytearray(good.read_bytes())
+    cut, flipped = tmp_path / "cut.parquet", tmp_path / "flipped.parquet"
+    cut.write_bytes(content[: len(content) // 2])
+    content[20:60] = b"\xff" * 40
+    flipped.write_bytes(content)
+    columns, types, metadata, other = (tmp_path / f"{name}.parquet" for name in ("columns", "types", "meta", "other"))
+    pq.write_table(pa.table({"video": ["v"], "caption": ["a"]}), columns)
+    pq.write_table(pa.table({"video": ["v"], "text": ["a"], "source": ["s"], "begin_s": ["0"]}), types)
+    for path, value in ((metadata, "{"), (other, '{"kind": "scores"}')):
+        pq.write_table(pa.table({"video": ["v"], "text": ["a"], "source": ["s"]}, metadata={"clipmill": value}), path)
+    for path, message in (
+        (cut, "cannot be read as Parquet"),
+        (flipped, "cannot be read as Parquet"),
+        (columns, r"has no column text, source \(its columns: video, caption\)"),
+        (types, "column begin_s of .* has type string, expected double"),
+        (metadata, "is not JSON"),
+        (other, "not that of pseudo-captions"),
+        (tmp_path, "is not a .parquet, .csv or .jsonl file"),
+        (tmp_path / "none.parquet", "No such file"),
+        (tmp_path / "none.csv", "No such file"),
+    ):
+        with pytest.raises(UserError, match=message) as caught:
+            read(data, path)
+        assert path.name in str(caught.value) and caught.value.hint
+
+
+def test_unlikely_captions_and_duplicates_of_a_clip_are_found(data: Path, tmp_path: Path) -> None:
+    rows: list[Row] = [
+        {"video": "v", "text": "A dog  runs", "likelihood": -2.0},
+        {"video": "v", "text": "a dog runs", "likelihood": -1.0},
+        {"video": "v", "text": "a DOG\u00a0runs\n", "likelihood": -1.0},
+        {"video": "v", "text": "a dog runs", "end_s": 2.0},
+        {"video": "w", "text": "a dog runs"},
+        {"video": "v", "text": "a dog", "likelihood": None},
+        {"video": "v", "text": "A DOG", "likelihood": -9.0},
+        {"video": "v", "text": "a dog runs", "source": "others"},
+    ]
+    captions = read(data, pseudo(tmp_path / "p.parquet", rows)).reading.captions
+    assert is_duplicate(captions).nonzero()[0].tolist() == [0, 2, 5]
+    assert is_unlikely(captions, min_likelihood=-1.0).nonzero()[0].tolist() == [0, 6]
+    assert is_duplicate(captions.slice(0, 0)).tolist() == []

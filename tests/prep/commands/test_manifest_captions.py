@@ -1,0 +1,170 @@
+"""`prep manifest captions` and `prep manifest folder --subtitles` as a user meets them, on a data folder with chunks of
+an older version."""
+
+import tarfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from manifests.store import read_captions, read_manifest, read_videos
+from shards.dataset import current_variant
+from tests.conftest import ROOT
+from tests.manifests.test_further_sources import FIRST, SECOND, pseudo
+from tests.prep.running import Ran, contents, prep_here
+
+VIDEOS = ("first", "other")
+
+
+@pytest.fixture
+def data(tmp_path: Path) -> Path:
+    """Two videos of 2 and 1.5 s, three captions, and chunks of 1 s, of before manifests had checksums."""
+    with tarfile.open(ROOT / "tests" / "old_data_folder.tar.xz") as archive:
+        archive.extractall(tmp_path, filter="data")
+    return tmp_path / "data"
+
+
+def captions(data: Path, *arguments: object, status: int = 0) -> Ran:
+    return prep_here("manifest", "captions", *arguments, "--data", data, status=status)
+
+
+def of_chunks(data: Path, path: Path, **metadata: Any) -> Path:
+    """A table of a model: two samples for each of two chunks of the first video."""
+    first = read_videos(data)["video_id"][0].as_py()
+    rows = [
+        {"video": first, "begin_s": begin_s, "end_s": begin_s + 1, "text": text, "likelihood": likelihood, "sample": n}
+        for begin_s in (0.0, 1.0)
+        for n, (text, likelihood) in enumerate([("a square", -0.5), ("A  square", -0.25), ("a circle", -3.0)])
+    ]
+    return pseudo(path, rows, video_variant=current_variant(data, "video"), **metadata)
+
+
+def test_an_old_manifest_takes_captions_and_keeps_its_own(data: Path, tmp_path: Path) -> None:
+    before = read_captions(data)
+    ran = captions(data, of_chunks(data, tmp_path / "p.parquet"))
+    assert ran.stdout.splitlines()[0] == "narrator@aaaaaaaa: 6 captions (6 new)"
+    assert read_captions(data).drop_columns(["likelihood"]).slice(0, 3).to_pylist() == before.to_pylist()
+    status = prep_here("status", "--data", data).stdout
+    assert "captions  9\n" in status
+    assert "narrator@aaaaaaaa: 6, by narrator (SHA-256 aaaaaaaa)\n" in status and "stale" not in status
+    assert prep_here("verify", "--data", data).stdout.count(": OK") == 3
+
+
+def test_what_is_dropped_is_counted_and_written_down(data: Path, tmp_path: Path) -> None:
+    table = of_chunks(data, tmp_path / "p.parquet")
+    ran = captions(data, table, "--min-likelihood", "-1", "--drop-duplicates")
+    assert "dropped: 2 unlikely, 2 duplicate\n" in ran.stdout
+    assert read_captions(data)["text"].to_pylist()[3:] == ["A  square", "A  square"]
+    record = read_manifest(data)["further_sources"]["narrator@aaaaaaaa"]
+    assert (record["min_likelihood"], record["drop_duplicates"], record["num_captions"]) == (-1, True, 2)
+    summary = captions(data, table, "--drop-duplicates", "--json").summary
+    assert summary["num_dropped"] == {"duplicate": 2}
+    assert summary["sources"] == {
+        "narrator@aaaaaaaa": {"num_captions": 4, "num_captions_added": 2, "num_captions_removed": 0}
+    }
+
+
+def test_earlier_captions_of_a_model_that_changed_are_stale(data: Path, tmp_path: Path) -> None:
+    captions(data, of_chunks(data, tmp_path / "p.parquet"))
+    ran = captions(data, of_chunks(data, tmp_path / "p.parquet", weights=SECOND))
+    assert "stale: 6 captions of narrator@aaaaaaaa, an earlier version, replaced\n" in ran.stdout
+    assert captions(data, tmp_path / "p.parquet", "--json").summary["stale"] == {}
+
+
+def test_captions_of_another_variant_of_chunks_are_stale(data: Path, tmp_path: Path) -> None:
+    table = of_chunks(data, tmp_path / "p.parquet")
+    text = pseudo(tmp_path / "q.parquet", [{"video": read_videos(data)["video_id"][0].as_py(), "text": "a"}], name="b")
+    ran = captions(data, table, text)
+    assert "note: b@aaaaaaaa describes chunks of v1, which is not the current variant\n" in ran.stdout
+    status = prep_here("status", "--data", data).stdout
+    assert status.count("stale: it describes chunks of v1, not of the current variant\n") == 1
+    sources = prep_here("status", "--data", data, "--json").summary["videos"]["caption_sources"]
+    assert {source["name"]: source["stale_because"] for source in sources if source["is_further"]} == {
+        "b@aaaaaaaa": "it describes chunks of v1",
+        "narrator@aaaaaaaa": None,
+    }
+
+
+def test_captions_of_chunks_and_videos_that_are_gone_are_listed(data: Path, tmp_path: Path) -> None:
+    first, second = read_videos(data)["video_id"].to_pylist()
+    rows = [
+        {"video": first, "begin_s": 0.0, "end_s": 1.0, "text": "good"},
+        {"video": first, "begin_s": 2.0, "end_s": 3.0, "text": "after the end"},
+        {"video": "gone", "text": "gone"},
+    ]
+    table = pseudo(tmp_path / "p.parquet", rows, video_variant=current_variant(data, "video"))
+    ran = captions(data, table)
+    assert "bad_time: 1\n" in ran.stdout and "missing_file: 1\n" in ran.stdout
+    assert f"p.parquet, row 1: {first}: bad_time: begins at 2.0 s, after the end of the video at 2.0 s\n" in ran.stdout
+    assert "p.parquet: gone: missing_file: no such video in the manifest; captions lost: 1\n" in ran.stdout
+    # Without the commit of its shard, the second video has no chunks.
+    sorted((data / "video").glob("*/commits/*.json"))[1].unlink()
+    rows = [{"video": video, "begin_s": 0.0, "end_s": 1.0, "text": "a"} for video in (first, second)]
+    ran = captions(data, pseudo(tmp_path / "p.parquet", rows))
+    assert f"p.parquet, row 1: {second}: missing_chunk: the video has no chunk between 0.0 s and 1.0 s\n" in ran.stdout
+    plain = tmp_path / "plain.csv"
+    plain.write_text(f"video,text,begin_s,end_s\n{second},anything,0,1\n")
+    assert "by hand: 1 caption (1 new)\n" in captions(data, plain, "--source", "by hand").stdout
+
+
+def test_tables_of_which_nothing_is_left_leave_the_manifest_as_it_is(data: Path, tmp_path: Path) -> None:
+    table, gone = (
+        of_chunks(data, tmp_path / "p.parquet"),
+        pseudo(tmp_path / "gone.parquet", [{"video": "x", "text": "a"}]),
+    )
+    captions(data, table)
+    before = contents(data / "manifest")
+    lost = captions(data, table, gone, status=1).stderr
+    assert "no valid rows in" in lost and "gone.parquet" in lost and "missing_file: 1" in lost
+    assert "p.parquet" not in lost
+    unlikely = captions(data, table, "--min-likelihood", "-0.1", status=1).stderr
+    assert "no captions of narrator@aaaaaaaa are left: all are below --min-likelihood -0.1" in unlikely
+    plain = tmp_path / "plain.csv"
+    plain.write_text("video,text\nfirst,a\n")
+    assert "it has no source: give --source NAME" in captions(data, plain, status=1).stderr
+    assert contents(data / "manifest") == before
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (("--min-likelihood", "0.5"), "--min-likelihood 0.5 is out of range"),
+        (("--min-likelihood", "nan"), "--min-likelihood nan is out of range"),
+        (("--source", " "), "--source ' ' is not a name"),
+        (("--source", "mine", "--min-likelihood", "-1"), "no caption in the tables has a likelihood"),
+    ],
+)
+def test_flags_that_make_no_sense_are_refused(data: Path, tmp_path: Path, flags: tuple[str, ...], message: str) -> None:
+    plain = tmp_path / "plain.csv"
+    plain.write_text(f"video,text\n{read_videos(data)['video_id'][0].as_py()},a\n")
+    assert message in captions(data, plain, *flags, status=2).error
+
+
+def test_a_folder_without_a_manifest_is_an_error(tmp_path: Path) -> None:
+    table = pseudo(tmp_path / "p.parquet", [{"video": "v", "text": "a"}])
+    assert "does not exist" in captions(tmp_path / "none", table, status=2).error
+    (tmp_path / "empty").mkdir()
+    assert "no manifest in" in captions(tmp_path / "empty", table, status=2).error
+    assert not (tmp_path / "empty" / "manifest").exists()
+
+
+def test_subtitles_are_read_on_request_and_further_sources_stay(tmp_path: Path) -> None:
+    videos, data = tmp_path / "videos", tmp_path / "data"
+    videos.mkdir()
+    (videos / "a.mp4").write_bytes(b"x")
+    (videos / "a.srt").write_text("1\n00:00:01,000 --> 00:00:02,000\nhello\n")
+    folder = ("manifest", "folder", videos, "--data", data)
+    assert "note: 1 subtitle file (.srt, .vtt) not read; --subtitles reads them\n" in prep_here(*folder).stdout
+    table = pseudo(tmp_path / "p.parquet", [{"video": "a", "text": "a"}], weights=FIRST)
+    captions(data, table)
+    ran = prep_here(*folder, "--subtitles")
+    assert "folder: 1 video (0 new), 1 caption (1 new)\n" in ran.stdout
+    assert "further sources: 1 caption kept\n" in ran.stdout
+    assert read_captions(data)["source"].to_pylist() == ["narrator@aaaaaaaa", "subtitles"]
+    before = contents(data / "manifest")
+    (videos / "a.srt").write_text("1\n00:00:02,000 --> 00:00:01,000\nhello\n")
+    ran = prep_here(*folder, "--subtitles", status=1)
+    assert f"no valid rows in {videos}" in ran.stderr and "a.srt, row 0: a: bad_time: end_s is 1.0" in ran.stderr
+    (videos / "a.srt").unlink()
+    assert "no subtitles beside the videos" in prep_here(*folder, "--subtitles", status=2).error
+    assert contents(data / "manifest") == before

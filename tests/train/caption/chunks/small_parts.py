@@ -1,0 +1,13 @@
+"""`train caption-chunks` with parts of one batch, for processes that are killed or share the work."""
+
+import sys
+
+from train.cli import main
+from train.tasks.caption.chunks import captioning
+
+
+def caption_small_parts(*words: str) -> None:
+    """Parts of one batch of clips."""
+    captioning._BATCHES_PER_PART = 1
+    sys.argv = ["train", "caption-chunks", *words]
+    main()

@@ -1,0 +1,48 @@
+"""The identity of weights: a hash of everything that decides what a model computes."""
+
+import hashlib
+import json
+from typing import Any, cast
+
+from torch import nn
+
+from train.config.model import kind_of
+from train.config.training import ClipSettings
+from train.models.captioner import VideoTower
+from train.weights.conversion import MEANS, STDS
+
+# Settings, besides tensors and kind of task, on which an output depends.
+_DECISIVE = ("num_frames", "sampling", "stride", "size_px", "input", "segment")
+
+
+def identity_of(model: nn.Module, settings: ClipSettings, *, task: str) -> str:
+    """SHA-256 of the tensors and of the settings that decide the outputs: equal for a run and its exports.
+
+    It does not depend on device or precision, which round the outputs, nor on names of files.
+
+    Args:
+        task: its name.
+    """
+    digest = hashlib.sha256()
+    decisive = {name: getattr(settings, name, None) for name in _DECISIVE}
+    decisive |= {"task": task, "normalisation": normalisation_of(settings), **_unseen(model)}
+    digest.update(json.dumps(decisive, sort_keys=True).encode())
+    for name, tensor in sorted(model.state_dict().items()):
+        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
+        digest.update(tensor.detach().cpu().contiguous().numpy().tobytes())
+    return digest.hexdigest()
+
+
+def normalisation_of(settings: ClipSettings) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    """Means and standard deviations by which pixels are normalised."""
+    init, kind = settings.init, kind_of(settings.towers)
+    return init.pixel_mean or MEANS[kind], init.pixel_std or STDS[kind]
+
+
+def _unseen(model: nn.Module) -> dict[str, Any]:
+    """What a network computes with and no tensor shows."""
+    found: dict[str, Any] = {
+        name: [value for one in model.modules() if isinstance(value := getattr(one, name, None), int | float)]
+        for name in ("num_heads", "eps")
+    }
+    return {**found, "activation": cast(VideoTower, model.video).size.trunk.activation}

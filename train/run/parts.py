@@ -1,0 +1,99 @@
+"""Work that is divided into parts: all processes share it, and it continues after an interruption.
+
+The parts depend neither on the number of processes nor on what is finished, and each one is published as a file of its
+own. A plan beside them states what the work is, so that it is never continued as other work.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, Protocol, TypeVar
+
+from manifests.checked_json import publish_checked_json, read_checked_json
+from manifests.errors import UserError
+from manifests.publish import remove_temporaries
+from train.config.training import flat
+from train.distributed.world import World
+from train.run.tracking import Progress
+
+PLAN = "plan.json"
+
+_PARTS_TOGETHER = 8
+_MAX_SHOWN = 24  # characters of a value; a hash is longer
+
+
+class Part(Protocol):
+    """A share of the work, published as one file."""
+
+    def path(self, folder: Path, /) -> Path:
+        """Its file once it is finished, in a folder of the work."""
+
+
+P = TypeVar("P", bound=Part)
+
+
+def begin_parts(parts: Path, plan: Mapping[str, Any], *, require_same: Callable[[Mapping[str, Any]], None]) -> None:
+    """Publish the plan of new work, or continue interrupted work, whose lock the caller holds.
+
+    Args:
+        parts: folder of the plan, and by default of the parts.
+        require_same: raises a UserError if a plan is that of other work.
+    """
+    path = parts / PLAN
+    if path.is_file():
+        try:
+            old = read_checked_json(path)
+        except (OSError, ValueError) as error:
+            raise UserError(f"{path} cannot be read: {error}", hint="use another --out") from error
+        require_same(old)
+        remove_temporaries(parts)
+    parts.mkdir(parents=True, exist_ok=True)
+    publish_checked_json(path, dict(plan))
+
+
+def differences(old: Mapping[str, Any], new: Mapping[str, Any], *, free: frozenset[str] = frozenset()) -> str:
+    """How requested work differs from other work, in words; empty if it is the same.
+
+    Args:
+        free: names of entries, such as `weights.source`, that may differ.
+    """
+    was, wanted = flat(dict(old)), flat(dict(new))
+    decisive = [name for name in wanted if name not in free and was.get(name) != wanted[name]]
+    return "; ".join(f"{name} was {_short(was.get(name))} and is {_short(wanted[name])}" for name in decisive)
+
+
+def _short(value: object) -> str:
+    text = str(value)
+    return text if len(text) <= _MAX_SHOWN else f"{text[:_MAX_SHOWN]}..."
+
+
+def missing_parts(parts: Sequence[P], out: Path, *, world: World, progress: Progress) -> list[P]:
+    """The parts that are not finished; the first rank looks for all."""
+    missing = world.first(lambda: [number for number, part in enumerate(parts) if not part.path(out).is_file()])
+    if len(missing) < len(parts):
+        progress.say(f"resumed: {len(parts) - len(missing)} of {len(parts)} parts were finished")
+    return [parts[number] for number in missing]
+
+
+def share_parts(
+    parts: Sequence[P], make: Callable[[P], int], *, world: World, progress: Progress, unit: str = "clips"
+) -> None:
+    """Make this rank's share of the parts, every `world.size`-th of them.
+
+    Args:
+        make: makes and publishes a part; returns the number of its clips that failed.
+        unit: what failed, for the progress.
+    """
+    own = parts[world.rank :: world.size]
+    num_failed = 0
+
+    def make_some(some: Sequence[P]) -> int:
+        return sum(make(part) for part in some)
+
+    progress.begin(0, len(parts))
+    # Ranks that differ in speed wait for each other now and then: a collective gives up after half an hour.
+    for begin in range(0, -(-len(parts) // world.size), _PARTS_TOGETHER):
+        num_failed += sum(world.gather_objects(world.each(partial(make_some, own[begin : begin + _PARTS_TOGETHER]))))
+        failed = f"{num_failed:,} {unit} failed" if num_failed else ""
+        progress.show(min((begin + _PARTS_TOGETHER) * world.size, len(parts)), failed)
+    progress.close()
