@@ -32,7 +32,9 @@ SHOTS = pa.schema(
         pa.field("detector", pa.string(), nullable=False),  # Detector.key
         pa.field("fingerprint", pa.string(), nullable=False),  # of the source
         pa.field("num_frames", pa.int64(), nullable=False),  # on the grid of the detector
-        pa.field("cuts", pa.list_(pa.field("element", pa.int32()))),  # first frame of every shot but the first; null after a failure
+        pa.field(
+            "cuts", pa.list_(pa.field("element", pa.int32()))
+        ),  # first frame of every shot but the first; null after a failure
         pa.field("code", pa.string()),  # failure code, otherwise null
         pa.field("message", pa.string()),
     ]
