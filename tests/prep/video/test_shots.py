@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import av
+import numpy as np
 import pyarrow as pa
 import pytest
 
@@ -28,6 +29,7 @@ from prep.video.shots import detector_key, shots_of
 from shards.reader import Variant
 from tests.prep.running import ENGINES, chunk, contents, identities, manifest, prep_here, start, wait_until
 from tests.prep.scenes import scene_number, write_scenes
+from train.data.chunks import ChunkSet
 
 # Scenes by their numbers of frames: too short at the beginning, in the middle and at the end; too long; left out.
 VIDEOS: dict[str, tuple[list[int], dict[str, Any]]] = {
@@ -129,6 +131,25 @@ def test_a_detector_that_sees_cuts_everywhere_gives_chunks_of_lawful_length(chun
     assert sum(frames for _, frames in found) == 100
     assert all(MIN_FRAMES <= frames <= MAX_FRAMES for _, frames in found)
     assert [first for first, _ in found] == [sum(frames for _, frames in found[:n]) for n in range(len(found))]
+
+
+def test_training_reads_each_chunk_by_its_packets(made: Made, chunks: Chunks) -> None:
+    """And knows where shots were left out: a clip never reaches over such a gap."""
+    read = ChunkSet(made.data, split="train", rule="packets")
+    starts = [read.key(row) for row in range(len(read.table))]
+    for name in ("plain", "ntsc", "still"):
+        for said, numbers in chunks[name]:
+            row, found = starts.index(said["key"]), dict[int, int]()
+            wanted = range(0, len(numbers), 7)
+            read.decoder.decode_each(
+                read.read(row, wanted),
+                lambda frame, picture, found=found: found.update(
+                    {frame: scene_number(picture.to_ndarray(format="gray"))}
+                ),
+            )
+            assert found == {frame: numbers[frame] for frame in wanted}
+    of_plain = np.array([start.startswith("plain") for start in starts])
+    assert read.table.gaps[of_plain].tolist() == [True, False, True, False, False, False, False]
 
 
 def test_what_is_left_out_is_said_by_run_and_plan_and_the_shards_are_whole(made: Made) -> None:
