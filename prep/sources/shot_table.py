@@ -6,6 +6,7 @@ uses any more, are removed when the table is next written. Failures caused by th
 that the machine may have caused are tried again by every run.
 """
 
+import sys
 import time
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
@@ -47,10 +48,14 @@ def read_shots(data_dir: Path) -> pa.Table:
     Raises:
         OSError: the file exists but cannot be read now; discarding it would repeat hours of work.
     """
+    path = data_dir / SHOTS_FILE
     try:
-        return read_table_file(data_dir / SHOTS_FILE, schema=SHOTS)
-    except (FileNotFoundError, ValueError):
-        return SHOTS.empty_table()
+        return read_table_file(path, schema=SHOTS)
+    except FileNotFoundError:
+        pass
+    except ValueError as error:
+        sys.stderr.write(f"warning: {path} is damaged: {error}; shots have to be detected again\n")
+    return SHOTS.empty_table()
 
 
 def shot_rows(shots: pa.Table, *, key: str, fingerprints: pa.Array, num_frames: np.ndarray) -> np.ndarray:

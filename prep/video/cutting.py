@@ -169,6 +169,13 @@ class ShotCutting:
         content = np.stack([self.first_frame[mine], self.chunk_frames[mine]]).astype("<i8").tobytes()
         return hashlib.sha256(content).hexdigest()
 
+    def left_out(self, video: int, *, num_frames: int) -> list[tuple[int, int]]:
+        """Return (first frame, frame behind the last) of everything in a video that is in no chunk."""
+        mine = slice(self.begins[video], self.begins[video + 1])
+        begins = [*self.first_frame[mine].tolist(), num_frames]
+        ends = [0, *(self.first_frame[mine] + self.chunk_frames[mine]).tolist()]
+        return [(end, begin) for end, begin in zip(ends, begins, strict=True) if begin > end]
+
     def span_index(self, videos: np.ndarray, first_frame: np.ndarray) -> np.ndarray:
         """Return the span of the chunks that begin at these frames, int64; -1 if no chunk begins there."""
         owners = np.repeat(np.arange(len(self.begins) - 1), self.num_chunks)

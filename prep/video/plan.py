@@ -54,6 +54,18 @@ class Workload:
     fps: np.ndarray
 
 
+@dataclass(frozen=True)
+class ShotsOfVideo:
+    """What a plan with `--cut shots` knows of one video.
+
+    Attributes:
+        left_out_s: (begin, end) in seconds of everything that is in no chunk; empty if the shots are unknown.
+    """
+
+    is_detected: bool
+    left_out_s: list[tuple[float, float]]
+
+
 class Plan:
     """All shards that the manifest requires under one recipe.
 
@@ -162,6 +174,17 @@ class Plan:
         if isinstance(self.cutting, ShotCutting) and self.num_chunks:
             return float(self.cutting.chunk_frames.mean() / float(settings.fps_exact))
         return float(settings.len_s)
+
+    def shots_of_video(self, video_id: str) -> ShotsOfVideo | None:
+        """Return what is known of the shots of a video in the manifest; None with `--cut even`."""
+        if self.shots is None or not isinstance(self.cutting, ShotCutting):
+            return None
+        row = int(pc.index(self._videos["video_id"], video_id).as_py())
+        if not self.shots.is_known[row]:
+            return ShotsOfVideo(False, [])
+        fps = float(self.recipe.settings.fps_exact)
+        left_out = self.cutting.left_out(row, num_frames=int(self._num_frames[row]))
+        return ShotsOfVideo(True, [(first / fps, behind / fps) for first, behind in left_out])
 
     def detection_tasks(self) -> Iterator[ShotTask]:
         """Yield the sources whose shots have to be detected; a source that occurs twice is searched once."""

@@ -181,17 +181,24 @@ def explanation(planned: Planned, name: str) -> Report:
     shards = [shard for shard in plan.shards if any(span.video_id == video_id for span in plan.spans(shard.rows))]
     failed = [failure for failure in plan.failed_sources() if failure.video_id == video_id]
     settings = _changed_settings(planned)
+    shots = plan.shots_of_video(video_id)
     values = {
         "video_id": video_id,
         "variant": plan.recipe.variant,
         "changed_settings": settings,
         "unusable": [asdict(failure) for failure in failed],
         "shards": [{"shard_id": shard.shard_id, "state": str(shard.state), "reason": shard.reason} for shard in shards],
+        **({} if shots is None else asdict(shots)),
     }
     lines = [f"{name}: video {video_id} in variant {plan.recipe.variant}"]
     lines += [f"setting  {difference}" for difference in settings]
     lines += [f"shard {shard.shard_id:06d}  {shard.state}: {shard.reason}" for shard in shards]
     lines += [f"unusable {failure.code}: {failure.message}" for failure in failed]
+    if shots is not None and not failed:
+        lines += [
+            f"left out {begin_s:.3f} to {end_s:.3f} s: shorter than --min-len" for begin_s, end_s in shots.left_out_s
+        ]
+        lines += [] if shots.is_detected else ["unknown  shots not detected yet"]
     return Report("\n".join(lines), values)
 
 

@@ -93,8 +93,8 @@ def test_the_detector_sees_the_frame_on_show_at_each_time(options: dict[str, obj
     path = tmp_path / "video.mp4"
     write_frame_number_video(path, num_frames=120, width=160, height=120, **{"fps": FPS, **options})  # type: ignore[arg-type]
     with av.open(str(path)) as container:
-        pts = [frame.pts for frame in container.decode(video=0)]
-        times_s = np.array([float((at - pts[0]) * container.streams.video[0].time_base) for at in pts])
+        pts = [int(frame.pts or 0) for frame in container.decode(video=0)]
+        times_s = np.array([float((at - pts[0]) * (container.streams.video[0].time_base or 0)) for at in pts])
     num_frames = int(num_output_frames(np.array([times_s[-1] + 1 / 30]), fps=FPS)[0])
     numbers = []
     for picture, times in _shown(path, num_frames=num_frames, fps=FPS):
@@ -126,7 +126,7 @@ def test_every_frame_a_cut_never_a_cut_and_a_single_frame(tmp_path: Path) -> Non
 def test_damaged_frames_are_left_to_the_encoder_and_what_has_none_fails(tmp_path: Path) -> None:
     path = write_scenes(tmp_path / "video.mp4", SCENES)
     with av.open(str(path)) as container:
-        packets = [(packet.pos, packet.size) for packet in container.demux(video=0) if packet.size]
+        packets = [(int(packet.pos or 0), packet.size) for packet in container.demux(video=0) if packet.size]
     cuts = detect_cuts(path, num_frames=sum(SCENES), detector=detector())
     content = bytearray(path.read_bytes())
     for pos, size in packets[10:14]:

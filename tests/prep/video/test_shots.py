@@ -79,7 +79,7 @@ def chunks(made: Made) -> Chunks:
         description = json.loads(sample["json"])
         numbers = []
         if description["source_id"] != "noise":
-            with av.open(BytesIO(sample["mp4"])) as container:
+            with av.open(BytesIO(sample["mp4"]), "r") as container:
                 numbers = [scene_number(frame.to_ndarray(format="gray")) for frame in container.decode(video=0)]
             assert len(numbers) == description["num_frames"]
         found[description["source_id"]].append((description, numbers))
@@ -137,16 +137,16 @@ def test_training_reads_each_chunk_by_its_packets(made: Made, chunks: Chunks) ->
     """And knows where shots were left out: a clip never reaches over such a gap."""
     read = ChunkSet(made.data, split="train", rule="packets")
     starts = [read.key(row) for row in range(len(read.table))]
+    found: dict[int, int] = {}
+
+    def add(frame: int, picture: av.VideoFrame) -> None:
+        found[frame] = scene_number(picture.to_ndarray(format="gray"))
+
     for name in ("plain", "ntsc", "still"):
         for said, numbers in chunks[name]:
-            row, found = starts.index(said["key"]), dict[int, int]()
+            found.clear()
             wanted = range(0, len(numbers), 7)
-            read.decoder.decode_each(
-                read.read(row, wanted),
-                lambda frame, picture, found=found: found.update(
-                    {frame: scene_number(picture.to_ndarray(format="gray"))}
-                ),
-            )
+            read.decoder.decode_each(read.read(starts.index(said["key"]), wanted), add)
             assert found == {frame: numbers[frame] for frame in wanted}
     of_plain = np.array([start.startswith("plain") for start in starts])
     assert read.table.gaps[of_plain].tolist() == [True, False, True, False, False, False, False]
@@ -159,6 +159,11 @@ def test_what_is_left_out_is_said_by_run_and_plan_and_the_shards_are_whole(made:
         assert said["num_left_out"] == len(left_out) and said["left_out_s"] == pytest.approx(sum(left_out) / 30)
     text = prep_here("plan", "--data", made.data, *SETTINGS, *QUICK).stdout
     assert "left out 4 shots, 2.1 s: shorter than --min-len" in text and "nothing to do" in text
+    told = prep_here("plan", "--data", made.data, *SETTINGS, *QUICK, "--explain", "plain").stdout.splitlines()
+    assert told[-3:] == [
+        f"left out {begin / 30:.3f} to {end / 30:.3f} s: shorter than --min-len"
+        for begin, end in ((0, 20), (125, 143), (397, 422))
+    ]
     assert made.summary["num_searched"] == len(VIDEOS) + 1
     assert prep_here("verify", "--deep", "--data", made.data).stdout.rstrip().endswith("OK")
     status = prep_here("status", "--data", made.data, "--json").summary
@@ -197,6 +202,8 @@ def test_a_plan_before_the_detection_says_what_it_does_not_know_and_searches_not
     ran = prep_here("plan", "--data", data, *SETTINGS, *QUICK, "--threshold", "50")
     assert "unknown  6 videos" in ran.stdout and "nothing to do" not in ran.stdout
     assert "setting  threshold: 27.0 → 50.0" in ran.stdout.splitlines()
+    told = prep_here("plan", "--data", data, *SETTINGS, *QUICK, "--threshold", "50", "--explain", "still").stdout
+    assert told.rstrip().endswith("unknown  shots not detected yet")
     assert identities(data) == before
     summary = run_here(data, "--threshold", "50")
     assert summary["variant"] != made.summary["variant"] and summary["num_searched"] == 6
