@@ -1,6 +1,7 @@
 """Checks of the small records of a data folder and of each variant.
 
-Those of the folder are manifest, probes, shots, layouts and dataset.json. Shards and their commits are checked in shards.verify. Each finding names the command that repairs the record.
+Those of the folder are manifest, probes, shots, layouts and dataset.json. Shards and their commits are checked in
+shards.verify. Each finding names the command that repairs the record.
 """
 
 import shlex
