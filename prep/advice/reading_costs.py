@@ -47,6 +47,11 @@ def video_bytes_per_s(shards: Sequence[CommittedShard]) -> float:
     return size_bytes / sum(_seconds(shard) for shard in shards)
 
 
+def mean_chunk_s(shards: Sequence[CommittedShard]) -> float:
+    """Return the mean length of a chunk in seconds, for chunks of different lengths."""
+    return sum(_seconds(shard) for shard in shards) / sum(shard.num_samples for shard in shards)
+
+
 def clip_bytes(shards: Sequence[CommittedShard]) -> tuple[float, int]:
     """Return (mean bytes read per clip of four frames if only its packets are read, number of clips).
 

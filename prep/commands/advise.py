@@ -53,7 +53,7 @@ def advise(
         prep advise --step-time 0.5 --batch 64
     """
     from prep.advice.equation import Load, Origin, advice_text, advice_values
-    from prep.advice.reading_costs import clip_bytes, measure_read_speed, spread, video_bytes_per_s
+    from prep.advice.reading_costs import clip_bytes, mean_chunk_s, measure_read_speed, spread, video_bytes_per_s
     from prep.advice.run_steps import read_run_steps
     from prep.core.data_folder import require_data_folder
     from prep.video.recipe import recipe_from_dict
@@ -66,7 +66,7 @@ def advise(
     _positive("--read-speed", read_speed, unit="MB/s")
     given_bytes_per_s = None if bitrate is None else bits_per_second(bitrate) / 8
     variant = Variant.open(require_data_folder(data))
-    chunk_s = float(recipe_from_dict(variant.recipe).settings().len_s)
+    settings = recipe_from_dict(variant.recipe).settings()
     shards = spread(variant.shards())
     step = "given by --step-time"
     if run is not None:
@@ -82,6 +82,7 @@ def advise(
     try:
         per_clip, num_clips = clip_bytes(shards)
         measured_bytes_per_s = video_bytes_per_s(shards)
+        chunk_s = float(settings.len_s) if settings.cut == "even" else mean_chunk_s(shards)
         if read_speed is None:
             found = measure_read_speed(shards)
             read_bytes_per_s = found.bytes_per_s

@@ -18,7 +18,9 @@ from shards.dataset import list_variants, variant_dir
 from shards.format import COMMITS_FOLDER, DATASET_FILE, RECIPE_FILE
 
 PROBES_FILE = "probes.parquet"
-ROOT_FILES = frozenset({DATASET_FILE, PROBES_FILE})  # written by every command, under the lock of the data folder
+SHOTS_FILE = "shots.parquet"
+# Written by every command, under the lock of the data folder.
+ROOT_FILES = frozenset({DATASET_FILE, PROBES_FILE, SHOTS_FILE})
 RUNNING_FILE = re.compile(r"\d{6,}\.json")
 
 

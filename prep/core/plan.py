@@ -82,6 +82,7 @@ def plan_shards(
     retry_codes: frozenset[str] = frozenset(),
     unreadable: frozenset[str] = frozenset(),
     held: frozenset[int] = frozenset(),
+    held_because: str = "",
 ) -> Iterator[ShardPlan]:
     """Return the state of every shard: the wanted shards in their order, followed by orphaned ones.
 
@@ -92,6 +93,7 @@ def plan_shards(
         retry_codes: failure codes to try again even if nothing changed, in addition to the transient ones.
         unreadable: ids of videos whose sources cannot be read at present.
         held: ids of shards to leave unchanged because what they should hold is unknown.
+        held_because: why it is unknown.
     """
     known = set()
     for shard in wanted:
@@ -105,7 +107,7 @@ def plan_shards(
             what_changed=what_changed,
         )
         if state == ShardState.CHANGED and shard.shard_id in held:
-            yield _kept(commits[shard.shard_id])
+            yield _kept(commits[shard.shard_id], held_because)
             continue
         yield ShardPlan(
             shard_id=shard.shard_id,
@@ -118,7 +120,7 @@ def plan_shards(
         )
     for shard_id, commit in commits.items():
         if shard_id not in known:
-            yield _kept(commit) if shard_id in held else _orphaned(commit, orphaned_because)
+            yield _kept(commit, held_because) if shard_id in held else _orphaned(commit, orphaned_because)
 
 
 def state_of(
@@ -148,12 +150,12 @@ def state_of(
     return ShardState.CURRENT, "up to date"
 
 
-def _kept(commit: Commit) -> ShardPlan:
+def _kept(commit: Commit, reason: str) -> ShardPlan:
     return ShardPlan(
         shard_id=commit.shard_id,
         split=commit.split,
         state=ShardState.CURRENT,
-        reason="kept, because a source cannot be read and its duration is unknown",
+        reason=reason,
         plan_fingerprint=commit.plan_fingerprint,
         rows=range(0),
         num_chunks=commit.files.num_samples if commit.files else 0,

@@ -18,7 +18,7 @@ _CHECKSUM_KEY = b"clipmill_sha256"
 
 
 def write_table_file(path: Path, table: pa.Table) -> None:
-    """Publish `table` (columns of strings and numbers) and its metadata together with their checksum."""
+    """Publish `table` (columns of strings, numbers and lists of numbers) and its metadata with their checksum."""
     metadata = {**(table.schema.metadata or {}), _CHECKSUM_KEY: _sha256(path.name, table)}
     with published(path) as temporary:
         pq.write_table(table.replace_schema_metadata(metadata), temporary)
@@ -72,6 +72,10 @@ def _sha256(file_name: str, table: pa.Table) -> bytes:
         digest.update(f"\0{name}\0{column.type}\0".encode())
         if column.null_count:
             digest.update(np.packbits(np.asarray(pc.is_valid(column))).tobytes())
+        if pa.types.is_list(column.type):
+            digest.update(np.asarray(pc.fill_null(pc.list_value_length(column), 0)).tobytes())
+            column = column.flatten()
+        elif column.null_count:
             column = pc.fill_null(column, "" if pa.types.is_string(column.type) else 0)
         if pa.types.is_string(column.type):
             digest.update(np.asarray(pc.binary_length(column)).tobytes())

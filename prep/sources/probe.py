@@ -82,8 +82,8 @@ def probe(path: Path, *, on_read: Callable[[], None] = lambda: None) -> SourceFa
     size_bytes = path.stat().st_size
     if size_bytes == 0:
         raise SourceFailure(FailureCode.SOURCE_UNREADABLE, "the file is empty")
-    with _opened(path) as container:
-        stream = _first_video(container)
+    with opened(path) as container:
+        stream = first_video(container)
         indexed = stream is not None and is_indexed(container, stream)
         missing = None if indexed else truncation(path, format_name=container.format.name)
         if missing:
@@ -98,7 +98,7 @@ def probe(path: Path, *, on_read: Callable[[], None] = lambda: None) -> SourceFa
         is_blind = container.format.name in _BLIND_SEEKS
     if times is None:
         # Opened again because not every container can be rewound.
-        with _opened(path) as container, _as_failure(FailureCode.SOURCE_TRUNCATED, "reading failed inside the file"):
+        with opened(path) as container, as_failure(FailureCode.SOURCE_TRUNCATED, "reading failed inside the file"):
             times = demuxed_times(container, video_index=index, on_read=on_read)
     return SourceFacts(
         fingerprint=fingerprint,
@@ -113,8 +113,13 @@ def probe(path: Path, *, on_read: Callable[[], None] = lambda: None) -> SourceFa
 
 
 @contextmanager
-def _opened(path: Path) -> Iterator[InputContainer]:
-    with _as_failure(FailureCode.SOURCE_UNREADABLE, "not a supported video container"):
+def opened(path: Path) -> Iterator[InputContainer]:
+    """Open a source with an allowlist of demuxers and protocols.
+
+    Raises:
+        SourceFailure: source_unreadable, or out_of_memory.
+    """
+    with as_failure(FailureCode.SOURCE_UNREADABLE, "not a supported video container"):
         container = av.open(
             f"file:{os.fspath(path)}",
             options={"format_whitelist": DEMUXERS, "protocol_whitelist": PROTOCOLS},
@@ -124,7 +129,7 @@ def _opened(path: Path) -> Iterator[InputContainer]:
         yield container
 
 
-def _first_video(container: InputContainer) -> VideoStream | None:
+def first_video(container: InputContainer) -> VideoStream | None:
     """Return the first video stream that is not an attached picture: the one selected by `-map 0:V:0`."""
     for stream in container.streams.video:
         if not stream.disposition & av.stream.Disposition.attached_pic:
@@ -136,7 +141,7 @@ def _shown_size(container: InputContainer, stream: VideoStream) -> tuple[int, in
     if stream.codec_context is None:
         raise SourceFailure(FailureCode.DECODE_ERRORS, "no decoder for the video stream")
     stream.codec_context.thread_count = 1  # only one frame is decoded; more threads would use more memory
-    with _as_failure(FailureCode.DECODE_ERRORS, "no frame can be decoded"):
+    with as_failure(FailureCode.DECODE_ERRORS, "no frame can be decoded"):
         frame = next(container.decode(stream), None)
     if frame is None:
         raise SourceFailure(FailureCode.ZERO_DURATION, "the video stream has no frames")
@@ -148,7 +153,7 @@ def _shown_size(container: InputContainer, stream: VideoStream) -> tuple[int, in
 
 
 @contextmanager
-def _as_failure(code: FailureCode, what: str) -> Iterator[None]:
+def as_failure(code: FailureCode, what: str) -> Iterator[None]:
     """Convert the errors that libav raises inside the block, whatever the file contains, to failure `code`."""
     try:
         yield

@@ -55,7 +55,7 @@ def write_frame_number_video(
                 )
                 for n in range(num_frames)
             ),
-            ticks=_ticks(num_frames, fps=fps, start_offset_s=start_offset_s, variable_rate=variable_rate),
+            ticks=frame_ticks(num_frames, fps=fps, start_offset_s=start_offset_s, variable_rate=variable_rate),
             fps=fps,
             width=coded_width,
             height=coded_height,
@@ -75,11 +75,12 @@ def frame_times_s(
 
     Subtract the first value to obtain the times shown by a player.
     """
-    ticks = _ticks(num_frames, fps=fps, start_offset_s=start_offset_s, variable_rate=variable_rate)
+    ticks = frame_ticks(num_frames, fps=fps, start_offset_s=start_offset_s, variable_rate=variable_rate)
     return np.array([float(tick / (fps * TICKS_PER_FRAME)) for tick in ticks])
 
 
-def _ticks(num_frames: int, *, fps: Fraction, start_offset_s: float, variable_rate: bool) -> list[int]:
+def frame_ticks(num_frames: int, *, fps: Fraction, start_offset_s: float, variable_rate: bool) -> list[int]:
+    """Return the presentation timestamp of each frame in units of 1 / (TICKS_PER_FRAME x fps) seconds."""
     durations = VARIABLE_DURATIONS if variable_rate else (TICKS_PER_FRAME,)
     first = round(Fraction(start_offset_s) * fps * TICKS_PER_FRAME)
     return list(islice(accumulate(cycle(durations), initial=first), num_frames))

@@ -1,6 +1,7 @@
-"""Checks of the small records of a data folder: manifest, probes, layouts, dataset.json, and those of each variant.
+"""Checks of the small records of a data folder and of each variant.
 
-Shards and their commits are checked in shards.verify. Each finding names the command that repairs the record.
+Those of the folder are manifest, probes, shots, layouts and dataset.json. Shards and their commits are checked in
+shards.verify. Each finding names the command that repairs the record.
 """
 
 import shlex
@@ -15,11 +16,12 @@ from manifests.errors import UserError
 from manifests.store import MANIFEST_FILE, manifest_dir, open_captions, read_rejected, read_videos
 from manifests.table_files import TABLE_FILES
 from prep.core.column import ColumnSpec, command_for, recipe_fingerprint
-from prep.core.data_folder import PROBES_FILE
+from prep.core.data_folder import PROBES_FILE, SHOTS_FILE
 from prep.core.layout import LAYOUT_FOLDER, DamagedLayout, owner_of_layout, read_layout, variants_of
 from prep.core.selection import SELECTION_FILE, read_selection, stored_request
 from prep.core.table_file import read_table_file
 from prep.registry import columns
+from prep.sources.shot_table import SHOTS
 from prep.sources.table import PROBES
 from shards.dataset import current_variant, list_variants
 from shards.format import DATASET_FILE, RECIPE_FILE
@@ -38,7 +40,13 @@ class RecordFinding:
 
 def check_folder_records(data_dir: Path) -> list[RecordFinding]:
     """Read all records of the data folder as a whole, and verify the checksums of those that have one."""
-    return [*_manifest(data_dir), *_probes(data_dir), *_dataset(data_dir), *_layouts(data_dir)]
+    return [
+        *_manifest(data_dir),
+        *_probes(data_dir),
+        *_shots(data_dir),
+        *_dataset(data_dir),
+        *_layouts(data_dir),
+    ]
 
 
 def check_variant_records(variant: Variant, *, column: ColumnSpec, data_dir: Path) -> list[RecordFinding]:
@@ -104,6 +112,17 @@ def _probes(data_dir: Path) -> Iterator[RecordFinding]:
     except (OSError, ValueError) as error:
         message = f"{error}; until it is repaired, all sources are probed again"
         yield RecordFinding(str(data_dir / PROBES_FILE), message, _with_data("prep plan", data_dir))
+
+
+def _shots(data_dir: Path) -> Iterator[RecordFinding]:
+    try:
+        read_table_file(data_dir / SHOTS_FILE, schema=SHOTS)
+    except FileNotFoundError:
+        return
+    except (OSError, ValueError) as error:
+        message = f"{error}; until it is repaired, shots are detected again by `prep chunk --cut shots`"
+        repair = "prep chunk with the same settings as before"
+        yield RecordFinding(str(data_dir / SHOTS_FILE), message, repair)
 
 
 def _dataset(data_dir: Path) -> Iterator[RecordFinding]:

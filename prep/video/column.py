@@ -11,7 +11,9 @@ from cyclopts import Parameter
 from manifests.help_text import FIRST_RUN
 from prep.core.column import VIDEO, ColumnSpec, Pending, changed_flags
 from prep.core.make import Address, Data, EngineName, Json, MaxFailures, Request, Workers, make_column, plan_column
+from prep.sources.detector import DEFAULT_DETECTOR
 from prep.video.recipe import NAMED_RECIPES, Recipe, recipe_from_dict, settings_line
+from prep.video.settings import SHOT_SETTINGS
 
 if TYPE_CHECKING:
     from prep.core.report import Report
@@ -32,10 +34,10 @@ def chunk(
     max_failures: MaxFailures = "0",
     json: Json = False,
 ) -> None:
-    """Encode the videos of the manifest as chunks of fixed length, and write them to WebDataset shards.
+    """Encode the videos of the manifest as chunks, and write them to WebDataset shards.
 
-    Each run encodes only chunks that are new, changed, missing or damaged. Other settings create another variant, and
-    the existing one is kept.
+    Chunks have the length --len or, with --cut shots, begin and end at shot boundaries. Each run encodes only chunks
+    that are new, changed, missing or damaged. Other settings create another variant, and the existing one is kept.
 
     Example:
 
@@ -97,13 +99,16 @@ def _plan(data_dir: Path, recipe: Recipe, request: Request) -> "Planned":
 
 
 def _run(plan: "Planned", recipe: Recipe, request: Request) -> "Summary":
+    from prep.core.progress import CountProgress
     from prep.core.run import execute
     from prep.engines.choice import open_engine
-    from prep.video.planning import chunk_job
+    from prep.video.planning import chunk_job, with_shots
+    from prep.video.report import with_cutting
     from prep.video.scratch import remove_abandoned
 
     engine = open_engine(request.engine, address=request.address, workers=request.workers)
-    summary = execute(chunk_job(plan), engine)
+    plan = with_shots(plan, engine, on_progress=CountProgress("detecting shots"))
+    summary = with_cutting(execute(chunk_job(plan), engine), plan)
     remove_abandoned()  # left by workers that were lost, in this run or an earlier one
     return summary
 
@@ -128,6 +133,9 @@ def _flags(stored: Mapping[str, Any]) -> list[str]:
     defaults = asdict(Recipe(recipe=name, codec=codec, gop=settings.gop).settings())
     by_itself = Recipe(recipe=name, codec=codec).settings()
     defaults |= {"len": settings.len, "gop": by_itself.gop, "codec": by_itself.codec if names else None}
+    if settings.cut == "shots":
+        of_shots = Recipe(len=settings.len, fps=settings.fps, cut="shots", detector=settings.detector).settings()
+        defaults |= {name: getattr(of_shots, name) for name in SHOT_SETTINGS} | {"detector": DEFAULT_DETECTOR}
     chosen = [] if name == Recipe().recipe else ["--recipe", name]
     return ["--len", settings.len, *chosen, *changed_flags(asdict(settings), defaults)]
 

@@ -2,13 +2,15 @@
 
 ffmpeg seeks to a point shortly before the span. The fps filter then drops everything before the span's first frame; a
 seek alone could miss the source frame that is visible at that moment. The segment muxer cuts at forced key frames, one
-per full chunk. ffmpeg also records the source timestamp of every encoded frame (`-stats_enc_pre`).
+per chunk. Frames between two chunks that belong to none are encoded too, into a segment that is not kept. ffmpeg also
+records the source timestamp of every encoded frame (`-stats_enc_pre`).
 """
 
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from fractions import Fraction
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +37,7 @@ class EncodedSpan:
     """Output of an encoder pass.
 
     Attributes:
-        segments: files of the chunks, in order.
+        segments: files of the span's pieces, in order: its chunks, and what was left out between them.
         source_times_s: float64 [frames]: timestamp in seconds of the source frame shown by each output frame
             (`read_source_times`).
         cpu_s: user and system CPU time of the encoder in seconds.
@@ -114,12 +116,12 @@ def span_arguments(
     }
     if settings.preset and codec.preset_argument:
         options[codec.preset_argument] = settings.preset
-    cuts = span.chunk_starts()[1:]
+    borders = list(accumulate(frames for frames, _ in span.pieces()))[:-1]
     options |= {
         "frames:v": span.num_frames,
         "t": length_s,
         "fps_mode": "passthrough",
-        "force_key_frames": f"expr:not(mod(n,{settings.chunk_frames}))",
+        "force_key_frames": _key_frames(settings, borders),
         "map_metadata": -1,
         "map_chapters": -1,
         "fflags": "+bitexact",
@@ -129,7 +131,7 @@ def span_arguments(
         "stats_enc_pre:v": _TIMES_FILE,
         "stats_enc_pre_fmt:v": TIMES_FORMAT,
         "format": "segment",
-        "segment_frames": ",".join(str(cut - span.first_frame) for cut in cuts) or str(span.num_frames),
+        "segment_frames": ",".join(map(str, borders)) or str(span.num_frames),
         "reset_timestamps": 1,
         "segment_format": "mp4",
         "segment_format_options": "movflags=+faststart:fflags=+bitexact:avoid_negative_ts=disabled",
@@ -137,6 +139,13 @@ def span_arguments(
     output = ffmpeg.output(*streams, "%06d.mp4", **options)
     general = ["-hide_banner", "-nostdin", "-loglevel", "error", "-xerror", "-nostats"]
     return output.global_args(*general, "-progress", _PROGRESS_FILE).compile(cmd=program)
+
+
+def _key_frames(settings: ChunkSettings, borders: list[int]) -> str:
+    """Return the value of `-force_key_frames` for a pass whose pieces begin at frame 0 and at `borders`."""
+    if settings.cut == "even":
+        return f"expr:not(mod(n,{settings.chunk_frames}))"
+    return "expr:" + "+".join(f"eq(n,{frame})" for frame in (0, *borders))
 
 
 def scaled_frames(source_path: Path, *, source: SourceFacts, span: Span, settings: ChunkSettings) -> tuple[Any, Any]:

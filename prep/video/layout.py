@@ -1,9 +1,11 @@
 """The layout of `video`: the assignment of spans to shards.
 
-It is stored in `<data>/layout/<len>-<tail>.parquet`. New spans are assigned to new shards, in manifest order, one split
+It is stored in `<data>/layout/<len>-<tail>.parquet`, or `<len>-shots-<hash>.parquet` with `--cut shots`, where the hash
+stands for the settings that determine the chunks. New spans are assigned to new shards, in manifest order, one split
 after another.
 """
 
+import hashlib
 from pathlib import Path
 
 import numpy as np
@@ -13,6 +15,8 @@ import pyarrow.compute as pc
 from manifests.errors import UserError
 from prep.core.column import VIDEO
 from prep.core.layout import LAYOUT, LAYOUT_FOLDER, SpanId, layout_of_commits, variants_of, wanted_spans
+from prep.core.table_file import as_array
+from prep.video.cutting import Cutting, ShotCutting
 from prep.video.recipe import SPAN_CHUNKS, recipe_from_dict
 from prep.video.settings import ChunkSettings
 from shards.commits import Failure
@@ -23,13 +27,17 @@ MIN_SHARDS = 16  # so that even a small set keeps all cores of a server busy
 
 
 def layout_path(data_dir: Path, settings: ChunkSettings) -> Path:
-    """Return the path of the layout for the recipe's chunk length."""
+    """Return the path of the layout for the recipe's chunks."""
     return data_dir / LAYOUT_FOLDER / layout_file(settings)
 
 
 def layout_file(settings: ChunkSettings) -> str:
-    """Return the file name of the layout for the recipe's chunk length."""
-    return f"{settings.len}-{settings.tail}.parquet"
+    """Return the file name of the layout for the recipe's chunks."""
+    if settings.cut == "even":
+        return f"{settings.len}-{settings.tail}.parquet"
+    names = ("min_len", "detector", "threshold", "min_scene_len", "fps")
+    values = " ".join(f"{name}={getattr(settings, name)}" for name in names)
+    return f"{settings.len}-{settings.cut}-{hashlib.sha256(values.encode()).hexdigest()[:8]}.parquet"
 
 
 def extend_layout(layout: pa.Table, *, video_ids: pa.Array, splits: pa.Array, num_chunks: np.ndarray) -> pa.Table:
@@ -80,33 +88,43 @@ def wanted_rows(
     return wanted_spans(layout, video_ids=video_ids, splits=splits, num_spans=num_spans)
 
 
-def video_layout_of_commits(data_dir: Path, settings: ChunkSettings, *, video_ids: pa.Array) -> pa.Table:
-    """Rebuild the layout (schema LAYOUT) for this chunk length from all variants that share it.
+def video_layout_of_commits(
+    data_dir: Path, settings: ChunkSettings, *, video_ids: pa.Array, cutting: Cutting
+) -> pa.Table:
+    """Rebuild the layout (schema LAYOUT) for the recipe's chunks from all variants that share it.
 
     Args:
         video_ids: ids of the manifest's videos, in its order.
+        cutting: chunks of these videos. With `--cut shots`, chunks that are not among them are left out.
     """
     chunk_ms = float(1000 * settings.chunk_frames / settings.fps_exact)
 
-    def span_indexes(start_ms: np.ndarray) -> np.ndarray:
-        return np.rint(start_ms / chunk_ms).astype(np.int64) // SPAN_CHUNKS
+    def span_indexes(ids: pa.Array, start_ms: np.ndarray) -> np.ndarray:
+        if not isinstance(cutting, ShotCutting):
+            return np.rint(start_ms / chunk_ms).astype(np.int64) // SPAN_CHUNKS
+        videos = np.asarray(pc.fill_null(pc.index_in(ids, value_set=video_ids), -1)).astype(np.int64)
+        first_frame = np.rint(start_ms * float(settings.fps_exact) / 1000).astype(np.int64)
+        return cutting.span_index(videos, first_frame)
 
     def spans(index: pa.Table) -> list[SpanId]:
-        of_rows = span_indexes(index["start_ms"].to_numpy()).tolist()
-        return list(dict.fromkeys(zip(index["video_id"].to_pylist(), of_rows, strict=True)))
+        ids = as_array(index["video_id"].cast(pa.string()))
+        of_rows = span_indexes(ids, index["start_ms"].to_numpy()).tolist()
+        both = zip(ids.to_pylist(), of_rows, strict=True)
+        return list(dict.fromkeys(span for span in both if span[1] >= 0))
 
     def span_of_failure(failure: Failure) -> SpanId | None:
         if failure.key is None:
             return None
         start_ms = int(failure.key.rpartition("_")[2])
-        return failure.video_id, int(span_indexes(np.array([start_ms]))[0])
+        found = int(span_indexes(pa.array([failure.video_id], pa.string()), np.array([start_ms]))[0])
+        return (failure.video_id, found) if found >= 0 else None
 
     def shares_layout(variant: Variant) -> bool:
         try:
             other = recipe_from_dict(variant.recipe).settings()
         except UserError:
             return False
-        return (other.len, other.tail, other.fps_exact) == (settings.len, settings.tail, settings.fps_exact)
+        return (layout_file(other), other.fps_exact) == (layout_file(settings), settings.fps_exact)
 
     variants = [variant for variant in variants_of(data_dir, VIDEO) if shares_layout(variant)]
     return layout_of_commits(variants, video_ids, spans=spans, span_of_failure=span_of_failure)

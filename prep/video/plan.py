@@ -1,6 +1,8 @@
 """The plan of `video`: what to do for each shard, and why.
 
-The plan is a function of manifest, probes, layout, recipe and commits. Planning opens only the files that it needs.
+The plan is a function of manifest, probes, shots, layout, recipe and commits. Planning opens only the files that it
+needs. With `--cut shots`, a video whose shots have not been detected yet has no chunks in the plan; what was made of it
+before is kept.
 Tables are handled by column and each span takes a single hash update, so that planning a million chunks takes seconds.
 """
 
@@ -17,10 +19,16 @@ import pyarrow.compute as pc
 from prep.core.plan import Problems, ShardPlan, WantedShard, plan_shards
 from prep.core.table_file import as_array
 from prep.sources.probe import SourceFacts
+from prep.sources.shot_table import ShotTask
+from prep.video.cutting import ShotCutting
 from prep.video.layout import extend_layout, wanted_rows
 from prep.video.recipe import SPAN_CHUNKS, ResolvedRecipe
-from prep.video.spans import Span, chunks_of, num_chunks_of, num_output_frames, span_of
+from prep.video.shots import VideoShots, cutting_of, frames_of
+from prep.video.spans import Span
 from shards.commits import Commit, Failure
+
+_HELD = "kept, because a source cannot be read and its duration is unknown"
+_HELD_SHOTS = "kept, because the duration or the shots of a source are unknown"
 
 
 @dataclass(frozen=True)
@@ -46,15 +54,29 @@ class Workload:
     fps: np.ndarray
 
 
+@dataclass(frozen=True)
+class ShotsOfVideo:
+    """What a plan with `--cut shots` knows of one video.
+
+    Attributes:
+        left_out_s: (begin, end) in seconds of everything that is in no chunk; empty if the shots are unknown.
+    """
+
+    is_detected: bool
+    left_out_s: list[tuple[float, float]]
+
+
 class Plan:
     """All shards that the manifest requires under one recipe.
 
     Attributes:
         layout: layout with every span assigned; to be written before the work begins.
         shards: the shards, in order of their ids.
-        unusable: code -> number of videos that cannot be used, according to their probes. Videos whose source was
-            readable once but is not any more are not included: their existing chunks are kept, and missing chunks will
-            fail with a failure code.
+        unusable: code -> number of videos that cannot be used, according to their probes or to the detection of their
+            shots. Videos whose source was readable once but is not any more are not included: their existing chunks
+            are kept, and missing chunks will fail with a failure code.
+        shots: how far the shots of the videos are known; None with `--cut even`.
+        cutting: the chunks of all videos.
     """
 
     def __init__(
@@ -66,6 +88,7 @@ class Plan:
         layout: pa.Table,
         commits: Mapping[int, Commit],
         problems: Problems,
+        shots: VideoShots | None = None,
         retry_codes: frozenset[str] = frozenset(),
     ) -> None:
         """Compute the plan.
@@ -76,20 +99,23 @@ class Plan:
             layout: the stored layout (prep.core.layout.LAYOUT).
             commits: commits of the variant, by shard id.
             problems: problems found by checking the committed files.
+            shots: the known shots of the videos; required by `--cut shots`.
             retry_codes: failure codes to try again even if nothing changed.
         """
         self.recipe = recipe
         self._videos, self._probes = videos, probes
-        settings = recipe.settings
         self._is_unusable = np.asarray(pc.is_null(probes["fingerprint"]))
-        ends_s = np.asarray(pc.fill_null(probes["end_s"], 0.0))
-        self._num_frames = np.where(self._is_unusable, 0, num_output_frames(ends_s, fps=settings.fps_exact))
-        self._num_chunks = num_chunks_of(self._num_frames, chunk_frames=settings.chunk_frames, tail=settings.tail)
+        self._num_frames = frames_of(recipe, probes)
+        self.shots = shots
+        self.cutting = cutting_of(recipe.settings, self._num_frames, shots)
+        self._num_chunks = self.cutting.num_chunks
         ids, splits = as_array(videos["video_id"]), as_array(videos["split"])
         self.layout = extend_layout(layout, video_ids=ids, splits=splits, num_chunks=self._num_chunks)
         rows, self._video_rows = wanted_rows(self.layout, video_ids=ids, splits=splits, num_chunks=self._num_chunks)
         self._span_index = np.asarray(self.layout["span_index"])[rows]
         self.unusable = Counter(probes["code"].filter(pa.array(self._is_unusable)).to_pylist())
+        if shots is not None:
+            self.unusable.update(shots.failures[row][0] for row in shots.failures)
         self.has_captions = bool(len(videos)) and pc.sum(videos["num_captions"]).as_py() > 0
         self.shards = list(self._plan_shards(rows, commits, problems, retry_codes))
 
@@ -109,13 +135,11 @@ class Plan:
 
     def spans(self, rows: Sequence[int]) -> Iterator[SpanPlan]:
         """Yield the spans in the given rows of the plan."""
-        settings = self.recipe.settings
         for row in rows:
             video_row = int(self._video_rows[row])
             video, probe = self._row(self._videos, video_row), self._row(self._probes, video_row)
             source = SourceFacts(**{name: probe[name] for name in SourceFacts.__dataclass_fields__})
-            chunks = chunks_of(int(self._num_frames[video_row]), chunk_frames=settings.chunk_frames, tail=settings.tail)
-            span = span_of(chunks, index=int(self._span_index[row]), span_chunks=SPAN_CHUNKS)
+            span = self.cutting.span(video_row, int(self._span_index[row]))
             yield SpanPlan(
                 video_id=video["video_id"],
                 source_id=video["source_id"],
@@ -132,14 +156,53 @@ class Plan:
             probe = self._row(self._probes, row)
             message = f"{probe['path']}: {probe['message']}"
             yield Failure(self._videos["video_id"][row].as_py(), None, str(probe["code"]), message)
+        for row, (code, message) in self.shots.failures.items() if self.shots is not None else ():
+            path, video_id = self._videos["path"][row].as_py(), self._videos["video_id"][row].as_py()
+            yield Failure(video_id, None, code, f"{path}: {message}")
 
     def workload(self, rows: np.ndarray) -> Workload:
         """Return the encoding work of the spans in the given rows."""
         videos = self._video_rows[rows]
-        first_frame = self._span_index[rows] * SPAN_CHUNKS * self.recipe.settings.chunk_frames
-        frames = np.minimum(self._num_frames[videos] - first_frame, SPAN_CHUNKS * self.recipe.settings.chunk_frames)
+        frames = self.cutting.span_frames(videos, self._span_index[rows])
         columns = (np.asarray(self._probes[name])[videos] for name in ("width", "height", "fps"))
         return Workload(frames / float(self.recipe.settings.fps_exact), *columns)
+
+    @property
+    def mean_chunk_s(self) -> float:
+        """Mean length of a chunk in seconds; with `--cut even`, that of a full chunk."""
+        settings = self.recipe.settings
+        if isinstance(self.cutting, ShotCutting) and self.num_chunks:
+            return float(self.cutting.chunk_frames.mean() / float(settings.fps_exact))
+        return float(settings.len_s)
+
+    def shots_of_video(self, video_id: str) -> ShotsOfVideo | None:
+        """Return what is known of the shots of a video in the manifest; None with `--cut even`."""
+        if self.shots is None or not isinstance(self.cutting, ShotCutting):
+            return None
+        row = int(pc.index(self._videos["video_id"], video_id).as_py())
+        if not self.shots.is_known[row]:
+            return ShotsOfVideo(False, [])
+        fps = float(self.recipe.settings.fps_exact)
+        left_out = self.cutting.left_out(row, num_frames=int(self._num_frames[row]))
+        return ShotsOfVideo(True, [(first / fps, behind / fps) for first, behind in left_out])
+
+    def detection_tasks(self) -> Iterator[ShotTask]:
+        """Yield the sources whose shots have to be detected; a source that occurs twice is searched once."""
+        assert self.shots is not None
+        seen = set()
+        for row in self.shots.undetected.tolist():
+            fingerprint = self._probes["fingerprint"][row].as_py()
+            if fingerprint not in seen:
+                seen.add(fingerprint)
+                path, num_frames = self._videos["path"][row].as_py(), int(self._num_frames[row])
+                yield ShotTask(path, fingerprint, num_frames, self.recipe.settings.shot_detector)
+
+    def detection_work(self) -> Workload:
+        """Return the videos whose shots have to be detected."""
+        assert self.shots is not None
+        videos = self.shots.undetected
+        columns = (np.asarray(self._probes[name])[videos] for name in ("width", "height", "fps"))
+        return Workload(self._num_frames[videos] / float(self.recipe.settings.fps_exact), *columns)
 
     @staticmethod
     def _row(table: pa.Table, row: int) -> dict[str, Any]:
@@ -181,17 +244,19 @@ class Plan:
             retry_codes=retry_codes,
             unreadable=unreadable,
             held=self._held_shards(),
+            held_because=_HELD if self.shots is None else _HELD_SHOTS,
         )
 
     def _held_shards(self) -> frozenset[int]:
-        """Return the shards that hold a wanted video of unknown length; their content is kept.
+        """Return the shards that hold a wanted video of unknown length or with unknown shots; their content is kept.
 
         The length is unknown if the source is unreadable and the probe that recorded its length is lost.
         """
-        if not self._is_unusable.any():
+        is_unknown = self._is_unusable if self.shots is None else self._is_unusable | ~self.shots.is_known
+        if not is_unknown.any():
             return frozenset()
         ids, splits = as_array(self._videos["video_id"]), as_array(self._videos["split"])
-        unknown = np.where(self._is_unusable, np.iinfo(np.int64).max, 0)
+        unknown = np.where(is_unknown, np.iinfo(np.int64).max, 0)
         rows, _ = wanted_rows(self.layout, video_ids=ids, splits=splits, num_chunks=unknown)
         return frozenset(np.asarray(self.layout["shard_id"])[rows].tolist())
 
@@ -210,7 +275,7 @@ class Plan:
             video_rows = self._video_rows[part]
             # One shard at a time: converting value by value would take seconds longer for a million chunks.
             texts = [column.take(pa.array(video_rows)).to_pylist() for column in columns]
-            numbers = self._span_index[part].tolist(), self._num_frames[video_rows].tolist()
+            numbers = self._span_index[part].tolist(), map(self.cutting.identity, video_rows.tolist())
             lines = ("\0".join(map(str, line)) for line in zip(*texts, *numbers, strict=True))
             return "".join(f"{line}\n" for line in lines).encode("utf-8", "surrogateescape")
 
@@ -220,5 +285,6 @@ class Plan:
 def span_fingerprint(recipe_fingerprint: str, source_fingerprint: str, span: Span) -> str:
     """Return the SHA-256 (hex) of everything that determines the bytes of a span's chunks."""
     frames = ",".join(map(str, span.chunk_frames))
-    text = f"{recipe_fingerprint} {source_fingerprint} {span.first_frame} {frames}"
+    gaps = f" {','.join(map(str, span.gaps))}" if span.gaps else ""
+    text = f"{recipe_fingerprint} {source_fingerprint} {span.first_frame} {frames}{gaps}"
     return hashlib.sha256(text.encode()).hexdigest()

@@ -1,10 +1,11 @@
 """Collecting the inputs of a `video` plan, turning the plan into a job, and counting what the manifest requires.
 
-`make_plan` reads the sources. `wanted_chunks` uses stored records only; it serves the commands that maintain a data
-folder.
+`make_plan` reads the sources. `with_shots` detects the shots that its plan lacks, and plans again. `wanted_chunks` uses
+stored records only; it serves the commands that maintain a data folder.
 """
 
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -16,33 +17,48 @@ import pyarrow.compute as pc
 from manifests.errors import UserError
 from manifests.store import MANIFEST_FILE, captions_path, manifest_dir, read_videos
 from prep.core.column import VIDEO, Pending
-from prep.core.layout import read_layout, stored_or_rebuilt_layout, write_layout
+from prep.core.layout import read_layout, stored_or_rebuilt_layout, variants_of, write_layout
 from prep.core.plan import NUM_CHECK_THREADS, ShardPlan, stored_shards
+from prep.core.run import make_variant
 from prep.core.table_file import as_array
+from prep.engines.admission import worker_ticket
+from prep.sources.shot_table import SHOTS, Detection, detect_shots, read_shots
 from prep.sources.table import probe_sources, read_probes
 from prep.video.column import COLUMN
 from prep.video.layout import layout_path, video_layout_of_commits, wanted_rows
 from prep.video.plan import Plan
-from prep.video.recipe import ResolvedRecipe, recipe_from_dict
-from prep.video.settings import ChunkSettings
-from prep.video.spans import num_chunks_of, num_output_frames
+from prep.video.recipe import ResolvedRecipe, stored_recipe
+from prep.video.shots import cutting_of, detector_key, frames_of, shots_of
 from shards.commits import Commit
 from shards.dataset import variant_dir
 from shards.reader import Variant
 
 if TYPE_CHECKING:
     from prep.core.run import Job
+    from prep.engines import Engine
     from prep.video.worker import ShardTask
 
 
 @dataclass(frozen=True)
 class Planned:
-    """A plan and its inputs."""
+    """A plan and its inputs.
+
+    Attributes:
+        videos: the manifest's table (manifests.schema.VIDEOS).
+        probes: one row per video, in the same order (prep.sources.table.PROBES).
+        shots: the stored shots (prep.sources.shot_table.SHOTS); empty with `--cut even`.
+        detection: result of `with_shots`, if it had anything to do.
+    """
 
     plan: Plan
     data_dir: Path
     variant_dir: Path
     commits: dict[int, Commit]
+    videos: pa.Table
+    probes: pa.Table
+    shots: pa.Table
+    retry_codes: frozenset[str]
+    detection: Detection | None = None
 
     @property
     def shards(self) -> list[ShardPlan]:
@@ -75,21 +91,92 @@ def make_plan(
         retry_failed=bool(retry_codes),
         on_progress=on_probe,
     )
+    shots = read_shots(data_dir) if recipe.settings.cut == "shots" else SHOTS.empty_table()
+    return _planned(data_dir, recipe, videos, probes, shots=shots, retry_codes=retry_codes)
+
+
+def _planned(
+    data_dir: Path,
+    recipe: ResolvedRecipe,
+    videos: pa.Table,
+    probes: pa.Table,
+    *,
+    shots: pa.Table,
+    retry_codes: frozenset[str],
+    detection: Detection | None = None,
+) -> Planned:
     folder = variant_dir(data_dir, VIDEO, recipe.variant)
-    stored = stored_shards(folder)
+    stored, ids = stored_shards(folder), as_array(videos["video_id"])
+    of_videos = shots_of(recipe, probes, shots=shots, retry_failed=bool(retry_codes) and detection is None)
     plan = Plan(
         recipe=recipe,
         videos=videos,
         probes=probes,
+        shots=of_videos,
         layout=stored_or_rebuilt_layout(
             layout_path(data_dir, recipe.settings),
-            lambda: video_layout_of_commits(data_dir, recipe.settings, video_ids=as_array(videos["video_id"])),
+            lambda: video_layout_of_commits(
+                data_dir,
+                recipe.settings,
+                video_ids=ids,
+                cutting=cutting_of(recipe.settings, frames_of(recipe, probes), of_videos),
+            ),
         ),
         commits=stored.commits,
         problems=stored.problems,
         retry_codes=retry_codes,
     )
-    return Planned(plan, data_dir, folder, stored.commits)
+    return Planned(plan, data_dir, folder, stored.commits, videos, probes, shots, retry_codes, detection)
+
+
+def with_shots(
+    planned: Planned, engine: "Engine", *, on_progress: Callable[[int, int], None] = lambda done, total: None
+) -> Planned:
+    """Detect the shots that the plan lacks, and plan again; return `planned` itself if it lacks none.
+
+    Call it while holding the lock of the column.
+
+    Args:
+        on_progress: called with (sources searched, sources to search).
+    """
+    plan, recipe = planned.plan, planned.plan.recipe
+    if plan.shots is None or not len(plan.shots.undetected):
+        return planned
+    # The worker's ticket and, through the recipe, the detector that is in use are in the folder of the variant.
+    make_variant(planned.variant_dir, recipe.as_dict())
+    needs = ("prep.sources.detector:version_mismatch", str(recipe.scenedetect))
+    with worker_ticket(planned.variant_dir, package=COLUMN.package, needs=needs) as ticket:
+        detection = detect_shots(
+            planned.data_dir,
+            list(plan.detection_tasks()),
+            shots=planned.shots,
+            key=detector_key(recipe),
+            keys=_keys_in_use(planned.data_dir),
+            fingerprints=as_array(planned.probes["fingerprint"]),
+            engine=engine,
+            check=ticket,
+            on_progress=on_progress,
+        )
+    return _planned(
+        planned.data_dir,
+        recipe,
+        planned.videos,
+        planned.probes,
+        shots=detection.shots,
+        retry_codes=planned.retry_codes,
+        detection=detection,
+    )
+
+
+def _keys_in_use(data_dir: Path) -> set[str]:
+    """Return the keys of the detectors of all variants."""
+    keys = set()
+    for variant in variants_of(data_dir, VIDEO):
+        with suppress(UserError):  # a variant of another schema
+            recipe = stored_recipe(variant.recipe)
+            if recipe.settings.cut == "shots":
+                keys.add(detector_key(recipe))
+    return keys
 
 
 def chunk_job(planned: Planned) -> "Job[ShardTask]":
@@ -124,7 +211,7 @@ def chunk_job(planned: Planned) -> "Job[ShardTask]":
         task=task,
         video_ids=lambda shard: [span.video_id for span in plan.spans(shard.rows)],
         failed_before=list(plan.failed_sources()),
-        chunk_s=float(plan.recipe.settings.len_s),
+        chunk_s=plan.mean_chunk_s,
         needs=("prep.video.ffmpeg:version_mismatch", plan.recipe.ffmpeg),
     )
 
@@ -134,34 +221,35 @@ class WantedChunks:
     """Chunks and shards that the manifest requires.
 
     Attributes:
-        num_chunks: number of chunks of all videos with a known probe.
-        shard_ids: shards of the layout with wanted content. A video that was not probed yet counts as having all its
-            spans.
+        num_chunks: number of chunks of all videos with a known probe and, with `--cut shots`, known shots.
+        shard_ids: shards of the layout with wanted content. Any other video counts as having all its spans.
     """
 
     num_chunks: int
     shard_ids: frozenset[int]
 
 
-def wanted_chunks(data_dir: Path, settings: ChunkSettings, *, videos: pa.Table, probes: pa.Table) -> WantedChunks:
+def wanted_chunks(
+    data_dir: Path, recipe: ResolvedRecipe, *, videos: pa.Table, probes: pa.Table, shots: pa.Table
+) -> WantedChunks:
     """Return what the manifest requires of `videos` (manifests.schema.VIDEOS), as far as their probes are known.
 
     Args:
         probes: the stored probes (prep.sources.table.PROBES).
+        shots: the stored shots (prep.sources.shot_table.SHOTS).
 
     Raises:
         UserError: the layout is damaged.
     """
     rows = np.asarray(pc.fill_null(pc.index_in(videos["path"].combine_chunks(), value_set=probes["path"]), -1))
     is_known = rows >= 0
-    ends_s = probes["end_s"].take(pa.array(rows[is_known])).combine_chunks()
-    is_usable = np.asarray(pc.is_valid(probes["fingerprint"].take(pa.array(rows[is_known]))))
-    frames = num_output_frames(np.asarray(pc.fill_null(ends_s, 0.0)), fps=settings.fps_exact)
+    of_videos = probes.take(pa.array(rows[is_known]))
+    known_shots = shots_of(recipe, of_videos, shots=shots, retry_failed=False)
     num_chunks = np.zeros(len(videos), np.int64)
-    num_chunks[is_known] = num_chunks_of(
-        np.where(is_usable, frames, 0), chunk_frames=settings.chunk_frames, tail=settings.tail
-    )
-    layout = read_layout(layout_path(data_dir, settings))
+    num_chunks[is_known] = cutting_of(recipe.settings, frames_of(recipe, of_videos), known_shots).num_chunks
+    if known_shots is not None:
+        is_known[np.flatnonzero(is_known)[known_shots.undetected]] = False
+    layout = read_layout(layout_path(data_dir, recipe.settings))
     ids, splits = videos["video_id"].combine_chunks(), videos["split"].combine_chunks()
     for_ever = np.where(is_known, num_chunks, np.iinfo(np.int64).max)
     layout_rows, _ = wanted_rows(layout, video_ids=ids, splits=splits, num_chunks=for_ever)
@@ -182,7 +270,9 @@ def pending_chunks(data_dir: Path, variant: Variant) -> Pending:
             f"{data_dir} has no manifest, so the required chunks are unknown",
             hint="create it again with `prep manifest`",
         )
-    settings = recipe_from_dict(variant.recipe).settings()
-    chunks = wanted_chunks(data_dir, settings, videos=read_videos(data_dir), probes=read_probes(data_dir))
+    recipe = stored_recipe(variant.recipe)
+    shots = read_shots(data_dir) if recipe.settings.cut == "shots" else SHOTS.empty_table()
+    videos, probes = read_videos(data_dir), read_probes(data_dir)
+    chunks = wanted_chunks(data_dir, recipe, videos=videos, probes=probes, shots=shots)
     missing = len(chunks.shard_ids - variant.commits.keys())
     return Pending(chunks.num_chunks, chunks.shard_ids, {"missing": missing} if missing else {})

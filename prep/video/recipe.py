@@ -7,7 +7,6 @@ compared when a run is repeated; the name of the named recipe is not part of it.
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields, replace
-from fractions import Fraction
 from typing import Annotated, Any, Literal
 
 from cyclopts import Group, Parameter
@@ -15,11 +14,24 @@ from cyclopts import Group, Parameter
 from manifests.errors import UserError
 from manifests.help_text import FIRST_RUN
 from prep.core.column import recipe_fingerprint
+from prep.sources.detector import DEFAULT_DETECTOR, DEFAULT_THRESHOLD, DetectorName, scenedetect_version
 from prep.video.codecs import DEFAULT_KEYINT, INTRA, changed_arguments, codec_named
-from prep.video.settings import Audio, ChunkSettings, Gop, Scaler, Tail, require_bitrate_unit
+from prep.video.settings import (
+    SHOT_SETTINGS,
+    Audio,
+    ChunkSettings,
+    Cut,
+    Gop,
+    Scaler,
+    Tail,
+    canonical_length,
+    default_min_len,
+    require_bitrate_unit,
+)
 
 RECIPE_SCHEMA = 1  # incremented when the same settings begin to produce different bytes
 ENCODING = Parameter(group=Group("Encoding", sort_key=1))
+CUTTING = Parameter(group=Group("Cutting", sort_key=2))
 SPAN_CHUNKS = 20  # chunks per encoder pass: five minutes of video at 15 s per chunk
 
 RecipeName = Literal["balanced", "small", "fast"]
@@ -40,7 +52,7 @@ class Recipe:
     that are not given."""
 
     len: Annotated[str, ENCODING, FIRST_RUN, Parameter(allow_leading_hyphen=True)] = "15s"
-    """Chunk length with unit, up to 1 hour, such as 15s, 2.5s or 500ms."""
+    """Chunk length with unit, up to 1 hour, such as 15s, 2.5s or 500ms. With --cut shots, the maximum length."""
 
     codec: Annotated[str | None, ENCODING, FIRST_RUN] = None
     """Video codec: h264, hevc, av1, vp9, mjpeg, h264_nvenc, hevc_nvenc. If it differs from the recipe's codec, the
@@ -79,6 +91,26 @@ class Recipe:
     audio: Annotated[Audio, ENCODING] = "drop"
     """Handling of audio. keep: encode the first audio stream as AAC; drop: no audio."""
 
+    cut: Annotated[Cut, CUTTING] = "even"
+    """Where chunks begin and end. even: every --len; shots: at shot boundaries, which are detected in each source
+    first."""
+
+    detector: Annotated[DetectorName | None, CUTTING] = None
+    """PySceneDetect detector for --cut shots. adaptive: compares the change between two frames with that of their
+    neighbours, which tolerates camera motion; content: compares it with a fixed threshold. Default: adaptive."""
+
+    threshold: Annotated[float | None, CUTTING] = None
+    """Threshold of --detector, above 0 and up to 255; lower values give more cuts. Default: 3 for adaptive, 27 for
+    content."""
+
+    min_scene_len: Annotated[str | None, CUTTING] = None
+    """Minimum time between two cuts of --detector, such as 500ms; cuts that follow each other faster are flashes.
+    Default: 500ms."""
+
+    min_len: Annotated[str | None, CUTTING] = None
+    """Minimum chunk length for --cut shots, at most half of --len. A shorter shot is joined to a neighbour if the
+    result fits into --len, and left out otherwise. Default: 2s, or half of --len if that is less."""
+
     def __post_init__(self) -> None:
         if self.crf is not None and self.bitrate is not None:
             raise UserError("--crf and --bitrate are mutually exclusive", hint="give one of them")
@@ -107,8 +139,21 @@ class Recipe:
         if gop != of_codec["gop"] or "keyint" not in of_codec:
             of_codec["keyint"] = DEFAULT_KEYINT[gop]
         chosen: dict[str, Any] = {name: of_codec.get(name) if value is None else value for name, value in given.items()}
+        chosen["len"] = canonical_length("--len", self.len)
+        if self.cut == "shots":
+            chosen |= self._shot_settings(chosen["len"])
         stated = ChunkSettings(**chosen)
-        return replace(stated, len=_canonical_length(stated.len_s), fps=str(stated.fps_exact))
+        return replace(stated, fps=str(stated.fps_exact))
+
+    def _shot_settings(self, length: str) -> dict[str, Any]:
+        """Return the settings of --cut shots for chunks of up to `length`, with all values filled in."""
+        detector = self.detector or DEFAULT_DETECTOR
+        return {
+            "detector": detector,
+            "threshold": float(DEFAULT_THRESHOLD[detector] if self.threshold is None else self.threshold),
+            "min_scene_len": canonical_length("--min-scene-len", self.min_scene_len or "500ms"),
+            "min_len": canonical_length("--min-len", self.min_len or default_min_len(length)),
+        }
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -117,6 +162,7 @@ class ResolvedRecipe:
 
     settings: ChunkSettings
     ffmpeg: str  # version line of the program: another build may produce other bytes
+    scenedetect: str | None = None  # version of PySceneDetect if `cut` is shots: another one may find other cuts
 
     @property
     def fingerprint(self) -> str:
@@ -130,24 +176,45 @@ class ResolvedRecipe:
         rate = f"crf{settings.crf}" if settings.bitrate is None else settings.bitrate
         gop = INTRA if settings.gop == INTRA else f"{settings.gop}{settings.keyint}"
         fps = settings.fps.replace("/", "-")
-        return f"{settings.codec}-{settings.short_side}p{fps}-{rate}-{gop}-{settings.len}-{self.fingerprint[:8]}"
+        cut = settings.len if settings.cut == "even" else f"{settings.len}-{settings.cut}"
+        return f"{settings.codec}-{settings.short_side}p{fps}-{rate}-{gop}-{cut}-{self.fingerprint[:8]}"
 
     def as_dict(self) -> dict[str, Any]:
         """Return the recipe as JSON values."""
         changed = changed_arguments(self.settings.codec, self.settings.gop)
+        settings = asdict(self.settings)
+        if self.settings.cut == "even":  # the only way of cutting when schema 1 began
+            for name in ("cut", *SHOT_SETTINGS):
+                del settings[name]
         return {
             "schema": RECIPE_SCHEMA,
             "ffmpeg": self.ffmpeg,
             "span_chunks": SPAN_CHUNKS,
             "threads": 1,
-            **asdict(self.settings),
+            **settings,
+            **({} if self.scenedetect is None else {"scenedetect": self.scenedetect}),
             **({} if changed is None else {"arguments": changed}),
         }
 
 
 def resolve(recipe: Recipe, *, ffmpeg_version: str) -> ResolvedRecipe:
     """Fill in the settings that `recipe` leaves open, so that the same bytes always have the same description."""
-    return ResolvedRecipe(settings=recipe.settings(), ffmpeg=ffmpeg_version)
+    settings = recipe.settings()
+    return ResolvedRecipe(
+        settings=settings,
+        ffmpeg=ffmpeg_version,
+        scenedetect=scenedetect_version() if settings.cut == "shots" else None,
+    )
+
+
+def stored_recipe(stored: Mapping[str, Any]) -> ResolvedRecipe:
+    """Return the resolved recipe in a variant's recipe.json, with the versions that made the variant.
+
+    Raises:
+        UserError: the recipe was written with another version of the recipe schema.
+    """
+    settings = recipe_from_dict(stored).settings()
+    return ResolvedRecipe(settings=settings, ffmpeg=stored["ffmpeg"], scenedetect=stored.get("scenedetect"))
 
 
 def recipe_from_dict(stored: Mapping[str, Any]) -> Recipe:
@@ -167,9 +234,5 @@ def recipe_from_dict(stored: Mapping[str, Any]) -> Recipe:
 
 def settings_line(stored: Mapping[str, Any]) -> str:
     """Return the relevant settings of a recipe.json on one line."""
-    names = [field.name for field in fields(ChunkSettings)]
-    return " ".join(f"{name}={stored[name]}" for name in [*names, "ffmpeg"] if stored.get(name) is not None)
-
-
-def _canonical_length(length_s: Fraction) -> str:
-    return f"{length_s}s" if length_s.denominator == 1 else f"{int(length_s * 1000)}ms"
+    names = [*(field.name for field in fields(ChunkSettings)), "ffmpeg", "scenedetect"]
+    return " ".join(f"{name}={stored[name]}" for name in names if stored.get(name) is not None)

@@ -5,8 +5,10 @@ Core-hours come from a model with two terms: reading is proportional to the sour
 Both were fitted to runs on natural videos; expect the right order of magnitude, not an exact time.
 """
 
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -18,7 +20,8 @@ from prep.core.plan import ShardState
 from prep.core.report import Report, changed_settings, size_text, states_lines, states_values, summary_report
 from prep.core.run import Summary
 from prep.video.codecs import codec_named
-from prep.video.plan import Workload
+from prep.video.cutting import ShotCutting
+from prep.video.plan import Plan, Workload
 from prep.video.planning import Planned
 from prep.video.settings import ChunkSettings, bits_per_second
 from shards.damage import DamagedIndex
@@ -26,6 +29,7 @@ from shards.index import open_index
 
 # Core-seconds per megapixel, measured on an x86-64 server core at about 3 GHz.
 _DECODE_S_PER_MEGAPIXEL = 0.0029
+_DETECT_S_PER_FRAME = 0.0006  # to scale a decoded frame to the detector's size and compare it
 
 
 @dataclass(frozen=True)
@@ -61,6 +65,12 @@ def estimate(work: Workload, *, settings: ChunkSettings, bytes_per_second: float
     return Estimate(core_hours=float(core_s.sum()) / 3600, size_bytes=size_bytes, video_hours=video_s / 3600)
 
 
+def detection_core_s(work: Workload) -> np.ndarray:
+    """Estimate the core-seconds for detecting the shots of `work`."""
+    source_megapixels = work.seconds * work.width * work.height * work.fps / 1e6
+    return np.asarray(source_megapixels * _DECODE_S_PER_MEGAPIXEL + work.seconds * work.fps * _DETECT_S_PER_FRAME)
+
+
 def estimate_of(planned: Planned) -> Estimate:
     """Estimate the cost of the shards that have to be encoded; shards that are only rewritten count as free."""
     plan = planned.plan
@@ -89,12 +99,15 @@ def plan_report(planned: Planned) -> Report:
     lines = [f"variant  {plan.recipe.variant}", *(f"setting  {difference}" for difference in against)]
     lines += states_lines(plan.shards)
     lines += [f"unusable {counted(count, 'video')}: {code}" for code, count in sorted(plan.unusable.items())]
-    if any(shard.has_work for shard in plan.shards):
+    has_work = any(shard.has_work for shard in plan.shards)
+    cutting = _cutting_values(plan)
+    lines += _cutting_lines(plan)
+    if has_work:
         lines.append(
             f"estimate {_hours(cost.core_hours)} of CPU time for {_hours(cost.video_hours)} of video,"
             f" {size_text(round(cost.size_bytes))}"
         )
-    else:
+    elif not cutting.get("num_undetected_videos"):
         lines.append("nothing to do")
     values = {
         "variant": plan.recipe.variant,
@@ -104,8 +117,43 @@ def plan_report(planned: Planned) -> Report:
         **states_values(plan.shards),
         "unusable_videos": dict(plan.unusable),
         "estimate": asdict(cost),
+        **cutting,
     }
     return Report("\n".join(lines), values)
+
+
+def _cutting_values(plan: Plan) -> dict[str, Any]:
+    """Return what the plan says of shots, as JSON values; nothing with `--cut even`."""
+    if plan.shots is None or not isinstance(plan.cutting, ShotCutting):
+        return {}
+    work, cutting = plan.detection_work(), plan.cutting
+    return {
+        "num_undetected_videos": len(work.seconds),
+        "undetected_s": float(work.seconds.sum()),
+        "detection_core_hours": float(detection_core_s(work).sum()) / 3600,
+        "num_left_out": cutting.num_left_out,
+        "left_out_s": float(cutting.frames_left_out / plan.recipe.settings.fps_exact),
+    }
+
+
+def _cutting_lines(plan: Plan) -> list[str]:
+    values = _cutting_values(plan)
+    lines = []
+    if values.get("num_undetected_videos"):
+        lines.append(
+            f"unknown  {counted(values['num_undetected_videos'], 'video')}, {_hours(values['undetected_s'] / 3600)}:"
+            f" shots not detected yet; prep chunk does so first, in about {_hours(values['detection_core_hours'])} of"
+            " CPU time"
+        )
+    return lines + left_out_lines(values)
+
+
+def left_out_lines(values: Mapping[str, Any]) -> list[str]:
+    """Return what is said of the shots that are in no chunk."""
+    if not values.get("num_left_out"):
+        return []
+    count, seconds = values["num_left_out"], values["left_out_s"]
+    return [f"left out {counted(count, 'shot')}, {seconds:.1f} s: shorter than --min-len, and no neighbour has room"]
 
 
 def _changed_settings(planned: Planned) -> list[str]:
@@ -133,17 +181,24 @@ def explanation(planned: Planned, name: str) -> Report:
     shards = [shard for shard in plan.shards if any(span.video_id == video_id for span in plan.spans(shard.rows))]
     failed = [failure for failure in plan.failed_sources() if failure.video_id == video_id]
     settings = _changed_settings(planned)
+    shots = plan.shots_of_video(video_id)
     values = {
         "video_id": video_id,
         "variant": plan.recipe.variant,
         "changed_settings": settings,
         "unusable": [asdict(failure) for failure in failed],
         "shards": [{"shard_id": shard.shard_id, "state": str(shard.state), "reason": shard.reason} for shard in shards],
+        **({} if shots is None else asdict(shots)),
     }
     lines = [f"{name}: video {video_id} in variant {plan.recipe.variant}"]
     lines += [f"setting  {difference}" for difference in settings]
     lines += [f"shard {shard.shard_id:06d}  {shard.state}: {shard.reason}" for shard in shards]
     lines += [f"unusable {failure.code}: {failure.message}" for failure in failed]
+    if shots is not None and not failed:
+        lines += [
+            f"left out {begin_s:.3f} to {end_s:.3f} s: shorter than --min-len" for begin_s, end_s in shots.left_out_s
+        ]
+        lines += [] if shots.is_detected else ["unknown  shots not detected yet"]
     return Report("\n".join(lines), values)
 
 
@@ -152,7 +207,48 @@ def chunk_summary(summary: Summary, *, listed: Path) -> Report:
     speed = None
     if summary.cpu_s and summary.encoded_s:
         speed = f"{summary.encoded_s / summary.cpu_s:.1f}x real time per core ({summary.cpu_s:.1f} s of CPU time)"
-    return summary_report(summary, listed=listed, speed=speed)
+    report = summary_report(summary, listed=listed, speed=speed)
+    if not isinstance(summary, ShotSummary):
+        return report
+    lines = report.text.splitlines()
+    if summary.num_searched:
+        took = f"{summary.detection_cpu_s:.1f} s of CPU time"
+        lines.append(f"shots    detected in {counted(summary.num_searched, 'source')} ({took})")
+    return Report("\n".join([*lines, *left_out_lines(report.values)]), report.values)
+
+
+@dataclass
+class ShotSummary(Summary):
+    """Result of a run with `--cut shots`.
+
+    Attributes:
+        num_searched: number of sources whose shots were detected in this run.
+        detection_cpu_s: CPU time of this detection in seconds.
+        num_left_out: number of shots that are in no chunk.
+        left_out_s: their total length in seconds.
+    """
+
+    num_searched: int = 0
+    detection_cpu_s: float = 0.0
+    num_left_out: int = 0
+    left_out_s: float = 0.0
+
+
+def with_cutting(summary: Summary, planned: Planned) -> Summary:
+    """Return the summary of a run, with what `--cut shots` adds to it."""
+    values = _cutting_values(planned.plan)
+    if not values:
+        return summary
+    detection = planned.detection
+    if detection is not None:
+        summary.refused_workers = [*detection.refused, *summary.refused_workers]
+    return ShotSummary(
+        **vars(summary),
+        num_searched=0 if detection is None else detection.num_videos,
+        detection_cpu_s=0.0 if detection is None else detection.cpu_s,
+        num_left_out=values["num_left_out"],
+        left_out_s=values["left_out_s"],
+    )
 
 
 def _hours(hours: float) -> str:

@@ -72,6 +72,7 @@ def video_sample(
     fps, first_frame = settings.fps_exact, plan.span.chunk_starts()[number]
     begin_s, end_s = first_frame / fps, (first_frame + chunk.facts.num_frames) / fps
     key = chunk_key(plan.video_id, start_ms(first_frame, fps=fps))
+    full_frames = settings.chunk_frames if settings.cut == "even" else plan.span.chunk_frames[number]
     mine = [caption for caption in captions or () if caption.overlaps(begin_s, end_s)]
     description = {
         "key": key,
@@ -85,7 +86,7 @@ def video_sample(
         "fps": _ratio(fps),
         "num_frames": chunk.facts.num_frames,
         "num_source_frames": chunk.num_source_frames,
-        "is_tail": chunk.facts.num_frames != settings.chunk_frames,
+        "is_tail": chunk.facts.num_frames != full_frames,
         "width": chunk.facts.width,
         "height": chunk.facts.height,
         "codec": chunk.facts.codec,

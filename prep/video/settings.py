@@ -1,11 +1,13 @@
 """The settings of `prep chunk` with all values filled in, as used by the planner, the encoder and the fingerprint."""
 
+import math
 import re
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import Literal
 
 from manifests.errors import UserError
+from prep.sources.detector import Detector, DetectorName
 from prep.video.codecs import INTRA, MAX_CONSECUTIVE_B_FRAMES, STAR, codec_named
 
 _LENGTH = re.compile(r"(?P<number>\d+(\.\d+)?)(?P<unit>s|ms)", re.ASCII)
@@ -16,6 +18,9 @@ Gop = Literal["comb", "star", "closed", "intra"]
 Tail = Literal["keep", "drop", "merge"]
 Audio = Literal["drop", "keep"]
 Scaler = Literal["bicubic", "area", "bilinear", "lanczos"]
+Cut = Literal["even", "shots"]
+MAX_SCENE_FRAMES = 1 << 20
+SHOT_SETTINGS = ("detector", "threshold", "min_scene_len", "min_len")  # None unless `cut` is shots
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,6 +30,7 @@ class ChunkSettings:
     Attributes:
         crf: None if `bitrate` is given.
         preset: None if the encoder has no presets.
+        detector, threshold, min_scene_len, min_len: None unless `cut` is shots.
 
     Raises:
         UserError: the codec does not support a value, or two settings exclude each other.
@@ -42,6 +48,11 @@ class ChunkSettings:
     scaler: Scaler
     tail: Tail
     audio: Audio
+    cut: Cut = "even"
+    detector: DetectorName | None = None
+    threshold: float | None = None
+    min_scene_len: str | None = None
+    min_len: str | None = None
 
     def __post_init__(self) -> None:
         codec = codec_named(self.codec)
@@ -71,6 +82,33 @@ class ChunkSettings:
             )
         if self.len_s > 3600:
             raise UserError(f'--len "{self.len}" is too long', hint="give at most 3600s, for example 15s")
+        self._check_shots()
+
+    def _check_shots(self) -> None:
+        given = [name for name in SHOT_SETTINGS if getattr(self, name) is not None]
+        if self.cut == "even":
+            if given:
+                flag = f"--{given[0].replace('_', '-')}"
+                raise UserError(f"{flag} requires --cut shots", hint=f"add --cut shots, or omit {flag}")
+            return
+        if self.tail != "keep":
+            raise UserError(
+                f"--tail {self.tail} has no effect with --cut shots",
+                hint="omit --tail; --min-len determines which shots are too short",
+            )
+        assert self.threshold is not None, "the settings of --cut shots have values"
+        if not 0 < self.threshold <= 255:
+            raise UserError(
+                f"--threshold {self.threshold:g} is out of range",
+                hint="give a number above 0 and up to 255, such as 3 for --detector adaptive or 27 for content",
+            )
+        if self.min_frames > -(-self.chunk_frames // 2):
+            raise UserError(
+                f"--min-len {self.min_len} is longer than half of --len {self.len}",
+                hint="longer shots are divided into equal chunks: give at most half of --len",
+            )
+        if self.shot_detector.min_scene_frames > MAX_SCENE_FRAMES:
+            raise UserError(f'--min-scene-len "{self.min_scene_len}" is too long', hint="give a length such as 500ms")
 
     def _check_keyint(self) -> None:
         if not 1 <= self.keyint <= 600:
@@ -93,15 +131,7 @@ class ChunkSettings:
     @property
     def len_s(self) -> Fraction:
         """Length of a full chunk in seconds, exact."""
-        match = _LENGTH.fullmatch(self.len)
-        if match is None or Fraction(match["number"]) == 0:
-            raise UserError(f'--len "{self.len}" is not a length', hint="write a number with a unit: 15s or 500ms")
-        seconds = Fraction(match["number"]) / (1000 if match["unit"] == "ms" else 1)
-        if (seconds * 1000).denominator != 1:
-            raise UserError(
-                f'--len "{self.len}" is not a whole number of milliseconds', hint="round it to milliseconds: 500ms"
-            )
-        return seconds
+        return _seconds("--len", self.len)
 
     @property
     def fps_exact(self) -> Fraction:
@@ -115,6 +145,56 @@ class ChunkSettings:
     def chunk_frames(self) -> int:
         """Number of frames in a full chunk."""
         return int(self.len_s * self.fps_exact)
+
+    @property
+    def min_frames(self) -> int:
+        """Minimum number of frames in a chunk of --cut shots."""
+        assert self.min_len is not None
+        return math.ceil(_seconds("--min-len", self.min_len) * self.fps_exact)
+
+    @property
+    def shot_detector(self) -> Detector:
+        """Detector of --cut shots."""
+        assert self.detector is not None and self.threshold is not None and self.min_scene_len is not None
+        return Detector(
+            name=self.detector,
+            threshold=self.threshold,
+            min_scene_frames=math.ceil(_seconds("--min-scene-len", self.min_scene_len) * self.fps_exact),
+            fps=self.fps_exact,
+        )
+
+
+def _seconds(flag: str, length: str) -> Fraction:
+    """Return a length such as 15s or 500ms in seconds, exact.
+
+    Raises:
+        UserError: it is not a length, or not a whole number of milliseconds.
+    """
+    match = _LENGTH.fullmatch(length)
+    if match is None or Fraction(match["number"]) == 0:
+        raise UserError(f'{flag} "{length}" is not a length', hint="write a number with a unit: 15s or 500ms")
+    seconds = Fraction(match["number"]) / (1000 if match["unit"] == "ms" else 1)
+    if (seconds * 1000).denominator != 1:
+        raise UserError(
+            f'{flag} "{length}" is not a whole number of milliseconds', hint="round it to milliseconds: 500ms"
+        )
+    return seconds
+
+
+def canonical_length(flag: str, length: str) -> str:
+    """Return the canonical form of a length: whole seconds as 15s, others in milliseconds.
+
+    Raises:
+        UserError: it is not a length, or not a whole number of milliseconds.
+    """
+    length_s = _seconds(flag, length)
+    return f"{length_s}s" if length_s.denominator == 1 else f"{int(length_s * 1000)}ms"
+
+
+def default_min_len(length: str) -> str:
+    """Return the default of `--min-len` for chunks of up to `length`: 2 s, or half of it if that is less."""
+    half_ms = int(_seconds("--len", length) * 1000) // 2
+    return f"{min(2000, half_ms)}ms"
 
 
 def require_bitrate_unit(_type: object, bitrate: str | None) -> None:

@@ -96,18 +96,19 @@ def checked_chunk(
 def _checked(encoded: EncodedSpan, plan: SpanPlan, *, recipe: ResolvedRecipe) -> list[ReadyChunk]:
     # Only the last span of a video may be shorter than planned (prep.video.encode): its last chunk is shorter or
     # missing.
-    times_s, frames = encoded.source_times_s, []
-    for planned in plan.span.chunk_frames:
+    times_s, pieces = encoded.source_times_s, []
+    for planned, is_chunk in plan.span.pieces():
         if len(times_s):
-            frames.append((min(planned, len(times_s)), len(np.unique(times_s[:planned]))))
+            pieces.append((min(planned, len(times_s)), len(np.unique(times_s[:planned])), is_chunk))
             times_s = times_s[planned:]
-    if len(encoded.segments) != len(frames):
+    if len(encoded.segments) != len(pieces):
         raise SourceFailure(
-            FailureCode.FRAMES_DIFFER, f"the encoder wrote {len(encoded.segments)} chunks, expected {len(frames)}"
+            FailureCode.FRAMES_DIFFER, f"the encoder wrote {len(encoded.segments)} chunks, expected {len(pieces)}"
         )
     return [
         checked_chunk(path, num_frames=num_frames, num_source_frames=num_source, plan=plan, recipe=recipe)
-        for path, (num_frames, num_source) in zip(encoded.segments, frames, strict=True)
+        for path, (num_frames, num_source, is_chunk) in zip(encoded.segments, pieces, strict=True)
+        if is_chunk
     ]
 
 

@@ -1,8 +1,10 @@
 """The division of a video into chunks and spans: pure arithmetic on frame counts.
 
-A video of `F` output frames (at the recipe's frame rate) has full chunks of `n` frames and, if F is not a multiple of
-n, a tail. A span is a run of `span_chunks` chunks that one encoder pass makes. Its bytes depend on where it begins, so
-that spans never move: span `s` begins with chunk `s * span_chunks`, whatever the length of the video.
+With `--cut even`, a video of `F` output frames (at the recipe's frame rate) has full chunks of `n` frames and, if F is
+not a multiple of n, a tail. With `--cut shots`, chunks begin and end at shot boundaries (`prep.video.cutting`).
+
+A span is a run of `span_chunks` chunks that one encoder pass makes. Its bytes depend on where it begins, so that spans
+never move: span `s` begins with chunk `s * span_chunks`, whatever the length of the video.
 """
 
 from dataclasses import dataclass
@@ -20,22 +22,33 @@ class Span:
         first_frame: first frame of its first chunk, in output frames from the start of the video.
         chunk_frames: number of frames of each chunk, in order.
         is_last: True for the last span of a video.
+        gaps: number of frames left out before each chunk, 0 for the first; empty if there are none.
     """
 
     index: int
     first_frame: int
     chunk_frames: tuple[int, ...]
     is_last: bool
+    gaps: tuple[int, ...] = ()
 
     @property
     def num_frames(self) -> int:
-        return sum(self.chunk_frames)
+        """Number of frames of the encoder pass, from the first chunk to the end of the last."""
+        return sum(self.chunk_frames) + sum(self.gaps)
+
+    def pieces(self) -> list[tuple[int, bool]]:
+        """Return the consecutive pieces of the encoder pass: (number of frames, whether it is a chunk)."""
+        gaps = self.gaps or (0,) * len(self.chunk_frames)
+        both = zip(gaps, self.chunk_frames, strict=True)
+        return [piece for gap, frames in both for piece in ((gap, False), (frames, True)) if piece[0]]
 
     def chunk_starts(self) -> list[int]:
         """Return the first frame of each chunk, counted from the start of the video."""
-        starts = [self.first_frame]
-        for frames in self.chunk_frames[:-1]:
-            starts.append(starts[-1] + frames)
+        starts, position = [], self.first_frame
+        for frames, is_chunk in self.pieces():
+            if is_chunk:
+                starts.append(position)
+            position += frames
         return starts
 
 
@@ -81,5 +94,9 @@ def span_of(chunks: list[int], *, index: int, span_chunks: int) -> Span:
 
 
 def start_ms(first_frame: int, *, fps: Fraction) -> int:
-    """Return the start of a chunk in milliseconds; exact, since chunk lengths are whole milliseconds."""
+    """Return the start of a chunk in milliseconds.
+
+    It is exact with `--cut even`, since chunk lengths are whole milliseconds. With `--cut shots` it is the nearest
+    millisecond, which is different for every frame, since a frame lasts more than 4 ms.
+    """
     return round(first_frame / fps * 1000)

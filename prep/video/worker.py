@@ -7,6 +7,7 @@ does not affect the others.
 
 import hashlib
 import tempfile
+from bisect import bisect_right
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -77,10 +78,10 @@ def _make_in(scratch: Path, task: ShardTask, *, ffmpeg: Ffmpeg) -> ShardResult:
     )
     with beat, writer:
         for plan in task.spans:
-            done = writer.num_samples
+            done, starts = writer.num_samples, plan.span.chunk_starts()
 
-            def show(frames: int, done: int = done) -> None:
-                beat.show(done + frames // settings.chunk_frames)
+            def show(frames: int, done: int = done, starts: list[int] = starts) -> None:
+                beat.show(done + max(0, bisect_right(starts, starts[0] + frames) - 1))
 
             with tempfile.TemporaryDirectory(dir=scratch) as folder:
                 span = old.span(plan, recipe=task.recipe)

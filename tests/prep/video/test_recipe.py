@@ -1,6 +1,6 @@
 import json
 import shlex
-from dataclasses import fields
+from dataclasses import fields, replace
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
@@ -78,14 +78,19 @@ OTHER_VALUES: dict[str, Any] = {
     "scaler": "area",
     "tail": "drop",
     "audio": "keep",
+    "cut": "shots",
 }
+OTHER_SHOTS: dict[str, Any] = {"detector": "content", "threshold": 4.0, "min_scene_len": "1s", "min_len": "3s"}
 
 
 def test_each_setting_changes_the_fingerprint() -> None:
-    assert OTHER_VALUES.keys() == {field.name for field in fields(ChunkSettings)}
+    assert OTHER_VALUES.keys() | OTHER_SHOTS.keys() == {field.name for field in fields(ChunkSettings)}
     variants = [resolve(Recipe(**{name: value}), ffmpeg_version="9.0") for name, value in OTHER_VALUES.items()]
     variants += [resolve(Recipe(), ffmpeg_version=version) for version in ("9.0", "9.1")]
-    assert len({variant.fingerprint for variant in variants}) == len({variant.variant for variant in variants}) == 14
+    shots = [Recipe(cut="shots", **{name: value}) for name, value in OTHER_SHOTS.items()]
+    variants += [resolve(recipe, ffmpeg_version="9.0") for recipe in shots]
+    variants.append(replace(variants[-1], scenedetect="0.7.1"))
+    assert len({variant.fingerprint for variant in variants}) == len({variant.variant for variant in variants}) == 20
     for variant in variants:
         name = variant.variant
         assert name.endswith(variant.fingerprint[:8]) and "/" not in name and not name.startswith(".")

@@ -1,0 +1,57 @@
+"""The shot detector of PySceneDetect and its settings. PySceneDetect and OpenCV are loaded when frames are compared."""
+
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import TYPE_CHECKING, Literal
+
+if TYPE_CHECKING:
+    from scenedetect.detector import SceneDetector
+
+DetectorName = Literal["adaptive", "content"]
+DEFAULT_DETECTOR: DetectorName = "adaptive"  # as in PySceneDetect
+DEFAULT_THRESHOLD: dict[DetectorName, float] = {"adaptive": 3.0, "content": 27.0}
+PICTURE_PX = 256  # the longer side of the pictures that are compared, as in PySceneDetect; never upscaled
+
+
+@dataclass(frozen=True, kw_only=True)
+class Detector:
+    """Settings of a detector.
+
+    Attributes:
+        threshold: the detector's own measure; a change above it is a cut.
+        min_scene_frames: minimum number of frames between two cuts.
+        fps: frame rate of the frames that are compared, which is that of the chunks.
+    """
+
+    name: DetectorName
+    threshold: float
+    min_scene_frames: int
+    fps: Fraction
+
+    def key(self, version: str) -> str:
+        """Return a text that identifies the cuts that this detector finds with PySceneDetect `version`."""
+        return (
+            f"scenedetect {version} {self.name} threshold={self.threshold:g} min_scene_len={self.min_scene_frames}"
+            f" fps={self.fps} px={PICTURE_PX}"
+        )
+
+    def open(self) -> "SceneDetector":
+        """Return a new detector of PySceneDetect."""
+        from scenedetect.detectors import AdaptiveDetector, ContentDetector
+
+        if self.name == "adaptive":
+            return AdaptiveDetector(adaptive_threshold=self.threshold, min_scene_len=self.min_scene_frames)
+        return ContentDetector(threshold=self.threshold, min_scene_len=self.min_scene_frames)
+
+
+def scenedetect_version() -> str:
+    """Return the version of PySceneDetect."""
+    import scenedetect
+
+    return str(scenedetect.__version__)
+
+
+def version_mismatch(version: str) -> str | None:
+    """Return why this machine must not detect shots for a run with PySceneDetect `version`, or None."""
+    found = scenedetect_version()
+    return None if found == version else f"PySceneDetect {found} differs from that of this command, {version}"

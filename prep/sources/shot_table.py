@@ -1,0 +1,214 @@
+"""The shots of all sources, stored in `<data>/shots.parquet` so that no source is searched twice for the same shots.
+
+A row belongs to the content of a source (its fingerprint), to its length, and to a detector with its settings. If any
+of them changes, the source is searched again. Rows of sources that left the manifest, and of detectors that no variant
+uses any more, are removed when the table is next written. Failures caused by the file are stored likewise; failures
+that the machine may have caused are tried again by every run.
+"""
+
+import sys
+import time
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from manifests.publish import folder_lock, remove_temporaries
+from prep.core.data_folder import SHOTS_FILE
+from prep.core.failures import FailureCode, SourceFailure
+from prep.core.progress import warn_refused
+from prep.core.shard_result import cpu_s
+from prep.core.table_file import as_array, read_table_file, write_table_file
+from prep.engines import Check, Engine, Refused
+from prep.sources.detector import Detector
+from prep.sources.files import current_fingerprint
+
+_SAVING_SHARE = 0.05  # of the time of a run may be spent on saving, so that a killed run loses little
+
+SHOTS = pa.schema(
+    [
+        pa.field("detector", pa.string(), nullable=False),  # Detector.key
+        pa.field("fingerprint", pa.string(), nullable=False),  # of the source
+        pa.field("num_frames", pa.int64(), nullable=False),  # on the grid of the detector
+        pa.field(
+            "cuts", pa.list_(pa.field("element", pa.int32()))
+        ),  # first frame of every shot but the first; null after a failure
+        pa.field("code", pa.string()),  # failure code, otherwise null
+        pa.field("message", pa.string()),
+    ]
+)
+
+
+def read_shots(data_dir: Path) -> pa.Table:
+    """Return the stored shots (schema SHOTS); empty if they are missing or damaged.
+
+    Raises:
+        OSError: the file exists but cannot be read now; discarding it would repeat hours of work.
+    """
+    path = data_dir / SHOTS_FILE
+    try:
+        return read_table_file(path, schema=SHOTS)
+    except FileNotFoundError:
+        pass
+    except ValueError as error:
+        sys.stderr.write(f"warning: {path} is damaged: {error}; shots have to be detected again\n")
+    return SHOTS.empty_table()
+
+
+def shot_rows(shots: pa.Table, *, key: str, fingerprints: pa.Array, num_frames: np.ndarray) -> np.ndarray:
+    """Return the row of each video in `shots`, int64 [videos]; -1 if its shots are unknown.
+
+    Args:
+        key: key of the detector.
+        fingerprints: fingerprints of the sources; null if there is none.
+        num_frames: number of frames of each video on the detector's grid, int64 [videos].
+    """
+    rows = np.flatnonzero(np.asarray(pc.equal(shots["detector"], key)))
+    known = as_array(shots["fingerprint"]).take(pa.array(rows))
+    found = np.asarray(pc.fill_null(pc.index_in(fingerprints, value_set=known, skip_nulls=True), -1)).astype(np.int64)
+    hit = found >= 0
+    found[hit] = rows[found[hit]]
+    hit[hit] &= np.asarray(shots["num_frames"])[found[hit]] == num_frames[hit]
+    return np.where(hit, found, -1)
+
+
+@dataclass(frozen=True)
+class ShotTask:
+    """A source to be searched; `num_frames` counts frames of the detector's grid."""
+
+    path: str
+    fingerprint: str
+    num_frames: int
+    detector: Detector
+
+
+@dataclass(frozen=True)
+class FoundShots:
+    """Cuts of a source, or why they cannot be found."""
+
+    cuts: tuple[int, ...] = ()
+    failure: tuple[FailureCode, str, bool] | None = None  # code, message, whether it is lasting
+    cpu_s: float = 0.0
+
+
+def find_shots(task: ShotTask) -> FoundShots:
+    """Detect the shots of one source, in a worker."""
+    from prep.sources.shots import detect_cuts
+
+    begin_s = cpu_s()
+    try:
+        path = Path(task.path)
+        if current_fingerprint(path) != task.fingerprint:
+            raise SourceFailure(
+                FailureCode.SOURCE_CHANGED, "the file has changed since the run was planned", is_lasting=False
+            )
+        cuts = detect_cuts(path, num_frames=task.num_frames, detector=task.detector)
+    except SourceFailure as failure:
+        return FoundShots(failure=(failure.code, failure.message, failure.is_lasting), cpu_s=cpu_s() - begin_s)
+    return FoundShots(tuple(cuts), cpu_s=cpu_s() - begin_s)
+
+
+@dataclass(frozen=True)
+class Detection:
+    """Result of a detection.
+
+    Attributes:
+        shots: stored and new rows, including failures that are not stored (schema SHOTS).
+        num_videos: number of sources that were searched.
+        cpu_s: CPU time of the workers in seconds.
+        refused: workers that failed the admission check and received no tasks.
+    """
+
+    shots: pa.Table
+    num_videos: int
+    cpu_s: float
+    refused: tuple[Refused, ...]
+
+
+def detect_shots(
+    data_dir: Path,
+    tasks: list[ShotTask],
+    *,
+    shots: pa.Table,
+    key: str,
+    keys: Collection[str],
+    fingerprints: pa.Array,
+    engine: Engine,
+    check: Check,
+    on_progress: Callable[[int, int], None] = lambda done, total: None,
+) -> Detection:
+    """Detect the shots of sources, in parallel, and store them as they are found. Call it with the lock of `video`.
+
+    Args:
+        tasks: sources to be searched, each once.
+        shots: the stored shots.
+        key: key of the detector of all tasks.
+        keys: keys of the detectors in use; other rows are removed.
+        fingerprints: fingerprints of the sources in use; other rows are removed.
+        check: called in every worker before its first task.
+        on_progress: called with (sources searched, sources to search).
+    """
+    searched = pa.array([task.fingerprint for task in tasks], pa.string())
+    is_searched = pc.and_(pc.is_in(shots["fingerprint"], value_set=searched), pc.equal(shots["detector"], key))
+    is_used = pc.and_(
+        pc.is_in(shots["fingerprint"], value_set=fingerprints),
+        pc.is_in(shots["detector"], value_set=pa.array(sorted(keys), pa.string())),
+    )
+    kept = shots.filter(pc.and_not(is_used, is_searched))
+    stored: list[dict[str, object]] = []
+    passing: list[dict[str, object]] = []  # failures that may be gone at the next run
+    refused: list[Refused] = []
+    saved_s = time.monotonic()
+    saving_s, total_cpu_s = 0.0, 0.0
+
+    def save() -> None:
+        nonlocal saved_s, saving_s
+        started_s = time.monotonic()
+        _write(data_dir, _joined(kept, stored))
+        saved_s = time.monotonic()
+        saving_s = saved_s - started_s
+
+    longest_first = sorted(tasks, key=lambda task: (-task.num_frames, task.fingerprint))
+    num_saved = 0
+    try:
+        for outcome in engine.run(find_shots, longest_first, check=check):
+            if isinstance(outcome, Refused):
+                refused.append(outcome)
+                warn_refused(outcome)
+            elif outcome is not None:
+                found = outcome.result or FoundShots(failure=(FailureCode.WORKER_LOST, outcome.lost or "", False))
+                row, is_passing = _row(outcome.task, found, key=key)
+                (passing if is_passing else stored).append(row)
+                total_cpu_s += found.cpu_s
+                on_progress(len(stored) + len(passing), len(tasks))
+            if len(stored) > num_saved and time.monotonic() - saved_s >= saving_s / _SAVING_SHARE:
+                save()
+                num_saved = len(stored)
+    finally:
+        if len(stored) > num_saved:
+            save()
+    return Detection(_joined(kept, [*stored, *passing]), len(tasks), total_cpu_s, tuple(refused))
+
+
+def _row(task: ShotTask, found: FoundShots, *, key: str) -> tuple[dict[str, object], bool]:
+    """Return a row of SHOTS, and whether it is a failure that is not stored."""
+    row = {"detector": key, "fingerprint": task.fingerprint, "num_frames": task.num_frames}
+    if found.failure is None:
+        return {**row, "cuts": list(found.cuts)}, False
+    code, message, is_lasting = found.failure
+    return {**row, "code": str(code), "message": message}, not is_lasting
+
+
+def _joined(kept: pa.Table, rows: list[dict[str, object]]) -> pa.Table:
+    return pa.concat_tables([kept.cast(SHOTS), pa.Table.from_pylist(rows, schema=SHOTS)]).combine_chunks()
+
+
+def _write(data_dir: Path, table: pa.Table) -> None:
+    """Publish the table, sorted, so that the file does not depend on the order in which sources were finished."""
+    with folder_lock(data_dir):
+        remove_temporaries(data_dir, of=lambda target: target == SHOTS_FILE)
+        ordered = table.sort_by([("detector", "ascending"), ("fingerprint", "ascending")]).combine_chunks()
+        write_table_file(data_dir / SHOTS_FILE, ordered)

@@ -1,0 +1,107 @@
+"""Detecting the shots of one source: every frame of the output grid, at small size, through PySceneDetect.
+
+Cuts are numbers of output frames. Output frame `n` shows the last source frame whose time, rounded to the grid, is at
+most `n`, and the first source frame before that: the rule of ffmpeg's fps filter, with which chunks are encoded.
+"""
+
+from collections.abc import Iterator
+from fractions import Fraction
+from pathlib import Path
+
+import av
+import av.error
+import numpy as np
+from av.container import InputContainer
+from av.video.frame import VideoFrame
+from av.video.reformatter import Interpolation
+from av.video.stream import VideoStream
+
+from prep.core.failures import FailureCode, SourceFailure
+from prep.sources.detector import PICTURE_PX, Detector
+from prep.sources.probe import as_failure, first_video, opened
+
+# Exact arithmetic, so that every machine compares the same pixels.
+_SCALER = Interpolation.BILINEAR | Interpolation.ACCURATE_RND | Interpolation.BITEXACT
+
+
+def detect_cuts(path: Path, *, num_frames: int, detector: Detector) -> list[int]:
+    """Return the first frame of every shot but the first one, ascending, each from 1 to `num_frames` - 1.
+
+    Damaged frames are skipped: the encoder pass that contains them reports them.
+
+    Args:
+        num_frames: number of frames of the video on the grid of the detector's frame rate.
+
+    Raises:
+        SourceFailure: source_unreadable, source_truncated, no_video, decode_errors or out_of_memory.
+    """
+    from scenedetect.common import FrameTimecode
+
+    found, cuts = detector.open(), set[int]()
+    number = 0
+    for pictures_BGR, count in _shown(path, num_frames=num_frames, fps=detector.fps):
+        for _ in range(count):
+            at = FrameTimecode(number, detector.fps)
+            cuts.update(cut.frame_num for cut in found.process_frame(at, pictures_BGR))
+            number += 1
+    if not number:
+        raise SourceFailure(FailureCode.DECODE_ERRORS, "no frame can be decoded for the detection of shots")
+    cuts.update(cut.frame_num for cut in found.post_process(FrameTimecode(number - 1, detector.fps)))
+    return sorted(cut for cut in cuts if 0 < cut < num_frames)
+
+
+def output_number(pts: int, *, time_base: Fraction, fps: Fraction) -> int:
+    """Return the output frame nearest to a time; a tie is rounded away from zero, as by ffmpeg (AV_ROUND_NEAR_INF)."""
+    position = 2 * abs(pts) * time_base * fps + 1
+    number = position.numerator // (2 * position.denominator)
+    return number if pts >= 0 else -number
+
+
+def _shown(path: Path, *, num_frames: int, fps: Fraction) -> Iterator[tuple[np.ndarray, int]]:
+    """Yield (picture, number of output frames that show it): uint8 [H, W, 3], BGR; `num_frames` frames in total."""
+    with opened(path) as container:
+        stream = first_video(container)
+        if stream is None:
+            raise SourceFailure(FailureCode.NO_VIDEO, "no video stream")
+        if stream.codec_context is None or not stream.time_base:
+            raise SourceFailure(FailureCode.DECODE_ERRORS, "no decoder for the video stream")
+        stream.codec_context.thread_count = 1  # videos are decoded in parallel
+        # In units of the stream, rounded as ffmpeg rounds it.
+        start = output_number(container.start_time or 0, time_base=Fraction(1, av.time_base), fps=1 / stream.time_base)
+        size: tuple[int, int] | None = None
+        held, next_number = None, 0
+        for frame in _decoded(container, stream):
+            if frame.pts is None:
+                continue
+            number = min(output_number(frame.pts - start, time_base=stream.time_base, fps=fps), num_frames)
+            if held is not None and number > next_number:
+                size = size or _size(held)
+                yield _picture(held, size), number - next_number
+                next_number = number
+            held = frame
+            if next_number == num_frames:
+                return
+        if held is not None and next_number < num_frames:
+            yield _picture(held, size or _size(held)), num_frames - next_number
+
+
+def _decoded(container: InputContainer, stream: VideoStream) -> Iterator[VideoFrame]:
+    with as_failure(FailureCode.SOURCE_TRUNCATED, "reading failed inside the file"):
+        for packet in container.demux(stream):
+            try:
+                frames = packet.decode()
+            except av.error.InvalidDataError:
+                continue
+            yield from frames
+
+
+def _size(frame: VideoFrame) -> tuple[int, int]:
+    """Return (width, height) of the pictures of a video."""
+    scale = min(1.0, PICTURE_PX / max(frame.width, frame.height))
+    return max(1, round(frame.width * scale)), max(1, round(frame.height * scale))
+
+
+def _picture(frame: VideoFrame, size: tuple[int, int]) -> np.ndarray:
+    with as_failure(FailureCode.DECODE_ERRORS, "a frame cannot be converted"):
+        width, height = size
+        return frame.reformat(width=width, height=height, format="bgr24", interpolation=_SCALER).to_ndarray()

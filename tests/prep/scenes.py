@@ -1,0 +1,63 @@
+"""Videos of scenes with known cuts, whose frames carry their number in a corner."""
+
+from fractions import Fraction
+from pathlib import Path
+
+import numpy as np
+
+from prep.synthetic.encode import encode_video, set_rotation
+from prep.synthetic.frame_code import draw_frame_number, read_frame_number
+from prep.synthetic.frame_numbers import frame_ticks
+
+WIDTH, HEIGHT = 160, 120
+_CODE_WIDTH, _CODE_HEIGHT = 80, 40
+_COLOURS = ((240, 60, 60), (10, 10, 60), (60, 230, 60), (50, 10, 50))  # light and dark in turn
+
+
+def scene_pictures(scenes: list[int]) -> np.ndarray:
+    """One plain colour per scene; `scenes` are numbers of frames. uint8 [frames, HEIGHT, WIDTH, 3], RGB."""
+    pictures = np.empty((sum(scenes), HEIGHT, WIDTH, 3), np.uint8)
+    first = 0
+    for scene, frames in enumerate(scenes):
+        pictures[first : first + frames] = _COLOURS[scene % len(_COLOURS)]
+        first += frames
+    for number, picture in enumerate(pictures):
+        picture[:_CODE_HEIGHT, :_CODE_WIDTH] = draw_frame_number(number, width=_CODE_WIDTH, height=_CODE_HEIGHT)[
+            :, :, None
+        ]
+    return pictures
+
+
+def write_scenes(
+    path: Path,
+    scenes: list[int],
+    *,
+    fps: Fraction = Fraction(30),
+    start_offset_s: float = 0.0,
+    variable_rate: bool = False,
+    rotation_degrees: int = 0,
+) -> Path:
+    """Writes a video of scenes with `scenes` frames each; a turned one is 120 pixels wide."""
+    pictures = scene_pictures(scenes)
+    turned = [np.ascontiguousarray(np.rot90(picture, rotation_degrees // 90)) for picture in pictures]
+    path.parent.mkdir(parents=True, exist_ok=True)
+    height, width = turned[0].shape[:2]
+    encode_video(
+        path,
+        pictures=turned,
+        ticks=frame_ticks(len(pictures), fps=fps, start_offset_s=start_offset_s, variable_rate=variable_rate),
+        fps=fps,
+        width=width,
+        height=height,
+        picture_format="rgb24",
+        options={"preset": "ultrafast", "crf": "20", "g": "50"},
+    )
+    if rotation_degrees:
+        set_rotation(path, degrees=rotation_degrees, width=width, height=height)
+    return path
+
+
+def scene_number(picture: np.ndarray) -> int:
+    """The number in a decoded frame, grey [H, W] of any size."""
+    height, width = picture.shape
+    return read_frame_number(picture[: round(height * _CODE_HEIGHT / HEIGHT), : round(width * _CODE_WIDTH / WIDTH)])

@@ -1,0 +1,339 @@
+"""`prep chunk --cut shots`, from videos with known cuts to chunks whose frames carry their number."""
+
+import json
+import shutil
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from fractions import Fraction
+from io import BytesIO
+from pathlib import Path
+from typing import Any
+
+import av
+import numpy as np
+import pyarrow as pa
+import pytest
+
+from manifests.errors import UserError
+from prep.engines import Outcome, choice
+from prep.sources.access import source_fingerprint
+from prep.sources.shot_table import SHOTS, ShotTask, detect_shots, read_shots
+from prep.sources.table import PROBES
+from prep.synthetic.frame_numbers import write_frame_number_video
+from prep.video import column
+from prep.video.ffmpeg import find_ffmpeg
+from prep.video.planning import chunk_job, make_plan, with_shots
+from prep.video.recipe import Recipe, recipe_from_dict, resolve
+from prep.video.shots import detector_key, shots_of
+from shards.reader import Variant
+from tests.prep.running import ENGINES, chunk, contents, identities, manifest, prep_here, start, wait_until
+from tests.prep.scenes import scene_number, write_scenes
+from train.data.chunks import ChunkSet
+
+# Scenes by their numbers of frames: too short at the beginning, in the middle and at the end; too long; left out.
+VIDEOS: dict[str, tuple[list[int], dict[str, Any]]] = {
+    "plain": ([20, 45, 60, 18, 60, 44, 150, 25], {}),
+    "ntsc": ([45, 60, 36], {"fps": Fraction(30000, 1001), "start_offset_s": 1.5, "rotation_degrees": 90}),
+    "variable": ([50, 40, 41], {"variable_rate": True}),
+    "still": ([130], {}),
+    "one": ([1], {}),
+}
+MAX_FRAMES, MIN_FRAMES = 60, 30
+SETTINGS = ("--cut", "shots", "--detector", "content", "--len", "2s", "--min-len", "1s", "--min-scene-len", "500ms")
+QUICK = ("--preset", "ultrafast", "--short-side", "96")
+RECIPE = resolve(
+    Recipe(cut="shots", detector="content", len="2s", min_len="1s", preset="ultrafast", short_side=96),
+    ffmpeg_version=find_ffmpeg().version,
+)
+Chunks = dict[str, list[tuple[dict[str, Any], list[int]]]]  # of each source: what their json says, and their numbers
+
+
+@dataclass(frozen=True)
+class Made:
+    """A data folder and the summary of the run that made it."""
+
+    videos: Path
+    data: Path
+    summary: dict[str, Any]
+
+    def copy(self, folder: Path) -> "Made":
+        shutil.copytree(self.data, folder / "data")
+        return Made(self.videos, folder / "data", self.summary)
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Made:
+    videos, data = tmp_path_factory.mktemp("videos"), tmp_path_factory.mktemp("made") / "data"
+    for name, (scenes, options) in VIDEOS.items():
+        write_scenes(videos / f"{name}.mp4", scenes, **options)
+    write_frame_number_video(videos / "noise.mp4", num_frames=100, fps=Fraction(30), width=160, height=120)
+    manifest(data, videos)
+    return Made(videos, data, chunk(data, *SETTINGS, *QUICK))
+
+
+@pytest.fixture(scope="module")
+def chunks(made: Made) -> Chunks:
+    found = defaultdict(list)
+    for sample in Variant.open(made.data).iterate():
+        description = json.loads(sample["json"])
+        numbers = []
+        if description["source_id"] != "noise":
+            with av.open(BytesIO(sample["mp4"]), "r") as container:
+                numbers = [scene_number(frame.to_ndarray(format="gray")) for frame in container.decode(video=0)]
+            assert len(numbers) == description["num_frames"]
+        found[description["source_id"]].append((description, numbers))
+    return {name: sorted(mine, key=lambda chunk: chunk[0]["key"]) for name, mine in found.items()}
+
+
+def places(chunks: Chunks, name: str) -> list[tuple[int, int]]:
+    """(first frame, number of frames) of each chunk of a source."""
+    return [(int(Fraction(*said["begin_s"]) * 30), said["num_frames"]) for said, _ in chunks[name]]
+
+
+def test_chunks_end_where_scenes_end(chunks: Chunks) -> None:
+    assert places(chunks, "plain") == [
+        # 0: 20 frames, which do not fit to the 45 after them.
+        (20, 45),
+        (65, 60),
+        # 125: 18 frames, which fit neither to the 60 before nor to the 60 after them.
+        (143, 60),
+        (203, 44),
+        (247, 50),
+        (297, 50),
+        (347, 50),
+        # 397: 25 frames, which do not fit to the 50 before them.
+    ]
+    assert [numbers for _, numbers in chunks["plain"]] == [
+        list(range(first, first + frames)) for first, frames in places(chunks, "plain")
+    ]
+    assert places(chunks, "still") == [(0, 43), (43, 43), (86, 44)]
+    assert "one" not in chunks
+
+
+@pytest.mark.parametrize("name", ["ntsc", "variable"])
+def test_a_chunk_of_a_crooked_source_shows_one_scene_and_every_frame_once(name: str, chunks: Chunks) -> None:
+    scenes = VIDEOS[name][0]
+    borders = [sum(scenes[:number]) for number in range(len(scenes) + 1)]
+    shown: list[int] = []
+    for _, numbers in chunks[name]:
+        assert sum(borders[scene] <= numbers[0] and numbers[-1] < borders[scene + 1] for scene in range(3)) == 1
+        shown += numbers
+    assert shown == sorted(shown) and shown[-1] == sum(scenes) - 1
+    assert [numbers[0] for _, numbers in chunks[name]] == borders[:-1]
+    starts = [said["key"].rpartition("_")[2] for said, _ in chunks[name]]
+    begins = [Fraction(*said["begin_s"]) for said, _ in chunks[name]]
+    assert starts == [f"{round(begin_s * 1000):09d}" for begin_s in begins] and len(set(starts)) == len(starts)
+
+
+def test_a_detector_that_sees_cuts_everywhere_gives_chunks_of_lawful_length(chunks: Chunks) -> None:
+    found = places(chunks, "noise")
+    assert sum(frames for _, frames in found) == 100
+    assert all(MIN_FRAMES <= frames <= MAX_FRAMES for _, frames in found)
+    assert [first for first, _ in found] == [sum(frames for _, frames in found[:n]) for n in range(len(found))]
+
+
+def test_training_reads_each_chunk_by_its_packets(made: Made, chunks: Chunks) -> None:
+    """And knows where shots were left out: a clip never reaches over such a gap."""
+    read = ChunkSet(made.data, split="train", rule="packets")
+    starts = [read.key(row) for row in range(len(read.table))]
+    found: dict[int, int] = {}
+
+    def add(frame: int, picture: av.VideoFrame) -> None:
+        found[frame] = scene_number(picture.to_ndarray(format="gray"))
+
+    for name in ("plain", "ntsc", "still"):
+        for said, numbers in chunks[name]:
+            found.clear()
+            wanted = range(0, len(numbers), 7)
+            read.decoder.decode_each(read.read(starts.index(said["key"]), wanted), add)
+            assert found == {frame: numbers[frame] for frame in wanted}
+    of_plain = np.array([start.startswith("plain") for start in starts])
+    assert read.table.gaps[of_plain].tolist() == [True, False, True, False, False, False, False]
+
+
+def test_what_is_left_out_is_said_by_run_and_plan_and_the_shards_are_whole(made: Made) -> None:
+    left_out = [20, 18, 25, 1]
+    plan = prep_here("plan", "--data", made.data, *SETTINGS, *QUICK, "--json").summary
+    for said in (made.summary, plan):
+        assert said["num_left_out"] == len(left_out) and said["left_out_s"] == pytest.approx(sum(left_out) / 30)
+    text = prep_here("plan", "--data", made.data, *SETTINGS, *QUICK).stdout
+    assert "left out 4 shots, 2.1 s: shorter than --min-len" in text and "nothing to do" in text
+    told = prep_here("plan", "--data", made.data, *SETTINGS, *QUICK, "--explain", "plain").stdout.splitlines()
+    assert told[-3:] == [
+        f"left out {begin / 30:.3f} to {end / 30:.3f} s: shorter than --min-len"
+        for begin, end in ((0, 20), (125, 143), (397, 422))
+    ]
+    assert made.summary["num_searched"] == len(VIDEOS) + 1
+    assert prep_here("verify", "--deep", "--data", made.data).stdout.rstrip().endswith("OK")
+    status = prep_here("status", "--data", made.data, "--json").summary
+    (variant,) = status["columns"]["video"]["variants"]
+    assert variant["num_wanted"] == variant["num_samples"] == made.summary["num_chunks"]
+
+
+def test_again_with_nothing_changed_nothing_is_done(made: Made) -> None:
+    before = identities(made.data)
+    summary = chunk(made.data, *SETTINGS, *QUICK)
+    assert (summary["num_searched"], summary["num_encoded"], summary["num_shards_made"]) == (0, 0, 0)
+    assert identities(made.data) == before
+
+
+class Here:
+    """An engine without workers."""
+
+    def run(self, function: Callable[[Any], Any], tasks: Iterable[Any], *, check: Any = None) -> Iterator[Any]:
+        assert check is None or check() is None
+        for task in tasks:
+            yield Outcome(task, function(task))
+
+
+def run_here(data: Path, *settings: str) -> dict[str, Any]:
+    """`prep chunk --json` without workers; its summary."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(choice, "open_engine", lambda *names, **given: Here())
+        return prep_here("chunk", "--data", data, "--json", *SETTINGS, *QUICK, *settings).summary
+
+
+def test_a_plan_before_the_detection_says_what_it_does_not_know_and_searches_nothing(
+    made: Made, tmp_path: Path
+) -> None:
+    data = made.copy(tmp_path).data
+    before = identities(data)
+    ran = prep_here("plan", "--data", data, *SETTINGS, *QUICK, "--threshold", "50")
+    assert "unknown  6 videos" in ran.stdout and "nothing to do" not in ran.stdout
+    assert "setting  threshold: 27.0 → 50.0" in ran.stdout.splitlines()
+    told = prep_here("plan", "--data", data, *SETTINGS, *QUICK, "--threshold", "50", "--explain", "still").stdout
+    assert told.rstrip().endswith("unknown  shots not detected yet")
+    assert identities(data) == before
+    summary = run_here(data, "--threshold", "50")
+    assert summary["variant"] != made.summary["variant"] and summary["num_searched"] == 6
+    assert len(read_shots(data)) == 12, "the first variant still needs its own"
+    # The flags that status and verify print make the same variants.
+    for name in (made.summary["variant"], summary["variant"]):
+        flags = column.COLUMN.flags(Variant(data / "video" / name).recipe)
+        assert prep_here("plan", "--data", data, *flags, "--json").summary["variant"] == name
+
+
+@pytest.mark.parametrize("lost", ["layout", "shots.parquet"])
+def test_a_lost_record_is_made_again_and_nothing_is_encoded(lost: str, made: Made, tmp_path: Path) -> None:
+    data = made.copy(tmp_path).data
+    before = contents(data)
+    path = data / lost
+    shutil.rmtree(path) if path.is_dir() else path.unlink()
+    if lost == "shots.parquet":
+        plan = prep_here("plan", "--data", data, *SETTINGS, *QUICK).stdout
+        assert "unknown  6 videos" in plan and "orphaned" not in plan and "changed" not in plan
+    summary = run_here(data)
+    assert (summary["num_searched"], summary["num_encoded"]) == (0 if lost == "layout" else 6, 0)
+    assert contents(data) == before
+
+
+def test_a_replaced_source_is_searched_and_encoded_again_and_no_other(made: Made, tmp_path: Path) -> None:
+    data, videos = made.copy(tmp_path).data, tmp_path / "videos"
+    shutil.copytree(made.videos, videos)
+    manifest(data, videos)
+    assert run_here(data)["num_searched"] == 0, "shots belong to content, not to paths"
+    write_scenes(videos / "still.mp4", [60, 50])
+    assert "unknown  1 video" in prep_here("plan", "--data", data, *SETTINGS, *QUICK).stdout
+    summary = run_here(data)
+    assert (summary["num_searched"], summary["num_encoded"]) == (1, 2)
+    assert len(read_shots(data)) == 6, "what was known of the old content is thrown away"
+
+
+def test_failures_of_a_detection_have_the_names_of_failures_of_sources(tmp_path: Path) -> None:
+    videos, data = tmp_path / "videos", tmp_path / "data"
+    for number, name in enumerate(("gone", "replaced", "well")):
+        write_scenes(videos / f"{name}.mp4", [30 + number, 40])
+    manifest(data, videos)
+    planned = make_plan(data, RECIPE)
+    (videos / "gone.mp4").unlink()
+    write_scenes(videos / "replaced.mp4", [30, 30])
+    after = with_shots(planned, Here())
+    failures = {failure.video_id: failure.code for failure in chunk_job(after).failed_before}
+    assert failures == {"gone": "source_missing", "replaced": "source_changed"}
+    assert after.plan.unusable == {"source_missing": 1, "source_changed": 1} and after.plan.num_chunks == 2
+    assert len(read_shots(data)) == 1, "what may be gone at the next run is not stored"
+
+
+def test_a_lasting_failure_is_stored_and_tried_again_on_request_only(tmp_path: Path) -> None:
+    text = tmp_path / "text.mp4"
+    text.write_text("not a video")
+    recipe = resolve(Recipe(len="2s", cut="shots"), ffmpeg_version="9.0")
+    task = ShotTask(str(text), source_fingerprint(text), 60, recipe.settings.shot_detector)
+    key, known = detector_key(recipe), pa.array([task.fingerprint])
+    found = detect_shots(
+        tmp_path,
+        [task],
+        shots=SHOTS.empty_table(),
+        key=key,
+        keys={key},
+        fingerprints=known,
+        engine=Here(),
+        check=lambda: None,
+    )
+    assert found.shots.equals(read_shots(tmp_path))
+    facts = {"path": str(text), "size_bytes": 1, "mtime_ns": 1, "fingerprint": task.fingerprint, "end_s": 2.0}
+    probes = pa.Table.from_pylist([facts], schema=PROBES)
+    for retry_failed, num_undetected in ((False, 0), (True, 1)):
+        shots = shots_of(recipe, probes, shots=read_shots(tmp_path), retry_failed=retry_failed)
+        assert shots is not None and len(shots.undetected) == num_undetected
+        assert [code for code, _ in shots.failures.values()] == ["source_unreadable"] * (not retry_failed)
+
+
+def test_a_killed_detection_goes_on_with_what_was_found(tmp_path: Path) -> None:
+    videos, data = tmp_path / "videos", tmp_path / "data"
+    for number in range(5):
+        write_scenes(videos / f"{number}.mp4", [30] * (6 - number))
+    manifest(data, videos)
+    process = start("chunk", "--data", data, "--engine", "processes", "--workers", 1, *SETTINGS, *QUICK)
+    wait_until(lambda: len(read_shots(data)))
+    process.kill()
+    process.wait()
+    num_found = len(read_shots(data))
+    assert 1 <= num_found <= 5
+    summary = run_here(data)
+    assert summary["num_searched"] == 5 - num_found and summary["num_chunks"] == 6 + 5 + 4 + 3 + 2
+
+
+def test_engines_find_the_same_shots_and_their_chunks_have_the_same_bytes(tmp_path: Path) -> None:
+    """Encoding through Ray is tested elsewhere; here it only detects, and starts once."""
+    write_scenes(tmp_path / "videos" / "video.mp4", [40, 50, 45])
+    found = []
+    for name in (*ENGINES, "here"):
+        data = tmp_path / name
+        manifest(data, tmp_path / "videos")
+        if name != "here":
+            with_shots(make_plan(data, RECIPE), choice.open_engine(name, address=None, workers=1))
+        assert run_here(data)["num_searched"] == (name == "here")
+        found.append(contents(data))
+    assert found[0] == found[1] == found[2]
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"threshold": 3.0}, "--threshold requires --cut shots"),
+        ({"min_len": "1s"}, "--min-len requires --cut shots"),
+        ({"cut": "shots", "tail": "drop"}, "--tail drop has no effect with --cut shots"),
+        ({"cut": "shots", "min_len": "8s"}, "--min-len 8s is longer than half of --len 15s"),
+        ({"cut": "shots", "min_len": "much"}, '--min-len "much" is not a length'),
+        ({"cut": "shots", "min_scene_len": "0s"}, '--min-scene-len "0s" is not a length'),
+        ({"cut": "shots", "threshold": float("nan")}, "--threshold nan is out of range"),
+        ({"cut": "shots", "threshold": 0.0}, "--threshold 0 is out of range"),
+    ],
+    ids=str,
+)
+def test_settings_that_do_not_go_together_are_refused(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        Recipe(**settings)
+
+
+def test_the_settings_have_one_description_and_only_shots_have_them() -> None:
+    plain = resolve(Recipe(), ffmpeg_version="9.0")
+    assert not {"cut", "detector", "threshold", "min_scene_len", "min_len", "scenedetect"} & plain.as_dict().keys()
+    given = Recipe(cut="shots", detector="adaptive", threshold=3, min_scene_len="0.5s", min_len="2000ms", len="15000ms")
+    recipes = [resolve(recipe, ffmpeg_version="9.0") for recipe in (given, Recipe(cut="shots"))]
+    assert recipes[0] == recipes[1] and recipes[0].fingerprint != plain.fingerprint
+    assert recipe_from_dict(json.loads(json.dumps(recipes[0].as_dict()))).settings() == recipes[0].settings
+    assert Recipe(cut="shots", len="3s").settings().min_len == "1500ms"
+    assert Recipe(cut="shots", detector="content").settings().threshold == 27.0
