@@ -10,7 +10,7 @@ least 0.97.
 Clips: 4 frames of 224 px, 2 threads. `YUV` has the tensors of `train dual-encoder`, and captions as texts in place of
 tokens. Both make `RGB` on the CPU: the command by the conversion of its training step, `open_clips` in its loader.
 
-Latents: 5,000 segments of 5 s with captions. `kept` is the command's loader with batches that later ones do not
+Latents: segments of 5 s with captions. `kept` is the command's loader with batches that later ones do not
 overwrite, which those of `open_latents` are: while a program looks at one, the next is ready and the one after it is
 being filled, in three buffers in place of two. `open_latents, all read` asks each batch for its keys, captions and
 times, which are made then.
@@ -48,9 +48,7 @@ from train.tasks.dual_encoder.task import DualEncoderTask
 CPU = torch.device("cpu")
 NUM_FRAMES, SIZE_PX, WORKERS = 4, 224, 2
 CLIP_S, CLIPS_PER_PIECE = 4.0, 3
-NUM_SEGMENTS, NUM_VIDEOS, NUM_COPIES = 1250, 25, 4
-# All batches of the blocks of 1, 8, 64 and 512 batches in which requests are made: none is made in vain.
-LATENT_BATCHES = 585
+NUM_COPIES, SEGMENTS_PER_VIDEO = 4, 50
 
 Read = Callable[[int, int], None]  # position of the first sample, number of batches
 Use = Callable[[Any], object]  # of a batch, in the step
@@ -64,16 +62,18 @@ def main() -> None:
     parser.add_argument("--pieces", type=int, default=12)
     parser.add_argument("--batch", type=int, default=16)
     parser.add_argument("--batches", type=int, default=6, help="batches of clips in a turn")
-    parser.add_argument("--latent-batches", type=int, default=LATENT_BATCHES, help="batches of latents in a turn")
+    parser.add_argument("--segments", type=int, default=5000, help="segments of latents")
     parser.add_argument("--rounds", type=int, default=21)
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as scratch:
         data = _make_data(Path(scratch), videos=arguments.videos, num_pieces=arguments.pieces)
-        counts = {"batch": arguments.batch, "num_rounds": arguments.rounds}
-        rows = _measure(_clip_ways(data, arguments.batch), num_batches=arguments.batches, **counts)
-        latents = _make_latents(Path(scratch) / "latents")
-        rows += _measure(_latent_ways(latents, arguments.batch), num_batches=arguments.latent_batches, **counts)
+        ways, num_rounds = _clip_ways(data, arguments.batch), arguments.rounds
+        rows = _measure(ways, batch=arguments.batch, num_batches=arguments.batches, num_rounds=num_rounds)
+        latents = _make_latents(Path(scratch) / "latents", num_segments=arguments.segments)
+        for batch in (arguments.batch, 4 * arguments.batch):
+            ways, num_batches = _latent_ways(latents, batch), _num_latent_batches(batch)
+            rows += _measure(ways, batch=batch, num_batches=num_batches, num_rounds=num_rounds)
     sizes = f"{arguments.pieces} chunks, {arguments.batches} batches of {arguments.batch} clips a turn"
     print_report(f"{sizes}, median of {arguments.rounds} rounds", rows, notes=[], json_path=arguments.json)
 
@@ -89,12 +89,19 @@ def _make_data(folder: Path, *, videos: Path | None, num_pieces: int) -> Path:
     return data_folder(folder, OWN)
 
 
-def _make_latents(folder: Path) -> Path:
-    make_segment_set(folder / "segments", num_segments=NUM_SEGMENTS, num_videos=NUM_VIDEOS, values="normal")
+def _make_latents(folder: Path, *, num_segments: int) -> Path:
+    num_own = num_segments // NUM_COPIES
+    num_videos = max(1, num_own // SEGMENTS_PER_VIDEO)
+    make_segment_set(folder / "segments", num_segments=num_own, num_videos=num_videos, values="normal")
     data = folder / "data"
     data.mkdir()
     write_columns(data, open_segment_set(folder / "segments"), num_copies=NUM_COPIES)
     return data
+
+
+def _num_latent_batches(batch: int) -> int:
+    """The batches of four whole blocks of requests, so that none is made in vain (train.data.latents.loader)."""
+    return sum(min(8**number, 2**14 // batch) for number in range(4))
 
 
 def _clip_ways(data: Path, batch: int) -> Ways:
@@ -114,12 +121,13 @@ def _clip_ways(data: Path, batch: int) -> Ways:
 
 def _latent_ways(data: Path, batch: int) -> Ways:
     kept = LatentLoader(data, split="train", batch=batch, words=True, copy=True)
-    command = "latents, kept, command"
+    name = f"latents, batches of {batch}"
+    command = f"{name}, kept, command"
     return {
         command: (_command(kept), None),
-        "latents, command": (_command(LatentLoader(data, split="train", batch=batch, words=True)), command),
-        "latents, kept, open_latents": (_public(open_latents(data, batch=batch)), command),
-        "latents, kept, open_latents, all read": (_public(open_latents(data, batch=batch), use=dict), command),
+        f"{name}, command": (_command(LatentLoader(data, split="train", batch=batch, words=True)), command),
+        f"{name}, kept, open_latents": (_public(open_latents(data, batch=batch)), command),
+        f"{name}, kept, open_latents, all read": (_public(open_latents(data, batch=batch), use=dict), command),
     }
 
 

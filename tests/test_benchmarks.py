@@ -35,7 +35,7 @@ TINY = {
     "manifest": ["--narrations", "400"],
     "memory": ["--minutes", "0.05"],
     "plan": ["--chunks", "80"],
-    "python_loader": ["--pieces", "1", "--batch", "2", "--batches", "1", "--rounds", "1"],
+    "python_loader": ["--pieces", "1", "--batch", "2", "--batches", "1", "--segments", "80", "--rounds", "1"],
     "recipes": ["--rounds", "1", "--only", "balanced", "scaler area"],
     "rerun": ["--chunks", "80", "--runs", "1"],
     "search": ["--rows", "300", "--rounds", "1"],

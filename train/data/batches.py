@@ -32,7 +32,8 @@ class Batches:
 
     Args:
         samples: the loader of this rank.
-        finish: adds to a batch, of arrays where `device` is None, what the commands do not need.
+        finish: adds to a batch, of arrays where `device` is None, what the commands do not need. It is called in the
+            caller's thread, because the one that loads ahead has more to do.
         world: the ranks; None for `joined_world()`.
         batch: samples in this rank's batch.
 
@@ -169,7 +170,7 @@ class Batches:
                 self._cursor = Cursor(0)
             list_failures(self.failures, loaded.failed, max_failures=self._max_failures)
             if loaded.batch:
-                found: dict[str, Any] = {**loaded.batch}
+                found = cast(dict[str, Any], loaded.batch)
                 yield self._finish(found if self._device is not None else _as_arrays(found))
                 self._require_process()
         if not self._shuffle:
@@ -208,11 +209,13 @@ _Method = TypeVar("_Method", bound=Callable[..., Any])
 
 
 def _whole(method: _Method) -> _Method:
-    """A method of a dictionary that first makes the late entries."""
+    """A method of a dictionary that first makes the late entries, also those of a batch it is compared with."""
 
     @wraps(method)
     def call(batch: "LateBatch", *values: Any, **names: Any) -> Any:
-        batch.make()
+        for one in (batch, *values):
+            if isinstance(one, LateBatch):
+                one.make()
         return method(batch, *values, **names)
 
     return cast(_Method, call)
@@ -238,10 +241,8 @@ class LateBatch(dict[str, Any]):
         late: Collection[str] = (),
         make: Callable[[], dict[str, Any]] | None = None,
     ) -> None:
-        super().__init__(entries)
+        super().__init__(entries, **dict.fromkeys(late))
         self._late, self._make = late, make
-        for name in late:
-            super().__setitem__(name, None)
 
     def make(self) -> None:
         """Make the late entries now."""
