@@ -207,8 +207,9 @@ class DualEncoderTask(ClipTask[DualEncoderSettings, Samples, DualEncoder]):
     def _open_evaluation(self, one: EvaluatedData, world: World) -> LoopEvaluation:
         task, evaluate = self.on(one.shards), self._settings.evaluate
         wanted = replace(evaluate, shards=(), split=one.split, protocol=one.protocol or evaluate.protocol)
-        samples = task.samples_of(wanted, world)
-        found = LoopEvaluation(task, samples, task._settings, wanted=wanted, name=one.name, device=self._device)
+        with one.opening():
+            samples = task.samples_of(wanted, world)
+            found = LoopEvaluation(task, samples, task._settings, wanted=wanted, name=one.name, device=self._device)
         self.note_evaluation(one, samples, protocol=found.protocol)
         return found
 
