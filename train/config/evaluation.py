@@ -236,8 +236,10 @@ class ProbeEvaluation(EvaluationSettings):
         yield from super().rules()
         if self.every and not self.labels:
             yield UserError(
-                f"--evaluate.every is {self.every}, and there is no label to tell from features",
-                hint="name labels of the captions: --evaluate.labels LABEL",
+                f"--evaluate.every is {self.every}, and --evaluate.labels is missing: the label to predict from frozen "
+                "features",
+                hint="name a label column of the captions, such as --evaluate.labels motion, or leave out "
+                "--evaluate.every",
             )
         yield from named_once(self.flag("labels"), self.labels)
         yield from named_once(self.flag("methods"), self.methods, known=METHODS)

@@ -89,7 +89,13 @@ class DualEncoderTask(ClipTask[DualEncoderSettings, Samples, DualEncoder]):
             split=wanted.split,
             sources=settings.captions.sources,
         )
-        return self.samples(wanted.split, world, num_clips=num_clips, table=table)
+        try:
+            return self.samples(wanted.split, world, num_clips=num_clips, table=table)
+        except UserError as error:
+            source = table["source"][0].as_py()
+            raise UserError(
+                f"{error}; the protocol {wanted.protocol} takes the captions of source {source!r} only", hint=error.hint
+            ) from error
 
     def samples(
         self,
