@@ -2,14 +2,18 @@
 
     python -m benchmarks.python_loader VIDEOS [--pieces N] [--batches N] [--rounds N] [--json FILE]
 
-Pieces of VIDEOS are encoded with `prep chunk`, and their latents with a tiny VAE. The loaders take turns; in each turn
-a loader gives the next batches of the same order, and drops what it has loaded ahead. `/ command` is the ratio of its
-rate to that of the command's loader, in CPU time of the whole process: the median over the rounds. The target for
-`open_clips, YUV` is at least 0.97.
+Pieces of VIDEOS are encoded with `prep chunk`; latents are numbers. The loaders take turns; in each turn a loader gives
+the next batches of the same order, and drops what it has loaded ahead. `/ command` is the ratio of its rate to that of
+the command's loader that gives the same, in CPU time of the whole process: the median over the rounds. The target is at
+least 0.97.
 
 Clips: 4 frames of 224 px, 2 threads. `YUV` has the tensors of `train dual-encoder`, and captions as texts in place of
-tokens; `RGB` is converted on the CPU. Latents: segments of 5 s with captions; `copy` is the command's loader with
-batches that are allocated anew, as `open_latents` needs them.
+tokens. Both make `RGB` on the CPU: the command by the conversion of its training step, `open_clips` in its loader.
+
+Latents: segments of 5 s with captions. `kept` is the command's loader with batches that later ones do not
+overwrite, which those of `open_latents` are: while a program looks at one, the next is ready and the one after it is
+being filled, in three buffers in place of two. `open_latents, all read` asks each batch for its keys, captions and
+times, which are made then.
 """
 
 import statistics
@@ -26,10 +30,12 @@ import torch
 from benchmarks.decode_peers.chunk_sets import OWN, make_set, write_captions
 from benchmarks.decode_peers.clip_set import data_folder
 from benchmarks.decode_peers.pieces import pieces_of
-from benchmarks.measure import prep_command, run_measured
+from benchmarks.latent_peers.latent_data import write_columns
+from benchmarks.latent_peers.segment_set import make_segment_set, open_segment_set
 from benchmarks.report import parser_for, print_report
 from benchmarks.timing import turns
 from prep.video.ffmpeg import find_ffmpeg
+from train.augment.pictures import to_rgb_uint8
 from train.data import Batches, open_clips, open_latents
 from train.data.latents.loader import LatentLoader
 from train.data.loader import TrainingSet
@@ -41,9 +47,12 @@ from train.tasks.dual_encoder.task import DualEncoderTask
 
 CPU = torch.device("cpu")
 NUM_FRAMES, SIZE_PX, WORKERS = 4, 224, 2
-CLIP_S, CLIPS_PER_PIECE, LATENTS_PER_CLIP_BATCH = 4.0, 3, 20
+CLIP_S, CLIPS_PER_PIECE = 4.0, 3
+NUM_COPIES, SEGMENTS_PER_VIDEO = 4, 50
 
 Read = Callable[[int, int], None]  # position of the first sample, number of batches
+Use = Callable[[Any], object]  # of a batch, in the step
+Ways = dict[str, tuple[Read, str | None]]  # by name, each with the one to compare it with
 
 
 def main() -> None:
@@ -52,24 +61,19 @@ def main() -> None:
     parser.add_argument("videos", nargs="?", type=Path, help="folder of videos; made up when left out")
     parser.add_argument("--pieces", type=int, default=12)
     parser.add_argument("--batch", type=int, default=16)
-    parser.add_argument(
-        "--batches", type=int, default=6, help="batches of clips in a turn; 20 times as many of latents"
-    )
+    parser.add_argument("--batches", type=int, default=6, help="batches of clips in a turn")
+    parser.add_argument("--segments", type=int, default=5000, help="segments of latents")
     parser.add_argument("--rounds", type=int, default=21)
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as scratch:
         data = _make_data(Path(scratch), videos=arguments.videos, num_pieces=arguments.pieces)
-        num_latents = LATENTS_PER_CLIP_BATCH * arguments.batches
-        rows = _measure(
-            _clip_ways(data, arguments.batch),
-            arguments.batch,
-            num_batches=arguments.batches,
-            num_rounds=arguments.rounds,
-        )
-        rows += _measure(
-            _latent_ways(data, arguments.batch), arguments.batch, num_batches=num_latents, num_rounds=arguments.rounds
-        )
+        ways, num_rounds = _clip_ways(data, arguments.batch), arguments.rounds
+        rows = _measure(ways, batch=arguments.batch, num_batches=arguments.batches, num_rounds=num_rounds)
+        latents = _make_latents(Path(scratch) / "latents", num_segments=arguments.segments)
+        for batch in (arguments.batch, 4 * arguments.batch):
+            ways, num_batches = _latent_ways(latents, batch), _num_latent_batches(batch)
+            rows += _measure(ways, batch=batch, num_batches=num_batches, num_rounds=num_rounds)
     sizes = f"{arguments.pieces} chunks, {arguments.batches} batches of {arguments.batch} clips a turn"
     print_report(f"{sizes}, median of {arguments.rounds} rounds", rows, notes=[], json_path=arguments.json)
 
@@ -82,12 +86,25 @@ def _make_data(folder: Path, *, videos: Path | None, num_pieces: int) -> Path:
     begins_s = [CLIP_S * number for number in range(CLIPS_PER_PIECE)]
     write_captions(captions, [(piece, begin, CLIP_S) for piece in range(len(names)) for begin in begins_s])
     make_set(OWN, pieces=pieces, captions=captions, folder=folder, program=program)
-    data = data_folder(folder, OWN)
-    run_measured(prep_command("latents", "--vae", "tiny", "--size", "224", "--data", data, "--engine", "processes"))
+    return data_folder(folder, OWN)
+
+
+def _make_latents(folder: Path, *, num_segments: int) -> Path:
+    num_own = num_segments // NUM_COPIES
+    num_videos = max(1, num_own // SEGMENTS_PER_VIDEO)
+    make_segment_set(folder / "segments", num_segments=num_own, num_videos=num_videos, values="normal")
+    data = folder / "data"
+    data.mkdir()
+    write_columns(data, open_segment_set(folder / "segments"), num_copies=NUM_COPIES)
     return data
 
 
-def _clip_ways(data: Path, batch: int) -> dict[str, Read]:
+def _num_latent_batches(batch: int) -> int:
+    """The batches of four whole blocks of requests, so that none is made in vain (train.data.latents.loader)."""
+    return sum(min(8**number, 2**14 // batch) for number in range(4))
+
+
+def _clip_ways(data: Path, batch: int) -> Ways:
     settings = DualEncoderSettings(
         shards=str(data), batch=batch, num_frames=NUM_FRAMES, size_px=SIZE_PX, workers=WORKERS, model="tiny"
     )
@@ -95,37 +112,45 @@ def _clip_ways(data: Path, batch: int) -> dict[str, Read]:
     samples = DualEncoderTask(settings, attention=attention, device=CPU).samples("train", World())
     shape: dict[str, Any] = {"batch": batch, "num_frames": NUM_FRAMES, "size_px": SIZE_PX, "workers": WORKERS}
     return {
-        "clips, command": _command(samples),
-        "clips, open_clips, YUV": _public(open_clips(data, rgb=False, **shape)),
-        "clips, open_clips, RGB": _public(open_clips(data, **shape)),
+        "clips, YUV, command": (_command(samples), None),
+        "clips, YUV, open_clips": (_public(open_clips(data, rgb=False, **shape)), "clips, YUV, command"),
+        "clips, RGB, command": (_command(samples, use=_to_rgb), None),
+        "clips, RGB, open_clips": (_public(open_clips(data, **shape)), "clips, RGB, command"),
     }
 
 
-def _latent_ways(data: Path, batch: int) -> dict[str, Read]:
+def _latent_ways(data: Path, batch: int) -> Ways:
     kept = LatentLoader(data, split="train", batch=batch, words=True, copy=True)
+    name = f"latents, batches of {batch}"
+    command = f"{name}, kept, command"
     return {
-        "latents, command": _command(LatentLoader(data, split="train", batch=batch, words=True)),
-        "latents, command, copy": _command(kept),
-        "latents, open_latents": _public(open_latents(data, batch=batch)),
+        command: (_command(kept), None),
+        f"{name}, command": (_command(LatentLoader(data, split="train", batch=batch, words=True)), command),
+        f"{name}, kept, open_latents": (_public(open_latents(data, batch=batch)), command),
+        f"{name}, kept, open_latents, all read": (_public(open_latents(data, batch=batch), use=dict), command),
     }
 
 
-def _command(samples: TrainingSet) -> Read:
+def _command(samples: TrainingSet, *, use: Use | None = None) -> Read:
     def read(position: int, count: int) -> None:
-        batches = prefetch(samples.batches(position=position, max_failures=0), CPU)
-        with closing(batches):
-            _take(batches, count)
+        loaded = prefetch(samples.batches(position=position, max_failures=0), CPU)
+        with closing(loaded):
+            _take((one.batch for one in loaded), count, use)
 
     return read
 
 
-def _public(batches: Batches) -> Read:
+def _public(batches: Batches, *, use: Use | None = None) -> Read:
     def read(position: int, count: int) -> None:
         batches.load_state_dict({**batches.state_dict(), "position": position})
         with batches:
-            _take(_endless(batches), count)
+            _take(_endless(batches), count, use)
 
     return read
+
+
+def _to_rgb(batch: Any) -> None:
+    to_rgb_uint8(batch["video"], batch["colour"], size_px=SIZE_PX)
 
 
 def _endless(batches: Batches) -> Generator[dict[str, Any], None, None]:
@@ -133,27 +158,29 @@ def _endless(batches: Batches) -> Generator[dict[str, Any], None, None]:
         yield from batches
 
 
-def _take(batches: Iterator[Any], count: int) -> None:
-    for _ in islice(batches, count):
-        pass
+def _take(batches: Iterator[Any], count: int, use: Use | None) -> None:
+    for batch in islice(batches, count):
+        if use is not None:
+            use(batch)
 
 
-def _measure(ways: dict[str, Read], batch: int, *, num_batches: int, num_rounds: int) -> list[dict[str, object]]:
-    for read in ways.values():
+def _measure(ways: Ways, *, batch: int, num_batches: int, num_rounds: int) -> list[dict[str, object]]:
+    for read, _ in ways.values():
         read(0, num_batches)  # the page cache, checksums, and memory
     taken: dict[str, list[tuple[float, float]]] = {way: [] for way in ways}
     for number, way in turns(list(ways), num_rounds):
         wall_s, cpu_s = time.perf_counter(), time.process_time()
-        ways[way](number * num_batches * batch, num_batches)
+        ways[way][0](number * num_batches * batch, num_batches)
         taken[way].append((time.process_time() - cpu_s, time.perf_counter() - wall_s))
-    first = taken[next(iter(ways))]
     num = num_batches * batch
     return [
         {
             "way": way,
             "samples/CPU s": num / statistics.median(cpu_s for cpu_s, _ in its),
             "samples/s": num / statistics.median(wall_s for _, wall_s in its),
-            "/ command": statistics.median(one[0] / other[0] for one, other in zip(first, its, strict=True)),
+            "/ command": statistics.median(
+                one[0] / other[0] for one, other in zip(taken[ways[way][1] or way], its, strict=True)
+            ),
         }
         for way, its in taken.items()
     ]

@@ -77,7 +77,7 @@ def _command_help(
     arguments = collection.filter_by(show=True)
     is_first = {one.name for one in arguments if FIRST_RUN in _metadata(one)}
     is_short = bool(is_first) and len(arguments) > _FEW_FLAGS and not everything
-    yield f"Usage: {name} {' '.join([*_required(arguments), '[OPTIONS]'])}"
+    yield f"Usage: {name} {' '.join([*_in_usage(arguments), '[OPTIONS]'])}"
     yield from _paragraph_lines(command)
     rows: dict[str, Sequence[tuple[str, str]]] = {"Commands": commands} if (commands := _commands(command)) else {}
     titles = {_group(one).name: _group(one) for one in arguments}
@@ -128,11 +128,14 @@ def _metadata(argument: "Argument") -> Metadata:
     return get_args(argument.field_info.annotation)[1:]
 
 
-def _required(arguments: "ArgumentCollection") -> Iterator[str]:
+def _in_usage(arguments: "ArgumentCollection") -> Iterator[str]:
+    """What the usage line names: required arguments, and those without a flag."""
     for argument in arguments:
+        entry = _entry(argument)
         if argument.required:
-            entry = _entry(argument)
             yield entry.positional_label or f"{argument.name} {entry.metavar}"
+        elif entry.positional_label:
+            yield f"[{entry.positional_label}]"
 
 
 def _row(argument: "Argument", *, is_short: bool, range_of: Callable[[Metadata], str]) -> tuple[str, str]:

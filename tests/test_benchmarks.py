@@ -39,7 +39,7 @@ TINY = {
         *("--seeds", "1", "--videos", "5", "--minutes", "0.17", "--caption-steps", "1", "--steps", "1"),
         *("--batch", "2", "--warmup-steps", "1", "--size-px", "32", "--num-frames", "2"),
     ],
-    "python_loader": ["--pieces", "1", "--batch", "2", "--batches", "1", "--rounds", "1"],
+    "python_loader": ["--pieces", "1", "--batch", "2", "--batches", "1", "--segments", "80", "--rounds", "1"],
     "recipes": ["--rounds", "1", "--only", "balanced", "scaler area"],
     "rerun": ["--chunks", "80", "--runs", "1"],
     "search": ["--rows", "300", "--rounds", "1"],

@@ -19,8 +19,7 @@ from manifests.adapters.reading import Reading, ReadingBuilder
 from manifests.adapters.reasons import Reason
 from manifests.adapters.splits import split_in_file_name
 from manifests.adapters.tables import seconds
-from manifests.adapters.video_files import VideoLookup
-from manifests.adapters.wanted import WantedVideos
+from manifests.adapters.wanted import WantedVideos, begin_reading
 from manifests.quoting import quoted
 
 SOURCE = "human"
@@ -35,8 +34,7 @@ def read_activitynet(
     Raises:
         UserError: no videos are found, or an annotation file cannot be read.
     """
-    builder = ReadingBuilder(dataset)
-    wanted = WantedVideos(builder, VideoLookup(builder.find_videos(directory, skip=skip)))
+    builder, wanted = begin_reading(dataset, directory, skip=skip)
     for path in annotations:
         builder.begin_annotations(path)
         for row, (source_id, entry) in enumerate(object_items(path)):

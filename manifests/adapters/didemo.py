@@ -24,8 +24,7 @@ from manifests.adapters.reading import Reading, ReadingBuilder
 from manifests.adapters.reasons import Reason
 from manifests.adapters.splits import split_in_file_name
 from manifests.adapters.tables import text_lines
-from manifests.adapters.video_files import VideoLookup
-from manifests.adapters.wanted import WantedVideos
+from manifests.adapters.wanted import WantedVideos, begin_reading
 from manifests.quoting import quoted
 
 SOURCE = "human"
@@ -41,8 +40,7 @@ def read_didemo(
     Raises:
         UserError: no videos are found, or an annotation file cannot be read.
     """
-    builder = ReadingBuilder(dataset)
-    wanted = WantedVideos(builder, VideoLookup(builder.find_videos(directory, skip=skip)))
+    builder, wanted = begin_reading(dataset, directory, skip=skip)
     lists: dict[str, dict[str, Path]] = {}
     for path in annotations:
         builder.begin_annotations(path)
@@ -107,5 +105,13 @@ def _add_entry(
         return
     if listed is not None:
         builder.use_row(listed[name])
-    text = entry.get("description")
-    builder.add_caption(video, text=text, source=SOURCE, file=path, row=row, begin_s=begin_s, end_s=end_s)
+    builder.add_caption(
+        video,
+        text=entry.get("description"),
+        source=SOURCE,
+        file=path,
+        row=row,
+        begin_s=begin_s,
+        end_s=end_s,
+        field="description",
+    )

@@ -28,8 +28,7 @@ from manifests.adapters.plain_pickle import load_plain_pickle
 from manifests.adapters.reading import Reading, ReadingBuilder, encodable, printable
 from manifests.adapters.reasons import Reason
 from manifests.adapters.splits import TRAIN, split_in_file_name
-from manifests.adapters.video_files import VideoLookup
-from manifests.adapters.wanted import WantedVideos
+from manifests.adapters.wanted import WantedVideos, begin_reading
 from manifests.errors import UserError
 from manifests.quoting import quoted
 
@@ -47,8 +46,7 @@ def read_ego4d(
     Raises:
         UserError: no videos are found, or an annotation file cannot be read.
     """
-    builder = ReadingBuilder(dataset)
-    wanted = WantedVideos(builder, VideoLookup(builder.find_videos(directory, skip=skip)))
+    builder, wanted = begin_reading(dataset, directory, skip=skip)
     for path in annotations:
         builder.begin_annotations(path)
         match path.suffix.lower():

@@ -16,8 +16,7 @@ from manifests.adapters.reading import Reading, ReadingBuilder
 from manifests.adapters.reasons import Reason
 from manifests.adapters.splits import split_in_file_name
 from manifests.adapters.tables import Row, read_csv
-from manifests.adapters.video_files import VideoLookup
-from manifests.adapters.wanted import WantedVideos
+from manifests.adapters.wanted import WantedVideos, begin_reading
 
 SOURCE = "narrator"
 LABELS = {"label_verb": pa.int32(), "label_noun": pa.int32(), "label_nouns": pa.list_(pa.int32())}
@@ -34,8 +33,7 @@ def read_epic_kitchens(
     Raises:
         UserError: no videos are found, or an annotation file cannot be read or lacks a column.
     """
-    builder = ReadingBuilder(dataset, labels=LABELS)
-    wanted = WantedVideos(builder, VideoLookup(builder.find_videos(directory, skip=skip)))
+    builder, wanted = begin_reading(dataset, directory, skip=skip, labels=LABELS)
     for path in annotations:
         builder.begin_annotations(path)
         split = split_in_file_name(path.name)

@@ -11,7 +11,7 @@ that they were cut from.
 CSVs replace these splits. MSRVTT_JSFUSION_test.csv (Yu et al. 2018), with the columns video_id and sentence, holds the
 1,000 test videos of the split 1k-A, each with its only caption. MSRVTT_train.9k.csv and MSRVTT_train.7k.csv, with the
 column video_id, list the training videos, whose captions are those of the JSON file. The split is derived from the name
-of the CSV. Captions and videos that the CSVs leave out are not read.
+of the CSV, which must have one. Captions and videos that the CSVs leave out are not read.
 """
 
 from collections.abc import Sequence
@@ -24,10 +24,9 @@ import pyarrow as pa
 from manifests.adapters.json_stream import object_items
 from manifests.adapters.reading import Reading, ReadingBuilder
 from manifests.adapters.reasons import Reason
-from manifests.adapters.splits import split_in_file_name, split_named
+from manifests.adapters.splits import split_named, split_of_list
 from manifests.adapters.tables import read_csv
-from manifests.adapters.video_files import VideoLookup
-from manifests.adapters.wanted import WantedVideos
+from manifests.adapters.wanted import WantedVideos, begin_reading
 from manifests.errors import UserError
 from manifests.quoting import quoted
 
@@ -64,11 +63,10 @@ def read_msrvtt(
     """Read MSR-VTT with its official splits, or with those of CSVs.
 
     Raises:
-        UserError: no videos are found, an annotation file cannot be read or has another form, or a CSV lists videos
-            without the JSON file that has their captions, or the reverse.
+        UserError: no videos are found, an annotation file cannot be read or has another form, the name of a CSV has no
+            split, or a CSV lists videos without the JSON file that has their captions, or the reverse.
     """
-    builder = ReadingBuilder(dataset, labels=LABELS)
-    wanted = WantedVideos(builder, VideoLookup(builder.find_videos(directory, skip=skip)))
+    builder, wanted = begin_reading(dataset, directory, skip=skip, labels=LABELS)
     for path in annotations:
         builder.begin_annotations(path)
     tables = [path for path in annotations if path.suffix.lower() == ".csv"]
@@ -130,6 +128,7 @@ def _add_tables(
     listed: dict[str, tuple[Path, int]] = {}
     paired = set()
     for path in tables:
+        split = split_of_list(path)
         for row in read_csv(path, required=["video_id"]):
             video_id = row.values.get("video_id", "")
             if row.fault is not None:
@@ -138,7 +137,7 @@ def _add_tables(
                 listed.setdefault(video_id, (path, row.number))
             else:
                 paired.add(video_id)
-                video = wanted.number(video_id, split=split_in_file_name(path.name), file=path, row=row.number)
+                video = wanted.number(video_id, split=split, file=path, row=row.number)
                 if video is not None:
                     labels = {"label_category": categories.get(video_id)}
                     text = row.values["sentence"]
@@ -166,11 +165,12 @@ def _add_sentence(
     if facts.reason is not None:
         builder.lose_captions(video_id, file=info.path, reason=facts.reason, why=facts.why)
         return
-    split = facts.split if listed is None else split_in_file_name(listed[0].name)
+    split = facts.split if listed is None else split_of_list(listed[0])
     video = wanted.number(video_id, split=split, file=info.path, row=row)
     if video is None:
         return
     if is_first and listed is not None:
         builder.use_row(listed[0])
     labels = {"label_category": facts.category}
-    builder.add_caption(video, text=entry.get("caption"), source=SOURCE, file=info.path, row=row, labels=labels)
+    text = entry.get("caption")
+    builder.add_caption(video, text=text, source=SOURCE, file=info.path, row=row, labels=labels, field="caption")

@@ -141,9 +141,14 @@ class ReadingBuilder:
         end_s: float = inf,
         likelihood: float | None = None,
         labels: Mapping[str, Any] | None = None,
+        field: str = "text",
     ) -> bool:
-        """Add one caption and return True, or add a rejected row if its text or times are unusable."""
-        reason, detail = _caption_fault(text, begin_s, end_s)
+        """Add one caption and return True, or add a rejected row if its text or times are unusable.
+
+        Args:
+            field: has the text in the file.
+        """
+        reason, detail = _caption_fault(text, begin_s, end_s, field=field)
         if reason is None and source not in self._sources and not encodable(source):
             reason, detail = Reason.MALFORMED_ROW, f"source is not valid Unicode: {quoted(source)}"
         if reason is not None:
@@ -313,11 +318,13 @@ def _file_fault(path: Path) -> tuple[Reason | None, str]:
     return (Reason.EMPTY_FILE, "the file is empty") if status.st_size == 0 else (None, "")
 
 
-def _caption_fault(text: object, begin_s: float, end_s: float) -> tuple[Reason | None, str]:
+def _caption_fault(text: object, begin_s: float, end_s: float, *, field: str) -> tuple[Reason | None, str]:
+    if text is None:
+        return Reason.MALFORMED_ROW, f"{field} is missing"
     if not isinstance(text, str):
-        return Reason.MALFORMED_ROW, f"text is {quoted(text)}, expected a string"
+        return Reason.MALFORMED_ROW, f"{field} is {quoted(text)}, expected a string"
     if not encodable(text):
-        return Reason.MALFORMED_ROW, f"text is not valid Unicode: {quoted(text)}"
+        return Reason.MALFORMED_ROW, f"{field} is not valid Unicode: {quoted(text)}"
     if not text.strip():
         return Reason.EMPTY_CAPTION, "the text is empty"
     fault = interval_fault(begin_s, end_s)

@@ -20,8 +20,7 @@ from manifests.adapters.reading import Reading, ReadingBuilder, encodable
 from manifests.adapters.reasons import Reason
 from manifests.adapters.splits import split_in_file_name
 from manifests.adapters.tables import text_lines
-from manifests.adapters.video_files import VideoLookup
-from manifests.adapters.wanted import WantedVideos
+from manifests.adapters.wanted import WantedVideos, begin_reading
 from manifests.quoting import quoted
 
 SOURCE = "human"
@@ -38,8 +37,7 @@ def read_something_something(
     Raises:
         UserError: no videos are found, or an annotation file cannot be read.
     """
-    builder = ReadingBuilder(dataset, labels=LABELS)
-    wanted = WantedVideos(builder, VideoLookup(builder.find_videos(directory, skip=skip)))
+    builder, wanted = begin_reading(dataset, directory, skip=skip, labels=LABELS)
     tables = [path for path in annotations if path.stem.lower().endswith("labels")]
     classes = {name for path in tables for name, _ in object_items(path)} if tables else None
     for path in annotations:

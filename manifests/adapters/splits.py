@@ -1,6 +1,9 @@
 """The three splits, and the names that datasets use for them."""
 
 import re
+from pathlib import Path
+
+from manifests.errors import UserError
 
 TRAIN = "train"
 VAL = "val"
@@ -22,6 +25,16 @@ def split_in_file_name(file_name: str) -> str:
     """Return the split that occurs as a separate word in a file name (`EPIC_100_validation.csv`); train by default."""
     words = _WORD.findall(file_name.lower())
     return next((_NAMES[word] for word in words if word in _NAMES), TRAIN)
+
+
+def split_of_list(path: Path) -> str:
+    """The split that the name of a list of test or training videos has; UserError if it has none."""
+    if not any(word in _NAMES for word in _WORD.findall(path.name.lower())):
+        raise UserError(
+            f"the name of {path} does not say of which split its videos are",
+            hint="rename it, with test, val or train as a word, such as MSRVTT_JSFUSION_test.csv",
+        )
+    return split_in_file_name(path.name)
 
 
 def split_of_folders(relative_path: str) -> str:

@@ -12,8 +12,7 @@ from manifests.adapters.json_stream import array_items
 from manifests.adapters.reading import Reading, ReadingBuilder
 from manifests.adapters.reasons import Reason
 from manifests.adapters.splits import split_in_file_name
-from manifests.adapters.video_files import VideoLookup
-from manifests.adapters.wanted import WantedVideos
+from manifests.adapters.wanted import WantedVideos, begin_reading
 
 SOURCE = "human-en"
 
@@ -26,8 +25,7 @@ def read_vatex(
     Raises:
         UserError: no videos are found, or an annotation file cannot be read.
     """
-    builder = ReadingBuilder(dataset)
-    wanted = WantedVideos(builder, VideoLookup(builder.find_videos(directory, skip=skip)))
+    builder, wanted = begin_reading(dataset, directory, skip=skip)
     for path in annotations:
         builder.begin_annotations(path)
         split = split_in_file_name(path.name)

@@ -1,12 +1,22 @@
 """Lookup of annotated videos among the files; each video is looked up once."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+
+import pyarrow as pa
 
 from manifests.adapters.reading import ReadingBuilder
 from manifests.adapters.reasons import Reason
 from manifests.adapters.video_files import Ambiguous, VideoLookup, composed
+
+
+def begin_reading(
+    dataset: str, directory: Path, *, skip: Path | None, labels: Mapping[str, pa.DataType] | None = None
+) -> tuple[ReadingBuilder, "WantedVideos"]:
+    """A builder, and the videos of `directory` under the IDs of its annotations; UserError if there are no videos."""
+    builder = ReadingBuilder(dataset, labels=labels)
+    return builder, WantedVideos(builder, VideoLookup(builder.find_videos(directory, skip=skip)))
 
 
 @dataclass(frozen=True)

@@ -91,6 +91,14 @@ def test_csvs_without_what_they_need_say_what_to_add(msrvtt: tuple[Path, Path], 
         read_msrvtt(videos, annotations=[train, pairs])
 
 
+@pytest.mark.parametrize("make", [pairs_file, list_file])
+def test_a_csv_whose_name_has_no_split_is_refused(msrvtt: tuple[Path, Path], tmp_path: Path, make: Any) -> None:
+    videos, info = msrvtt
+    with pytest.raises(UserError, match=r"list\.csv does not say of which split") as caught:
+        read_msrvtt(videos, annotations=[info, make(tmp_path / "list.csv", "video6")])
+    assert "rename it" in str(caught.value.hint)
+
+
 def test_a_listed_video_that_is_tested_or_has_no_captions_is_rejected(
     msrvtt: tuple[Path, Path], tmp_path: Path
 ) -> None:
@@ -120,6 +128,7 @@ def test_damaged_entries_of_msrvtt_are_rejected_rows(make_videos: VideoMaker, tm
     assert [row[3] for row in rows(reading)] == ["video0 0", "video0 1", "good"]
     assert rows(reading)[-1][5] is None
     assert reasons(reading) == {"malformed_row": 8, "bad_split": 1, "bad_label": 1, "empty_caption": 1}
+    assert "caption is missing" in reading.rejected["detail"].to_pylist()
     # Two of each of two videos, and one of a video that the file does not describe.
     assert reading.num_captions_lost == 5
 

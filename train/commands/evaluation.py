@@ -27,12 +27,14 @@ def score_run(
     overrides: Overrides = AS_TRAINED,
     out: Path | None = None,
     say: Callable[[str], None] = print,
+    written: Callable[[Path], object] = lambda path: None,
 ) -> dict[str, Any]:
     """Evaluate a run's latest checkpoint or other weights, and write the result file and the run's page.
 
     Args:
         where: condition that selects the samples.
         out: folder for the result of weights that are not a run.
+        written: called with the path of the result file.
 
     Raises:
         UserError: there are no such weights, they are of a task without this evaluation, or the data lack what is
@@ -61,7 +63,7 @@ def score_run(
     opened = open_weights_as(
         tasks, weights, shards=shards, where=where, overrides=overrides, suited=_evaluations_of, say=say
     )
-    result = score_opened(opened, evaluation, wanted, out=out)
+    result = score_opened(opened, evaluation, wanted, out=out, written=written)
     if run is not None:
         write_page(run)
     return result
@@ -89,16 +91,19 @@ def evaluation_command(evaluation: EvaluationSpec) -> Callable[..., None]:
         as_json: Annotated[bool, Parameter(name="--json", negative="")] = False,
     ) -> None:
         say = partial(print, file=sys.stderr) if as_json else print
-        result = score_run(evaluation, weights, wanted, shards=shards, where=where, overrides=shown, out=out, say=say)
+        files: list[Path] = []
+        how: dict[str, Any] = {"shards": shards, "where": where, "overrides": shown, "out": out}
+        result = score_run(evaluation, weights, wanted, **how, say=say, written=files.append)
         if as_json:
             print(json.dumps({name: value for name, value in result.items() if name != evaluation.pictures}))
         else:
-            from train.evaluation.pages import describe
+            from train.evaluation.pages import describe, table_of
 
-            print(describe(evaluation.table(result)))
+            print(describe(table_of(evaluation, result)))
         if failed := len(result["failed"]):
-            listed = f"{weights}/evaluations" if result["step"] is not None else out or "--json"
-            raise FailedWork(f"{failed} samples could not be decoded; see `failed` in {listed}")
+            num = f"{failed} samples" if failed > 1 else "1 sample"
+            where = f"; see `failed` in {files[0]}" if files else "" if as_json else "; --json or --out lists them"
+            raise FailedWork(f"{num} could not be decoded{where}")
 
     command.__doc__ = docstring(
         evaluation.help,

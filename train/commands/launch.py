@@ -8,6 +8,7 @@ import torch
 
 from manifests.publish import publish_bytes, publish_json
 from train.config.training import ClipSettings, ParallelSettings
+from train.config.tuning import frozen_at_random
 from train.data.latents.segments import FrameShape
 from train.device.precision import choose_device, open_precision
 from train.distributed.launch import open_world
@@ -90,6 +91,8 @@ def _train(
             "increases to the end"
         )
     has_weights = old_run is not None and world.first(lambda: _has_checkpoint(old_run))
+    if settings.init.weights is None and not has_weights and (remark := frozen_at_random(settings.freeze)):
+        progress.say(remark)
     source = _open_weights(settings, world=world, say=progress.say, run=old_run if has_weights else None)
     settings = spec.effective(settings, None if has_weights else source, progress.say)
     if old_run is not None:

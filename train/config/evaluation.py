@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Literal, Self, get_args
@@ -34,7 +35,12 @@ _NUMBERS: dict[str, tuple[str, ...]] = {
 }
 
 
-_DATA = re.compile(r"(?:(?P<name>\w[\w.-]*)=)?(?P<shards>.+?)(?:@(?P<split>[^/@:]+)(?::(?P<protocol>[\w-]+))?)?")
+# What stands before the first =, unless it is a part of a path.
+_NAME = re.compile(r"(?P<name>[^=/]*)=")
+_GOOD_NAME = re.compile(r"\w[\w.-]*")
+_DATA = re.compile(r"(?P<shards>.+?)(?:@(?P<split>[^/@:]+)(?::(?P<protocol>[\w-]+))?)?")
+_USE = "use [NAME=]DATA[@SPLIT]"
+_FLAGS = re.compile(r"(?<![\w.-])--(?:split|shards(?: DIR)?)(?![\w.-])")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,6 +62,20 @@ class EvaluatedData:
         """One of --evaluate.shards, with its path below `base` if it is relative."""
         shards = self.shards if self.shards is None or "://" in self.shards else base / self.shards
         return f"{self.name}={shards}@{self.split}" + (f":{self.protocol}" if self.protocol else "")
+
+    @contextmanager
+    def opening(self) -> Iterator[None]:
+        """Let the errors of opening these data name the flags that they come from, not those of the training data."""
+        try:
+            yield
+        except UserError as error:
+            flags = {"--split": "--evaluate.split"}
+            if self.shards is not None:
+                own = f"--evaluate.shards {self.name}="
+                flags = {"--split": f"{own}DATA@SPLIT", "--shards DIR": f"{own}DIR", "--shards": "--evaluate.shards"}
+            hint = error.hint and _FLAGS.sub(lambda flag: flags.get(flag[0], flag[0]), error.hint)
+            place = "" if self.shards is None else f"--evaluate.shards {self.name}={self.shards}: "
+            raise UserError(f"{place}{error}", hint=hint) from error
 
 
 def check_where(where: str | None) -> None:
@@ -90,10 +110,17 @@ class EvaluationSettings(Checked):
             return (EvaluatedData(name=self.split, shards=None, split=self.split),)
         found: dict[str, EvaluatedData] = {}
         for text in self.shards:
-            parts = _DATA.fullmatch(text)
-            name = parts and (parts["name"] or parts["shards"].rstrip("/").rpartition("/")[2])
+            given = _NAME.match(text)
+            parts = _DATA.fullmatch(text, given.end() if given else 0)
+            if given and not _GOOD_NAME.fullmatch(given["name"]):
+                raise UserError(
+                    f"{self.flag('shards')} has {text!r}, whose NAME is {given['name']!r}",
+                    hint="use a name of letters, digits, '.', '-' and '_' that begins with a letter or digit, or leave "
+                    "out NAME=",
+                )
+            name = parts and (given["name"] if given else parts["shards"].rstrip("/").rpartition("/")[2])
             if parts is None or not name:
-                raise UserError(f"{self.flag('shards')} has {text!r}", hint="use [NAME=]DATA[@SPLIT]")
+                raise UserError(f"{self.flag('shards')} has {text!r}, without a folder", hint=_USE)
             if name in found:
                 raise UserError(
                     f"{self.flag('shards')} has two data folders named {name!r}", hint="use NAME=DATA with other names"
@@ -124,7 +151,7 @@ class EvaluationSettings(Checked):
         """The protocol that --evaluate.shards names; raises UserError if this task has none of that name."""
         raise UserError(
             f"{self.flag('shards')} names the protocol {name!r}, and this task has a single one",
-            hint="use [NAME=]DATA[@SPLIT]",
+            hint=_USE,
         )
 
 
@@ -220,8 +247,10 @@ class ProbeEvaluation(EvaluationSettings):
         yield from super().rules()
         if self.every and not self.labels:
             yield UserError(
-                f"--evaluate.every is {self.every}, and there is no label to tell from features",
-                hint="name labels of the captions: --evaluate.labels LABEL",
+                f"--evaluate.every is {self.every}, and --evaluate.labels is missing: the label to predict from frozen "
+                "features",
+                hint="name a label column of the captions, such as --evaluate.labels motion, or leave out "
+                "--evaluate.every",
             )
         yield from named_once(self.flag("labels"), self.labels)
         yield from named_once(self.flag("methods"), self.methods, known=METHODS)

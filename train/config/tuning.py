@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
 from manifests.errors import UserError
@@ -54,11 +54,13 @@ class FrozenPart:
         tower: name of the module.
         num_blocks: freezes what comes before the first block, and so many blocks; None for the whole tower.
         trains_cross_attention: the cross-attention of the tower is trained nevertheless.
+        given: the value of --freeze.
     """
 
     tower: str
     num_blocks: int | None = None
     trains_cross_attention: bool = False
+    given: str = field(default="", compare=False)
 
     @property
     def is_whole(self) -> bool:
@@ -73,14 +75,20 @@ def frozen_part(name: str) -> FrozenPart:
         UserError: it names none.
     """
     if name == _WITH_CROSS_ATTENTION_TRAINED:
-        return FrozenPart("decoder", trains_cross_attention=True)
+        return FrozenPart("decoder", trains_cross_attention=True, given=name)
     match = _PART.fullmatch(_ALIASES.get(name, f"video.{name}" if name.startswith("blocks:") else name))
     if match is None:
         raise UserError(
             f"--freeze is {name}",
             hint="name a tower (video, text), or the first N blocks of one (blocks:N, text.blocks:N)",
         )
-    return FrozenPart(match["tower"], None if match["count"] is None else int(match["count"]))
+    return FrozenPart(match["tower"], None if match["count"] is None else int(match["count"]), given=name)
+
+
+def frozen_at_random(freeze: Sequence[str]) -> str:
+    """What to say of --freeze where a model has no weights to start from; empty if it freezes only a decoder."""
+    names = [part.given for part in map(frozen_part, freeze) if part.tower != "decoder"]
+    return f"--freeze {' '.join(names)} keeps random weights: --init.weights names none" if names else ""
 
 
 def towers_to_adapt(lora: Lora, freeze: Sequence[str], *, towers: Sequence[Tower]) -> tuple[Tower, ...]:

@@ -27,7 +27,7 @@ A task declares which of them it needs. A sample has the same names without the 
 import weakref
 from collections import deque
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Literal, TypedDict
+from typing import TYPE_CHECKING, Any, Literal, TypedDict
 
 import numpy as np
 from numpy.typing import NDArray
@@ -85,6 +85,37 @@ class Batch(TypedDict, total=False):
     end_s: "torch.Tensor"
 
 
+class KeptMemory:
+    """Memory for batches that may be kept: it is used again once nothing refers to the array made of it.
+
+    Allocating each batch anew would cost page faults, which take as long as a large copy.
+    """
+
+    def __init__(self, shape: tuple[int, ...], dtype: type[np.generic]) -> None:
+        self._shape, self._dtype = shape, dtype
+        self._free: deque[NDArray[Any]] = deque(maxlen=2)
+        self._loans: dict[int, _Loan] = {}
+
+    def array(self, num: int) -> NDArray[Any]:
+        """An array of `num` rows, at most as many as the shape has; its content is arbitrary."""
+        memory = self._free.pop() if self._free else np.empty(self._shape, self._dtype)
+        rows = memory[:num]
+        # A tensor made of the array, and whatever shares its memory, keeps the array alive.
+        loan = _Loan(rows, self._give_back)  # weakref.finalize takes five times as long
+        loan.memory = memory
+        self._loans[id(loan)] = loan
+        return rows
+
+    def _give_back(self, loan: "_Loan") -> None:
+        del self._loans[id(loan)]
+        self._free.append(loan.memory)
+
+
+class _Loan(weakref.ref[NDArray[Any]]):
+    __slots__ = ("memory",)
+    memory: NDArray[Any]
+
+
 class BatchRing:
     """Collates samples of equal shapes into batches, whose videos alternate between two buffers.
 
@@ -96,7 +127,7 @@ class BatchRing:
 
     def __init__(self, batch: int, *, pin: bool, can_keep: bool = False) -> None:
         self._batch, self._pin, self._can_keep = batch, pin, can_keep
-        self._free: deque[NDArray[np.uint8]] = deque(maxlen=2)
+        self._kept: KeptMemory | None = None
         self._buffers: list[torch.Tensor] = []
 
     def collate(self, samples: Sequence[Sample]) -> Batch:
@@ -125,11 +156,9 @@ class BatchRing:
         import torch
 
         if self._can_keep:
-            memory = self._free.pop() if self._free else np.empty((self._batch, *clips[0].shape), np.uint8)
-            video = memory[: len(clips)]
-            # Only the tensor refers to this array: it goes with the last tensor or array that shares the memory.
-            weakref.finalize(video, self._free.append, memory).atexit = False
-            return torch.from_numpy(np.stack(clips, out=video))
+            if self._kept is None:
+                self._kept = KeptMemory((self._batch, *clips[0].shape), np.uint8)
+            return torch.from_numpy(np.stack(clips, out=self._kept.array(len(clips))))
         if not self._buffers:
             size = (self._batch, *clips[0].shape)
             self._buffers = [torch.empty(size, dtype=torch.uint8, pin_memory=self._pin) for _ in range(2)]

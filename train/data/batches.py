@@ -1,16 +1,15 @@
 """`Batches`: the loaders of the training commands as users of Python see them, one epoch per iteration."""
 
 import os
-from collections.abc import Callable, Generator, Iterator, Mapping
-from dataclasses import replace
-from typing import Any, NoReturn, cast
+from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping
+from functools import wraps
+from typing import Any, NoReturn, TypeVar, cast
 
 import torch
 
 from manifests.errors import UserError
 from manifests.quoting import counted, quoted
 from train.data.arguments import require_process
-from train.data.batch import Batch
 from train.data.clip_samples import ClipSamples
 from train.data.latents.loader import LatentLoader
 from train.data.order import Cursor, LoaderState
@@ -33,7 +32,8 @@ class Batches:
 
     Args:
         samples: the loader of this rank.
-        finish: adds to a batch what the commands do not need.
+        finish: adds to a batch, of arrays where `device` is None, what the commands do not need. It is called in the
+            caller's thread, because the one that loads ahead has more to do.
         world: the ranks; None for `joined_world()`.
         batch: samples in this rank's batch.
 
@@ -47,7 +47,7 @@ class Batches:
         self,
         samples: ClipSamples | VideoStream | LatentLoader,
         *,
-        finish: Callable[[Batch], Batch],
+        finish: Callable[[dict[str, Any]], dict[str, Any]],
         shuffle: bool,
         batch: int,
         world: World | None,
@@ -170,8 +170,8 @@ class Batches:
                 self._cursor = Cursor(0)
             list_failures(self.failures, loaded.failed, max_failures=self._max_failures)
             if loaded.batch:
-                found: dict[str, Any] = {**loaded.batch}
-                yield found if self._device is not None else _as_arrays(found)
+                found = cast(dict[str, Any], loaded.batch)
+                yield self._finish(found if self._device is not None else _as_arrays(found))
                 self._require_process()
         if not self._shuffle:
             self._cursor = Cursor(0)
@@ -185,7 +185,7 @@ class Batches:
                 if self._shuffle
                 else self._samples.evaluation_batches(begin=self._cursor.position)
             )
-            self._running = prefetch(self._finished(loaded), torch.device(self._device or "cpu"))
+            self._running = prefetch(loaded, torch.device(self._device or "cpu"))
         try:
             return next(self._running, None)
         except BaseException as error:
@@ -193,10 +193,6 @@ class Batches:
             if isinstance(error, TooManyFailures):
                 list_failures(self.failures, error.failed, max_failures=self._max_failures)
             raise
-
-    def _finished(self, batches: Iterator[LoadedBatch]) -> Generator[LoadedBatch, None, None]:
-        for loaded in batches:
-            yield replace(loaded, batch=self._finish(loaded.batch)) if loaded.batch else loaded
 
     def _require_process(self) -> None:
         require_process(self._process, what="batches")
@@ -207,6 +203,75 @@ class Batches:
                 f"opened as rank {self._world.rank} of {self._world.size}, used as rank {now.rank} of {now.size}",
                 hint="open the data after the process group is made (docs/python.md), or give rank= and world=",
             )
+
+
+_Method = TypeVar("_Method", bound=Callable[..., Any])
+
+
+def _whole(method: _Method) -> _Method:
+    """A method of a dictionary that first makes the late entries, also those of a batch it is compared with."""
+
+    @wraps(method)
+    def call(batch: "LateBatch", *values: Any, **names: Any) -> Any:
+        for one in (batch, *values):
+            if isinstance(one, LateBatch):
+                one.make()
+        return method(batch, *values, **names)
+
+    return cast(_Method, call)
+
+
+class LateBatch(dict[str, Any]):
+    """A batch whose `late` entries are made when one of them is first asked for; otherwise like any dictionary.
+
+    Most training steps need neither keys nor times, and making strings takes several per cent of the time of a loader
+    that only copies. Copies, pickles and what a framework makes of such a batch have all entries.
+
+    Args:
+        entries: the others, by name.
+        late: names of the late ones.
+        make: makes them.
+    """
+
+    __slots__ = ("_late", "_make")
+
+    def __init__(
+        self,
+        entries: Mapping[str, Any] | Iterable[tuple[str, Any]] = (),
+        late: Collection[str] = (),
+        make: Callable[[], dict[str, Any]] | None = None,
+    ) -> None:
+        super().__init__(entries, **dict.fromkeys(late))
+        self._late, self._make = late, make
+
+    def make(self) -> None:
+        """Make the late entries now."""
+        if self._make is not None:
+            make, self._make = self._make, None
+            super().update(make())
+
+    def __getitem__(self, name: str) -> Any:
+        if name in self._late:
+            self.make()
+        return super().__getitem__(name)
+
+    def __iter__(self) -> Iterator[str]:
+        # Without a method of its own, dict(batch) and {**batch} would copy the memory of the dictionary as it is.
+        return super().__iter__()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return dict, (dict(self),)
+
+    get, items, values, copy = _whole(dict.get), _whole(dict.items), _whole(dict.values), _whole(dict.copy)
+    pop, popitem, setdefault, update = (
+        _whole(dict.pop),
+        _whole(dict.popitem),
+        _whole(dict.setdefault),
+        _whole(dict.update),
+    )
+    clear, __setitem__, __delitem__ = _whole(dict.clear), _whole(dict.__setitem__), _whole(dict.__delitem__)
+    __or__, __ror__, __ior__ = _whole(dict.__or__), _whole(dict.__ror__), _whole(dict.__ior__)
+    __eq__, __ne__, __repr__ = _whole(dict.__eq__), _whole(dict.__ne__), _whole(dict.__repr__)
 
 
 def _as_arrays(batch: dict[str, Any]) -> dict[str, Any]:

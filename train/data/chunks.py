@@ -125,8 +125,7 @@ def videos_of_split(data_dir: Path, split: str) -> pa.Array:
         splits = ", ".join(sorted(set(videos["split"].to_pylist()))) or "none, the manifest is empty"
         raise UserError(
             f"{data_dir} has no videos of split {split!r}",
-            hint=f"splits of this manifest: {splits}; choose one with --split "
-            "(for the evaluation in a training run: --evaluate.split)",
+            hint=f"splits of this manifest: {splits}; choose one with --split",
         )
     return of_split["video_id"].combine_chunks()
 

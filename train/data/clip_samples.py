@@ -132,7 +132,7 @@ class ClipSamples(Loader):
             return []
         pictures = shown.video
         if not self._shape.rgb:
-            pictures = np.stack(rgb_pictures(shown.video, shown.colour, size_px=self._shape.size_px))
+            pictures = rgb_pictures(shown.video, shown.colour, size_px=self._shape.size_px)
         return list(pictures)[:num_frames]
 
     def load(self, requests: Sequence[SampleRequest]) -> list[Sample | FailedSample]:

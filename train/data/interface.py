@@ -3,6 +3,7 @@
 Samples, order, random draws, checks and failures are those of the commands.
 """
 
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -16,8 +17,7 @@ from manifests.errors import UserError
 from manifests.store import read_videos
 from train.config.training import ClipSettings, is_remote
 from train.data.arguments import require_device, require_whole_numbers
-from train.data.batch import Batch
-from train.data.batches import Batches
+from train.data.batches import Batches, LateBatch
 from train.data.classes import ClassList, read_classes
 from train.data.clip_samples import ClipSamples
 from train.data.decoding.clip import Views
@@ -129,13 +129,15 @@ def open_clips(
             classes = _classes(folder.path, label)
             samples = LabelledClips(folder.path, classes=classes, **common)
 
-    def finish(found: Batch) -> Batch:
+    seconds = _as_seconds(device)
+
+    def finish(found: dict[str, Any]) -> dict[str, Any]:
         if rgb:
             found.pop("colour")
         if isinstance(samples, ClipSamples):
-            clip = found["clip_id"].numpy()
+            clip = np.asarray(found["clip_id"])
             spans = samples.spans
-            found["begin_s"], found["end_s"] = _seconds(spans.begin_us[clip]), _seconds(spans.end_us[clip])
+            found["begin_s"], found["end_s"] = seconds(spans.begin_us[clip]), seconds(spans.end_us[clip])
         return found
 
     return Batches(
@@ -208,14 +210,18 @@ def open_latents(
         copy=device is None or torch.device(device).type != "cuda",
     )
     has_texts = captions == "text" and classes is None
+    names = ("key", "begin_s", "end_s", *(["caption"] if has_texts else []))
+    seconds = _as_seconds(device)
 
-    def finish(found: Batch) -> Batch:
-        found["key"] = found["key"][:]
-        if has_texts:
-            found["caption"] = samples.texts_of(found["caption_id"].numpy())
-        begin_us, end_us = samples.span_us(found["clip_id"].numpy())
-        found["begin_s"], found["end_s"] = _seconds(begin_us), _seconds(end_us)
-        return found
+    def finish(found: dict[str, Any]) -> dict[str, Any]:
+        key, clip_id, caption_id = found["key"], found["clip_id"], found.get("caption_id")
+
+        def make() -> dict[str, Any]:
+            begin_us, end_us = samples.span_us(np.asarray(clip_id))
+            made = {"key": key[:], "begin_s": seconds(begin_us), "end_s": seconds(end_us)}
+            return made | ({"caption": samples.texts_of(np.asarray(caption_id))} if has_texts else {})
+
+        return LateBatch(found, names, make)
 
     return Batches(
         samples,
@@ -256,5 +262,6 @@ def _require_choice(name: str, value: object, choices: object) -> None:
         raise UserError(f"{name} is {value!r}", hint=f"use one of {', '.join(get_args(choices))}")
 
 
-def _seconds(times_us: NDArray[np.int64]) -> torch.Tensor:
-    return torch.from_numpy(times_us / US_PER_S)
+def _as_seconds(device: str | torch.device | None) -> Callable[[NDArray[np.int64]], Any]:
+    made = np.asarray if device is None else torch.from_numpy
+    return lambda times_us: made(times_us / US_PER_S)

@@ -8,7 +8,7 @@ import base64
 import html
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar
 
@@ -21,10 +21,13 @@ if TYPE_CHECKING:
     from jinja2 import Template
     from numpy.typing import NDArray
 
+    from train.spec import EvaluationSpec
+
 # Results of `train eval` as tables with their protocols, for the console and the results page.
 
 
 _LABEL_WIDTH, _CELL_WIDTH = 14, 13
+_INCOMPLETE = "(incomplete)"
 FEW_CLASSES = 5  # with so few classes, top-5 accuracy is always 100 %
 
 
@@ -56,6 +59,20 @@ class Table:
     rows: tuple[Row, ...]
     protocol: dict[str, str]
     headline: int = 0  # the row that represents the table in overviews
+
+
+def marked(title: str) -> str:
+    """A title or label with the mark of a result in which samples are missing."""
+    return title if _INCOMPLETE in title else f"{title} {_INCOMPLETE}"
+
+
+def table_of(evaluation: "EvaluationSpec", result: dict[str, Any]) -> Table:
+    """The table of a result; title and rows of one that is incomplete say so."""
+    table = evaluation.table(result)
+    if not (incomplete := result.get("incomplete", "")):
+        return table
+    rows = tuple(replace(row, label=marked(row.label)) for row in table.rows)
+    return replace(table, title=marked(table.title), rows=rows, protocol={"incomplete": incomplete, **table.protocol})
 
 
 def describe(table: Table) -> str:

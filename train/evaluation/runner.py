@@ -20,6 +20,7 @@ from train.config.training import ClipSettings, Device, flat
 from train.data.decoding.clip import Views
 from train.data.outcomes import FailedSample
 from train.engine.trained_run import TrainedRun, open_trained_run, read_settings, shape_of_run
+from train.evaluation.pages import marked
 from train.models.dual_encoder import ModelShape
 from train.run.folder import RunFolder, data_facts, other_data, read_object, result_name
 from train.spec import EvaluationSpec, TaskSpec
@@ -183,13 +184,19 @@ def evaluate(
 
 
 def score_opened(
-    opened: OpenedRun, evaluation: EvaluationSpec, wanted: Any, *, out: Path | None = None
+    opened: OpenedRun,
+    evaluation: EvaluationSpec,
+    wanted: Any,
+    *,
+    out: Path | None = None,
+    written: Callable[[Path], object] = lambda path: None,
 ) -> dict[str, Any]:
     """Evaluate opened weights, and write the result file of a run.
 
     Args:
         wanted: settings of the evaluation.
         out: folder for the result file of weights that are not a run; by default it is not written.
+        written: called with the path of the result file.
 
     Raises:
         UserError: the data lack what the evaluation needs, or `out` has the result of other weights or data.
@@ -208,6 +215,7 @@ def score_opened(
         "variant": found.samples.variant_name,
         "clip": found.clip,
         **found.values,
+        **_incomplete(found),
         "failed": [failure.as_json() for failure in found.failed],
         "command": command_line(evaluation.name, opened, wanted),
     }
@@ -220,9 +228,25 @@ def score_opened(
             raise UserError(f"{path} is the result of other weights or data", hint="use another --out")
         out.mkdir(parents=True, exist_ok=True)
         publish_json(path, result)
-    if found.beside is not None and path is not None:
-        found.beside(path, result)
+    if path is not None:
+        if found.beside is not None:
+            found.beside(path, result)
+        written(path)
     return result
+
+
+def _incomplete(found: Score) -> dict[str, str]:
+    """What a result says where samples are missing from it; empty if all that its protocol asks for were scored."""
+    said = found.values.get("incomplete", "")
+    if not found.failed:
+        return {"incomplete": said} if said else {}
+    num = len(found.failed)
+    failed = f"{num:,} samples could not be decoded and are" if num > 1 else "1 sample could not be decoded and is"
+    title = found.values.get("title", "")
+    return {
+        "incomplete": f"{said}; {failed} not scored" if said else f"{failed} not scored",
+        **({"title": marked(title)} if title else {}),
+    }
 
 
 def split_metrics(split: str, metrics: Mapping[str, float], *, num_failed: int = 0) -> dict[str, float]:

@@ -124,7 +124,7 @@ def freeze(model: nn.Module, parts: Iterable[FrozenPart]) -> None:
         prefix = f"{part.tower}."
         if part.num_blocks is not None and part.num_blocks > depths[prefix]:
             raise UserError(
-                f"--freeze {prefix}blocks:{part.num_blocks}, and the {part.tower} tower has {depths[prefix]} blocks",
+                f"--freeze {part.given}, and the {part.tower} tower has {depths[prefix]} blocks",
                 hint=f"use {depths[prefix]} or less, or --freeze {part.tower} for all of the tower",
             )
         for name, parameter in parameters.items():

@@ -12,7 +12,7 @@ from manifests.errors import UserError
 from manifests.publish import publish_bytes
 from train.config.files import read_values
 from train.config.training import TrainingSettings, flat, plain_values
-from train.evaluation.pages import load_template, page_title, require_page_path
+from train.evaluation.pages import load_template, page_title, require_page_path, table_of
 from train.registry import DEFAULT, evaluations_of, task_named, task_names
 from train.report.curves import evaluation_curves, training_curves
 from train.run.folder import RunFolder, open_run, other_data, read_lines, read_object
@@ -81,7 +81,7 @@ def _shown_result(result: dict[str, Any], evaluation: EvaluationSpec) -> dict[st
     section = evaluation.section if result.get(evaluation.pictures) else None
     return {
         "split": str(result["split"]),
-        "table": evaluation.table(result),
+        "table": table_of(evaluation, result),
         "other_data": other,
         "overridden": ", ".join(f"{name.replace('_', ' ')} {one}" for name, one in result.get("overrides", {}).items()),
         "section": section and load_template(section).render(result={**result, "other_data": other}),

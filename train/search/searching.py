@@ -206,10 +206,10 @@ def write_search_page(path: Path, embedded: Embedded, results: Sequence[Result],
     data = {**record["data"], **({} if shards is None else {"shards": shards})}
     player = Player(str(data["shards"]), split=str(data["split"]))
     facts = {
-        "weights": f"{record['weights']['source']}: {record['weights']['description']}",
+        "weights": record["weights"]["description"],
         "clip": record["clip"]["description"],
         "data": data["description"],
-        "folder": str(embedded.path),
+        "folder": str(embedded.path.resolve()),
     }
     template = load_template(Path(__file__).with_name("page.html.j2"))
     content = template.render(results=results, show=player.show, num_clips=embedded.num_clips, data=data, facts=facts)

@@ -162,7 +162,7 @@ def test_frames_of_different_sizes_make_no_clip() -> None:
 def test_rgb_on_the_cpu_is_what_the_device_makes_of_the_planes(colour: int) -> None:
     """Within two levels: chroma is rounded to whole levels in between."""
     clip = crop_clip([smooth_frame(160, 120, phase=phase) for phase in (0.0, 1.0)], Rectangle(3, 5, 99, 97), size_px=64)
-    pictures = np.stack(rgb_pictures(clip, colour, size_px=64)).astype(int)
+    pictures = rgb_pictures(clip, colour, size_px=64).astype(int)
     on_device = to_rgb_uint8(torch.from_numpy(clip)[None], torch.tensor([colour], dtype=torch.uint8), size_px=64)
     difference = np.abs(pictures - on_device[0].numpy())
     assert difference.max() <= 2 and difference.mean() < 0.5

@@ -159,13 +159,19 @@ def test_two_ranks_share_other_data(moving: Path, other: Path) -> None:
 def test_missing_data_are_named_before_training_starts(
     train: Train, moving: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], task: str
 ) -> None:
-    for shards, said in (
-        (f"far={tmp_path / 'nothing'}", "nothing"),
-        (f"far={moving}@test", "no videos of split 'test'"),
+    words = f"--shards {moving} --out {tmp_path / 'run'} --evaluate.every 1 {TASKS[task]}".split()
+    for flags, said, hint in (
+        (("--evaluate.shards", f"far={tmp_path / 'nothing'}"), f"--evaluate.shards far={tmp_path / 'nothing'}: ", ""),
+        (
+            ("--evaluate.shards", f"far={moving}@test"),
+            f"--evaluate.shards far={moving}: {moving} has no videos of split 'test'",
+            "choose one with --evaluate.shards far=DATA@SPLIT\n",
+        ),
+        (("--evaluate.split", "test"), f"error: {moving} has no videos of split 'test'", "with --evaluate.split\n"),
     ):
-        words = f"--shards {moving} --out {tmp_path / 'run'} --evaluate.every 1 {TASKS[task]}"
-        assert train(task, *words.split(), "--evaluate.shards", shards) == 2
-        assert said in capsys.readouterr().err and not (tmp_path / "run").exists()
+        assert train(task, *words, *flags) == 2
+        printed = capsys.readouterr().err
+        assert said in printed and hint in printed and " --shards" not in printed and not (tmp_path / "run").exists()
 
 
 @pytest.mark.parametrize(
@@ -174,7 +180,10 @@ def test_missing_data_are_named_before_training_starts(
         (("a=x", "a=y"), "two data folders named 'a'"),
         (("x/data", "y/data"), "two data folders named 'data'"),
         (("a=x@val:unheard-of",), "names the protocol 'unheard-of'"),
-        (("",), "--evaluate.shards has ''"),
+        (("",), "--evaluate.shards has '', without a folder"),
+        (("a=",), "--evaluate.shards has 'a=', without a folder"),
+        (("=x@val",), "--evaluate.shards has '=x@val', whose NAME is ''"),
+        (("my data=x",), "--evaluate.shards has 'my data=x', whose NAME is 'my data'"),
     ],
 )
 def test_data_that_cannot_be_told_apart_are_a_mistake(shards: tuple[str, ...], said: str) -> None:
@@ -183,6 +192,7 @@ def test_data_that_cannot_be_told_apart_are_a_mistake(shards: tuple[str, ...], s
 
 
 def test_what_names_data() -> None:
+    assert [one.name for one in DualEncoderEvaluation(every=1, shards=("/data/a=1/b",)).evaluated()] == ["b"]
     shards = ("data/ek100", "own=s3://bucket/a=b@test", "vatex=/data/v@test:vatex", "a@b/c")
     found = DualEncoderEvaluation(every=1, split="held-out", shards=shards).evaluated()
     assert [(one.name, one.shards, one.split, one.protocol) for one in found] == [

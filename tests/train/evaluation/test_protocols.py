@@ -1,5 +1,7 @@
 """Named protocols of text-video retrieval: against ranks by their definitions, and on data that do not fit."""
 
+import json
+import shutil
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -12,6 +14,7 @@ from numpy.typing import NDArray
 
 from manifests.errors import UserError
 from tests.train.evaluation.test_commands import call, scored
+from tests.train.search.conftest import overwrite_chunk
 from tests.train.tiny_data import Caption, chunks_of, write_captions, write_shard
 from train.config.evaluation import DualEncoderEvaluation, RetrievalName
 from train.distributed.world import World
@@ -229,6 +232,42 @@ def test_vatex_from_a_data_folder_is_named_incomplete(
     # The plain result is another file.
     assert call("eval", "retrieval", run, "--shards", vatex, "--split", "test") == 0
     assert len([path for path in RunFolder(run).results() if "vatex-test" in path.name]) == 1
+
+
+def test_a_result_without_the_clips_that_fail_says_so_everywhere(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    captions = [Caption(name, 0.0, 2.0, f"of {name}") for name in VIDEOS]
+    damaged, copy = folder_of(tmp_path / "damaged", captions), tmp_path / "run"
+    for name in VIDEOS[:4]:
+        overwrite_chunk(damaged, f"{name}_000000000")
+    shutil.copytree(run, copy, ignore=shutil.ignore_patterns("evaluations"))
+    assert call("eval", "retrieval", copy, "--shards", damaged, "--split", "test") == 1
+    printed = capsys.readouterr()
+    (path,) = RunFolder(copy).results()
+    assert printed.err.splitlines()[-1] == f"failed: 4 samples could not be decoded; see `failed` in {path}"
+    result = json.loads(path.read_text())
+    said = "4 samples could not be decoded and are not scored"
+    assert result["incomplete"] == said and result["title"] == "Text-video retrieval (incomplete)"
+    assert f"incomplete: {said}" in printed.out and "text → video (incomplete)" in printed.out
+    assert "<h2>Text-video retrieval (incomplete)</h2>" in RunFolder(copy).page.read_text()
+    # Beside what the data lack of a protocol.
+    words = ("--split", "test", "--protocol", "msrvtt-1ka", "--json")
+    assert call("eval", "retrieval", copy, "--shards", damaged, *words) == 1
+    result = json.loads(capsys.readouterr().out)
+    assert result["title"] == "MSR-VTT 1k-A retrieval (incomplete)"
+    assert "2 of 1,000 captions of the protocol" in result["incomplete"] and result["incomplete"].endswith(said)
+
+
+def test_a_protocol_whose_captions_have_no_chunks_names_their_source(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder_of(tmp_path, [], videos=VIDEOS[:2])
+    captions = [Caption("elsewhere", *WHOLE, "a video", "human")]
+    captions += [Caption(name, *WHOLE, name, "other") for name in VIDEOS[:2]]
+    write_captions(tmp_path, dict.fromkeys(["elsewhere", *VIDEOS[:2]], "test"), captions)
+    assert call("eval", "retrieval", run, "--shards", tmp_path, "--split", "test", "--protocol", "msrvtt-1ka") == 2
+    assert "the protocol msrvtt-1ka takes the captions of source 'human' only" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,6 @@
 """`open_latents`: the segments of the training commands, with texts, embeddings or labels."""
 
+import pickle
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -7,12 +8,15 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from accelerate.utils import send_to_device  # type: ignore[import-untyped]
+from lightning_utilities.core.apply_func import apply_to_collection
 
 from manifests.errors import UserError
 from manifests.store import read_captions
 from tests.train.latents.conftest import CAPTIONS, SHARDS
 from tests.train.latents.written import Caption, Chunk, Written, write_all
 from train.data import Batches, open_latents
+from train.data.batches import LateBatch
 from train.data.latents.loader import LatentLoader
 
 VIDEOS = ("a", "b", "c", "d", "e")
@@ -47,6 +51,50 @@ def test_captions_are_texts_and_times_are_those_of_the_segment(written: Written)
         assert batch["caption"] == [texts[number] for number in batch["caption_id"].tolist()] and "text" not in batch
         assert (batch["end_s"] - batch["begin_s"]).tolist() == [5.0] * len(batch["key"])
     assert batches[0]["begin_s"].tolist() == [0, 5, 10] and batches[0]["key"] == ["a_000000000"] * 3
+
+
+NAMES = {"input", "position", "key", "clip_id", "caption_id", "latents", "caption", "begin_s", "end_s"}
+READ = {
+    "dict": dict,
+    "unpacked": lambda batch: {**batch},
+    "keywords": lambda batch: dict(**batch),
+    "copy": lambda batch: batch.copy(),
+    "joined": lambda batch: {} | batch | {},
+    "items": lambda batch: dict(batch.items()),
+    "values": lambda batch: dict(zip(batch.keys(), batch.values(), strict=True)),
+    "get": lambda batch: {name: batch.get(name) for name in batch},
+    "pop": lambda batch: {name: batch.pop(name) for name in tuple(batch)},
+    "set": lambda batch: batch.__setitem__("further", 1) or {name: batch[name] for name in NAMES},
+    "pickle": lambda batch: pickle.loads(pickle.dumps(batch)),
+    "Lightning": lambda batch: apply_to_collection(batch, torch.Tensor, torch.Tensor.clone),
+    "Accelerate": lambda batch: send_to_device(batch, "cpu"),
+}
+
+
+@pytest.mark.parametrize("way", READ)
+def test_keys_captions_and_times_are_there_however_a_batch_is_read(written: Written, way: str) -> None:
+    with opened(written, shuffle=False) as segments:
+        expected, batch = ([*segments][1] for _ in range(2))
+    assert isinstance(batch, dict) and len(batch) == len(NAMES) and set(batch) == NAMES
+    expected = {name: expected[name] for name in NAMES}
+    assert repr(batch["latents"]) and "begin_s" in batch
+    found = READ[way](batch)
+    assert set(found) == NAMES
+    assert type(found["key"]) is list and found["key"] == expected["key"] and found["caption"] == expected["caption"]
+    for name in ("begin_s", "end_s", "latents", "position"):
+        assert torch.equal(found[name], expected[name]), name
+
+
+def test_entries_that_are_set_stay_and_equal_batches_are_equal() -> None:
+    def made() -> LateBatch:
+        return LateBatch({"clip_id": 1}, ("key",), lambda: {"key": ["a"]})
+
+    batch = made()
+    batch["key"] = ["other"]
+    assert batch["key"] == ["other"]
+    del batch["key"]
+    assert list(batch) == ["clip_id"] and batch != made()
+    assert made() == made() == {"clip_id": 1, "key": ["a"]} and repr(made()) == "{'clip_id': 1, 'key': ['a']}"
 
 
 def test_segments_alone_and_padded_tails(written: Written) -> None:

@@ -164,13 +164,19 @@ def videos_of(page: str) -> list[bytes]:
     return [base64.b64decode(one) for one in re.findall(r'<video src="data:video/mp4;base64,([^"]+)"', page)]
 
 
-def test_the_page_plays_the_clips_and_loads_nothing(embedded: Path, tmp_path: Path, search: Any) -> None:
+def test_the_page_plays_the_clips_and_loads_nothing(
+    embedded: Path, run: Path, tmp_path: Path, search: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path = tmp_path / "search.html"
-    result = search(embedded, "<script>alert(1)</script> it begins", "--top", 9, "--page", path)
+    monkeypatch.chdir(embedded.parent)
+    result = search(embedded.name, "<script>alert(1)</script> it begins", "--top", 9, "--page", path)
     page = path.read_text()
     assert "<script" not in page and "&lt;script&gt;alert(1)" in page
     assert "default-src 'none'; img-src data:; media-src data:;" in page
     assert not re.findall(r'(?:src|href|poster)="(?!data:|#)', page)
+    weights = load_model(run, device="cpu").description
+    assert f"<dd>{weights}</dd>" in page and page.count(str(run)) == 1
+    assert f"<dt>folder</dt><dd>{embedded}</dd>" in page
     videos = videos_of(page)
     assert len(videos) == 9
     for hit, content in zip(result["results"][0]["found"], videos, strict=True):

@@ -53,7 +53,9 @@ def test_frozen_parts_stay_as_they_are_to_the_bit(
     assert {name for name in after if torch.equal(before[name], after[name])} == frozen
     total, num_frozen = (sum(after[name].numel() for name in names) for names in (after, frozen))
     said = f"{total:,}, {num_frozen:,} of them frozen ({'; '.join(FROZEN[case][1 : 3 if case == 'blocks' else 2])})"
-    assert f"parameters: {said}\n" in capsys.readouterr().out and RunFolder(out).read_facts()["parameters"] == said
+    printed = capsys.readouterr().out
+    assert "keeps random weights" not in printed
+    assert f"parameters: {said}\n" in printed and RunFolder(out).read_facts()["parameters"] == said
     # Nothing is kept of a frozen tensor but itself.
     assert stored(out, "model.") == after.keys()
     assert stored(out, "ema.") == after.keys() - frozen
@@ -64,7 +66,9 @@ def test_frozen_parts_stay_as_they_are_to_the_bit(
         assert all(torch.equal(weights(again)[name], one) for name, one in after.items())
 
 
-def test_the_first_blocks_are_run_without_a_graph(data_dir: Path, train: Train, tmp_path: Path) -> None:
+def test_the_first_blocks_are_run_without_a_graph(
+    data_dir: Path, train: Train, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Nothing before the last block of either tower asks for memory or a backward pass."""
     seen: dict[str, bool] = {}
 
@@ -85,6 +89,8 @@ def test_the_first_blocks_are_run_without_a_graph(data_dir: Path, train: Train, 
         patch.setattr(DualEncoder, "forward", watch)
         flags = [*TINY, "--lr", "1e-3", "--steps", 1, "--shards", data_dir, "--out", tmp_path / "run"]
         assert train("dual-encoder", *flags, "--freeze", "blocks:3", "text.blocks:1") == 0
+    said = "--freeze blocks:3 text.blocks:1 keeps random weights: --init.weights names none\n"
+    assert said in capsys.readouterr().out
     grown = {name for name, has_graph in seen.items() if has_graph}
     assert len(seen) == 7 and grown == {"video.transformer.resblocks.3", "text.transformer.resblocks.1"}
 

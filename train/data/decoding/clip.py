@@ -165,7 +165,7 @@ def _clip_of(crops: list[NDArray[np.uint8]], shape: ClipShape, found: _FrameForm
         num_frames = shape.sampling.num_frames
         stacked = np.stack([crop.reshape(-1, num_frames, *crop.shape[1:]) for crop in crops], axis=1)
         video = stacked.reshape(-1, *stacked.shape[3:])
-    return Clip(np.stack(rgb_pictures(video, colour, size_px=shape.size_px)) if shape.rgb else video, colour)
+    return Clip(rgb_pictures(video, colour, size_px=shape.size_px) if shape.rgb else video, colour)
 
 
 def _differing(formats: set[_FrameFormat], *, key: str) -> SampleFailed:

@@ -237,8 +237,8 @@ def crop_clip_in_graph(frames: "Sequence[av.VideoFrame]", rectangle: Rectangle, 
     return np.stack(pictures)
 
 
-def rgb_pictures(video: NDArray[np.uint8], colour: int, *, size_px: int) -> list[NDArray[np.uint8]]:
-    """The frames of a YUV clip, uint8 [T, S * S * 3 / 2], as RGB [S, S, 3] on the CPU.
+def rgb_pictures(video: NDArray[np.uint8], colour: int, *, size_px: int) -> NDArray[np.uint8]:
+    """The frames of a YUV clip, uint8 [T, S * S * 3 / 2], as RGB [T, S, S, 3] on the CPU.
 
     Equal to `train.augment.pictures.to_rgb_uint8` up to rounding. OpenCV converts them, since torch's threads are slow
     inside the loader's threads.
@@ -247,12 +247,13 @@ def rgb_pictures(video: NDArray[np.uint8], colour: int, *, size_px: int) -> list
         colour: colour matrix and range (train.augment.colour).
     """
     num_luma, half_px = size_px * size_px, size_px // 2
-    pictures = []
-    for planes in video:
-        chroma = planes[num_luma:].reshape(2, half_px, half_px)
-        full = [cv2.resize(plane, (size_px, size_px), interpolation=cv2.INTER_LINEAR) for plane in chroma]
-        yuv = cv2.merge([planes[:num_luma].reshape(size_px, size_px), *full])
-        pictures.append(np.asarray(cv2.transform(yuv, _matrices()[colour]), dtype=np.uint8))
+    pictures = np.empty((len(video), size_px, size_px, 3), np.uint8)
+    yuv, full = np.empty(pictures.shape[1:], np.uint8), np.empty((2, size_px, size_px), np.uint8)
+    for planes, picture in zip(video, pictures, strict=True):
+        for half, whole in zip(planes[num_luma:].reshape(2, half_px, half_px), full, strict=True):
+            cv2.resize(half, (size_px, size_px), dst=whole, interpolation=cv2.INTER_LINEAR)
+        cv2.merge([planes[:num_luma].reshape(size_px, size_px), *full], dst=yuv)
+        cv2.transform(yuv, _matrices()[colour], dst=picture)
     return pictures
 
 

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from train.data.batch import Batch
+from train.data.batch import Batch, KeptMemory
 from train.data.latents.segment_set import SegmentSet
 from train.data.latents.segments import SegmentRequests
 
@@ -44,7 +44,8 @@ class Gather:
 
     Args:
         batch: number of samples in the largest batch.
-        depth: number of buffers; a batch is overwritten by the `depth`-th after it. None allocates every batch anew.
+        depth: number of buffers; a batch is overwritten by the `depth`-th after it. None never overwrites a batch that
+            is still in use.
         tokenize: from ids of captions, int64 [B], to tokens, int64 [B, L]; None if captions are embeddings.
     """
 
@@ -60,10 +61,13 @@ class Gather:
 
         self._samples, self._tokenize, self._from_numpy = samples, tokenize, torch.from_numpy
         self._row_bytes = samples.segment_bytes
+        self._dtype: torch.dtype = getattr(torch, samples.records.shape.dtype)
         self._text_bytes = 0 if samples.text is None else samples.text.row_bytes
         self._pads = samples.segments.tails == "pad"
         self._is_compressed = samples.records.shape.is_compressed
-        self._ring = deque(self._new_buffers(batch, is_kept=True) for _ in range(depth or 0))
+        self._ring = deque(self._new_buffers(batch) for _ in range(depth or 0))
+        self._kept = KeptMemory((batch, *self._row_shape), np.int16)
+        self._kept_text = None if samples.text is None else KeptMemory((batch, samples.text.width), np.float16)
 
     def block(self, requests: SegmentRequests) -> "RequestBlock":
         """`requests`, prepared for `fill`."""
@@ -76,7 +80,7 @@ class Gather:
             buffers = self._ring[0]
             self._ring.rotate(-1)
         else:
-            buffers = self._new_buffers(num, is_kept=False)
+            buffers = self._kept_buffers(num)
         latents, text = buffers.latents, buffers.text
         if num < buffers.num_rows:
             latents, text = latents[:num], None if text is None else text[:num]
@@ -119,19 +123,28 @@ class Gather:
             target[row, : len(frames)] = frames
             target[row, len(frames) :] = 0
 
-    def _new_buffers(self, num: int, *, is_kept: bool) -> Buffers:
+    @property
+    def _row_shape(self) -> tuple[int, int, int, int]:
+        shape = self._samples.records.shape
+        return self._samples.segments.num_frames, shape.channels, shape.height, shape.width
+
+    def _new_buffers(self, num: int) -> Buffers:
         import torch
 
         # Zeros touch every page now: page faults would cost the first batches more than the copy.
-        make = torch.zeros if is_kept else torch.empty
-        pinned = is_kept and torch.cuda.is_available()
-        shape, text = self._samples.records.shape, self._samples.text
-        size = (num, self._samples.segments.num_frames, shape.channels, shape.height, shape.width)
-        latents = make(size, dtype=getattr(torch, shape.dtype), pin_memory=pinned)
+        pinned, text = torch.cuda.is_available(), self._samples.text
+        latents = torch.zeros((num, *self._row_shape), dtype=self._dtype, pin_memory=pinned)
         if text is None:
-            return Buffers(num, latents, None, latents.data_ptr(), 0)
-        embeddings = make((num, text.width), dtype=torch.float16, pin_memory=pinned)
-        return Buffers(num, latents, embeddings, latents.data_ptr(), embeddings.data_ptr())
+            return _buffers(latents, None)
+        return _buffers(latents, torch.zeros((num, text.width), dtype=torch.float16, pin_memory=pinned))
+
+    def _kept_buffers(self, num: int) -> Buffers:
+        latents = self._from_numpy(self._kept.array(num)).view(self._dtype)  # NumPy has no bfloat16
+        return _buffers(latents, None if self._kept_text is None else self._from_numpy(self._kept_text.array(num)))
+
+
+def _buffers(latents: "torch.Tensor", text: "torch.Tensor | None") -> Buffers:
+    return Buffers(len(latents), latents, text, latents.data_ptr(), 0 if text is None else text.data_ptr())
 
 
 class RequestBlock:
@@ -140,8 +153,7 @@ class RequestBlock:
     Attributes:
         address, text_address: where the latents and the embedding of each request lie (empty in a set without text).
         columns: int64 [requests] each, by name. A batch's tensors are slices of these, which nothing overwrites.
-        Arrays,
-            because slicing an array takes half as long as slicing a tensor.
+            Arrays, because slicing an array takes half as long as slicing a tensor.
     """
 
     def __init__(self, requests: SegmentRequests, *, pads: bool) -> None:

@@ -52,7 +52,7 @@ class LatentLoader(Resumable):
         tails: what to do with the frames after the last full segment of a chunk: "drop", or "pad" with zeros (batches
             then have `num_frames`).
         depth: a batch is valid until `depth` further ones were taken. Buffers are pinned if there is a GPU.
-        copy: allocate each batch anew. Large batches then take several times as long, because of page faults.
+        copy: never overwrite a batch that is in use, whatever `depth`; its memory is not pinned.
         verify: verify every record against its checksum when it is first needed, so that only the first epoch takes
             longer. A record that does not match is a failed sample (train.data.outcomes).
         where: an expression that selects segments, by chunks and captions (shards.where); None for all.

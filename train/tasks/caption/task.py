@@ -87,7 +87,8 @@ class CaptionTask(ClipTask[CaptionerSettings, CaptionedClips | None, Captioner])
         self.decoding()
         if settings.evaluate.every:
             for one in settings.evaluate.evaluated():
-                self._held_out[one.name] = found = self.on(one.shards).samples(one.split, world)
+                with one.opening():
+                    self._held_out[one.name] = found = self.on(one.shards).samples(one.split, world)
                 self.note_evaluation(one, found)
         return samples
 

@@ -83,7 +83,8 @@ class ClassifyTask(ClipTask[ClassifySettings, Samples, VideoClassifier]):
         if settings.evaluate.every:
             # Opened now, so that a mistake in its settings is reported before training starts.
             for one in settings.evaluate.evaluated():
-                found = self.on(one.shards).samples(one.split, world, views=_views(settings.evaluate))
+                with one.opening():
+                    found = self.on(one.shards).samples(one.split, world, views=_views(settings.evaluate))
                 self._held_out[one.name] = found
                 self.note_evaluation(one, found)
         return samples

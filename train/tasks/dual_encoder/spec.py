@@ -135,8 +135,8 @@ def retrieval_table(result: dict[str, Any]) -> Table:
     to_video, to_text = (result[key] for key in _DIRECTIONS)
     texts, clips = ("distinct text", "clip") if is_plain else ("text", "video")
     sizes = f"{counted(to_video['num_queries'], texts)}, {counted(to_text['num_queries'], clips)}"
-    more = {"incomplete": result.get("incomplete", ""), "notes": "; ".join(result.get("notes", ()))}
-    protocol = protocol_of(result, sizes, **more, dual_softmax=dual.get("rule", ""))
+    notes = "; ".join(result.get("notes", ()))
+    protocol = protocol_of(result, sizes, notes=notes, dual_softmax=dual.get("rule", ""))
     columns = (*(f"R@{k}" for k in to_video["recall"]), "median rank")
     return Table(result.get("title", "Text-video retrieval"), columns, tuple(rows), protocol)
 

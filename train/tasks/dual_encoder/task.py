@@ -89,7 +89,13 @@ class DualEncoderTask(ClipTask[DualEncoderSettings, Samples, DualEncoder]):
             split=wanted.split,
             sources=settings.captions.sources,
         )
-        return self.samples(wanted.split, world, num_clips=num_clips, table=table)
+        try:
+            return self.samples(wanted.split, world, num_clips=num_clips, table=table)
+        except UserError as error:
+            source = table["source"][0].as_py()
+            raise UserError(
+                f"{error}; the protocol {wanted.protocol} takes the captions of source {source!r} only", hint=error.hint
+            ) from error
 
     def samples(
         self,
@@ -213,8 +219,9 @@ class DualEncoderTask(ClipTask[DualEncoderSettings, Samples, DualEncoder]):
     def _open_evaluation(self, one: EvaluatedData, world: World) -> LoopEvaluation:
         task, evaluate = self.on(one.shards), self._settings.evaluate
         wanted = replace(evaluate, shards=(), split=one.split, protocol=one.protocol or evaluate.protocol)
-        samples = task.samples_of(wanted, world)
-        found = LoopEvaluation(task, samples, task._settings, wanted=wanted, name=one.name, device=self._device)
+        with one.opening():
+            samples = task.samples_of(wanted, world)
+            found = LoopEvaluation(task, samples, task._settings, wanted=wanted, name=one.name, device=self._device)
         self.note_evaluation(one, samples, protocol=found.protocol)
         return found
 

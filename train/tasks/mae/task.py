@@ -58,7 +58,8 @@ class MaeTask(ClipTask[MaeSettings, Samples, MaskedAutoencoder]):
         samples = self.samples(settings.split, world, per_chunk=settings.samples_per_chunk)
         if settings.evaluate.split != ProbeEvaluation.split:
             # The run reconstructs clips of it at the end; only the default split may be missing.
-            videos_of_split(open_data_folder(settings.shards, cache=settings.cache).path, settings.evaluate.split)
+            with EvaluatedData(name="", shards=None, split=settings.evaluate.split).opening():
+                videos_of_split(open_data_folder(settings.shards, cache=settings.cache).path, settings.evaluate.split)
         if settings.evaluate.every:
             # Opened now, so that a mistake in its settings is reported before training starts.
             self._probes = [self._open_probe(one, world) for one in settings.evaluate.evaluated()]
@@ -67,7 +68,10 @@ class MaeTask(ClipTask[MaeSettings, Samples, MaskedAutoencoder]):
     def _open_probe(self, one: EvaluatedData, world: World) -> LoopProbe:
         task = self.on(one.shards)
         wanted = replace(self._settings.evaluate, shards=(), split=one.split)
-        probe = LoopProbe(task._settings, wanted, name=one.name, inputs=self.inputs, world=world, device=self._device)
+        with one.opening():
+            probe = LoopProbe(
+                task._settings, wanted, name=one.name, inputs=self.inputs, world=world, device=self._device
+            )
         self.note_evaluation(one, probe.queries)
         return probe
 
