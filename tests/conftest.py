@@ -3,9 +3,13 @@
 import signal
 import subprocess
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 
 import pytest
+
+from tests.forks import Forks
+from tests.workers import ForkedContext
 
 ROOT = Path(__file__).parent.parent
 # Files with tests that take half a minute or more. They run first, because at the end of the suite the other cores
@@ -54,6 +58,21 @@ def repository_files() -> list[Path]:
     command = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
     listed = subprocess.run(command, cwd=ROOT, check=True, capture_output=True).stdout.decode().split("\0")
     return sorted(path for path in map(Path, filter(None, listed)) if (ROOT / path).is_file())
+
+
+@pytest.fixture(scope="session")
+def forks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Forks]:
+    """The server that commands are forked from."""
+    with closing(Forks(tmp_path_factory.mktemp("forks"))) as server:
+        yield server
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _workers_are_forked() -> Iterator[None]:
+    """Workers of `prep` in this process are forked; those of commands in processes of their own are spawned."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("prep.engines.processes._CONTEXT", ForkedContext())
+        yield
 
 
 @pytest.fixture(scope="session", autouse=True)

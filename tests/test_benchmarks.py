@@ -11,6 +11,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from tests.forks import Forks
+
 TINY = {
     "caption": ["--shape", "tiny", "--rounds", "1", "--captions", "2", "--device", "cpu"],
     "caption_data": ["--pieces", "1", "--rounds", "1"],
@@ -89,9 +91,12 @@ def flat_pictures(random: np.random.Generator) -> Iterator[np.ndarray]:
 
 @pytest.mark.parametrize("name", sorted(TINY))
 def test_a_benchmark_prints_a_table_and_writes_the_same_as_json(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    name: str, tmp_path: Path, forks: Forks, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     json_path = tmp_path / "figures.json"
+    # Its programs are forked, for some of which a table of the module has the interpreter.
+    monkeypatch.setattr(sys, "executable", str(forks.python()))
+    monkeypatch.delitem(sys.modules, f"benchmarks.{name}", raising=False)
     module = importlib.import_module(f"benchmarks.{name}")
     monkeypatch.setattr("benchmarks.decode_peers.pieces.made_pictures", flat_pictures)
     for length_of_a_turn in {"AT_LEAST_S", "LOADER_AT_LEAST_S"} & vars(module).keys():

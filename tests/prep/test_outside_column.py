@@ -6,7 +6,7 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +22,10 @@ from tests.prep.brightness.column import COLUMN
 from tests.prep.brightness.work import PAUSE, measure
 from tests.prep.running import ENGINES, MARK, Process, Ran, contents, identities, processes, wait_until
 from tests.prep.sets import LEN, ShardSet, flip, rerun
+from tests.served import Commands, served
 
 Prep = Callable[..., Ran]
+Make = Callable[..., dict[str, Any]]
 
 
 def start(*arguments: object, **environment: str) -> "subprocess.Popen[str]":
@@ -39,18 +41,34 @@ def start(*arguments: object, **environment: str) -> "subprocess.Popen[str]":
     )
 
 
-def run(*arguments: object, status: int = 0, **environment: str) -> Ran:
-    """Runs it to its end."""
-    process = start(*arguments, **environment)
-    stdout, stderr = process.communicate(timeout=240)
-    assert process.returncode == status, f"status {process.returncode}\n{stdout}\n{stderr}"
-    return Ran(process.returncode, stdout, stderr)
+@pytest.fixture(scope="module")
+def program() -> Iterator[Commands]:
+    """Runs command lines in one program that has registered the column."""
+    with served("tests.prep.brightness") as commands:
+        yield commands
 
 
-def make(data: Path, *settings: object, status: int = 0, **environment: str) -> dict[str, Any]:
-    """`prep brightness --json`; its summary."""
-    flags = ("--data", data, "--json", "--workers", 2, *settings)
-    return run("brightness", *flags, status=status, **environment).summary
+@pytest.fixture
+def run(program: Commands) -> Prep:
+    """Runs a command line; fails when the exit status is not `status`."""
+
+    def run(*arguments: object, status: int = 0) -> Ran:
+        ran = Ran(*program(*arguments))
+        assert ran.status == status, f"status {ran.status}\n{ran.stdout}\n{ran.stderr}"
+        return ran
+
+    return run
+
+
+@pytest.fixture
+def make(run: Prep) -> Make:
+    """Runs `prep brightness --json`, and gives its summary."""
+
+    def make(data: Path, *settings: object, status: int = 0) -> dict[str, Any]:
+        flags = ("--data", data, "--json", "--workers", 2, *settings)
+        return run("brightness", *flags, status=status).summary
+
+    return make
 
 
 def stored(data: Path) -> dict[str, list[float]]:
@@ -65,7 +83,7 @@ def is_worker(process: Process) -> bool:
     return any(name in " ".join(process.arguments) for name in ("ray::make_brightness", "multiprocessing.spawn"))
 
 
-def test_it_is_planned_made_and_looked_after(shard_set: ShardSet) -> None:
+def test_it_is_planned_made_and_looked_after(run: Prep, make: Make, shard_set: ShardSet) -> None:
     data = shard_set.data
     assert "nothing" not in run("plan", "brightness", "--data", data).stdout
     planned = run("plan", "brightness", "--data", data, "--json").summary
@@ -93,7 +111,7 @@ def test_it_is_planned_made_and_looked_after(shard_set: ShardSet) -> None:
     assert (again["num_shards_made"], again["num_shards"]) == (0, 2) and identities(data) == before
 
 
-def test_what_is_stored_is_what_the_chunks_show(shard_set: ShardSet) -> None:
+def test_what_is_stored_is_what_the_chunks_show(make: Make, shard_set: ShardSet) -> None:
     make(shard_set.data)
     found = stored(shard_set.data)
     wanted = {sample["__key__"]: measure(sample["mp4"], every=1) for sample in Variant.open(shard_set.data).iterate()}
@@ -102,14 +120,16 @@ def test_what_is_stored_is_what_the_chunks_show(shard_set: ShardSet) -> None:
         np.testing.assert_array_equal(found[key][-len(array) :], array)
 
 
-def test_it_is_made_on_ray_with_the_same_bytes(shard_set: ShardSet, tmp_path: Path) -> None:
+def test_it_is_made_on_ray_with_the_same_bytes(make: Make, shard_set: ShardSet, tmp_path: Path) -> None:
     shutil.copytree(shard_set.data, tmp_path / "other")
     make(shard_set.data)
-    make(tmp_path / "other", "--engine", "ray")
+    process = start("brightness", "--data", tmp_path / "other", "--workers", 2, "--engine", "ray")
+    _, stderr = process.communicate(timeout=240)
+    assert process.returncode == 0, stderr
     assert contents(tmp_path / "other" / "brightness") == contents(shard_set.data / "brightness")
 
 
-def test_damage_is_found_and_repaired_by_the_command_that_is_named(shard_set: ShardSet) -> None:
+def test_damage_is_found_and_repaired_by_the_command_that_is_named(run: Prep, make: Make, shard_set: ShardSet) -> None:
     data = shard_set.data
     variant = make(data, "--every", 2)["variant"]
     whole = contents(data / "brightness")
@@ -131,7 +151,7 @@ def test_a_sample_that_differs_from_its_row_is_found() -> None:
     )
 
 
-def test_a_failed_chunk_is_named_and_tried_again(shard_set: ShardSet) -> None:
+def test_a_failed_chunk_is_named_and_tried_again(run: Prep, make: Make, shard_set: ShardSet) -> None:
     data, tar = shard_set.data, shard_set.tar(0)
     sound = tar.read_bytes()
     flip(tar, shard_set.index(0).stat().st_size % 100 + 4000)
@@ -146,7 +166,9 @@ def test_a_failed_chunk_is_named_and_tried_again(shard_set: ShardSet) -> None:
     assert (retried["num_shards_made"], retried["num_chunks"], retried["failures"]) == (1, 5, {})
 
 
-def test_a_changed_recipe_makes_a_variant_and_gc_drops_the_old_one(prep: Prep, shard_set: ShardSet) -> None:
+def test_a_changed_recipe_makes_a_variant_and_gc_drops_the_old_one(
+    run: Prep, make: Make, prep: Prep, shard_set: ShardSet
+) -> None:
     data = shard_set.data
     old = make(data)["variant"]
     new = make(data, "--every", 3)["variant"]
@@ -165,7 +187,7 @@ def test_a_changed_recipe_makes_a_variant_and_gc_drops_the_old_one(prep: Prep, s
 
 
 @pytest.mark.parametrize("engine", ENGINES)
-def test_a_killed_run_is_finished_by_the_next(engine: str, tmp_path: Path, shard_set: ShardSet) -> None:
+def test_a_killed_run_is_finished_by_the_next(make: Make, engine: str, tmp_path: Path, shard_set: ShardSet) -> None:
     data, mark = shard_set.data, secrets.token_hex(8)
     shutil.copytree(data, tmp_path / "undisturbed")
     make(tmp_path / "undisturbed")
@@ -181,7 +203,7 @@ def test_a_killed_run_is_finished_by_the_next(engine: str, tmp_path: Path, shard
     assert contents(data / "brightness") == contents(tmp_path / "undisturbed" / "brightness")
 
 
-def test_a_damaged_dataset_json_forgets_no_column(prep: Prep, shard_set: ShardSet) -> None:
+def test_a_damaged_dataset_json_forgets_no_column(make: Make, prep: Prep, shard_set: ShardSet) -> None:
     variant = make(shard_set.data)["variant"]
     (shard_set.data / "dataset.json").write_text("{}")
     rerun(prep, shard_set, *LEN)

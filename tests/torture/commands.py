@@ -1,10 +1,8 @@
 """Runs `prep` and `train` as separate processes, and waits for all processes that they start."""
 
-import json
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -15,13 +13,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tests.conftest import ROOT
+from tests.forks import Forks
 from tests.torture.cases import Broken
 
 INTERPOSER = Path(__file__).parent / "interposer"
 MARK = "CLIPMILL_TEST_MARK"
 _LIMIT_S = 240.0
 _ENDING_S = 30.0
-_STARTING_S = 180.0
 _RAYS_OWN = re.compile(r"/ray/|^ray::\w+Agent|^ray::IDLE")
 _KEPT = ("PATH", "HOME", "LANG", "CLIPMILL_FFMPEG", "LD_LIBRARY_PATH")
 
@@ -46,12 +44,12 @@ class Ran:
 
 
 class Commands:
-    """Starts commands. Call `close` to terminate the server process that they are forked from."""
+    """Starts commands, as forks of the server `forks`. A server of its own is terminated by `close`."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, forks: Forks | None = None) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self._folder, self._lock, self._count = folder, threading.Lock(), 0
-        self._forks: subprocess.Popen[bytes] | None = None
+        self._forks, self._is_own = forks or Forks(folder / "forks"), forks is None
 
     def run(
         self,
@@ -118,16 +116,16 @@ class Commands:
     def _start_fork(
         self, program: str, words: list[str], environment: Mapping[str, str], outputs: tuple[Path, Path]
     ) -> tuple[int | None, int]:
-        request = {
-            "program": program,
-            "arguments": words,
-            "environment": environment,
-            "folder": str(ROOT),
-            "stdout": str(outputs[0]),
-            "stderr": str(outputs[1]),
-        }
-        with self._connected() as connection, connection.makefile() as lines:
-            connection.sendall(json.dumps(request).encode() + b"\n")
+        with Path(os.devnull).open("rb") as nothing, outputs[0].open("wb") as out, outputs[1].open("wb") as err:
+            connection = self._forks.start(
+                f"{program}.cli",
+                words,
+                environment=environment,
+                folder=ROOT,
+                descriptors=(nothing.fileno(), out.fileno(), err.fileno()),
+                limit_s=_LIMIT_S,
+            )
+        with connection, connection.makefile() as lines:
             session = int(lines.readline())
             try:
                 return int(lines.readline()), session
@@ -135,36 +133,10 @@ class Commands:
                 _kill_session(session)
                 return None, session
 
-    def _connected(self) -> socket.socket:
-        """Connect to the fork server, which is started on first use."""
-        name = f"clipmill-torture-{os.getpid()}-{id(self)}"
-        with self._lock:
-            if self._forks is None:
-                environment = {**os.environ, "OMP_NUM_THREADS": "1", "TMPDIR": str(self._folder)}
-                words = [sys.executable, "-m", "tests.torture.forks", name]
-                with (self._folder / "forks.log").open("wb") as log:
-                    self._forks = subprocess.Popen(
-                        words, cwd=ROOT, env=environment, stdin=subprocess.DEVNULL, stdout=log, stderr=log
-                    )
-        deadline_s = time.monotonic() + _STARTING_S
-        while True:
-            connection = socket.socket(socket.AF_UNIX)
-            connection.settimeout(_LIMIT_S)
-            try:
-                connection.connect(f"\0{name}")
-                return connection
-            except ConnectionRefusedError:
-                connection.close()
-                if self._forks.poll() is not None or time.monotonic() > deadline_s:
-                    said = (self._folder / "forks.log").read_text("utf-8", "replace")
-                    raise RuntimeError(f"the process that commands are forked from did not start\n{said}") from None
-                time.sleep(0.05)
-
     def close(self) -> None:
-        """Terminate the fork server."""
-        if self._forks is not None:
-            self._forks.kill()
-            self._forks.wait()
+        """Terminate the fork server, unless it was given."""
+        if self._is_own:
+            self._forks.close()
 
 
 def _wait_for_all(session: int, mark: str, ran: Ran) -> None:

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.forks import Forks
 from tests.torture.__main__ import PARTS, parts_of, report
 from tests.torture.campaign import run_campaign
 from tests.torture.subjects import SUBJECTS
@@ -16,8 +17,8 @@ NUM_CASES = 48  # a third from each part, so that each command is included
 
 
 @pytest.mark.timeout(1200)  # on a shared machine; it takes a minute on an idle one
-def test_nothing_of_a_slice_is_lost_left_behind_or_served_wrong(tmp_path: Path) -> None:
-    with Workspace(tmp_path) as workspace:
+def test_nothing_of_a_slice_is_lost_left_behind_or_served_wrong(tmp_path: Path, forks: Forks) -> None:
+    with Workspace(tmp_path, forks) as workspace:
         parts = parts_of(None, seed=SEED, workspace=workspace)
         for name in TOO_LONG:
             del parts["points"][name]

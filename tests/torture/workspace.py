@@ -5,15 +5,16 @@ import threading
 from collections.abc import Callable
 from pathlib import Path
 
+from tests.forks import Forks
 from tests.torture.commands import Commands
 
 
 class Workspace:
-    """The folder for all files of a campaign; a context manager."""
+    """The folder for all files of a campaign; a context manager. `forks`: a server that runs already."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, forks: Forks | None = None) -> None:
         self.folder = folder
-        self.commands = Commands(folder / "commands")
+        self.commands = Commands(folder / "commands", forks)
         self._lock = threading.Lock()
         self._making: dict[str, threading.Lock] = {}
 

@@ -5,8 +5,11 @@ import pytest
 import torch
 
 from tests.train.tiny_data import Caption, chunks_of, write_captions, write_shard
+from train.tasks.caption.metrics.java import MetricUnavailable
 
 NUM_FRAMES = 55  # chunks of 20, 20 and 15
+# Files that run Java; in the others METEOR is absent, because it takes longer to start than a whole test.
+WITH_JAVA = ("test_java_metrics.py",)
 VIDEOS = {"a": "train", "b": "train", "c": "train", "d": "val"}
 
 
@@ -19,6 +22,19 @@ def _one_thread() -> Iterator[None]:
         environment.setenv("OMP_NUM_THREADS", "1")  # for the programs that tests start
         yield
     torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _no_java(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Behave as a machine without Java, except in the files of `WITH_JAVA`."""
+
+    def java() -> None:
+        raise MetricUnavailable("left out of this test")
+
+    with pytest.MonkeyPatch.context() as patch:
+        if request.path.name not in WITH_JAVA:
+            patch.setattr("train.tasks.caption.metrics.java.java", java)
+        yield
 
 
 @pytest.fixture(scope="session")

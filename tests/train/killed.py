@@ -1,6 +1,5 @@
 """Runs of the plane task, in processes that are killed at a change of names on the disk."""
 
-import multiprocessing
 import os
 import signal
 import sys
@@ -12,7 +11,7 @@ from typing import Any
 import torch
 
 from manifests.errors import Stopped
-from tests.train.distributed.forked import RUNS
+from tests import workers
 from tests.train.plane import ONE, LoadedPoints, PlaneTask, Points, settings
 from train.config.training import TrainingSettings
 from train.data.outcomes import LoadedBatch
@@ -55,9 +54,7 @@ def train_and_stop(chosen: TrainingSettings) -> None:
 
 def killed_at(number: int, work: Callable[..., None], *arguments: Any, folder: Path) -> int | None:
     """Calls `work` in a process that is killed before its `number`-th change of names in `folder`; its exit status."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(RUNS)
-    process = context.Process(target=_work, args=(number, work, arguments, folder))
+    process = workers.process(target=_work, args=(number, work, arguments, folder))
     process.start()
     process.join(60)
     process.kill()

@@ -2,14 +2,13 @@
 
 import json
 import shutil
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 from safetensors.torch import load_file
 
+from tests.served import Commands, served
 from tests.train.test_cli import SMALL
 from train.run.checkpoint import read_weights
 from train.run.folder import RunFolder, read_lines
@@ -17,29 +16,18 @@ from train.run.folder import RunFolder, read_lines
 STEPS = ["--steps", "6", "--checkpoint-every", "3", "--keep-checkpoints", "9"]
 
 
-Train = Callable[..., tuple[int, str, str]]
 Trained = Callable[..., str]
 
 
 @pytest.fixture(scope="module")
-def train() -> Iterator[Train]:
-    """Runs a command line in a program of its own that has registered the task: exit status, output, errors."""
-    program = [sys.executable, "-m", "tests.train.frame_order", "--commands"]
-    with subprocess.Popen(program, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdin is not None and process.stdout is not None
-        commands, answers = process.stdin, process.stdout
-
-        def run(*arguments: object) -> tuple[int, str, str]:
-            print(json.dumps([*map(str, arguments)]), file=commands, flush=True)
-            status, out, err = json.loads(answers.readline())
-            return status, out, err
-
+def train() -> Iterator[Commands]:
+    """Runs a command line in a program that has registered the task: exit status, output, errors."""
+    with served("tests.train.frame_order") as run:
         yield run
-        commands.close()
 
 
 @pytest.fixture(scope="module")
-def trained(train: Train) -> Trained:
+def trained(train: Commands) -> Trained:
     """Runs a command line that succeeds, and gives its output."""
 
     def run(*arguments: object) -> str:
@@ -87,7 +75,7 @@ def test_it_is_evaluated_and_on_its_page_and_the_overview(trained: Trained, run:
     assert "frame-order" in trained("--help")
 
 
-def test_other_evaluations_and_formats_are_refused(train: Train, run: Path) -> None:
+def test_other_evaluations_and_formats_are_refused(train: Commands, run: Path) -> None:
     status, out, err = train("eval", "retrieval", run)
     assert (status, out) == (2, "")
     assert "is a run of train frame-order, not of train dual-encoder" in err

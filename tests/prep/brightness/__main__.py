@@ -1,4 +1,6 @@
-"""`prep` with a fourth column."""
+"""`prep` with a fourth column; with `--commands`, one command line after another (`tests.served`)."""
+
+import sys
 
 from prep.registry import register
 from tests.prep.brightness.column import COLUMN
@@ -8,4 +10,9 @@ if __name__ == "__main__":
 
     from prep.cli import main
 
-    main()
+    if sys.argv[1:] == ["--commands"]:
+        from tests.served import serve
+
+        serve("prep", main)
+    else:
+        main()

@@ -2,7 +2,7 @@
 
 import json
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,6 @@ from tests.train.test_cli import train
 from tests.train.tiny_data import Caption, chunks_of, write_captions, write_shard
 from train.commands.evaluation import score_run
 from train.tasks.caption.generation import GeneratedCaptions, metrics_of
-from train.tasks.caption.metrics.java import MetricUnavailable
 from train.tasks.caption.metrics.scores import score_captions
 from train.tasks.caption.spec import CAPTIONS, CaptionFlags
 
@@ -21,18 +20,6 @@ __all__ = ["train"]
 
 Train = Callable[..., int]
 BAD = ["<script>alert(1)</script> & <b>bold</b>", "two\x1b[31m\nlines\x00", "两只猫在睡觉 🐈", "...", "a cat " * 40]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _no_java() -> Iterator[None]:
-    """METEOR takes longer to start than all else; its own tests are in metrics/."""
-
-    def java() -> None:
-        raise MetricUnavailable("left out of this test")
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("train.tasks.caption.metrics.java.java", java)
-        yield
 
 
 @pytest.fixture(scope="module")

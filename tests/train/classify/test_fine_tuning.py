@@ -133,7 +133,8 @@ def test_resuming_and_parts_of_a_batch_change_nothing_of_the_recipe(train: Train
         shutil.rmtree(path)
     assert train("classify", "--resume", "--out", broken) == 0
     assert losses(broken) == expected
-    assert all(torch.equal(weights(broken)[name], tensor) for name, tensor in ending.items())
+    resumed = weights(broken)
+    assert all(torch.equal(resumed[name], tensor) for name, tensor in ending.items())
 
 
 def test_latents_are_classified_as_their_masked_autoencoder_saw_them(

@@ -1,6 +1,5 @@
-"""Ranks forked off a process that has imported what they need: the imports of one cost more than all that it does."""
+"""Ranks, forked off a process that has imported what they need."""
 
-import multiprocessing
 import os
 import socket
 import sys
@@ -10,19 +9,7 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
-# What ranks run; a module that is not named here is imported by each rank.
-# The last one is what a first step imports by itself.
-RUNS = [
-    "tests.train.distributed.runs",
-    "tests.train.distributed.stage_runs",
-    "tests.train.killed",
-    "tests.train.losses.runs",
-    "tests.train.optim.sharded_steps",
-    "train.commands.launch",
-    "train.tasks.mae.evaluation",
-    "train.report.results",
-    "torch._dynamo",
-]
+from tests import workers
 
 
 @dataclass(frozen=True)
@@ -50,15 +37,13 @@ def free_port() -> int:
 
 def fork_ranks(run: Callable[..., None], *arguments: Any, size: int, folder: Path) -> list[Rank]:
     """Starts `size` ranks that call `run`, in an environment as torchrun makes it; what they say goes to `folder`."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(RUNS)
     shared = {"WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     ranks = []
     for rank in range(size):
-        environment = {**os.environ, **shared, "RANK": str(rank), "LOCAL_RANK": str(rank)}
         said = folder / f"said-by-{rank}-of-{size}.txt"
         said.touch()
-        process = context.Process(target=_run, args=(run, arguments, environment, said), daemon=True)
+        own = {**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)}
+        process = workers.process(target=_run, args=(run, arguments, said), daemon=True, **own)
         process.start()
         ranks.append(Rank(process, said))
     return ranks
@@ -75,9 +60,7 @@ def end_well(ranks: list[Rank]) -> None:
             rank.process.kill()
 
 
-def _run(run: Callable[..., None], arguments: tuple[Any, ...], environment: dict[str, str], said: Path) -> None:
-    os.environ.clear()
-    os.environ.update(environment)
+def _run(run: Callable[..., None], arguments: tuple[Any, ...], said: Path) -> None:
     with said.open("w") as file:
         os.dup2(file.fileno(), sys.stderr.fileno())
     run(*arguments)

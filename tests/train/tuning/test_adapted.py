@@ -38,7 +38,8 @@ def test_a_checkpoint_of_adapters_holds_nothing_else_and_is_resumed(
     again = killed(adapted, tmp_path / "again")
     assert train("dual-encoder", "--resume", "--out", again) == 0
     assert losses(again) == losses(adapted)
-    assert all(torch.equal(weights(again)[name], one) for name, one in after.items())
+    resumed = weights(again)
+    assert all(torch.equal(resumed[name], one) for name, one in after.items())
 
 
 def test_adapters_are_merged_for_evaluation_export_and_a_new_start(
@@ -54,8 +55,9 @@ def test_adapters_are_merged_for_evaluation_export_and_a_new_start(
     assert train("export", adapted, "--format", "open_clip", "--out", exported) == 0
     still = [*TINY, "--lr", "1e-12", "--steps", 1, "--shards", data_dir]
     assert train("dual-encoder", *still, "--init.weights", exported, "--out", started) == 0
+    begun = weights(started)
     for name, one in weights(adapted).items():
-        torch.testing.assert_close(weights(started)[name], one, rtol=0, atol=1e-9)
+        torch.testing.assert_close(begun[name], one, rtol=0, atol=1e-9)
 
 
 def test_exports_of_a_run_with_adapters_are_weights_like_the_run(

@@ -1,3 +1,4 @@
+import os
 import shutil
 import sys
 from pathlib import Path
@@ -5,8 +6,10 @@ from pathlib import Path
 import pytest
 
 from manifests.errors import UserError
+from train.commands.evaluation import score_run
 from train.tasks.caption.metrics.java import Dialogue, Meteor, MetricUnavailable, java
 from train.tasks.caption.metrics.scores import score_captions
+from train.tasks.caption.spec import CAPTIONS, CaptionFlags
 
 CANDIDATES = {"a": "a man is playing the guitar", "b": "", "c": "cooking a woman ||| x", "d": "日本"}
 REFERENCES = {
@@ -51,6 +54,24 @@ def test_meteor_is_that_of_pycocoevalcap_and_starts_once(monkeypatch: pytest.Mon
     assert scores.means["meteor"] == pytest.approx(0.2581132614670123, abs=1e-6)
     ours = {video_id: its_scores["meteor"] for video_id, its_scores in scores.per_video.items()}
     assert ours == pytest.approx(METEOR, abs=1e-6)
+
+
+ANSWERS = """
+num_videos = 0
+for line in sys.stdin:
+    num_videos = num_videos + 1 if line.startswith("SCORE") else num_videos
+    print("statistics" if line.startswith("SCORE") else "\\n".join(["0.25"] * num_videos + ["0.5"]), flush=True)
+    if line.startswith("EVAL"): num_videos = 0
+"""
+
+
+def test_the_command_computes_meteor_where_there_is_java(
+    captioner_run: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("PATH", f"{program(tmp_path / 'bin', ANSWERS)}{os.pathsep}{os.environ['PATH']}")
+    result = score_run(CAPTIONS, captioner_run, CaptionFlags(split="train"))
+    assert result["means"]["meteor"] == result["constant"]["means"]["meteor"] == 0.5
+    assert "meteor" not in result["absent"]
 
 
 def test_without_java_it_is_said_that_meteor_is_absent(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -1,0 +1,244 @@
+"""A fork server that has imported the modules of the commands, and forks for each `python -m MODULE` asked of it.
+
+`prep`, `train` and the benchmarks spend seconds on importing torch and little time on the data of a test. A command
+still has its own process, session, environment, folder and output, and its workers are forked too. Only imports are not
+repeated.
+"""
+
+import atexit
+import contextlib
+import gc
+import importlib
+import json
+import multiprocessing
+import os
+import runpy
+import selectors
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import traceback
+from collections.abc import Mapping, Sequence
+from multiprocessing.util import _exit_function  # type: ignore[attr-defined]
+from pathlib import Path
+from typing import Any, NoReturn
+
+ROOT = Path(__file__).parent.parent
+_STARTING_S = 180.0
+_IMPORTED = (
+    *("prep.cli", "prep.engines.processes", "prep.latents.worker", "prep.latents.vae", "prep.video.worker"),
+    *("prep.latents.plan", "prep.text.run", "prep.text.tower", "prep.text.plan"),
+    *("prep.video.planning", "prep.video.report", "prep.video.check", "prep.latents.sample", "prep.text.check"),
+    *("prep.core.run", "prep.upkeep.garbage", "prep.upkeep.status", "prep.upkeep.texts", "prep.synthetic.make"),
+    *("manifests.adapters.folder", "manifests.store"),
+    *(
+        "train.cli",
+        "train.commands.launch",
+        "train.engine.loop",
+        "train.report.results",
+        "torch.distributed.checkpoint",
+    ),
+    *("diffusers.models.autoencoders.autoencoder_tiny", "open_clip", "torch.utils.flop_counter"),
+)
+# The program that `Forks.python` writes. It hands over its descriptors, and ends as the command does.
+_LAUNCHER = """#!{python} -IS
+import array, json, os, signal, socket, sys
+
+if sys.argv[1:2] != ["-m"]:
+    os.execv({python!r}, [{python!r}, *sys.argv[1:]])
+with socket.socket(socket.AF_UNIX) as server:
+    server.connect("\\0{address}")
+    request = {{"module": sys.argv[2], "arguments": sys.argv[3:]}}
+    request |= {{"environment": dict(os.environ), "folder": os.getcwd()}}
+    rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [0, 1, 2]))]
+    server.sendmsg([b"-"], rights)
+    lines = server.makefile("rw")
+    print(json.dumps(request), file=lines, flush=True)
+    pid = int(lines.readline())
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1):
+        signal.signal(number, lambda number, _: os.kill(pid, number))
+    status = int(lines.readline())
+if status < 0:
+    signal.signal(-status, signal.SIG_DFL)
+    os.kill(os.getpid(), -status)
+sys.exit(status)
+"""
+
+
+class Forks:
+    """The server, which starts with the first request; call `close` to end it."""
+
+    def __init__(self, folder: Path) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        self._folder, self._lock = folder, threading.Lock()
+        self._address = f"clipmill-forks-{os.getpid()}-{id(self)}"
+        self._server: subprocess.Popen[bytes] | None = None
+
+    def python(self) -> Path:
+        """Return a Python interpreter whose `-m MODULE` is forked; for other arguments it is the real one."""
+        path = self._folder / "python"
+        if not path.exists():
+            self._connected(limit_s=None).close()
+            path.write_text(_LAUNCHER.format(python=sys.executable, address=self._address))
+            path.chmod(0o755)
+        return path
+
+    def start(
+        self,
+        module: str,
+        arguments: Sequence[str],
+        *,
+        environment: Mapping[str, str],
+        folder: Path,
+        descriptors: tuple[int, int, int],
+        limit_s: float,
+    ) -> socket.socket:
+        """Start a module as a program; return a connection with a line of its process ID, and one of its exit status.
+
+        Args:
+            descriptors: standard input, output and errors.
+            limit_s: how long to wait for a line.
+        """
+        connection = self._connected(limit_s=limit_s)
+        request = {"module": module, "arguments": arguments, "environment": {**environment}, "folder": str(folder)}
+        socket.send_fds(connection, [b"-"], descriptors)
+        connection.sendall(json.dumps(request).encode() + b"\n")
+        return connection
+
+    def _connected(self, *, limit_s: float | None) -> socket.socket:
+        log = self._folder / "forks.log"
+        with self._lock:
+            if self._server is None:
+                environment = {**os.environ, "OMP_NUM_THREADS": "1", "TMPDIR": str(self._folder)}
+                words = [sys.executable, "-m", "tests.forks", self._address]
+                with log.open("wb") as file:
+                    self._server = subprocess.Popen(
+                        words, cwd=ROOT, env=environment, stdin=subprocess.DEVNULL, stdout=file, stderr=file
+                    )
+        deadline_s = time.monotonic() + _STARTING_S
+        while True:
+            connection = socket.socket(socket.AF_UNIX)
+            connection.settimeout(limit_s)
+            try:
+                connection.connect(f"\0{self._address}")
+                return connection
+            except ConnectionRefusedError:
+                connection.close()
+                if self._server.poll() is not None or time.monotonic() > deadline_s:
+                    said = log.read_text("utf-8", "replace")
+                    raise RuntimeError(f"the process that commands are forked from did not start\n{said}") from None
+                time.sleep(0.05)
+
+    def close(self) -> None:
+        """Terminate the server."""
+        if self._server is not None:
+            self._server.kill()
+            self._server.wait()
+
+
+def serve(address: str) -> None:
+    """Listen at an abstract Unix socket.
+
+    A request is a connection with a byte that carries three descriptors, and a line of JSON. It is answered by a line
+    with the command's process ID, and one with its exit status, negative for a signal. A command whose connection is
+    closed is killed.
+    """
+    for name in _IMPORTED:
+        with contextlib.suppress(ImportError):
+            importlib.import_module(name)
+    gc.freeze()  # keeps memory shared with the forks
+    listening = socket.socket(socket.AF_UNIX)
+    listening.bind(f"\0{address}")
+    listening.listen()
+    waking, woken = socket.socketpair()
+    woken.setblocking(False)
+    signal.set_wakeup_fd(woken.fileno(), warn_on_full_buffer=False)
+    signal.signal(signal.SIGCHLD, lambda *_: None)
+    selector = selectors.DefaultSelector()
+    selector.register(listening, selectors.EVENT_READ)
+    selector.register(waking, selectors.EVENT_READ)
+    asking: dict[int, socket.socket] = {}
+    while True:
+        for key, _ in selector.select():
+            if key.fileobj is waking:
+                waking.recv(4096)
+                _answer(asking, selector)
+            elif key.fileobj is listening:
+                connection, _ = listening.accept()
+                _, descriptors, _, _ = socket.recv_fds(connection, 1, 3)
+                line = connection.makefile().readline()
+                if not line:  # somebody looked whether the server is there
+                    connection.close()
+                    continue
+                pid = os.fork()
+                if not pid:
+                    signal.set_wakeup_fd(-1)
+                    for other in (listening, waking, woken, connection, *asking.values()):
+                        other.close()
+                    selector.close()
+                    _become(json.loads(line), descriptors)
+                for descriptor in descriptors:
+                    os.close(descriptor)
+                asking[pid] = connection
+                selector.register(connection, selectors.EVENT_READ, pid)
+                connection.sendall(f"{pid}\n".encode())
+            else:
+                selector.unregister(key.fileobj)
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(key.data, signal.SIGKILL)
+
+
+def _answer(asking: dict[int, socket.socket], selector: selectors.BaseSelector) -> None:
+    for pid in list(asking):
+        ended, status = os.waitpid(pid, os.WNOHANG)
+        if ended:
+            with contextlib.suppress(KeyError):
+                selector.unregister(asking[pid])
+            with contextlib.suppress(OSError), asking.pop(pid) as connection:
+                connection.sendall(f"{os.waitstatus_to_exitcode(status)}\n".encode())
+
+
+def _become(request: dict[str, Any], descriptors: list[int]) -> NoReturn:
+    """Run the module in this fork, and exit."""
+    code = 1
+    try:
+        os.setsid()
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        for number, descriptor in enumerate(descriptors):
+            os.dup2(descriptor, number)
+            os.close(descriptor)
+        os.chdir(request["folder"])
+        os.environ.clear()
+        os.environ.update(request["environment"])
+        tempfile.tempdir = None
+        processes: Any = importlib.import_module("prep.engines.processes")
+        processes._CONTEXT = multiprocessing.get_context("fork")
+        if "CLIPMILL_TORTURE_WATCH" in os.environ:
+            from tests.torture.interposer.calls import install
+
+            install()
+        sys.argv = [request["module"], *request["arguments"]]
+        sys.modules.pop(request["module"], None)  # it becomes __main__, as in an interpreter of its own
+        runpy.run_module(request["module"], run_name="__main__", alter_sys=True)
+        code = 0
+    except SystemExit as end:
+        code = end.code if isinstance(end.code, int) else int(end.code is not None)
+    except BaseException:  # noqa: BLE001 - as the interpreter does it
+        traceback.print_exc()
+    with contextlib.suppress(Exception):
+        threading._shutdown()  # type: ignore[attr-defined]
+        _exit_function()
+        atexit._run_exitfuncs()
+        sys.stdout.flush()
+        sys.stderr.flush()
+    os._exit(code)
+
+
+if __name__ == "__main__":
+    sys.path[0] = str(ROOT)
+    serve(sys.argv[1])

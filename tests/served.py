@@ -1,0 +1,43 @@
+"""Command lines that are run one after another in one program, so that its imports are paid for once."""
+
+import contextlib
+import io
+import json
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+
+from tests.conftest import ROOT
+
+Commands = Callable[..., tuple[int, str, str]]
+
+
+def serve(name: str, main: Callable[[], None]) -> None:
+    """Answer each JSON list on standard input with the exit status, output and errors of `name` with these words."""
+    answers = sys.stdout
+    for line in sys.stdin:
+        sys.argv = [name, *json.loads(line)]
+        with contextlib.redirect_stdout(io.StringIO()) as out, contextlib.redirect_stderr(io.StringIO()) as err:
+            try:
+                main()
+                status = 0
+            except SystemExit as left:
+                status = int(left.code or 0)
+        print(json.dumps([status, out.getvalue(), err.getvalue()]), file=answers, flush=True)
+
+
+@contextlib.contextmanager
+def served(module: str) -> Iterator[Commands]:
+    """Start `python -m MODULE --commands`, which calls `serve`; run command lines in it."""
+    program = [sys.executable, "-m", module, "--commands"]
+    with subprocess.Popen(program, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdin is not None and process.stdout is not None
+        commands, answers = process.stdin, process.stdout
+
+        def run(*arguments: object) -> tuple[int, str, str]:
+            print(json.dumps([*map(str, arguments)]), file=commands, flush=True)
+            status, out, err = json.loads(answers.readline())
+            return status, out, err
+
+        yield run
+        commands.close()
