@@ -110,7 +110,7 @@ def _open(
     task = DualEncoderTask(settings, attention=attention, device=device)
     samples = open_consistent(lambda: task.training_set(world), settings, columns=task.columns, world=world)
     if not isinstance(samples, VideoCaptions):
-        raise UserError(f"train bench measures a data folder, not {settings.shards}", hint="name one: --shards DIR")
+        raise UserError(f"train bench measures a data folder, not {settings.folder}", hint="name one: --shards DIR")
     check_batch(settings, samples)
     return task, samples, device
 

@@ -12,6 +12,7 @@ from cyclopts import App, Parameter
 from manifests.errors import FailedWork, UserError
 from train.commands.training import docstring
 from train.config.data import AS_TRAINED, Overrides, Weights
+from train.config.files import read_values
 from train.registry import evaluations, evaluations_of
 from train.run.folder import open_run, read_lines
 from train.spec import EvaluationSpec
@@ -63,6 +64,16 @@ def score_run(
     return result
 
 
+def data_of(weights: str | Path) -> tuple[str | None, ...]:
+    """The data to evaluate where none is named: None for a run's own, or each of the folders of a mixture."""
+    from train.weights.sources import is_run
+
+    if not is_run(Path(weights)):
+        return (None,)
+    shards = read_values(open_run(Path(weights)).settings).get("shards")
+    return tuple(map(str, shards)) if isinstance(shards, list) and len(shards) > 1 else (None,)
+
+
 def _evaluations_of(task: str) -> str:
     names = ", ".join(one.name for one in evaluations_of(task))
     return f"evaluations of train {task}: {names}" if names else "name other weights"
@@ -84,24 +95,27 @@ def evaluation_command(evaluation: EvaluationSpec) -> Callable[..., None]:
         as_json: Annotated[bool, Parameter(name="--json", negative="")] = False,
     ) -> None:
         say = partial(print, file=sys.stderr) if as_json else print
-        result = score_run(evaluation, weights, wanted, shards=shards, overrides=shown, out=out, say=say)
-        if as_json:
-            print(json.dumps({name: value for name, value in result.items() if name != evaluation.pictures}))
-        else:
-            from train.evaluation.pages import describe
+        failed, where = 0, ""
+        for data in data_of(weights) if shards is None else (shards,):
+            result = score_run(evaluation, weights, wanted, shards=data, overrides=shown, out=out, say=say)
+            if as_json:
+                print(json.dumps({name: value for name, value in result.items() if name != evaluation.pictures}))
+            else:
+                from train.evaluation.pages import describe
 
-            print(describe(evaluation.table(result)))
-        if failed := len(result["failed"]):
-            where = f"{weights}/evaluations" if result["step"] is not None else out or "--json"
+                print(describe(evaluation.table(result)))
+            failed += len(result["failed"])
+            where = f"{weights}/evaluations" if result["step"] is not None else str(out or "--json")
+        if failed:
             raise FailedWork(f"{failed} samples could not be decoded; see `failed` in {where}")
 
     command.__doc__ = docstring(
         evaluation.help,
         example=evaluation.example,
         weights=f"{evaluation.run_help} Or other weights: an exported folder, a file, or NAME:TAG of open_clip.",
-        shards="Data folder or tar files. Default: those of the training run.",
+        shards="Data folder or tar files. Default: those of the training run; of several data folders each in turn.",
         out="Folder for the result file of weights that are not a run. Default: not written.",
-        as_json="Print one JSON object, without images.",
+        as_json="Print one JSON object per data folder, without images.",
     )
     return command
 

@@ -8,6 +8,7 @@ import torch
 
 from manifests.publish import publish_bytes, publish_json
 from train.config.training import ClipSettings, ParallelSettings
+from train.data.inputs import Mixture, first_of
 from train.data.latents.segments import FrameShape
 from train.device.precision import choose_device, open_precision
 from train.distributed.launch import open_world
@@ -121,7 +122,8 @@ def _train(
         "precision": f"{precision.name} ({precision.reason})",
         "data": samples.describe(),
         "variant": samples.variant_name,
-        **_latents_facts(samples),
+        **_latents_facts(first_of(samples)),
+        **({"sources": samples.folders.facts()} if isinstance(samples, Mixture) else {}),
         **_weights_facts(None if has_weights else start, old_facts),
         **how_chosen,
         **about,
@@ -138,8 +140,10 @@ def _train(
         if spec.at_end is not None:
             spec.at_end(run, settings, progress.say)
         write_page(run)
-    failed = len(read_lines(run.failures))
+    failed, lines = len(read_lines(run.failures)), read_lines(run.metrics)
     remark = f"; {counted(failed, 'sample')} failed, all are listed in {run.failures}" if failed else ""
+    if sources := lines[-1].get("sources") if lines else None:
+        progress.say(f"samples: {', '.join(f'{count:,} of {name}' for name, count in sources.items())}")
     progress.say(
         f"done: {counted(settings.steps, 'step')}, checkpoints and results page ({run.page.name}) in {run.path}{remark}"
     )

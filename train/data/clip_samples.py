@@ -95,6 +95,16 @@ class ClipSamples(Loader):
         return len(self.spans)
 
     @property
+    def num_caption_ids(self) -> int:
+        """Ids of captions are in [0, num_caption_ids); 0 in a set without captions."""
+        return 0
+
+    @property
+    def mixing_facts(self) -> dict[str, str]:
+        """What has to be the same in all sets of a mixture. Clips of any size and frame rate become alike."""
+        return {}
+
+    @property
     def variant_name(self) -> str:
         """The variants that the samples come from."""
         return self.chunks.variant_name

@@ -14,7 +14,8 @@ from torch.utils.data import get_worker_info
 
 from manifests.errors import UserError
 from manifests.store import read_videos
-from train.config.training import ClipSettings, is_remote
+from train.config.shards import is_remote
+from train.config.training import ClipSettings
 from train.data.arguments import require_device, require_whole_numbers
 from train.data.batch import Batch
 from train.data.batches import Batches
@@ -111,12 +112,12 @@ def open_clips(
     loading = replace(loading, can_keep=not is_pinned)
     classes: ClassList | None = None
     samples: ClipSamples | VideoStream
-    if names_tars(settings.shards):
+    if names_tars(settings.folder):
         if label is not None:
             raise UserError(f"{data} is a stream of tars, without labels", hint="name the data folder that prep made")
-        samples = VideoStream(settings.shards, shape=shape, tokenize=None, loading=loading, cache=cache)
+        samples = VideoStream(settings.folder, shape=shape, tokenize=None, loading=loading, cache=cache)
     else:
-        folder = open_data_folder(settings.shards, cache=cache)
+        folder = open_data_folder(settings.folder, cache=cache)
         common: dict[str, Any] = {"split": split, "shape": shape, "loading": loading, "tars": folder.tars}
         if label is None:
             samples = VideoCaptions(folder.path, tokenize=None, **common)
