@@ -129,6 +129,10 @@ class ClipSamples(Loader):
         """The chunk in which the clip begins."""
         return self.chunks.key(int(self.spans.first_chunk[sample // self._repeats]))
 
+    def span_us(self, clips: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Begin and end of clips in their videos, microseconds."""
+        return self.spans.begin_us[clips], self.spans.end_us[clips]
+
     def span_s(self, sample: int) -> tuple[float, float]:
         """Begin and end of the clip in its video, seconds."""
         clip = sample // self._repeats

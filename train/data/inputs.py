@@ -63,12 +63,7 @@ def open_mixed(open_one: Callable[[str], Samples], settings: DataSettings) -> Sa
     """
     if len(settings.folders) == 1:
         return open_one(settings.folder)
-    for folder in settings.folders:
-        if names_tars(folder):
-            raise UserError(
-                f"--shards names {folder}, a stream of tars, which cannot be mixed with other data",
-                hint="name data folders that prep made, or train on the tars alone",
-            )
+    require_folders(settings)
     sets: list[Any] = []
     for folder in settings.folders:
         with naming(folder):
@@ -76,6 +71,16 @@ def open_mixed(open_one: Callable[[str], Samples], settings: DataSettings) -> Sa
     weights = None if settings.mix is None else parse_mix(settings.mix)
     mixture = MixedLatents if isinstance(sets[0], LatentLoader) else MixedClips
     return mixture(sets, settings.folders, weights=weights)
+
+
+def require_folders(settings: DataSettings) -> None:
+    """Raise a UserError if one of several data folders is a stream of tars."""
+    for folder in settings.folders if len(settings.folders) > 1 else ():
+        if names_tars(folder):
+            raise UserError(
+                f"--shards names {folder}, a stream of tars, which cannot be mixed with other data",
+                hint="name data folders that prep made, or train on the tars alone",
+            )
 
 
 def first_of(samples: Any) -> Any:

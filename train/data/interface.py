@@ -3,7 +3,9 @@
 Samples, order, random draws, checks and failures are those of the commands.
 """
 
+from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -14,7 +16,7 @@ from torch.utils.data import get_worker_info
 
 from manifests.errors import UserError
 from manifests.store import read_videos
-from train.config.shards import is_remote
+from train.config.shards import DataSettings, Shards, is_remote
 from train.config.training import ClipSettings
 from train.data.arguments import require_device, require_whole_numbers
 from train.data.batch import Batch
@@ -24,7 +26,7 @@ from train.data.clip_samples import ClipSamples
 from train.data.decoding.clip import Views
 from train.data.decoding.pictures import CropRule
 from train.data.frame_sampling import US_PER_S, SamplingRule
-from train.data.inputs import clip_shape, loader_settings
+from train.data.inputs import Mixture, clip_shape, loader_settings, open_mixed, require_folders
 from train.data.labelled_clips import LabelledClips
 from train.data.latents.loader import LatentLoader
 from train.data.latents.segments import Tails
@@ -34,10 +36,13 @@ from train.data.streams.tars import names_tars
 from train.data.video_captions import VideoCaptions
 from train.distributed.world import World, joined_world
 
+Data = str | Path | Sequence[str | Path]
+
 
 def open_clips(
-    data: str | Path,
+    data: Data,
     *,
+    mix: Sequence[float] | None = None,
     split: str = "train",
     batch: int = 32,
     num_frames: int = 4,
@@ -60,7 +65,10 @@ def open_clips(
     """Open the clips of a split: spans of videos, each with a caption or, with `label`, a class.
 
     Args:
-        data: data folder that prep made, as a path or an address (s3://bucket/data); or tars: DIR/{000..999}.tar.
+        data: data folder that prep made, as a path or an address (s3://bucket/data); or tars: DIR/{000..999}.tar. A
+            list of data folders is a mixture.
+        mix: weights of the folders of a mixture; by default in proportion to their sizes. A batch then has `folder`,
+            the index in the list. Every folder has epochs of its own; one of `Batches` has as many samples as all.
         split: of the manifest. Tars have no splits: all of their clips are used.
         batch: batch size of this process.
         num_frames, size_px, sampling, stride, crop, min_crop_area: see the flags of `train dual-encoder`.
@@ -92,7 +100,8 @@ def open_clips(
     ranks = _ranks(rank, world)
     own = ranks or joined_world()
     settings = ClipSettings(
-        shards=str(data),
+        shards=_shards(data, mix),
+        mix=None if mix is None else ",".join(map(str, mix)),
         split=split,
         batch=batch * own.size,
         num_frames=num_frames,
@@ -111,27 +120,30 @@ def open_clips(
     loading = loader_settings(settings, own, device=torch.device(device or "cpu"))
     loading = replace(loading, can_keep=not is_pinned)
     classes: ClassList | None = None
-    samples: ClipSamples | VideoStream
-    if names_tars(settings.folder):
+    samples: ClipSamples | VideoStream | Mixture
+    if len(settings.folders) == 1 and names_tars(settings.folder):
         if label is not None:
             raise UserError(f"{data} is a stream of tars, without labels", hint="name the data folder that prep made")
         samples = VideoStream(settings.folder, shape=shape, tokenize=None, loading=loading, cache=cache)
     else:
-        folder = open_data_folder(settings.folder, cache=cache)
-        common: dict[str, Any] = {"split": split, "shape": shape, "loading": loading, "tars": folder.tars}
-        if label is None:
-            samples = VideoCaptions(folder.path, tokenize=None, **common)
-        else:
-            classes = _classes(folder.path, label)
-            samples = LabelledClips(folder.path, classes=classes, **common)
+        require_folders(settings)
+        opened = {one: open_data_folder(one, cache=cache) for one in settings.folders}
+        classes = None if label is None else _classes([folder.path for folder in opened.values()], label)
+
+        def open_one(address: str) -> ClipSamples:
+            folder = opened[address]
+            common: dict[str, Any] = {"split": split, "shape": shape, "loading": loading, "tars": folder.tars}
+            if classes is None:
+                return VideoCaptions(folder.path, tokenize=None, **common)
+            return LabelledClips(folder.path, classes=classes, **common)
+
+        samples = open_mixed(open_one, settings)
 
     def finish(found: Batch) -> Batch:
         if rgb:
             found.pop("colour")
-        if isinstance(samples, ClipSamples):
-            clip = found["clip_id"].numpy()
-            spans = samples.spans
-            found["begin_s"], found["end_s"] = _seconds(spans.begin_us[clip]), _seconds(spans.end_us[clip])
+        if not isinstance(samples, VideoStream):
+            _add_spans(found, samples)
         return found
 
     return Batches(
@@ -147,8 +159,9 @@ def open_clips(
 
 
 def open_latents(
-    data: str | Path,
+    data: Data,
     *,
+    mix: Sequence[float] | None = None,
     split: str = "train",
     segment: str = "5s",
     batch: int = 32,
@@ -165,11 +178,11 @@ def open_latents(
     """Open the segments of the VAE latents of a split (`prep latents`), each with a caption or a class.
 
     Args:
-        data: data folder that prep made, on this machine.
+        data: data folder that prep made, on this machine; or a list of them, a mixture, with latents of the same VAE.
         segment: length of a segment, such as 5s: a whole number of frames.
         tails: what to do with a shorter rest of a chunk: "drop" it, or "pad" it with zeros.
         captions: "text", "embedding" (of `prep text`: `text` in place of `caption`), or None for segments alone.
-        split, batch, label, shuffle, seed, rank, world, device, max_failures: see `open_clips`.
+        mix, split, batch, label, shuffle, seed, rank, world, device, max_failures: see `open_clips`.
 
     Raises:
         UserError: there are no latents, embeddings, captions or labels of that split, there is no such device, or an
@@ -177,8 +190,10 @@ def open_latents(
     """
     require_whole_numbers(batch=batch, seed=seed, max_failures=max_failures)
     require_device(device)
-    if is_remote(str(data)) or names_tars(str(data)):
-        raise UserError(f"latents cannot be read from {data}: they are mapped", hint="copy the data folder here")
+    settings = DataSettings(shards=_shards(data, mix), mix=None if mix is None else ",".join(map(str, mix)))
+    for one in settings.folders:
+        if is_remote(one) or names_tars(one):
+            raise UserError(f"latents cannot be read from {one}: they are mapped", hint="copy the data folder here")
     _require_choice("tails", tails, Tails)
     ranks = _ranks(rank, world)
     own = ranks or joined_world()
@@ -186,9 +201,9 @@ def open_latents(
         raise UserError(f"batch is {batch}", hint="use 1 or more")
     if captions not in ("text", "embedding", None):
         raise UserError(f"captions is {captions!r}", hint="use 'text', 'embedding' or None")
-    classes = None if label is None else _classes(Path(data), label)
-    samples = LatentLoader(
-        Path(data),
+    classes = None if label is None else _classes([Path(one) for one in settings.folders], label)
+    open_one = partial(
+        LatentLoader,
         split=split,
         segment=segment,
         batch=batch,
@@ -201,14 +216,15 @@ def open_latents(
         tails=tails,
         copy=device is None or torch.device(device).type != "cuda",
     )
+    samples = open_mixed(lambda address: open_one(Path(address)), settings)
+    assert isinstance(samples, LatentLoader)
     has_texts = captions == "text" and classes is None
 
     def finish(found: Batch) -> Batch:
         found["key"] = found["key"][:]
         if has_texts:
             found["caption"] = samples.texts_of(found["caption_id"].numpy())
-        begin_us, end_us = samples.span_us(found["clip_id"].numpy())
-        found["begin_s"], found["end_s"] = _seconds(begin_us), _seconds(end_us)
+        _add_spans(found, samples)
         return found
 
     return Batches(
@@ -240,9 +256,28 @@ def _ranks(rank: int | None, world: int | None) -> World | None:
     return World(rank=rank, size=world)
 
 
-def _classes(data_dir: Path, label: str) -> ClassList:
+def _shards(data: Data, mix: Sequence[float] | None) -> Shards:
+    folders = (str(data),) if isinstance(data, str | Path) else tuple(map(str, data))
+    if not folders:
+        raise UserError("data is an empty list", hint="name a data folder, or several")
+    if mix is not None and len(folders) == 1:
+        raise UserError(f"mix is {mix}, and there is one data folder: {folders[0]}", hint="leave it out")
+    return folders if len(folders) > 1 else folders[0]
+
+
+def _classes(data_dirs: Sequence[Path], label: str) -> ClassList:
     """The classes of all captions, so that every split numbers them alike."""
-    return read_classes(data_dir, label=label, splits=set(read_videos(data_dir)["split"].to_pylist()))
+    splits = {split for one in data_dirs for split in read_videos(one)["split"].to_pylist()}
+    return read_classes(*data_dirs, label=label, splits=splits)
+
+
+def _add_spans(found: Batch, samples: ClipSamples | LatentLoader | Mixture) -> None:
+    """Add the span of each clip, and in a mixture the index of its folder."""
+    clips = found["clip_id"].numpy()
+    begin_us, end_us = samples.span_us(clips)
+    found["begin_s"], found["end_s"] = _seconds(begin_us), _seconds(end_us)
+    if isinstance(samples, Mixture):
+        found["folder"] = torch.from_numpy(samples.folder_of(clips))
 
 
 def _require_choice(name: str, value: object, choices: object) -> None:

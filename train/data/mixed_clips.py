@@ -52,20 +52,28 @@ class MixedFolders:
         return dict(zip(self.names, self.order.counts(position), strict=True))
 
     def facts(self) -> list[dict[str, Any]]:
-        """Entry of run.json: address, share, and visits of each sample per pass."""
+        """Entry of run.json: address, share, and visits of each sample per epoch."""
         sizes = np.diff(self.order.offsets).tolist()
-        columns = (self.names, self.addresses, sizes, self.shares, self.order.per_pass(), self.described, self.variants)
-        keys = ("name", "shards", "num_samples", "share", "per_pass", "data", "variant")
+        columns = (
+            self.names,
+            self.addresses,
+            sizes,
+            self.shares,
+            self.order.per_epoch(),
+            self.described,
+            self.variants,
+        )
+        keys = ("name", "shards", "num_samples", "share", "per_epoch", "data", "variant")
         return [dict(zip(keys, values, strict=True)) for values in zip(*columns, strict=True)]
 
     def describe(self) -> str:
         """One line for the log: shares, how often each folder is visited, and what the sets contain."""
         each = [
-            f"{one['name']} ({one['share']:.1%} of the samples, {_visits(one['per_pass'])}: {one['data']})"
+            f"{one['name']} ({one['share']:.1%} of the samples, {_visits(one['per_epoch'])}: {one['data']})"
             for one in self.facts()
         ]
         total = self.order.num_samples
-        return f"mixture of {len(self.names)} data folders, {total:,} samples in a pass; {'; '.join(each)}"
+        return f"mixture of {len(self.names)} data folders, {total:,} samples per epoch; {'; '.join(each)}"
 
     def variant_name(self) -> str:
         """The variants that the samples come from."""
@@ -83,8 +91,8 @@ class MixedFolders:
         return set_fingerprint(order, content) if any(contents) else order
 
 
-def _visits(per_pass: float) -> str:
-    return "each once a pass" if per_pass == 1 else f"each {per_pass:.3g} times a pass"
+def _visits(per_epoch: float) -> str:
+    return "each visited once per epoch" if per_epoch == 1 else f"each visited {per_epoch:.3g} times per epoch"
 
 
 def mixed_folders(
@@ -148,7 +156,7 @@ class MixedClips(Loader):
 
     @property
     def num_samples(self) -> int:
-        """Number of samples in a pass over all folders."""
+        """Number of samples in an epoch: those of all folders."""
         return len(self)
 
     @property
@@ -180,10 +188,18 @@ class MixedClips(Loader):
         """int64 [clips], the class of each clip, in sets with labels."""
         return np.concatenate([one.labels for one in self._sets])  # type: ignore[attr-defined]
 
+    def folder_of(self, clips: NDArray[np.int64]) -> NDArray[np.int64]:
+        """The folder of each clip, as an index."""
+        return np.searchsorted(self._first_clip, clips, side="right") - 1
+
     def span_us(self, clips: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """Begin and end of clips in their videos, microseconds."""
-        bounds = [np.concatenate([getattr(one.spans, name) for one in self._sets]) for name in ("begin_us", "end_us")]
-        return bounds[0][clips], bounds[1][clips]
+        begin_us, end_us = np.empty_like(clips), np.empty_like(clips)
+        number = self.folder_of(clips)
+        for one in np.unique(number).tolist():
+            of = number == one
+            begin_us[of], end_us[of] = self._sets[one].span_us(clips[of] - self._first_clip[one])
+        return begin_us, end_us
 
     def key(self, sample: int) -> str:
         """The chunk in which the clip begins."""

@@ -6,13 +6,13 @@ the weights w_k, whole numbers with the sum W, in two stages:
 1. Numbering. A binary tree over the folders divides the groups 0, 1, 2, ...: of the first n groups of a node,
    floor(n * w_left / w_node + 1/2) are of its left half. So it takes no table to know how many of the first n groups
    are of folder k: n * w_k / W, give or take half the depth of the tree, and exactly w_k of any W in a row.
-2. Shuffling. The folders of every block of 16 to 31 groups are shuffled, as a function of the seed and the block.
-   Otherwise a rank could get all of its samples from one folder, which may be slower than the others. No block crosses
-   a period of W groups that is longer than a block, so that the first n * W groups stay those of n periods.
+2. Shuffling. The folders of each block of at least 2 K groups (at most 32) are shuffled, as a function of the seed and
+   the block. Otherwise a rank could get all of its samples from one folder, which may be slower than the others. No
+   block crosses the end of a period of W groups, so that the first n * W groups stay those of n periods.
 
 The n-th group of folder k is the n-th group of that folder's own `SampleOrder`: when all of its samples have been
 visited, its next epoch begins, whatever the other folders have come to. Without weights, w_k is in proportion to the
-number of groups of folder k, and a pass over the mixture is an epoch of each folder.
+number of groups of folder k, and an epoch of the mixture is one of each folder.
 
 Shape suffixes: N positions, U blocks, S slots of a block, K folders.
 """
@@ -28,7 +28,7 @@ from numpy.typing import NDArray
 from train.data.order import SampleOrder
 from train.device.random import Positions, uniform
 
-_LEAST_BLOCK = 16
+_MOST_BLOCK = 32
 _MOST_SHARES = 1 << 31  # products of two of them fit into int64
 
 
@@ -52,15 +52,15 @@ class MixedOrder:
         self.shares = whole_numbers(weights or groups)
         self.offsets: NDArray[np.int64] = np.cumsum([0, *sizes])
         self._bounds = [0, *np.cumsum(self.shares).tolist()]
-        period = self._bounds[-1]
+        period, block = self._bounds[-1], min(2 * len(sizes), _MOST_BLOCK)
         if period > _MOST_SHARES:
             raise ValueError(f"the weights {self.shares} add up to more than {_MOST_SHARES}")
-        self._period = -(-_LEAST_BLOCK // period) * period
-        self._block = self._period if self._period < 2 * _LEAST_BLOCK else _LEAST_BLOCK
+        self._period = -(-block // period) * period  # several short periods make a block
+        self._block = self._period if self._period < 2 * block else block
 
     @property
     def num_samples(self) -> int:
-        """Number of samples of all folders, which is the length of a pass."""
+        """Number of samples of all folders, which is the length of an epoch of the mixture."""
         return int(self.offsets[-1])
 
     def folder_of(self, samples: NDArray[np.int64]) -> NDArray[np.int64]:
@@ -88,8 +88,8 @@ class MixedOrder:
         taken[folders[int(slot[0])]] += member
         return [_num_samples(order, num) for order, num in zip(self._orders, taken.tolist(), strict=True)]
 
-    def per_pass(self) -> list[float]:
-        """How often the samples of each folder are visited in a pass, on average."""
+    def per_epoch(self) -> list[float]:
+        """How often the samples of each folder are visited in an epoch of the mixture, on average."""
         total = sum(order.positions_per_epoch for order in self._orders)
         return [
             share / self._bounds[-1] * total / order.positions_per_epoch

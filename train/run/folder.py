@@ -284,10 +284,14 @@ def keep_lines(path: Path, belongs: Callable[[dict[str, Any]], bool]) -> list[di
 def data_facts(own: Shards, shards: str | None) -> dict[str, Any]:
     """The data fields of a result: `shards`, its address, and `is_own_data`, given --shards of run and evaluation.
 
-    One of several data folders of a run is not the run's own data: each has results of its own.
+    Each of several data folders of a run has results of its own, with `is_part_of_own_data`.
     """
-    address = ", ".join(map(normalised, folders_of(own if shards is None else shards)))
-    return {"shards": address, "is_own_data": address == ", ".join(map(normalised, folders_of(own)))}
+    folders = [normalised(one) for one in folders_of(own)]
+    if shards is None:
+        return {"shards": ", ".join(folders), "is_own_data": True}
+    address = normalised(shards)
+    part = {"is_part_of_own_data": True} if len(folders) > 1 and address in folders else {}
+    return {"shards": address, "is_own_data": [address] == folders, **part}
 
 
 def result_name(name: str, facts: dict[str, Any]) -> str:

@@ -55,6 +55,10 @@ class MixedLatents(LatentLoader):
         self._tokenize, self._depth, self._verify = first._tokenize, first._depth, first._verify
         self._first_caption = np.cumsum([0, *(one.num_caption_ids for one in sets)])
 
+    def folder_of(self, clips: NDArray[np.int64]) -> NDArray[np.int64]:
+        """The folder of each sample, as an index."""
+        return self.folders.order.folder_of(clips)
+
     def texts_of(self, caption_id: NDArray[np.int64]) -> list[str]:
         """The texts of captions."""
         texts = np.empty(len(caption_id), dtype=object)
