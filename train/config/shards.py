@@ -7,12 +7,15 @@ from fractions import Fraction
 from pathlib import Path
 from typing import Annotated
 
+from cyclopts import Parameter
+
 from manifests.errors import UserError
 from train.config import fields as groups
 from train.config.fields import FIRST_RUN, Checked, caught, without_effect
 
 # One data folder, or several.
 Shards = str | tuple[str, ...]
+_REPEATED = Parameter(negative=())  # --shards A --shards B
 _MAX_WHOLE = 10**6  # of a weight as a whole number
 
 
@@ -76,7 +79,7 @@ def parse_mix(mix: str) -> tuple[Fraction, ...]:
 class DataSettings(Checked):
     """Where the training data is."""
 
-    shards: Annotated[Shards, groups.WHERE, FIRST_RUN] = "data"
+    shards: Annotated[Shards, groups.WHERE, FIRST_RUN, _REPEATED] = "data"
     """Data folder made by prep. A path, an address (s3://bucket/data), or tar files: 'DIR/{000000..000099}.tar'.
     Several data folders, --shards A --shards B, are mixed."""
     mix: Annotated[str | None, groups.WHERE] = None

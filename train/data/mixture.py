@@ -7,8 +7,8 @@ the weights w_k, whole numbers with the sum W, in two stages:
    floor(n * w_left / w_node + 1/2) are of its left half. So it takes no table to know how many of the first n groups
    are of folder k: n * w_k / W, give or take half the depth of the tree, and exactly w_k of any W in a row.
 2. Shuffling. The folders of each block of at least 2 K groups (at most 32) are shuffled, as a function of the seed and
-   the block. Otherwise a rank could get all of its samples from one folder, which may be slower than the others. No
-   block crosses the end of a period of W groups, so that the first n * W groups stay those of n periods.
+   the block. Otherwise a rank could get all of its samples from one folder, which may be slower than the others. A
+   block is a part of a period of W groups, or several whole ones.
 
 The n-th group of folder k is the n-th group of that folder's own `SampleOrder`: when all of its samples have been
 visited, its next epoch begins, whatever the other folders have come to. Without weights, w_k is in proportion to the
@@ -42,6 +42,7 @@ class MixedOrder:
 
     Attributes:
         shares: the weights as the smallest whole numbers.
+        period: number of groups after which each folder has had exactly its share, from the beginning on.
         offsets: int64 [K + 1], number of the first sample of each folder, and then their total.
     """
 
@@ -55,8 +56,8 @@ class MixedOrder:
         period, block = self._bounds[-1], min(2 * len(sizes), _MOST_BLOCK)
         if period > _MOST_SHARES:
             raise ValueError(f"the weights {self.shares} add up to more than {_MOST_SHARES}")
-        self._period = -(-block // period) * period  # several short periods make a block
-        self._block = self._period if self._period < 2 * block else block
+        self.period = -(-block // period) * period  # several short periods make a block
+        self._block = self.period if self.period < 2 * block else block
 
     @property
     def num_samples(self) -> int:
@@ -90,11 +91,9 @@ class MixedOrder:
 
     def per_epoch(self) -> list[float]:
         """How often the samples of each folder are visited in an epoch of the mixture, on average."""
-        total = sum(order.positions_per_epoch for order in self._orders)
-        return [
-            share / self._bounds[-1] * total / order.positions_per_epoch
-            for share, order in zip(self.shares, self._orders, strict=True)
-        ]
+        total = Fraction(sum(order.positions_per_epoch for order in self._orders), self._bounds[-1])
+        pairs = zip(self.shares, self._orders, strict=True)
+        return [float(share * total / order.positions_per_epoch) for share, order in pairs]
 
     def _place(self, group_N: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """The folder of each group, and which of that folder's groups it is."""
@@ -108,7 +107,7 @@ class MixedOrder:
 
     def _block_of(self, group_N: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """The first group of the block of each group, and its slot in the block."""
-        slot_N = group_N % self._period % self._block
+        slot_N = group_N % self.period % self._block
         return group_N - slot_N, slot_N
 
     def _shuffled(self, first_U: NDArray[np.int64]) -> NDArray[np.int64]:
@@ -116,7 +115,7 @@ class MixedOrder:
         group_US = first_U[:, None] + np.arange(self._block)
         folder_US = self._folders(group_US.ravel(), 0, len(self._orders)).reshape(group_US.shape)
         key_US = uniform(group_US.ravel(), 1, seed=self._seed, purpose="folder").reshape(group_US.shape)
-        key_US[first_U[:, None] % self._period + np.arange(self._block) >= self._period] = 1.0  # after all others
+        key_US[first_U[:, None] % self.period + np.arange(self._block) >= self.period] = 1.0  # after all others
         return np.take_along_axis(folder_US, key_US.argsort(axis=1, kind="stable"), axis=1)
 
     def _folders(self, group_N: NDArray[np.int64], low: int, high: int) -> NDArray[np.int64]:
