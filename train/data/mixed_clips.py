@@ -6,10 +6,12 @@ folder.
 """
 
 import hashlib
+from bisect import bisect_right
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
+from itertools import groupby
 from typing import Any
 
 import numpy as np
@@ -147,6 +149,7 @@ class MixedClips(Loader):
         self.first, self._sets = sets[0], sets
         loading = self.first.loading
         self.folders = mixed_folders(sets, addresses, weights=weights, seed=loading.seed, group=loading.group)
+        self._first_sample: list[int] = self.folders.order.offsets.tolist()
         self._first_clip = np.cumsum([0, *(one.num_clips for one in sets)])
         self._first_caption = np.cumsum([0, *(one.num_caption_ids for one in sets)])
         super().__init__(self, loading, order=self.folders.order)
@@ -207,24 +210,24 @@ class MixedClips(Loader):
         return self._sets[number].key(own)
 
     def load(self, requests: Sequence[SampleRequest]) -> list[Sample | FailedSample]:
-        """Load the samples of a group of requests, which are of one folder in training."""
-        if not requests:
-            return []
-        number, _ = self._own(requests[0].sample)
-        first = int(self.folders.order.offsets[number])
-        own = [replace(request, sample=request.sample - first) for request in requests]
-        loaded = self._sets[number].load(own)
-        for one in loaded:
-            if not isinstance(one, FailedSample):
-                one["clip_id"] += int(self._first_clip[number])
-                if "caption_id" in one:
-                    one["caption_id"] += int(self._first_caption[number])
+        """Load the samples of a group of requests, in their order; those of one folder that follow one another share
+        work. A group is of one folder, unless a run was resumed in the middle of one."""
+        loaded: list[Sample | FailedSample] = []
+        for number, its in groupby(requests, key=lambda request: self._own(request.sample)[0]):
+            first = self._first_sample[number]
+            own = self._sets[number].load([replace(one, sample=one.sample - first) for one in its])
+            for one in own:
+                if not isinstance(one, FailedSample):
+                    one["clip_id"] += int(self._first_clip[number])
+                    if "caption_id" in one:
+                        one["caption_id"] += int(self._first_caption[number])
+            loaded += own
         return loaded
 
     def _own(self, sample: int) -> tuple[int, int]:
         """The set of a sample, and its number there."""
-        number = int(self.folders.order.folder_of(np.array([sample]))[0])
-        return number, sample - int(self.folders.order.offsets[number])
+        number = bisect_right(self._first_sample, sample) - 1
+        return number, sample - self._first_sample[number]
 
     def _outcomes(self, groups: Iterator[list[SampleRequest | None]]) -> Iterator[Sample | FailedSample | None]:
         """Those of `Loader`; failures name their folder."""
