@@ -121,10 +121,11 @@ class DataSettings(Checked):
 def _same_folders(folders: Sequence[str]) -> Iterator[UserError]:
     seen: dict[str, str] = {}
     for folder in folders:
-        if (other := seen.setdefault(normalised(folder), folder)) is not folder:
+        if (other := seen.get(normalised(folder))) is not None:
             same = "twice" if other == folder else f"and {other}, which are the same folder"
             yield UserError(f"--shards names {folder} {same}", hint="name it once, and give it more weight with --mix")
             return
+        seen[normalised(folder)] = folder
 
 
 def _require_weights(mix: str, *, num_folders: int) -> None:

@@ -6,9 +6,9 @@ the weights w_k, whole numbers with the sum W, in two stages:
 1. Numbering. A binary tree over the folders divides the groups 0, 1, 2, ...: of the first n groups of a node,
    floor(n * w_left / w_node + 1/2) are of its left half. So it takes no table to know how many of the first n groups
    are of folder k: n * w_k / W, give or take half the depth of the tree, and exactly w_k of any W in a row.
-2. Shuffling. The folders of each block of at least 2 K groups (at most 32) are shuffled, as a function of the seed and
-   the block. Otherwise a rank could get all of its samples from one folder, which may be slower than the others. A
-   block is a part of a period of W groups, or several whole ones.
+2. Shuffling. The folders of each block are shuffled, as a function of the seed and the block: of each period of W
+   groups, or of 16 of a longer period. Otherwise a rank could get all of its samples from one folder, which may be
+   slower than the others.
 
 The n-th group of folder k is the n-th group of that folder's own `SampleOrder`: when all of its samples have been
 visited, its next epoch begins, whatever the other folders have come to. Without weights, w_k is in proportion to the
@@ -28,7 +28,7 @@ from numpy.typing import NDArray
 from train.data.order import SampleOrder
 from train.device.random import Positions, uniform
 
-_MOST_BLOCK = 32
+_MOST_BLOCK = 16
 _MOST_SHARES = 1 << 31  # products of two of them fit into int64
 
 
@@ -42,7 +42,7 @@ class MixedOrder:
 
     Attributes:
         shares: the weights as the smallest whole numbers.
-        period: number of groups after which each folder has had exactly its share, from the beginning on.
+        period: W, number of groups after which each folder has had exactly its share, from the beginning on.
         offsets: int64 [K + 1], number of the first sample of each folder, and then their total.
     """
 
@@ -53,11 +53,10 @@ class MixedOrder:
         self.shares = whole_numbers(weights or groups)
         self.offsets: NDArray[np.int64] = np.cumsum([0, *sizes])
         self._bounds = [0, *np.cumsum(self.shares).tolist()]
-        period, block = self._bounds[-1], min(2 * len(sizes), _MOST_BLOCK)
-        if period > _MOST_SHARES:
+        self.period: int = self._bounds[-1]
+        if self.period > _MOST_SHARES:
             raise ValueError(f"the weights {self.shares} add up to more than {_MOST_SHARES}")
-        self.period = -(-block // period) * period  # several short periods make a block
-        self._block = self.period if self.period < 2 * block else block
+        self._block = min(self.period, _MOST_BLOCK)
 
     @property
     def num_samples(self) -> int:
