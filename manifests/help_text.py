@@ -23,6 +23,7 @@ _WIDTH = 80
 _WIDEST_LABEL, _WIDEST_SHORT_LABEL = 27, 22
 _FEW_FLAGS = 12
 _TIED = str.maketrans(" ", "\N{NO-BREAK SPACE}")
+_ONE_OR_SEVERAL = re.compile(r"\b(\w+)\|\1\.\.\.")  # STR|STR...
 _FIRST_SENTENCE = re.compile(r"(.+?)(?:\.(?=\s)|\.?$)")
 
 
@@ -173,7 +174,8 @@ def _named(entry: "HelpEntry") -> str:
         return f"{head}.[no-]{last}" if head else f"--[no-]{last.removeprefix('--')}"
     if entry.metavar == "BOOL|CHOICE":
         return f"{name} [{'|'.join(entry.choices or ())}]"
-    return f"{name} {entry.metavar}" if entry.metavar else name
+    metavar = _ONE_OR_SEVERAL.sub(r"\1...", entry.metavar or "")
+    return f"{name} {metavar}" if metavar else name
 
 
 def _default(value: object) -> str:

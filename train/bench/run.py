@@ -99,6 +99,11 @@ def _open(
 ) -> tuple[DualEncoderTask, VideoCaptions, torch.device]:
     if not (math.isfinite(seconds) and seconds > 0):
         raise UserError(f"--seconds is {seconds}", hint="it must be more than 0")
+    if len(settings.folders) > 1:
+        raise UserError(
+            f"train bench measures one data folder, and --shards names {len(settings.folders)}",
+            hint=f"measure each by itself: --shards {settings.folders[0]}",
+        )
     if settings.input != "pixels":
         raise UserError(
             f"train bench measures pixels, not --input {settings.input}", hint="leave out --input and --text-tower"
@@ -110,7 +115,7 @@ def _open(
     task = DualEncoderTask(settings, attention=attention, device=device)
     samples = open_consistent(lambda: task.training_set(world), settings, columns=task.columns, world=world)
     if not isinstance(samples, VideoCaptions):
-        raise UserError(f"train bench measures a data folder, not {settings.shards}", hint="name one: --shards DIR")
+        raise UserError(f"train bench measures a data folder, not {settings.folder}", hint="name one: --shards DIR")
     check_batch(settings, samples)
     return task, samples, device
 

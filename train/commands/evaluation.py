@@ -12,6 +12,7 @@ from cyclopts import App, Parameter
 from manifests.errors import FailedWork, UserError
 from train.commands.training import docstring
 from train.config.data import AS_TRAINED, Overrides, Weights
+from train.config.files import read_values
 from train.registry import evaluations, evaluations_of
 from train.run.folder import open_run, read_lines
 from train.spec import EvaluationSpec
@@ -69,6 +70,16 @@ def score_run(
     return result
 
 
+def data_of(weights: str | Path) -> tuple[str | None, ...]:
+    """The data to evaluate where none is named: None for a run's own, or each of the folders of a mixture."""
+    from train.weights.sources import is_run
+
+    if not is_run(Path(weights)):
+        return (None,)
+    shards = read_values(open_run(Path(weights)).settings).get("shards")
+    return tuple(map(str, shards)) if isinstance(shards, list) and len(shards) > 1 else (None,)
+
+
 def _evaluations_of(task: str) -> str:
     names = ", ".join(one.name for one in evaluations_of(task))
     return f"evaluations of train {task}: {names}" if names else "name other weights"
@@ -92,28 +103,32 @@ def evaluation_command(evaluation: EvaluationSpec) -> Callable[..., None]:
     ) -> None:
         say = partial(print, file=sys.stderr) if as_json else print
         files: list[Path] = []
-        how: dict[str, Any] = {"shards": shards, "where": where, "overrides": shown, "out": out}
-        result = score_run(evaluation, weights, wanted, **how, say=say, written=files.append)
-        if as_json:
-            print(json.dumps({name: value for name, value in result.items() if name != evaluation.pictures}))
-        else:
-            from train.evaluation.pages import describe, table_of
+        how: dict[str, Any] = {"where": where, "overrides": shown, "out": out}
+        failed = 0
+        for data in data_of(weights) if shards is None else (shards,):
+            result = score_run(evaluation, weights, wanted, shards=data, **how, say=say, written=files.append)
+            if as_json:
+                print(json.dumps({name: value for name, value in result.items() if name != evaluation.pictures}))
+            else:
+                from train.evaluation.pages import describe, table_of
 
-            print(describe(table_of(evaluation, result)))
-        if failed := len(result["failed"]):
+                print(describe(table_of(evaluation, result)))
+            failed += len(result["failed"])
+        if failed:
             num = f"{failed} samples" if failed > 1 else "1 sample"
-            where = f"; see `failed` in {files[0]}" if files else "" if as_json else "; --json or --out lists them"
-            raise FailedWork(f"{num} could not be decoded{where}")
+            listed = "; see `failed` in " + ", ".join(map(str, files)) if files else ""
+            hint = listed or ("" if as_json else "; --json or --out lists them")
+            raise FailedWork(f"{num} could not be decoded{hint}")
 
     command.__doc__ = docstring(
         evaluation.help,
         example=evaluation.example,
         weights=f"{evaluation.run_help} Or other weights: an exported folder, a file, or NAME:TAG of open_clip.",
-        shards="Data folder or tar files. Default: those of the training run.",
+        shards="Data folder or tar files. Default: those of the training run; of several data folders each in turn.",
         where="Condition that selects the samples, such as 'motion > 0.2 and words > 3' (docs/data.md). That of the "
         "training does not apply. Default: all.",
         out="Folder for the result file of weights that are not a run. Default: not written.",
-        as_json="Print one JSON object, without images.",
+        as_json="Print one JSON object per data folder, without images.",
     )
     return command
 

@@ -1,5 +1,6 @@
 """What `train TASK` runs: train a task's model in a new run, or resume one."""
 
+from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ import torch
 from manifests.publish import publish_bytes, publish_json
 from train.config.training import ClipSettings, ParallelSettings
 from train.config.tuning import frozen_at_random
+from train.data.inputs import Mixture, first_of
 from train.data.latents.segments import FrameShape
 from train.device.precision import choose_device, open_precision
 from train.distributed.launch import open_world
@@ -67,7 +69,6 @@ def _train(
     device: torch.device,
 ) -> None:
     world = world.cut(settings.parallel.stages)
-    share = world.replicas.share(settings.batch)
     precision = open_precision(settings.precision, device_type=device.type)
     old_facts = world.first(lambda: {} if old_run is None else old_run.read_facts())
     attention, how_chosen = choose_attention(
@@ -80,18 +81,8 @@ def _train(
     )
     progress = Progress(is_quiet=not world.is_first)
     progress.say(f"attention: {attention.name} ({attention.reason}); precision: {precision.name} ({precision.reason})")
-    if world.replicas.size > 1 and share % settings.samples_per_chunk:
-        progress.say(
-            f"--samples-per-chunk {settings.samples_per_chunk} does not divide the {share} samples of a process: "
-            "batches differ from those of one process"
-        )
-    if settings.warmup_steps >= settings.steps:
-        progress.say(
-            f"--warmup-steps {settings.warmup_steps} is not less than --steps {settings.steps}: the learning rate "
-            "increases to the end"
-        )
     has_weights = old_run is not None and world.first(lambda: _has_checkpoint(old_run))
-    if settings.init.weights is None and not has_weights and (remark := frozen_at_random(settings.freeze)):
+    for remark in _remarks(settings, world=world, has_weights=has_weights):
         progress.say(remark)
     source = _open_weights(settings, world=world, say=progress.say, run=old_run if has_weights else None)
     settings = spec.effective(settings, None if has_weights else source, progress.say)
@@ -124,7 +115,8 @@ def _train(
         "precision": f"{precision.name} ({precision.reason})",
         "data": samples.describe(),
         "variant": samples.variant_name,
-        **_latents_facts(samples),
+        **_latents_facts(first_of(samples)),
+        **({"sources": samples.folders.facts()} if isinstance(samples, Mixture) else {}),
         **_weights_facts(None if has_weights else start, old_facts),
         **how_chosen,
         **about,
@@ -141,11 +133,30 @@ def _train(
         if spec.at_end is not None:
             spec.at_end(run, settings, progress.say)
         write_page(run)
-    failed = len(read_lines(run.failures))
+    failed, lines = len(read_lines(run.failures)), read_lines(run.metrics)
     remark = f"; {counted(failed, 'sample')} failed, all are listed in {run.failures}" if failed else ""
+    if sources := lines[-1].get("sources") if lines else None:
+        progress.say(f"samples: {', '.join(f'{count:,} of {name}' for name, count in sources.items())}")
     progress.say(
         f"done: {counted(settings.steps, 'step')}, checkpoints and results page ({run.page.name}) in {run.path}{remark}"
     )
+
+
+def _remarks(settings: ClipSettings, *, world: World, has_weights: bool) -> Iterator[str]:
+    """What in the settings is allowed but probably not meant."""
+    share = world.replicas.share(settings.batch)
+    if world.replicas.size > 1 and share % settings.samples_per_chunk:
+        yield (
+            f"--samples-per-chunk {settings.samples_per_chunk} does not divide the {share} samples of a process: "
+            "batches differ from those of one process"
+        )
+    if settings.warmup_steps >= settings.steps:
+        yield (
+            f"--warmup-steps {settings.warmup_steps} is not less than --steps {settings.steps}: the learning rate "
+            "increases to the end"
+        )
+    if settings.init.weights is None and not has_weights and (remark := frozen_at_random(settings.freeze)):
+        yield remark
 
 
 def _has_checkpoint(run: RunFolder) -> bool:

@@ -11,10 +11,11 @@ from cyclopts import Parameter
 from manifests.errors import UserError
 from train.config import fields as groups
 from train.config.data import Augment
-from train.config.evaluation import EvaluationSettings, check_where
+from train.config.evaluation import EvaluatedData, EvaluationSettings, check_where
 from train.config.fields import FIRST_RUN, Checked, GoesWith, Range, caught, without_effect
 from train.config.model import Init, Kind, ModelName, Towers, check_frames
 from train.config.optim import OptimizerSettings
+from train.config.shards import DataSettings, folder_names, normalised
 from train.config.tuning import Freeze, Lora, Tower, towers_to_adapt, tuning_mistakes
 
 # Settings of distributed training and of experiment tracking.
@@ -103,7 +104,7 @@ Crop = Annotated[Literal["random", "simple", "multi-scale", "centre"], groups.CL
 
 @Parameter(name="*")
 @dataclass(frozen=True, kw_only=True)
-class TrainingSettings(Checked):
+class TrainingSettings(DataSettings):
     """What the loop needs to know, whatever it trains."""
 
     command: ClassVar[str] = ""
@@ -113,10 +114,6 @@ class TrainingSettings(Checked):
     of_other_data: ClassVar[Mapping[str, Any]] = {}
     """Settings that are about the training data alone, with their values on other data."""
 
-    shards: Annotated[str, groups.WHERE, FIRST_RUN] = "data"
-    """Data folder made by prep. A path, an address (s3://bucket/data), or tar files: 'DIR/{000000..000099}.tar'."""
-    cache: Annotated[Path | None, groups.WHERE] = None
-    """Folder for local copies of remote --shards. Default: the user's cache folder."""
     out: Annotated[Path, groups.WHERE, FIRST_RUN] = Path("run")
     """Run folder. It holds settings, metrics, checkpoints and the results page."""
     split: Annotated[str, groups.WHERE, FIRST_RUN] = "train"
@@ -181,17 +178,30 @@ class TrainingSettings(Checked):
     """Number of failed samples that a run tolerates before it stops."""
 
     def on(self, shards: str) -> Self:
-        """The settings for an evaluation on other data."""
-        return replace(self, shards=shards, **self.of_other_data)
+        """The settings for an evaluation on other data, or on one of the data folders of the run, with all settings."""
+        is_own = normalised(shards) in map(normalised, self.folders)
+        return replace(self, shards=shards, **({} if is_own else self.of_other_data))
+
+    def evaluated(self) -> tuple[EvaluatedData, ...]:
+        """The data of each evaluation in the loop; of several data folders, each has its own unless others are named.
+
+        Raises:
+            UserError: --evaluate.shards cannot be read.
+        """
+        if self.evaluate.shards or len(self.folders) == 1:
+            return self.evaluate.evaluated()
+        split, named = self.evaluate.split, zip(folder_names(self.folders), self.folders, strict=True)
+        return tuple(EvaluatedData(name=name, shards=folder, split=split) for name, folder in named)
 
     def rules(self) -> Iterator[UserError]:
         """The best checkpoint can be known, and the schedule rises in warmup and not after it."""
+        yield from super().rules()
         if self.best is not None and not self.evaluate.every:
             yield UserError(f"--best {self.best} needs an evaluation in the loop", hint="add --evaluate.every STEPS")
         start_lr = self.optimizer.start_lr
         if start_lr is not None and start_lr > self.lr:
             yield UserError(f"--optimizer.start-lr is {start_lr}, more than --lr {self.lr}", hint="use a smaller one")
-        yield from caught(check_best, self.best, self.evaluate)
+        yield from caught(check_best, self.best, self)
         yield from caught(check_where, self.where)
         if self.optimizer.end_lr > self.lr:
             yield UserError(
@@ -199,10 +209,8 @@ class TrainingSettings(Checked):
             )
 
     def without_effect(self, typed: Mapping[str, str]) -> Iterator[UserError]:
-        """Yields --cache with data that is read in place, --decode with data that is not decoded, and the start of no
-        warmup."""
-        if "--cache" in typed and not is_remote(self.shards):
-            yield without_effect("--cache", typed, f"--shards {self.shards} is on this machine", use="a remote address")
+        """Yields --decode with data that is not decoded, and the start of no warmup."""
+        yield from super().without_effect(typed)
         if "--decode" in typed and getattr(self, "input", "pixels") == "latents":
             yield without_effect("--decode", typed, "--input is latents", use="--input pixels")
         flag = self.optimizer.flag("start_lr")
@@ -280,9 +288,9 @@ def adapted_towers(settings: ClipSettings) -> tuple[Tower, ...]:
     return towers_to_adapt(settings.lora, settings.freeze, towers=settings.tower_names())
 
 
-def check_best(best: str | None, evaluation: EvaluationSettings) -> None:
+def check_best(best: str | None, settings: TrainingSettings) -> None:
     """Raises a UserError where `--best` is none of the metrics of the evaluations, as far as these are known."""
-    numbers = [f"{one.name}/{name}" for one in evaluation.evaluated() for name in evaluation.number_names(one)]
+    numbers = [f"{one.name}/{name}" for one in settings.evaluated() for name in settings.evaluate.number_names(one)]
     if best is not None and numbers and best not in numbers:
         raise UserError(f"--best {best} is no number of the evaluation", hint=f"there are {', '.join(numbers)}")
 
@@ -334,14 +342,3 @@ def require_same(old: dict[str, Any], new: dict[str, Any], *, where: str, hint: 
         first, *more = [f"--{name.replace('_', '-')} is {new[name]}, {{}}{old[name]}" for name in other]
         words = [first.format(f"{where} has "), *(one.format("not ") for one in more)]
         raise UserError("; ".join(words), hint=hint)
-
-
-def absolute(address: str) -> str:
-    """`--shards` as it names the same data from any working directory; patterns of tars are joined by `::`."""
-    parts = address.split("::")
-    return "::".join(one if is_remote(one) or one.startswith("$") else str(Path.cwd() / one) for one in parts)
-
-
-def is_remote(address: str) -> bool:
-    """Return True for an address such as `s3://bucket/data`; anything without `://` is a local path."""
-    return "://" in address

@@ -20,6 +20,7 @@
                                       Computed by `to_device` and kept on the CPU, where it is needed
     caption      list of B strings    the caption as text, in sets that neither tokenize nor embed it
     begin_s, end_s  float64 [B]       the span shown, in its video (train.data.interface)
+    folder       int64 [B]            of a mixture, index of the data folder (train.data.interface)
 
 A task declares which of them it needs. A sample has the same names without the B.
 """
@@ -83,6 +84,7 @@ class Batch(TypedDict, total=False):
     caption: list[str]
     begin_s: "torch.Tensor"
     end_s: "torch.Tensor"
+    folder: "torch.Tensor"
 
 
 class KeptMemory:

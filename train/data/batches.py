@@ -11,6 +11,7 @@ from manifests.errors import UserError
 from manifests.quoting import counted, quoted
 from train.data.arguments import require_process
 from train.data.clip_samples import ClipSamples
+from train.data.inputs import Mixture
 from train.data.latents.loader import LatentLoader
 from train.data.order import Cursor, LoaderState
 from train.data.outcomes import FailedSample, LoadedBatch, TooManyFailures, list_failures
@@ -45,7 +46,7 @@ class Batches:
 
     def __init__(
         self,
-        samples: ClipSamples | VideoStream | LatentLoader,
+        samples: ClipSamples | VideoStream | LatentLoader | Mixture,
         *,
         finish: Callable[[dict[str, Any]], dict[str, Any]],
         shuffle: bool,

@@ -57,25 +57,28 @@ class ClassList:
         return f"{len(np.unique(label[label >= 0])):,} of {len(self):,} classes ({self.label})"
 
 
-def read_classes(data_dir: Path, *, label: str, splits: Collection[str]) -> ClassList:
-    """The classes of some splits.
+def read_classes(*data_dirs: Path, label: str, splits: Collection[str]) -> ClassList:
+    """The classes of some splits: of several data folders, those of all, by their names.
 
     Raises:
-        UserError: captions have no such label, or there are fewer than two classes.
+        UserError: captions of a folder have no such label, or there are fewer than two classes.
     """
-    captions = read_captions(data_dir)
-    videos = read_videos(data_dir)
-    own = videos.filter(pc.is_in(videos["split"], value_set=pa.array(list(splits))))["video_id"].combine_chunks()
-    is_own = pc.is_in(captions["video_id"].cast(pa.string()), value_set=own)
-    names: list[str] = pc.unique(class_names_of(captions, label=label).filter(is_own).drop_null()).to_pylist()
-    if len(names) < 2:
+    found: dict[str, None] = {}
+    for data_dir in data_dirs:
+        captions, videos = read_captions(data_dir), read_videos(data_dir)
+        own = videos.filter(pc.is_in(videos["split"], value_set=pa.array(list(splits))))["video_id"].combine_chunks()
+        is_own = pc.is_in(captions["video_id"].cast(pa.string()), value_set=own)
+        of = f" of {data_dir}" if len(data_dirs) > 1 else ""
+        names = class_names_of(captions, label=label, of=of).filter(is_own)
+        found |= dict.fromkeys(pc.unique(names.drop_null()).to_pylist())
+    if len(found) < 2:
         raise UserError(
-            f"captions of {' and '.join(sorted(set(splits)))} have {len(names)} different values of {label!r}: "
+            f"captions of {' and '.join(sorted(set(splits)))} have {len(found)} different values of {label!r}: "
             "there is nothing to tell apart",
             hint="use a data set with labels (see docs/classification.md), or another --label",
         )
-    are_numbers = all(name.removeprefix("-").isdecimal() for name in names)
-    return ClassList(label, tuple(sorted(names, key=int) if are_numbers else sorted(names)))
+    are_numbers = all(name.removeprefix("-").isdecimal() for name in found)
+    return ClassList(label, tuple(sorted(found, key=int) if are_numbers else sorted(found)))
 
 
 def label_names(captions: pa.Table) -> list[str]:
@@ -83,8 +86,11 @@ def label_names(captions: pa.Table) -> list[str]:
     return [one.removeprefix(_PREFIX) for one in captions.column_names if one.startswith(_PREFIX)]
 
 
-def class_names_of(captions: pa.Table, *, label: str) -> pa.ChunkedArray:
+def class_names_of(captions: pa.Table, *, label: str, of: str = "") -> pa.ChunkedArray:
     """The name of each caption's class, null if it has none.
+
+    Args:
+        of: whose captions these are, for the message.
 
     Raises:
         UserError: there is no such label, or a caption can have several values of it.
@@ -93,7 +99,7 @@ def class_names_of(captions: pa.Table, *, label: str) -> pa.ChunkedArray:
     for name in wanted:
         if name not in captions.column_names:
             raise UserError(
-                f"the captions have no column {name} (asked for as label {label!r})",
+                f"the captions{of} have no column {name} (asked for as label {label!r})",
                 hint=f"labels there: {', '.join(label_names(captions)) or 'none'}",
             )
         if pa.types.is_nested(captions[name].type):

@@ -95,6 +95,16 @@ class ClipSamples(Loader):
         return len(self.spans)
 
     @property
+    def num_caption_ids(self) -> int:
+        """Ids of captions are in [0, num_caption_ids); 0 in a set without captions."""
+        return 0
+
+    @property
+    def mixing_facts(self) -> dict[str, str]:
+        """What has to be the same in all sets of a mixture. Clips of any size and frame rate become alike."""
+        return {}
+
+    @property
     def variant_name(self) -> str:
         """The variants that the samples come from."""
         return self.chunks.variant_name
@@ -118,6 +128,10 @@ class ClipSamples(Loader):
     def key(self, sample: int) -> str:
         """The chunk in which the clip begins."""
         return self.chunks.key(int(self.spans.first_chunk[sample // self._repeats]))
+
+    def span_us(self, clips: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Begin and end of clips in their videos, microseconds."""
+        return self.spans.begin_us[clips], self.spans.end_us[clips]
 
     def span_s(self, sample: int) -> tuple[float, float]:
         """Begin and end of the clip in its video, seconds."""

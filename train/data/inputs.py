@@ -1,20 +1,24 @@
 """The data of a task by its settings: data folders, how clips are made and loaded, and segments of latents."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 
 from manifests.errors import UserError
-from train.config.training import ClipSettings, is_remote
+from train.config.shards import DataSettings, is_remote, parse_mix
+from train.config.training import ClipSettings
 from train.data.decoding.clip import ClipShape, Views
 from train.data.decoding.pictures import SIMPLE_SHARE
 from train.data.frame_sampling import Sampling
 from train.data.latents.loader import LatentLoader
+from train.data.latents.mixed import MixedLatents
 from train.data.latents.segments import FrameShape
 from train.data.loader import LoaderSettings
+from train.data.mixed_clips import MixedClips
 from train.data.remote import DataFolder, open_data_folder
 from train.data.streams.tars import names_tars
 from train.distributed.world import World
@@ -24,6 +28,7 @@ from train.models.video_vit import VideoViTSize
 LATENT_PATCH = 2
 
 Latents = TypeVar("Latents", bound=LatentLoader)
+Samples = TypeVar("Samples")
 
 
 def open_folder(settings: ClipSettings, *, reason: str) -> DataFolder:
@@ -32,16 +37,66 @@ def open_folder(settings: ClipSettings, *, reason: str) -> DataFolder:
     Raises:
         UserError: the settings name tars, or the folder cannot be read.
     """
-    if names_tars(settings.shards):
+    if names_tars(settings.folder):
         raise UserError(
-            f"{settings.shards} is a stream of tars, and {reason}", hint="name the data folder that prep made"
+            f"{settings.folder} is a stream of tars, and {reason}", hint="name the data folder that prep made"
         )
-    return open_data_folder(settings.shards, cache=settings.cache)
+    return open_data_folder(settings.folder, cache=settings.cache)
 
 
 def open_labelled_folder(settings: ClipSettings) -> DataFolder:
     """Open the data folder of a task that needs labels; raises UserError like `open_folder`."""
     return open_folder(settings, reason="labels are in the manifest of a data folder")
+
+
+Mixture = MixedClips | MixedLatents
+
+
+def open_mixed(open_one: Callable[[str], Samples], settings: DataSettings) -> Samples | Mixture:
+    """Open the data folders of the settings: the set of a single one, or the mixture of their sets.
+
+    Args:
+        open_one: opens the set of a folder.
+
+    Raises:
+        UserError: as of `open_one`, with the folder that it is about; or the sets cannot be mixed.
+    """
+    if len(settings.folders) == 1:
+        return open_one(settings.folder)
+    require_folders(settings)
+    sets: list[Any] = []
+    for folder in settings.folders:
+        with naming(folder):
+            sets.append(open_one(folder))
+    weights = None if settings.mix is None else parse_mix(settings.mix)
+    mixture = MixedLatents if isinstance(sets[0], LatentLoader) else MixedClips
+    return mixture(sets, settings.folders, weights=weights)
+
+
+def require_folders(settings: DataSettings) -> None:
+    """Raise a UserError if one of several data folders is a stream of tars."""
+    for folder in settings.folders if len(settings.folders) > 1 else ():
+        if names_tars(folder):
+            raise UserError(
+                f"--shards names {folder}, a stream of tars, which cannot be mixed with other data",
+                hint="name data folders that prep made, or train on the tars alone",
+            )
+
+
+def first_of(samples: Any) -> Any:
+    """A set of a single folder, which has the shape of these samples."""
+    return samples.first if isinstance(samples, MixedClips | MixedLatents) else samples
+
+
+@contextmanager
+def naming(folder: str) -> Iterator[None]:
+    """Name one of several data folders in errors that do not."""
+    try:
+        yield
+    except UserError as error:
+        if folder in str(error):
+            raise
+        raise UserError(f"{folder}: {error}", hint=error.hint) from error
 
 
 def clip_shape(settings: ClipSettings, *, views: Views) -> ClipShape:
@@ -90,13 +145,13 @@ def open_latents(
     Raises:
         UserError: there are none, they are not on this machine, or they do not fit the settings.
     """
-    if is_remote(settings.shards) or names_tars(settings.shards):
+    if is_remote(settings.folder) or names_tars(settings.folder):
         raise UserError(
-            f"--input latents cannot be read from {settings.shards}: latents are mapped into memory",
+            f"--input latents cannot be read from {settings.folder}: latents are mapped into memory",
             hint="copy the data folder to this machine",
         )
     latents = make(
-        Path(settings.shards),
+        Path(settings.folder),
         split=split,
         segment=segment,
         batch=batch or world.share(settings.batch),

@@ -3,19 +3,20 @@
 Samples, order, random draws, checks and failures are those of the commands.
 """
 
-from collections.abc import Callable
+from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, get_args
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch.utils.data import get_worker_info
 
 from manifests.errors import UserError
 from manifests.store import read_videos
-from train.config.training import ClipSettings, is_remote
+from train.config.shards import DataSettings, Shards, is_remote
+from train.config.training import ClipSettings
 from train.data.arguments import require_device, require_whole_numbers
 from train.data.batches import Batches, LateBatch
 from train.data.classes import ClassList, read_classes
@@ -23,7 +24,7 @@ from train.data.clip_samples import ClipSamples
 from train.data.decoding.clip import Views
 from train.data.decoding.pictures import CropRule
 from train.data.frame_sampling import US_PER_S, SamplingRule
-from train.data.inputs import clip_shape, loader_settings
+from train.data.inputs import Mixture, clip_shape, loader_settings, open_mixed, require_folders
 from train.data.labelled_clips import LabelledClips
 from train.data.latents.loader import LatentLoader
 from train.data.latents.segments import Tails
@@ -33,10 +34,13 @@ from train.data.streams.tars import names_tars
 from train.data.video_captions import VideoCaptions
 from train.distributed.world import World, joined_world
 
+Data = str | Path | Sequence[str | Path]
+
 
 def open_clips(
-    data: str | Path,
+    data: Data,
     *,
+    mix: Sequence[float] | None = None,
     split: str = "train",
     where: str | None = None,
     batch: int = 32,
@@ -60,7 +64,10 @@ def open_clips(
     """Open the clips of a split: spans of videos, each with a caption or, with `label`, a class.
 
     Args:
-        data: data folder that prep made, as a path or an address (s3://bucket/data); or tars: DIR/{000..999}.tar.
+        data: data folder that prep made, as a path or an address (s3://bucket/data); or tars: DIR/{000..999}.tar. A
+            list of data folders is a mixture.
+        mix: weights of the folders of a mixture; by default in proportion to their sizes. A batch then has `folder`,
+            the index in the list. Every folder has epochs of its own; one of `Batches` has as many samples as all.
         split: of the manifest. Tars have no splits: all of their clips are used.
         where: condition that selects clips, such as "motion > 0.2 and words > 3" (docs/data.md).
         batch: batch size of this process.
@@ -93,7 +100,8 @@ def open_clips(
     ranks = _ranks(rank, world)
     own = ranks or joined_world()
     settings = ClipSettings(
-        shards=str(data),
+        shards=_shards(data, mix),
+        mix=None if mix is None else ",".join(map(str, mix)),
         split=split,
         batch=batch * own.size,
         num_frames=num_frames,
@@ -112,32 +120,33 @@ def open_clips(
     loading = loader_settings(settings, own, device=torch.device(device or "cpu"))
     loading = replace(loading, can_keep=not is_pinned)
     classes: ClassList | None = None
-    samples: ClipSamples | VideoStream
-    if names_tars(settings.shards):
+    samples: ClipSamples | VideoStream | Mixture
+    if len(settings.folders) == 1 and names_tars(settings.folder):
         if label is not None:
             raise UserError(f"{data} is a stream of tars, without labels", hint="name the data folder that prep made")
         if where is not None:
             raise UserError(f"{data} is a stream of tars, without scores", hint="name the data folder that prep made")
-        samples = VideoStream(settings.shards, shape=shape, tokenize=None, loading=loading, cache=cache)
+        samples = VideoStream(settings.folder, shape=shape, tokenize=None, loading=loading, cache=cache)
     else:
-        folder = open_data_folder(settings.shards, cache=cache)
-        common: dict[str, Any] = {"split": split, "shape": shape, "loading": loading, "tars": folder.tars}
-        common["where"] = where
-        if label is None:
-            samples = VideoCaptions(folder.path, tokenize=None, **common)
-        else:
-            classes = _classes(folder.path, label)
-            samples = LabelledClips(folder.path, classes=classes, **common)
+        require_folders(settings)
+        opened = {one: open_data_folder(one, cache=cache) for one in settings.folders}
+        classes = None if label is None else _classes([folder.path for folder in opened.values()], label)
 
-    seconds = _as_seconds(device)
+        def open_one(address: str) -> ClipSamples:
+            folder = opened[address]
+            common: dict[str, Any] = {"split": split, "shape": shape, "loading": loading, "tars": folder.tars}
+            common["where"] = where
+            if classes is None:
+                return VideoCaptions(folder.path, tokenize=None, **common)
+            return LabelledClips(folder.path, classes=classes, **common)
+
+        samples = open_mixed(open_one, settings)
 
     def finish(found: dict[str, Any]) -> dict[str, Any]:
         if rgb:
             found.pop("colour")
-        if isinstance(samples, ClipSamples):
-            clip = np.asarray(found["clip_id"])
-            spans = samples.spans
-            found["begin_s"], found["end_s"] = seconds(spans.begin_us[clip]), seconds(spans.end_us[clip])
+        if not isinstance(samples, VideoStream):
+            found |= _of_clips(found["clip_id"], samples, device=device)
         return found
 
     return Batches(
@@ -153,8 +162,9 @@ def open_clips(
 
 
 def open_latents(
-    data: str | Path,
+    data: Data,
     *,
+    mix: Sequence[float] | None = None,
     split: str = "train",
     where: str | None = None,
     segment: str = "5s",
@@ -172,11 +182,11 @@ def open_latents(
     """Open the segments of the VAE latents of a split (`prep latents`), each with a caption or a class.
 
     Args:
-        data: data folder that prep made, on this machine.
+        data: data folder that prep made, on this machine; or a list of them, a mixture, with latents of the same VAE.
         segment: length of a segment, such as 5s: a whole number of frames.
         tails: what to do with a shorter rest of a chunk: "drop" it, or "pad" it with zeros.
         captions: "text", "embedding" (of `prep text`: `text` in place of `caption`), or None for segments alone.
-        split, where, batch, label, shuffle, seed, rank, world, device, max_failures: see `open_clips`.
+        mix, split, where, batch, label, shuffle, seed, rank, world, device, max_failures: see `open_clips`.
 
     Raises:
         UserError: there are no latents, embeddings, captions or labels of that split, there is no such device, or an
@@ -184,8 +194,10 @@ def open_latents(
     """
     require_whole_numbers(batch=batch, seed=seed, max_failures=max_failures)
     require_device(device)
-    if is_remote(str(data)) or names_tars(str(data)):
-        raise UserError(f"latents cannot be read from {data}: they are mapped", hint="copy the data folder here")
+    settings = DataSettings(shards=_shards(data, mix), mix=None if mix is None else ",".join(map(str, mix)))
+    for one in settings.folders:
+        if is_remote(one) or names_tars(one):
+            raise UserError(f"latents cannot be read from {one}: they are mapped", hint="copy the data folder here")
     _require_choice("tails", tails, Tails)
     ranks = _ranks(rank, world)
     own = ranks or joined_world()
@@ -193,9 +205,9 @@ def open_latents(
         raise UserError(f"batch is {batch}", hint="use 1 or more")
     if captions not in ("text", "embedding", None):
         raise UserError(f"captions is {captions!r}", hint="use 'text', 'embedding' or None")
-    classes = None if label is None else _classes(Path(data), label)
-    samples = LatentLoader(
-        Path(data),
+    classes = None if label is None else _classes([Path(one) for one in settings.folders], label)
+    open_one = partial(
+        LatentLoader,
         split=split,
         segment=segment,
         batch=batch,
@@ -209,16 +221,17 @@ def open_latents(
         where=where,
         copy=device is None or torch.device(device).type != "cuda",
     )
+    samples = open_mixed(lambda address: open_one(Path(address)), settings)
+    assert isinstance(samples, LatentLoader)
     has_texts = captions == "text" and classes is None
-    names = ("key", "begin_s", "end_s", *(["caption"] if has_texts else []))
-    seconds = _as_seconds(device)
+    late = ("folder",) if isinstance(samples, Mixture) else ()
+    names = ("key", "begin_s", "end_s", *late, *(["caption"] if has_texts else []))
 
     def finish(found: dict[str, Any]) -> dict[str, Any]:
         key, clip_id, caption_id = found["key"], found["clip_id"], found.get("caption_id")
 
         def make() -> dict[str, Any]:
-            begin_us, end_us = samples.span_us(np.asarray(clip_id))
-            made = {"key": key[:], "begin_s": seconds(begin_us), "end_s": seconds(end_us)}
+            made = {"key": key[:], **_of_clips(clip_id, samples, device=device)}
             return made | ({"caption": samples.texts_of(np.asarray(caption_id))} if has_texts else {})
 
         return LateBatch(found, names, make)
@@ -252,16 +265,30 @@ def _ranks(rank: int | None, world: int | None) -> World | None:
     return World(rank=rank, size=world)
 
 
-def _classes(data_dir: Path, label: str) -> ClassList:
+def _shards(data: Data, mix: Sequence[float] | None) -> Shards:
+    folders = (str(data),) if isinstance(data, str | Path) else tuple(map(str, data))
+    if not folders:
+        raise UserError("data is an empty list", hint="name a data folder, or several")
+    if mix is not None and len(folders) == 1:
+        raise UserError(f"mix is {mix}, and there is one data folder: {folders[0]}", hint="leave it out")
+    return folders if len(folders) > 1 else folders[0]
+
+
+def _classes(data_dirs: Sequence[Path], label: str) -> ClassList:
     """The classes of all captions, so that every split numbers them alike."""
-    return read_classes(data_dir, label=label, splits=set(read_videos(data_dir)["split"].to_pylist()))
+    splits = {split for one in data_dirs for split in read_videos(one)["split"].to_pylist()}
+    return read_classes(*data_dirs, label=label, splits=splits)
+
+
+def _of_clips(clip_id: Any, samples: ClipSamples | LatentLoader | Mixture, *, device: Any) -> dict[str, Any]:
+    """The span of each clip in seconds, and in a mixture the index of its folder."""
+    made = np.asarray if device is None else torch.from_numpy
+    clips = np.asarray(clip_id)
+    begin_us, end_us = samples.span_us(clips)
+    found = {"begin_s": made(begin_us / US_PER_S), "end_s": made(end_us / US_PER_S)}
+    return found | ({"folder": made(samples.folder_of(clips))} if isinstance(samples, Mixture) else {})
 
 
 def _require_choice(name: str, value: object, choices: object) -> None:
     if value not in get_args(choices):
         raise UserError(f"{name} is {value!r}", hint=f"use one of {', '.join(get_args(choices))}")
-
-
-def _as_seconds(device: str | torch.device | None) -> Callable[[NDArray[np.int64]], Any]:
-    made = np.asarray if device is None else torch.from_numpy
-    return lambda times_us: made(times_us / US_PER_S)

@@ -73,6 +73,11 @@ class LabelledClips(ClipSamples):
         super().__init__(chunks, spans, shape, split=split, loading=loading, repeats=repeats)
 
     @property
+    def num_caption_ids(self) -> int:
+        """Ids of captions are in [0, num_caption_ids)."""
+        return int(self._caption_ids.max()) + 1
+
+    @property
     def labels(self) -> NDArray[np.int64]:
         """int64 [clips], the class of each in `classes`."""
         return self.all_labels[:, 0]

@@ -16,6 +16,7 @@ from train.data.batch import Sample
 from train.data.order import Cursor, LoaderState, Resumable, SampleOrder
 from train.data.outcomes import BatchBuilder, FailedSample, LoadedBatch
 from train.data.workers import Stuck, in_order
+from train.device.random import Positions
 
 _BLOCK = 4096
 
@@ -117,6 +118,11 @@ class BatchLoader(Resumable):
         super().__init__(seed=loading.seed)
         self._loading = loading
 
+    @property
+    def loading(self) -> LoaderSettings:
+        """How samples are loaded and batched."""
+        return self._loading
+
     def batches(self, *, position: int | None = None, max_failures: int) -> Generator[LoadedBatch, None, None]:
         """Endless batches in training order, from `position` on; by default from the cursor.
 
@@ -150,13 +156,20 @@ class BatchLoader(Resumable):
             taken += count
 
 
-class Loader(BatchLoader):
-    """Batches of a sample set."""
+class Order(Protocol):
+    """The samples at the positions of the endless order, as `SampleOrder` gives them."""
 
-    def __init__(self, samples: SampleSet, loading: LoaderSettings) -> None:
+    def at(self, positions: Positions) -> Positions:
+        """Samples at `positions`; -1 where empty."""
+
+
+class Loader(BatchLoader):
+    """Batches of a sample set, in the order of its samples under the seed unless another order is given."""
+
+    def __init__(self, samples: SampleSet, loading: LoaderSettings, *, order: Order | None = None) -> None:
         super().__init__(loading)
         self._samples = samples
-        self._order = SampleOrder(len(samples), loading.seed, loading.group)
+        self._order: Order = order or SampleOrder(len(samples), loading.seed, loading.group)
 
     @property
     def fingerprint(self) -> str:

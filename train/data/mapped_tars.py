@@ -18,6 +18,7 @@ import mmap
 import os
 import weakref
 import zlib
+from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -106,6 +107,24 @@ class MappedTars:
         if not self.begin <= address <= address + size <= self.begin + self.size_bytes:
             raise ValueError(f"{size} bytes at {address} are not within the mapped tars")
         return memoryview((ctypes.c_ubyte * size).from_address(address))
+
+
+class JoinedTars(MappedTars):
+    """The areas of several `MappedTars`, which stay mapped as long as this object."""
+
+    def __init__(self, parts: Sequence[MappedTars]) -> None:
+        self._parts = sorted(parts, key=lambda part: part.begin)
+
+    def path_at(self, address: int) -> Path:
+        """The tar that contains an address."""
+        return self._part_at(address).path_at(address)
+
+    def bytes_at(self, address: int, size: int) -> memoryview:
+        """A view of `size` bytes from `address`; it must not outlive this object."""
+        return self._part_at(address).bytes_at(address, size)
+
+    def _part_at(self, address: int) -> MappedTars:
+        return self._parts[max(bisect_right(self._parts, address, key=lambda part: part.begin) - 1, 0)]
 
 
 def _committed_size(shard: CommittedShard) -> int:
@@ -256,7 +275,8 @@ class VerifiedMembers:
     def record(self, member: int, found: Problem | Stuck | None) -> None:
         """Record the result of verifying a member."""
         if isinstance(found, Stuck):
-            found = Problem("stuck", f"{self._what} were not read within {found.after_s:g} s")
+            where = f"{self._what} ({self._tars.path_at(self._payload(member).address)})"
+            found = Problem("stuck", f"{where} were not read within {found.after_s:g} s")
         if found is not None:
             self._problems[member] = found
         self._state[member] = _GOOD if found is None else _BAD

@@ -33,7 +33,7 @@ from shards.tars import TarBytes
 if TYPE_CHECKING:
     from fsspec import AbstractFileSystem
 
-from train.config.training import is_remote
+from train.config.shards import is_remote
 
 # Remote files through fsspec: addresses, whole files copied into a cache, ranges of tars, and retries.
 

@@ -159,6 +159,12 @@ def _read(
     }
 
 
+def encoder_of(variant: Variant) -> str:
+    """The model that made the embeddings of a variant of the text column, by its weights."""
+    recipe = variant.recipe
+    return f"{recipe.get('clip')} {str(recipe.get('clip_sha256'))[:8]}, width {recipe.get('width')}"
+
+
 class StoredText:
     """The `text` column mapped into memory: 20 bytes per caption, whatever the width. Thread-safe.
 
@@ -171,7 +177,7 @@ class StoredText:
     def __init__(self, data_dir: Path, video_ids: pa.Array) -> None:
         variant = Variant.open(data_dir, column="text").whole()
         self.variant_name = variant.directory.name
-        self._video_ids = video_ids
+        self._variant, self._video_ids = variant, video_ids
         shards = variant.shards()
         if not shards:
             hint = f"run prep text --data {shlex.quote(str(data_dir))}"
@@ -179,6 +185,11 @@ class StoredText:
         self._tars = MappedTars(shards)
         self._members, self._rows = read_text_rows(shards, starts=self._tars.starts, video_ids=video_ids)
         self._verified = self._members.verified(self._tars)
+
+    @property
+    def encoder(self) -> str:
+        """The model that made the embeddings."""
+        return encoder_of(self._variant)
 
     @property
     def width(self) -> int:

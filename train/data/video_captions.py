@@ -117,6 +117,11 @@ class VideoCaptions(ClipSamples):
         return int(self._caption_ids.max()) + 1
 
     @property
+    def mixing_facts(self) -> dict[str, str]:
+        """The encoder of stored embeddings."""
+        return {} if self.stored_text is None else {"text embeddings": self.stored_text.encoder}
+
+    @property
     def text_width(self) -> int | None:
         """Width of the stored embeddings; None if captions are tokens."""
         return None if self.stored_text is None else self.stored_text.width

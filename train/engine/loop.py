@@ -22,6 +22,7 @@ from torch import nn
 from manifests.errors import ClipmillError, Stopped, UserError
 from train.config.training import TrainingSettings
 from train.data.batch import PICTURES, TENSORS, to_device
+from train.data.inputs import Mixture
 from train.data.loader import TrainingSet
 from train.data.outcomes import LoadedBatch
 from train.data.prefetch import prefetch
@@ -124,6 +125,7 @@ def train(
     throughput = Throughput(device=device, precision=state.precision.name)
     log = MetricsLog(trackers, throughput, run=run, world=world, num_samples=settings.batch)
     soundness = StepGuard(device)
+    folders = samples.folders if isinstance(samples, Mixture) else None
 
     def save(metrics: dict[str, float]) -> None:
         nonlocal saved_step
@@ -172,6 +174,7 @@ def train(
                 num_failed=failures.num_failed,
                 batch=BatchIds(loaded.batch["key"], loaded.batch.get("caption_id")),
                 skips=state.precision.skips_steps,
+                sources=folders.counts(state.cursor.position) if folders else {},
             )
             log.settle()
             log.add(pending)

@@ -5,7 +5,7 @@
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -109,6 +109,7 @@ class PendingStep:
         num_failed: number of samples that had failed by then.
         batch: the samples of this rank.
         skips: the gradient norm may be infinite, as the step is skipped then (fp16).
+        sources: of a mixture, number of samples of each data folder so far, failed ones included.
     """
 
     step: Step
@@ -118,6 +119,7 @@ class PendingStep:
     num_failed: int
     batch: BatchIds
     skips: bool
+    sources: Mapping[str, int] = field(default_factory=dict)
 
 
 class MetricsLog:
@@ -203,4 +205,5 @@ class MetricsLog:
         speed = self._throughput.metrics(
             step_s=pending.metrics.end.since(pending.began), waited_s=pending.waited_s, num_samples=self._num_samples
         )
-        return {**line, **speed, **found, "num_failed": pending.num_failed}
+        sources = {"sources": dict(pending.sources)} if pending.sources else {}
+        return {**line, **speed, **found, **sources, "num_failed": pending.num_failed}

@@ -13,7 +13,8 @@ from manifests.errors import UserError
 from manifests.store import read_manifest
 from shards.commits import read_commits
 from shards.dataset import current_variant, variant_dir
-from train.config.training import TrainingSettings, flat, is_remote, plain_values
+from train.config.shards import folder_names, is_remote
+from train.config.training import TrainingSettings, flat, plain_values
 from train.data.loader import TrainingSet
 from train.data.streams.tars import names_tars
 from train.distributed.launch import COMMAND, Start, difference
@@ -72,7 +73,7 @@ def open_consistent(
         return samples
     ranks: list[Start] = world.gather_objects(world.each(lambda: _content(samples, settings, columns=columns)))
     if found := difference(ranks):
-        places = difference([{"--shards": shards} for shards in world.gather_objects(settings.shards)])
+        places = difference([{"--shards": " ".join(folders)} for folders in world.gather_objects(settings.folders)])
         raise UserError(
             f"the ranks do not have the same data: {found}" + (f"; {places}" if places else ""),
             hint="give every rank the same data folder, or an exact copy of it",
@@ -83,8 +84,11 @@ def open_consistent(
 def _content(samples: NamedSamples, settings: TrainingSettings, *, columns: tuple[str, ...]) -> Start:
     """What determines the bytes that a rank trains on and evaluates."""
     content: dict[str, object] = {}
-    others = {f" of {one.name}": one.shards for one in settings.evaluate.evaluated() if one.shards is not None}
-    for name, shards in {"": settings.shards, **(others if settings.evaluate.every else {})}.items():
+    folders = settings.folders
+    own = dict(zip([f" of {name}" for name in folder_names(folders)], folders, strict=True))
+    own = own if len(folders) > 1 else {"": settings.folder}
+    others = {f" of {one.name}": one.shards for one in settings.evaluated() if one.shards is not None}
+    for name, shards in {**own, **(others if settings.evaluate.every else {})}.items():
         if not is_remote(shards) and not names_tars(shards):
             content[f"manifest{name}"] = str(read_manifest(Path(shards))["fingerprint"])[:16]
             for column in columns:

@@ -4,7 +4,7 @@ A task owns what is particular to it: samples, model, objective and evaluation. 
 optimizer, ranks, logging, checkpoints, resuming.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from copy import copy
 from dataclasses import replace
 from typing import Any, Generic, Protocol, Self, TypeVar, runtime_checkable
@@ -19,6 +19,7 @@ from train.config.evaluation import EvaluatedData
 from train.config.training import ClipSettings, ParallelSettings, TrainingSettings, adapted_towers
 from train.config.tuning import frozen_part
 from train.data.batch import Batch
+from train.data.inputs import Mixture, open_mixed
 from train.data.loader import TrainingSet
 from train.distributed.pipeline import check_microbatches
 from train.distributed.stages import LayerCost, partition
@@ -66,7 +67,7 @@ class Task(Protocol):
     def evaluate(self, model: nn.Module, world: World) -> dict[str, float]:
         """Metrics of the evaluations in the loop, equal on all ranks; {} if there is none.
 
-        There is one for each of `settings.evaluate.evaluated()`, whose name begins its metrics: `<name>/<metric>`.
+        There is one for each of `settings.evaluated()`, whose name begins its metrics: `<name>/<metric>`.
         All ranks call it at the same step, with the model in evaluation mode and without gradients. Forward passes
         must not communicate, as ranks may make different numbers of them.
         """
@@ -171,6 +172,7 @@ UNUSED_PARTS = {
 }
 Settings = TypeVar("Settings", bound=ClipSettings)
 Samples = TypeVar("Samples")
+Opened = TypeVar("Opened")
 Rgb = tuple[float, float, float]
 Model = TypeVar("Model", bound=nn.Module)
 
@@ -204,11 +206,20 @@ class ClipTask(Generic[Settings, Samples, Model]):
         Args:
             shards: None for the data of the run.
         """
-        settings = self._settings
-        if shards is not None and not data_facts(settings.shards, shards)["is_own_data"]:
-            settings = settings.on(shards)
+        settings = self._settings if shards is None else self._settings.on(shards)
+        return self._with(replace(settings, where=settings.evaluate.where))
+
+    def mixed(self, open_one: Callable[[Self], Opened]) -> Opened | Mixture:
+        """Open the training set: that of the data folder, or the mixture of those of several, each by its own task.
+
+        Raises:
+            UserError: see `open_mixed`.
+        """
+        return open_mixed(lambda folder: open_one(self._with(self._settings.on(folder))), self._settings)
+
+    def _with(self, settings: Settings) -> Self:
         other = copy(self)
-        other._settings = replace(settings, where=settings.evaluate.where)
+        other._settings = settings
         return other
 
     def note_evaluation(self, one: EvaluatedData, samples: NamedSamples, **more: str) -> None:

@@ -32,7 +32,7 @@ class TrainedRun(Generic[Settings]):
     Attributes:
         run: None for weights of another source.
         facts: of the training's run.json, {} for weights of another project.
-        settings: of the model, with the requested data and overrides.
+        settings: of the model, with the requested overrides.
         step: of the checkpoint; None for weights of another source.
         weights: description of the weights (EMA or not) and of the precision.
         load: copies the weights into a model on the device.
@@ -62,17 +62,9 @@ class TrainedRun(Generic[Settings]):
         return model.eval()
 
 
-def read_settings(run: RunFolder, kind: type[Settings], *, shards: str | None = None) -> Settings:
-    """The settings of a run.
-
-    Args:
-        shards: data that replaces the run's own.
-
-    Raises:
-        UserError: they cannot be read, or are those of another task.
-    """
-    settings = load_settings(run.settings, kind)
-    return settings if shards is None else replace(settings, shards=shards)
+def read_settings(run: RunFolder, kind: type[Settings]) -> Settings:
+    """The settings of a run; UserError if they cannot be read, or are those of another task."""
+    return load_settings(run.settings, kind)
 
 
 def open_trained_run(run: RunFolder, settings: Settings, *, checkpoint: Path | None = None) -> TrainedRun[Settings]:

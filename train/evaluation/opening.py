@@ -16,7 +16,7 @@ from train.engine.trained_run import ready
 from train.evaluation.record import read_record
 from train.evaluation.runner import OpenedRun, open_for
 from train.models.dual_encoder import ModelShape, size_of
-from train.run.folder import RunFolder, data_facts, open_run
+from train.run.folder import RunFolder, open_run
 from train.spec import Adopted, TaskSpec
 from train.weights.architecture import sized_as
 from train.weights.loading import load_whole
@@ -78,9 +78,7 @@ def open_weights_as(
     )
     with deferred_checks():  # which are about --model
         settings = replace(adopted.settings, device=device or adopted.settings.device, where=where)
-        if shards is not None:
-            is_own = data_facts(settings.shards, shards)["is_own_data"]
-            settings = replace(settings, shards=shards) if is_own else settings.on(shards)
+        settings = settings if shards is None else settings.on(shards)
         overrides = overrides.beside(settings)
         settings = overrides.applied(settings)
     shape = adopted.shape

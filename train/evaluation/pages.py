@@ -105,7 +105,8 @@ def protocol_of(result: dict[str, Any], sizes: str, **more: str) -> dict[str, st
     """Data, protocol, clips and checkpoint of a result, which are needed to compare it with others."""
     data = f"{result['data']}; {result['variant']}"
     if address := other_data(result):
-        data += f"; of {address}, which is not the run's own data"
+        data += f"; of {address}"
+        data += "" if result.get("is_part_of_own_data") else ", which is not the run's own data"
     elif "source" in result:  # of weights that are not a run
         data += f"; of {result['shards']}"
     lines = {"data": data, "protocol": f"{sizes}; {result['protocol']}"}

@@ -22,7 +22,7 @@ from train.data.outcomes import FailedSample
 from train.engine.trained_run import TrainedRun, open_trained_run, read_settings, shape_of_run
 from train.evaluation.pages import marked
 from train.models.dual_encoder import ModelShape
-from train.run.folder import RunFolder, data_facts, other_data, read_object, result_name
+from train.run.folder import RunFolder, data_facts, read_object, result_name
 from train.spec import EvaluationSpec, TaskSpec
 from train.weights.loading import load_whole
 from train.weights.sources import Say, Source, open_run_weights
@@ -148,12 +148,10 @@ def open_for(
     Raises:
         UserError: there is no checkpoint, or it does not fit this machine, the run's settings or the overrides.
     """
-    settings: ClipSettings = read_settings(run, spec.settings, shards=shards)
+    settings: ClipSettings = read_settings(run, spec.settings)
     settings = settings if device is None else replace(settings, device=device)
     trained = open_trained_run(run, settings, checkpoint=checkpoint)
-    if shards is not None and other_data(run.data_facts(shards)):
-        settings = settings.on(shards)
-    settings = replace(settings, where=where)
+    settings = replace(settings if shards is None else settings.on(shards), where=where)
     overrides = overrides.beside(settings)
     settings = overrides.applied(settings)
     shape = shape_of_run(run, settings)

@@ -41,6 +41,7 @@ def page_of(run: RunFolder) -> dict[str, Any]:
         "chosen": _chosen(settings, task),
         "settings": settings,
         "summary": _summary(lines),
+        "sources": _sources(facts, lines),
         "curves": training_curves(lines),
         "evaluation_curves": evaluation_curves(lines, [group for one in known for group in one.curves]),
         "results": _results(run, known, own_split=settings.get("split")),
@@ -122,6 +123,14 @@ def _summary(lines: list[dict[str, Any]]) -> dict[str, Any]:
         "memory_gb": max(memory_gb, default=None),
         "mfu": sum(mfu) / len(mfu) if mfu else None,
     }
+
+
+def _sources(facts: dict[str, Any], lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The data folders of a mixture, with the number of samples of each so far; failed ones count too."""
+    counts = lines[-1].get("sources", {}) if lines else {}
+    found = [{**source, "count": counts.get(source["name"], 0)} for source in facts.get("sources", [])]
+    total = sum(source["count"] for source in found)
+    return [{**source, "trained": source["count"] / total if total else 0.0} for source in found]
 
 
 def _command(run: RunFolder, task: str) -> str:

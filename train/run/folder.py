@@ -29,7 +29,8 @@ from manifests.errors import UserError
 from manifests.json_text import parse_json
 from manifests.publish import TEMPORARY_PREFIX, publish_bytes, publish_json
 from train.config.files import load_settings, read_values, save_settings
-from train.config.training import TrainingSettings, absolute, is_remote, require_same, shaping
+from train.config.shards import Shards, absolute, folders_of, normalised
+from train.config.training import TrainingSettings, require_same, shaping
 
 if TYPE_CHECKING:
     import torch
@@ -137,7 +138,7 @@ class RunFolder:
     def data_facts(self, shards: str | None) -> dict[str, Any]:
         """The data fields of a result (see the function of this name); `shards` is None for the run's own data."""
         own = read_values(self.settings).get("shards", TrainingSettings.shards)
-        return data_facts(str(own), shards)
+        return data_facts(tuple(map(str, own)) if isinstance(own, list) else str(own), shards)
 
     def write_evaluation(self, name: str, result: dict[str, Any]) -> Path:
         """Publish the result of an evaluation; results on other data never replace those on the run's own."""
@@ -176,7 +177,9 @@ def create_run(settings: TrainingSettings) -> RunFolder:
                 raise UserError(f"{run.path} exists already", hint="use --resume to continue it, or another --out")
             for path in left:
                 path.unlink()
-            own = replace(settings, shards=absolute(settings.shards), evaluate=settings.evaluate.from_anywhere())
+            folders = tuple(map(absolute, settings.folders))
+            shards = folders if len(folders) > 1 else folders[0]
+            own = replace(settings, shards=shards, evaluate=settings.evaluate.from_anywhere())
             save_settings(own, run.settings)
     except OSError as error:
         raise UserError(f"cannot make the run folder {run.path}: {error.strerror}", hint="use another --out") from error
@@ -278,10 +281,17 @@ def keep_lines(path: Path, belongs: Callable[[dict[str, Any]], bool]) -> list[di
     return kept
 
 
-def data_facts(own: str, shards: str | None) -> dict[str, Any]:
-    """The data fields of a result: `shards`, its address, and `is_own_data`, given --shards of run and evaluation."""
-    address = _normalised(own if shards is None else shards)
-    return {"shards": address, "is_own_data": address == _normalised(own)}
+def data_facts(own: Shards, shards: str | None) -> dict[str, Any]:
+    """The data fields of a result: `shards`, its address, and `is_own_data`, given --shards of run and evaluation.
+
+    Each of several data folders of a run has results of its own, with `is_part_of_own_data`.
+    """
+    folders = [normalised(one) for one in folders_of(own)]
+    if shards is None:
+        return {"shards": ", ".join(folders), "is_own_data": True}
+    address = normalised(shards)
+    part = {"is_part_of_own_data": True} if len(folders) > 1 and address in folders else {}
+    return {"shards": address, "is_own_data": [address] == folders, **part}
 
 
 def result_name(name: str, facts: dict[str, Any]) -> str:
@@ -296,8 +306,3 @@ def result_name(name: str, facts: dict[str, Any]) -> str:
 def other_data(result: dict[str, Any]) -> str:
     """Address of the data of a result; empty for the run's own data, which is assumed if the result does not say."""
     return "" if result.get("is_own_data", True) else str(result["shards"])
-
-
-def _normalised(address: str) -> str:
-    parts = address.split("::")
-    return "::".join(one.rstrip("/") if is_remote(one) else str(Path(one).resolve()) for one in parts)

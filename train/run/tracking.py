@@ -178,8 +178,8 @@ def open_trackers(settings: TrainingSettings, *, run: RunFolder, progress: Progr
 
 
 def tagged(line: dict[str, Any]) -> dict[str, float]:
-    """The metrics of a line by chart name: train/loss, speed/mfu, and those of evaluations as they are."""
-    found = {}
+    """The metrics of a line by chart name: train/loss, speed/mfu, samples/FOLDER, those of evaluations as they are."""
+    found = {f"samples/{name}": float(count) for name, count in line.get("sources", {}).items()}
     for key, value in line.items():
         if key == "step" or isinstance(value, bool) or not isinstance(value, int | float) or math.isnan(value):
             continue
@@ -248,7 +248,7 @@ class WeightsAndBiases:
                 hint="wandb login, or --track.wandb offline and wandb sync later",
             ) from error
         # Evaluations of runs with different batch sizes are compared by epoch.
-        for one in settings.evaluate.evaluated():
+        for one in settings.evaluated():
             self._run.define_metric(f"{one.name}/*", step_metric="train/epoch")
         self._run.summary["page"] = str(run.page.resolve())
 

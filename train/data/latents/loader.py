@@ -14,6 +14,7 @@ from train.data.latents.filling import Checksums, FilledBatch, fill
 from train.data.latents.gather import Gather, RequestBlock
 from train.data.latents.segment_set import Captions, SegmentSet
 from train.data.latents.segments import FrameShape, SegmentRequests, Tails, times_us
+from train.data.loader import Order
 from train.data.order import Cursor, Resumable, SampleOrder
 from train.data.outcomes import LoadedBatch, SampleFailed
 
@@ -103,10 +104,9 @@ class LatentLoader(Resumable):
             where=where,
         )
         self._batch, self._rank, self._num_ranks = batch, rank, num_ranks
-        self._order = SampleOrder(len(self.samples), seed)
-        tokens_of = None if tokenize is None or captions != "words" else self._tokens_by(tokenize)
-        self._gather = Gather(self.samples, batch=batch, depth=None if copy else depth, tokenize=tokens_of)
-        self._verify, self._checksums = verify, Checksums(self.samples)
+        self._order: Order = SampleOrder(len(self.samples), seed)
+        self._tokenize = tokenize if captions == "words" else None
+        self._depth, self._verify = None if copy else depth, verify
 
     def __len__(self) -> int:
         """Number of samples in an epoch, of all ranks together."""
@@ -125,8 +125,12 @@ class LatentLoader(Resumable):
     @property
     def num_caption_ids(self) -> int:
         """Ids of captions are in [0, num_caption_ids); 0 in a set without captions."""
-        captions = self.samples.captions
-        return 0 if captions is None else int(captions.caption_id.max()) + 1
+        return self.samples.num_caption_ids
+
+    @property
+    def mixing_facts(self) -> dict[str, str]:
+        """What has to be the same in all sets of a mixture."""
+        return self.samples.mixing_facts
 
     @property
     def fingerprint(self) -> str:
@@ -189,6 +193,15 @@ class LatentLoader(Resumable):
         """The texts of captions of the manifest."""
         return self._texts.texts(caption_id)
 
+    @cached_property
+    def _gather(self) -> Gather:
+        tokens_of = None if self._tokenize is None else self._tokens_by(self._tokenize)
+        return Gather(self.samples, batch=self._batch, depth=self._depth, tokenize=tokens_of)
+
+    @cached_property
+    def _checksums(self) -> Checksums:
+        return Checksums(self.samples)
+
     def _fill(self, blocks: Iterator[RequestBlock], *, max_failures: int | None) -> Iterator[FilledBatch]:
         checksums = self._checksums if self._verify else None
         return fill(blocks, self._gather, checksums, batch=self._batch, max_failures=max_failures)
@@ -218,7 +231,7 @@ class LatentLoader(Resumable):
         import torch
 
         def tokens(caption_id: torch.Tensor) -> torch.Tensor:
-            return torch.from_numpy(np.stack([tokenize(text) for text in self._texts.texts(caption_id.numpy())]))
+            return torch.from_numpy(np.stack([tokenize(text) for text in self.texts_of(caption_id.numpy())]))
 
         return tokens
 

@@ -35,7 +35,7 @@ from train.data.latents.segments import (
 from train.data.mapped_tars import MappedTars
 from train.data.order import set_fingerprint
 from train.data.selection import Selection
-from train.data.stored_text import TextMembers, TextRows, read_text_rows
+from train.data.stored_text import TextMembers, TextRows, encoder_of, read_text_rows
 
 # Segments alone, with embeddings that prep text has stored, or with the texts of captions.
 Captions = Literal["none", "stored", "words"]
@@ -156,6 +156,20 @@ class SegmentSet:
     def video_of(self, samples: NDArray[np.int64]) -> NDArray[np.int64]:
         """The videos of samples."""
         return self.records.video_row[self.segments.chunk_of(self.segment_of(samples))].astype(np.int64)
+
+    @property
+    def num_caption_ids(self) -> int:
+        """Ids of captions are in [0, num_caption_ids); 0 in a set without captions."""
+        return 0 if self.captions is None else int(self.captions.caption_id.max()) + 1
+
+    @property
+    def mixing_facts(self) -> dict[str, str]:
+        """Shape and VAE of the latents, and the encoder of stored embeddings."""
+        recipe = self._latents.recipe
+        name, weights = recipe.get("vae"), str(recipe.get("vae_sha256"))[:8]
+        scaled = f"(x - {recipe.get('shift_factor') or 0}) * {recipe.get('scaling_factor')}"
+        found = {"latents": str(self.records.shape), "VAE": f"{name} {weights}, scaled as {scaled}"}
+        return found if self._text_variant is None else {**found, "text embeddings": encoder_of(self._text_variant)}
 
     @property
     def variant_name(self) -> str:

@@ -8,7 +8,7 @@ from typing import TypeVar
 import numpy as np
 
 from manifests.errors import UserError
-from train.config.training import is_remote
+from train.config.shards import is_remote
 from train.data.order import permute
 from train.data.remote import local_copy, open_file_system, with_retries
 from train.data.streams.samples import StreamedClip, Unreadable, WithoutVideo, clips_of, samples_of

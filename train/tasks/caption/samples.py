@@ -33,9 +33,6 @@ class CaptionedClips(VideoCaptions):
         max_tokens: L, the end of a caption included; longer ones are cut, and counted.
         captions: which captions there are, and how likely a visit shows each.
 
-    Attributes:
-        tokenizer: of the targets.
-
     Raises:
         UserError: there is no such data, or nothing that can be shown.
     """
@@ -55,7 +52,7 @@ class CaptionedClips(VideoCaptions):
         tars: TarBytes | None = None,
         where: str | None = None,
     ) -> None:
-        self._max_tokens, self._per_visit = max_tokens, per_visit
+        self._max_tokens, self._per_visit, self._make_tokenizer = max_tokens, per_visit, make_tokenizer
         super().__init__(
             data_dir,
             split=split,
@@ -67,8 +64,15 @@ class CaptionedClips(VideoCaptions):
             tars=tars,
             where=where,
         )
-        self.tokenizer = make_tokenizer(self.all_texts())
-        self._num_cut = self.tokenizer.num_longer(self.all_texts(), max_tokens=max_tokens)
+
+    @cached_property
+    def tokenizer(self) -> CaptionTokenizer:
+        """Of the targets; made when it is first asked for, as it may depend on the captions of several sets."""
+        return self._make_tokenizer(self.all_texts())
+
+    @cached_property
+    def _num_cut(self) -> int:
+        return self.tokenizer.num_longer(self.all_texts(), max_tokens=self._max_tokens)
 
     @cached_property
     def _order_sha256(self) -> str:
@@ -79,7 +83,7 @@ class CaptionedClips(VideoCaptions):
         """One line: captions that are used, and those that are not, by reason; and those that are cut."""
         described = super().describe()
         # The set describes itself before it is whole, where nothing can be shown.
-        num_cut = getattr(self, "_num_cut", 0)
+        num_cut = self._num_cut if len(self) else 0
         return f"{described}; {num_cut:,} cut to {self._max_tokens} tokens" if num_cut else described
 
     def references(self, sample: int) -> list[str]:

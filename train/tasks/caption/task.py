@@ -13,7 +13,7 @@ from torch import nn
 from train.config.model import kind_of
 from train.data.batch import Batch
 from train.data.decoding.clip import Views
-from train.data.inputs import clip_shape, loader_settings, open_folder
+from train.data.inputs import Mixture, clip_shape, loader_settings, open_folder
 from train.data.prefetch import batches_on_all_stages
 from train.distributed.stages import LayerCost
 from train.distributed.world import World
@@ -33,8 +33,10 @@ from train.weights.conversion import MEANS, STDS
 from train.weights.loading import Loaded
 from train.weights.sources import Say, Source
 
+Samples = CaptionedClips | Mixture
 
-class CaptionTask(ClipTask[CaptionerSettings, CaptionedClips | None, Captioner]):
+
+class CaptionTask(ClipTask[CaptionerSettings, Samples | None, Captioner]):
     """The task of `train caption`.
 
     Args:
@@ -75,18 +77,29 @@ class CaptionTask(ClipTask[CaptionerSettings, CaptionedClips | None, Captioner])
         """The tokenizer, which the weights cannot be used without."""
         return {TOKENIZER_FILE: self.decoder.tokenizer.as_json()}
 
-    def training_set(self, world: World) -> CaptionedClips:
+    def training_set(self, world: World) -> Samples:
         """This rank's part of the clips and captions of the split that the settings name.
 
         Raises:
             UserError: there are none, or the named decoder is not available or has too short a context.
         """
         settings = self._settings
-        samples = self.samples(settings.split, world)
+        sets: list[CaptionedClips] = []
+
+        def open_one(task: CaptionTask) -> CaptionedClips:
+            # The words of all folders decide about the tokens of each.
+            def tokenizer(_: Iterable[str]) -> CaptionTokenizer:
+                return self._tokenizer(text for one in sets for text in one.all_texts())
+
+            sets.append(task._open(settings.split, world, make_tokenizer=tokenizer))
+            return sets[-1]
+
+        samples = self.mixed(open_one)
+        _ = sets[0].tokenizer  # made now, as the decoder depends on it
         # Checked now, so that a mistake in --decoding is reported before training starts.
         self.decoding()
         if settings.evaluate.every:
-            for one in settings.evaluate.evaluated():
+            for one in settings.evaluated():
                 with one.opening():
                     self._held_out[one.name] = found = self.on(one.shards).samples(one.split, world)
                 self.note_evaluation(one, found)
@@ -98,13 +111,20 @@ class CaptionTask(ClipTask[CaptionerSettings, CaptionedClips | None, Captioner])
         Raises:
             UserError: there are none, or the named decoder is not available.
         """
+        found = self._open(split, world, make_tokenizer=self._tokenizer)
+        _ = found.tokenizer  # made now, as the decoder depends on it
+        return found
+
+    def _open(
+        self, split: str, world: World, *, make_tokenizer: Callable[[Iterable[str]], CaptionTokenizer]
+    ) -> CaptionedClips:
         settings = self._settings
         folder = open_folder(settings, reason="train caption reads data folders")
         return CaptionedClips(
             folder.path,
             split=split,
             shape=clip_shape(settings, views=Views()),
-            make_tokenizer=self._tokenizer,
+            make_tokenizer=make_tokenizer,
             max_tokens=settings.decoder.max_tokens,
             per_visit=settings.captions_per_visit,
             loading=loader_settings(settings, world, device=self._device),
@@ -114,7 +134,7 @@ class CaptionTask(ClipTask[CaptionerSettings, CaptionedClips | None, Captioner])
             where=settings.where,
         )
 
-    def new_model(self, samples: CaptionedClips | None = None) -> Captioner:
+    def new_model(self, samples: Samples | None = None) -> Captioner:
         """A captioner with new weights, and those of `--decoder.weights`."""
         model = build_captioner(self._settings, self.decoder.size, attend=self._attention.attend)
         copy_decoder(model, self.decoder)
@@ -128,11 +148,11 @@ class CaptionTask(ClipTask[CaptionerSettings, CaptionedClips | None, Captioner])
         """Fit tower and decoder to a captioner's weights."""
         return start_of_captioner(model, source, allow=(), say=say)
 
-    def build_model(self, samples: CaptionedClips | None = None) -> Captioner:
+    def build_model(self, samples: Samples | None = None) -> Captioner:
         """A captioner with the weights to start from, and frozen parts."""
         return super().build_model(samples)
 
-    def build_objective(self, samples: CaptionedClips, world: World) -> Objective:
+    def build_objective(self, samples: Samples, world: World) -> Objective:
         """Cross-entropy of tokens."""
         inputs: Callable[[Batch, slice], torch.Tensor] = partial(self.inputs, is_training=True)
         end_id = self.decoder.tokenizer.end_id

@@ -17,7 +17,15 @@ from train.data.batch import Batch
 from train.data.classes import ClassList, read_classes
 from train.data.decoding.clip import Views
 from train.data.frame_sampling import spread_frames, window_frames
-from train.data.inputs import clip_shape, loader_settings, open_labelled_folder, open_latents, size_on_latents
+from train.data.inputs import (
+    Mixture,
+    clip_shape,
+    first_of,
+    loader_settings,
+    open_labelled_folder,
+    open_latents,
+    size_on_latents,
+)
 from train.data.labelled_clips import LabelledClips
 from train.data.latents.loader import LabelledLatents
 from train.device.random import Positions, uniform
@@ -34,7 +42,8 @@ from train.weights.conversion import CLIP_MEAN, CLIP_STD
 from train.weights.loading import Loaded
 from train.weights.sources import Say, Source
 
-Samples = LabelledClips | LabelledLatents
+OneFolder = LabelledClips | LabelledLatents
+Samples = OneFolder | Mixture
 
 
 class ClassifyTask(ClipTask[ClassifySettings, Samples, VideoClassifier]):
@@ -49,7 +58,7 @@ class ClassifyTask(ClipTask[ClassifySettings, Samples, VideoClassifier]):
     def __init__(self, settings: ClassifySettings, *, classes: ClassList | None = None, **opened: Any) -> None:
         super().__init__(settings, **opened)
         self._classes = classes
-        self._held_out: dict[str, Samples] = {}
+        self._held_out: dict[str, OneFolder] = {}
         self.columns: tuple[str, ...] = ("latents",) if settings.input == "latents" else ("video",)
 
     @property
@@ -69,11 +78,11 @@ class ClassifyTask(ClipTask[ClassifySettings, Samples, VideoClassifier]):
             UserError: there are none, or all are of one class.
         """
         settings = self._settings
-        folder = open_labelled_folder(settings)
+        paths = [open_labelled_folder(settings.on(folder)).path for folder in settings.folders]
         if self._classes is None:
             splits = (settings.split, settings.evaluate.split)
-            self._classes = read_classes(folder.path, label=settings.label, splits=splits)
-        samples = self.samples(settings.split, world, repeats=settings.repeats)
+            self._classes = read_classes(*paths, label=settings.label, splits=splits)
+        samples = self.mixed(lambda task: task.samples(settings.split, world, repeats=settings.repeats))
         if len(np.unique(samples.labels)) < 2:
             name = self.classes.names[int(samples.labels[0])]
             raise UserError(
@@ -82,14 +91,14 @@ class ClassifyTask(ClipTask[ClassifySettings, Samples, VideoClassifier]):
             )
         if settings.evaluate.every:
             # Opened now, so that a mistake in its settings is reported before training starts.
-            for one in settings.evaluate.evaluated():
+            for one in settings.evaluated():
                 with one.opening():
                     found = self.on(one.shards).samples(one.split, world, views=_views(settings.evaluate))
                 self._held_out[one.name] = found
                 self.note_evaluation(one, found)
         return samples
 
-    def samples(self, split: str, world: World, *, views: Views | None = None, repeats: int = 1) -> Samples:
+    def samples(self, split: str, world: World, *, views: Views | None = None, repeats: int = 1) -> OneFolder:
         """This rank's part of the labelled samples of any split.
 
         Args:
@@ -173,7 +182,7 @@ class ClassifyTask(ClipTask[ClassifySettings, Samples, VideoClassifier]):
             metrics |= split_metrics(name, result.metrics, num_failed=result.num_failed)
         return metrics
 
-    def score(self, model: nn.Module, samples: Samples, world: World, *, views: Views, every: int = 1) -> ClassResult:
+    def score(self, model: nn.Module, samples: OneFolder, world: World, *, views: Views, every: int = 1) -> ClassResult:
         """Score a model in evaluation mode on samples that were opened with `views`; collective."""
         return score_classifier(
             model,
@@ -192,7 +201,8 @@ class ClassifyTask(ClipTask[ClassifySettings, Samples, VideoClassifier]):
             size, image_px = self._shape.size.video, self._shape.image_px
         else:
             size, image_px = size_of(settings.model, settings.towers).video, _side(settings, samples)
-            size = size if isinstance(samples, LabelledClips) else size_on_latents(size, samples.frame_shape)
+            first: OneFolder = first_of(samples)
+            size = size if isinstance(first, LabelledClips) else size_on_latents(size, first.frame_shape)
         return VideoClassifier(
             size,
             towers=settings.towers,
@@ -205,7 +215,8 @@ class ClassifyTask(ClipTask[ClassifySettings, Samples, VideoClassifier]):
 
 
 def _side(settings: ClassifySettings, samples: Samples) -> int:
-    return settings.size_px if isinstance(samples, LabelledClips) else samples.frame_shape.height
+    first: OneFolder = first_of(samples)
+    return settings.size_px if isinstance(first, LabelledClips) else first.frame_shape.height
 
 
 def _views(wanted: ClassEvaluation) -> Views:

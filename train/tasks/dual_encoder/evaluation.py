@@ -231,8 +231,8 @@ def open_scorer(wanted: DualEncoderEvaluation, settings: DualEncoderSettings) ->
             f"{wanted.protocol} scores the clips of captions, and latents are in segments", hint="use --input pixels"
         )
     data_dir: Path | None = None
-    if wanted.protocol != "retrieval" and not names_tars(settings.shards):
-        data_dir = open_data_folder(settings.shards, cache=settings.cache).path
+    if wanted.protocol != "retrieval" and not names_tars(settings.folder):
+        data_dir = open_data_folder(settings.folder, cache=settings.cache).path
     has_text_tower, sources = settings.text_tower == "trained", settings.captions.sources
     return make_scorer(wanted, data_dir=data_dir, has_text_tower=has_text_tower, sources=sources)
 

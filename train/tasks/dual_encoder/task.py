@@ -16,11 +16,11 @@ from manifests.errors import UserError
 from train.config.data import CaptionSettings
 from train.config.evaluation import DualEncoderEvaluation, EvaluatedData
 from train.config.model import Towers
-from train.config.training import is_remote
+from train.config.shards import is_remote
 from train.data.batch import Batch
 from train.data.decoding.clip import Views
 from train.data.frame_sampling import spread_frames
-from train.data.inputs import clip_shape, loader_settings, open_latents, size_on_latents
+from train.data.inputs import Mixture, clip_shape, first_of, loader_settings, open_latents, size_on_latents
 from train.data.latents.loader import CaptionedLatents
 from train.data.remote import open_data_folder
 from train.data.streams.stream import VideoStream
@@ -44,7 +44,8 @@ from train.weights.conversion import CLIP_MEAN, CLIP_STD, LOGIT_SCALE, require_f
 from train.weights.effective import KINDS, effective_clip_settings
 from train.weights.sources import Say, Source
 
-Samples = VideoCaptions | VideoStream | CaptionedLatents
+OneFolder = VideoCaptions | VideoStream | CaptionedLatents
+Samples = OneFolder | Mixture
 # Losses whose temperature has the meaning of CLIP's. The others have initial values of their own.
 _CLIPS_TEMPERATURE = frozenset({"infonce", "mbcl"})
 # Typical lengths of short captions in tokens, for the measurement of attention backends.
@@ -64,27 +65,31 @@ class DualEncoderTask(ClipTask[DualEncoderSettings, Samples, DualEncoder]):
 
     def training_set(self, world: World) -> Samples:
         """This rank's part of the clips and captions of the split that the settings name."""
+        samples = self.mixed(lambda task: task._with_different_texts(world))
+        if self._settings.evaluate.every:
+            # Opened now, so that a mistake in its settings is reported before training starts.
+            self._in_loop = [self._open_evaluation(one, world) for one in self._settings.evaluated()]
+        return samples
+
+    def _with_different_texts(self, world: World) -> OneFolder:
         samples = self.samples(self._settings.split, world)
         if not isinstance(samples, VideoStream):
             samples.require_different_texts()
-        if self._settings.evaluate.every:
-            # Opened now, so that a mistake in its settings is reported before training starts.
-            self._in_loop = [self._open_evaluation(one, world) for one in self._settings.evaluate.evaluated()]
         return samples
 
-    def samples_of(self, wanted: DualEncoderEvaluation, world: World, *, num_clips: int = 1) -> Samples:
+    def samples_of(self, wanted: DualEncoderEvaluation, world: World, *, num_clips: int = 1) -> OneFolder:
         """This rank's part of the clips and captions of an evaluation, as its protocol has them.
 
         Raises:
             UserError: as of `samples`, or they contradict the protocol.
         """
         settings = self._settings
-        if settings.input == "latents" or names_tars(settings.shards) or wanted.protocol not in NAMED:
+        if settings.input == "latents" or names_tars(settings.folder) or wanted.protocol not in NAMED:
             # In multi-instance retrieval, two narrations of one span are two queries.
             each_caption = wanted.protocol == "mir"
             return self.samples(wanted.split, world, num_clips=num_clips, each_caption=each_caption)
         table = protocol_captions(
-            open_data_folder(settings.shards, cache=settings.cache).path,
+            open_data_folder(settings.folder, cache=settings.cache).path,
             wanted.protocol,
             split=wanted.split,
             sources=settings.captions.sources,
@@ -105,7 +110,7 @@ class DualEncoderTask(ClipTask[DualEncoderSettings, Samples, DualEncoder]):
         num_clips: int = 1,
         each_caption: bool = False,
         table: pa.Table | None = None,
-    ) -> Samples:
+    ) -> OneFolder:
         """This rank's part of the clips and captions of any split; streamed tars have no splits.
 
         Args:
@@ -122,24 +127,24 @@ class DualEncoderTask(ClipTask[DualEncoderSettings, Samples, DualEncoder]):
             return self._latents(split, world, tokenize=tokenize)
         shape = clip_shape(settings, views=Views(num_clips=num_clips))
         loading = loader_settings(settings, world, device=self._device)
-        if names_tars(settings.shards):
+        if names_tars(settings.folder):
             if tokenize is None or settings.captions != CaptionSettings():
                 raise UserError(
-                    f"{settings.shards} is a stream of tars: each clip has the one caption that its tar gives it",
+                    f"{settings.folder} is a stream of tars: each clip has the one caption that its tar gives it",
                     hint="leave out --text-tower and --captions, or name a data folder that prep made",
                 )
             if settings.where is not None:
                 raise UserError(
-                    f"{settings.shards} is a stream of tars: it has no manifest and no scores to select by",
+                    f"{settings.folder} is a stream of tars: it has no manifest and no scores to select by",
                     hint="leave out --where, or name a data folder that prep made",
                 )
-            return VideoStream(settings.shards, shape=shape, tokenize=tokenize, loading=loading, cache=settings.cache)
-        if tokenize is None and is_remote(settings.shards):
+            return VideoStream(settings.folder, shape=shape, tokenize=tokenize, loading=loading, cache=settings.cache)
+        if tokenize is None and is_remote(settings.folder):
             raise UserError(
-                f"--text-tower frozen cannot be read from {settings.shards}: embeddings are mapped into memory",
+                f"--text-tower frozen cannot be read from {settings.folder}: embeddings are mapped into memory",
                 hint="copy the data folder to this machine",
             )
-        folder = open_data_folder(settings.shards, cache=settings.cache)
+        folder = open_data_folder(settings.folder, cache=settings.cache)
         return VideoCaptions(
             folder.path,
             split=split,
@@ -177,11 +182,12 @@ class DualEncoderTask(ClipTask[DualEncoderSettings, Samples, DualEncoder]):
     def _shape_for(self, samples: Samples) -> ModelShape:
         settings = self._settings
         size, image_px = size_of(settings.model, settings.towers), settings.size_px
-        if isinstance(samples, CaptionedLatents):
-            image_px = samples.frame_shape.height
-            size = replace(size, video=size_on_latents(size.video, samples.frame_shape))
-        if not isinstance(samples, VideoStream) and samples.text_width is not None:
-            size = replace(size, embedding_width=samples.text_width)
+        first: OneFolder = first_of(samples)
+        if isinstance(first, CaptionedLatents):
+            image_px = first.frame_shape.height
+            size = replace(size, video=size_on_latents(size.video, first.frame_shape))
+        if not isinstance(first, VideoStream) and first.text_width is not None:
+            size = replace(size, embedding_width=first.text_width)
         return ModelShape(size=size, image_px=image_px)
 
     def inputs(self, batch: Batch, *, is_training: bool) -> tuple[torch.Tensor, torch.Tensor]:
@@ -236,7 +242,7 @@ def _dataset_size(samples: Samples, settings: DualEncoderSettings) -> DatasetSiz
         return None
     if isinstance(samples, VideoStream):
         raise UserError(
-            f"--loss.kind {settings.loss.kind} keeps a number for each clip, and {settings.shards} is a stream of them",
+            f"--loss.kind {settings.loss.kind} keeps a number for each clip, and {settings.folder} is a stream of them",
             hint="name a data folder that prep made, or use --loss.kind infonce",
         )
     num_epochs = settings.steps * settings.batch / samples.num_samples

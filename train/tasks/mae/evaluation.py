@@ -104,17 +104,25 @@ def reconstruct_at_end(
 
     Errors are printed, and do not fail the run.
     """
-    held_out = settings.evaluate.split
+    for folder in settings.folders:
+        # Each folder of a mixture has a result of its own; the single folder of another run is the run's own data.
+        _reconstruct(spec, evaluation, run, settings, shards=folder if len(settings.folders) > 1 else None, say=say)
+
+
+def _reconstruct(
+    spec: TaskSpec, evaluation: EvaluationSpec, run: RunFolder, settings: MaeSettings, *, shards: str | None, say: Say
+) -> None:
+    held_out, of = settings.evaluate.split, "" if shards is None else f" of {shards}"
     try:
         try:
-            evaluate(spec, evaluation, run, ReconstructionFlags(split=held_out))
+            evaluate(spec, evaluation, run, ReconstructionFlags(split=held_out), shards=shards)
         except UserError as error:
             chosen = f"{settings.split}, which the model was trained on, because {held_out} cannot be used: {error}"
-            say(f"reconstruction: split {chosen}")
+            say(f"reconstruction{of}: split {chosen}")
             with_reason = replace(evaluation, score=partial(score_run, chosen=chosen))
-            evaluate(spec, with_reason, run, ReconstructionFlags(split=settings.split))
+            evaluate(spec, with_reason, run, ReconstructionFlags(split=settings.split), shards=shards)
     except (UserError, FailedWork) as error:
-        say(f"reconstruction: no pictures: {error}")
+        say(f"reconstruction{of}: no pictures: {error}")
 
 
 def describe_mask(settings: MaeSettings, grid: CubeGrid) -> str:

@@ -17,7 +17,16 @@ from train.data.chunk_clips import ChunkClips
 from train.data.chunks import videos_of_split
 from train.data.decoding.clip import Views
 from train.data.frame_sampling import window_frames
-from train.data.inputs import LATENT_PATCH, clip_shape, loader_settings, open_folder, open_latents, size_on_latents
+from train.data.inputs import (
+    LATENT_PATCH,
+    Mixture,
+    clip_shape,
+    first_of,
+    loader_settings,
+    open_folder,
+    open_latents,
+    size_on_latents,
+)
 from train.data.latents.loader import LatentLoader
 from train.data.remote import open_data_folder
 from train.device.random import uniform
@@ -34,7 +43,8 @@ from train.weights.conversion import IMAGENET_MEAN, IMAGENET_STD
 from train.weights.loading import Loaded, fit_to
 from train.weights.sources import Say, Source
 
-Samples = ChunkClips | LatentLoader
+OneFolder = ChunkClips | LatentLoader
+Samples = OneFolder | Mixture
 
 
 class MaeTask(ClipTask[MaeSettings, Samples, MaskedAutoencoder]):
@@ -55,14 +65,16 @@ class MaeTask(ClipTask[MaeSettings, Samples, MaskedAutoencoder]):
                 to evaluate on.
         """
         settings = self._settings
-        samples = self.samples(settings.split, world, per_chunk=settings.samples_per_chunk)
+        per_chunk = settings.samples_per_chunk
+        samples = self.mixed(lambda task: task.samples(settings.split, world, per_chunk=per_chunk))
         if settings.evaluate.split != ProbeEvaluation.split:
             # The run reconstructs clips of it at the end; only the default split may be missing.
-            with EvaluatedData(name="", shards=None, split=settings.evaluate.split).opening():
-                videos_of_split(open_data_folder(settings.shards, cache=settings.cache).path, settings.evaluate.split)
+            for folder in settings.folders:
+                with EvaluatedData(name="", shards=None, split=settings.evaluate.split).opening():
+                    videos_of_split(open_data_folder(folder, cache=settings.cache).path, settings.evaluate.split)
         if settings.evaluate.every:
             # Opened now, so that a mistake in its settings is reported before training starts.
-            self._probes = [self._open_probe(one, world) for one in settings.evaluate.evaluated()]
+            self._probes = [self._open_probe(one, world) for one in settings.evaluated()]
         return samples
 
     def _open_probe(self, one: EvaluatedData, world: World) -> LoopProbe:
@@ -75,7 +87,7 @@ class MaeTask(ClipTask[MaeSettings, Samples, MaskedAutoencoder]):
         self.note_evaluation(one, probe.queries)
         return probe
 
-    def samples(self, split: str, world: World, *, per_chunk: int = 1) -> Samples:
+    def samples(self, split: str, world: World, *, per_chunk: int = 1) -> OneFolder:
         """This rank's part of the samples of any split.
 
         Args:
@@ -121,8 +133,8 @@ class MaeTask(ClipTask[MaeSettings, Samples, MaskedAutoencoder]):
         """The size of the encoder, for clips as `samples` has them."""
         if self._shape is not None:
             return self._shape.size.video
-        size = size_of(self._settings.model, self._settings.towers).video
-        return size if isinstance(samples, ChunkClips) else size_on_latents(size, samples.frame_shape)
+        size, first = size_of(self._settings.model, self._settings.towers).video, _first(samples)
+        return size if isinstance(first, ChunkClips) else size_on_latents(size, first.frame_shape)
 
     def masking(self, samples: Samples) -> Masking:
         """The masks of clips as `samples` has them."""
@@ -174,4 +186,10 @@ class MaeTask(ClipTask[MaeSettings, Samples, MaskedAutoencoder]):
     def _side(self, samples: Samples) -> int:
         if self._shape is not None:
             return self._shape.image_px
-        return self._settings.size_px if isinstance(samples, ChunkClips) else samples.frame_shape.height
+        first = _first(samples)
+        return self._settings.size_px if isinstance(first, ChunkClips) else first.frame_shape.height
+
+
+def _first(samples: Samples) -> OneFolder:
+    found: OneFolder = first_of(samples)
+    return found

@@ -1,0 +1,191 @@
+"""Mixtures of clips: what a batch holds, resuming on other ranks, failures, and losses that keep state per sample."""
+
+import shutil
+from dataclasses import replace
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from shards.reader import Variant
+from tests.train.plane import ONE
+from train.data import open_clips
+from train.data.batch import Batch, BatchRing, to_device
+from train.data.inputs import Mixture
+from train.data.loader import SampleRequest
+from train.data.mixed_clips import MixedClips
+from train.data.order import Cursor
+from train.data.outcomes import LoadedBatch
+from train.data.video_captions import VideoCaptions
+from train.device.precision import open_precision
+from train.device.transfer import StepGuard
+from train.distributed.world import World
+from train.engine.loop import next_step, run_step
+from train.engine.state import State, new_state
+from train.engine.throughput import Throughput
+from train.losses.global_contrast import GlobalContrast
+from train.losses.settings import Loss
+from train.models.attention import open_attention
+from train.tasks.dual_encoder.settings import DualEncoderSettings
+from train.tasks.dual_encoder.task import DualEncoderTask
+
+CPU = torch.device("cpu")
+SETTINGS = DualEncoderSettings(
+    model="tiny", num_frames=2, size_px=32, batch=4, steps=6, warmup_steps=1, lr=1e-3, workers=1, seed=5, mix="2,1"
+)
+
+
+def task_on(*folders: Path, **more: Any) -> DualEncoderTask:
+    shards: Any = tuple(map(str, folders)) if len(folders) > 1 else str(folders[0])
+    settings = replace(SETTINGS, shards=shards, **more)
+    return DualEncoderTask(settings, attention=open_attention("sdpa", device_type="cpu"), device=CPU)
+
+
+def mixture(*folders: Path, world: World = ONE, **more: Any) -> MixedClips:
+    samples = task_on(*folders, **more).training_set(world)
+    assert isinstance(samples, MixedClips)
+    return samples
+
+
+def rows(loaded: list[LoadedBatch]) -> list[tuple[int, ...]]:
+    """Position, clip and caption of each sample, by position."""
+    names = ("position", "clip_id", "caption_id")
+    each = [[one.batch[name].tolist() for name in names] for one in loaded]  # type: ignore[literal-required]
+    return sorted(row for one in each for row in zip(*one, strict=True))
+
+
+def test_each_sample_is_that_of_its_own_folder(near: Path, far: Path) -> None:
+    """Whatever the size and frame rate of a folder's videos; ids and classes are counted over both."""
+    mixed = mixture(near, far)
+    alone = [task_on(folder).training_set(ONE) for folder in (near, far)]
+    assert (mixed.num_samples, mixed.num_clips, mixed.num_caption_ids) == (10, 10, 10)
+    order, seen = mixed.folders.order, set()
+    for loaded in islice(mixed.batches(max_failures=0), 9):
+        batch = {name: one.clone() if isinstance(one, torch.Tensor) else one for name, one in loaded.batch.items()}
+        for row, position in enumerate(batch["position"].tolist()):
+            sample = int(order.at(np.array([position]))[0])
+            folder = int(order.folder_of(np.array([sample]))[0])
+            own = alone[folder]
+            assert isinstance(own, VideoCaptions)
+            request = SampleRequest(sample - int(order.offsets[folder]), position, SETTINGS.seed)
+            (expected,) = own.load([request])
+            assert isinstance(expected, dict)
+            assert np.array_equal(batch["video"][row].numpy(), expected["video"])
+            assert batch["tokens"][row].tolist() == expected["tokens"].tolist()
+            assert batch["key"][row] == expected["key"]
+            assert int(batch["clip_id"][row]) == expected["clip_id"] + (0, 6)[folder]
+            assert int(batch["caption_id"][row]) == expected["caption_id"] + (0, 6)[folder]
+            seen.add(sample)
+    assert seen == set(range(10))
+    assert sum(mixed.folders.counts(36).values()) == 36 and mixed.folders.counts(36)["near"] == 24
+
+
+@pytest.mark.parametrize("group", [1, 3])
+def test_a_run_goes_on_with_the_same_samples_on_other_ranks(near: Path, far: Path, group: int) -> None:
+    """Six batches of 4 by one process are two of them, then four of 4 by two processes."""
+    more = {"samples_per_chunk": group, "size_px": 16}
+    whole = rows(list(islice(mixture(near, far, **more).batches(max_failures=0), 6)))
+    first = list(islice(mixture(near, far, **more).batches(max_failures=0), 3))
+    begun = mixture(near, far, **more)
+    begun.cursor = first[-1].cursor
+    state = begun.state_dict()
+    later: list[LoadedBatch] = []
+    for rank in range(2):
+        one = mixture(near, far, world=World(rank=rank, size=2), **more)
+        one.load_state_dict(state)
+        later += islice(one.batches(max_failures=0), 3)
+    resumed = rows([*first, *later])
+    if group == 1:
+        assert resumed == whole
+    else:  # a group of three does not divide the share of a process: the same samples, in other batches
+        assert len(set(resumed)) == len(resumed) and set(resumed[:12]) == set(whole[:12])
+
+
+def damaged(folder: Path, to: Path) -> Path:
+    """A copy whose first chunk of the first video does not match its checksum."""
+    shutil.copytree(folder, to)
+    shard = Variant.open(to).shards()[0]
+    content = bytearray(shard.tar_path.read_bytes())
+    offset, size = (shard.index[f"mp4_{what}"][0].as_py() for what in ("offset", "size"))
+    for at in range(offset + 64, offset + size, 64):
+        content[at] ^= 0xFF
+    shard.tar_path.write_bytes(content)
+    return to
+
+
+def test_failures_name_their_folder_and_a_run_goes_on_after_them(near: Path, far: Path, tmp_path: Path) -> None:
+    broken = damaged(far, tmp_path / "broken")
+    found = list(islice(mixture(near, broken).batches(max_failures=100), 8))
+    failed = [failure for one in found for failure in one.failed]
+    assert failed and all(one.key.startswith("a_") and f"(data folder {broken})" in one.detail for one in failed)
+    resumed = mixture(near, broken)
+    resumed.cursor = found[3].cursor
+    state = resumed.state_dict()
+    again = mixture(near, broken)
+    again.load_state_dict(state)
+    assert rows(list(islice(again.batches(max_failures=100), 4))) == rows(found[4:])
+
+
+def moved(state: State, batch: Batch, task: DualEncoderTask, samples: Mixture | VideoCaptions) -> None:
+    """One optimizer step on a batch."""
+    settings = task._settings
+    step = next_step(state, samples, settings, world=ONE)
+    loaded = LoadedBatch(to_device(batch, CPU), (), Cursor(state.cursor.position + settings.batch))
+    precision = open_precision("fp32", device_type="cpu").name
+    throughput, soundness = Throughput(device=CPU, precision=precision), StepGuard(CPU)
+    run_step(step, state, loaded, settings, world=ONE, throughput=throughput, soundness=soundness)
+
+
+def test_state_per_sample_is_that_of_the_same_samples_in_one_folder(near: Path, far: Path, merged: Path) -> None:
+    """u and the temperature of each clip and caption (iSogCLR), and with them the weights, bit by bit."""
+    loss = Loss(kind="isogclr")
+    mixed_task, merged_task = task_on(near, far, loss=loss), task_on(merged, loss=loss)
+    mixed, whole = mixed_task.training_set(ONE), merged_task.training_set(ONE)
+    assert isinstance(mixed, MixedClips) and isinstance(whole, VideoCaptions)
+    states = [
+        new_state(task, samples, task._settings, world=ONE, device=CPU)
+        for task, samples in ((mixed_task, mixed), (merged_task, whole))
+    ]
+    in_whole = {whole.text(clip): (clip, whole.caption_id(whole._first_entry(clip))) for clip in range(len(whole))}
+    pairs: dict[str, set[tuple[int, int]]] = {"clips": set(), "captions": set()}
+    ring = BatchRing(4, pin=False)
+    for loaded in islice(mixed.batches(max_failures=0), 6):
+        moved(states[0], loaded.batch, mixed_task, mixed)
+        wanted = []
+        for position, clip, caption in zip(
+            *(loaded.batch[name].tolist() for name in ("position", "clip_id", "caption_id")),  # type: ignore[literal-required]
+            strict=True,
+        ):
+            own = mixed._sets[0 if clip < 6 else 1]
+            assert isinstance(own, VideoCaptions)
+            clip_there, caption_there = in_whole[own.text(clip - (0 if clip < 6 else 6))]
+            pairs["clips"].add((clip, clip_there))
+            pairs["captions"].add((caption, caption_there))
+            wanted.append(SampleRequest(clip_there, position, SETTINGS.seed))
+        same = [one for one in whole.load(wanted) if isinstance(one, dict)]
+        moved(states[1], ring.collate(same), merged_task, whole)
+    objectives = [state.objective for state in states]
+    for name, its in pairs.items():
+        tables = [getattr(one, name) for one in objectives if isinstance(one, GlobalContrast)]
+        here, there = (torch.tensor(ids) for ids in zip(*sorted(its), strict=True))
+        assert len(its) > 6 and torch.equal(tables[0].read(here), tables[1].read(there))
+        assert tables[0].read(here).isfinite().all()
+    for one, other in zip(states[0].parameters(), states[1].parameters(), strict=True):
+        assert torch.equal(one, other)
+
+
+def test_mixtures_in_python(near: Path, far: Path) -> None:
+    shown = open_clips([near, far], mix=[2, 1], batch=6, num_frames=2, size_px=32, workers=1)
+    assert len(shown) == 1 and shown.num_samples == 10
+    batches = [next(iter(shown)) for _ in range(4)]
+    assert [int((one["folder"] == 0).sum()) for one in batches] == [4] * 4
+    assert all((one["end_s"] > one["begin_s"]).all() for one in batches)
+    labelled = open_clips([near, far], label="motion", batch=4, num_frames=2, size_px=32, shuffle=False, workers=1)
+    assert labelled.classes == ("down", "left", "up")
+    in_order = list(labelled)
+    assert torch.cat([one["folder"] for one in in_order]).tolist() == [0] * 6 + [1] * 4
+    names = [labelled.classes[one] for one in torch.cat([one["label"] for one in in_order]).tolist()]
+    assert names == ["up", "down"] * 3 + ["up", "left"] * 2

@@ -1,0 +1,184 @@
+"""Mixtures of latents: every entry of a batch is that of its own folder."""
+
+import shutil
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from manifests.errors import UserError
+from tests.train.latents.test_checksums import flip
+from tests.train.latents.written import Caption, Chunk, Written, write_all, write_latents
+from tests.train.tiny_data import write_captions
+from train.config.shards import DataSettings
+from train.data import open_latents
+from train.data.inputs import open_mixed
+from train.data.latents.loader import CaptionedLatents
+from train.data.latents.mixed import MixedLatents
+from train.data.outcomes import LoadedBatch
+
+NEAR = [[Chunk("a", 0, 60), Chunk("a", 15000, 28)], [Chunk("b", 0, 60)]]
+FAR = [[Chunk("a", 0, 40), Chunk("z", 0, 60)]]
+VAE = {"vae": "tiny", "vae_sha256": "ab" * 32, "scaling_factor": "0.5"}
+
+
+def captions(name: str, *, sources: tuple[str, ...]) -> list[Caption]:
+    return [
+        Caption(video, 0.0, end_s, f"{video} in {name} by {source}", source)
+        for video in (("a", "b") if name == "near" else ("a", "z"))
+        for source, end_s in zip(sources, (9.0, 30.0), strict=False)
+    ]
+
+
+def write(folder: Path, *, width: int = 8, **recipe: str) -> Written:
+    shards, sources = (NEAR, ("human",)) if folder.name == "near" else (FAR, ("human", "machine"))
+    return write_all(folder, shards, captions(folder.name, sources=sources), width=width, **{**VAE, **recipe})
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Written, Written]:
+    """Two folders that share the name of a video; captions of one of them have two sources."""
+    base = tmp_path_factory.mktemp("latents")
+    return write(base / "near"), write(base / "far")
+
+
+def mixed_of(*folders: Path, mix: str | None = "1,1", **more: Any) -> MixedLatents:
+    settings = DataSettings(shards=tuple(map(str, folders)), mix=mix)
+    found = open_mixed(lambda one: CaptionedLatents(Path(one), **{**GIVEN, **more}), settings)
+    assert isinstance(found, MixedLatents)
+    return found
+
+
+GIVEN: dict[str, Any] = {"split": "train", "segment": "5s", "batch": 4, "seed": 1, "copy": True}
+
+
+def compare(mixed: MixedLatents, alone: list[CaptionedLatents], loaded: LoadedBatch) -> None:
+    """Each row with the batch of one that its own folder has at that position."""
+    batch, order = loaded.batch, mixed.folders.order
+    for row, (position, clip) in enumerate(zip(batch["position"].tolist(), batch["clip_id"].tolist(), strict=True)):
+        folder = int(order.folder_of(np.array([clip]))[0])
+        own, sample = alone[folder], np.array([clip - int(order.offsets[folder])])
+        block = own._block(sample, np.array([position]), seed=1)
+        expected = own._gather.fill(block, 0, 1)
+        assert torch.equal(batch["latents"][row].view(torch.int16), expected["latents"][0].view(torch.int16))
+        assert batch["key"][row] == expected["key"][0]
+        if "text" in expected:
+            assert torch.equal(batch["text"][row].view(torch.int16), expected["text"][0].view(torch.int16))
+        if "caption_id" in expected:
+            assert mixed.texts_of(batch["caption_id"][row : row + 1].numpy()) == own.texts_of(
+                expected["caption_id"].numpy()
+            )
+        if "num_frames" in expected:
+            assert int(batch["num_frames"][row]) == int(expected["num_frames"][0])
+
+
+@pytest.mark.parametrize("more", [{}, {"words": True}, {"text": False, "tails": "pad"}, {"max_segments": 2}], ids=str)
+def test_each_row_is_that_of_its_own_folder(pair: tuple[Written, Written], more: dict[str, Any]) -> None:
+    folders = [one.data_dir for one in pair]
+    mixed = mixed_of(*folders, **more)
+    alone = [CaptionedLatents(one, **{**GIVEN, **more, "batch": 1}) for one in folders]
+    assert mixed.num_samples == sum(map(len, alone)) and mixed.num_caption_ids == sum(
+        one.num_caption_ids for one in alone
+    )
+    seen: set[int] = set()
+    for loaded in islice(mixed.batches(max_failures=0), 12):
+        compare(mixed, alone, loaded)
+        seen.update(loaded.batch["clip_id"].tolist())
+    assert seen == set(range(len(mixed)))
+    assert sum(len(one.batch["clip_id"]) for one in mixed.evaluation_batches()) == len(mixed)
+
+
+def test_compressed_latents_and_labels(tmp_path: Path) -> None:
+    folders = []
+    for name, shards, moves in (("near", NEAR, ("up", "down")), ("far", FAR, ("left", "up"))):
+        (tmp_path / name).mkdir()
+        folders.append(written := Written(tmp_path / name))
+        videos = sorted({chunk.video_id for chunks in shards for chunk in chunks})
+        labelled = [
+            Caption(video, 0.0, 30.0, move, labels={"label_motion": move})
+            for video, move in zip(videos, moves, strict=True)
+        ]
+        write_captions(written.data_dir, dict.fromkeys(videos, "train"), labelled)
+        write_latents(written, shards, recipe=VAE, is_compressed=True)
+    mixed = open_latents([one.data_dir for one in folders], label="motion", batch=3, shuffle=False, device=None)
+    assert mixed.classes == ("down", "left", "up")
+    for batch in mixed:
+        for row, (folder, key) in enumerate(zip(batch["folder"].tolist(), batch["key"], strict=True)):
+            of_video = {"a": ("up", "left"), "b": ("down", ""), "z": ("", "up")}[key[0]]
+            assert mixed.classes[int(batch["label"][row])] == of_video[folder]
+            begin = round((batch["begin_s"][row] - int(key.partition("_")[2]) / 1000) * 4)
+            expected = folders[folder].latents[key][begin : begin + 20]
+            assert np.array_equal(batch["latents"][row].view(np.uint16), expected)
+
+
+def test_a_run_goes_on_with_the_same_samples_on_other_ranks(pair: tuple[Written, Written]) -> None:
+    folders = [one.data_dir for one in pair]
+
+    def taken(mixed: MixedLatents, count: int) -> list[tuple[int, int]]:
+        batches = islice(mixed.batches(max_failures=0), count)
+        return [pair for one in batches for pair in zip(*(one.batch[n].tolist() for n in NAMES), strict=True)]  # type: ignore[literal-required]
+
+    whole = taken(mixed_of(*folders), 8)
+    begun = mixed_of(*folders)
+    first = taken(begun, 2)
+    later: list[tuple[int, int]] = []
+    for rank in range(2):
+        one = mixed_of(*folders, batch=3, rank=rank, num_ranks=2)
+        one.load_state_dict(begun.state_dict())
+        later += taken(one, 4)
+    assert first + sorted(later) == whole
+
+
+NAMES = ("position", "clip_id")
+
+
+def test_failures_name_the_tar_and_so_the_folder(pair: tuple[Written, Written], tmp_path: Path) -> None:
+    broken = write(tmp_path / "far")
+    flip(broken.data_dir, column="latents", key="z_000000000")
+    found = list(islice(mixed_of(pair[0].data_dir, broken.data_dir).batches(max_failures=100), 8))
+    failed = [failure for one in found for failure in one.failed]
+    assert failed and all(str(broken.data_dir) in one.detail and one.reason == "checksum" for one in failed)
+
+
+def test_latents_in_python(pair: tuple[Written, Written]) -> None:
+    mixed = open_latents([one.data_dir for one in pair], mix=[1, 1], batch=4, segment="5s", device=None)
+    batch = next(iter(mixed))
+    assert sorted(batch["folder"].tolist()) == [0, 0, 1, 1]
+    for folder, caption in zip(batch["folder"].tolist(), batch["caption"], strict=True):
+        assert (f"in {('near', 'far')[folder]} by") in caption
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"vae_sha256": "cd" * 32}, ("VAE tiny abababab", "tiny cdcdcdcd")),
+        ({"scaling_factor": "0.18"}, ("* 0.5 in the one", "* 0.18 in the other")),
+        ({"width": 16}, ("text embeddings", "width 8 in the one", "width 16 in the other")),
+    ],
+)
+def test_other_models_are_refused_by_name(
+    pair: tuple[Written, Written], tmp_path: Path, change: dict[str, Any], words: tuple[str, ...]
+) -> None:
+    other = write(tmp_path / "far", **change)
+    with pytest.raises(UserError) as raised:
+        mixed_of(pair[0].data_dir, other.data_dir)
+    for one in (*words, str(pair[0].data_dir), str(other.data_dir), "cannot be mixed"):
+        assert one in str(raised.value)
+
+
+def test_other_shapes_are_refused_by_name(pair: tuple[Written, Written], tmp_path: Path) -> None:
+    shards = [[Chunk("a", 0, 60, frame=(2, 8, 8))]]
+    other = write_all(tmp_path / "far", shards, captions("far", sources=("human",))[:1], **VAE)
+    with pytest.raises(UserError, match=r"latents 2 x 4 x 4 float16 .* in the one, 2 x 8 x 8 float16 .* in the other"):
+        mixed_of(pair[0].data_dir, other.data_dir)
+
+
+def test_a_folder_without_the_column_is_named(pair: tuple[Written, Written], tmp_path: Path) -> None:
+    other = write(tmp_path / "far")
+    shutil.rmtree(other.data_dir / "text")
+    with pytest.raises(UserError) as raised:
+        mixed_of(pair[0].data_dir, other.data_dir)
+    assert str(other.data_dir) in str(raised.value)

@@ -1,0 +1,121 @@
+"""The order of a mixture: proportions, epochs of each folder, access at any position."""
+
+from fractions import Fraction
+
+import numpy as np
+import pytest
+
+from manifests.errors import UserError
+from train.config.shards import folder_names, parse_mix
+from train.data.mixture import MixedOrder
+from train.data.order import Cursor
+
+CASES = [
+    ((100, 37), None, 1),
+    ((100, 37), "2,1", 1),
+    ((9, 1000, 20, 311, 64), None, 4),
+    ((50, 60, 70), "0.5,0.3,0.2", 3),
+    ((10, 20), "1,100", 1),
+    ((997, 1009, 13), "1000,1,7", 2),
+    (tuple(range(100, 110)), None, 1),
+]
+LENGTH = 9_600  # positions; whole groups in all cases
+
+
+def made(sizes: tuple[int, ...], mix: str | None, group: int, *, seed: int = 3) -> MixedOrder:
+    return MixedOrder(sizes, weights=None if mix is None else parse_mix(mix), seed=seed, group=group)
+
+
+def walked(order: MixedOrder) -> tuple[np.ndarray, np.ndarray]:
+    """Sample and folder at each position; -1 where empty."""
+    samples = order.at(np.arange(LENGTH))
+    return samples, np.where(samples < 0, -1, order.folder_of(samples))
+
+
+@pytest.mark.parametrize(("sizes", "mix", "group"), CASES)
+def test_every_window_has_the_proportions(sizes: tuple[int, ...], mix: str | None, group: int) -> None:
+    """Give or take six groups, and exactly after each period."""
+    order = made(sizes, mix, group)
+    folder = walked(order)[1].reshape(-1, group)[:, 0]  # the first position of a group is never empty
+    period = sum(order.shares)
+    for number, share in enumerate(order.shares):
+        before = np.cumsum(np.r_[0, folder == number])
+        for length in (1, 7, 32, 100, 1000):
+            counts = before[length:] - before[:-length]
+            assert np.abs(counts - length * share / period).max() <= 6, (number, length)
+        ends = np.arange(0, len(before), order.period)
+        assert (before[ends] * period == share * ends).all()
+
+
+@pytest.mark.parametrize(("sizes", "mix", "group"), CASES)
+def test_each_epoch_of_a_folder_has_each_of_its_samples_once(
+    sizes: tuple[int, ...], mix: str | None, group: int
+) -> None:
+    order = made(sizes, mix, group)
+    samples, folder = walked(order)
+    for number, size in enumerate(sizes):
+        own = samples[folder == number] - order.offsets[number]
+        for begin in range(0, len(own) - size + 1, size):
+            assert sorted(own[begin : begin + size].tolist()) == list(range(size))
+    if mix is None:
+        length = sum(-(-size // group) * group for size in sizes)
+        first = samples[:length]
+        assert sorted(first[first >= 0].tolist()) == list(range(sum(sizes)))
+        assert order.per_epoch() == [1.0] * len(sizes)
+
+
+@pytest.mark.parametrize(("sizes", "mix", "group"), CASES)
+def test_any_position_and_any_count_is_known_without_those_before_it(
+    sizes: tuple[int, ...], mix: str | None, group: int
+) -> None:
+    order = made(sizes, mix, group)
+    samples, folder = walked(order)
+    shuffled = np.random.default_rng(0).permutation(LENGTH)
+    assert (order.at(shuffled) == samples[shuffled]).all()
+    for position in (0, 1, 17, 99, 1234, 5555, LENGTH - 1):
+        expected = np.bincount(folder[:position][folder[:position] >= 0], minlength=len(sizes))
+        assert order.counts(position) == expected.tolist()
+    far = np.arange(10**15, 10**15 + 50)
+    assert order.at(far).tolist() == [int(order.at(far[at : at + 1])[0]) for at in range(50)]
+
+
+@pytest.mark.parametrize(("sizes", "mix", "group"), CASES)
+def test_a_group_is_of_one_folder(sizes: tuple[int, ...], mix: str | None, group: int) -> None:
+    for row in walked(made(sizes, mix, group))[1].reshape(-1, group):
+        assert len(set(row[row >= 0])) == 1
+
+
+@pytest.mark.parametrize("num_ranks", [2, 4, 8])
+def test_each_rank_gets_the_proportions(num_ranks: int) -> None:
+    """Also where the number of ranks and that of the folders have a divisor: folders may differ in speed."""
+    for sizes, mix in (((100, 100), "1,1"), ((100,) * 8, None), ((100, 50, 50), "2,1,1"), ((101, 299), None)):
+        order = made(sizes, mix, 1)
+        for rank in range(num_ranks):
+            own = order.folder_of(order.at(Cursor(0).positions(0, 600, rank=rank, num_ranks=num_ranks)))
+            shares = np.bincount(own, minlength=len(sizes)) / len(own)
+            assert np.abs(shares - np.array(order.shares) / sum(order.shares)).max() < 0.05
+
+
+def test_seeds_have_orders_of_their_own_and_equal_folders_too() -> None:
+    orders = [tuple(made((50, 50), "1,1", 1, seed=seed).at(np.arange(200))) for seed in range(5)]
+    assert len(set(orders)) == 5
+    samples, folder = walked(made((50, 50), "1,1", 1))
+    assert samples[folder == 0][:50].tolist() != (samples[folder == 1][:50] - 50).tolist()
+
+
+def test_weights_are_read_exactly() -> None:
+    assert parse_mix("2, 1") == (2, 1) and parse_mix("0.7,0.3") == (Fraction(7, 10), Fraction(3, 10))
+    assert made((5, 5), "0.7,0.3", 1).shares == (7, 3) and made((5, 5), "4,2", 1).shares == (2, 1)
+
+
+@pytest.mark.parametrize("mix", ["0,1", "-1,2", "a,b", "1,,2", "", "nan,1", "inf,1", "1e9,1", "0.33333333333,1"])
+def test_a_weight_that_is_none_is_named(mix: str) -> None:
+    with pytest.raises(UserError, match="--mix is"):
+        parse_mix(mix)
+
+
+def test_folders_have_names_that_tell_them_apart() -> None:
+    assert folder_names(("/x/a", "s3://bucket/b/")) == ("a", "b")
+    assert folder_names(("/x/data", "/y/data")) == ("x-data", "y-data")
+    assert folder_names(("s3://bucket/my data", "/a/b")) == ("my-data", "b")
+    assert folder_names(("/a/x y", "/a/x-y")) == ("a-x-y-1", "a-x-y-2")

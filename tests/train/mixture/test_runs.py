@@ -1,0 +1,190 @@
+"""Runs on several data folders: what they record, how they resume, and what is evaluated."""
+
+import json
+import shutil
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from manifests.errors import UserError
+from tests.train.plane import ONE
+from tests.train.test_cli import train, two_lines
+from train.config.files import load_settings
+from train.engine.rank_consistency import _content
+from train.run.checkpoint import latest_checkpoint, read_weights
+from train.run.folder import RunFolder, read_lines
+from train.tasks.dual_encoder.settings import DualEncoderSettings
+
+__all__ = ["train"]
+
+Train = Callable[..., int]
+SMALL = ("--model", "tiny", "--num-frames", 2, "--size-px", 32, "--batch", 6, "--workers", 1, "--device", "cpu")
+STEPS = ("--warmup-steps", 1, "--lr", 1e-3, "--steps", 4, "--checkpoint-every", 2)
+SHOWN = ("--captions.sources", "test=1")
+
+
+def shards(*folders: Path) -> tuple[object, ...]:
+    return tuple(word for folder in folders for word in ("--shards", folder))
+
+
+@pytest.fixture(scope="module")
+def finished(near: Path, far: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run with a loss that keeps state per sample, an evaluation in the loop, and captions chosen by source."""
+    out = tmp_path_factory.mktemp("runs") / "mixed"
+    words = ("dual-encoder", *shards(near, far), "--mix", "2,1", *SMALL, *STEPS, *SHOWN, "--loss.kind", "fastclip-v3")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("sys.argv", ["train", *map(str, words), "--evaluate.every", "4", "--out", str(out)])
+        with pytest.raises(SystemExit) as left:
+            from train.cli import main
+
+            main()
+    assert not left.value.code
+    return out
+
+
+def weights(out: Path) -> dict[str, torch.Tensor]:
+    path = latest_checkpoint(RunFolder(out).checkpoints)
+    assert path is not None
+    return read_weights(path)
+
+
+def test_a_run_records_its_folders_and_counts_their_samples(finished: Path, near: Path, far: Path) -> None:
+    run = RunFolder(finished)
+    lines = read_lines(run.metrics)
+    assert [line["sources"] for line in lines] == [{"near": 4 * step, "far": 2 * step} for step in range(1, 5)]
+    assert {"near/text_to_video_r1", "far/text_to_video_r1"} <= lines[-1].keys()
+    facts = run.read_facts()
+    assert [(one["name"], one["shards"], one["num_samples"]) for one in facts["sources"]] == [
+        ("near", str(near), 6),
+        ("far", str(far), 4),
+    ]
+    assert "each visited 1.11 times per epoch" in facts["data"] and "0.833 times" in facts["data"]
+    assert facts["evaluations"]["far"]["is_part_of_own_data"]
+    page = run.page.read_text()
+    assert "<h2>Data folders</h2>" in page and f"{near}: 6 of 6 captions" in page and "66.7 %" in page
+    settings = load_settings(run.settings, DualEncoderSettings)
+    assert settings.shards == (str(near), str(far)) and settings.mix == "2,1"
+    assert settings == replace(settings, shards=settings.folders)
+
+
+def test_a_run_that_is_killed_ends_with_the_same_weights(train: Train, finished: Path, tmp_path: Path) -> None:
+    """As it was after the checkpoint of the second step, some steps later."""
+    killed = shutil.copytree(finished, tmp_path / "killed")
+    shutil.rmtree(RunFolder(killed).checkpoints / "step_000004")
+    assert train("dual-encoder", "--resume", "--out", killed) == 0
+    expected, found = weights(finished), weights(killed)
+    assert expected.keys() == found.keys() and all(torch.equal(one, found[name]) for name, one in expected.items())
+    drop = ("samples_per_s", "step_s", "data_wait_s", "data_wait_share", "tflops")
+    kept = [
+        [{key: value for key, value in line.items() if key not in drop} for line in read_lines(RunFolder(out).metrics)]
+        for out in (finished, killed)
+    ]
+    assert kept[0] == kept[1]
+
+
+def test_a_run_goes_on_with_its_weights_and_folders_only(
+    train: Train, finished: Path, near: Path, far: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    capsys.readouterr()
+    assert train("dual-encoder", "--resume", "--out", finished, "--mix", "1,1") == 2
+    assert "--mix is 1,1" in two_lines(capsys)[0]
+    assert train("dual-encoder", "--resume", "--out", finished, *shards(far, near)) == 2
+    assert "belongs to other samples, not to mixture of 2 data folders" in two_lines(capsys)[0]
+
+
+def test_each_folder_is_evaluated_with_the_settings_of_the_run(
+    train: Train, finished: Path, near: Path, far: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    capsys.readouterr()
+    assert train("eval", "retrieval", finished, "--json") == 0
+    results = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [result["shards"] for result in results] == [str(near), str(far)]
+    assert all(result["is_part_of_own_data"] for result in results)
+    last = read_lines(RunFolder(finished).metrics)[-1]
+    for name, result in zip(("near", "far"), results, strict=True):
+        assert last[f"{name}/text_to_video_r1"] == result["text_to_video"]["recall"]["1"]
+    assert len(RunFolder(finished).results()) == 2
+    assert str(far) in RunFolder(finished).page.read_text()
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "mae --samples-per-chunk 2",
+        "classify --label motion --repeats 2 --evaluate.every 2",
+        "caption --decoder.name tiny --decoder.depth 1 --decoder.max-tokens 12 --decoder.vocabulary 280",
+    ],
+)
+def test_the_other_tasks_train_on_mixtures(
+    train: Train, near: Path, far: Path, tmp_path: Path, words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "run"
+    given = (*words.split(), *shards(near, far), *SMALL, "--warmup-steps", 1, "--steps", 2, "--out", out)
+    assert train(*given) == 0
+    said = capsys.readouterr().out
+    assert "mixture of 2 data folders" in said and "each visited once per epoch" in said
+    assert "samples: " in said and " of near, " in said
+    run = RunFolder(out)
+    assert sum(read_lines(run.metrics)[-1]["sources"].values()) == 12
+    if words.startswith("mae"):
+        assert [path.name.rpartition("-")[0] for path in run.results()] == [
+            "reconstruction-val-far",
+            "reconstruction-val-near",
+        ]
+    if words.startswith("classify"):
+        assert run.read_facts()["classes"]["names"] == ["down", "left", "up"]
+        assert {"near/motion_top1", "far/motion_top1"} <= read_lines(run.metrics)[-1].keys()
+
+
+def test_ranks_compare_the_content_of_each_folder(near: Path, far: Path) -> None:
+    class Named:
+        variant_name, fingerprint = "v", "f" * 64
+
+    settings = DualEncoderSettings(shards=(str(near), str(far)))
+    named: Any = Named()
+    assert {"manifest of near", "manifest of far", "column video of far"} <= _content(
+        named, settings, columns=("video",)
+    ).keys()
+    assert ONE.size == 1
+
+
+@pytest.mark.parametrize(
+    ("given", "error", "hint"),
+    [
+        ({"shards": ("/x/a", "/x/a")}, "--shards names /x/a twice", "--mix"),
+        ({"shards": ("/x/a", "/x/b/../a")}, "--shards names /x/b/../a and /x/a, which are the same folder", "--mix"),
+        ({"shards": ("/x/a", "/x/b"), "mix": "1"}, "--mix is 1: 1 weight for 2 data folders", "as 1,1"),
+        ({"shards": ("/x/a", "/x/b"), "mix": "1,1,1"}, "--mix is 1,1,1: 3 weights for 2 data folders", "as 1,1"),
+        ({"shards": ("/x/a", "/x/b"), "mix": "0,1"}, "--mix is 0,1, and '0' is not a weight", "above 0"),
+        ({"shards": ("/x/a", "/x/b"), "mix": "-2,1"}, "--mix is -2,1, and '-2' is not a weight", "leave out"),
+    ],
+)
+def test_bad_mixtures_are_named(given: dict[str, Any], error: str, hint: str) -> None:
+    with pytest.raises(UserError) as raised:
+        DualEncoderSettings(**given)
+    assert str(raised.value) == error and hint in str(raised.value.hint)
+
+
+def test_what_cannot_be_mixed_is_said(
+    train: Train, near: Path, far: Path, data_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    capsys.readouterr()
+    out = ("--out", tmp_path / "run", *SMALL)
+    assert train("dual-encoder", "--shards", near, "--mix", "2,1", *out) == 2
+    assert two_lines(capsys)[0].endswith(f"--mix is 2,1, which has no effect: --shards {near} is one folder")
+    assert train("dual-encoder", *shards(near, tmp_path / "none"), *out) == 2
+    assert f"there is no data folder {tmp_path / 'none'}" in two_lines(capsys)[0]
+    assert train("dual-encoder", *shards(near), "--shards", f"{far}/video/x.tar", *out) == 2
+    assert f"--shards names {far}/video/x.tar, a stream of tars" in two_lines(capsys)[0]
+    assert train("classify", "--label", "motion", *shards(near, data_dir), *out) == 2
+    assert f"the captions of {data_dir} have no column label_motion" in two_lines(capsys)[0]
+    assert train("dual-encoder", *shards(near, far), "--split", "test", *out) == 2
+    assert f"{near} has no videos of split 'test'" in two_lines(capsys)[0]
+    assert train("bench", *shards(near, far)) == 2
+    error, hint = two_lines(capsys)
+    assert "train bench measures one data folder" in error and f"--shards {near}" in hint
+    assert not (tmp_path / "run").exists()

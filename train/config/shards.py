@@ -1,0 +1,137 @@
+"""`--shards` and `--mix`: the data folders of a run, their names and proportions."""
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from pathlib import Path
+from typing import Annotated
+
+from cyclopts import Parameter
+
+from manifests.errors import UserError
+from train.config import fields as groups
+from train.config.fields import FIRST_RUN, Checked, caught, without_effect
+
+# One data folder, or several.
+Shards = str | tuple[str, ...]
+_REPEATED = Parameter(negative=())  # --shards A --shards B
+_MAX_WHOLE = 10**6  # of a weight as a whole number
+
+
+def absolute(address: str) -> str:
+    """`--shards` as it names the same data from any working directory; patterns of tars are joined by `::`."""
+    parts = address.split("::")
+    return "::".join(one if is_remote(one) or one.startswith("$") else str(Path.cwd() / one) for one in parts)
+
+
+def normalised(address: str) -> str:
+    """An address as it is compared with others."""
+    parts = address.split("::")
+    return "::".join(one.rstrip("/") if is_remote(one) else str(Path(one).resolve()) for one in parts)
+
+
+def is_remote(address: str) -> bool:
+    """Return True for an address such as `s3://bucket/data`; anything without `://` is a local path."""
+    return "://" in address
+
+
+def folders_of(shards: Shards) -> tuple[str, ...]:
+    """The data folders."""
+    return (shards,) if isinstance(shards, str) else tuple(shards)
+
+
+def folder_names(folders: Sequence[str]) -> tuple[str, ...]:
+    """A short name for each of several folders, for metrics and failures: their last parts, as many as differ."""
+    parts = [[one for one in normalised(folder).split("/") if one] or ["data"] for folder in folders]
+    for depth in range(1, max(map(len, parts)) + 1):
+        names = [re.sub(r"[^\w.-]+", "-", "-".join(part[-depth:])).strip("-.") or "data" for part in parts]
+        if len(set(names)) == len(names):
+            return tuple(names)
+    return tuple(f"{name}-{number}" for number, name in enumerate(names, start=1))
+
+
+def parse_mix(mix: str) -> tuple[Fraction, ...]:
+    """The weights of `--mix 2,1`, exactly as they are written.
+
+    Raises:
+        UserError: one is not a number above 0, or they have too many digits.
+    """
+    weights: list[Fraction] = []
+    for part in mix.split(","):
+        try:
+            weights.append(Fraction(part.strip()))
+        except (ValueError, ZeroDivisionError):
+            weights.append(Fraction(0))
+        if weights[-1] <= 0:
+            raise UserError(
+                f"--mix is {mix}, and {part.strip()!r} is not a weight",
+                hint="give a number above 0 for each --shards; leave out folders that are not to be trained on",
+            )
+        if max(weights[-1].as_integer_ratio()) > _MAX_WHOLE:
+            raise UserError(
+                f"--mix is {mix}, and {part.strip()!r} has too many digits", hint="use weights such as 2,1 or 0.7,0.3"
+            )
+    return tuple(weights)
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataSettings(Checked):
+    """Where the training data is."""
+
+    shards: Annotated[Shards, groups.WHERE, FIRST_RUN, _REPEATED] = "data"
+    """Data folder made by prep. A path, an address (s3://bucket/data), or tar files: 'DIR/{000000..000099}.tar'.
+    Several data folders, --shards A --shards B, are mixed."""
+    mix: Annotated[str | None, groups.WHERE] = None
+    """Sampling weights of several --shards, in their order, such as 2,1. Default: in proportion to their sizes, so that
+    each sample is visited once per epoch."""
+    cache: Annotated[Path | None, groups.WHERE] = None
+    """Folder for local copies of remote --shards. Default: the user's cache folder."""
+
+    @property
+    def folders(self) -> tuple[str, ...]:
+        """The data folders."""
+        return folders_of(self.shards)
+
+    @property
+    def folder(self) -> str:
+        """The data folder; raises UserError if there are several, for what reads a single one."""
+        if len(self.folders) == 1:
+            return self.folders[0]
+        raise UserError(
+            f"--shards names {len(self.folders)} data folders, and this reads one: {', '.join(self.folders)}",
+            hint=f"name one of them: --shards {self.folders[0]}",
+        )
+
+    def rules(self) -> Iterator[UserError]:
+        """Several data folders differ, and each has a weight if any has."""
+        if len(self.folders) > 1:
+            yield from _same_folders(self.folders)
+            yield from () if self.mix is None else caught(_require_weights, self.mix, num_folders=len(self.folders))
+
+    def without_effect(self, typed: Mapping[str, str]) -> Iterator[UserError]:
+        """Yields --cache with data that is read in place, and --mix with a single folder."""
+        shards = f"--shards {' '.join(self.folders)}"
+        if "--cache" in typed and not any(map(is_remote, self.folders)):
+            yield without_effect("--cache", typed, f"{shards} is on this machine", use="a remote address")
+        if "--mix" in typed and len(self.folders) == 1:
+            yield without_effect("--mix", typed, f"{shards} is one folder", use="--shards once for each folder")
+
+
+def _same_folders(folders: Sequence[str]) -> Iterator[UserError]:
+    seen: dict[str, str] = {}
+    for folder in folders:
+        if (other := seen.get(normalised(folder))) is not None:
+            same = "twice" if other == folder else f"and {other}, which are the same folder"
+            yield UserError(f"--shards names {folder} {same}", hint="name it once, and give it more weight with --mix")
+            return
+        seen[normalised(folder)] = folder
+
+
+def _require_weights(mix: str, *, num_folders: int) -> None:
+    if (num_weights := len(parse_mix(mix))) != num_folders:
+        weights = "1 weight" if num_weights == 1 else f"{num_weights} weights"
+        raise UserError(
+            f"--mix is {mix}: {weights} for {num_folders} data folders",
+            hint=f"give a weight for each --shards, in their order, as {','.join('1' * num_folders)}",
+        )
