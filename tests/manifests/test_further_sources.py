@@ -345,7 +345,10 @@ def test_tables_that_cannot_be_read_are_named(data: Path, tmp_path: Path) -> Non
     pq.write_table(pa.table({"video": ["v"], "text": ["a"], "source": ["s"], "begin_s": ["0"]}), types)
     for path, value in ((metadata, "{"), (other, '{"kind": "scores"}')):
         pq.write_table(pa.table({"video": ["v"], "text": ["a"], "source": ["s"]}, metadata={"clipmill": value}), path)
+    latin = pa.StringArray.from_buffers(1, pa.array([0, 1], pa.int32()).buffers()[1], pa.py_buffer(b"\xe9"))
+    pq.write_table(pa.table({"video": ["v"], "text": latin, "source": ["s"]}), encoding := tmp_path / "latin.parquet")
     for path, message in (
+        (encoding, "cannot be read as Parquet: .*UTF8"),
         (cut, "cannot be read as Parquet"),
         (flipped, "cannot be read as Parquet"),
         (columns, r"has no column text, source \(its columns: video, caption\)"),
