@@ -94,6 +94,23 @@ def test_text_tables_have_the_same_columns_and_names_of_videos(data: Path, tmp_p
     assert found.records == {name: {"kind": "table", "models": []} for name in ("mine", "others")}
 
 
+def test_parquet_columns_may_have_other_types_of_the_same_meaning(data: Path, tmp_path: Path) -> None:
+    columns = {
+        "video": pa.array(["v", "w"]).dictionary_encode(),
+        "text": pa.array(["a", "b"], pa.large_string()),
+        "source": pa.array(["s", "s"]).dictionary_encode(),
+        "begin_s": pa.array([1, 2], pa.int32()),
+        "end_s": pa.array([2.5, 3], pa.float32()),
+        "likelihood": pa.nulls(2),
+        "sample": pa.array([{"any": 1}, None]),
+    }
+    pq.write_table(pa.table(columns), tmp_path / "t.parquet")
+    assert [tuple(row.values()) for row in read(data, tmp_path / "t.parquet").reading.captions.to_pylist()] == [
+        ("v", 1.0, 2.5, "a", "s", None),
+        ("w", 2.0, 3.0, "b", "s", None),
+    ]
+
+
 def test_tables_that_cannot_be_read_are_named(data: Path, tmp_path: Path) -> None:
     good = pseudo(tmp_path / "good.parquet", [{"video": "v", "text": "a"}] * 50)
     content = bytearray(good.read_bytes())
