@@ -194,6 +194,8 @@ def test_names_of_sources_that_are_taken_are_refused(data: Path, tmp_path: Path)
         add(data, plain, source="narrator@aaaaaaaa")
     with pytest.raises(UserError, match="captions of another model under this name"):
         add(data, table, pseudo(tmp_path / "q.parquet", [{"video": "v", "text": "b"}], weights=SECOND), source="mine")
+    with pytest.raises(UserError, match="two versions of a model: narrator@aaaaaaaa and narrator@bbbbbbbb"):
+        add(data, table, tmp_path / "q.parquet")
     taken = reading_of(tmp_path, ["v"], [("v", 0.0, 1.0, "one")])
     source = pa.array(["narrator@aaaaaaaa"]).dictionary_encode()
     with pytest.raises(UserError, match="is the name of captions added by `prep manifest captions`"):

@@ -1,6 +1,7 @@
 """Subtitles and the output of speech recognition beside the videos of a folder."""
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -209,6 +210,24 @@ def test_a_folder_is_read_with_the_files_beside_its_videos(make_videos: VideoMak
         "same words as another file of the video, ignored: 1 file (e.srt)",
         "not the output of speech recognition, ignored: 1 file (f.json)",
     )
+
+
+def test_files_that_are_no_files_and_hostile_texts_do_no_harm(make_videos: VideoMaker) -> None:
+    folder = make_videos("a.mp4", "b.mp4", "c.mp4")
+    os.mkfifo(folder / "a.srt")
+    (folder / "b.srt").symlink_to("nowhere")
+    number = "9" * 5000
+    timings = (f"{number[:50]}:00:00,000 --> 00:00:01,000", ":" * 200_000, "00:00:01,000 --> 00:00:02,000")
+    (folder / "c.srt").write_text("\n".join((*timings, f"&#{number}; {'<a' * 100_000}")))
+    (folder / "c.json").write_text("[" * 100_000)
+    reading = read_folder(folder, subtitles=True)
+    assert sorted(rejected(reading), key=str) == [
+        ("a.srt", None, "unreadable"),
+        ("b.srt", None, "unreadable"),
+        ("c.json", None, "unreadable"),
+        ("c.srt", 0, "bad_time"),
+    ]
+    assert [row[1:3] for row in captions(reading)] == [(1.0, 2.0)]
 
 
 def test_without_the_flag_subtitles_are_mentioned_and_not_read(make_videos: VideoMaker) -> None:
