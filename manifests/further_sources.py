@@ -18,7 +18,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from manifests.caption_digest import captions_sha256
-from manifests.caption_table import Selection, kept_batches
+from manifests.caption_table import ROWS_PER_GROUP, Selection, kept_batches
 from manifests.errors import UserError
 from manifests.merge import rows_of
 from manifests.previous import PreviousManifest
@@ -42,7 +42,7 @@ def of_sources(names: Iterable[str]) -> Selection:
 def source_counts(file: pq.ParquetFile) -> dict[str, int]:
     """Count the captions of each source in a table that was opened with `source` as a dictionary or as strings."""
     counts: Counter[str] = Counter()
-    for batch in file.iter_batches(columns=["source"], batch_size=1 << 20):
+    for batch in file.iter_batches(columns=["source"], batch_size=ROWS_PER_GROUP):
         for entry in pc.value_counts(batch["source"]).to_pylist():
             counts[entry["values"]] += entry["counts"]
     return dict(sorted(counts.items()))
@@ -124,7 +124,7 @@ class FurtherCaptions:
             return videos
         rows, counts = self._rows_and_counts(videos)
         is_mine = rows >= 0
-        captions = self.captions.filter(pa.array(is_mine))
+        captions = self.captions if is_mine.all() else self.captions.filter(pa.array(is_mine))
         digests = captions_sha256(
             captions.drop_columns(["caption_id"]),
             caption_ids=captions["caption_id"].to_numpy(),

@@ -62,6 +62,7 @@ def write_further_captions(
     before = _counts(old.captions_path)
     for source, record in records.items():
         _require_free(source, str(record["kind"]), before=before, further=old.further)
+    _require_one_version(records)
     kinds = {source_name(source): record["kind"] for source, record in records.items()}
     replaced = {name for name, record in old.further.items() if kinds.get(source_name(name)) == record["kind"]}
 
@@ -109,6 +110,17 @@ def _require_free(source: str, kind: str, *, before: Mapping[str, int], further:
             f"the source {source!r} is that of {before[source]:,} captions of a dataset in the manifest",
             hint="give the new captions another name with --source",
         )
+
+
+def _require_one_version(records: Mapping[str, Mapping[str, Any]]) -> None:
+    found: dict[tuple[str, str], str] = {}
+    for source, record in records.items():
+        other = found.setdefault((source_name(source), str(record["kind"])), source)
+        if other != source:
+            raise UserError(
+                f"the tables have captions of two versions of a model: {other} and {source}",
+                hint="give the tables of the newer one, or another name with --source",
+            )
 
 
 def _counts(captions_path: Path | None) -> dict[str, int]:

@@ -176,8 +176,11 @@ class _Reader:
             lambda index: f"begins at {begin_s[index]} s, after the end of the video at {ends_s[index]} s",
         )
         if table.model is not None and self._limits.has_chunk is not None:
+            kept = np.flatnonzero(is_usable)
+            is_gone = np.zeros(len(rows), bool)
+            is_gone[kept] = ~self._limits.has_chunk(videos[kept], begin_s[kept], end_s[kept])
             reject(
-                ~self._limits.has_chunk(videos, begin_s, end_s),
+                is_gone,
                 Reason.MISSING_CHUNK,
                 lambda index: f"the video has no chunk between {begin_s[index]} s and {end_s[index]} s",
             )

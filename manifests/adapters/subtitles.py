@@ -18,20 +18,22 @@ from manifests.adapters.reading import interval_fault
 from manifests.adapters.reasons import Reason
 from manifests.adapters.tables import log_probability, seconds
 from manifests.json_text import parse_json
+from manifests.publish import read_record
 from manifests.quoting import quoted
 
 MAX_FILE_BYTES = 1 << 28
 _MARKS = ((codecs.BOM_UTF8, "utf-8-sig"), (codecs.BOM_UTF16_LE, "utf-16"), (codecs.BOM_UTF16_BE, "utf-16"))
 # One to three dashes, and a decimal comma, point or colon: all of these occur in files that players accept.
-_TIME = r"-?(?:\d+:)?\d{1,3}:\d{1,2}(?:[.,:]\d+)?"
+_TIME = r"-?(?:\d{1,4}:)?\d{1,3}:\d{1,2}(?:[.,:]\d{1,9})?"
 _TIMING = re.compile(rf"\s*(?P<begin>{_TIME})\s*-{{1,3}}>\s*(?P<end>{_TIME})(?:\s.*)?", re.DOTALL)
 _LIKE_TIMING = re.compile(r"[\s\d:.,-]*-->|[\s\d:.,-]*:[\s\d:.,-]*->")
+_MAX_TIMING_CHARS = 100  # of the times in a line; the time for matching grows with their square
 _PARTS = re.compile(r"(?P<sign>-?)(?:(?P<hours>\d+):)?(?P<minutes>\d+):(?P<seconds>\d+)(?:[.,:](?P<fraction>\d+))?")
 # <i>, </font>, <v Name>, <c.yellow>, <00:00:01.000>; {\an8}, {y:i}. Not "I <3 you" or "{laughs}".
 _TAG = re.compile(r"</?[A-Za-z][^<>]*>|</?>|<\d[\d:.,]*>|\{\\[^{}]*\}|\{[A-Za-z]:[^{}]*\}")
 _INVISIBLE = dict.fromkeys((0x200E, 0x200F, 0xFEFF))  # direction marks, and byte order marks of joined files
 _LINE_BREAK = re.compile(r"\\[Nnh]")
-_ENTITY = re.compile(r"&(?:[A-Za-z]+|#\d+|#[xX][0-9a-fA-F]+);")
+_ENTITY = re.compile(r"&(?:[A-Za-z]{1,32}|#\d{1,8}|#[xX][0-9a-fA-F]{1,8});")
 
 
 @dataclass(frozen=True)
@@ -90,7 +92,7 @@ def read_cues(text: str) -> Iterator[Cue]:
     """
     lines = text.replace("\r\n", "\n").replace("\r", "\n").split("\n")
     is_vtt = lines[0].startswith("WEBVTT")
-    timings = [row for row, line in enumerate(lines) if _LIKE_TIMING.match(line)]
+    timings = [row for row, line in enumerate(lines) if _LIKE_TIMING.match(line, 0, _MAX_TIMING_CHARS)]
     if not timings:
         raise Unreadable("it has no cues: no line of the form 00:00:01,000 --> 00:00:02,000")
     for number, (row, following) in enumerate(zip(timings, [*timings[1:], len(lines)], strict=True)):
@@ -143,7 +145,7 @@ def read_bytes(path: Path) -> bytes:
         size_bytes = path.stat().st_size
         if size_bytes > MAX_FILE_BYTES:
             raise Unreadable(f"it has {size_bytes:,} bytes, more than {MAX_FILE_BYTES:,}")
-        return path.read_bytes()
+        return read_record(path)  # a pipe would block
     except OSError as error:
         raise Unreadable(error.strerror or str(error)) from error
 

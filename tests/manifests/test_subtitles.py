@@ -1,6 +1,7 @@
 """Subtitles and the output of speech recognition beside the videos of a folder."""
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -150,8 +151,8 @@ def test_segments_of_whisper_and_of_others_in_its_form() -> None:
     ]
     for content in ({"segments": [whisperx], "word_segments": []}, [whisperx]):
         assert list(read_segments(content) or ()) == [Cue(0, 1.5, 2.5, "Hi.", None)]
-    for content in ({"title": "a"}, [1], [], {"segments": {"a": 1}}, "segments", [{"start": 1}]):
-        assert read_segments(content) is None
+    for other in ({"title": "a"}, [1], [], {"segments": {"a": 1}}, "segments", [{"start": 1}]):
+        assert read_segments(other) is None
 
 
 @pytest.mark.parametrize(
@@ -169,8 +170,8 @@ def test_segments_of_whisper_and_of_others_in_its_form() -> None:
     ],
 )
 def test_a_segment_with_wrong_values_is_a_fault(segment: object, reason: str) -> None:
-    (cue,) = read_segments({"segments": [segment]}) or ()
-    assert cue.fault is not None and cue.fault[0] == reason
+    cues = list(read_segments({"segments": [segment]}) or ())
+    assert [cue.fault and cue.fault[0] for cue in cues] == [reason]
 
 
 def test_a_folder_is_read_with_the_files_beside_its_videos(make_videos: VideoMaker) -> None:
@@ -209,6 +210,24 @@ def test_a_folder_is_read_with_the_files_beside_its_videos(make_videos: VideoMak
         "same words as another file of the video, ignored: 1 file (e.srt)",
         "not the output of speech recognition, ignored: 1 file (f.json)",
     )
+
+
+def test_files_that_are_no_files_and_hostile_texts_do_no_harm(make_videos: VideoMaker) -> None:
+    folder = make_videos("a.mp4", "b.mp4", "c.mp4")
+    os.mkfifo(folder / "a.srt")
+    (folder / "b.srt").symlink_to("nowhere")
+    number = "9" * 5000
+    timings = (f"{number[:50]}:00:00,000 --> 00:00:01,000", ":" * 200_000, "00:00:01,000 --> 00:00:02,000")
+    (folder / "c.srt").write_text("\n".join((*timings, f"&#{number}; {'<a' * 100_000}")))
+    (folder / "c.json").write_text("[" * 100_000)
+    reading = read_folder(folder, subtitles=True)
+    assert sorted(rejected(reading), key=str) == [
+        ("a.srt", None, "unreadable"),
+        ("b.srt", None, "unreadable"),
+        ("c.json", None, "unreadable"),
+        ("c.srt", 0, "bad_time"),
+    ]
+    assert [row[1:3] for row in captions(reading)] == [(1.0, 2.0)]
 
 
 def test_without_the_flag_subtitles_are_mentioned_and_not_read(make_videos: VideoMaker) -> None:

@@ -1,0 +1,159 @@
+"""Tables of captions: Parquet, CSV and JSON lines, with rows that cannot be used and files that cannot be read."""
+
+import json
+from math import inf
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+import pytest
+
+from manifests.adapters.further import FurtherReading
+from manifests.caption_selection import is_duplicate, is_unlikely
+from manifests.errors import UserError
+from manifests.further_write import FURTHER
+from manifests.store import read_rejected
+from tests.manifests.test_further_sources import OWN, Row, add, pseudo, read
+from tests.manifests.test_store import reading_of, write
+
+
+@pytest.fixture
+def data(tmp_path: Path) -> Path:
+    write(tmp_path / "data", reading_of(tmp_path, ["v", "w"], OWN))
+    return tmp_path / "data"
+
+
+def reasons(reading: FurtherReading) -> list[tuple[int | None, str | None, str]]:
+    return [(row["row"], row["source_id"], row["reason"]) for row in reading.reading.rejected.to_pylist()]
+
+
+def test_rows_that_cannot_be_used_are_rejected_by_reason(data: Path, tmp_path: Path) -> None:
+    wrong: list[Row] = [
+        {"video": "gone", "text": "a"},
+        {"video": None, "text": "a"},
+        {"video": "v", "text": " "},
+        {"video": "v", "text": None},
+        {"video": "v", "text": "a", "begin_s": -1.0},
+        {"video": "v", "text": "a", "begin_s": 2.0},
+        {"video": "v", "text": "a", "end_s": float("nan")},
+        {"video": "v", "text": "a", "likelihood": float("nan")},
+        {"video": "v", "text": "a", "likelihood": 0.5},
+        {"video": "v", "text": "a", "source": None},
+        {"video": "gone", "text": "b"},
+        {"video": "v", "text": "good", "begin_s": None, "end_s": None},
+    ]
+    found = read(data, pseudo(tmp_path / "p.parquet", wrong))
+    assert found.reading.captions["text"].to_pylist() == ["good"]
+    assert found.reading.captions["end_s"].to_pylist() == [inf]
+    assert found.reading.num_captions_lost == 2
+    assert sorted(reasons(found), key=str) == sorted(
+        [
+            (None, "gone", "missing_file"),
+            (1, None, "empty_id"),
+            (2, "v", "empty_caption"),
+            (3, "v", "empty_caption"),
+            *((row, "v", "bad_time") for row in (4, 5, 6)),
+            *((row, "v", "bad_likelihood") for row in (7, 8)),
+            (9, "v", "malformed_row"),
+        ],
+        key=str,
+    )
+    add(data, pseudo(tmp_path / "p.parquet", wrong))
+    assert read_rejected(data).filter(pc.equal(read_rejected(data)["dataset"], FURTHER)).num_rows == 10
+    add(data, pseudo(tmp_path / "p.parquet", wrong[-1:]))
+    assert read_rejected(data).num_rows == 0
+
+
+def test_text_tables_have_the_same_columns_and_names_of_videos(data: Path, tmp_path: Path) -> None:
+    lines = [
+        {"video": "v", "text": "by id", "begin_s": "1", "end_s": 2.5, "likelihood": "-0.5"},
+        {"video": "a-w.mp4", "text": "by file name", "source": "others"},
+        {"video": "v", "text": 3},
+        {"video": "v", "text": "a", "begin_s": "soon"},
+        {"video": "v", "text": "a", "likelihood": True},
+        ["a list"],
+        {"video": "v", "text": "\ud800"},
+    ]
+    jsonl, csv = tmp_path / "t.jsonl", tmp_path / "t.csv"
+    jsonl.write_text(
+        "".join(f"{json.dumps({'source': 'mine', **line} if isinstance(line, dict) else line)}\n" for line in lines)
+    )
+    csv.write_text(
+        "video,text,begin_s,end_s,source,likelihood\nv,by id,1,2.5,mine,-0.5\na-w.mp4,by file name,,,others,\n"
+    )
+    found = read(data, jsonl)
+    assert found.reading.captions.to_pylist() == read(data, csv).reading.captions.to_pylist()
+    assert [tuple(row.values()) for row in found.reading.captions.to_pylist()] == [
+        ("v", 1.0, 2.5, "by id", "mine", -0.5),
+        ("w", 0.0, inf, "by file name", "others", None),
+    ]
+    assert [reason for _, _, reason in reasons(found)] == [
+        *("malformed_row", "bad_time", "bad_likelihood", "malformed_row", "malformed_row")
+    ]
+    assert found.records == {name: {"kind": "table", "models": []} for name in ("mine", "others")}
+
+
+def test_parquet_columns_may_have_other_types_of_the_same_meaning(data: Path, tmp_path: Path) -> None:
+    columns = {
+        "video": pa.array(["v", "w"]).dictionary_encode(),
+        "text": pa.array(["a", "b"], pa.large_string()),
+        "source": pa.array(["s", "s"]).dictionary_encode(),
+        "begin_s": pa.array([1, 2], pa.int32()),
+        "end_s": pa.array([2.5, 3], pa.float32()),
+        "likelihood": pa.nulls(2),
+        "sample": pa.array([{"any": 1}, None]),
+    }
+    pq.write_table(pa.table(columns), tmp_path / "t.parquet")
+    assert [tuple(row.values()) for row in read(data, tmp_path / "t.parquet").reading.captions.to_pylist()] == [
+        ("v", 1.0, 2.5, "a", "s", None),
+        ("w", 2.0, 3.0, "b", "s", None),
+    ]
+
+
+def test_tables_that_cannot_be_read_are_named(data: Path, tmp_path: Path) -> None:
+    good = pseudo(tmp_path / "good.parquet", [{"video": "v", "text": "a"}] * 50)
+    content = bytearray(good.read_bytes())
+    cut, flipped = tmp_path / "cut.parquet", tmp_path / "flipped.parquet"
+    cut.write_bytes(content[: len(content) // 2])
+    content[20:60] = b"\xff" * 40
+    flipped.write_bytes(content)
+    columns, types, metadata, other = (tmp_path / f"{name}.parquet" for name in ("columns", "types", "meta", "other"))
+    pq.write_table(pa.table({"video": ["v"], "caption": ["a"]}), columns)
+    pq.write_table(pa.table({"video": ["v"], "text": ["a"], "source": ["s"], "begin_s": ["0"]}), types)
+    for path, value in ((metadata, "{"), (other, '{"kind": "scores"}')):
+        pq.write_table(pa.table({"video": ["v"], "text": ["a"], "source": ["s"]}, metadata={"clipmill": value}), path)
+    latin = pa.StringArray.from_buffers(1, pa.array([0, 1], pa.int32()).buffers()[1], pa.py_buffer(b"\xe9"))
+    pq.write_table(pa.table({"video": ["v"], "text": latin, "source": ["s"]}), encoding := tmp_path / "latin.parquet")
+    for path, message in (
+        (encoding, "cannot be read as Parquet: .*UTF8"),
+        (cut, "cannot be read as Parquet"),
+        (flipped, "cannot be read as Parquet"),
+        (columns, r"has no column text, source \(its columns: video, caption\)"),
+        (types, "column begin_s of .* has type string, expected double"),
+        (metadata, "is not JSON"),
+        (other, "not that of pseudo-captions"),
+        (tmp_path, "is not a .parquet, .csv or .jsonl file"),
+        (tmp_path / "none.parquet", "No such file"),
+        (tmp_path / "none.csv", "No such file"),
+    ):
+        with pytest.raises(UserError, match=message) as caught:
+            read(data, path)
+        assert path.name in str(caught.value) and caught.value.hint
+
+
+def test_unlikely_captions_and_duplicates_of_a_clip_are_found(data: Path, tmp_path: Path) -> None:
+    rows: list[Row] = [
+        {"video": "v", "text": "A dog  runs", "likelihood": -2.0},
+        {"video": "v", "text": "a dog runs", "likelihood": -1.0},
+        {"video": "v", "text": "a DOG\u00a0runs\n", "likelihood": -1.0},
+        {"video": "v", "text": "a dog runs", "end_s": 2.0},
+        {"video": "w", "text": "a dog runs"},
+        {"video": "v", "text": "a dog", "likelihood": None},
+        {"video": "v", "text": "A DOG", "likelihood": -9.0},
+        {"video": "v", "text": "a dog runs", "source": "others"},
+    ]
+    captions = read(data, pseudo(tmp_path / "p.parquet", rows)).reading.captions
+    assert is_duplicate(captions).nonzero()[0].tolist() == [0, 2, 5]
+    assert is_unlikely(captions, min_likelihood=-1.0).nonzero()[0].tolist() == [0, 6]
+    assert is_duplicate(captions.slice(0, 0)).tolist() == []
