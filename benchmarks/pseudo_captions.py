@@ -1,6 +1,6 @@
 """Retrieval after training on a quarter of the captions, with and without pseudo-captions of the other videos.
 
-    python -m benchmarks.pseudo_captions [--seeds 3] [--videos 100] [--steps 150] [--caption-steps 300] [--folder DIR]
+    python -m benchmarks.pseudo_captions [--seeds 3] [--videos 100] [--steps 150] [--caption-steps 200] [--folder DIR]
         [--json FILE] [FLAGS]
 
 Videos of `prep manifest synthetic` (one moving shape; the captions name 6 motions, 4 shapes and 6 colours), a fifth of
@@ -48,7 +48,7 @@ def main() -> None:
     parser = learning_parser(__doc__ or "", preset="tiny")
     parser.set_defaults(videos=100)
     parser.add_argument("--steps", type=int, default=150, help="of a dual encoder (default 150)")
-    parser.add_argument("--caption-steps", type=int, default=300, help="of the captioner (default 300)")
+    parser.add_argument("--caption-steps", type=int, default=200, help="of the captioner (default 200)")
     parser.add_argument("--min-likelihood", type=float, help="of pseudo-captions (default: all are used)")
     arguments, flags = parser.parse_known_args()
     seeds = []

@@ -36,7 +36,7 @@ def begin_parts(parts: Path, plan: Mapping[str, Any], *, require_same: Callable[
     """Publish the plan of new work, or continue interrupted work, whose lock the caller holds.
 
     Args:
-        parts: folder of the plan, and by default of the parts.
+        parts: folder of the plan.
         require_same: raises a UserError if a plan is that of other work.
     """
     path = parts / PLAN
@@ -75,14 +75,11 @@ def missing_parts(parts: Sequence[P], out: Path, *, world: World, progress: Prog
     return [parts[number] for number in missing]
 
 
-def share_parts(
-    parts: Sequence[P], make: Callable[[P], int], *, world: World, progress: Progress, unit: str = "clips"
-) -> None:
+def share_parts(parts: Sequence[P], make: Callable[[P], int], *, world: World, progress: Progress) -> None:
     """Make this rank's share of the parts, every `world.size`-th of them.
 
     Args:
         make: makes and publishes a part; returns the number of its clips that failed.
-        unit: what failed, for the progress.
     """
     own = parts[world.rank :: world.size]
     num_failed = 0
@@ -94,6 +91,6 @@ def share_parts(
     # Ranks that differ in speed wait for each other now and then: a collective gives up after half an hour.
     for begin in range(0, -(-len(parts) // world.size), _PARTS_TOGETHER):
         num_failed += sum(world.gather_objects(world.each(partial(make_some, own[begin : begin + _PARTS_TOGETHER]))))
-        failed = f"{num_failed:,} {unit} failed" if num_failed else ""
+        failed = f"{num_failed:,} clips failed" if num_failed else ""
         progress.show(min((begin + _PARTS_TOGETHER) * world.size, len(parts)), failed)
     progress.close()

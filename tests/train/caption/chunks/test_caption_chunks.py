@@ -12,11 +12,11 @@ import pytest
 
 from tests.train.caption.chunks.small_parts import caption_small_parts
 from tests.train.caption.conftest import DECODER, SMALL
-from tests.train.conftest import VIDEOS
+from tests.train.conftest import NUM_FRAMES, VIDEOS
 from tests.train.distributed.forked import end_well, fork_ranks
 from tests.train.killed import killed_at
 from tests.train.search.conftest import content, overwrite_chunk
-from tests.train.tiny_data import Caption, write_captions
+from tests.train.tiny_data import Caption, chunks_of, encode_chunk, video_sample, write_captions, write_shard
 from tests.train.weights.test_export import run_train
 from train.inference.model import load_model
 from train.tasks.caption.chunks import captioning
@@ -153,7 +153,9 @@ def test_the_same_again_does_nothing_and_other_captions_are_refused_by_name(
     # Captions are in the tars too, and are no part of what was captioned.
     write_captions(changed, VIDEOS, [Caption("a", 0.0, 1.0, "it begins")])
     assert caption(captioner_run, changed, out) == 0
-    write_captions(changed, {**VIDEOS, "d": "train"}, [Caption("a", 0.0, 1.0, "it begins")])
+    # The last chunk shows other pictures at the same time.
+    chunks = [chunk for name in "abc" for chunk in chunks_of(name, NUM_FRAMES)]
+    write_shard(changed, 0, [*chunks[:-1], video_sample("c", 4000, encode_chunk(0, 15))], split="train")
     for run, data, flags, named in (
         (trained, data_dir, {}, "weights_sha256 was"),
         (captioner_run, changed, {}, "chunks_sha256 was"),

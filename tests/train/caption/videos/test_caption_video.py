@@ -8,8 +8,10 @@ from pathlib import Path
 
 import pytest
 
+from manifests.adapters.folder import read_folder
 from prep.synthetic.frame_numbers import write_frame_number_video
 from tests.train.test_cli import train
+from train.inference.model import load_model
 
 __all__ = ["train"]
 
@@ -50,6 +52,22 @@ def test_a_file_has_the_same_whatever_the_batch_and_the_format(
     assert len(rows) == len(objects) == 8
     assert [row["caption"] for row in rows] == [one["caption"] for one in objects]
     assert [float(row["end_s"]) for row in rows] == [one["end_s"] for one in objects]
+
+
+def test_a_manifest_takes_the_file_as_its_captions(
+    train: Train, captioner_run: Path, films: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(films.parent)  # a relative name of the folder, which means nothing elsewhere
+    for name in ("c.csv", "c.jsonl"):
+        flags = ("--len", "1s", "--decoding.min-tokens", 2, "--out", tmp_path / name)
+        assert train("caption-video", captioner_run, films.name, *flags) == 0
+        reading = read_folder(films, captions=tmp_path / name)
+        assert reading.num_captions_lost == 0 and not reading.rejected.num_rows
+        captions = reading.captions.to_pylist()
+        assert [(one["begin_s"], one["end_s"]) for one in captions] == [(n, n + 1.0) for n in (0, 1, 2, 0, 1, 2, 3, 4)]
+        assert {one["source"] for one in captions} == {f"run@{load_model(captioner_run).identity[:8]}"}
+    likelihoods = [json.loads(line)["likelihood"] for line in (tmp_path / "c.jsonl").read_text().splitlines()]
+    assert len(likelihoods) == 8 and max(likelihoods) < 0
 
 
 def test_subtitles_of_several_videos_are_files_in_a_folder(
