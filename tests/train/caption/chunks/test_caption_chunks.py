@@ -73,6 +73,17 @@ def test_the_table_has_several_captions_of_each_chunk_and_names_its_model(
     assert list(table.parent.iterdir()) == [table]
 
 
+def test_where_selects_the_chunks_that_get_captions(
+    table: Path, captioner_run: Path, data_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "later.parquet"
+    assert caption(captioner_run, data_dir, out, where="begin_s >= 2 and video != 'b'") == 0
+    captioned = [(row["video"], row["begin_s"], row["end_s"]) for row in rows(out)[::3]]
+    assert captioned == [key for key in KEYS if key[0] != "b" and key[1] >= 2]
+    assert caption(captioner_run, data_dir, out) == 2
+    assert "settings.where was begin_s >= 2" in capsys.readouterr().err.replace("\n", " ")
+
+
 def test_a_caption_depends_on_seed_key_and_sample_alone(
     table: Path, captioner_run: Path, data_dir: Path, tmp_path: Path
 ) -> None:

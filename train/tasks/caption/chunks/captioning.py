@@ -80,6 +80,7 @@ def open_work(
     *,
     shards: str,
     split: str,
+    where: str | None,
     segment: str | None,
     batch: int,
     workers: int,
@@ -112,6 +113,7 @@ def open_work(
         segment_us=segment_us,
         decode=settings.decode,
         tars=folder.tars,
+        where=where,
     )
     say(f"data: {samples.describe()}; {samples.variant_name}")
     say(f"weights: {captioner.source}: {captioner.trained.weights}")
@@ -123,6 +125,7 @@ def open_work(
         "chunks_sha256": _chunks_sha256(samples.chunks),
         "settings": {
             "split": split,
+            "where": where,
             "segment_us": segment_us,
             **{name: getattr(settings, name) for name in ("num_frames", "sampling", "stride", "size_px", "decode")},
             **{name: value for name, value in vars(decoding).items() if value is not None},
@@ -135,11 +138,11 @@ def open_work(
 
 
 def _chunks_sha256(chunks: ChunkSet) -> str:
-    """Hash of which chunks there are, and of their bytes; not of captions, which the tars contain as well."""
-    table = chunks.table
+    """Hash of which chunks are selected, and of their bytes; not of captions, which the tars contain as well."""
+    table, rows = chunks.table, chunks.selection.rows
     digest = hashlib.sha256("\n".join(chunks.video_ids.to_pylist()).encode())
     for array in (table.video_row, table.start_ms, table.num_frames, chunks.checksums):
-        digest.update(np.ascontiguousarray(array).tobytes())
+        digest.update(np.ascontiguousarray(array[rows]).tobytes())
     return digest.hexdigest()
 
 

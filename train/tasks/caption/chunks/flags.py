@@ -48,6 +48,7 @@ def caption_chunks(
     shards: str,
     out: Path,
     split: str = "train",
+    where: str | None = None,
     segment: str | None = None,
     batch: int = 16,
     workers: int = 4,
@@ -75,6 +76,9 @@ def caption_chunks(
         Parquet file to write.
     split
         Split of the data.
+    where
+        Condition that selects the chunks, such as 'num_captions == 0' for the videos without captions (docs/data.md).
+        Default: all.
     segment
         Length of the segments to caption, such as 5s. A remainder shorter than a quarter of it is merged into the last
         segment of a chunk. Default: whole chunks.
@@ -102,6 +106,7 @@ def caption_chunks(
         COMMAND: "train caption-chunks",
         "WEIGHTS": weights,
         "--split": split,
+        "--where": where,
         "--segment": segment,
         "--batch": batch,
         **{Overrides.flag(name): value for name, value in vars(shown).items()},
@@ -113,6 +118,7 @@ def caption_chunks(
             weights,
             shards=shards,
             split=split,
+            where=where,
             segment=segment,
             batch=batch,
             workers=workers,
