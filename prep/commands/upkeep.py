@@ -138,7 +138,7 @@ def inspect(
         prep inspect
         prep inspect bikes_000015000
         prep inspect --html sheet.html
-        prep inspect --column scores --html scores.html --where "motion > 0.2 and cuts == 0"
+        prep inspect --column scores --html scores.html --where "cuts == 0"
     """
     from prep.core.data_folder import require_data_folder
     from prep.core.report import show

@@ -28,7 +28,8 @@ def test_the_page_shows_every_score_with_pictures_and_the_cuts(prep: Prep, clips
     assert "3 cuts in 4.0 s: at 0.23, 1.67, 3.23 s" in page
     assert "15 chunks of 13 videos" in page and "1 unknown" in page
     assert "default-src 'none'; img-src data:; style-src 'unsafe-inline'" in page
-    assert not re.search(r"<script|http://|https://|nan", page)
+    text = re.sub(r"base64,[^\"]*", "", page)
+    assert not re.search(r"<script|http://|https://|\bnan\b", text)
 
 
 def test_the_page_shows_what_an_expression_keeps_and_drops(prep: Prep, clips: Path, tmp_path: Path) -> None:
