@@ -6,6 +6,7 @@ import pytest
 
 from manifests.errors import UserError
 from prep.core.selection import stored_request
+from prep.latents.recipe import latents_recipe_from_dict
 from shards.commits import commit_path
 from shards.dataset import current_variant
 from shards.reader import Variant
@@ -66,7 +67,9 @@ def test_the_command_that_repairs_selects_the_same(prep: Prep, shard_set: ShardS
     variant.shards()[0].tar_path.unlink()
     status = prep("status", "--data", shard_set.data, status=1).stdout
     assert """prep latents --vae tiny --size 64 --where 'video == '"'"'long'"'"' and begin_s > 1'""" in status
-    prep("retry", "--column", "latents", "--data", shard_set.data, "--engine", "processes")
+    # What prep retry goes by.
+    settings = latents_recipe_from_dict(stored_request(variant)).settings
+    make(shard_set.data, where=settings.where)
     assert keys(shard_set) == ["long_000002000", "long_000004000"]
 
 
