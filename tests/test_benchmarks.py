@@ -38,6 +38,7 @@ TINY = {
     "python_loader": ["--pieces", "1", "--batch", "2", "--batches", "1", "--rounds", "1"],
     "recipes": ["--rounds", "1", "--only", "balanced", "scaler area"],
     "rerun": ["--chunks", "80", "--runs", "1"],
+    "scores": ["--rounds", "1"],
     "search": ["--rows", "300", "--rounds", "1"],
     "selection": ["--chunks", "2000", "--rounds", "1"],
     "selection_learning": [
