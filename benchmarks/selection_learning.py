@@ -2,7 +2,7 @@
 
     python -m benchmarks.selection_learning [--seeds 3] [--steps 200] [--videos 60] [--folder DIR] [--json FILE]
 
-One-minute synthetic videos in chunks of 15 s. Of the chunks to train on, half are spoilt, a third of those each way:
+Synthetic videos of one minute in chunks of 15 s. Of the chunks to train on, half are spoilt, a third of those each way:
 `static` (the picture of the chunk's first moment throughout), `blurred` (a box blur over half of the picture's height)
 and `wrong` (the captions that lie mostly in the chunk have texts of other scenes). The held-out videos are not spoilt.
 Everything is done by the commands: `prep chunk`, `prep scores`, `train dual-encoder --preset tiny` and `train eval
@@ -47,8 +47,7 @@ from train.data.loader import LoaderSettings
 from train.data.video_captions import VideoCaptions
 from train.tasks.dual_encoder.spec import RETRIEVAL, RetrievalFlags
 
-CHUNK_S, NUM_CHUNKS, FPS = 15, 4, Fraction(25)
-NUM_FRAMES = int(CHUNK_S * NUM_CHUNKS * FPS)
+CHUNK_S, FPS = 15, Fraction(25)
 CLEAN, STATIC, BLURRED, WRONG = "clean", "static", "blurred", "wrong"
 VIDEOS_PER_VAL = 5
 BLUR_PX = HEIGHT // 2 + 1
@@ -72,9 +71,13 @@ class Video:
         return f"spoilt-{self.number:04d}"
 
     @property
+    def num_frames(self) -> int:
+        return int(CHUNK_S * len(self.ways) * FPS)
+
+    @property
     def scenes(self) -> list[Scene]:
         own = self.number // VIDEOS_PER_VAL if self.split == "val" else self.number
-        return plan_scenes(duration_s=CHUNK_S * NUM_CHUNKS, seed=0, split=self.split, number=own)
+        return plan_scenes(duration_s=CHUNK_S * len(self.ways), seed=0, split=self.split, number=own)
 
     def captions(self) -> Iterator[dict[str, Any]]:
         """Yield rows of the manifest's captions; the source is what was done to them."""
@@ -82,7 +85,7 @@ class Video:
         for scene in self.scenes:
             shares = [
                 max(0.0, min(scene.end_s, (chunk + 1) * CHUNK_S) - max(scene.begin_s, chunk * CHUNK_S))
-                for chunk in range(NUM_CHUNKS)
+                for chunk in range(len(self.ways))
             ]
             is_wrong = self.ways[int(np.argmax(shares))] == WRONG
             others = [f"a {' '.join(one)}" for one in COMBINATIONS if f"a {' '.join(one)}" != scene.text]
@@ -99,7 +102,7 @@ class Video:
 
     def pictures(self) -> Iterator[np.ndarray]:
         """Yield its frames, yuv420p."""
-        drawn = draw_scenes(self.scenes, fps=FPS, num_frames=NUM_FRAMES, seed=self.number)
+        drawn = draw_scenes(self.scenes, fps=FPS, num_frames=self.num_frames, seed=self.number)
         for number, picture in enumerate(drawn):
             chunk, place = divmod(number, CHUNK_S * int(FPS))
             if place == 0:
@@ -117,7 +120,7 @@ class Video:
             encode_video(
                 temporary,
                 pictures=self.pictures(),
-                ticks=range(0, NUM_FRAMES * TICKS_PER_FRAME, TICKS_PER_FRAME),
+                ticks=range(0, self.num_frames * TICKS_PER_FRAME, TICKS_PER_FRAME),
                 fps=FPS,
                 width=WIDTH,
                 height=HEIGHT,
@@ -134,16 +137,16 @@ def blurred(picture: np.ndarray) -> np.ndarray:
     return np.concatenate([luma, np.stack(chroma).reshape(HEIGHT // 2, WIDTH)])
 
 
-def plan_videos(count: int) -> list[Video]:
+def plan_videos(count: int, *, num_chunks: int) -> list[Video]:
     """Plan the videos: every fifth is held out; of the chunks of the others, half are spoilt."""
     splits = ["val" if number % VIDEOS_PER_VAL == VIDEOS_PER_VAL - 1 else "train" for number in range(count)]
-    num_chunks = splits.count("train") * NUM_CHUNKS
-    num_each = num_chunks // 6
-    ways = [STATIC, BLURRED, WRONG] * num_each + [CLEAN] * (num_chunks - 3 * num_each)
+    num_trained = splits.count("train") * num_chunks
+    num_each = num_trained // 6
+    ways = [STATIC, BLURRED, WRONG] * num_each + [CLEAN] * (num_trained - 3 * num_each)
     random.Random("ways").shuffle(ways)
     drawn = iter(ways)
     return [
-        Video(number, split, tuple(next(drawn) if split == "train" else CLEAN for _ in range(NUM_CHUNKS)))
+        Video(number, split, tuple(next(drawn) if split == "train" else CLEAN for _ in range(num_chunks)))
         for number, split in enumerate(splits)
     ]
 
@@ -184,7 +187,7 @@ def score_run(out: Path) -> dict[str, Any]:
     """Return R@1 and R@5 in percent on the held-out videos, the means of both directions."""
     scored = evaluation.score_run(RETRIEVAL, out, RetrievalFlags(split="val"))
     both = (scored["text_to_video"], scored["video_to_text"])
-    return {name: 100 * statistics.mean(one[name] for one in both) for name in ("r1", "r5")}
+    return {f"r{k}": 100 * statistics.mean(one["recall"][k] for one in both) for k in (1, 5)}
 
 
 def main() -> None:
@@ -193,12 +196,14 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--videos", type=int, default=60)
+    parser.add_argument("--chunks", type=int, default=4, help="length of a video in chunks (default 4)")
+    parser.add_argument("--batch", type=int, default=64)
     parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=list(VARIANTS))
     parser.add_argument("--folder", type=Path, help="for data and runs, kept at the end (default: a temporary one)")
     arguments = parser.parse_args()
     scores: dict[str, list[dict[str, Any]]] = {variant: [] for variant in arguments.variants}
     with kept_folder(arguments.folder) as folder:
-        data = make_data(folder, plan_videos(arguments.videos))
+        data = make_data(folder, plan_videos(arguments.videos, num_chunks=arguments.chunks))
         kept = [
             {
                 "variant": variant,
@@ -211,6 +216,7 @@ def main() -> None:
             for variant, found in scores.items():
                 where = VARIANTS[variant]
                 words = ["--preset", "tiny", "--steps", str(arguments.steps), "--seed", str(seed)]
+                words += ["--batch", str(arguments.batch)]
                 words += [] if where is None else ["--where", where]
                 command = ["dual-encoder", "--shards", str(data)]
                 found.append(found_of(folder / f"{variant}-{seed}", command, words, score=score_run))

@@ -102,7 +102,8 @@ class Where:
         Raises:
             UserError: one condition is on a chunk and on a caption, and belongs to neither.
         """
-        of_chunks, of_captions = [], []
+        of_chunks: list[Expression] = []
+        of_captions: list[Expression] = []
         for condition in self.conditions:
             chunk, caption = (
                 sorted(name for name in condition.names if FIELDS[name].level == level)

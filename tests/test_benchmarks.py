@@ -44,9 +44,13 @@ TINY = {
     "python_loader": ["--pieces", "1", "--batch", "2", "--batches", "1", "--segments", "80", "--rounds", "1"],
     "recipes": ["--rounds", "1", "--only", "balanced", "scaler area"],
     "rerun": ["--chunks", "80", "--runs", "1"],
+    "scores": ["--rounds", "1"],
     "search": ["--rows", "300", "--rounds", "1"],
     "selection": ["--chunks", "2000", "--rounds", "1"],
-    "selection_learning": ["--videos", "5", "--seeds", "1", "--steps", "1", "--variants", "selected"],
+    "selection_learning": [
+        *("--videos", "5", "--chunks", "1", "--seeds", "1", "--steps", "1", "--batch", "4"),
+        *("--variants", "selected"),
+    ],
     "small_batches": ["--seeds", "1", "--steps", "2", "--points", "1"],
     "text_tower": ["--model", "tiny", "--captions", "4", "--rounds", "1", "--device", "cpu"],
     "tuning": [

@@ -6,7 +6,7 @@ Columns that hold one sample for each chunk (`latents`, `scores`) have shards wi
 import hashlib
 import zlib
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from fractions import Fraction
@@ -34,6 +34,7 @@ class ChunkShard:
         fingerprint: hash of the keys and bytes of its chunks; captions do not affect it.
         lengths: number of chunks by (number of frames, frame rate).
         video_ids: ids of the videos of its chunks, without duplicates; a long video spans several shards.
+        rows: the chunks that are wanted, as rows of the shard; None for all. The other fields are those of them.
     """
 
     shard_id: int
@@ -42,6 +43,7 @@ class ChunkShard:
     num_chunks: int
     lengths: Counter[tuple[int, Fraction]]
     video_ids: pa.Array
+    rows: tuple[int, ...] | None = None
 
     @property
     def seconds(self) -> float:
@@ -54,11 +56,21 @@ class ChunkShard:
         return WantedShard(self.shard_id, self.split, hashlib.sha256(text.encode()).hexdigest(), self.num_chunks)
 
 
-def read_chunk_shards(video_dir: Path, commits: Iterable[Commit]) -> tuple[list[ChunkShard], dict[int, Failure]]:
-    """Return the committed shards of chunks, and by shard id the failures of those whose index is unreadable."""
+def read_chunk_shards(
+    video_dir: Path, commits: Iterable[Commit], *, chosen: Mapping[int, tuple[int, ...]] | None = None
+) -> tuple[list[ChunkShard], dict[int, Failure]]:
+    """Return the committed shards of chunks, and by shard id the failures of those whose index is unreadable.
+
+    Args:
+        chosen: the wanted rows of each shard, by shard id; shards without any are left out. None for all rows.
+    """
     shards, unreadable = [], {}
+
+    def read(commit: Commit) -> ChunkShard | tuple[int, Failure] | None:
+        return _read_chunk_shard(video_dir, commit, rows=None if chosen is None else chosen.get(commit.shard_id, ()))
+
     with ThreadPoolExecutor(NUM_CHECK_THREADS) as pool:
-        for found in pool.map(lambda commit: _read_chunk_shard(video_dir, commit), commits):
+        for found in pool.map(read, commits):
             if isinstance(found, ChunkShard):
                 shards.append(found)
             elif found is not None:
@@ -66,7 +78,9 @@ def read_chunk_shards(video_dir: Path, commits: Iterable[Commit]) -> tuple[list[
     return shards, unreadable
 
 
-def _read_chunk_shard(video_dir: Path, commit: Commit) -> ChunkShard | tuple[int, Failure] | None:
+def _read_chunk_shard(
+    video_dir: Path, commit: Commit, *, rows: tuple[int, ...] | None
+) -> ChunkShard | tuple[int, Failure] | None:
     if commit.files is None:
         return None
     try:
@@ -74,11 +88,15 @@ def _read_chunk_shard(video_dir: Path, commit: Commit) -> ChunkShard | tuple[int
     except (DamagedIndex, OSError) as error:
         name = f"shard {commit.shard_id:06d}"
         return commit.shard_id, Failure(name, None, str(FailureCode.CHUNK_DAMAGED), str(error))
+    if rows is not None and not rows:
+        return None
+    index = index if rows is None else index.take(pa.array(rows))
     digest = hashlib.sha256("\n".join(chunk_fingerprints(index)).encode()).hexdigest()
     columns = [index[name].to_pylist() for name in ("num_frames", "fps_num", "fps_den")]
     numbers = Counter(zip(*columns, strict=True))
     lengths = Counter({(frames, Fraction(num, den)): count for (frames, num, den), count in numbers.items()})
-    return ChunkShard(commit.shard_id, commit.split, digest, index.num_rows, lengths, index["video_id"].unique())
+    video_ids = index["video_id"].unique()
+    return ChunkShard(commit.shard_id, commit.split, digest, index.num_rows, lengths, video_ids, rows)
 
 
 def chunk_fingerprints(index: pa.Table) -> list[str]:
@@ -91,6 +109,11 @@ def chunk_fingerprints(index: pa.Table) -> list[str]:
 def frame_rate(index: pa.Table, row: int) -> Fraction:
     """Return the frame rate of a chunk."""
     return Fraction(index["fps_num"][row].as_py(), index["fps_den"][row].as_py())
+
+
+def seconds_of(index: pa.Table, row: int) -> Fraction:
+    """Return the duration of a chunk in seconds."""
+    return index["num_frames"][row].as_py() / frame_rate(index, row)
 
 
 def read_chunk(video: CommittedShard, row: int) -> bytes:

@@ -19,8 +19,9 @@ from typing import Generic, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
+from prep.core.chunk_frames import decode_frames
 from prep.core.failures import SourceFailure
-from prep.latents.frames import Square, decode_frames
+from prep.latents.frames import Square
 
 PIECE_FRAMES = 16
 _PIECES_AHEAD = 4  # queue length per chunk: with 60 frames, the whole chunk
@@ -134,7 +135,8 @@ def cut(video: ChunkVideo) -> Iterator[NDArray[np.uint8]]:
         packet_flags=video.packet_flags,
     )
     crops: list[NDArray[np.uint8]] = []
-    for number, frame in enumerate(frames):
+    for number, decoded in enumerate(frames):
+        frame = np.asarray(decoded.to_ndarray(format="rgb24"), np.uint8)
         square = video.squares[number // video.segment_frames]
         crops.append(frame[square.top : square.top + square.side, square.left : square.left + square.side])
         if len(crops) == PIECE_FRAMES:

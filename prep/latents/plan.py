@@ -4,12 +4,9 @@ Shard N of `latents` holds the chunks of shard N of `video`. The plan covers the
 even while `prep chunk` is running; a later plan covers the rest.
 """
 
-import hashlib
-from collections.abc import Iterable, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass
-from fractions import Fraction
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -18,14 +15,13 @@ import pyarrow as pa
 
 from manifests.errors import UserError
 from manifests.quoting import counted
+from prep.core.chunk_shards import ChunkShard, read_chunk_shards
 from prep.core.column import VIDEO, Pending
-from prep.core.failures import FailureCode
-from prep.core.plan import NUM_CHECK_THREADS, ShardPlan, WantedShard, pending_of, plan_shards, stored_shards
+from prep.core.plan import ShardPlan, pending_of, plan_shards, stored_shards
 from prep.core.selection import stored_request
 from prep.latents.column import COLUMN
 from prep.latents.frames import frames_on_screen
 from prep.latents.recipe import LATENTS, LatentsRecipe, latents_recipe_from_dict
-from prep.latents.sample import FINGERPRINT_COLUMNS, chunk_fingerprints
 from shards.commits import Commit, Failure, read_commits
 from shards.damage import DamagedIndex
 from shards.dataset import current_variant, variant_dir
@@ -39,28 +35,6 @@ if TYPE_CHECKING:
     from prep.latents.vae import Device
     from prep.latents.worker import LatentsTask
 
-_COLUMNS = [*FINGERPRINT_COLUMNS, "video_id", "num_frames", "fps_num", "fps_den"]
-
-
-@dataclass(frozen=True)
-class VideoShard:
-    """What a plan needs to know about a shard of chunks.
-
-    Attributes:
-        fingerprint: hash of the keys and bytes of its chunks; captions do not affect it.
-        num_frames: total number of frames to encode in its chunks.
-        rows: the chunks that are wanted, as rows of the shard; None for all. The other fields are those of them.
-        video_ids: ids of the videos of its chunks, without duplicates; a long video spans several shards.
-    """
-
-    shard_id: int
-    split: str
-    fingerprint: str
-    num_chunks: int
-    num_frames: int
-    video_ids: pa.Array
-    rows: tuple[int, ...] | None
-
 
 @dataclass(frozen=True)
 class LatentsPlan:
@@ -68,7 +42,7 @@ class LatentsPlan:
 
     Attributes:
         shards: the shards, in order of their ids.
-        video_shards: shards of `video` whose latents are wanted, by shard id.
+        chunk_shards: shards of `video` whose latents are wanted, by shard id.
         num_videos: number of videos with committed chunks.
         unreadable: shards of `video` that cannot be planned because their index is unreadable.
     """
@@ -80,7 +54,7 @@ class LatentsPlan:
     video_commits: dict[int, Commit]
     commits: dict[int, Commit]
     shards: list[ShardPlan]
-    video_shards: dict[int, VideoShard]
+    chunk_shards: dict[int, ChunkShard]
     num_videos: int
     unreadable: list[Failure]
 
@@ -88,6 +62,17 @@ class LatentsPlan:
     def num_chunks(self) -> int:
         """Number of chunks whose latents are wanted."""
         return sum(shard.num_chunks for shard in self.shards)
+
+    @property
+    def num_frames(self) -> int:
+        """Number of frames to encode at most; unchanged chunks of a changed shard are copied."""
+        fps = self.recipe.settings.fps_exact
+        return sum(
+            count * len(frames_on_screen(num_frames, chunk_fps=chunk_fps, fps=fps))
+            for shard in self.shards
+            if shard.has_work
+            for (num_frames, chunk_fps), count in self.chunk_shards[shard.shard_id].lengths.items()
+        )
 
 
 def make_latents_plan(
@@ -103,12 +88,10 @@ def make_latents_plan(
     video, own = read_commits(video_dir), stored_shards(folder)
     where = recipe.settings.where
     chosen = None if where is None else _selected_rows(data_dir, video_dir, video.commits.values(), parse_where(where))
-    video_shards, unreadable = _read_video_shards(
-        video_dir, video.commits.values(), fps=recipe.settings.fps_exact, chosen=chosen
-    )
+    chunk_shards, unreadable = read_chunk_shards(video_dir, video.commits.values(), chosen=chosen)
     unknown = {damaged.shard_id for damaged in video.damaged} | unreadable.keys()
     shards = plan_shards(
-        (_wanted(shard, recipe_fingerprint=recipe.fingerprint) for shard in video_shards),
+        (shard.wanted(recipe_fingerprint=recipe.fingerprint) for shard in chunk_shards),
         {shard_id: commit for shard_id, commit in own.commits.items() if shard_id not in unknown},
         problems=own.problems,
         what_changed="its chunks",
@@ -125,8 +108,8 @@ def make_latents_plan(
         video_commits=video.commits,
         commits=own.commits,
         shards=list(shards),
-        video_shards={shard.shard_id: shard for shard in video_shards},
-        num_videos=len(pa.chunked_array([shard.video_ids for shard in video_shards], pa.string()).unique()),
+        chunk_shards={shard.shard_id: shard for shard in chunk_shards},
+        num_videos=len(pa.chunked_array([shard.video_ids for shard in chunk_shards], pa.string()).unique()),
         unreadable=list(unreadable.values()),
     )
 
@@ -149,7 +132,7 @@ def latents_job(plan: LatentsPlan, *, device: "Device", batch: int, num_threads:
             device=device,
             batch=batch,
             num_threads=num_threads,
-            rows=plan.video_shards[shard.shard_id].rows,
+            rows=plan.chunk_shards[shard.shard_id].rows,
         )
 
     return Job(
@@ -160,7 +143,7 @@ def latents_job(plan: LatentsPlan, *, device: "Device", batch: int, num_threads:
         shards=plan.shards,
         make=make_latents,
         task=task,
-        video_ids=lambda shard: plan.video_shards[shard.shard_id].video_ids.to_pylist(),
+        video_ids=lambda shard: plan.chunk_shards[shard.shard_id].video_ids.to_pylist(),
         failed_before=plan.unreadable,
         chunk_s=None,
         where=plan.recipe.settings.where,
@@ -183,11 +166,6 @@ def pending_latents(data_dir: Path, variant: Variant) -> Pending:
         return Pending(stale_because=f"its --where cannot be evaluated: {error}")
 
 
-def _wanted(shard: VideoShard, *, recipe_fingerprint: str) -> WantedShard:
-    fingerprint = hashlib.sha256(f"{recipe_fingerprint} {shard.split} {shard.fingerprint}".encode()).hexdigest()
-    return WantedShard(shard.shard_id, shard.split, fingerprint, shard.num_chunks)
-
-
 def _selected_rows(
     data_dir: Path, video_dir: Path, commits: Iterable[Commit], where: Where
 ) -> dict[int, tuple[int, ...]]:
@@ -195,7 +173,7 @@ def _selected_rows(
     where.require(("chunk", "video"), because="prep latents encodes chunks, whatever captions they have")
     ids, starts, shard_ids, sizes = [], [], [], []
     for commit in commits:
-        with suppress(DamagedIndex, OSError):  # reported by `_read_video_shards`
+        with suppress(DamagedIndex, OSError):  # reported by `read_chunk_shards`
             if commit.files is not None:
                 index = open_index(video_dir / commit.files.index, columns=["video_id", "start_ms"])
                 ids.append(index["video_id"].combine_chunks())
@@ -216,46 +194,3 @@ def _selected_rows(
         raise nothing_selected(where, what=counted(len(selected), "chunk"))
     of_shards = np.split(selected, np.cumsum(sizes)[:-1])
     return {one: tuple(np.flatnonzero(mask).tolist()) for one, mask in zip(shard_ids, of_shards, strict=True)}
-
-
-def _read_video_shards(
-    video_dir: Path, commits: Iterable[Commit], *, fps: Fraction, chosen: Mapping[int, tuple[int, ...]] | None
-) -> tuple[list[VideoShard], dict[int, Failure]]:
-    """Return the committed shards of chunks, and by shard id the failures of those whose index is unreadable."""
-    shards, unreadable = [], {}
-
-    def read(commit: Commit) -> VideoShard | tuple[int, Failure] | None:
-        rows = None if chosen is None else chosen.get(commit.shard_id, ())
-        return _read_video_shard(video_dir, commit, fps=fps, rows=rows)
-
-    with ThreadPoolExecutor(NUM_CHECK_THREADS) as pool:
-        for found in pool.map(read, commits):
-            if isinstance(found, VideoShard):
-                shards.append(found)
-            elif found is not None:
-                unreadable[found[0]] = found[1]
-    return shards, unreadable
-
-
-def _read_video_shard(
-    video_dir: Path, commit: Commit, *, fps: Fraction, rows: tuple[int, ...] | None
-) -> VideoShard | tuple[int, Failure] | None:
-    if commit.files is None:
-        return None
-    try:
-        index = open_index(video_dir / commit.files.index, columns=_COLUMNS)
-    except (DamagedIndex, OSError) as error:
-        name = f"shard {commit.shard_id:06d}"
-        return commit.shard_id, Failure(name, None, str(FailureCode.CHUNK_DAMAGED), str(error))
-    if rows is not None and not rows:
-        return None
-    index = index if rows is None else index.take(pa.array(rows))
-    digest = hashlib.sha256("\n".join(chunk_fingerprints(index)).encode()).hexdigest()
-    lengths = np.stack([index[name].to_numpy() for name in ("num_frames", "fps_num", "fps_den")])
-    kinds, counts = np.unique(lengths, axis=1, return_counts=True)
-    num_frames = sum(
-        int(count) * len(frames_on_screen(int(frames), chunk_fps=Fraction(int(num), int(den)), fps=fps))
-        for (frames, num, den), count in zip(kinds.T, counts, strict=True)
-    )
-    video_ids = index["video_id"].unique()
-    return VideoShard(commit.shard_id, commit.split, digest, index.num_rows, num_frames, video_ids, rows)

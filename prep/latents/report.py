@@ -16,7 +16,7 @@ def latents_report(plan: LatentsPlan) -> Report:
     """Return the report of a plan: the work by state and reason."""
     recipe = plan.recipe
     differences = changed_settings(plan.data_dir, LATENTS, variant=recipe.variant, recipe=recipe.as_dict())
-    num_frames = sum(plan.video_shards[shard.shard_id].num_frames for shard in plan.shards if shard.has_work)
+    num_frames = plan.num_frames
     size_bytes = num_frames * prod(recipe.frame_shape) * _BYTES_PER_NUMBER
     lines = [f"variant  {recipe.variant}", f"video    {recipe.video}"]
     if recipe.settings.where is not None:

@@ -1,30 +1,23 @@
-"""Samples of `latents`: what to decode of a chunk, the sample's member and index row, reuse of old samples, and checks.
+"""Samples of `latents`: what to decode of a chunk, the sample's member and index row, and checks.
 
 Numbers are stored as float16, or as the bits of bfloat16 in uint16, since npy has no bfloat16.
 """
 
-import hashlib
-import zlib
-from fractions import Fraction
 from math import prod
-from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
+from prep.core.chunk_shards import frame_rate, read_chunk
 from prep.core.column import CheckedSample, DeepCode
-from prep.core.failures import FailureCode, SourceFailure
 from prep.latents.frames import Square, as_numbers, frames_on_screen, segment_squares
 from prep.latents.pieces import ChunkVideo
 from prep.latents.recipe import LatentsSettings
-from shards.commits import Commit
-from shards.damage import Damaged
-from shards.format import BLOCK_BYTES, LATENTS_FIELDS
-from shards.index import extensions_of
+from shards.format import BLOCK_BYTES
 from shards.npy import compressed, decompressed, load_npy, npy_bytes
-from shards.reader import CommittedShard, open_shard
+from shards.reader import CommittedShard
 from shards.writer import Sample
 
 _BFLOAT16_EXPONENT = 0x7F80
@@ -32,19 +25,6 @@ _ITEM_BYTES = 2  # of both types; the header of so small an array is one block (
 _STORED = {"float16": "<f2", "bfloat16": "<u2"}
 EXTENSION = "latents.npy"
 COMPRESSED = f"{EXTENSION}.zst"
-FINGERPRINT_COLUMNS = ["key", "span_fingerprint", "mp4_size", "mp4_crc32"]
-
-
-def chunk_fingerprints(index: pa.Table) -> list[str]:
-    """Return one hash (hex) per chunk over its key and bytes, from FINGERPRINT_COLUMNS of a `video` index."""
-    columns = [index[name].to_pylist() for name in FINGERPRINT_COLUMNS]
-    lines = ("\0".join(map(str, line)) for line in zip(*columns, strict=True))
-    return [hashlib.blake2b(line.encode(), digest_size=16).hexdigest() for line in lines]
-
-
-def seconds_of(index: pa.Table, row: int) -> Fraction:
-    """Return the duration of a chunk in seconds."""
-    return index["num_frames"][row].as_py() / _fps(index, row)
 
 
 def read_chunk_video(video: CommittedShard, row: int, *, settings: LatentsSettings) -> ChunkVideo:
@@ -53,16 +33,10 @@ def read_chunk_video(video: CommittedShard, row: int, *, settings: LatentsSettin
     Raises:
         SourceFailure: chunk_damaged, if its bytes differ from those committed.
     """
-    index = video.index
-    try:
-        content = video.read(row, "mp4")
-    except (Damaged, OSError) as error:
-        raise SourceFailure(FailureCode.CHUNK_DAMAGED, f"the chunk cannot be read: {error}") from None
-    if zlib.crc32(content) != index["mp4_crc32"][row].as_py():
-        raise SourceFailure(FailureCode.CHUNK_DAMAGED, f"its content in {video.tar_path.name} differs from the commit")
+    index, content = video.index, read_chunk(video, row)
     return ChunkVideo(
         content=content,
-        fps=_fps(index, row),
+        fps=frame_rate(index, row),
         packet_frame=index["packet_frame"][row].as_py(),
         packet_flags=index["packet_flags"][row].as_py(),
         wanted=_wanted(index, row, settings),
@@ -99,41 +73,8 @@ def extension_of(settings: LatentsSettings) -> str:
     return EXTENSION if settings.compression == "none" else COMPRESSED
 
 
-class OldLatents:
-    """The samples of a shard's previous commit, as far as their bytes are undamaged."""
-
-    def __init__(self, variant_dir: Path, commit: Commit | None) -> None:
-        self._rows: dict[str, int] = {}
-        if commit is None or commit.files is None:
-            return
-        self._shard = open_shard(variant_dir, commit)
-        try:
-            fingerprints = self._shard.index["chunk_fingerprint"].to_pylist()
-            (self._extension,) = extensions_of(self._shard.index)
-            crc32s = self._shard.index[f"{self._extension}_crc32"].to_pylist()
-            for row, fingerprint in enumerate(fingerprints):
-                if zlib.crc32(self._shard.read(row, self._extension)) == crc32s[row]:
-                    self._rows[fingerprint] = row
-        except (Damaged, OSError, KeyError):
-            return  # the samples read so far remain usable
-
-    def __contains__(self, fingerprint: str) -> bool:
-        return fingerprint in self._rows
-
-    def sample(self, fingerprint: str) -> Sample:
-        """Return the sample of a chunk; the shard must contain it."""
-        row = self._rows[fingerprint]
-        fields = {field.name: self._shard.index[field.name][row].as_py() for field in LATENTS_FIELDS}
-        key = self._shard.index["key"][row].as_py()
-        return Sample(key=key, members={self._extension: self._shard.read(row, self._extension)}, fields=fields)
-
-
-def _fps(index: pa.Table, row: int) -> Fraction:
-    return Fraction(index["fps_num"][row].as_py(), index["fps_den"][row].as_py())
-
-
 def _wanted(index: pa.Table, row: int, settings: LatentsSettings) -> list[int]:
-    return frames_on_screen(index["num_frames"][row].as_py(), chunk_fps=_fps(index, row), fps=settings.fps_exact)
+    return frames_on_screen(index["num_frames"][row].as_py(), chunk_fps=frame_rate(index, row), fps=settings.fps_exact)
 
 
 def _squares(index: pa.Table, row: int, settings: LatentsSettings) -> list[Square]:

@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from manifests.errors import UserError
+from prep.core.chunk_shards import OldSamples, chunk_fingerprints, seconds_of
 from prep.core.failures import FailureCode, SourceFailure
 from prep.core.heartbeat import Heartbeat
 from prep.core.shard_result import ShardResult, cpu_s, stopped, system_errors_as_results
@@ -23,14 +24,11 @@ from prep.latents.frames import generator
 from prep.latents.pieces import pieces_in_order
 from prep.latents.recipe import LATENTS, LatentsRecipe
 from prep.latents.sample import (
-    OldLatents,
     as_stored,
-    chunk_fingerprints,
     extension_of,
     is_finite,
     latents_sample,
     read_chunk_video,
-    seconds_of,
 )
 from prep.latents.vae import Device, Encoder, open_encoder
 from prep.latents.weights import find_vae
@@ -89,7 +87,7 @@ def _make(task: LatentsTask, *, encoder: Encoder) -> ShardResult:
         fingerprints = chunk_fingerprints(video.index)
     except (Damaged, FileNotFoundError) as error:
         return stopped(task, FailureCode.CHUNK_DAMAGED, f"the chunks cannot be read: {error}")
-    old = OldLatents(task.variant_dir, task.old_commit)
+    old = OldSamples(task.variant_dir, task.old_commit, fields=LATENTS_FIELDS)
     wanted = range(len(fingerprints)) if task.rows is None else task.rows
     missing = [row for row in wanted if fingerprints[row] not in old]
     made = _make_samples(video, missing, fingerprints=fingerprints, task=task, encoder=encoder)

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -9,6 +10,7 @@ from numpy.typing import NDArray
 NUM_BINS = 32  # at most
 _TAIL = 99.0  # percentile at which the histogram of an unbounded score ends,
 _TAIL_FACTOR = 1.5  # if the highest value is larger than that by more than this factor
+V = TypeVar("V")
 _PICKED = (("lowest", 0.0), ("1st quartile", 0.25), ("median", 0.5), ("3rd quartile", 0.75), ("highest", 1.0))
 
 
@@ -74,7 +76,7 @@ def landmarks(values: NDArray[np.float64]) -> list[tuple[str, int]]:
     return [(name, row) for row, name in found.items()]
 
 
-def evenly(rows: Sequence[int], *, count: int) -> list[int]:
-    """Return up to `count` of the rows, evenly spaced."""
+def evenly(rows: Sequence[V], *, count: int) -> list[V]:
+    """Return up to `count` of them, evenly spaced."""
     picked = np.unique(np.linspace(0, len(rows) - 1, min(count, len(rows))).round().astype(np.int64))
     return [rows[number] for number in picked.tolist()]

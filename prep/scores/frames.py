@@ -80,7 +80,8 @@ def full_luma(frame: VideoFrame) -> Luma:
     if frame.format.name not in ("yuv420p", "yuvj420p"):
         frame = frame.reformat(format="yuv420p")
     plane = frame.planes[0]
-    luma = np.frombuffer(plane, np.uint8).reshape(plane.height, plane.line_size)[:, : plane.width]
+    lines = np.frombuffer(memoryview(plane), np.uint8).reshape(plane.height, plane.line_size)
+    luma = lines[:, : plane.width]
     if frame.format.name == "yuvj420p" or frame.color_range == ColorRange.JPEG:
         return luma.copy()  # the plane belongs to the decoder
     return np.asarray(cv2.LUT(luma, _FULL_RANGE), np.uint8)

@@ -39,7 +39,7 @@ class Look:
     def of(cls, frame: int, luma: Luma) -> "Look":
         """Reduce the luma of full size of the frame with index `frame`."""
         num_black = np.count_nonzero(luma <= BLACK_LEVEL)
-        return cls(frame, small_luma(luma), num_black >= BLACK_PIXELS * luma.size)
+        return cls(frame, small_luma(luma), bool(num_black >= BLACK_PIXELS * luma.size))
 
 
 def shown_frames(looks: Sequence[Look], *, num_frames: int) -> NDArray[np.float64]:
@@ -89,7 +89,7 @@ class Lines:
     @classmethod
     def of(cls, luma: Luma) -> "Lines":
         rows, columns = (cv2.reduce(luma, axis, cv2.REDUCE_AVG, dtype=cv2.CV_32F) for axis in (1, 0))
-        return cls(rows.ravel(), columns.ravel())
+        return cls(np.asarray(rows.ravel(), np.float32), np.asarray(columns.ravel(), np.float32))
 
 
 @dataclass(frozen=True)

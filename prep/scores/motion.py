@@ -10,6 +10,7 @@ to tell a moving camera from a moving object, the camera is taken to stand still
 from collections.abc import Sequence
 from dataclasses import astuple, dataclass
 from statistics import fmean
+from typing import Any
 
 import cv2
 import numpy as np
@@ -52,7 +53,8 @@ def optical_flow(before: Luma, after: Luma) -> Flow | None:
     """Return the flow from one small luma to another; None if the picture is too small."""
     if min(before.shape) < _MIN_SIDE_PX:
         return None
-    flow = cv2.DISOpticalFlow_create(cv2.DISOPTICAL_FLOW_PRESET_MEDIUM).calc(before, after, None)
+    dis: Any = cv2.DISOpticalFlow  # its type stub lacks the optional flow to begin with
+    flow = dis.create(cv2.DISOPTICAL_FLOW_PRESET_MEDIUM).calc(before, after, None)
     return np.asarray(flow, np.float32)
 
 
@@ -82,7 +84,7 @@ def camera_flow(flow: Flow, texture: Mask, *, x: NDArray[np.float32], y: NDArray
     if (cells >= _MIN_CELL_POINTS).sum() < _MIN_CELLS:
         return np.zeros_like(flow)
     points = np.stack([columns, rows], axis=1).astype(np.float32)
-    transform, _ = cv2.estimateAffinePartial2D(points, points + flow[rows, columns], method=cv2.LMEDS)
+    transform: Any = cv2.estimateAffinePartial2D(points, points + flow[rows, columns], method=cv2.LMEDS)[0]
     if transform is None:
         return np.zeros_like(flow)
     a, b, c, d, e, f = np.asarray(transform, np.float32).ravel()

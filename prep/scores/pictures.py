@@ -11,7 +11,7 @@ import pyarrow.compute as pc
 
 from manifests.keys import chunk_key
 from prep.core.chunk_frames import decode_frames
-from prep.core.chunk_shards import frame_rate, read_chunk
+from prep.core.chunk_shards import frame_rate, read_chunk, seconds_of
 from prep.core.failures import SourceFailure
 from prep.core.plan import is_readable
 from shards.reader import CommittedShard, Variant
@@ -57,7 +57,7 @@ class Chunks:
         if found is None:
             return None
         shard, number = found
-        return float(shard.index["num_frames"][number].as_py() / frame_rate(shard.index, number))
+        return float(seconds_of(shard.index, number))
 
     def thumbnails(
         self,

@@ -27,8 +27,8 @@ class ScoresSettings:
     """Settings of `prep scores` that affect the values."""
 
     cut_threshold: Annotated[float, _METHODS, FIRST_RUN] = 27.0
-    """Threshold of PySceneDetect's ContentDetector for a shot cut, 1 to 255. A lower threshold finds more cuts, but also
-    mistakes fast motion for cuts."""
+    """Threshold of PySceneDetect's ContentDetector for a shot cut, 1 to 255. A lower threshold finds more cuts, but
+    also mistakes fast motion for cuts."""
 
     def __post_init__(self) -> None:
         if not 1 <= self.cut_threshold <= 255:

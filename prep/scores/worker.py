@@ -8,7 +8,7 @@ import hashlib
 from dataclasses import dataclass
 from pathlib import Path
 
-from prep.core.chunk_shards import OldSamples, chunk_fingerprints, frame_rate
+from prep.core.chunk_shards import OldSamples, chunk_fingerprints, seconds_of
 from prep.core.failures import FailureCode, SourceFailure
 from prep.core.heartbeat import Heartbeat
 from prep.core.shard_result import ShardResult, cpu_s, stopped, system_errors_as_results
@@ -68,7 +68,7 @@ def _make(task: ScoresTask) -> ShardResult:
                     failures.append(Failure(video_id, key, str(failure.code), failure.message))
                     continue
                 writer.add(sample)
-                scored_s += float(video.index["num_frames"][row].as_py() / frame_rate(video.index, row))
+                scored_s += float(seconds_of(video.index, row))
             beat.show(writer.num_samples)
         num_chunks = writer.num_samples
         if num_chunks:

@@ -1,3 +1,5 @@
+import re
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -196,6 +198,13 @@ def test_each_name_has_values() -> None:
         condition = {"number": f"{name} > 1.5", "text": f"{name} == 'c'", "condition": name}[field.kind]
         expected = {"words": [True, False], "begin_s": [False, False], "duplicate": [True, True]}
         assert parse_where(condition).mask(table).tolist() == expected.get(name, [False, True]), name
+
+
+def test_the_documentation_names_each_field_with_its_level(repository: Path) -> None:
+    pages = [*repository.glob("docs/data.md"), *repository.glob("docs/data.d/selection.md")]
+    rows = [line.split("|")[1:3] for page in pages for line in page.read_text().splitlines() if line.startswith("| `")]
+    told = {name: level.strip() for names, level in rows for name in re.findall(r"`(\w+)`", names)}
+    assert told.items() >= {name: field.level for name, field in FIELDS.items()}.items()
 
 
 def test_an_expression_without_names_is_true_or_false_for_all_rows() -> None:

@@ -9,8 +9,9 @@ import av
 import numpy as np
 import pytest
 
+from prep.core.chunk_frames import decode_frames
 from prep.core.failures import FailureCode, SourceFailure
-from prep.latents.frames import decode_frames, frames_on_screen
+from prep.latents.frames import frames_on_screen
 from prep.video.packets import read_chunk
 from shards.reader import Variant
 from tests.prep.running import chunk, manifest
@@ -50,7 +51,8 @@ def test_skipping_frames_that_nobody_wants_changes_no_pixel(
     facts = read_chunk(content, fps=Fraction(30))
     table = {"packet_frame": facts.packet_frame, "packet_flags": facts.packet_flags}
     for wanted in ([0], [59], [3, 4, 31], frames_on_screen(60, chunk_fps=Fraction(30), fps=Fraction(4))):
-        found = list(decode_frames(content, wanted, fps=Fraction(30), **table))
+        decoded = decode_frames(content, wanted, fps=Fraction(30), **table)
+        found = [frame.to_ndarray(format="rgb24") for frame in decoded]
         assert len(found) == len(wanted)
         assert all(np.array_equal(frame, everything[number]) for frame, number in zip(found, wanted, strict=True))
     with pytest.raises(SourceFailure) as caught:

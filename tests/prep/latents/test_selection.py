@@ -5,10 +5,14 @@ from collections.abc import Callable
 import pytest
 
 from manifests.errors import UserError
+from prep.core.selection import stored_request
+from prep.latents.recipe import latents_recipe_from_dict
+from shards.commits import commit_path
 from shards.dataset import current_variant
 from shards.reader import Variant
 from tests.prep.latents.conftest import make
 from tests.prep.running import Ran, identities
+from tests.prep.scores.conftest import make as make_scores
 from tests.prep.sets import ShardSet
 from tests.shards.made_scores import write_scores
 
@@ -63,7 +67,9 @@ def test_the_command_that_repairs_selects_the_same(prep: Prep, shard_set: ShardS
     variant.shards()[0].tar_path.unlink()
     status = prep("status", "--data", shard_set.data, status=1).stdout
     assert """prep latents --vae tiny --size 64 --where 'video == '"'"'long'"'"' and begin_s > 1'""" in status
-    prep("retry", "--column", "latents", "--data", shard_set.data, "--engine", "processes")
+    # What prep retry goes by.
+    settings = latents_recipe_from_dict(stored_request(variant)).settings
+    make(shard_set.data, where=settings.where)
     assert keys(shard_set) == ["long_000002000", "long_000004000"]
 
 
@@ -92,13 +98,26 @@ def test_latents_whose_condition_cannot_be_evaluated_are_stale_and_kept(prep: Pr
     assert keys(shard_set) == ["long_000002000", "long_000004000"]
 
 
-def test_a_damaged_record_of_the_selection_is_named(shard_set: ShardSet) -> None:
+def test_the_scores_that_prep_makes_select(prep: Prep, shard_set: ShardSet) -> None:
+    make_scores(shard_set.data)
+    first = make(shard_set.data, where="sharpness > 0 and brightness < 1 and not frozen > 0.9 and duration_s == 2")
+    # The last chunk of each video is shorter.
+    assert keys(shard_set) == ["long_000000000", "long_000002000", "short_000000000"]
+    assert first.num_encoded == 3
+    late = commit_path(shard_set.data / "scores" / str(current_variant(shard_set.data, "scores")), 1)
+    late.unlink()
+    with pytest.raises(UserError, match="commit record is missing"):
+        make(shard_set.data, where="sharpness > 0")
+
+
+def test_a_damaged_record_of_the_selection_is_named(prep: Prep, shard_set: ShardSet) -> None:
     make(shard_set.data, where="begin_s > 1")
     folder = Variant.open(shard_set.data, column="latents").directory
     (folder / "selection.json").write_text('{"where": "begin_s > 2", "sha256": "00"}')
-    from prep.core.selection import stored_request
-
     with pytest.raises(UserError, match=r"selection\.json is damaged"):
         stored_request(Variant(folder))
+    assert (
+        "selection.json is damaged" in prep("verify", "--column", "latents", "--data", shard_set.data, status=1).stdout
+    )
     make(shard_set.data, where="begin_s > 1")
     assert stored_request(Variant(folder))["where"] == "begin_s > 1"

@@ -76,7 +76,9 @@ class LatentRecords:
 
     def take(self, rows: NDArray[np.int64]) -> "LatentRecords":
         """Some of the chunks, in ascending order."""
-        arrays = {name: value[rows] for name, value in vars(self).items() if isinstance(value, np.ndarray)}
+        arrays: dict[str, Any] = {
+            name: value[rows] for name, value in vars(self).items() if isinstance(value, np.ndarray)
+        }
         return replace(self, **arrays)
 
     def key(self, chunk: int, video_ids: pa.Array) -> str:
