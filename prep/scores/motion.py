@@ -67,14 +67,12 @@ def textured(luma: Luma) -> Mask:
 
 def split_motion(flow: Flow, texture: Mask) -> Motion:
     """Tell the camera's motion in a flow from that of objects."""
-    height, width = texture.shape
-    y, x = np.mgrid[0:height, 0:width].astype(np.float32)
-    camera = camera_flow(flow, texture, x=x, y=y)
-    rest = np.where(texture[..., None], flow - camera, np.float32(0))
+    camera = camera_flow(flow, texture)
+    rest = (flow - camera) * texture[..., None]
     return Motion(_mean_length(camera + rest), _mean_length(camera), _mean_length(rest))
 
 
-def camera_flow(flow: Flow, texture: Mask, *, x: NDArray[np.float32], y: NDArray[np.float32]) -> Flow:
+def camera_flow(flow: Flow, texture: Mask) -> Flow:
     """Return the flow that a moving camera alone would cause, [H, W, 2]; zero if it cannot be told."""
     grid = np.zeros_like(texture)
     grid[_GRID_PX // 2 :: _GRID_PX, _GRID_PX // 2 :: _GRID_PX] = True
@@ -88,14 +86,15 @@ def camera_flow(flow: Flow, texture: Mask, *, x: NDArray[np.float32], y: NDArray
     if transform is None:
         return np.zeros_like(flow)
     a, b, c, d, e, f = np.asarray(transform, np.float32).ravel()
-    camera = np.stack([a * x + b * y + c - x, d * x + e * y + f - y], axis=2)
+    x, y = np.arange(width, dtype=np.float32), np.arange(height, dtype=np.float32)[:, None]
+    camera = np.stack([(a - 1) * x + (b * y + c), d * x + ((e - 1) * y + f)], axis=2)
     # A camera at rest is preferred to one that explains the typical point hardly better.
     moving, still = (_lengths((flow - other)[rows, columns]) for other in (camera, np.zeros_like(flow)))
     return camera if np.median(still) - np.median(moving) > _REST_PX else np.zeros_like(flow)
 
 
 def _lengths(flow: Flow) -> NDArray[np.float32]:
-    return np.hypot(flow[..., 0], flow[..., 1])
+    return np.sqrt(flow[..., 0] ** 2 + flow[..., 1] ** 2)  # a third of np.hypot's time
 
 
 def _mean_length(flow: Flow) -> float:

@@ -132,9 +132,7 @@ def _page(
     cut = _most_cut(columns["cuts"])
     groups = [] if selection is None else _groups(selection)
     middles = [*(row for marks in picked.values() for _, row in marks), *(row for _, rows in groups for row in rows)]
-    pictures = chunks.thumbnails(
-        dict.fromkeys(middles), {row: _cut_frames_s(chunks, row) for row in cut}, on_picture=on_picture
-    )
+    pictures = chunks.thumbnails(middles, {row: _cut_frames_s(chunks, row) for row in cut}, on_picture=on_picture)
     num_videos = len(set(chunks.table["video_id"].chunk(0).indices.to_pylist()))
     summary = f"{counted(chunks.table.num_rows, 'chunk')} of {counted(num_videos, 'video')}"
     yield from (

@@ -1,6 +1,6 @@
 """Pictures of chunks for the page of scores: single frames of the video variant that was scored."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any
@@ -61,7 +61,7 @@ class Chunks:
 
     def thumbnails(
         self,
-        middles: Mapping[int, None],
+        middles: Collection[int],
         moments_s: Mapping[int, Sequence[float]],
         *,
         on_picture: Callable[[int, int], None],
