@@ -39,6 +39,7 @@ TINY = {
     "recipes": ["--rounds", "1", "--only", "balanced", "scaler area"],
     "rerun": ["--chunks", "80", "--runs", "1"],
     "search": ["--rows", "300", "--rounds", "1"],
+    "shots": ["--rounds", "1", "--seconds", "1"],
     "small_batches": ["--seeds", "1", "--steps", "2", "--points", "1"],
     "text_tower": ["--model", "tiny", "--captions", "4", "--rounds", "1", "--device", "cpu"],
     "tuning": [

@@ -27,6 +27,8 @@ MODULES_OF_DISTRIBUTION = {
     "open-clip-torch": "open_clip",
     "opencv-python-headless": "cv2",
     "pyyaml": "yaml",
+    "scenedetect-headless": "scenedetect",
+    "webrtcvad-wheels": "webrtcvad",
 }
 # Submodules of torch that have one interface each; whole packages are held by import-linter too.
 INTERFACES = {"torch.distributed": {"train/distributed/"}, "torch.utils.tensorboard": {"train/run/tracking.py"}}

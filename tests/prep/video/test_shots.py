@@ -16,6 +16,7 @@ import pyarrow as pa
 import pytest
 
 from manifests.errors import UserError
+from prep.core.table_file import write_table_file
 from prep.engines import Outcome, choice
 from prep.sources.access import source_fingerprint
 from prep.sources.shot_table import SHOTS, ShotTask, detect_shots, read_shots
@@ -214,12 +215,18 @@ def test_a_plan_before_the_detection_says_what_it_does_not_know_and_searches_not
         assert prep_here("plan", "--data", data, *flags, "--json").summary["variant"] == name
 
 
-@pytest.mark.parametrize("lost", ["layout", "shots.parquet"])
+@pytest.mark.parametrize("lost", ["layout", "shots.parquet", "half of shots.parquet"])
 def test_a_lost_record_is_made_again_and_nothing_is_encoded(lost: str, made: Made, tmp_path: Path) -> None:
     data = made.copy(tmp_path).data
     before = contents(data)
-    path = data / lost
-    shutil.rmtree(path) if path.is_dir() else path.unlink()
+    path = data / lost.removeprefix("half of ")
+    if path.is_dir():
+        shutil.rmtree(path)
+    elif path.name == lost:
+        path.unlink()
+    else:
+        path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+        assert str(path) in prep_here("verify", "--data", data, status=1).stdout
     if lost == "shots.parquet":
         plan = prep_here("plan", "--data", data, *SETTINGS, *QUICK).stdout
         assert "unknown  6 videos" in plan and "orphaned" not in plan and "changed" not in plan
@@ -238,6 +245,19 @@ def test_a_replaced_source_is_searched_and_encoded_again_and_no_other(made: Made
     summary = run_here(data)
     assert (summary["num_searched"], summary["num_encoded"]) == (1, 2)
     assert len(read_shots(data)) == 6, "what was known of the old content is thrown away"
+
+
+def test_other_cuts_of_the_same_source_change_its_shard_and_no_other_span(made: Made, tmp_path: Path) -> None:
+    """As another version of a decoder may find them, once the stored ones are lost."""
+    data = made.copy(tmp_path).data
+    rows = read_shots(data).to_pylist()
+    (still,) = [row for row in rows if row["num_frames"] == 130]
+    still["cuts"] = [71]
+    write_table_file(data / "shots.parquet", pa.Table.from_pylist(rows, schema=SHOTS))
+    plan = prep_here("plan", "--data", data, *SETTINGS, *QUICK, "--json").summary
+    assert [shard["state"] for shard in plan["work"]] == ["changed"]
+    summary = run_here(data)
+    assert (summary["num_searched"], summary["num_encoded"]) == (0, 3)
 
 
 def test_failures_of_a_detection_have_the_names_of_failures_of_sources(tmp_path: Path) -> None:
