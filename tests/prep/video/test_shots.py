@@ -234,6 +234,8 @@ def test_a_lost_record_is_made_again_and_nothing_is_encoded(lost: str, made: Mad
     if lost == "shots.parquet":
         plan = prep_here("plan", "--data", data, *SETTINGS, *QUICK).stdout
         assert "unknown  6 videos" in plan and "orphaned" not in plan and "changed" not in plan
+        status = prep_here("status", "--data", data, "--json").summary["columns"]["video"]
+        assert status["variants"][0]["num_wanted"] is None and status["to_make"] == {}
     summary = run_here(data)
     assert (summary["num_searched"], summary["num_encoded"]) == (0 if lost == "layout" else 6, 0)
     assert contents(data) == before
