@@ -51,6 +51,7 @@ TINY = {
         *("--videos", "5", "--chunks", "1", "--seeds", "1", "--steps", "1", "--batch", "4"),
         *("--variants", "selected"),
     ],
+    "shots": ["--rounds", "1", "--seconds", "1"],
     "small_batches": ["--seeds", "1", "--steps", "2", "--points", "1"],
     "text_tower": ["--model", "tiny", "--captions", "4", "--rounds", "1", "--device", "cpu"],
     "tuning": [

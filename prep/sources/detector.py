@@ -31,7 +31,7 @@ class Detector:
     def key(self, version: str) -> str:
         """Return a text that identifies the cuts that this detector finds with PySceneDetect `version`."""
         return (
-            f"scenedetect {version} {self.name} threshold={self.threshold:g} min_scene_len={self.min_scene_frames}"
+            f"scenedetect {version} {self.name} threshold={self.threshold!r} min_scene_len={self.min_scene_frames}"
             f" fps={self.fps} px={PICTURE_PX}"
         )
 

@@ -13,7 +13,7 @@ import av.error
 import numpy as np
 from av.container import InputContainer
 from av.video.frame import VideoFrame
-from av.video.reformatter import Interpolation
+from av.video.reformatter import Interpolation, VideoReformatter
 from av.video.stream import VideoStream
 
 from prep.core.failures import FailureCode, SourceFailure
@@ -21,7 +21,7 @@ from prep.sources.detector import PICTURE_PX, Detector
 from prep.sources.probe import as_failure, first_video, opened
 
 # Exact arithmetic, so that every machine compares the same pixels.
-_SCALER = Interpolation.BILINEAR | Interpolation.ACCURATE_RND | Interpolation.BITEXACT
+_SCALER = Interpolation.AREA | Interpolation.ACCURATE_RND | Interpolation.BITEXACT
 
 
 def detect_cuts(path: Path, *, num_frames: int, detector: Detector) -> list[int]:
@@ -68,21 +68,20 @@ def _shown(path: Path, *, num_frames: int, fps: Fraction) -> Iterator[tuple[np.n
         stream.codec_context.thread_count = 1  # videos are decoded in parallel
         # In units of the stream, rounded as ffmpeg rounds it.
         start = output_number(container.start_time or 0, time_base=Fraction(1, av.time_base), fps=1 / stream.time_base)
-        size: tuple[int, int] | None = None
+        pictures = _Pictures()
         held, next_number = None, 0
         for frame in _decoded(container, stream):
             if frame.pts is None:
                 continue
             number = min(output_number(frame.pts - start, time_base=stream.time_base, fps=fps), num_frames)
             if held is not None and number > next_number:
-                size = size or _size(held)
-                yield _picture(held, size), number - next_number
+                yield pictures.of(held), number - next_number
                 next_number = number
             held = frame
             if next_number == num_frames:
                 return
         if held is not None and next_number < num_frames:
-            yield _picture(held, size or _size(held)), num_frames - next_number
+            yield pictures.of(held), num_frames - next_number
 
 
 def _decoded(container: InputContainer, stream: VideoStream) -> Iterator[VideoFrame]:
@@ -95,13 +94,23 @@ def _decoded(container: InputContainer, stream: VideoStream) -> Iterator[VideoFr
             yield from frames
 
 
-def _size(frame: VideoFrame) -> tuple[int, int]:
-    """Return (width, height) of the pictures of a video."""
-    scale = min(1.0, PICTURE_PX / max(frame.width, frame.height))
-    return max(1, round(frame.width * scale)), max(1, round(frame.height * scale))
+class _Pictures:
+    """Scales the frames of one video, all to the size of the first one."""
 
+    def __init__(self) -> None:
+        self._scaler = VideoReformatter()  # keeps its tables from frame to frame
+        self._size: dict[str, int] = {}
 
-def _picture(frame: VideoFrame, size: tuple[int, int]) -> np.ndarray:
-    with as_failure(FailureCode.DECODE_ERRORS, "a frame cannot be converted"):
-        width, height = size
-        return frame.reformat(width=width, height=height, format="bgr24", interpolation=_SCALER).to_ndarray()
+    def of(self, frame: VideoFrame) -> np.ndarray:
+        """Return a frame as uint8 [H, W, 3], BGR.
+
+        Raises:
+            SourceFailure: decode_errors or out_of_memory.
+        """
+        if not self._size:
+            scale = min(1.0, PICTURE_PX / max(frame.width, frame.height))
+            sides = {"width": frame.width, "height": frame.height}
+            self._size = {name: max(1, round(side * scale)) for name, side in sides.items()}
+        with as_failure(FailureCode.DECODE_ERRORS, "a frame cannot be converted"):
+            picture = self._scaler.reformat(frame, **self._size, format="bgr24", interpolation=_SCALER, threads=1)
+            return picture.to_ndarray()

@@ -48,8 +48,8 @@ def shot_chunks(cuts: Sequence[int], num_frames: int, *, max_frames: int, min_fr
         begin = number
         number += 1
         while frames < min_frames:
-            # The chunk before it, unless shots between the two were left out.
-            before = chunks[-1][1] if chunks and sum(chunks[-1]) == first else max_frames
+            # Nothing was left out in between: what follows a shot without room is longer than half of `max_frames`.
+            before = chunks[-1][1] if chunks else max_frames
             after = parts[number][1] if number < len(parts) else max_frames
             if frames + min(before, after) > max_frames:
                 break

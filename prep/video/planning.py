@@ -223,10 +223,12 @@ class WantedChunks:
     Attributes:
         num_chunks: number of chunks of all videos with a known probe and, with `--cut shots`, known shots.
         shard_ids: shards of the layout with wanted content. Any other video counts as having all its spans.
+        num_undetected: number of videos whose shots have to be detected first.
     """
 
     num_chunks: int
     shard_ids: frozenset[int]
+    num_undetected: int
 
 
 def wanted_chunks(
@@ -247,8 +249,8 @@ def wanted_chunks(
     known_shots = shots_of(recipe, of_videos, shots=shots, retry_failed=False)
     num_chunks = np.zeros(len(videos), np.int64)
     num_chunks[is_known] = cutting_of(recipe.settings, frames_of(recipe, of_videos), known_shots).num_chunks
-    if known_shots is not None:
-        is_known[np.flatnonzero(is_known)[known_shots.undetected]] = False
+    undetected = known_shots.undetected if known_shots is not None else np.zeros(0, np.int64)
+    is_known[np.flatnonzero(is_known)[undetected]] = False
     layout = read_layout(layout_path(data_dir, recipe.settings))
     ids, splits = videos["video_id"].combine_chunks(), videos["split"].combine_chunks()
     for_ever = np.where(is_known, num_chunks, np.iinfo(np.int64).max)
@@ -256,6 +258,7 @@ def wanted_chunks(
     return WantedChunks(
         num_chunks=int(num_chunks.sum()),
         shard_ids=frozenset(np.asarray(layout["shard_id"])[layout_rows].tolist()),
+        num_undetected=len(undetected),
     )
 
 
@@ -275,4 +278,7 @@ def pending_chunks(data_dir: Path, variant: Variant) -> Pending:
     videos, probes = read_videos(data_dir), read_probes(data_dir)
     chunks = wanted_chunks(data_dir, recipe, videos=videos, probes=probes, shots=shots)
     missing = len(chunks.shard_ids - variant.commits.keys())
-    return Pending(chunks.num_chunks, chunks.shard_ids, {"missing": missing} if missing else {})
+    to_make = {"missing": missing} if missing else {}
+    if chunks.num_undetected:  # what the variant should hold is unknown, and so is whether it is complete
+        return Pending(to_make=to_make)
+    return Pending(chunks.num_chunks, chunks.shard_ids, to_make)

@@ -104,8 +104,7 @@ class Recipe:
     content."""
 
     min_scene_len: Annotated[str | None, CUTTING] = None
-    """Minimum time between two cuts of --detector, such as 500ms; cuts that follow each other faster are flashes.
-    Default: 500ms."""
+    """Minimum time between two cuts of --detector, such as 500ms. Default: 500ms."""
 
     min_len: Annotated[str | None, CUTTING] = None
     """Minimum chunk length for --cut shots, at most half of --len. A shorter shot is joined to a neighbour if the

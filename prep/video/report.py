@@ -101,7 +101,7 @@ def plan_report(planned: Planned) -> Report:
     lines += [f"unusable {counted(count, 'video')}: {code}" for code, count in sorted(plan.unusable.items())]
     has_work = any(shard.has_work for shard in plan.shards)
     cutting = _cutting_values(plan)
-    lines += _cutting_lines(plan)
+    lines += _cutting_lines(cutting)
     if has_work:
         lines.append(
             f"estimate {_hours(cost.core_hours)} of CPU time for {_hours(cost.video_hours)} of video,"
@@ -136,8 +136,7 @@ def _cutting_values(plan: Plan) -> dict[str, Any]:
     }
 
 
-def _cutting_lines(plan: Plan) -> list[str]:
-    values = _cutting_values(plan)
+def _cutting_lines(values: Mapping[str, Any]) -> list[str]:
     lines = []
     if values.get("num_undetected_videos"):
         lines.append(
@@ -241,7 +240,7 @@ def with_cutting(summary: Summary, planned: Planned) -> Summary:
         return summary
     detection = planned.detection
     if detection is not None:
-        summary.refused_workers = [*detection.refused, *summary.refused_workers]
+        summary.refused_workers = list(dict.fromkeys([*detection.refused, *summary.refused_workers]))
     return ShotSummary(
         **vars(summary),
         num_searched=0 if detection is None else detection.num_videos,

@@ -19,7 +19,6 @@ Tail = Literal["keep", "drop", "merge"]
 Audio = Literal["drop", "keep"]
 Scaler = Literal["bicubic", "area", "bilinear", "lanczos"]
 Cut = Literal["even", "shots"]
-MAX_SCENE_FRAMES = 1 << 20
 SHOT_SETTINGS = ("detector", "threshold", "min_scene_len", "min_len")  # None unless `cut` is shots
 
 
@@ -107,8 +106,6 @@ class ChunkSettings:
                 f"--min-len {self.min_len} is longer than half of --len {self.len}",
                 hint="longer shots are divided into equal chunks: give at most half of --len",
             )
-        if self.shot_detector.min_scene_frames > MAX_SCENE_FRAMES:
-            raise UserError(f'--min-scene-len "{self.min_scene_len}" is too long', hint="give a length such as 500ms")
 
     def _check_keyint(self) -> None:
         if not 1 <= self.keyint <= 600:

@@ -1,16 +1,29 @@
-"""Videos of scenes with known cuts, whose frames carry their number in a corner."""
+"""Videos of scenes with known cuts, whose frames carry their number in a corner, and ways to cut them into chunks."""
 
+from collections.abc import Callable, Iterable, Iterator
 from fractions import Fraction
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+import pytest
 
+from prep.engines import Outcome, choice
 from prep.synthetic.encode import encode_video, set_rotation
 from prep.synthetic.frame_code import draw_frame_number, read_frame_number
 from prep.synthetic.frame_numbers import frame_ticks
+from prep.video.ffmpeg import find_ffmpeg
+from prep.video.recipe import Recipe, resolve
+from tests.prep.running import prep_here
 
 WIDTH, HEIGHT = 160, 120
 _CODE_WIDTH, _CODE_HEIGHT = 80, 40
+SETTINGS = ("--cut", "shots", "--detector", "content", "--len", "2s", "--min-len", "1s", "--min-scene-len", "500ms")
+QUICK = ("--preset", "ultrafast", "--short-side", "96")
+RECIPE = resolve(
+    Recipe(cut="shots", detector="content", len="2s", min_len="1s", preset="ultrafast", short_side=96),
+    ffmpeg_version=find_ffmpeg().version,
+)
 _COLOURS = ((240, 60, 60), (10, 10, 60), (60, 230, 60), (50, 10, 50))  # light and dark in turn
 
 
@@ -61,3 +74,19 @@ def scene_number(picture: np.ndarray) -> int:
     """The number in a decoded frame, grey [H, W] of any size."""
     height, width = picture.shape
     return read_frame_number(picture[: round(height * _CODE_HEIGHT / HEIGHT), : round(width * _CODE_WIDTH / WIDTH)])
+
+
+class Here:
+    """An engine without workers."""
+
+    def run(self, function: Callable[[Any], Any], tasks: Iterable[Any], *, check: Any = None) -> Iterator[Any]:
+        assert check is None or check() is None
+        for task in tasks:
+            yield Outcome(task, function(task))
+
+
+def run_here(data: Path, *settings: str) -> dict[str, Any]:
+    """`prep chunk --json` without workers; its summary."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(choice, "open_engine", lambda *names, **given: Here())
+        return prep_here("chunk", "--data", data, "--json", *SETTINGS, *QUICK, *settings).summary

@@ -160,3 +160,33 @@ def test_a_flag_that_is_given_wins_over_the_recipe() -> None:
         settings = Recipe(recipe=name, crf=11).settings()
         assert settings.crf == 11
         assert {key: getattr(settings, key) for key in kept} == kept
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"threshold": 3.0}, "--threshold requires --cut shots"),
+        ({"min_len": "1s"}, "--min-len requires --cut shots"),
+        ({"cut": "shots", "tail": "drop"}, "--tail drop has no effect with --cut shots"),
+        ({"cut": "shots", "min_len": "8s"}, "--min-len 8s is longer than half of --len 15s"),
+        ({"cut": "shots", "min_len": "much"}, '--min-len "much" is not a length'),
+        ({"cut": "shots", "min_scene_len": "0s"}, '--min-scene-len "0s" is not a length'),
+        ({"cut": "shots", "threshold": float("nan")}, "--threshold nan is out of range"),
+        ({"cut": "shots", "threshold": 0.0}, "--threshold 0 is out of range"),
+    ],
+    ids=str,
+)
+def test_settings_that_do_not_go_together_are_refused(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        Recipe(**settings)
+
+
+def test_the_settings_have_one_description_and_only_shots_have_them() -> None:
+    plain = resolve(Recipe(), ffmpeg_version="9.0")
+    assert not {"cut", "detector", "threshold", "min_scene_len", "min_len", "scenedetect"} & plain.as_dict().keys()
+    given = Recipe(cut="shots", detector="adaptive", threshold=3, min_scene_len="0.5s", min_len="2000ms", len="15000ms")
+    recipes = [resolve(recipe, ffmpeg_version="9.0") for recipe in (given, Recipe(cut="shots"))]
+    assert recipes[0] == recipes[1] and recipes[0].fingerprint != plain.fingerprint
+    assert recipe_from_dict(json.loads(json.dumps(recipes[0].as_dict()))).settings() == recipes[0].settings
+    assert Recipe(cut="shots", len="3s").settings().min_len == "1500ms"
+    assert Recipe(cut="shots", detector="content").settings().threshold == 27.0

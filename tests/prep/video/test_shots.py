@@ -3,7 +3,6 @@
 import json
 import shutil
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from fractions import Fraction
 from io import BytesIO
@@ -15,20 +14,13 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from manifests.errors import UserError
-from prep.engines import Outcome, choice
-from prep.sources.access import source_fingerprint
-from prep.sources.shot_table import SHOTS, ShotTask, detect_shots, read_shots
-from prep.sources.table import PROBES
+from prep.core.table_file import write_table_file
+from prep.sources.shot_table import SHOTS, read_shots
 from prep.synthetic.frame_numbers import write_frame_number_video
 from prep.video import column
-from prep.video.ffmpeg import find_ffmpeg
-from prep.video.planning import chunk_job, make_plan, with_shots
-from prep.video.recipe import Recipe, recipe_from_dict, resolve
-from prep.video.shots import detector_key, shots_of
 from shards.reader import Variant
-from tests.prep.running import ENGINES, chunk, contents, identities, manifest, prep_here, start, wait_until
-from tests.prep.scenes import scene_number, write_scenes
+from tests.prep.running import chunk, contents, identities, manifest, prep_here
+from tests.prep.scenes import QUICK, SETTINGS, run_here, scene_number, write_scenes
 from train.data.chunks import ChunkSet
 
 # Scenes by their numbers of frames: too short at the beginning, in the middle and at the end; too long; left out.
@@ -40,12 +32,6 @@ VIDEOS: dict[str, tuple[list[int], dict[str, Any]]] = {
     "one": ([1], {}),
 }
 MAX_FRAMES, MIN_FRAMES = 60, 30
-SETTINGS = ("--cut", "shots", "--detector", "content", "--len", "2s", "--min-len", "1s", "--min-scene-len", "500ms")
-QUICK = ("--preset", "ultrafast", "--short-side", "96")
-RECIPE = resolve(
-    Recipe(cut="shots", detector="content", len="2s", min_len="1s", preset="ultrafast", short_side=96),
-    ffmpeg_version=find_ffmpeg().version,
-)
 Chunks = dict[str, list[tuple[dict[str, Any], list[int]]]]  # of each source: what their json says, and their numbers
 
 
@@ -178,22 +164,6 @@ def test_again_with_nothing_changed_nothing_is_done(made: Made) -> None:
     assert identities(made.data) == before
 
 
-class Here:
-    """An engine without workers."""
-
-    def run(self, function: Callable[[Any], Any], tasks: Iterable[Any], *, check: Any = None) -> Iterator[Any]:
-        assert check is None or check() is None
-        for task in tasks:
-            yield Outcome(task, function(task))
-
-
-def run_here(data: Path, *settings: str) -> dict[str, Any]:
-    """`prep chunk --json` without workers; its summary."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(choice, "open_engine", lambda *names, **given: Here())
-        return prep_here("chunk", "--data", data, "--json", *SETTINGS, *QUICK, *settings).summary
-
-
 def test_a_plan_before_the_detection_says_what_it_does_not_know_and_searches_nothing(
     made: Made, tmp_path: Path
 ) -> None:
@@ -214,15 +184,23 @@ def test_a_plan_before_the_detection_says_what_it_does_not_know_and_searches_not
         assert prep_here("plan", "--data", data, *flags, "--json").summary["variant"] == name
 
 
-@pytest.mark.parametrize("lost", ["layout", "shots.parquet"])
+@pytest.mark.parametrize("lost", ["layout", "shots.parquet", "half of shots.parquet"])
 def test_a_lost_record_is_made_again_and_nothing_is_encoded(lost: str, made: Made, tmp_path: Path) -> None:
     data = made.copy(tmp_path).data
     before = contents(data)
-    path = data / lost
-    shutil.rmtree(path) if path.is_dir() else path.unlink()
+    path = data / lost.removeprefix("half of ")
+    if path.is_dir():
+        shutil.rmtree(path)
+    elif path.name == lost:
+        path.unlink()
+    else:
+        path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+        assert str(path) in prep_here("verify", "--data", data, status=1).stdout
     if lost == "shots.parquet":
         plan = prep_here("plan", "--data", data, *SETTINGS, *QUICK).stdout
         assert "unknown  6 videos" in plan and "orphaned" not in plan and "changed" not in plan
+        status = prep_here("status", "--data", data, "--json").summary["columns"]["video"]
+        assert status["variants"][0]["num_wanted"] is None and status["to_make"] == {}
     summary = run_here(data)
     assert (summary["num_searched"], summary["num_encoded"]) == (0 if lost == "layout" else 6, 0)
     assert contents(data) == before
@@ -240,100 +218,14 @@ def test_a_replaced_source_is_searched_and_encoded_again_and_no_other(made: Made
     assert len(read_shots(data)) == 6, "what was known of the old content is thrown away"
 
 
-def test_failures_of_a_detection_have_the_names_of_failures_of_sources(tmp_path: Path) -> None:
-    videos, data = tmp_path / "videos", tmp_path / "data"
-    for number, name in enumerate(("gone", "replaced", "well")):
-        write_scenes(videos / f"{name}.mp4", [30 + number, 40])
-    manifest(data, videos)
-    planned = make_plan(data, RECIPE)
-    (videos / "gone.mp4").unlink()
-    write_scenes(videos / "replaced.mp4", [30, 30])
-    after = with_shots(planned, Here())
-    failures = {failure.video_id: failure.code for failure in chunk_job(after).failed_before}
-    assert failures == {"gone": "source_missing", "replaced": "source_changed"}
-    assert after.plan.unusable == {"source_missing": 1, "source_changed": 1} and after.plan.num_chunks == 2
-    assert len(read_shots(data)) == 1, "what may be gone at the next run is not stored"
-
-
-def test_a_lasting_failure_is_stored_and_tried_again_on_request_only(tmp_path: Path) -> None:
-    text = tmp_path / "text.mp4"
-    text.write_text("not a video")
-    recipe = resolve(Recipe(len="2s", cut="shots"), ffmpeg_version="9.0")
-    task = ShotTask(str(text), source_fingerprint(text), 60, recipe.settings.shot_detector)
-    key, known = detector_key(recipe), pa.array([task.fingerprint])
-    found = detect_shots(
-        tmp_path,
-        [task],
-        shots=SHOTS.empty_table(),
-        key=key,
-        keys={key},
-        fingerprints=known,
-        engine=Here(),
-        check=lambda: None,
-    )
-    assert found.shots.equals(read_shots(tmp_path))
-    facts = {"path": str(text), "size_bytes": 1, "mtime_ns": 1, "fingerprint": task.fingerprint, "end_s": 2.0}
-    probes = pa.Table.from_pylist([facts], schema=PROBES)
-    for retry_failed, num_undetected in ((False, 0), (True, 1)):
-        shots = shots_of(recipe, probes, shots=read_shots(tmp_path), retry_failed=retry_failed)
-        assert shots is not None and len(shots.undetected) == num_undetected
-        assert [code for code, _ in shots.failures.values()] == ["source_unreadable"] * (not retry_failed)
-
-
-def test_a_killed_detection_goes_on_with_what_was_found(tmp_path: Path) -> None:
-    videos, data = tmp_path / "videos", tmp_path / "data"
-    for number in range(5):
-        write_scenes(videos / f"{number}.mp4", [30] * (6 - number))
-    manifest(data, videos)
-    process = start("chunk", "--data", data, "--engine", "processes", "--workers", 1, *SETTINGS, *QUICK)
-    wait_until(lambda: len(read_shots(data)))
-    process.kill()
-    process.wait()
-    num_found = len(read_shots(data))
-    assert 1 <= num_found <= 5
+def test_other_cuts_of_the_same_source_change_its_shard_and_no_other_span(made: Made, tmp_path: Path) -> None:
+    """As another version of a decoder may find them, once the stored ones are lost."""
+    data = made.copy(tmp_path).data
+    rows = read_shots(data).to_pylist()
+    (still,) = [row for row in rows if row["num_frames"] == 130]
+    still["cuts"] = [71]
+    write_table_file(data / "shots.parquet", pa.Table.from_pylist(rows, schema=SHOTS))
+    plan = prep_here("plan", "--data", data, *SETTINGS, *QUICK, "--json").summary
+    assert [shard["state"] for shard in plan["work"]] == ["changed"]
     summary = run_here(data)
-    assert summary["num_searched"] == 5 - num_found and summary["num_chunks"] == 6 + 5 + 4 + 3 + 2
-
-
-def test_engines_find_the_same_shots_and_their_chunks_have_the_same_bytes(tmp_path: Path) -> None:
-    """Encoding through Ray is tested elsewhere; here it only detects, and starts once."""
-    write_scenes(tmp_path / "videos" / "video.mp4", [40, 50, 45])
-    found = []
-    for name in (*ENGINES, "here"):
-        data = tmp_path / name
-        manifest(data, tmp_path / "videos")
-        if name != "here":
-            with_shots(make_plan(data, RECIPE), choice.open_engine(name, address=None, workers=1))
-        assert run_here(data)["num_searched"] == (name == "here")
-        found.append(contents(data))
-    assert found[0] == found[1] == found[2]
-
-
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"threshold": 3.0}, "--threshold requires --cut shots"),
-        ({"min_len": "1s"}, "--min-len requires --cut shots"),
-        ({"cut": "shots", "tail": "drop"}, "--tail drop has no effect with --cut shots"),
-        ({"cut": "shots", "min_len": "8s"}, "--min-len 8s is longer than half of --len 15s"),
-        ({"cut": "shots", "min_len": "much"}, '--min-len "much" is not a length'),
-        ({"cut": "shots", "min_scene_len": "0s"}, '--min-scene-len "0s" is not a length'),
-        ({"cut": "shots", "threshold": float("nan")}, "--threshold nan is out of range"),
-        ({"cut": "shots", "threshold": 0.0}, "--threshold 0 is out of range"),
-    ],
-    ids=str,
-)
-def test_settings_that_do_not_go_together_are_refused(settings: dict[str, Any], message: str) -> None:
-    with pytest.raises(UserError, match=message):
-        Recipe(**settings)
-
-
-def test_the_settings_have_one_description_and_only_shots_have_them() -> None:
-    plain = resolve(Recipe(), ffmpeg_version="9.0")
-    assert not {"cut", "detector", "threshold", "min_scene_len", "min_len", "scenedetect"} & plain.as_dict().keys()
-    given = Recipe(cut="shots", detector="adaptive", threshold=3, min_scene_len="0.5s", min_len="2000ms", len="15000ms")
-    recipes = [resolve(recipe, ffmpeg_version="9.0") for recipe in (given, Recipe(cut="shots"))]
-    assert recipes[0] == recipes[1] and recipes[0].fingerprint != plain.fingerprint
-    assert recipe_from_dict(json.loads(json.dumps(recipes[0].as_dict()))).settings() == recipes[0].settings
-    assert Recipe(cut="shots", len="3s").settings().min_len == "1500ms"
-    assert Recipe(cut="shots", detector="content").settings().threshold == 27.0
+    assert (summary["num_searched"], summary["num_encoded"]) == (0, 3)
