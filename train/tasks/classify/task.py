@@ -17,7 +17,7 @@ from train.data.batch import Batch
 from train.data.classes import ClassList, read_classes
 from train.data.decoding.clip import Views
 from train.data.frame_sampling import spread_frames, window_frames
-from train.data.inputs import clip_shape, loader_settings, open_labelled_folder, open_latents, size_on_latents
+from train.data.inputs import clip_shape, loader_settings, open_labelled_folder, open_segments, size_on_latents
 from train.data.labelled_clips import LabelledClips
 from train.data.latents.loader import LabelledLatents
 from train.device.random import Positions, uniform
@@ -127,7 +127,7 @@ class ClassifyTask(ClipTask[ClassifySettings, Samples, VideoClassifier]):
                 hint="leave --clips and --crops out with --input latents",
             )
         most = settings.max_segments if split == settings.split else None
-        return open_latents(
+        return open_segments(
             partial(LabelledLatents, classes=(self.classes,), max_segments=most),
             settings,
             segment=settings.segment,

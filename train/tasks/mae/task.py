@@ -17,7 +17,7 @@ from train.data.chunk_clips import ChunkClips
 from train.data.chunks import videos_of_split
 from train.data.decoding.clip import Views
 from train.data.frame_sampling import window_frames
-from train.data.inputs import LATENT_PATCH, clip_shape, loader_settings, open_folder, open_latents, size_on_latents
+from train.data.inputs import LATENT_PATCH, clip_shape, loader_settings, open_folder, open_segments, size_on_latents
 from train.data.latents.loader import LatentLoader
 from train.data.remote import open_data_folder
 from train.device.random import uniform
@@ -102,7 +102,7 @@ class MaeTask(ClipTask[MaeSettings, Samples, MaskedAutoencoder]):
         settings = self._settings
         most = settings.max_segments if split == settings.split else None
         make = partial(LatentLoader, text=False, max_segments=most)
-        latents = open_latents(make, settings, segment=settings.segment, split=split, world=world)
+        latents = open_segments(make, settings, segment=settings.segment, split=split, world=world)
         check_mask(settings.mask_ratio, num_places=(latents.frame_shape.height // LATENT_PATCH) ** 2)
         return latents
 
