@@ -75,8 +75,8 @@ class TextTower(nn.Module):
             lengths_B = (tokens_BL.argmax(dim=1) + 1).cpu().numpy()
         packing = pack(lengths_B.tolist(), device=tokens_BL.device)
         tokens_M = tokens_BL[packing.sequence_M, packing.position_M]
-        # Not by indexing: on a CPU its backward pass adds float32 rows by atomic operations, in an order that depends on
-        # the threads (`index_put_` with `accumulate`).
+        # Not by indexing: its backward pass on a CPU (`index_put_` with `accumulate`) adds float32 rows by atomic
+        # operations, in an order that depends on the threads.
         positions_MD = embedding(packing.position_M, self.positional_embedding)
         x_1MD = (self.token_embedding(tokens_M) + positions_MD)[None]
         x_1MD = self.transformer(x_1MD, causal=True, packing=packing)
