@@ -99,7 +99,7 @@ def test_multi_instance_retrieval_of_a_run_and_of_its_exports_is_equal_to_the_di
     # Texts are `<brightness>:<direction> <video>`: half a point for each of the two that a clip and a sentence share.
     kinds = np.array([text.split()[0].split(":") for text in texts_of_val(moving)])
     np.save(tmp_path / "relevancy.npy", (kinds[:, None] == kinds).mean(axis=2))
-    words = ("--relevancy", tmp_path / "relevancy.npy")
+    words = ("--split", "val", "--relevancy", tmp_path / "relevancy.npy")
     own = scored(capsys, "mir", runs["dual-encoder"], *words)
     assert own["coverage"] == "12 of 12 clips, 12 sentences" and 0 < own["average"]["ndcg"] < 1
     for form in ("open_clip", "hf"):
