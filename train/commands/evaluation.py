@@ -44,7 +44,7 @@ def score_run(
     """
     from train.evaluation.opening import open_weights_as, require_weights, task_of_run
     from train.evaluation.runner import score_opened
-    from train.inference.opening import tasks_where
+    from train.inference.model import tasks_where
     from train.report.results import write_page
     from train.weights.sources import is_run
 

@@ -59,7 +59,7 @@ def export_run(
             such a model.
     """
     from train.evaluation.record import write_record
-    from train.inference.opening import open_weights_for_use
+    from train.inference.model import open_weights_for_use
     from train.weights.conversion import require_finite
     from train.weights.exported import publish_folder
     from train.weights.sources import is_run, log_scale_of, read_log_scale, whole_weights

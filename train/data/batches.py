@@ -10,6 +10,7 @@ import torch
 from manifests.errors import UserError
 from manifests.quoting import counted, quoted
 from train.data.arguments import require_process
+from train.data.classes import ClassList
 from train.data.clip_samples import ClipSamples
 from train.data.inputs import Mixture
 from train.data.latents.loader import LatentLoader
@@ -47,18 +48,19 @@ class Batches:
     def __init__(
         self,
         samples: ClipSamples | VideoStream | LatentLoader | Mixture,
-        *,
         finish: Callable[[dict[str, Any]], dict[str, Any]],
+        classes: ClassList | None,
+        *,
         shuffle: bool,
         batch: int,
         world: World | None,
         device: str | torch.device | None,
         max_failures: int,
-        classes: tuple[str, ...] = (),
     ) -> None:
         self._samples, self._finish, self._shuffle, self._batch = samples, finish, shuffle, batch
         self._is_given, self._world = world is not None, world or joined_world()
-        self._device, self._max_failures, self.classes = device, max_failures, classes
+        self._device, self._max_failures = device, max_failures
+        self.classes: tuple[str, ...] = () if classes is None else classes.names
         self.failures: list[FailedSample] = []
         self._process, self._num_iterations = os.getpid(), 0
         self._running: Generator[LoadedBatch, None, None] | None = None

@@ -126,7 +126,7 @@ def loader_settings(settings: ClipSettings, world: World, *, device: torch.devic
     )
 
 
-def open_latents(
+def open_segments(
     make: Callable[..., Latents],
     settings: ClipSettings,
     *,

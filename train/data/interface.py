@@ -150,14 +150,7 @@ def open_clips(
         return found
 
     return Batches(
-        samples,
-        finish=finish,
-        shuffle=shuffle,
-        batch=batch,
-        world=ranks,
-        device=device,
-        max_failures=max_failures,
-        classes=() if classes is None else classes.names,
+        samples, finish, classes, shuffle=shuffle, batch=batch, world=ranks, device=device, max_failures=max_failures
     )
 
 
@@ -237,14 +230,7 @@ def open_latents(
         return LateBatch(found, names, make)
 
     return Batches(
-        samples,
-        finish=finish,
-        shuffle=shuffle,
-        batch=batch,
-        world=ranks,
-        device=device,
-        max_failures=max_failures,
-        classes=() if classes is None else classes.names,
+        samples, finish, classes, shuffle=shuffle, batch=batch, world=ranks, device=device, max_failures=max_failures
     )
 
 

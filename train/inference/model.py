@@ -8,10 +8,10 @@
 Shape suffixes: B clips or texts, C channels, T frames, H and W pixels, N tokens, D width, E width of embeddings.
 """
 
-from collections.abc import Mapping, Sequence
-from functools import cached_property
+from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property, partial
 from pathlib import Path
-from typing import Literal, cast
+from typing import Any, Literal, cast
 
 import numpy as np
 import torch
@@ -26,13 +26,14 @@ from train.config.training import ClipSettings, Device
 from train.data.arguments import require_device, require_whole_numbers
 from train.data.batch import Batch, to_device
 from train.evaluation.identity import identity_of, normalisation_of
-from train.evaluation.opening import open_weights_as
+from train.evaluation.opening import Tasks, open_weights_as
 from train.evaluation.probe.features import tower_of
 from train.evaluation.runner import OpenedRun
-from train.inference.opening import tasks_where
 from train.models.captioner import VideoTower
 from train.models.dual_encoder import DualEncoder
 from train.models.text import load_tokenizer
+from train.registry import task_named, task_names
+from train.spec import TaskSpec
 
 Clips = Batch | torch.Tensor | NDArray[np.uint8] | NDArray[np.float32]
 _RGB, _CLIP_DIMS = 3, 5
@@ -194,6 +195,16 @@ class LoadedModel:
 
 _CLIPS_HINT = "give uint8 RGB frames [B, T, H, W, 3], normalised clips [B, C, T, H, W], or a batch of the loader"
 _TEXTS_HINT = 'give a list of strings, such as ["a dog catches a frisbee"]'
+
+
+def tasks_where(holds: Callable[[TaskSpec], bool] = lambda spec: True) -> Tasks:
+    """The tasks of which something holds; all by default."""
+    return {name: partial(task_named, name) for name in task_names() if holds(task_named(name))}
+
+
+def open_weights_for_use(weights: str | Path, **how: Any) -> OpenedRun:
+    """`train.evaluation.opening.open_weights_as` any task."""
+    return open_weights_as(tasks_where(), weights, **how)
 
 
 def load_model(

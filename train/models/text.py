@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
+from torch.nn.functional import embedding
 
 from train.models.attention import Attend, pack
 from train.models.transformer import LayerNorm, Transformer, TransformerSize
@@ -74,7 +75,10 @@ class TextTower(nn.Module):
             lengths_B = (tokens_BL.argmax(dim=1) + 1).cpu().numpy()
         packing = pack(lengths_B.tolist(), device=tokens_BL.device)
         tokens_M = tokens_BL[packing.sequence_M, packing.position_M]
-        x_1MD = (self.token_embedding(tokens_M) + self.positional_embedding[packing.position_M])[None]
+        # Not by indexing: its backward pass on a CPU (`index_put_` with `accumulate`) adds float32 rows by atomic
+        # operations, in an order that depends on the threads.
+        positions_MD = embedding(packing.position_M, self.positional_embedding)
+        x_1MD = (self.token_embedding(tokens_M) + positions_MD)[None]
         x_1MD = self.transformer(x_1MD, causal=True, packing=packing)
         return x_1MD[0].index_select(0, packing.end_N)
 

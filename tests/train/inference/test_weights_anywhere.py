@@ -9,12 +9,14 @@ from typing import Any
 
 import numpy as np
 import open_clip
+import pyarrow.compute as pc
 import pytest
 import torch
 from safetensors.torch import load_file
 from torch import nn
 
 from manifests.errors import UserError
+from manifests.store import read_captions, read_videos
 from tests.train.classify.moving import encode_clips
 from tests.train.latents.written import Chunk, Written, write_latents
 from tests.train.weights.small import open_clip_model, our_model
@@ -85,6 +87,30 @@ def test_scores_of_a_run_and_of_its_exports_are_equal_to_the_digit(
             its = scored(capsys, kind, exports[task, form], "--shards", moving, *flags)
             assert same(its) == same(own), (kind, form)
             assert its["source"] == str(exports[task, form]) and its["step"] is None
+
+
+def test_multi_instance_retrieval_of_a_run_and_of_its_exports_is_equal_to_the_digit(
+    runs: dict[str, Path],
+    exports: dict[tuple[str, str], Path],
+    moving: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    # Texts are `<brightness>:<direction> <video>`: half a point for each of the two that a clip and a sentence share.
+    kinds = np.array([text.split()[0].split(":") for text in texts_of_val(moving)])
+    np.save(tmp_path / "relevancy.npy", (kinds[:, None] == kinds).mean(axis=2))
+    words = ("--split", "val", "--relevancy", tmp_path / "relevancy.npy")
+    own = scored(capsys, "mir", runs["dual-encoder"], *words)
+    assert own["coverage"] == "12 of 12 clips, 12 sentences" and 0 < own["average"]["ndcg"] < 1
+    for form in ("open_clip", "hf"):
+        assert same(scored(capsys, "mir", exports["dual-encoder", form], "--shards", moving, *words)) == same(own)
+
+
+def texts_of_val(data_dir: Path) -> list[str]:
+    videos, captions = read_videos(data_dir), read_captions(data_dir)
+    of_val = videos.filter(pc.equal(videos["split"], "val"))["video_id"]
+    found: list[str] = captions.filter(pc.is_in(captions["video_id"].cast("string"), of_val))["text"].to_pylist()
+    return found
 
 
 @pytest.mark.parametrize(("task", "form"), FORMATS)

@@ -52,3 +52,24 @@ def test_a_caption_that_was_cut_has_its_end_in_the_last_place() -> None:
     assert tokens[0, -1] == END
     packed, padded = text_tower(is_packed=True), text_tower(is_packed=False)
     torch.testing.assert_close(packed(tokens), padded(tokens), atol=1e-12, rtol=0)
+
+
+def test_positions_get_the_same_gradient_from_any_number_of_threads() -> None:
+    """Rows of many captions are added to that of each position, in one order."""
+    tokens, before = captions(*[12] * 1000), torch.get_num_threads()
+    found = []
+    try:
+        for num_threads in (1, 2, 2, 2):
+            torch.set_num_threads(num_threads)
+            tower = text_tower(is_packed=True).float()
+            # Without the blocks, whose products are rounded differently by another number of threads.
+            tower.transformer.forward = lambda x, **_: x  # type: ignore[method-assign]
+            rows: list[torch.Tensor] = []
+            tower.ln_final.register_forward_pre_hook(lambda _, inputs, rows=rows: rows.append(inputs[0]))
+            tower(tokens)
+            weights = torch.randn(rows[0].shape, generator=torch.Generator().manual_seed(0))
+            (gradient,) = torch.autograd.grad((rows[0] * weights).sum(), [tower.positional_embedding])
+            found.append(gradient)
+    finally:
+        torch.set_num_threads(before)
+    assert all(torch.equal(one, found[0]) for one in found)

@@ -5,12 +5,15 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
+from tests.train.classify.moving import encode_clips, write_moving
 from tests.train.test_cli import train
 from tests.train.tuning.runs import CROSS, LORA, SHORT, TINY, killed, latest, losses, stored, weights
 from train.inference.model import load_model
+from train.run.checkpoint import read_weights
 from train.run.folder import RunFolder, read_lines
 
 __all__ = ["train"]
@@ -74,6 +77,57 @@ def test_exports_of_a_run_with_adapters_are_weights_like_the_run(
         scores.append([result[direction] for direction in ("text_to_video", "video_to_text")])
         assert load_model(path).identity == load_model(adapted).identity
     assert scores[0] == scores[1] == scores[2]
+
+
+def test_exports_of_a_classifier_with_adapters_are_weights_like_the_run(
+    train: Train, masked: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    moving, out = tmp_path / "moving", tmp_path / "run"
+    write_moving(moving, num_videos=4)
+    flags = ("--label", "verb", "--init.weights", masked, *LORA)
+    assert train("classify", *SHORT, "--shards", moving, *flags, "--out", out) == 0
+    exports = {form: tmp_path / form for form in ("hf", "videomae")}
+    require_equal_models(train, out, exports)
+    scores = []
+    for path in (out, *exports.values()):
+        capsys.readouterr()
+        assert train("eval", "classification", path, "--shards", moving, "--json") == 0
+        scores.append(json.loads(capsys.readouterr().out)["numbers"])
+    assert scores[0] and scores[0] == scores[1] == scores[2]
+
+
+def test_an_export_of_a_captioner_with_adapters_is_weights_like_the_run(
+    train: Train, data_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    base, out, video = tmp_path / "base", tmp_path / "run", tmp_path / "video.mp4"
+    words = ("caption", *SHORT, "--shards", data_dir, "--decoder.max-tokens", 8, "--towers.temporal", "random")
+    decoder = ("--decoder.name", "tiny", "--decoder.depth", 1, "--decoder.vocabulary", 280)
+    assert train(*words, *decoder, "--out", base) == 0
+    flags = ("--init.weights", base, *LORA, "--lora.towers", "video", "decoder")
+    assert train(*words, *flags, "--out", out) == 0
+    exports = {"hf": tmp_path / "hf"}
+    require_equal_models(train, out, exports)
+    video.write_bytes(encode_clips(["bright:left"], np.random.default_rng(0)))
+    said = []
+    for path in (out, *exports.values()):
+        capsys.readouterr()
+        assert train("caption-video", path, video, "--len", "1s") == 0
+        said.append(capsys.readouterr().out)
+    assert said[0].strip() and said[0] == said[1]
+
+
+def require_equal_models(train: Train, run: Path, exports: dict[str, Path]) -> None:
+    """The adapters of a run have changed it, and are merged in exports with the same tensors and features."""
+    adapters = {name: one for name, one in read_weights(latest(run)).items() if name.endswith(".lora.B")}
+    assert adapters and all(one.abs().sum() > 0 for one in adapters.values())
+    clips = np.random.default_rng(0).integers(0, 256, (3, 2, 32, 32, 3), dtype=np.uint8)
+    own = load_model(run)
+    for form, path in exports.items():
+        assert train("export", run, "--format", form, "--out", path) == 0
+        model = load_model(path)
+        assert not any(".lora." in name for name in model.model.state_dict())
+        assert model.identity == own.identity, form
+        assert torch.equal(model.encode_video(clips), own.encode_video(clips)), form
 
 
 def test_adapters_need_the_weights_that_they_adapt(

@@ -14,7 +14,7 @@ from train.config.training import ClipSettings
 from train.data.batch import Batch
 from train.data.classes import ClassList, label_names, read_classes
 from train.data.decoding.clip import Views
-from train.data.inputs import clip_shape, loader_settings, open_labelled_folder, open_latents
+from train.data.inputs import clip_shape, loader_settings, open_labelled_folder, open_segments
 from train.data.labelled_clips import LabelledClips
 from train.data.latents.loader import LabelledLatents
 from train.distributed.world import World
@@ -121,7 +121,7 @@ def _open_labelled(
     # A batch of training fits into memory; an autoencoder sees all cubes here, but keeps no activations.
     batch = settings.microbatch or world.share(settings.batch)
     if getattr(settings, "input", "pixels") == "latents":
-        return open_latents(
+        return open_segments(
             partial(LabelledLatents, classes=classes),
             settings,
             segment=getattr(settings, "segment", ""),  # of the tasks that can read latents

@@ -23,7 +23,7 @@ from train.data.inputs import (
     first_of,
     loader_settings,
     open_labelled_folder,
-    open_latents,
+    open_segments,
     size_on_latents,
 )
 from train.data.labelled_clips import LabelledClips
@@ -137,7 +137,7 @@ class ClassifyTask(ClipTask[ClassifySettings, Samples, VideoClassifier]):
                 hint="leave --clips and --crops out with --input latents",
             )
         most = settings.max_segments if split == settings.split else None
-        return open_latents(
+        return open_segments(
             partial(LabelledLatents, classes=(self.classes,), max_segments=most),
             settings,
             segment=settings.segment,

@@ -20,7 +20,7 @@ from train.config.shards import is_remote
 from train.data.batch import Batch
 from train.data.decoding.clip import Views
 from train.data.frame_sampling import spread_frames
-from train.data.inputs import Mixture, clip_shape, first_of, loader_settings, open_latents, size_on_latents
+from train.data.inputs import Mixture, clip_shape, first_of, loader_settings, open_segments, size_on_latents
 from train.data.latents.loader import CaptionedLatents
 from train.data.remote import open_data_folder
 from train.data.streams.stream import VideoStream
@@ -165,7 +165,7 @@ class DualEncoderTask(ClipTask[DualEncoderSettings, Samples, DualEncoder]):
         most = settings.max_segments if split == settings.split else None
         sources = settings.captions.sources
         make = partial(CaptionedLatents, tokenize=tokenize, sources=sources, max_segments=most)
-        return open_latents(make, settings, segment=settings.segment, split=split, world=world)
+        return open_segments(make, settings, segment=settings.segment, split=split, world=world)
 
     def new_model(self, samples: Samples) -> DualEncoder:
         """The two towers in the size that the settings name, for clips as `samples` has them."""

@@ -24,7 +24,7 @@ from train.data.inputs import (
     first_of,
     loader_settings,
     open_folder,
-    open_latents,
+    open_segments,
     size_on_latents,
 )
 from train.data.latents.loader import LatentLoader
@@ -115,7 +115,7 @@ class MaeTask(ClipTask[MaeSettings, Samples, MaskedAutoencoder]):
         settings = self._settings
         most = settings.max_segments if split == settings.split else None
         make = partial(LatentLoader, text=False, max_segments=most)
-        latents = open_latents(make, settings, segment=settings.segment, split=split, world=world)
+        latents = open_segments(make, settings, segment=settings.segment, split=split, world=world)
         check_mask(settings.mask_ratio, num_places=(latents.frame_shape.height // LATENT_PATCH) ** 2)
         return latents
 
