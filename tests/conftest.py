@@ -1,7 +1,9 @@
 """What every test shares: the root of the checkout, its files, and freedom from the user's own settings."""
 
+import os
 import signal
 import subprocess
+import sys
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
@@ -10,6 +12,10 @@ import pytest
 
 from tests.forks import Forks
 from tests.workers import ForkedContext
+
+# A user may keep Python from writing bytecode; the many programs that tests start would compile the packages each time.
+sys.dont_write_bytecode = False
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
 ROOT = Path(__file__).parent.parent
 # Files with tests that take half a minute or more. They run first, because at the end of the suite the other cores
