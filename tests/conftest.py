@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.forks import Forks
-from tests.workers import ForkedContext
+from tests.workers import ForkedContext, fsync_at_once
 
 # A user may keep Python from writing bytecode; the many programs that tests start would compile the packages each time.
 sys.dont_write_bytecode = False
@@ -78,6 +78,14 @@ def _workers_are_forked() -> Iterator[None]:
     """Workers of `prep` in this process are forked; those of commands in processes of their own are spawned."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("prep.engines.processes._CONTEXT", ForkedContext())
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _fsync_at_once() -> Iterator[None]:
+    """A run of the smallest model would wait for the disk for as long as for everything else."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("os.fsync", fsync_at_once)
         yield
 
 
