@@ -1,7 +1,9 @@
 """What every test shares: the root of the checkout, its files, and freedom from the user's own settings."""
 
+import os
 import signal
 import subprocess
+import sys
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
@@ -9,7 +11,11 @@ from pathlib import Path
 import pytest
 
 from tests.forks import Forks
-from tests.workers import ForkedContext
+from tests.workers import ForkedContext, fsync_at_once
+
+# A user may keep Python from writing bytecode; the many programs that tests start would compile the packages each time.
+sys.dont_write_bytecode = False
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
 ROOT = Path(__file__).parent.parent
 # Files with tests that take half a minute or more. They run first, because at the end of the suite the other cores
@@ -72,6 +78,14 @@ def _workers_are_forked() -> Iterator[None]:
     """Workers of `prep` in this process are forked; those of commands in processes of their own are spawned."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("prep.engines.processes._CONTEXT", ForkedContext())
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _fsync_at_once() -> Iterator[None]:
+    """A run of the smallest model would wait for the disk for as long as for everything else."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("os.fsync", fsync_at_once)
         yield
 
 

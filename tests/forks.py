@@ -27,6 +27,8 @@ from multiprocessing.util import _exit_function  # type: ignore[attr-defined]
 from pathlib import Path
 from typing import Any, NoReturn
 
+from tests.workers import fsync_at_once
+
 ROOT = Path(__file__).parent.parent
 _STARTING_S = 180.0
 _IMPORTED = (
@@ -218,6 +220,7 @@ def _become(request: dict[str, Any], descriptors: list[int]) -> NoReturn:
         tempfile.tempdir = None
         processes: Any = importlib.import_module("prep.engines.processes")
         processes._CONTEXT = multiprocessing.get_context("fork")
+        os.fsync = fsync_at_once  # type: ignore[assignment]
         if "CLIPMILL_TORTURE_WATCH" in os.environ:
             from tests.torture.interposer.calls import install
 

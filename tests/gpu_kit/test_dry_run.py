@@ -11,6 +11,7 @@ import pytest
 from scripts.gpu_kit.build import copy_checkout
 from scripts.gpu_kit.data import DataSize, make_data
 from scripts.gpu_kit.parts import PARTS
+from tests.forks import Forks
 from tests.train.tiny_data import encode_chunk
 
 TINY = DataSize(num_made=5, made_s=3, num_pieces=1, piece_s=3)
@@ -30,10 +31,12 @@ def run(kit: Path, out: Path, *words: str) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.timeout(1800)
-def test_all_parts_pass_in_a_dry_run(kit: Path, tmp_path: Path) -> None:
+def test_all_parts_pass_in_a_dry_run(kit: Path, tmp_path: Path, forks: Forks, monkeypatch: pytest.MonkeyPatch) -> None:
     natural = tmp_path / "natural.mp4"
     natural.write_bytes(encode_chunk(0, 40))
-    make_data(kit / "data", natural=[natural], size=TINY, scratch=tmp_path / "scratch")
+    with monkeypatch.context() as patch:
+        patch.setattr(sys, "executable", str(forks.python()))
+        make_data(kit / "data", natural=[natural], size=TINY, scratch=tmp_path / "scratch")
     before = sorted(kit.rglob("*"))
     # They take two minutes; a machine that does much else may need longer than the parts have on a GPU.
     done = run(kit, tmp_path / "out", "--dry-run", "--minutes", "10")

@@ -4,12 +4,12 @@ import json
 import re
 import shutil
 import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from tests.forks import Forks
 from train.cli import main
 from train.config.files import load_settings
 from train.run.folder import RunFolder, read_lines
@@ -206,9 +206,9 @@ def test_help_names_every_command_with_an_example(train: Train, capsys: pytest.C
             assert len(re.findall(r"^  --", group, re.MULTILINE)) <= 14, group
 
 
-def test_a_run_goes_on_when_nobody_reads_what_it_says(data_dir: Path, tmp_path: Path) -> None:
-    program = [sys.executable, "-m", "train", "dual-encoder", "--shards", str(data_dir), "--out", str(tmp_path / "run")]
-    process = subprocess.Popen([*program, *SMALL, "--steps", "3"], stdout=subprocess.PIPE)
+def test_a_run_goes_on_when_nobody_reads_what_it_says(forks: Forks, data_dir: Path, tmp_path: Path) -> None:
+    flags = ["--shards", str(data_dir), "--out", str(tmp_path / "run"), *SMALL, "--steps", "3"]
+    process = subprocess.Popen([forks.python(), "-m", "train", "dual-encoder", *flags], stdout=subprocess.PIPE)
     assert process.stdout is not None
     process.stdout.close()
     assert process.wait() == 0

@@ -60,3 +60,7 @@ def _number(picture: NDArray[np.uint8]) -> int:
 def _kilobytes(name: str) -> int:
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) for line in lines if line.startswith(f"{name}:"))
+
+
+if __name__ == "__main__":
+    main()

@@ -37,14 +37,18 @@ class Runs:
     data_dir: Path
 
 
-def slurm_environment(folder: Path, *, job: int) -> dict[str, str]:
-    """Variables as SLURM sets them for a job of two processes on this machine, with its programs in `folder`."""
+def slurm_environment(folder: Path, *, job: int, python: Path) -> dict[str, str]:
+    """Variables as SLURM sets them for a job of two processes on this machine, with its programs in `folder`.
+
+    Among them is `train`, run by `python`.
+    """
     programs = folder / "bin"
     programs.mkdir()
     step, requeued = programs / "step.pid", programs / "requeued"
     fakes = {
         "srun": f'echo $$ > {step}; while [[ "$1" == --* ]]; do shift; done\nexec "$@"',
         "scontrol": f'if [[ "$1" == requeue ]]; then echo "$2" >> {requeued}; else echo 127.0.0.1; fi',
+        "train": f'exec {python} -m train.cli "$@"',
         # As the real one: it signals the processes of the job's steps, not the script.
         "scancel": f'[[ "$*" == "--signal=TERM {job}" ]] && kill -TERM "$(cat {step})"',
     }

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.forks import Forks
 from tests.train.distributed.conftest import slurm_environment
 from tests.train.distributed.forked import end_well, fork_ranks
 from tests.train.distributed.runs import run_command, run_impatient_command
@@ -116,15 +117,10 @@ def torchrun(folder: Path, *flags: str) -> "subprocess.Popen[str]":
     )
 
 
-def test_torchrun_runs_the_installed_program_beside_a_train_py_of_the_user(tmp_path: Path) -> None:
-    process = torchrun(tmp_path, "--nproc-per-node", "2", "train", "eval", "--help")
-    said, _ = process.communicate(timeout=200)
-    assert process.returncode == 0 and said.count("Usage: train eval") == 2, said
-
-
 def test_torchrun_restarts_a_run_that_lost_a_rank_and_it_ends_as_if_nothing_had_happened(
     columns: Path, tmp_path: Path
 ) -> None:
+    """Of the installed program, beside a train.py of the user's."""
     killed, whole = tmp_path / "killed", tmp_path / "whole"
     flags = [*TRAIN, "--shards", str(columns), "--steps", "60", "--checkpoint-every", "5", "--resume", "auto"]
     launch = ["--nproc-per-node", "2", "--max-restarts", "2", "--rdzv-backend", "c10d"]
@@ -151,11 +147,13 @@ def test_torchrun_restarts_a_run_that_lost_a_rank_and_it_ends_as_if_nothing_had_
     assert [line["step"] for line in read_lines(RunFolder(killed).metrics)] == list(range(1, 61))
 
 
-def test_the_slurm_script_launches_one_torchrun_a_node(repository: Path, columns: Path, tmp_path: Path) -> None:
+def test_the_slurm_script_launches_one_torchrun_a_node(
+    repository: Path, columns: Path, tmp_path: Path, forks: Forks
+) -> None:
     """Under variables as SLURM sets them: SIGTERM to it saves; near its time limit it saves and requeues the job."""
     out = tmp_path / "run"
     command = ["bash", "scripts/slurm.sh", *TRAIN, "--shards", str(columns), "--out", str(out), *STEPS]
-    environment, requeued = slurm_environment(tmp_path, job=4711), tmp_path / "bin" / "requeued"
+    environment, requeued = slurm_environment(tmp_path, job=4711, python=forks.python()), tmp_path / "bin" / "requeued"
     stopped_at = 0
     for number in (signal.SIGTERM, signal.SIGUSR1):
         process = subprocess.Popen(

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.forks import Forks
 from tests.train.distributed.conftest import slurm_environment
 from tests.train.weights.test_export import run_train
 from train.run.folder import RunFolder, read_lines
@@ -17,13 +18,13 @@ FLAGS = [*SMALL.split(), *DECODER.split(), *EVALUATION.split(), "--steps", "4", 
 OF_SPEED = ("_s", "_share", "tflops")
 
 
-def test_the_slurm_script_launches_a_pipeline(repository: Path, data_dir: Path, tmp_path: Path) -> None:
+def test_the_slurm_script_launches_a_pipeline(repository: Path, data_dir: Path, tmp_path: Path, forks: Forks) -> None:
     one, two = tmp_path / "one", tmp_path / "two"
     command = ["bash", "scripts/slurm.sh", "caption", "--shards", str(data_dir), "--out", str(two), *FLAGS]
     process = subprocess.Popen(
         [*command, "--parallel.stages", "2"],
         cwd=repository,
-        env=slurm_environment(tmp_path, job=4712),
+        env=slurm_environment(tmp_path, job=4712, python=forks.python()),
         text=True,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,

@@ -1,12 +1,14 @@
 """`train doctor` on the machine of the tests, and where its child hangs, dies or talks nonsense."""
 
 import json
+import sys
 import time
 from pathlib import Path
 
 import pytest
 
 from manifests.errors import FailedWork, UserError
+from tests.forks import Forks
 from train.doctor.accelerator import Accelerator, accelerator_of, ask_child, examine_accelerator
 from train.doctor.commands import doctor_facts, run_doctor
 from train.doctor.examined import examine_decoder
@@ -30,9 +32,10 @@ def test_this_machine_is_described(
 
 
 def test_lines_fit_a_terminal_of_80_columns(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    forks: Forks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "executable", str(forks.python()))
     run_doctor(shards=None, device="cpu", is_json=False)
     lines = capsys.readouterr().out.splitlines()
     for label in ("gpu", "torch", "attention", "decoder", "processor", "threads", "disk", "software", "training"):
@@ -41,8 +44,9 @@ def test_lines_fit_a_terminal_of_80_columns(
     assert all(len(line) <= 80 or len(line.split()) <= 3 for line in lines)
 
 
-def test_what_stops_training_ends_with_1(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_what_stops_training_ends_with_1(forks: Forks, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "executable", str(forks.python()))
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     with pytest.raises(FailedWork, match="1 thing would stop training"):
         run_doctor(shards=None, device="cuda", is_json=True)

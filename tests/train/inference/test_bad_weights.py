@@ -59,7 +59,8 @@ def test_a_protocol_that_needs_a_part_that_the_weights_lack_says_so(
     save_file({name: one for name, one in state.items() if name.startswith("encoder.") and ".norm." not in name}, bare)
     error, hint = refused(capsys, "eval", "reconstruction", bare, "--shards", moving)
     assert "has no decoder, which this evaluation needs" in error and "train eval probe" in hint
-    assert run_train("eval", "probe", bare, "--shards", moving, "--label", "verb", "--neighbours", 5) == 0
+    shown = ("--num-frames", 4, "--size-px", 32)  # in place of the 16 and 224 that such a file is for
+    assert run_train("eval", "probe", bare, "--shards", moving, "--label", "verb", "--neighbours", 5, *shown) == 0
     tower = load_model(bare)
     assert tower.model.video.ln_post is None and "encoder" not in tower.description  # type: ignore[union-attr]
 
