@@ -34,6 +34,7 @@ TINY = {
     ],
     "manifest": ["--narrations", "400"],
     "memory": ["--minutes", "0.05"],
+    "mixture": ["--pieces", "2", "--folders", "2", "--epochs", "1", "--rounds", "1"],
     "plan": ["--chunks", "80"],
     "python_loader": ["--pieces", "1", "--batch", "2", "--batches", "1", "--rounds", "1"],
     "recipes": ["--rounds", "1", "--only", "balanced", "scaler area"],

@@ -17,7 +17,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from train.data.batch import Batch
-from train.data.latents.segment_set import SegmentRequests, SegmentSet
+from train.data.latents.requests import SegmentRequests
+from train.data.latents.segment_set import SegmentSet
 
 if TYPE_CHECKING:
     import torch
