@@ -4,7 +4,7 @@ The draw is a pure function of (seed, position). All captions of a clip are cons
 source; the entries of one source of a clip are a run.
 """
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -163,6 +163,20 @@ class CaptionTexts:
         table = read_captions(data_dir)
         self._caption_id: NDArray[np.int64] = table["caption_id"].to_numpy()
         self._texts: pa.ChunkedArray = table["text"]
+
+    @classmethod
+    def joined(cls, parts: Sequence["CaptionTexts"], *, num_ids: Sequence[int]) -> "CaptionTexts":
+        """Those of several manifests; captions with ids below `num_ids` are numbered one manifest after another."""
+        found = cls.__new__(cls)
+        counts = [int(np.searchsorted(one._caption_id, num)) for one, num in zip(parts, num_ids, strict=True)]
+        first = [0, *np.cumsum(num_ids).tolist()]
+        ids = [one._caption_id[:count] + at for one, count, at in zip(parts, counts, first[:-1], strict=True)]
+        found._caption_id = np.concatenate(ids)
+        chunks = [
+            chunk for one, count in zip(parts, counts, strict=True) for chunk in one._texts.slice(0, count).chunks
+        ]
+        found._texts = pa.chunked_array(chunks, pa.string())
+        return found
 
     def text(self, caption_id: int) -> str:
         """The text of an existing caption."""

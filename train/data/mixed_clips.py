@@ -147,6 +147,9 @@ class MixedClips(Loader):
         self, sets: Sequence[ClipSamples], addresses: Sequence[str], *, weights: Sequence[Fraction] | None
     ) -> None:
         self.first, self._sets = sets[0], sets
+        for one in sets:
+            # What a decoder keeps depends on the packets alone; one per folder would have as many contexts per thread.
+            one.chunks.decoder = self.first.chunks.decoder
         loading = self.first.loading
         self.folders = mixed_folders(sets, addresses, weights=weights, seed=loading.seed, group=loading.group)
         self._first_sample: list[int] = self.folders.order.offsets.tolist()

@@ -78,14 +78,14 @@ def _results(run: RunFolder, known: Sequence[EvaluationSpec], *, own_split: obje
 
 def _shown_result(result: dict[str, Any], evaluation: EvaluationSpec) -> dict[str, Any]:
     """What a page shows of a result besides its values."""
-    other = other_data(result)
+    of = {"other_data": other_data(result), "is_part_of_own_data": result.get("is_part_of_own_data", False)}
     section = evaluation.section if result.get(evaluation.pictures) else None
     return {
+        **of,
         "split": str(result["split"]),
         "table": table_of(evaluation, result),
-        "other_data": other,
         "overridden": ", ".join(f"{name.replace('_', ' ')} {one}" for name, one in result.get("overrides", {}).items()),
-        "section": section and load_template(section).render(result={**result, "other_data": other}),
+        "section": section and load_template(section).render(result={**result, **of}),
         "strips": evaluation.strips(result) if section and evaluation.strips else [],
     }
 

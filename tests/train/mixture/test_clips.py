@@ -64,7 +64,9 @@ def test_each_sample_is_that_of_its_own_folder(near: Path, far: Path) -> None:
     assert (mixed.num_samples, mixed.num_clips, mixed.num_caption_ids) == (10, 10, 10)
     order, seen = mixed.folders.order, set()
     for loaded in islice(mixed.batches(max_failures=0), 9):
-        batch = {name: one.clone() if isinstance(one, torch.Tensor) else one for name, one in loaded.batch.items()}
+        batch: dict[str, Any] = {
+            name: one.clone() if isinstance(one, torch.Tensor) else one for name, one in loaded.batch.items()
+        }
         for row, position in enumerate(batch["position"].tolist()):
             sample = int(order.at(np.array([position]))[0])
             folder = int(order.folder_of(np.array([sample]))[0])
@@ -85,23 +87,22 @@ def test_each_sample_is_that_of_its_own_folder(near: Path, far: Path) -> None:
 
 @pytest.mark.parametrize("group", [1, 3])
 def test_a_run_goes_on_with_the_same_samples_on_other_ranks(near: Path, far: Path, group: int) -> None:
-    """Six batches of 4 by one process are two of them, then four of 4 by two processes."""
-    more = {"samples_per_chunk": group, "size_px": 16}
-    whole = rows(list(islice(mixture(near, far, **more).batches(max_failures=0), 6)))
-    first = list(islice(mixture(near, far, **more).batches(max_failures=0), 3))
+    """Two batches by one process, then more by two; groups of three are resumed in the middle of one."""
+    more: dict[str, Any] = {"samples_per_chunk": group, "size_px": 16}
+    whole = rows(list(islice(mixture(near, far, **more).batches(max_failures=0), 9)))
     begun = mixture(near, far, **more)
-    begun.cursor = first[-1].cursor
-    state = begun.state_dict()
+    first = list(islice(begun.batches(max_failures=0), 2))
+    assert group == 1 or begun.cursor.position % group
     later: list[LoadedBatch] = []
     for rank in range(2):
         one = mixture(near, far, world=World(rank=rank, size=2), **more)
-        one.load_state_dict(state)
-        later += islice(one.batches(max_failures=0), 3)
+        one.load_state_dict(begun.state_dict())
+        later += islice(one.batches(max_failures=0), 4)
     resumed = rows([*first, *later])
     if group == 1:
-        assert resumed == whole
+        assert resumed == whole[: len(resumed)]
     else:  # a group of three does not divide the share of a process: the same samples, in other batches
-        assert len(set(resumed)) == len(resumed) and set(resumed[:12]) == set(whole[:12])
+        assert len(set(resumed)) == len(resumed) and set(resumed) <= set(whole)
 
 
 def damaged(folder: Path, to: Path) -> Path:

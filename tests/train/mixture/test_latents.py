@@ -22,7 +22,7 @@ from train.data.outcomes import LoadedBatch
 
 NEAR = [[Chunk("a", 0, 60), Chunk("a", 15000, 28)], [Chunk("b", 0, 60)]]
 FAR = [[Chunk("a", 0, 40), Chunk("z", 0, 60)]]
-VAE = {"vae": "tiny", "vae_sha256": "ab" * 32, "scaling_factor": "0.5"}
+VAE: dict[str, Any] = {"vae": "tiny", "vae_sha256": "ab" * 32, "scaling_factor": "0.5"}
 
 
 def captions(name: str, *, sources: tuple[str, ...]) -> list[Caption]:

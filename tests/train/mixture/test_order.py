@@ -104,7 +104,8 @@ def test_seeds_have_orders_of_their_own_and_equal_folders_too() -> None:
 
 
 def test_weights_are_read_exactly() -> None:
-    assert parse_mix("2, 1") == (2, 1) and parse_mix("0.7,0.3") == (Fraction(7, 10), Fraction(3, 10))
+    assert parse_mix("2, 1") == (Fraction(2), Fraction(1))
+    assert parse_mix("0.7,0.3") == (Fraction(7, 10), Fraction(3, 10))
     assert made((5, 5), "0.7,0.3", 1).shares == (7, 3) and made((5, 5), "4,2", 1).shares == (2, 1)
 
 

@@ -24,8 +24,9 @@ def blocks(repository: Path) -> list[str]:
 
 @pytest.fixture
 def folder(data_dir: Path, tmp_path: Path) -> Path:
-    """A working folder with data/ and runs/first."""
-    shutil.copytree(data_dir, tmp_path / "data")
+    """A working folder with data/, more/ and runs/first."""
+    for name in ("data", "more"):
+        shutil.copytree(data_dir, tmp_path / name)
     written = Written(tmp_path / "data")
     write_latents(written, [[Chunk(name, 0, NUM_FRAMES // 3) for name in VIDEOS]])
     write_text(written, [Caption(name, 0, 1, "") for name in VIDEOS])

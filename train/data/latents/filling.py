@@ -13,8 +13,8 @@ from numpy.typing import NDArray
 
 from train.data.batch import Batch
 from train.data.latents.gather import Gather, RequestBlock
+from train.data.latents.requests import SegmentRequests, join
 from train.data.latents.segment_set import SegmentSet
-from train.data.latents.segments import SegmentRequests, join
 from train.data.mapped_tars import Problem, VerifiedMembers
 from train.data.outcomes import FailedSample, FailureBudget, SampleFailed
 from train.data.workers import in_order

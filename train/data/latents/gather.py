@@ -17,8 +17,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from train.data.batch import Batch, KeptMemory
+from train.data.latents.requests import SegmentRequests
 from train.data.latents.segment_set import SegmentSet
-from train.data.latents.segments import SegmentRequests
 
 if TYPE_CHECKING:
     import torch

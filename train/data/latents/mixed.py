@@ -8,13 +8,14 @@ one folder after another.
 from collections.abc import Sequence
 from dataclasses import replace
 from fractions import Fraction
+from functools import cached_property
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from train.data.caption_choice import CaptionChoice, smallest
+from train.data.caption_choice import CaptionChoice, CaptionTexts, smallest
 from train.data.latents.captions import SegmentCaptions
 from train.data.latents.labels import SegmentLabels
 from train.data.latents.loader import CaptionedLatents, LatentLoader
@@ -53,20 +54,16 @@ class MixedLatents(LatentLoader):
         self._batch, self._rank, self._num_ranks = first._batch, first._rank, first._num_ranks
         self._order = self.folders.order
         self._tokenize, self._depth, self._verify = first._tokenize, first._depth, first._verify
-        self._first_caption = np.cumsum([0, *(one.num_caption_ids for one in sets)])
 
     def folder_of(self, clips: NDArray[np.int64]) -> NDArray[np.int64]:
         """The folder of each sample, as an index."""
         return self.folders.order.folder_of(clips)
 
-    def texts_of(self, caption_id: NDArray[np.int64]) -> list[str]:
-        """The texts of captions."""
-        texts = np.empty(len(caption_id), dtype=object)
-        number = np.searchsorted(self._first_caption, caption_id, side="right") - 1
-        for one in np.unique(number).tolist():
-            texts[number == one] = self._sets[one].texts_of(caption_id[number == one] - self._first_caption[one])
-        found: list[str] = texts.tolist()
-        return found
+    @cached_property
+    def _texts(self) -> CaptionTexts:
+        # One table, as finding the folder of each caption of a small batch would take longer than reading its text.
+        num_ids = [one.num_caption_ids for one in self._sets]
+        return CaptionTexts.joined([one._texts for one in self._sets], num_ids=num_ids)
 
     def require_different_texts(self) -> None:
         """Raise a UserError if all captions of a folder are the same text."""

@@ -22,16 +22,8 @@ from train.data.chunks import evenly_of_each, videos_of_split
 from train.data.classes import ClassList
 from train.data.latents.captions import SegmentCaptions, pair_captions
 from train.data.latents.labels import SegmentLabels, label_segments
-from train.data.latents.segments import (
-    LatentRecords,
-    SegmentRequests,
-    Segments,
-    Tails,
-    cut,
-    frames_of,
-    read_records,
-    seconds_of,
-)
+from train.data.latents.requests import SegmentRequests
+from train.data.latents.segments import LatentRecords, Segments, Tails, cut, frames_of, read_records, seconds_of
 from train.data.mapped_tars import MappedTars
 from train.data.order import set_fingerprint
 from train.data.selection import Selection
