@@ -1,6 +1,6 @@
 """Clips whose scores are known, as chunks of one data folder, and scores made in this process."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
@@ -36,7 +36,7 @@ class Here:
     """The engine without workers."""
 
     def run(
-        self, function: Callable[[T], R], tasks: Iterator[T], *, check: Check | None = None
+        self, function: Callable[[T], R], tasks: Iterable[T], *, check: Check | None = None
     ) -> Iterator[Outcome[T, R] | None]:
         for task in tasks:
             yield Outcome(task, function(task))
@@ -62,7 +62,7 @@ def rows_of(data: Path) -> dict[str, dict[str, Any]]:
 def texture(seed: int, *, width: int = 1024, height: int = HEIGHT, blur: float = 3) -> Picture:
     """Grey noise with details of about `blur` pixels."""
     noise = np.random.default_rng(seed).integers(0, 256, (height, width)).astype(np.float32)
-    smooth = cv2.normalize(cv2.GaussianBlur(noise, (0, 0), blur), None, 20, 235, cv2.NORM_MINMAX)
+    smooth = cv2.normalize(cv2.GaussianBlur(noise, (0, 0), blur), noise, 20, 235, cv2.NORM_MINMAX)
     return np.repeat(smooth.astype(np.uint8)[..., None], 3, axis=2)
 
 
@@ -87,8 +87,8 @@ def _shots() -> list[Picture]:
     borders = (0, *CUTS, 123)
     return [
         picture
-        for colour, begin, end in zip(colours, borders[:-1], borders[1:], strict=True)
-        for picture in [np.full((HEIGHT, WIDTH, 3), colour, np.uint8)] * (end - begin)
+        for seed, (colour, begin, end) in enumerate(zip(colours, borders[:-1], borders[1:], strict=True))
+        for picture in [(texture(seed, width=WIDTH) / 255 * colour).astype(np.uint8)] * (end - begin)
     ]
 
 

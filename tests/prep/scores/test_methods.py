@@ -120,13 +120,14 @@ def test_slow_changes_and_short_standstills_are_not_frozen() -> None:
     still = looks((0, 9), (5, 9), (10, 90), (15, 90), (20, 90), (60, 9))
     assert frozen_frames(still, num_frames=61, min_frames=30) == pytest.approx(32.5)
     assert frozen_frames(looks((0, 9), (1, 9)), num_frames=2, min_frames=30) == 2
+    assert frozen_frames(looks((0, 9), (40, 90)), num_frames=80, min_frames=30) == 0, "nothing was seen to stand still"
 
 
 @pytest.mark.parametrize("zoom", [1.0, 1.04])
 def test_a_turning_and_zooming_camera_is_a_camera(zoom: float) -> None:
     before = texture(0, width=128, height=72)[..., 0]
     matrix = cv2.getRotationMatrix2D((64, 36), 2.0, zoom)
-    after = cv2.warpAffine(before, matrix, (128, 72), borderMode=cv2.BORDER_REFLECT)
+    after = np.asarray(cv2.warpAffine(before, matrix, (128, 72), borderMode=cv2.BORDER_REFLECT), np.uint8)
     flow = optical_flow(before, after)
     assert flow is not None
     motion = split_motion(flow, textured(before))
