@@ -18,6 +18,27 @@ FLAGS = {
     "caption": f"{TEMPORAL} --decoder.name tiny --decoder.depth 1 --decoder.max-tokens 12 --decoder.vocabulary 280",
 }
 
+EVALUATIONS: dict[str, list[tuple[str, ...]]] = {
+    "dual-encoder": [
+        ("retrieval",),
+        ("retrieval", "--clips", "2"),
+        ("zero-shot", "--label", "verb"),
+        ("probe", "--label", "verb", "--neighbours", "5"),
+    ],
+    "classify": [("classification", "--clips", "2"), ("probe", "--label", "noun", "--neighbours", "5")],
+    "mae": [("reconstruction",), ("probe", "--label", "verb", "--neighbours", "5")],
+    "caption": [("caption", "--decoding.method", "beam", "--decoding.max-tokens", "6")],
+}
+FORMATS = [
+    ("dual-encoder", "open_clip"),
+    ("dual-encoder", "hf"),
+    ("classify", "hf"),
+    ("classify", "videomae"),
+    ("mae", "hf"),
+    ("mae", "videomae"),
+    ("caption", "hf"),
+]
+
 
 @pytest.fixture(scope="package")
 def moving(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -35,3 +56,12 @@ def runs(moving: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Pa
         words = (*SMALL.split(), *UNUSUAL.split(), *flags.split())
         assert run_train(task, "--shards", moving, "--out", folder / task, *words) == 0
     return {task: folder / task for task in FLAGS}
+
+
+@pytest.fixture(scope="module")
+def exports(runs: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str], Path]:
+    """Every format of every run."""
+    folder = tmp_path_factory.mktemp("exports")
+    for task, form in FORMATS:
+        assert run_train("export", runs[task], "--format", form, "--out", folder / task / form) == 0
+    return {(task, form): folder / task / form for task, form in FORMATS}

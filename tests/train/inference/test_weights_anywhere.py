@@ -18,6 +18,7 @@ from torch import nn
 from manifests.errors import UserError
 from manifests.store import read_captions, read_videos
 from tests.train.classify.moving import encode_clips
+from tests.train.inference.conftest import EVALUATIONS, FORMATS
 from tests.train.latents.written import Chunk, Written, write_latents
 from tests.train.weights.small import open_clip_model, our_model
 from tests.train.weights.test_export import run_train
@@ -30,26 +31,6 @@ from train.weights.avion import MISTYPED_MEAN
 
 # What differs between results of one and the same model: names of the weights, not what they compute.
 OF_THE_NAME = {"source", "shards", "is_own_data", "step", "weights", "command", "all_said"}
-EVALUATIONS: dict[str, list[tuple[str, ...]]] = {
-    "dual-encoder": [
-        ("retrieval",),
-        ("retrieval", "--clips", "2"),
-        ("zero-shot", "--label", "verb"),
-        ("probe", "--label", "verb", "--neighbours", "5"),
-    ],
-    "classify": [("classification", "--clips", "2"), ("probe", "--label", "noun", "--neighbours", "5")],
-    "mae": [("reconstruction",), ("probe", "--label", "verb", "--neighbours", "5")],
-    "caption": [("caption", "--decoding.method", "beam", "--decoding.max-tokens", "6")],
-}
-FORMATS = [
-    ("dual-encoder", "open_clip"),
-    ("dual-encoder", "hf"),
-    ("classify", "hf"),
-    ("classify", "videomae"),
-    ("mae", "hf"),
-    ("mae", "videomae"),
-    ("caption", "hf"),
-]
 
 
 def scored(capsys: pytest.CaptureFixture[str], kind: str, weights: object, *flags: object) -> dict[str, Any]:
@@ -62,15 +43,6 @@ def scored(capsys: pytest.CaptureFixture[str], kind: str, weights: object, *flag
 def same(result: dict[str, Any]) -> dict[str, Any]:
     """A result without the names of the weights."""
     return {name: value for name, value in result.items() if name not in OF_THE_NAME}
-
-
-@pytest.fixture(scope="module")
-def exports(runs: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str], Path]:
-    """Every format of every run."""
-    folder = tmp_path_factory.mktemp("exports")
-    for task, form in FORMATS:
-        assert run_train("export", runs[task], "--format", form, "--out", folder / task / form) == 0
-    return {(task, form): folder / task / form for task, form in FORMATS}
 
 
 @pytest.mark.parametrize("task", EVALUATIONS)
