@@ -36,8 +36,9 @@ from train.tasks.dual_encoder.task import DualEncoderTask
 
 CPU = torch.device("cpu")
 NUM_FRAMES, SIZE_PX, WORKERS = 4, 224, 2
-CLIP_S, CLIPS_PER_PIECE, SEGMENTS_PER_PIECE = 4.0, 3, 3
-LATENT_EPOCHS = 40  # for each epoch of clips
+CLIP_S, CLIPS_PER_PIECE, STEP_S = 4.0, 60, 0.18  # spans that overlap, so that a folder has many samples
+BATCH = 15
+LATENT_EPOCHS = 160  # for each epoch of clips
 
 
 def main() -> None:
@@ -46,7 +47,7 @@ def main() -> None:
     parser.add_argument("videos", nargs="?", type=Path, help="folder of videos; made up when left out")
     parser.add_argument("--pieces", type=int, default=20, help="a multiple of --folders")
     parser.add_argument("--folders", type=int, default=10)
-    parser.add_argument("--epochs", type=int, default=4, help="epochs of clips in a turn")
+    parser.add_argument("--epochs", type=int, default=1, help="epochs of clips in a turn")
     parser.add_argument("--rounds", type=int, default=21)
     arguments = parser.parse_args()
     torch.set_num_threads(1)
@@ -76,7 +77,7 @@ def _make_data(folder: Path, pieces: list[Path]) -> Path:
     own.mkdir(parents=True)
     for number, piece in enumerate(pieces):
         shutil.copyfile(piece, own / f"{number:03d}.mp4")
-    begins_s = [CLIP_S * number for number in range(CLIPS_PER_PIECE)]
+    begins_s = [STEP_S * number for number in range(CLIPS_PER_PIECE)]
     write_captions(captions, [(piece, begin, CLIP_S) for piece in range(len(pieces)) for begin in begins_s])
     make_set(OWN, pieces=own, captions=captions, folder=folder, program=find_ffmpeg().path)
     data = data_folder(folder, OWN)
@@ -90,7 +91,7 @@ def _samples(folders: tuple[Path, ...], kind: str) -> TrainingSet:
     settings = DualEncoderSettings(
         shards=shards if len(shards) > 1 else shards[0],
         input="latents" if kind == "latents" else "pixels",
-        batch=CLIPS_PER_PIECE * 2,
+        batch=BATCH,
         num_frames=NUM_FRAMES,
         size_px=SIZE_PX,
         workers=WORKERS,
@@ -103,7 +104,7 @@ def _samples(folders: tuple[Path, ...], kind: str) -> TrainingSet:
 def _measure(ways: dict[str, TrainingSet], kind: str, *, num_epochs: int, num_rounds: int) -> list[dict[str, object]]:
     (num_samples,) = {samples.num_samples for samples in ways.values()}
     assert num_samples is not None
-    num_batches = num_samples // (CLIPS_PER_PIECE * 2) * num_epochs
+    num_batches = max(num_samples * num_epochs // BATCH, 1)
 
     def read(samples: TrainingSet, position: int) -> None:
         batches = prefetch(samples.batches(position=position, max_failures=0), CPU)
@@ -118,7 +119,7 @@ def _measure(ways: dict[str, TrainingSet], kind: str, *, num_epochs: int, num_ro
         wall_s, cpu_s = time.perf_counter(), time.process_time()
         read(ways[way], number * num_epochs * num_samples)
         taken[way].append((time.process_time() - cpu_s, time.perf_counter() - wall_s))
-    first, num = taken["one folder"], num_epochs * num_samples
+    first, num = taken["one folder"], num_batches * BATCH
     rows: list[dict[str, object]] = []
     for way, its in taken.items():
         ratios = [one[0] / other[0] for one, other in zip(first, its, strict=True)]

@@ -50,9 +50,12 @@ class SampleOrder:
         epochs, of_epoch = np.divmod(np.asarray(positions, dtype=np.int64), self.positions_per_epoch)
         groups, members = np.divmod(of_epoch, self.group)
         num_full = self.num_samples // self.group
-        for epoch in np.unique(epochs):
-            chosen = (epochs == epoch) & (groups < num_full)
-            groups[chosen] = permute(groups[chosen], num_full, seed=self.seed, epoch=int(epoch))
+        chosen = groups < num_full
+        if chosen.any():
+            # All epochs at once: many positions of a small set are of many epochs.
+            there, number = np.unique(epochs[chosen], return_inverse=True)
+            keys = np.stack([_round_keys(self.seed, int(epoch)) for epoch in there], axis=1)
+            groups[chosen] = _permuted(groups[chosen], num_full, keys[:, number] if len(there) > 1 else keys)
         samples = groups * self.group + members
         samples[samples >= self.num_samples] = -1
         return samples
@@ -69,12 +72,17 @@ def positions_of_rank(begin: int, count: int, *, rank: int, num_ranks: int, grou
 
 def permute(positions: Positions, num_samples: int, *, seed: int, epoch: int) -> Positions:
     """Map positions in [0, num_samples) to samples in [0, num_samples), one to one, for one epoch."""
+    return _permuted(positions, num_samples, _round_keys(seed, epoch)[:, None])
+
+
+def _permuted(positions: Positions, num_samples: int, keys: NDArray[np.uint64]) -> Positions:
+    """The same with round keys [rounds, 1], or [rounds, N] for positions of several epochs."""
     num_bits = max(2, (num_samples - 1).bit_length())
-    keys = _round_keys(seed, epoch)
     samples = _feistel(positions.astype(np.uint64), num_bits, keys)
     outside = samples >= num_samples
     while outside.any():
-        samples[outside] = _feistel(samples[outside], num_bits, keys)
+        of_outside = keys if keys.shape[1] == 1 else keys[:, outside]
+        samples[outside] = _feistel(samples[outside], num_bits, of_outside)
         outside = samples >= num_samples
     return samples.astype(np.int64)
 
