@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from shards.reader import Variant
+from tests.train.data.http_folder import HttpFolder
 from tests.train.plane import ONE
 from train.data import open_clips
 from train.data.batch import Batch, BatchRing, to_device
@@ -190,3 +191,28 @@ def test_mixtures_in_python(near: Path, far: Path) -> None:
     assert torch.cat([one["folder"] for one in in_order]).tolist() == [0] * 6 + [1] * 4
     names = [labelled.classes[one] for one in torch.cat([one["label"] for one in in_order]).tolist()]
     assert names == ["up", "down"] * 3 + ["up", "left"] * 2
+
+
+def test_a_remote_folder_is_mixed_like_a_local_one(near: Path, far: Path, tmp_path: Path) -> None:
+    shutil.copytree(far, tmp_path / "far")
+    server = HttpFolder(tmp_path)
+    shards: Any = (str(near), f"{server.address}/far")
+    task = task_on(near, far)
+    local = [one.batch for one in islice(task.training_set(ONE).batches(max_failures=0), 3)]
+    settings = replace(SETTINGS, shards=shards, cache=tmp_path / "cache")
+    remote = DualEncoderTask(settings, attention=open_attention("sdpa", device_type="cpu"), device=CPU)
+    samples = remote.training_set(ONE)
+    for expected, loaded in zip(local[-1:], list(islice(samples.batches(max_failures=0), 3))[-1:], strict=True):
+        assert torch.equal(loaded.batch["video"], expected["video"])
+        assert loaded.batch["clip_id"].tolist() == expected["clip_id"].tolist()
+    server.close()
+
+
+def test_where_selects_in_each_folder_and_not_in_their_evaluations(near: Path, far: Path) -> None:
+    where = "begin_s == 0 and text != 'near a begins'"  # 2 captions of `near`, all 4 of `far`, whose chunks are longer
+    samples = mixture(near, far, where=where)
+    assert samples.num_clips == 2 + 4
+    task = task_on(near, far, where=where)
+    for one in task._settings.evaluated():
+        held_out = task.on(one.shards).samples(one.split, ONE)
+        assert len(held_out) == 4
