@@ -48,14 +48,15 @@ def choose_sources(names: list[str], *, wanted: str | None, elsewhere: Collectio
         elsewhere: sources of other splits, such as pseudo-captions of training videos in an evaluation. They can be
             wanted, too, as long as the split has captions of another one that is.
         wanted: `--captions.sources`: names or shell patterns with weights; the first one that matches a source gives
-            its weight. None gives every source the weight 1, in alphabetical order.
+            its weight. None gives every source the weight 1, in alphabetical order, with those of models
+            (`captioner@1f2e3d4c`) last, so that an evaluation does not take them for captions by people.
 
     Raises:
         UserError: a name or pattern matches no source, or no source of the split is left.
     """
-    pairs = [(name, 1.0) for name in sorted(names)] if wanted is None else list(parse_weights(wanted).items())
+    left = sorted(names, key=lambda name: ("@" in name, name))
+    pairs = [(name, 1.0) for name in left] if wanted is None else list(parse_weights(wanted).items())
     chosen: list[tuple[str, float]] = []
-    left = sorted(names)
     for pattern, weight in pairs:
         # The full name of a source means that source, even if it could be read as a pattern.
         matching = [name for name in names if name == pattern or (pattern not in names and fnmatchcase(name, pattern))]

@@ -72,6 +72,7 @@ def test_sources_are_named_in_full_or_by_pattern() -> None:
     by_default = choose_sources(names, wanted=None)
     assert by_default.names == ("ego4d_train", "ego4d_train.narrator_63", "ego4d_train.rephraser.top3")
     assert by_default.weights.tolist() == [1, 1, 1] and by_default.rank.tolist() == [2, 0, 1]
+    assert choose_sources(["a@1f2e3d4c", "human", "asr"], wanted=None).names == ("asr", "human", "a@1f2e3d4c")
     chosen = choose_sources(names, wanted="*rephraser*=2,ego4d_train=1,*narrator*=0")
     assert chosen.names == ("ego4d_train.rephraser.top3", "ego4d_train")
     assert chosen.weights.tolist() == [2, 1] and chosen.rank.tolist() == [0, 1, -1]
