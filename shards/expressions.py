@@ -124,6 +124,8 @@ class _Parser:
                         self._fail(token.start[1], "comments are not part of the language")
         except SyntaxError as error:
             hint = "compare by ==, and join by `and`, `or`, `not`" if any(sign in line for sign in "=&|!") else None
+            if error.offset == 0:  # Python has no place for what is missing at the end
+                self._fail(len(line), "the expression ends too early", hint=hint)
             self._fail(max((error.offset or 1) - 1, 0), error.msg, hint=hint)
         except (MemoryError, RecursionError):
             self._fail(0, "the expression is nested too deeply", hint=f"nest at most {MAX_DEPTH} levels")

@@ -94,7 +94,9 @@ def caption_columns(where: Where | None, schema: pa.Schema) -> list[str]:
 
 def nothing_selected(where: Where, *, what: str) -> UserError:
     """The error for an expression that selects none of `what`."""
-    return UserError(f"--where '{where.text}' selects none of {what}", hint="use a weaker condition")
+    return UserError(
+        f"--where '{where.text}' selects none of {what}", hint="use a weaker condition, or leave these data out"
+    )
 
 
 def _of_videos(

@@ -134,6 +134,8 @@ def parse_where(text: str) -> Where:
     Raises:
         UserError: it is not one; the message has the position, and the nearest name for one that is unknown.
     """
+    if not isinstance(text, str):
+        raise UserError(f"{_FLAG} is {text!r}, not a text", hint="write a condition, such as 'motion > 0.2'")
     return Where(tuple(parse_conditions(text, kinds=_KINDS, flag=_FLAG)))
 
 

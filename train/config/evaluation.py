@@ -51,12 +51,14 @@ class EvaluatedData:
         name: prefix of its metrics.
         shards: data folder; None for that of the run.
         protocol: one that differs from `--evaluate.protocol`, of dual encoders.
+        is_named: whether --evaluate.shards names them; otherwise they are a folder of the training data.
     """
 
     name: str
     shards: str | None
     split: str
     protocol: ProtocolName | None = None
+    is_named: bool = True
 
     def text(self, *, base: Path) -> str:
         """One of --evaluate.shards, with its path below `base` if it is relative."""
@@ -70,6 +72,9 @@ class EvaluatedData:
             yield
         except UserError as error:
             flags = {"--split": "--evaluate.split"}
+            if not self.is_named:
+                hint = f"{error.hint or ''}; or name the data to evaluate with --evaluate.shards".removeprefix("; ")
+                raise UserError(f"evaluation of {self.shards}: {error}", hint=hint) from error
             if self.shards is not None:
                 own = f"--evaluate.shards {self.name}="
                 flags = {"--split": f"{own}DATA@SPLIT", "--shards DIR": f"{own}DIR", "--shards": "--evaluate.shards"}

@@ -191,7 +191,7 @@ class TrainingSettings(DataSettings):
         if self.evaluate.shards or len(self.folders) == 1:
             return self.evaluate.evaluated()
         split, named = self.evaluate.split, zip(folder_names(self.folders), self.folders, strict=True)
-        return tuple(EvaluatedData(name=name, shards=folder, split=split) for name, folder in named)
+        return tuple(EvaluatedData(name=name, shards=folder, split=split, is_named=False) for name, folder in named)
 
     def rules(self) -> Iterator[UserError]:
         """The best checkpoint can be known, and the schedule rises in warmup and not after it."""

@@ -77,7 +77,10 @@ class ClipSamples(Loader):
         if not len(self):
             raise UserError(
                 f"no clip of split {split!r} can be shown: {self.describe()}",
-                hint="see prep status; captions and labels come from prep manifest",
+                hint="see prep status; captions and labels come from prep manifest"
+                if not chunks.selection.text
+                else "use a weaker condition: it must hold for all chunks that a clip touches, which are those of the "
+                "whole video for a caption without times",
             )
         super().__init__(self, loading)
 

@@ -237,7 +237,8 @@ class Resumable:
                 of_other = "samples" if old_order != order else f"order: seed {state['seed']}"
                 raise UserError(
                     f"the loader's state belongs to other {of_other}, not to {self.describe()}, seed {self._seed}",
-                    hint="resume with the data, split, segment and seed that the run was started with",
+                    hint="resume with the data (of a mixture, the same folders in the same order), split, --where, segment "
+                    "and seed that the run was started with",
                 )
         try:
             self.cursor = merge_cursors([Cursor(state["position"], tuple(state["ahead"])) for state in states])

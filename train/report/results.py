@@ -95,7 +95,7 @@ def _chosen(settings: dict[str, Any], task: str) -> dict[str, Any]:
     kind = task_named(task).settings if task in task_names() else TrainingSettings
     defaults = flat(plain_values(asdict(kind())))
     return {
-        name: value
+        name: ", ".join(map(str, value)) if isinstance(value, list) else value
         for name, value in settings.items()
         if name in _SHOWN_SETTINGS or str(value) != str(defaults.get(name, value))
     }

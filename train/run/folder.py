@@ -174,7 +174,9 @@ def create_run(settings: TrainingSettings) -> RunFolder:
         with run.held():
             left = _left_over(run.path, run.settings.name)
             if len(left) < len(list(run.path.iterdir())):
-                raise UserError(f"{run.path} exists already", hint="use --resume to continue it, or another --out")
+                raise UserError(
+                    f"{run.path} exists already", hint="add --resume auto to continue it, or use another --out"
+                )
             for path in left:
                 path.unlink()
             folders = tuple(map(absolute, settings.folders))

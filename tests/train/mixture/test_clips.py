@@ -7,9 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
 import pytest
 import torch
 
+from manifests.errors import UserError
 from shards.reader import Variant
 from tests.train.data.http_folder import HttpFolder
 from tests.train.plane import ONE
@@ -30,7 +33,7 @@ from train.engine.throughput import Throughput
 from train.losses.global_contrast import GlobalContrast
 from train.losses.settings import Loss
 from train.models.attention import open_attention
-from train.tasks.dual_encoder.settings import DualEncoderSettings
+from train.tasks.dual_encoder.settings import DualEncoderEvaluation, DualEncoderSettings
 from train.tasks.dual_encoder.task import DualEncoderTask
 
 CPU = torch.device("cpu")
@@ -216,3 +219,17 @@ def test_where_selects_in_each_folder_and_not_in_their_evaluations(near: Path, f
     for one in task._settings.evaluated():
         held_out = task.on(one.shards).samples(one.split, ONE)
         assert len(held_out) == 4
+
+
+def test_a_folder_that_cannot_be_evaluated_is_named_without_a_flag_that_was_not_given(
+    near: Path, far: Path, tmp_path: Path
+) -> None:
+    shutil.copytree(far, tmp_path / "far")
+    videos = tmp_path / "far/manifest/videos.parquet"
+    table = pq.read_table(videos)
+    split = pc.replace_substring(table["split"], "val", "test")
+    pq.write_table(table.set_column(table.column_names.index("split"), "split", split), videos)
+    task = task_on(near, tmp_path / "far", evaluate=DualEncoderEvaluation(every=1))
+    with pytest.raises(UserError, match=f"^evaluation of {tmp_path}/far: .* has no videos of split 'val'") as caught:
+        task.training_set(ONE)
+    assert "name the data to evaluate with --evaluate.shards" in (caught.value.hint or "")
