@@ -76,7 +76,10 @@ def data_of(weights: str | Path) -> tuple[str | None, ...]:
 
     if not is_run(Path(weights)):
         return (None,)
-    shards = read_values(open_run(Path(weights)).settings).get("shards")
+    try:
+        shards = read_values(open_run(Path(weights)).settings).get("shards")
+    except UserError:
+        return (None,)  # opening the run says what is wrong with it
     return tuple(map(str, shards)) if isinstance(shards, list) and len(shards) > 1 else (None,)
 
 

@@ -244,7 +244,6 @@ def test_another_tower_is_another_variant_that_takes_over_when_it_is_whole(
 
 
 def test_captions_over_many_row_groups_and_shards_find_their_rows(data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("manifests.previous.ROWS_PER_GROUP", 7)
     monkeypatch.setattr("manifests.caption_table.ROWS_PER_GROUP", 7)
     monkeypatch.setattr("prep.text.layout.MAX_SHARD_CAPTIONS", 20)
     captions = {f"v{n:02d}": [f"text {(n * step) % 13}" for step in range(n % 6)] for n in range(30)}
