@@ -106,11 +106,11 @@ class ExtraFile:
     """A file in a variant's folder that is derived from its shards, and that a run writes again.
 
     Attributes:
-        damage: return what is damaged in the file of a variant, or None.
+        problem: return why the file of a variant cannot be used (missing, stale or damaged), or None.
     """
 
     name: str
-    damage: "Callable[[Variant], str | None]"
+    problem: "Callable[[Variant], str | None]"
 
 
 def _any_settings(settings: Any) -> None:

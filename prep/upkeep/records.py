@@ -76,8 +76,8 @@ def check_variant_records(variant: Variant, *, column: ColumnSpec, data_dir: Pat
             if extra.file_names.fullmatch(path.name) and not extra.is_whole(path):
                 found.append((path, "its content does not match the hash in the file name"))
     for file in column.extra_files:
-        if (damage := file.damage(variant)) is not None:
-            found.append((folder / file.name, damage))
+        if (problem := file.problem(variant)) is not None:
+            found.append((folder / file.name, problem))
     return [RecordFinding(str(path), message, again) for path, message in found]
 
 

@@ -65,6 +65,7 @@ class ColumnStatus:
         stale_because: why the current variant differs from what would be made now, or None.
         to_make: state -> number of shards that the column's command would make. For `video`, only shards without a
             commit are counted, since the others would require reading the sources.
+        file_problems: why files of the current variant that are derived from its shards cannot be used.
         failures_file: list of the last run's failures, if there were any.
         first_failures: the first few failures of the current variant; for `video`, also of unusable sources.
     """
@@ -74,6 +75,7 @@ class ColumnStatus:
     problems: list[tuple[int, str, str]] = field(default_factory=list)
     stale_because: str | None = None
     to_make: dict[str, int] = field(default_factory=dict)
+    file_problems: list[str] = field(default_factory=list)
     failures_file: Path | None = None
     first_failures: list[FailureEntry] = field(default_factory=list)
 
@@ -92,6 +94,7 @@ class ColumnStatus:
             "problems": problems,
             "stale_because": self.stale_because,
             "to_make": self.to_make,
+            "file_problems": self.file_problems,
             "failures_file": None if self.failures_file is None else os.fspath(self.failures_file),
             "first_failures": named_values(self.first_failures),
         }
@@ -179,6 +182,7 @@ def _column_status(data_dir: Path, column: ColumnSpec, *, unusable: list[Failure
                 problems=[(shard_id, state, why) for shard_id, (state, why) in problems_of(opened).items()],
                 stale_because=pending.stale_because,
                 to_make=pending.to_make,
+                file_problems=[why for file in column.extra_files if (why := file.problem(opened)) is not None],
                 failures_file=listed if listed.exists() else None,
                 first_failures=first_few([*unusable, *first_failures(_failures(opened))]),
             )
