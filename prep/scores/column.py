@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from cyclopts import Parameter
 
 from manifests.errors import UserError
-from prep.core.column import VIDEO, ColumnSpec, ExtraFile, Pending, changed_flags
+from prep.core.column import VIDEO, ColumnSpec, ExtraFile, Kept, Pending, changed_flags
 from prep.core.make import (
     Address,
     Data,
@@ -139,9 +139,13 @@ def _pending(data_dir: Path, variant: "Variant") -> Pending:
     return pending_scores(data_dir, variant)
 
 
-def _write_page(
-    path: Path, variant: "Variant", on_picture: Callable[[int, int], None], where: str | None = None
-) -> int:
+def _write_page(path: Path, variant: "Variant", on_picture: Callable[[int, int], None]) -> int:
+    from prep.scores.page import write_scores_page
+
+    return write_scores_page(path, variant, on_picture=on_picture).num_samples
+
+
+def _write_selection(path: Path, variant: "Variant", on_picture: Callable[[int, int], None], where: str) -> Kept:
     from prep.scores.page import write_scores_page
 
     return write_scores_page(path, variant, where=where, on_picture=on_picture)
@@ -162,6 +166,6 @@ COLUMN = ColumnSpec(
     pending=_pending,
     check_sample="prep.scores.sample:check_scores",
     write_page=_write_page,
-    write_selection=_write_page,
+    write_selection=_write_selection,
     extra_files=(ExtraFile(_TABLE_FILE, table_problem),),
 )

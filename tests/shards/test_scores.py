@@ -88,7 +88,7 @@ def test_scores_of_another_variant_of_the_chunks_are_refused(data_dir: Path) -> 
 
 def test_a_table_that_was_not_written_yet_or_is_of_other_shards_is_refused(data_dir: Path) -> None:
     directory = write_scores(data_dir, {"a_000000000": {"motion": 0.5}}, publish=False)
-    with pytest.raises(UserError, match="chunks.arrow is missing\n"):
+    with pytest.raises(UserError, match=r"chunks\.arrow is missing\n"):
         open_scores(data_dir)
     publish_score_table(Variant(directory))
     open_scores(data_dir)
