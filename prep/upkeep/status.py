@@ -15,8 +15,9 @@ import pyarrow.compute as pc
 from manifests.errors import UserError
 from manifests.store import MANIFEST_FILE, manifest_dir, read_videos
 from prep.core.column import ColumnSpec, Pending
+from prep.core.data_folder import was_killed
 from prep.core.failure_list import MAX_NAMED, FailureEntry, first_failures, first_few, named_values
-from prep.core.heartbeat import running_shards
+from prep.core.heartbeat import ShardProgress, running_shards
 from prep.core.layout import DamagedLayout, variants_of
 from prep.core.plan import NUM_CHECK_THREADS, is_readable, problems_of
 from prep.core.run import FAILURES_FILE
@@ -173,6 +174,7 @@ def read_status(data_dir: Path) -> Status:
 def _column_status(data_dir: Path, column: ColumnSpec, *, unusable: list[FailureEntry]) -> ColumnStatus:
     current = current_variant(data_dir, column.name)
     variants, status = [], ColumnStatus(column.name, first_failures=unusable)
+    is_abandoned = was_killed(data_dir, column=column.name)
     for opened in variants_of(data_dir, column.name):
         name, pending = opened.directory.name, _pending(data_dir, column, opened)
         if name == current:
@@ -186,7 +188,10 @@ def _column_status(data_dir: Path, column: ColumnSpec, *, unusable: list[Failure
                 failures_file=listed if listed.exists() else None,
                 first_failures=first_few([*unusable, *first_failures(_failures(opened))]),
             )
-        variants.append(_variant_status(opened, is_current=name == current, num_wanted=pending.num_wanted))
+        running = [] if is_abandoned else running_shards(opened.directory)
+        variants.append(
+            _variant_status(opened, is_current=name == current, num_wanted=pending.num_wanted, running=running)
+        )
     return replace(status, variants=sorted(variants, key=lambda variant: not variant.is_current))
 
 
@@ -248,8 +253,10 @@ def _first_sources(probes: pa.Table) -> list[FailureEntry]:
     return first_few(FailureEntry(row["video_id"], row["code"], f"{row['path']}: {row['message']}") for row in rows)
 
 
-def _variant_status(variant: Variant, *, is_current: bool, num_wanted: int | None) -> VariantStatus:
-    shards, running = variant.shards(), running_shards(variant.directory)
+def _variant_status(
+    variant: Variant, *, is_current: bool, num_wanted: int | None, running: list[ShardProgress]
+) -> VariantStatus:
+    shards = variant.shards()
     with ThreadPoolExecutor(NUM_CHECK_THREADS) as pool:
         hours = sum(pool.map(_hours, shards))
     codes = Counter(failure.code for failure in _failures(variant))
