@@ -36,6 +36,7 @@ SCORES = "scores"
 CHUNKS_FILE = "chunks.arrow"
 _DIGEST_KEY = b"commits_sha256"
 _CRC_KEY = b"crc32"
+_STALE = "shards of scores have changed since it was written"
 _ROWS = pa.schema([field for field in SCORES_FIELDS if field.name != "chunk_fingerprint"])
 _SCHEMA = pa.schema(
     [
@@ -104,30 +105,27 @@ def open_scores(data_dir: Path, *, columns: Collection[str] | None = None) -> Sc
     try:
         table = _read_table(path, columns=columns, hint=hint)
     except FileNotFoundError as error:
-        raise UserError(f"{path} is missing: a run of prep scores has not ended", hint=hint) from error
+        raise UserError(f"{path} is missing", hint=hint) from error
     if _digest_of(table) != _commits_digest(variant):
-        raise UserError(f"{path} is stale: shards of scores have changed since it was written", hint=hint)
+        raise UserError(f"{path} is stale: {_STALE}", hint=hint)
     return Scores(table, variant)
 
 
 def has_score_table(variant: Variant) -> bool:
     """Return True if the table of a variant is undamaged and made of its commits."""
-    try:
-        table = _read_table(variant.directory / CHUNKS_FILE, columns=None, hint="")
-    except (FileNotFoundError, UserError):
-        return False
-    return _digest_of(table) == _commits_digest(variant)
+    return score_table_problem(variant) is None
 
 
-def score_table_damage(variant: Variant) -> str | None:
-    """Return what is damaged in the table of a variant, or None; one that is missing or stale is not damaged."""
+def score_table_problem(variant: Variant) -> str | None:
+    """Return why the table of a variant cannot be used, because it is missing, stale or damaged; None if it can."""
+    path = variant.directory / CHUNKS_FILE
     try:
-        _read_table(variant.directory / CHUNKS_FILE, columns=None, hint="")
+        table = _read_table(path, columns=None, hint="")
     except FileNotFoundError:
-        return None
+        return f"{path} is missing"
     except UserError as error:
         return str(error)
-    return None
+    return None if _digest_of(table) == _commits_digest(variant) else f"{path} is stale: {_STALE}"
 
 
 def _read_table(path: Path, *, columns: Collection[str] | None, hint: str) -> pa.Table:
@@ -154,7 +152,8 @@ def _read_table(path: Path, *, columns: Collection[str] | None, hint: str) -> pa
     except (pa.ArrowException, OSError, ValueError, KeyError) as error:
         raise UserError(f"{path} is damaged: not a readable table of scores ({error})", hint=hint) from error
     if changed:
-        raise UserError(f"{path} is damaged: {', '.join(changed)} differ from their checksums", hint=hint)
+        differ = "differs from its checksum" if len(changed) == 1 else "differ from their checksums"
+        raise UserError(f"{path} is damaged: {', '.join(changed)} {differ}", hint=hint)
     return used
 
 

@@ -160,12 +160,17 @@ def inspect(
         progress = CountProgress("decoding chunks")
         if where is None:
             num_chunks = known.write_page(html, opened, progress)
+            page, said = {"num_chunks": num_chunks}, counted(num_chunks, "chunk")
         elif known.write_selection is not None:
-            num_chunks = known.write_selection(html, opened, progress, where)
+            kept = known.write_selection(html, opened, progress, where)
+            page = {"num_chunks": kept.num_samples, "num_kept": kept.num_kept}
+            said = f"--where keeps {kept.num_kept:,} of {counted(kept.num_samples, 'chunk')}"
+            if not kept.num_kept:
+                said += "; see the distributions on the page for values that occur"
         else:
             raise UserError(f"--where does not apply to column {column}", hint="add --column scores, or omit --where")
-        page = {"html": os.fspath(html), "num_chunks": num_chunks}
-        print(json_module.dumps(page, indent=1) if json else f"{html}: {counted(num_chunks, 'chunk')}")
+        values = {"html": os.fspath(html), **page}
+        print(json_module.dumps(values, indent=1) if json else f"{html}: {said}")
         return
     if where is not None:
         raise UserError("--where has no effect without a page", hint="add --column scores --html PAGE, or omit --where")

@@ -88,6 +88,14 @@ class CheckedSample:
 
 
 @dataclass(frozen=True)
+class Kept:
+    """How many of a number of samples an expression keeps."""
+
+    num_kept: int
+    num_samples: int
+
+
+@dataclass(frozen=True)
 class ExtraFolder:
     """A folder for intermediate results inside a variant's folder.
 
@@ -106,11 +114,11 @@ class ExtraFile:
     """A file in a variant's folder that is derived from its shards, and that a run writes again.
 
     Attributes:
-        damage: return what is damaged in the file of a variant, or None.
+        problem: return why the file of a variant cannot be used (missing, stale or damaged), or None.
     """
 
     name: str
-    damage: "Callable[[Variant], str | None]"
+    problem: "Callable[[Variant], str | None]"
 
 
 def _any_settings(settings: Any) -> None:
@@ -154,8 +162,8 @@ class ColumnSpec:
         sample_report: (shard, row, data folder) -> report printed by `prep inspect KEY`; the index row by default.
         write_page: (path, variant, on_sample) -> number of samples on the page; writes the page of `prep inspect
             --html`.
-        write_selection: (path, variant, on_sample, expression) -> likewise; writes that page with what the expression
-            of `--where` keeps and drops. None if the column has no such page.
+        write_selection: (path, variant, on_sample, expression) -> how many samples the expression of `--where` keeps;
+            writes that page with what it keeps and drops. None if the column has no such page.
     """
 
     name: str
@@ -180,7 +188,7 @@ class ColumnSpec:
     extra_files: tuple[ExtraFile, ...] = ()
     sample_report: "Callable[[CommittedShard, int, Path], Report] | None" = None
     write_page: "Callable[[Path, Variant, Callable[[int, int], None]], int] | None" = None
-    write_selection: "Callable[[Path, Variant, Callable[[int, int], None], str], int] | None" = None
+    write_selection: "Callable[[Path, Variant, Callable[[int, int], None], str], Kept] | None" = None
 
     @property
     def is_first(self) -> bool:

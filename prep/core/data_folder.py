@@ -63,7 +63,7 @@ def column_lock(data_dir: Path, *, column: str = VIDEO) -> Iterator[None]:
     Raises:
         UserError: another command holds the lock, or the data folder is not writable.
     """
-    path = data_dir / (".lock" if column == VIDEO else f".{column}.lock")
+    path = _lock_path(data_dir, column)
     try:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
     except OSError as error:
@@ -88,6 +88,31 @@ def column_lock(data_dir: Path, *, column: str = VIDEO) -> Iterator[None]:
             os.ftruncate(descriptor, 0)
     finally:
         os.close(descriptor)
+
+
+def was_killed(data_dir: Path, *, column: str) -> bool:
+    """Return True if the last command that wrote a column was killed on this machine, and so nobody writes it now.
+
+    It reads what the command noted in the lock file. Trying the lock itself could refuse a command that starts at that
+    moment.
+    """
+    try:
+        words = _lock_path(data_dir, column).read_text().split()
+    except (OSError, ValueError):
+        return False
+    if len(words) != 4 or not words[1].isdecimal() or words[3] != os.uname().nodename:
+        return False
+    try:
+        os.kill(int(words[1]), 0)
+    except ProcessLookupError:
+        return True
+    except (OSError, OverflowError):
+        return False  # it belongs to another user
+    return False
+
+
+def _lock_path(data_dir: Path, column: str) -> Path:
+    return data_dir / (".lock" if column == VIDEO else f".{column}.lock")
 
 
 def remove_leftovers(data_dir: Path, *, column: str) -> None:

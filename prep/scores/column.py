@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from cyclopts import Parameter
 
 from manifests.errors import UserError
-from prep.core.column import VIDEO, ColumnSpec, ExtraFile, Pending, changed_flags
+from prep.core.column import VIDEO, ColumnSpec, ExtraFile, Kept, Pending, changed_flags
 from prep.core.make import (
     Address,
     Data,
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from prep.core.report import Report
     from prep.core.run import Summary
     from prep.scores.plan import ScoresPlan
+    from prep.scores.report import ScoresSummary
     from shards.reader import Variant
 
 Settings = Annotated[ScoresSettings, Parameter(name="*")]
@@ -86,25 +87,34 @@ def _plan(data_dir: Path, settings: ScoresSettings, request: Request) -> "Scores
     return make_scores_plan(data_dir, recipe, retry_codes=request.retry_codes)
 
 
-def _run(plan: "ScoresPlan", settings: ScoresSettings, request: Request) -> "Summary":
+def _run(plan: "ScoresPlan", settings: ScoresSettings, request: Request) -> "ScoresSummary":
     from prep.core.run import execute
     from prep.engines.choice import open_engine
     from prep.scores.plan import scores_job
 
     engine = open_engine(request.engine, address=request.address, workers=request.workers)
     summary = execute(scores_job(plan), engine)
-    publish_table(summary, plan.variant_dir)
-    return summary
+    return publish_table(summary, plan.variant_dir)
 
 
-def publish_table(summary: "Summary", folder: Path) -> None:
+def publish_table(summary: "Summary", folder: Path) -> "ScoresSummary":
     """Write the merged table of a variant at the end of a run, unless it is up to date."""
+    from prep.scores.report import ScoresSummary
     from shards.reader import Variant
-    from shards.scores import has_score_table, publish_score_table
+    from shards.scores import publish_score_table
 
     variant = Variant(folder)
-    if summary.num_chunks and not has_score_table(variant):
+    is_needed = table_problem(variant) is not None
+    if is_needed:
         publish_score_table(variant)
+    return ScoresSummary(**vars(summary), is_table_written=is_needed)
+
+
+def table_problem(variant: "Variant") -> str | None:
+    """Return why the merged table cannot be used; None if it can, or if the variant has no scores to merge."""
+    from shards.scores import score_table_problem
+
+    return score_table_problem(variant) if any(commit.files for commit in variant.commits.values()) else None
 
 
 def _plan_report(plan: "ScoresPlan") -> "Report":
@@ -113,7 +123,7 @@ def _plan_report(plan: "ScoresPlan") -> "Report":
     return scores_report(plan)
 
 
-def _summary_report(summary: "Summary", settings: ScoresSettings, listed: Path) -> "Report":
+def _summary_report(summary: "ScoresSummary", settings: ScoresSettings, listed: Path) -> "Report":
     from prep.scores.report import scores_summary
 
     return scores_summary(summary, listed=listed)
@@ -123,21 +133,19 @@ def _flags(stored: Mapping[str, Any]) -> list[str]:
     return changed_flags(asdict(scores_recipe_from_dict(stored).settings), asdict(_DEFAULTS))
 
 
-def _table_damage(variant: "Variant") -> str | None:
-    from shards.scores import score_table_damage
-
-    return score_table_damage(variant)
-
-
 def _pending(data_dir: Path, variant: "Variant") -> Pending:
     from prep.scores.plan import pending_scores
 
     return pending_scores(data_dir, variant)
 
 
-def _write_page(
-    path: Path, variant: "Variant", on_picture: Callable[[int, int], None], where: str | None = None
-) -> int:
+def _write_page(path: Path, variant: "Variant", on_picture: Callable[[int, int], None]) -> int:
+    from prep.scores.page import write_scores_page
+
+    return write_scores_page(path, variant, on_picture=on_picture).num_samples
+
+
+def _write_selection(path: Path, variant: "Variant", on_picture: Callable[[int, int], None], where: str) -> Kept:
     from prep.scores.page import write_scores_page
 
     return write_scores_page(path, variant, where=where, on_picture=on_picture)
@@ -158,6 +166,6 @@ COLUMN = ColumnSpec(
     pending=_pending,
     check_sample="prep.scores.sample:check_scores",
     write_page=_write_page,
-    write_selection=_write_page,
-    extra_files=(ExtraFile(_TABLE_FILE, _table_damage),),
+    write_selection=_write_selection,
+    extra_files=(ExtraFile(_TABLE_FILE, table_problem),),
 )

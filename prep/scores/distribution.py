@@ -8,8 +8,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 NUM_BINS = 32  # at most
-_TAIL = 99.0  # percentile at which the histogram of an unbounded score ends,
-_TAIL_FACTOR = 1.5  # if the highest value is larger than that by more than this factor
+# The histogram of an unbounded score ends at this percentile, or where that is less, at this number of interquartile
+# ranges above the third quartile, if the highest value is larger than that by more than this factor.
+_TAIL = 99.0
+_NUM_RANGES = 4.0
+_TAIL_FACTOR = 1.5
 V = TypeVar("V")
 _PICKED = (("lowest", 0.0), ("1st quartile", 0.25), ("median", 0.5), ("3rd quartile", 0.75), ("highest", 1.0))
 
@@ -52,7 +55,7 @@ def histogram(
         num_bins = min(NUM_BINS, int(highest) + 1)
         begin, end = 0.0, float(-(-(int(highest) + 1) // num_bins) * num_bins)
     else:
-        tail = float(np.percentile(values, _TAIL))
+        tail = _tail(values)
         begin, end = bounds or (0.0, tail if highest > _TAIL_FACTOR * tail else highest)
     end = end if end > begin else begin + 1.0
     inside = np.clip(values, begin, end)
@@ -61,6 +64,12 @@ def histogram(
         return np.histogram(of, bins=num_bins, range=(begin, end))[0].astype(np.int64)
 
     return Histogram(begin, end, count(inside), None if is_kept is None else count(inside[is_kept]), highest > end)
+
+
+def _tail(values: NDArray[np.float64]) -> float:
+    """Return where a long tail begins. Of few values, the percentile itself may be an outlier; quartiles are not."""
+    first, third, tail = np.percentile(values, [25, 75, _TAIL], method="lower").tolist()
+    return min(tail, third + _NUM_RANGES * (third - first)) if third > first else tail
 
 
 def landmarks(values: NDArray[np.float64]) -> list[tuple[str, int]]:

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from manifests.errors import UserError
 from manifests.publish import publish_bytes
 from manifests.quoting import counted
+from prep.core.column import Kept
 from prep.scores.distribution import Histogram, evenly, histogram, landmarks
 from prep.scores.pictures import Chunks, Thumbnail
 from shards.reader import Variant
@@ -68,8 +69,8 @@ def write_scores_page(
     *,
     where: str | None = None,
     on_picture: Callable[[int, int], None] = lambda done, total: None,
-) -> int:
-    """Publish the page of the current variant, and return the number of chunks whose pictures are on it.
+) -> Kept:
+    """Publish the page of the current variant, and return the number of its chunks and how many `where` keeps.
 
     Args:
         where: expression (shards.where); the page also shows what it keeps and drops.
@@ -102,7 +103,8 @@ def write_scores_page(
         publish_bytes(path, f"{text}\n".encode("utf-8", "replace"))
     except OSError as error:
         raise UserError(f"--html {path} cannot be written: {error.strerror}", hint="give another file") from None
-    return chunks.num_shown
+    num_chunks = scores.table.num_rows
+    return Kept(num_chunks if selection is None else int(selection.is_kept.sum()), num_chunks)
 
 
 def _select(text: str, table: pa.Table, *, data_dir: Path) -> Selection:

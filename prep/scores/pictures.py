@@ -36,16 +36,12 @@ class Chunks:
     Args:
         table: the merged table.
         video: the variant of video that was scored.
-
-    Attributes:
-        num_shown: number of chunks of which `thumbnails` has returned pictures.
     """
 
     def __init__(self, table: pa.Table, *, video: Variant) -> None:
         self.table = table
         self._shards = [shard for shard in video.shards() if is_readable(shard)]
         self._found: dict[int, tuple[CommittedShard, int] | None] = {}
-        self.num_shown = 0
 
     def key(self, row: int) -> str:
         """Return the key of a chunk."""
@@ -78,7 +74,6 @@ class Chunks:
             wanted: list[float | None] = [*([None] if row in middles else []), *moments_s.get(row, ())]
             pictures |= {(row, moment): picture for moment, picture in self._of_chunk(row, wanted).items()}
             on_picture(done, len(rows))
-        self.num_shown += len(rows)
         return pictures
 
     def _of_chunk(self, row: int, wanted: Sequence[float | None]) -> dict[float | None, Thumbnail]:

@@ -1,11 +1,22 @@
 """Text and JSON reports of plans and runs of the `scores` column."""
 
+from dataclasses import dataclass
 from pathlib import Path
 
 from prep.core.report import Report, changed_settings, states_lines, states_values, summary_report
 from prep.core.run import Summary
+from prep.scores.column import table_problem
 from prep.scores.plan import ScoresPlan
 from prep.scores.recipe import SCORES
+from shards.reader import Variant
+from shards.scores import CHUNKS_FILE
+
+
+@dataclass
+class ScoresSummary(Summary):
+    """Result of a run. `is_table_written` is True if it has written the merged table."""
+
+    is_table_written: bool = False
 
 
 def scores_report(plan: ScoresPlan) -> Report:
@@ -18,20 +29,25 @@ def scores_report(plan: ScoresPlan) -> Report:
     lines += states_lines(plan.shards)
     lines += [f"{failure.video_id}  cannot be planned: {failure.message}" for failure in plan.unreadable]
     # Unchanged chunks of a changed shard are copied; how many is known only while the shard is made.
-    lines.append(f"estimate at most {seconds / 60:,.1f} minutes of video to score" if seconds else "nothing to do")
+    table = table_problem(Variant(plan.variant_dir)) if plan.commits else None
+    if seconds:
+        lines.append(f"estimate at most {seconds / 60:,.1f} minutes of video to score")
+    else:
+        lines.append("nothing to do" if table is None else f"table    {table}; it will be written from the shards")
     values = {
         "variant": recipe.variant,
         "video": recipe.video,
         "changed_settings": differences,
         "num_chunks": sum(shard.num_chunks for shard in plan.shards),
         **states_values(plan.shards),
+        "table_problem": table,
         "unreadable": [failure.message for failure in plan.unreadable],
         "estimate": {"seconds": seconds},
     }
     return Report("\n".join(lines), values)
 
 
-def scores_summary(summary: Summary, *, listed: Path) -> Report:
+def scores_summary(summary: ScoresSummary, *, listed: Path) -> Report:
     """Return the report of a run; `listed` is the path of the list of failures."""
     speed = None
     if summary.encoded_s:
@@ -42,4 +58,6 @@ def scores_summary(summary: Summary, *, listed: Path) -> Report:
     nothing = None
     if not summary.num_chunks:
         nothing = "there are no committed chunks yet; run it again after `prep chunk`"
-    return summary_report(summary, listed=listed, speed=speed, nothing=nothing, verb="score")
+    report = summary_report(summary, listed=listed, speed=speed, nothing=nothing, verb="score")
+    written = [f"table    {CHUNKS_FILE}: written"] if summary.is_table_written else []
+    return Report("\n".join([report.text, *written]), report.values)

@@ -48,10 +48,10 @@ def set_report(variant: Variant, *, column: ColumnSpec) -> Report:
         f"settings  {column.settings_line(recipe)}",
         f"total     {counted(num_chunks, column.sample)} in {counted(num_shards, 'shard')}, {size_text(num_bytes)}",
         "",
-        f" shard  split {column.sample + 's':>8}        MB  failed  state",
+        f" shard  split {column.sample + 's':>8}      size  failed  state",
     ]
     lines += [
-        f"{row['shard_id']:06d}  {row['split']:<6}{row[num_samples]:>8}{row['tar_bytes'] / 1e6:>10.1f}"
+        f"{row['shard_id']:06d}  {row['split']:<6}{row[num_samples]:>8}{size_text(row['tar_bytes']):>10}"
         f"{row['num_failures']:>8}  {row['state']}"
         for row in rows[:_MAX_SHARD_ROWS]
     ]

@@ -5,7 +5,7 @@ shards.verify. Each finding names the command that repairs the record.
 """
 
 import shlex
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,15 +15,15 @@ import pyarrow as pa
 from manifests.errors import UserError
 from manifests.store import MANIFEST_FILE, manifest_dir, open_captions, read_rejected, read_videos
 from manifests.table_files import TABLE_FILES
-from prep.core.column import ColumnSpec, command_for, recipe_fingerprint
+from prep.core.column import VIDEO, ColumnSpec, Stored, command_for, recipe_fingerprint
 from prep.core.data_folder import PROBES_FILE, SHOTS_FILE
 from prep.core.layout import LAYOUT_FOLDER, DamagedLayout, owner_of_layout, read_layout, variants_of
 from prep.core.selection import SELECTION_FILE, read_selection, stored_request
 from prep.core.table_file import read_table_file
-from prep.registry import columns
+from prep.registry import column_named, columns
 from prep.sources.shot_table import SHOTS
 from prep.sources.table import PROBES
-from shards.dataset import current_variant, list_variants
+from shards.dataset import current_variant, list_variants, variant_dir
 from shards.format import DATASET_FILE, RECIPE_FILE
 from shards.lists import damaged_lists
 from shards.reader import Variant
@@ -76,8 +76,8 @@ def check_variant_records(variant: Variant, *, column: ColumnSpec, data_dir: Pat
             if extra.file_names.fullmatch(path.name) and not extra.is_whole(path):
                 found.append((path, "its content does not match the hash in the file name"))
     for file in column.extra_files:
-        if (damage := file.damage(variant)) is not None:
-            found.append((folder / file.name, damage))
+        if (problem := file.problem(variant)) is not None:
+            found.append((folder / file.name, problem))
     return [RecordFinding(str(path), message, again) for path, message in found]
 
 
@@ -121,7 +121,8 @@ def _shots(data_dir: Path) -> Iterator[RecordFinding]:
         return
     except (OSError, ValueError) as error:
         message = f"{error}; until it is repaired, shots are detected again by `prep chunk --cut shots`"
-        repair = "prep chunk with the same settings as before"
+        again = _command_of(data_dir, column_named(VIDEO), lambda stored: stored.get("cut") == "shots")
+        repair = again or "prep chunk --cut shots with the same settings as before"
         yield RecordFinding(str(data_dir / SHOTS_FILE), message, repair)
 
 
@@ -144,11 +145,11 @@ def _layouts(data_dir: Path) -> Iterator[RecordFinding]:
         try:
             read_layout(path)
         except (DamagedLayout, OSError) as error:
-            yield RecordFinding(str(path), str(error), _layout_repair(path))
+            yield RecordFinding(str(path), str(error), _layout_repair(path, data_dir))
     for path in _needed_layouts(data_dir):
         if not path.exists():
             message = "the layout is missing, but shards depend on it"
-            yield RecordFinding(str(path), message, _layout_repair(path))
+            yield RecordFinding(str(path), message, _layout_repair(path, data_dir))
 
 
 def _needed_layouts(data_dir: Path) -> set[Path]:
@@ -163,8 +164,25 @@ def _needed_layouts(data_dir: Path) -> set[Path]:
     return needed
 
 
-def _layout_repair(path: Path) -> str:
-    return f"prep {command_for(owner_of_layout(path))} with the same settings as before"
+def _layout_repair(path: Path, data_dir: Path) -> str:
+    owner, again = owner_of_layout(path), None
+    column = next((column for column in columns() if column.name == owner), None)
+    if column is not None and (name_of := column.layout_file) is not None:
+        again = _command_of(data_dir, column, lambda stored: name_of(stored) == path.name)
+    return again or f"prep {command_for(owner)} with the same settings as before"
+
+
+def _command_of(data_dir: Path, column: ColumnSpec, is_wanted: Callable[[Stored], bool]) -> str | None:
+    """Return the command of a variant with a wanted recipe, of the current one if possible; None if there is none."""
+    current = None
+    with suppress(UserError):  # a damaged dataset.json has a finding of its own
+        current = current_variant(data_dir, column.name)
+    for name in sorted(list_variants(data_dir, column.name), key=lambda name: name != current):
+        with suppress(UserError):  # its recipe is unreadable or of another version
+            stored = stored_request(Variant(variant_dir(data_dir, column.name, name)))
+            if is_wanted(stored):
+                return column.command_line(stored, data_dir=data_dir)
+    return None
 
 
 def _with_data(command: str, data_dir: Path) -> str:

@@ -15,8 +15,9 @@ import pyarrow.compute as pc
 from manifests.errors import UserError
 from manifests.store import MANIFEST_FILE, manifest_dir, read_videos
 from prep.core.column import ColumnSpec, Pending
+from prep.core.data_folder import was_killed
 from prep.core.failure_list import MAX_NAMED, FailureEntry, first_failures, first_few, named_values
-from prep.core.heartbeat import running_shards
+from prep.core.heartbeat import ShardProgress, running_shards
 from prep.core.layout import DamagedLayout, variants_of
 from prep.core.plan import NUM_CHECK_THREADS, is_readable, problems_of
 from prep.core.run import FAILURES_FILE
@@ -65,6 +66,7 @@ class ColumnStatus:
         stale_because: why the current variant differs from what would be made now, or None.
         to_make: state -> number of shards that the column's command would make. For `video`, only shards without a
             commit are counted, since the others would require reading the sources.
+        file_problems: why files of the current variant that are derived from its shards cannot be used.
         failures_file: list of the last run's failures, if there were any.
         first_failures: the first few failures of the current variant; for `video`, also of unusable sources.
     """
@@ -74,6 +76,7 @@ class ColumnStatus:
     problems: list[tuple[int, str, str]] = field(default_factory=list)
     stale_because: str | None = None
     to_make: dict[str, int] = field(default_factory=dict)
+    file_problems: list[str] = field(default_factory=list)
     failures_file: Path | None = None
     first_failures: list[FailureEntry] = field(default_factory=list)
 
@@ -92,6 +95,7 @@ class ColumnStatus:
             "problems": problems,
             "stale_because": self.stale_because,
             "to_make": self.to_make,
+            "file_problems": self.file_problems,
             "failures_file": None if self.failures_file is None else os.fspath(self.failures_file),
             "first_failures": named_values(self.first_failures),
         }
@@ -170,6 +174,7 @@ def read_status(data_dir: Path) -> Status:
 def _column_status(data_dir: Path, column: ColumnSpec, *, unusable: list[FailureEntry]) -> ColumnStatus:
     current = current_variant(data_dir, column.name)
     variants, status = [], ColumnStatus(column.name, first_failures=unusable)
+    is_abandoned = was_killed(data_dir, column=column.name)
     for opened in variants_of(data_dir, column.name):
         name, pending = opened.directory.name, _pending(data_dir, column, opened)
         if name == current:
@@ -179,10 +184,14 @@ def _column_status(data_dir: Path, column: ColumnSpec, *, unusable: list[Failure
                 problems=[(shard_id, state, why) for shard_id, (state, why) in problems_of(opened).items()],
                 stale_because=pending.stale_because,
                 to_make=pending.to_make,
+                file_problems=[why for file in column.extra_files if (why := file.problem(opened)) is not None],
                 failures_file=listed if listed.exists() else None,
                 first_failures=first_few([*unusable, *first_failures(_failures(opened))]),
             )
-        variants.append(_variant_status(opened, is_current=name == current, num_wanted=pending.num_wanted))
+        running = [] if is_abandoned else running_shards(opened.directory)
+        variants.append(
+            _variant_status(opened, is_current=name == current, num_wanted=pending.num_wanted, running=running)
+        )
     return replace(status, variants=sorted(variants, key=lambda variant: not variant.is_current))
 
 
@@ -244,8 +253,10 @@ def _first_sources(probes: pa.Table) -> list[FailureEntry]:
     return first_few(FailureEntry(row["video_id"], row["code"], f"{row['path']}: {row['message']}") for row in rows)
 
 
-def _variant_status(variant: Variant, *, is_current: bool, num_wanted: int | None) -> VariantStatus:
-    shards, running = variant.shards(), running_shards(variant.directory)
+def _variant_status(
+    variant: Variant, *, is_current: bool, num_wanted: int | None, running: list[ShardProgress]
+) -> VariantStatus:
+    shards = variant.shards()
     with ThreadPoolExecutor(NUM_CHECK_THREADS) as pool:
         hours = sum(pool.map(_hours, shards))
     codes = Counter(failure.code for failure in _failures(variant))

@@ -97,6 +97,8 @@ def _column_lines(column: ColumnStatus) -> list[str]:
         if variant.is_current and column.to_make:
             shards = ", ".join(f"{count} {state}" for state, count in column.to_make.items())
             lines.append(f"{_INDENT}shards to make: {shards}")
+        if variant.is_current and variant.num_running is None:  # a running command writes them at its end
+            lines += [f"{_INDENT}{on_one_line(problem)}" for problem in column.file_problems]
     if column.current is None and column.variants:
         lines.append(f"{_INDENT}no variant is current")
     return lines
@@ -145,5 +147,9 @@ def _next_step(status: Status) -> str | None:
         return f"prep manifest folder VIDEOS --data {shlex.quote(str(status.data_dir))}"
     if first.current is None or not first.current.num_samples:
         return _command_of(first, status.data_dir)
-    behind = (column for column in columns if column.problems or column.stale_because or column.to_make)
+    behind = (
+        column
+        for column in columns
+        if column.problems or column.stale_because or column.to_make or column.file_problems
+    )
     return next((_command_of(column, status.data_dir) for column in behind), None)

@@ -133,6 +133,7 @@ class ShotCutting:
         chunk_frames: number of frames of each chunk, int64 [chunks].
         num_left_out: number of shots of all videos that are in no chunk.
         frames_left_out: number of their frames.
+        videos_left_out: videos with such shots.
     """
 
     begins: np.ndarray
@@ -141,6 +142,7 @@ class ShotCutting:
     span_chunks: int
     num_left_out: int
     frames_left_out: int
+    videos_left_out: Sequence[int]
 
     @property
     def num_chunks(self) -> np.ndarray:
@@ -201,11 +203,13 @@ def shot_cutting(
     """
     chunks: list[tuple[int, int]] = []
     begins, num_left_out, frames_left_out = [0], 0, 0
-    for of_video, frames in zip(cuts, num_frames.tolist(), strict=True):
+    videos_left_out: list[int] = []
+    for video, (of_video, frames) in enumerate(zip(cuts, num_frames.tolist(), strict=True)):
         if of_video is not None:
             made = shot_chunks(of_video, frames, max_frames=max_frames, min_frames=min_frames)
             chunks += made.chunks
             num_left_out += made.num_left_out
+            videos_left_out += [video] if made.num_left_out else []
             frames_left_out += frames - sum(length for _, length in made.chunks)
         begins.append(len(chunks))
     table = np.array(chunks, np.int64).reshape(-1, 2)
@@ -216,4 +220,5 @@ def shot_cutting(
         span_chunks=span_chunks,
         num_left_out=num_left_out,
         frames_left_out=frames_left_out,
+        videos_left_out=videos_left_out,
     )

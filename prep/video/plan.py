@@ -175,6 +175,10 @@ class Plan:
             return float(self.cutting.chunk_frames.mean() / float(settings.fps_exact))
         return float(settings.len_s)
 
+    def video_ids(self, rows: Sequence[int]) -> list[str]:
+        """Return the ids of videos by their rows in the manifest."""
+        return [str(self._videos["video_id"][row]) for row in rows]
+
     def shots_of_video(self, video_id: str) -> ShotsOfVideo | None:
         """Return what is known of the shots of a video in the manifest; None with `--cut even`."""
         if self.shots is None or not isinstance(self.cutting, ShotCutting):

@@ -5,8 +5,8 @@ Core-hours come from a model with two terms: reading is proportional to the sour
 Both were fitted to runs on natural videos; expect the right order of magnitude, not an exact time.
 """
 
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +14,9 @@ import numpy as np
 
 from manifests.errors import UserError
 from manifests.keys import split_key
-from manifests.quoting import counted
+from manifests.quoting import counted, on_one_line
 from prep.core.column import VIDEO
+from prep.core.failure_list import MAX_NAMED
 from prep.core.plan import ShardState
 from prep.core.report import Report, changed_settings, size_text, states_lines, states_values, summary_report
 from prep.core.run import Summary
@@ -131,8 +132,11 @@ def _cutting_values(plan: Plan) -> dict[str, Any]:
         "num_undetected_videos": len(work.seconds),
         "undetected_s": float(work.seconds.sum()),
         "detection_core_hours": float(detection_core_s(work).sum()) / 3600,
+        "first_undetected_videos": plan.video_ids(plan.shots.undetected[:MAX_NAMED].tolist()),
         "num_left_out": cutting.num_left_out,
         "left_out_s": float(cutting.frames_left_out / plan.recipe.settings.fps_exact),
+        "num_left_out_videos": len(cutting.videos_left_out),
+        "first_left_out_videos": plan.video_ids(cutting.videos_left_out[:MAX_NAMED]),
     }
 
 
@@ -144,6 +148,8 @@ def _cutting_lines(values: Mapping[str, Any]) -> list[str]:
             f" shots not detected yet; prep chunk does so first, in about {_hours(values['detection_core_hours'])} of"
             " CPU time"
         )
+        first, num_all = values["first_undetected_videos"], values["num_undetected_videos"]
+        lines.append(f"         {_named(first, num_all=num_all)}")
     return lines + left_out_lines(values)
 
 
@@ -152,7 +158,17 @@ def left_out_lines(values: Mapping[str, Any]) -> list[str]:
     if not values.get("num_left_out"):
         return []
     count, seconds = values["num_left_out"], values["left_out_s"]
-    return [f"left out {counted(count, 'shot')}, {seconds:.1f} s: shorter than --min-len, and no neighbour has room"]
+    length = f"{seconds:.1f} s" if seconds >= 1 else f"{seconds * 1000:.0f} ms"
+    return [
+        f"left out {counted(count, 'shot')}, {length}: shorter than --min-len, and no neighbour has room",
+        f"         in {_named(values['first_left_out_videos'], num_all=values['num_left_out_videos'])}",
+    ]
+
+
+def _named(video_ids: Sequence[str], *, num_all: int) -> str:
+    """Return the names of the first few videos, and the number of the others."""
+    more = f", and {num_all - len(video_ids):,} more" if num_all > len(video_ids) else ""
+    return f"{on_one_line(', '.join(video_ids))}{more}"
 
 
 def _changed_settings(planned: Planned) -> list[str]:
@@ -225,12 +241,16 @@ class ShotSummary(Summary):
         detection_cpu_s: CPU time of this detection in seconds.
         num_left_out: number of shots that are in no chunk.
         left_out_s: their total length in seconds.
+        num_left_out_videos: number of videos with such shots.
+        first_left_out_videos: ids of the first few of them.
     """
 
     num_searched: int = 0
     detection_cpu_s: float = 0.0
     num_left_out: int = 0
     left_out_s: float = 0.0
+    num_left_out_videos: int = 0
+    first_left_out_videos: list[str] = field(default_factory=list)
 
 
 def with_cutting(summary: Summary, planned: Planned) -> Summary:
@@ -247,6 +267,8 @@ def with_cutting(summary: Summary, planned: Planned) -> Summary:
         detection_cpu_s=0.0 if detection is None else detection.cpu_s,
         num_left_out=values["num_left_out"],
         left_out_s=values["left_out_s"],
+        num_left_out_videos=values["num_left_out_videos"],
+        first_left_out_videos=values["first_left_out_videos"],
     )
 
 

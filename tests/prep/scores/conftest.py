@@ -12,11 +12,12 @@ import pytest
 from numpy.typing import NDArray
 
 from prep.core.data_folder import writing
-from prep.core.run import Summary, execute
+from prep.core.run import execute
 from prep.engines import Check, Outcome, R, T
 from prep.scores.column import publish_table
 from prep.scores.plan import make_scores_plan, scores_job
 from prep.scores.recipe import SCORES, ScoresSettings, resolve
+from prep.scores.report import ScoresSummary
 from shards.dataset import current_variant
 from shards.reader import Variant
 from tests.prep.running import chunk, manifest
@@ -42,15 +43,14 @@ class Here:
             yield Outcome(task, function(task))
 
 
-def make(data: Path, **settings: Any) -> Summary:
+def make(data: Path, **settings: Any) -> ScoresSummary:
     """`prep scores` of `data`."""
     video = current_variant(data, "video")
     assert video is not None
     with writing(data, column=SCORES):
         plan = make_scores_plan(data, resolve(ScoresSettings(**settings), video=video))
         summary = execute(scores_job(plan), Here())
-        publish_table(summary, plan.variant_dir)
-    return summary
+        return publish_table(summary, plan.variant_dir)
 
 
 def rows_of(data: Path) -> dict[str, dict[str, Any]]:

@@ -156,8 +156,17 @@ def test_a_merged_table_that_is_not_whole_is_written_again(prep: Prep, scored: S
     else:
         path.write_bytes(whole.replace(b"commits_sha256", b"commits_sha257"))
     assert not has_score_table(Variant(folder_of(scored.data)))
-    prep("scores", "--data", scored.data, *PROCESSES)
+    what = {"removed": "missing", "flipped": "damaged", "of other commits": "stale"}[damage]
+    verified = prep("verify", "--column", "scores", "--data", scored.data, status=1)
+    assert f"{path} is {what}" in verified.stdout and f"prep scores --data {scored.data}" in verified.stderr
+    status = prep("status", "--data", scored.data).stdout
+    assert f"{path} is {what}" in status and f"next      prep scores --data {scored.data}" in status
+    plan = prep("plan", "scores", "--data", scored.data).stdout
+    assert f"table    {path} is {what}" in plan and "nothing to do" not in plan
+    said = prep("scores", "--data", scored.data, *PROCESSES).stdout.splitlines()
+    assert said[-1] == "table    chunks.arrow: written"
     assert path.read_bytes() == whole
+    assert "chunks.arrow" not in prep("status", "--data", scored.data).stdout
     prep("verify", "--column", "scores", "--data", scored.data)
 
 

@@ -14,8 +14,9 @@ from tests.prep.running import Ran
 Prep = Callable[..., Ran]
 
 
-def page_of(prep: Prep, data: Path, path: Path, *arguments: object) -> str:
-    prep("inspect", "--column", "scores", "--html", path, "--data", data, *arguments)
+def page_of(prep: Prep, data: Path, path: Path, *arguments: object, said: str = "15 chunks") -> str:
+    ran = prep("inspect", "--column", "scores", "--html", path, "--data", data, *arguments)
+    assert ran.stdout == f"{path}: {said}\n"
     return path.read_text()
 
 
@@ -33,14 +34,16 @@ def test_the_page_shows_every_score_with_pictures_and_the_cuts(prep: Prep, clips
 
 
 def test_the_page_shows_what_an_expression_keeps_and_drops(prep: Prep, clips: Path, tmp_path: Path) -> None:
-    page = page_of(prep, clips, tmp_path / "page.html", "--where", "cuts == 0 and black < 0.1 and duration_s > 1")
+    where = ("--where", "cuts == 0 and black < 0.1 and duration_s > 1")
+    page = page_of(prep, clips, tmp_path / "page.html", *where, said="--where keeps 6 of 15 chunks")
     assert "cuts == 0 and black &lt; 0.1 and duration_s &gt; 1" in page
     assert "keeps 6 of 15 chunks (40.0 %), and drops 9" in page
     selected = page.split("<h2>Selection</h2>")[1].split("</section>")[0]
     kept, dropped = selected.split('<h3 class="dropped">')
     assert (kept.count("<article>"), dropped.count("<article>")) == (6, 9)
     assert "shots_000000000" in dropped and "grey_000000000" in kept
-    none = page_of(prep, clips, tmp_path / "none.html", "--where", "motion > 1000")
+    nothing = "--where keeps 0 of 15 chunks; see the distributions on the page for values that occur"
+    none = page_of(prep, clips, tmp_path / "none.html", "--where", "motion > 1000", said=nothing)
     assert "keeps 0 of 15 chunks (0.0 %), and drops 15" in none
 
 
@@ -86,6 +89,9 @@ def test_histograms_hold_all_values_and_end_before_a_long_tail() -> None:
     found = histogram(values, is_kept=values > 0.5)
     assert found.end < 2 and found.is_cut and found.counts.sum() == 1001
     assert found.kept is not None and found.kept.sum() == (values > 0.5).sum()
+    for outliers in ([9000.0], [7000.0, 9000.0]):
+        few = histogram(np.array([*np.linspace(100, 300, 32), *outliers]))
+        assert few.end < 1100 and few.is_cut and (few.counts > 0).sum() > 5 and few.counts[-1] <= 3
     assert histogram(np.array([0.0, 0.0]), bounds=(0.0, 1.0)).counts[0] == 2
     counts = histogram(np.array([0.0, 0.0, 7.0]), is_count=True)
     assert counts.counts.tolist() == [2, 0, 0, 0, 0, 0, 0, 1] and not counts.is_cut

@@ -32,7 +32,7 @@ def test_the_set_is_a_table_of_shards(prep: Prep, shard_set: ShardSet) -> None:
     assert values["recipe"]["len"] == "2s"
     shard_set.tar(1).unlink()
     text = prep("inspect", "--data", shard_set.data).stdout
-    assert re.search(r"000000 +train +3 .* committed", text)
+    assert re.search(r"000000 +train +3 +[0-9.]+ kB +0  committed", text)
     assert re.search(r"000001 +val +2 .* missing", text)
 
 

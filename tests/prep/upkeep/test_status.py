@@ -1,6 +1,9 @@
 """`prep status` says what is there, what is wrong and what to do next."""
 
 import json
+import os
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -90,6 +93,22 @@ def test_a_running_command_is_seen_with_how_far_it_is(prep: Prep, shard_set: Sha
     assert variant["num_running"] == 2
     assert list((shard_set.variant / RUNNING_FOLDER).iterdir()) == []
     assert "in progress" not in prep("status", "--data", shard_set.data).stdout
+
+
+def test_a_command_that_was_killed_is_not_in_progress(prep: Prep, shard_set: ShardSet) -> None:
+    (shard_set.variant / "contents.json").unlink()
+    commit_path(shard_set.variant, 0).unlink()
+    killed = subprocess.Popen([sys.executable, "-c", ""])
+    killed.wait()
+    lock = shard_set.data / ".lock"
+    with Heartbeat(shard_set.variant, 0, num_chunks=3):
+        lock.write_text(f"process {killed.pid} on another-machine\n")
+        assert "in progress" in prep("status", "--data", shard_set.data).stdout
+        lock.write_text(f"process {os.getpid()} on {os.uname().nodename}\n")
+        assert "in progress" in prep("status", "--data", shard_set.data).stdout
+        lock.write_text(f"process {killed.pid} on {os.uname().nodename}\n")
+        said = prep("status", "--data", shard_set.data).stdout
+    assert "in progress" not in said and f"next      prep chunk --len {LEN[1]}" in said
 
 
 def test_other_variants_are_listed_after_the_current_one(prep: Prep, shard_set: ShardSet) -> None:

@@ -18,6 +18,7 @@ from prep.core.table_file import write_table_file
 from prep.sources.shot_table import SHOTS, read_shots
 from prep.synthetic.frame_numbers import write_frame_number_video
 from prep.video import column
+from prep.video.report import left_out_lines
 from shards.reader import Variant
 from tests.prep.running import chunk, contents, identities, manifest, prep_here
 from tests.prep.scenes import QUICK, SETTINGS, run_here, scene_number, write_scenes
@@ -145,6 +146,8 @@ def test_what_is_left_out_is_said_by_run_and_plan_and_the_shards_are_whole(made:
         assert said["num_left_out"] == len(left_out) and said["left_out_s"] == pytest.approx(sum(left_out) / 30)
     text = prep_here("plan", "--data", made.data, *SETTINGS, *QUICK).stdout
     assert "left out 4 shots, 2.1 s: shorter than --min-len" in text and "nothing to do" in text
+    assert "         in one, plain\n" in text
+    assert left_out_lines({**made.summary, "left_out_s": 1 / 30})[0].startswith("left out 4 shots, 33 ms: ")
     told = prep_here("plan", "--data", made.data, *SETTINGS, *QUICK, "--explain", "plain").stdout.splitlines()
     assert told[-3:] == [
         f"left out {begin / 30:.3f} to {end / 30:.3f} s: shorter than --min-len"
@@ -171,6 +174,7 @@ def test_a_plan_before_the_detection_says_what_it_does_not_know_and_searches_not
     before = identities(data)
     ran = prep_here("plan", "--data", data, *SETTINGS, *QUICK, "--threshold", "50")
     assert "unknown  6 videos" in ran.stdout and "nothing to do" not in ran.stdout
+    assert "         noise, ntsc, one, plain, still, and 1 more\n" in ran.stdout
     assert "setting  threshold: 27.0 → 50.0" in ran.stdout.splitlines()
     told = prep_here("plan", "--data", data, *SETTINGS, *QUICK, "--threshold", "50", "--explain", "still").stdout
     assert told.rstrip().endswith("unknown  shots not detected yet")
@@ -195,7 +199,12 @@ def test_a_lost_record_is_made_again_and_nothing_is_encoded(lost: str, made: Mad
         path.unlink()
     else:
         path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
-        assert str(path) in prep_here("verify", "--data", data, status=1).stdout
+        verified = prep_here("verify", "--data", data, status=1)
+        assert str(path) in verified.stdout
+        assert (
+            "prep chunk --len 2s" in verified.stderr
+            and f"--cut shots --detector content --data {data}" in verified.stderr
+        )
     if lost == "shots.parquet":
         plan = prep_here("plan", "--data", data, *SETTINGS, *QUICK).stdout
         assert "unknown  6 videos" in plan and "orphaned" not in plan and "changed" not in plan
