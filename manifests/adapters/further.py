@@ -21,6 +21,8 @@ from manifests.adapters.reading import Reading, ReadingBuilder, interval_fault, 
 from manifests.adapters.reasons import Reason
 from manifests.adapters.video_files import Ambiguous, VideoFile, VideoLookup
 from manifests.errors import UserError
+from manifests.further_sources import SOURCE_CHARS, is_source_name, source_name
+from manifests.quoting import quoted
 from manifests.schema import CAPTIONS, LIKELIHOOD
 
 TABLE = "table"  # kind of the records of tables without a model
@@ -188,6 +190,13 @@ class _Reader:
             lambda index: f"likelihood is {likelihood[index]}, expected the logarithm of a probability, 0 or less",
         )
         reject(_is_blank(rows["source"]), Reason.MALFORMED_ROW, lambda index: "it has no source: give --source NAME")
+        sources = rows["source"].combine_chunks()
+        unusable = [name for name in pc.unique(sources).to_pylist() if name and not is_source_name(source_name(name))]
+        reject(
+            pc.is_in(sources, value_set=pa.array(unusable, pa.string())).to_numpy(zero_copy_only=False),
+            Reason.BAD_SOURCE,
+            lambda index: f"source is {quoted(sources[index].as_py())}, expected {SOURCE_CHARS}: give --source NAME",
+        )
 
         videos = np.where(is_usable, self._videos.rows(rows["video"].combine_chunks()), -1)
         self._find_others(table, batch, videos, np.flatnonzero(is_usable & (videos < 0)))

@@ -65,6 +65,20 @@ def test_rows_that_cannot_be_used_are_rejected_by_reason(data: Path, tmp_path: P
     assert read_rejected(data).num_rows == 0
 
 
+def test_sources_that_cannot_be_named_in_a_condition_are_rejected(data: Path, tmp_path: Path) -> None:
+    names = ("a=b,c @*\n", "two words", "a\n", " a", "x@y", "x@1f2e3d4", "x@1F2E3D4C", "x@y@1f2e3d4c", "*")
+    good = ("été_2.en-GB", "captioner@1f2e3d4c")
+    lines = [{"video": "v", "text": "a", "source": name} for name in (*names, *good)]
+    (table := tmp_path / "t.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    found = read(data, table)
+    assert reasons(found) == [(row, "v", "bad_source") for row in range(len(names))]
+    assert found.reading.rejected["detail"][0].as_py() == (
+        "source is 'a=b,c @*\\n', expected letters, digits, '.', '-' and '_': give --source NAME"
+    )
+    assert list(found.records) == found.reading.captions["source"].to_pylist() == list(good)
+    assert read(data, table, source="mine").reading.captions.num_rows == len(lines)
+
+
 def test_text_tables_have_the_same_columns_and_names_of_videos(data: Path, tmp_path: Path) -> None:
     lines = [
         {"video": "v", "text": "by id", "begin_s": "1", "end_s": 2.5, "likelihood": "-0.5"},
