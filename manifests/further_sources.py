@@ -24,6 +24,9 @@ from manifests.merge import rows_of
 from manifests.previous import PreviousManifest
 from manifests.schema import CAPTIONS, LIKELIHOOD, OWN_DIGEST
 
+# Names that `--captions.sources` can give: it has `=`, `,` and shell patterns.
+SOURCE_CHARS = "letters, digits, '.', '-' and '_'"
+_NAME = re.compile(r"[\w.-]+")
 _VERSION = re.compile(r"(?P<name>.+)@[0-9a-f]{8}", re.DOTALL)
 
 
@@ -31,6 +34,11 @@ def source_name(source: str) -> str:
     """Return a source without the version of its model: `narrator` of `narrator@1f2e3d4c`."""
     found = _VERSION.fullmatch(source)
     return found["name"] if found else source
+
+
+def is_source_name(source: str) -> bool:
+    """Return True if captions can be added under this name, which has no version of a model."""
+    return _NAME.fullmatch(source) is not None
 
 
 def of_sources(names: Iterable[str]) -> Selection:

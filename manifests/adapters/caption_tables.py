@@ -18,7 +18,7 @@ import pyarrow.parquet as pq
 from manifests.adapters.annotation_file import open_annotations
 from manifests.adapters.reading import ROWS_PER_CHUNK, encodable
 from manifests.adapters.reasons import Reason
-from manifests.adapters.tables import Row, log_probability, read_csv, read_json_lines, seconds
+from manifests.adapters.tables import Row, log_probability, read_csv, read_json_lines, require_once, seconds
 from manifests.errors import UserError
 from manifests.json_text import parse_json
 from manifests.quoting import quoted
@@ -109,6 +109,7 @@ def _open_parquet(path: Path, *, source: str | None) -> OpenTable:
         hint = "give --source NAME" if missing == ["source"] else f"required columns: {', '.join(required)}"
         columns = ", ".join(schema.names) or "none"
         raise UserError(f"{path} has no column {', '.join(missing)} (its columns: {columns})", hint=hint)
+    require_once([name for name in schema.names if name in COLUMNS.names], path=path)
     for field in COLUMNS:
         if field.name in schema.names and not _fits(schema.field(field.name).type, field.type):
             raise UserError(

@@ -4,6 +4,7 @@ A table names a video by its video_id, or as a caption table of `folder` does: b
 file name.
 """
 
+import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import inf
@@ -14,11 +15,14 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from manifests.adapters.annotation_file import open_annotations, reading
 from manifests.adapters.caption_tables import Batch, OpenTable, open_caption_table
 from manifests.adapters.reading import Reading, ReadingBuilder, interval_fault, printable
 from manifests.adapters.reasons import Reason
 from manifests.adapters.video_files import Ambiguous, VideoFile, VideoLookup
 from manifests.errors import UserError
+from manifests.further_sources import SOURCE_CHARS, is_source_name, source_name
+from manifests.quoting import quoted
 from manifests.schema import CAPTIONS, LIKELIHOOD
 
 TABLE = "table"  # kind of the records of tables without a model
@@ -64,12 +68,33 @@ def read_caption_tables(
         source: the source of all captions, in place of the column.
 
     Raises:
-        UserError: a table cannot be read or lacks a column, or tables of different models have the same source.
+        UserError: a table cannot be read or lacks a column, two have the same content, or tables of different models
+            have the same source.
     """
+    _require_different(tables)
     reader = _Reader(_Videos(videos), dataset=dataset, limits=limits or Limits(np.full(len(videos), inf)))
     for path in tables:
         reader.add(open_caption_table(path, source=source))
     return reader.result()
+
+
+def _require_different(tables: Sequence[Path]) -> None:
+    """Raise UserError if two tables have the same content: every caption would count twice."""
+    of_size: dict[int, list[Path]] = {}
+    for path in tables:
+        with reading(path):
+            of_size.setdefault(path.stat().st_size, []).append(path)
+    for paths in of_size.values():
+        first: dict[bytes, Path] = {}
+        for path in paths if len(paths) > 1 else ():
+            with open_annotations(path, "rb") as file:
+                digest = hashlib.file_digest(file, "sha256").digest()
+            if digest in first:
+                raise UserError(
+                    f"{first[digest]} and {path} have the same content: all captions would be added twice",
+                    hint="give each table once",
+                )
+            first[digest] = path
 
 
 class _Videos:
@@ -131,7 +156,7 @@ class _Reader:
 
     def result(self) -> FurtherReading:
         other = self._builder.build()
-        reading = Reading(
+        found = Reading(
             videos=other.videos,
             captions=pa.concat_tables(self._parts).unify_dictionaries(),
             rejected=other.rejected,
@@ -139,7 +164,7 @@ class _Reader:
             num_rows_used={printable(str(path)): count for path, count in self._num_used.items()},
             example_file=self._videos.ids[0].as_py() if len(self._videos.ids) else None,
         )
-        return FurtherReading(reading, self._records)
+        return FurtherReading(found, self._records)
 
     def _usable(self, table: OpenTable, batch: Batch) -> "_Used":
         rows = batch.rows.combine_chunks()
@@ -165,6 +190,13 @@ class _Reader:
             lambda index: f"likelihood is {likelihood[index]}, expected the logarithm of a probability, 0 or less",
         )
         reject(_is_blank(rows["source"]), Reason.MALFORMED_ROW, lambda index: "it has no source: give --source NAME")
+        sources = rows["source"].combine_chunks()
+        unusable = [name for name in pc.unique(sources).to_pylist() if name and not is_source_name(source_name(name))]
+        reject(
+            pc.is_in(sources, value_set=pa.array(unusable, pa.string())).to_numpy(zero_copy_only=False),
+            Reason.BAD_SOURCE,
+            lambda index: f"source is {quoted(sources[index].as_py())}, expected {SOURCE_CHARS}: give --source NAME",
+        )
 
         videos = np.where(is_usable, self._videos.rows(rows["video"].combine_chunks()), -1)
         self._find_others(table, batch, videos, np.flatnonzero(is_usable & (videos < 0)))

@@ -26,7 +26,8 @@ _MARKS = ((codecs.BOM_UTF8, "utf-8-sig"), (codecs.BOM_UTF16_LE, "utf-16"), (code
 # One to three dashes, and a decimal comma, point or colon: all of these occur in files that players accept.
 _TIME = r"-?(?:\d{1,4}:)?\d{1,3}:\d{1,2}(?:[.,:]\d{1,9})?"
 _TIMING = re.compile(rf"\s*(?P<begin>{_TIME})\s*-{{1,3}}>\s*(?P<end>{_TIME})(?:\s.*)?", re.DOTALL)
-_LIKE_TIMING = re.compile(r"[\s\d:.,-]*-->|[\s\d:.,-]*:[\s\d:.,-]*->")
+_LIKE_TIMING = re.compile(r"[\s\d:.,-]*-->|[\s\d:.,-]*:[\s\d:.,-]*->|\s*-?\d+:\S*\s*-->")
+_ARROW = "-->"
 _MAX_TIMING_CHARS = 100  # of the times in a line; the time for matching grows with their square
 _PARTS = re.compile(r"(?P<sign>-?)(?:(?P<hours>\d+):)?(?P<minutes>\d+):(?P<seconds>\d+)(?:[.,:](?P<fraction>\d+))?")
 # <i>, </font>, <v Name>, <c.yellow>, <00:00:01.000>; {\an8}, {y:i}. Not "I <3 you" or "{laughs}".
@@ -92,7 +93,8 @@ def read_cues(text: str) -> Iterator[Cue]:
     """
     lines = text.replace("\r\n", "\n").replace("\r", "\n").split("\n")
     is_vtt = lines[0].startswith("WEBVTT")
-    timings = [row for row, line in enumerate(lines) if _LIKE_TIMING.match(line, 0, _MAX_TIMING_CHARS)]
+    before = ["", *lines]
+    timings = [row for row, line in enumerate(lines) if _is_timing(line, before=before[row], is_vtt=is_vtt)]
     if not timings:
         raise Unreadable("it has no cues: no line of the form 00:00:01,000 --> 00:00:02,000")
     for number, (row, following) in enumerate(zip(timings, [*timings[1:], len(lines)], strict=True)):
@@ -155,6 +157,19 @@ def _strictly(content: bytes, encoding: str) -> str:
         return content.decode(encoding)
     except UnicodeDecodeError as error:
         raise Unreadable(f"not valid {encoding.removesuffix('-sig')}: {error.reason}") from error
+
+
+def _is_timing(line: str, *, before: str, is_vtt: bool) -> bool:
+    """Return True if a line should have the times of a cue, even if they are malformed.
+
+    The text of a WebVTT cue cannot contain an arrow. In SubRip it can: a line with an arrow is text, unless it looks
+    like times, or follows an empty line or the number of a cue.
+    """
+    if _LIKE_TIMING.match(line, 0, _MAX_TIMING_CHARS):
+        return True
+    if _ARROW not in line or line.startswith("WEBVTT"):
+        return False
+    return is_vtt or not before.strip() or before.strip().isdigit()
 
 
 def _cue(number: int, timing: str, lines: Sequence[str]) -> Cue:

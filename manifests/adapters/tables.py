@@ -2,6 +2,7 @@
 
 import csv
 import json
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -11,7 +12,7 @@ from typing import Any
 
 from manifests.adapters.annotation_file import open_annotations
 from manifests.errors import UserError
-from manifests.quoting import quoted
+from manifests.quoting import on_one_line, quoted
 
 # Lines are read whole, so a file without line ends, such as a sparse file of zeros, must not exhaust the memory.
 _MAX_LINE_CHARS = 1 << 26
@@ -30,7 +31,7 @@ def read_csv(path: Path, *, required: Sequence[str]) -> Iterator[Row]:
     """Iterate over the rows of a CSV file with a header.
 
     Raises:
-        UserError: the file cannot be read as text, or lacks a required column.
+        UserError: the file cannot be read as text, lacks a required column, or has two columns of the same name.
     """
     lines = text_lines(path)
     reader = csv.reader(lines)
@@ -42,6 +43,7 @@ def read_csv(path: Path, *, required: Sequence[str]) -> Iterator[Row]:
                 f"{path} has no column {', '.join(missing)} (its columns: {', '.join(header) or 'none'})",
                 hint=f"the first line must contain the column names; required: {', '.join(required)}",
             )
+        require_once([name for name in header if name], path=path)
         for number, cells in enumerate(cells for cells in reader if cells):
             if len(cells) != len(header):
                 yield Row(number, {}, f"{len(cells)} cells, expected {len(header)} (one per column)")
@@ -49,6 +51,15 @@ def read_csv(path: Path, *, required: Sequence[str]) -> Iterator[Row]:
                 yield Row(number, dict(zip(header, cells, strict=True)))
     except csv.Error as error:
         raise UserError(f"{path}, line {reader.line_num}: {error}", hint="give a valid CSV file") from error
+
+
+def require_once(columns: Sequence[str], *, path: Path) -> None:
+    """Raise UserError if two columns of a table have the same name: it is unclear which one is meant."""
+    twice = [name for name, count in Counter(columns).items() if count > 1]
+    if twice:
+        raise UserError(
+            f"{path} has two columns named {on_one_line(', '.join(twice))}", hint="rename or remove one of them"
+        )
 
 
 def read_json_lines(path: Path) -> Iterator[Row]:
@@ -59,7 +70,10 @@ def read_json_lines(path: Path) -> Iterator[Row]:
     """
     for number, line in enumerate(line for line in text_lines(path) if line.strip()):
         try:
-            values = json.loads(line)
+            values = json.loads(line, object_pairs_hook=_object)
+        except _Repeated as error:
+            yield Row(number, {}, str(error))
+            continue
         except RecursionError:
             yield Row(number, {}, "not JSON: nested too deeply")
             continue
@@ -71,6 +85,18 @@ def read_json_lines(path: Path) -> Iterator[Row]:
             yield Row(number, values)
         else:
             yield Row(number, {}, f"not a JSON object: {line.strip():.80}")
+
+
+class _Repeated(Exception):
+    """A JSON object has a key twice."""
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    values = dict(pairs)
+    if len(values) < len(pairs):
+        name = next(name for name, count in Counter(name for name, _ in pairs).items() if count > 1)
+        raise _Repeated(f"an object has two values of {quoted(name)}")
+    return values
 
 
 def text_lines(path: Path) -> Iterator[str]:

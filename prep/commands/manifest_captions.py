@@ -60,7 +60,7 @@ def captions(
         source and likelihood.
     """
     from manifests.adapters.further import Limits, read_caption_tables
-    from manifests.adapters.reading import encodable
+    from manifests.further_sources import SOURCE_CHARS, is_source_name
     from manifests.further_write import FURTHER, write_further_captions
     from manifests.store import read_rejected, read_videos
     from prep.commands import manifest_text
@@ -76,8 +76,8 @@ def captions(
             f"--min-likelihood {min_likelihood} is out of range",
             hint="give the logarithm of a probability, 0 or less, such as -1.5",
         )
-    if source is not None and not (source.strip() and encodable(source)):
-        raise UserError(f"--source {quoted(source)} is not a name", hint="give a name of letters and digits")
+    if source is not None and not is_source_name(source):
+        raise UserError(f"--source {quoted(source)} is not a name", hint=f"give a name of {SOURCE_CHARS}")
     folder = require_data_folder(data)
     with writing(folder):
         videos = read_videos(folder)
@@ -165,7 +165,9 @@ def _values(written: "FurtherResult", *, reading: "Reading", num_dropped: dict[s
 
 
 def _lines(written: "FurtherResult", values: dict[str, Any], *, rejected: "Sequence[FailureEntry]") -> Iterator[str]:
+    from manifests.adapters.reasons import Reason
     from manifests.store import REJECTED_FILE
+    from prep.commands.manifest_text import advice_on
     from prep.core.failure_list import named_lines
 
     for name, count in written.num_captions.items():
@@ -185,4 +187,6 @@ def _lines(written: "FurtherResult", values: dict[str, Any], *, rejected: "Seque
         yield f"rejected: {counted(total, 'row')}, and {lost} of unavailable videos"
         yield from (f"  {reason}: {count}" for reason, count in sorted(reasons.items()))
         yield from named_lines(rejected, num_all=total, listed=written.folder / REJECTED_FILE, indent="  ")
+        if Reason.MISSING_CHUNK in reasons:
+            yield f"  hint: {advice_on(Reason.MISSING_CHUNK)}"
     yield f"manifest: {written.folder}"

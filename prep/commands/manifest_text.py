@@ -18,6 +18,8 @@ _INDENT = "  "
 _ADVICE = {
     Reason.MALFORMED_ROW: "in CSV files, enclose text that contains commas in double quotes",
     Reason.AMBIGUOUS_VIDEO: "give the path of each video relative to the folder, with the extension",
+    Reason.MISSING_CHUNK: "if the videos have no chunks yet, such as videos that returned, run `prep chunk` first, "
+    "then this command again",
     Reason.BAD_TIME: "give times in seconds, with the end after the begin",
 }
 
@@ -50,6 +52,11 @@ def written_text(written: WriteResult, *, rejected: Sequence[FailureEntry], note
         )
     lines.append(f"manifest: {written.folder}")
     return "\n".join(lines)
+
+
+def advice_on(reason: Reason) -> str:
+    """Return what to do about rows that were rejected for a reason that has such advice."""
+    return _ADVICE[reason]
 
 
 def written_values(

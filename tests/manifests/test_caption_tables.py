@@ -9,11 +9,13 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 import pytest
 
+from manifests.adapters.folder import read_folder
 from manifests.adapters.further import FurtherReading
 from manifests.caption_selection import is_duplicate, is_unlikely
 from manifests.errors import UserError
 from manifests.further_write import FURTHER
 from manifests.store import read_rejected
+from tests.manifests.conftest import VideoMaker
 from tests.manifests.test_further_sources import OWN, Row, add, pseudo, read
 from tests.manifests.test_store import reading_of, write
 
@@ -63,6 +65,20 @@ def test_rows_that_cannot_be_used_are_rejected_by_reason(data: Path, tmp_path: P
     assert read_rejected(data).filter(pc.equal(read_rejected(data)["dataset"], FURTHER)).num_rows == 10
     add(data, pseudo(tmp_path / "p.parquet", wrong[-1:]))
     assert read_rejected(data).num_rows == 0
+
+
+def test_sources_that_cannot_be_named_in_a_condition_are_rejected(data: Path, tmp_path: Path) -> None:
+    names = ("a=b,c @*\n", "two words", "a\n", " a", "x@y", "x@1f2e3d4", "x@1F2E3D4C", "x@y@1f2e3d4c", "*")
+    good = ("été_2.en-GB", "captioner@1f2e3d4c")
+    lines = [{"video": "v", "text": "a", "source": name} for name in (*names, *good)]
+    (table := tmp_path / "t.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    found = read(data, table)
+    assert reasons(found) == [(row, "v", "bad_source") for row in range(len(names))]
+    assert found.reading.rejected["detail"][0].as_py() == (
+        "source is 'a=b,c @*\\n', expected letters, digits, '.', '-' and '_': give --source NAME"
+    )
+    assert list(found.records) == found.reading.captions["source"].to_pylist() == list(good)
+    assert read(data, table, source="mine").reading.captions.num_rows == len(lines)
 
 
 def test_text_tables_have_the_same_columns_and_names_of_videos(data: Path, tmp_path: Path) -> None:
@@ -140,6 +156,28 @@ def test_tables_that_cannot_be_read_are_named(data: Path, tmp_path: Path) -> Non
         with pytest.raises(UserError, match=message) as caught:
             read(data, path)
         assert path.name in str(caught.value) and caught.value.hint
+
+
+def test_two_columns_of_the_same_name_are_refused(data: Path, tmp_path: Path, make_videos: VideoMaker) -> None:
+    csv, parquet, jsonl = (tmp_path / f"t.{suffix}" for suffix in ("csv", "parquet", "jsonl"))
+    csv.write_text("video,text,text,source\nv,a,b,s\n")
+    columns = [("video", "v"), ("text", "a"), ("text", "b"), ("source", "s")]
+    pq.write_table(pa.table([[value] for _, value in columns], names=[name for name, _ in columns]), parquet)
+    for path in (csv, parquet):
+        with pytest.raises(UserError, match=f"^{path} has two columns named text") as caught:
+            read(data, path)
+        assert caught.value.hint == "rename or remove one of them"
+    with pytest.raises(UserError, match=f"^{csv} has two columns named text"):
+        read_folder(make_videos("v.mp4"), captions=csv)
+    # In JSON lines, it is one row that is wrong. Columns without a name, as spreadsheets write them, are ignored.
+    jsonl.write_text(
+        '{"video": "v", "text": "a", "text": "b", "source": "s"}\n{"video": "v", "text": "c", "source": "s"}\n'
+    )
+    found = read(data, jsonl)
+    assert reasons(found) == [(0, None, "malformed_row")] and found.reading.captions["text"].to_pylist() == ["c"]
+    assert "two values of 'text'" in found.reading.rejected["detail"][0].as_py()
+    csv.write_text("video,text,source,,\nv,a,s,,\n")
+    assert read(data, csv).reading.captions["text"].to_pylist() == ["a"]
 
 
 def test_unlikely_captions_and_duplicates_of_a_clip_are_found(data: Path, tmp_path: Path) -> None:

@@ -219,6 +219,20 @@ def test_tables_of_one_model_are_one_source(data: Path, tmp_path: Path) -> None:
     assert add(data, *parts, source="mine").num_captions == {"mine": 3}
 
 
+def test_a_table_that_is_given_twice_is_refused(data: Path, tmp_path: Path) -> None:
+    table = pseudo(tmp_path / "p.parquet", [{"video": "v", "text": "a"}])
+    shutil.copy(table, copy := tmp_path / "copy.parquet")
+    (link := tmp_path / "link.parquet").symlink_to(table)
+    before = file_hashes(data)
+    for other in (copy, link, table):
+        with pytest.raises(UserError, match=f"^{table} and {other} have the same content") as caught:
+            add(data, table, other)
+        assert caught.value.hint == "give each table once"
+    with pytest.raises(UserError, match=r"cannot read .*none\.csv: No such file"):
+        add(data, table, tmp_path / "none.csv")
+    assert file_hashes(data) == before
+
+
 def test_a_damaged_manifest_is_not_built_upon(data: Path, tmp_path: Path) -> None:
     table = pseudo(tmp_path / "p.parquet", [{"video": "v", "text": "a"}])
     add(data, table)

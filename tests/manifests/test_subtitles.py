@@ -102,6 +102,8 @@ def test_vtt_without_its_header_names_comments_styles_and_settings() -> None:
         ("00:00:61,000 --> 00:02:00,000", "60 minutes or seconds"),
         ("00:61:00,000 --> 02:00:00,000", "60 minutes or seconds"),
         ("00:00:01,000 --> 00:00:xx,000", "the times are '00:00:01,000 --> 00:00:xx,000'"),
+        ("00:00:xx,000 --> 00:00:03,000", "the times are '00:00:xx,000 --> 00:00:03,000'"),
+        ("soon --> later", "the times are 'soon --> later'"),
         ("--> 00:00:02,000", "the times are"),
         ("00:00:01,000 -->", "the times are"),
     ],
@@ -112,6 +114,23 @@ def test_a_cue_with_wrong_times_is_a_fault_and_does_not_spoil_its_neighbours(tim
     assert [cue.text for cue in found if cue.fault is None] == ["before", "after"]
     reason, detail = found[1].fault or ("", "")
     assert reason == "bad_time" and fault in detail
+
+
+@pytest.mark.parametrize("times", ["00:bad --> 00:03.000", "bad --> 00:03.000", "00:02.000 --> bad"])
+@pytest.mark.parametrize("name", ["", "a name\n"])
+def test_a_vtt_cue_with_malformed_times_is_a_fault(times: str, name: str) -> None:
+    text = (
+        f"WEBVTT a --> b\n\n00:00.000 --> 00:01.000\nbefore\n\n{name}{times}\nspoilt\n\n00:08.000 --> 00:09.000\nafter"
+    )
+    found = list(read_cues(text))
+    assert [cue.text for cue in found if cue.fault is None] == ["before", "after"]
+    assert found[1].fault == ("bad_time", f"the times are {times!r}")
+
+
+def test_malformed_times_right_after_the_text_of_an_srt_cue_are_a_fault_and_arrows_in_it_are_text() -> None:
+    text = "00:00:00,000 --> 00:00:01,000\nfrom a --> b\nand 3:1 --> 2\n00:00:xx,000 --> 00:00:03,000\nspoilt\n"
+    assert [cue.text for cue in read_cues(text) if cue.fault is None] == ["from a --> b and 3:1 --> 2"]
+    assert [cue.number for cue in read_cues(text) if cue.fault is not None] == [1]
 
 
 def test_a_text_without_cues_is_unreadable() -> None:

@@ -102,9 +102,13 @@ def test_captions_of_chunks_and_videos_that_are_gone_are_listed(data: Path, tmp_
     rows = [{"video": video, "begin_s": 0.0, "end_s": 1.0, "text": "a"} for video in (first, second)]
     ran = captions(data, pseudo(tmp_path / "p.parquet", rows))
     assert f"p.parquet, row 1: {second}: missing_chunk: the video has no chunk between 0.0 s and 1.0 s\n" in ran.stdout
+    hint = "  hint: if the videos have no chunks yet, such as videos that returned, run `prep chunk` first, then this "
+    assert hint in ran.stdout
+    only = pseudo(tmp_path / "only.parquet", rows[1:])
+    assert hint in captions(data, only, status=1).stderr
     plain = tmp_path / "plain.csv"
     plain.write_text(f"video,text,begin_s,end_s\n{second},anything,0,1\n")
-    assert "by hand: 1 caption (1 new)\n" in captions(data, plain, "--source", "by hand").stdout
+    assert "by-hand: 1 caption (1 new)\n" in captions(data, plain, "--source", "by-hand").stdout
 
 
 def test_tables_of_which_nothing_is_left_leave_the_manifest_as_it_is(data: Path, tmp_path: Path) -> None:
@@ -131,6 +135,9 @@ def test_tables_of_which_nothing_is_left_leave_the_manifest_as_it_is(data: Path,
         (("--min-likelihood", "0.5"), "--min-likelihood 0.5 is out of range"),
         (("--min-likelihood", "nan"), "--min-likelihood nan is out of range"),
         (("--source", " "), "--source ' ' is not a name"),
+        (("--source", "a=b,c"), "--source 'a=b,c' is not a name"),
+        (("--source", "x@y"), "--source 'x@y' is not a name"),
+        (("--source", "x@1f2e3d4c"), "--source 'x@1f2e3d4c' is not a name"),
         (("--source", "mine", "--min-likelihood", "-1"), "no caption in the tables has a likelihood"),
     ],
 )

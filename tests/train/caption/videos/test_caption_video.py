@@ -3,15 +3,18 @@
 import csv
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from fractions import Fraction
 from pathlib import Path
 
 import pytest
 
 from manifests.adapters.folder import read_folder
+from manifests.further_sources import is_source_name, source_name
 from prep.synthetic.frame_numbers import write_frame_number_video
 from tests.train.test_cli import train
 from train.inference.model import load_model
+from train.tasks.caption.videos.run import open_captioner
 
 __all__ = ["train"]
 
@@ -133,3 +136,11 @@ def test_a_limit_beyond_the_context_is_refused(
         assert train(*command, flag, limit) == 2
         assert f"{flag} is {limit}, and the decoder's context has 12 tokens" in capsys.readouterr().err
     assert train("caption-video", captioner_run, films / "a.mp4", flag, limit - 1) == 0
+
+
+def test_a_run_with_any_name_is_a_source_that_can_be_added(captioner_run: Path) -> None:
+    captioner = open_captioner(str(captioner_run), device="cpu")
+    assert captioner.source == f"{captioner_run.name}@{captioner.weights_sha256[:8]}"
+    for name, wanted in (("my run, 2", "my-run-2"), ("a@b=c", "a-b-c"), ("été_1.0", "été_1.0")):
+        source = replace(captioner, name=name).source
+        assert source_name(source) == wanted and is_source_name(wanted)

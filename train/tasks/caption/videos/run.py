@@ -1,5 +1,6 @@
 """Caption video files with a trained captioner: what `train caption-video` runs."""
 
+import re
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -49,8 +50,9 @@ class TrainedCaptioner:
 
     @property
     def source(self) -> str:
-        """The model as a source of captions: its name and the first digits of its hash."""
-        return f"{self.name}@{self.weights_sha256[:8]}"
+        """The model as a source of captions: its name, without characters that sources cannot have, and its hash."""
+        name = re.sub(r"[^\w.-]+", "-", self.name)
+        return f"{name}@{self.weights_sha256[:8]}"
 
     @torch.no_grad()
     def captions(
