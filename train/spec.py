@@ -159,6 +159,7 @@ class TaskSpec:
         formats: of `train export --format`.
         export: the files of an export.
         adopt: (source, path, say) -> weights that are not a run as this task's model; None if they are of another task.
+        adopts_tags: whether a NAME:TAG of open_clip is this task's model; others refuse it before a download.
         has_frame_embedding: whether an export chooses the temporal embedding of a picture.
         features: of its video tower, None where it cannot be probed.
     """
@@ -176,6 +177,7 @@ class TaskSpec:
     formats: Mapping[str, str] = field(default_factory=dict)
     export: Callable[[ExportRequest], Exported] | None = None
     adopt: Callable[[Source, Path, Say], Adopted | None] | None = None
+    adopts_tags: bool = False
     has_frame_embedding: bool = False
     features: Features | None = None
 

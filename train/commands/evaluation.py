@@ -59,7 +59,7 @@ def score_run(
                 f"--out is {out}, and the results of a run are written into {run.path}", hint="leave it out"
             )
     elif shards is None:
-        require_weights(weights)
+        require_weights(weights, tasks)
         raise UserError(f"--shards is missing: {weights} is not a run, which has data of its own", hint="add it")
     opened = open_weights_as(
         tasks, weights, shards=shards, where=where, overrides=overrides, suited=_evaluations_of, say=say

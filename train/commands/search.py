@@ -7,6 +7,8 @@ from typing import Annotated, Literal
 from cyclopts import Parameter
 
 from manifests.errors import FailedWork, UserError
+from manifests.quoting import counted
+from train.config.shards import DataSettings, folders_of
 
 Device = Literal["auto", "cpu", "cuda"]
 
@@ -14,7 +16,7 @@ Device = Literal["auto", "cpu", "cuda"]
 def embed(
     weights: str,
     *,
-    shards: str,
+    shards: str | None = None,
     out: Path,
     split: str = "val",
     where: str | None = None,
@@ -34,7 +36,7 @@ def embed(
 
     Examples:
 
-        train embed runs/first --shards data --split val --out embedded
+        train embed runs/first --split val --out embedded
         train embed runs/masked --shards data --features tokens --out tokens
 
     Parameters
@@ -42,7 +44,7 @@ def embed(
     weights
         Run folder, or other trained weights.
     shards
-        Data folder.
+        Data folder. Default: that of the training run.
     out
         Folder to write.
     split
@@ -71,6 +73,8 @@ def embed(
     for flag, value in (("--batch", batch), ("--workers", workers)):
         if value < 1:
             raise UserError(f"{flag} is {value}", hint="it must be 1 or more")
+    if shards is None:
+        shards = _own_folder(weights)
     from train.device.precision import choose_device
     from train.distributed.launch import COMMAND, open_world
     from train.engine.rank_consistency import SAME_LAUNCH
@@ -113,7 +117,31 @@ def embed(
         record = run(work, out, world=world, progress=progress)
         progress.say(f"done: {record['num_clips']:,} clips and {record['num_captions']:,} captions in {out}")
     if record["num_failed"]:
-        raise FailedWork(f"{record['num_failed']:,} clips could not be decoded; see {out / FAILURES}")
+        raise FailedWork(
+            f"{counted(record['num_failed'], 'clip')} could not be decoded; see {out / FAILURES}. After a repair of "
+            f"the data, remove {out} and run the same command again"
+        )
+
+
+def _own_folder(weights: str) -> str:
+    """The data folder that a run was trained on; UserError if it is not a run, or was trained on several."""
+    from train.config.files import read_values
+    from train.evaluation.opening import require_weights
+    from train.inference.model import tasks_where
+    from train.run.folder import open_run
+    from train.weights.sources import is_run
+
+    if not is_run(Path(weights)):
+        require_weights(weights, tasks_where(lambda spec: spec.features is not None))
+        raise UserError(f"--shards is missing: {weights} is not a run, which has data of its own", hint="add it")
+    settings = read_values(open_run(Path(weights)).settings)
+    folders = folders_of(settings.get("shards", DataSettings.shards))
+    if len(folders) > 1:
+        raise UserError(
+            f"{weights} was trained on {len(folders)} data folders, and train embed reads one: {', '.join(folders)}",
+            hint=f"name one of them: --shards {folders[0]}",
+        )
+    return folders[0]
 
 
 def search(

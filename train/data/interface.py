@@ -3,7 +3,7 @@
 Samples, order, random draws, checks and failures are those of the commands.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -14,6 +14,7 @@ import torch
 from torch.utils.data import get_worker_info
 
 from manifests.errors import UserError
+from manifests.quoting import quoted
 from manifests.store import read_videos
 from train.config.shards import DataSettings, Shards, is_remote
 from train.config.training import ClipSettings
@@ -252,7 +253,10 @@ def _ranks(rank: int | None, world: int | None) -> World | None:
 
 
 def _shards(data: Data, mix: Sequence[float] | None) -> Shards:
-    folders = (str(data),) if isinstance(data, str | Path) else tuple(map(str, data))
+    several = [data] if isinstance(data, str | Path) or not isinstance(data, Iterable) else list(data)
+    if wrong := [one for one in several if not isinstance(one, str | Path)]:
+        raise UserError(f"data is {quoted(wrong[0])}", hint="name a data folder, as a string or Path, or a list")
+    folders = tuple(map(str, several))
     if not folders:
         raise UserError("data is an empty list", hint="name a data folder, or several")
     if mix is not None and len(folders) == 1:

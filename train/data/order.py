@@ -234,11 +234,12 @@ class Resumable:
                     hint="resume with the original captions, or start a new run with another --out",
                 )
             if old_order != order or state["seed"] != self._seed:
-                of_other = "samples" if old_order != order else f"order: seed {state['seed']}"
                 raise UserError(
-                    f"the loader's state belongs to other {of_other}, not to {self.describe()}, seed {self._seed}",
-                    hint="resume with the data (of a mixture, the same folders in the same order), split, --where, segment "
-                    "and seed that the run was started with",
+                    f"the loader's state belongs to other samples, not to {self.describe()}"
+                    if old_order != order
+                    else f"the loader's state has seed {state['seed']}, and this loader has seed {self._seed}",
+                    hint="resume with the data (of a mixture, the same folders in the same order), split, --where, "
+                    "segment and seed that the run was started with",
                 )
         try:
             self.cursor = merge_cursors([Cursor(state["position"], tuple(state["ahead"])) for state in states])

@@ -71,7 +71,7 @@ def open_weights_as(
         )
     if checkpoint is not None:
         raise UserError(f"--checkpoint is {checkpoint}, and {weights} is not a run", hint="leave it out")
-    source = _source(str(weights), say=say)
+    source = _source(str(weights), tasks, say=say)
     record = read_record(path)
     adopted, spec = (
         _adopted(source, path, tasks, say=say) if record is None else _recorded(source, record, tasks, suited=suited)
@@ -105,19 +105,31 @@ def open_weights_as(
     )
 
 
-def require_weights(weights: str | Path) -> None:
-    """Raise a UserError where there is neither a run nor a file of weights; a NAME:TAG is let pass."""
+def require_weights(weights: str | Path, tasks: Tasks) -> None:
+    """Raise a UserError where there is neither a run nor a file of weights.
+
+    A NAME:TAG of open_clip is let pass where it may be the model of one of the tasks.
+    """
     path = Path(weights)
-    if not is_name_and_tag(str(weights)) and not (path.is_file() or is_run(path) or has_weights(path)):
+    if path.is_file() or is_run(path) or has_weights(path):
+        return
+    takes_tags = any(open_spec().adopts_tags for open_spec in tasks.values())
+    if not is_name_and_tag(str(weights)):
+        kinds = ["a run (a training command's --out)", "an exported folder", "a file of weights"]
+        kinds += ["a NAME:TAG of open_clip"] if takes_tags else []
         raise UserError(
             f"there is no run in {weights}, and there are no other weights",
-            hint="name a run (a training command's --out), an exported folder, a file of weights, or a NAME:TAG of "
-            "open_clip",
+            hint=f"name {', '.join(kinds[:-1])}, or {kinds[-1]}",
+        )
+    if not takes_tags:
+        raise UserError(
+            f"{weights} is a CLIP of open_clip, not a model of train {', '.join(tasks)}",
+            hint="name a run (a training command's --out), an exported folder, or a file of weights",
         )
 
 
-def _source(weights: str, *, say: Say) -> Source:
-    require_weights(weights)
+def _source(weights: str, tasks: Tasks, *, say: Say) -> Source:
+    require_weights(weights, tasks)
     init = Init(weights=weights)
     fetch_tag(init, say=say)
     source = open_weights(init)

@@ -6,12 +6,14 @@ own. A plan beside them states what the work is, so that it is never continued a
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 from manifests.checked_json import publish_checked_json, read_checked_json
 from manifests.errors import UserError
 from manifests.publish import remove_temporaries
+from manifests.quoting import counted
 from train.config.training import flat
 from train.distributed.world import World
 from train.run.tracking import Progress
@@ -19,7 +21,8 @@ from train.run.tracking import Progress
 PLAN = "plan.json"
 
 _PARTS_TOGETHER = 8
-_MAX_SHOWN = 24  # characters of a value; a hash is longer
+_MAX_WHOLE = 60  # characters of a value that is shown whole; a hash is longer
+_MAX_SHOWN, _BEFORE = 32, 8  # characters of a longer one, and those of them before the first that differs
 
 
 class Part(Protocol):
@@ -59,12 +62,18 @@ def differences(old: Mapping[str, Any], new: Mapping[str, Any], *, free: frozens
     """
     was, wanted = flat(dict(old)), flat(dict(new))
     decisive = [name for name in wanted if name not in free and was.get(name) != wanted[name]]
-    return "; ".join(f"{name} was {_short(was.get(name))} and is {_short(wanted[name])}" for name in decisive)
+    return "; ".join("{} was {} and is {}".format(name, *_shown(was.get(name), wanted[name])) for name in decisive)
 
 
-def _short(value: object) -> str:
-    text = str(value)
-    return text if len(text) <= _MAX_SHOWN else f"{text[:_MAX_SHOWN]}..."
+def _shown(*values: object) -> list[str]:
+    """Values in words; where one of them is long, the part from where they differ."""
+    texts = [str(value) for value in values]
+    if max(map(len, texts)) <= _MAX_WHOLE:
+        return texts
+    first = next((at for at, pair in enumerate(zip_longest(*texts)) if len(set(pair)) > 1), 0)
+    begin = max(0, first - _BEFORE)
+    end = begin + _MAX_SHOWN
+    return [f"{'...' if begin else ''}{text[begin:end]}{'...' if len(text) > end else ''}" for text in texts]
 
 
 def missing_parts(parts: Sequence[P], out: Path, *, world: World, progress: Progress) -> list[P]:
@@ -91,6 +100,6 @@ def share_parts(parts: Sequence[P], make: Callable[[P], int], *, world: World, p
     # Ranks that differ in speed wait for each other now and then: a collective gives up after half an hour.
     for begin in range(0, -(-len(parts) // world.size), _PARTS_TOGETHER):
         num_failed += sum(world.gather_objects(world.each(partial(make_some, own[begin : begin + _PARTS_TOGETHER]))))
-        failed = f"{num_failed:,} clips failed" if num_failed else ""
+        failed = f"{counted(num_failed, 'clip')} failed" if num_failed else ""
         progress.show(min((begin + _PARTS_TOGETHER) * world.size, len(parts)), failed)
     progress.close()

@@ -36,7 +36,7 @@ from train.models.dual_encoder import DualEncoder
 from train.run.folder import data_facts, held_folder, installed_version
 from train.run.parts import PLAN, begin_parts, missing_parts, share_parts
 from train.run.tracking import Progress
-from train.search.folder import PARTS, FeatureKind, read_folder_record, require_same_work
+from train.search.folder import PARTS, FeatureKind, read_folder_record, require_same_work, require_whole_files
 from train.search.publishing import Part, Samples, num_captions, publish_folder, publish_part
 
 ClipKind = Literal["captions", "chunks"]
@@ -188,7 +188,7 @@ def embed(work: Work, out: Path, *, world: World, progress: Progress) -> dict[st
         The content of embed.json.
 
     Raises:
-        UserError: the folder holds something else, or another process writes it.
+        UserError: the folder holds something else or is damaged, or another process writes it.
         FailedWork: no clip could be decoded, or an embedding is not finite.
     """
     with ExitStack() as held:
@@ -216,6 +216,7 @@ def _begin(work: Work, out: Path, *, held: ExitStack) -> dict[str, Any] | None:
     held.enter_context(held_folder(out, work="embeds"))
     if record is not None:
         require_same_work(record, work.plan, path=out)
+        require_whole_files(out, record)
         shutil.rmtree(out / PARTS, ignore_errors=True)
         return record
     begin_parts(out / PARTS, work.plan, require_same=lambda old: require_same_work(old, work.plan, path=out))

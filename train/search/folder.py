@@ -148,13 +148,21 @@ def open_embedded(path: Path) -> Embedded:
             )
         problem = f"{path} holds no embeddings: it has no {RECORD}" if path.is_dir() else f"there is no folder {path}"
         raise UserError(problem, hint=f"make embeddings: train embed WEIGHTS --shards DATA --out {path}")
+    require_whole_files(path, record)
+    return Embedded(path, record)
+
+
+def require_whole_files(path: Path, record: Mapping[str, Any]) -> None:
+    """Raise a UserError if a file of a finished folder is missing or of another size than its record says."""
     for name, facts in record["files"].items():
         file = path / name
         size_bytes = file.stat().st_size if file.is_file() else None
         if size_bytes != facts["size_bytes"]:
             found = "missing" if size_bytes is None else f"{size_bytes:,} bytes long, not {facts['size_bytes']:,}"
-            raise UserError(f"{file} is {found}", hint=f"the embeddings are damaged: {_AGAIN}")
-    return Embedded(path, record)
+            raise UserError(
+                f"{file} is {found}",
+                hint=f"the embeddings are damaged: remove {path} and run train embed again, or use another --out",
+            )
 
 
 def read_folder_record(path: Path) -> dict[str, Any] | None:

@@ -66,6 +66,10 @@ class Player:
         """Number of clips that could not be read or decoded."""
         return sum(bool(shown.missing) for shown in self._made.values())
 
+    def knows(self, clip: EmbeddedClip) -> bool:
+        """Whether the split has chunks of the clip's video."""
+        return bool((rows_of(pa.chunked_array([pa.array([clip.video])]), self._chunks.video_ids) >= 0).all())
+
     def show(self, clip: EmbeddedClip) -> Shown:
         """The clip as data URIs; the same clip again costs nothing."""
         if clip.row not in self._made:

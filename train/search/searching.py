@@ -200,11 +200,18 @@ def write_search_page(path: Path, embedded: Embedded, results: Sequence[Result],
         The number of clips that could not be read or decoded; the page says so in their places.
 
     Raises:
-        UserError: the data cannot be opened.
+        UserError: the data cannot be opened, or have none of the videos that were found.
     """
     record = embedded.record
     data = {**record["data"], **({} if shards is None else {"shards": shards})}
     player = Player(str(data["shards"]), split=str(data["split"]))
+    found = [hit.clip for result in results for hit in result.found]
+    if found and not any(map(player.knows, found)):
+        raise UserError(
+            f"{data['shards']} has other data than {embedded.path}: no video of the clips that were found, such as "
+            f"{found[0].video}, is in split {data['split']!r}",
+            hint=f"name the data folder that was embedded with --shards: {record['data']['description']}",
+        )
     facts = {
         "weights": record["weights"]["description"],
         "clip": record["clip"]["description"],

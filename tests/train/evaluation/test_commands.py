@@ -124,7 +124,8 @@ def test_a_relevancy_of_another_split_names_both_shapes(
 def test_no_look_at_a_clip_is_a_mistake(run: Path, clips: int, capsys: pytest.CaptureFixture[str]) -> None:
     capsys.readouterr()
     assert call("eval", "retrieval", run, "--clips", clips) == 2
-    assert f"--clips is {clips}" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert f"--clips is {clips}" in said and "--clips must be from 1 to" in said
 
 
 @pytest.mark.parametrize(

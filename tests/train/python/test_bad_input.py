@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from manifests.errors import FailedWork, UserError
 from tests.train.python.test_open_clips import TRAIN_CLIPS, copy_of, ids, opened
 from tests.train.tiny_data import VARIANT, Caption, write_captions
-from train.data import Batches, open_latents, read_chunks
+from train.data import Batches, open_clips, open_latents, read_chunks
 from train.data.arguments import require_device
 
 
@@ -52,7 +52,7 @@ def test_states_of_another_split_seed_or_order_are_refused(data_dir: Path) -> No
         state = clips.state_dict()
     for changes, words in (
         ({"split": "val"}, "belongs to other samples"),
-        ({"seed": 1}, "belongs to other order: seed 0"),
+        ({"seed": 1}, "state has seed 0, and this loader has seed 1"),
         ({"shuffle": False}, "shuffle=True"),
     ):
         with opened(data_dir, **changes) as clips, pytest.raises(UserError, match=words):
@@ -93,6 +93,13 @@ def test_arguments_that_do_not_fit_are_refused(data_dir: Path, changes: dict[str
 def test_a_folder_that_is_not_there_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="there is no data folder"):
         opened(tmp_path / "nothing")
+
+
+@pytest.mark.parametrize("data", [None, 3, ["data", None]])
+def test_what_names_no_data_folder_is_refused(data: Any) -> None:
+    for open_them in (open_clips, open_latents):
+        with pytest.raises(UserError, match=r"data is (None|3)"):
+            open_them(data)
 
 
 def test_devices_are_checked_before_anything_is_opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,6 +9,7 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 import torch
+import yaml
 
 from tests.train.conftest import VIDEOS
 from tests.train.distributed.forked import end_well, fork_ranks
@@ -133,6 +134,41 @@ def test_the_same_command_again_does_nothing_and_another_one_is_refused(
     assert content(out) == before
 
 
+def test_a_damaged_folder_is_not_taken_for_finished(
+    embedded: Path, run: Path, data_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "embedded"
+    shutil.copytree(embedded, out)
+    (out / "video.npy").write_bytes((out / "video.npy").read_bytes()[:200])
+    capsys.readouterr()
+    assert embed(run, data_dir, out) == 2
+    said = capsys.readouterr()
+    assert "video.npy is 200 bytes long, not" in said.err and f"remove {out}" in said.err
+    assert "nothing to do" not in said.out
+
+
+def test_the_data_of_a_run_are_embedded_where_none_are_named(
+    embedded: Path, run: Path, data_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    flags = ("--split", "train", "--workers", 1, "--device", "cpu")
+    assert run_train("embed", run, "--out", tmp_path / "own", *flags) == 0
+    assert content(tmp_path / "own")["video.npy"] == content(embedded)["video.npy"]
+    several, exported = tmp_path / "several", tmp_path / "exported"
+    shutil.copytree(run, several)
+    settings = yaml.safe_load((several / "settings.yaml").read_text())
+    (several / "settings.yaml").write_text(yaml.safe_dump({**settings, "shards": [str(data_dir), "other"]}))
+    assert run_train("export", run, "--format", "open_clip", "--out", exported) == 0
+    capsys.readouterr()
+    for weights, message in (
+        (several, "was trained on 2 data folders"),
+        (exported, "--shards is missing"),
+        (tmp_path / "nowhere", "there is no run in"),
+    ):
+        assert run_train("embed", weights, "--out", tmp_path / "out", *flags) == 2
+        assert message in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
 def test_unfinished_work_is_not_continued_with_other_weights(
     run: Path, data_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -177,6 +213,7 @@ def test_clips_that_cannot_be_decoded_are_named_and_have_no_row(
     assert np.abs(np.load(out / "video.npy")).max(axis=1).min() > 0
     # Again: nothing to do, but the failures are still there.
     assert embed(run, damaged, out) == 1
+    assert f"remove {out} and run the same command again" in capsys.readouterr().err
 
 
 def test_features_of_other_towers_pooled_and_all_tokens(masked: Path, data_dir: Path, tmp_path: Path) -> None:

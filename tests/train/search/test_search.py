@@ -16,6 +16,7 @@ from av.container import InputContainer
 
 from prep.synthetic.frame_code import read_frame_number
 from tests.train.search.conftest import SMALL, embed, overwrite_chunk
+from tests.train.tiny_data import Caption, write_captions
 from tests.train.weights.test_export import run_train
 from train.inference.model import load_model
 from train.search import player
@@ -211,6 +212,17 @@ def test_the_page_names_clips_that_are_damaged_or_over_its_budget(
     with pytest.raises(AssertionError):
         search(embedded, "it begins", "--page", path)
     assert path.read_text() == "mine"
+
+
+def test_a_page_of_other_data_is_refused(
+    embedded: Path, data_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    other, page = tmp_path / "other", tmp_path / "page.html"
+    shutil.copytree(data_dir, other)
+    write_captions(other, {"d": "train"}, [Caption("d", 0.0, 1.0, "it begins")])
+    said = refused(capsys, embedded, "--like", "0", "--top", 3, "--page", page, "--shards", other)
+    assert f"{other} has other data than {embedded}" in said and "no video of the clips" in said
+    assert not page.exists()
 
 
 def test_long_clips_are_cut_and_it_is_said(embedded: Path, data_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -33,7 +33,7 @@ class DecodingSettings(Checked):
     """Decoding method. greedy: the most likely token at each step; sample: random sampling; beam: beam search."""
     temperature: Annotated[
         float | None,
-        Range(above=0, hint="it must be a finite number more than 0; --decoding.method greedy is the limit"),
+        Range(above=0, hint="it must be a finite number more than 0; decoding method greedy is the limit"),
         _SAMPLE,
     ] = None
     """sample: temperature. Default: 1."""

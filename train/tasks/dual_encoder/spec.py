@@ -22,7 +22,7 @@ class ClipFlags(Checked):
 
     split: str = "val"
     """Split to evaluate on."""
-    clips: Annotated[int, Range(1, MAX_CLIPS, hint=f"use 1 to {MAX_CLIPS}; latents are looked at once")] = 1
+    clips: Annotated[int, Range(1, MAX_CLIPS)] = 1
     """Number of temporal views per clip. Their embeddings are averaged. Latents have one view."""
 
 
@@ -251,6 +251,7 @@ TASK = TaskSpec(
     formats={"open_clip": "create_model('local-dir:OUT')", "hf": "CLIPModel.from_pretrained('OUT')"},
     export=_export,
     adopt=_adopt,
+    adopts_tags=True,
     has_frame_embedding=True,
     features=Features(
         description="the video tower's class token, before the projection", inputs=lambda task: task.clips

@@ -19,6 +19,7 @@ from tests.train.search.conftest import content, overwrite_chunk
 from tests.train.tiny_data import Caption, chunks_of, encode_chunk, video_sample, write_captions, write_shard
 from tests.train.weights.test_export import run_train
 from train.inference.model import load_model
+from train.run.parts import differences
 from train.tasks.caption.chunks import captioning
 
 KEYS = [(video, begin, end) for video in "abc" for begin, end in ((0.0, 2.0), (2.0, 4.0), (4.0, 5.5))]
@@ -213,6 +214,9 @@ def test_chunks_that_cannot_be_decoded_are_listed_and_have_no_row(
         assert caption(captioner_run, damaged, out) == 1
         said = capsys.readouterr().err
         assert "clips that could not be decoded: 1; see" in said and "pseudo.failures.jsonl" in said
+    # Once the data are repaired, the message says how to go on.
+    again = f"remove {out} and {tmp_path / 'pseudo.failures.jsonl'}, and run the same command again"
+    assert again in " ".join(said.split())
     [failure] = [json.loads(line) for line in (tmp_path / "pseudo.failures.jsonl").read_text().splitlines()]
     assert (failure["position"], failure["key"], failure["reason"]) == (4, "b_000002000", "checksum")
     assert rows(out) == [row for row in rows(table) if (row["video"], row["begin_s"]) != ("b", 2.0)]
@@ -228,6 +232,7 @@ def test_chunks_that_cannot_be_decoded_are_listed_and_have_no_row(
         (["--segment", "5"], '--segment "5" is not a length'),
         (["--num-samples", "0"], "--num-samples is 0"),
         (["--method", "greedy", "--num-samples", "5"], "--num-samples 5 does nothing with --method greedy"),
+        (["--temperature", "0"], "more than 0; decoding method greedy is the limit"),
         (["--max-tokens", "13"], "--max-tokens is 13, and the decoder's context has 12 tokens"),
     ],
 )
@@ -242,6 +247,30 @@ def test_mistakes_are_named_and_leave_nothing(
     out = () if "--out" in flags else ("--out", tmp_path / "pseudo.parquet")
     assert run_train("caption-chunks", captioner_run, "--shards", data_dir, *out, *flags) == 2
     assert message in capsys.readouterr().err and not list(tmp_path.iterdir())
+
+
+def test_a_clip_of_open_clip_is_refused_before_a_download(
+    captioner_run: Path, data_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    # Without network, a download would be an error of its own.
+    assert caption(Path("ViT-B-16:openai"), data_dir, tmp_path / "pseudo.parquet") == 2
+    said = capsys.readouterr()
+    assert "ViT-B-16:openai is a CLIP of open_clip, not a model of train caption" in said.err
+    assert "download" not in said.out + said.err
+    assert caption(tmp_path / "nowhere", data_dir, tmp_path / "pseudo.parquet") == 2
+    said = capsys.readouterr()
+    assert "there is no run in" in said.err and "NAME:TAG" not in said.err and not list(tmp_path.iterdir())
+
+
+def test_long_values_are_shown_from_where_they_differ() -> None:
+    variant, digest = "h264-288p30-crf24-comb900-15s-shots-scenedetect-adaptive-3.0-cuts", "0123456789abcdef" * 4
+    found = differences({"a": f"{variant}-v1"}, {"a": f"{variant}-v2"})
+    assert found == "a was ...0-cuts-v1 and is ...0-cuts-v2"
+    assert differences({"a": "x" + digest}, {"a": "y" + digest}) == (
+        f"a was x{digest[:31]}... and is y{digest[:31]}..."
+    )
+    short = "h264-288p30-crf24-comb900-15s"
+    assert differences({"a": short}, {"a": f"{short}-shots"}) == f"a was {short} and is {short}-shots"
 
 
 def test_files_that_are_no_such_table_stay(

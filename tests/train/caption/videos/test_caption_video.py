@@ -106,7 +106,7 @@ def test_a_damaged_video_is_named_and_the_others_are_written(
         (["{films}/none.mp4"], "there is no "),
         (["{films}", "--len", "10"], '--len "10" is not a length'),
         (["{films}", "--batch", "0"], "--batch is 0"),
-        (["{films}", "--out", "c.txt"], "has no known format"),
+        (["{films}", "--out", "c.txt"], "without --out, lines of text are printed"),
         (["{films}", "--format", "csv"], "--format csv is the format of a file"),
         (["{films}", "--out", "{films}", "--format", "csv"], "is a folder"),
         (["{films}", "--out", "{films}/notes.txt/c.csv"], "cannot be made"),

@@ -134,4 +134,8 @@ def caption_chunks(
         if as_json and world.is_first:
             sys.stdout.write(json.dumps({"out": str(out), **record}) + "\n")
     if record["num_failed"]:
-        raise FailedWork(f"clips that could not be decoded: {record['num_failed']:,}; see {failures_path(out)}")
+        failures = failures_path(out)
+        raise FailedWork(
+            f"clips that could not be decoded: {record['num_failed']:,}; see {failures}. After a repair of the data, "
+            f"remove {out} and {failures}, and run the same command again"
+        )

@@ -120,7 +120,10 @@ def format_of(path: Path, wanted: Format | None) -> Format:
     form = wanted or named
     if form is not None:
         return form
-    raise UserError(f"--out {path} has no known format", hint="end it in .csv, .json, .jsonl or .srt, or add --format")
+    raise UserError(
+        f"--out {path} has no known format",
+        hint="end it in .csv, .json, .jsonl or .srt, or add --format; without --out, lines of text are printed",
+    )
 
 
 def subtitle_names(videos: Sequence[Path]) -> list[str]:
