@@ -88,7 +88,7 @@ def _require_different(tables: Sequence[Path]) -> None:
         first: dict[bytes, Path] = {}
         for path in paths if len(paths) > 1 else ():
             with open_annotations(path, "rb") as file:
-                digest = hashlib.file_digest(file, "sha256").digest()
+                digest = hashlib.file_digest(file, "sha256").digest()  # type: ignore[arg-type] # opened in binary mode
             if digest in first:
                 raise UserError(
                     f"{first[digest]} and {path} have the same content: all captions would be added twice",
