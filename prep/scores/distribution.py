@@ -8,11 +8,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 NUM_BINS = 32  # at most
-# The histogram of an unbounded score ends at this percentile, or where that is less, at this number of interquartile
-# ranges above the third quartile, if the highest value is larger than that by more than this factor.
-_TAIL = 99.0
-_NUM_RANGES = 4.0
-_TAIL_FACTOR = 1.5
+_TAIL_SHARE = 0.01  # share of the values that may lie above the end of the histogram of an unbounded score,
+_NUM_OUTLIERS = 5  # of few values this number instead, but no more than a tenth of them,
+_TAIL_FACTOR = 1.5  # if the highest value is larger than the end by more than this factor
 V = TypeVar("V")
 _PICKED = (("lowest", 0.0), ("1st quartile", 0.25), ("median", 0.5), ("3rd quartile", 0.75), ("highest", 1.0))
 
@@ -67,9 +65,9 @@ def histogram(
 
 
 def _tail(values: NDArray[np.float64]) -> float:
-    """Return where a long tail begins. Of few values, the percentile itself may be an outlier; quartiles are not."""
-    first, third, tail = np.percentile(values, [25, 75, _TAIL], method="lower").tolist()
-    return min(tail, third + _NUM_RANGES * (third - first)) if third > first else tail
+    """Return the value at which a long tail begins."""
+    num_above = max(int(_TAIL_SHARE * len(values)), min(_NUM_OUTLIERS, len(values) // 10))
+    return float(np.sort(values)[-1 - num_above])
 
 
 def landmarks(values: NDArray[np.float64]) -> list[tuple[str, int]]:

@@ -37,7 +37,7 @@ def verified_text(found: Verified, *, column: ColumnSpec, max_findings: int) -> 
 
 
 def records_text(records: list[RecordFinding]) -> list[str]:
-    """Return one line per damaged record."""
+    """Return one line per missing or damaged record."""
     return [
         f"record  {record.message}" if record.path in record.message else f"record  {record.path}: {record.message}"
         for record in records
@@ -49,7 +49,7 @@ def repairs_text(records: list[RecordFinding]) -> list[str]:
     if not records:
         return []
     commands = dict.fromkeys(record.repair for record in records)
-    return [f"{counted(len(records), 'damaged record')}; to repair, run: {'; '.join(commands)}"]
+    return [f"{counted(len(records), 'missing or damaged record')}; to repair, run: {'; '.join(commands)}"]
 
 
 def failure_text(found: Verified, variant: Variant, *, column: ColumnSpec, data_dir: Path) -> str:

@@ -89,9 +89,9 @@ def test_histograms_hold_all_values_and_end_before_a_long_tail() -> None:
     found = histogram(values, is_kept=values > 0.5)
     assert found.end < 2 and found.is_cut and found.counts.sum() == 1001
     assert found.kept is not None and found.kept.sum() == (values > 0.5).sum()
-    for outliers in ([9000.0], [7000.0, 9000.0]):
+    for outliers in ([9000.0], [7000.0, 8000.0, 9000.0]):
         few = histogram(np.array([*np.linspace(100, 300, 32), *outliers]))
-        assert few.end < 1100 and few.is_cut and (few.counts > 0).sum() > 5 and few.counts[-1] <= 3
+        assert few.end < 1100 and few.is_cut and (few.counts > 0).sum() > 5 and few.counts[-1] <= 5
     assert histogram(np.array([0.0, 0.0]), bounds=(0.0, 1.0)).counts[0] == 2
     counts = histogram(np.array([0.0, 0.0, 7.0]), is_count=True)
     assert counts.counts.tolist() == [2, 0, 0, 0, 0, 0, 0, 1] and not counts.is_cut
