@@ -1,12 +1,15 @@
 """Opening annotation files, with I/O errors that name the file."""
 
+import codecs
 import stat
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any
 
 from manifests.errors import UserError
+
+_MAX_PART_BYTES = 1 << 20  # of a line, which may be as long as the file
 
 
 @contextmanager
@@ -36,6 +39,16 @@ def reading(path: Path) -> Iterator[None]:
     except OSError as error:
         why = error.strerror or str(error)
         raise UserError(f"cannot read {path}: {why}", hint="check the path of the annotation file") from error
+
+
+def not_utf8(path: Path, error: UnicodeDecodeError) -> UserError:
+    """Return the error for a file that is not UTF-8. It names the line, for which the file is read again."""
+    line_number, decoder = 1, codecs.getincrementaldecoder("utf-8")()
+    with suppress(UnicodeDecodeError), open_annotations(path, "rb") as file:
+        while part := file.readline(_MAX_PART_BYTES):
+            decoder.decode(part)
+            line_number += part.endswith(b"\n")
+    return UserError(f"{path}, line {line_number}: not UTF-8 ({error.reason})", hint="save it as UTF-8, uncompressed")
 
 
 def stat_kind(mode: int) -> str | None:

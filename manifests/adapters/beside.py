@@ -10,7 +10,7 @@ JSON, which has likelihoods, before .srt and .vtt.
 
 import re
 from collections import defaultdict
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Collection, Container, Mapping, Sequence
 from pathlib import Path, PurePosixPath
 
 from manifests.adapters.reading import ReadingBuilder
@@ -37,13 +37,40 @@ _ORDER = (_ASR_SUFFIX, ".srt", ".vtt")
 _PART = re.compile(r"[A-Za-z]{2,3}(?:[-_][A-Za-z0-9]{2,8})*|default|forced")
 _MAX_PARTS = 2
 _MAX_NAMED = 3
+_HEAD_BYTES = 1 << 20  # Whisper writes the text of all segments first
 
 
-def note_unread(builder: ReadingBuilder, files: Sequence[VideoFile]) -> None:
-    """Note that there are subtitles among `files` that are not read."""
-    num_files = sum(file.path.suffix.lower() in _SUBTITLE_SUFFIXES for file in files)
-    if num_files:
-        builder.note(f"{counted(num_files, 'subtitle file')} (.srt, .vtt) not read; --subtitles reads them")
+def note_unread(builder: ReadingBuilder, files: Sequence[VideoFile], *, numbers: Collection[str]) -> None:
+    """Note that there are files among `files` that `add_files_beside` would read.
+
+    Args:
+        numbers: relative path of each video.
+    """
+    stems = {_stem(name) for name in numbers}
+    num_subtitles = sum(file.path.suffix.lower() in _SUBTITLE_SUFFIXES for file in files)
+    num_asr = sum(
+        file.path.suffix.lower() == _ASR_SUFFIX
+        and _video_stem(_stem(file.relative), known=stems)[0] in stems
+        and _looks_like_asr(file.path)
+        for file in files
+    )
+    subtitles = f"{counted(num_subtitles, 'subtitle file')} (.srt, .vtt)" if num_subtitles else ""
+    asr = f"{counted(num_asr, 'file')} of speech recognition (.json)" if num_asr else ""
+    if subtitles or asr:
+        builder.note(f"{' and '.join(filter(None, (subtitles, asr)))} not read; --subtitles reads them")
+
+
+def _looks_like_asr(path: Path) -> bool:
+    """Return True if the begin of a file has the keys of segments. To parse all files for a note would take long."""
+    try:
+        if not path.is_file():
+            return False  # a pipe would block
+        with path.open("rb") as file:
+            head = file.read(_HEAD_BYTES)
+    except OSError:
+        return False
+    is_list = head.lstrip().startswith(b"[") and b'"text"' in head
+    return b'"start"' in head and (b'"segments"' in head or is_list)
 
 
 def add_files_beside(

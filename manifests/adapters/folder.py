@@ -61,7 +61,7 @@ def read_folder(
     if subtitles:
         add_files_beside(builder, directory.resolve(), scan.beside, numbers=numbers)
     else:
-        note_unread(builder, scan.beside)
+        note_unread(builder, scan.beside, numbers=numbers)
     return builder.build()
 
 

@@ -5,6 +5,7 @@ file name.
 """
 
 import hashlib
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import inf
@@ -22,7 +23,7 @@ from manifests.adapters.reasons import Reason
 from manifests.adapters.video_files import Ambiguous, VideoFile, VideoLookup
 from manifests.errors import UserError
 from manifests.further_sources import SOURCE_CHARS, is_source_name, source_name
-from manifests.quoting import quoted
+from manifests.quoting import counted, quoted
 from manifests.schema import CAPTIONS, LIKELIHOOD
 
 TABLE = "table"  # kind of the records of tables without a model
@@ -105,6 +106,8 @@ class _Videos:
         self._videos = videos
         self._lookups: tuple[VideoLookup, ...] = ()
         self._row_of_path: dict[Path, int] = {}
+        self._path_of_row: dict[int, str] = {}  # as it is in the tables
+        self.moved: dict[str, str] = {}  # path in the tables that does not exist -> path of the video
 
     def rows(self, names: pa.Array) -> np.ndarray:
         """Return the row of each video_id, int64[N]; -1 if there is none."""
@@ -114,8 +117,11 @@ class _Videos:
     def row_named(self, name: str) -> int:
         """Return the row of the video with another name; -1 if there is none.
 
+        An absolute path that does not exist stands for the video with this file name.
+
         Raises:
             Ambiguous: several videos match.
+            UserError: several such paths match one video.
         """
         if not self._lookups:
             paths = [Path(path) for path in self._videos["path"].to_pylist()]
@@ -129,8 +135,28 @@ class _Videos:
                 VideoLookup(list(map(VideoFile, paths, relative)))
                 for relative in (names, [path.name for path in paths])
             )
-        found = next((file for lookup in self._lookups if (file := lookup.find(name)) is not None), None)
-        return -1 if found is None else self._row_of_path[found.path]
+        file = self._find(name)
+        if file is None and self._is_gone(name) and (file := self._find(PurePosixPath(name).name)) is not None:
+            self.moved[name] = str(file.path)
+        if file is None:
+            return -1
+        row = self._row_of_path[file.path]
+        if PurePosixPath(name).is_absolute():
+            other = self._path_of_row.setdefault(row, name)
+            if other != name and not self.moved.keys().isdisjoint((name, other)):
+                raise UserError(
+                    f"{other} and {name} both have the file name of {file.path}, and it is unclear which is this video",
+                    hint="write its video_id in the column video, and remove the rows of the other one",
+                )
+        return row
+
+    def _find(self, name: str) -> VideoFile | None:
+        return next((file for lookup in self._lookups if (file := lookup.find(name)) is not None), None)
+
+    def _is_gone(self, name: str) -> bool:
+        """Return True for the absolute path of a file that does not exist: the table may come from elsewhere."""
+        # Path.exists raises an error for a name that is too long.
+        return PurePosixPath(name).is_absolute() and not os.path.exists(name)  # noqa: PTH110
 
 
 class _Reader:
@@ -155,6 +181,10 @@ class _Reader:
                 self._add_records(table, pc.unique(used.rows["source"]).to_pylist())
 
     def result(self) -> FurtherReading:
+        if moved := self._videos.moved:
+            first, path = next(iter(moved.items()))
+            paths = counted(len(moved), "path")
+            self._builder.note(f"{paths} in the tables not found, videos matched by file name: {first} is {path}")
         other = self._builder.build()
         found = Reading(
             videos=other.videos,
@@ -162,6 +192,7 @@ class _Reader:
             rejected=other.rejected,
             num_captions_lost=other.num_captions_lost,
             num_rows_used={printable(str(path)): count for path, count in self._num_used.items()},
+            notes=other.notes,
             example_file=self._videos.ids[0].as_py() if len(self._videos.ids) else None,
         )
         return FurtherReading(found, self._records)

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Any
 
-from manifests.adapters.annotation_file import open_annotations
+from manifests.adapters.annotation_file import not_utf8, open_annotations
 from manifests.errors import UserError
 
 _WINDOW_CHARS = 1 << 22
@@ -138,10 +138,7 @@ class _Window:
         try:
             more = self._file.read(max(_WINDOW_CHARS, len(self._text) - self._at))
         except UnicodeDecodeError as error:
-            raise UserError(
-                f"{self._path}, after line {self._line}: not UTF-8 ({error.reason})",
-                hint="save it as UTF-8, uncompressed",
-            ) from error
+            raise not_utf8(self._path, error) from error
         if not more:
             self._at_file_end = True
             return False

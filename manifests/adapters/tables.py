@@ -10,7 +10,7 @@ from math import isfinite, isnan, nan
 from pathlib import Path
 from typing import Any
 
-from manifests.adapters.annotation_file import open_annotations
+from manifests.adapters.annotation_file import not_utf8, open_annotations
 from manifests.errors import UserError
 from manifests.quoting import on_one_line, quoted
 
@@ -105,7 +105,6 @@ def text_lines(path: Path) -> Iterator[str]:
     Raises:
         UserError: the file cannot be read, or is not UTF-8; the message includes the line number.
     """
-    line_number = 0
     try:
         with open_annotations(path, encoding="utf-8-sig", newline="") as file:
             for line_number, line in enumerate(iter(partial(file.readline, _MAX_LINE_CHARS), ""), start=1):
@@ -117,9 +116,7 @@ def text_lines(path: Path) -> Iterator[str]:
                     )
                 yield line
     except UnicodeDecodeError as error:
-        raise UserError(
-            f"{path}, after line {line_number}: not UTF-8 ({error.reason})", hint="save it as UTF-8, uncompressed"
-        ) from error
+        raise not_utf8(path, error) from error
 
 
 def seconds(value: object, *, default: float) -> float:

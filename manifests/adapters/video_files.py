@@ -171,7 +171,7 @@ class VideoLookup:
         exact = [file for file in matches if composed(file.relative) == composed(name)]
         if len(exact) > 1:
             exact = [file for file in exact if file.relative == name]
-        if exact:
+        if len(exact) == 1:
             return exact[0]
         raise Ambiguous(name, matches)
 

@@ -158,6 +158,7 @@ def _values(written: "FurtherResult", *, reading: "Reading", num_dropped: dict[s
         },
         "stale": written.num_stale,
         "num_dropped": num_dropped,
+        "notes": list(reading.notes),
         "num_captions_lost": reading.num_captions_lost,
         "num_rejected": {entry["values"]: entry["counts"] for entry in reasons},
         "manifest": os.fspath(written.folder),
@@ -179,6 +180,7 @@ def _lines(written: "FurtherResult", values: dict[str, Any], *, rejected: "Seque
         yield f"stale: {counted(count, 'caption')} of {on_one_line(name)}, an earlier version, replaced"
     for name, variants in values["other_variants"].items():
         yield f"note: {on_one_line(name)} describes chunks of {', '.join(variants)}, which is not the current variant"
+    yield from (f"note: {on_one_line(note)}" for note in values["notes"])
     if values["num_dropped"]:
         yield "dropped: " + ", ".join(f"{count:,} {reason}" for reason, count in values["num_dropped"].items())
     if reasons := values["num_rejected"]:

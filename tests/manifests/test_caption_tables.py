@@ -158,6 +158,15 @@ def test_tables_that_cannot_be_read_are_named(data: Path, tmp_path: Path) -> Non
         assert path.name in str(caught.value) and caught.value.hint
 
 
+@pytest.mark.parametrize("num_lines", [1, 2000])
+def test_a_text_that_is_not_utf8_is_named_with_its_line(data: Path, tmp_path: Path, num_lines: int) -> None:
+    for name in ("t.csv", "t.jsonl"):
+        content = "video,text,source\n" + "v,a,s\n" * num_lines + "v,café,s\n"
+        (tmp_path / name).write_bytes(content.encode("latin-1"))
+        with pytest.raises(UserError, match=rf"{name}, line {num_lines + 2}: not UTF-8 \(invalid continuation byte\)"):
+            read(data, tmp_path / name)
+
+
 def test_two_columns_of_the_same_name_are_refused(data: Path, tmp_path: Path, make_videos: VideoMaker) -> None:
     csv, parquet, jsonl = (tmp_path / f"t.{suffix}" for suffix in ("csv", "parquet", "jsonl"))
     csv.write_text("video,text,text,source\nv,a,b,s\n")

@@ -233,6 +233,34 @@ def test_a_table_that_is_given_twice_is_refused(data: Path, tmp_path: Path) -> N
     assert file_hashes(data) == before
 
 
+def test_paths_that_do_not_exist_are_matched_by_file_name_where_it_is_clear(data: Path, tmp_path: Path) -> None:
+    def table(*videos: object) -> Path:
+        rows = [{"video": str(video), "text": "a", "source": "s"} for video in videos]
+        (path := tmp_path / "t.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+        return path
+
+    paths = [Path(path) for path in read_videos(data)["path"].to_pylist()]
+    (here := tmp_path / "here").mkdir()
+    (here / paths[0].name).write_bytes(b"another video")
+    elsewhere = [f"/elsewhere/{path.name}" for path in paths]
+    others = ("/elsewhere/none.mp4", here / paths[0].name, f"elsewhere/{paths[0].name}")
+    found = read(data, table(*elsewhere[:2], *others))
+    assert found.reading.captions["video_id"].to_pylist() == ["v", "w"]
+    assert found.reading.rejected["reason"].to_pylist() == ["missing_file"] * 3
+    assert found.reading.notes == (
+        f"2 paths in the tables not found, videos matched by file name: {elsewhere[0]} is {paths[0]}",
+    )
+    for name in (f"/{'a' * 5000}.mp4", "/a\0.mp4"):
+        assert read(data, table(name)).reading.rejected["reason"].to_pylist() == ["missing_file"]
+    of_one_name = read_videos(data).drop_columns("path").append_column("path", [[f"/{n}/a.mp4" for n in range(3)]])
+    found = read_caption_tables([table("/elsewhere/a.mp4", "a.mp4")], videos=of_one_name, dataset=FURTHER)
+    assert found.reading.rejected["reason"].to_pylist() == ["ambiguous_video"] * 2
+    for one, other in ((elsewhere[0], f"/other/{paths[0].name}"), (str(paths[0]), elsewhere[0])):
+        for names in ((one, other), (other, one)):
+            with pytest.raises(UserError, match=f"^{names[0]} and {names[1]} both have the file name of {paths[0]}"):
+                read(data, table(*names))
+
+
 def test_a_damaged_manifest_is_not_built_upon(data: Path, tmp_path: Path) -> None:
     table = pseudo(tmp_path / "p.parquet", [{"video": "v", "text": "a"}])
     add(data, table)

@@ -259,6 +259,21 @@ def test_without_the_flag_subtitles_are_mentioned_and_not_read(make_videos: Vide
     assert reading.notes == ("1 subtitle file (.srt, .vtt) not read; --subtitles reads them",)
 
 
+def test_the_output_of_speech_recognition_that_is_not_read_is_counted(make_videos: VideoMaker) -> None:
+    folder = make_videos("a.mp4", "b.mp4", "c.mp4", "d.mp4")
+    segment = {"start": 0, "end": 1, "text": "a"}
+    (folder / "a.en.json").write_text(json.dumps({"text": "a " * 10_000, "segments": [segment], "language": "en"}))
+    (folder / "b.json").write_text(json.dumps([segment], indent=1))
+    (folder / "c.json").write_text('{"title": "a film"}')
+    (folder / "other.json").write_text(json.dumps([segment]))
+    os.mkfifo(folder / "d.json")
+    assert read_folder(folder).notes == ("2 files of speech recognition (.json) not read; --subtitles reads them",)
+    (folder / "a.srt").write_text(SRT)
+    assert read_folder(folder).notes == (
+        "1 subtitle file (.srt, .vtt) and 2 files of speech recognition (.json) not read; --subtitles reads them",
+    )
+
+
 def test_a_folder_without_subtitles_is_an_error_if_they_are_asked_for(make_videos: VideoMaker) -> None:
     folder = make_videos("a.mp4")
     (folder / "a.json").write_text('{"title": "a film"}')

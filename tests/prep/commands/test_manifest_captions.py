@@ -50,6 +50,14 @@ def test_an_old_manifest_takes_captions_and_keeps_its_own(data: Path, tmp_path: 
     assert prep_here("verify", "--data", data).stdout.count(": OK") == 3
 
 
+def test_a_table_of_another_machine_is_matched_by_file_name_with_a_note(data: Path, tmp_path: Path) -> None:
+    path = Path(read_videos(data)["path"][0].as_py())
+    (table := tmp_path / "t.csv").write_text(f"video,text,source\n/elsewhere/{path.name},a,s\n")
+    note = f"1 path in the tables not found, videos matched by file name: /elsewhere/{path.name} is {path}"
+    assert f"note: {note}\n" in captions(data, table).stdout
+    assert captions(data, table, "--json").summary["notes"] == [note]
+
+
 def test_what_is_dropped_is_counted_and_written_down(data: Path, tmp_path: Path) -> None:
     table = of_chunks(data, tmp_path / "p.parquet")
     ran = captions(data, table, "--min-likelihood", "-1", "--drop-duplicates")
