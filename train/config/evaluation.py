@@ -73,8 +73,8 @@ class EvaluatedData:
         except UserError as error:
             flags = {"--split": "--evaluate.split"}
             if not self.is_named:
-                hint = f"{error.hint or ''}; or name the data to evaluate with --evaluate.shards".removeprefix("; ")
-                raise UserError(f"evaluation of {self.shards}: {error}", hint=hint) from error
+                more = f"{error.hint or ''}; or name the data to evaluate with --evaluate.shards".removeprefix("; ")
+                raise UserError(f"evaluation of {self.shards}: {error}", hint=more) from error
             if self.shards is not None:
                 own = f"--evaluate.shards {self.name}="
                 flags = {"--split": f"{own}DATA@SPLIT", "--shards DIR": f"{own}DIR", "--shards": "--evaluate.shards"}
