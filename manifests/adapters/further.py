@@ -16,7 +16,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from manifests.adapters.annotation_file import open_annotations, reading
+from manifests.adapters.annotation_file import reading, stat_kind
 from manifests.adapters.caption_tables import Batch, OpenTable, open_caption_table
 from manifests.adapters.reading import Reading, ReadingBuilder, interval_fault, printable
 from manifests.adapters.reasons import Reason
@@ -84,12 +84,14 @@ def _require_different(tables: Sequence[Path]) -> None:
     of_size: dict[int, list[Path]] = {}
     for path in tables:
         with reading(path):
-            of_size.setdefault(path.stat().st_size, []).append(path)
+            status = path.stat()
+        if stat_kind(status.st_mode) is None:  # others are refused when they are opened
+            of_size.setdefault(status.st_size, []).append(path)
     for paths in of_size.values():
         first: dict[bytes, Path] = {}
         for path in paths if len(paths) > 1 else ():
-            with open_annotations(path, "rb") as file:
-                digest = hashlib.file_digest(file, "sha256").digest()  # type: ignore[arg-type] # opened in binary mode
+            with reading(path), path.open("rb") as file:
+                digest = hashlib.file_digest(file, "sha256").digest()
             if digest in first:
                 raise UserError(
                     f"{first[digest]} and {path} have the same content: all captions would be added twice",

@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import os
 import shutil
 from contextlib import suppress
 from math import inf
@@ -230,6 +231,9 @@ def test_a_table_that_is_given_twice_is_refused(data: Path, tmp_path: Path) -> N
         assert caught.value.hint == "give each table once"
     with pytest.raises(UserError, match=r"cannot read .*none\.csv: No such file"):
         add(data, table, tmp_path / "none.csv")
+    os.mkfifo(pipe := tmp_path / "pipe.csv")
+    with pytest.raises(UserError, match="it is a pipe, not a file"):
+        read(data, pipe, pipe)
     assert file_hashes(data) == before
 
 
