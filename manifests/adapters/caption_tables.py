@@ -1,11 +1,11 @@
-"""Reading tables of captions in batches: Parquet, CSV with a header, or JSON lines.
+"""Reading tables of captions in batches: Parquet, text with a header and separated cells, or JSON lines.
 
 The columns are `video` and `text`, and optionally `begin_s`, `end_s`, `source` and `likelihood`; others are ignored.
 The schema metadata of a Parquet file may have the key `clipmill`, the model that wrote the captions: JSON
 {"kind": "pseudo-captions", "weights", "weights_sha256", "video_variant", "settings"}.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from math import inf
 from pathlib import Path
@@ -16,9 +16,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from manifests.adapters.annotation_file import open_annotations
+from manifests.adapters.dialects import TABLE_SUFFIXES, read_caption_rows
 from manifests.adapters.reading import ROWS_PER_CHUNK, encodable
 from manifests.adapters.reasons import Reason
-from manifests.adapters.tables import Row, log_probability, read_csv, read_json_lines, require_once, seconds
+from manifests.adapters.tables import Row, log_probability, require_once, seconds
 from manifests.errors import UserError
 from manifests.json_text import parse_json
 from manifests.quoting import quoted
@@ -76,10 +77,11 @@ class OpenTable:
     batches: Iterator[Batch]
 
 
-def open_caption_table(path: Path, *, source: str | None = None) -> OpenTable:
+def open_caption_table(path: Path, *, note: Callable[[str], None], source: str | None = None) -> OpenTable:
     """Open a table of captions; its rows are read while `batches` is iterated over.
 
     Args:
+        note: see `read_caption_rows`.
         source: the source of all captions, in place of the column.
 
     Raises:
@@ -88,13 +90,12 @@ def open_caption_table(path: Path, *, source: str | None = None) -> OpenTable:
     suffix = path.suffix.lower()
     if suffix == ".parquet":
         return _open_parquet(path, source=source)
-    if suffix == ".csv":
-        return OpenTable(path, None, _typed(read_csv(path, required=_REQUIRED), source=source))
-    if suffix in {".jsonl", ".ndjson"}:
-        return OpenTable(path, None, _typed(read_json_lines(path), source=source))
-    raise UserError(
-        f"{path} is not a .parquet, .csv or .jsonl file", hint="give a table of captions in one of these formats"
-    )
+    if suffix not in TABLE_SUFFIXES:
+        raise UserError(
+            f"{path} is not a .parquet, .csv, .tsv or .jsonl file",
+            hint="give a table of captions in one of these formats",
+        )
+    return OpenTable(path, None, _typed(read_caption_rows(path, note=note), source=source))
 
 
 def _open_parquet(path: Path, *, source: str | None) -> OpenTable:

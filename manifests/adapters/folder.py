@@ -1,4 +1,4 @@
-"""A folder of videos, with an optional table of captions (CSV with a header, or JSON lines).
+"""A folder of videos, with an optional table of captions (text with a header, or JSON lines; see `dialects`).
 
 Every video file is a video; its ID is the relative path without the extension, or with it if files differ only in their
 extension (`file_ids`). The table's columns are `video` (relative path, file name, or either without the extension; a
@@ -9,18 +9,18 @@ video). The split of a video defaults to the one that a parent folder is named a
 Subtitles and the output of speech recognition beside the videos are read if asked for (`beside`).
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping, Sequence
 from math import inf
 from pathlib import Path
 
 from manifests.adapters.beside import SUFFIXES, add_files_beside, note_unread
+from manifests.adapters.dialects import read_caption_rows
 from manifests.adapters.file_ids import file_ids
 from manifests.adapters.reading import Reading, ReadingBuilder
 from manifests.adapters.reasons import Reason
 from manifests.adapters.splits import split_named, split_of_folders
-from manifests.adapters.tables import Row, log_probability, read_csv, read_json_lines, seconds
-from manifests.adapters.video_files import Ambiguous, VideoFile, VideoLookup, composed
-from manifests.errors import UserError
+from manifests.adapters.tables import log_probability, seconds
+from manifests.adapters.video_files import Ambiguous, NearestName, VideoFile, VideoLookup, composed
 from manifests.quoting import quoted
 
 DEFAULT_SOURCE = "human"
@@ -57,7 +57,7 @@ def read_folder(
         if source_id == file.source_id:
             owners[composed(source_id)] = file
     if captions is not None:
-        _add_captions(builder, captions, lookup=VideoLookup(files), owners=owners, numbers=numbers)
+        _add_captions(builder, captions, files=files, owners=owners, numbers=numbers)
     if subtitles:
         add_files_beside(builder, directory.resolve(), scan.beside, numbers=numbers)
     else:
@@ -69,13 +69,15 @@ def _add_captions(
     builder: ReadingBuilder,
     table: Path,
     *,
-    lookup: VideoLookup,
+    files: Sequence[VideoFile],
     owners: Mapping[str, VideoFile],
     numbers: dict[str, int | None],
 ) -> None:
     builder.begin_annotations(table)
+    lookup, names = VideoLookup(list(files)), NearestName(files)
+    nearest: dict[str, str] = {}  # name in the table -> what to say
     splits_given: dict[int, str] = {}
-    for row in _rows(table):
+    for row in read_caption_rows(table, note=builder.note):
         name = row.values.get("video")
         if row.fault is not None:
             builder.reject(Reason.MALFORMED_ROW, file=str(table), row=row.number, detail=row.fault)
@@ -100,7 +102,10 @@ def _add_captions(
             builder.reject(Reason.BAD_LIKELIHOOD, file=str(table), row=row.number, source_id=name, detail=detail)
             continue
         if file is None:
-            builder.lose_captions(name, file=table)
+            if name not in nearest:
+                found = names.find(name)
+                nearest[name] = "" if found is None else f", the nearest is {found}"
+            builder.lose_captions(name, file=table, why=f"no matching video file{nearest[name]}")
             continue
         video = numbers.get(file.relative)
         if video is None:
@@ -140,15 +145,6 @@ def _find(name: str, *, lookup: VideoLookup, owners: Mapping[str, VideoFile]) ->
         if owner is None or any(file.source_id != owner.source_id for file in error.matches):
             raise
         return owner
-
-
-def _rows(table: Path) -> Iterator[Row]:
-    suffix = table.suffix.lower()
-    if suffix == ".csv":
-        return read_csv(table, required=["video", "text"])
-    if suffix in {".jsonl", ".ndjson"}:
-        return read_json_lines(table)
-    raise UserError(f"{table} is neither a .csv nor a .jsonl file", hint="give a caption table in one of these formats")
 
 
 def _apply_split(builder: ReadingBuilder, video: int, value: object, *, given: dict[int, str]) -> str | None:

@@ -75,7 +75,7 @@ def read_caption_tables(
     _require_different(tables)
     reader = _Reader(_Videos(videos), dataset=dataset, limits=limits or Limits(np.full(len(videos), inf)))
     for path in tables:
-        reader.add(open_caption_table(path, source=source))
+        reader.add(open_caption_table(path, note=reader.note, source=source))
     return reader.result()
 
 
@@ -168,6 +168,9 @@ class _Reader:
         self._parts = [_SCHEMA.empty_table()]
         self._records: dict[str, dict[str, Any]] = {}
         self._num_used: dict[Path, int] = {}
+
+    def note(self, text: str) -> None:
+        self._builder.note(text)
 
     def add(self, table: OpenTable) -> None:
         self._num_used.setdefault(table.path, 0)

@@ -2,6 +2,7 @@
 
 import csv
 import json
+import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -16,6 +17,9 @@ from manifests.quoting import on_one_line, quoted
 
 # Lines are read whole, so a file without line ends, such as a sparse file of zeros, must not exhaust the memory.
 _MAX_LINE_CHARS = 1 << 26
+_UTF8 = "utf-8-sig"
+# Hours, minutes and seconds, as in 00:01:02.5 and 1:02,500.
+_CLOCK = re.compile(r"(?:(\d+):)?(\d{1,2}):(\d{1,2}(?:[.,]\d+)?)")
 
 
 @dataclass(frozen=True)
@@ -62,13 +66,13 @@ def require_once(columns: Sequence[str], *, path: Path) -> None:
         )
 
 
-def read_json_lines(path: Path) -> Iterator[Row]:
+def json_rows(path: Path, *, encoding: str = _UTF8) -> Iterator[Row]:
     """Iterate over the rows of a JSON Lines file.
 
     Raises:
         UserError: the file cannot be read as text.
     """
-    for number, line in enumerate(line for line in text_lines(path) if line.strip()):
+    for number, line in enumerate(line for line in text_lines(path, encoding=encoding) if line.strip()):
         try:
             values = json.loads(line, object_pairs_hook=_object)
         except _Repeated as error:
@@ -99,14 +103,14 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return values
 
 
-def text_lines(path: Path) -> Iterator[str]:
-    """Iterate over the lines of a UTF-8 file, with or without a byte order mark.
+def text_lines(path: Path, *, encoding: str = _UTF8) -> Iterator[str]:
+    """Iterate over the lines of a file: of UTF-8, with or without a byte order mark, or of another encoding.
 
     Raises:
-        UserError: the file cannot be read, or is not UTF-8; the message includes the line number.
+        UserError: the file cannot be read, or has another encoding; the message includes the line number.
     """
     try:
-        with open_annotations(path, encoding="utf-8-sig", newline="") as file:
+        with open_annotations(path, encoding=encoding, newline="") as file:
             for line_number, line in enumerate(iter(partial(file.readline, _MAX_LINE_CHARS), ""), start=1):
                 if "\0" in line:
                     raise UserError(f"{path}, line {line_number}: a NUL byte", hint="give a text file")
@@ -115,27 +119,38 @@ def text_lines(path: Path) -> Iterator[str]:
                         f"{path}, line {line_number}: longer than {_MAX_LINE_CHARS} characters", hint="give a text file"
                     )
                 yield line
-    except UnicodeDecodeError as error:
+    except UnicodeError as error:
+        if encoding != _UTF8 or not isinstance(error, UnicodeDecodeError):
+            raise UserError(f"{path} is not {encoding.upper()}: {error}", hint="save it as UTF-8") from error
         raise not_utf8(path, error) from error
 
 
 def seconds(value: object, *, default: float) -> float:
-    """Convert a cell to seconds, possibly infinite; an empty cell gives `default`.
+    """Convert a cell to seconds, possibly infinite; an empty cell gives `default`. A time may be written as a clock
+    shows it: 00:01:02.5, or 1:02 for a minute and two seconds.
 
     Raises:
-        ValueError: the value is not a number, or not representable as a float.
+        ValueError: the value is neither, or not representable as a float.
     """
     if value is None or value == "":
         return default
     if isinstance(value, bool) or not isinstance(value, int | float | str):
         raise ValueError(f"{quoted(value)} is not a number of seconds")
+    clock = _CLOCK.fullmatch(value.strip()) if isinstance(value, str) else None
     try:
-        number = float(value)
+        number = float(value) if clock is None else _of_clock(*clock.groups())
     except (ValueError, OverflowError):
         number = nan
     if isnan(number):
-        raise ValueError(f"{quoted(value)} is not a number of seconds")
+        raise ValueError(f"{quoted(value)} is not a number of seconds, nor a time such as 00:01:02.5")
     return number
+
+
+def _of_clock(hours: str | None, minutes: str, seconds: str) -> float:
+    rest = float(seconds.replace(",", "."))
+    if (int(minutes) >= 60 and hours is not None) or rest >= 60:
+        return nan
+    return int(hours or 0) * 3600 + int(minutes) * 60 + rest
 
 
 def log_probability(value: object) -> float | None:

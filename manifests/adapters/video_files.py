@@ -4,8 +4,10 @@ Scanning reads names and file types, and opens no files. An error is attributed 
 it.
 """
 
+import difflib
 import os
 import unicodedata
+from collections.abc import Sequence
 from dataclasses import dataclass
 from heapq import heappop, heappush
 from pathlib import Path, PurePosixPath
@@ -18,6 +20,10 @@ VIDEO_SUFFIXES = frozenset(
     {".mp4", ".mov", ".mkv", ".webm", ".avi", ".m4v", ".mpg", ".mpeg", ".ts", ".flv", ".wmv"}
     | {".3gp", ".3g2", ".mts", ".m2ts"}  # of cameras and phones; DiDeMo has all four
 )
+
+
+_MAX_COMPARED, _MAX_NAMES, _MAX_NAME_CHARS = 10, 20_000, 200
+_CUTOFF = 0.75  # of difflib's ratio: a wrong digit in a short name, not another name
 
 
 class Ambiguous(Exception):
@@ -174,6 +180,32 @@ class VideoLookup:
         if len(exact) == 1:
             return exact[0]
         raise Ambiguous(name, matches)
+
+
+class NearestName:
+    """Finds the video file whose name is most like one that matches none.
+
+    Args:
+        files: the videos; of very many, only names that differ in case are found.
+    """
+
+    def __init__(self, files: Sequence[VideoFile]) -> None:
+        self._of_name: dict[str, str] = {}
+        for file in files:
+            for key in (file.source_id, PurePosixPath(file.relative).stem):
+                self._of_name.setdefault(composed(key).casefold(), file.relative)
+        self._num_left = _MAX_COMPARED if len(files) <= _MAX_NAMES else 0
+
+    def find(self, name: str) -> str | None:
+        """Return the relative path of the nearest file; None if there is none, or after many calls."""
+        plain = composed(PurePosixPath(name).with_suffix("").as_posix()).casefold()
+        if plain in self._of_name:
+            return self._of_name[plain]
+        if not self._num_left or len(plain) > _MAX_NAME_CHARS:
+            return None
+        self._num_left -= 1  # comparing takes milliseconds for each thousand names
+        close = difflib.get_close_matches(plain, self._of_name, n=1, cutoff=_CUTOFF)
+        return self._of_name[close[0]] if close else None
 
 
 def composed(name: str) -> str:

@@ -149,7 +149,7 @@ def test_tables_that_cannot_be_read_are_named(data: Path, tmp_path: Path) -> Non
         (types, "column begin_s of .* has type string, expected double"),
         (metadata, "is not JSON"),
         (other, "not that of pseudo-captions"),
-        (tmp_path, "is not a .parquet, .csv or .jsonl file"),
+        (tmp_path, "is not a .parquet, .csv, .tsv or .jsonl file"),
         (tmp_path / "none.parquet", "No such file"),
         (tmp_path / "none.csv", "No such file"),
     ):
@@ -159,10 +159,10 @@ def test_tables_that_cannot_be_read_are_named(data: Path, tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("num_lines", [1, 2000])
-def test_a_text_that_is_not_utf8_is_named_with_its_line(data: Path, tmp_path: Path, num_lines: int) -> None:
+def test_a_damaged_utf8_text_is_named_with_its_line(data: Path, tmp_path: Path, num_lines: int) -> None:
     for name in ("t.csv", "t.jsonl"):
-        content = "video,text,source\n" + "v,a,s\n" * num_lines + "v,café,s\n"
-        (tmp_path / name).write_bytes(content.encode("latin-1"))
+        content = "video,text,source\n" + "v,é,s\n" * num_lines + "v,caf"
+        (tmp_path / name).write_bytes(content.encode() + b"\xe9,s\n")
         with pytest.raises(UserError, match=rf"{name}, line {num_lines + 2}: not UTF-8 \(invalid continuation byte\)"):
             read(data, tmp_path / name)
 

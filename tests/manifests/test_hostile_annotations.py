@@ -161,10 +161,11 @@ def test_values_of_any_kind_in_a_pickled_list_are_rejected_rows(make_videos: Vid
     [
         gzip.compress(b"video,text\na,one\n"),
         gzip.compress(b"video,text\na,one\n")[:-5],
-        b"\xff\xfe" + "video,text\n".encode("utf-16-le"),
+        b"\xff\xfe" + "video,text\n".encode("utf-16-le")[:-1],
+        b"\xff\xfe" + b"\x00\xd8" * 20,
         b"\0" * 4096,
     ],
-    ids=["gzip", "broken gzip", "UTF-16", "zeros"],
+    ids=["gzip", "broken gzip", "cut UTF-16", "lone surrogates", "zeros"],
 )
 @pytest.mark.parametrize("name", ["c.csv", "c.jsonl"])
 def test_what_is_no_text_is_refused_by_name(make_videos: VideoMaker, tmp_path: Path, name: str, content: bytes) -> None:

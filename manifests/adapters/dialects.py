@@ -1,0 +1,203 @@
+"""Tables of captions as people have them: their encoding, their separator, and the names of their columns.
+
+The columns are found by the names that are common for them, in any case: `Video`, `file name` and `path` are all
+`video`. Files are UTF-8 or UTF-16, else Windows-1252 (of which Latin-1 is a part); cells are separated by commas,
+semicolons, tabs or vertical bars. What was taken is reported wherever it is not the documented form.
+"""
+
+import codecs
+import csv
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from manifests.adapters.annotation_file import not_utf8, open_annotations
+from manifests.adapters.tables import Row, json_rows, require_once, text_lines
+from manifests.errors import UserError
+from manifests.quoting import on_one_line
+
+# Names of a column besides its own, compared without case, spaces and punctuation.
+_NAMES: Mapping[str, Sequence[str]] = {
+    "video": ("videoid", "videoname", "videopath", "videofile", "file", "filename", "filepath", "path", "clip"),
+    "text": ("caption", "captions", "sentence", "description", "narration", "transcript", "utterance"),
+    "begin_s": ("begin", "start", "starts", "begintime", "starttime", "startsec", "startseconds", "tstart", "from"),
+    "end_s": ("end", "ends", "stop", "stops", "endtime", "stoptime", "endsec", "endseconds", "tend", "to"),
+    "source": (),
+    "likelihood": (),
+    "split": ("subset", "partition"),
+}
+_NUMBERS = ("begin_s", "end_s", "likelihood")
+_SEPARATORS = {",": "commas", ";": "semicolons", "\t": "tabs", "|": "vertical bars"}
+_MARKS = ((codecs.BOM_UTF8, "utf-8-sig"), (codecs.BOM_UTF16_LE, "utf-16"), (codecs.BOM_UTF16_BE, "utf-16"))
+_ENCODING_NAMES = {"utf-16": "UTF-16", "utf-16-le": "UTF-16", "utf-16-be": "UTF-16", "cp1252": "Windows-1252 (Latin-1)"}
+_HEAD_BYTES = 4096
+_MAX_PART_BYTES = 1 << 20  # of a line, which may be as long as the file
+_MAX_FORMS = 20  # sets of keys of JSON rows that are remembered, and of notes on them
+_BINARY = re.compile(rb"[\x00-\x08\x0e-\x1a\x1c-\x1f]")
+_DECIMAL_COMMA = re.compile(r"-?\d+,\d+")
+_TEXT_SUFFIXES = frozenset({".csv", ".tsv", ".tab", ".txt"})
+_JSON_SUFFIXES = frozenset({".jsonl", ".ndjson"})
+TABLE_SUFFIXES = _TEXT_SUFFIXES | _JSON_SUFFIXES
+
+
+def read_caption_rows(path: Path, *, note: Callable[[str], None]) -> Iterator[Row]:
+    """Iterate over the rows of a table of captions, with the documented names of the columns.
+
+    The table is text with a header and any of the usual separators, or JSON lines.
+
+    Args:
+        note: called with each thing about the table that differs from its documented form.
+
+    Raises:
+        UserError: the file is not such a table, lacks a column, or has two that could both be the same.
+    """
+    suffix = path.suffix.lower()
+    if suffix not in TABLE_SUFFIXES:
+        raise UserError(
+            f"{path} is neither a .csv, a .tsv nor a .jsonl file", hint="give a caption table in one of these formats"
+        )
+    encoding = encoding_of(path)
+    if encoding in _ENCODING_NAMES:
+        note(f"{path.name} is not UTF-8, read as {_ENCODING_NAMES[encoding]}")
+    named = _named_json_rows if suffix in _JSON_SUFFIXES else _separated_rows
+    yield from named(path, encoding=encoding, note=note)
+
+
+def encoding_of(path: Path) -> str:
+    """Return the encoding of a text file, as Python names it.
+
+    A file that is not UTF-8 although some of its lines are, beyond ASCII, is damaged rather than in another encoding.
+
+    Raises:
+        UserError: it is not a text file, or is damaged; the message has the line number.
+    """
+    with open_annotations(path, "rb") as file:
+        head = file.read(_HEAD_BYTES)
+        for mark, encoding in _MARKS:
+            if head.startswith(mark):
+                return encoding
+        for first, encoding in ((1, "utf-16-le"), (0, "utf-16-be")):
+            if head[first::2].count(0) > len(head) // 4 > head[1 - first :: 2].count(0):
+                return encoding
+        file.seek(0)
+        first_error: UnicodeDecodeError | None = None
+        has_utf8 = has_binary = False
+        for line in iter(lambda: file.readline(_MAX_PART_BYTES), b""):
+            if line.isascii():
+                has_binary = has_binary or _BINARY.search(line) is not None
+                continue
+            has_binary = has_binary or _BINARY.search(line) is not None
+            try:
+                line.decode("utf-8")
+                has_utf8 = True
+            except UnicodeDecodeError as error:
+                first_error = first_error or error
+    if first_error is None:
+        return "utf-8-sig"
+    if has_utf8 or has_binary:
+        raise not_utf8(path, first_error)
+    return "cp1252"
+
+
+def _separator(header_line: str, *, path: Path) -> str:
+    """Return the separator that splits the header into the most columns with a known name.
+
+    Raises:
+        UserError: with none of them there are a video and a text.
+    """
+
+    def found(separator: str) -> tuple[int, int]:
+        names = columns_of(next(csv.reader([header_line], delimiter=separator), []))
+        return len({"video", "text"}.intersection(names.values())), len(names)
+
+    best = max(_SEPARATORS, key=found)
+    if found(best)[0] < 2:
+        header = on_one_line(header_line.strip())
+        cells = next(csv.reader([header_line], delimiter=best), [])
+        names = columns_of(cells)
+        missing = " and ".join(name for name in ("video", "text") if name not in names.values())
+        raise UserError(
+            f"{path} has no column for {missing}; its first line is: {header or 'empty'}",
+            hint="the first line must name the columns, separated by commas, semicolons or tabs: video,text or "
+            "video,begin_s,end_s,text",
+        )
+    return best
+
+
+def columns_of(header: Sequence[str]) -> dict[str, str]:
+    """Return the name in the header -> the documented column, for the columns that are known."""
+    plain = {cell: re.sub(r"[\W_]+", "", cell.lower()) for cell in header}
+    known = {"".join(name.split("_")): name for name in _NAMES}
+    exact = {cell: known[name] for cell, name in plain.items() if name in known}
+    other = {alias: name for name, aliases in _NAMES.items() if name not in exact.values() for alias in aliases}
+    return exact | {cell: other[name] for cell, name in plain.items() if cell not in exact and name in other}
+
+
+def _columns(header: Sequence[str], *, path: Path, note: Callable[[str], None]) -> dict[str, str]:
+    """Return `columns_of(header)`, and note what differs from the documented names.
+
+    Raises:
+        UserError: two columns have the same name, or could both be the same.
+    """
+    require_once([cell for cell in header if cell], path=path)
+    columns = columns_of(header)
+    for name in _NAMES:
+        cells = [cell for cell, column in columns.items() if column == name]
+        if len(cells) > 1:
+            raise UserError(
+                f"{path}: {' and '.join(cells)} could both be the column {name}", hint=f"rename one of them to {name}"
+            )
+    taken = [f"{on_one_line(cell)} as {name}" for cell, name in columns.items() if cell != name]
+    if taken:
+        note(f"{path.name}: read {', '.join(taken)}")
+    ignored = [on_one_line(cell) for cell in header if cell.strip() and cell not in columns]
+    if ignored:
+        note(f"{path.name}: ignored {', '.join(ignored[:10])}{', ...' if len(ignored) > 10 else ''}")
+    return columns
+
+
+def _separated_rows(path: Path, *, encoding: str, note: Callable[[str], None]) -> Iterator[Row]:
+    header_line = next((line for line in text_lines(path, encoding=encoding) if line.strip()), "")
+    separator = _separator(header_line, path=path)
+    if separator != ",":
+        note(f"{path.name}: cells separated by {_SEPARATORS[separator]}")
+    reader = csv.reader(text_lines(path, encoding=encoding), delimiter=separator)
+    try:
+        header = next(cells for cells in reader if cells)
+        columns = _columns(header, path=path, note=note)
+        for number, cells in enumerate(cells for cells in reader if cells):
+            if len(cells) != len(header):
+                yield Row(number, {}, f"{len(cells)} cells, expected {len(header)} (one per column)")
+                continue
+            given = zip(header, cells, strict=True)
+            row = Row(number, {columns[name]: cell for name, cell in given if name in columns})
+            yield row if separator == "," else _with_points(row)
+    except csv.Error as error:
+        raise UserError(f"{path}, line {reader.line_num}: {error}", hint="give a valid CSV file") from error
+
+
+def _with_points(row: Row) -> Row:
+    """Return a row whose numbers have points: other separators are used where numbers are written with commas."""
+    cells = {name: row.values.get(name, "").strip() for name in _NUMBERS}
+    found = {name: cell.replace(",", ".") for name, cell in cells.items() if _DECIMAL_COMMA.fullmatch(cell)}
+    return replace(row, values=row.values | found) if found else row
+
+
+def _named_json_rows(path: Path, *, encoding: str, note: Callable[[str], None]) -> Iterator[Row]:
+    known: dict[tuple[str, ...], dict[str, str]] = {}
+    noted: set[str] = set()
+
+    def note_once(text: str) -> None:
+        if text not in noted and len(noted) < _MAX_FORMS:
+            noted.add(text)
+            note(text)
+
+    for row in json_rows(path, encoding=encoding):
+        keys = tuple(row.values)
+        if keys not in known:
+            if len(known) == _MAX_FORMS:
+                known.clear()
+            known[keys] = _columns(keys, path=path, note=note_once)
+        columns = known[keys]
+        yield replace(row, values={columns[key]: value for key, value in row.values.items() if key in columns})

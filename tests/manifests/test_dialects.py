@@ -1,0 +1,121 @@
+"""Tables of captions in the dialects that programs and people write, and what is said about them."""
+
+import json
+from math import inf
+from pathlib import Path
+
+import pytest
+
+from manifests.adapters.folder import read_folder
+from manifests.adapters.reading import Reading
+from manifests.errors import UserError
+from tests.manifests.conftest import VideoMaker
+
+Rows = list[tuple[str, float, float, str]]
+WANTED: Rows = [("a", 1.5, 62.0, "Überfahrt, kurz"), ("b", 0.0, inf, "whole")]
+
+
+def captions(reading: Reading) -> Rows:
+    names = dict(zip(*(reading.videos[name].to_pylist() for name in ("video_id", "source_id")), strict=True))
+    rows = reading.captions.to_pylist()
+    return [(names[row["video_id"]], row["begin_s"], row["end_s"], row["text"]) for row in rows]
+
+
+@pytest.mark.parametrize(
+    ("name", "encoding", "text", "notes"),
+    [
+        ("c.csv", "utf-8-sig", 'video,begin_s,end_s,text\na,1.5,62,"Überfahrt, kurz"\nb,,,whole\n', []),
+        (
+            "c.csv",
+            "cp1252",
+            "Video;Start;Ende;End;Caption\r\na;1,5;x;62,0;Überfahrt, kurz\r\nb;;;;whole\r\n",
+            [
+                "c.csv is not UTF-8, read as Windows-1252 (Latin-1)",
+                "c.csv: cells separated by semicolons",
+                "c.csv: read Video as video, Start as begin_s, End as end_s, Caption as text",
+                "c.csv: ignored Ende",
+            ],
+        ),
+        (
+            "c.tsv",
+            "utf-16",
+            "File Name\tt_start\tt_end\tSentence\na.mp4\t00:00:01.5\t0:01:02\tÜberfahrt, kurz\nb.mp4\t\t\twhole\n",
+            [
+                "c.tsv is not UTF-8, read as UTF-16",
+                "c.tsv: cells separated by tabs",
+                "c.tsv: read File Name as video, t_start as begin_s, t_end as end_s, Sentence as text",
+            ],
+        ),
+        (
+            "c.txt",
+            "utf-16-le",
+            "path|begin|stop|description\na|00:01,500|01:02|Überfahrt, kurz\nb|||whole\n",
+            [
+                "c.txt is not UTF-8, read as UTF-16",
+                "c.txt: cells separated by vertical bars",
+                "c.txt: read path as video, begin as begin_s, stop as end_s, description as text",
+            ],
+        ),
+        (
+            "c.jsonl",
+            "utf-8",
+            json.dumps({"video": "a", "start": "00:00:01.5", "end": 62, "caption": "Überfahrt, kurz", "fps": 3})
+            + "\n"
+            + json.dumps({"video": "b", "caption": "whole"}),
+            ["c.jsonl: read start as begin_s, end as end_s, caption as text", "c.jsonl: ignored fps", None],
+        ),
+    ],
+)
+def test_a_table_is_read_in_the_dialect_that_it_has_and_what_was_taken_is_said(
+    make_videos: VideoMaker, tmp_path: Path, name: str, encoding: str, text: str, notes: list[str | None]
+) -> None:
+    (tmp_path / name).write_bytes(text.encode(encoding))
+    reading = read_folder(make_videos("a.mp4", "b.mp4"), captions=tmp_path / name)
+    assert captions(reading) == WANTED and not reading.rejected.num_rows
+    expected = [note if note is not None else "c.jsonl: read caption as text" for note in notes]
+    assert list(reading.notes) == expected
+
+
+def test_a_column_with_the_documented_name_is_taken_before_others(make_videos: VideoMaker, tmp_path: Path) -> None:
+    (tmp_path / "c.csv").write_text("caption,video,text,file\nno,a,yes,b\n")
+    reading = read_folder(make_videos("a.mp4", "b.mp4"), captions=tmp_path / "c.csv")
+    assert captions(reading) == [("a", 0.0, inf, "yes")]
+    assert reading.notes == ("c.csv: ignored caption, file",)
+
+
+@pytest.mark.parametrize(
+    ("header", "message"),
+    [
+        ("file,path,text", "file and path could both be the column video"),
+        ("video,caption,sentence", "caption and sentence could both be the column text"),
+        ("video:text", "no column for video and text; its first line is: video:text"),
+        ("a,a cat", "no column for video and text"),
+    ],
+)
+def test_a_header_that_is_unclear_is_refused(
+    make_videos: VideoMaker, tmp_path: Path, header: str, message: str
+) -> None:
+    (tmp_path / "c.csv").write_text(f"{header}\na,b,c\n")
+    with pytest.raises(UserError, match=message) as caught:
+        read_folder(make_videos("a.mp4"), captions=tmp_path / "c.csv")
+    assert caught.value.hint
+
+
+@pytest.mark.parametrize("time", ["1:60", "1:75:00", "00:00:1e1", "1:2:3:4", "-00:01", "1,5", "one"])
+def test_a_time_that_no_clock_shows_is_rejected(make_videos: VideoMaker, tmp_path: Path, time: str) -> None:
+    (tmp_path / "c.csv").write_text(f'video,end_s,text\na,"{time}",x\na,9,y\n')
+    reading = read_folder(make_videos("a.mp4"), captions=tmp_path / "c.csv")
+    assert captions(reading) == [("a", 0.0, 9.0, "y")]
+    assert reading.rejected["reason"].to_pylist() == ["bad_time"]
+
+
+def test_a_video_that_is_not_found_is_listed_with_the_nearest_name(make_videos: VideoMaker, tmp_path: Path) -> None:
+    folder = make_videos("kitchen_01.mp4", "Garden.mp4", "sub/long name.mp4")
+    (tmp_path / "c.csv").write_text("video,text\nkitchen_01,x\nkitchen_02,x\ngarden,x\nlong_name,x\nzzz,x\n")
+    rejected = read_folder(folder, captions=tmp_path / "c.csv").rejected.to_pylist()
+    assert {row["source_id"]: row["detail"] for row in rejected} == {
+        "kitchen_02": "no matching video file, the nearest is kitchen_01.mp4; captions lost: 1",
+        "garden": "no matching video file, the nearest is Garden.mp4; captions lost: 1",
+        "long_name": "no matching video file, the nearest is sub/long name.mp4; captions lost: 1",
+        "zzz": "no matching video file; captions lost: 1",
+    }
