@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.csv as csv
 import pyarrow.parquet as pq
 
 from manifests.caption_table import Selection, write_caption_table
@@ -18,6 +19,7 @@ from manifests.table_files import (
     CAPTIONS_FILE,
     FINGERPRINT_KEY,
     REJECTED_FILE,
+    REJECTED_LIST,
     TABLE_FILES,
     VIDEOS_FILE,
     describe,
@@ -84,3 +86,5 @@ def publish_manifest(
         },
     )
     promote(folder, fingerprint=fingerprint)
+    with published(folder / REJECTED_LIST) as temporary:
+        csv.write_csv(rejected, temporary)

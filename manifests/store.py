@@ -48,6 +48,7 @@ class WriteResult:
         num_videos_removed: videos of the dataset that were in the manifest before and no longer are.
         num_further_kept: captions of further sources in the manifest.
         num_further_removed: captions of further sources that were removed with their videos.
+        splits: number of videos and of captions of the dataset, by split.
     """
 
     folder: Path
@@ -61,6 +62,7 @@ class WriteResult:
     num_captions_added: int
     num_further_kept: int
     num_further_removed: int
+    splits: dict[str, tuple[int, int]]
 
 
 def manifest_dir(data_dir: Path) -> Path:
@@ -260,7 +262,18 @@ def write_manifest(
         num_captions_added=int((ids >= old.next_caption_id).sum()),
         num_further_kept=len(further),
         num_further_removed=len(all_further) - len(further),
+        splits=_splits(videos, video_rows),
     )
+
+
+def _splits(videos: pa.Table, video_rows: np.ndarray) -> dict[str, tuple[int, int]]:
+    """Return the number of videos and of captions by split; `video_rows` int64[N]: the video of each caption."""
+    coded = videos["split"].combine_chunks().dictionary_encode()
+    codes = coded.indices.to_numpy()
+    names = coded.dictionary.to_pylist()
+    num_videos, num_captions = (np.bincount(found, minlength=len(names)) for found in (codes, codes[video_rows]))
+    counts = zip(names, zip(num_videos.tolist(), num_captions.tolist(), strict=True), strict=True)
+    return dict(sorted(counts, key=lambda entry: -entry[1][0]))
 
 
 def previous_manifest(data_dir: Path) -> PreviousManifest:

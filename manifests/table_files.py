@@ -18,6 +18,7 @@ from manifests.publish import require_regular, sync
 VIDEOS_FILE = "videos.parquet"
 CAPTIONS_FILE = "captions.parquet"
 REJECTED_FILE = "rejected.parquet"
+REJECTED_LIST = "rejected.csv"  # the same rows for people; nothing reads it
 TABLE_FILES = (CAPTIONS_FILE, REJECTED_FILE, VIDEOS_FILE)
 FINGERPRINT_KEY = b"clipmill_manifest"  # in the metadata of each table: the fingerprint of the write that created it
 _STAGED = re.compile(r"(captions|rejected|videos)-[0-9a-f]{16}\.parquet")

@@ -40,7 +40,8 @@ ADAPTERS = (
         """Read all video files in a folder, with an optional caption table.
 
         The table has the columns video and text, and optionally begin_s, end_s (in seconds), source, likelihood and
-        split (train, val or test). If none of its rows is valid, the manifest is not changed.
+        split (train, val or test). Common other names of these columns, separators and encodings are recognized. If
+        none of its rows is valid, the manifest is not changed.
 
         Example: prep manifest folder VIDEOS --captions captions.csv
 
@@ -118,7 +119,7 @@ def _with_captions(adapter: Adapter) -> Callable[..., None]:
     def command(
         directory: Path,
         *,
-        captions: Annotated[Path | None, Parameter(help="Caption table, a .csv or .jsonl file.")] = None,
+        captions: Annotated[Path | None, Parameter(help="Caption table: a .csv, .tsv or .jsonl file.")] = None,
         subtitles: Annotated[
             bool,
             Parameter(

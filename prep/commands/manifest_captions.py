@@ -167,7 +167,7 @@ def _values(written: "FurtherResult", *, reading: "Reading", num_dropped: dict[s
 
 def _lines(written: "FurtherResult", values: dict[str, Any], *, rejected: "Sequence[FailureEntry]") -> Iterator[str]:
     from manifests.adapters.reasons import Reason
-    from manifests.store import REJECTED_FILE
+    from manifests.table_files import REJECTED_LIST
     from prep.commands.manifest_text import advice_on
     from prep.core.failure_list import named_lines
 
@@ -188,7 +188,7 @@ def _lines(written: "FurtherResult", values: dict[str, Any], *, rejected: "Seque
         lost = counted(values["num_captions_lost"], "caption")
         yield f"rejected: {counted(total, 'row')}, and {lost} of unavailable videos"
         yield from (f"  {reason}: {count}" for reason, count in sorted(reasons.items()))
-        yield from named_lines(rejected, num_all=total, listed=written.folder / REJECTED_FILE, indent="  ")
+        yield from named_lines(rejected, num_all=total, listed=written.folder / REJECTED_LIST, indent="  ")
         if Reason.MISSING_CHUNK in reasons:
             yield f"  hint: {advice_on(Reason.MISSING_CHUNK)}"
     yield f"manifest: {written.folder}"

@@ -10,7 +10,8 @@ import pyarrow.compute as pc
 from manifests.adapters.reading import Reading
 from manifests.adapters.reasons import Reason
 from manifests.quoting import counted, on_one_line
-from manifests.store import REJECTED_FILE, WriteResult
+from manifests.store import WriteResult
+from manifests.table_files import REJECTED_LIST
 from prep.core.failure_list import FailureEntry, first_rejected, named_lines, named_values
 
 _INDENT = "  "
@@ -38,12 +39,18 @@ def written_text(written: WriteResult, *, rejected: Sequence[FailureEntry], note
         f"{written.dataset}: {counted(written.num_videos, 'video')} ({changes}), "
         f"{counted(written.num_captions, 'caption')} ({written.num_captions_added:,} new)"
     ]
+    if len(written.splits) > 1 or "train" not in written.splits:
+        of_splits = (
+            f"{name} {counted(num_videos, 'video')} with {counted(num_captions, 'caption')}"
+            for name, (num_videos, num_captions) in written.splits.items()
+        )
+        lines.append(f"splits: {', '.join(of_splits)}")
     if written.num_rejected:
         total = sum(written.num_rejected.values())
         lost = counted(written.num_captions_lost, "caption")
         lines.append(f"rejected: {counted(total, 'row')}, and {lost} of unavailable videos")
         lines += [f"  {reason}: {count}" for reason, count in sorted(written.num_rejected.items())]
-        lines += named_lines(rejected, num_all=total, listed=written.folder / REJECTED_FILE, indent=_INDENT)
+        lines += named_lines(rejected, num_all=total, listed=written.folder / REJECTED_LIST, indent=_INDENT)
     lines += [f"note: {on_one_line(note)}" for note in notes]
     if written.num_further_kept or written.num_further_removed:
         lines.append(
@@ -71,6 +78,10 @@ def written_values(
         "num_captions": written.num_captions,
         "num_captions_added": written.num_captions_added,
         "num_captions_lost": written.num_captions_lost,
+        "splits": {
+            name: {"num_videos": num_videos, "num_captions": num_captions}
+            for name, (num_videos, num_captions) in written.splits.items()
+        },
         "num_further_captions": written.num_further_kept,
         "num_further_captions_removed": written.num_further_removed,
         "notes": list(notes),

@@ -16,7 +16,7 @@ import pytest
 
 from manifests.errors import UserError
 from manifests.store import captions_path, open_captions, read_captions, read_rejected, read_videos
-from manifests.table_files import CAPTIONS_FILE, TABLE_FILES
+from manifests.table_files import CAPTIONS_FILE, REJECTED_LIST, TABLE_FILES
 from tests.conftest import ROOT
 from tests.manifests.test_store import Reading, file_hashes, ids_by_text, reading_of, write
 
@@ -116,7 +116,7 @@ def test_the_old_manifest_stays_readable_until_the_new_one_counts(
         else:
             # Another write after the interrupted one starts from what counts.
             write(data, readings[0])
-            assert sorted(file_hashes(data)) == sorted(["manifest.json", *TABLE_FILES])
+            assert sorted(file_hashes(data)) == sorted(["manifest.json", REJECTED_LIST, *TABLE_FILES])
     assert old in seen and new in seen
 
 
@@ -144,7 +144,9 @@ def test_a_killed_process_leaves_the_old_manifest(tmp_path: Path, readings: list
     assert len(list((data / "manifest").glob("*.parquet"))) == 2
     subprocess.run([sys.executable, "-m", "prep.cli", *command], cwd=ROOT, capture_output=True, check=True)
     assert ids_by_text(data) == {"first": 0}
-    assert sorted(path.name for path in (data / "manifest").iterdir()) == sorted(["manifest.json", *TABLE_FILES])
+    assert sorted(path.name for path in (data / "manifest").iterdir()) == sorted(
+        ["manifest.json", REJECTED_LIST, *TABLE_FILES]
+    )
 
 
 def test_half_a_first_write_of_an_older_version_does_not_count(tmp_path: Path, readings: list[Reading]) -> None:

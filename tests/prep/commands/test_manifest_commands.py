@@ -1,5 +1,6 @@
 """`prep manifest` as a user meets it: exit statuses, messages, summaries."""
 
+import csv
 import json
 import os
 import subprocess
@@ -38,10 +39,24 @@ def test_a_folder_becomes_a_manifest(videos: Path, tmp_path: Path, capsys: pytes
     output = capsys.readouterr().out
     assert "folder: 2 videos (2 new), 1 caption (1 new)" in output
     assert "missing_file: 1" in output
-    assert "rejected.parquet" in output
+    assert "rejected.csv" in output
     assert read_videos(tmp_path / "data")["source_id"].to_pylist() == ["a", "b"]
     assert read_captions(tmp_path / "data")["text"].to_pylist() == ["one"]
     assert read_rejected(tmp_path / "data")["source_id"].to_pylist() == ["gone"]
+    [row] = csv.DictReader((tmp_path / "data" / "manifest" / "rejected.csv").open())
+    assert (row["source_id"], row["reason"], row["file"]) == ("gone", "missing_file", str(table))
+
+
+def test_videos_and_captions_are_counted_by_split(
+    videos: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    table = tmp_path / "captions.csv"
+    table.write_text("video,text,split\na,one,val\na,two,\nb,three,\n")
+    assert run("folder", videos, "--captions", table, "--data", tmp_path / "data") == 0
+    assert "splits: val 1 video with 2 captions, train 1 video with 1 caption" in capsys.readouterr().out
+    assert run("folder", videos, "--captions", table, "--data", tmp_path / "data", "--json") == 0
+    splits = json.loads(capsys.readouterr().out)["splits"]
+    assert splits == {"train": {"num_videos": 1, "num_captions": 1}, "val": {"num_videos": 1, "num_captions": 2}}
 
 
 def test_json_is_all_that_a_script_sees(videos: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from manifests.errors import UserError
+from manifests.table_files import REJECTED_LIST
 from prep.core.layout import LAYOUT, read_layout
 from prep.core.plan import ShardState
 from prep.core.table_file import read_table_file
@@ -182,7 +183,7 @@ def test_old_variants_have_records_of_their_own(prep: Prep, shard_set: ShardSet)
 
 def test_a_manifest_that_is_damaged_is_named(prep: Prep, shard_set: ShardSet) -> None:
     folder = shard_set.data / "manifest"
-    for path in sorted(folder.iterdir()):
+    for path in sorted(path for path in folder.iterdir() if path.name != REJECTED_LIST):  # which nothing reads
         content = path.read_bytes()
         path.write_bytes(content[: len(content) // 2])
         ran = prep("verify", "--data", shard_set.data, "--json", status=1)
