@@ -148,7 +148,7 @@ def _columns(header: Sequence[str], *, path: Path, note: Callable[[str], None]) 
             raise UserError(
                 f"{path}: {' and '.join(cells)} could both be the column {name}", hint=f"rename one of them to {name}"
             )
-    taken = [f"{on_one_line(cell)} as {name}" for cell, name in columns.items() if cell != name]
+    taken = [f"{on_one_line(cell)} as {name}" for cell, name in columns.items() if cell.strip().lower() != name]
     if taken:
         note(f"{path.name}: read {', '.join(taken)}")
     ignored = [on_one_line(cell) for cell in header if cell.strip() and cell not in columns]

@@ -32,7 +32,7 @@ def captions(reading: Reading) -> Rows:
             [
                 "c.csv is not UTF-8, read as Windows-1252 (Latin-1)",
                 "c.csv: cells separated by semicolons",
-                "c.csv: read Video as video, Start as begin_s, End as end_s, Caption as text",
+                "c.csv: read Start as begin_s, End as end_s, Caption as text",
                 "c.csv: ignored Ende",
             ],
         ),
