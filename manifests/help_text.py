@@ -64,6 +64,8 @@ def _group_help(group: "App", name: str) -> Iterator[str]:
     yield from ("", "Commands:")
     yield from _table(summaries, width=_width([label for label, _ in summaries]))
     yield from ("", f"{name} COMMAND --help shows the flags of a command.")
+    if " " not in name:
+        yield f"{name} --install-completion makes the shell complete commands and flags."
 
 
 def _command_help(

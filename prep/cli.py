@@ -5,6 +5,7 @@ import sys
 
 from cyclopts import App, CycloptsError
 
+from manifests.completion import register_completion
 from manifests.errors import Stopped, UserError, program_version, run_command
 from manifests.help_text import help_text, wants_help
 from manifests.whole_numbers import refuse_fractions
@@ -46,6 +47,7 @@ def build_app() -> App:
     for command in (upkeep.status, upkeep.verify, upkeep.inspect, upkeep.gc):
         app.command(command)
     app.command(advise.advise)
+    register_completion(app)
     return app
 
 

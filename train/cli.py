@@ -8,6 +8,7 @@ from typing import Annotated, Literal
 
 from cyclopts import App, CycloptsError, Parameter
 
+from manifests.completion import register_completion
 from manifests.errors import UserError, program_version, run_command
 from manifests.help_text import wants_help
 from train.commands.training import SOURCES, name_files, parse
@@ -35,6 +36,7 @@ app.command("train.commands.search:embed", name="embed")
 app.command("train.commands.search:search", name="search")
 for _name, _path in COMMANDS.items():
     app.command(_path, name=_name)
+register_completion(app)
 
 
 @app.command
