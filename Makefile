@@ -5,6 +5,7 @@
 #   make test PYTHON=python3.13 VENV=.venv-313
 #   make torture MINUTES=60 SEED=1   faults on purpose: see tests/torture
 #   make gpu-kit                     what a GPU is needed for, in build/gpu-kit/: see docs/gpu_kit.md (VIDEOS=DIR: with yours)
+#   make docs                        the documentation site, in build/site/
 #   make peers                       what the benchmarks `decode`, `latents` and `search` compare with, in .venv-peers
 PYTHON ?= python3
 VENV ?= .venv
@@ -24,7 +25,7 @@ MINUTES ?= 60
 SEED ?= 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup lint test torture demo gpu-kit peers benchmarks lock clean
+.PHONY: help setup lint test torture demo docs gpu-kit peers benchmarks lock clean
 
 help:
 	@sed -n 's/^#   //p' Makefile
@@ -93,6 +94,9 @@ endif
 
 gpu-kit: setup
 	$(BIN)/python -m scripts.gpu_kit.build $(if $(VIDEOS),--videos "$(VIDEOS)") $(if $(PIECES),--pieces $(PIECES))
+
+docs: setup
+	$(BIN)/python -m scripts.site.build
 
 # Other libraries need other versions than the lock has, hence an environment of their own.
 peers: $(PEERS_VENV)/.ready

@@ -7,6 +7,7 @@ import inspect
 import re
 import textwrap
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast, get_args
 
 if TYPE_CHECKING:
@@ -53,13 +54,15 @@ def help_text(
     if command.default_command is None:
         lines = _group_help(command, name)
     else:
-        lines = _command_help(command, name, everything=HELP_ALL in words, range_of=range_of, tables_of=tables_of)
+        everything = HELP_ALL in words
+        found = command_help(command, name, everything=everything, range_of=range_of, tables_of=tables_of)
+        lines = _command_lines(found, name)
     return "\n".join(lines)
 
 
 def _group_help(group: "App", name: str) -> Iterator[str]:
     yield f"Usage: {name} COMMAND"
-    yield from _paragraph_lines(group)
+    yield from _paragraph_lines(_paragraphs(group))
     summaries = _commands(group)
     yield from ("", "Commands:")
     yield from _table(summaries, width=_width([label for label, _ in summaries]))
@@ -68,20 +71,40 @@ def _group_help(group: "App", name: str) -> Iterator[str]:
         yield f"{name} --install-completion makes the shell complete commands and flags."
 
 
-def _command_help(
+@dataclass(frozen=True)
+class CommandHelp:
+    """The help of one command.
+
+    Attributes:
+        paragraphs: a summary, then text; examples are indented.
+        tables: title -> rows of a flag and its description.
+        num_left_out: number of all flags if only those of a first run are in the tables, else None.
+    """
+
+    usage: str
+    paragraphs: list[str]
+    tables: Tables
+    num_left_out: int | None
+
+
+def command_help(
     command: "App",
     name: str,
     *,
     everything: bool,
-    range_of: Callable[[Metadata], str],
-    tables_of: Callable[["ArgumentCollection"], Tables],
-) -> Iterator[str]:
+    range_of: Callable[[Metadata], str] = lambda metadata: "",
+    tables_of: Callable[["ArgumentCollection"], Tables] = lambda arguments: {},
+) -> CommandHelp:
+    """Return the help of a command; see `help_text`.
+
+    Args:
+        name: the command, with its program.
+        everything: include the flags that a first run does not need.
+    """
     collection = command.assemble_argument_collection(parse_docstring=True)
     arguments = collection.filter_by(show=True)
     is_first = {one.name for one in arguments if FIRST_RUN in _metadata(one)}
     is_short = bool(is_first) and len(arguments) > _FEW_FLAGS and not everything
-    yield f"Usage: {name} {' '.join([*_in_usage(arguments), '[OPTIONS]'])}"
-    yield from _paragraph_lines(command)
     rows: dict[str, Sequence[tuple[str, str]]] = {"Commands": commands} if (commands := _commands(command)) else {}
     titles = {_group(one).name: _group(one) for one in arguments}
     for title, panel in sorted(titles.items(), key=lambda item: _position(item[1])):
@@ -89,12 +112,20 @@ def _command_help(
         if shown:
             rows[title] = [_row(one, is_short=is_short, range_of=range_of) for one in shown]
     rows.update(tables_of(collection))
-    width = _width([label for group in rows.values() for label, _ in group], is_short=is_short)
-    for title, group in rows.items():
+    usage = f"Usage: {name} {' '.join([*_in_usage(arguments), '[OPTIONS]'])}"
+    return CommandHelp(usage, _paragraphs(command), rows, len(arguments) if is_short else None)
+
+
+def _command_lines(found: CommandHelp, name: str) -> Iterator[str]:
+    yield found.usage
+    yield from _paragraph_lines(found.paragraphs)
+    labels = [label for rows in found.tables.values() for label, _ in rows]
+    width = _width(labels, is_short=found.num_left_out is not None)
+    for title, rows in found.tables.items():
         yield from ("", f"{title}:")
-        yield from _table(group, width=width)
-    if is_short:
-        yield from ("", f"{name} --help-all shows all {len(arguments)} flags.")
+        yield from _table(rows, width=width)
+    if found.num_left_out is not None:
+        yield from ("", f"{name} --help-all shows all {found.num_left_out} flags.")
 
 
 def _commands(group: "App") -> list[tuple[str, str]]:
@@ -102,8 +133,8 @@ def _commands(group: "App") -> list[tuple[str, str]]:
     return [(name, _paragraphs(group[name])[0]) for name in group if not name.startswith("-")]
 
 
-def _paragraph_lines(command: "App") -> Iterator[str]:
-    for paragraph in _paragraphs(command):
+def _paragraph_lines(paragraphs: Sequence[str]) -> Iterator[str]:
+    for paragraph in paragraphs:
         if not paragraph.startswith(" "):
             yield ""
         yield from paragraph.splitlines() if "    " in paragraph else textwrap.wrap(paragraph, _WIDTH)

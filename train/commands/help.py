@@ -20,6 +20,11 @@ def help_text(app: "App", words: Sequence[str]) -> str:
     return shared.help_text(app, words, range_of=_range, tables_of=_presets)
 
 
+def command_help(command: "App", name: str) -> shared.CommandHelp:
+    """All flags of a command, for the documentation."""
+    return shared.command_help(command, name, everything=True, range_of=_range, tables_of=_presets)
+
+
 def _range(metadata: shared.Metadata) -> str:
     bounds = next((one for one in reversed(metadata) if isinstance(one, Range)), None)
     if bounds is None or min(bounds.most, bounds.below) > _MOST_SHOWN:

@@ -1,0 +1,61 @@
+"""The documentation site: every document and every command has a page, and all links lead somewhere."""
+
+import re
+from pathlib import Path
+
+import pytest
+import yaml
+
+from prep.cli import app as prep
+from scripts.site import build
+from scripts.site.reference import reference_pages
+from train.cli import app as train
+
+
+def test_every_document_has_a_place_in_the_navigation() -> None:
+    placed = [name for names in build.SECTIONS.values() for name in names]
+    documents = {path.as_posix() for path in build.documents() if path.parts[0] == "docs"}
+    assert len(set(placed)) == len(placed)
+    assert documents <= set(placed), "add it to a section in scripts/site/build.py"
+
+
+def test_every_command_has_a_page_with_all_of_its_flags() -> None:
+    pages = reference_pages()
+    for app, program in ((prep, "prep"), (train, "train")):
+        commands = {name for name in app if not name.startswith("-")}
+        assert {name.split(" ")[0] for name in pages[program]} == commands
+    assert "`--parallel.strategy" in pages["train"]["dual-encoder"], "flags that a first run does not need, too"
+    assert "`--max-failures STR`" in pages["prep"]["chunk"]
+    # A vertical bar would end the cell of a table.
+    cells = [line for page in pages["train"].values() for line in page.splitlines() if line.startswith("| `")]
+    assert cells and all(len(re.findall(r"(?<!\\)\|", line)) == 3 for line in cells)
+
+
+@pytest.mark.parametrize(
+    ("text", "wanted"),
+    [
+        ("[data](../docs/data.md#scores)", "[data](../data.md#scores)"),
+        ("[the package](../shards)", "[the package](shards/index.md)"),
+        ("[format](../shards/format.py)", "format (`shards/format.py`)"),
+        ("[`format.py`](../shards/format.py)", "`format.py`"),
+        ("[elsewhere](https://arxiv.org/abs/2309.16671)", "[elsewhere](https://arxiv.org/abs/2309.16671)"),
+    ],
+)
+def test_links_lead_to_pages_and_name_files_that_are_none(text: str, wanted: str) -> None:
+    document = Path("prep/README.md")
+    pages = {path: build.page_of(path) for path in build.documents()}
+    pages[document] = Path("code/prep.md")
+    assert build.with_links(text, document=document, pages=pages) == wanted
+
+
+def test_the_site_is_built_without_a_broken_link(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("mkdocs")
+    monkeypatch.setattr(build, "STAGE", tmp_path / "docs")
+    build.main()
+    assert "<table>" in (tmp_path / "site" / "reference" / "train" / "mae.html").read_text()
+    settings = yaml.safe_load((tmp_path / "docs" / "mkdocs.yml").read_text())
+    assert settings["theme"]["font"] is False, "no fonts from the network"
+    loaded = re.findall(
+        r'<(?:script|link|img)[^>]+(?:src|href)="(https?:[^"]+)', (tmp_path / "site/data.html").read_text()
+    )
+    assert not loaded, "the site loads nothing from elsewhere"
