@@ -60,6 +60,8 @@ def export_run(
     """
     from train.evaluation.record import write_record
     from train.inference.model import open_weights_for_use
+    from train.report.card import CARD_FILE, model_card
+    from train.run.checkpoint import checkpoint_step
     from train.weights.conversion import require_finite
     from train.weights.exported import publish_folder
     from train.weights.sources import is_run, log_scale_of, read_log_scale, whole_weights
@@ -105,9 +107,13 @@ def export_run(
     )
     exported = spec.export(request)
 
+    step = None if path is None else checkpoint_step(path)
+    card = model_card(opened, form=form, opens=spec.formats[form], step=step, remarks=exported.remarks)
+
     def write(folder: Path) -> None:
         exported.write(folder)
         write_record(folder, opened)
+        (folder / CARD_FILE).write_text(card)
 
     publish_folder(out, write)
     for remark in exported.remarks:

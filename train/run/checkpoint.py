@@ -62,6 +62,12 @@ class CheckpointMetadata:
         return {**content, "checksum": _checksum_of(content)}
 
 
+def checkpoint_step(path: Path) -> int | None:
+    """The step in the name of a checkpoint; None if it has another name."""
+    found = _NAME.fullmatch(path.name)
+    return None if found is None else int(found[1])
+
+
 def checkpoint_name(step: int) -> str:
     """Folder name of a checkpoint."""
     return f"step_{step:06d}"
