@@ -92,7 +92,7 @@ def overview(
     link
         Further page to link to, such as one of train search. May be repeated.
     """
-    from train.report.results import write_overview
+    from train.report.overview import write_overview
 
     write_overview(runs, out, links=link or ())
     print(out)

@@ -1,5 +1,6 @@
 """Several runs on one page: markup from outside stays text, and links lead to the runs."""
 
+import json
 from pathlib import Path
 from urllib.parse import unquote
 
@@ -7,8 +8,12 @@ import pytest
 
 from manifests.errors import UserError
 from manifests.publish import publish_json
-from tests.train.test_report import HOSTILE, Tags, hostile_run
-from train.report.results import write_overview, write_page
+from tests.browser import needs_chromium, opened
+from tests.train.test_report import HOSTILE, Tags, assert_own_scripts_only, hostile_run, long_run
+from train.config.files import save_settings
+from train.report.overview import write_overview
+from train.report.results import write_page
+from train.tasks.dual_encoder.settings import DualEncoderSettings
 
 
 def test_runs_are_linked_and_nothing_from_outside_becomes_markup(tmp_path: Path) -> None:
@@ -19,9 +24,10 @@ def test_runs_are_linked_and_nothing_from_outside_becomes_markup(tmp_path: Path)
     write_overview([run.path, run.path], out)
     found = Tags()
     found.feed(out.read_text())
-    assert HOSTILE not in out.read_text() and "script" not in found.tags
+    assert HOSTILE not in out.read_text()
+    assert_own_scripts_only(out.read_text())
     links = [one for one in found.loaded if not one.startswith("data:")]
-    assert len(links) == 2
+    assert len(links) == 4  # in the comparison too
     assert all((out.parent / unquote(link)).resolve() == run.page.resolve() for link in links)
     assert out.read_text().count("data:image/jpeg;base64,AA==") == 2  # of the first text found, in each card
 
@@ -72,3 +78,27 @@ def test_a_result_that_no_page_can_show_is_named(tmp_path: Path, result: dict[st
     with pytest.raises(UserError, match=message) as caught:
         write_page(run)
     assert "odd.json" in str(caught.value) and "remove" in (caught.value.hint or "")
+
+
+def test_runs_are_compared_by_metrics_settings_and_curves(tmp_path: Path) -> None:
+    runs = [long_run(tmp_path / name) for name in ("one", "two")]
+    save_settings(DualEncoderSettings(lr=0.5), runs[1].settings)
+    save_settings(DualEncoderSettings(), runs[0].settings)
+    out = tmp_path / "index.html"
+    write_overview([run.path for run in runs], out)
+    page = out.read_text()
+    comparison = page.split("<h2>Comparison</h2>")[1].split("</section>")[0]
+    assert "Text-video retrieval: R@1, text → video" in comparison and "chance 25.0 %" in comparison
+    assert "1 different setting" in comparison and "<td>lr</td>" in comparison and "0.5</td>" in comparison
+    charts = json.loads(page.split('id="charts">')[1].split("</script>")[0])
+    loss = next(chart for chart in charts if chart["title"] == "Loss")
+    assert [line["label"] for line in loss["lines"]] == ["run & <b> (1)", "run & <b> (2)"]
+    assert "run &amp; &lt;b&gt; (2)</a>" in comparison, "runs of the same name are told apart"
+
+
+@needs_chromium
+def test_a_browser_shows_the_comparison_without_a_complaint(tmp_path: Path) -> None:
+    runs = [long_run(tmp_path / name) for name in ("one", "two")]
+    write_overview([run.path for run in runs], tmp_path / "index.html")
+    found = opened(tmp_path / "index.html", width_px=1400, scratch=tmp_path)
+    assert found.messages == [] and found.overflow_px == 0 and found.num_canvases >= 5

@@ -1,11 +1,19 @@
+import base64
+import hashlib
+import html
 import json
+import re
 from html.parser import HTMLParser
 from pathlib import Path
 
+import pytest
+
 from manifests.publish import publish_json
+from tests.browser import needs_chromium, opened
 from train.config.files import save_settings
 from train.registry import evaluations
-from train.report.curves import Line, evaluation_curves, line_chart, smoothed, thinned, ticks
+from train.report.charts import chart_values
+from train.report.curves import Curve, Line, evaluation_curves, line_chart, smoothed, thinned, ticks
 from train.report.results import write_page
 from train.run.folder import RunFolder, append_lines
 from train.tasks.dual_encoder.settings import DualEncoderSettings
@@ -32,7 +40,7 @@ GROUPS = [group for one in evaluations().values() for group in one.curves]
 def hostile_run(path: Path) -> RunFolder:
     """A run in which every text that came from outside is markup."""
     run = RunFolder(path / "run & <b>")
-    run.path.mkdir()
+    run.path.mkdir(parents=True)
     save_settings(DualEncoderSettings(split=HOSTILE), run.settings)
     publish_json(run.facts, {"task": HOSTILE, "data": HOSTILE, "versions": {"torch": HOSTILE}, "machine": HOSTILE})
     line = {"lr": 1e-3, "samples_per_s": 9.0, "step_s": 2.0, "data_wait_s": 0.5, "epoch": 1.0, "num_failed": 0}
@@ -60,13 +68,26 @@ def hostile_run(path: Path) -> RunFolder:
     return run
 
 
+def assert_own_scripts_only(page: str) -> None:
+    """The scripts of a page are those that its policy names, and its data, in which nothing ends the element."""
+    scripts = re.findall(r"<script>(.*?)</script>", page, flags=re.DOTALL)
+    digests = [base64.b64encode(hashlib.sha256(script.encode()).digest()).decode() for script in scripts]
+    policy = re.search(r'Content-Security-Policy" content="([^"]*)"', page)
+    assert policy and len(digests) == 2
+    assert html.unescape(policy[1]).endswith("script-src " + " ".join(f"'sha256-{digest}'" for digest in digests))
+    [data] = re.findall(r'<script type="application/json" id="charts">(.*?)</script>', page, flags=re.DOTALL)
+    assert isinstance(json.loads(data), list)
+    assert page.count("<script") == 3
+
+
 def test_nothing_from_outside_becomes_markup_and_nothing_is_loaded(tmp_path: Path) -> None:
     run = hostile_run(tmp_path)
     write_page(run)
     page = run.page.read_text()
     tags = Tags()
     tags.feed(page)
-    assert "script" not in tags.tags and "b>" not in page.split("<h1>")[1].split("</h1>")[0].replace("&lt;b&gt;", "")
+    assert "b>" not in page.split("<h1>")[1].split("</h1>")[0].replace("&lt;b&gt;", "")
+    assert_own_scripts_only(page)
     assert page.count("&lt;script&gt;") >= 10
     assert set(tags.loaded) == {"data:image/jpeg;base64,AA=="}
 
@@ -97,7 +118,8 @@ def test_evaluations_in_the_loop_stand_together_by_kind(tmp_path: Path) -> None:
     append_lines(run.metrics, [{**line, **steady} for line in lines])
     write_page(run)
     page = run.page.read_text()
-    assert "Evaluation during training" in page and "<script" not in page
+    assert "Evaluation during training" in page
+    assert_own_scripts_only(page)
 
 
 def test_probes_of_several_labels_stand_in_one_chart_by_method() -> None:
@@ -146,7 +168,7 @@ def test_what_became_of_the_weights_is_told_by_kind(tmp_path: Path) -> None:
     page = run.page.read_text()
     for shown in ("150 tensors copied", "197 x 64 → 50 x 64", "blocks.*.scale", "(12 tensors)", "unexplained"):
         assert shown in page
-    assert "<script" not in page
+    assert_own_scripts_only(page)
 
 
 def test_the_page_says_how_to_get_it_again(tmp_path: Path) -> None:
@@ -194,3 +216,37 @@ def test_ticks_are_round_and_cover_the_range() -> None:
     for low, high in ((0.0641, 0.0702), (-3.0, 12_345.0), (0.0, 7e-9)):
         found = ticks(low, high)
         assert found[0] <= low and found[-1] >= high - 1e-12 and 3 <= len(found) <= 7
+
+
+def long_run(folder: Path) -> RunFolder:
+    """A run of many steps, with an evaluation and hostile names."""
+    run = hostile_run(folder)
+    steady = {"lr": 1e-3, "samples_per_s": 9.0, "step_s": 2.0, "data_wait_s": 0.5, "epoch": 1.0}
+    append_lines(
+        run.metrics,
+        [
+            {"step": step, "loss": 1.0 + 1 / step, "grad_norm": step % 7, "val/text_to_video_r1": 0.5, **steady}
+            for step in range(10, 5000)
+        ],
+    )
+    return run
+
+
+@needs_chromium
+def test_a_browser_draws_the_charts_without_a_complaint_and_cuts_nothing(tmp_path: Path) -> None:
+    run = long_run(tmp_path)
+    write_page(run)
+    found = opened(run.page, width_px=420, scratch=tmp_path)
+    assert found.messages == [] and found.overflow_px == 0
+    assert found.num_canvases == run.page.read_text().count("data-chart=") >= 6
+
+
+def test_many_points_become_the_extremes_and_means_of_equal_parts() -> None:
+    points = [(float(step), 5.0 if step == 777 else float(step % 2)) for step in range(50_000)]
+    [chart] = json.loads(chart_values([Curve("Loss", "", "", lines=(Line(points, "raw"),))])["json"])
+    [line] = chart["lines"]
+    assert len(line["x"]) <= 2000 and 5.0 in line["y"] and {0.0, 1.0} <= set(line["y"])
+    assert sum(line["count"]) == len(points)
+    total = sum(mean * count for mean, count in zip(line["mean"], line["count"], strict=True))
+    assert total == pytest.approx(sum(y for _, y in points), rel=1e-4)
+    assert line["x"] == sorted(line["x"])

@@ -59,6 +59,18 @@ class Table:
     rows: tuple[Row, ...]
     protocol: dict[str, str]
     headline: int = 0  # the row that represents the table in overviews
+    baseline: int | None = None  # the row of a trivial model
+
+
+def baseline_text(table: Table) -> str:
+    """What the first metric of a table is compared with: its chance level, or a trivial model; else its detail."""
+    row = table.rows[table.headline]
+    if row.cells[0].chance:
+        return f"chance {row.cells[0].chance}"
+    if table.baseline is not None:
+        other = table.rows[table.baseline]
+        return f"{other.label} {other.cells[0].text}"
+    return row.detail
 
 
 def marked(title: str) -> str:
@@ -178,6 +190,7 @@ def load_template(path: Path) -> "Template":
         "percent": percent,
         "counted": counted,
         "markup": Markup,
+        "baseline": baseline_text,
         "times_100": lambda value: f"{100 * value:.1f}",
     }
     return environment.get_template(path.name)

@@ -2,7 +2,8 @@
 
 import math
 import re
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 from xml.sax.saxutils import escape
@@ -128,6 +129,7 @@ def _range(values: Sequence[float]) -> tuple[float, float]:
     return low - around, high + around
 
 
+NUM_LAST = 20  # steps, over which noisy metrics are averaged where one number stands for a run
 _NUM_STYLES = 4
 # Products of many small numbers, such as BLEU's, are not exactly 0 where they should be.
 _ROUNDING = 1e-12
@@ -142,14 +144,18 @@ class Curve:
     """A chart; `svg` is markup.
 
     Attributes:
-        last: the last value as text.
+        last: the last value as text; of a noisy metric, its mean over the last steps.
         legend: (style, label, last value) of each line, if there are several.
+        lines: without smoothing.
     """
 
     title: str
     svg: str
     last: str
     legend: tuple[tuple[str, str, str], ...] = ()
+    lines: tuple[Line, ...] = ()
+    is_noisy: bool = False
+    from_zero: bool = False
 
 
 @dataclass(frozen=True)
@@ -199,7 +205,10 @@ def training_curves(lines: Sequence[dict[str, Any]]) -> list[Curve]:
         smooth = smoothed(points) if kind.is_noisy else points
         drawn = [Line(points, "raw"), Line(smooth, "smooth")] if kind.is_noisy else [Line(points, "smooth")]
         svg = line_chart(drawn, x_label="step", y_label=kind.title, y_from_zero=kind.from_zero)
-        curves.append(Curve(kind.title, svg, f"{smooth[-1][1]:.3g}"))
+        tail = [y for _, y in points[-NUM_LAST:]] if kind.is_noisy else [points[-1][1]]
+        last = f"{sum(tail) / len(tail):.4g}"
+        own = (Line(points, "smooth"),)
+        curves.append(Curve(kind.title, svg, last, (), own, is_noisy=kind.is_noisy, from_zero=kind.from_zero))
     return curves
 
 
@@ -223,8 +232,26 @@ def evaluation_curves(lines: Sequence[dict[str, Any]], known: Sequence[CurveGrou
         if drawn:
             svg = line_chart(drawn, x_label="step", y_label=title, y_from_zero=True, has_marks=True)
             legend = tuple((line.style, line.label, f"{line.points[-1][1]:.3g}") for line in drawn)
-            curves.append(Curve(f"{title} ({split})", svg, "", legend))
+            curves.append(Curve(f"{title} ({split})", svg, "", legend, tuple(drawn), from_zero=True))
     return curves
+
+
+def overlaid(of_runs: Mapping[str, Sequence[Curve]]) -> list[Curve]:
+    """The curves that several runs have, each with the lines of all of them; a line's label begins with its run."""
+    titles = Counter(curve.title for curves in of_runs.values() for curve in curves)
+    found = []
+    for title in (title for title, count in titles.items() if count > 1):
+        its = [(run, curve) for run, curves in of_runs.items() for curve in curves if curve.title == title]
+        lines = tuple(
+            Line(line.points, f"line{number % _NUM_STYLES}", f"{run}: {line.label}" if len(curve.lines) > 1 else run)
+            for number, (run, curve) in enumerate(its)
+            for line in curve.lines
+        )
+        first = its[0][1]
+        svg = line_chart(lines, x_label="step", y_label=title, y_from_zero=first.from_zero)
+        legend = tuple((line.style, line.label, f"{line.points[-1][1]:.3g}") for line in lines)
+        found.append(Curve(title, svg, "", legend, lines, is_noisy=first.is_noisy, from_zero=first.from_zero))
+    return found
 
 
 def _rank(title: str, order: Sequence[str]) -> int:

@@ -1,6 +1,5 @@
 """The results page of a run (index.html), rendered from the files of the run."""
 
-import os
 import re
 import shlex
 from collections.abc import Mapping, Sequence
@@ -12,13 +11,13 @@ from manifests.errors import UserError
 from manifests.publish import publish_bytes
 from train.config.files import read_values
 from train.config.training import TrainingSettings, flat, plain_values
-from train.evaluation.pages import load_template, page_title, require_page_path, table_of
+from train.evaluation.pages import load_template, table_of
 from train.registry import DEFAULT, evaluations_of, task_named, task_names
-from train.report.curves import evaluation_curves, training_curves
-from train.run.folder import RunFolder, open_run, other_data, read_lines, read_object
+from train.report.charts import chart_values
+from train.report.curves import NUM_LAST, evaluation_curves, training_curves
+from train.run.folder import RunFolder, other_data, read_lines, read_object
 from train.spec import EvaluationSpec
 
-_NUM_LAST = 20
 _SHOWN_SETTINGS = ("preset", "model", "batch", "steps", "lr", "num_frames", "size_px", "seed")
 
 
@@ -34,6 +33,8 @@ def page_of(run: RunFolder) -> dict[str, Any]:
     task = str(facts.get("task", DEFAULT))
     known = evaluations_of(task)
     settings = flat({str(key): value for key, value in read_values(run.settings).items()})
+    curves = training_curves(lines)
+    of_evaluations = evaluation_curves(lines, [group for one in known for group in one.curves])
     return {
         "name": run.path.resolve().name,
         "command": _command(run, task),
@@ -42,8 +43,9 @@ def page_of(run: RunFolder) -> dict[str, Any]:
         "settings": settings,
         "summary": _summary(lines),
         "sources": _sources(facts, lines),
-        "curves": training_curves(lines),
-        "evaluation_curves": evaluation_curves(lines, [group for one in known for group in one.curves]),
+        "curves": curves,
+        "evaluation_curves": of_evaluations,
+        "charts": chart_values([*of_evaluations, *curves]),
         "results": _results(run, known, own_split=settings.get("split")),
         "weights": [_weights(start) for start in initial_weights(facts).values()],
         "failures": read_lines(run.failures),
@@ -108,7 +110,7 @@ def _summary(lines: list[dict[str, Any]]) -> dict[str, Any]:
     steady = lines[1:] or lines
     took_s = sum(line["step_s"] for line in steady)
     waited_s = sum(line["data_wait_s"] for line in steady)
-    last = lines[-_NUM_LAST:]
+    last = lines[-NUM_LAST:]
     memory_gb = [line["gpu_memory_gb"] for line in lines if "gpu_memory_gb" in line]
     mfu = [line["mfu"] for line in steady if "mfu" in line]
     return {
@@ -171,50 +173,3 @@ def _shape(change: dict[str, Any], side: str) -> str:
 def publish_page(template: str, path: Path, **values: Any) -> None:
     """Publish a page from a template of this folder."""
     publish_bytes(path, load_template(Path(__file__).with_name(template)).render(**values).encode())
-
-
-# `train overview`: several runs on one page, each with its metrics, its loss and a few pictures.
-
-
-_NUM_STRIPS = 3
-
-
-def write_overview(runs: Sequence[Path], out: Path, *, links: Sequence[Path] = ()) -> None:
-    """Write an overview of runs that links to their pages.
-
-    Args:
-        links: further pages to link to.
-
-    Raises:
-        UserError: one of them is not a run or not a page, or `out` cannot be written or is a file of another kind.
-    """
-    require_page_path(out, flag="--out")
-    cards = []
-    for path in runs:
-        run = open_run(path)
-        page = page_of(run)
-        shown, shown_data = _shown(page)
-        link = _relative(run.page, out.parent)
-        cards.append({**page, "shown": shown, "shown_data": shown_data, "link": link})
-    shown_links = [{"title": _title(path), "address": _relative(path, out.parent)} for path in links]
-    publish_page("overview.html.j2", out, cards=cards, links=shown_links)
-
-
-def _title(page: Path) -> str:
-    title = page_title(page) if page.is_file() else None
-    if title is None:
-        raise UserError(f"{page} is not a page of clipmill (--link)", hint="write it first, with train search --page")
-    return title
-
-
-def _shown(page: dict[str, Any]) -> tuple[list[dict[str, Any]], str]:
-    """Pictures with captions of the first result that has some, and its data if it is not the run's own."""
-    for result in page["results"]:
-        if result["strips"]:
-            return result["strips"][:_NUM_STRIPS], result["other_data"]
-    return [], ""
-
-
-def _relative(page: Path, folder: Path) -> str:
-    """A relative link, which stays valid if both pages are moved together."""
-    return Path(os.path.relpath(page.resolve(), folder.resolve())).as_posix()

@@ -110,7 +110,7 @@ def caption_table(result: dict[str, Any]) -> Table:
         left_out=absent,
     )
     columns = (*(_CAPTION_COLUMNS[name] for name in shown), "loss")
-    return Table("Captions", columns, tuple(table_rows), protocol)
+    return Table("Captions", columns, tuple(table_rows), protocol, baseline=1)
 
 
 def _caption_cell(name: str, value: float | None) -> Cell:

@@ -1,0 +1,126 @@
+"use strict";
+// Replaces the SVG in each element with data-chart by a chart of uPlot: values under the pointer, zoom by dragging
+// (double click resets it), smoothing and a logarithmic axis. Elements with data-sort sort their table.
+(() => {
+  const charts = JSON.parse(document.getElementById("charts").textContent);
+  const HEIGHT = 230;
+  const state = { smoothing: 0.9, isLog: false };
+  const plots = [];
+
+  const css = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
+  const number = (value) => value == null ? "–" : Math.abs(value) >= 1e6 ? value.toExponential(2) : String(Number(value.toPrecision(4)));
+  const last = (values) => values.findLast((value) => value != null);
+
+  // Bias-corrected exponential moving average; a point that stands for several counts as many times.
+  function smoothed(line, weight) {
+    let total = 0, norm = 0;
+    return line.mean.map((y, i) => {
+      const kept = Math.pow(weight, line.count[i]);
+      total = kept * total + (1 - kept) * y;
+      norm = kept * norm + (1 - kept);
+      return total / norm;
+    });
+  }
+
+  function range(fromZero) {
+    return (plot, low, high) => {
+      if (low == null) return [0, 1];
+      if (state.isLog) return uPlot.rangeLog(low, high, 10, false);
+      const pad = (high - low) * 0.06 || Math.abs(high) * 0.1 || 1;
+      return [fromZero && low >= 0 ? 0 : low - pad, high + pad];
+    };
+  }
+
+  function draw(element) {
+    const chart = charts[Number(element.dataset.chart)];
+    const isSmooth = chart.is_noisy && state.smoothing > 0;
+    const positive = (values) => state.isLog ? values.map((y) => (y > 0 ? y : null)) : values;
+    const tables = [], series = [{ label: "step", value: (plot, x) => (x ?? last(plot.data[0])).toLocaleString("en") }];
+    chart.lines.forEach((line, i) => {
+      const colour = css(`--line${i % 4}`), dash = i >= 4 ? [6, 3] : undefined;
+      const label = line.label || (isSmooth ? "smoothed" : "value"), of = line.label ? `${line.label}, ` : "";
+      // Without a pointer, the legend shows the last values.
+      const value = (plot, y, s, at) => number(at == null ? last(plot.data[s]) : y);
+      const common = { stroke: colour, dash, spanGaps: true, value };
+      const few = { show: line.x.length <= 60, size: 5, fill: colour };
+      tables.push([line.x, positive(line.y)]);
+      if (isSmooth) {
+        series.push({ ...common, label: `${of}each step`, class: "raw", width: 1, alpha: 0.35, points: { show: false } });
+        tables.push([line.x, positive(smoothed(line, state.smoothing))]);
+        series.push({ ...common, label, width: 2, points: { show: line.x.length === 1 } });
+      } else {
+        series.push({ ...common, label, width: 2, points: few });
+      }
+    });
+    const axis = { stroke: css("--soft"), grid: { stroke: css("--line"), width: 1 }, ticks: { show: false }, font: "11px system-ui" };
+    const options = {
+      width: element.clientWidth, height: HEIGHT, series,
+      scales: { x: { time: false }, y: { distr: state.isLog ? 3 : 1, range: range(chart.from_zero) } },
+      axes: [
+        { ...axis, size: 28, values: (plot, ticks) => ticks.map((x) => (x % 1 ? "" : x.toLocaleString("en"))) },
+        { ...axis, size: 58, values: (plot, ticks) => ticks.map((y) => (y == null ? "" : number(y))) },
+      ],
+      cursor: { drag: { x: true, y: false }, sync: { key: "step" }, points: { size: 6 } },
+      legend: { live: true },
+      // The line of each step has no entry in the legend; it goes with the smoothed one, which follows it.
+      hooks: { setSeries: [(plot, at, { show }) => {
+        if (at > 1 && show != null && plot.series[at - 1].class === "raw") plot.setSeries(at - 1, { show });
+      }] },
+    };
+    element.replaceChildren();
+    const plot = new uPlot(options, uPlot.join(tables), element);
+    plots.push({ plot, element });
+  }
+
+  function drawAll() {
+    plots.splice(0).forEach(({ plot }) => plot.destroy());
+    document.querySelectorAll("[data-chart]").forEach(draw);
+  }
+
+  function readControls(changed) {
+    document.querySelectorAll("[data-control]").forEach((control) => {
+      const own = control.dataset.control;
+      if (own === "smoothing") {
+        if (control === changed) state.smoothing = Number(control.value);
+        control.value = state.smoothing;
+        control.nextElementSibling.textContent = state.smoothing.toFixed(2);
+      } else if (own === "log") {
+        if (control === changed) state.isLog = control.checked;
+        control.checked = state.isLog;
+      }
+    });
+  }
+
+  document.querySelectorAll("[data-control]").forEach((control) => {
+    control.addEventListener(control.type === "button" ? "click" : "input", () => { readControls(control); drawAll(); });
+  });
+  document.querySelectorAll("[data-controls]").forEach((element) => { element.hidden = false; });
+
+  // A click on the head of a column sorts the rows of its table, the largest numbers first.
+  document.querySelectorAll("[data-sort] th").forEach((head) => {
+    const button = document.createElement("button");
+    button.append(...head.childNodes);
+    head.append(button);
+    button.addEventListener("click", () => {
+      const rows = [...head.closest("table").querySelectorAll("tr")].filter((row) => row.querySelector("td"));
+      const isDown = head.getAttribute("aria-sort") !== "descending";
+      const value = (row) => {
+        const cell = row.children[head.cellIndex];
+        return cell.dataset.value === undefined || cell.dataset.value === "" ? cell.textContent.trim() : Number(cell.dataset.value);
+      };
+      const order = (a, b) => typeof a === "number" && typeof b === "number" ? b - a
+        : typeof a === "number" ? -1 : typeof b === "number" ? 1 : a.localeCompare(b);
+      rows.sort((a, b) => (isDown ? 1 : -1) * order(value(a), value(b)));
+      head.closest("tr").querySelectorAll("th").forEach((other) => other.removeAttribute("aria-sort"));
+      head.setAttribute("aria-sort", isDown ? "descending" : "ascending");
+      rows[0].parentElement.append(...rows);
+    });
+  });
+
+  readControls(null);
+  drawAll();
+  new ResizeObserver(() => plots.forEach(({ plot, element }) => {
+    if (element.clientWidth && element.clientWidth !== plot.width) plot.setSize({ width: element.clientWidth, height: HEIGHT });
+  })).observe(document.querySelector("main"));
+  matchMedia("(prefers-color-scheme: dark)").addEventListener("change", drawAll);
+})();

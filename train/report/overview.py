@@ -1,0 +1,114 @@
+"""`train overview`: several runs on one page, compared by their metrics, settings and curves."""
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from manifests.errors import UserError
+from train.evaluation.pages import Cell, page_title, require_page_path
+from train.report.charts import chart_values
+from train.report.curves import overlaid
+from train.report.results import page_of, publish_page
+from train.run.folder import open_run
+
+_NUM_STRIPS = 3
+# Settings of the place rather than of the model.
+_OF_THE_PLACE = frozenset({"out", "cache", "track.project", "workers"})
+
+
+@dataclass(frozen=True)
+class Compared:
+    """A column of the comparison: a metric, and its value in each run that has it."""
+
+    title: str
+    cells: Sequence[Cell | None]
+
+
+def write_overview(runs: Sequence[Path], out: Path, *, links: Sequence[Path] = ()) -> None:
+    """Write an overview of runs that links to their pages.
+
+    Args:
+        links: further pages to link to.
+
+    Raises:
+        UserError: one of them is not a run or not a page, or `out` cannot be written or is a file of another kind.
+    """
+    require_page_path(out, flag="--out")
+    cards = []
+    for path in runs:
+        run = open_run(path)
+        page = page_of(run)
+        shown, shown_data = _shown(page)
+        link = _relative(run.page, out.parent)
+        cards.append({**page, "shown": shown, "shown_data": shown_data, "link": link})
+    names = _distinct([card["name"] for card in cards])
+    curves = overlaid(
+        {name: [*card["evaluation_curves"], *card["curves"]] for name, card in zip(names, cards, strict=True)}
+    )
+    shown_links = [{"title": _title(path), "address": _relative(path, out.parent)} for path in links]
+    publish_page(
+        "overview.html.j2",
+        out,
+        cards=cards,
+        names=names,
+        links=shown_links,
+        metrics=_metrics(cards),
+        differing=_differing([card["settings"] for card in cards]),
+        curves=curves,
+        charts=chart_values(curves),
+    )
+
+
+def _distinct(names: Sequence[str]) -> list[str]:
+    """Names that differ: a repeated one is followed by its number."""
+    return [
+        f"{name} ({names[: at + 1].count(name)})" if names.count(name) > 1 else name for at, name in enumerate(names)
+    ]
+
+
+def _metrics(cards: Sequence[Mapping[str, Any]]) -> list[Compared]:
+    """The metrics of the first row of each evaluation on a run's own data, as trained; one column for each."""
+    found: dict[str, list[Cell | None]] = {}
+    for at, card in enumerate(cards):
+        for result in card["results"]:
+            table = result["table"]
+            if result["other_data"] or result["overridden"]:
+                continue
+            row = table.rows[table.headline]
+            for column, cell in zip(table.columns, row.cells, strict=True):
+                title = f"{table.title}: {column}, {row.label} ({result['split']})"
+                found.setdefault(title, [None] * len(cards))[at] = cell
+    return [Compared(title, cells) for title, cells in found.items()]
+
+
+def _differing(settings: Sequence[Mapping[str, Any]]) -> dict[str, list[str]]:
+    """Settings that differ between the runs, by name; a run whose task has no such setting has a dash."""
+    names = dict.fromkeys(name for one in settings for name in one if name not in _OF_THE_PLACE)
+    values = {name: [_text(one, name) for one in settings] for name in names}
+    return {name: of_runs for name, of_runs in values.items() if len(set(of_runs)) > 1}
+
+
+def _text(settings: Mapping[str, Any], name: str) -> str:
+    return "-" if name not in settings else str(settings[name])
+
+
+def _title(page: Path) -> str:
+    title = page_title(page) if page.is_file() else None
+    if title is None:
+        raise UserError(f"{page} is not a page of clipmill (--link)", hint="write it first, with train search --page")
+    return title
+
+
+def _shown(page: dict[str, Any]) -> tuple[list[dict[str, Any]], str]:
+    """Pictures with captions of the first result that has some, and its data if it is not the run's own."""
+    for result in page["results"]:
+        if result["strips"]:
+            return result["strips"][:_NUM_STRIPS], result["other_data"]
+    return [], ""
+
+
+def _relative(page: Path, folder: Path) -> str:
+    """A relative link, which stays valid if both pages are moved together."""
+    return Path(os.path.relpath(page.resolve(), folder.resolve())).as_posix()
