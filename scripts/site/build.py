@@ -21,7 +21,7 @@ STAGE = ROOT / "build" / "docs"
 _LINK = re.compile(r"(?<!!)\[((?:[^\[\]]|\[[^\]]*\])*)\]\((?![a-z]+:|#)([^)#\s]+)(#[^)\s]*)?\)")
 # Section of the site -> documents, in their order; each appears once.
 SECTIONS: dict[str, tuple[str, ...]] = {
-    "Start": ("index.md",),
+    "Start": ("index.md", "docs/comparison.md"),
     "How to": (
         "docs/datasets.md",
         "docs/data.md",
@@ -48,7 +48,7 @@ SECTIONS: dict[str, tuple[str, ...]] = {
         "docs/seeds.md",
         "benchmarks/README.md",
     ),
-    "Code": ("docs/architecture.md", "CONTRIBUTING.md", "CHANGELOG.md"),
+    "Code": ("docs/architecture.md", "CONTRIBUTING.md", "docs/releases.md", "SECURITY.md", "CHANGELOG.md"),
 }
 _PACKAGES = ("manifests", "shards", "prep", "train", "tests")
 
@@ -65,7 +65,9 @@ def page_of(document: Path) -> Path:
 def documents() -> list[Path]:
     """Return the documents of the repository that become pages, relative to it."""
     found = [path for path in (ROOT / "docs").glob("*.md") if path.name != "README.md"]
-    found += [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "benchmarks/README.md")]
+    found += [
+        ROOT / name for name in ("README.md", "CONTRIBUTING.md", "SECURITY.md", "CHANGELOG.md", "benchmarks/README.md")
+    ]
     found += [path for package in _PACKAGES for path in (ROOT / package).rglob("README.md")]
     return sorted(path.relative_to(ROOT) for path in found)
 
