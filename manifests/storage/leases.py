@@ -61,16 +61,13 @@ class Lease:
             LeaseHeld: another process holds it.
             AccessRefused: the bucket is not writable.
         """
+        etag = self._etag_if_free()
         begun_s = _now_s()
         self._since = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime())
         try:
-            self._etag = self._objects.write(self.key, self._content(), only_new=True)
-        except Conflict:
-            etag = self._etag_if_free()
-            try:
-                self._etag = self._objects.write(self.key, self._content(), replaces=etag)
-            except Conflict:  # another process that found it free was faster
-                raise self._held(_read(self._objects, self.key)) from None
+            self._etag = self._objects.write(self.key, self._content(), only_new=etag is None, replaces=etag)
+        except Conflict:  # another process that found it free was faster
+            raise self._held(_read(self._objects, self.key)) from None
         self._renewed_s = begun_s
         threading.Thread(target=self._renew_until_released, name=f"lease {self.key}", daemon=True).start()
 
@@ -122,10 +119,13 @@ class Lease:
         }
         return (json.dumps(record, indent=1) + "\n").encode()
 
-    def _etag_if_free(self) -> str:
-        """Return the etag of the object if it is released, abandoned or expired."""
-        info = self._objects.info(self.key)
-        found = _read(self._objects, self.key)
+    def _etag_if_free(self) -> str | None:
+        """Return the etag of the object if it is released, abandoned or expired; None if it does not exist."""
+        try:
+            info = self._objects.info(self.key)
+        except FileNotFoundError:
+            return None
+        found = _read(self._objects, self.key) if info.size_bytes else {}
         if found and not is_abandoned(found):
             age_s = server_time_s(self._objects) - info.modified_s
             if age_s < EXPIRY_S:

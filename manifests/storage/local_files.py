@@ -15,7 +15,7 @@ from manifests.publish import temporary_path
 from manifests.storage.objects import ObjectInfo
 
 _LAZY_SUFFIXES = (".tar", ".tar.idx", ".index.arrow")  # fetched when they are opened
-_EAGER_SUFFIXES = (".json", ".jsonl", ".parquet", ".txt", ".arrow", ".lock")
+_EAGER_SUFFIXES = (".json", ".jsonl", ".parquet", ".txt", ".arrow")
 _SECOND_NS = 1_000_000_000
 
 
@@ -24,6 +24,11 @@ def is_eager(key: str) -> bool:
     if key.endswith(_LAZY_SUFFIXES):
         return False
     return key.endswith(_EAGER_SUFFIXES) or key.rpartition("/")[2].startswith(".")
+
+
+def is_lock(key: str) -> bool:
+    """Return True for a lease, which is not mirrored."""
+    return key.endswith(".lock")
 
 
 def parents_of(key: str) -> Iterator[str]:

@@ -234,6 +234,14 @@ class Objects:
             etag = self._put_if(key, content if isinstance(content, bytes) else content.read_bytes(), mode=mode)
         return etag
 
+    def copy(self, source: str, target: str) -> None:
+        """Copy an object within the bucket, without sending its content through this machine."""
+        import obstore
+
+        with self._errors(source):
+            obstore.copy(self._store, source, target)
+        self._count(1, 0)
+
     def delete(self, *keys: str) -> None:
         """Delete objects; those that do not exist are not an error."""
         import obstore

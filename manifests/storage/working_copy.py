@@ -38,6 +38,7 @@ from manifests.storage.local_files import (
     holds,
     is_below,
     is_eager,
+    is_lock,
     local_files,
     make_placeholder,
     parents_of,
@@ -123,7 +124,7 @@ class WorkingCopy:
         made: set[Path] = set()
         for key, info in found.items():
             path = self.folder / key
-            if key in local and holds(path, local[key], info):
+            if is_lock(key) or key in local and holds(path, local[key], info):
                 continue
             if path.parent not in made:
                 path.parent.mkdir(parents=True, exist_ok=True)
@@ -224,9 +225,16 @@ class WorkingCopy:
         """See `Mirror`."""
         paths = [path for path in source.rglob("*") if path.is_file()] if source.is_dir() else [source]
         for path in paths:
-            to = target / path.relative_to(source) if path != source else target
-            if not self._is_away(path):
+            key, to = self.key_of(path), target / path.relative_to(source) if path != source else target
+            if TEMPORARY_PREFIX in key or TEMPORARY_PREFIX in self.key_of(to):
                 self.upload(path, to)
+                continue
+            self._require_leases()
+            self.objects.copy(key, self.key_of(to))
+            info = self.objects.info(self.key_of(to))
+            if self._found is not None:
+                self._found[info.key] = info
+            set_stamp(path, info, is_content=not self._is_away(path))
         if TEMPORARY_PREFIX not in self.key_of(source):
             self.remove(source)
 
