@@ -19,7 +19,7 @@ from typing import Any
 from manifests.errors import FailedWork, UserError
 from manifests.publish import TEMPORARY_PREFIX
 from manifests.storage.errors import Conflict
-from manifests.storage.objects import Objects
+from manifests.storage.objects import ObjectInfo, Objects
 
 RENEWAL_S = 15.0
 EXPIRY_S = 60.0
@@ -158,12 +158,18 @@ class Fence:
         self._checked_s = _now_s()
 
 
-def read_lease(path: Path) -> dict[str, Any]:
-    """Return the record of the holder in a local copy of a lease; empty if nobody holds it."""
-    try:
-        return _parsed(path.read_bytes())
-    except OSError:
-        return {}
+def holder_of(objects: Objects, info: ObjectInfo) -> str | None:
+    """Return who holds a lease and since when; None if it is released, abandoned or expired.
+
+    Without permission to write, the time of the server is unknown, and an expired lease counts as held.
+    """
+    found = _read(objects, info.key) if info.size_bytes else {}
+    if not found or is_abandoned(found):
+        return None
+    with suppress(OSError):
+        if server_time_s(objects) - info.modified_s >= EXPIRY_S:
+            return None
+    return f"{_name_of(found)} since {found.get('since')}"
 
 
 def is_abandoned(found: dict[str, Any]) -> bool:
@@ -175,7 +181,7 @@ def is_abandoned(found: dict[str, Any]) -> bool:
 
 def server_time_s(objects: Objects) -> float:
     """Return the time of the server, in seconds since the epoch: the time of a new object."""
-    key = f"{TEMPORARY_PREFIX}{secrets.token_hex(6)}-clock"
+    key = f"{TEMPORARY_PREFIX}{secrets.token_hex(6)}-dataset.json"  # a name that is cleaned up if this is killed
     objects.write(key, b"")
     try:
         return objects.info(key).modified_s

@@ -61,6 +61,9 @@ class Mirror(Protocol):
     def publish_token(self, path: Path) -> tuple[str, ...]:
         """Write the object of a temporary file for workers; return what they need to attach themselves."""
 
+    def holder_of(self, name: str) -> str | None:
+        """Return who holds the lock of a column and since when; None if nobody does."""
+
     def refresh(self, folder: Path) -> None:
         """Bring the files of a folder to the state of the bucket."""
 

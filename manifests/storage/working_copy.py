@@ -33,7 +33,7 @@ from pathlib import Path
 
 from manifests.errors import UserError
 from manifests.publish import TEMPORARY_PREFIX, temporary_path
-from manifests.storage.leases import Fence, Lease, LeaseHeld
+from manifests.storage.leases import Fence, Lease, LeaseHeld, holder_of
 from manifests.storage.local_files import (
     holds,
     is_below,
@@ -124,7 +124,7 @@ class WorkingCopy:
         made: set[Path] = set()
         for key, info in found.items():
             path = self.folder / key
-            if is_lock(key) or key in local and holds(path, local[key], info):
+            if is_lock(key) or (key in local and holds(path, local[key], info)):
                 continue
             if path.parent not in made:
                 path.parent.mkdir(parents=True, exist_ok=True)
@@ -277,6 +277,11 @@ class WorkingCopy:
         lease.acquire()
         with self._held(lease):
             yield
+
+    def holder_of(self, name: str) -> str | None:
+        """See `Mirror`."""
+        info = (self._found or {}).get(name)
+        return None if info is None else holder_of(self.objects, info)
 
     @contextmanager
     def folder_lock(self) -> Iterator[None]:

@@ -122,6 +122,15 @@ def was_killed(data_dir: Path, *, column: str) -> bool:
     return False
 
 
+def writer_of(data_dir: Path, *, column: str) -> str | None:
+    """Return which command writes a column of a data folder in a bucket, on any machine, and since when.
+
+    Return None if none does, or if the data folder is local: its heartbeats tell more (`prep.core.heartbeat`).
+    """
+    mirror = mirror_of(data_dir)
+    return None if mirror is None else mirror.holder_of(_lock_path(data_dir, column).name)
+
+
 def _lock_path(data_dir: Path, column: str) -> Path:
     return data_dir / (".lock" if column == VIDEO else f".{column}.lock")
 
