@@ -25,6 +25,7 @@ from train.report.results import initial_weights, write_page
 from train.run.checkpoint import latest_checkpoint
 from train.run.checkpoint_writer import recover
 from train.run.folder import Resume, RunFolder, create_run, find_run, machine, read_lines, reopen_run, sweep, versions
+from train.run.shared_folder import require_shared, wait_for_files
 from train.run.tracking import Progress, check_tracking
 from train.spec import TaskSpec
 from train.weights.loading import Loaded
@@ -40,6 +41,8 @@ def launch(spec: TaskSpec, settings: ClipSettings, *, resume: Resume) -> None:
         device = torch.device("cuda", world.local_rank) if device.type == "cuda" else device
         # The first rank decides for all, as ranks may look at the run's folder at different times.
         old_run = world.first(lambda: _find_and_hold(settings.out, resume, held=held))
+        if old_run is not None:
+            require_shared(old_run.path, world=world)
         _train(spec, settings, old_run=old_run, held=held, world=world, device=device)
 
 
@@ -53,10 +56,14 @@ def _find_and_hold(path: Path, resume: Resume, *, held: ExitStack) -> RunFolder 
     return run
 
 
-def _create_and_hold(settings: ClipSettings, *, held: ExitStack) -> RunFolder:
-    run = create_run(settings)
-    held.enter_context(run.held())
-    return run
+def _create_and_hold(settings: ClipSettings, *, held: ExitStack, world: World) -> RunFolder:
+    def create() -> RunFolder:
+        run = create_run(settings)
+        held.enter_context(run.held())
+        return run
+
+    require_shared(settings.out, world=world)
+    return world.first(create)
 
 
 def _train(
@@ -81,7 +88,7 @@ def _train(
     )
     progress = Progress(is_quiet=not world.is_first)
     progress.say(f"attention: {attention.name} ({attention.reason}); precision: {precision.name} ({precision.reason})")
-    has_weights = old_run is not None and world.first(lambda: _has_checkpoint(old_run))
+    has_weights = old_run is not None and _has_checkpoint(old_run, world=world)
     for remark in _remarks(settings, world=world, has_weights=has_weights):
         progress.say(remark)
     source = _open_weights(settings, world=world, say=progress.say, run=old_run if has_weights else None)
@@ -95,7 +102,7 @@ def _train(
     start = None if source is None else task.start_from(source, samples, say=_quiet if has_weights else progress.say)
     parameters = describe_parameters(task, samples)
     # The folder is made last, so that a mistake in the flags leaves nothing behind.
-    run = old_run or world.first(lambda: _create_and_hold(settings, held=held))
+    run = old_run or _create_and_hold(settings, held=held, world=world)
     progress.say(f"data: {samples.describe()}; {samples.variant_name}")
     about = {**parameters, **task.facts()}
     if settings.freeze or settings.lora.rank:
@@ -159,8 +166,12 @@ def _remarks(settings: ClipSettings, *, world: World, has_weights: bool) -> Iter
         yield remark
 
 
-def _has_checkpoint(run: RunFolder) -> bool:
-    return latest_checkpoint(run.checkpoints) is not None
+def _has_checkpoint(run: RunFolder, *, world: World) -> bool:
+    """Whether there is a checkpoint, as rank 0 sees it; the other ranks wait until they see it too."""
+    path = world.first(lambda: latest_checkpoint(run.checkpoints))
+    if path is not None:
+        wait_for_files(path, world=world)
+    return path is not None
 
 
 def _processes(parallel: ParallelSettings, world: World) -> str:
