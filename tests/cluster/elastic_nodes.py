@@ -100,20 +100,28 @@ def launch(
     conf: str = "last_call_timeout=5",
     before: str = "",
     environment: Mapping[str, str] | None = None,
-    under: Sequence[str] = (),
+    host: int = 0,
 ) -> Launch:
-    """Start torchrun on a node, with the rendezvous on node 0.
+    """Start torchrun on a node.
 
     Args:
         command: of `train`, without the program.
         nodes: --nnodes.
         before: shell command in the mount namespace of the launch, such as a bind mount.
-        under: program that torchrun is run by, such as faketime.
+        host: node of the rendezvous.
     """
     words = [
-        *under,
         *(_PROGRAMS / "torchrun", "--nnodes", nodes, "--nproc-per-node", processes, "--max-restarts", max_restarts),
-        *("--rdzv-backend", "c10d", "--rdzv-endpoint", f"node0:{port}", "--rdzv-id", "elastic", "--rdzv-conf", conf),
+        *(
+            "--rdzv-backend",
+            "c10d",
+            "--rdzv-endpoint",
+            f"node{host}:{port}",
+            "--rdzv-id",
+            "elastic",
+            "--rdzv-conf",
+            conf,
+        ),
         *("--no-python", _PROGRAMS / "train", *command),
     ]
     script = f"hostname node{node}; {before or ':'} && exec {shlex.join(map(str, words))}"

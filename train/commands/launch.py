@@ -1,5 +1,6 @@
 """What `train TASK` runs: train a task's model in a new run, or resume one."""
 
+import os
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -31,6 +32,8 @@ from train.spec import TaskSpec
 from train.weights.loading import Loaded
 from train.weights.sources import Say, Source, fetch_tag, open_base, open_weights
 
+_LOST_S = 120.0  # a lost rank ends within 50 s (train.distributed.heartbeat); an NFS server frees its locks after 90 s
+
 
 def launch(spec: TaskSpec, settings: ClipSettings, *, resume: Resume) -> None:
     """Train a task's model on all ranks of torchrun, and write the run's results page."""
@@ -50,7 +53,9 @@ def _find_and_hold(path: Path, resume: Resume, *, held: ExitStack) -> RunFolder 
     """The run to resume, cleaned up after a killed process."""
     run = find_run(path, resume)
     if run is not None:
-        held.enter_context(run.held())
+        # A restart by torchrun may find a process of the attempt before it, on a node that the others have lost.
+        is_restart = resume == "auto" and "TORCHELASTIC_RUN_ID" in os.environ
+        held.enter_context(run.held(wait_s=_LOST_S if is_restart else 0.0))
         sweep(run)
         recover(run.checkpoints)
     return run

@@ -11,6 +11,7 @@ import secrets
 import socket
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 from manifests.errors import UserError
@@ -114,11 +115,15 @@ def _clean(folder: Path, names: list[str], *, is_new: bool) -> None:
 
 def _sizes(folder: Path) -> dict[str, int]:
     """Sizes of the files in a folder by name; {} if it is not there."""
+    sizes = {}
     try:
         with os.scandir(folder) as entries:
-            return {entry.name: entry.stat().st_size for entry in entries if entry.is_file()}
+            for entry in entries:
+                with suppress(FileNotFoundError):  # listed, and not yet, or no longer, there
+                    sizes[entry.name] = entry.stat().st_size
     except OSError:
         return {}
+    return sizes
 
 
 def _wait(is_so: Callable[[], bool]) -> bool:
