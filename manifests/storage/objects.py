@@ -23,6 +23,7 @@ from typing import Any
 from manifests.errors import UserError, first_line
 from manifests.publish import naming, temporary_path
 from manifests.storage.errors import AccessRefused, Conflict, storage_errors
+from manifests.storage.mirrors import is_remote as is_remote
 
 _RETRY: dict[str, Any] = {
     "max_retries": 8,
@@ -64,11 +65,6 @@ class ObjectInfo:
     size_bytes: int
     etag: str
     modified_s: float
-
-
-def is_remote(address: str) -> bool:
-    """Return True for an address with a scheme (`s3://bucket/folder`), False for a local path."""
-    return _ADDRESS.fullmatch(address) is not None
 
 
 def open_objects(address: str) -> "Objects":
@@ -158,8 +154,11 @@ class Objects:
         self._count(1, 0)
         return _info({**found, "path": key})
 
-    def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
-        """Yield all objects whose key begins with the folder `prefix`, in no particular order.
+    def list(self, prefix: str = "", *, recursive: bool = True) -> Iterator[ObjectInfo]:
+        """Yield the objects in the folder `prefix`, in no particular order.
+
+        Args:
+            recursive: also yield the objects in folders below it.
 
         Raises:
             UserError: a web server cannot be listed.
@@ -168,13 +167,19 @@ class Objects:
 
         if not self.is_writable:
             raise UserError(f"{self.address} cannot be listed", hint="give an address with s3://, gs:// or az://")
+        if not recursive:
+            with self._errors(prefix):
+                found = obstore.list_with_delimiter(self._store, prefix or None)["objects"]
+            self._count(1, 0)
+            yield from map(_info, found)
+            return
         pages = iter(obstore.list(self._store, prefix or None, chunk_size=1000))
         while True:
             with self._errors(prefix):
                 page = next(pages, None)
-            self._count(1, 0)
             if page is None:
                 return
+            self._count(1, 0)
             yield from map(_info, page)
 
     def fetch(self, key: str, path: Path) -> None:
