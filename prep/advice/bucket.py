@@ -5,11 +5,12 @@
 A bucket answers many requests at once, each after tens of milliseconds. What one reader gets is therefore limited by
 how many requests it has in flight, and read-ahead has to keep that many clips under way.
 
-    reading ranges:           E x C x b / N  bytes per node      E epochs, C clips per epoch of all nodes, b bytes per clip
-    whole tars into a cache:  D              bytes per node      D bytes of the set, if the cache holds them
+    reading ranges:           E x C x b / N  bytes per node
+    whole tars into a cache:  D              bytes per node, if the cache holds them
 
-Each node reads all shards in the course of the epochs, since the order of samples is shuffled over the whole set. The
-cache is less to transfer from E = N x D / (C x b) epochs on.
+E epochs, C clips per epoch of all nodes, b bytes per clip, N nodes, D bytes of all tars. Each node reads all shards in
+the course of the epochs, since the order of samples is shuffled over the whole set. The cache is less to transfer from
+E = N x D / (C x b) epochs on.
 """
 
 import math
@@ -85,6 +86,7 @@ class BucketLoad:
         requests_per_clip: ranges, after gaps up to `GAP_BYTES` were closed.
         set_bytes, num_shards: of all tars of the variant.
         clips_per_epoch: C.
+        reads_ranges: whether train reads ranges of clips, as of video; of other columns it fetches whole tars.
     """
 
     load: Load
@@ -93,6 +95,7 @@ class BucketLoad:
     set_bytes: int
     num_shards: int
     clips_per_epoch: int
+    reads_ranges: bool
 
     @property
     def requests_per_s(self) -> float:
@@ -120,6 +123,26 @@ class BucketLoad:
 
 def bucket_text(needs: BucketLoad) -> str:
     """Return what training asks of the bucket, and the conclusions."""
+    return _ranges_text(needs) if needs.reads_ranges else _tars_text(needs)
+
+
+def _tars_text(needs: BucketLoad) -> str:
+    load = needs.load
+    epoch_s = needs.clips_per_epoch / load.clips_per_s
+    fetch_s = needs.set_bytes / load.read_bytes_per_s
+    return "\n".join(
+        [
+            f"train fetches whole tars of this column into a cache: {bytes_text(needs.set_bytes)} in "
+            f"{counted(needs.num_shards, 'request')} on each of {counted(load.num_nodes, 'node')}, once if "
+            f"--cache-size is at least {bytes_text(needs.set_bytes)}, else again in each epoch.",
+            f"  Fetching them takes {fetch_s:,.0f} s, an epoch of {counted(needs.clips_per_epoch, 'clip')} takes "
+            f"{epoch_s:,.0f} s: "
+            + ("the first epoch does not wait." if fetch_s <= epoch_s else "the first epoch waits for the bucket."),
+        ]
+    )
+
+
+def _ranges_text(needs: BucketLoad) -> str:
     load = needs.load
     per_process = needs.requests_in_flight / load.num_gpus
     enough = "as many as" if per_process <= READERS else "more than"
@@ -146,6 +169,8 @@ def bucket_text(needs: BucketLoad) -> str:
 
 def bucket_values(needs: BucketLoad) -> dict[str, Any]:
     """Return the same as JSON values."""
+    if not needs.reads_ranges:
+        return {"latency_s": needs.latency_s, "set_bytes": needs.set_bytes, "num_shards": needs.num_shards}
     return {
         "latency_s": needs.latency_s,
         "requests_per_clip": needs.requests_per_clip,

@@ -1,6 +1,6 @@
 """What reading the current variant of a column costs: measured on its shards, on a disk or in a bucket."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from random import Random
 
@@ -8,13 +8,14 @@ import numpy as np
 
 from manifests.quoting import counted
 from manifests.storage.objects import Objects
-from prep.advice.bucket import GAP_BYTES, READERS, Measured, Read, measure
+from prep.advice.bucket import GAP_BYTES, READERS, measure
 from prep.advice.reading_costs import (
     SEGMENT_S,
-    clip_bytes,
+    ClipRead,
     clip_reads,
     mean_chunk_s,
     measure_read_speed,
+    member_reads,
     segment_bytes,
     segments_per_chunk,
     spread,
@@ -34,8 +35,8 @@ class Costs:
         clip_bytes: bytes read per clip.
         requests_per_clip: ranges read per clip.
         clips_per_epoch: chunks, or segments of latents.
-        read_bytes_per_s: read speed as measured; 0.0 if it was not measured.
-        latency_s: of a request to a bucket; None for a disk, or if it was not measured.
+        read_bytes_per_s: read speed, as measured or given.
+        latency_s: median of a request to a bucket; None for a disk.
         set_bytes: size of all tars.
         num_sampled: shards that were looked at, of `num_shards`.
     """
@@ -46,23 +47,30 @@ class Costs:
     requests_per_clip: float
     clips_per_epoch: int
     clips: str
-    read_bytes_per_s: float = 0.0
-    latency_s: float | None = None
-    read_speed: str = ""
+    read_bytes_per_s: float
+    read_speed: str
+    latency_s: float | None
     set_bytes: int
     num_sampled: int
     num_shards: int
 
-    def with_speed(self, bytes_per_s: float, read_speed: str) -> "Costs":
-        """The same with a read speed that was not measured here."""
-        return replace(self, read_bytes_per_s=bytes_per_s, read_speed=read_speed)
+
+@dataclass(frozen=True)
+class _Speed:
+    bytes_per_s: float
+    origin: str
+    latency_s: float | None = None
 
 
-def measure_costs(variant: Variant, *, column: str, objects: Objects | None, data_dir: Path) -> Costs:
-    """Measure what reading a set costs, except for the read speed.
+def measure_costs(
+    variant: Variant, *, column: str, data_dir: Path, objects: Objects | None, read_bytes_per_s: float | None
+) -> Costs:
+    """Measure what reading a set costs.
 
     Args:
-        objects: the bucket that the folder stands for; None for a folder on a disk.
+        column: "video" or "latents".
+        objects: the bucket that the folder `data_dir` stands for; None for a folder on a disk.
+        read_bytes_per_s: the read speed if it is known; it is not measured then.
 
     Raises:
         UserError: there are no shards.
@@ -71,17 +79,21 @@ def measure_costs(variant: Variant, *, column: str, objects: Objects | None, dat
     shards = spread(variant.shards())
     files = [commit.files for commit in variant.commits.values() if commit.files is not None]
     num_chunks = sum(one.num_samples for one in files)
+    gap_bytes = None if objects is None else GAP_BYTES
     if column == "video":
         settings = recipe_from_dict(variant.recipe).settings()
         chunk_s = float(settings.len_s) if settings.cut == "even" else mean_chunk_s(shards)
-        reads = clip_reads(shards, gap_bytes=None if objects is None else GAP_BYTES)
-        per_clip, requests = (float(np.mean(one)) for one in ([r.num_bytes for r in reads], [len(r.ranges) for r in reads]))
+        reads = clip_reads(shards, gap_bytes=gap_bytes)
+        per_clip = float(np.mean([read.num_bytes for read in reads]))
+        requests = float(np.mean([len(read.ranges) for read in reads]))
         clips, num_clips = f"mean of {len(reads)} clips with 4 frames, 1 to 4 s long", num_chunks
     else:
+        reads = member_reads(shards)
         chunk_s, requests = mean_chunk_s(shards), 1.0
         per_clip, num_sampled = segment_bytes(shards)
         clips = f"segments of {SEGMENT_S:g} s, mean over {counted(num_sampled, 'chunk')}"
         num_clips = max(1, round(num_chunks * segments_per_chunk(shards)))
+    speed = _speed(shards, reads, data_dir=data_dir, objects=objects, read_bytes_per_s=read_bytes_per_s)
     return Costs(
         bytes_per_s=video_bytes_per_s(shards),
         chunk_s=chunk_s,
@@ -89,7 +101,40 @@ def measure_costs(variant: Variant, *, column: str, objects: Objects | None, dat
         requests_per_clip=requests,
         clips_per_epoch=num_clips,
         clips=clips,
+        read_bytes_per_s=speed.bytes_per_s,
+        read_speed=speed.origin,
+        latency_s=speed.latency_s,
         set_bytes=sum(one.tar_bytes for one in files),
         num_sampled=len(shards),
         num_shards=len(files),
     )
+
+
+def _speed(
+    shards: list[CommittedShard],
+    reads: list[ClipRead],
+    *,
+    data_dir: Path,
+    objects: Objects | None,
+    read_bytes_per_s: float | None,
+) -> _Speed:
+    given = "given by --read-speed"
+    if objects is None:
+        if read_bytes_per_s is not None:
+            return _Speed(read_bytes_per_s, given)
+        found = measure_read_speed(shards)
+        return _Speed(
+            found.bytes_per_s,
+            f"measured on {counted(found.num_reads, 'chunk')} from {counted(found.num_shards, 'shard')}: "
+            "whole chunks in random order, one at a time, page cache dropped",
+        )
+    wanted = [(read.shard.tar_path.relative_to(data_dir).as_posix(), read.ranges) for read in reads]
+    Random(0).shuffle(wanted)
+    measured = measure(objects, wanted)
+    origin = (
+        f"measured on {counted(measured.num_reads, 'clip')} from this machine, {READERS} requests at a time; one at a "
+        f"time takes {measured.latency_s * 1000:.0f} ms, 95th percentile {measured.slow_latency_s * 1000:.0f} ms"
+    )
+    if read_bytes_per_s is not None:
+        return _Speed(read_bytes_per_s, given, measured.latency_s)
+    return _Speed(measured.bytes_per_s, origin, measured.latency_s)

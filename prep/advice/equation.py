@@ -5,9 +5,11 @@
 B is the batch size in clips, rho the bytes per second of video, T the chunk length in seconds, S_r the read speed of
 the disk in bytes per second, and delta the time of a training step in seconds without waiting for data. The equation
 applies to loaders that read a whole chunk for each clip. For a loader that reads only the packets of a clip, replace
-rho x T by the bytes per clip; these do not depend on the chunk length. If several nodes read one disk, B is the batch of
-all of them and S_r what the disk delivers to all of them together. One node alone measures at most that, and may
-measure less because of its own network link: with N nodes, S_r is between the speed that one measures and N times it.
+rho x T by the bytes per clip; these do not depend on the chunk length.
+
+If N nodes read one disk, B is the batch of all of them, and S_r is what the disk delivers to all of them together. One
+node alone measures at most that, and perhaps only what its network link lets through: S_r is between the speed that
+one node measures and N times that speed.
 """
 
 from dataclasses import dataclass
@@ -111,8 +113,8 @@ def advice_text(load: Load, origin: Origin, *, storage: str = "disk", column: st
             *cluster,
             f"read speed    {bytes_text(load.read_bytes_per_s)}/s  ({origin.read_speed})",
             f"bitrate       {bytes_text(load.video_bytes_per_s)} per second of {column}  ({origin.bitrate})",
-            f"clip          {bytes_text(load.clip_bytes)} of {of_clip}, {load.clip_bytes / load.chunk_bytes:.0%} of its "
-            f"chunk  ({origin.clip_bytes})",
+            f"clip          {bytes_text(load.clip_bytes)} of {of_clip}, {load.clip_bytes / load.chunk_bytes:.0%} of "
+            f"its chunk  ({origin.clip_bytes})",
             "",
             f"Reading whole chunks: {bytes_text(load.batch * load.chunk_bytes)} per step; the {storage} delivers "
             f"{bytes_text(load.readable_bytes)} in that time.",
@@ -174,9 +176,7 @@ def _inequality(load: Load) -> str:
 
 def _whole_chunks(load: Load, storage: str) -> str:
     if load.whole_headroom >= 1:
-        return (
-            f"{load.chunk_s:g} s is fine: the {storage} delivers {load.whole_headroom:.1f} times the required data."
-        )
+        return f"{load.chunk_s:g} s is fine: the {storage} delivers {load.whole_headroom:.1f} times the required data."
     return f"{load.chunk_s:g} s is too long: reading takes {1 / load.whole_headroom:.1f} times as long as the step."
 
 

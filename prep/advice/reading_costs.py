@@ -95,6 +95,15 @@ def clip_reads(shards: Sequence[CommittedShard], *, gap_bytes: int | None = None
     return reads
 
 
+def member_reads(shards: Sequence[CommittedShard]) -> list[ClipRead]:
+    """Return the reads of some whole members, such as the latents of chunks."""
+    choose, reads = Random(0), []
+    for shard in shards:
+        rows = choose.sample(range(shard.num_samples), min(_CHUNKS_PER_SHARD, shard.num_samples))
+        reads += [ClipRead(shard, (shard.member_range(row, _extension(shard)),)) for row in rows]
+    return reads
+
+
 def bytes_read(table: PacketTable, frames: Sequence[int], *, gap_bytes: int) -> int:
     """Return the bytes of `packet_ranges`."""
     return sum(size for _, size in packet_ranges(table, frames, gap_bytes=gap_bytes))

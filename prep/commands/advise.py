@@ -4,7 +4,7 @@ import json as json_module
 import math
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import Annotated, Literal
 
 from cyclopts import Parameter
 
@@ -12,10 +12,6 @@ from manifests.errors import UserError
 from manifests.quoting import counted
 from prep.core.make import Data, Json
 from prep.video.settings import require_bitrate_unit
-
-if TYPE_CHECKING:
-    from prep.advice.reading_costs import Costs
-    from shards.reader import Variant
 
 _Positive = Parameter(allow_leading_hyphen=True)
 _MAX_NODES, _MAX_GPUS = 100_000, 1_000
@@ -26,7 +22,9 @@ def advise(
     step_time: Annotated[
         float | None,
         _Positive,
-        Parameter(help="Duration of a training step in seconds, without waiting for data. Default: the median of --run."),
+        Parameter(
+            help="Duration of a training step in seconds, without waiting for data. Default: the median of --run."
+        ),
     ] = None,
     batch: Annotated[
         int | None,
@@ -72,9 +70,14 @@ def advise(
         prep advise --step-time 0.5 --batch 64
         prep advise --run runs/first --nodes 16 --gpus 8
     """
+    from manifests.storage.mirrors import mirror_of
+    from manifests.storage.objects import open_objects
+    from prep.advice.bucket import BucketLoad, bucket_text, bucket_values
+    from prep.advice.costs import measure_costs
     from prep.advice.equation import Load, Origin, advice_text, advice_values
     from prep.core.data_folder import require_data_folder
     from prep.video.settings import bits_per_second
+    from shards.damage import Damaged
     from shards.reader import Variant
 
     _positive("--step-time", step_time, unit="seconds")
@@ -85,11 +88,23 @@ def advise(
     given_bytes_per_s = None if bitrate is None else bits_per_second(bitrate) / 8
     if bitrate is not None and column != "video":
         raise UserError(f"--bitrate has no effect on {column}", hint="leave it out, or use --column video")
-    variant = Variant.open(require_data_folder(data), column)
+    data_dir = require_data_folder(data)
+    variant = Variant.open(data_dir, column=column)
     step = _step(step_time, batch, run, num_gpus=None if nodes is None and gpus is None else (nodes or 1) * (gpus or 1))
-    costs = _costs(variant, column=column, read_speed=read_speed)
+    mirror = mirror_of(data_dir)
+    try:
+        costs = measure_costs(
+            variant,
+            column=column,
+            data_dir=data_dir,
+            objects=None if mirror is None else open_objects(mirror.address),
+            read_bytes_per_s=None if read_speed is None else read_speed * 1e6,
+        )
+    except (Damaged, OSError) as error:
+        raise UserError(
+            f"the shards cannot be read: {error}", hint="run `prep verify` to find what is damaged"
+        ) from None
     of_bitrate = 1.0 if given_bytes_per_s is None else given_bytes_per_s / costs.bytes_per_s
-    scaled = "" if given_bytes_per_s is None else ", scaled to --bitrate"
     load = Load(
         batch=step.batch,
         step_s=step.step_s,
@@ -101,17 +116,33 @@ def advise(
         gpus_per_node=gpus or 1,
         is_total=read_speed is not None or (nodes or 1) == 1,
     )
-    sampled = f"{len(costs.shards)} of {counted(len(variant.shards()), 'shard')}"
+    sampled = f"{costs.num_sampled} of {counted(costs.num_shards, 'shard')}"
     origin = Origin(
         read_speed=costs.read_speed,
         bitrate=f"{sampled} of {variant.directory.name}" if bitrate is None else f"given by --bitrate {bitrate}",
-        clip_bytes=f"{costs.clips}{scaled}",
+        clip_bytes=costs.clips if bitrate is None else f"{costs.clips}, scaled to --bitrate",
         step=step.origin,
     )
+    needs = (
+        None
+        if costs.latency_s is None
+        else BucketLoad(
+            load=load,
+            latency_s=costs.latency_s,
+            requests_per_clip=costs.requests_per_clip,
+            set_bytes=round(costs.set_bytes * of_bitrate),
+            num_shards=costs.num_shards,
+            clips_per_epoch=costs.clips_per_epoch,
+            reads_ranges=column == "video",
+        )
+    )
     if json:
-        print(json_module.dumps(advice_values(load, origin), indent=1))
-    else:
-        print(advice_text(load, origin, column=column))
+        bucket = {} if needs is None else {"bucket": bucket_values(needs)}
+        print(json_module.dumps({**advice_values(load, origin), **bucket}, indent=1))
+        return
+    print(advice_text(load, origin, storage="disk" if needs is None else "bucket", column=column))
+    if needs is not None:
+        print(bucket_text(needs))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -141,20 +172,6 @@ def _step(step_s: float | None, batch: int | None, run: Path | None, *, num_gpus
     if batch is None:
         raise UserError("the batch size is unknown", hint="give --batch CLIPS")
     return _Step(step_s=step_s, batch=batch, origin=origin)
-
-
-def _costs(variant: "Variant", *, column: str, read_speed: float | None) -> "Costs":
-    """What reading the set costs, measured; `read_speed` in MB/s replaces the measured one."""
-    from prep.advice.reading_costs import Costs, measure_costs
-    from shards.damage import Damaged
-
-    try:
-        found: Costs = measure_costs(variant, column=column, measures_speed=read_speed is None)
-    except (Damaged, OSError) as error:
-        raise UserError(
-            f"the shards cannot be read: {error}", hint="run `prep verify` to find what is damaged"
-        ) from None
-    return found if read_speed is None else found.with_speed(read_speed * 1e6, "given by --read-speed")
 
 
 def _positive(flag: str, value: float | None, *, unit: str, most: float = math.inf) -> None:

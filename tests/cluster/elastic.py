@@ -70,7 +70,11 @@ def main(names: Sequence[str]) -> int:
 
 def _write_videos(data_dir: Path) -> None:
     write_shard(data_dir, 0, [sample for name in _VIDEOS for sample in chunks_of(name, 55)], split="train")
-    write_captions(data_dir, _VIDEOS, [Caption(name, 0.0, float("inf"), f"this is {name}") for name in _VIDEOS])
+    write_captions(
+        data_dir,
+        _VIDEOS,
+        [Caption(name, begin, begin + 1.5, f"part {begin} of {name}") for name in _VIDEOS for begin in (0.0, 1.0, 2.0)],
+    )
 
 
 if __name__ == "__main__":
