@@ -14,10 +14,12 @@ E = N x D / (C x b) epochs on.
 """
 
 import math
+import threading
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from itertools import cycle
 from statistics import median
 from typing import Any
 
@@ -26,7 +28,8 @@ from manifests.storage.objects import Objects
 from prep.advice.equation import Load, bytes_text
 
 GAP_BYTES = 1 << 18  # train reads a gap up to this size along, rather than send another request
-READERS = 32  # requests that are sent at once to measure the bandwidth: as many as a process of train sends
+READERS = 32  # threads by which a process of train reads clips ahead
+_MAX_THREADS = 128
 _NUM_LATENCIES, _READING_S, _MAX_READ_BYTES = 24, 3.0, 1 << 30
 _USD_PER_GET = 0.40e-6  # S3 Standard in us-east-1
 _GETS_PER_S = 5_500  # that S3 serves at least for each prefix
@@ -40,40 +43,46 @@ class Measured:
 
     Attributes:
         latency_s, slow_latency_s: median and 95th percentile of the time of a request, one at a time.
-        bytes_per_s: of clips that are read by `READERS` threads.
-        num_reads: clips that were read.
+        bytes_per_s: of `num_reads` clips that `num_threads` threads read.
     """
 
     latency_s: float
     slow_latency_s: float
     bytes_per_s: float
     num_reads: int
+    num_threads: int
 
 
-def measure(objects: Objects, reads: Sequence[Read]) -> Measured:
-    """Read clips: some one after another, then others in parallel for a few seconds.
+def measure(objects: Objects, reads: Sequence[Read], *, num_processes: int) -> Measured:
+    """Read clips one after another, and then for a few seconds as `num_processes` of train would read them together.
 
     Raises:
         OSError: an object cannot be read; see `Objects`.
     """
-    first = (read for read in reads[: _NUM_LATENCIES + 1])
-    taken_s = [_timed(objects, key, ranges[:1]) for key, ranges in first]
-    taken_s = sorted(taken_s[1:] or taken_s)  # the first request opens the connection
-    rest = list(reads[len(taken_s) :]) or list(reads)
-    num_bytes, num_reads, began_s = 0, 0, time.perf_counter()
-    with ThreadPoolExecutor(READERS) as threads:
-        for at in range(0, len(rest), READERS):
-            num_bytes += sum(
-                threads.map(lambda read: sum(map(len, objects.read_ranges(*read))), rest[at : at + READERS])
-            )
-            num_reads += len(rest[at : at + READERS])
-            if time.perf_counter() - began_s > _READING_S or num_bytes > _MAX_READ_BYTES:
-                break
+    turns = cycle(reads)
+    taken_s = [_timed(objects, *next(turns)) for _ in range(_NUM_LATENCIES + 1)]
+    taken_s = sorted(taken_s[1:])  # the first request opens the connection
+    num_threads = min(READERS * num_processes, _MAX_THREADS)
+    lock = threading.Lock()
+    counts: list[int] = []
+    began_s = time.perf_counter()
+
+    def read_on() -> None:
+        while time.perf_counter() - began_s < _READING_S and sum(counts) < _MAX_READ_BYTES:
+            with lock:
+                key, ranges = next(turns)
+            num_bytes = sum(map(len, objects.read_ranges(key, ranges)))
+            counts.append(num_bytes)
+
+    with ThreadPoolExecutor(num_threads) as pool:
+        for running in [pool.submit(read_on) for _ in range(num_threads)]:
+            running.result()
     return Measured(
         latency_s=median(taken_s),
         slow_latency_s=taken_s[math.ceil(0.95 * len(taken_s)) - 1],
-        bytes_per_s=num_bytes / (time.perf_counter() - began_s),
-        num_reads=len(taken_s) + num_reads,
+        bytes_per_s=sum(counts) / (time.perf_counter() - began_s),
+        num_reads=len(counts),
+        num_threads=num_threads,
     )
 
 
@@ -145,15 +154,15 @@ def _tars_text(needs: BucketLoad) -> str:
 def _ranges_text(needs: BucketLoad) -> str:
     load = needs.load
     per_process = needs.requests_in_flight / load.num_gpus
-    enough = "as many as" if per_process <= READERS else "more than"
+    enough = "enough" if per_process <= READERS else "not enough, so use a closer bucket, or more processes"
     limit = "" if needs.requests_per_s <= _GETS_PER_S else "; more than S3 promises, so expect 503 answers and retries"
     return "\n".join(
         [
             f"Requests: {needs.requests_per_clip:.2f} per clip, {needs.requests_per_s:,.0f}/s in all (S3 serves at "
             f"least {_GETS_PER_S:,}/s per prefix{limit}).",
             f"  Requests in flight = rate x latency (Little's law): {needs.requests_per_s:,.0f}/s x "
-            f"{needs.latency_s * 1000:.0f} ms = {needs.requests_in_flight:.1f} in all, {per_process:.1f} per GPU: "
-            f"{enough} the {READERS} of a process of train allow.",
+            f"{needs.latency_s * 1000:.0f} ms = {needs.requests_in_flight:.1f} in all, {per_process:.1f} per GPU. "
+            f"A process of train keeps up to {READERS} in flight: {enough}.",
             f"  Read-ahead: at least {counted(needs.clips_ahead, 'clip')} per GPU.",
             f"  Cost: {needs.requests_per_epoch:,.0f} requests per epoch of {counted(needs.clips_per_epoch, 'clip')}, "
             f"USD {needs.requests_per_epoch * _USD_PER_GET:.2g} at USD 0.40 per million (S3 Standard, us-east-1; "
@@ -187,6 +196,7 @@ def bucket_values(needs: BucketLoad) -> dict[str, Any]:
 
 
 def _timed(objects: Objects, key: str, ranges: Sequence[tuple[int, int]]) -> float:
+    """Seconds for one request."""
     began_s = time.perf_counter()
-    objects.read_ranges(key, ranges)
+    objects.read_ranges(key, ranges[:1])
     return time.perf_counter() - began_s

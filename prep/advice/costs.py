@@ -8,7 +8,8 @@ import numpy as np
 
 from manifests.quoting import counted
 from manifests.storage.objects import Objects
-from prep.advice.bucket import GAP_BYTES, READERS, measure
+from prep.advice.bucket import GAP_BYTES, measure
+from prep.advice.equation import bytes_text
 from prep.advice.reading_costs import (
     SEGMENT_S,
     ClipRead,
@@ -63,14 +64,22 @@ class _Speed:
 
 
 def measure_costs(
-    variant: Variant, *, column: str, data_dir: Path, objects: Objects | None, read_bytes_per_s: float | None
+    variant: Variant,
+    *,
+    column: str,
+    data_dir: Path,
+    objects: Objects | None,
+    read_bytes_per_s: float | None,
+    num_nodes: int,
+    gpus_per_node: int,
 ) -> Costs:
     """Measure what reading a set costs.
 
     Args:
         column: "video" or "latents".
         objects: the bucket that the folder `data_dir` stands for; None for a folder on a disk.
-        read_bytes_per_s: the read speed if it is known; it is not measured then.
+        read_bytes_per_s: the read speed for all nodes if it is known; the disk is not measured then.
+        num_nodes, gpus_per_node: the cluster. Each node gets as much from a bucket as is measured here.
 
     Raises:
         UserError: there are no shards.
@@ -86,14 +95,23 @@ def measure_costs(
         reads = clip_reads(shards, gap_bytes=gap_bytes)
         per_clip = float(np.mean([read.num_bytes for read in reads]))
         requests = float(np.mean([len(read.ranges) for read in reads]))
-        clips, num_clips = f"mean of {len(reads)} clips with 4 frames, 1 to 4 s long", num_chunks
+        along = "" if objects is None else f", gaps up to {bytes_text(GAP_BYTES)} read along"
+        clips, num_clips = f"mean of {len(reads)} clips with 4 frames, 1 to 4 s long{along}", num_chunks
     else:
         reads = member_reads(shards)
         chunk_s, requests = mean_chunk_s(shards), 1.0
         per_clip, num_sampled = segment_bytes(shards)
         clips = f"segments of {SEGMENT_S:g} s, mean over {counted(num_sampled, 'chunk')}"
         num_clips = max(1, round(num_chunks * segments_per_chunk(shards)))
-    speed = _speed(shards, reads, data_dir=data_dir, objects=objects, read_bytes_per_s=read_bytes_per_s)
+    speed = _speed(
+        shards,
+        reads,
+        data_dir=data_dir,
+        objects=objects,
+        read_bytes_per_s=read_bytes_per_s,
+        num_nodes=num_nodes,
+        gpus_per_node=gpus_per_node,
+    )
     return Costs(
         bytes_per_s=video_bytes_per_s(shards),
         chunk_s=chunk_s,
@@ -117,24 +135,27 @@ def _speed(
     data_dir: Path,
     objects: Objects | None,
     read_bytes_per_s: float | None,
+    num_nodes: int,
+    gpus_per_node: int,
 ) -> _Speed:
     given = "given by --read-speed"
     if objects is None:
         if read_bytes_per_s is not None:
             return _Speed(read_bytes_per_s, given)
-        found = measure_read_speed(shards)
+        disk = measure_read_speed(shards)
         return _Speed(
-            found.bytes_per_s,
-            f"measured on {counted(found.num_reads, 'chunk')} from {counted(found.num_shards, 'shard')}: "
+            disk.bytes_per_s,
+            f"measured on {counted(disk.num_reads, 'chunk')} from {counted(disk.num_shards, 'shard')}: "
             "whole chunks in random order, one at a time, page cache dropped",
         )
     wanted = [(read.shard.tar_path.relative_to(data_dir).as_posix(), read.ranges) for read in reads]
     Random(0).shuffle(wanted)
-    measured = measure(objects, wanted)
-    origin = (
-        f"measured on {counted(measured.num_reads, 'clip')} from this machine, {READERS} requests at a time; one at a "
-        f"time takes {measured.latency_s * 1000:.0f} ms, 95th percentile {measured.slow_latency_s * 1000:.0f} ms"
-    )
+    found = measure(objects, wanted, num_processes=gpus_per_node)
     if read_bytes_per_s is not None:
-        return _Speed(read_bytes_per_s, given, measured.latency_s)
-    return _Speed(measured.bytes_per_s, origin, measured.latency_s)
+        return _Speed(read_bytes_per_s, given, found.latency_s)
+    each = "" if num_nodes == 1 else f"{num_nodes} x {bytes_text(found.bytes_per_s)}/s, "
+    origin = (
+        f"{each}measured from this machine on {counted(found.num_reads, 'clip')}, {found.num_threads} at a time; one "
+        f"request alone takes {found.latency_s * 1000:.0f} ms, 95th percentile {found.slow_latency_s * 1000:.0f} ms"
+    )
+    return _Speed(found.bytes_per_s * num_nodes, origin, found.latency_s)

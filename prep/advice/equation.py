@@ -119,12 +119,12 @@ def advice_text(load: Load, origin: Origin, *, storage: str = "disk", column: st
             f"Reading whole chunks: {bytes_text(load.batch * load.chunk_bytes)} per step; the {storage} delivers "
             f"{bytes_text(load.readable_bytes)} in that time.",
             f"  {_inequality(load)}",
-            f"  The longest chunk that the {storage} can sustain is {load.longest_chunk_s:.3g} s. "
+            f"  {_together(load)}he longest chunk that the {storage} can sustain is {load.longest_chunk_s:.3g} s. "
             f"{_whole_chunks(load, storage)}",
             f"Reading only {of_clip}, as train does: {bytes_text(load.batch * load.clip_bytes)} per step, with any "
             "chunk length.",
-            f"  {_packets(load, storage)}",
-            *_readers(load, storage=storage, of_clip=of_clip),
+            f"  {_packets(load, storage) if load.is_total else _packets_of_nodes(load, storage)}",
+            *_readers(load, of_clip),
         ]
     )
 
@@ -189,32 +189,38 @@ def _packets(load: Load, storage: str) -> str:
     )
 
 
-def _readers(load: Load, *, storage: str, of_clip: str) -> list[str]:
-    """What each reader reads, and whether storage that one of several nodes measured is enough for all."""
+def _together(load: Load) -> str:
+    """Begin of a sentence about storage that one of several nodes measured, up to its "T"."""
+    return "T" if load.is_total else f"If {counted(load.num_nodes, 'node')} together get no more than that, t"
+
+
+def _packets_of_nodes(load: Load, storage: str) -> str:
+    """Whether storage that one of several nodes measured is enough for all of them."""
+    needed, measured, most = load.packets_bytes_per_s, load.read_bytes_per_s, load.read_bytes_per_s * load.num_nodes
+    nodes = counted(load.num_nodes, "node")
+    if needed <= measured:
+        return f"Enough for {nodes}, even if the {storage} delivers to all of them only what this node measured."
+    if needed <= most:
+        return (
+            f"Enough only if the {storage} delivers at least {bytes_text(needed)}/s to {nodes} together. This node "
+            f"measured {bytes_text(measured)}/s alone: give the speed for all of them with --read-speed."
+        )
+    return (
+        f"Not enough: {nodes} get at most {load.num_nodes} times what this node measured, {bytes_text(most)}/s; they "
+        f"need {bytes_text(needed)}/s."
+    )
+
+
+def _readers(load: Load, of_clip: str) -> list[str]:
+    """What each reader of a cluster reads."""
     if load.num_gpus == 1:
         return []
     needed, nodes = load.packets_bytes_per_s, counted(load.num_nodes, "node")
-    lines = [
+    return [
         f"Per reader, reading only {of_clip}: each GPU {load.clips_per_s / load.num_gpus:.3g} clips/s and "
         f"{bytes_text(needed / load.num_gpus)}/s, each node {bytes_text(needed / load.num_nodes)}/s, {nodes} together "
         f"{bytes_text(needed)}/s (whole chunks: {bytes_text(load.whole_bytes_per_s)}/s)."
     ]
-    if load.num_nodes == 1 or load.is_total:
-        return lines
-    measured, most = load.read_bytes_per_s, load.read_bytes_per_s * load.num_nodes
-    if needed <= measured:
-        verdict = f"Enough for {nodes}, even if the {storage} delivers to all of them only what this node measured."
-    elif needed <= most:
-        verdict = (
-            f"Enough only if the {storage} delivers at least {bytes_text(needed)}/s to {nodes} together. This node "
-            f"measured {bytes_text(measured)}/s alone: give the speed for all of them with --read-speed."
-        )
-    else:
-        verdict = (
-            f"Not enough: {nodes} get at most {load.num_nodes} times what this node measured, {bytes_text(most)}/s; "
-            f"they need {bytes_text(needed)}/s."
-        )
-    return [*lines, f"  {verdict}"]
 
 
 def bytes_text(count: float) -> str:

@@ -99,6 +99,8 @@ def advise(
             data_dir=data_dir,
             objects=None if mirror is None else open_objects(mirror.address),
             read_bytes_per_s=None if read_speed is None else read_speed * 1e6,
+            num_nodes=nodes or 1,
+            gpus_per_node=gpus or 1,
         )
     except (Damaged, OSError) as error:
         raise UserError(
@@ -114,7 +116,7 @@ def advise(
         clip_bytes=costs.clip_bytes * of_bitrate,
         num_nodes=nodes or 1,
         gpus_per_node=gpus or 1,
-        is_total=read_speed is not None or (nodes or 1) == 1,
+        is_total=read_speed is not None or mirror is not None or (nodes or 1) == 1,
     )
     sampled = f"{costs.num_sampled} of {counted(costs.num_shards, 'shard')}"
     origin = Origin(

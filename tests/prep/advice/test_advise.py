@@ -89,10 +89,13 @@ def test_the_requests_in_flight_are_rate_times_latency() -> None:
     assert needs.clips_ahead == 2  # 170.7 clips/s x 0.06 s in 8 processes, rounded up
     assert needs.epochs_until_cache_pays == pytest.approx(2 * 60e9 / (400_000 * 100_000))
     text = bucket_text(needs)
-    assert "213/s x 60 ms = 12.8 in all, 1.6 per GPU: as many as" in text and "500,000 requests per epoch" in text
+    assert (
+        "213/s x 60 ms = 12.8 in all, 1.6 per GPU. A process of train keeps up to 32 in flight: enough." in text
+        and "500,000 requests per epoch" in text
+    )
     assert "USD 0.2 at" in text and "from 3.0 epochs on" in text
     slow = bucket_text(replace(needs, latency_s=3.0, load=replace(load, step_s=0.05)))
-    assert "more than the 32" in slow and "more than S3 promises" in slow
+    assert "in flight: not enough" in slow and "more than S3 promises" in slow
     tars = bucket_text(replace(needs, reads_ranges=False))
     assert "whole tars of this column into a cache: 60 GB in 200 requests on each of 2 nodes" in tars
     assert "Fetching them takes 150 s, an epoch of 400,000 clips takes 2,344 s: the first epoch does not wait" in tars
