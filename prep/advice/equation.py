@@ -183,10 +183,10 @@ def _whole_chunks(load: Load, storage: str) -> str:
 def _packets(load: Load, storage: str) -> str:
     if load.packets_headroom >= 1:
         return f"The {storage} delivers {load.packets_headroom:.1f} times the required data."
-    return (
-        f"Reading takes {1 / load.packets_headroom:.1f} times as long as the step: use a lower bitrate, a faster "
-        f"{storage}, or enough memory to cache the shards."
-    )
+    faster = "a faster disk, or enough memory to cache the shards"
+    if storage == "bucket":
+        faster = "nodes closer to the bucket, or a local cache of whole tars"
+    return f"Reading takes {1 / load.packets_headroom:.1f} times as long as the step: use a lower bitrate, {faster}."
 
 
 def _together(load: Load) -> str:

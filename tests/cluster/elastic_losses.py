@@ -143,11 +143,13 @@ def stage_killed(case: Case) -> str:
 def stages_and_replicas(case: Case) -> str:
     """Two stages and two replicas, one on each node, of which one is replaced."""
     words = ("--parallel.stages", "2", "--parallel.strategy", "zero1")
-    first, second = case.both(*words, command=CAPTION, processes=2)
+    at = CAPTION.index("--microbatch") + 1
+    command = (*CAPTION[:at], "1", *CAPTION[at + 1 :])  # each replica has half of the batch
+    first, second = case.both(*words, command=command, processes=2)
     case.wait_for_steps(30)
     kill_node(1)
     second.end()
-    second = case.launch(1, *words, command=CAPTION, processes=2)
+    second = case.launch(1, *words, command=command, processes=2)
     end_well(first, second)
     return case.require_same_losses("stages")
 

@@ -34,18 +34,23 @@ def require_shared(folder: Path, *, world: World) -> None:
     """
     if world.size == 1:
         return
-    names = [world.first(_new_name)]
-    was_made = world.first(lambda: _begin(folder, names[0]))
+    name = world.first(_new_name)
+    is_new = world.first(lambda: _begin(folder, name))
+    names, is_shared = [name], False
     try:
         hosts = world.gather_objects(socket.gethostname())
         answer = _new_name() if world.local_rank == 0 and not world.is_first else None
-        world.each(lambda: _answer(folder, names[0], answer, world=world, writer=hosts[0]))
+        world.each(lambda: _answer(folder, name, answer, world=world, writer=hosts[0]))
         answers = world.gather_objects(answer)
-        names += [name for name in answers if name is not None]
+        names += [one for one in answers if one is not None]
         world.first(lambda: _find_answers(folder, answers, hosts))
+        is_shared = True
     finally:
         if world.is_first:
-            _clean(folder, names, is_new=was_made)
+            for one in names:
+                (folder / one).unlink(missing_ok=True)
+            if is_new and not is_shared and not any(folder.iterdir()):
+                folder.rmdir()
 
 
 def wait_for_files(folder: Path, *, world: World) -> None:
@@ -104,13 +109,6 @@ def _find_answers(folder: Path, answers: list[str | None], hosts: list[str]) -> 
 
 def _new_name() -> str:
     return f"{TEMPORARY_PREFIX}{secrets.token_hex(6)}-{PROBE}"
-
-
-def _clean(folder: Path, names: list[str], *, is_new: bool) -> None:
-    for name in names:
-        (folder / name).unlink(missing_ok=True)
-    if is_new and not any(folder.iterdir()):
-        folder.rmdir()
 
 
 def _sizes(folder: Path) -> dict[str, int]:
