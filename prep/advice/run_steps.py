@@ -10,18 +10,26 @@ from typing import Any
 
 from manifests.errors import UserError
 
-METRICS_FILE, SETTINGS_FILE = "metrics.jsonl", "settings.yaml"
+METRICS_FILE, SETTINGS_FILE, FACTS_FILE = "metrics.jsonl", "settings.yaml", "run.json"
 _WARM_UP_SHARE = 0.1
+_PROCESSES = re.compile(r"(\d+)(?:, \w+(?:, (\d+) x \d+ stages.*)?)?")  # as train writes them: "4, ddp, 2 x 2 stages"
 _BATCH = re.compile(r"^batch: *(\d+) *$", re.MULTILINE)
 
 
 @dataclass(frozen=True)
 class RunSteps:
-    """Step statistics of a run: median seconds per step without the wait for data, number of steps, clips per step."""
+    """Step statistics of a run.
+
+    Attributes:
+        step_s: median seconds per step without the wait for data.
+        batch: clips per step, of all processes.
+        num_readers: processes that read data: all of them, or the first stage of each pipeline.
+    """
 
     step_s: float
     num_steps: int
     batch: int | None
+    num_readers: int | None
 
 
 def read_run_steps(run: Path) -> RunSteps:
@@ -43,7 +51,7 @@ def read_run_steps(run: Path) -> RunSteps:
     step_s = statistics.median(steps)
     if step_s <= 0:
         raise UserError(f"the step time in {path} is {step_s:g} s without the wait for data", hint=hint)
-    return RunSteps(step_s, len(steps), _batch(run / SETTINGS_FILE))
+    return RunSteps(step_s, len(steps), _batch(run / SETTINGS_FILE), _num_readers(run / FACTS_FILE))
 
 
 def _step_s(line: str) -> float | None:
@@ -62,6 +70,14 @@ def _batch(path: Path) -> int | None:
     except (OSError, UnicodeDecodeError):
         return None
     return int(found[1]) if found else None
+
+
+def _num_readers(path: Path) -> int | None:
+    try:
+        found = _PROCESSES.fullmatch(json.loads(path.read_bytes())["processes"])
+    except (OSError, ValueError, TypeError, KeyError):
+        return None
+    return int(found[2] or found[1]) if found else None
 
 
 def _reason(error: Exception) -> str:

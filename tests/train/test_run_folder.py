@@ -1,5 +1,6 @@
 """The files of a run that grow by lines."""
 
+import threading
 from pathlib import Path
 
 import pytest
@@ -39,6 +40,28 @@ def test_a_folder_is_trained_in_by_one_process_at_a_time(tmp_path: Path) -> None
             pass
     with run.held():
         pass
+
+
+def test_a_folder_may_be_waited_for(tmp_path: Path) -> None:
+    """As a restart waits for a process of the attempt before it."""
+    run = RunFolder(tmp_path)
+    released = threading.Event()
+
+    def hold(begun: threading.Event) -> None:
+        with run.held():
+            begun.set()
+            released.wait(60)
+
+    begun = threading.Event()
+    holder = threading.Thread(target=hold, args=(begun,), daemon=True)
+    holder.start()
+    assert begun.wait(60)
+    with pytest.raises(UserError, match="another process trains in"), run.held(wait_s=0.3):
+        pass
+    threading.Timer(0.3, released.set).start()
+    with run.held(wait_s=60):
+        assert released.is_set()
+    holder.join(60)
 
 
 @pytest.mark.parametrize("content", ["", "{", "[]", "3", "[" * 200_000])

@@ -1,5 +1,6 @@
 """What `train TASK` runs: train a task's model in a new run, or resume one."""
 
+import os
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -25,10 +26,13 @@ from train.report.results import initial_weights, write_page
 from train.run.checkpoint import latest_checkpoint
 from train.run.checkpoint_writer import recover
 from train.run.folder import Resume, RunFolder, create_run, find_run, machine, read_lines, reopen_run, sweep, versions
+from train.run.shared_folder import require_shared, wait_for_files
 from train.run.tracking import Progress, check_tracking
 from train.spec import TaskSpec
 from train.weights.loading import Loaded
 from train.weights.sources import Say, Source, fetch_tag, open_base, open_weights
+
+_LOST_S = 120.0  # a lost rank ends within 50 s (train.distributed.heartbeat); an NFS server frees its locks after 90 s
 
 
 def launch(spec: TaskSpec, settings: ClipSettings, *, resume: Resume) -> None:
@@ -40,6 +44,8 @@ def launch(spec: TaskSpec, settings: ClipSettings, *, resume: Resume) -> None:
         device = torch.device("cuda", world.local_rank) if device.type == "cuda" else device
         # The first rank decides for all, as ranks may look at the run's folder at different times.
         old_run = world.first(lambda: _find_and_hold(settings.out, resume, held=held))
+        if old_run is not None:
+            require_shared(old_run.path, world=world)
         _train(spec, settings, old_run=old_run, held=held, world=world, device=device)
 
 
@@ -47,16 +53,22 @@ def _find_and_hold(path: Path, resume: Resume, *, held: ExitStack) -> RunFolder 
     """The run to resume, cleaned up after a killed process."""
     run = find_run(path, resume)
     if run is not None:
-        held.enter_context(run.held())
+        # A restart by torchrun may find a process of the attempt before it, on a node that the others have lost.
+        is_restart = resume == "auto" and "TORCHELASTIC_RUN_ID" in os.environ
+        held.enter_context(run.held(wait_s=_LOST_S if is_restart else 0.0))
         sweep(run)
         recover(run.checkpoints)
     return run
 
 
-def _create_and_hold(settings: ClipSettings, *, held: ExitStack) -> RunFolder:
-    run = create_run(settings)
-    held.enter_context(run.held())
-    return run
+def _create_and_hold(settings: ClipSettings, *, held: ExitStack, world: World) -> RunFolder:
+    def create() -> RunFolder:
+        run = create_run(settings)
+        held.enter_context(run.held())
+        return run
+
+    require_shared(settings.out, world=world)
+    return world.first(create)
 
 
 def _train(
@@ -81,7 +93,7 @@ def _train(
     )
     progress = Progress(is_quiet=not world.is_first)
     progress.say(f"attention: {attention.name} ({attention.reason}); precision: {precision.name} ({precision.reason})")
-    has_weights = old_run is not None and world.first(lambda: _has_checkpoint(old_run))
+    has_weights = old_run is not None and _has_checkpoint(old_run, world=world)
     for remark in _remarks(settings, world=world, has_weights=has_weights):
         progress.say(remark)
     source = _open_weights(settings, world=world, say=progress.say, run=old_run if has_weights else None)
@@ -95,7 +107,7 @@ def _train(
     start = None if source is None else task.start_from(source, samples, say=_quiet if has_weights else progress.say)
     parameters = describe_parameters(task, samples)
     # The folder is made last, so that a mistake in the flags leaves nothing behind.
-    run = old_run or world.first(lambda: _create_and_hold(settings, held=held))
+    run = old_run or _create_and_hold(settings, held=held, world=world)
     progress.say(f"data: {samples.describe()}; {samples.variant_name}")
     about = {**parameters, **task.facts()}
     if settings.freeze or settings.lora.rank:
@@ -159,8 +171,12 @@ def _remarks(settings: ClipSettings, *, world: World, has_weights: bool) -> Iter
         yield remark
 
 
-def _has_checkpoint(run: RunFolder) -> bool:
-    return latest_checkpoint(run.checkpoints) is not None
+def _has_checkpoint(run: RunFolder, *, world: World) -> bool:
+    """Whether there is a checkpoint, as rank 0 sees it; the other ranks wait until they see it too."""
+    path = world.first(lambda: latest_checkpoint(run.checkpoints))
+    if path is not None:
+        wait_for_files(path, world=world)
+    return path is not None
 
 
 def _processes(parallel: ParallelSettings, world: World) -> str:

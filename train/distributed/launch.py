@@ -7,6 +7,7 @@ its own learning rate.
 import json
 import os
 import secrets
+import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -28,6 +29,7 @@ _VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 _MAX_SHOWN = 6
 _POLL_S = 0.02
 _TIMEOUT = timedelta(minutes=30)  # torch's own for a process group
+_REMIND = timedelta(minutes=1)
 # Rank 0 may host the store and then leaves last, but does not wait longer for ranks that are gone.
 _LEAVE_TIMEOUT = timedelta(seconds=10)
 _LOST = ("closed by peer", "connection reset", "connection refused", "broken pipe", "timed out", "nccl", "gloo")
@@ -125,12 +127,13 @@ def name_attempt(store: dist.Store, world: World) -> str:
     if not world.is_first:
         store.set(f"asks/{world.rank}", own)
         answer = f"answer/{own}"
-        store.wait([answer], _TIMEOUT)
+        _wait_for_answer(store, answer, world=world)
         name = str(store.get(answer).decode())
         store.set(f"knows/{name}/{world.rank}", "")
         return name
     missing, answered = set(range(1, world.size)), dict[int, str]()
     latest_s = time.monotonic() + _TIMEOUT.total_seconds()
+    remind_s = time.monotonic() + _REMIND.total_seconds()
     while missing:
         for rank in sorted(missing):
             if store.check([f"knows/{own}/{rank}"]):
@@ -140,8 +143,30 @@ def name_attempt(store: dist.Store, world: World) -> str:
                 answered[rank] = asked
         if missing and time.monotonic() > latest_s:
             raise FailedWork(f"rank {min(missing)} of {world.size} did not join within {_TIMEOUT}")
+        if missing and time.monotonic() > remind_s:
+            _say_waiting(_named(sorted(missing)), world=world)
+            remind_s += _REMIND.total_seconds()
         time.sleep(_POLL_S if missing else 0)
     return own
+
+
+def _wait_for_answer(store: dist.Store, answer: str, *, world: World) -> None:
+    """Wait until rank 0 has answered, or raise RuntimeError after a timeout."""
+    for _ in range(_TIMEOUT // _REMIND):
+        try:
+            store.wait([answer], _REMIND)
+        except dist.DistStoreError:  # the time is over; a lost connection is another error
+            if world.local_rank == 0:
+                _say_waiting("rank 0", world=world)
+        else:
+            return
+    store.wait([answer], timedelta(0))
+
+
+def _say_waiting(ranks: str, *, world: World) -> None:
+    # A rank that fails before it joins, as for a wrong flag, cannot tell the others.
+    sys.stderr.write(f"rank {world.rank} of {world.size} waits for {ranks} to start; see the log of that process\n")
+    sys.stderr.flush()
 
 
 def require_same_start(start: Start, *, store: dist.Store, world: World, hint: str) -> None:

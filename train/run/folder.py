@@ -18,6 +18,7 @@ import json
 import os
 import platform
 import re
+import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
@@ -76,7 +77,10 @@ def processor() -> str:
 COCO_SUFFIX = ".coco.json"
 _MAX_DATA_NAME = 40
 _NUM_HASH_DIGITS = 8
+_LOOK_S = 0.2
 EVALUATIONS = "evaluations"
+# Name of the files by which nodes find out whether they share the folder (train.run.shared_folder).
+PROBE = "shared"
 # --resume: False begins a run, True resumes one, "auto" resumes it if there is one.
 Resume = bool | Literal["auto"]
 
@@ -93,9 +97,9 @@ class RunFolder:
         self.checkpoints = path / "checkpoints"
         self.page = path / "index.html"
 
-    def held(self) -> AbstractContextManager[None]:
+    def held(self, *, wait_s: float = 0.0) -> AbstractContextManager[None]:
         """Lock the folder against other training processes (UserError); the system releases it with this process."""
-        return held_folder(self.path, work="trains")
+        return held_folder(self.path, work="trains", wait_s=wait_s)
 
     def read_facts(self) -> dict[str, Any]:
         """The content of run.json, {} if it does not exist yet; UserError if it is damaged."""
@@ -149,18 +153,31 @@ class RunFolder:
 
 
 @contextmanager
-def held_folder(path: Path, *, work: str) -> Iterator[None]:
-    """Lock a folder against other processes that do this `work` in it (UserError); their end releases it."""
+def held_folder(path: Path, *, work: str, wait_s: float = 0.0) -> Iterator[None]:
+    """Lock a folder against other processes that do this `work` in it (UserError); their end releases it.
+
+    Args:
+        wait_s: how long to wait for their end.
+    """
     folder = os.open(path, os.O_RDONLY)
+    latest_s = time.monotonic() + wait_s
     try:
-        try:
-            fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            hint = "wait until it is over, or use another --out"
-            raise UserError(f"another process {work} in {path}", hint=hint) from error
+        while not _locks(folder):
+            if time.monotonic() >= latest_s:
+                hint = "wait until it is over, or use another --out"
+                raise UserError(f"another process {work} in {path}", hint=hint)
+            time.sleep(_LOOK_S)
         yield
     finally:
         os.close(folder)
+
+
+def _locks(folder: int) -> bool:
+    try:
+        fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
 
 
 def create_run(settings: TrainingSettings) -> RunFolder:
@@ -172,7 +189,7 @@ def create_run(settings: TrainingSettings) -> RunFolder:
     try:
         run.path.mkdir(parents=True, exist_ok=True)
         with run.held():
-            left = _left_over(run.path, run.settings.name)
+            left = [*_left_over(run.path, run.settings.name), *_left_over(run.path, PROBE)]
             if len(left) < len(list(run.path.iterdir())):
                 raise UserError(
                     f"{run.path} exists already", hint="add --resume auto to continue it, or use another --out"

@@ -9,14 +9,18 @@ from typing import Any
 import numpy as np
 import pytest
 
+from manifests.storage.objects import open_objects
+from prep.advice.bucket import BucketLoad, bucket_text
 from prep.advice.equation import Load, Origin, advice_text, advice_values
 from prep.advice.reading_costs import bytes_read, clip_bytes, measure_read_speed, video_bytes_per_s
 from prep.advice.run_steps import read_run_steps
 from shards.format import PACKET_KEY, PACKET_REFERENCE
 from shards.packets import PacketTable
 from shards.reader import Variant
+from tests.object_storage.faults import Faults, vanished
 from tests.prep.running import Ran
 from tests.prep.sets import ShardSet, flip
+from tests.train.test_latents_training import write_columns
 
 Prep = Callable[..., Ran]
 STEP = ("--batch", 64, "--step-time", 0.25)
@@ -42,6 +46,59 @@ def test_the_advice_in_words_follows_the_figures() -> None:
     assert "The disk delivers 23.4 times the required data." in fine and "Reading takes 4.3 times" in slow
     values = advice_values(replace(LOAD, read_bytes_per_s=100e6), ORIGIN)
     assert (values["whole_chunks"]["is_current_length_fine"], values["packets"]["is_fine"]) == (False, True)
+
+
+def test_a_cluster_shares_what_the_disk_delivers() -> None:
+    """64 GPUs on 8 nodes, and a disk of which one node alone got 400 MB/s."""
+    cluster = replace(LOAD, batch=2048, num_nodes=8, gpus_per_node=8, is_total=False)
+    needed = 2048 * 100_000 / 1.5
+    assert cluster.packets_bytes_per_s == pytest.approx(needed)
+    values = advice_values(cluster, ORIGIN)["packets"]
+    assert values["bytes_per_s_per_gpu"] == pytest.approx(needed / 64)
+    assert values["clips_per_s_per_gpu"] == pytest.approx(2048 / 1.5 / 64)
+    text = advice_text(cluster, ORIGIN)
+    assert "8 nodes with 8 GPUs each, 32 clips per GPU" in text
+    assert "each GPU 21.3 clips/s and 2.13 MB/s, each node 17.1 MB/s, 8 nodes together 137 MB/s" in text
+    assert "Enough for 8 nodes, even if" in text
+    unsure = advice_text(replace(cluster, read_bytes_per_s=50e6), ORIGIN)
+    assert "Enough only if the disk delivers at least 137 MB/s to 8 nodes together" in unsure
+    assert "Not enough: 8 nodes get at most 8 times" in advice_text(replace(cluster, read_bytes_per_s=10e6), ORIGIN)
+    given = advice_text(replace(cluster, is_total=True), ORIGIN)
+    assert "Enough" not in given and "Per reader" in given and "Per reader" not in advice_text(LOAD, ORIGIN)
+
+
+def test_the_inequality_is_spelled_out_with_its_source() -> None:
+    fine, slow = advice_text(LOAD, ORIGIN), advice_text(replace(LOAD, read_bytes_per_s=4e6), ORIGIN)
+    assert "B x rho x T <= S_r x delta: 256 x 120 kB/s x 15 s <= 400 MB/s x 1.5 s holds (AVION" in fine
+    assert "<= 4 MB/s x 1.5 s does not hold (AVION, arXiv:2309.16669, equation 3)" in slow
+
+
+def test_the_requests_in_flight_are_rate_times_latency() -> None:
+    load = replace(LOAD, num_nodes=2, gpus_per_node=4)
+    needs = BucketLoad(
+        load=load,
+        latency_s=0.06,
+        requests_per_clip=1.25,
+        set_bytes=60_000_000_000,
+        num_shards=200,
+        clips_per_epoch=400_000,
+        reads_ranges=True,
+    )
+    assert needs.requests_per_s == pytest.approx(256 / 1.5 * 1.25)
+    assert needs.requests_in_flight == pytest.approx(256 / 1.5 * 1.25 * 0.06)
+    assert needs.clips_ahead == 2  # 170.7 clips/s x 0.06 s in 8 processes, rounded up
+    assert needs.epochs_until_cache_pays == pytest.approx(2 * 60e9 / (400_000 * 100_000))
+    text = bucket_text(needs)
+    assert (
+        "213/s x 60 ms = 12.8 in all, 1.6 per GPU. A process of train keeps up to 32 in flight: enough." in text
+        and "500,000 requests per epoch" in text
+    )
+    assert "USD 0.2 at" in text and "from 3.0 epochs on" in text
+    slow = bucket_text(replace(needs, latency_s=3.0, load=replace(load, step_s=0.05)))
+    assert "in flight: not enough" in slow and "more than S3 promises" in slow
+    tars = bucket_text(replace(needs, reads_ranges=False))
+    assert "whole tars of this column into a cache: 60 GB in 200 requests on each of 2 nodes" in tars
+    assert "Fetching them takes 150 s, an epoch of 400,000 clips takes 2,344 s: the first epoch does not wait" in tars
 
 
 def test_the_bytes_of_a_clip_are_its_packets_and_the_short_gaps_between_them() -> None:
@@ -105,6 +162,58 @@ def test_step_time_and_batch_come_from_a_run(prep: Prep, shard_set: ShardSet, tm
 
 
 @pytest.mark.parametrize(
+    ("processes", "readers"), [("2, ddp", 2), ("8, zero1, 2 x 4 stages, 1f1b", 2), ("1", 1), ("many", None)]
+)
+def test_the_batch_of_a_run_grows_with_the_cluster(processes: str, readers: int | None, tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run", [{"step": step, "step_s": 0.5, "data_wait_s": 0.1} for step in (1, 2, 3)])
+    (run / "run.json").write_text(json.dumps({"processes": processes}))
+    assert read_run_steps(run).num_readers == readers
+
+
+def test_advice_for_a_cluster_scales_the_run(prep: Prep, shard_set: ShardSet, tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run", [{"step": step, "step_s": 0.5, "data_wait_s": 0.1} for step in (1, 2, 3)])
+    (run / "run.json").write_text('{"processes": "2, ddp"}')
+    words = ("--data", shard_set.data, "--run", run, "--nodes", 4, "--gpus", 8)
+    values = prep("advise", *words, "--read-speed", 50, "--json").summary
+    assert (values["batch"], values["nodes"], values["gpus_per_node"]) == (512, 4, 8)
+    assert values["is_read_speed_of_all_nodes"] and values["packets"]["clips_per_s_per_gpu"] == pytest.approx(16 / 0.4)
+    text = prep("advise", *words).stdout
+    assert "its 32 clips are scaled from 2 to 32 GPUs" in text and "4 nodes together" in text
+    assert prep("advise", *words, "--batch", 64, "--json").summary["batch"] == 64
+
+
+def test_advice_on_latents_counts_segments(prep: Prep, tmp_path: Path) -> None:
+    data = write_columns(tmp_path)
+    values = prep("advise", "--data", data, "--column", "latents", *STEP, "--read-speed", 50, "--json").summary
+    # Chunks of 24 frames of 4 x 8 x 8 float16 values at 4 frames a second, of which a segment is 5 s.
+    assert values["chunk_s"] == 6 and 20 * 512 <= values["clip_bytes"] < 21 * 512 + 512
+    text = prep("advise", "--data", data, "--column", "latents", *STEP).stdout
+    assert "per second of latents" in text and "Reading only latents, as train does" in text
+    refused = prep("advise", "--data", data, "--column", "latents", *STEP, "--bitrate", "2M", status=2).error
+    assert "--bitrate has no effect on latents" in refused
+
+
+def test_advice_on_a_bucket_is_measured_there(prep: Prep, shard_set: ShardSet, bucket: str, faults: Faults) -> None:
+    objects = open_objects(bucket)
+    for path in sorted(path for path in shard_set.data.rglob("*") if path.is_file()):
+        objects.write(path.relative_to(shard_set.data).as_posix(), path)
+    faults.set(latency_s=0.03)
+    words = ("advise", "--data", bucket, "--batch", 64, "--step-time", 0.25)
+    values = prep(*words, "--json").summary
+    needs = values["bucket"]
+    assert needs["latency_s"] >= 0.03 and needs["requests_per_clip"] >= 1
+    assert needs["requests_in_flight"] == pytest.approx(needs["requests_per_s"] * needs["latency_s"])
+    tars = [path.stat().st_size for path in shard_set.data.glob("video/*/*.tar")]
+    assert needs["set_bytes"] == sum(tars) and needs["clips_per_epoch"] == 5
+    # Longer gaps are read along than on a disk.
+    assert values["clip_bytes"] >= prep("advise", "--data", shard_set.data, *STEP, "--json").summary["clip_bytes"]
+    text = prep(*words, "--nodes", 2, "--gpus", 8).stdout
+    assert "the bucket delivers" in text and "Little's law" in text and "each of 2 nodes" in text
+    faults.set(vanished(r"\.tar"))
+    assert "cannot be read" in prep(*words, status=2).error
+
+
+@pytest.mark.parametrize(
     ("words", "named"),
     [
         (("--batch", 0, "--step-time", 1), "--batch 0"),
@@ -114,6 +223,8 @@ def test_step_time_and_batch_come_from_a_run(prep: Prep, shard_set: ShardSet, tm
         (("--batch", 3, "--step-time", -0.5), "--step-time -0.5"),
         (("--batch", 3, "--step-time", 1, "--read-speed", 0), "--read-speed 0"),
         (("--batch", 3, "--step-time", 1, "--bitrate", "-8k"), '"-8k"'),
+        (("--batch", 3, "--step-time", 1, "--nodes", 0), "--nodes 0"),
+        (("--batch", 3, "--step-time", 1, "--gpus", -8), "--gpus -8"),
         (("--batch", 3), "the step time is unknown"),
         (("--step-time", 1), "the batch size is unknown"),
         (("--run", "nowhere"), "nowhere/metrics.jsonl"),

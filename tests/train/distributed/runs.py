@@ -4,6 +4,7 @@ import io
 import json
 import os
 import sys
+import threading
 from collections.abc import Sequence
 from contextlib import redirect_stderr, suppress
 from dataclasses import replace
@@ -32,6 +33,7 @@ from train.losses.settings import Loss
 from train.models.attention import open_attention
 from train.models.dual_encoder import DualEncoder
 from train.models.masked_autoencoder import MaskedAutoencoder
+from train.run import shared_folder
 from train.run.folder import RunFolder, create_run
 from train.run.tracking import Progress
 from train.tasks.dual_encoder.settings import DualEncoderSettings
@@ -245,6 +247,39 @@ def run_own_commands(folder: Path, cases: list[tuple[Sequence[str], ...]], ports
         if dist.is_initialized():
             dist.destroy_process_group()  # a command that fails leaves it as it is, and its process ends
     (folder / f"ends-{rank}.json").write_text(json.dumps(ends))
+
+
+def run_apart(folder: Path, command: Sequence[str], ports: list[int]) -> None:
+    """One rank of two in a working directory of its own: a command with a relative --out, and folders it looks at."""
+    torch.set_num_threads(1)
+    shared_folder.VISIBLE_S = 0.6
+    rank = int(os.environ["RANK"])
+    os.environ["LOCAL_RANK"] = "0"
+    (folder / str(rank)).mkdir()
+    os.chdir(folder / str(rank))
+    os.environ["MASTER_PORT"] = str(ports[0])
+    with redirect_stderr(io.StringIO()) as said, suppress(SystemExit):
+        run_command(*command)
+    found: dict[str, Any] = {"command": said.getvalue()}
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    os.environ["MASTER_PORT"] = str(ports[1])
+    with open_world(device_type="cpu") as world:
+        shared_folder.require_shared(folder / "shared", world=world)
+        found["shared"] = [path.name for path in (folder / "shared").iterdir()]
+        late = folder / f"late-{rank}"
+        late.mkdir()
+        (late / "first").write_text("whole" if rank == 0 else "wh")
+        world.gather_objects(None)
+        if rank == 1:
+            threading.Timer(0.2, (late / "first").write_text, ("whole",)).start()
+        shared_folder.wait_for_files(late, world=world)
+        found["late"] = (late / "first").read_text()
+        if rank == 1:
+            (late / "first").unlink()
+        shared_folder.wait_for_files(late, world=world)  # in vain
+        found["missing"] = (late / "first").exists()
+    (folder / f"found-{rank}.json").write_text(json.dumps(found))
 
 
 def run_ranks(folder: Path, data_dir: Path, source: Path) -> None:

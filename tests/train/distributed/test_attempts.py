@@ -1,7 +1,10 @@
 """Ranks that are started again find one another, whatever those before them left in the store."""
 
 import threading
+import time
+from datetime import timedelta
 
+import pytest
 import torch.distributed as dist
 
 from train.distributed.launch import name_attempt
@@ -34,3 +37,32 @@ def test_a_rank_that_left_before_it_was_answered_is_nobody_to_wait_for() -> None
     store = dist.HashStore()
     store.set("asks/1", "somebody who is gone")
     assert len(named(store, size=2)) == 1
+
+
+def test_ranks_say_whom_they_wait_for(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
+    """A rank that fails before it joins, as for a wrong flag, cannot tell the others."""
+    monkeypatch.setattr("train.distributed.launch._REMIND", timedelta(milliseconds=100))
+    store, names = dist.HashStore(), list[str]()
+    waiting = [
+        threading.Thread(
+            target=lambda rank=rank: names.append(name_attempt(store, World(rank=rank, size=3))), daemon=True
+        )
+        for rank in (1, 0, 2)
+    ]
+    waiting[0].start()
+    said = _said_with("rank 1 of 3 waits for rank 0 to start", capfd)
+    waiting[1].start()
+    said += _said_with("rank 0 of 3 waits for rank 2 to start; see the log of that process", capfd)
+    waiting[2].start()
+    for thread in waiting:
+        thread.join(60)
+    assert len(names) == 3 and len(set(names)) == 1
+
+
+def _said_with(text: str, capfd: pytest.CaptureFixture[str]) -> str:
+    said, latest_s = "", time.monotonic() + 60
+    while text not in said and time.monotonic() < latest_s:
+        said += capfd.readouterr().err
+        time.sleep(0.02)
+    assert text in said
+    return said

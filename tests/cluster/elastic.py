@@ -1,0 +1,81 @@
+"""Training on two nodes that lose one, are restarted, or are not set up alike; see README.md. As root:
+
+    python -m tests.cluster.elastic              # all cases, about 20 minutes
+    python -m tests.cluster.elastic rank_killed  # some of them, after the runs that they are compared with
+
+Prints a line for each case, with what was measured, and exits with 1 if one failed. The folders of the cases, with the
+output of the nodes in `node*.log`, are kept then.
+"""
+
+import shutil
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from tests.cluster import elastic_losses, elastic_starts
+from tests.cluster.elastic_nodes import nodes
+from tests.cluster.elastic_runs import Case, Skipped, end_well
+from tests.train.test_latents_training import write_columns
+from tests.train.tiny_data import Caption, chunks_of, write_captions, write_shard
+
+_VIDEOS = {"a": "train", "b": "train", "c": "train"}
+_STAGES = "stages"
+
+
+def reference(case: Case) -> str:
+    """Two processes on one node, undisturbed."""
+    end_well(case.launch(0, nodes="1", processes=2))
+    return "two processes on one node"
+
+
+def undisturbed(case: Case) -> str:
+    """A process on each node."""
+    end_well(*case.both())
+    return case.require_same()
+
+
+def main(names: Sequence[str]) -> int:
+    cases: dict[str, Callable[[Case], str]] = {
+        case.__name__: case for case in (reference, undisturbed, *elastic_losses.CASES, *elastic_starts.CASES)
+    }
+    if unknown := set(names) - cases.keys():
+        sys.exit(f"no such case: {', '.join(sorted(unknown))}; there are {', '.join(cases)}")
+    root = Path(tempfile.mkdtemp(prefix="elastic-"))
+    write_columns(root / "columns-of").rename(root / "columns")
+    _write_videos(root / "videos")
+    num_failed = 0
+    for name, case in cases.items():
+        needed = {"reference"} | ({_STAGES} if any(_STAGES[:-1] in one for one in names) else set())
+        if names and name not in {*names, *needed}:
+            continue
+        (root / name).mkdir()
+        began_s = time.monotonic()
+        try:
+            with nodes():
+                found = case(Case(root / name, root))
+        except Skipped as reason:
+            found = f"skipped: {reason}"
+        except AssertionError as error:
+            num_failed += 1
+            found = f"FAILED: {error}"
+        print(f"{name:20} {time.monotonic() - began_s:4.0f} s  {found}", flush=True)
+    if num_failed:
+        print(f"kept: {root}")
+    else:
+        shutil.rmtree(root)
+    return 1 if num_failed else 0
+
+
+def _write_videos(data_dir: Path) -> None:
+    write_shard(data_dir, 0, [sample for name in _VIDEOS for sample in chunks_of(name, 55)], split="train")
+    write_captions(
+        data_dir,
+        _VIDEOS,
+        [Caption(name, begin, begin + 1.5, f"part {begin} of {name}") for name in _VIDEOS for begin in (0.0, 1.0, 2.0)],
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,181 @@
+"""Cases of tests.cluster.elastic_runs in which a rank, a node or the link between the nodes is lost in mid-run."""
+
+import os
+import signal
+import time
+
+from tests.cluster.elastic_nodes import kill_node, lose_node, ranks_of, set_link
+from tests.cluster.elastic_runs import CAPTION, Case, end_well
+
+_AT_STEP = 100
+
+
+def rank_killed(case: Case) -> str:
+    """A rank of node 1; both launches restart theirs."""
+    launches = case.both()
+    case.wait_for_steps(_AT_STEP)
+    os.kill(ranks_of(1)[0], signal.SIGKILL)
+    restarted_s = case.wait_for_restart()
+    end_well(*launches)
+    return f"{case.require_same()}; restarted after {restarted_s:.0f} s"
+
+
+def node_replaced(case: Case) -> str:
+    """Node 1 with its torchrun is killed, and started again 5 s later."""
+    first, second = case.both()
+    case.wait_for_steps(_AT_STEP)
+    kill_node(1)
+    second.end()
+    noticed_s = case.wait_for_said(0, "failed: ")
+    time.sleep(5)
+    second = case.launch(1)
+    restarted_s = case.wait_for_restart()
+    end_well(first, second)
+    return (
+        f"{case.require_same()}; noticed after {noticed_s:.0f} s, restarted {restarted_s:.0f} s after node 1 came back"
+    )
+
+
+def fewer_nodes(case: Case) -> str:
+    """--nnodes 1:2: node 1 is killed, and node 0 goes on alone."""
+    first, second = case.both(nodes="1:2")
+    case.wait_for_steps(_AT_STEP)
+    kill_node(1)
+    second.end()
+    restarted_s = case.wait_for_restart()
+    end_well(first)
+    return f"{case.require_same_losses()}; restarted after {restarted_s:.0f} s"
+
+
+def node_comes_back(case: Case) -> str:
+    """--nnodes 1:2: node 0 goes on alone until node 1 is there again."""
+    first, second = case.both(nodes="1:2")
+    case.wait_for_steps(60)
+    kill_node(1)
+    second.end()
+    case.wait_for_restart()
+    case.wait_for_steps(120)
+    second = case.launch(1, nodes="1:2")
+    end_well(first, second)
+    assert first.said.count("attention: ") == 3, "node 1 was not taken in again"
+    assert "stopped: step" in first.said, "the run was not saved when node 1 came"
+    return case.require_same_losses()
+
+
+def power_cut(case: Case) -> str:
+    """--nnodes 1:2: node 1 is gone and its connections stay open at the other end."""
+    first, _ = case.both(nodes="1:2")
+    case.wait_for_steps(_AT_STEP)
+    lose_node(1)
+    noticed_s = case.wait_for_said(0, "failed: ")
+    restarted_s = noticed_s + case.wait_for_restart()
+    end_well(first)
+    return f"{case.require_same_losses()}; noticed after {noticed_s:.0f} s, restarted after {restarted_s:.0f} s"
+
+
+def link_lost(case: Case) -> str:
+    """--nnodes 1:2: both nodes run on and cannot reach one another: only one of them may go on training."""
+    first, second = case.both(nodes="1:2")
+    case.wait_for_steps(_AT_STEP)
+    set_link(1, "down")
+    noticed_s = case.wait_for_said(0, "failed: ")
+    other_s = noticed_s + case.wait_for_said(1, "failed: ")
+    end_well(first)
+    assert second.said.count("attention: ") == 0 and "done: " not in second.said
+    return f"{case.require_same_losses()}; noticed after {noticed_s:.0f} s and, without the store, {other_s:.0f} s"
+
+
+def link_lost_to_rank_0(case: Case) -> str:
+    """The same with the rendezvous on node 1: rank 0, which holds the run's folder, is on the node that is cut off."""
+    first, second = case.both(nodes="1:2", host=1)
+    case.wait_for_steps(_AT_STEP)
+    assert "attention: " in first.said, "rank 0 is on node 0"
+    set_link(0, "down")
+    case.wait_for_said(1, "failed: ")
+    restarted_s = case.wait_for_restart(1, restarts=0)
+    end_well(second)
+    return f"{case.require_same_losses()}; restarted {restarted_s:.0f} s after it was noticed"
+
+
+def link_blinks(case: Case) -> str:
+    """The link is down for 15 s; the run goes on as if nothing had happened."""
+    launches = case.both()
+    case.wait_for_steps(_AT_STEP)
+    set_link(1, "down")
+    time.sleep(15)
+    set_link(1, "up")
+    end_well(*launches)
+    assert launches[0].said.count("attention: ") == 1, "it was restarted"
+    return case.require_same()
+
+
+def first_node_lost(case: Case) -> str:
+    """Node 0, which hosts the rendezvous, is killed: node 1 ends too, and the same command goes on later."""
+    first, second = case.both()
+    case.wait_for_steps(_AT_STEP)
+    kill_node(0)
+    first.end()
+    noticed_s = case.wait_for_said(1, "failed: ")
+    began_s = time.monotonic()
+    status = second.end(within_s=600)
+    ended_s = time.monotonic() - began_s + noticed_s
+    assert status != 0
+    end_well(*case.both())
+    return f"{case.require_same()}; node 1 noticed after {noticed_s:.0f} s, its torchrun ended after {ended_s:.0f} s"
+
+
+def stages(case: Case) -> str:
+    """The pipeline of a captioner over both nodes, undisturbed: what the next cases are compared with."""
+    end_well(*case.both("--parallel.stages", "2", command=CAPTION))
+    return "a stage on each node"
+
+
+def stage_killed(case: Case) -> str:
+    """The second stage, on node 1."""
+    launches = case.both("--parallel.stages", "2", command=CAPTION)
+    case.wait_for_steps(30)
+    os.kill(ranks_of(1)[0], signal.SIGKILL)
+    restarted_s = case.wait_for_restart()
+    end_well(*launches)
+    return f"{case.require_same('stages')}; restarted after {restarted_s:.0f} s"
+
+
+def stages_and_replicas(case: Case) -> str:
+    """Two stages and two replicas, one on each node, of which one is replaced."""
+    words = ("--parallel.stages", "2", "--parallel.strategy", "zero1")
+    at = CAPTION.index("--microbatch") + 1
+    command = (*CAPTION[:at], "1", *CAPTION[at + 1 :])  # each replica has half of the batch
+    first, second = case.both(*words, command=command, processes=2)
+    case.wait_for_steps(30)
+    kill_node(1)
+    second.end()
+    second = case.launch(1, *words, command=command, processes=2)
+    end_well(first, second)
+    return case.require_same_losses("stages")
+
+
+def fsdp_rank_killed(case: Case) -> str:
+    """Weights and optimizer state in shards on both nodes."""
+    launches = case.both("--parallel.strategy", "fsdp")
+    case.wait_for_steps(_AT_STEP)
+    os.kill(ranks_of(1)[0], signal.SIGKILL)
+    case.wait_for_restart()
+    end_well(*launches)
+    return case.require_same_losses()
+
+
+CASES = (
+    rank_killed,
+    node_replaced,
+    fewer_nodes,
+    node_comes_back,
+    power_cut,
+    link_lost,
+    link_lost_to_rank_0,
+    link_blinks,
+    first_node_lost,
+    stages,
+    stage_killed,
+    stages_and_replicas,
+    fsdp_rank_killed,
+)

@@ -1,0 +1,183 @@
+"""Nodes on one machine: network namespaces that are joined by a pair of virtual interfaces. Needs root and iproute2.
+
+    node0  10.77.0.1 ---- veth ---- 10.77.0.2  node1
+
+Each has its own interfaces, hosts file, host name and mounts; they share the disk, the clock and the processors. A
+launch is torchrun in one of them, with its output in a file.
+"""
+
+import os
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+NUM_NODES = 2
+PORT = 29_511
+_PREFIX, _LINK = "clipmill-node", "clipmill"
+# torchrun tells the address of its store in the first round only, and a node that joins later waits for it in vain.
+ELASTIC = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+_PROGRAMS = Path(sys.executable).parent
+
+
+@dataclass
+class Launch:
+    """A torchrun on a node, and the file with everything that it and its ranks said."""
+
+    node: int
+    process: subprocess.Popen[bytes]
+    log: Path
+
+    @property
+    def said(self) -> str:
+        return self.log.read_text(errors="replace")
+
+    def end(self, *, within_s: float = 300) -> int:
+        """Its exit status; kills it and fails with what it said if it does not end."""
+        try:
+            return self.process.wait(within_s)
+        except subprocess.TimeoutExpired:
+            kill_node(self.node)
+            raise AssertionError(f"node {self.node} did not end within {within_s:g} s:\n{self.said[-4000:]}") from None
+
+
+def name_of(node: int) -> str:
+    """Name of the namespace of a node."""
+    return f"{_PREFIX}{node}"
+
+
+def address_of(node: int) -> str:
+    return f"10.77.0.{node + 1}"
+
+
+@contextmanager
+def nodes() -> Iterator[None]:
+    """Make the two nodes, and remove them with everything that still runs in them."""
+    remove_nodes()
+    try:
+        for node in range(NUM_NODES):
+            _run("ip", "netns", "add", name_of(node))
+            folder = Path("/etc/netns") / name_of(node)
+            folder.mkdir(parents=True, exist_ok=True)
+            lines = [f"{address_of(other)} node{other}" for other in range(NUM_NODES)]
+            (folder / "hosts").write_text("\n".join(["127.0.0.1 localhost", *lines, ""]))
+        _run("ip", "link", "add", f"{_LINK}0", "type", "veth", "peer", "name", f"{_LINK}1")
+        for node in range(NUM_NODES):
+            link, inside = f"{_LINK}{node}", ("ip", "-n", name_of(node))
+            _run("ip", "link", "set", link, "netns", name_of(node))
+            _run(*inside, "address", "add", f"{address_of(node)}/24", "dev", link)
+            _run(*inside, "link", "set", "lo", "up")
+            _run(*inside, "link", "set", link, "up")
+        yield
+    finally:
+        remove_nodes()
+
+
+def remove_nodes() -> None:
+    """Kill what runs in the nodes and remove them; nothing happens to nodes that are not there."""
+    for node in range(NUM_NODES):
+        if (Path("/run/netns") / name_of(node)).exists():
+            kill_node(node)
+            subprocess.run(["ip", "netns", "del", name_of(node)], check=False)
+        shutil.rmtree(Path("/etc/netns") / name_of(node), ignore_errors=True)
+
+
+def launch(
+    node: int,
+    command: Sequence[object],
+    *,
+    log: Path,
+    nodes: str = "2",
+    port: int = PORT,
+    max_restarts: int = 3,
+    processes: int = 1,
+    conf: str = "last_call_timeout=5",
+    before: str = "",
+    environment: Mapping[str, str] | None = None,
+    host: int = 0,
+) -> Launch:
+    """Start torchrun on a node.
+
+    Args:
+        command: of `train`, without the program.
+        nodes: --nnodes.
+        before: shell command in the mount namespace of the launch, such as a bind mount.
+        host: node of the rendezvous.
+    """
+    words = [
+        *(_PROGRAMS / "torchrun", "--nnodes", nodes, "--nproc-per-node", processes, "--max-restarts", max_restarts),
+        *(
+            "--rdzv-backend",
+            "c10d",
+            "--rdzv-endpoint",
+            f"node{host}:{port}",
+            "--rdzv-id",
+            "elastic",
+            "--rdzv-conf",
+            conf,
+        ),
+        *("--no-python", _PROGRAMS / "train", *command),
+    ]
+    script = f"hostname node{node}; {before or ':'} && exec {shlex.join(map(str, words))}"
+    own = {**ELASTIC, "OMP_NUM_THREADS": "1", "PATH": f"{_PROGRAMS}{os.pathsep}{os.environ['PATH']}"}
+    own |= environment or {}
+    with log.open("ab") as file:
+        process = subprocess.Popen(
+            ["ip", "netns", "exec", name_of(node), "unshare", "--uts", "--mount", "bash", "-c", script],
+            stdout=file,
+            stderr=subprocess.STDOUT,
+            env={**os.environ, **own},
+        )
+    return Launch(node, process, log)
+
+
+def kill_node(node: int) -> None:
+    """End every process of a node with SIGKILL, torchrun too."""
+    found = subprocess.run(["ip", "netns", "pids", name_of(node)], check=False, capture_output=True, text=True)
+    for pid in found.stdout.split():
+        with suppress(ProcessLookupError):
+            os.kill(int(pid), signal.SIGKILL)
+
+
+def ranks_of(node: int) -> list[int]:
+    """Process ids of the ranks on a node."""
+    found = subprocess.run(["ip", "netns", "pids", name_of(node)], check=True, capture_output=True, text=True)
+    return [pid for pid in map(int, found.stdout.split()) if b"RANK" in _environment(pid)]
+
+
+def set_link(node: int, state: str) -> None:
+    """Take the interface of a node down or up; its peers see neither an end of a connection nor a reset."""
+    _run("ip", "-n", name_of(node), "link", "set", f"{_LINK}{node}", state)
+
+
+def lose_node(node: int) -> None:
+    """What a power cut does: the node is gone and its connections stay open at the other end."""
+    set_link(node, "down")
+    kill_node(node)
+
+
+def wait_until(is_so: Callable[[], bool], *, what: str, within_s: float = 120) -> float:
+    """Wait and return the seconds that it took; AssertionError if it does not come true."""
+    began_s = time.monotonic()
+    while not is_so():
+        if time.monotonic() - began_s > within_s:
+            raise AssertionError(f"not within {within_s:g} s: {what}")
+        time.sleep(0.1)
+    return time.monotonic() - began_s
+
+
+def _environment(pid: int) -> set[bytes]:
+    try:
+        return {line.partition(b"=")[0] for line in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")}
+    except OSError:
+        return set()
+
+
+def _run(*words: str) -> None:
+    subprocess.run(words, check=True)

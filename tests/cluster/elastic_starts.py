@@ -1,0 +1,136 @@
+"""Cases of tests.cluster.elastic_runs in which the two nodes are not set up alike."""
+
+import os
+import shutil
+import signal
+from pathlib import Path
+
+from tests.cluster.elastic_nodes import ranks_of
+from tests.cluster.elastic_runs import Case, Skipped, end_well
+
+
+def folder_not_shared(case: Case) -> str:
+    """--out is a folder of its own on node 1."""
+    own = case.folder / "of-node-1"
+    own.mkdir()
+    case.out.mkdir()
+    launches = case.launch(0, max_restarts=0), case.launch(1, max_restarts=0, before=_bind(own, case.out))
+    assert [one.end() for one in launches] == [1, 1]  # torchrun's own status
+    assert "is not shared by all nodes: rank 1 on node1 does not see a file that rank 0 on node0" in launches[0].said
+    assert "is not shared by all nodes" in launches[1].said
+    assert not list(case.out.iterdir()) and not list(own.iterdir()), "something is left"
+    return "refused"
+
+
+def folder_read_only(case: Case) -> str:
+    """--out cannot be written to on node 1."""
+    case.out.mkdir()
+    bind = f"{_bind(case.out, case.out)} && mount -o remount,ro,bind {case.out}"
+    launches = case.launch(0, max_restarts=0), case.launch(1, max_restarts=0, before=bind)
+    assert [one.end() for one in launches] == [1, 1]
+    assert f"rank 1 on node1 cannot write into --out {case.out}: Read-only file system" in launches[0].said
+    return "refused"
+
+
+def lagging_folder(case: Case) -> str:
+    """Node 1 sees names and sizes 10 s late, by a FUSE file system, while it writes through at once."""
+    if shutil.which("bindfs") is None:
+        raise Skipped("needs bindfs")
+    real = case.folder / "run"
+    real.mkdir()
+    late = f"bindfs -o entry_timeout=10,negative_timeout=10,attr_timeout=10 {real} {real}"
+    first, second = case.launch(0), case.launch(1, before=late)
+    case.wait_for_steps(100)
+    os.kill(ranks_of(1)[0], signal.SIGKILL)
+    restarted_s = case.wait_for_restart()
+    end_well(first, second)
+    assert first.said.count("attention: ") == 2, "it was restarted more than once"
+    return f"{case.require_same()}; restarted after {restarted_s:.0f} s"
+
+
+def other_clipmill(case: Case) -> str:
+    return _other_version(case, "clipmill", "99.1")
+
+
+def other_torch(case: Case) -> str:
+    return _other_version(case, "torch", "1.0")
+
+
+def flag_of_one_node(case: Case) -> str:
+    launches = case.launch(0, max_restarts=0), case.launch(1, "--seed", 7, max_restarts=0)
+    assert [one.end() for one in launches] == [1, 1]
+    expected = "the ranks were not started alike: --seed is 0 on rank 0 and 7 on rank 1"
+    assert all(expected in one.said for one in launches)
+    return "refused by both"
+
+
+def mistake_of_one_node(case: Case) -> str:
+    """Node 1 ends before it meets the other one, which says whom it waits for."""
+    launches = case.launch(0, max_restarts=0), case.launch(1, "--nonsense", max_restarts=0)
+    assert launches[1].end() == 1
+    waited_s = case.wait_for_said(0, "rank 0 of 2 waits for rank 1 to start")
+    launches[0].process.terminate()
+    return f"rank 0 said that it waits after {waited_s:.0f} s"
+
+
+def clock_ahead(case: Case) -> str:
+    """The clock of node 1 is 10 s ahead of node 0's."""
+    end_well(case.launch(0), case.launch(1, environment=_clock(10)))
+    return case.require_same()
+
+
+def clock_far_ahead(case: Case) -> str:
+    """An hour ahead, with torchrun's limit raised."""
+    conf = "last_call_timeout=5,keep_alive_max_attempt=1000"
+    end_well(case.launch(0, conf=conf), case.launch(1, conf=conf, environment=_clock(3600)))
+    return case.require_same()
+
+
+def caches_of_nodes(case: Case) -> str:
+    """Copies of the data at the same path on node 1, and --workers of its own."""
+    copied = case.folder / "copied"
+    shutil.copytree(case.root / "columns", copied)
+    end_well(case.launch(0), case.launch(1, "--workers", 2, before=_bind(copied, case.root / "columns")))
+    return case.require_same()
+
+
+def _other_version(case: Case, name: str, version: str) -> str:
+    """A node on which a package has another version, by its metadata."""
+    about = case.folder / "packages" / f"{name}-{version}.dist-info"
+    about.mkdir(parents=True)
+    (about / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
+    launches = (
+        case.launch(0, max_restarts=0),
+        case.launch(1, max_restarts=0, environment={"PYTHONPATH": str(about.parent)}),
+    )
+    assert [one.end() for one in launches] == [1, 1]
+    for one in launches:
+        assert f"the ranks were not started alike: {name} is " in one.said and f"{version} on rank 1" in one.said
+    assert not case.out.exists()
+    return "refused by both"
+
+
+def _bind(source: Path, target: Path) -> str:
+    return f"mount --bind {source} {target}"
+
+
+def _clock(ahead_s: int) -> dict[str, str]:
+    places = [Path("/usr/lib"), *(Path(one) for one in os.environ.get("LD_LIBRARY_PATH", "").split(":") if one)]
+    found = next((path for place in places for path in place.glob("**/libfaketimeMT.so.1")), None)
+    if found is None:
+        raise Skipped("needs libfaketime")
+    return {"LD_PRELOAD": str(found), "FAKETIME": f"+{ahead_s}s", "FAKETIME_DONT_FAKE_MONOTONIC": "1"}
+
+
+CASES = (
+    folder_not_shared,
+    folder_read_only,
+    lagging_folder,
+    other_clipmill,
+    other_torch,
+    flag_of_one_node,
+    mistake_of_one_node,
+    clock_ahead,
+    clock_far_ahead,
+    caches_of_nodes,
+)

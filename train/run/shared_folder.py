@@ -1,0 +1,133 @@
+"""A run folder that the processes of several nodes share.
+
+All of them write their parts of checkpoints into it, so it has to be one folder: with a folder on each node, every
+checkpoint would lack the parts of the other nodes. Nor is what one node has written visible to the others at once: NFS
+keeps attributes of folders for up to 60 s (acdirmax, nfs(5)). Listing a folder asks the server again, so waiting here
+is listing.
+"""
+
+import os
+import secrets
+import socket
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+
+from manifests.errors import UserError
+from manifests.publish import TEMPORARY_PREFIX
+from train.distributed.world import World
+from train.run.folder import PROBE
+
+VISIBLE_S = 75.0  # more than acdirmax
+_LOOK_S = 0.1
+
+
+def require_shared(folder: Path, *, world: World) -> None:
+    """Check that `folder`, which rank 0 makes, is the same writable folder for all ranks; all ranks call it.
+
+    Rank 0 writes a file, the first rank of each other node answers beside it, and rank 0 looks for the answers. A new
+    folder does not remain if that fails.
+
+    Raises:
+        UserError: a rank does not see what another one wrote within `VISIBLE_S`, or cannot write; on all ranks.
+    """
+    if world.size == 1:
+        return
+    name = world.first(_new_name)
+    is_new = world.first(lambda: _begin(folder, name))
+    names, is_shared = [name], False
+    try:
+        hosts = world.gather_objects(socket.gethostname())
+        answer = _new_name() if world.local_rank == 0 and not world.is_first else None
+        world.each(lambda: _answer(folder, name, answer, world=world, writer=hosts[0]))
+        answers = world.gather_objects(answer)
+        names += [one for one in answers if one is not None]
+        world.first(lambda: _find_answers(folder, answers, hosts))
+        is_shared = True
+    finally:
+        if world.is_first:
+            for one in names:
+                (folder / one).unlink(missing_ok=True)
+            if is_new and not is_shared and not any(folder.iterdir()):
+                folder.rmdir()
+
+
+def wait_for_files(folder: Path, *, world: World) -> None:
+    """Wait until every rank sees the files of `folder` as rank 0 sees them; all ranks call it.
+
+    It returns after `VISIBLE_S` in any case: what is missing then is reported by the code that reads it.
+    """
+    if world.size == 1:
+        return
+    expected = world.first(lambda: _sizes(folder))
+    _wait(lambda: _sizes(folder) == expected)
+    world.gather_objects(None)  # nobody reads, and perhaps removes, what another one still looks for
+
+
+def _begin(folder: Path, name: str) -> bool:
+    """Write the probe of rank 0; True if the folder is new."""
+    try:
+        is_new = not folder.exists()
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / name).touch(exist_ok=False)
+    except OSError as error:
+        raise UserError(f"cannot make the run folder {folder}: {error.strerror}", hint="use another --out") from error
+    return is_new
+
+
+def _answer(folder: Path, name: str, answer: str | None, *, world: World, writer: str) -> None:
+    here = f"rank {world.rank} on {socket.gethostname()}"
+    if not _wait(lambda: name in _sizes(folder)):
+        raise UserError(
+            f"--out {folder} is not shared by all nodes: {here} does not see a file that rank 0 on {writer} wrote into "
+            f"it {VISIBLE_S:g} s ago",
+            hint="use a folder on a disk that all nodes share; each process writes its part of checkpoints there",
+        )
+    if answer is None:
+        return
+    try:
+        (folder / answer).touch(exist_ok=False)
+    except OSError as error:
+        raise UserError(
+            f"{here} cannot write into --out {folder}: {error.strerror}",
+            hint="each process writes its part of checkpoints there: make the folder writable on all nodes",
+        ) from error
+
+
+def _find_answers(folder: Path, answers: list[str | None], hosts: list[str]) -> None:
+    expected = {name for name in answers if name is not None}
+    if _wait(lambda: expected <= _sizes(folder).keys()):
+        return
+    rank = next(rank for rank, name in enumerate(answers) if name is not None and name not in _sizes(folder))
+    raise UserError(
+        f"--out {folder} is not shared by all nodes: rank 0 on {hosts[0]} does not see a file that rank {rank} on "
+        f"{hosts[rank]} wrote into it {VISIBLE_S:g} s ago",
+        hint="use a folder on a disk that all nodes share; each process writes its part of checkpoints there",
+    )
+
+
+def _new_name() -> str:
+    return f"{TEMPORARY_PREFIX}{secrets.token_hex(6)}-{PROBE}"
+
+
+def _sizes(folder: Path) -> dict[str, int]:
+    """Sizes of the files in a folder by name; {} if it is not there."""
+    sizes = {}
+    try:
+        with os.scandir(folder) as entries:
+            for entry in entries:
+                with suppress(FileNotFoundError):  # listed, and not yet, or no longer, there
+                    sizes[entry.name] = entry.stat().st_size
+    except OSError:
+        return {}
+    return sizes
+
+
+def _wait(is_so: Callable[[], bool]) -> bool:
+    latest_s = time.monotonic() + VISIBLE_S
+    while not is_so():
+        if time.monotonic() > latest_s:
+            return False
+        time.sleep(_LOOK_S)
+    return True
