@@ -136,3 +136,10 @@ def sync(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def make_folder(path: Path) -> None:
+    """Create the folder `path`, and flush its entry to disk, unless it exists; its parent must exist."""
+    if not path.is_dir():
+        path.mkdir(exist_ok=True)
+        sync(path.parent)
