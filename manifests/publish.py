@@ -110,12 +110,26 @@ def remove_temporaries(folder: Path, *, of: Callable[[str], bool] = lambda targe
     Raises:
         OSError: a file cannot be removed.
     """
-    if not folder.is_dir():
-        return
-    for path in sorted(folder.iterdir()):
-        target = target_of(path.name)
-        if target is not None and of(target) and path.is_file() and not path.is_symlink():
-            path.unlink(missing_ok=True)
+    for path in temporaries_in(folder, of=of):
+        path.unlink(missing_ok=True)
+
+
+def temporaries_in(folder: Path, *, of: Callable[[str], bool] = lambda target: True) -> list[Path]:
+    """List the temporary files in `folder`, sorted; none if the folder does not exist.
+
+    Args:
+        of: as in `remove_temporaries`.
+    """
+    try:
+        with os.scandir(folder) as entries:
+            named = [entry for entry in entries if entry.name.startswith(TEMPORARY_PREFIX)]
+            return sorted(
+                Path(entry.path)
+                for entry in named
+                if (target := target_of(entry.name)) is not None and of(target) and entry.is_file(follow_symlinks=False)
+            )
+    except (FileNotFoundError, NotADirectoryError):
+        return []
 
 
 @contextmanager

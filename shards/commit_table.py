@@ -26,7 +26,7 @@ from typing import Any
 import pyarrow as pa
 
 from manifests.publish import published
-from shards.format import COMMIT_TABLE_FILE, COMMITS_FOLDER, FOLDER, FORMAT_VERSION
+from shards.format import COMMIT_TABLE_FILE, COMMITS_FOLDER, FORMAT_VERSION, folders_in
 from shards.opening import open_regular
 
 MIN_COMMITS = 100  # reading fewer records takes milliseconds
@@ -62,6 +62,14 @@ class CommitTable:
     rows: pa.Table
     sha256: str
     mtime_ns: int
+
+
+def table_written_ns(variant_dir: Path) -> int | None:
+    """Return when the table of a variant was written, in ns; None if there is none."""
+    try:
+        return (variant_dir / COMMIT_TABLE_FILE).stat().st_mtime_ns + _AGE_NS
+    except OSError:
+        return None
 
 
 def table_bytes(columns: Mapping[str, Iterable[Any]]) -> bytes:
@@ -100,14 +108,12 @@ def open_commit_table(variant_dir: Path, *, sha256: str | None) -> CommitTable |
 
 
 def publish_commit_table(variant_dir: Path, content: bytes) -> str:
-    """Publish the content returned by `table_bytes`, unless the file already has it; return its SHA-256."""
-    sha256 = hashlib.sha256(content).hexdigest()
-    if open_commit_table(variant_dir, sha256=sha256) is None:
-        with published(variant_dir / COMMIT_TABLE_FILE) as temporary:
-            temporary.write_bytes(content)
-            written_ns = temporary.stat().st_mtime_ns
-            os.utime(temporary, ns=(written_ns, written_ns - _AGE_NS))
-    return sha256
+    """Publish the content returned by `table_bytes`; return its SHA-256."""
+    with published(variant_dir / COMMIT_TABLE_FILE) as temporary:
+        temporary.write_bytes(content)
+        written_ns = temporary.stat().st_mtime_ns
+        os.utime(temporary, ns=(written_ns, written_ns - _AGE_NS))
+    return hashlib.sha256(content).hexdigest()
 
 
 def commit_folders(variant_dir: Path) -> dict[str, int]:
@@ -118,11 +124,9 @@ def commit_folders(variant_dir: Path) -> dict[str, int]:
     """
     root = variant_dir / COMMITS_FOLDER
     times = {"": root.stat().st_mtime_ns}
-    with os.scandir(root) as entries:
-        names = sorted(entry.name for entry in entries if FOLDER.fullmatch(entry.name) and entry.is_dir())
-    for name in names:
+    for folder in folders_in(root):
         with suppress(FileNotFoundError):  # removed since it was listed
-            times[name] = (root / name).stat().st_mtime_ns
+            times[folder.name] = folder.stat().st_mtime_ns
     return times
 
 
@@ -145,10 +149,10 @@ def confirm(variant_dir: Path, folders: Mapping[str, int], *, except_for: Collec
                 os.utime(folder, ns=(mtime_ns, mtime_ns))
 
 
-def distrust(variant_dir: Path, folder: str) -> None:
-    """Declare that the records of a folder of commits have to be read, because one of them is damaged.
+def distrust(record: Path) -> None:
+    """Declare that the records in the folder of `record` have to be read, because this one is damaged.
 
     Raises:
         OSError: the folder belongs to another user, or the disk is read-only.
     """
-    os.utime(variant_dir / COMMITS_FOLDER / folder)
+    os.utime(record.parent)

@@ -8,7 +8,7 @@ import json
 import os
 import re
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -37,7 +37,7 @@ _COMMIT_FILE = re.compile(r"(\d{6,})\.json")
 _MISSING = f"the commit record is missing, although {CONTENTS_FILE} lists it"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class ShardFiles:
     """The two files that a commit guarantees, by their paths in the variant's folder, and then Energon's index."""
 
@@ -54,7 +54,7 @@ class ShardFiles:
         return f"{self.tar}.idx"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Failure:
     """A part of the shard that could not be produced."""
 
@@ -64,7 +64,7 @@ class Failure:
     message: str
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Commit:
     """One shard of one column, produced by the plan with `plan_fingerprint`; `files` is None if every sample failed."""
 
@@ -141,7 +141,7 @@ class Records:
         return table_bytes(columns)
 
 
-_FILE_FIELDS = ShardFiles.__slots__
+_FILE_FIELDS = tuple(one.name for one in fields(ShardFiles))
 
 
 def commit_path(variant_dir: Path, shard_id: int) -> Path:

@@ -56,8 +56,10 @@ member, `scores.json`, with the values of the index row (SCORES_FIELDS); a value
 hash is written as 16 hexadecimal digits there, since many JSON readers round integers above 2^53.
 """
 
+import os
 import re
 from dataclasses import dataclass
+from pathlib import Path
 
 import pyarrow as pa
 
@@ -181,6 +183,15 @@ def in_folder(shard_id: int, name: str) -> str:
     """Return the relative path of a shard's file `name` in its folder."""
     folder = folder_of(shard_id)
     return f"{folder}/{name}" if folder else name
+
+
+def folders_in(folder: Path) -> list[Path]:
+    """List the folders of shards in a variant's folder, or the folders of commits in `commits/`, sorted."""
+    try:
+        with os.scandir(folder) as entries:
+            return sorted(Path(entry.path) for entry in entries if FOLDER.fullmatch(entry.name) and entry.is_dir())
+    except FileNotFoundError:
+        return []
 
 
 def commit_name(shard_id: int) -> str:
