@@ -102,7 +102,7 @@ class Plan:
             shots: the known shots of the videos; required by `--cut shots`.
             retry_codes: failure codes to try again even if nothing changed.
         """
-        self.recipe = recipe
+        self.recipe, self._recipe_fingerprint = recipe, recipe.fingerprint
         self._videos, self._probes = videos, probes
         self._is_unusable = np.asarray(pc.is_null(probes["fingerprint"]))
         self._num_frames = frames_of(recipe, probes)
@@ -147,7 +147,7 @@ class Plan:
                 path=video["path"],
                 source=source,
                 span=span,
-                fingerprint=span_fingerprint(self.recipe.fingerprint, source.fingerprint, span),
+                fingerprint=span_fingerprint(self._recipe_fingerprint, source.fingerprint, span),
             )
 
     def failed_sources(self) -> Iterator[Failure]:
@@ -229,7 +229,7 @@ class Plan:
         def wanted() -> Iterator[WantedShard]:
             for begin, end in zip(bounds[:-1].tolist(), bounds[1:].tolist(), strict=True):
                 rows = range(begin, end)
-                digest = hashlib.sha256(f"{self.recipe.fingerprint} {self.has_captions}".encode())
+                digest = hashlib.sha256(f"{self._recipe_fingerprint} {self.has_captions}".encode())
                 digest.update(describe(rows))
                 yield WantedShard(
                     shard_id=int(shard_ids[begin]),
