@@ -104,14 +104,17 @@ def execute(job: Job[W], engine: Engine) -> Summary:
     folder = job.variant_dir
     make_variant(folder, job.recipe)
     write_selection(folder, job.where)
-    remove_variant_temporaries(folder)
+    has_work = any(shard.has_work for shard in job.shards)
+    if has_work:
+        remove_variant_temporaries(folder)
     # A dataset's first variant is readable while it grows; a later variant replaces it only once it is complete.
     begin_variant(job.data_dir, job.column.name, job.variant)
     summary = Summary(job.variant)
     begin_s = time.monotonic()
     results = {result.shard_id: result for result in _results(job, engine, summary)}
     summary.wall_s = time.monotonic() - begin_s
-    remove_variant_temporaries(folder)  # left by lost workers
+    if has_work:
+        remove_variant_temporaries(folder)  # left by lost workers
     _finish(job, summary, results)
     return summary
 
