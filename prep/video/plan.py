@@ -152,6 +152,10 @@ class Plan:
                 fingerprint=span_fingerprint(self._recipe_fingerprint, source.fingerprint, span),
             )
 
+    def manifest_rows(self, rows: range) -> np.ndarray:
+        """Return the rows of the manifest with the videos of spans, given by their rows in the plan; int64."""
+        return self._video_rows[rows.start : rows.stop]
+
     def failed_sources(self) -> Iterator[Failure]:
         """Yield a failure for each unusable video."""
         for row in np.flatnonzero(self._is_unusable).tolist():
