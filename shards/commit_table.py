@@ -5,10 +5,11 @@ the commit records, and only they make a shard exist. `shards.lists.finish_run` 
 records its SHA-256. Like the records, its bytes depend on nothing but the commits.
 
 The table counts if its bytes are the recorded ones. It then stands for the records of each folder of commits whose
-modification time is exactly that of the table: the writer of the table sets it so, and adding, replacing or removing a
-record changes it. Readers take the records of all other folders from their JSON files. Times are only compared for
-equality, so that clocks do not matter. A copy that preserves times (`cp -a`, `rsync -a`) is read by its table as
-well. A copy with new times (`cp -r`) is read record by record, until the next run has confirmed the table.
+modification time is the one that belongs to the table: a date between 2001 and 2004, computed from its SHA-256. The
+writer of the table gives this date to the folders, and adding, replacing or removing a record changes it. Readers take
+the records of all other folders from their JSON files. No clock is involved. A copy that preserves times (`cp -a`,
+`rsync -a`) is read by its table as well. A copy with new times (`cp -r`) is read record by record, until the next run
+has confirmed the table.
 
 A record that is damaged in place, as by a failing disk, leaves its folder as it is, and readers do not need it.
 `prep verify` reads every record, and touches the folder of a damaged one. Plans and status read the records that are
@@ -25,13 +26,14 @@ from typing import Any
 
 import pyarrow as pa
 
-from manifests.publish import published
 from shards.format import COMMIT_TABLE_FILE, COMMITS_FOLDER, FORMAT_VERSION, folders_in
 from shards.opening import open_regular
 
 MIN_COMMITS = 100  # reading fewer records takes milliseconds
 _FORMAT_KEY = b"clipmill_format"
-_AGE_NS = 10_000_000_000  # no change of a folder can get the time of the table, however coarse the disk's times are
+# Dates of folders. Even seconds, because some disks and archives keep no finer times.
+_FIRST_DATE_S = 1_000_000_000
+_NUM_DATES = 50_000_000
 
 SCHEMA = pa.schema(
     [
@@ -61,13 +63,12 @@ class CommitTable:
 
     rows: pa.Table
     sha256: str
-    mtime_ns: int
 
 
 def table_written_ns(variant_dir: Path) -> int | None:
     """Return when the table of a variant was written, in ns; None if there is none."""
     try:
-        return (variant_dir / COMMIT_TABLE_FILE).stat().st_mtime_ns + _AGE_NS
+        return (variant_dir / COMMIT_TABLE_FILE).stat().st_mtime_ns
     except OSError:
         return None
 
@@ -93,7 +94,6 @@ def open_commit_table(variant_dir: Path, *, sha256: str | None) -> CommitTable |
     try:
         descriptor = open_regular(path)
         try:
-            mtime_ns = os.fstat(descriptor).st_mtime_ns
             with pa.memory_map(str(path)) as mapped:
                 content = mapped.read_buffer()
                 if hashlib.sha256(content).hexdigest() != sha256:
@@ -104,16 +104,7 @@ def open_commit_table(variant_dir: Path, *, sha256: str | None) -> CommitTable |
     except (OSError, ValueError, pa.ArrowException):
         return None
     is_known = rows.schema.equals(SCHEMA, check_metadata=True)  # otherwise another version wrote it
-    return CommitTable(rows, sha256, mtime_ns) if is_known else None
-
-
-def publish_commit_table(variant_dir: Path, content: bytes) -> str:
-    """Publish the content returned by `table_bytes`; return its SHA-256."""
-    with published(variant_dir / COMMIT_TABLE_FILE) as temporary:
-        temporary.write_bytes(content)
-        written_ns = temporary.stat().st_mtime_ns
-        os.utime(temporary, ns=(written_ns, written_ns - _AGE_NS))
-    return hashlib.sha256(content).hexdigest()
+    return CommitTable(rows, sha256) if is_known else None
 
 
 def commit_folders(variant_dir: Path) -> dict[str, int]:
@@ -130,23 +121,29 @@ def commit_folders(variant_dir: Path) -> dict[str, int]:
     return times
 
 
-def confirm(variant_dir: Path, folders: Mapping[str, int], *, except_for: Collection[str] = ()) -> None:
-    """Declare that the published table holds the records of some folders of commits, by giving them its time.
+def confirm(variant_dir: Path, *, sha256: str, folders: Mapping[str, int], except_for: Collection[str] = ()) -> None:
+    """Declare that the table holds the records of some folders of commits.
 
-    A copy of a variant without its records, as of a remote one, has empty folders that are confirmed in the same way.
+    In a copy of a variant without its records, as of a remote one, empty folders can be confirmed in the same way.
 
     Args:
-        folders: modification times in ns from before the records were read. A folder that has changed since is not
-            confirmed.
+        sha256: of the table (hex), which has been published and recorded.
+        folders: modification times in ns from before the records were read, by the folders' names. A folder that has
+            changed since is not confirmed.
         except_for: folders that are not confirmed.
     """
-    mtime_ns = (variant_dir / COMMIT_TABLE_FILE).stat().st_mtime_ns
+    date_ns = date_of(sha256)
     for name, seen_ns in folders.items():
         folder = variant_dir / COMMITS_FOLDER / name
         # Without permission, readers take the records.
         with suppress(OSError):
-            if name not in except_for and seen_ns != mtime_ns and folder.stat().st_mtime_ns == seen_ns:
-                os.utime(folder, ns=(mtime_ns, mtime_ns))
+            if name not in except_for and seen_ns != date_ns and folder.stat().st_mtime_ns == seen_ns:
+                os.utime(folder, ns=(date_ns, date_ns))
+
+
+def date_of(sha256: str) -> int:
+    """Return the modification time, in ns, of the folders for whose records the table with this SHA-256 stands."""
+    return (_FIRST_DATE_S + 2 * (int(sha256[:16], 16) % _NUM_DATES)) * 1_000_000_000
 
 
 def distrust(record: Path) -> None:

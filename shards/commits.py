@@ -19,7 +19,7 @@ from manifests.checked_json import record_sha256
 from manifests.errors import UserError
 from manifests.json_text import parse_json
 from manifests.publish import make_folder, publish_bytes, read_record
-from shards.commit_table import CommitTable, commit_folders, open_commit_table, table_bytes
+from shards.commit_table import CommitTable, commit_folders, date_of, open_commit_table, table_bytes
 from shards.contents import listed_contents
 from shards.damage import DamagedCommit
 from shards.format import (
@@ -242,7 +242,7 @@ def _records(variant_dir: Path, *, table_sha256: str | None) -> Records:
     except FileNotFoundError:
         return Records({})
     table = open_commit_table(variant_dir, sha256=table_sha256)
-    from_table = frozenset(name for name in folders if table is not None and folders[name] == table.mtime_ns)
+    from_table = frozenset(name for name in folders if table is not None and folders[name] == date_of(table.sha256))
     of_table = _by_folder(table.rows) if table is not None and from_table else {}
     found: dict[int, Commit | DamagedCommit] = {}
     misplaced: set[int] = set()

@@ -10,7 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from manifests.publish import naming, publish_bytes
-from shards.commit_table import MIN_COMMITS, confirm, publish_commit_table
+from shards.commit_table import MIN_COMMITS, confirm, open_commit_table
 from shards.commits import Commit, Records, commit_path, read_records
 from shards.contents import Contents, file_sha256, read_contents, write_contents
 from shards.damage import Damaged, DamagedContents
@@ -95,8 +95,11 @@ def finish_run(variant_dir: Path, *, dropped: Collection[int], wanted: Collectio
     if table_sha256 is not None:
         checksums[COMMIT_TABLE_FILE] = table_sha256
     write_contents(variant_dir, Contents(shard_ids, checksums))
-    if table_sha256 is not None:
-        confirm(variant_dir, folders, except_for={_folder_name(damaged.path) for damaged in found.damaged})
+    if table_sha256 is None:
+        (variant_dir / COMMIT_TABLE_FILE).unlink(missing_ok=True)
+    else:
+        damaged = {_folder_name(record.path) for record in found.damaged}
+        confirm(variant_dir, sha256=table_sha256, folders=folders, except_for=damaged)
     return commits
 
 
@@ -112,21 +115,29 @@ def _write_table(variant_dir: Path, found: Records, commits: dict[int, Commit]) 
         found: the commits before some of them were dropped.
     """
     if len(commits) < MIN_COMMITS:
-        (variant_dir / COMMIT_TABLE_FILE).unlink(missing_ok=True)
         return None
     if found.table is not None and found.is_table_current and len(commits) == len(found.commits):
         return found.table.sha256
+    recorded = _recorded(variant_dir)
+    if recorded is not None and COMMIT_TABLE_FILE in recorded.files:
+        # From here on, the table is not the recorded one.
+        others = {name: sha256 for name, sha256 in recorded.files.items() if name != COMMIT_TABLE_FILE}
+        write_contents(variant_dir, Contents(recorded.shard_ids, others))
     seconds = found.seconds()
     for shard_id, commit in commits.items():
         if commit.files is not None and shard_id not in seconds:
             with suppress(Damaged, OSError):  # unknown, until the shard has been made again
                 seconds[shard_id] = index_seconds(variant_dir / commit.files.index)
     content = replace(found, commits=commits).as_table(seconds=seconds)
-    return publish_commit_table(variant_dir, content)
+    publish_bytes(variant_dir / COMMIT_TABLE_FILE, content)
+    return file_sha256(content)
 
 
 def damaged_lists(variant_dir: Path, commits: Mapping[int, Commit]) -> list[DamagedContents]:
-    """Return the shard lists that match neither contents.json nor the lists derived from `commits`."""
+    """Return the shard lists that match neither contents.json nor the lists derived from `commits`.
+
+    The table of commits is returned as well if it does not match contents.json.
+    """
     recorded = _recorded(variant_dir)
     if recorded is None:
         return []
@@ -142,6 +153,10 @@ def damaged_lists(variant_dir: Path, commits: Mapping[int, Commit]) -> list[Dama
             continue
         if recorded.files.get(name) != file_sha256(content) and current.get(name) != content:
             found.append(DamagedContents(variant_dir / name, "the shard list differs from what was written"))
+    table_sha256 = recorded.files.get(COMMIT_TABLE_FILE)
+    if table_sha256 is not None and open_commit_table(variant_dir, sha256=table_sha256) is None:
+        message = "the table of commits is missing or differs from what was written"
+        found.append(DamagedContents(variant_dir / COMMIT_TABLE_FILE, message))
     return found
 
 
