@@ -15,7 +15,7 @@ from manifests.errors import UserError
 from manifests.json_text import parse_json
 from manifests.publish import read_record
 from manifests.quoting import counted
-from shards.commits import Commit, ShardFiles, read_commits
+from shards.commits import Commit, ShardFiles, read_records
 from shards.contents import Contents, file_sha256, read_contents
 from shards.damage import DamagedCommit, DamagedContents, DamagedIndex
 from shards.dataset import current_variant, list_variants, variant_dir
@@ -37,15 +37,23 @@ class CommittedShard:
         self.shard_id = commit.shard_id
         self.split = commit.split
         self.num_samples = files.num_samples
-        self.tar_path = variant_directory / files.tar
-        self.index_path = variant_directory / files.index
-        self._index_sha256 = files.index_sha256
+        self._directory, self._files = variant_directory, files
         self._tars = tars
         # One lock per shard: up to Python 3.11, `cached_property` has one lock per class, so that a shard whose files
-        # do not respond would block all others.
+        # do not respond would block all others. It is used only for what opens no file.
         self._lock = threading.Lock()
         self._index: pa.Table | None = None
         self._packet_tables: PacketTables | None = None
+
+    @cached_property
+    def tar_path(self) -> Path:
+        """Path of the tar."""
+        return self._directory / self._files.tar
+
+    @cached_property
+    def index_path(self) -> Path:
+        """Path of the index."""
+        return self._directory / self._files.index
 
     @property
     def index(self) -> pa.Table:
@@ -84,7 +92,7 @@ class CommittedShard:
             DamagedIndex: the index is not the committed file.
             OSError: the index cannot be read.
         """
-        if scan(self.index_path).sha256 != self._index_sha256:
+        if scan(self.index_path).sha256 != self._files.index_sha256:
             raise DamagedIndex(self.index_path, "its content differs from the commit")
 
     @property
@@ -135,7 +143,7 @@ class Variant:
 
     def __init__(self, directory: Path, *, tars: TarBytes | None = None) -> None:
         self.directory = directory
-        found = read_commits(directory)
+        found = self._records = read_records(directory)
         self.commits: dict[int, Commit] = found.commits
         self.damaged: tuple[DamagedCommit, ...] = found.damaged  # records whose shards are unreadable
         self.contents_damage: DamagedContents | None = None
@@ -224,6 +232,10 @@ class Variant:
         """Return the committed shards ordered by shard ID, of one split or of all splits."""
         return [shard for shard in self._shards if split is None or shard.split == split]
 
+    def known_seconds(self) -> dict[int, float]:
+        """Return the seconds of video in each shard by its ID, as far as they are known without opening its index."""
+        return self._records.seconds()
+
     def find(self, key: str) -> tuple[CommittedShard, int]:
         """Return the shard and row of the sample `key`. The first call reads the keys of all shards.
 
@@ -255,6 +267,10 @@ class KeyLookup:
         self._first_rows = [0]
         for shard in shards:
             self._first_rows.append(self._first_rows[-1] + shard.index.num_rows)
+
+    def known_seconds(self) -> dict[int, float]:
+        """Return the seconds of video in each shard by its ID, as far as they are known without opening its index."""
+        return self._records.seconds()
 
     def find(self, key: str) -> tuple[CommittedShard, int]:
         """Find the shard and row of `key` by bisection; raise KeyError if it is missing."""
