@@ -21,6 +21,7 @@ from shards.damage import DamagedCommit, DamagedContents, DamagedIndex
 from shards.dataset import current_variant, list_variants, variant_dir
 from shards.format import CONTENTS_FILE, RECIPE_FILE
 from shards.index import extensions_of, open_index
+from shards.open_maps import OPEN_MAPS
 from shards.opening import open_lock
 from shards.packets import PacketTables
 from shards.scan import scan
@@ -30,7 +31,7 @@ _RECIPE_HINT = "run the command that created the variant again with the same set
 
 
 class CommittedShard:
-    """One committed shard. Thread-safe."""
+    """One committed shard. Thread-safe. Its index is mapped when needed, and unmapped if too many are (open_maps)."""
 
     def __init__(self, variant_directory: Path, *, commit: Commit, files: ShardFiles, tars: TarBytes) -> None:
         self.commit = commit
@@ -46,6 +47,7 @@ class CommittedShard:
         self._lock = threading.Lock()
         self._index: pa.Table | None = None
         self._packet_tables: PacketTables | None = None
+        self._verified_file: tuple[int, ...] | None = None  # identity of the file that was verified
 
     @property
     def index(self) -> pa.Table:
@@ -55,11 +57,20 @@ class CommittedShard:
             DamagedIndex: the file is not an index of this format.
             OSError: the file cannot be read.
         """
-        if self._index is None:
+        index = self._index
+        if index is None:
             with open_lock(self._lock, self.index_path):
-                if self._index is None:
-                    self._index = open_index(self.index_path)
-        return self._index
+                index = self._index
+                if index is None:
+                    index = self._index = open_index(self.index_path)
+        OPEN_MAPS.used(self)
+        return index
+
+    def close(self) -> bool:
+        """Unmap the index once nobody uses it any more; it is mapped again when needed."""
+        self._index = self._packet_tables = None
+        OPEN_MAPS.closed(self)
+        return True
 
     @property
     def packet_tables(self) -> PacketTables:
@@ -69,23 +80,31 @@ class CommittedShard:
             DamagedIndex: the index is not the committed file.
             OSError: the index cannot be read.
         """
+        tables = self._packet_tables
+        if tables is not None:
+            OPEN_MAPS.used(self)
+            return tables
         index = self.index
-        if self._packet_tables is None:
-            with open_lock(self._lock, self.index_path):
-                if self._packet_tables is None:
-                    self.require_committed_index()
-                    self._packet_tables = PacketTables(index)
-        return self._packet_tables
+        with open_lock(self._lock, self.index_path):
+            tables = self._packet_tables
+            if tables is None:
+                self.require_committed_index()
+                tables = self._packet_tables = PacketTables(index)
+        return tables
 
     def require_committed_index(self) -> None:
-        """Read the whole index file and verify it against its commit.
+        """Verify the index file against its commit: read the whole file, once as long as it stays the same file.
 
         Raises:
             DamagedIndex: the index is not the committed file.
             OSError: the index cannot be read.
         """
+        if self._verified_file is not None and self._verified_file == _identity(self.index_path):
+            return
+        identity = _identity(self.index_path)
         if scan(self.index_path).sha256 != self._index_sha256:
             raise DamagedIndex(self.index_path, "its content differs from the commit")
+        self._verified_file = identity
 
     @property
     def extensions(self) -> tuple[str, ...]:
@@ -113,6 +132,11 @@ class CommittedShard:
     def gap_bytes(self) -> int:
         """Gaps shorter than this between two ranges are cheaper to read than to skip."""
         return self._tars.gap_bytes
+
+
+def _identity(path: Path) -> tuple[int, ...]:
+    found = path.stat()
+    return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns
 
 
 def open_shard(variant_directory: Path, commit: Commit) -> CommittedShard:
