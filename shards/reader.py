@@ -248,6 +248,24 @@ class Variant:
         """Return the committed shards ordered by shard ID, of one split or of all splits."""
         return [shard for shard in self._shards if split is None or shard.split == split]
 
+    def shard(self, shard_id: int) -> CommittedShard:
+        """Return a committed shard; raise KeyError if there is none with this ID."""
+        return self._by_id[shard_id]
+
+    @cached_property
+    def _by_id(self) -> dict[int, CommittedShard]:
+        return {shard.shard_id: shard for shard in self._shards}
+
+    @property
+    def num_shards(self) -> int:
+        """Number of committed shards."""
+        return len(self._shards)
+
+    @property
+    def num_samples(self) -> int:
+        """Number of samples in them, from the commits."""
+        return sum(shard.num_samples for shard in self._shards)
+
     def find(self, key: str) -> tuple[CommittedShard, int]:
         """Return the shard and row of the sample `key`. The first call reads the keys of all shards.
 

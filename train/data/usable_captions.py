@@ -7,7 +7,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from train.data.caption_choice import CaptionChoice, Sources, caption_choice, smallest
-from train.data.chunks import ChunkTable
+from train.data.chunks import ChunkSearch, ChunkTable
 from train.data.frame_sampling import START_ROUNDING_US, US_PER_S
 
 _LONGEST_S = 1e9  # longer than any video (train.data.chunks), and far below where microseconds overflow
@@ -51,13 +51,16 @@ def usable_captions(
     chunks: ChunkTable,
     selected: NDArray[np.bool_] | None = None,
     selected_chunks: NDArray[np.bool_] | None = None,
+    search: ChunkSearch | None = None,
 ) -> UsableCaptions:
     """Find the span and the chunks of each caption; an `end_s` of inf stands for the end of the video.
 
     Args:
         selected: the captions to use; None for all.
         selected_chunks: the chunks to use; None for all. All chunks of a caption must be among them.
+        search: of `chunks`, if it is used several times.
     """
+    search = chunks.search() if search is None else search
     left = np.arange(len(video_row))
     num_unusable: dict[Unusable, int] = {}
 
@@ -68,7 +71,7 @@ def usable_captions(
 
     # Negated, so that NaN counts as empty.
     left = drop("empty_span", ~(end_s > begin_s) | ~np.isfinite(begin_s))
-    last_of_video = chunks.last_of(video_row)
+    last_of_video = search.last_of(video_row)
     if len(chunks):
         has_chunks = (last_of_video >= 0) & (chunks.video_row[last_of_video] == video_row)
     else:
@@ -76,7 +79,7 @@ def usable_captions(
     left = drop("video_without_chunks", ~has_chunks[left])
 
     begin_us, stated_end_us = _to_us(begin_s[left]), _to_us(end_s[left])
-    video_end_us = chunks.end_us[last_of_video[left]]
+    video_end_us = chunks.end_us_of(last_of_video[left])
     wanted_end_us = np.where(np.isinf(end_s[left]), video_end_us, stated_end_us)
     # Two times less than a microsecond apart may round to the same: the span is then one microsecond.
     wanted_end_us = np.maximum(wanted_end_us, begin_us + 1)
@@ -85,15 +88,15 @@ def usable_captions(
     begin_us, wanted_end_us, video_end_us = (array[~after_the_end] for array in (begin_us, wanted_end_us, video_end_us))
     end_us = np.minimum(wanted_end_us, video_end_us)
 
-    first = chunks.last_started(video_row[left], begin_us // 1000)
-    last = chunks.last_started(video_row[left], (end_us - 1) // 1000)
-    num_gaps = np.cumsum(chunks.gaps)
+    first = search.last_started(video_row[left], begin_us // 1000)
+    last = search.last_started(video_row[left], (end_us - 1) // 1000)
+    num_gaps = search.num_gaps
     is_missing = (
         (first < 0)
         | (chunks.video_row[first] != video_row[left])
         | (num_gaps[first] != num_gaps[last])
-        | (end_us > chunks.end_us[last] + START_ROUNDING_US)
-        | (begin_us >= chunks.end_us[first] + START_ROUNDING_US)
+        | (end_us > chunks.end_us_of(last) + START_ROUNDING_US)
+        | (begin_us >= chunks.end_us_of(first) + START_ROUNDING_US)
     )
     kept = ~is_missing
     left = drop("chunk_missing", is_missing)
@@ -103,7 +106,7 @@ def usable_captions(
         is_selected &= num_dropped[last[kept] + 1] == num_dropped[first[kept]]
     left = drop("not_selected", ~is_selected)
     kept[kept] = is_selected
-    one_frame_us = US_PER_S * chunks.fps_den[last] // np.maximum(chunks.fps_num[last], 1)
+    one_frame_us = US_PER_S * chunks.fps_den[last].astype(np.int64) // np.maximum(chunks.fps_num[last], 1)
     return UsableCaptions(
         caption=left,
         begin_us=begin_us[kept],
