@@ -4,7 +4,7 @@ They are made of the indexes, so that opening reads one mapped file in place of 
 columns as arrays (about 60 bytes per chunk), and reads only the indexes of shards that are new since the last one.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -81,6 +81,24 @@ def open_chunk_table(variant: Variant) -> ChunkRows | None:
     return ChunkRows(path, table, member, frozenset(_numbers(metadata.get(_OPEN_GOPS_KEY, b""))))
 
 
+def collect_rows(
+    variant: Variant, *, column: str, check: Callable[[CommittedShard], object], order: pa.Array
+) -> ChunkRows:
+    """The rows of the merged table of a variant that has none, from its indexes.
+
+    Args:
+        check: called with each shard before its index is read; raises an error if it cannot be used.
+        order: ids of videos, in the order of the rows.
+    """
+    building = _Building(column)
+    member = ""
+    for shard in variant.shards():
+        check(shard)
+        member = building.add(shard)
+        shard.close()
+    return ChunkRows(variant.directory / CHUNKS_FILE, building.table(order), member, frozenset())
+
+
 def chunk_table_problem(variant: Variant) -> str | None:
     """Return why the table of a variant is damaged; None if it is not, is missing or stale, which costs only time."""
     try:
@@ -108,7 +126,8 @@ def update_chunk_table(variant: Variant, *, column: str) -> bool:
     try:
         _write(variant, column=column)
     except (Damaged, OSError, ValueError, KeyError, pa.ArrowException) as error:
-        raise UserError(f"{variant.directory / CHUNKS_FILE} was not written: {error}", hint="see prep verify") from error
+        path = variant.directory / CHUNKS_FILE
+        raise UserError(f"{path} was not written: {error}", hint="see prep verify") from error
     return True
 
 
@@ -117,7 +136,7 @@ def _write(variant: Variant, *, column: str) -> None:
     shards = variant.shards()
     marks = {shard.shard_id: _mark(shard) for shard in shards}
     old, unchanged = _reusable(variant.directory / CHUNKS_FILE, marks)
-    building = _Building(column, num_rows=sum(shard.num_samples for shard in shards))
+    building = _Building(column)
     open_gops: set[int] = set()
     member = ""
     if old is not None and unchanged:
@@ -135,6 +154,8 @@ def _write(variant: Variant, *, column: str) -> None:
             open_gops.add(shard.shard_id)
         shard.close()
     table = building.table(read_videos(data_dir)["video_id"].combine_chunks())
+    if len(table) != variant.num_samples:
+        raise ValueError(f"the indexes have {len(table):,} rows, the commits say {variant.num_samples:,}")
     metadata = {
         _FORMAT_KEY: str(FORMAT_VERSION).encode(),
         _MEMBER_KEY: member.encode(),
@@ -171,21 +192,15 @@ def _numbers(text: bytes) -> list[int]:
 
 
 class _Building:
-    """Collects the rows of a table in arrays of their final length."""
+    """Collects the rows of a table as arrays."""
 
-    def __init__(self, column: str, *, num_rows: int) -> None:
-        self._column, self._num_rows, self._at = column, num_rows, 0
-        fixed: dict[str, Any] = {
-            "start_ms": np.int64,
-            **{name: np.int32 for name in _COPIED[column] if name not in (*_TEXTS, "start_ms")},
-        }
-        if column == "text":
-            del fixed["start_ms"]
-        fixed |= _MEMBER_KINDS | {"shard": np.int32, "row": np.int32}
-        self._arrays = {name: np.empty(num_rows, kind) for name, kind in fixed.items()}
-        self._texts: dict[str, _Codes] = {
-            name: _Codes(num_rows) for name in ("video_id", *(one for one in _COPIED[column] if one in _TEXTS))
-        }
+    def __init__(self, column: str) -> None:
+        self._column = column
+        copied = [name for name in _COPIED[column] if name not in _TEXTS]
+        self._kinds: dict[str, Any] = {name: np.int64 if name == "start_ms" else np.int32 for name in copied}
+        self._kinds |= _MEMBER_KINDS | {"shard": np.int32, "row": np.int32}
+        self._arrays: dict[str, list[NDArray[Any]]] = {name: [] for name in self._kinds}
+        self._texts = {name: _Codes() for name in ("video_id", *(one for one in _COPIED[column] if one in _TEXTS))}
         self._lists: dict[str, list[tuple[NDArray[Any], NDArray[Any]]]] = {name: [] for name in _LISTS[column]}
 
     def add(self, shard: CommittedShard) -> str:
@@ -197,8 +212,6 @@ class _Building:
         if member is None or (missing := wanted.difference(index.column_names)):
             what = f"member {MEMBERS[self._column][0]}" if member is None else ", ".join(sorted(missing))
             raise DamagedIndex(shard.index_path, f"not an index of {self._column}: it has no {what}")
-        if index.num_rows != shard.num_samples:
-            raise DamagedIndex(shard.index_path, f"{index.num_rows} rows, its commit says {shard.num_samples}")
         renamed = index.rename_columns([name.removeprefix(f"{member}_") for name in index.column_names])
         shard_id = pa.array(np.full(index.num_rows, shard.shard_id, np.int32))
         row = pa.array(np.arange(index.num_rows, dtype=np.int32))
@@ -211,30 +224,28 @@ class _Building:
         self._add(table if kept.all() else table.take(pa.array(np.flatnonzero(kept))))
 
     def _add(self, table: pa.Table) -> None:
-        end = self._at + len(table)
-        for name, array in self._arrays.items():
-            array[self._at : end] = table[name].to_numpy()
+        for name, parts in self._arrays.items():
+            # Copied: a view would keep the index mapped.
+            parts.append(table[name].to_numpy().astype(self._kinds[name], copy=True))
         for name, codes in self._texts.items():
-            codes.add(table[name].combine_chunks(), self._at)
-        for name, parts in self._lists.items():
+            codes.add(table[name])
+        for name, lists in self._lists.items():
             for chunk in table[name].chunks:
                 lengths = pc.list_value_length(chunk).to_numpy()
-                parts.append((lengths.copy(), pc.list_flatten(chunk).to_numpy().copy()))
-        self._at = end
+                lists.append((lengths.copy(), pc.list_flatten(chunk).to_numpy().copy()))
 
     def table(self, video_ids: pa.Array) -> pa.Table:
         """All rows in order. Videos that are not among `video_ids`, those of the manifest, come last."""
-        if self._at != self._num_rows:
-            raise ValueError(f"{self._at:,} rows, the commits say {self._num_rows:,}")
         video_id = self._texts.pop("video_id").ordered(video_ids)
         codes = video_id.indices.to_numpy()
-        start_ms = self._arrays.get("start_ms", np.zeros(1, np.int64))
-        keys = codes.astype(np.int64) * _MS_PER_VIDEO + start_ms
+        keys = codes.astype(np.int64) * _MS_PER_VIDEO
+        if "start_ms" in self._arrays:
+            keys += np.concatenate(self._arrays["start_ms"])
         order = None if bool((keys[1:] >= keys[:-1]).all()) else np.argsort(keys, kind="stable")
         del keys
         columns: dict[str, pa.Array] = {"video_id": video_id if order is None else video_id.take(pa.array(order))}
         for name in list(self._arrays):
-            array = self._arrays.pop(name)
+            array = np.concatenate(self._arrays.pop(name))
             columns[name] = pa.array(array if order is None else array[order])
             del array
         for name in list(self._texts):
@@ -251,16 +262,16 @@ class _Building:
 class _Codes:
     """A column of strings that is collected as a dictionary. Its entries are compared once, at the end."""
 
-    def __init__(self, num_rows: int) -> None:
-        self._codes = np.empty(num_rows, np.int32)
+    def __init__(self) -> None:
+        self._codes: list[NDArray[np.int32]] = []
         self._entries: list[pa.Array] = []
         self._num_entries = 0
 
-    def add(self, values: pa.Array, at: int) -> None:
+    def add(self, values: pa.ChunkedArray) -> None:
+        values = values.combine_chunks()
         values = values.combine_chunks() if isinstance(values, pa.ChunkedArray) else values
         coded = values if pa.types.is_dictionary(values.type) else values.dictionary_encode()
-        self._codes[at : at + len(coded)] = coded.indices.to_numpy()
-        self._codes[at : at + len(coded)] += self._num_entries
+        self._codes.append(coded.indices.to_numpy() + np.int32(self._num_entries))
         # Copied: a view would keep the index mapped.
         self._entries.append(pc.take(coded.dictionary, pa.array(np.arange(len(coded.dictionary)))))
         self._num_entries += len(coded.dictionary)
@@ -276,5 +287,5 @@ class _Codes:
         )
         rank = np.empty(len(found), np.int32)
         rank[by_number.to_numpy()] = np.arange(len(found), dtype=np.int32)
-        codes = rank[coded.indices.to_numpy()][self._codes]
+        codes = rank[coded.indices.to_numpy()][np.concatenate(self._codes)]
         return pa.DictionaryArray.from_arrays(pa.array(codes), found.take(by_number))

@@ -100,6 +100,16 @@ def is_table_of(table: pa.Table, commits: Mapping[int, Commit]) -> bool:
     return (table.schema.metadata or {}).get(_DIGEST_KEY) == commits_digest(commits)
 
 
+def merged_mark(variant_dir: Path, commits: Mapping[int, Commit]) -> tuple[object, ...]:
+    """Return what arrays that are read of a variant depend on: its commits, and the file of its merged table."""
+    try:
+        found = (variant_dir / CHUNKS_FILE).stat()
+        file: tuple[int, ...] | None = (found.st_size, found.st_mtime_ns, found.st_ino)
+    except OSError:
+        file = None
+    return variant_dir.name, commits_digest(commits), file
+
+
 def commits_digest(commits: Mapping[int, Commit]) -> bytes:
     """Digest (hex) of what a merged table depends on: the indexes of the commits, and the samples that failed."""
     digest = hashlib.sha256()

@@ -4,12 +4,15 @@ import shlex
 import threading
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterator
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
+from numpy.typing import NDArray
 
 from manifests.errors import UserError
 from manifests.json_text import parse_json
@@ -150,6 +153,28 @@ def open_shard(variant_directory: Path, commit: Commit) -> CommittedShard:
     return CommittedShard(variant_directory, commit=commit, files=commit.files, tars=LocalTars())
 
 
+@dataclass(frozen=True)
+class TarFiles:
+    """The tars of a variant; one entry of each array per tar, ascending by shard ID.
+
+    Attributes:
+        names: paths in the folder of the variant.
+        sizes: bytes, as committed.
+    """
+
+    directory: Path
+    shard_ids: NDArray[np.int64]
+    names: pa.StringArray
+    sizes: NDArray[np.int64]
+
+    def __len__(self) -> int:
+        return len(self.shard_ids)
+
+    def path(self, number: int) -> Path:
+        """Return the path of a tar."""
+        return self.directory / str(self.names[number].as_py())
+
+
 class Variant:
     """A snapshot of one variant of one column: the commits at the time of opening.
 
@@ -255,6 +280,16 @@ class Variant:
     @cached_property
     def _by_id(self) -> dict[int, CommittedShard]:
         return {shard.shard_id: shard for shard in self._shards}
+
+    def tar_files(self) -> "TarFiles":
+        """Return the tars of the committed shards, ordered by shard ID."""
+        files = [shard.commit.files for shard in self._shards if shard.commit.files is not None]
+        return TarFiles(
+            directory=self.directory,
+            shard_ids=np.array([shard.shard_id for shard in self._shards], np.int64),
+            names=pa.array([one.tar for one in files], pa.string()),
+            sizes=np.array([one.tar_bytes for one in files], np.int64),
+        )
 
     @property
     def num_shards(self) -> int:

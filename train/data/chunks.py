@@ -16,7 +16,7 @@ from manifests.keys import chunk_key
 from manifests.store import manifest_dir, read_manifest, read_videos
 from shards.chunk_table import ChunkRows, open_chunk_table
 from shards.damage import Damaged, DamagedIndex
-from shards.merged_table import CHUNKS_FILE, commits_digest
+from shards.merged_table import merged_mark
 from shards.reader import CommittedShard, Variant
 from shards.tars import TarBytes
 from train.data.decoding.decoders import ChunkDecoder
@@ -64,7 +64,8 @@ class ChunkTable:
 
         Rounded down, a span of whole frames would be a little too short, and its moments a frame too early.
         """
-        start_ms, num_frames, fps_num, fps_den = (getattr(self, name)[chunks].astype(np.int64) for name in _INDEX_COLUMNS)
+        columns = (getattr(self, name)[chunks] for name in _INDEX_COLUMNS)
+        start_ms, num_frames, fps_num, fps_den = (column.astype(np.int64) for column in columns)
         return start_ms * 1000 - -num_frames * fps_den * US_PER_S // fps_num
 
     @property
@@ -121,7 +122,7 @@ def chunk_table(variant: Variant, video_ids: pa.Array) -> ChunkTable:
     else:
         entries, codes, arrays = of_indexes(_indexes(variant.shards()), (*_INDEX_COLUMNS, "mp4_crc32"))
         arrays["crc32"] = arrays.pop("mp4_crc32").astype(np.uint32)
-    video_row = _index_in(entries, video_ids).astype(np.int32)[codes]
+    video_row = index_in(entries, video_ids).astype(np.int32)[codes]
     found, order = own_in_order(video_row, arrays["start_ms"])
     if found is None and order is None:
         return ChunkTable(video_row=video_row, **arrays)
@@ -132,7 +133,7 @@ def chunk_table(variant: Variant, video_ids: pa.Array) -> ChunkTable:
 def own_in_order(
     video_row: NDArray[np.integer], start_ms: NDArray[np.integer]
 ) -> tuple[NDArray[np.int64] | None, NDArray[np.int64] | None]:
-    """The rows whose video is known (not negative), None for all; and their order by video and start, None if sorted."""
+    """The rows with a video (not -1), None for all; and their order by video and start, None if they are in it."""
     found = None if bool((video_row >= 0).all()) else np.flatnonzero(video_row >= 0)
     rows: Any = slice(None) if found is None else found
     keys = video_row[rows].astype(np.int64) * _MS_PER_VIDEO + start_ms[rows]
@@ -181,14 +182,15 @@ def rows_of(values: pa.ChunkedArray, among: pa.Array) -> NDArray[np.int64]:
     for piece in values.chunks:
         if pa.types.is_dictionary(piece.type):
             if looked_up is None or not looked_up[0].equals(piece.dictionary):
-                looked_up = piece.dictionary, _index_in(piece.dictionary, among)
+                looked_up = piece.dictionary, index_in(piece.dictionary, among)
             pieces.append(looked_up[1][piece.indices.to_numpy(zero_copy_only=False)])
         else:
-            pieces.append(_index_in(piece, among))
+            pieces.append(index_in(piece, among))
     return np.concatenate(pieces)
 
 
-def _index_in(values: pa.Array, among: pa.Array) -> NDArray[np.int64]:
+def index_in(values: pa.Array, among: pa.Array) -> NDArray[np.int64]:
+    """Index of each value in `among`, -1 if missing. Hashes all of `among`."""
     return pc.fill_null(pc.index_in(values, value_set=among), -1).to_numpy(zero_copy_only=False).astype(np.int64)
 
 
@@ -239,16 +241,6 @@ def _is_same(table: ChunkTable, other: ChunkTable) -> bool:
     return all(np.array_equal(getattr(table, one.name), getattr(other, one.name)) for one in fields(ChunkTable))
 
 
-def variant_mark(variant: Variant) -> tuple[object, ...]:
-    """What the arrays of a variant depend on: its commits, and its merged table, which other bytes may replace."""
-    try:
-        found = (variant.directory / CHUNKS_FILE).stat()
-        file: tuple[int, ...] | None = (found.st_size, found.st_mtime_ns, found.st_ino)
-    except OSError:
-        file = None
-    return variant.directory.name, commits_digest(variant.commits), file
-
-
 def manifest_mark(data_dir: Path) -> tuple[object, ...]:
     """What is read of the manifest depends on: its fingerprint, and the checksums of its tables."""
     manifest = read_manifest(data_dir)
@@ -294,7 +286,11 @@ class ChunkSet:
         self.variant_name = self._variant.directory.name
         self.rule = rule
         self.decoder = ChunkDecoder()
-        self.depends_on: tuple[object, ...] = (split, *manifest_mark(data_dir), *variant_mark(self._variant))
+        self.videos: tuple[object, ...] = (split, *manifest_mark(data_dir))
+        self.depends_on: tuple[object, ...] = (
+            *self.videos,
+            *merged_mark(self._variant.directory, self._variant.commits),
+        )
         self.num_rows: int = self._variant.num_samples
         opened = shared(
             lambda: _open_chunks(self._variant, data_dir, split=split),
@@ -315,6 +311,7 @@ class ChunkSet:
             start_ms=self.table.start_ms,
             has_captions=has_captions,
             tars=tars,
+            depends_on=self.depends_on,
         )
 
     def key(self, chunk: int) -> str:
