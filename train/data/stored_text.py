@@ -105,9 +105,7 @@ class TextRows:
         return np.where(found, index, -1)
 
 
-def read_text_rows(
-    variant: Variant, *, starts: NDArray[np.int64], video_ids: pa.Array
-) -> tuple[TextMembers, TextRows]:
+def read_text_rows(variant: Variant, *, starts: NDArray[np.int64], video_ids: pa.Array) -> tuple[TextMembers, TextRows]:
     """Collect the embeddings of all captions, from the merged table of a variant or else from its indexes.
 
     Args:
