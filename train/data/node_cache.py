@@ -40,9 +40,9 @@ _chosen: Path | None = None
 
 
 def choose_folder(folder: Path | None) -> None:
-    """Set the cache folder of this process (`--cache`); None for the user's."""
+    """Set the cache folder of this process (`--cache`); None keeps the one that was set, or the user's."""
     global _chosen
-    _chosen = folder
+    _chosen = folder or _chosen
 
 
 def shared(

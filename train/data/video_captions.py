@@ -210,14 +210,17 @@ class VideoCaptions(ClipSamples):
                 each_caption=each_caption,
             )
 
+        self._depends_on: tuple[object, ...] | None = None
+        self._num_rows = chunks.num_rows + num_captions_of(data_dir)
         if table is not None:
             opened = compute()
         else:
             own_text = () if self.stored_text is None else self.stored_text.depends_on
+            self._depends_on = (chunks.depends_on, chunks.selection.depends_on, own_text, captions, each_caption)
             opened = shared(
                 compute,
-                of=("captions", chunks.depends_on, chunks.selection.depends_on, own_text, captions, each_caption),
-                num_rows=chunks.num_rows + num_captions_of(data_dir),
+                of=("captions", *self._depends_on),
+                num_rows=self._num_rows,
                 types=(OpenedCaptions, ClipCaptions, CaptionChoice, Spans, Sources),
                 column="captions",
             )
@@ -269,7 +272,15 @@ class VideoCaptions(ClipSamples):
     @property
     def fingerprint(self) -> str:
         """Hash of the samples and their order, and of the texts of their captions."""
-        return set_fingerprint(self._order_sha256, self._content_sha256)
+        if self._depends_on is None:
+            return set_fingerprint(self._order_sha256, self._content_sha256)
+        return shared(
+            lambda: set_fingerprint(self._order_sha256, self._content_sha256),
+            of=("fingerprint", *self._depends_on, self._group),
+            num_rows=self._num_rows,
+            types=(),
+            column="fingerprint",
+        )
 
     @cached_property
     def _order_sha256(self) -> str:
