@@ -3,34 +3,39 @@
 import shlex
 import threading
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
+from numpy.typing import NDArray
 
 from manifests.errors import UserError
 from manifests.json_text import parse_json
 from manifests.publish import read_record
 from manifests.quoting import counted
-from shards.commits import Commit, ShardFiles, read_records
-from shards.contents import Contents, file_sha256, read_contents
+from shards.commits import Commit, Records, ShardFiles, read_records
+from shards.contents import file_sha256, read_contents
 from shards.damage import DamagedCommit, DamagedContents, DamagedIndex
 from shards.dataset import current_variant, list_variants, variant_dir
 from shards.format import CONTENTS_FILE, RECIPE_FILE
 from shards.index import extensions_of, open_index
+from shards.open_maps import OPEN_MAPS
 from shards.opening import open_lock
 from shards.packets import PacketTables
 from shards.scan import scan
+from shards.table_commits import TableCommits, open_table_commits
 from shards.tars import LocalTars, TarBytes
 
 _RECIPE_HINT = "run the command that created the variant again with the same settings to rewrite it"
 
 
 class CommittedShard:
-    """One committed shard. Thread-safe."""
+    """One committed shard. Thread-safe. Its index is mapped when needed, and unmapped if too many are (open_maps)."""
 
     def __init__(self, variant_directory: Path, *, commit: Commit, files: ShardFiles, tars: TarBytes) -> None:
         self.commit = commit
@@ -44,6 +49,7 @@ class CommittedShard:
         self._lock = threading.Lock()
         self._index: pa.Table | None = None
         self._packet_tables: PacketTables | None = None
+        self._verified_file: tuple[int, ...] | None = None  # identity of the file that was verified
 
     @cached_property
     def tar_path(self) -> Path:
@@ -63,11 +69,20 @@ class CommittedShard:
             DamagedIndex: the file is not an index of this format.
             OSError: the file cannot be read.
         """
-        if self._index is None:
+        index = self._index
+        if index is None:
             with open_lock(self._lock, self.index_path):
-                if self._index is None:
-                    self._index = open_index(self.index_path)
-        return self._index
+                index = self._index
+                if index is None:
+                    index = self._index = open_index(self.index_path)
+        OPEN_MAPS.used(self)
+        return index
+
+    def close(self) -> bool:
+        """Unmap the index once nobody uses it any more; it is mapped again when needed."""
+        self._index = self._packet_tables = None
+        OPEN_MAPS.closed(self)
+        return True
 
     @property
     def packet_tables(self) -> PacketTables:
@@ -77,23 +92,31 @@ class CommittedShard:
             DamagedIndex: the index is not the committed file.
             OSError: the index cannot be read.
         """
+        tables = self._packet_tables
+        if tables is not None:
+            OPEN_MAPS.used(self)
+            return tables
         index = self.index
-        if self._packet_tables is None:
-            with open_lock(self._lock, self.index_path):
-                if self._packet_tables is None:
-                    self.require_committed_index()
-                    self._packet_tables = PacketTables(index)
-        return self._packet_tables
+        with open_lock(self._lock, self.index_path):
+            tables = self._packet_tables
+            if tables is None:
+                self.require_committed_index()
+                tables = self._packet_tables = PacketTables(index)
+        return tables
 
     def require_committed_index(self) -> None:
-        """Read the whole index file and verify it against its commit.
+        """Verify the index file against its commit: read the whole file, once as long as it stays the same file.
 
         Raises:
             DamagedIndex: the index is not the committed file.
             OSError: the index cannot be read.
         """
+        identity = _identity(self.index_path)
+        if identity == self._verified_file:
+            return
         if scan(self.index_path).sha256 != self._files.index_sha256:
             raise DamagedIndex(self.index_path, "its content differs from the commit")
+        self._verified_file = identity
 
     @property
     def extensions(self) -> tuple[str, ...]:
@@ -123,6 +146,11 @@ class CommittedShard:
         return self._tars.gap_bytes
 
 
+def _identity(path: Path) -> tuple[int, ...]:
+    found = path.stat()
+    return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns
+
+
 def open_shard(variant_directory: Path, commit: Commit) -> CommittedShard:
     """Open the shard of a single commit.
 
@@ -134,6 +162,30 @@ def open_shard(variant_directory: Path, commit: Commit) -> CommittedShard:
     return CommittedShard(variant_directory, commit=commit, files=commit.files, tars=LocalTars())
 
 
+@dataclass(frozen=True)
+class TarFiles:
+    """The tars of a variant; one entry of each array per tar, ascending by shard ID.
+
+    Attributes:
+        names: paths in the folder of the variant.
+        sizes: bytes, as committed.
+        num_samples: of all of them.
+    """
+
+    directory: Path
+    shard_ids: NDArray[np.int64]
+    names: pa.StringArray
+    sizes: NDArray[np.int64]
+    num_samples: int
+
+    def __len__(self) -> int:
+        return len(self.shard_ids)
+
+    def path(self, number: int) -> Path:
+        """Return the path of a tar."""
+        return self.directory / str(self.names[number].as_py())
+
+
 class Variant:
     """A snapshot of one variant of one column: the commits at the time of opening.
 
@@ -143,21 +195,19 @@ class Variant:
 
     def __init__(self, directory: Path, *, tars: TarBytes | None = None) -> None:
         self.directory = directory
-        found = self._records = read_records(directory)
-        self.commits: dict[int, Commit] = found.commits
-        self.damaged: tuple[DamagedCommit, ...] = found.damaged  # records whose shards are unreadable
+        of_table = open_table_commits(directory)
+        self.commits: Mapping[int, Commit] = self._records.commits if of_table is None else of_table
+        # Records whose shards are unreadable.
+        self.damaged: tuple[DamagedCommit, ...] = self._records.damaged if of_table is None else ()
         self.contents_damage: DamagedContents | None = None
-        self._contents: Contents | None = None
+        self._file_sha256: Mapping[str, str] = {}
         try:
-            self._contents = read_contents(directory)
+            contents = read_contents(directory)
+            self._file_sha256 = {} if contents is None else contents.files
         except DamagedContents as error:
             self.contents_damage = error
-        tars = tars or LocalTars()
-        self._shards = [
-            CommittedShard(directory, commit=commit, files=commit.files, tars=tars)
-            for commit in self.commits.values()
-            if commit.files is not None
-        ]
+        self._tars = tars or LocalTars()
+        self._opened: dict[int, CommittedShard] = {}
         self._lock = threading.Lock()
         self._lookup: KeyLookup | None = None
 
@@ -221,7 +271,7 @@ class Variant:
             recipe = parse_json(content)
         except (OSError, ValueError) as error:
             raise UserError(f"{path} cannot be read: {error}", hint=_RECIPE_HINT) from error
-        recorded = None if self._contents is None else self._contents.files.get(RECIPE_FILE)
+        recorded = self._file_sha256.get(RECIPE_FILE)
         if recorded is not None and recorded != file_sha256(content):
             raise UserError(f"{path} is damaged: its checksum does not match {CONTENTS_FILE}", hint=_RECIPE_HINT)
         if not isinstance(recipe, dict):
@@ -230,7 +280,56 @@ class Variant:
 
     def shards(self, split: str | None = None) -> list[CommittedShard]:
         """Return the committed shards ordered by shard ID, of one split or of all splits."""
-        return [shard for shard in self._shards if split is None or shard.split == split]
+        commits = (commit for commit in self.commits.values() if commit.files is not None)
+        return [self._shard(commit) for commit in commits if split is None or commit.split == split]
+
+    def shard(self, shard_id: int) -> CommittedShard:
+        """Return a committed shard; raise KeyError if there is none with this ID."""
+        found = self._opened.get(shard_id)
+        return self._shard(self.commits[shard_id]) if found is None else found
+
+    def _shard(self, commit: Commit) -> CommittedShard:
+        found = self._opened.get(commit.shard_id)
+        if found is None:
+            if commit.files is None:
+                raise KeyError(commit.shard_id)
+            found = CommittedShard(self.directory, commit=commit, files=commit.files, tars=self._tars)
+        # Of two threads that open a shard, both get the same one.
+        return self._opened.setdefault(commit.shard_id, found)
+
+    def tar_files(self) -> TarFiles:
+        """Return the tars of the committed shards, ordered by shard ID."""
+        return self._tar_files
+
+    @cached_property
+    def _tar_files(self) -> TarFiles:
+        if isinstance(self.commits, TableCommits):
+            rows = self.commits.with_files().combine_chunks()
+            shard_ids, sizes, num_samples = (rows[name].to_numpy() for name in ("shard_id", "tar_bytes", "num_samples"))
+            names = rows["tar"].chunk(0) if len(rows) else pa.array([], pa.string())
+            return TarFiles(self.directory, shard_ids, names, sizes, int(num_samples.sum()))
+        files = {commit.shard_id: commit.files for commit in self.commits.values() if commit.files is not None}
+        return TarFiles(
+            directory=self.directory,
+            shard_ids=np.array(list(files), np.int64),
+            names=pa.array([one.tar for one in files.values()], pa.string()),
+            sizes=np.array([one.tar_bytes for one in files.values()], np.int64),
+            num_samples=sum(one.num_samples for one in files.values()),
+        )
+
+    @property
+    def num_shards(self) -> int:
+        """Number of committed shards."""
+        return len(self._tar_files)
+
+    @property
+    def num_samples(self) -> int:
+        """Number of samples in them, from the commits."""
+        return self._tar_files.num_samples
+
+    @cached_property
+    def _records(self) -> Records:
+        return read_records(self.directory)
 
     def known_seconds(self) -> dict[int, float]:
         """Return the seconds of video in each shard by its ID, as far as they are known without opening its index."""
@@ -244,7 +343,7 @@ class Variant:
         """
         with self._lock:
             if self._lookup is None:
-                self._lookup = KeyLookup(self._shards)
+                self._lookup = KeyLookup(self.shards())
         return self._lookup.find(key)
 
     def iterate(self, split: str | None = None) -> Iterator[dict[str, Any]]:
@@ -267,10 +366,6 @@ class KeyLookup:
         self._first_rows = [0]
         for shard in shards:
             self._first_rows.append(self._first_rows[-1] + shard.index.num_rows)
-
-    def known_seconds(self) -> dict[int, float]:
-        """Return the seconds of video in each shard by its ID, as far as they are known without opening its index."""
-        return self._records.seconds()
 
     def find(self, key: str) -> tuple[CommittedShard, int]:
         """Find the shard and row of `key` by bisection; raise KeyError if it is missing."""

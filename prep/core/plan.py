@@ -206,7 +206,7 @@ def stored_shards(variant_dir: Path) -> StoredShards:
     return StoredShards(found.commits, problems)
 
 
-def file_problems(variant_dir: Path, commits: dict[int, Commit]) -> dict[int, tuple[ShardState, str]]:
+def file_problems(variant_dir: Path, commits: Mapping[int, Commit]) -> dict[int, tuple[ShardState, str]]:
     """Return the shards whose files are missing or damaged, according to a quick check of each file."""
     return {
         shard_id: (ShardState.MISSING if problems[0].code in _MISSING else ShardState.CORRUPT, problems[0].message)

@@ -19,6 +19,7 @@ from train.data.latents.mixed import MixedLatents
 from train.data.latents.segments import FrameShape
 from train.data.loader import LoaderSettings
 from train.data.mixed_clips import MixedClips
+from train.data.node_cache import choose_folder
 from train.data.remote import DataFolder, open_data_folder
 from train.data.streams.tars import names_tars
 from train.distributed.world import World
@@ -150,6 +151,7 @@ def open_segments(
             f"--input latents cannot be read from {settings.folder}: latents are mapped into memory",
             hint="copy the data folder to this machine",
         )
+    choose_folder(settings.cache)
     latents = make(
         Path(settings.folder),
         split=split,

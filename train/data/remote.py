@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from fsspec import AbstractFileSystem
 
 from train.config.shards import is_remote
+from train.data.node_cache import choose_folder
 
 # Remote files through fsspec: addresses, whole files copied into a cache, ranges of tars, and retries.
 
@@ -224,6 +225,7 @@ def open_data_folder(address: str, *, cache: Path | None) -> DataFolder:
     Raises:
         UserError: it cannot be read, or is not a data folder.
     """
+    choose_folder(cache)
     if not is_remote(address):
         return DataFolder(Path(address))
     files, root = open_file_system(address)

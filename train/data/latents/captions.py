@@ -37,7 +37,8 @@ class SegmentCaptions:
         segment: [S] numbers of the segments, ascending.
         choice: of an entry of `pair_caption` for each of these segments.
         pair_caption: [P] indices into the next two arrays; grouped by segment, then by source, ascending by id.
-        caption_id, address: [C] the captions, and where their embeddings lie in the mapped tars (None without them).
+        caption_id: [C] the captions.
+        address: [C] where their embeddings lie, relative to the mapped tars; None without them.
         words_sha256: digest of the texts of the captions, by source.
         num_captions: captions of the split in the manifest.
         num_other_sources: those whose source is excluded.
@@ -168,11 +169,16 @@ def _captions(
     Args:
         every: gets the names of the sources of all videos.
     """
-    columns = ["caption_id", "video_id", "begin_s", "end_s", "source", "text"]
-    with open_captions(data_dir) as file:
+    columns = ["caption_id", "begin_s", "end_s", "source", "text"]
+    with open_captions(data_dir, coded=["video_id"]) as file:
         columns += [name for name in selection.caption_columns(file.schema_arrow) if name not in columns]
+        # All at once: each block would hash the ids of all videos again.
+        its_videos = file.read(columns=["video_id"])["video_id"].unify_dictionaries()
+        all_rows, begin = rows_of(its_videos, video_ids).astype(np.int32), 0
+        del its_videos
         for batch in file.iter_batches(_BLOCK, columns=columns):
-            video_row = rows_of(pa.chunked_array([batch["video_id"]]), video_ids)
+            video_row = all_rows[begin : begin + len(batch)].astype(np.int64)
+            begin += len(batch)
             rows = np.flatnonzero(video_row >= 0)
             every.update(pc.unique(batch["source"]).to_pylist())
             coded = pc.dictionary_encode(batch["source"].take(pa.array(rows)))
