@@ -5,8 +5,9 @@ write a reader in `manifests/adapters/` and add an entry here.
 """
 
 import json as json_module
+import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
@@ -20,6 +21,7 @@ from prep.core.make import OPTIONS, Data
 
 if TYPE_CHECKING:
     from manifests.adapters.reading import Reading
+    from manifests.storage.urls import Place
 
 Dataset = Annotated[
     str | None,
@@ -27,7 +29,8 @@ Dataset = Annotated[
 ]
 Json = Annotated[bool, Parameter(name="--json", negative="", help="Print the summary as JSON.")]
 Annotations = Annotated[
-    list[Path], Parameter(name="--annotations", consume_multiple=True, negative="", help="Annotation files.")
+    list[str],
+    Parameter(name="--annotations", consume_multiple=True, negative="", help="Annotation files; paths or URLs."),
 ]
 app = App(name="manifest", help="Read videos and captions of a dataset into the manifest.", group_parameters=OPTIONS)
 
@@ -42,12 +45,16 @@ ADAPTERS = (
         The table has the columns video and text, and optionally begin_s, end_s (in seconds), source, likelihood and
         split (train, val or test). If none of its rows is valid, the manifest is not changed.
 
+        Videos on a web server, which cannot be listed, are those that the table names by URLs, or by paths below the
+        URL given as the folder.
+
         Example: prep manifest folder VIDEOS --captions captions.csv
 
         Parameters
         ----------
         directory
-            Folder of the videos; subfolders are included.
+            Folder of the videos, a path or a URL such as s3://bucket/videos; subfolders are included. Omit it if the
+            table has the URLs of the videos.
         """,
     ),
     Adapter(
@@ -116,9 +123,9 @@ ADAPTERS = (
 
 def _with_captions(adapter: Adapter) -> Callable[..., None]:
     def command(
-        directory: Path,
+        directory: str | None = None,
         *,
-        captions: Annotated[Path | None, Parameter(help="Caption table, a .csv or .jsonl file.")] = None,
+        captions: Annotated[str | None, Parameter(help="Caption table, a .csv or .jsonl file; path or URL.")] = None,
         subtitles: Annotated[
             bool,
             Parameter(
@@ -132,21 +139,29 @@ def _with_captions(adapter: Adapter) -> Callable[..., None]:
         json: Json = False,
     ) -> None:
         name = dataset or adapter.kind
+        videos, tables = _places([directory]), _places([captions])
 
-        def read() -> "Reading":
+        def read(local: list[Path]) -> "Reading":
             from manifests.store import known_files
 
             known = known_files(data, name)
-            return adapter.read(directory, captions=captions, subtitles=subtitles, dataset=name, skip=data, known=known)
+            return adapter.read(
+                next(iter(videos), None),
+                captions=next(iter(local), None),
+                subtitles=subtitles,
+                dataset=name,
+                skip=data,
+                known=known,
+            )
 
-        _write(read, data=data, videos=directory, dataset=name, as_json=json)
+        _write(lambda: _with_local(tables, read), data=data, videos=videos, dataset=name, as_json=json)
 
     return command
 
 
 def _with_annotations(adapter: Adapter) -> Callable[..., None]:
     def command(
-        directory: Path,
+        directory: str,
         *,
         annotations: Annotations,
         data: Data = Path("data"),
@@ -154,10 +169,13 @@ def _with_annotations(adapter: Adapter) -> Callable[..., None]:
         json: Json = False,
     ) -> None:
         name = dataset or adapter.kind
+        (videos,) = _places([directory])
         _write(
-            lambda: adapter.read(directory, annotations=annotations, dataset=name, skip=data),
+            lambda: _with_local(
+                _places(annotations), lambda local: adapter.read(videos, annotations=local, dataset=name, skip=data)
+            ),
             data=data,
-            videos=directory,
+            videos=[videos],
             dataset=name,
             as_json=json,
         )
@@ -167,21 +185,23 @@ def _with_annotations(adapter: Adapter) -> Callable[..., None]:
 
 def _with_lists(adapter: Adapter) -> Callable[..., None]:
     def command(
-        lists: Annotated[list[Path], Parameter(negative="")],
+        lists: Annotated[list[str], Parameter(negative="")],
         /,
         *,
         videos: Annotated[
-            Path | None, Parameter(help="Folder of the videos. Default: the folder of the first list.")
+            str | None, Parameter(help="Folder of the videos; path or URL. Default: the folder of the first list.")
         ] = None,
         data: Data = Path("data"),
         dataset: Dataset = None,
         json: Json = False,
     ) -> None:
         name = dataset or adapter.kind
+        tables = _places(lists)
+        (directory,) = _places([videos or os.path.dirname(lists[0]) or "."])  # noqa: PTH120 - it may be a URL
         _write(
-            lambda: adapter.read(lists, videos=videos, dataset=name, skip=data),
+            lambda: _with_local(tables, lambda local: adapter.read(local, videos=directory, dataset=name, skip=data)),
             data=data,
-            videos=lists[0].parent if videos is None else videos,
+            videos=[directory],
             dataset=name,
             as_json=json,
         )
@@ -244,13 +264,27 @@ def synthetic(
         _progress("")
         return reading
 
-    _write(make, data=data, videos=directory, dataset=name, as_json=json)
+    _write(make, data=data, videos=[directory], dataset=name, as_json=json)
 
 
 app.command(manifest_captions.captions)
 
 
-def _write(read: "Callable[[], Reading]", *, data: Path, videos: Path, dataset: str, as_json: bool) -> None:
+def _places(given: "Iterable[str | None]") -> "list[Place]":
+    from manifests.storage.urls import place_of
+
+    return [place_of(one) for one in given if one is not None]
+
+
+def _with_local(tables: "Sequence[Place]", read: "Callable[[list[Path]], Reading]") -> "Reading":
+    from manifests.adapters.remote_tables import read_with_local_tables
+
+    return read_with_local_tables(tables, read)
+
+
+def _write(
+    read: "Callable[[], Reading]", *, data: Path, videos: "Sequence[Place]", dataset: str, as_json: bool
+) -> None:
     from manifests.adapters.reading import encodable
     from manifests.data_location import check_data_dir
     from manifests.errors import DISK_ERRORS
@@ -260,7 +294,7 @@ def _write(read: "Callable[[], Reading]", *, data: Path, videos: Path, dataset: 
     from prep.core.data_folder import writing
     from prep.core.failure_list import first_rejected
 
-    check_data_dir(data, videos=videos)
+    check_data_dir(data, videos=next((place for place in videos if isinstance(place, Path)), None))
     _check_existing(data)
     if not encodable(dataset):
         raise UserError(f"--dataset {quoted(dataset)} is not valid Unicode", hint="give another name")

@@ -23,6 +23,7 @@ from prep.video.sample import captions_of, video_sample
 from prep.video.scratch import scratch_folder
 from prep.video.span_task import OldChunks, SpanChunks, make_span
 from prep.video.spans import start_ms
+from prep.video.staging import StagedSources
 from shards.commits import Commit, Failure, write_commit
 from shards.format import VIDEO_FIELDS
 from shards.writer import ShardWriter
@@ -35,6 +36,7 @@ class ShardTask:
     Attributes:
         old_commit: previous commit of the shard, for its unchanged chunks.
         captions_file: the manifest's table of captions, or None if no video has captions.
+        scratch_bytes: limit of the copies of remote sources on a node; None for most of the free space.
     """
 
     variant_dir: Path
@@ -45,6 +47,7 @@ class ShardTask:
     spans: tuple[SpanPlan, ...]
     old_commit: Commit | None
     captions_file: Path | None
+    scratch_bytes: int | None = None
 
 
 def make_shard(task: ShardTask) -> ShardResult:
@@ -76,7 +79,7 @@ def _make_in(scratch: Path, task: ShardTask, *, ffmpeg: Ffmpeg) -> ShardResult:
     beat = Heartbeat(
         task.variant_dir, task.shard_id, num_chunks=sum(len(plan.span.chunk_frames) for plan in task.spans)
     )
-    with beat, writer:
+    with beat, writer, StagedSources(limit_bytes=task.scratch_bytes) as sources:
         for plan in task.spans:
             done, starts = writer.num_samples, plan.span.chunk_starts()
 
@@ -89,7 +92,12 @@ def _make_in(scratch: Path, task: ShardTask, *, ffmpeg: Ffmpeg) -> ShardResult:
                 if is_new:
                     try:
                         made = make_span(
-                            plan, recipe=task.recipe, program=ffmpeg.path, folder=Path(folder), on_frames=show
+                            plan,
+                            sources=sources,
+                            recipe=task.recipe,
+                            program=ffmpeg.path,
+                            folder=Path(folder),
+                            on_frames=show,
                         )
                         span = SpanChunks(dict(enumerate(made)), len(made))
                         encoded_s += float(sum(chunk.facts.num_frames for chunk in made) / settings.fps_exact)
