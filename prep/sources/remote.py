@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import lru_cache
-from itertools import islice, repeat
+from itertools import islice
 from pathlib import PurePosixPath
 
 from manifests.errors import UserError
@@ -30,7 +30,10 @@ _SMALL_BYTES = 2 * _MIB  # a file of this size is read in one request
 _NUM_REQUESTS = 32  # in parallel, to ask for the states of single objects
 _LISTED_PER_WANTED = 10  # a listing is given up if it yields more objects than this for each source
 _LISTED_AT_LEAST = 2000
+_MAX_FAILED = 64  # single requests in a row without an answer, after which the others fail without asking
 _NS = 1_000_000_000
+
+_State = tuple[int, int] | SourceFailure  # as of `object_state`, or why there is none
 
 
 def objects_of(url: str) -> tuple[Objects, str]:
@@ -61,9 +64,13 @@ def as_source_failure() -> Iterator[None]:
     except UserError as error:
         raise SourceFailure(FailureCode.SOURCE_MISSING, masked(str(error)), is_lasting=False) from None
     except OSError as error:
+        message = masked(error.strerror or str(error))
+        if "Range request not supported" in message:
+            message = "the web server does not support range requests"
+            raise SourceFailure(FailureCode.SOURCE_UNREADABLE, message, is_lasting=False) from None
         full = error.errno in (errno.ENOSPC, errno.EDQUOT)
         code = FailureCode.DISK_FULL if full else FailureCode.IO_ERROR
-        raise SourceFailure(code, masked(error.strerror or str(error)), is_lasting=False) from None
+        raise SourceFailure(code, message, is_lasting=False) from None
 
 
 def object_state(info: ObjectInfo) -> tuple[int, int]:
@@ -76,7 +83,7 @@ def object_state(info: ObjectInfo) -> tuple[int, int]:
     return info.size_bytes, int(info.modified_s) * _NS + digest
 
 
-def remote_states(urls: list[str]) -> Iterator[tuple[int, tuple[int, int] | SourceFailure]]:
+def remote_states(urls: list[str]) -> Iterator[tuple[int, _State]]:
     """Yield (row, state or failure) of all `urls`, in any order.
 
     The sources of a bucket are found by listing their common folder, a thousand in a request; those that the listing
@@ -91,18 +98,20 @@ def remote_states(urls: list[str]) -> Iterator[tuple[int, tuple[int, int] | Sour
         groups.setdefault(root, {}).setdefault(key, []).append(row)
     for root, rows in groups.items():
         objects = _opened(root, os.getpid())
-        states: dict[str, tuple[int, int] | SourceFailure] = {}
+        states: dict[str, _State] = {}
         if not is_web(root):
             states.update(_listed(objects, set(rows)))
         missing = [key for key in rows if key not in states]
         with ThreadPoolExecutor(_NUM_REQUESTS) as pool:
-            states.update(zip(missing, pool.map(_asked, repeat(objects), missing), strict=True))
+            states.update(zip(missing, pool.map(_Asker(objects), missing), strict=True))
         for key, state in states.items():
             yield from ((row, state) for row in rows[key])
 
 
-def _listed(objects: Objects, keys: set[str]) -> Iterator[tuple[str, tuple[int, int]]]:
+def _listed(objects: Objects, keys: set[str]) -> Iterator[tuple[str, _State]]:
     """Yield (key, state) of the `keys` that a listing of their common folder finds; none if listing is not allowed.
+
+    If the server does not answer, all keys have this failure.
 
     Raises:
         UserError: the bucket does not exist, or it refuses the credentials.
@@ -118,16 +127,34 @@ def _listed(objects: Objects, keys: set[str]) -> Iterator[tuple[str, tuple[int, 
     except AccessRefused as error:
         if "access denied" not in str(error):
             raise
-    except OSError:
-        return  # each is asked for, and has a failure of its own
+    except OSError as error:
+        failure = SourceFailure(FailureCode.IO_ERROR, masked(error.strerror or str(error)), is_lasting=False)
+        yield from ((key, failure) for key in keys)
 
 
-def _asked(objects: Objects, key: str) -> tuple[int, int] | SourceFailure:
-    try:
-        with as_source_failure():
-            return object_state(objects.info(key))
-    except SourceFailure as failure:
-        return failure
+class _Asker:
+    """Asks for the state of one object after another.
+
+    A server that does not answer is not asked for each of a million objects: each attempt takes many seconds.
+    """
+
+    def __init__(self, objects: Objects) -> None:
+        self._objects = objects
+        self._num_failed = 0  # in a row
+        self._last: SourceFailure | None = None
+
+    def __call__(self, key: str) -> _State:
+        if self._last is not None and self._num_failed >= _MAX_FAILED:
+            return self._last
+        try:
+            with as_source_failure():
+                state = object_state(self._objects.info(key))
+        except SourceFailure as failure:
+            is_broken = failure.code == FailureCode.IO_ERROR
+            self._num_failed, self._last = (self._num_failed + 1, failure) if is_broken else (0, None)
+            return failure
+        self._num_failed = 0
+        return state
 
 
 class RemoteFile(io.RawIOBase):
