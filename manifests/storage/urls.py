@@ -25,6 +25,11 @@ def place_of(text: str) -> Place:
     return text if is_remote(text) else Path(text)
 
 
+def folder_of(place: Place) -> Place:
+    """Return the folder of a file or an object."""
+    return place.parent if isinstance(place, Path) else place.rpartition("/")[0]
+
+
 def is_web(url: str) -> bool:
     """Return True for a URL of a web server, whose files cannot be listed."""
     return url.lower().startswith(("http://", "https://"))

@@ -5,16 +5,16 @@ write a reader in `manifests/adapters/` and add an entry here.
 """
 
 import json as json_module
-import os
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
-from cyclopts import App, Parameter
+from cyclopts import App, Parameter, Token
 
 from manifests.errors import FailedWork, UserError
+from manifests.storage.urls import folder_of, place_of
 from prep.commands import manifest_captions
 from prep.commands.benchmarks import BENCHMARKS, Adapter
 from prep.core.make import OPTIONS, Data
@@ -22,6 +22,8 @@ from prep.core.make import OPTIONS, Data
 if TYPE_CHECKING:
     from manifests.adapters.reading import Reading
     from manifests.storage.urls import Place
+else:
+    Place = Path  # with a converter: flags are local paths or URLs
 
 Dataset = Annotated[
     str | None,
@@ -29,9 +31,22 @@ Dataset = Annotated[
 ]
 Json = Annotated[bool, Parameter(name="--json", negative="", help="Print the summary as JSON.")]
 Annotations = Annotated[
-    list[str],
-    Parameter(name="--annotations", consume_multiple=True, negative="", help="Annotation files; paths or URLs."),
+    list[Place],
+    Parameter(
+        name="--annotations",
+        consume_multiple=True,
+        negative="",
+        converter=lambda _type, tokens: _places(tokens),
+        help="Annotation files, paths or URLs.",
+    ),
 ]
+
+
+def _places(tokens: Sequence[Token]) -> "list[Place]":
+    return [place_of(token.value) for token in tokens]
+
+
+ONE_PLACE = Parameter(converter=lambda _type, tokens: _places(tokens)[0])
 app = App(name="manifest", help="Read videos and captions of a dataset into the manifest.", group_parameters=OPTIONS)
 
 
@@ -88,44 +103,17 @@ ADAPTERS = (
             Folder of the videos, named <video_uid>.mp4.
         """,
     ),
-    Adapter(
-        "epic-kitchens",
-        "epic_kitchens:read_epic_kitchens",
-        "annotations",
-        """Read EPIC-KITCHENS-100: narrated actions with verb and noun classes.
-
-        Example: prep manifest epic-kitchens VIDEOS --annotations EPIC_100_train.csv
-
-        Parameters
-        ----------
-        directory
-            Folder of the videos, named <video_id>.MP4, in any subfolder.
-        """,
-    ),
-    Adapter(
-        "kinetics",
-        "kinetics:read_kinetics",
-        "lists",
-        """Read Kinetics, or any lists of clips with one class each.
-
-        Example: prep manifest kinetics train.csv val.csv --videos VIDEOS
-
-        Parameters
-        ----------
-        lists
-            CSV files with the columns label, youtube_id, time_start, time_end and split; or text files with lines of
-            the form "path label", "path num_frames label" (AVION) or "path 0 -1" (VideoMAE V2, no label).
-        """,
-    ),
     *BENCHMARKS,
 )
 
 
 def _with_captions(adapter: Adapter) -> Callable[..., None]:
     def command(
-        directory: str | None = None,
+        directory: Annotated[Place | None, ONE_PLACE] = None,
         *,
-        captions: Annotated[str | None, Parameter(help="Caption table, a .csv or .jsonl file; path or URL.")] = None,
+        captions: Annotated[
+            Place | None, ONE_PLACE, Parameter(help="Caption table, a path or URL of a .csv or .jsonl file.")
+        ] = None,
         subtitles: Annotated[
             bool,
             Parameter(
@@ -139,29 +127,22 @@ def _with_captions(adapter: Adapter) -> Callable[..., None]:
         json: Json = False,
     ) -> None:
         name = dataset or adapter.kind
-        videos, tables = _places([directory]), _places([captions])
 
-        def read(local: list[Path]) -> "Reading":
+        def read(tables: list[Path]) -> "Reading":
             from manifests.store import known_files
 
             known = known_files(data, name)
-            return adapter.read(
-                next(iter(videos), None),
-                captions=next(iter(local), None),
-                subtitles=subtitles,
-                dataset=name,
-                skip=data,
-                known=known,
-            )
+            table = tables[0] if tables else None
+            return adapter.read(directory, captions=table, subtitles=subtitles, dataset=name, skip=data, known=known)
 
-        _write(lambda: _with_local(tables, read), data=data, videos=videos, dataset=name, as_json=json)
+        _write(read, [] if captions is None else [captions], data=data, videos=directory, dataset=name, as_json=json)
 
     return command
 
 
 def _with_annotations(adapter: Adapter) -> Callable[..., None]:
     def command(
-        directory: str,
+        directory: Annotated[Place, ONE_PLACE],
         *,
         annotations: Annotations,
         data: Data = Path("data"),
@@ -169,13 +150,11 @@ def _with_annotations(adapter: Adapter) -> Callable[..., None]:
         json: Json = False,
     ) -> None:
         name = dataset or adapter.kind
-        (videos,) = _places([directory])
         _write(
-            lambda: _with_local(
-                _places(annotations), lambda local: adapter.read(videos, annotations=local, dataset=name, skip=data)
-            ),
+            lambda tables: adapter.read(directory, annotations=tables, dataset=name, skip=data),
+            annotations,
             data=data,
-            videos=[videos],
+            videos=directory,
             dataset=name,
             as_json=json,
         )
@@ -185,23 +164,23 @@ def _with_annotations(adapter: Adapter) -> Callable[..., None]:
 
 def _with_lists(adapter: Adapter) -> Callable[..., None]:
     def command(
-        lists: Annotated[list[str], Parameter(negative="")],
+        lists: Annotated[list[Place], Parameter(negative="", converter=lambda _type, tokens: _places(tokens))],
         /,
         *,
         videos: Annotated[
-            str | None, Parameter(help="Folder of the videos; path or URL. Default: the folder of the first list.")
+            Place | None, ONE_PLACE, Parameter(help="Folder of the videos. Default: the folder of the first list.")
         ] = None,
         data: Data = Path("data"),
         dataset: Dataset = None,
         json: Json = False,
     ) -> None:
         name = dataset or adapter.kind
-        tables = _places(lists)
-        (directory,) = _places([videos or os.path.dirname(lists[0]) or "."])  # noqa: PTH120 - it may be a URL
+        directory = folder_of(lists[0]) if videos is None else videos
         _write(
-            lambda: _with_local(tables, lambda local: adapter.read(local, videos=directory, dataset=name, skip=data)),
+            lambda tables: adapter.read(tables, videos=directory, dataset=name, skip=data),
+            lists,
             data=data,
-            videos=[directory],
+            videos=directory,
             dataset=name,
             as_json=json,
         )
@@ -251,7 +230,7 @@ def synthetic(
     name = dataset or "synthetic"
     directory = data / "synthetic" if out is None else out
 
-    def make() -> "Reading":
+    def make(_tables: list[Path]) -> "Reading":
         reading = make_synthetic(
             directory,
             num_videos=videos,
@@ -264,28 +243,30 @@ def synthetic(
         _progress("")
         return reading
 
-    _write(make, data=data, videos=[directory], dataset=name, as_json=json)
+    _write(make, data=data, videos=directory, dataset=name, as_json=json)
 
 
 app.command(manifest_captions.captions)
 
 
-def _places(given: "Iterable[str | None]") -> "list[Place]":
-    from manifests.storage.urls import place_of
-
-    return [place_of(one) for one in given if one is not None]
-
-
-def _with_local(tables: "Sequence[Place]", read: "Callable[[list[Path]], Reading]") -> "Reading":
-    from manifests.adapters.remote_tables import read_with_local_tables
-
-    return read_with_local_tables(tables, read)
-
-
 def _write(
-    read: "Callable[[], Reading]", *, data: Path, videos: "Sequence[Place]", dataset: str, as_json: bool
+    read: "Callable[[list[Path]], Reading]",
+    tables: "Sequence[Place]" = (),
+    *,
+    data: Path,
+    videos: "Place | None",
+    dataset: str,
+    as_json: bool,
 ) -> None:
+    """Read a dataset and write it to the manifest.
+
+    Args:
+        read: receives local copies of the tables.
+        tables: annotation files.
+        videos: folder of the videos, or None if the tables name them.
+    """
     from manifests.adapters.reading import encodable
+    from manifests.adapters.remote_tables import read_with_local_tables
     from manifests.data_location import check_data_dir
     from manifests.errors import DISK_ERRORS
     from manifests.quoting import quoted
@@ -294,11 +275,11 @@ def _write(
     from prep.core.data_folder import writing
     from prep.core.failure_list import first_rejected
 
-    check_data_dir(data, videos=next((place for place in videos if isinstance(place, Path)), None))
+    check_data_dir(data, videos=videos if isinstance(videos, Path) else None)
     _check_existing(data)
     if not encodable(dataset):
         raise UserError(f"--dataset {quoted(dataset)} is not valid Unicode", hint="give another name")
-    reading = read()
+    reading = read_with_local_tables(tables, read)
     if not reading.videos.num_rows:
         message, hint = manifest_text.no_video_text(reading, dataset)
         raise UserError(message, hint=hint)
