@@ -125,13 +125,11 @@ def _run(plan: "Planned", recipe: Recipe, request: Request) -> "Summary":
     from prep.video.planning import chunk_job, with_shots
     from prep.video.report import with_cutting
     from prep.video.scratch import remove_abandoned
-    from prep.video.staging import remove_unused_copies
 
     engine = open_engine(request.engine, address=request.address, workers=request.workers)
     plan = with_shots(plan, engine, on_progress=CountProgress("detecting shots"))
     summary = with_cutting(execute(chunk_job(plan, scratch_bytes=request.scratch_bytes), engine), plan)
     remove_abandoned()  # left by workers that were lost, in this run or an earlier one
-    remove_unused_copies()
     return summary
 
 

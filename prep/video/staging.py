@@ -11,17 +11,20 @@ there is room, since the spans of a long video lie in several shards: the node t
 worker reads are removed to make room, the least recently used first. If that is not enough, a worker waits for others
 to finish; a worker that waits holds no copy itself.
 
-The last process to use the folder removes it when it exits, and the driver at the end of a run. After a kill, the next
-process that would use the folder finds it unlocked and removes what is in it.
+The first process to use the folder starts a sweeper: a small process that waits until no process uses the folder any
+more, however they end, and removes it. If the sweeper is killed too, the next process that would use the folder finds
+it unlocked and removes what is in it.
 """
 
-import atexit
+import errno
 import fcntl
 import hashlib
 import os
 import re
 import shutil
 import stat
+import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Iterator
@@ -34,12 +37,23 @@ from prep.core.failures import FailureCode, SourceFailure
 from prep.sources.remote import as_source_failure, object_state, objects_of
 
 _OWN_FILE = re.compile(r"lock|[0-9a-f]{32}(\.size|\.part)?")
+_SWEEPER = f"""
+import fcntl, os, re, sys
+folder = os.open(sys.argv[1], os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+fcntl.flock(folder, fcntl.LOCK_EX)
+for name in os.listdir(folder):
+    if re.fullmatch({_OWN_FILE.pattern!r}, name):
+        os.unlink(name, dir_fd=folder)
+if os.path.samestat(os.stat(sys.argv[1]), os.fstat(folder)):
+    os.rmdir(sys.argv[1])
+"""
 _COPY = re.compile(r"[0-9a-f]{32}")
 _RANGE_BYTES = 16 << 20
 _NUM_RANGES = 4  # requested in parallel: one connection does not fill a network
 _FREE_SHARE = 0.8  # of the free space is used if there is no limit
 _WAIT_S = 0.5
-_users_lock: tuple[int, int] | None = None  # (process, descriptor): held until the process exits
+_in_use: tuple[int, Path, int] | None = None  # (process, folder, descriptor of its lock): until the process exits
+_sweepers: "list[subprocess.Popen[bytes]]" = []
 
 
 class StagedSources:
@@ -83,22 +97,6 @@ class StagedSources:
         self._place, self._lock = "", -1
 
 
-def remove_unused_copies() -> None:
-    """Remove the copies on this machine unless another process of this user works with copies now."""
-    global _users_lock
-    if _users_lock is not None and _users_lock[0] == os.getpid():
-        os.close(_users_lock[1])
-        _users_lock = None
-    with suppress(OSError):
-        folder = os.open(_root(), os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
-        try:
-            fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            _empty(_root())
-            _root().rmdir()
-        finally:
-            os.close(folder)
-
-
 def _root() -> Path:
     return Path(os.environ.get("TMPDIR") or tempfile.gettempdir()) / f"sources-clipmill-{os.geteuid()}"
 
@@ -109,29 +107,36 @@ def _opened_root() -> Path:
     Raises:
         OSError: it cannot be created, or is not a folder exclusive to this user.
     """
-    global _users_lock
+    global _in_use
     root = _root()
-    if _users_lock is not None and _users_lock[0] == os.getpid():
+    if _in_use is not None and _in_use[:2] == (os.getpid(), root):
         return root
     while True:
         root.mkdir(mode=0o700, exist_ok=True)
-        folder = os.open(root, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+        try:
+            folder = os.open(root, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+        except FileNotFoundError:
+            continue  # the sweeper has removed it
         state = os.fstat(folder)
         if state.st_uid != os.geteuid() or stat.S_IMODE(state.st_mode) & 0o077:
             os.close(folder)
             message = "not a private folder of this user (mode 0700); remove it, or set TMPDIR to another folder"
-            raise PermissionError(1, message, os.fspath(root))
+            raise PermissionError(errno.EPERM, message, os.fspath(root))
+        is_first = False
         with suppress(BlockingIOError):
             fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            _empty(root)  # nobody uses it
+            is_first = True
+            _empty(root)
         fcntl.flock(folder, fcntl.LOCK_SH)
         with suppress(FileNotFoundError):
             if os.path.samestat(os.stat(root), state):  # noqa: PTH116 - compared with a descriptor
                 break
-        os.close(folder)  # the last user has removed it meanwhile
-    if _users_lock is None:
-        atexit.register(remove_unused_copies)
-    _users_lock = (os.getpid(), folder)
+        os.close(folder)  # the sweeper has removed it meanwhile
+    if is_first:
+        command = [sys.executable, "-I", "-S", "-c", _SWEEPER, os.fspath(root)]
+        null = subprocess.DEVNULL
+        _sweepers.append(subprocess.Popen(command, stdin=null, stdout=null, stderr=null, start_new_session=True))
+    _in_use = (os.getpid(), root, folder)
     return root
 
 

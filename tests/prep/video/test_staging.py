@@ -15,7 +15,7 @@ import pytest
 from manifests.storage.objects import open_objects
 from prep.core.failures import SourceFailure
 from prep.video import staging
-from prep.video.staging import StagedSources, remove_unused_copies
+from prep.video.staging import StagedSources
 from tests.conftest import ROOT
 from tests.object_storage.faults import Fault, Faults
 from tests.prep.running import wait_until
@@ -37,7 +37,14 @@ def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     monkeypatch.setattr(staging, "_WAIT_S", 0.02)
     yield tmp_path / f"sources-clipmill-{os.geteuid()}"
-    remove_unused_copies()
+    leave()
+
+
+def leave() -> None:
+    """Stop using the copies, as a process does when it exits."""
+    if staging._in_use is not None:
+        os.close(staging._in_use[2])
+        staging._in_use = None
 
 
 @pytest.fixture
@@ -141,19 +148,37 @@ def test_what_a_killed_worker_leaves_is_taken_over_or_removed(root: Path, urls: 
             assert sources.path_of(urls[1]).read_bytes() == b"\1" * SIZE, "the reservation of a killed worker is void"
             assert not list(root.glob("*.size")) and not list(root.glob("*.part"))
             (root / "notes.txt").touch()
-    remove_unused_copies()
-    assert [path.name for path in root.iterdir()] == ["notes.txt"], "only own files are removed"
+    leave()
+    wait_until(lambda: [path.name for path in root.iterdir()] == ["notes.txt"])
 
 
-def test_the_last_process_removes_the_folder(root: Path, urls: list[str]) -> None:
+@pytest.mark.parametrize("is_killed", [False, True])
+def test_copies_go_when_the_last_process_has_ended(root: Path, urls: list[str], is_killed: bool) -> None:
     with other_worker(10 * SIZE) as worker:
         ask(worker, urls[0])
-        remove_unused_copies()
-        assert copies(root) == {0}, "another process has copies"
+        with StagedSources() as sources:
+            sources.path_of(urls[1])
+        leave()
+        time.sleep(0.2)
+        assert copies(root) == {0, 1}, "another process may need them"
         assert worker.stdin is not None
-        worker.stdin.close()
+        if is_killed:
+            worker.kill()
+        else:
+            worker.stdin.close()
         worker.wait()
-    assert not root.exists()
+        wait_until(lambda: not root.exists())
+
+
+def test_without_a_sweeper_the_next_process_removes_them(root: Path, urls: list[str]) -> None:
+    with StagedSources() as sources:
+        sources.path_of(urls[0])
+    staging._sweepers[-1].kill()
+    staging._sweepers.pop().wait()
+    leave()
+    with StagedSources() as sources:
+        sources.path_of(urls[1])
+        assert copies(root) == {1}
 
 
 def test_a_folder_of_somebody_else_is_refused(root: Path, urls: list[str]) -> None:
