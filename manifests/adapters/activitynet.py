@@ -21,13 +21,14 @@ from manifests.adapters.splits import split_in_file_name
 from manifests.adapters.tables import seconds
 from manifests.adapters.wanted import WantedVideos, begin_reading
 from manifests.quoting import quoted
+from manifests.storage.urls import Place
 
 SOURCE = "human"
 SECOND_SOURCE = "human-2"
 
 
 def read_activitynet(
-    directory: Path, *, annotations: Sequence[Path], dataset: str = "activitynet", skip: Path | None = None
+    directory: Place, *, annotations: Sequence[Path], dataset: str = "activitynet", skip: Place | None = None
 ) -> Reading:
     """Read ActivityNet Captions.
 

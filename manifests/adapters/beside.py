@@ -11,7 +11,7 @@ JSON, which has likelihoods, before .srt and .vtt.
 import re
 from collections import defaultdict
 from collections.abc import Collection, Container, Mapping, Sequence
-from pathlib import Path, PurePosixPath
+from pathlib import PurePosixPath
 
 from manifests.adapters.reading import ReadingBuilder
 from manifests.adapters.reasons import Reason
@@ -27,6 +27,7 @@ from manifests.adapters.subtitles import (
 from manifests.adapters.video_files import VideoFile, composed
 from manifests.errors import UserError
 from manifests.quoting import counted, on_one_line
+from manifests.storage.urls import Place, place_name
 
 SUBTITLES, ASR = "subtitles", "asr"
 _SUBTITLE_SUFFIXES = frozenset({".srt", ".vtt"})
@@ -47,9 +48,9 @@ def note_unread(builder: ReadingBuilder, files: Sequence[VideoFile], *, numbers:
         numbers: relative path of each video.
     """
     stems = {_stem(name) for name in numbers}
-    num_subtitles = sum(file.path.suffix.lower() in _SUBTITLE_SUFFIXES for file in files)
+    num_subtitles = sum(_suffix(file) in _SUBTITLE_SUFFIXES for file in files)
     num_asr = sum(
-        file.path.suffix.lower() == _ASR_SUFFIX
+        _suffix(file) == _ASR_SUFFIX
         and _video_stem(_stem(file.relative), known=stems)[0] in stems
         and _looks_like_asr(file.path)
         for file in files
@@ -60,8 +61,13 @@ def note_unread(builder: ReadingBuilder, files: Sequence[VideoFile], *, numbers:
         builder.note(f"{' and '.join(filter(None, (subtitles, asr)))} not read; --subtitles reads them")
 
 
-def _looks_like_asr(path: Path) -> bool:
-    """Return True if the begin of a file has the keys of segments. To parse all files for a note would take long."""
+def _looks_like_asr(path: Place) -> bool:
+    """Return True if the begin of a file has the keys of segments. To parse all files for a note would take long.
+
+    Objects are not read for a note.
+    """
+    if isinstance(path, str):
+        return False
     try:
         if not path.is_file():
             return False  # a pipe would block
@@ -74,7 +80,7 @@ def _looks_like_asr(path: Path) -> bool:
 
 
 def add_files_beside(
-    builder: ReadingBuilder, directory: Path, files: Sequence[VideoFile], *, numbers: Mapping[str, int | None]
+    builder: ReadingBuilder, directory: Place, files: Sequence[VideoFile], *, numbers: Mapping[str, int | None]
 ) -> None:
     """Add the captions in `files`, those with SUFFIXES in a folder of videos.
 
@@ -90,7 +96,7 @@ def add_files_beside(
         videos[_stem(name)].append(name)
     of_video: dict[str, list[tuple[VideoFile, str]]] = defaultdict(list)
     builder.begin_annotations(directory)
-    for file in sorted(files, key=lambda file: _ORDER.index(file.path.suffix.lower())):
+    for file in sorted(files, key=lambda file: _ORDER.index(_suffix(file))):
         stem, language = _video_stem(_stem(file.relative), known=videos.keys())
         names = videos.get(stem, [])
         if len(names) == 1:
@@ -98,7 +104,7 @@ def add_files_beside(
         elif names:
             detail = f"{len(names)} videos have this name: {', '.join(names[:_MAX_NAMED])}"
             builder.reject(Reason.AMBIGUOUS_VIDEO, file=str(file.path), detail=detail)
-        elif file.path.suffix.lower() in _SUBTITLE_SUFFIXES:
+        elif _suffix(file) in _SUBTITLE_SUFFIXES:
             builder.reject(Reason.MISSING_FILE, file=str(file.path), detail="no video of this name in its folder")
     reader = _Reader(builder, directory)
     for name, video in numbers.items():
@@ -107,7 +113,7 @@ def add_files_beside(
         for file, _ in of_video[name] if video is None else ():
             builder.reject(Reason.MISSING_FILE, file=str(file.path), detail="its video was rejected")
     reader.note()
-    is_subtitle = (file.path.suffix.lower() in _SUBTITLE_SUFFIXES for file in files)
+    is_subtitle = (_suffix(file) in _SUBTITLE_SUFFIXES for file in files)
     if not reader.num_read and not any(is_subtitle):
         raise UserError(
             f"no subtitles beside the videos in {directory}",
@@ -118,9 +124,9 @@ def add_files_beside(
 class _Reader:
     """Reads the files of one video after another."""
 
-    def __init__(self, builder: ReadingBuilder, directory: Path) -> None:
+    def __init__(self, builder: ReadingBuilder, directory: Place) -> None:
         self._builder, self._directory = builder, directory
-        self._notes: dict[str, list[Path]] = defaultdict(list)
+        self._notes: dict[str, list[Place]] = defaultdict(list)
         self.num_read = 0  # files that are subtitles or the output of speech recognition, even damaged
 
     def add(self, video: int, files: Sequence[tuple[VideoFile, str]]) -> None:
@@ -142,19 +148,19 @@ class _Reader:
                 self._notes["same words as another file of the video, ignored"].append(file.path)
                 continue
             seen.add(words)
-            kind = ASR if file.path.suffix.lower() == _ASR_SUFFIX else SUBTITLES
+            kind = ASR if _suffix(file) == _ASR_SUFFIX else SUBTITLES
             self._add_cues(video, cues, source=f"{kind}-{language}" if language else kind, file=file.path)
 
     def note(self) -> None:
         """Add the notes to the builder, each with the number of files and the first few names."""
         for text, paths in self._notes.items():
             more = ", ..." if len(paths) > _MAX_NAMED else ""
-            names = ", ".join(on_one_line(path.name, max_chars=80) for path in paths[:_MAX_NAMED])
+            names = ", ".join(on_one_line(place_name(path).name, max_chars=80) for path in paths[:_MAX_NAMED])
             self._builder.note(f"{text}: {counted(len(paths), 'file')} ({names}{more})")
 
-    def _cues(self, path: Path) -> list[Cue] | None:
+    def _cues(self, path: Place) -> list[Cue] | None:
         text, guessed = decoded(read_bytes(path))
-        if path.suffix.lower() == _ASR_SUFFIX:
+        if place_name(path).suffix.lower() == _ASR_SUFFIX:
             segments = read_segments(read_json(text))
             cues = None if segments is None else list(segments)
             if cues is not None and not cues:
@@ -165,7 +171,7 @@ class _Reader:
             self._notes[f"not UTF-8, read as {guessed}"].append(path)
         return cues
 
-    def _add_cues(self, video: int, cues: Sequence[Cue], *, source: str, file: Path) -> None:
+    def _add_cues(self, video: int, cues: Sequence[Cue], *, source: str, file: Place) -> None:
         for cue in cues:
             if cue.fault is not None:
                 reason, detail = cue.fault
@@ -182,6 +188,10 @@ class _Reader:
                 likelihood=cue.likelihood,
             ):
                 self._builder.use_row(self._directory)
+
+
+def _suffix(file: VideoFile) -> str:
+    return PurePosixPath(file.relative).suffix.lower()
 
 
 def _stem(relative: str) -> str:

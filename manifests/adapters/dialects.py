@@ -41,13 +41,16 @@ _JSON_SUFFIXES = frozenset({".jsonl", ".ndjson"})
 TABLE_SUFFIXES = _TEXT_SUFFIXES | _JSON_SUFFIXES
 
 
-def read_caption_rows(path: Path, *, note: Callable[[str], None]) -> Iterator[Row]:
+def read_caption_rows(
+    path: Path, *, note: Callable[[str], None], required: Sequence[str] = ("video", "text")
+) -> Iterator[Row]:
     """Iterate over the rows of a table of captions, with the documented names of the columns.
 
     The table is text with a header and any of the usual separators, or JSON lines.
 
     Args:
         note: called with each thing about the table that differs from its documented form.
+        required: columns that a table with a header must have.
 
     Raises:
         UserError: the file is not such a table, lacks a column, or has two that could both be the same.
@@ -60,8 +63,10 @@ def read_caption_rows(path: Path, *, note: Callable[[str], None]) -> Iterator[Ro
     encoding = encoding_of(path)
     if encoding in _ENCODING_NAMES:
         note(f"{path.name} is not UTF-8, read as {_ENCODING_NAMES[encoding]}")
-    named = _named_json_rows if suffix in _JSON_SUFFIXES else _separated_rows
-    yield from named(path, encoding=encoding, note=note)
+    if suffix in _JSON_SUFFIXES:
+        yield from _named_json_rows(path, encoding=encoding, note=note)
+    else:
+        yield from _separated_rows(path, encoding=encoding, required=required, note=note)
 
 
 def encoding_of(path: Path) -> str:
@@ -100,23 +105,23 @@ def encoding_of(path: Path) -> str:
     return "cp1252"
 
 
-def _separator(header_line: str, *, path: Path) -> str:
+def _separator(header_line: str, *, required: Sequence[str], path: Path) -> str:
     """Return the separator that splits the header into the most columns with a known name.
 
     Raises:
-        UserError: with none of them there are a video and a text.
+        UserError: with none of them there are all of the required columns.
     """
 
     def found(separator: str) -> tuple[int, int]:
         names = columns_of(next(csv.reader([header_line], delimiter=separator), []))
-        return len({"video", "text"}.intersection(names.values())), len(names)
+        return len(set(required).intersection(names.values())), len(names)
 
     best = max(_SEPARATORS, key=found)
-    if found(best)[0] < 2:
+    if found(best)[0] < len(required):
         header = on_one_line(header_line.strip())
         cells = next(csv.reader([header_line], delimiter=best), [])
         names = columns_of(cells)
-        missing = " and ".join(name for name in ("video", "text") if name not in names.values())
+        missing = " and ".join(name for name in required if name not in names.values())
         raise UserError(
             f"{path} has no column for {missing}; its first line is: {header or 'empty'}",
             hint="the first line must name the columns, separated by commas, semicolons or tabs: video,text or "
@@ -157,9 +162,11 @@ def _columns(header: Sequence[str], *, path: Path, note: Callable[[str], None]) 
     return columns
 
 
-def _separated_rows(path: Path, *, encoding: str, note: Callable[[str], None]) -> Iterator[Row]:
+def _separated_rows(
+    path: Path, *, encoding: str, required: Sequence[str], note: Callable[[str], None]
+) -> Iterator[Row]:
     header_line = next((line for line in text_lines(path, encoding=encoding) if line.strip()), "")
-    separator = _separator(header_line, path=path)
+    separator = _separator(header_line, required=required, path=path)
     if separator != ",":
         note(f"{path.name}: cells separated by {_SEPARATORS[separator]}")
     reader = csv.reader(text_lines(path, encoding=encoding), delimiter=separator)

@@ -26,6 +26,7 @@ from manifests.adapters.splits import split_in_file_name
 from manifests.adapters.tables import text_lines
 from manifests.adapters.wanted import WantedVideos, begin_reading
 from manifests.quoting import quoted
+from manifests.storage.urls import Place
 
 SOURCE = "human"
 SEGMENT_S = 5.0
@@ -33,7 +34,7 @@ _MAX_SEGMENTS = 6
 
 
 def read_didemo(
-    directory: Path, *, annotations: Sequence[Path], dataset: str = "didemo", skip: Path | None = None
+    directory: Place, *, annotations: Sequence[Path], dataset: str = "didemo", skip: Place | None = None
 ) -> Reading:
     """Read DiDeMo.
 

@@ -31,6 +31,7 @@ from manifests.adapters.splits import TRAIN, split_in_file_name
 from manifests.adapters.wanted import WantedVideos, begin_reading
 from manifests.errors import UserError
 from manifests.quoting import quoted
+from manifests.storage.urls import Place
 
 PASSES = ("narration_pass_1", "narration_pass_2")
 REDACTED_STATUS = "redacted"
@@ -39,7 +40,7 @@ _MAX_TIME_S = 1e9
 
 
 def read_ego4d(
-    directory: Path, *, annotations: Sequence[Path], dataset: str = "ego4d", skip: Path | None = None
+    directory: Place, *, annotations: Sequence[Path], dataset: str = "ego4d", skip: Place | None = None
 ) -> Reading:
     """Read Ego4D narrations from JSON and pickle files.
 

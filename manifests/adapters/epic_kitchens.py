@@ -17,6 +17,7 @@ from manifests.adapters.reasons import Reason
 from manifests.adapters.splits import split_in_file_name
 from manifests.adapters.tables import Row, read_csv
 from manifests.adapters.wanted import WantedVideos, begin_reading
+from manifests.storage.urls import Place
 
 SOURCE = "narrator"
 LABELS = {"label_verb": pa.int32(), "label_noun": pa.int32(), "label_nouns": pa.list_(pa.int32())}
@@ -26,7 +27,7 @@ _INTEGER_LIST = re.compile(r"\[\s*(?:\d{1,9}\s*(?:,\s*\d{1,9}\s*)*)?\]")
 
 
 def read_epic_kitchens(
-    directory: Path, *, annotations: Sequence[Path], dataset: str = "epic-kitchens", skip: Path | None = None
+    directory: Place, *, annotations: Sequence[Path], dataset: str = "epic-kitchens", skip: Place | None = None
 ) -> Reading:
     """Read EPIC-KITCHENS-100.
 

@@ -7,6 +7,10 @@ name without extension that matches several files refers to the one with this ID
 video). The split of a video defaults to the one that a parent folder is named after, otherwise to train.
 
 Subtitles and the output of speech recognition beside the videos are read if asked for (`beside`).
+
+The folder may be in a bucket (`s3://bucket/videos`). The files of a web server cannot be listed: its videos are those
+that the table names, by URLs or by paths below the URL of the folder. The same holds without a folder. Such a table may
+also have rows without a text, for videos without captions.
 """
 
 from collections.abc import Mapping, Sequence
@@ -18,37 +22,57 @@ from manifests.adapters.dialects import read_caption_rows
 from manifests.adapters.file_ids import file_ids
 from manifests.adapters.reading import Reading, ReadingBuilder
 from manifests.adapters.reasons import Reason
+from manifests.adapters.remote_videos import distinct, named_videos, normal_url
 from manifests.adapters.splits import split_named, split_of_folders
-from manifests.adapters.tables import log_probability, seconds
+from manifests.adapters.tables import Row, log_probability, seconds
 from manifests.adapters.video_files import Ambiguous, NearestName, VideoFile, VideoLookup, composed
+from manifests.errors import UserError
 from manifests.quoting import quoted
+from manifests.storage.objects import is_remote
+from manifests.storage.urls import Place, is_web, masked, split_url
 
 DEFAULT_SOURCE = "human"
 
 
 def read_folder(
-    directory: Path,
+    directory: Place | None,
     *,
     captions: Path | None = None,
     subtitles: bool = False,
     dataset: str = "folder",
-    skip: Path | None = None,
+    skip: Place | None = None,
     known: Mapping[str, str] | None = None,
 ) -> Reading:
     """Read a folder of videos.
 
     Args:
+        directory: path of a folder, URL of a folder, or None if the table has URLs.
         subtitles: read the subtitles beside the videos.
         skip: a subfolder to ignore (the data folder).
         known: source ID -> file name of this dataset's videos in the manifest, which keep their IDs.
 
     Raises:
-        UserError: no videos are found, or the caption table cannot be read.
+        UserError: no videos are found, the files cannot be listed, or the caption table cannot be read.
     """
     builder = ReadingBuilder(dataset)
-    scan = builder.scan(directory, skip=skip, beside=SUFFIXES)
+    base = directory if isinstance(directory, str) and is_web(directory) else None
+    is_named = captions is not None and (directory is None or base is not None)
+    if is_named:
+        if subtitles:
+            raise UserError("--subtitles requires a folder whose files can be listed", hint="omit it")
+        if base is not None:
+            split_url(base)  # raises UserError if it cannot be served
+        assert captions is not None
+        names = distinct(
+            row.values.get("video") for row in read_caption_rows(captions, required=("video",), note=_silent)
+        )
+        scan = builder.use_scan(named_videos(names, base=base))
+    elif directory is None:
+        raise UserError("no videos are given", hint="give a folder, or --captions and a table with URLs of videos")
+    else:
+        scan = builder.scan(directory, skip=skip, beside=SUFFIXES)
     files = scan.files
-    usable = [file for file in files if builder.check_file(file.source_id, file.path)]
+    usable = [file for file in files if builder.check_file(file.source_id, file.path, size_bytes=file.size_bytes)]
     numbers: dict[str, int | None] = {}
     owners: dict[str, VideoFile] = {}
     for file, source_id in zip(usable, file_ids(usable, known=known or {}), strict=True):
@@ -57,12 +81,17 @@ def read_folder(
         if source_id == file.source_id:
             owners[composed(source_id)] = file
     if captions is not None:
-        _add_captions(builder, captions, files=files, owners=owners, numbers=numbers)
-    if subtitles:
-        add_files_beside(builder, directory.resolve(), scan.beside, numbers=numbers)
+        _add_captions(builder, captions, files=files, owners=owners, numbers=numbers, base=base, is_named=is_named)
+    if subtitles and directory is not None:
+        place = directory.resolve() if isinstance(directory, Path) else directory
+        add_files_beside(builder, place, scan.beside, numbers=numbers)
     else:
         note_unread(builder, scan.beside, numbers=numbers)
     return builder.build()
+
+
+def _silent(_: str) -> None:
+    """Take no note: the table is read once more, for its captions."""
 
 
 def _add_captions(
@@ -72,12 +101,21 @@ def _add_captions(
     files: Sequence[VideoFile],
     owners: Mapping[str, VideoFile],
     numbers: dict[str, int | None],
+    base: str | None,
+    is_named: bool,
 ) -> None:
+    """Add the captions of a table.
+
+    Args:
+        base: URL of the folder on a web server, or None.
+        is_named: whether the table names the videos, so that a row needs no text.
+    """
     builder.begin_annotations(table)
     lookup, names = VideoLookup(list(files)), NearestName(files)
     nearest: dict[str, str] = {}  # name in the table -> what to say
     splits_given: dict[int, str] = {}
-    for row in read_caption_rows(table, note=builder.note):
+    required = ("video",) if is_named else ("video", "text")
+    for row in read_caption_rows(table, required=required, note=builder.note):
         name = row.values.get("video")
         if row.fault is not None:
             builder.reject(Reason.MALFORMED_ROW, file=str(table), row=row.number, detail=row.fault)
@@ -86,39 +124,26 @@ def _add_captions(
             builder.reject(Reason.EMPTY_ID, file=str(table), row=row.number, detail="the row names no video")
             continue
         try:
-            file = _find(name, lookup=lookup, owners=owners)
-            begin_s = seconds(row.values.get("begin_s"), default=0.0)
-            end_s = seconds(row.values.get("end_s"), default=inf)
-        except Ambiguous as error:
-            builder.reject(Reason.AMBIGUOUS_VIDEO, file=str(table), row=row.number, source_id=name, detail=str(error))
+            file = _find(_meant(name, base=base, is_named=is_named), lookup=lookup, owners=owners)
+            begin_s, end_s, likelihood = _numbers(row)
+            video = None if file is None else numbers.get(file.relative)
+            if video is None:
+                why = "the video was rejected"
+                if file is None:
+                    if name not in nearest:
+                        found = names.find(name)
+                        nearest[name] = "" if found is None else f", the nearest is {found}"
+                    why = f"no matching video file{nearest[name]}"
+                builder.lose_captions(name, file=table, why=why)
+                continue
+            source = _source(row)
+            _apply_split(builder, video, row.values.get("split"), given=splits_given)
+        except _Unusable as fault:
+            builder.reject(fault.reason, file=str(table), row=row.number, source_id=masked(name), detail=fault.detail)
             continue
-        except ValueError as error:
-            builder.reject(Reason.BAD_TIME, file=str(table), row=row.number, source_id=name, detail=str(error))
+        if is_named and row.values.get("text") in (None, ""):
+            builder.use_row(table)
             continue
-        try:
-            likelihood = log_probability(row.values.get("likelihood"))
-        except ValueError as error:
-            detail = f"likelihood is {error}"
-            builder.reject(Reason.BAD_LIKELIHOOD, file=str(table), row=row.number, source_id=name, detail=detail)
-            continue
-        if file is None:
-            if name not in nearest:
-                found = names.find(name)
-                nearest[name] = "" if found is None else f", the nearest is {found}"
-            builder.lose_captions(name, file=table, why=f"no matching video file{nearest[name]}")
-            continue
-        video = numbers.get(file.relative)
-        if video is None:
-            builder.lose_captions(name, file=table, why="the video was rejected")
-            continue
-        source = row.values.get("source") or DEFAULT_SOURCE
-        if not isinstance(source, str):
-            detail = f"source is {quoted(source)}, expected a string"
-            builder.reject(Reason.MALFORMED_ROW, file=str(table), row=row.number, source_id=name, detail=detail)
-            continue
-        fault = _apply_split(builder, video, row.values.get("split"), given=splits_given)
-        if fault is not None:
-            builder.reject(Reason.BAD_SPLIT, file=str(table), row=row.number, source_id=name, detail=fault)
             continue
         builder.add_caption(
             video,
@@ -132,29 +157,68 @@ def _add_captions(
         )
 
 
+class _Unusable(Exception):
+    """Why a row cannot be used."""
+
+    def __init__(self, reason: Reason, detail: str) -> None:
+        super().__init__(reason, detail)
+        self.reason, self.detail = reason, detail
+
+
+def _meant(name: str, *, base: str | None, is_named: bool) -> str:
+    """Return the URL that a row means, or a name of a file as it is; _Unusable if the URL cannot be served."""
+    if not is_named and not is_remote(name):
+        return name
+    try:
+        return normal_url(name.strip(), base=base)
+    except UserError as error:
+        raise _Unusable(Reason.MALFORMED_ROW, str(error)) from None
+    except ValueError as error:
+        raise _Unusable(Reason.MALFORMED_ROW, f"{quoted(name)}: {error}") from None
+
+
+def _numbers(row: Row) -> tuple[float, float, float | None]:
+    """Return begin and end in seconds, and the likelihood, of a row; _Unusable if one of them is not valid."""
+    try:
+        begin_s = seconds(row.values.get("begin_s"), default=0.0)
+        end_s = seconds(row.values.get("end_s"), default=inf)
+    except ValueError as error:
+        raise _Unusable(Reason.BAD_TIME, str(error)) from None
+    try:
+        return begin_s, end_s, log_probability(row.values.get("likelihood"))
+    except ValueError as error:
+        raise _Unusable(Reason.BAD_LIKELIHOOD, f"likelihood is {error}") from None
+
+
+def _source(row: Row) -> str:
+    source = row.values.get("source") or DEFAULT_SOURCE
+    if not isinstance(source, str):
+        raise _Unusable(Reason.MALFORMED_ROW, f"source is {quoted(source)}, expected a string")
+    return source
+
+
 def _find(name: str, *, lookup: VideoLookup, owners: Mapping[str, VideoFile]) -> VideoFile | None:
     """Find the file that a row refers to by `name`; None if there is none.
 
     Raises:
-        Ambiguous: several files match. If they differ only in their extension, `name` refers to the one with this ID.
+        _Unusable: several files match. If they differ only in their extension, `name` refers to the one with this ID.
     """
     try:
         return lookup.find(name)
     except Ambiguous as error:
         owner = owners.get(composed(name.removeprefix("./")))
         if owner is None or any(file.source_id != owner.source_id for file in error.matches):
-            raise
+            raise _Unusable(Reason.AMBIGUOUS_VIDEO, str(error)) from None
         return owner
 
 
-def _apply_split(builder: ReadingBuilder, video: int, value: object, *, given: dict[int, str]) -> str | None:
-    """Set the split that a row gives for its video; return a description of the error, or None."""
+def _apply_split(builder: ReadingBuilder, video: int, value: object, *, given: dict[int, str]) -> None:
+    """Set the split that a row gives for its video; _Unusable if it is not valid."""
     if value is None or value == "":
-        return None
+        return
     split = split_named(value) if isinstance(value, str) else None
     if split is None:
-        return f"split is {quoted(value)}, expected train, val or test"
+        raise _Unusable(Reason.BAD_SPLIT, f"split is {quoted(value)}, expected train, val or test")
     if given.setdefault(video, split) != split:
-        return f"split is {split!r}, but {given[video]!r} in an earlier row"
+        raise _Unusable(Reason.BAD_SPLIT, f"split is {split!r}, but {given[video]!r} in an earlier row")
     builder.set_split(video, split)
-    return None

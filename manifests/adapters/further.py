@@ -25,6 +25,7 @@ from manifests.errors import UserError
 from manifests.further_sources import SOURCE_CHARS, is_source_name, source_name
 from manifests.quoting import counted, quoted
 from manifests.schema import CAPTIONS, LIKELIHOOD
+from manifests.storage.urls import Place, place_name, place_of
 
 TABLE = "table"  # kind of the records of tables without a model
 # From rows of videos, begin_s and end_s to booleans: arrays of the same length.
@@ -107,7 +108,7 @@ class _Videos:
         self.ids: pa.Array = videos["video_id"].combine_chunks()
         self._videos = videos
         self._lookups: tuple[VideoLookup, ...] = ()
-        self._row_of_path: dict[Path, int] = {}
+        self._row_of_path: dict[Place, int] = {}
         self._path_of_row: dict[int, str] = {}  # as it is in the tables
         self.moved: dict[str, str] = {}  # path in the tables that does not exist -> path of the video
 
@@ -126,16 +127,16 @@ class _Videos:
             UserError: several such paths match one video.
         """
         if not self._lookups:
-            paths = [Path(path) for path in self._videos["path"].to_pylist()]
+            paths = [place_of(path) for path in self._videos["path"].to_pylist()]
             self._row_of_path = {path: row for row, path in enumerate(paths)}
             names = [
-                _relative(source_id, suffix=path.suffix)
+                _relative(source_id, suffix=place_name(path).suffix)
                 for source_id, path in zip(self._videos["source_id"].to_pylist(), paths, strict=True)
             ]
             # The ID of a dataset may differ from the name of the file.
             self._lookups = tuple(
                 VideoLookup(list(map(VideoFile, paths, relative)))
-                for relative in (names, [path.name for path in paths])
+                for relative in (names, [place_name(path).name for path in paths])
             )
         file = self._find(name)
         if file is None and self._is_gone(name) and (file := self._find(PurePosixPath(name).name)) is not None:

@@ -31,6 +31,7 @@ from manifests.adapters.splits import split_in_file_name, split_named
 from manifests.adapters.tables import Row, read_csv, seconds, text_lines
 from manifests.adapters.video_files import VIDEO_SUFFIXES, Ambiguous, VideoLookup
 from manifests.adapters.wanted import WantedVideos
+from manifests.storage.urls import Place
 
 SOURCE = "class"
 LABELS = {"label_class": pa.string()}
@@ -52,7 +53,7 @@ class _Line:
 
 
 def read_kinetics(
-    lists: Sequence[Path], *, videos: Path | None = None, dataset: str = "kinetics", skip: Path | None = None
+    lists: Sequence[Path], *, videos: Place | None = None, dataset: str = "kinetics", skip: Place | None = None
 ) -> Reading:
     """Read lists of clips. The videos are searched for under `videos`, by default the folder of the first list.
 

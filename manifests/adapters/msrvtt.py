@@ -29,6 +29,7 @@ from manifests.adapters.tables import read_csv
 from manifests.adapters.wanted import WantedVideos, begin_reading
 from manifests.errors import UserError
 from manifests.quoting import quoted
+from manifests.storage.urls import Place
 
 SOURCE = "human"
 LABELS = {"label_category": pa.int32()}
@@ -58,7 +59,7 @@ class _Info:
 
 
 def read_msrvtt(
-    directory: Path, *, annotations: Sequence[Path], dataset: str = "msrvtt", skip: Path | None = None
+    directory: Place, *, annotations: Sequence[Path], dataset: str = "msrvtt", skip: Place | None = None
 ) -> Reading:
     """Read MSR-VTT with its official splits, or with those of CSVs.
 

@@ -11,10 +11,12 @@ import pyarrow as pa
 
 from manifests.adapters.annotation_file import stat_kind
 from manifests.adapters.reasons import Reason
+from manifests.adapters.remote_videos import scan_bucket
 from manifests.adapters.video_files import Scan, VideoFile, scan_videos
 from manifests.keys import safe_video_id
 from manifests.quoting import quoted
 from manifests.schema import CAPTIONS, LIKELIHOOD, REJECTED, VIDEOS
+from manifests.storage.urls import Place
 
 ROWS_PER_CHUNK = 65_536
 WHOLE_VIDEO = (0.0, inf)
@@ -64,46 +66,60 @@ class ReadingBuilder:
         self._num_bulk_rows = 0
         self._rejected = _Rows(REJECTED)
         self._lost: dict[tuple[str, str, Reason, str], int] = {}
-        self._num_rows_used: dict[Path, int] = {}
+        self._num_rows_used: dict[Place, int] = {}
         self._example_file: str | None = None
         self._notes: list[str] = []
 
-    def find_videos(self, directory: Path, *, skip: Path | None = None) -> list[VideoFile]:
+    def find_videos(self, directory: Place, *, skip: Place | None = None) -> list[VideoFile]:
         """Find entries under `directory` with a video extension; folders that cannot be listed are rejected.
 
         Raises:
-            UserError: see `scan_videos`.
+            UserError: see `scan_videos` and `scan_bucket`.
         """
         return self.scan(directory, skip=skip).files
 
-    def scan(self, directory: Path, *, skip: Path | None = None, beside: frozenset[str] = frozenset()) -> Scan:
+    def scan(self, directory: Place, *, skip: Place | None = None, beside: frozenset[str] = frozenset()) -> Scan:
         """Like `find_videos`, but also find files with the extensions `beside`."""
-        scan = scan_videos(directory, skip=skip, beside=beside)
+        if isinstance(directory, str):
+            return self.use_scan(scan_bucket(directory, skip=skip if isinstance(skip, str) else None, beside=beside))
+        return self.use_scan(scan_videos(directory, skip=skip if isinstance(skip, Path) else None, beside=beside))
+
+    def use_scan(self, scan: Scan) -> Scan:
+        """Reject the entries of a scan that cannot be accessed, and return it."""
         for fault in scan.faults:
             self.reject(fault.reason, file=str(fault.path), detail=fault.why)
-        self._example_file = scan.files[0].relative
+        self._example_file = scan.files[0].relative if scan.files else None
         return scan
 
-    def begin_annotations(self, file: Path) -> None:
+    def begin_annotations(self, file: Place) -> None:
         """Register `file` as an annotation file that should provide captions or videos."""
         self._num_rows_used.setdefault(file, 0)
 
-    def use_row(self, file: Path) -> None:
+    def use_row(self, file: Place) -> None:
         """Count a row of an annotation file that provides a video without a caption, or one of several files."""
         self._num_rows_used[file] += 1
 
-    def add_video(self, source_id: str, *, path: Path, split: str) -> int | None:
-        """Add a video and return its index; return None and add a rejected row if its file or ID is unusable."""
-        return self.add_checked_video(source_id, path=path, split=split) if self.check_file(source_id, path) else None
+    def add_video(self, source_id: str, *, path: Place, split: str, size_bytes: int | None = None) -> int | None:
+        """Add a video and return its index; return None and add a rejected row if its file or ID is unusable.
 
-    def check_file(self, source_id: str, path: Path) -> bool:
-        """Return True if `path` is a non-empty regular file, otherwise add a rejected row. The file is not opened."""
-        reason, detail = _file_fault(path)
+        Args:
+            size_bytes: size of an object; None for a file.
+        """
+        is_usable = self.check_file(source_id, path, size_bytes=size_bytes)
+        return self.add_checked_video(source_id, path=path, split=split) if is_usable else None
+
+    def check_file(self, source_id: str, path: Place, *, size_bytes: int | None = None) -> bool:
+        """Return True if `path` is a non-empty regular file, otherwise add a rejected row. The file is not opened.
+
+        Args:
+            size_bytes: size of an object; None for a file.
+        """
+        reason, detail = _file_fault(path, size_bytes=size_bytes)
         if reason is not None:
             self.reject(reason, file=str(path), source_id=source_id, detail=detail)
         return reason is None
 
-    def add_checked_video(self, source_id: str, *, path: Path, split: str) -> int | None:
+    def add_checked_video(self, source_id: str, *, path: Place, split: str) -> int | None:
         """Like `add_video`, for a file that has been checked; None, with a rejected row, if its ID is taken."""
         video_id = safe_video_id(source_id)
         if video_id in self._video_ids:
@@ -135,7 +151,7 @@ class ReadingBuilder:
         *,
         text: object,
         source: str,
-        file: Path,
+        file: Place,
         row: int | None,
         begin_s: float = 0.0,
         end_s: float = inf,
@@ -203,7 +219,7 @@ class ReadingBuilder:
         self,
         source_id: str,
         *,
-        file: Path,
+        file: Place,
         num_captions: int = 1,
         reason: Reason = Reason.MISSING_FILE,
         why: str = "no matching video file",
@@ -304,10 +320,12 @@ def interval_fault(begin_s: float, end_s: float) -> str | None:
     return None
 
 
-def _file_fault(path: Path) -> tuple[Reason | None, str]:
+def _file_fault(path: Place, *, size_bytes: int | None) -> tuple[Reason | None, str]:
     """Return why a video file is unusable, as far as can be determined without opening it."""
     if not encodable(str(path)):
         return Reason.BAD_NAME, "the path is not valid UTF-8"
+    if isinstance(path, str):
+        return (Reason.EMPTY_FILE, "the object is empty") if size_bytes == 0 else (None, "")
     try:
         status = path.stat()
     except OSError as error:

@@ -22,6 +22,7 @@ from manifests.adapters.splits import split_in_file_name
 from manifests.adapters.tables import text_lines
 from manifests.adapters.wanted import WantedVideos, begin_reading
 from manifests.quoting import quoted
+from manifests.storage.urls import Place
 
 SOURCE = "human"
 CLASS_SOURCE = "class"
@@ -30,7 +31,7 @@ _WITHOUT_BRACKETS = str.maketrans("", "", "[]")
 
 
 def read_something_something(
-    directory: Path, *, annotations: Sequence[Path], dataset: str = "ssv2", skip: Path | None = None
+    directory: Place, *, annotations: Sequence[Path], dataset: str = "ssv2", skip: Place | None = None
 ) -> Reading:
     """Read Something-Something v2.
 

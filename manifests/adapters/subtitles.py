@@ -20,6 +20,8 @@ from manifests.adapters.tables import log_probability, seconds
 from manifests.json_text import parse_json
 from manifests.publish import read_record
 from manifests.quoting import quoted
+from manifests.storage.objects import open_objects
+from manifests.storage.urls import Place, split_url
 
 MAX_FILE_BYTES = 1 << 28
 _MARKS = ((codecs.BOM_UTF8, "utf-8-sig"), (codecs.BOM_UTF16_LE, "utf-16"), (codecs.BOM_UTF16_BE, "utf-16"))
@@ -137,17 +139,19 @@ def without_markup(text: str) -> str:
     return " ".join(text.translate(_INVISIBLE).split())
 
 
-def read_bytes(path: Path) -> bytes:
-    """Read a file.
+def read_bytes(path: Place) -> bytes:
+    """Read a file or an object.
 
     Raises:
         Unreadable: it cannot be read, or is too large to be of this kind.
     """
     try:
-        size_bytes = path.stat().st_size
+        root, key = split_url(path) if isinstance(path, str) else ("", "")
+        objects = open_objects(root) if isinstance(path, str) else None
+        size_bytes = objects.info(key).size_bytes if objects is not None else Path(path).stat().st_size
         if size_bytes > MAX_FILE_BYTES:
             raise Unreadable(f"it has {size_bytes:,} bytes, more than {MAX_FILE_BYTES:,}")
-        return read_record(path)  # a pipe would block
+        return objects.read(key) if objects is not None else read_record(Path(path))  # a pipe would block
     except OSError as error:
         raise Unreadable(error.strerror or str(error)) from error
 

@@ -13,12 +13,13 @@ from manifests.adapters.reading import Reading, ReadingBuilder
 from manifests.adapters.reasons import Reason
 from manifests.adapters.splits import split_in_file_name
 from manifests.adapters.wanted import WantedVideos, begin_reading
+from manifests.storage.urls import Place
 
 SOURCE = "human-en"
 
 
 def read_vatex(
-    directory: Path, *, annotations: Sequence[Path], dataset: str = "vatex", skip: Path | None = None
+    directory: Place, *, annotations: Sequence[Path], dataset: str = "vatex", skip: Place | None = None
 ) -> Reading:
     """Read VATEX.
 

@@ -15,6 +15,7 @@ from pathlib import Path, PurePosixPath
 from manifests.adapters.reasons import Reason
 from manifests.errors import UserError
 from manifests.quoting import on_one_line
+from manifests.storage.urls import Place
 
 VIDEO_SUFFIXES = frozenset(
     {".mp4", ".mov", ".mkv", ".webm", ".avi", ".m4v", ".mpg", ".mpeg", ".ts", ".flv", ".wmv"}
@@ -37,10 +38,17 @@ class Ambiguous(Exception):
 
 @dataclass(frozen=True)
 class VideoFile:
-    """A folder entry with the extension of a video. It may turn out not to be a regular file."""
+    """A folder entry with the extension of a video. It may turn out not to be a regular file.
 
-    path: Path  # absolute
-    relative: str  # to the scanned folder, with / as separator
+    Attributes:
+        path: absolute path, or URL of an object.
+        relative: path relative to the scanned folder, with / as separator.
+        size_bytes: size of an object; None for a file.
+    """
+
+    path: Place
+    relative: str
+    size_bytes: int | None = None
 
     @property
     def source_id(self) -> str:
@@ -52,7 +60,7 @@ class VideoFile:
 class Fault:
     """A folder or entry that cannot be accessed."""
 
-    path: Path
+    path: Place
     reason: Reason
     why: str
 
@@ -117,20 +125,25 @@ def scan_videos(directory: Path, *, skip: Path | None = None, beside: frozenset[
                 files.append(VideoFile(path, path.relative_to(root).as_posix()))
             elif path.suffix.lower() in beside:
                 others.append(VideoFile(path, path.relative_to(root).as_posix()))
-    with_videos = {parent for file in files for parent in file.path.parents} if named_like_videos else set()
+    with_videos = {parent for file in files for parent in Path(file.path).parents} if named_like_videos else set()
     for path in named_like_videos:
         if path not in with_videos:
             faults.append(Fault(path, Reason.NOT_A_FILE, "it is a folder without videos"))
     if not files:
-        named = "".join(f"; {on_one_line(str(fault.path))}: {fault.why}" for fault in faults[:3])
-        raise UserError(
-            f"no video files in {directory}{named}",
-            hint="supported extensions: " + " ".join(sorted(suffix[1:] for suffix in VIDEO_SUFFIXES)),
-        )
+        raise no_videos(directory, faults)
     return Scan(
-        sorted(files, key=_order),
+        sorted(files, key=file_order),
         sorted(faults, key=lambda fault: os.fsencode(fault.path)),
-        sorted(others, key=_order),
+        sorted(others, key=file_order),
+    )
+
+
+def no_videos(directory: Place, faults: list[Fault]) -> UserError:
+    """Return the error for a folder without videos."""
+    named = "".join(f"; {on_one_line(str(fault.path))}: {fault.why}" for fault in faults[:3])
+    return UserError(
+        f"no video files in {directory}{named}",
+        hint="supported extensions: " + " ".join(sorted(suffix[1:] for suffix in VIDEO_SUFFIXES)),
     )
 
 
@@ -213,7 +226,8 @@ def composed(name: str) -> str:
     return name if name.isascii() else unicodedata.normalize("NFC", name)
 
 
-def _order(file: VideoFile) -> bytes:
+def file_order(file: VideoFile) -> bytes:
+    """Return what files are sorted by."""
     return file.relative.encode("utf-8", "surrogateescape")
 
 

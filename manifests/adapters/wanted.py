@@ -9,10 +9,11 @@ import pyarrow as pa
 from manifests.adapters.reading import ReadingBuilder
 from manifests.adapters.reasons import Reason
 from manifests.adapters.video_files import Ambiguous, VideoLookup, composed
+from manifests.storage.urls import Place
 
 
 def begin_reading(
-    dataset: str, directory: Path, *, skip: Path | None, labels: Mapping[str, pa.DataType] | None = None
+    dataset: str, directory: Place, *, skip: Place | None, labels: Mapping[str, pa.DataType] | None = None
 ) -> tuple[ReadingBuilder, "WantedVideos"]:
     """A builder, and the videos of `directory` under the IDs of its annotations; UserError if there are no videos."""
     builder = ReadingBuilder(dataset, labels=labels)
@@ -76,5 +77,5 @@ class WantedVideos:
             return _Unavailable(Reason.AMBIGUOUS_VIDEO, str(error))
         if file is None:
             return _Unavailable(Reason.MISSING_FILE, "no matching video file")
-        number = self._builder.add_video(source_id, path=file.path, split=split)
+        number = self._builder.add_video(source_id, path=file.path, split=split, size_bytes=file.size_bytes)
         return _Unavailable(Reason.MISSING_FILE, "the video was rejected") if number is None else number

@@ -36,6 +36,35 @@ class Adapter:
 
 BENCHMARKS = (
     Adapter(
+        "epic-kitchens",
+        "epic_kitchens:read_epic_kitchens",
+        "annotations",
+        """Read EPIC-KITCHENS-100: narrated actions with verb and noun classes.
+
+        Example: prep manifest epic-kitchens VIDEOS --annotations EPIC_100_train.csv
+
+        Parameters
+        ----------
+        directory
+            Folder of the videos, named <video_id>.MP4, in any subfolder.
+        """,
+    ),
+    Adapter(
+        "kinetics",
+        "kinetics:read_kinetics",
+        "lists",
+        """Read Kinetics, or any lists of clips with one class each.
+
+        Example: prep manifest kinetics train.csv val.csv --videos VIDEOS
+
+        Parameters
+        ----------
+        lists
+            CSV files with the columns label, youtube_id, time_start, time_end and split; or text files with lines of
+            the form "path label", "path num_frames label" (AVION) or "path 0 -1" (VideoMAE V2, no label).
+        """,
+    ),
+    Adapter(
         "msrvtt",
         "msrvtt:read_msrvtt",
         "annotations",

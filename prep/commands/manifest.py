@@ -6,20 +6,24 @@ write a reader in `manifests/adapters/` and add an entry here.
 
 import json as json_module
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
-from cyclopts import App, Parameter
+from cyclopts import App, Parameter, Token
 
 from manifests.errors import FailedWork, UserError
+from manifests.storage.urls import folder_of, place_of
 from prep.commands import manifest_captions
 from prep.commands.benchmarks import BENCHMARKS, Adapter
 from prep.core.make import OPTIONS, Data
 
 if TYPE_CHECKING:
     from manifests.adapters.reading import Reading
+    from manifests.storage.urls import Place
+else:
+    Place = Path  # with a converter: flags are local paths or URLs
 
 Dataset = Annotated[
     str | None,
@@ -27,8 +31,22 @@ Dataset = Annotated[
 ]
 Json = Annotated[bool, Parameter(name="--json", negative="", help="Print the summary as JSON.")]
 Annotations = Annotated[
-    list[Path], Parameter(name="--annotations", consume_multiple=True, negative="", help="Annotation files.")
+    list[Place],
+    Parameter(
+        name="--annotations",
+        consume_multiple=True,
+        negative="",
+        converter=lambda _type, tokens: _places(tokens),
+        help="Annotation files, paths or URLs.",
+    ),
 ]
+
+
+def _places(tokens: Sequence[Token]) -> "list[Place]":
+    return [place_of(token.value) for token in tokens]
+
+
+ONE_PLACE = Parameter(converter=lambda _type, tokens: _places(tokens)[0])
 app = App(name="manifest", help="Read videos and captions of a dataset into the manifest.", group_parameters=OPTIONS)
 
 
@@ -43,12 +61,16 @@ ADAPTERS = (
         split (train, val or test). Common other names of these columns, separators and encodings are recognized. If
         none of its rows is valid, the manifest is not changed.
 
+        Videos on a web server, which cannot be listed, are those that the table names by URLs, or by paths below the
+        URL given as the folder.
+
         Example: prep manifest folder VIDEOS --captions captions.csv
 
         Parameters
         ----------
         directory
-            Folder of the videos; subfolders are included.
+            Folder of the videos, a path or a URL such as s3://bucket/videos; subfolders are included. Omit it if the
+            table has the URLs of the videos.
         """,
     ),
     Adapter(
@@ -82,44 +104,17 @@ ADAPTERS = (
             Folder of the videos, named <video_uid>.mp4.
         """,
     ),
-    Adapter(
-        "epic-kitchens",
-        "epic_kitchens:read_epic_kitchens",
-        "annotations",
-        """Read EPIC-KITCHENS-100: narrated actions with verb and noun classes.
-
-        Example: prep manifest epic-kitchens VIDEOS --annotations EPIC_100_train.csv
-
-        Parameters
-        ----------
-        directory
-            Folder of the videos, named <video_id>.MP4, in any subfolder.
-        """,
-    ),
-    Adapter(
-        "kinetics",
-        "kinetics:read_kinetics",
-        "lists",
-        """Read Kinetics, or any lists of clips with one class each.
-
-        Example: prep manifest kinetics train.csv val.csv --videos VIDEOS
-
-        Parameters
-        ----------
-        lists
-            CSV files with the columns label, youtube_id, time_start, time_end and split; or text files with lines of
-            the form "path label", "path num_frames label" (AVION) or "path 0 -1" (VideoMAE V2, no label).
-        """,
-    ),
     *BENCHMARKS,
 )
 
 
 def _with_captions(adapter: Adapter) -> Callable[..., None]:
     def command(
-        directory: Path,
+        directory: Annotated[Place | None, ONE_PLACE] = None,
         *,
-        captions: Annotated[Path | None, Parameter(help="Caption table: a .csv, .tsv or .jsonl file.")] = None,
+        captions: Annotated[
+            Place | None, ONE_PLACE, Parameter(help="Caption table, a path or URL of a .csv, .tsv or .jsonl file.")
+        ] = None,
         subtitles: Annotated[
             bool,
             Parameter(
@@ -134,20 +129,21 @@ def _with_captions(adapter: Adapter) -> Callable[..., None]:
     ) -> None:
         name = dataset or adapter.kind
 
-        def read() -> "Reading":
+        def read(tables: list[Path]) -> "Reading":
             from manifests.store import known_files
 
             known = known_files(data, name)
-            return adapter.read(directory, captions=captions, subtitles=subtitles, dataset=name, skip=data, known=known)
+            table = tables[0] if tables else None
+            return adapter.read(directory, captions=table, subtitles=subtitles, dataset=name, skip=data, known=known)
 
-        _write(read, data=data, videos=directory, dataset=name, as_json=json)
+        _write(read, [] if captions is None else [captions], data=data, videos=directory, dataset=name, as_json=json)
 
     return command
 
 
 def _with_annotations(adapter: Adapter) -> Callable[..., None]:
     def command(
-        directory: Path,
+        directory: Annotated[Place, ONE_PLACE],
         *,
         annotations: Annotations,
         data: Data = Path("data"),
@@ -156,7 +152,8 @@ def _with_annotations(adapter: Adapter) -> Callable[..., None]:
     ) -> None:
         name = dataset or adapter.kind
         _write(
-            lambda: adapter.read(directory, annotations=annotations, dataset=name, skip=data),
+            lambda tables: adapter.read(directory, annotations=tables, dataset=name, skip=data),
+            annotations,
             data=data,
             videos=directory,
             dataset=name,
@@ -168,21 +165,23 @@ def _with_annotations(adapter: Adapter) -> Callable[..., None]:
 
 def _with_lists(adapter: Adapter) -> Callable[..., None]:
     def command(
-        lists: Annotated[list[Path], Parameter(negative="")],
+        lists: Annotated[list[Place], Parameter(negative="", converter=lambda _type, tokens: _places(tokens))],
         /,
         *,
         videos: Annotated[
-            Path | None, Parameter(help="Folder of the videos. Default: the folder of the first list.")
+            Place | None, ONE_PLACE, Parameter(help="Folder of the videos. Default: the folder of the first list.")
         ] = None,
         data: Data = Path("data"),
         dataset: Dataset = None,
         json: Json = False,
     ) -> None:
         name = dataset or adapter.kind
+        directory = folder_of(lists[0]) if videos is None else videos
         _write(
-            lambda: adapter.read(lists, videos=videos, dataset=name, skip=data),
+            lambda tables: adapter.read(tables, videos=directory, dataset=name, skip=data),
+            lists,
             data=data,
-            videos=lists[0].parent if videos is None else videos,
+            videos=directory,
             dataset=name,
             as_json=json,
         )
@@ -232,7 +231,7 @@ def synthetic(
     name = dataset or "synthetic"
     directory = data / "synthetic" if out is None else out
 
-    def make() -> "Reading":
+    def make(_tables: list[Path]) -> "Reading":
         reading = make_synthetic(
             directory,
             num_videos=videos,
@@ -251,8 +250,24 @@ def synthetic(
 app.command(manifest_captions.captions)
 
 
-def _write(read: "Callable[[], Reading]", *, data: Path, videos: Path, dataset: str, as_json: bool) -> None:
+def _write(
+    read: "Callable[[list[Path]], Reading]",
+    tables: "Sequence[Place]" = (),
+    *,
+    data: Path,
+    videos: "Place | None",
+    dataset: str,
+    as_json: bool,
+) -> None:
+    """Read a dataset and write it to the manifest.
+
+    Args:
+        read: receives local copies of the tables.
+        tables: annotation files.
+        videos: folder of the videos, or None if the tables name them.
+    """
     from manifests.adapters.reading import encodable
+    from manifests.adapters.remote_tables import read_with_local_tables
     from manifests.data_location import check_data_dir
     from manifests.errors import DISK_ERRORS
     from manifests.quoting import quoted
@@ -261,11 +276,11 @@ def _write(read: "Callable[[], Reading]", *, data: Path, videos: Path, dataset: 
     from prep.core.data_folder import writing
     from prep.core.failure_list import first_rejected
 
-    check_data_dir(data, videos=videos)
+    check_data_dir(data, videos=videos if isinstance(videos, Path) else None)
     _check_existing(data)
     if not encodable(dataset):
         raise UserError(f"--dataset {quoted(dataset)} is not valid Unicode", hint="give another name")
-    reading = read()
+    reading = read_with_local_tables(tables, read)
     if not reading.videos.num_rows:
         message, hint = manifest_text.no_video_text(reading, dataset)
         raise UserError(message, hint=hint)

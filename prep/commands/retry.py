@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 from cyclopts import Parameter
 
 from manifests.errors import UserError
-from prep.core.make import Address, Data, EngineName, Json, MaxFailures, Request, Workers
+from prep.core.make import Address, Data, EngineName, Json, MaxFailures, Request, ScratchSize, Workers
 from prep.registry import column_named, column_names
 
 if TYPE_CHECKING:
@@ -34,6 +34,7 @@ def retry(
     address: Address = None,
     workers: Workers = None,
     max_failures: MaxFailures = "0",
+    scratch_size: ScratchSize = None,
     json: Json = False,
 ) -> None:
     """Retry the failures in the current variant of a column, for example after repairing a source video.
@@ -57,6 +58,7 @@ def retry(
         address=address,
         workers=workers,
         max_failures=max_failures,
+        scratch_size=scratch_size,
         json=json,
         retry_codes=codes,
     )

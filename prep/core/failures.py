@@ -10,6 +10,7 @@ class FailureCode(StrEnum):
     SOURCE_UNREADABLE = "source_unreadable"  # not a supported container: text, a playlist, an empty file, no permission
     SOURCE_TRUNCATED = "source_truncated"  # the header announces more data than the file holds
     SOURCE_CHANGED = "source_changed"  # the file changed between planning and processing
+    SOURCE_TOO_LARGE = "source_too_large"  # a remote source exceeds the scratch space for copies
     NO_VIDEO = "no_video"
     ZERO_DURATION = "zero_duration"
     BAD_TIMESTAMPS = "bad_timestamps"  # a raw stream without timestamps, or impossible timestamps
@@ -34,6 +35,7 @@ class FailureCode(StrEnum):
 TRANSIENT = frozenset(
     {
         FailureCode.SOURCE_CHANGED,
+        FailureCode.SOURCE_TOO_LARGE,
         FailureCode.TIMEOUT,
         FailureCode.OUT_OF_MEMORY,
         FailureCode.DISK_FULL,

@@ -3,6 +3,7 @@
 It also defines the flags that these commands share; their values form a `Request`.
 """
 
+import re
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -16,6 +17,8 @@ from manifests.help_text import FIRST_RUN
 from manifests.quoting import counted
 from manifests.storage.mirrors import is_remote
 from prep.core.column import ColumnSpec
+
+_SIZE = re.compile(r"(\d+(?:\.\d+)?)([kMGT])B", re.ASCII)
 
 EXECUTION = Parameter(group=Group("Execution", sort_key=8))
 OPTIONS = Group("Options", sort_key=9)  # of flags without another group
@@ -64,6 +67,15 @@ MaxFailures = Annotated[
     EXECUTION,
     Parameter(help="Number or percentage of videos that may fail before the command exits with 1, such as 10 or 1%."),
 ]
+ScratchSize = Annotated[
+    str | None,
+    EXECUTION,
+    Parameter(
+        env_var="CLIPMILL_SCRATCH_SIZE",
+        help="Maximum total size of the copies of remote videos on a node, in its $TMPDIR, such as 200GB. Default: "
+        "80 % of the free space.",
+    ),
+]
 ModelWorkers = Annotated[
     int | None,
     EXECUTION,
@@ -88,6 +100,7 @@ class Request:
         batch: batch size of the model; None if not given.
         retry_codes: failure codes to try again even if nothing changed.
         only_variant: name of the variant that the settings must produce, or None.
+        scratch_size: limit of the copies of remote videos on a node, such as 200GB; None for most of the free space.
     """
 
     data: Path
@@ -100,6 +113,23 @@ class Request:
     json: bool = False
     retry_codes: frozenset[str] = frozenset()
     only_variant: str | None = None
+    scratch_size: str | None = None
+
+    @property
+    def scratch_bytes(self) -> int | None:
+        """`scratch_size` in bytes.
+
+        Raises:
+            UserError: it is not a size.
+        """
+        if self.scratch_size is None:
+            return None
+        found = _SIZE.fullmatch(self.scratch_size)
+        if found is None:
+            raise UserError(
+                f'--scratch-size "{self.scratch_size}" is not a size', hint="give a number with a unit, such as 200GB"
+            )
+        return int(float(found[1]) * 1000 ** "kMGT".index(found[2]) * 1000)
 
     def check(self) -> None:
         """Validate the flags.
@@ -113,6 +143,7 @@ class Request:
             raise UserError(
                 f"--num-gpus {self.num_gpus:g} is out of range", hint="give 1, a fraction such as 0.5, or 0 for the CPU"
             )
+        _ = self.scratch_bytes
         if self.address is not None and self.engine != "ray":
             raise UserError(
                 f"--address {self.address} requires --engine ray", hint="omit --engine processes, or omit --address"

@@ -1,33 +1,93 @@
-"""Access to a source file: its fingerprint, and the failure if it is inaccessible."""
+"""Access to a source, a local file or an object: opening it, its fingerprint, and the failure if it is inaccessible."""
 
 import errno
 import hashlib
+import os
 import stat
-from pathlib import Path
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import BinaryIO
 
+from manifests.storage.objects import is_remote
+from manifests.storage.urls import Place
 from prep.core.failures import FailureCode, SourceFailure
+from prep.sources.remote import RemoteFile
 
 _FINGERPRINT_BYTES = 1 << 20
+SourceBytes = BinaryIO | RemoteFile
 
 
-def source_fingerprint(path: Path) -> str:
-    """Return the SHA-256 (hex) over a file's size and its first and last MiB.
+@dataclass(frozen=True)
+class OpenSource:
+    """A source that is open for reading.
 
-    This is cheap even for hours of video, and independent of the file's name.
+    Attributes:
+        size_bytes: its size when it was opened.
+        file: its content.
+        for_libav: what libav opens: the path of a local file, or an object as a Python file.
+    """
+
+    size_bytes: int
+    file: SourceBytes
+    for_libav: str | RemoteFile
+
+
+@contextmanager
+def open_source(place: Place, *, on_read: Callable[[], None] = lambda: None) -> Iterator[OpenSource]:
+    """Open a source: a local path, or the URL of an object, which is read by ranges.
+
+    Args:
+        on_read: called for every range of an object that is read, as a heartbeat.
 
     Raises:
         SourceFailure: source_missing, source_unreadable or io_error.
     """
+    path = os.fspath(place)
+    if is_remote(path):
+        file = RemoteFile(path, on_read=on_read)
+        try:
+            yield OpenSource(file.size_bytes, file, file)
+        except SourceFailure:
+            if file.failure is not None:  # libav took it for the end of the file, or for damage
+                raise file.failure from None
+            raise
+        if file.failure is not None:
+            raise file.failure
+        return
     try:
-        state = path.stat()
+        state = os.stat(path)  # noqa: PTH116 - not every place is a Path
         if not stat.S_ISREG(state.st_mode):  # opening a named pipe would block until something writes to it
             raise SourceFailure(FailureCode.SOURCE_UNREADABLE, "not a regular file")
-        digest = hashlib.sha256(str(state.st_size).encode())
-        with path.open("rb") as file:
-            digest.update(file.read(_FINGERPRINT_BYTES))
-            if state.st_size > _FINGERPRINT_BYTES:
-                file.seek(max(_FINGERPRINT_BYTES, state.st_size - _FINGERPRINT_BYTES))
-                digest.update(file.read(_FINGERPRINT_BYTES))
+        local = open(path, "rb")  # noqa: PTH123, SIM115 - closed below
+    except (OSError, ValueError) as error:
+        raise access_failure(error) from None
+    with local:
+        yield OpenSource(state.st_size, local, f"file:{path}")
+
+
+def source_fingerprint(place: Place) -> str:
+    """Return the SHA-256 (hex) over a source's size and its first and last MiB.
+
+    This is cheap even for hours of video, and independent of the source's name and storage.
+
+    Raises:
+        SourceFailure: source_missing, source_unreadable or io_error.
+    """
+    with open_source(place) as source:
+        return fingerprint_of(source)
+
+
+def fingerprint_of(source: OpenSource) -> str:
+    """Return `source_fingerprint` of a source that is open."""
+    file, size_bytes = source.file, source.size_bytes
+    digest = hashlib.sha256(str(size_bytes).encode())
+    try:
+        file.seek(0)
+        digest.update(file.read(_FINGERPRINT_BYTES) or b"")
+        if size_bytes > _FINGERPRINT_BYTES:
+            file.seek(max(_FINGERPRINT_BYTES, size_bytes - _FINGERPRINT_BYTES))
+            digest.update(file.read(_FINGERPRINT_BYTES) or b"")
     except (OSError, ValueError) as error:
         raise access_failure(error) from None
     return digest.hexdigest()

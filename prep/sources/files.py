@@ -7,15 +7,17 @@ abandoned and another thread takes over its remaining files. Abandoned threads d
 import os
 import time
 from dataclasses import dataclass, field
-from pathlib import Path
 from queue import Empty, SimpleQueue
 from threading import Thread
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 
+from manifests.storage.urls import Place
 from prep.core.failures import FailureCode, SourceFailure
 from prep.sources.access import access_failure, source_fingerprint
+from prep.sources.remote import remote_states
 
 STAT_LIMIT_S = 60.0  # timeout per file
 _SHORT_LIMIT_S = 1.0  # timeout for other files in a folder where one timed out: a dead mount may hold thousands
@@ -30,7 +32,8 @@ class FileStates:
 
     Attributes:
         size_bytes: int64 [files]; NO_FILE if the file could not be checked.
-        mtime_ns: modification time, int64 [files]; 0 if the file could not be checked.
+        mtime_ns: modification time, int64 [files]; 0 if the file could not be checked. That of an object also depends
+            on its etag (`prep.sources.remote.object_state`).
         failures: row -> why the file could not be checked.
     """
 
@@ -40,7 +43,26 @@ class FileStates:
 
 
 def stat_files(paths: pa.ChunkedArray, *, num_threads: int) -> FileStates:
-    """Return the size and modification time of each of `paths`."""
+    """Return the size and modification time of each of `paths`, which may be URLs.
+
+    Raises:
+        UserError: a bucket does not exist, or it refuses the credentials.
+    """
+    is_url = np.asarray(pc.match_substring(paths, "://"))
+    if not is_url.any():
+        return _stat_local(paths, num_threads=num_threads)
+    rows = np.flatnonzero(is_url)
+    states = FileStates(np.full(len(paths), NO_FILE, np.int64), np.zeros(len(paths), np.int64), {})
+    for number, found in remote_states(paths.take(pa.array(rows)).to_pylist()):
+        _record(states, int(rows[number]), found)
+    here = np.flatnonzero(~is_url)
+    local = _stat_local(paths.take(pa.array(here)), num_threads=num_threads)
+    states.size_bytes[here], states.mtime_ns[here] = local.size_bytes, local.mtime_ns
+    states.failures.update({int(here[row]): failure for row, failure in local.failures.items()})
+    return states
+
+
+def _stat_local(paths: pa.ChunkedArray, *, num_threads: int) -> FileStates:
     states = FileStates(np.full(len(paths), NO_FILE, np.int64), np.zeros(len(paths), np.int64), {})
     waiting: SimpleQueue[_Slice] = SimpleQueue()
     ended: SimpleQueue[_Slice] = SimpleQueue()
@@ -73,14 +95,18 @@ def stat_files(paths: pa.ChunkedArray, *, num_threads: int) -> FileStates:
         num_left -= 1
         working.discard(done)
         for row, found in enumerate(done.found, done.begin):
-            if isinstance(found, SourceFailure):
-                states.failures[row] = found
-            else:
-                states.size_bytes[row], states.mtime_ns[row] = found
+            _record(states, row, found)
     return states
 
 
-def current_fingerprint(path: Path) -> str:
+def _record(states: FileStates, row: int, found: tuple[int, int] | SourceFailure) -> None:
+    if isinstance(found, SourceFailure):
+        states.failures[row] = found
+    else:
+        states.size_bytes[row], states.mtime_ns[row] = found
+
+
+def current_fingerprint(place: Place) -> str:
     """Return `source_fingerprint`, with a timeout of `STAT_LIMIT_S`.
 
     Raises:
@@ -90,7 +116,7 @@ def current_fingerprint(path: Path) -> str:
 
     def read() -> None:
         try:
-            answer.put(source_fingerprint(path))
+            answer.put(source_fingerprint(place))
         except SourceFailure as failure:
             answer.put(failure)
 

@@ -5,27 +5,27 @@ containers are demuxed once from end to end, without decoding. In every case one
 size and rotation.
 
 Files are opened only with the demuxers in `DEMUXERS` and through the file protocol: a playlist or concat script
-disguised as a video is refused, so that it cannot make libav read other files.
+disguised as a video is refused, so that it cannot make libav read other files. Objects are read by ranges
+(`prep.sources.remote`), with the same result.
 
 `prep.sources.probe_processes` runs this in separate processes: a file that hangs or crashes its reader, or exhausts its
 memory, affects only that process.
 """
 
 import errno
-import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from fractions import Fraction
-from pathlib import Path
 
 import av
 import av.error
 from av.container import InputContainer
 from av.video.stream import VideoStream
 
+from manifests.storage.urls import Place
 from prep.core.failures import FailureCode, SourceFailure
-from prep.sources.access import source_fingerprint
+from prep.sources.access import OpenSource, fingerprint_of, open_source
 from prep.sources.packet_times import demuxed_times, indexed_times, is_indexed
 from prep.sources.truncation import truncation
 from shards.containers import CONTAINERS, FILE_PROTOCOLS
@@ -68,7 +68,7 @@ class SourceFacts:
     key_gap_s: float
 
 
-def probe(path: Path, *, on_read: Callable[[], None] = lambda: None) -> SourceFacts:
+def probe(place: Place, *, on_read: Callable[[], None] = lambda: None) -> SourceFacts:
     """Probe one source.
 
     Args:
@@ -78,14 +78,18 @@ def probe(path: Path, *, on_read: Callable[[], None] = lambda: None) -> SourceFa
         SourceFailure: source_missing, source_unreadable, source_truncated, no_video, zero_duration, bad_timestamps,
             decode_errors, io_error or out_of_memory.
     """
-    fingerprint = source_fingerprint(path)
-    size_bytes = path.stat().st_size
+    with open_source(place, on_read=on_read) as source:
+        return _probe(source, on_read=on_read)
+
+
+def _probe(source: OpenSource, *, on_read: Callable[[], None]) -> SourceFacts:
+    fingerprint, size_bytes = fingerprint_of(source), source.size_bytes
     if size_bytes == 0:
         raise SourceFailure(FailureCode.SOURCE_UNREADABLE, "the file is empty")
-    with opened(path) as container:
+    with opened(source) as container:
         stream = first_video(container)
         indexed = stream is not None and is_indexed(container, stream)
-        missing = None if indexed else truncation(path, format_name=container.format.name)
+        missing = None if indexed else truncation(source, format_name=container.format.name)
         if missing:
             raise SourceFailure(FailureCode.SOURCE_TRUNCATED, missing)
         if stream is None:
@@ -98,7 +102,7 @@ def probe(path: Path, *, on_read: Callable[[], None] = lambda: None) -> SourceFa
         is_blind = container.format.name in _BLIND_SEEKS
     if times is None:
         # Opened again because not every container can be rewound.
-        with opened(path) as container, as_failure(FailureCode.SOURCE_TRUNCATED, "reading failed inside the file"):
+        with opened(source) as container, as_failure(FailureCode.SOURCE_TRUNCATED, "reading failed inside the file"):
             times = demuxed_times(container, video_index=index, on_read=on_read)
     return SourceFacts(
         fingerprint=fingerprint,
@@ -113,15 +117,17 @@ def probe(path: Path, *, on_read: Callable[[], None] = lambda: None) -> SourceFa
 
 
 @contextmanager
-def opened(path: Path) -> Iterator[InputContainer]:
+def opened(source: OpenSource) -> Iterator[InputContainer]:
     """Open a source with an allowlist of demuxers and protocols.
 
     Raises:
         SourceFailure: source_unreadable, or out_of_memory.
     """
     with as_failure(FailureCode.SOURCE_UNREADABLE, "not a supported video container"):
-        container = av.open(
-            f"file:{os.fspath(path)}",
+        source.file.seek(0)
+        container: InputContainer = av.open(
+            source.for_libav,
+            "r",
             options={"format_whitelist": DEMUXERS, "protocol_whitelist": PROTOCOLS},
             metadata_errors="ignore",
         )

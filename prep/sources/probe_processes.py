@@ -20,7 +20,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import asdict
 from multiprocessing.connection import wait
-from pathlib import Path
 from typing import Any
 
 from prep.core.failures import FailureCode, SourceFailure
@@ -173,7 +172,7 @@ def _answer(path: str, *, on_heartbeat: Callable[[], object]) -> dict[str, Any]:
             on_heartbeat()
 
     try:
-        return {"facts": asdict(probe(Path(path), on_read=on_read))}
+        return {"facts": asdict(probe(path, on_read=on_read))}
     except SourceFailure as failure:
         return {"failure": [str(failure.code), failure.message, failure.is_lasting]}
 

@@ -100,12 +100,11 @@ def find_shots(task: ShotTask) -> FoundShots:
 
     begin_s = cpu_s()
     try:
-        path = Path(task.path)
-        if current_fingerprint(path) != task.fingerprint:
+        if current_fingerprint(task.path) != task.fingerprint:
             raise SourceFailure(
                 FailureCode.SOURCE_CHANGED, "the file has changed since the run was planned", is_lasting=False
             )
-        cuts = detect_cuts(path, num_frames=task.num_frames, detector=task.detector)
+        cuts = detect_cuts(task.path, num_frames=task.num_frames, detector=task.detector)
     except SourceFailure as failure:
         return FoundShots(failure=(failure.code, failure.message, failure.is_lasting), cpu_s=cpu_s() - begin_s)
     return FoundShots(tuple(cuts), cpu_s=cpu_s() - begin_s)

@@ -6,7 +6,6 @@ most `n`, and the first source frame before that: the rule of ffmpeg's fps filte
 
 from collections.abc import Iterator
 from fractions import Fraction
-from pathlib import Path
 
 import av
 import av.error
@@ -16,7 +15,9 @@ from av.video.frame import VideoFrame
 from av.video.reformatter import Interpolation, VideoReformatter
 from av.video.stream import VideoStream
 
+from manifests.storage.urls import Place
 from prep.core.failures import FailureCode, SourceFailure
+from prep.sources.access import open_source
 from prep.sources.detector import PICTURE_PX, Detector
 from prep.sources.probe import as_failure, first_video, opened
 
@@ -24,7 +25,7 @@ from prep.sources.probe import as_failure, first_video, opened
 _SCALER = Interpolation.AREA | Interpolation.ACCURATE_RND | Interpolation.BITEXACT
 
 
-def detect_cuts(path: Path, *, num_frames: int, detector: Detector) -> list[int]:
+def detect_cuts(place: Place, *, num_frames: int, detector: Detector) -> list[int]:
     """Return the first frame of every shot but the first one, ascending, each from 1 to `num_frames` - 1.
 
     Damaged frames are skipped: the encoder pass that contains them reports them.
@@ -39,7 +40,7 @@ def detect_cuts(path: Path, *, num_frames: int, detector: Detector) -> list[int]
 
     found, cuts = detector.open(), set[int]()
     number = 0
-    for pictures_BGR, count in _shown(path, num_frames=num_frames, fps=detector.fps):
+    for pictures_BGR, count in _shown(place, num_frames=num_frames, fps=detector.fps):
         for _ in range(count):
             at = FrameTimecode(number, detector.fps)
             cuts.update(cut.frame_num for cut in found.process_frame(at, pictures_BGR))
@@ -57,9 +58,9 @@ def output_number(pts: int, *, time_base: Fraction, fps: Fraction) -> int:
     return number if pts >= 0 else -number
 
 
-def _shown(path: Path, *, num_frames: int, fps: Fraction) -> Iterator[tuple[np.ndarray, int]]:
+def _shown(place: Place, *, num_frames: int, fps: Fraction) -> Iterator[tuple[np.ndarray, int]]:
     """Yield (picture, number of output frames that show it): uint8 [H, W, 3], BGR; `num_frames` frames in total."""
-    with opened(path) as container:
+    with open_source(place) as source, opened(source) as container:
         stream = first_video(container)
         if stream is None:
             raise SourceFailure(FailureCode.NO_VIDEO, "no video stream")

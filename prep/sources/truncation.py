@@ -5,9 +5,7 @@ reading. MPEG-TS, MPEG-PS and raw streams contain no sizes: if such a file is tr
 unnoticed.
 """
 
-import os
-from pathlib import Path
-from typing import BinaryIO
+from prep.sources.access import OpenSource, SourceBytes
 
 _SEGMENT, _CLUSTER = 0x18538067, 0x1F43B675
 _ASF_DATA = bytes.fromhex("3626b2758e66cf11a6d900aa0062ce6c")
@@ -16,7 +14,7 @@ _FLV_TAGS = frozenset({8, 9, 18})  # audio, video, script data
 _BOX_TYPES_OF_MEDIA = frozenset({b"mdat", b"moof", b"moov"})
 
 
-def truncation(path: Path, *, format_name: str) -> str | None:
+def truncation(source: OpenSource, *, format_name: str) -> str | None:
     """Return what is missing at the end of a truncated file, or None.
 
     None is returned for a complete file, and if the structure of the file does not tell.
@@ -29,12 +27,11 @@ def truncation(path: Path, *, format_name: str) -> str | None:
     """
     for name, check in _CHECKS.items():
         if name in format_name:
-            with path.open("rb") as file:
-                return check(file, os.fstat(file.fileno()).st_size)
+            return check(source.file, source.size_bytes)
     return None
 
 
-def _matroska(file: BinaryIO, size_bytes: int) -> str | None:
+def _matroska(file: SourceBytes, size_bytes: int) -> str | None:
     position = 0
     while position < size_bytes:
         file.seek(position)
@@ -75,7 +72,7 @@ def ebml_header(head: bytes) -> tuple[int, int, int | None] | None:
     return element, id_bytes + length_bytes, None if length == is_unknown else length
 
 
-def _asf(file: BinaryIO, size_bytes: int) -> str | None:
+def _asf(file: SourceBytes, size_bytes: int) -> str | None:
     position = 0
     while position + 24 <= size_bytes:
         file.seek(position)
@@ -90,7 +87,7 @@ def _asf(file: BinaryIO, size_bytes: int) -> str | None:
     return None
 
 
-def _avi(file: BinaryIO, size_bytes: int) -> str | None:
+def _avi(file: SourceBytes, size_bytes: int) -> str | None:
     position = 0
     while position + 12 <= size_bytes:
         file.seek(position)
@@ -105,7 +102,7 @@ def _avi(file: BinaryIO, size_bytes: int) -> str | None:
     return None
 
 
-def _ogg(file: BinaryIO, size_bytes: int) -> str | None:
+def _ogg(file: SourceBytes, size_bytes: int) -> str | None:
     begin = max(0, size_bytes - _OGG_LONGEST_PAGE)
     file.seek(begin)
     tail = file.read()
@@ -120,7 +117,7 @@ def _ogg(file: BinaryIO, size_bytes: int) -> str | None:
     return None
 
 
-def _mp4(file: BinaryIO, size_bytes: int) -> str | None:
+def _mp4(file: SourceBytes, size_bytes: int) -> str | None:
     position = 0
     while position + 8 <= size_bytes:
         file.seek(position)
@@ -136,7 +133,7 @@ def _mp4(file: BinaryIO, size_bytes: int) -> str | None:
     return None
 
 
-def _flv(file: BinaryIO, size_bytes: int) -> str | None:
+def _flv(file: SourceBytes, size_bytes: int) -> str | None:
     if _flv_ends_well(file, size_bytes):
         return None
     file.seek(5)
@@ -153,7 +150,7 @@ def _flv(file: BinaryIO, size_bytes: int) -> str | None:
     return None
 
 
-def _flv_ends_well(file: BinaryIO, size_bytes: int) -> bool:
+def _flv_ends_well(file: SourceBytes, size_bytes: int) -> bool:
     """Return True if the last four bytes hold the size of the tag right before them, as they do after every tag."""
     file.seek(size_bytes - 4)
     tag_bytes = int.from_bytes(file.read(4), "big")

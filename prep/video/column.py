@@ -10,7 +10,18 @@ from cyclopts import Parameter
 
 from manifests.help_text import FIRST_RUN
 from prep.core.column import MERGED_TABLE, VIDEO, ColumnSpec, Pending, changed_flags
-from prep.core.make import Address, Data, EngineName, Json, MaxFailures, Request, Workers, make_column, plan_column
+from prep.core.make import (
+    Address,
+    Data,
+    EngineName,
+    Json,
+    MaxFailures,
+    Request,
+    ScratchSize,
+    Workers,
+    make_column,
+    plan_column,
+)
 from prep.sources.detector import DEFAULT_DETECTOR
 from prep.video.recipe import NAMED_RECIPES, Recipe, recipe_from_dict, settings_line
 from prep.video.settings import SHOT_SETTINGS
@@ -32,6 +43,7 @@ def chunk(
     address: Address = None,
     workers: Workers = None,
     max_failures: MaxFailures = "0",
+    scratch_size: ScratchSize = None,
     json: Json = False,
 ) -> None:
     """Encode the videos of the manifest as chunks, and write them to WebDataset shards.
@@ -43,7 +55,15 @@ def chunk(
 
         prep chunk --len 15s --crf 21
     """
-    request = Request(data=data, engine=engine, address=address, workers=workers, max_failures=max_failures, json=json)
+    request = Request(
+        data=data,
+        engine=engine,
+        address=address,
+        workers=workers,
+        max_failures=max_failures,
+        scratch_size=scratch_size,
+        json=json,
+    )
     make_column(COLUMN, recipe, request)
 
 
@@ -108,7 +128,7 @@ def _run(plan: "Planned", recipe: Recipe, request: Request) -> "Summary":
 
     engine = open_engine(request.engine, address=request.address, workers=request.workers)
     plan = with_shots(plan, engine, on_progress=CountProgress("detecting shots"))
-    summary = with_cutting(execute(chunk_job(plan), engine), plan)
+    summary = with_cutting(execute(chunk_job(plan, scratch_bytes=request.scratch_bytes), engine), plan)
     remove_abandoned()  # left by workers that were lost, in this run or an earlier one
     return summary
 

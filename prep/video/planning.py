@@ -180,8 +180,12 @@ def _keys_in_use(data_dir: Path) -> set[str]:
     return keys
 
 
-def chunk_job(planned: Planned) -> "Job[ShardTask]":
-    """Write the layout of the plan and return the plan as a job for the driver."""
+def chunk_job(planned: Planned, *, scratch_bytes: int | None = None) -> "Job[ShardTask]":
+    """Write the layout of the plan and return the plan as a job for the driver.
+
+    Args:
+        scratch_bytes: limit of the copies of remote sources on a node; None for most of the free space.
+    """
     from prep.core.run import Job
     from prep.video.worker import ShardTask, make_shard
 
@@ -202,6 +206,7 @@ def chunk_job(planned: Planned) -> "Job[ShardTask]":
             old_commit=planned.commits.get(shard.shard_id),
             captions_file=captions_file,
             caption_groups=() if groups is None else groups.of(plan.manifest_rows(shard.rows)),
+            scratch_bytes=scratch_bytes,
         )
 
     return Job(

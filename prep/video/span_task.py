@@ -21,10 +21,12 @@ from prep.video.packets import ChunkFacts, check_chunk, read_chunk
 from prep.video.plan import SpanPlan
 from prep.video.recipe import ResolvedRecipe
 from prep.video.spans import start_ms
+from prep.video.staging import StagedSources
 from shards.commits import Commit
 from shards.salvage import readable_rows
 
 _TRIES = 2  # attempts at a span with a transient failure
+_NOT_AGAIN = frozenset({FailureCode.DISK_FULL, FailureCode.SOURCE_TOO_LARGE})  # transient, but not that soon
 
 
 @dataclass(frozen=True)
@@ -43,11 +45,18 @@ class ReadyChunk:
 
 
 def make_span(
-    plan: SpanPlan, *, recipe: ResolvedRecipe, program: str, folder: Path, on_frames: Callable[[int], None]
+    plan: SpanPlan,
+    *,
+    sources: StagedSources,
+    recipe: ResolvedRecipe,
+    program: str,
+    folder: Path,
+    on_frames: Callable[[int], None],
 ) -> list[ReadyChunk]:
     """Encode a span into a new folder below `folder`.
 
     Args:
+        sources: local copies of remote sources.
         on_frames: called periodically with the number of frames encoded so far.
 
     Raises:
@@ -56,9 +65,8 @@ def make_span(
     for tries_left in reversed(range(_TRIES)):
         attempt = Path(tempfile.mkdtemp(dir=folder))
         try:
-            _require_source(plan)
             encoded = encode_span(
-                Path(plan.path),
+                _checked_source(plan, sources=sources),
                 source=plan.source,
                 span=plan.span,
                 recipe=recipe,
@@ -68,7 +76,7 @@ def make_span(
             )
             return _checked(encoded, plan, recipe=recipe)
         except SourceFailure as failure:
-            if failure.code not in TRANSIENT or failure.code == FailureCode.DISK_FULL or not tries_left:
+            if failure.code not in TRANSIENT - _NOT_AGAIN or not tries_left:
                 raise
     raise AssertionError("the last try returns or raises")
 
@@ -112,13 +120,17 @@ def _checked(encoded: EncodedSpan, plan: SpanPlan, *, recipe: ResolvedRecipe) ->
     ]
 
 
-def _require_source(plan: SpanPlan) -> None:
+def _checked_source(plan: SpanPlan, *, sources: StagedSources) -> Path:
+    """Return the path of the source, or of its copy, after comparing it with the plan."""
     try:
-        found = current_fingerprint(Path(plan.path))
+        path = sources.path_of(plan.path)
+        found = current_fingerprint(path)
     except SourceFailure as failure:
         raise SourceFailure(failure.code, f"{plan.path}: {failure.message}") from None
     if found != plan.source.fingerprint:
+        sources.release(is_damaged=True)
         raise SourceFailure(FailureCode.SOURCE_CHANGED, f"{plan.path}: the file has changed since the run was planned")
+    return path
 
 
 @dataclass(frozen=True)

@@ -24,6 +24,7 @@ from prep.video.sample import video_sample
 from prep.video.scratch import scratch_folder
 from prep.video.span_task import OldChunks, SpanChunks, make_span
 from prep.video.spans import start_ms
+from prep.video.staging import StagedSources
 from shards.commits import Commit, Failure, write_commit
 from shards.format import VIDEO_FIELDS
 from shards.writer import ShardWriter
@@ -37,6 +38,7 @@ class ShardTask:
         old_commit: previous commit of the shard, for its unchanged chunks.
         captions_file: the manifest's table of captions, or None if no video has captions.
         caption_groups: row groups of that table with captions of the shard's videos.
+        scratch_bytes: limit of the copies of remote sources on a node; None for most of the free space.
     """
 
     variant_dir: Path
@@ -48,6 +50,7 @@ class ShardTask:
     old_commit: Commit | None
     captions_file: Path | None
     caption_groups: tuple[int, ...] = ()
+    scratch_bytes: int | None = None
 
 
 def make_shard(task: ShardTask) -> ShardResult:
@@ -80,7 +83,7 @@ def _make_in(scratch: Path, task: ShardTask, *, ffmpeg: Ffmpeg) -> ShardResult:
     beat = Heartbeat(
         task.variant_dir, task.shard_id, num_chunks=sum(len(plan.span.chunk_frames) for plan in task.spans)
     )
-    with beat, writer:
+    with beat, writer, StagedSources(limit_bytes=task.scratch_bytes) as sources:
         for plan in task.spans:
             done, starts = writer.num_samples, plan.span.chunk_starts()
 
@@ -93,7 +96,12 @@ def _make_in(scratch: Path, task: ShardTask, *, ffmpeg: Ffmpeg) -> ShardResult:
                 if is_new:
                     try:
                         made = make_span(
-                            plan, recipe=task.recipe, program=ffmpeg.path, folder=Path(folder), on_frames=show
+                            plan,
+                            sources=sources,
+                            recipe=task.recipe,
+                            program=ffmpeg.path,
+                            folder=Path(folder),
+                            on_frames=show,
                         )
                         span = SpanChunks(dict(enumerate(made)), len(made))
                         encoded_s += float(sum(chunk.facts.num_frames for chunk in made) / settings.fps_exact)

@@ -1,0 +1,71 @@
+"""Annotation files by URL: copied to a temporary folder while an adapter reads them, and named by their URLs again."""
+
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import pyarrow as pa
+
+from manifests.adapters.reading import Reading
+from manifests.errors import UserError
+from manifests.storage.objects import open_objects
+from manifests.storage.urls import Place, masked, place_name, split_url
+
+
+def read_with_local_tables(tables: Sequence[Place], read: Callable[[list[Path]], Reading]) -> Reading:
+    """Return `read(local files)` with the names of the tables in place of those of their copies.
+
+    Raises:
+        UserError: a table cannot be fetched; and whatever `read` raises.
+    """
+    if not any(isinstance(table, str) for table in tables):
+        return read([Path(table) for table in tables])
+    with tempfile.TemporaryDirectory(prefix="clipmill-tables-") as folder:
+        local, names = [], {}
+        for number, table in enumerate(tables):
+            if isinstance(table, Path):
+                local.append(table)
+                continue
+            copy = Path(folder) / str(number) / place_name(table).name
+            copy.parent.mkdir()
+            _fetch(table, copy)
+            local.append(copy)
+            names[str(copy)] = table
+        try:
+            reading = read(local)
+        except UserError as error:
+            raise UserError(
+                _renamed(str(error), names), hint=None if error.hint is None else _renamed(error.hint, names)
+            ) from error
+    rejected = reading.rejected
+    for column in ("file", "detail"):
+        texts = [_renamed(text, names) for text in rejected[column].to_pylist()]
+        place = rejected.schema.get_field_index(column)
+        rejected = rejected.set_column(place, rejected.schema.field(column), pa.array(texts, pa.string()))
+    return replace(
+        reading,
+        rejected=rejected,
+        num_rows_used={_renamed(file, names): count for file, count in reading.num_rows_used.items()},
+        notes=tuple(_renamed(note, names) for note in reading.notes),
+    )
+
+
+def _fetch(url: str, copy: Path) -> None:
+    root, key = split_url(url)
+    try:
+        open_objects(root).fetch(key, copy)
+    except UserError:
+        raise
+    except OSError as error:
+        if error.filename == str(copy):
+            raise
+        raise UserError(
+            f"cannot read {masked(url)}: {error.strerror or error}", hint="check the URL of the annotation file"
+        ) from error
+
+
+def _renamed(text: str, names: dict[str, str]) -> str:
+    for copy, url in names.items():
+        text = text.replace(copy, url)
+    return text

@@ -1,0 +1,141 @@
+"""Video files in a bucket, found by listing it, and files on web servers, which a table has to name.
+
+The states of objects (their sizes) come with the listing; nothing is opened.
+"""
+
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import PurePosixPath
+from urllib.parse import quote
+
+from manifests.adapters.reasons import Reason
+from manifests.adapters.video_files import VIDEO_SUFFIXES, Fault, Scan, VideoFile, file_order, no_videos
+from manifests.errors import UserError
+from manifests.storage.errors import AccessRefused
+from manifests.storage.objects import Objects, is_remote, open_objects
+from manifests.storage.urls import is_web, masked, split_url, url_below
+
+_NUM_REQUESTS = 32  # in parallel
+
+
+def scan_bucket(folder: str, *, skip: str | None = None, beside: frozenset[str] = frozenset()) -> Scan:
+    """Find the objects below the URL of a folder in a bucket that have a video extension.
+
+    Hidden files and folders, and the folder `skip`, are ignored.
+
+    Args:
+        beside: other extensions to list, in lower case.
+
+    Raises:
+        UserError: the URL cannot be served, the bucket does not exist or refuses the credentials, the server cannot
+            list its files, or there is no object with a video extension.
+    """
+    require_listable(folder)
+    objects = open_objects(folder)
+    files: list[VideoFile] = []
+    others: list[VideoFile] = []
+    skipped = None if skip is None else f"{skip.rstrip('/')}/"
+    try:
+        for info in objects.list():
+            url, suffix = objects.address_of(info.key), PurePosixPath(info.key).suffix.lower()
+            if skipped is not None and url.startswith(skipped):
+                continue
+            if any(part.startswith(".") for part in info.key.split("/")):
+                continue
+            if suffix in VIDEO_SUFFIXES:
+                files.append(VideoFile(url, info.key, info.size_bytes))
+            elif suffix in beside:
+                others.append(VideoFile(url, info.key, info.size_bytes))
+    except OSError as error:
+        if isinstance(error, UserError):
+            raise
+        raise UserError(
+            f"cannot list {masked(folder)}: {error.strerror or error}", hint="check the address and the network"
+        ) from error
+    if not files:
+        raise no_videos(folder, [])
+    return Scan(sorted(files, key=file_order), [], sorted(others, key=file_order))
+
+
+def require_listable(folder: str) -> None:
+    """Raise UserError unless the files below a URL can be listed."""
+    split_url(folder)
+    if is_web(folder):
+        raise UserError(
+            f"the files in {folder} cannot be listed: it is on a web server, not in a bucket",
+            hint="use `prep manifest folder` with --captions and a table whose column `video` has their names or URLs, "
+            "or copy them to a bucket",
+        )
+
+
+def normal_url(name: str, *, base: str | None) -> str:
+    """Return the URL that a table means by `name`: a URL, or a path below the URL `base`.
+
+    Raises:
+        UserError: the URL cannot be served, or has a password or a query string.
+        ValueError: it is not a URL, and there is no base.
+    """
+    if not is_remote(name):
+        if base is None:
+            raise ValueError("not a URL, and the command gives no folder that it could be in")
+        return url_below(base, name.removeprefix("./"))
+    root, key = split_url(name)
+    return f"{root}/{quote(key)}" if is_web(name) else f"{root}/{key}"
+
+
+def named_videos(names: Iterable[str], *, base: str | None) -> Scan:
+    """Look up the objects that a table names; those that do not exist are left out.
+
+    Args:
+        names: URLs, or paths below `base`, with a video extension.
+        base: URL of a folder, or None.
+
+    Raises:
+        UserError: a bucket does not exist, or it refuses the credentials.
+    """
+    urls: dict[str, str] = {}  # URL -> path below the folder, or host and path
+    for name in names:
+        try:
+            url = normal_url(name, base=base)
+        except (UserError, ValueError):
+            continue  # reported with its row
+        root, key = split_url(url)
+        if PurePosixPath(key).suffix.lower() in VIDEO_SUFFIXES:
+            urls[url] = _relative(url, root=root, key=key, base=base)
+    servers = {root: open_objects(root) for root in {split_url(url)[0] for url in urls}}
+    files: list[VideoFile] = []
+    faults: list[Fault] = []
+    with ThreadPoolExecutor(_NUM_REQUESTS) as pool:
+        for found in pool.map(lambda named: _look_up(servers, *named), urls.items()):
+            if isinstance(found, VideoFile):
+                files.append(found)
+            elif found is not None:
+                faults.append(found)
+    return Scan(sorted(files, key=file_order), faults, [])
+
+
+def _relative(url: str, *, root: str, key: str, base: str | None) -> str:
+    if base is not None:
+        base_root, base_key = split_url(base.rstrip("/"))
+        if root == base_root and key.startswith(f"{base_key}/" if base_key else ""):
+            return key[len(base_key) + 1 :] if base_key else key
+    return f"{root.partition('://')[2]}/{key}"
+
+
+def _look_up(servers: dict[str, Objects], url: str, relative: str) -> VideoFile | Fault | None:
+    root, key = split_url(url)
+    try:
+        return VideoFile(url, relative, servers[root].info(key).size_bytes)
+    except FileNotFoundError:
+        return None
+    except AccessRefused as error:
+        if not is_web(url) and "access denied" not in str(error):
+            raise
+        return Fault(url, Reason.UNREADABLE, masked(str(error).rpartition(": ")[2]))
+    except OSError as error:
+        return Fault(url, Reason.UNREADABLE, masked(error.strerror or str(error)))
+
+
+def distinct(names: Iterable[object]) -> Iterator[str]:
+    """Yield each name once, without those that are not text."""
+    yield from dict.fromkeys(name.strip() for name in names if isinstance(name, str) and name.strip())

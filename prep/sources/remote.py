@@ -1,0 +1,238 @@
+"""Sources in object storage and on web servers: their state, and reading them by ranges.
+
+A source is read through a `RemoteFile`, with the same results as a local file: its fingerprint, its probe, its shots.
+libav reads it through Python and never opens a connection itself. Only the encoder needs a local copy
+(`prep.video.staging`).
+"""
+
+import errno
+import hashlib
+import io
+import os
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from functools import lru_cache
+from itertools import islice
+from pathlib import PurePosixPath
+
+from manifests.errors import UserError
+from manifests.storage.objects import AccessRefused, ObjectInfo, Objects, open_objects
+from manifests.storage.urls import is_web, masked, split_url
+from prep.core.failures import FailureCode, SourceFailure
+
+_MIB = 1 << 20
+_FIRST_BYTES = 256 << 10  # read at a new position; doubled as long as the reading goes on from there
+_MAX_BYTES = 8 * _MIB
+_KEPT_BYTES = 24 * _MIB  # of the blocks that a file keeps
+_SMALL_BYTES = 2 * _MIB  # a file of this size is read in one request
+_NUM_REQUESTS = 32  # in parallel, to ask for the states of single objects
+_LISTED_PER_WANTED = 10  # a listing is given up if it yields more objects than this for each source
+_LISTED_AT_LEAST = 2000
+_MAX_FAILED = 64  # single requests in a row without an answer, after which the others fail without asking
+_NS = 1_000_000_000
+
+_State = tuple[int, int] | SourceFailure  # as of `object_state`, or why there is none
+
+
+def objects_of(url: str) -> tuple[Objects, str]:
+    """Return the bucket or host of a URL, opened once in this process, and the key.
+
+    Raises:
+        UserError: the URL cannot be served.
+    """
+    root, key = split_url(url)
+    return _opened(root, os.getpid()), key
+
+
+@lru_cache(maxsize=64)
+def _opened(root: str, _process: int) -> Objects:
+    return open_objects(root)
+
+
+@contextmanager
+def as_source_failure() -> Iterator[None]:
+    """Convert the errors of object storage to the failures of a source; they may be gone at the next attempt."""
+    try:
+        yield
+    except FileNotFoundError:
+        raise SourceFailure(FailureCode.SOURCE_MISSING, "no such object", is_lasting=False) from None
+    except AccessRefused as error:
+        message = masked(str(error).rpartition(": ")[2])
+        raise SourceFailure(FailureCode.SOURCE_UNREADABLE, message, is_lasting=False) from None
+    except UserError as error:
+        raise SourceFailure(FailureCode.SOURCE_MISSING, masked(str(error)), is_lasting=False) from None
+    except OSError as error:
+        message = masked(error.strerror or str(error))
+        if "Range request not supported" in message:
+            message = "the web server does not support range requests"
+            raise SourceFailure(FailureCode.SOURCE_UNREADABLE, message, is_lasting=False) from None
+        full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+        code = FailureCode.DISK_FULL if full else FailureCode.IO_ERROR
+        raise SourceFailure(code, message, is_lasting=False) from None
+
+
+def object_state(info: ObjectInfo) -> tuple[int, int]:
+    """Return (size in bytes, time of the last write in ns), which together change with the content.
+
+    The time has whole seconds only; its nanoseconds are a digest of the etag, so that an object that is replaced twice
+    within a second counts as changed.
+    """
+    digest = int.from_bytes(hashlib.sha256(info.etag.strip('"').encode()).digest()[:8], "big") % _NS
+    return info.size_bytes, int(info.modified_s) * _NS + digest
+
+
+def remote_states(urls: list[str]) -> Iterator[tuple[int, _State]]:
+    """Yield (row, state or failure) of all `urls`, in any order.
+
+    The sources of a bucket are found by listing their common folder, a thousand in a request; those that the listing
+    lacks, and all of a web server, are asked for one by one.
+
+    Raises:
+        UserError: a bucket does not exist, or it refuses the credentials.
+    """
+    groups: dict[str, dict[str, list[int]]] = {}
+    for row, url in enumerate(urls):
+        root, key = split_url(url)
+        groups.setdefault(root, {}).setdefault(key, []).append(row)
+    for root, rows in groups.items():
+        objects = _opened(root, os.getpid())
+        states: dict[str, _State] = {}
+        if not is_web(root):
+            states.update(_listed(objects, set(rows)))
+        missing = [key for key in rows if key not in states]
+        with ThreadPoolExecutor(_NUM_REQUESTS) as pool:
+            states.update(zip(missing, pool.map(_Asker(objects), missing), strict=True))
+        for key, state in states.items():
+            yield from ((row, state) for row in rows[key])
+
+
+def _listed(objects: Objects, keys: set[str]) -> Iterator[tuple[str, _State]]:
+    """Yield (key, state) of the `keys` that a listing of their common folder finds; none if listing is not allowed.
+
+    If the server does not answer, all keys have this failure.
+
+    Raises:
+        UserError: the bucket does not exist, or it refuses the credentials.
+    """
+    if len(keys) == 1:
+        return
+    folder = os.path.commonpath([key.rpartition("/")[0] for key in keys])
+    most = max(_LISTED_AT_LEAST, _LISTED_PER_WANTED * len(keys))
+    try:
+        for info in islice(objects.list(folder), most):
+            if info.key in keys:
+                yield info.key, object_state(info)
+    except AccessRefused as error:
+        if "access denied" not in str(error):
+            raise
+    except OSError as error:
+        failure = SourceFailure(FailureCode.IO_ERROR, masked(error.strerror or str(error)), is_lasting=False)
+        yield from ((key, failure) for key in keys)
+
+
+class _Asker:
+    """Asks for the state of one object after another.
+
+    A server that does not answer is not asked for each of a million objects: each attempt takes many seconds.
+    """
+
+    def __init__(self, objects: Objects) -> None:
+        self._objects = objects
+        self._num_failed = 0  # in a row
+        self._last: SourceFailure | None = None
+
+    def __call__(self, key: str) -> _State:
+        if self._last is not None and self._num_failed >= _MAX_FAILED:
+            return self._last
+        try:
+            with as_source_failure():
+                state = object_state(self._objects.info(key))
+        except SourceFailure as failure:
+            is_broken = failure.code == FailureCode.IO_ERROR
+            self._num_failed, self._last = (self._num_failed + 1, failure) if is_broken else (0, None)
+            return failure
+        self._num_failed = 0
+        return state
+
+
+class RemoteFile(io.RawIOBase):
+    """An object as a file that can be read and positioned; blocks are kept while they are likely to be read again.
+
+    A read at a new position requests 256 KiB; reading on from there doubles the request up to 8 MiB, so that neither
+    the index at the end of a long video nor demuxing it from end to end takes many requests.
+
+    Attributes:
+        name: file name, from which libav guesses raw formats.
+        size_bytes: size of the object when it was opened.
+        failure: why a read failed; libav may take a failed read for the end of the file.
+
+    Raises:
+        SourceFailure: source_missing, source_unreadable, source_changed or io_error; also from `read`.
+    """
+
+    def __init__(self, url: str, *, on_read: Callable[[], None] = lambda: None) -> None:
+        super().__init__()
+        with as_source_failure():
+            self._objects, self._key = objects_of(url)
+            info = self._objects.info(self._key)
+        self.name = PurePosixPath(self._key).name
+        self.size_bytes, self.modified_ns = object_state(info)
+        self.failure: SourceFailure | None = None
+        self._on_read = on_read
+        self._position = 0
+        self._blocks: OrderedDict[int, bytes] = OrderedDict()  # begin -> content, the last used at the end
+        self._next_begin, self._next_bytes = -1, _FIRST_BYTES
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self._position
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        self._position = offset + {os.SEEK_SET: 0, os.SEEK_CUR: self._position, os.SEEK_END: self.size_bytes}[whence]
+        return self._position
+
+    def read(self, size: int = -1) -> bytes:
+        """Return `size` bytes from the position; fewer only at the end of the object."""
+        end = self.size_bytes if size < 0 else min(self._position + size, self.size_bytes)
+        parts = []
+        while self._position < end:
+            if self.failure is not None:
+                raise self.failure
+            begin, content = self._block(end)
+            parts.append(content[self._position - begin : end - begin])
+            self._position += len(parts[-1])
+        return parts[0] if len(parts) == 1 else b"".join(parts)
+
+    def _block(self, end: int) -> tuple[int, bytes]:
+        """Return (begin, content) of the block that has the byte at the position, which is read up to `end` if new."""
+        at = self._position
+        for begin, content in self._blocks.items():
+            if begin <= at < begin + len(content):
+                self._blocks.move_to_end(begin)
+                return begin, content
+        if self.size_bytes <= _SMALL_BYTES:
+            at, wanted = 0, self.size_bytes
+        else:
+            wanted = min(2 * self._next_bytes, _MAX_BYTES) if at == self._next_begin else _FIRST_BYTES
+            self._next_bytes = wanted
+            behind = min((begin for begin in self._blocks if begin > at), default=self.size_bytes)
+            wanted = min(max(wanted, min(end - at, _MAX_BYTES)), behind - at)
+        try:
+            with as_source_failure():
+                content = self._objects.read_range(self._key, at, wanted)
+        except SourceFailure as failure:
+            self.failure = failure
+            raise
+        self._on_read()
+        self._next_begin = at + wanted
+        self._blocks[at] = content
+        while sum(map(len, self._blocks.values())) > _KEPT_BYTES:
+            self._blocks.popitem(last=False)
+        return at, content

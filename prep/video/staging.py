@@ -1,0 +1,295 @@
+"""Local copies of remote sources for the encoder, shared by the workers of a node under a limit of bytes.
+
+    $TMPDIR/sources-clipmill-<uid>/      accessible to this user only (0700), locked (shared) by the processes using it
+        lock                             held while copies are looked up, reserved or removed
+        <32 hex>                         copy of one version of one source, locked (shared) while a worker reads it
+        <32 hex>.size                    its (sparse) length reserves that many bytes; locked while the copy is fetched
+        <32 hex>.part                    the part of the copy that has been fetched
+
+ffmpeg may not use the network (`prep.sources.probe.PROTOCOLS`), so it gets a copy of the whole file. A copy stays while
+there is room, since the spans of a long video lie in several shards: the node then fetches it once. Copies that no
+worker reads are removed to make room, the least recently used first. If that is not enough, a worker waits for others
+to finish; a worker that waits holds no copy itself.
+
+The first process to use the folder starts a sweeper: a small process that waits until no process uses the folder any
+more, however they end, and removes it. If the sweeper is killed too, the next process that would use the folder finds
+it unlocked and removes what is in it.
+"""
+
+import errno
+import fcntl
+import hashlib
+import os
+import re
+import shutil
+import stat
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from manifests.storage.objects import Objects, is_remote
+from prep.core.failures import FailureCode, SourceFailure
+from prep.sources.remote import as_source_failure, object_state, objects_of
+
+_OWN_FILE = re.compile(r"lock|[0-9a-f]{32}(\.size|\.part)?")
+_SWEEPER = f"""
+import fcntl, os, re, sys
+folder = os.open(sys.argv[1], os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+fcntl.flock(folder, fcntl.LOCK_EX)
+for name in os.listdir(folder):
+    if re.fullmatch({_OWN_FILE.pattern!r}, name):
+        os.unlink(name, dir_fd=folder)
+if os.path.samestat(os.stat(sys.argv[1]), os.fstat(folder)):
+    os.rmdir(sys.argv[1])
+"""
+_COPY = re.compile(r"[0-9a-f]{32}")
+_RANGE_BYTES = 16 << 20
+_NUM_RANGES = 4  # requested in parallel: one connection does not fill a network
+_FREE_SHARE = 0.8  # of the free space is used if there is no limit
+_WAIT_S = 0.5
+_in_use: tuple[int, Path, int] | None = None  # (process, folder, descriptor of its lock): until the process exits
+_sweepers: "list[subprocess.Popen[bytes]]" = []
+
+
+class StagedSources:
+    """Sources as local files, one at a time: the last one stays in use until another one is asked for.
+
+    Args:
+        limit_bytes: limit of all copies on this node; None for most of the free space.
+    """
+
+    def __init__(self, *, limit_bytes: int | None = None) -> None:
+        self._limit_bytes = limit_bytes
+        self._place, self._path, self._lock = "", Path(), -1
+
+    def __enter__(self) -> "StagedSources":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.release()
+
+    def path_of(self, place: str) -> Path:
+        """Return the path of a local file, or of a copy of an object, which is valid until the next call.
+
+        Raises:
+            SourceFailure: source_missing, source_unreadable, source_changed, source_too_large, disk_full or io_error.
+        """
+        if not is_remote(place):
+            self.release()
+            return Path(place)
+        if place != self._place:
+            self.release()
+            self._path, self._lock = _copy_of(place, limit_bytes=self._limit_bytes)
+            self._place = place
+        return self._path
+
+    def release(self, *, is_damaged: bool = False) -> None:
+        """Stop using the source. A damaged copy is removed, so that it is fetched again."""
+        if self._lock >= 0:
+            if is_damaged:
+                self._path.unlink(missing_ok=True)
+            os.close(self._lock)
+        self._place, self._lock = "", -1
+
+
+def _root() -> Path:
+    return Path(os.environ.get("TMPDIR") or tempfile.gettempdir()) / f"sources-clipmill-{os.geteuid()}"
+
+
+def _opened_root() -> Path:
+    """Return the folder of the copies, locked by this process until it exits; what killed processes left is removed.
+
+    Raises:
+        OSError: it cannot be created, or is not a folder exclusive to this user.
+    """
+    global _in_use
+    root = _root()
+    if _in_use is not None and _in_use[:2] == (os.getpid(), root):
+        return root
+    while True:
+        root.mkdir(mode=0o700, exist_ok=True)
+        try:
+            folder = os.open(root, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+        except FileNotFoundError:
+            continue  # the sweeper has removed it
+        state = os.fstat(folder)
+        if state.st_uid != os.geteuid() or stat.S_IMODE(state.st_mode) & 0o077:
+            os.close(folder)
+            message = "not a private folder of this user (mode 0700); remove it, or set TMPDIR to another folder"
+            raise PermissionError(errno.EPERM, message, os.fspath(root))
+        is_first = False
+        with suppress(BlockingIOError):
+            fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            is_first = True
+            _empty(root)
+        fcntl.flock(folder, fcntl.LOCK_SH)
+        with suppress(FileNotFoundError):
+            if os.path.samestat(os.stat(root), state):  # noqa: PTH116 - compared with a descriptor
+                break
+        os.close(folder)  # the sweeper has removed it meanwhile
+    if is_first:
+        command = [sys.executable, "-I", "-S", "-c", _SWEEPER, os.fspath(root)]
+        null = subprocess.DEVNULL
+        _sweepers.append(subprocess.Popen(command, stdin=null, stdout=null, stderr=null, start_new_session=True))
+    _in_use = (os.getpid(), root, folder)
+    return root
+
+
+def _empty(root: Path) -> None:
+    for entry in root.iterdir():
+        if _OWN_FILE.fullmatch(entry.name):
+            entry.unlink()
+
+
+def _copy_of(url: str, *, limit_bytes: int | None) -> tuple[Path, int]:
+    """Return a copy of an object and the descriptor that holds its lock."""
+    with as_source_failure():
+        root = _opened_root()
+        objects, key = objects_of(url)
+        state = object_state(objects.info(key))
+    size_bytes = state[0]
+    copy = root / hashlib.sha256(f"{url}\0{state}".encode()).hexdigest()[:32]
+    reserved = copy.with_suffix(".size")
+    while True:
+        with _alone(root):
+            found = _locked(copy, fcntl.LOCK_SH)
+            if found is not None:
+                os.utime(copy)
+                return copy, found
+            reservation = None if _is_locked(reserved) else _reserve(reserved, size_bytes, limit_bytes=limit_bytes)
+            is_fetching = reservation is None and reserved.exists()
+        if reservation is None:
+            if is_fetching:
+                _wait_for(reserved)
+            else:
+                time.sleep(_WAIT_S)
+            continue
+        try:
+            return copy, _fetch(objects, key, copy, state=state)
+        finally:
+            reserved.unlink()
+            os.close(reservation)
+
+
+def _reserve(reserved: Path, size_bytes: int, *, limit_bytes: int | None) -> int | None:
+    """Reserve the bytes of a copy, and remove unused copies to make room; return the descriptor that holds the lock.
+
+    None is returned if workers have to release their copies first. The lock of the folder must be held.
+
+    Raises:
+        SourceFailure: source_too_large: there would not be enough room without any other copy.
+    """
+    root = reserved.parent
+    sizes, written = dict[Path, int](), 0
+    for entry in root.iterdir():
+        with suppress(FileNotFoundError):
+            state = entry.stat()
+            written += state.st_blocks * 512
+            if entry.suffix == ".size" and not _is_locked(entry):  # its worker was killed while it fetched
+                entry.unlink()
+                entry.with_suffix(".part").unlink(missing_ok=True)
+            elif entry.suffix == ".size" or _COPY.fullmatch(entry.name):
+                sizes[entry] = state.st_size
+    limit = int((shutil.disk_usage(root).free + written) * _FREE_SHARE) if limit_bytes is None else limit_bytes
+    if size_bytes > limit:
+        what = "--scratch-size" if limit_bytes is not None else f"{_FREE_SHARE:.0%} of the free space in {root.parent}"
+        message = f"the source has {size_bytes:,} bytes, and a copy may have {limit:,} ({what})"
+        raise SourceFailure(FailureCode.SOURCE_TOO_LARGE, message, is_lasting=False)
+    by_age = sorted((path for path in sizes if path.suffix != ".size"), key=lambda path: path.stat().st_mtime_ns)
+    while sum(sizes.values()) + size_bytes > limit:
+        oldest = next((path for path in by_age if path in sizes and not _is_locked(path)), None)
+        if oldest is None:
+            return None
+        oldest.unlink()
+        del sizes[oldest]
+    descriptor = os.open(reserved, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
+    fcntl.flock(descriptor, fcntl.LOCK_EX)
+    os.truncate(descriptor, size_bytes)
+    return descriptor
+
+
+def _fetch(objects: Objects, key: str, copy: Path, *, state: tuple[int, int]) -> int:
+    """Fetch an object by ranges in parallel, and check that it has not changed meanwhile.
+
+    Returns the descriptor that holds the lock of the copy, taken before others can see it.
+
+    Raises:
+        SourceFailure: source_missing, source_unreadable, source_changed, disk_full or io_error.
+    """
+    part, size_bytes = copy.with_suffix(".part"), state[0]
+    begins = range(0, size_bytes, _RANGE_BYTES)
+    try:
+        with as_source_failure(), part.open("wb") as file, ThreadPoolExecutor(_NUM_RANGES) as pool:
+
+            def fetch(begin: int) -> None:
+                wanted = min(_RANGE_BYTES, size_bytes - begin)
+                content = objects.read_range(key, begin, wanted)
+                while content:
+                    done = os.pwrite(file.fileno(), content, begin)
+                    begin, content = begin + done, content[done:]
+
+            tasks = [pool.submit(fetch, begin) for begin in begins]
+            try:
+                for task in tasks:
+                    task.result()
+            except BaseException:
+                pool.shutdown(cancel_futures=True)
+                raise
+            if len(begins) > 1 and object_state(objects.info(key)) != state:
+                raise SourceFailure(
+                    FailureCode.SOURCE_CHANGED, "the object changed while it was fetched", is_lasting=False
+                )
+            lock = os.open(part, os.O_RDONLY)
+            fcntl.flock(lock, fcntl.LOCK_SH)
+            part.rename(copy)
+            return lock
+    finally:
+        part.unlink(missing_ok=True)
+
+
+@contextmanager
+def _alone(root: Path) -> Iterator[None]:
+    """Hold the lock of the copies."""
+    descriptor = os.open(root / "lock", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def _locked(path: Path, kind: int) -> int | None:
+    """Lock a file; return the descriptor that holds the lock, or None if the file is missing or locked otherwise."""
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
+    except FileNotFoundError:
+        return None
+    try:
+        fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(descriptor)
+        return None
+    return descriptor
+
+
+def _is_locked(path: Path) -> bool:
+    descriptor = _locked(path, fcntl.LOCK_EX)
+    if descriptor is not None:
+        os.close(descriptor)
+        return False
+    return path.exists()
+
+
+def _wait_for(reserved: Path) -> None:
+    """Wait until another process has fetched a copy, or has failed to."""
+    with suppress(FileNotFoundError):
+        descriptor = os.open(reserved, os.O_RDONLY | os.O_NOFOLLOW)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_SH)
+        finally:
+            os.close(descriptor)

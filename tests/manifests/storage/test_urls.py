@@ -1,0 +1,51 @@
+"""URLs of objects: their parts, and what of them is shown."""
+
+import pytest
+
+from manifests.errors import UserError
+from manifests.storage.urls import folder_of, masked, place_name, place_of, split_url, url_below
+
+
+@pytest.mark.parametrize(
+    ("url", "root", "key"),
+    [
+        ("s3://bucket/videos/a b.mp4", "s3://bucket", "videos/a b.mp4"),
+        ("s3://bucket/100%25?#.mp4", "s3://bucket", "100%25?#.mp4"),  # every character is part of a key
+        ("https://host:8080/videos/a%20b.mp4", "https://host:8080", "videos/a b.mp4"),
+        ("http://host", "http://host", ""),
+    ],
+)
+def test_parts_of_a_url(url: str, root: str, key: str) -> None:
+    assert split_url(url) == (root, key)
+    assert url_below(url, "x y.mp4") == f"{url}/{'x%20y' if url.startswith('http') else 'x y'}.mp4"
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "s3://key:hunter2@bucket/a.mp4",
+        "https://me:hunter2@host/a.mp4",
+        "https://hunter2@host/a.mp4",
+        "https://host/a.mp4?X-Amz-Credential=me&X-Amz-Signature=hunter2",
+        "https://host/a.mp4#hunter2",
+    ],
+)
+def test_secrets_in_a_url_are_refused_and_not_shown(url: str) -> None:
+    with pytest.raises(UserError) as caught:
+        split_url(url)
+    assert "hunter2" not in f"{caught.value} {caught.value.hint}"
+    text = f"cannot read {url}: the server said no"
+    assert masked(text).startswith("cannot read ") and "hunter2" not in masked(text)
+    assert "a.mp4" in masked(text)
+
+
+def test_a_text_without_secrets_is_shown_as_it_is() -> None:
+    for text in ("s3://bucket/a?b#c.mp4", "https://host/a.mp4, and more?", "me@host is no URL"):
+        assert masked(text) == text
+
+
+def test_local_paths_stay_paths() -> None:
+    path, url = place_of("videos//a.mp4"), place_of("s3://bucket//a.mp4")
+    assert str(path) == "videos/a.mp4" and url == "s3://bucket//a.mp4"
+    assert place_name(path).name == place_name(url).name == "a.mp4"
+    assert str(folder_of(path)) == "videos" and folder_of("https://host/lists/train.csv") == "https://host/lists"

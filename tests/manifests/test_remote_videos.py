@@ -1,0 +1,165 @@
+"""Datasets in a bucket are read as those in a folder; on a web server, a table names the videos."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from manifests.adapters.folder import read_folder
+from manifests.adapters.further import read_caption_tables
+from manifests.adapters.kinetics import read_kinetics
+from manifests.adapters.reading import Reading
+from manifests.adapters.remote_tables import read_with_local_tables
+from manifests.adapters.vatex import read_vatex
+from manifests.errors import UserError
+from manifests.storage.objects import open_objects
+from tests.object_storage.faults import Fault, Faults
+from tests.train.data.http_folder import HttpFolder
+
+FILES = {
+    "a.mp4": b"1",
+    "a.en.srt": b"1\n00:00:01,000 --> 00:00:02,000\nhello\n",
+    "val/b c.mkv": b"2",
+    "val/b c.json": b'{"segments": [{"start": 0.5, "end": 1.5, "text": "spoken"}]}',
+    "twice/x.mp4": b"3",
+    "twice/x.avi": b"4",
+    "empty.mp4": b"",
+    ".hidden/h.mp4": b"5",
+    "notes.txt": b"6",
+    "\u00fc.MOV": b"7",
+}
+
+
+@pytest.fixture
+def here(tmp_path: Path) -> Path:
+    for name, content in FILES.items():
+        (tmp_path / "videos" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "videos" / name).write_bytes(content)
+    return tmp_path / "videos"
+
+
+@pytest.fixture
+def there(bucket: str) -> str:
+    objects = open_objects(bucket)
+    for name, content in FILES.items():
+        objects.write(f"videos/{name}", content)
+    objects.write("videos-of-others/z.mp4", b"8")
+    return f"{bucket}/videos"
+
+
+@pytest.fixture
+def web(here: Path) -> Iterator[HttpFolder]:
+    folder = HttpFolder(here)
+    yield folder
+    folder.close()
+
+
+def rows(reading: Reading, place: Path | str) -> list[object]:
+    """All that was read, with paths relative to the folder."""
+    tables = (reading.videos, reading.captions, reading.rejected)
+    text = json.dumps([table.to_pylist() for table in tables] + [reading.num_rows_used, reading.notes], default=str)
+    return list(json.loads(text.replace(str(place), "HERE").replace("the object is", "the file is")))
+
+
+@pytest.mark.parametrize("subtitles", [False, True])
+def test_a_bucket_is_read_like_a_folder(here: Path, there: str, tmp_path: Path, subtitles: bool) -> None:
+    table = tmp_path / "captions.csv"
+    table.write_text('video,text,end_s\na.mp4,one,2\n"val/b c",two,-3\nnowhere,three,1\ntwice/x,four,1\n')
+    read = [read_folder(place, captions=table, subtitles=subtitles) for place in (here, there)]
+    local, remote = rows(read[0], here), rows(read[1], there)
+    if not subtitles:  # objects are not read for a note
+        assert "1 subtitle file" in str(local[-1]) and "1 subtitle file" in str(remote[-1])
+        local[-1] = remote[-1] = []
+    assert remote == local
+    assert read[1].videos["path"].to_pylist()[0] == f"{there}/a.mp4"
+
+
+def test_the_data_folder_in_the_bucket_is_skipped(there: str) -> None:
+    reading = read_folder(there, skip=f"{there}/twice")
+    assert not any("twice" in path for path in reading.videos["path"].to_pylist())
+
+
+def test_annotations_in_a_bucket_keep_their_names(here: Path, there: str, bucket: str) -> None:
+    objects = open_objects(bucket)
+    entries = [{"videoID": "a", "enCap": ["one", ""]}, {"videoID": "gone", "enCap": ["two"]}]
+    objects.write("lists/vatex_training.json", json.dumps(entries).encode())
+    url = f"{bucket}/lists/vatex_training.json"
+    reading = read_with_local_tables([url], lambda tables: read_vatex(there, annotations=tables))
+    assert reading.captions["text"].to_pylist() == ["one"] and reading.num_rows_used == {url: 1}
+    assert {row["file"] for row in reading.rejected.to_pylist()} == {url}
+    objects.write("lists/train.csv", b"a.mp4,jumping\n")
+    reading = read_with_local_tables(
+        [f"{bucket}/lists/train.csv"], lambda tables: read_kinetics(tables, videos=f"{bucket}/videos")
+    )
+    assert reading.captions["label_class"].to_pylist() == ["jumping"]
+    objects.write("lists/broken.json", b"[")
+    with pytest.raises(UserError, match=f"{bucket}/lists/broken.json"):
+        read_with_local_tables([f"{bucket}/lists/broken.json"], lambda tables: read_vatex(there, annotations=tables))
+    with pytest.raises(UserError, match=f"cannot read {bucket}/lists/none.json: no such object"):
+        read_with_local_tables([f"{bucket}/lists/none.json"], lambda tables: read_vatex(there, annotations=tables))
+
+
+def test_a_table_of_urls(tmp_path: Path, web: HttpFolder, there: str, faults: Faults) -> None:
+    host = web.address.removeprefix("http://")
+    table = tmp_path / "videos.csv"
+    names = [
+        f"{web.address}/a.mp4",
+        f"{web.address}/val/b%20c.mkv",
+        f"{there}/twice/x.mp4",
+        f"{there}/\u00fc.MOV",
+        f"{web.address}/gone.mp4",
+        f"{web.address}/empty.mp4",
+        f"{web.address}/notes.txt",
+        f"{web.address}/a.mp4?sig=hunter2",
+        "relative.mp4",
+        f"{web.address}/a.mp4",
+    ]
+    table.write_text("video,text\n" + "".join(f"{name},{'text' * (number % 2)}\n" for number, name in enumerate(names)))
+    reading = read_folder(None, captions=table)
+    bucket_name = there.removeprefix("s3://")
+    ids = {row["source_id"]: row["split"] for row in reading.videos.to_pylist()}
+    assert ids == {
+        f"{host}/a": "train",
+        f"{host}/val/b c": "val",
+        f"{bucket_name}/twice/x": "train",
+        f"{bucket_name}/\u00fc": "train",
+    }
+    assert reading.captions.num_rows == 3 and reading.num_rows_used == {str(table): 5}
+    rejected = [(row["reason"], row["source_id"]) for row in reading.rejected.to_pylist()]
+    assert sorted(rejected) == sorted(
+        [
+            ("empty_file", f"{host}/empty"),
+            ("malformed_row", "relative.mp4"),
+            ("malformed_row", f"{web.address}/a.mp4?..."),
+            ("missing_file", f"{web.address}/empty.mp4"),
+            ("missing_file", f"{web.address}/gone.mp4"),
+            ("missing_file", f"{web.address}/notes.txt"),
+        ]
+    )
+    assert "hunter2" not in str(reading.rejected.to_pylist())
+    faults.set(Fault("error", method="HEAD", path="twice", status=403))
+    reasons = [row["reason"] for row in read_folder(None, captions=table).rejected.to_pylist()]
+    assert "unreadable" in reasons
+
+
+def test_names_below_the_url_of_a_folder(tmp_path: Path, web: HttpFolder) -> None:
+    table = tmp_path / "captions.csv"
+    table.write_text(f"video,text\n./a.mp4,one\nb c.mkv,two\n{web.address}/val/b%20c.mkv,three\n")
+    reading = read_folder(f"{web.address}/", captions=table)
+    assert reading.videos["source_id"].to_pylist() == ["a", "val/b c"]
+    assert reading.captions["text"].to_pylist() == ["one", "three"]
+    with pytest.raises(UserError, match="cannot be listed: it is on a web server"):
+        read_folder(web.address)
+    with pytest.raises(UserError, match="cannot be listed"):
+        read_vatex(web.address, annotations=[table])
+    with pytest.raises(UserError, match="no videos are given"):
+        read_folder(None)
+
+
+def test_further_captions_name_videos_by_their_urls(tmp_path: Path, there: str) -> None:
+    table = tmp_path / "more.csv"
+    table.write_text(f"video,text,begin_s,end_s\n{there}/a.mp4,one,0,1\nval/b c.mkv,two,0,1\n{there}/gone.mp4,no,0,1\n")
+    videos = read_folder(there).videos
+    read = read_caption_tables([table], videos=videos, dataset="further", source="model")
+    assert read.reading.captions["text"].to_pylist() == ["one", "two"]
