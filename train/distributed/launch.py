@@ -8,8 +8,9 @@ import json
 import os
 import secrets
 import sys
+import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 
@@ -29,7 +30,7 @@ _VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 _MAX_SHOWN = 6
 _POLL_S = 0.02
 _TIMEOUT = timedelta(minutes=30)  # torch's own for a process group
-_REMIND = timedelta(minutes=1)
+_REMIND_S = 60.0
 # Rank 0 may host the store and then leaves last, but does not wait longer for ranks that are gone.
 _LEAVE_TIMEOUT = timedelta(seconds=10)
 _LOST = ("closed by peer", "connection reset", "connection refused", "broken pipe", "timed out", "nccl", "gloo")
@@ -56,7 +57,8 @@ def open_world(*, device_type: str, start: Start | None = None, hint: str = "") 
         _take_gpu(world)
     # The store is hosted by torchrun, or by rank 0 under other launchers.
     try:
-        store, _, _ = next(dist.rendezvous("env://"))
+        with _reminding(world, lambda: "the other ranks"):
+            store, _, _ = next(dist.rendezvous("env://"))
         attempt = name_attempt(store, world)
     except RuntimeError as error:
         raise FailedWork(
@@ -127,46 +129,48 @@ def name_attempt(store: dist.Store, world: World) -> str:
     if not world.is_first:
         store.set(f"asks/{world.rank}", own)
         answer = f"answer/{own}"
-        _wait_for_answer(store, answer, world=world)
+        with _reminding(world, lambda: "rank 0"):
+            store.wait([answer], _TIMEOUT)
         name = str(store.get(answer).decode())
         store.set(f"knows/{name}/{world.rank}", "")
         return name
     missing, answered = set(range(1, world.size)), dict[int, str]()
     latest_s = time.monotonic() + _TIMEOUT.total_seconds()
-    remind_s = time.monotonic() + _REMIND.total_seconds()
-    while missing:
-        for rank in sorted(missing):
-            if store.check([f"knows/{own}/{rank}"]):
-                missing.remove(rank)
-            elif store.check([f"asks/{rank}"]) and (asked := store.get(f"asks/{rank}").decode()) != answered.get(rank):
-                store.set(f"answer/{asked}", own)
-                answered[rank] = asked
-        if missing and time.monotonic() > latest_s:
-            raise FailedWork(f"rank {min(missing)} of {world.size} did not join within {_TIMEOUT}")
-        if missing and time.monotonic() > remind_s:
-            _say_waiting(_named(sorted(missing)), world=world)
-            remind_s += _REMIND.total_seconds()
-        time.sleep(_POLL_S if missing else 0)
+    with _reminding(world, lambda: _named(sorted(missing))):
+        while missing:
+            for rank in sorted(missing):
+                if store.check([f"knows/{own}/{rank}"]):
+                    missing.remove(rank)
+                elif not store.check([f"asks/{rank}"]):
+                    continue
+                elif (asked := store.get(f"asks/{rank}").decode()) != answered.get(rank):
+                    store.set(f"answer/{asked}", own)
+                    answered[rank] = asked
+            if missing and time.monotonic() > latest_s:
+                raise FailedWork(f"rank {min(missing)} of {world.size} did not join within {_TIMEOUT}")
+            time.sleep(_POLL_S if missing else 0)
     return own
 
 
-def _wait_for_answer(store: dist.Store, answer: str, *, world: World) -> None:
-    """Wait until rank 0 has answered, or raise RuntimeError after a timeout."""
-    for _ in range(_TIMEOUT // _REMIND):
-        try:
-            store.wait([answer], _REMIND)
-        except dist.DistStoreError:  # the time is over; a lost connection is another error
-            if world.local_rank == 0:
-                _say_waiting("rank 0", world=world)
-        else:
-            return
-    store.wait([answer], timedelta(0))
+@contextmanager
+def _reminding(world: World, waits_for: Callable[[], str]) -> Iterator[None]:
+    """Say on every machine, once a minute, which ranks this one waits for.
 
+    A rank that fails before it joins, as for a wrong flag, cannot tell the others.
+    """
+    is_over = threading.Event()
 
-def _say_waiting(ranks: str, *, world: World) -> None:
-    # A rank that fails before it joins, as for a wrong flag, cannot tell the others.
-    sys.stderr.write(f"rank {world.rank} of {world.size} waits for {ranks} to start; see the log of that process\n")
-    sys.stderr.flush()
+    def remind() -> None:
+        while not is_over.wait(_REMIND_S):
+            sys.stderr.write(f"rank {world.rank} of {world.size} waits for {waits_for()} to start; see their logs\n")
+            sys.stderr.flush()
+
+    if world.local_rank == 0 and world.size > 1:
+        threading.Thread(target=remind, name="reminder", daemon=True).start()
+    try:
+        yield
+    finally:
+        is_over.set()
 
 
 def require_same_start(start: Start, *, store: dist.Store, world: World, hint: str) -> None:

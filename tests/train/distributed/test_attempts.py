@@ -2,7 +2,6 @@
 
 import threading
 import time
-from datetime import timedelta
 
 import pytest
 import torch.distributed as dist
@@ -41,7 +40,7 @@ def test_a_rank_that_left_before_it_was_answered_is_nobody_to_wait_for() -> None
 
 def test_ranks_say_whom_they_wait_for(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
     """A rank that fails before it joins, as for a wrong flag, cannot tell the others."""
-    monkeypatch.setattr("train.distributed.launch._REMIND", timedelta(milliseconds=100))
+    monkeypatch.setattr("train.distributed.launch._REMIND_S", 0.1)
     store, names = dist.HashStore(), list[str]()
     waiting = [
         threading.Thread(
@@ -52,7 +51,7 @@ def test_ranks_say_whom_they_wait_for(monkeypatch: pytest.MonkeyPatch, capfd: py
     waiting[0].start()
     said = _said_with("rank 1 of 3 waits for rank 0 to start", capfd)
     waiting[1].start()
-    said += _said_with("rank 0 of 3 waits for rank 2 to start; see the log of that process", capfd)
+    said += _said_with("rank 0 of 3 waits for rank 2 to start; see their logs", capfd)
     waiting[2].start()
     for thread in waiting:
         thread.join(60)
