@@ -1,16 +1,9 @@
-"""The report of a `video` plan: the work, its reasons, and an estimate in core-hours and bytes.
-
-Bytes are estimated from shards that are already committed, otherwise from the bitrate or from measured averages.
-Core-hours come from a model with two terms: reading is proportional to the source's pixels, writing to the output's.
-Both were fitted to runs on natural videos; expect the right order of magnitude, not an exact time.
-"""
+"""The reports of `video`: plans, explanations of single chunks, and runs."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
-
-import numpy as np
 
 from manifests.errors import UserError
 from manifests.keys import split_key
@@ -18,84 +11,17 @@ from manifests.quoting import counted, on_one_line
 from prep.core.column import VIDEO
 from prep.core.failure_list import MAX_NAMED
 from prep.core.plan import ShardState
-from prep.core.report import Report, changed_settings, size_text, states_lines, states_values, summary_report
+from prep.core.report import Report, changed_settings, states_lines, states_values, summary_report
 from prep.core.run import Summary
-from prep.video.codecs import codec_named
 from prep.video.cutting import ShotCutting
-from prep.video.plan import Plan, Workload
+from prep.video.estimate import detection_core_s, estimate_lines, estimate_of, hours_text
+from prep.video.plan import Plan
 from prep.video.planning import Planned
-from prep.video.settings import ChunkSettings, bits_per_second
-from shards.damage import DamagedIndex
-from shards.index import open_index
-
-# Core-seconds per megapixel, measured on an x86-64 server core at about 3 GHz.
-_DECODE_S_PER_MEGAPIXEL = 0.0029
-_DETECT_S_PER_FRAME = 0.0006  # to scale a decoded frame to the detector's size and compare it
-
-
-@dataclass(frozen=True)
-class Estimate:
-    """Estimated cost of encoding; chunks copied from old shards count as free."""
-
-    core_hours: float
-    size_bytes: float
-    video_hours: float
-
-
-def estimate(work: Workload, *, settings: ChunkSettings, bytes_per_second: float | None) -> Estimate:
-    """Estimate the cost of encoding `work`.
-
-    Args:
-        bytes_per_second: bytes per second of video, measured on shards of the same variant; None if there are none yet.
-    """
-    codec = codec_named(settings.codec)
-    source_pixels = work.width * work.height
-    scale = np.minimum(1.0, settings.short_side / np.maximum(1, np.minimum(work.width, work.height)))
-    output_megapixels_per_s = source_pixels * scale**2 * float(settings.fps_exact) / 1e6
-    source_megapixels_per_s = source_pixels * work.fps / 1e6
-    core_s = work.seconds * (
-        source_megapixels_per_s * _DECODE_S_PER_MEGAPIXEL + output_megapixels_per_s * codec.encode_s_per_megapixel
-    )
-    video_s = float(work.seconds.sum())
-    if bytes_per_second is not None:
-        size_bytes = video_s * bytes_per_second
-    elif settings.bitrate is not None:
-        size_bytes = video_s * bits_per_second(settings.bitrate) / 8
-    else:
-        size_bytes = float((work.seconds * output_megapixels_per_s).sum()) * 1e6 * codec.bits_per_pixel / 8
-    return Estimate(core_hours=float(core_s.sum()) / 3600, size_bytes=size_bytes, video_hours=video_s / 3600)
-
-
-def detection_core_s(work: Workload) -> np.ndarray:
-    """Estimate the core-seconds for detecting the shots of `work`."""
-    source_megapixels = work.seconds * work.width * work.height * work.fps / 1e6
-    return np.asarray(source_megapixels * _DECODE_S_PER_MEGAPIXEL + work.seconds * work.fps * _DETECT_S_PER_FRAME)
-
-
-def estimate_of(planned: Planned) -> Estimate:
-    """Estimate the cost of the shards that have to be encoded; shards that are only rewritten count as free."""
-    plan = planned.plan
-    ranges = [np.asarray(shard.rows) for shard in plan.shards if shard.has_work and shard.state != ShardState.CHANGED]
-    work = plan.workload(np.concatenate([np.zeros(0, np.int64), *ranges]).astype(np.int64))
-    return estimate(work, settings=plan.recipe.settings, bytes_per_second=_bytes_per_second(planned))
-
-
-def _bytes_per_second(planned: Planned) -> float | None:
-    """Return the bytes per second of video of one committed shard of this variant; None if there is none."""
-    for commit in planned.commits.values():
-        if commit.files is None:
-            continue
-        try:
-            frames = open_index(planned.variant_dir / commit.files.index)["num_frames"].to_numpy().sum()
-        except (DamagedIndex, OSError):
-            continue  # its shard is planned again; use another one
-        return float(commit.files.tar_bytes * planned.plan.recipe.settings.fps_exact / int(frames))
-    return None
 
 
 def plan_report(planned: Planned) -> Report:
     """Return the report of a plan: the work by state and reason, with an estimate."""
-    plan, cost = planned.plan, estimate_of(planned)
+    plan, cost = planned.plan, estimate_of(planned, has_trials=True)
     against = _changed_settings(planned)
     lines = [f"variant  {plan.recipe.variant}", *(f"setting  {difference}" for difference in against)]
     lines += states_lines(plan.shards)
@@ -104,10 +30,7 @@ def plan_report(planned: Planned) -> Report:
     cutting = _cutting_values(plan)
     lines += _cutting_lines(cutting)
     if has_work:
-        lines.append(
-            f"estimate {_hours(cost.core_hours)} of CPU time for {_hours(cost.video_hours)} of video,"
-            f" {size_text(round(cost.size_bytes))}"
-        )
+        lines += estimate_lines(cost, num_copied=_num_copied(plan))
     elif not cutting.get("num_undetected_videos"):
         lines.append("nothing to do")
     values = {
@@ -121,6 +44,11 @@ def plan_report(planned: Planned) -> Report:
         **cutting,
     }
     return Report("\n".join(lines), values)
+
+
+def _num_copied(plan: Plan) -> int:
+    """Return the number of chunks in shards that are only written again."""
+    return sum(shard.num_chunks for shard in plan.shards if shard.state == ShardState.CHANGED)
 
 
 def _cutting_values(plan: Plan) -> dict[str, Any]:
@@ -143,10 +71,10 @@ def _cutting_values(plan: Plan) -> dict[str, Any]:
 def _cutting_lines(values: Mapping[str, Any]) -> list[str]:
     lines = []
     if values.get("num_undetected_videos"):
+        length, cost = hours_text(values["undetected_s"] / 3600), hours_text(values["detection_core_hours"])
         lines.append(
-            f"unknown  {counted(values['num_undetected_videos'], 'video')}, {_hours(values['undetected_s'] / 3600)}:"
-            f" shots not detected yet; prep chunk does so first, in about {_hours(values['detection_core_hours'])} of"
-            " CPU time"
+            f"unknown  {counted(values['num_undetected_videos'], 'video')}, {length}:"
+            f" shots not detected yet; prep chunk does so first, in about {cost} of CPU time"
         )
         first, num_all = values["first_undetected_videos"], values["num_undetected_videos"]
         lines.append(f"         {_named(first, num_all=num_all)}")
@@ -270,9 +198,3 @@ def with_cutting(summary: Summary, planned: Planned) -> Summary:
         num_left_out_videos=values["num_left_out_videos"],
         first_left_out_videos=values["first_left_out_videos"],
     )
-
-
-def _hours(hours: float) -> str:
-    if hours < 1 / 60:
-        return f"{hours * 3600:.0f} s"
-    return f"{hours:.1f} h" if hours >= 1 else f"{hours * 60:.1f} min"

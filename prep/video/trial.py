@@ -1,0 +1,88 @@
+"""Trial encodes: what the encoder costs on this machine with these videos, for the estimate of a plan.
+
+Of up to three videos, a short and a longer section are encoded. The difference of the two is the cost of their
+additional seconds alone: starting the program and decoding up to the first frame count in neither.
+"""
+
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from prep.core.failures import SourceFailure
+from prep.video.encode import encode_span
+from prep.video.ffmpeg import find_ffmpeg
+from prep.video.plan import Plan, SpanPlan, Workload
+from prep.video.spans import Span
+
+_NUM_VIDEOS = 3
+_SHORT_S, _LONG_S = 1.0, 4.0
+
+
+@dataclass(frozen=True)
+class Trial:
+    """Cost of one second of a video.
+
+    Attributes:
+        row: index in the workload that was estimated.
+    """
+
+    row: int
+    core_s: float
+    size_bytes: float
+
+
+def run_trials(plan: Plan, rows: np.ndarray, work: Workload) -> list[Trial]:
+    """Encode sections of videos that a plan has work for: a cheap one, a medium one and an expensive one.
+
+    Videos that cannot be encoded, or are too short, are left out; nothing is kept.
+
+    Args:
+        rows: rows of the layout with work, int64[N].
+        work: `plan.workload(rows)`.
+    """
+    order = np.argsort(work.width * work.height * work.fps, kind="stable")
+    chosen = sorted({int(order[(2 * part + 1) * len(order) // (2 * _NUM_VIDEOS)]) for part in range(_NUM_VIDEOS)})
+    found = []
+    for index, span in zip(chosen, plan.spans([int(rows[index]) for index in chosen]), strict=True):
+        try:
+            costs = [_cost(plan, span, length_s=length_s) for length_s in (_SHORT_S, _LONG_S)]
+        except (SourceFailure, OSError):
+            continue  # making its chunks reports the reason
+        (short_s, short_core_s, short_bytes), (long_s, long_core_s, long_bytes) = costs
+        if long_s > short_s:
+            more_s = long_s - short_s
+            core_s, size_bytes = (long_core_s - short_core_s) / more_s, (long_bytes - short_bytes) / more_s
+            if core_s > 0 and size_bytes > 0:
+                found.append(Trial(index, core_s, size_bytes))
+    return found
+
+
+def _cost(plan: Plan, span: SpanPlan, *, length_s: float) -> tuple[float, float, int]:
+    """Encode a section in the middle of a span; return its length in seconds, CPU seconds and bytes."""
+    fps = plan.recipe.settings.fps_exact
+    num_frames = min(span.span.num_frames, round(length_s * fps))
+    first_frame = span.span.first_frame + (span.span.num_frames - num_frames) // 2
+    section = Span(index=span.span.index, first_frame=first_frame, chunk_frames=(num_frames,), is_last=True)
+    with tempfile.TemporaryDirectory() as folder:
+        encoded = encode_span(
+            Path(span.path),
+            source=span.source,
+            span=section,
+            recipe=plan.recipe,
+            program=find_ffmpeg().path,
+            folder=Path(folder),
+        )
+        return float(num_frames / fps), encoded.cpu_s, sum(path.stat().st_size for path in encoded.segments)
+
+
+def factor_range(measured: Sequence[float], expected: Sequence[float]) -> tuple[float, float, float]:
+    """Return the median, the lowest and the highest ratio of measured to expected costs.
+
+    The range is at least a fifth wide to each side: few videos say little about many.
+    """
+    ratios = np.asarray(measured) / np.asarray(expected)
+    middle = float(np.median(ratios))
+    return middle, min(float(ratios.min()), 0.8 * middle), max(float(ratios.max()), 1.2 * middle)

@@ -1,0 +1,98 @@
+"""The estimate of a plan: from short encodes of some videos, next to what the chunks then take."""
+
+import json
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from prep.video.estimate import Estimate, corrected, estimate, estimate_lines
+from prep.video.ffmpeg import find_ffmpeg
+from prep.video.plan import Workload
+from prep.video.recipe import Recipe
+from prep.video.trial import Trial, factor_range
+from tests.prep.running import Ran
+
+Prep = Callable[..., Ran]
+SETTINGS = Recipe().settings()
+
+
+@pytest.fixture
+def data(prep: Prep, tmp_path: Path) -> Path:
+    """A data folder with two videos of 8 s, and one that has been cut off since it was read."""
+    videos = tmp_path / "videos"
+    videos.mkdir()
+    for name, size in (("small", "320x180"), ("large", "640x360"), ("cut", "640x360")):
+        source = f"testsrc2=size={size}:rate=25:duration=8"
+        command = [find_ffmpeg().path, "-loglevel", "error", "-f", "lavfi", "-i", source, "-g", "25"]
+        subprocess.run([*command, str(videos / f"{name}.mp4")], check=True)
+    prep("manifest", "folder", videos, "--data", tmp_path / "data")
+    prep("plan", "--data", tmp_path / "data")
+    content = (videos / "cut.mp4").read_bytes()
+    (videos / "cut.mp4").write_bytes(content[:100])
+    return tmp_path / "data"
+
+
+def test_a_plan_measures_this_machine_and_these_videos(
+    prep: Prep, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scratch = tmp_path / "scratch"
+    scratch.mkdir()
+    monkeypatch.setenv("TMPDIR", str(scratch))
+    planned = prep("plan", "--data", data, "--json").summary["estimate"]
+    assert planned["num_trials"] == 2, "a video that cannot be encoded is left out"
+    for name in ("core_hours", "size_bytes"):
+        low, high = planned[f"{name}_range"]
+        assert 0 < low < planned[name] < high
+    assert list(scratch.iterdir()) == [], "nothing is kept"
+    made = prep("chunk", "--data", data, "--engine", "processes", "--max-failures", "1", "--json").summary
+    # 8 s of each of two videos; the estimate also counts the third.
+    assert planned["size_bytes"] / 4 < made["num_bytes_written"] < planned["size_bytes"] * 4
+    text = prep("plan", "--data", data, "--bitrate", "200k").stdout
+    assert "measured by encoding 5 s of 2 videos" in text and " to " in text and "None" not in text
+
+
+def workload(*, seconds: float = 10.0) -> Workload:
+    return Workload(*(np.full(2, value) for value in (seconds, 640.0, 360.0, 25.0)))
+
+
+def test_an_estimate_is_scaled_by_what_the_trials_cost() -> None:
+    work = workload()
+    plain = estimate(work, settings=SETTINGS, bytes_per_second=None)
+    per_s = plain.core_hours * 3600 / work.seconds.sum()
+    trials = [Trial(0, core_s=2 * per_s, size_bytes=1.0), Trial(1, core_s=4 * per_s, size_bytes=1.0)]
+    found = corrected(plain, trials, work, settings=SETTINGS, has_bytes=True)
+    assert found.core_hours == pytest.approx(3 * plain.core_hours)
+    assert found.core_hours_range == pytest.approx((2 * plain.core_hours, 4 * plain.core_hours))
+    assert (found.size_bytes, found.size_bytes_range) == (plain.size_bytes, None)
+    assert corrected(plain, [], work, settings=SETTINGS, has_bytes=True) == plain
+
+
+def test_one_video_still_gives_a_range() -> None:
+    assert factor_range([3.0], [2.0]) == pytest.approx((1.5, 1.2, 1.8))
+
+
+@pytest.mark.parametrize(
+    ("cost", "first"),
+    [
+        ({"core_hours": 3.0, "core_hours_range": (2.0, 4.0)}, "estimate 2.0 to 4.0 h of CPU time for 9.0 h of video"),
+        ({"core_hours": 1.0, "core_hours_range": (0.5, 1.5)}, "estimate 30.0 min to 1.5 h of CPU time"),
+        ({"core_hours": 1.0}, "estimate 1.0 h of CPU time for 9.0 h of video; 1.0 GB"),
+        (
+            {"core_hours": 1.0, "size_bytes_range": (8e8, 2e9)},
+            "estimate 1.0 h of CPU time for 9.0 h of video; 800.0 MB",
+        ),
+    ],
+)
+def test_ranges_are_written_with_their_units(cost: dict[str, Any], first: str) -> None:
+    [line, *_] = estimate_lines(Estimate(size_bytes=1e9, video_hours=9.0, **cost), num_copied=0)
+    assert line.startswith(first)
+
+
+def test_a_plan_that_only_copies_says_so() -> None:
+    lines = estimate_lines(Estimate(core_hours=0.0, size_bytes=0.0, video_hours=0.0), num_copied=1200)
+    assert [line.strip() for line in lines] == ["1,200 chunks in changed shards: unchanged ones are copied"]
+    assert json.dumps(lines)
