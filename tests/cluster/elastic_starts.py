@@ -111,7 +111,7 @@ def caches_of_nodes(case: Case) -> str:
     """Copies of the data at the same path on node 1, and --workers of its own."""
     copied = case.folder / "copied"
     shutil.copytree(case.root / "columns", copied)
-    end_well(case.launch(0), case.launch(1, "--workers", 2, before=_bind(copied, case.root / "columns")))
+    end_well(case.launch(0), case.launch(1, "--batches-ahead", 3, before=_bind(copied, case.root / "columns")))
     return case.require_same()
 
 
