@@ -3,10 +3,24 @@
 import os
 import shutil
 import signal
+import time
 from pathlib import Path
 
-from tests.cluster.elastic_nodes import ranks_of
+from tests.cluster.elastic_nodes import kill_node, ranks_of
 from tests.cluster.elastic_runs import Case, Skipped, end_well
+
+# The real classes remain the types of what is returned: torchrun sends times to other nodes as pickles.
+_CLOCK = """
+import datetime, time
+_real, _time = datetime.datetime, time.time
+
+class datetime_ahead(_real):
+    @classmethod
+    def now(cls, tz=None):
+        return _real.now(tz) + datetime.timedelta(seconds={ahead_s})
+
+datetime.datetime, time.time = datetime_ahead, lambda: _time() + {ahead_s}
+"""
 
 
 def folder_not_shared(case: Case) -> str:
@@ -75,14 +89,21 @@ def mistake_of_one_node(case: Case) -> str:
 
 def clock_ahead(case: Case) -> str:
     """The clock of node 1 is 10 s ahead of node 0's."""
-    end_well(case.launch(0), case.launch(1, environment=_clock(10)))
+    end_well(case.launch(0), case.launch(1, environment=_clock(case, 10)))
     return case.require_same()
 
 
 def clock_far_ahead(case: Case) -> str:
-    """An hour ahead, with torchrun's limit raised."""
+    """An hour ahead: torchrun takes the nodes for dead, unless its limit is raised."""
+    launches = case.launch(0), case.launch(1, environment=_clock(case, 3600))
+    time.sleep(60)
+    assert not case.run.metrics.exists(), "it trains"
+    for node in (0, 1):
+        kill_node(node)
+    assert all(one.end() != 0 for one in launches)
+    shutil.rmtree(case.folder / "clock")
     conf = "last_call_timeout=5,keep_alive_max_attempt=1000"
-    end_well(case.launch(0, conf=conf), case.launch(1, conf=conf, environment=_clock(3600)))
+    end_well(case.launch(0, conf=conf), case.launch(1, conf=conf, environment=_clock(case, 3600)))
     return case.require_same()
 
 
@@ -90,7 +111,7 @@ def caches_of_nodes(case: Case) -> str:
     """Copies of the data at the same path on node 1, and --workers of its own."""
     copied = case.folder / "copied"
     shutil.copytree(case.root / "columns", copied)
-    end_well(case.launch(0), case.launch(1, "--workers", 2, before=_bind(copied, case.root / "columns")))
+    end_well(case.launch(0), case.launch(1, "--batches-ahead", 3, before=_bind(copied, case.root / "columns")))
     return case.require_same()
 
 
@@ -114,12 +135,12 @@ def _bind(source: Path, target: Path) -> str:
     return f"mount --bind {source} {target}"
 
 
-def _clock(ahead_s: int) -> dict[str, str]:
-    places = [Path("/usr/lib"), *(Path(one) for one in os.environ.get("LD_LIBRARY_PATH", "").split(":") if one)]
-    found = next((path for place in places for path in place.glob("**/libfaketimeMT.so.1")), None)
-    if found is None:
-        raise Skipped("needs libfaketime")
-    return {"LD_PRELOAD": str(found), "FAKETIME": f"+{ahead_s}s", "FAKETIME_DONT_FAKE_MONOTONIC": "1"}
+def _clock(case: Case, ahead_s: int) -> dict[str, str]:
+    """A node on which the wall clock of all Python programs is ahead."""
+    folder = case.folder / "clock"
+    folder.mkdir()
+    (folder / "sitecustomize.py").write_text(_CLOCK.format(ahead_s=ahead_s))
+    return {"PYTHONPATH": str(folder)}
 
 
 CASES = (
