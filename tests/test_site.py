@@ -8,6 +8,7 @@ import yaml
 
 from prep.cli import app as prep
 from scripts.site import build
+from scripts.site.messages import Message, messages_of, messages_page
 from scripts.site.reference import reference_pages
 from train.cli import app as train
 
@@ -46,6 +47,26 @@ def test_links_lead_to_pages_and_name_files_that_are_none(text: str, wanted: str
     pages = {path: build.page_of(path) for path in build.documents()}
     pages[document] = Path("code/prep.md")
     assert build.with_links(text, document=document, pages=pages) == wanted
+
+
+def test_the_page_of_messages_has_those_that_commands_print() -> None:
+    text = messages_page(Path(build.__file__).parents[2])
+    for message, hint in (
+        ("the data folder … does not exist", "create one: prep manifest folder VIDEOS --data …"),
+        ("--workers … is out of range", "give 1 or more, or omit it"),
+        ("… exists already", "use another --out"),
+    ):
+        assert f"| {message} | {hint}" in text
+    assert text.count("\n| ") > 500
+
+
+def test_a_message_with_alternatives_and_values_is_read_as_each_of_them() -> None:
+    source = """raise UserError(f"{a} and {b}{c} differ" if x else "nothing *is* here", hint="try " + name)"""
+    assert list(messages_of(source)) == [
+        Message("… and … differ", "try …"),
+        Message("nothing *is* here", "try …"),
+    ]
+    assert list(messages_of("HINT = 'wait'\nraise FailedWork('late', hint=HINT)")) == [Message("late", "wait")]
 
 
 def test_the_site_is_built_without_a_broken_link(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

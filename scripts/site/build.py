@@ -14,6 +14,7 @@ from typing import Any
 
 import yaml
 
+from scripts.site.messages import messages_page
 from scripts.site.reference import reference_pages
 
 ROOT = Path(__file__).parents[2]
@@ -93,6 +94,7 @@ def write_pages(folder: Path) -> list[Any]:
         path = folder / page
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(with_links((ROOT / document).read_text(), document=document, pages=pages))
+    (folder / "messages.md").write_text(messages_page(ROOT))
     reference: list[Any] = []
     for program, commands in reference_pages().items():
         entries = []
@@ -108,7 +110,7 @@ def write_pages(folder: Path) -> list[Any]:
         navigation.append({title: placed})
     packages = [{str(document.parent): page.as_posix()} for document, page in pages.items() if page.parts[0] == "code"]
     navigation[-1]["Code"].append({"Packages": packages})
-    navigation.insert(-1, {"Reference": reference})
+    navigation[-1:-1] = [{"Reference": reference}, {"Troubleshooting": ["messages.md"]}]
     return navigation
 
 

@@ -1,0 +1,87 @@
+"""The page of all error messages, found in the source: what a user may search for, and what to do then."""
+
+import ast
+import html
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+_PACKAGES = {
+    "manifests": "Videos, captions and commands",
+    "shards": "Shards and data folders",
+    "prep": "prep",
+    "train": "train",
+}
+_ERRORS = frozenset({"UserError", "FailedWork"})
+_GAP = "…"
+_INTRO = """# Error messages
+
+Every error of both programs says what is wrong, with which value, and what to do. Exit code 2 means that the command
+cannot be carried out as it stands, 1 that some of the work failed. This page lists all messages, for searching; `…`
+stands for a value of yours. Failure codes of single videos and chunks are explained in [chunks.md](chunks.md), and what
+happens to damaged data and killed commands in [reliability.md](reliability.md).
+"""
+
+
+@dataclass(frozen=True)
+class Message:
+    """An error in the source; `hint` is empty if it is made elsewhere."""
+
+    text: str
+    hint: str
+
+
+def messages_page(root: Path) -> str:
+    """Return the page, in Markdown, of the errors in the packages below `root`."""
+    parts = [_INTRO]
+    for package, title in _PACKAGES.items():
+        found = {
+            message for path in sorted((root / package).rglob("*.py")) for message in messages_of(path.read_text())
+        }
+        parts += [f"## {title}\n", "| message | hint |", "|---|---|"]
+        parts += [
+            f"| {_cell(one.text)} | {_cell(one.hint)} |" for one in sorted(found, key=lambda one: one.text.lower())
+        ]
+        parts.append("")
+    return "\n".join(parts)
+
+
+def messages_of(source: str) -> Iterator[Message]:
+    """Yield the errors that a module raises with a message of its own."""
+    module = ast.parse(source)
+    constants = {
+        target.id: node.value
+        for node in module.body
+        if isinstance(node, ast.Assign)
+        for target in node.targets
+        if isinstance(target, ast.Name)
+    }
+    for node in ast.walk(module):
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in _ERRORS and node.args:
+            hint = next((keyword.value for keyword in node.keywords if keyword.arg == "hint"), None)
+            if isinstance(hint, ast.Name):
+                hint = constants.get(hint.id, hint)
+            for text in _texts(node.args[0]):
+                if re.search(r"[A-Za-z]{3}", text):  # others are made of values alone
+                    hints = [""] if hint is None else list(_texts(hint)) or [""]
+                    yield Message(text, " / ".join(dict.fromkeys(one for one in hints if one != _GAP)))
+
+
+def _texts(node: ast.expr) -> Sequence[str]:
+    """The texts that an expression may have, with `…` for values."""
+    if isinstance(node, ast.Constant):
+        return [node.value] if isinstance(node.value, str) else []
+    if isinstance(node, ast.JoinedStr):
+        pieces = (str(part.value) if isinstance(part, ast.Constant) else _GAP for part in node.values)
+        return [re.sub(f"{_GAP}+", _GAP, "".join(pieces))]
+    if isinstance(node, ast.IfExp):
+        return [*_texts(node.body), *_texts(node.orelse)]
+    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add):
+        return [a + b for a in _texts(node.left) or [_GAP] for b in _texts(node.right) or [_GAP]]
+    return []
+
+
+def _cell(text: str) -> str:
+    escaped = html.escape(" ".join(text.split()), quote=False)
+    return re.sub(r"([|*_`])", r"\\\1", escaped)
