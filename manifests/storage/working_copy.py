@@ -337,8 +337,8 @@ def open_data(address: str) -> Path:
     Raises:
         UserError: the address cannot hold a data folder.
     """
-    address = address.rstrip("/")
     objects = open_objects(address)
+    address = objects.address
     if not objects.is_writable:
         raise UserError(
             f"{address} cannot be a data folder of prep, which writes and lists it",
