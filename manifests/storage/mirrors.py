@@ -46,6 +46,9 @@ class Mirror(Protocol):
     def state(self, path: Path) -> tuple[int, int]:
         """Return size in bytes and time of modification in ns of an object."""
 
+    def read_range(self, path: Path, offset: int, size: int) -> bytes:
+        """Read a range of an object, without a local copy."""
+
     def open(self, path: Path) -> int | None:
         """Return a descriptor of a file whose content is only in the bucket; None if the local file is complete."""
 

@@ -183,7 +183,7 @@ class WorkingCopy:
         return info.size_bytes, int(info.modified_s * 1e9)
 
     def read_range(self, path: Path, offset: int, size: int) -> bytes:
-        """Read a range of a file from the bucket, without a local copy."""
+        """See `Mirror`."""
         return self.objects.read_range(self.key_of(path), offset, size)
 
     def _is_away(self, path: Path) -> bool:

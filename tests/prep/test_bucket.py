@@ -6,6 +6,7 @@ A bucket ends with the same objects, byte for byte, as a local data folder has f
 import secrets
 import shutil
 import signal
+import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -244,3 +245,22 @@ def test_a_server_that_fails_for_good_ends_the_run_and_the_next_goes_on(
     faults.set()
     prep_here("chunk", *LEN, "--workers", 1, "--data", data)
     assert contents_of(data) == contents(chunks)
+
+
+def test_advise_reads_from_the_bucket(data: str, faults: Faults) -> None:
+    ran = prep_here("advise", "--step-time", 0.5, "--batch", 8, "--json", "--data", data)
+    ranges = [path for method, path in faults.seen().requests if method == "GET" and path.endswith(".tar")]
+    assert len(ranges) >= 10 and ran.summary
+
+
+def test_a_copied_data_folder_is_read_once(data: str, faults: Faults) -> None:
+    objects = open_objects(data)
+    time.sleep(1.1)  # the server's times are whole seconds
+    for info in list(objects.list()):
+        if info.key.endswith((".tar", ".idx", ".arrow")):
+            objects.write(info.key, objects.read(info.key))
+    faults.set()
+    for num_tars in (2, 0):
+        prep_here("chunk", *LEN, "--data", data)
+        assert sum(path.endswith(".tar") for _, path in faults.seen().requests) == num_tars
+        faults.set()
