@@ -76,6 +76,7 @@ NOT_BENCHMARKS = {
     "plain_loops",
     "recipe_trial",
     "report",
+    "object_storage_peers",
     "search_peers",
     "timing",
     "tree",
