@@ -83,15 +83,15 @@ def in_process(engine: str, *, num_tasks: int, num_workers: int) -> dict[str, ob
 
 def bytes_per_shard() -> list[dict[str, object]]:
     """Measure what the driver keeps of each shard."""
-    rows = []
+    sizes: dict[str, int] = {}
     for what, make in (("row of the plan", _plan), ("commit", _commit), ("result", _result)):
         tracemalloc.start()
         kept = {number: make(number) for number in range(_NUM_COUNTED)}
-        size = tracemalloc.get_traced_memory()[0] / len(kept)
+        sizes[what] = round(tracemalloc.get_traced_memory()[0] / len(kept))
         tracemalloc.stop()
-        rows.append({"of each shard": what, "bytes": round(size), "MB for 10^6 shards": round(size)})
-    total = sum(int(row["bytes"]) * (2 if row["of each shard"] == "commit" else 1) for row in rows)
-    return [*rows, {"of each shard": "together, with two commits", "bytes": total, "MB for 10^6 shards": total}]
+    sizes["together, with two commits"] = sum(sizes.values()) + sizes["commit"]
+    # A byte of each of 10^6 shards is a megabyte.
+    return [{"of each shard": what, "bytes": size, "MB for 10^6 shards": size} for what, size in sizes.items()]
 
 
 def _plan(number: int) -> ShardPlan:
