@@ -268,10 +268,6 @@ class KeyLookup:
         for shard in shards:
             self._first_rows.append(self._first_rows[-1] + shard.index.num_rows)
 
-    def known_seconds(self) -> dict[int, float]:
-        """Return the seconds of video in each shard by its ID, as far as they are known without opening its index."""
-        return self._records.seconds()
-
     def find(self, key: str) -> tuple[CommittedShard, int]:
         """Find the shard and row of `key` by bisection; raise KeyError if it is missing."""
         low = bisect_left(self._keys, key, key=_text)
