@@ -1,6 +1,6 @@
 """Throughput and memory of the driver: tasks that do nothing, through the engines of `prep`.
 
-    python -m benchmarks.driver [--tasks N] [--workers N] [--json FILE]
+    python -m benchmarks.driver [--tasks N] [--workers N] [--engines NAME ...] [--json FILE]
 
 Each task has the size of one that makes a shard of chunks (a few kilobytes) and returns the result of a shard, so that
 what is measured is everything around the work: serialisation, pipes, Ray's scheduling, the driver's loop. A shard takes
@@ -8,10 +8,9 @@ minutes; an engine of N tasks a second keeps N times as many workers busy as a s
 process of its own.
 
 `tasks/s` counts from the first outcome to the last, without the start of workers; `driver ms/task` is the CPU time of
-the driver's process per task, and for Ray also that of the process of its engine; `driver MB` is the peak memory of the
-driver's process. The second
-table is on paper: what a driver keeps of each shard until the end (its row of the plan, its commit before and after the
-run, its result), measured for 10,000 shards, times 10^6.
+the driver's process per task (Ray's engine has a process of its own, which is not counted), `driver MB` its peak
+memory. The second table is on paper: what a driver keeps of each shard until the end (its row of the plan, its commit
+before and after the run, its result), measured for 10,000 shards, times 10^6.
 """
 
 import json
@@ -84,15 +83,15 @@ def in_process(engine: str, *, num_tasks: int, num_workers: int) -> dict[str, ob
 
 def bytes_per_shard() -> list[dict[str, object]]:
     """Measure what the driver keeps of each shard."""
-    rows = []
+    sizes: dict[str, int] = {}
     for what, make in (("row of the plan", _plan), ("commit", _commit), ("result", _result)):
         tracemalloc.start()
         kept = {number: make(number) for number in range(_NUM_COUNTED)}
-        size = tracemalloc.get_traced_memory()[0] / len(kept)
+        sizes[what] = round(tracemalloc.get_traced_memory()[0] / len(kept))
         tracemalloc.stop()
-        rows.append({"of each shard": what, "bytes": round(size), "MB for 10^6 shards": round(size)})
-    total = sum(int(row["bytes"]) * (2 if row["of each shard"] == "commit" else 1) for row in rows)
-    return [*rows, {"of each shard": "together, with two commits", "bytes": total, "MB for 10^6 shards": total}]
+    sizes["together, with two commits"] = sum(sizes.values()) + sizes["commit"]
+    # A byte of each of 10^6 shards is a megabyte.
+    return [{"of each shard": what, "bytes": size, "MB for 10^6 shards": size} for what, size in sizes.items()]
 
 
 def _plan(number: int) -> ShardPlan:
@@ -114,9 +113,10 @@ def main() -> None:
     parser = parser_for(__doc__ or "")
     parser.add_argument("--tasks", type=int, default=100_000, help="tasks of each engine (default 100000)")
     parser.add_argument("--workers", type=int, default=2, help="workers of each engine (default 2)")
+    parser.add_argument("--engines", nargs="+", default=["processes", "ray"], help="engines (default processes ray)")
     arguments = parser.parse_args()
     rows = [
-        in_process(engine, num_tasks=arguments.tasks, num_workers=arguments.workers) for engine in ("processes", "ray")
+        in_process(engine, num_tasks=arguments.tasks, num_workers=arguments.workers) for engine in arguments.engines
     ]
     print_report(
         "Driver throughput",

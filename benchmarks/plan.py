@@ -1,74 +1,158 @@
-"""Wall time and memory of `prep plan` for a million chunks.
+"""CPU time, wall time and memory of the commands that look at all shards, for 1 and 10 million chunks.
 
-    python -m benchmarks.plan [--chunks N] [--long-only] [--json FILE]
+    python -m benchmarks.plan [--chunks N ...] [--runs N] [--with-short] [--folder DIR] [--json FILE]
 
-First, a data folder with that many chunks is generated without encoding: real manifest, probes and empty source files,
-and for the committed case a layout and a commit for every shard, whose files are real for the first shard and have only
-the right length for the others (planning reads only size and modification time). Then the whole command is run once
-with nothing committed and once with everything committed. Two shapes: videos of 40 chunks, and as many videos as chunks
-(skipped with --long-only; its folder has a million files and takes minutes to create and remove).
+First, a data folder with that many chunks is made without encoding: real manifest, probes, layout, and commits with
+their table; empty source files; and shards of which one for each number of chunks is real. The tars of the others have
+only the right length, and their indexes are links (`benchmarks.made_data`). Then whole commands are run:
 
-`wall s` is from the start of Python to its exit (target: under 60 s, aim: 20 s); `peak MB` is the resident memory of
-the command, including shared libraries (target: under 1,000, aim: 300).
+    plan, nothing committed    prep plan, before any shard is committed
+    plan                       prep plan, with everything committed
+    chunk                      prep chunk with nothing to do: everything is checked, nothing is made
+    status                     prep status
+    gc                         prep gc --dry-run
+    quick check                existence, sizes and times of all files of the shards, as plan, status and gc check them
+    records                    prep chunk without the table of commits, reading every record
+
+`wall s` is from the start of Python to its exit, `peak MB` the resident memory of the command, including shared
+libraries. Figures are medians of the runs, which alternate between the phases. --with-short adds as many videos as
+chunks to the videos of 40 chunks; its folder has a million files for a million chunks.
 """
 
+import argparse
 import json
+import statistics
+import sys
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 
-from benchmarks.made_data import commit_everything, make_videos
-from benchmarks.measure import prep_command, run_measured
+from benchmarks.made_data import COLUMN, commit_everything, make_videos
+from benchmarks.measure import Usage, prep_command, run_measured
 from benchmarks.report import parser_for, print_report
 from prep.video.ffmpeg import find_ffmpeg
 from prep.video.recipe import Recipe, ResolvedRecipe, resolve
+from shards.dataset import variant_dir
+from shards.format import COMMIT_TABLE_FILE
 
 LONG_CHUNKS = 40
+_QUICK_CHECK = """
+import sys
+from pathlib import Path
+from prep.core.plan import problems_of
+from shards.reader import Variant
+assert not problems_of(Variant.open(Path(sys.argv[1])))
+"""
 
 
-def measure_plan(data: Path, *, num_videos: int, num_chunks: int, committed: bool) -> dict[str, object]:
-    """Run `prep plan` once."""
+def plan_new(data: Path, *, num_chunks: int) -> Usage:
+    """Run `prep plan` with nothing committed."""
     usage = run_measured(prep_command("plan", "--data", data, "--json"))
-    report = json.loads(usage.stdout)
-    state = "current" if committed else "new"
-    if report["chunks"] != {state: num_chunks}:
-        raise RuntimeError(f"all {num_chunks} chunks should be {state}: {report['chunks']}")
+    _require(json.loads(usage.stdout)["chunks"] == {"new": num_chunks}, usage)
+    return usage
+
+
+def phases(data: Path, *, recipe: ResolvedRecipe, num_chunks: int) -> dict[str, Callable[[], Usage]]:
+    """Return what is measured with everything committed, by name."""
+
+    def plan() -> Usage:
+        usage = run_measured(prep_command("plan", "--data", data, "--json"))
+        _require(json.loads(usage.stdout)["chunks"] == {"current": num_chunks}, usage)
+        return usage
+
+    def chunk() -> Usage:
+        usage = run_measured(prep_command("chunk", "--len", "15s", "--data", data, "--json"))
+        summary = json.loads(usage.stdout)
+        _require((summary["num_shards_made"], summary["num_chunks"]) == (0, num_chunks), usage)
+        return usage
+
+    def status() -> Usage:
+        usage = run_measured(prep_command("status", "--data", data, "--json"))
+        [variant] = json.loads(usage.stdout)["columns"][COLUMN]["variants"]
+        _require(variant["num_samples"] == num_chunks and round(variant["hours"] * 240) == num_chunks, usage)
+        return usage
+
+    def gc() -> Usage:
+        usage = run_measured(prep_command("gc", "--dry-run", "--data", data, "--json"))
+        found = json.loads(usage.stdout)
+        _require(not (found["items"] or found["unknown"] or found["kept_because"]), usage)
+        return usage
+
+    def quick_check() -> Usage:
+        return run_measured([sys.executable, "-c", _QUICK_CHECK, str(data)])
+
+    def records() -> Usage:
+        (variant_dir(data, COLUMN, recipe.variant) / COMMIT_TABLE_FILE).unlink(missing_ok=True)
+        return chunk()  # which writes the table again
+
     return {
-        "videos": num_videos,
-        "chunks": num_chunks,
-        "shards": report["shards"][state],
-        "committed": "all" if committed else "nothing",
-        "wall s": usage.wall_s,
-        "CPU s": usage.cpu_s,
-        "peak MB": usage.peak_bytes // 1_000_000,
+        "plan": plan,
+        "chunk": chunk,
+        "status": status,
+        "gc": gc,
+        "quick check": quick_check,
+        "records": records,
     }
 
 
 def measure_shape(
-    data: Path, *, num_videos: int, chunks_per_video: int, recipe: ResolvedRecipe
+    data: Path, *, num_videos: int, chunks_per_video: int, num_runs: int, recipe: ResolvedRecipe
 ) -> list[dict[str, object]]:
-    """Plan one data folder before and after everything is committed."""
+    """Measure one data folder before and after everything is committed."""
     num_chunks = num_videos * chunks_per_video
     make_videos(data, num_videos=num_videos, chunks_per_video=chunks_per_video, recipe=recipe)
-    new = measure_plan(data, num_videos=num_videos, num_chunks=num_chunks, committed=False)
-    commit_everything(data, recipe=recipe, num_real_shards=1)
-    return [new, measure_plan(data, num_videos=num_videos, num_chunks=num_chunks, committed=True)]
+    usages = {"plan, nothing committed": [plan_new(data, num_chunks=num_chunks) for _ in range(num_runs)]}
+    num_shards = commit_everything(data, recipe=recipe, num_real_shards=1)
+    committed = phases(data, recipe=recipe, num_chunks=num_chunks)
+    usages |= {name: [] for name in committed}
+    for _ in range(num_runs):
+        for name, run in committed.items():
+            usages[name].append(run())
+    return [
+        {
+            "videos": num_videos,
+            "chunks": num_chunks,
+            "shards": num_shards,
+            "phase": name,
+            "CPU s": statistics.median(usage.cpu_s for usage in found),
+            "wall s": statistics.median(usage.wall_s for usage in found),
+            "peak MB": max(usage.peak_bytes for usage in found) // 1_000_000,
+        }
+        for name, found in usages.items()
+    ]
+
+
+def _require(is_expected: bool, usage: Usage) -> None:
+    if not is_expected:
+        raise RuntimeError(f"unexpected result: {usage.stdout[:2000]}")
 
 
 def main() -> None:
     """Run the benchmark and print its table."""
     parser = parser_for(__doc__ or "")
-    parser.add_argument("--chunks", type=int, default=1_000_000, help="total number of chunks (default 1000000)")
-    parser.add_argument("--long-only", action="store_true", help="omit the shape with one chunk per video")
+    parser.add_argument(
+        "--chunks", type=int, nargs="+", default=[1_000_000, 10_000_000], help="numbers of chunks (default 10^6, 10^7)"
+    )
+    parser.add_argument("--runs", type=int, default=3, help="number of runs of each phase (default 3)")
+    parser.add_argument(
+        "--with-short", action=argparse.BooleanOptionalAction, default=False, help="also videos of one chunk"
+    )
+    parser.add_argument("--folder", type=Path, help="folder to make the data in (default: a temporary one)")
     arguments = parser.parse_args()
     recipe = resolve(Recipe(), ffmpeg_version=find_ffmpeg().version)
     rows = []
-    for chunks_per_video in (LONG_CHUNKS,) if arguments.long_only else (LONG_CHUNKS, 1):
-        num_videos = max(1, arguments.chunks // chunks_per_video)
-        with tempfile.TemporaryDirectory() as folder:
-            data = Path(folder) / "data"
-            rows += measure_shape(data, num_videos=num_videos, chunks_per_video=chunks_per_video, recipe=recipe)
-    notes = ["Targets: under 60 s and 1 GB; aim: 20 s and 300 MB."]
-    print_report("prep plan", rows, notes=notes, json_path=arguments.json)
+    for num_chunks in arguments.chunks:
+        for chunks_per_video in (LONG_CHUNKS, 1) if arguments.with_short else (LONG_CHUNKS,):
+            with tempfile.TemporaryDirectory(dir=arguments.folder) as folder:
+                rows += measure_shape(
+                    Path(folder) / "data",
+                    num_videos=max(1, num_chunks // chunks_per_video),
+                    chunks_per_video=chunks_per_video,
+                    num_runs=arguments.runs,
+                    recipe=recipe,
+                )
+    notes = ["Target: chunk with nothing to do in under 30 s for 10 million chunks. Commits are made, not encoded."]
+    print_report("Commands on millions of chunks", rows, notes=notes, json_path=arguments.json)
 
 
 if __name__ == "__main__":

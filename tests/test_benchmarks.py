@@ -23,6 +23,7 @@ TINY = {
     "caption_pipeline": ["--microbatches", "2", "--rounds", "1", "--schedules", "1f1b"],
     "chunk": ["--synthetic", "1", "--minutes", "0.05", "--rounds", "1", "--variants", "prep chunk", "bare ffmpeg"],
     "decode": ["--pieces", "1", "--clips", "2", "--rounds", "1", "--variants", "clipmill", "libavcodec"],
+    "driver": ["--tasks", "20", "--workers", "1", "--engines", "processes"],
     "encoding": ["--rounds", "1", "--cases", "tiny"],
     "latents": [
         *("--segments", "26", "--videos", "4", "--batches", "3", "--rounds", "1", "--copies", "2"),
@@ -39,6 +40,7 @@ TINY = {
     "mixture": ["--pieces", "2", "--folders", "2", "--epochs", "1", "--rounds", "1"],
     "object_storage": ["--requests", "2", "--videos", "1", "--rounds", "1", "--latency-ms", "1"],
     "plan": ["--chunks", "80"],
+    "plan": ["--chunks", "80", "--runs", "1"],
     "pseudo_captions": [
         *("--seeds", "1", "--videos", "5", "--minutes", "0.17", "--caption-steps", "1", "--steps", "1"),
         *("--batch", "2", "--warmup-steps", "1", "--size-px", "32", "--num-frames", "2"),

@@ -5,6 +5,7 @@ import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -57,8 +58,13 @@ def by_records(folder: Path) -> Commits:
 def num_read(folder: Path) -> int:
     """How many records a reader opens; it must find what the records say."""
     read, opened = commits_module.read_commit, list[Path]()
+
+    def noted(path: Path) -> Commit:
+        opened.append(path)
+        return read(path)
+
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(commits_module, "read_commit", lambda path: opened.append(path) or read(path))
+        patch.setattr(commits_module, "read_commit", noted)
         found = read_commits(folder)
     assert (found.commits, list(map(str, found.damaged))) == (
         by_records(folder).commits,
@@ -184,9 +190,9 @@ def test_a_lost_worker_that_commits_at_the_end_of_a_run_is_not_overlooked(
 ) -> None:
     write_commit(variant, made(0, num_samples=9))
 
-    def confirm_late(folder: Path, *arguments: object, **options: object) -> None:
+    def confirm_late(folder: Path, **options: Any) -> None:
         write_commit(folder, made(1001, num_samples=4))
-        confirm(folder, *arguments, **options)
+        confirm(folder, **options)
 
     from shards.lists import confirm
 

@@ -60,6 +60,33 @@ def test_damage_in_a_folder_is_found_and_repaired(prep: Prep, far_set: ShardSet)
     assert contents(far_set.variant) == before
 
 
+def test_verify_reads_the_records_behind_the_table(
+    prep: Prep, far_set: ShardSet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("shards.lists.MIN_COMMITS", 2)
+    rerun(prep, far_set, *LEN)
+    before = contents(far_set.variant)
+    assert "commits.arrow" in before
+    hours = prep("status", "--data", far_set.data, "--json").summary["columns"]["video"]["variants"][0]["hours"]
+    assert hours == pytest.approx(8 / 3600)
+    record = commit_path(far_set.variant, 1000)
+    flip(record, record.read_bytes().index(b"val"))
+    assert rerun(prep, far_set, *LEN)["num_shards_made"] == 0  # the table has what the record said
+    ran = prep("verify", "--data", far_set.data, "--json", status=1)
+    (finding,) = ran.summary["video"]["findings"]
+    assert (finding["shard_id"], finding["code"]) == (1000, "commit_damaged")
+    assert "to repair, run: prep chunk" in ran.stderr
+    assert rerun(prep, far_set, *LEN)["num_shards_made"] == 1
+    assert contents(far_set.variant) == before
+    table = far_set.variant / "commits.arrow"
+    flip(table, table.read_bytes().index(b"train"))
+    ran = prep("verify", "--data", far_set.data, "--json", status=1)
+    (record_finding,) = ran.summary["records"]
+    assert record_finding["path"] == str(table) and "table of commits" in record_finding["message"]
+    assert rerun(prep, far_set, *LEN)["num_shards_made"] == 0
+    assert contents(far_set.variant) == before
+
+
 def test_gc_removes_what_is_not_needed_in_folders_and_leaves_strays(prep: Prep, far_set: ShardSet) -> None:
     strays = ["001/notes", "001/000007-0123abcd.tar", "commits/001/000007.json", "007/mine/001000-0123abcd.tar"]
     for name in strays:
