@@ -119,7 +119,8 @@ def update_chunk_table(variant: Variant, *, column: str) -> bool:
     if column not in MEMBERS or not variant.shards() or variant.damaged:
         return False
     try:
-        if open_chunk_table(variant) is not None:
+        if (rows := open_chunk_table(variant)) is not None:
+            rows.verified()
             return False
     except (DamagedTable, OSError):
         pass  # replaced
