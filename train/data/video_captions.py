@@ -107,13 +107,15 @@ def _open_captions(
     rank_counts = np.bincount(rank[captions.caption], minlength=len(sources.names))
     rows = of_split[captions.caption].astype(np.int32)
     del video_row, of_split, rank
-    used = np.unique(rows)
+    is_used = np.zeros(len(table), bool)
+    is_used[rows] = True
+    used = smallest(np.flatnonzero(is_used))
     texts, texts_sha256 = _used_texts(table["text"], used)
     caption_ids = smallest(caption_id[rows])
     return OpenedCaptions(
         captions=replace(captions, caption=np.empty(0, np.int32)),
         sources=sources,
-        rows=np.searchsorted(used, rows).astype(np.int32),
+        rows=(np.cumsum(is_used, dtype=np.int32) - np.int32(1))[rows],
         table_rows=rows,
         caption_ids=caption_ids,
         num_caption_ids=int(caption_ids.max(initial=-1)) + 1,
@@ -149,10 +151,12 @@ def _choose_sources(
     # The dictionary may have sources that do not occur; of those that do, some are of other splits alone.
     every = pc.unique(source).dictionary_decode() if pa.types.is_dictionary(source.type) else pc.unique(source)
     code = rows_of(source, every).astype(np.int32)[of_split]
-    codes = np.unique(code)
+    codes = np.flatnonzero(np.bincount(code, minlength=len(every)))
     names = [every[int(one)].as_py() for one in codes]
     sources = choose_sources(names, wanted=wanted, elsewhere=every.to_pylist())
-    return sources, sources.rank[np.searchsorted(codes, code)]
+    rank_of_code = np.full(len(every), -1, np.int16)
+    rank_of_code[codes] = sources.rank
+    return sources, rank_of_code[code]
 
 
 class VideoCaptions(ClipSamples):
