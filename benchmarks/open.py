@@ -8,7 +8,7 @@ the same time with an empty cache, and figures are those of all of them together
 opens the set, computes its fingerprint, describes it, and asks for the first positions of the order.
 
 CPU is that of opening, after the imports. `private` is anonymous memory beyond the imports with the set open, and
-`peak` its highest value while it was opened, sampled every 50 ms. `PSS` and `USS` (/proc/PID/smaps_rollup, beyond the imports)
+`peak` its highest value while it was opened, sampled every 50 ms. `PSS` and `USS` (smaps_rollup, beyond the imports)
 count pages of mapped files too: PSS by the number of processes that map them, USS those that one process alone has
 touched; the kernel reclaims these when memory is short. `merge` is the cost of writing the merged table from indexes,
 `indexes` of opening without it.

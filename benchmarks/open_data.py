@@ -85,7 +85,9 @@ def _captions(num_captions: int, num_videos: int) -> Iterator[pa.Table]:
         begin_s = np.round((narration % per_video) / per_video * (length_s - 2), 3)
         rng = np.random.default_rng(first)
         words = pa.array(rng.integers(0, 10_000, len(ids) * _WORDS).astype("U4"))
-        text = pc.binary_join(pa.ListArray.from_arrays(np.arange(0, len(words) + 1, _WORDS, np.int32), words), " ")
+        text = pc.binary_join(
+            pa.ListArray.from_arrays(np.arange(0, len(words) + 1, _WORDS, dtype=np.int32), words), " "
+        )
         own = video - video[0]
         low = int(own.min())
         names = video_ids(int(video[0]) + low, int(own.max()) - low + 1)

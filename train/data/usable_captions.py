@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from train.data.caption_choice import CaptionChoice, Runs, Sources, choice_of, runs_of, smallest
-from train.data.chunks import ChunkSearch, ChunkTable
+from train.data.chunk_table import ChunkSearch, ChunkTable
 from train.data.frame_sampling import START_ROUNDING_US, US_PER_S
 
 _BLOCK = 1 << 20  # captions at a time

@@ -1,10 +1,12 @@
 """Sets of many samples: opened from merged tables, computed once per machine, and the same as ever."""
 
 import errno
+import gc
 import shutil
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -22,10 +24,10 @@ from shards.reader import Variant
 from tests.train.latents.conftest import CAPTIONS, SHARDS, WITHOUT_EMBEDDING
 from tests.train.latents.written import Written, write_all
 from tests.train.tiny_data import Caption, chunks_of, write_captions, write_shard
-from train.data import chunks, mapped_tars, node_cache, usable_captions
+from train.data import chunk_table, chunks, mapped_tars, node_cache, usable_captions
 from train.data.caption_choice import choose_sources
 from train.data.chunk_clips import ChunkClips
-from train.data.chunks import ChunkTable
+from train.data.chunk_table import ChunkTable
 from train.data.classes import ClassList
 from train.data.decoding.clip import ClipShape
 from train.data.frame_sampling import Sampling
@@ -117,9 +119,9 @@ def test_a_set_is_the_same_from_tables_and_from_the_cache(
 
         for module, function in (
             (chunks, "_open_chunks"),
-            ("train.data.video_captions", "_open_captions"),
+            ("train.data.video_captions", "open_clip_captions"),
             ("train.data.chunk_clips", "_open_clips"),
-            ("train.data.latents.segment_set", "read_records"),
+            ("train.data.latents.opened_segments", "read_records"),
         ):
             target = module if isinstance(module, str) else module.__name__
             monkeypatch.setattr(f"{target}.{function}", fail)
@@ -221,7 +223,7 @@ def test_a_cache_that_cannot_be_written_costs_time_and_is_said(
 @pytest.mark.usefixtures("shared_by_all")
 def test_the_cache_keeps_what_was_used_last(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(node_cache, "_MAX_BYTES", 20_000)
-    kept = [held(lambda number=number: np.full(1000, number), of=number) for number in range(2)]
+    kept = [held(partial(np.full, 1000, number), of=number) for number in range(2)]
     time.sleep(0.02)
     held(lambda: pytest.fail("it is there"), of=0)
     held(lambda: np.full(1000, 2), of=2)
@@ -278,8 +280,13 @@ def assert_same(one: Any, other: Any) -> None:
 
 def test_ids_are_looked_up_once_not_shard_by_shard(videos: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     calls = []
-    look_up = chunks.index_in
-    monkeypatch.setattr(chunks, "index_in", lambda *given: calls.append(1) or look_up(*given))
+    look_up = chunk_table.index_in
+
+    def counted(values: pa.Array, among: pa.Array) -> Any:
+        calls.append(len(among))
+        return look_up(values, among)
+
+    monkeypatch.setattr(chunk_table, "index_in", counted)
     OPEN["chunks"](videos)
     assert len(calls) == 1
 
@@ -310,6 +317,8 @@ def test_tars_beyond_the_limit_are_mapped_when_needed(written: Written, monkeypa
         tars = samples.samples.tars
         with tars.held(int(tars.starts[0]), 1):
             assert len(OPEN_MAPS) <= 2, "more only while a batch needs them"
+        del samples, tars
+        gc.collect()
 
 
 def test_a_tar_that_is_gone_after_opening_fails_its_samples(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
