@@ -2,7 +2,6 @@
 
 import shlex
 import threading
-from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -11,7 +10,6 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.compute as pc
 from numpy.typing import NDArray
 
 from manifests.errors import UserError
@@ -24,6 +22,7 @@ from shards.damage import DamagedCommit, DamagedContents, DamagedIndex
 from shards.dataset import current_variant, list_variants, variant_dir
 from shards.format import CONTENTS_FILE, RECIPE_FILE
 from shards.index import extensions_of, open_index
+from shards.key_lookup import KeyLookup
 from shards.open_maps import OPEN_MAPS
 from shards.opening import open_lock
 from shards.packets import PacketTables
@@ -297,12 +296,9 @@ class Variant:
         # Of two threads that open a shard, both get the same one.
         return self._opened.setdefault(commit.shard_id, found)
 
-    def tar_files(self) -> TarFiles:
-        """Return the tars of the committed shards, ordered by shard ID."""
-        return self._tar_files
-
     @cached_property
-    def _tar_files(self) -> TarFiles:
+    def tar_files(self) -> TarFiles:
+        """The tars of the committed shards, ordered by shard ID."""
         if isinstance(self.commits, TableCommits):
             rows = self.commits.with_files().combine_chunks()
             shard_ids, sizes, num_samples = (rows[name].to_numpy() for name in ("shard_id", "tar_bytes", "num_samples"))
@@ -320,12 +316,12 @@ class Variant:
     @property
     def num_shards(self) -> int:
         """Number of committed shards."""
-        return len(self._tar_files)
+        return len(self.tar_files)
 
     @property
     def num_samples(self) -> int:
         """Number of samples in them, from the commits."""
-        return self._tar_files.num_samples
+        return self.tar_files.num_samples
 
     @cached_property
     def _records(self) -> Records:
@@ -352,30 +348,3 @@ class Variant:
             for row, key in enumerate(shard.index.column("key")):
                 members = {extension: shard.read(row, extension) for extension in shard.extensions}
                 yield {"__key__": key.as_py(), **members}
-
-
-class KeyLookup:
-    """Sorted keys of many shards in one Arrow array, which avoids a Python object per key."""
-
-    def __init__(self, shards: list[CommittedShard]) -> None:
-        self._shards = shards
-        keys = pa.chunked_array([shard.index.column("key").chunk(0) for shard in shards], type=pa.string())
-        order = pc.sort_indices(keys)
-        self._keys = keys.cast(pa.large_string()).combine_chunks().take(order)
-        self._positions = order.to_numpy()
-        self._first_rows = [0]
-        for shard in shards:
-            self._first_rows.append(self._first_rows[-1] + shard.index.num_rows)
-
-    def find(self, key: str) -> tuple[CommittedShard, int]:
-        """Find the shard and row of `key` by bisection; raise KeyError if it is missing."""
-        low = bisect_left(self._keys, key, key=_text)
-        if low == len(self._keys) or self._keys[low].as_py() != key:
-            raise KeyError(key)
-        position = int(self._positions[low])
-        number = bisect_right(self._first_rows, position) - 1
-        return self._shards[number], position - self._first_rows[number]
-
-
-def _text(scalar: pa.Scalar) -> str:
-    return str(scalar.as_py())

@@ -8,7 +8,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shards.tars import TarBytes
-from train.data.chunks import ChunkSet, ChunkTable
+from train.data.chunk_table import ChunkTable
+from train.data.chunks import ChunkSet
 from train.data.clip_samples import ClipSamples
 from train.data.decoding.clip import ClipShape
 from train.data.decoding.reading import DecodeRule

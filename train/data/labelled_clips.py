@@ -12,7 +12,8 @@ from numpy.typing import NDArray
 from manifests.store import num_captions_of, read_captions
 from shards.tars import TarBytes
 from train.data.batch import Sample
-from train.data.chunks import ChunkSet, rows_of
+from train.data.chunk_table import rows_of
+from train.data.chunks import ChunkSet
 from train.data.classes import ClassList, labelled_rows
 from train.data.clip_samples import ClipSamples
 from train.data.decoding.clip import ClipShape

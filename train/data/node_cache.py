@@ -75,6 +75,10 @@ def shared(
                     _write(computed[0], file)
                 _make_room(folder, keep=path)
                 found = _opened(path, by_name)
+                if found is not None:
+                    computed.clear()
+                    # Arrow would keep the memory that reading tables took.
+                    pa.default_memory_pool().release_unused()
         return computed[0] if found is None else found
     except _ComputingFailed as failed:
         raise failed.error from failed.error.__cause__

@@ -14,16 +14,9 @@ from manifests.errors import UserError
 from manifests.store import num_captions_of
 from shards.merged_table import merged_mark
 from shards.reader import Variant
-from train.data.chunks import index_in
-from train.data.mapped_tars import (
-    MappedTars,
-    Payload,
-    VerifiedMembers,
-    addresses_of,
-    damaged_index,
-    mapped_tars,
-    member_rows,
-)
+from train.data.chunk_table import index_in
+from train.data.mapped_tars import MappedTars, Payload, VerifiedMembers, mapped_tars
+from train.data.member_rows import addresses_of, damaged_index, member_rows
 from train.data.node_cache import shared
 from train.data.outcomes import SampleFailed
 
@@ -115,7 +108,7 @@ def read_text_rows(variant: Variant, *, starts: NDArray[np.int64], video_ids: pa
     Raises:
         UserError: embeddings differ in width, or an index does not match its tar.
     """
-    tars, table = variant.tar_files(), member_rows(variant, members=[_MEMBER], order=video_ids)[0]
+    tars, table = variant.tar_files, member_rows(variant, members=[_MEMBER], order=video_ids)[0]
     shard_of = np.searchsorted(tars.shard_ids, table["shard"].to_numpy())
     in_order = np.lexsort((table["row"].to_numpy(), shard_of))
     widths = table["width"].to_numpy()

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pyarrow as pa
 
-from train.data.chunks import ChunkSet, rows_of
+from train.data.chunk_table import rows_of
+from train.data.chunks import ChunkSet
 from train.data.frame_sampling import Sampling, frame_indices
 from train.data.outcomes import SampleFailed
 from train.data.remote import open_data_folder

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from manifests.caption_digest import TextDigest
 from manifests.store import open_captions
 from train.data.caption_choice import CaptionChoice, Sources, caption_choice, choose_sources, smallest
-from train.data.chunks import rows_of
+from train.data.chunk_table import rows_of
 from train.data.frame_sampling import US_PER_S
 from train.data.latents.segments import LatentRecords, Segments, times_us
 from train.data.selection import Selection

@@ -15,7 +15,7 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from manifests.store import read_captions
-from train.data.chunks import rows_of
+from train.data.chunk_table import rows_of
 from train.data.classes import ClassList, labelled_rows
 from train.data.latents.captions import SegmentSpans
 from train.data.latents.segments import LatentRecords, Segments

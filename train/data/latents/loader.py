@@ -12,8 +12,9 @@ from train.data.caption_choice import CaptionTexts
 from train.data.classes import ClassList
 from train.data.latents.filling import Checksums, FilledBatch, fill
 from train.data.latents.gather import Gather, RequestBlock
+from train.data.latents.opened_segments import Captions
 from train.data.latents.requests import SegmentRequests
-from train.data.latents.segment_set import Captions, SegmentSet
+from train.data.latents.segment_set import SegmentSet
 from train.data.latents.segments import FrameShape, Tails, times_us
 from train.data.loader import Order
 from train.data.order import Cursor, Resumable, SampleOrder

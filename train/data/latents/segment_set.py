@@ -1,83 +1,39 @@
 """The sample set of latents: the segments of a split, with the captions or labels they have."""
 
 import hashlib
-import shlex
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.compute as pc
 from numpy.typing import NDArray
 
 from manifests.errors import UserError
-from manifests.store import num_captions_of, read_videos
+from manifests.store import num_captions_of
 from shards.dataset import current_variant
 from shards.format import BLOCK_BYTES
 from shards.merged_table import merged_mark
 from shards.npy import decompressed
 from shards.reader import Variant
-from train.data.caption_choice import CaptionChoice, Sources
-from train.data.chunks import evenly_of_each, manifest_mark, videos_of_split
+from train.data.chunks import manifest_mark
 from train.data.classes import ClassList
-from train.data.latents.captions import SegmentCaptions, pair_captions
-from train.data.latents.labels import SegmentLabels, label_segments
+from train.data.latents.captions import SegmentCaptions
+from train.data.latents.labels import SegmentLabels
+from train.data.latents.opened_segments import OPENED_TYPES, Captions, OpenedSegments, open_segment_set
 from train.data.latents.requests import SegmentRequests
 from train.data.latents.segments import (
-    FrameShape,
     LatentRecords,
     Segments,
     Tails,
-    cut,
-    frames_of,
-    read_records,
-    seconds_of,
 )
 from train.data.mapped_tars import mapped_tars
 from train.data.node_cache import shared
 from train.data.order import set_fingerprint
-from train.data.selection import Selection, selection_mark
-from train.data.stored_text import TextMembers, TextRows, encoder_of, read_text_rows
-
-# Segments alone, with embeddings that prep text has stored, or with the texts of captions.
-Captions = Literal["none", "stored", "words"]
-
-
-@dataclass(frozen=True)
-class OpenedSegments:
-    """What opening a set computes; addresses are relative to the mapped tars.
-
-    Attributes:
-        kept: rows of the samples among the segments that are shown; None for all of them.
-        where: the expression of --where as a part of a fingerprint.
-        remarks: how much it selects.
-    """
-
-    video_ids: pa.Array
-    records: LatentRecords
-    segments: Segments
-    text: TextMembers | None
-    captions: SegmentCaptions | None
-    labels: SegmentLabels | None
-    kept: NDArray[np.int64] | None
-    where: str
-    remarks: list[str]
-
-
-_TYPES = (
-    OpenedSegments,
-    LatentRecords,
-    FrameShape,
-    Segments,
-    TextMembers,
-    SegmentCaptions,
-    CaptionChoice,
-    Sources,
-    SegmentLabels,
-)
+from train.data.selection import selection_mark
+from train.data.stored_text import TextMembers, encoder_of
 
 
 class SegmentSet:
@@ -120,8 +76,14 @@ class SegmentSet:
         self._depends_on = (split, *manifest_mark(data_dir), *marks, *settings, *selection_mark(where, data_dir))
         self._num_rows = self._latents.num_samples + (num_captions_of(data_dir) if captions != "none" or classes else 0)
         opened = shared(
-            lambda: self._open(
+            lambda: open_segment_set(
                 data_dir,
+                split=split,
+                latents=self._latents,
+                text_variant=self._text_variant,
+                tars=self.tars,
+                classes=classes,
+                depends_on=self._depends_on,
                 segment=segment,
                 captions=captions,
                 tails=tails,
@@ -131,7 +93,7 @@ class SegmentSet:
             ),
             of=("segments", *self._depends_on),
             num_rows=self._num_rows,
-            types=_TYPES,
+            types=OPENED_TYPES,
             column="segments",
         )
         base = self.tars.begin
@@ -153,82 +115,6 @@ class SegmentSet:
                 if classes and len(self.segments)
                 else "use a shorter segment" + (", or data with captions" if captions != "none" else ""),
             )
-
-    def _open(
-        self,
-        data_dir: Path,
-        *,
-        segment: str,
-        captions: Captions,
-        tails: Tails,
-        wanted_sources: str | None,
-        max_segments: int | None,
-        where: str | None,
-    ) -> "OpenedSegments":
-        self.tars.require_files()
-        video_ids = videos_of_split(data_dir, self.split)
-        starts, num_latents = self.tars.starts - self.tars.begin, self._latents.num_shards
-        records = read_records(
-            self._latents,
-            starts=starts[:num_latents],
-            video_ids=video_ids,
-            known_ids=read_videos(data_dir)["video_id"].combine_chunks(),
-        )
-        if records is None:
-            raise self._nothing_of(self._latents, data_dir, video_ids)
-        selection = Selection(
-            where,
-            data_dir,
-            split=self.split,
-            video_ids=video_ids,
-            video_row=records.video_row,
-            start_ms=records.start_ms,
-            has_captions=captions != "none" or bool(self._classes),
-            depends_on=self._depends_on,
-        )
-        records = records if selection.chunks is None else records.take(selection.rows)
-        num_frames = frames_of(segment, records.shape)
-        self._check_crops(segment)
-        segments = cut(records, num_frames=num_frames, tails=tails)
-        text: TextMembers | None = None
-        its_captions: SegmentCaptions | None = None
-        if captions != "none":
-            rows: TextRows | None = None
-            if self._text_variant is not None:
-                if not self._text_variant.num_shards:
-                    raise self._nothing_of(self._text_variant, data_dir, video_ids)
-                text, rows = read_text_rows(self._text_variant, starts=starts[num_latents:], video_ids=video_ids)
-                if not (text.video_row >= 0).any():
-                    raise self._nothing_of(self._text_variant, data_dir, video_ids)
-            its_captions = pair_captions(
-                data_dir,
-                records=records,
-                segments=segments,
-                text=rows,
-                video_ids=video_ids,
-                wanted_sources=wanted_sources,
-                selection=selection,
-            )
-        labels: SegmentLabels | None = None
-        if self._classes:
-            labels = label_segments(
-                data_dir,
-                records=records,
-                segments=segments,
-                video_ids=video_ids,
-                classes=self._classes,
-                selection=selection,
-            )
-        shown = None if labels is None else labels.segment
-        shown = its_captions.segment if its_captions is not None else shown
-        kept: NDArray[np.int64] | None = None
-        if max_segments is not None:
-            numbers = np.arange(len(segments)) if shown is None else shown.astype(np.int64)
-            videos = records.video_row[segments.chunk_of(numbers)].astype(np.int64)
-            kept = evenly_of_each(videos, at_most=max_segments)
-        return OpenedSegments(
-            video_ids, records, segments, text, its_captions, labels, kept, selection.text, selection.remarks()
-        )
 
     def __len__(self) -> int:
         return self._num_before if self._kept is None else len(self._kept)
@@ -410,28 +296,6 @@ class SegmentSet:
         if labels.remarks:
             parts.append(f"captions: {', '.join(labels.remarks)}")
         return [*parts, f"the caption that gives the label covers {labels.mean_share:.0%} of a segment on average"]
-
-    def _nothing_of(self, variant: Variant, data_dir: Path, video_ids: pa.Array) -> UserError:
-        shards = variant.shards()
-        there = pc.unique(shards[0].index["video_id"])[:3].to_pylist() if shards else []
-        column = variant.directory.parent.name
-        return UserError(
-            f"{variant.directory} has no {column} of any video of split {self.split!r}: "
-            f"the manifest names {', '.join(map(repr, video_ids[:3].to_pylist()))}, "
-            f"the column {', '.join(map(repr, there)) or 'nothing'}",
-            hint=f"run prep {column} --data {shlex.quote(str(data_dir))}, unless the column is of another data set",
-        )
-
-    def _check_crops(self, segment: str) -> None:
-        recipe = self._latents.recipe
-        if recipe.get("crop") != "random":
-            return
-        made = str(recipe.get("segment"))
-        if (seconds_of(made) / seconds_of(segment)).denominator != 1:
-            raise UserError(
-                f"segments of {segment} would show two crops: {self._latents.directory} has a new one every {made}",
-                hint=f"use segment={made!r} or a whole part of it, or latents with --crop centre",
-            )
 
     def _other_video_variant(self, data_dir: Path) -> str:
         made_of, current = self._latents.recipe.get("video"), current_variant(data_dir, "video")

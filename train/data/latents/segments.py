@@ -17,9 +17,10 @@ from numpy.typing import NDArray
 from manifests.errors import UserError
 from manifests.keys import chunk_key
 from shards.reader import Variant
-from train.data.chunks import index_in, own_in_order
+from train.data.chunk_table import index_in, own_in_order
 from train.data.frame_sampling import US_PER_S
-from train.data.mapped_tars import Payload, addresses_of, member_rows
+from train.data.mapped_tars import Payload
+from train.data.member_rows import addresses_of, member_rows
 
 Tails = Literal["drop", "pad"]
 
@@ -125,7 +126,7 @@ def read_records(
         table, video_row = table.take(pa.array(found)), video_row[found]
     if not len(table):
         return None
-    shard_of = np.searchsorted(variant.tar_files().shard_ids, table["shard"].to_numpy())
+    shard_of = np.searchsorted(variant.tar_files.shard_ids, table["shard"].to_numpy())
     shape = _shape(variant, table, shard_of, is_compressed=member == _COMPRESSED)
     num_frames = table["num_frames"].to_numpy()
     array_bytes = None if shape.is_compressed else num_frames.astype(np.int64) * shape.frame_bytes
@@ -157,7 +158,7 @@ def _shape(variant: Variant, table: pa.Table, shard_of: NDArray[np.int64], *, is
         shapes.append((int(shard_of[same].min()), FrameShape(fps=fps, is_compressed=is_compressed, **row)))
     (seen_in, shape), *others = sorted(shapes, key=lambda one: one[0])
     for other_in, found in others:
-        tars = variant.tar_files()
+        tars = variant.tar_files
         raise UserError(
             f"latents differ in shape: {shape} in {tars.path(seen_in)}, {found} in {tars.path(other_in)}",
             hint="all latents of a variant must be alike: prep latents makes a new variant with one setting",

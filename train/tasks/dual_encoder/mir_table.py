@@ -21,7 +21,8 @@ from numpy.typing import NDArray
 from manifests.adapters.tables import read_csv
 from manifests.errors import UserError
 from manifests.store import read_captions
-from train.data.chunks import rows_of, videos_of_split
+from train.data.chunk_table import rows_of
+from train.data.chunks import videos_of_split
 from train.data.relevancy import Actions, NoRelevancy, Relevancy, compressed, relevancy_of_classes
 
 # Read a numpy array from a pickle without running any code of the pickle.

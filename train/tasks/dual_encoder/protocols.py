@@ -19,7 +19,8 @@ from manifests.errors import FailedWork, UserError
 from manifests.store import read_captions
 from train.config.evaluation import RetrievalName
 from train.data.caption_choice import choose_sources
-from train.data.chunks import rows_of, videos_of_split
+from train.data.chunk_table import rows_of
+from train.data.chunks import videos_of_split
 from train.evaluation.pages import counted
 from train.models.text import CONTEXT_LENGTH, load_tokenizer
 from train.tasks.dual_encoder.embeddings import Embeddings, EmbedTexts, distinct_texts

@@ -28,7 +28,8 @@ from numpy.typing import NDArray
 from manifests.adapters.tables import text_lines
 from manifests.errors import UserError
 from manifests.store import read_captions
-from train.data.chunks import rows_of, videos_of_split
+from train.data.chunk_table import rows_of
+from train.data.chunks import videos_of_split
 
 _PREFIX = "label_"
 PLAIN_TEMPLATE = "{}"
