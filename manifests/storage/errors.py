@@ -14,6 +14,7 @@ _STATUS = re.compile(r"status code: (\d{3} [\w '-]+)")
 _CLOCK_CODES = ("RequestTimeTooSkewed", "RequestExpired")
 _CREDENTIAL_CODES = ("InvalidAccessKeyId", "SignatureDoesNotMatch", "InvalidToken", "ExpiredToken")
 _NO_BUCKET_CODES = ("NoSuchBucket", "ContainerNotFound")
+_CUT = "the answer ended early, again and again"
 
 _was_used = False
 _is_forked = False
@@ -21,6 +22,10 @@ _is_forked = False
 
 class Conflict(FileExistsError):
     """A conditional write found that another writer was faster: the object exists, or is not the expected one."""
+
+
+class CutAnswer(OSError):
+    """The body of an answer ended early. obstore resumes the content of objects, and leaves other answers to us."""
 
 
 class AccessRefused(UserError, PermissionError):
@@ -88,7 +93,7 @@ def _raise_for(error: Exception, *, address: str, where: str) -> NoReturn:
             f"{where}: access denied ({code or reason})",
             hint="grant this account access to the bucket, or check its credentials",
         ) from None
-    raise OSError(errno.EIO, reason, where) from error
+    raise (CutAnswer if reason == _CUT else OSError)(errno.EIO, reason, where) from error
 
 
 def _code(error: Exception) -> str:
@@ -106,5 +111,5 @@ def _reason(error: Exception) -> str:
     if "error sending request" in text:
         return "the server does not answer"
     if "body error" in text:
-        return "the answer ended early, again and again"
+        return _CUT
     return first_line(error)

@@ -10,44 +10,27 @@ must spawn its workers.
 """
 
 import errno
-import os
 import re
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
-from manifests.errors import UserError, first_line
+from manifests.errors import UserError
 from manifests.publish import naming, temporary_path
-from manifests.storage.errors import AccessRefused, Conflict, storage_errors
+from manifests.storage.errors import AccessRefused, Conflict, CutAnswer, storage_errors
+from manifests.storage.mirrors import is_remote as is_remote
+from manifests.storage.stores import open_store, scheme_of
 
-_RETRY: dict[str, Any] = {
-    "max_retries": 8,
-    "retry_timeout": timedelta(seconds=90),
-    "backoff": {"init_backoff": timedelta(milliseconds=100), "max_backoff": timedelta(seconds=5), "base": 2},
-}
-_TIMEOUTS: dict[str, Any] = {
-    "connect_timeout": timedelta(seconds=10),
-    "read_timeout": timedelta(seconds=30),  # without a single byte
-    "timeout": timedelta(minutes=15),  # for a whole object
-}
 _PART_BYTES = 8 * 2**20  # of a multipart upload
 _STREAM_BYTES = 4 * 2**20
 _GAP_BYTES = 256 * 2**10  # ranges with smaller gaps are one request
-_MAX_CONDITIONAL_ATTEMPTS = 3
+_MAX_ATTEMPTS = 4  # at what obstore does not repeat: conditional writes, and answers without resumable content
 _ADDRESS = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://(.*)", re.DOTALL)
-# Scheme -> what the address must look like, and the variable that allows http.
-_SCHEMES = {
-    "s3": ("s3://BUCKET/FOLDER", "AWS_ALLOW_HTTP"),
-    "gs": ("gs://BUCKET/FOLDER", "GOOGLE_ALLOW_HTTP"),
-    "az": ("az://CONTAINER/FOLDER", "AZURE_ALLOW_HTTP"),
-    "abfs": ("abfs://CONTAINER/FOLDER", "AZURE_ALLOW_HTTP"),
-    "http": ("http://HOST/FOLDER", ""),
-    "https": ("https://HOST/FOLDER", ""),
-}
+
+_T = TypeVar("_T")
 
 
 @dataclass(frozen=True)
@@ -64,11 +47,6 @@ class ObjectInfo:
     size_bytes: int
     etag: str
     modified_s: float
-
-
-def is_remote(address: str) -> bool:
-    """Return True for an address with a scheme (`s3://bucket/folder`), False for a local path."""
-    return _ADDRESS.fullmatch(address) is not None
 
 
 def open_objects(address: str) -> "Objects":
@@ -93,12 +71,12 @@ class Objects:
     """
 
     def __init__(self, address: str) -> None:
-        self.scheme = _scheme(address)
+        self.scheme = scheme_of(address)
         self.address = address.rstrip("/")
         self.num_requests = 0
         self.num_bytes = 0
         self._count_lock = threading.Lock()
-        self._store = _open_store(self.address, scheme=self.scheme)
+        self._store = open_store(self.address, scheme=self.scheme)
 
     def __reduce__(self) -> tuple[type["Objects"], tuple[str]]:
         return Objects, (self.address,)
@@ -158,8 +136,11 @@ class Objects:
         self._count(1, 0)
         return _info({**found, "path": key})
 
-    def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
-        """Yield all objects whose key begins with the folder `prefix`, in no particular order.
+    def list(self, prefix: str = "", *, recursive: bool = True) -> Iterator[ObjectInfo]:
+        """Yield the objects in the folder `prefix`, in no particular order.
+
+        Args:
+            recursive: also yield the objects in folders below it.
 
         Raises:
             UserError: a web server cannot be listed.
@@ -168,14 +149,33 @@ class Objects:
 
         if not self.is_writable:
             raise UserError(f"{self.address} cannot be listed", hint="give an address with s3://, gs:// or az://")
-        pages = iter(obstore.list(self._store, prefix or None, chunk_size=1000))
-        while True:
-            with self._errors(prefix):
-                page = next(pages, None)
+        if not recursive:
+            found = self._uncut(prefix, lambda: obstore.list_with_delimiter(self._store, prefix or None)["objects"])
             self._count(1, 0)
+            yield from map(_info, found)
+            return
+        last: str | None = None  # listings are in the order of keys, and can be continued after any of them
+        pages, num_cut = self._pages(prefix, after=last), 0
+        while True:
+            try:
+                with self._errors(prefix):
+                    page = next(pages, None)
+            except CutAnswer:
+                num_cut += 1
+                if num_cut == _MAX_ATTEMPTS:
+                    raise
+                pages = self._pages(prefix, after=last)
+                continue
             if page is None:
                 return
+            self._count(1, 0)
             yield from map(_info, page)
+            last, num_cut = page[-1]["path"], 0
+
+    def _pages(self, prefix: str, *, after: str | None) -> Iterator[Any]:
+        import obstore
+
+        return iter(obstore.list(self._store, prefix or None, offset=after, chunk_size=1000))
 
     def fetch(self, key: str, path: Path) -> None:
         """Copy a whole object to `path`, which appears only when it is complete."""
@@ -229,6 +229,13 @@ class Objects:
             etag = self._put_if(key, content if isinstance(content, bytes) else content.read_bytes(), mode=mode)
         return etag
 
+    def copy(self, source: str, target: str) -> None:
+        """Copy an object within the bucket, without sending its content through this machine."""
+        import obstore
+
+        self._uncut(source, lambda: obstore.copy(self._store, source, target))
+        self._count(1, 0)
+
     def delete(self, *keys: str) -> None:
         """Delete objects; those that do not exist are not an error."""
         import obstore
@@ -236,12 +243,11 @@ class Objects:
         if not self.is_writable:
             raise UserError(f"{self.address} is read-only", hint="give an address of a bucket")
         if keys:
-            with self._errors(keys[0]):
-                obstore.delete(self._store, list(keys))
+            self._uncut(keys[0], lambda: obstore.delete(self._store, [*keys]))
             self._count(-(-len(keys) // 1000), 0)
 
     def _put_if(self, key: str, content: bytes, *, mode: Any) -> str:
-        for attempt in range(_MAX_CONDITIONAL_ATTEMPTS):
+        for attempt in range(_MAX_ATTEMPTS):
             try:
                 return self._put(key, content, mode=mode, num_bytes=len(content))
             except Conflict:
@@ -253,7 +259,7 @@ class Objects:
             except OSError:  # a write that may have taken effect
                 if etag := self._etag_of_same(key, content):
                     return etag
-                if attempt == _MAX_CONDITIONAL_ATTEMPTS - 1:
+                if attempt == _MAX_ATTEMPTS - 1:
                     raise
         raise AssertionError("not reached")
 
@@ -279,6 +285,17 @@ class Objects:
         self._count(1 if num_parts <= 1 or mode != "overwrite" else num_parts + 2, num_bytes)
         return written["e_tag"] or ""
 
+    def _uncut(self, key: str, request: Callable[[], _T]) -> _T:
+        """Return the answer of a request that can be repeated; repeat it if the body of the answer ends early."""
+        for attempt in range(_MAX_ATTEMPTS):
+            try:
+                with self._errors(key):
+                    return request()
+            except CutAnswer:
+                if attempt == _MAX_ATTEMPTS - 1:
+                    raise
+        raise AssertionError("not reached")
+
     def _count(self, num_requests: int, num_bytes: int) -> None:
         with self._count_lock:
             self.num_requests += num_requests
@@ -286,40 +303,6 @@ class Objects:
 
     def _errors(self, key: str) -> AbstractContextManager[None]:
         return storage_errors(self.address, self.address_of(key))
-
-
-def _scheme(address: str) -> str:
-    found = _ADDRESS.fullmatch(address)
-    scheme = found[1].lower() if found else ""
-    if found is None or scheme not in _SCHEMES:
-        raise UserError(
-            f"addresses of the form {scheme or address}:// are not supported: {address}",
-            hint="give one of " + ", ".join(form for form, _ in _SCHEMES.values()) + ", or a local path",
-        )
-    if not found[2].partition("/")[0]:
-        raise UserError(f"the address {address} is incomplete", hint=f"its form is {_SCHEMES[scheme][0]}")
-    return scheme
-
-
-def _open_store(address: str, *, scheme: str) -> Any:
-    """Return obstore's store for an address."""
-    from obstore.exceptions import BaseError
-    from obstore.store import from_url
-
-    variable = _SCHEMES[scheme][1]
-    allows_http = scheme == "http" or os.environ.get(variable, "").lower() in ("1", "true", "yes")
-    endpoint = os.environ.get("AWS_ENDPOINT_URL", "") if scheme == "s3" else ""
-    if endpoint.startswith("http://") and not allows_http:
-        raise UserError(
-            f"AWS_ENDPOINT_URL={endpoint} is not encrypted", hint="set AWS_ALLOW_HTTP=true to send requests in clear"
-        )
-    try:
-        return from_url(address, retry_config=_RETRY, client_options={**_TIMEOUTS, "allow_http": allows_http})
-    except (BaseError, ValueError) as error:
-        raise UserError(
-            f"{address} cannot be opened: {first_line(error)}",
-            hint="set the variables of the account and correct the address; docs/cluster.md names them",
-        ) from None
 
 
 def _info(found: Any) -> ObjectInfo:

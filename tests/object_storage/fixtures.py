@@ -1,11 +1,13 @@
 """Fixtures of object storage; tests/conftest.py offers them to every test."""
 
 import secrets
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from datetime import timedelta
+from pathlib import Path
 
 import pytest
 
+from manifests.storage import mirrors
 from tests.object_storage.faults import Faults, faulty
 from tests.object_storage.server import S3Server, s3_server
 
@@ -45,5 +47,20 @@ def few_retries(monkeypatch: pytest.MonkeyPatch) -> None:
     """Clients of this process give up after two retries within a second."""
     backoff = {"init_backoff": timedelta(milliseconds=10), "max_backoff": timedelta(milliseconds=50), "base": 2}
     settings = {"max_retries": 2, "retry_timeout": timedelta(seconds=5), "backoff": backoff}
-    monkeypatch.setattr("manifests.storage.objects._RETRY", settings)
-    monkeypatch.setattr("manifests.storage.objects._TIMEOUTS", {"read_timeout": timedelta(seconds=1)})
+    monkeypatch.setattr("manifests.storage.stores._RETRY", settings)
+    monkeypatch.setattr("manifests.storage.stores._TIMEOUTS", {"read_timeout": timedelta(seconds=1)})
+
+
+@pytest.fixture
+def other_machine(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> Callable[[], Path]:
+    """Make this process one of another machine, which shares nothing with the first: it has no local copies."""
+
+    def move() -> Path:
+        scratch = tmp_path_factory.mktemp("scratch")
+        monkeypatch.setenv("TMPDIR", str(scratch))
+        monkeypatch.setattr(mirrors, "_mirrors", {})
+        monkeypatch.setattr(mirrors, "_is_inherited", True)
+        monkeypatch.setenv(mirrors.VARIABLE, "{}")
+        return scratch
+
+    return move

@@ -9,6 +9,7 @@ import urllib.request
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 _ROOT = Path(__file__).parent.parent.parent
 ACCESS_KEY, SECRET_KEY = "test-key", "test-secret"
@@ -82,7 +83,7 @@ def _serve() -> None:
 
     logging.getLogger("werkzeug").setLevel(logging.ERROR)
     WSGIRequestHandler.protocol_version = "HTTP/1.1"  # connections that stay open, as those of a real server do
-    server = make_server("127.0.0.1", 0, DomainDispatcherApplication(create_backend_app), threaded=True)
+    server: Any = make_server("127.0.0.1", 0, DomainDispatcherApplication(create_backend_app), threaded=True)
     server.daemon_threads = True
     threading.Thread(target=server.serve_forever, daemon=True).start()
     print(server.server_port, flush=True)

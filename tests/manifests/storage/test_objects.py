@@ -3,6 +3,7 @@
 import os
 import pickle
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -80,6 +81,20 @@ def test_answers_that_fail_in_passing_are_retried(kind: str, faults: Faults, buc
     objects.fetch("k", tmp_path / "k")
     assert (tmp_path / "k").read_bytes() == CONTENT
     assert faults.seen().num_faults >= 3
+
+
+def test_listings_and_deletions_whose_answer_is_cut_are_repeated(faults: Faults, bucket: str) -> None:
+    objects = open_objects(f"{bucket}/folder")
+    keys = [f"k{number:04d}" for number in range(5)]
+    with ThreadPoolExecutor(16) as pool:
+        list(pool.map(lambda key: objects.write(key, b""), keys))
+    faults.set(Fault("cut", path="list-type", times=2, every=2))
+    assert [info.key for info in objects.list()] == keys
+    assert len(list(objects.list(recursive=False))) == len(keys)
+    assert faults.seen().num_faults == 2
+    faults.set(Fault("cut", method="POST", times=1))
+    objects.delete(*keys)
+    assert not list(objects.list())
 
 
 def test_a_server_that_hangs_is_asked_again(faults: Faults, bucket: str, few_retries: None) -> None:
