@@ -1,7 +1,7 @@
 """Source videos in a bucket against the same files on a disk: requests, bytes, CPU and wall time.
 
-    python -m benchmarks.remote_sources [VIDEOS] [--latencies-ms MS ...] [--copies N] [--rounds N] [--settings FLAG ...]
-        [--json FILE]
+    python -m benchmarks.remote_sources [VIDEOS] [--probes FILE ...] [--latencies-ms MS ...] [--copies N] [--rounds N]
+        [--settings FLAG ...] [--json FILE]
 
 A real S3 server (moto) runs on this machine, behind a proxy that delays every answer by each of the latencies, and
 counts requests and bytes. The variants take turns within a round.
@@ -108,6 +108,7 @@ def main() -> None:
     """Run the benchmark and print its tables."""
     parser = parser_for(__doc__ or "")
     parser.add_argument("videos", nargs="*", type=Path, help="video files (default: two synthetic ones)")
+    parser.add_argument("--probes", nargs="*", type=Path, default=[], help="further video files, which are only probed")
     parser.add_argument("--latencies-ms", nargs="+", type=int, default=[0, 50], help="delays of answers (default 0 50)")
     parser.add_argument("--copies", type=int, default=100, help="names of each video for the plan (default 100)")
     parser.add_argument("--rounds", type=int, default=3, help="number of rounds (default 3)")
@@ -118,7 +119,9 @@ def main() -> None:
         videos = arguments.videos or made_videos(here / "made")
         places = uploaded(videos, bucket, folder=here, num_copies=arguments.copies)
         num_bytes = {name: sum(path.stat().st_size for path in (here / name).iterdir()) for name in ("once", "often")}
-        probes = probe_rows(videos, bucket, proxy)
+        for path in arguments.probes:
+            open_objects(bucket).write(f"once/{path.name}", path)
+        probes = probe_rows([*videos, *arguments.probes], bucket, proxy)
         variants = {"local": 0, **{f"bucket, {ms} ms": ms for ms in arguments.latencies_ms}}
         turns: dict[tuple[str, str], Turns] = {}
         for number in range(arguments.rounds):
