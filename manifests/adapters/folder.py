@@ -27,7 +27,7 @@ from manifests.adapters.tables import Row, log_probability, read_csv, read_json_
 from manifests.adapters.video_files import Ambiguous, VideoFile, VideoLookup, composed
 from manifests.errors import UserError
 from manifests.quoting import quoted
-from manifests.storage.objects import is_remote
+from manifests.storage.mirrors import is_remote
 from manifests.storage.urls import Place, is_web, masked, split_url
 
 DEFAULT_SOURCE = "human"
