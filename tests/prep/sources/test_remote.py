@@ -203,7 +203,12 @@ def test_a_server_that_does_not_answer_is_not_asked_for_every_object(
     web.close()
     asked: list[str] = []
     info = remote.Objects.info
-    monkeypatch.setattr(remote.Objects, "info", lambda self, key: asked.append(key) or info(self, key))
+
+    def counted(objects: remote.Objects, key: str) -> object:
+        asked.append(key)
+        return info(objects, key)
+
+    monkeypatch.setattr(remote.Objects, "info", counted)
     paths = [f"{web.address}/{number}.mp4" for number in range(1000)]
     states = stat_files(pa.chunked_array([paths]), num_threads=1)
     assert {failure.code for failure in states.failures.values()} == {FailureCode.IO_ERROR}

@@ -137,9 +137,8 @@ def test_faults_of_the_network_change_nothing(
     tmp_path: Path, captions: Path, uploaded: str, local: dict[str, str], faults: Faults
 ) -> None:
     data = tmp_path / "data"
-    error, cut = (
-        Fault(kind, every=number, method="GET", path="/videos/") for kind, number in (("error", 5), ("cut", 4))
-    )
+    error = Fault("error", every=5, method="GET", path="/videos/")
+    cut = Fault("cut", every=4, method="GET", path="/videos/")
     faults.set(error, cut, latency_s=0.01)
     prep_here("manifest", "folder", uploaded, "--captions", captions, "--data", data)
     assert shards(data, chunk(data, *LEN, status=1)) == local
