@@ -66,7 +66,8 @@ def probe_rows(videos: list[Path], bucket: str, proxy: Faults) -> list[dict[str,
     """Return the cost of one probe of each video."""
     rows = []
     for path in videos:
-        url = f"{bucket}/once/{path.name}"
+        url = f"{bucket}/probes/{path.name}"
+        open_objects(f"{bucket}/probes").write(path.name, path)
         objects_of(url)[0].info(objects_of(url)[1])  # the connection is open
         proxy.set()
         begin_s = time.process_time()
@@ -119,8 +120,6 @@ def main() -> None:
         videos = arguments.videos or made_videos(here / "made")
         places = uploaded(videos, bucket, folder=here, num_copies=arguments.copies)
         num_bytes = {name: sum(path.stat().st_size for path in (here / name).iterdir()) for name in ("once", "often")}
-        for path in arguments.probes:
-            open_objects(bucket).write(f"once/{path.name}", path)
         probes = probe_rows([*videos, *arguments.probes], bucket, proxy)
         variants = {"local": 0, **{f"bucket, {ms} ms": ms for ms in arguments.latencies_ms}}
         turns: dict[tuple[str, str], Turns] = {}
