@@ -158,7 +158,9 @@ def _check_index(variant_dir: Path, *, shard_id: int, files: ShardFiles) -> tupl
         message = f"{path.name} has {table.num_rows} rows and {num_keys} keys, expected {files.num_samples} samples"
         return [Problem(shard_id, None, Code.INDEX_FORMAT, message)], None
     energon_index = variant_dir / files.energon_index
-    if not energon_index.is_file() or energon_index.read_bytes() != energon_index_bytes(table):
+    with local_copy(energon_index):
+        is_right = energon_index.is_file() and energon_index.read_bytes() == energon_index_bytes(table)
+    if not is_right:
         message = f"{energon_index.name} is missing or does not match the index"
         return [Problem(shard_id, None, Code.ENERGON_INDEX, message)], table
     return [], table

@@ -37,6 +37,7 @@ TINY = {
     "manifest": ["--narrations", "400"],
     "memory": ["--minutes", "0.05"],
     "mixture": ["--pieces", "2", "--folders", "2", "--epochs", "1", "--rounds", "1"],
+    "object_storage": ["--requests", "2", "--videos", "1", "--rounds", "1", "--latency-ms", "1"],
     "plan": ["--chunks", "80"],
     "pseudo_captions": [
         *("--seeds", "1", "--videos", "5", "--minutes", "0.17", "--caption-steps", "1", "--steps", "1"),
@@ -76,6 +77,7 @@ NOT_BENCHMARKS = {
     "plain_loops",
     "recipe_trial",
     "report",
+    "object_storage_peers",
     "search_peers",
     "timing",
     "tree",

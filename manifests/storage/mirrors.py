@@ -46,6 +46,9 @@ class Mirror(Protocol):
     def state(self, path: Path) -> tuple[int, int]:
         """Return size in bytes and time of modification in ns of an object."""
 
+    def read_range(self, path: Path, offset: int, size: int) -> bytes:
+        """Read a range of an object, without a local copy."""
+
     def open(self, path: Path) -> int | None:
         """Return a descriptor of a file whose content is only in the bucket; None if the local file is complete."""
 
@@ -60,6 +63,9 @@ class Mirror(Protocol):
 
     def publish_token(self, path: Path) -> tuple[str, ...]:
         """Write the object of a temporary file for workers; return what they need to attach themselves."""
+
+    def require_locks(self) -> None:
+        """Raise LeaseLost if another command may have taken over a lock of this one."""
 
     def holder_of(self, name: str) -> str | None:
         """Return who holds the lock of a column and since when; None if nobody does."""
@@ -100,6 +106,12 @@ def refresh(folder: Path) -> None:
     """Bring a folder to the state of the bucket that it mirrors; do nothing if it mirrors none."""
     if (mirror := mirror_of(folder)) is not None:
         mirror.refresh(folder)
+
+
+def require_locks(folder: Path) -> None:
+    """Raise LeaseLost if another command may have taken over a lock of this one in a bucket."""
+    if (mirror := mirror_of(folder)) is not None:
+        mirror.require_locks()
 
 
 @contextmanager

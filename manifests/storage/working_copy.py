@@ -65,7 +65,8 @@ class WorkingCopy:
         self.objects: Objects = open_objects(address)
         self._found: dict[str, ObjectInfo] | None = None  # by key, as of the last listing; None in a worker
         self._guards: list[Callable[[], None]] = []  # each raises LeaseLost
-        self.fences: list[tuple[str, str]] = []  # key and token of the leases that are held
+        self.fences: list[tuple[str, str]] = []  # key and token of the leases that this process holds
+        self._fenced: set[tuple[str, str]] = set()  # of those that the command of this worker holds
 
     # Reading
 
@@ -183,7 +184,7 @@ class WorkingCopy:
         return info.size_bytes, int(info.modified_s * 1e9)
 
     def read_range(self, path: Path, offset: int, size: int) -> bytes:
-        """Read a range of a file from the bucket, without a local copy."""
+        """See `Mirror`."""
         return self.objects.read_range(self.key_of(path), offset, size)
 
     def _is_away(self, path: Path) -> bool:
@@ -211,7 +212,7 @@ class WorkingCopy:
         key = self.key_of(path)
         if TEMPORARY_PREFIX in key:
             return
-        self._require_leases()
+        self.require_locks()
         etag = self.objects.write(key, temporary)
         info = ObjectInfo(key, temporary.stat().st_size, etag, time.time())
         if self._found is not None:
@@ -229,7 +230,7 @@ class WorkingCopy:
             if TEMPORARY_PREFIX in key or TEMPORARY_PREFIX in self.key_of(to):
                 self.upload(path, to)
                 continue
-            self._require_leases()
+            self.require_locks()
             self.objects.copy(key, self.key_of(to))
             info = self.objects.info(self.key_of(to))
             if self._found is not None:
@@ -248,7 +249,7 @@ class WorkingCopy:
         else:
             keys = [key] if key in self._found else []
         if keys:
-            self._require_leases()
+            self.require_locks()
             self.objects.delete(*keys)
             for known in keys:
                 (self._found or {}).pop(known, None)
@@ -320,9 +321,12 @@ class WorkingCopy:
 
     def fence(self, key: str, token: str) -> None:
         """Check before each write that the command of this worker still holds a lease."""
-        self._guards.append(Fence(self.objects, key, token).require)
+        if (key, token) not in self._fenced:
+            self._fenced.add((key, token))
+            self._guards.append(Fence(self.objects, key, token).require)
 
-    def _require_leases(self) -> None:
+    def require_locks(self) -> None:
+        """See `Mirror`."""
         for require in tuple(self._guards):
             require()
 

@@ -15,6 +15,7 @@ from cyclopts import App, Parameter, Token
 
 from manifests.data_location import address_of, check_data_dir
 from manifests.errors import FailedWork, UserError
+from manifests.storage.mirrors import mirror_of
 from manifests.storage.urls import folder_of, place_of
 from prep.commands import manifest_captions
 from prep.commands.benchmarks import BENCHMARKS, Adapter
@@ -231,6 +232,10 @@ def synthetic(
     if not 0 < minutes <= 600:
         raise UserError(f"--minutes {minutes} is out of range", hint="give a number greater than 0 and at most 600")
     name = dataset or "synthetic"
+    if out is None and (mirror := mirror_of(data)) is not None:
+        raise UserError(
+            f"synthetic videos are files, and {mirror.address} is a bucket", hint="give a local folder with --out"
+        )
     directory = data / "synthetic" if out is None else out
 
     def make(_tables: list[Path]) -> "Reading":

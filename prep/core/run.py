@@ -10,7 +10,7 @@ from typing import Any, Generic
 
 from manifests.json_text import parse_json
 from manifests.publish import publish_bytes, publish_json, read_record, remove, rename, temporary_path
-from manifests.storage.mirrors import refresh
+from manifests.storage.mirrors import refresh, require_locks
 from prep.core.column import ColumnSpec
 from prep.core.data_folder import remove_variant_temporaries
 from prep.core.failures import FailureCode
@@ -154,6 +154,7 @@ def _results(job: Job[W], engine: Engine, summary: Summary) -> Iterator[ShardRes
         ChunkProgress(num_chunks=sum(shard.num_chunks for shard in work), chunk_s=job.chunk_s) as progress,
     ):
         for outcome in engine.run(job.make, tasks, check=ticket):
+            require_locks(job.variant_dir)
             if isinstance(outcome, Refused):
                 summary.refused_workers.append(outcome)
                 warn_refused(outcome)

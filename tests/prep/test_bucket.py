@@ -6,20 +6,26 @@ A bucket ends with the same objects, byte for byte, as a local data folder has f
 import secrets
 import shutil
 import signal
+import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from io import StringIO
 from pathlib import Path
 
 import pytest
 
 from manifests.storage import mirrors
+from manifests.storage.mirrors import AddressStream
 from manifests.storage.objects import open_objects
 from manifests.storage.working_copy import open_data
 from prep.core.data_folder import require_data_folder, writing
+from prep.core.failures import FailureCode
 from prep.core.run import execute
+from prep.core.shard_result import ShardResult, stopped
 from prep.engines import Check, Outcome, R, T
 from prep.scores.plan import make_scores_plan, scores_job
 from prep.scores.recipe import ScoresSettings, resolve
+from prep.video.worker import ShardTask
 from shards.dataset import current_variant
 from tests.object_storage.faults import Fault, Faults, vanished
 from tests.object_storage.folders import contents_of, upload
@@ -179,6 +185,11 @@ def test_gc_removes_what_no_commit_names(data: str, chunks: Path) -> None:
     objects.write(f"{variant}/notes.md", b"of the user")
     prep_here("gc", "--data", data)
     assert contents_of(data).keys() == contents(chunks).keys() | {f"{variant}/notes.md"}
+    objects.delete(f"{variant}/notes.md")
+    prep_here("chunk", *LEN[:2], *LEN[4:], "--workers", 1, "--data", data)
+    prep_here("gc", "--data", data)
+    assert {info.key.split("/")[1] for info in objects.list("video")} != {variant.split("/")[1]}
+    assert not any(info.key.startswith(variant) for info in objects.list())
 
 
 def test_two_commands_at_once_and_the_second_is_told(data: str) -> None:
@@ -223,6 +234,37 @@ def test_a_bucket_that_refuses_is_reported_and_left_alone(
     assert contents_of(data) == contents(chunks)
 
 
+def test_a_run_that_lost_its_lock_stops_and_publishes_nothing_more(
+    data: str, chunks: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    objects = open_objects(data)
+    commits = [info.key for info in objects.list() if "/commits/" in info.key]
+    objects.delete(*commits)
+
+    def taken_over(task: ShardTask) -> ShardResult:
+        objects.write(".lock", b'{"holder": "process 7 on node1"}')
+        monkeypatch.setattr("manifests.storage.leases.EXPIRY_S", 0.0)
+        return stopped(task, FailureCode.WORKER_LOST, "")
+
+    monkeypatch.setattr("prep.video.worker.make_shard", taken_over)
+    monkeypatch.setattr("prep.engines.processes.ProcessEngine", lambda num_workers: Here())
+    ran = prep_here("chunk", *LEN, "--workers", 1, "--data", data, status=1)
+    assert "taken over by process 7 on node1" in ran.stderr and "run the same command again" in ran.stderr
+    left = {key for key in contents_of(data) if "/.tmp-" not in key}  # the next run removes the token of this one
+    assert left == contents(chunks).keys() - {*commits}
+
+
+def test_synthetic_videos_need_a_local_folder(bucket: str) -> None:
+    assert "--out" in prep_here("manifest", "synthetic", "--data", f"{bucket}/data", status=2).stderr
+    assert not list(open_objects(bucket).list())
+
+
+def test_messages_name_the_address_and_not_the_working_copy(data: str) -> None:
+    folder = open_data(data)
+    print(f"failures are listed in {folder}/failures.jsonl", file=AddressStream(text := StringIO()))
+    assert text.getvalue() == f"failures are listed in {data}/failures.jsonl\n"
+
+
 def test_an_empty_folder_of_a_bucket_is_no_data_folder(bucket: str) -> None:
     ran = prep_here("status", "--data", f"{bucket}/none", status=2)
     assert f"there is no data folder at {bucket}/none" in ran.error and f"--data {bucket}/none" in ran.stderr
@@ -244,3 +286,22 @@ def test_a_server_that_fails_for_good_ends_the_run_and_the_next_goes_on(
     faults.set()
     prep_here("chunk", *LEN, "--workers", 1, "--data", data)
     assert contents_of(data) == contents(chunks)
+
+
+def test_advise_reads_from_the_bucket(data: str, faults: Faults) -> None:
+    ran = prep_here("advise", "--step-time", 0.5, "--batch", 8, "--json", "--data", data)
+    ranges = [path for method, path in faults.seen().requests if method == "GET" and path.endswith(".tar")]
+    assert len(ranges) >= 10 and ran.summary
+
+
+def test_a_copied_data_folder_is_read_once(data: str, faults: Faults) -> None:
+    objects = open_objects(data)
+    time.sleep(1.1)  # the server's times are whole seconds
+    for info in list(objects.list()):
+        if info.key.endswith((".tar", ".idx", ".arrow")):
+            objects.write(info.key, objects.read(info.key))
+    faults.set()
+    for num_tars in (2, 0):
+        prep_here("chunk", *LEN, "--data", data)
+        assert sum(path.endswith(".tar") for _, path in faults.seen().requests) == num_tars
+        faults.set()
