@@ -2,6 +2,7 @@
 
 import subprocess
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import pyarrow as pa
@@ -11,7 +12,7 @@ from manifests.errors import UserError
 from manifests.storage.objects import open_objects
 from prep.core.failures import FailureCode, SourceFailure
 from prep.sources import access, remote
-from prep.sources.access import source_fingerprint
+from prep.sources.access import open_source, source_fingerprint
 from prep.sources.files import current_fingerprint, stat_files
 from prep.sources.probe import SourceFacts, probe
 from prep.sources.shots import detect_cuts
@@ -172,6 +173,23 @@ def test_faults_that_stay_are_failures_of_the_source(videos: str, faults: Faults
     assert code_of(lambda: probe(f"{videos}/matroska.mkv")) == code
     faults.set()
     assert isinstance(probe(f"{videos}/matroska.mkv"), SourceFacts), "and no other source has them"
+
+
+@pytest.mark.parametrize("is_followed", [False, True])
+def test_a_failed_read_that_libav_takes_for_the_end_of_the_file_is_not_lost(
+    bucket: str, faults: Faults, is_followed: bool
+) -> None:
+    open_objects(bucket).write("a.mp4", b"x")
+
+    def read() -> None:
+        with open_source(f"{bucket}/a.mp4") as source:
+            with suppress(SourceFailure):
+                source.file.read(1)
+            if is_followed:
+                raise SourceFailure(FailureCode.SOURCE_TRUNCATED, "truncated")
+
+    faults.set(vanished("a.mp4"))
+    assert code_of(read) == "source_missing"
 
 
 @pytest.mark.usefixtures("small_ranges", "few_retries")
