@@ -4,11 +4,12 @@ from pathlib import Path
 
 from manifests.errors import UserError
 from manifests.storage.mirrors import mirror_of
+from manifests.storage.urls import Place
 
 _PACKAGE = Path(__file__).resolve().parent
 
 
-def check_data_dir(data_dir: Path, *, videos: Path | None = None) -> None:
+def check_data_dir(data_dir: Path, *, videos: Place | None = None) -> None:
     """Reject a data folder that would mix with the program's source or with the source videos.
 
     Raises:
@@ -16,6 +17,8 @@ def check_data_dir(data_dir: Path, *, videos: Path | None = None) -> None:
             of the videos.
     """
     if (mirror := mirror_of(data_dir)) is not None:
+        if isinstance(videos, str) and videos.rstrip("/") == mirror.address.rstrip("/"):
+            raise _is_both(videos)
         mirror.is_empty  # noqa: B018 - lists the bucket, before any work begins
         return
     resolved = _resolved(data_dir)
@@ -26,11 +29,20 @@ def check_data_dir(data_dir: Path, *, videos: Path | None = None) -> None:
             f"the data folder {data_dir} is inside the source code of clipmill",
             hint="give another folder with --data or $CLIPMILL_DATA",
         )
-    if videos is not None and resolved == _resolved(videos):
-        raise UserError(
-            f"{data_dir} is both the data folder and the folder of the videos",
-            hint="give a separate data folder with --data",
-        )
+    if isinstance(videos, Path) and resolved == _resolved(videos):
+        raise _is_both(data_dir)
+
+
+def address_of(data_dir: Path) -> Place:
+    """Return the address of a data folder in a bucket, and the path of a local one."""
+    mirror = mirror_of(data_dir)
+    return data_dir if mirror is None else mirror.address
+
+
+def _is_both(place: Place) -> UserError:
+    return UserError(
+        f"{place} is both the data folder and the folder of the videos", hint="give a separate data folder with --data"
+    )
 
 
 def _resolved(folder: Path) -> Path:

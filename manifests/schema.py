@@ -22,7 +22,7 @@ VIDEOS = pa.schema(
     [
         pa.field("video_id", pa.string(), nullable=False),  # safe in keys, unique (manifests.keys)
         pa.field("source_id", pa.string(), nullable=False),  # the dataset's own id
-        pa.field("path", pa.string(), nullable=False),  # absolute path of the source file
+        pa.field("path", pa.string(), nullable=False),  # absolute path or URL of the source file
         pa.field("split", pa.string(), nullable=False),  # train, val or test
         pa.field("dataset", pa.string(), nullable=False),
         pa.field("num_captions", pa.int32(), nullable=False),

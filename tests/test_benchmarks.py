@@ -47,6 +47,7 @@ TINY = {
     ],
     "python_loader": ["--pieces", "1", "--batch", "2", "--batches", "1", "--segments", "80", "--rounds", "1"],
     "recipes": ["--rounds", "1", "--only", "balanced", "scaler area"],
+    "remote_sources": ["--copies", "1", "--rounds", "1", "--latencies-ms", "0"],
     "rerun": ["--chunks", "80", "--runs", "1"],
     "scores": ["--rounds", "1"],
     "search": ["--rows", "300", "--rounds", "1"],

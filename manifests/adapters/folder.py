@@ -28,7 +28,7 @@ from manifests.adapters.tables import Row, log_probability, seconds
 from manifests.adapters.video_files import Ambiguous, NearestName, VideoFile, VideoLookup, composed
 from manifests.errors import UserError
 from manifests.quoting import quoted
-from manifests.storage.objects import is_remote
+from manifests.storage.mirrors import is_remote
 from manifests.storage.urls import Place, is_web, masked, split_url
 
 DEFAULT_SOURCE = "human"

@@ -12,7 +12,8 @@ from manifests.adapters.reasons import Reason
 from manifests.adapters.video_files import VIDEO_SUFFIXES, Fault, Scan, VideoFile, file_order, no_videos
 from manifests.errors import UserError
 from manifests.storage.errors import AccessRefused
-from manifests.storage.objects import Objects, is_remote, open_objects
+from manifests.storage.mirrors import is_remote
+from manifests.storage.objects import Objects, open_objects
 from manifests.storage.urls import is_web, masked, split_url, url_below
 
 _NUM_REQUESTS = 32  # in parallel

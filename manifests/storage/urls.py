@@ -11,7 +11,7 @@ from pathlib import Path, PurePosixPath
 from urllib.parse import quote, unquote
 
 from manifests.errors import UserError
-from manifests.storage.objects import is_remote
+from manifests.storage.mirrors import is_remote
 
 Place = Path | str  # a local path, or a URL
 

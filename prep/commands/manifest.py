@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 from cyclopts import App, Parameter, Token
 
+from manifests.data_location import address_of, check_data_dir
 from manifests.errors import FailedWork, UserError
 from manifests.storage.mirrors import mirror_of
 from manifests.storage.urls import folder_of, place_of
@@ -135,7 +136,9 @@ def _with_captions(adapter: Adapter) -> Callable[..., None]:
 
             known = known_files(data, name)
             table = tables[0] if tables else None
-            return adapter.read(directory, captions=table, subtitles=subtitles, dataset=name, skip=data, known=known)
+            return adapter.read(
+                directory, captions=table, subtitles=subtitles, dataset=name, skip=address_of(data), known=known
+            )
 
         _write(read, [] if captions is None else [captions], data=data, videos=directory, dataset=name, as_json=json)
 
@@ -153,7 +156,7 @@ def _with_annotations(adapter: Adapter) -> Callable[..., None]:
     ) -> None:
         name = dataset or adapter.kind
         _write(
-            lambda tables: adapter.read(directory, annotations=tables, dataset=name, skip=data),
+            lambda tables: adapter.read(directory, annotations=tables, dataset=name, skip=address_of(data)),
             annotations,
             data=data,
             videos=directory,
@@ -179,7 +182,7 @@ def _with_lists(adapter: Adapter) -> Callable[..., None]:
         name = dataset or adapter.kind
         directory = folder_of(lists[0]) if videos is None else videos
         _write(
-            lambda tables: adapter.read(tables, videos=directory, dataset=name, skip=data),
+            lambda tables: adapter.read(tables, videos=directory, dataset=name, skip=address_of(data)),
             lists,
             data=data,
             videos=directory,
@@ -273,7 +276,6 @@ def _write(
     """
     from manifests.adapters.reading import encodable
     from manifests.adapters.remote_tables import read_with_local_tables
-    from manifests.data_location import check_data_dir
     from manifests.errors import DISK_ERRORS
     from manifests.quoting import quoted
     from manifests.store import read_rejected, write_manifest
@@ -281,7 +283,7 @@ def _write(
     from prep.core.data_folder import writing
     from prep.core.failure_list import first_rejected
 
-    check_data_dir(data, videos=videos if isinstance(videos, Path) else None)
+    check_data_dir(data, videos=videos)
     _check_existing(data)
     if not encodable(dataset):
         raise UserError(f"--dataset {quoted(dataset)} is not valid Unicode", hint="give another name")

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import BinaryIO
 
-from manifests.storage.objects import is_remote
+from manifests.storage.mirrors import is_remote
 from manifests.storage.urls import Place
 from prep.core.failures import FailureCode, SourceFailure
 from prep.sources.remote import RemoteFile

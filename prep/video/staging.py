@@ -27,12 +27,13 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from manifests.storage.objects import Objects, is_remote
+from manifests.storage.mirrors import is_remote
+from manifests.storage.objects import Objects
 from prep.core.failures import FailureCode, SourceFailure
 from prep.sources.remote import as_source_failure, object_state, objects_of
 
@@ -61,10 +62,11 @@ class StagedSources:
 
     Args:
         limit_bytes: limit of all copies on this node; None for most of the free space.
+        on_wait: called again and again while a source is fetched or waited for, as a heartbeat.
     """
 
-    def __init__(self, *, limit_bytes: int | None = None) -> None:
-        self._limit_bytes = limit_bytes
+    def __init__(self, *, limit_bytes: int | None = None, on_wait: Callable[[], None] = lambda: None) -> None:
+        self._limit_bytes, self._on_wait = limit_bytes, on_wait
         self._place, self._path, self._lock = "", Path(), -1
 
     def __enter__(self) -> "StagedSources":
@@ -84,7 +86,7 @@ class StagedSources:
             return Path(place)
         if place != self._place:
             self.release()
-            self._path, self._lock = _copy_of(place, limit_bytes=self._limit_bytes)
+            self._path, self._lock = _copy_of(place, limit_bytes=self._limit_bytes, on_wait=self._on_wait)
             self._place = place
         return self._path
 
@@ -146,7 +148,7 @@ def _empty(root: Path) -> None:
             entry.unlink()
 
 
-def _copy_of(url: str, *, limit_bytes: int | None) -> tuple[Path, int]:
+def _copy_of(url: str, *, limit_bytes: int | None, on_wait: Callable[[], None]) -> tuple[Path, int]:
     """Return a copy of an object and the descriptor that holds its lock."""
     with as_source_failure():
         root = _opened_root()
@@ -161,16 +163,14 @@ def _copy_of(url: str, *, limit_bytes: int | None) -> tuple[Path, int]:
             if found is not None:
                 os.utime(copy)
                 return copy, found
-            reservation = None if _is_locked(reserved) else _reserve(reserved, size_bytes, limit_bytes=limit_bytes)
-            is_fetching = reservation is None and reserved.exists()
+            is_fetched = _is_locked(reserved)  # by another worker
+            reservation = None if is_fetched else _reserve(reserved, size_bytes, limit_bytes=limit_bytes)
         if reservation is None:
-            if is_fetching:
-                _wait_for(reserved)
-            else:
-                time.sleep(_WAIT_S)
+            on_wait()
+            time.sleep(_WAIT_S)
             continue
         try:
-            return copy, _fetch(objects, key, copy, state=state)
+            return copy, _fetch(objects, key, copy, state=state, on_wait=on_wait)
         finally:
             reserved.unlink()
             os.close(reservation)
@@ -213,7 +213,7 @@ def _reserve(reserved: Path, size_bytes: int, *, limit_bytes: int | None) -> int
     return descriptor
 
 
-def _fetch(objects: Objects, key: str, copy: Path, *, state: tuple[int, int]) -> int:
+def _fetch(objects: Objects, key: str, copy: Path, *, state: tuple[int, int], on_wait: Callable[[], None]) -> int:
     """Fetch an object by ranges in parallel, and check that it has not changed meanwhile.
 
     Returns the descriptor that holds the lock of the copy, taken before others can see it.
@@ -237,6 +237,7 @@ def _fetch(objects: Objects, key: str, copy: Path, *, state: tuple[int, int]) ->
             try:
                 for task in tasks:
                     task.result()
+                    on_wait()
             except BaseException:
                 pool.shutdown(cancel_futures=True)
                 raise
@@ -283,13 +284,3 @@ def _is_locked(path: Path) -> bool:
         os.close(descriptor)
         return False
     return path.exists()
-
-
-def _wait_for(reserved: Path) -> None:
-    """Wait until another process has fetched a copy, or has failed to."""
-    with suppress(FileNotFoundError):
-        descriptor = os.open(reserved, os.O_RDONLY | os.O_NOFOLLOW)
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_SH)
-        finally:
-            os.close(descriptor)

@@ -2,6 +2,7 @@
 
 import subprocess
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import pyarrow as pa
@@ -11,7 +12,7 @@ from manifests.errors import UserError
 from manifests.storage.objects import open_objects
 from prep.core.failures import FailureCode, SourceFailure
 from prep.sources import access, remote
-from prep.sources.access import source_fingerprint
+from prep.sources.access import open_source, source_fingerprint
 from prep.sources.files import current_fingerprint, stat_files
 from prep.sources.probe import SourceFacts, probe
 from prep.sources.shots import detect_cuts
@@ -174,6 +175,23 @@ def test_faults_that_stay_are_failures_of_the_source(videos: str, faults: Faults
     assert isinstance(probe(f"{videos}/matroska.mkv"), SourceFacts), "and no other source has them"
 
 
+@pytest.mark.parametrize("is_followed", [False, True])
+def test_a_failed_read_that_libav_takes_for_the_end_of_the_file_is_not_lost(
+    bucket: str, faults: Faults, is_followed: bool
+) -> None:
+    open_objects(bucket).write("a.mp4", b"x")
+
+    def read() -> None:
+        with open_source(f"{bucket}/a.mp4") as source:
+            with suppress(SourceFailure):
+                source.file.read(1)
+            if is_followed:
+                raise SourceFailure(FailureCode.SOURCE_TRUNCATED, "truncated")
+
+    faults.set(vanished("a.mp4"))
+    assert code_of(read) == "source_missing"
+
+
 @pytest.mark.usefixtures("small_ranges", "few_retries")
 @pytest.mark.parametrize("kind", ["error", "cut", "delay"])
 def test_faults_that_pass_are_not_noticed(files: Path, videos: str, faults: Faults, kind: str) -> None:
@@ -203,7 +221,12 @@ def test_a_server_that_does_not_answer_is_not_asked_for_every_object(
     web.close()
     asked: list[str] = []
     info = remote.Objects.info
-    monkeypatch.setattr(remote.Objects, "info", lambda self, key: asked.append(key) or info(self, key))
+
+    def counted(objects: remote.Objects, key: str) -> object:
+        asked.append(key)
+        return info(objects, key)
+
+    monkeypatch.setattr(remote.Objects, "info", counted)
     paths = [f"{web.address}/{number}.mp4" for number in range(1000)]
     states = stat_files(pa.chunked_array([paths]), num_threads=1)
     assert {failure.code for failure in states.failures.values()} == {FailureCode.IO_ERROR}
