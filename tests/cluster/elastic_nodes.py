@@ -38,7 +38,7 @@ class Launch:
     def said(self) -> str:
         return self.log.read_text(errors="replace")
 
-    def end(self, *, within_s: float = 300) -> int:
+    def end(self, *, within_s: float = 600) -> int:
         """Its exit status; kills it and fails with what it said if it does not end."""
         try:
             return self.process.wait(within_s)
@@ -162,7 +162,7 @@ def lose_node(node: int) -> None:
     kill_node(node)
 
 
-def wait_until(is_so: Callable[[], bool], *, what: str, within_s: float = 120) -> float:
+def wait_until(is_so: Callable[[], bool], *, what: str, within_s: float = 400) -> float:
     """Wait and return the seconds that it took; AssertionError if it does not come true."""
     began_s = time.monotonic()
     while not is_so():
