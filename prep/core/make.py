@@ -5,7 +5,7 @@ It also defines the flags that these commands share; their values form a `Reques
 
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -15,6 +15,7 @@ from manifests.errors import FailedWork, UserError
 from manifests.help_text import FIRST_RUN
 from manifests.quoting import counted
 from prep.core.column import ColumnSpec
+from prep.engines.execution import Execution
 
 EXECUTION = Parameter(group=Group("Execution", sort_key=8))
 OPTIONS = Group("Options", sort_key=9)  # of flags without another group
@@ -53,9 +54,11 @@ NumGpus = Annotated[
     float | None,
     EXECUTION,
     Parameter(
-        help="GPUs per worker, such as 1 or 0.5; 0: run on the CPU. Default: 1 if this machine has a GPU, else 0."
+        help="GPUs per worker, such as 1 or 0.5; 0: run on the CPU. Default: 1 if this machine, or the Ray cluster at "
+        "--address, has a GPU, else 0."
     ),
 ]
+ExecutionFlags = Annotated[Execution, Parameter(name="*")]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,6 +66,7 @@ class Request:
     """Options of a command that are not settings of its column.
 
     Attributes:
+        execution: settings of the Ray engine.
         num_gpus: number of GPUs per worker; None if not given.
         batch: batch size of the model; None if not given.
         retry_codes: failure codes to try again even if nothing changed.
@@ -72,6 +76,7 @@ class Request:
     data: Path
     engine: str = "ray"
     address: str | None = None
+    execution: Execution = field(default_factory=Execution)
     workers: int | None = None
     num_gpus: float | None = None
     batch: int | None = None
@@ -79,6 +84,13 @@ class Request:
     json: bool = False
     retry_codes: frozenset[str] = frozenset()
     only_variant: str | None = None
+
+    @property
+    def cluster(self) -> str | None:
+        """Address of the Ray cluster that does the work; None for this machine."""
+        from prep.engines.ray_connection import cluster_address
+
+        return cluster_address(self.address) if self.engine == "ray" else None
 
     def check(self) -> None:
         """Validate the flags.
@@ -96,6 +108,9 @@ class Request:
             raise UserError(
                 f"--address {self.address} requires --engine ray", hint="omit --engine processes, or omit --address"
             )
+        if self.execution.changed and self.engine != "ray":
+            flags = ", ".join(self.execution.changed)
+            raise UserError(f"{flags} requires --engine ray", hint=f"omit --engine processes, or omit {flags}")
 
     def require_variant(self, found: str, *, command: str) -> None:
         """Check that the recipe read from a variant still produces that variant.

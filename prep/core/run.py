@@ -18,7 +18,7 @@ from prep.core.plan import ShardPlan, ShardState, file_problems, with_work
 from prep.core.progress import ChunkProgress, warn_refused
 from prep.core.selection import write_selection
 from prep.core.shard_result import ShardResult, Stop, W, stopped
-from prep.engines import Engine, Refused
+from prep.engines import Engine, Label, Refused
 from prep.engines.admission import worker_ticket
 from shards.commits import Commit, Failure
 from shards.dataset import begin_variant, set_current_variant
@@ -147,12 +147,17 @@ def _results(job: Job[W], engine: Engine, summary: Summary) -> Iterator[ShardRes
     if not work:
         return
     tasks = (job.task(shard) for shard in work)
+    num_chunks = {shard.shard_id: shard.num_chunks for shard in work}
+
+    def label(task: W) -> Label:
+        return Label(f"{job.column.command} {task.shard_id:06d}", work=num_chunks[task.shard_id])
+
     full_disks, made = 0, 0
     with (
         worker_ticket(job.variant_dir, package=job.column.package, needs=job.needs) as ticket,
         ChunkProgress(num_chunks=sum(shard.num_chunks for shard in work), chunk_s=job.chunk_s) as progress,
     ):
-        for outcome in engine.run(job.make, tasks, check=ticket):
+        for outcome in engine.run(job.make, tasks, check=ticket, label=label):
             if isinstance(outcome, Refused):
                 summary.refused_workers.append(outcome)
                 warn_refused(outcome)

@@ -18,10 +18,10 @@ from prep.core.plan import ShardPlan, with_work
 from prep.core.progress import warn_refused
 from prep.core.run import Job, execute, make_variant
 from prep.core.selection import write_selection
-from prep.engines import Check, Engine, Outcome, R, Refused, T
+from prep.engines import Check, Engine, Label, Outcome, R, Refused, T
 from prep.engines.admission import worker_ticket
 from prep.text.bank import Bank, copy_embeddings
-from prep.text.blocks import BlockResult, TowerUse, blocks_of, encode_block
+from prep.text.blocks import Block, BlockResult, TowerUse, blocks_of, encode_block
 from prep.text.captions import CaptionReader
 from prep.text.column import COLUMN
 from prep.text.digests import DigestSet, digests_of
@@ -79,7 +79,12 @@ class _LocalEngine:
     """Engine that runs tasks sequentially in the driver: shards are copied from the bank, not computed."""
 
     def run(
-        self, function: Callable[[T], R], tasks: Iterable[T], *, check: Check | None = None
+        self,
+        function: Callable[[T], R],
+        tasks: Iterable[T],
+        *,
+        check: Check | None = None,
+        label: Callable[[T], Label] | None = None,
     ) -> Iterator[Outcome[T, R] | None]:
         for task in tasks:
             yield Outcome(task, function(task))
@@ -182,7 +187,7 @@ def fill(
     blocks = blocks_of(reader, need.video_ids, missing=missing, bank_dir=bank.folder, tower=tower)
     refused: list[Refused] = []
     with worker_ticket(plan.variant_dir, package=COLUMN.package) as ticket:
-        for outcome in engine.run(encode_block, blocks, check=ticket):
+        for outcome in engine.run(encode_block, blocks, check=ticket, label=_block_label):
             if isinstance(outcome, Refused):
                 refused.append(outcome)
                 warn_refused(outcome)
@@ -197,6 +202,10 @@ def fill(
             on_encoded(num_encoded, len(missing))
     bank.refresh()
     return Filled(num_encoded, num_cut, frozenset(not_finite), error, tuple(refused))
+
+
+def _block_label(block: Block) -> Label:
+    return Label(f"text {block.number:06d}", work=sum(map(len, block.texts)))
 
 
 def _missing(bank: Bank, need: Needed) -> np.ndarray:

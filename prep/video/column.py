@@ -10,7 +10,19 @@ from cyclopts import Parameter
 
 from manifests.help_text import FIRST_RUN
 from prep.core.column import VIDEO, ColumnSpec, Pending, changed_flags
-from prep.core.make import Address, Data, EngineName, Json, MaxFailures, Request, Workers, make_column, plan_column
+from prep.core.make import (
+    Address,
+    Data,
+    EngineName,
+    ExecutionFlags,
+    Json,
+    MaxFailures,
+    Request,
+    Workers,
+    make_column,
+    plan_column,
+)
+from prep.engines.execution import Execution
 from prep.sources.detector import DEFAULT_DETECTOR
 from prep.video.recipe import NAMED_RECIPES, Recipe, recipe_from_dict, settings_line
 from prep.video.settings import SHOT_SETTINGS
@@ -21,6 +33,7 @@ if TYPE_CHECKING:
     from prep.video.planning import Planned
     from shards.reader import CommittedShard, Variant
 
+_WORKER_GB = 1.0
 Settings = Annotated[Recipe, Parameter(name="*")]
 
 
@@ -30,6 +43,7 @@ def chunk(
     data: Data = Path("data"),
     engine: EngineName = "ray",
     address: Address = None,
+    execution: ExecutionFlags = Execution(),  # noqa: B008 - frozen
     workers: Workers = None,
     max_failures: MaxFailures = "0",
     json: Json = False,
@@ -43,7 +57,15 @@ def chunk(
 
         prep chunk --len 15s --crf 21
     """
-    request = Request(data=data, engine=engine, address=address, workers=workers, max_failures=max_failures, json=json)
+    request = Request(
+        data=data,
+        engine=engine,
+        address=address,
+        execution=execution,
+        workers=workers,
+        max_failures=max_failures,
+        json=json,
+    )
     make_column(COLUMN, recipe, request)
 
 
@@ -106,7 +128,13 @@ def _run(plan: "Planned", recipe: Recipe, request: Request) -> "Summary":
     from prep.video.report import with_cutting
     from prep.video.scratch import remove_abandoned
 
-    engine = open_engine(request.engine, address=request.address, workers=request.workers)
+    engine = open_engine(
+        request.engine,
+        address=request.cluster,
+        workers=request.workers,
+        execution=request.execution,
+        memory_gb=_WORKER_GB,
+    )
     plan = with_shots(plan, engine, on_progress=CountProgress("detecting shots"))
     summary = with_cutting(execute(chunk_job(plan), engine), plan)
     remove_abandoned()  # left by workers that were lost, in this run or an earlier one

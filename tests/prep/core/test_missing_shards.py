@@ -27,7 +27,7 @@ class Here:
     """An engine that runs tasks in this process."""
 
     def run(
-        self, function: Callable[[T], R], tasks: Iterable[T], *, check: Check | None = None
+        self, function: Callable[[T], R], tasks: Iterable[T], *, check: Check | None = None, **named: object
     ) -> Iterator[Outcome[T, R] | None]:
         assert check is None or check() is None
         for task in tasks:
