@@ -15,6 +15,7 @@ from manifests.errors import FailedWork, UserError
 from manifests.help_text import FIRST_RUN
 from manifests.quoting import counted
 from prep.core.column import ColumnSpec
+from prep.core.lag import LIMIT_S
 from prep.engines.execution import Execution
 
 EXECUTION = Parameter(group=Group("Execution", sort_key=8))
@@ -91,6 +92,11 @@ class Request:
         from prep.engines.ray_connection import cluster_address
 
         return cluster_address(self.address) if self.engine == "ray" else None
+
+    @property
+    def lag_limit_s(self) -> float:
+        """How long files that workers have written may take to become visible here."""
+        return LIMIT_S if self.cluster is not None else 0.0
 
     def check(self) -> None:
         """Validate the flags.

@@ -10,10 +10,12 @@ from typing import Any, Generic
 
 from manifests.json_text import parse_json
 from manifests.publish import publish_bytes, publish_json, read_record, sync, temporary_path
+from manifests.quoting import counted
 from prep.core.column import ColumnSpec
 from prep.core.data_folder import remove_variant_temporaries
 from prep.core.failures import FailureCode
 from prep.core.heartbeat import running_shards
+from prep.core.lag import is_committed, wait_until_seen
 from prep.core.plan import ShardPlan, ShardState, file_problems, with_work
 from prep.core.progress import ChunkProgress, warn_refused
 from prep.core.selection import write_selection
@@ -96,10 +98,13 @@ class Job(Generic[W]):
         return self.variant_dir.name
 
 
-def execute(job: Job[W], engine: Engine) -> Summary:
+def execute(job: Job[W], engine: Engine, *, lag_limit_s: float = 0.0) -> Summary:
     """Make every shard of the job that needs work, and update the variant's records.
 
     Call it while holding the lock of the column (`prep.core.data_folder.writing`).
+
+    Args:
+        lag_limit_s: how long to wait for commits that workers report and that are not visible here.
     """
     folder = job.variant_dir
     make_variant(folder, job.recipe)
@@ -112,7 +117,7 @@ def execute(job: Job[W], engine: Engine) -> Summary:
     results = {result.shard_id: result for result in _results(job, engine, summary)}
     summary.wall_s = time.monotonic() - begin_s
     remove_variant_temporaries(folder)  # left by lost workers
-    _finish(job, summary, results)
+    _finish(job, summary, results, lag_limit_s=lag_limit_s)
     return summary
 
 
@@ -176,7 +181,7 @@ def _results(job: Job[W], engine: Engine, summary: Summary) -> Iterator[ShardRes
             progress.show(made + sum(shard.num_done for shard in running_shards(job.variant_dir)))
 
 
-def _finish(job: Job[W], summary: Summary, results: dict[int, ShardResult]) -> None:
+def _finish(job: Job[W], summary: Summary, results: dict[int, ShardResult], *, lag_limit_s: float) -> None:
     """Drop commits that are not wanted any more, write the lists, and make a complete variant the current one."""
     orphaned = {shard.shard_id for shard in job.shards if shard.state == ShardState.ORPHANED}
     wanted = {shard.shard_id for shard in job.shards} - orphaned
@@ -184,6 +189,9 @@ def _finish(job: Job[W], summary: Summary, results: dict[int, ShardResult]) -> N
     summary.num_shards = sum(commit.files is not None for commit in commits.values())
     summary.num_chunks = sum(commit.files.num_samples for commit in commits.values() if commit.files)
     missing = list(_missing_shards(job, commits, results, gave_up=summary.gave_up))
+    if lag_limit_s and _have_appeared(job, missing, results, limit_s=lag_limit_s):
+        _finish(job, summary, results, lag_limit_s=0.0)
+        return
     not_made = {shard.shard_id for shard, _ in missing}
     for shard in with_work(job.shards):
         if shard.shard_id not in not_made:
@@ -198,6 +206,16 @@ def _finish(job: Job[W], summary: Summary, results: dict[int, ShardResult]) -> N
     write_failures(job.variant_dir / FAILURES_FILE, summary.failures)
     if not missing and summary.num_chunks:  # a variant in which everything failed replaces nothing
         set_current_variant(job.data_dir, job.column.name, job.variant)
+
+
+def _have_appeared(
+    job: Job[W], missing: Sequence[tuple[ShardPlan, Stop]], results: dict[int, ShardResult], *, limit_s: float
+) -> bool:
+    """Wait for the missing shards that workers have reported as made; return True if they have become visible."""
+    made = {shard_id for shard_id, result in results.items() if result.stopped_by is None}
+    unseen = [(shard.shard_id, shard.plan_fingerprint) for shard, _ in missing if shard.shard_id in made]
+    what = f"{counted(len(unseen), 'shard')} in {job.variant_dir}"
+    return bool(unseen) and wait_until_seen(what, lambda: is_committed(job.variant_dir, unseen), limit_s=limit_s)
 
 
 def _add(summary: Summary, result: ShardResult | None) -> None:

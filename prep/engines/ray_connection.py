@@ -9,6 +9,8 @@ from typing import Any
 from manifests.errors import UserError, first_line
 
 _ANSWER_LIMIT_S = 10.0
+_START_HINT = "start one with `ray start --head`, or omit --address to start Ray on this machine"
+_VERSION_HINT = "install the same Python and the same Ray on every node and where this command runs"
 _JOB_VARIABLE, _ADDRESS_VARIABLE = "RAY_JOB_CONFIG_JSON_ENV_VAR", "RAY_ADDRESS"
 
 
@@ -41,7 +43,7 @@ def connect(ray: Any, address: str | None, *, num_cpus: int | None = None) -> No
             ) from None
         return
     try:
-        _require_answer(address)
+        _require_answer(ray, address)
         ray.init(address=address, **quiet)
     except (OSError, RuntimeError, ValueError) as error:
         raise UserError(
@@ -50,15 +52,16 @@ def connect(ray: Any, address: str | None, *, num_cpus: int | None = None) -> No
         ) from None
 
 
-_START_HINT = "start one with `ray start --head`, or omit --address to start Ray on this machine"
-_VERSION_HINT = "install the same Python and the same Ray on every node and where this command runs"
-
-
-def _require_answer(address: str) -> None:
+def _require_answer(ray: Any, address: str) -> None:
     """Raise OSError if nothing listens at `host:port`; Ray itself would retry for minutes."""
+    if address == "auto":  # the cluster that was started last on this machine, which may have ended
+        address = ray._private.services.canonicalize_bootstrap_address_or_die(address)
     host, _, port = address.rpartition(":")
     if host and port.isdigit() and "://" not in address:
-        socket.create_connection((host, int(port)), timeout=_ANSWER_LIMIT_S).close()
+        try:
+            socket.create_connection((host, int(port)), timeout=_ANSWER_LIMIT_S).close()
+        except OSError as error:
+            raise OSError(f"nothing answers at {address} ({error.strerror or error})") from None
 
 
 def _reason(error: Exception) -> str:

@@ -139,7 +139,7 @@ def _run(plan: "LatentsPlan", settings: LatentsSettings, request: Request) -> "S
             execution=request.execution,
         ),
     )
-    return execute(job, engine)
+    return execute(job, engine, lag_limit_s=request.lag_limit_s)
 
 
 def _plan_report(plan: "LatentsPlan") -> "Report":

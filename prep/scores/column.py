@@ -111,7 +111,7 @@ def _run(plan: "ScoresPlan", settings: ScoresSettings, request: Request) -> "Sco
         execution=request.execution,
         memory_gb=_WORKER_GB,
     )
-    summary = execute(scores_job(plan), engine)
+    summary = execute(scores_job(plan), engine, lag_limit_s=request.lag_limit_s)
     return publish_table(summary, plan.variant_dir)
 
 

@@ -129,7 +129,7 @@ def _run(plan: "TextPlan", recipe: TextRecipe, request: Request) -> "TextSummary
         execution=request.execution,
         memory_gb=_WORKER_GB,
     )
-    return run_text(plan, use, engine, on_encoded=CountProgress("encoding texts"))
+    return run_text(plan, use, engine, on_encoded=CountProgress("encoding texts"), lag_limit_s=request.lag_limit_s)
 
 
 def _plan_report(plan: "TextPlan") -> "Report":

@@ -13,6 +13,7 @@ import numpy as np
 import pyarrow as pa
 
 from prep.core.failures import FailureCode
+from prep.core.lag import wait_until_seen
 from prep.core.layout import write_layout
 from prep.core.plan import ShardPlan, with_work
 from prep.core.progress import warn_refused
@@ -38,6 +39,7 @@ def run_text(
     engine: Engine,
     *,
     on_encoded: Callable[[int, int], None] = lambda done, total: None,
+    lag_limit_s: float = 0.0,
 ) -> TextSummary:
     """Make every shard of the plan that needs work; call it while holding the lock of the column.
 
@@ -45,6 +47,7 @@ def run_text(
         tower: text tower of the plan's recipe.
         engine: engine that encodes the texts.
         on_encoded: called periodically with (texts encoded, texts to encode).
+        lag_limit_s: how long to wait for embeddings that workers report and that are not visible here.
     """
     begin_s = time.monotonic()
     write_layout(text_layout_path(plan.data_dir), plan.layout)
@@ -54,6 +57,9 @@ def run_text(
     with CaptionReader(plan.data_dir, where=plan.where) as reader:
         need = needed(plan, reader)
         filled = fill(bank, need, plan=plan, reader=reader, tower=tower, engine=engine, on_encoded=on_encoded)
+        if lag_limit_s and filled.error is None and filled.num_encoded:
+            what = f"embeddings in {bank.folder}"
+            wait_until_seen(what, lambda: _is_filled(bank, need, filled.not_finite), limit_s=lag_limit_s)
         maker = ShardMaker(plan, reader, bank, need.row_groups, filled.not_finite, filled.error)
         ran = execute(_job(plan, maker), _LocalEngine())
     if ran.num_shards_made == len(with_work(plan.shards)):
@@ -206,6 +212,11 @@ def fill(
 
 def _block_label(block: Block) -> Label:
     return Label(f"text {block.number:06d}", work=sum(map(len, block.texts)))
+
+
+def _is_filled(bank: Bank, need: Needed, not_finite: frozenset[bytes]) -> bool:
+    bank.refresh()
+    return len(_missing(bank, need)) <= len(not_finite)
 
 
 def _missing(bank: Bank, need: Needed) -> np.ndarray:
