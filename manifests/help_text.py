@@ -1,6 +1,6 @@
 """Help texts of both command lines, in 80 columns: `--help` shows the flags of a first run, `--help-all` shows all.
 
-A command without `FIRST_RUN` flags, or with few flags, shows all of them in both.
+A command without `FIRST_RUN` flags, or with few flags, shows all of them in both, except `RARE` ones.
 """
 
 import inspect
@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
 HELP, HELP_ALL = frozenset({"--help", "-h"}), "--help-all"
 FIRST_RUN = "a flag that a first run needs"  # in the annotation of a flag
+RARE = "a flag that --help never shows"  # likewise
 Metadata = tuple[Any, ...]  # the annotation of a flag, without its type
 Tables = Mapping[str, Sequence[tuple[str, str]]]  # title -> rows
 
@@ -77,13 +78,15 @@ def _command_help(
     collection = command.assemble_argument_collection(parse_docstring=True)
     arguments = collection.filter_by(show=True)
     is_first = {one.name for one in arguments if FIRST_RUN in _metadata(one)}
-    is_short = bool(is_first) and len(arguments) > _FEW_FLAGS and not everything
+    is_usual = {one.name for one in arguments if RARE not in _metadata(one)}
+    is_short = bool(is_first) and len(is_usual) > _FEW_FLAGS and not everything
+    is_shown = is_first if is_short else is_usual
     yield f"Usage: {name} {' '.join([*_in_usage(arguments), '[OPTIONS]'])}"
     yield from _paragraph_lines(command)
     rows: dict[str, Sequence[tuple[str, str]]] = {"Commands": commands} if (commands := _commands(command)) else {}
     titles = {_group(one).name: _group(one) for one in arguments}
     for title, panel in sorted(titles.items(), key=lambda item: _position(item[1])):
-        shown = [one for one in arguments.filter_by(group=panel) if not is_short or one.name in is_first]
+        shown = [one for one in arguments.filter_by(group=panel) if everything or one.name in is_shown]
         if shown:
             rows[title] = [_row(one, is_short=is_short, range_of=range_of) for one in shown]
     rows.update(tables_of(collection))
@@ -91,7 +94,7 @@ def _command_help(
     for title, group in rows.items():
         yield from ("", f"{title}:")
         yield from _table(group, width=width)
-    if is_short:
+    if not everything and len(is_shown) < len(arguments):
         yield from ("", f"{name} --help-all shows all {len(arguments)} flags.")
 
 

@@ -4,7 +4,7 @@ import json
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Generic
 
@@ -77,6 +77,7 @@ class Job(Generic[W]):
         failed_before: failures that belong to no shard, such as unusable sources.
         chunk_s: seconds of video in a full chunk, for the progress bar; None to omit the speed.
         where: condition on the samples that the plan wants, which the variant's records keep; None for all.
+        lag_limit_s: how long to wait for commits that workers report and that are not visible here.
         needs: requirements on the worker's machine (`prep.engines.admission.Ticket`); None if there are none.
     """
 
@@ -91,6 +92,7 @@ class Job(Generic[W]):
     failed_before: Sequence[Failure]
     chunk_s: float | None
     needs: tuple[str, str] | None = None
+    lag_limit_s: float = 0.0
     where: str | None = None
 
     @property
@@ -98,13 +100,10 @@ class Job(Generic[W]):
         return self.variant_dir.name
 
 
-def execute(job: Job[W], engine: Engine, *, lag_limit_s: float = 0.0) -> Summary:
+def execute(job: Job[W], engine: Engine) -> Summary:
     """Make every shard of the job that needs work, and update the variant's records.
 
     Call it while holding the lock of the column (`prep.core.data_folder.writing`).
-
-    Args:
-        lag_limit_s: how long to wait for commits that workers report and that are not visible here.
     """
     folder = job.variant_dir
     make_variant(folder, job.recipe)
@@ -117,7 +116,7 @@ def execute(job: Job[W], engine: Engine, *, lag_limit_s: float = 0.0) -> Summary
     results = {result.shard_id: result for result in _results(job, engine, summary)}
     summary.wall_s = time.monotonic() - begin_s
     remove_variant_temporaries(folder)  # left by lost workers
-    _finish(job, summary, results, lag_limit_s=lag_limit_s)
+    _finish(job, summary, results)
     return summary
 
 
@@ -181,7 +180,7 @@ def _results(job: Job[W], engine: Engine, summary: Summary) -> Iterator[ShardRes
             progress.show(made + sum(shard.num_done for shard in running_shards(job.variant_dir)))
 
 
-def _finish(job: Job[W], summary: Summary, results: dict[int, ShardResult], *, lag_limit_s: float) -> None:
+def _finish(job: Job[W], summary: Summary, results: dict[int, ShardResult]) -> None:
     """Drop commits that are not wanted any more, write the lists, and make a complete variant the current one."""
     orphaned = {shard.shard_id for shard in job.shards if shard.state == ShardState.ORPHANED}
     wanted = {shard.shard_id for shard in job.shards} - orphaned
@@ -189,8 +188,8 @@ def _finish(job: Job[W], summary: Summary, results: dict[int, ShardResult], *, l
     summary.num_shards = sum(commit.files is not None for commit in commits.values())
     summary.num_chunks = sum(commit.files.num_samples for commit in commits.values() if commit.files)
     missing = list(_missing_shards(job, commits, results, gave_up=summary.gave_up))
-    if lag_limit_s and _have_appeared(job, missing, results, limit_s=lag_limit_s):
-        _finish(job, summary, results, lag_limit_s=0.0)
+    if job.lag_limit_s and _have_appeared(job, missing, results):
+        _finish(replace(job, lag_limit_s=0.0), summary, results)
         return
     not_made = {shard.shard_id for shard, _ in missing}
     for shard in with_work(job.shards):
@@ -208,14 +207,14 @@ def _finish(job: Job[W], summary: Summary, results: dict[int, ShardResult], *, l
         set_current_variant(job.data_dir, job.column.name, job.variant)
 
 
-def _have_appeared(
-    job: Job[W], missing: Sequence[tuple[ShardPlan, Stop]], results: dict[int, ShardResult], *, limit_s: float
-) -> bool:
+def _have_appeared(job: Job[W], missing: Sequence[tuple[ShardPlan, Stop]], results: dict[int, ShardResult]) -> bool:
     """Wait for the missing shards that workers have reported as made; return True if they have become visible."""
     made = {shard_id for shard_id, result in results.items() if result.stopped_by is None}
     unseen = [(shard.shard_id, shard.plan_fingerprint) for shard, _ in missing if shard.shard_id in made]
     what = f"{counted(len(unseen), 'shard')} in {job.variant_dir}"
-    return bool(unseen) and wait_until_seen(what, lambda: is_committed(job.variant_dir, unseen), limit_s=limit_s)
+    return bool(unseen) and wait_until_seen(
+        what, lambda: is_committed(job.variant_dir, unseen), limit_s=job.lag_limit_s
+    )
 
 
 def _add(summary: Summary, result: ShardResult | None) -> None:

@@ -6,6 +6,7 @@ from typing import Annotated
 from cyclopts import Group, Parameter
 
 from manifests.errors import UserError
+from manifests.help_text import RARE
 
 CLUSTER = Parameter(group=Group("Ray", sort_key=8.5))
 _MAX_WAIT_S = 7 * 24 * 3600.0
@@ -16,17 +17,17 @@ _BYTES_PER_GB = 10**9
 class Execution:
     """Settings of the Ray engine; none of them affects what is made."""
 
-    task_cpus: Annotated[float | None, CLUSTER] = None
+    task_cpus: Annotated[float | None, CLUSTER, RARE] = None
     """CPUs to reserve per task. Default: 1; none for a worker with a GPU, which uses its share of the node's cores."""
-    task_memory: Annotated[float | None, CLUSTER] = None
+    task_memory: Annotated[float | None, CLUSTER, RARE] = None
     """Memory to reserve per task on a cluster, in GB (10^9 bytes); 0: none. Default: what the column was measured to
     need (docs/cluster.md)."""
-    task_retries: Annotated[int, CLUSTER] = 2
+    task_retries: Annotated[int, CLUSTER, RARE] = 2
     """Number of times to retry a task whose worker died, 0 or more. A lost node does not count."""
-    straggler_factor: Annotated[float, CLUSTER] = 5.0
+    straggler_factor: Annotated[float, CLUSTER, RARE] = 5.0
     """Start a second copy of a task on another node once it takes this many times the median time per chunk, above 1;
     the first result is used. 0: never."""
-    wait_for_nodes: Annotated[float, CLUSTER] = 600.0
+    wait_for_nodes: Annotated[float, CLUSTER, RARE] = 600.0
     """Time to wait for nodes that can run a task, in seconds, for example for an autoscaler to start them."""
 
     def __post_init__(self) -> None:

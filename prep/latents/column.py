@@ -139,7 +139,7 @@ def _run(plan: "LatentsPlan", settings: LatentsSettings, request: Request) -> "S
             execution=request.execution,
         ),
     )
-    return execute(job, engine, lag_limit_s=request.lag_limit_s)
+    return execute(replace(job, lag_limit_s=request.lag_limit_s), engine)
 
 
 def _plan_report(plan: "LatentsPlan") -> "Report":

@@ -111,7 +111,7 @@ def _run(plan: "ScoresPlan", settings: ScoresSettings, request: Request) -> "Sco
         execution=request.execution,
         memory_gb=_WORKER_GB,
     )
-    summary = execute(scores_job(plan), engine, lag_limit_s=request.lag_limit_s)
+    summary = execute(replace(scores_job(plan), lag_limit_s=request.lag_limit_s), engine)
     return publish_table(summary, plan.variant_dir)
 
 

@@ -2,7 +2,7 @@
 
 import sys
 from collections.abc import Callable, Mapping
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -136,7 +136,7 @@ def _run(plan: "Planned", recipe: Recipe, request: Request) -> "Summary":
         memory_gb=_WORKER_GB,
     )
     plan = with_shots(plan, engine, on_progress=CountProgress("detecting shots"))
-    summary = with_cutting(execute(chunk_job(plan), engine, lag_limit_s=request.lag_limit_s), plan)
+    summary = with_cutting(execute(replace(chunk_job(plan), lag_limit_s=request.lag_limit_s), engine), plan)
     remove_abandoned()  # left by workers that were lost, in this run or an earlier one
     return summary
 
