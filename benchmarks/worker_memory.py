@@ -13,6 +13,7 @@ import subprocess
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from benchmarks.measure import prep_command, run_measured
 from benchmarks.memory import role_of
@@ -66,11 +67,12 @@ def chunk_rows(video: Path, folder: Path, *, heights: list[int], seconds: float)
 
 def latents_row(data: Path, folder: Path, *, batch: int) -> dict[str, object]:
     """Measure `prep latents` with a VAE of Stable Diffusion's size."""
-    from diffusers import AutoencoderKL
+    import diffusers
 
+    kind: Any = diffusers.AutoencoderKL
     vae = folder / "vae"
     if not vae.exists():
-        AutoencoderKL(**VAE_CONFIG).save_pretrained(vae)
+        kind(**VAE_CONFIG).save_pretrained(vae)
     fps = "2" if batch > 1 else "1"
     settings = ("--vae", vae, "--fps", fps, "--batch", str(batch), "--num-gpus", "0", "--size", "256")
     return {

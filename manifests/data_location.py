@@ -3,6 +3,7 @@
 from pathlib import Path
 
 from manifests.errors import UserError
+from manifests.storage.mirrors import mirror_of
 
 _PACKAGE = Path(__file__).resolve().parent
 
@@ -14,6 +15,9 @@ def check_data_dir(data_dir: Path, *, videos: Path | None = None) -> None:
         UserError: `data_dir` is a file, is the folder of clipmill's packages, is inside one of them, or is the folder
             of the videos.
     """
+    if (mirror := mirror_of(data_dir)) is not None:
+        mirror.is_empty  # noqa: B018 - lists the bucket, before any work begins
+        return
     resolved = _resolved(data_dir)
     if resolved.exists() and not resolved.is_dir():
         raise UserError(f"the data folder {data_dir} is a file", hint="give a folder with --data")

@@ -3,6 +3,9 @@
 Every durable file of the project is written under a temporary name in its own folder, flushed to disk, and renamed. A
 temporary name is `.tmp-<12 hex>-<name>`. If a process is killed, the name tells which file was being written, and the
 next process that holds the lock for that file removes it.
+
+In a data folder in a bucket, the object is written before the file appears, and deleted before the file is removed
+(`manifests.storage.mirrors`).
 """
 
 import errno
@@ -17,6 +20,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from manifests.storage.mirrors import mirror_of
+
 TEMPORARY_PREFIX = ".tmp-"
 _TEMPORARY = re.compile(rf"{re.escape(TEMPORARY_PREFIX)}[0-9a-f]{{12}}-(.+)", re.DOTALL)
 
@@ -29,14 +34,38 @@ def published(path: Path) -> Iterator[Path]:
         with naming(path):
             yield temporary
             sync(temporary)
-            temporary.replace(path)
-            sync(path.parent)
+            replace(temporary, path)
     except OSError as error:
         if error.filename == os.fspath(temporary):  # a temporary name means nothing to the user
             error.filename = os.fspath(path)
         raise
     finally:
         temporary.unlink(missing_ok=True)
+
+
+def replace(temporary: Path, path: Path) -> None:
+    """Rename a complete file, which has been flushed to disk, from its temporary name to `path`."""
+    if (mirror := mirror_of(path)) is not None:
+        mirror.upload(temporary, path)
+    temporary.replace(path)
+    sync(path.parent)
+
+
+def rename(source: Path, target: Path) -> Path:
+    """Rename a file or folder in the same folder; return `target`."""
+    mirror = mirror_of(source)
+    if mirror is not None:
+        mirror.move(source, target)
+    renamed = source.rename(target)
+    sync(target.parent)
+    return renamed
+
+
+def remove(path: Path) -> None:
+    """Remove a file, if it exists."""
+    if (mirror := mirror_of(path)) is not None:
+        mirror.remove(path)
+    path.unlink(missing_ok=True)
 
 
 def publish_bytes(path: Path, content: bytes) -> None:
@@ -115,12 +144,17 @@ def remove_temporaries(folder: Path, *, of: Callable[[str], bool] = lambda targe
     for path in sorted(folder.iterdir()):
         target = target_of(path.name)
         if target is not None and of(target) and path.is_file() and not path.is_symlink():
-            path.unlink(missing_ok=True)
+            remove(path)
 
 
 @contextmanager
 def folder_lock(folder: Path) -> Iterator[None]:
     """Acquire an exclusive lock on `folder`, waiting for other processes; the kernel releases it at exit."""
+    mirror = mirror_of(folder)
+    if mirror is not None and mirror.folder == folder:
+        with mirror.folder_lock():
+            yield
+        return
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX)

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from manifests.errors import UserError
-from manifests.publish import require_regular, sync
+from manifests.publish import remove, rename, require_regular
 
 VIDEOS_FILE = "videos.parquet"
 CAPTIONS_FILE = "captions.parquet"
@@ -50,11 +50,10 @@ def describe(path: Path) -> dict[str, Any]:
 def promote(folder: Path, *, fingerprint: str) -> None:
     """Rename the staged tables of a write to their plain names, and remove those of killed writes."""
     for name in TABLE_FILES:
-        staged_path(folder, name, fingerprint=fingerprint).replace(folder / name)
+        rename(staged_path(folder, name, fingerprint=fingerprint), folder / name)
     for path in folder.iterdir():
         if _STAGED.fullmatch(path.name):
-            path.unlink()
-    sync(folder)
+            remove(path)
 
 
 def table_path(folder: Path, name: str, *, manifest: Mapping[str, Any]) -> Path:

@@ -2,11 +2,13 @@
 
 import signal
 import sys
+from contextlib import redirect_stderr, redirect_stdout
 
 from cyclopts import App, CycloptsError
 
 from manifests.errors import Stopped, UserError, program_version, run_command
 from manifests.help_text import help_text, wants_help
+from manifests.storage.mirrors import AddressStream
 from manifests.whole_numbers import refuse_fractions
 from prep.commands import advise, manifest, retry, upkeep
 from prep.core.make import OPTIONS
@@ -55,7 +57,8 @@ app = build_app()
 def main() -> None:
     """Entry point of the console script."""
     signal.signal(signal.SIGTERM, _stop)
-    run_command(lambda: _run(sys.argv[1:]))
+    with redirect_stdout(AddressStream(sys.stdout)), redirect_stderr(AddressStream(sys.stderr)):
+        run_command(lambda: _run(sys.argv[1:]))
 
 
 def _stop(_number: int, _frame: object) -> None:

@@ -4,7 +4,7 @@ import re
 from collections.abc import Collection, Mapping
 from pathlib import Path
 
-from manifests.publish import naming, publish_bytes
+from manifests.publish import naming, publish_bytes, remove
 from shards.commits import Commit, commit_path, read_commits
 from shards.contents import Contents, file_sha256, read_contents, write_contents
 from shards.damage import DamagedContents
@@ -48,7 +48,7 @@ def write_shard_lists(variant_dir: Path, commits: Mapping[int, Commit]) -> None:
             publish_bytes(path, content)
     for path in variant_dir.glob("shards-*.txt"):
         if path.name not in lists:
-            path.unlink()
+            remove(path)
 
 
 def finish_run(variant_dir: Path, *, dropped: Collection[int], wanted: Collection[int]) -> dict[int, Commit]:
@@ -74,7 +74,7 @@ def finish_run(variant_dir: Path, *, dropped: Collection[int], wanted: Collectio
     if before is not None and before.shard_ids - shard_ids:
         write_contents(variant_dir, Contents(before.shard_ids & shard_ids, before.files))
     for shard_id in dropped:
-        commit_path(variant_dir, shard_id).unlink(missing_ok=True)
+        remove(commit_path(variant_dir, shard_id))
     write_shard_lists(variant_dir, commits)
     with naming(variant_dir / RECIPE_FILE):
         recipe = (variant_dir / RECIPE_FILE).read_bytes()

@@ -15,6 +15,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from manifests.storage.mirrors import mirror_of
+
 OPEN_LIMIT_S = 60.0  # shorter than a data loader's timeout for a sample
 _MAX_BLOCKED = 4  # limit of blocked threads per folder
 
@@ -33,10 +35,14 @@ class _Opening:
 def open_regular(path: Path) -> int:
     """Open the regular file `path` for reading and return its descriptor, or raise within `OPEN_LIMIT_S` seconds.
 
+    In a data folder in a bucket, the content is fetched first if it is not on local disk.
+
     Raises:
         OSError: the file cannot be opened, or it is a pipe, a device or a folder.
         TimeoutError: `open` has not returned, for this call or for an earlier one with the same path.
     """
+    if (mirror := mirror_of(path)) is not None and (fetched := mirror.open(path)) is not None:
+        return fetched
     with _lock:
         if path in _blocked or sum(other.parent == path.parent for other in _blocked) >= _MAX_BLOCKED:
             raise _not_answering(path)

@@ -4,6 +4,7 @@ import os
 import tarfile
 import zlib
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import Any
 
 import pyarrow as pa
 
+from manifests.storage.mirrors import local_copy
 from shards.commits import Commit, ShardFiles
 from shards.damage import DamagedIndex
 from shards.index import extensions_of, member_columns, open_index
@@ -37,10 +39,11 @@ def readable_rows(variant_dir: Path, commit: Commit) -> Iterator[SalvagedSample]
         return
     tar = variant_dir / commit.files.tar
     table = _committed_index(variant_dir, files=commit.files)
-    if table is not None:
-        yield from _rows_of_index(tar, table=table)
-    elif _has_sha256(tar, sha256=commit.files.tar_sha256):
-        yield from _rows_of_tar(tar)
+    with suppress(FileNotFoundError), local_copy(tar):
+        if table is not None:
+            yield from _rows_of_index(tar, table=table)
+        elif _has_sha256(tar, sha256=commit.files.tar_sha256):
+            yield from _rows_of_tar(tar)
 
 
 def _has_sha256(path: Path, *, sha256: str) -> bool:

@@ -1,8 +1,7 @@
 """Verification of a shard against its commit: a deep check that reads every byte, and a quick one based on `stat`."""
 
-import os
 import tarfile
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from enum import StrEnum
 from itertools import zip_longest
@@ -11,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pyarrow as pa
 
+from manifests.storage.mirrors import file_state, local_copy, touched
 from shards.commits import Commit, ShardFiles, commit_path
 from shards.damage import DamagedCommit, DamagedIndex
 from shards.index import energon_index_bytes, extensions_of, member_columns, open_index
@@ -71,8 +71,11 @@ def verify_shard(variant_dir: Path, commit: Commit) -> list[Problem]:
     if commit.files is None:
         return []
     try:
-        index_problems, table = _check_index(variant_dir, shard_id=commit.shard_id, files=commit.files)
-        tar_problems = _check_tar(variant_dir, shard_id=commit.shard_id, files=commit.files, table=table)
+        with ExitStack() as copies:
+            for name in (commit.files.index, commit.files.energon_index, commit.files.tar):
+                copies.enter_context(local_copy(variant_dir / name))
+            index_problems, table = _check_index(variant_dir, shard_id=commit.shard_id, files=commit.files)
+            tar_problems = _check_tar(variant_dir, shard_id=commit.shard_id, files=commit.files, table=table)
     except OSError as error:
         return [Problem(commit.shard_id, None, Code.UNREADABLE, str(error))]
     return index_problems + tar_problems
@@ -89,7 +92,7 @@ def quick_check(variant_dir: Path, commit: Commit) -> list[Problem]:
     record = commit_path(variant_dir, commit.shard_id)
     problems = []
     try:
-        newest_ns = committed_ns = record.stat().st_mtime_ns
+        newest_ns = committed_ns = file_state(record)[1]
         for file in _files(commit.files):
             problem, changed_ns = _check_state(variant_dir, shard_id=commit.shard_id, file=file)
             if problem is None and changed_ns > committed_ns:
@@ -100,10 +103,11 @@ def quick_check(variant_dir: Path, commit: Commit) -> list[Problem]:
             if problem is not None:
                 problems.append(problem)
         energon_index = variant_dir / commit.files.energon_index
-        if not energon_index.is_file() or energon_index.stat().st_size != 8 * (commit.files.num_samples + 1):
+        size_bytes, changed_ns = file_state(energon_index) if energon_index.is_file() else (None, 0)
+        if size_bytes != 8 * (commit.files.num_samples + 1):
             message = f"{energon_index.name} is missing or has the wrong size"
             problems.append(Problem(commit.shard_id, None, Code.ENERGON_INDEX, message))
-        elif not problems and (changed_ns := energon_index.stat().st_mtime_ns) > committed_ns:
+        elif not problems and changed_ns > committed_ns:
             newest_ns = max(newest_ns, changed_ns)
             problems += _check_index(variant_dir, shard_id=commit.shard_id, files=commit.files)[0]
     except OSError as error:
@@ -111,7 +115,7 @@ def quick_check(variant_dir: Path, commit: Commit) -> list[Problem]:
     if not problems and newest_ns > committed_ns:
         # On a read-only copy, the files are read again each time.
         with suppress(OSError):
-            os.utime(record, ns=(newest_ns, newest_ns))
+            touched(record, time_ns=newest_ns)
     return problems
 
 
@@ -127,13 +131,13 @@ def _files(files: ShardFiles) -> tuple[_File, _File]:
 def _check_state(variant_dir: Path, *, shard_id: int, file: _File) -> tuple[Problem | None, int]:
     """Check existence and size, and return the modification time in ns."""
     try:
-        state = (variant_dir / file.name).stat()
+        size_bytes, changed_ns = file_state(variant_dir / file.name)
     except FileNotFoundError:
         return Problem(shard_id, None, file.missing, f"{file.name} is missing"), 0
-    if state.st_size != file.size_bytes:
-        message = f"{file.name} has {state.st_size} bytes, expected {file.size_bytes}"
-        return Problem(shard_id, None, file.other_size, message), state.st_mtime_ns
-    return None, state.st_mtime_ns
+    if size_bytes != file.size_bytes:
+        message = f"{file.name} has {size_bytes} bytes, expected {file.size_bytes}"
+        return Problem(shard_id, None, file.other_size, message), changed_ns
+    return None, changed_ns
 
 
 def _check_index(variant_dir: Path, *, shard_id: int, files: ShardFiles) -> tuple[list[Problem], pa.Table | None]:
@@ -154,7 +158,9 @@ def _check_index(variant_dir: Path, *, shard_id: int, files: ShardFiles) -> tupl
         message = f"{path.name} has {table.num_rows} rows and {num_keys} keys, expected {files.num_samples} samples"
         return [Problem(shard_id, None, Code.INDEX_FORMAT, message)], None
     energon_index = variant_dir / files.energon_index
-    if not energon_index.is_file() or energon_index.read_bytes() != energon_index_bytes(table):
+    with local_copy(energon_index):
+        is_right = energon_index.is_file() and energon_index.read_bytes() == energon_index_bytes(table)
+    if not is_right:
         message = f"{energon_index.name} is missing or does not match the index"
         return [Problem(shard_id, None, Code.ENERGON_INDEX, message)], table
     return [], table

@@ -15,7 +15,7 @@ from typing import Any, Self
 
 import pyarrow as pa
 
-from manifests.publish import published, sync, temporary_path
+from manifests.publish import published, replace, sync, temporary_path
 from shards.commits import ShardFiles
 from shards.format import BLOCK_BYTES, MAX_MEMBER_NAME_BYTES, ShardName
 from shards.index import IndexBuilder, energon_index_bytes, index_bytes, index_schema, member_columns, padded
@@ -148,8 +148,7 @@ class ShardWriter:
             _write_and_read_again(energon_temporary, energon_index_bytes(table))
             for temporary in (self._temporary, index_temporary, energon_temporary):
                 sync(temporary)
-            self._temporary.replace(self._directory / name.tar)
-            sync(self._directory)
+            replace(self._temporary, self._directory / name.tar)
         return ShardFiles(
             tar=name.tar,
             tar_bytes=found.size_bytes,

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.forks import Forks
+from tests.object_storage.fixtures import _proxy, bucket, faults, few_retries, other_machine, s3  # noqa: F401 - for every test
 from tests.workers import ForkedContext, fsync_at_once
 
 # A user may keep Python from writing bytecode; the many programs that tests start would compile the packages each time.

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from manifests.errors import UserError
 from manifests.publish import folder_lock, naming, remove_temporaries, target_of
+from manifests.storage.mirrors import mirror_of
 from manifests.store import manifest_dir
 from prep.core.column import VIDEO
 from prep.core.heartbeat import RUNNING_FOLDER
@@ -25,11 +26,17 @@ RUNNING_FILE = re.compile(r"\d{6,}\.json")
 
 
 def require_data_folder(data_dir: Path) -> Path:
-    """Return the absolute path of an existing data folder.
+    """Return the absolute path of an existing data folder, or of the working copy of one in a bucket.
 
     Raises:
         UserError: the path does not exist or is not a folder.
     """
+    mirror = mirror_of(data_dir)
+    if mirror is not None and mirror.is_empty:
+        raise UserError(
+            f"there is no data folder at {mirror.address}",
+            hint=f"create one: prep manifest folder VIDEOS --data {mirror.address}",
+        )
     if not data_dir.exists():
         raise UserError(
             f"the data folder {data_dir} does not exist",
@@ -64,6 +71,10 @@ def column_lock(data_dir: Path, *, column: str = VIDEO) -> Iterator[None]:
         UserError: another command holds the lock, or the data folder is not writable.
     """
     path = _lock_path(data_dir, column)
+    if (mirror := mirror_of(data_dir)) is not None:
+        with mirror.column_lock(path.name):
+            yield
+        return
     try:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
     except OSError as error:
@@ -109,6 +120,15 @@ def was_killed(data_dir: Path, *, column: str) -> bool:
     except (OSError, OverflowError):
         return False  # it belongs to another user
     return False
+
+
+def writer_of(data_dir: Path, *, column: str) -> str | None:
+    """Return which command writes a column of a data folder in a bucket, on any machine, and since when.
+
+    Return None if none does, or if the data folder is local: its heartbeats tell more (`prep.core.heartbeat`).
+    """
+    mirror = mirror_of(data_dir)
+    return None if mirror is None else mirror.holder_of(_lock_path(data_dir, column).name)
 
 
 def _lock_path(data_dir: Path, column: str) -> Path:

@@ -4,16 +4,17 @@ It also defines the flags that these commands share; their values form a `Reques
 """
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from cyclopts import Group, Parameter
+from cyclopts import Group, Parameter, Token
 
 from manifests.errors import FailedWork, UserError
 from manifests.help_text import FIRST_RUN
 from manifests.quoting import counted
+from manifests.storage.mirrors import is_remote
 from prep.core.column import ColumnSpec
 from prep.core.lag import LIMIT_S
 from prep.engines.execution import Execution
@@ -21,7 +22,27 @@ from prep.engines.execution import Execution
 EXECUTION = Parameter(group=Group("Execution", sort_key=8))
 OPTIONS = Group("Options", sort_key=9)  # of flags without another group
 
-Data = Annotated[Path, FIRST_RUN, Parameter(name="--data", env_var="CLIPMILL_DATA", help="Data folder.")]
+
+def _data_folder(_type: Any, tokens: Sequence[Token]) -> Path:
+    """Convert --data: a local path, or the address of a folder in a bucket, which a local folder then mirrors."""
+    value = tokens[0].value
+    if not is_remote(value):
+        return Path(value)
+    from manifests.storage.working_copy import open_data
+
+    return open_data(value)
+
+
+Data = Annotated[
+    Path,
+    FIRST_RUN,
+    Parameter(
+        name="--data",
+        env_var="CLIPMILL_DATA",
+        converter=_data_folder,
+        help="Data folder: a path, or a folder in a bucket such as s3://BUCKET/data.",
+    ),
+]
 Json = Annotated[bool, Parameter(name="--json", negative="", help="Print the result as JSON.")]
 EngineName = Annotated[
     Literal["ray", "processes"],

@@ -9,8 +9,9 @@ from pathlib import Path
 from typing import Any, Generic
 
 from manifests.json_text import parse_json
-from manifests.publish import publish_bytes, publish_json, read_record, sync, temporary_path
+from manifests.publish import publish_bytes, publish_json, read_record, remove, rename, temporary_path
 from manifests.quoting import counted
+from manifests.storage.mirrors import refresh
 from prep.core.column import ColumnSpec
 from prep.core.data_folder import remove_variant_temporaries
 from prep.core.failures import FailureCode
@@ -115,6 +116,7 @@ def execute(job: Job[W], engine: Engine) -> Summary:
     begin_s = time.monotonic()
     results = {result.shard_id: result for result in _results(job, engine, summary)}
     summary.wall_s = time.monotonic() - begin_s
+    refresh(folder)  # made by workers on other nodes
     remove_variant_temporaries(folder)  # left by lost workers
     _finish(job, summary, results)
     return summary
@@ -130,8 +132,7 @@ def make_variant(folder: Path, recipe: dict[str, Any]) -> None:
         temporary = temporary_path(folder)
         temporary.mkdir()
         write_recipe(temporary, recipe)
-        temporary.rename(folder)
-        sync(folder.parent)
+        rename(temporary, folder)
     write_recipe(folder, recipe)
     (folder / COMMITS_FOLDER).mkdir(exist_ok=True)
 
@@ -276,4 +277,4 @@ def write_failures(path: Path, failures: list[Failure]) -> None:
     if failures:
         publish_bytes(path, "".join(json.dumps(asdict(failure)) + "\n" for failure in failures).encode())
     else:
-        path.unlink(missing_ok=True)
+        remove(path)

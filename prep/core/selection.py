@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from manifests.checked_json import publish_checked_json, read_checked_json
 from manifests.errors import UserError
+from manifests.publish import remove
 
 if TYPE_CHECKING:
     from shards.reader import Variant
@@ -30,7 +31,7 @@ def write_selection(folder: Path, where: str | None) -> None:
     """Record the selection of a run in its variant's folder; None, everything, needs no file."""
     path = folder / SELECTION_FILE
     if where is None:
-        path.unlink(missing_ok=True)
+        remove(path)
     elif not path.is_file() or _read(path) != where:
         publish_checked_json(path, {WHERE: where})
 

@@ -37,6 +37,7 @@ class Ticket:
         package: package of the column's code.
         needs: import path `package.module:function` of a function that returns why a machine must not work, or None;
             and its argument. None if there are no such requirements.
+        bucket: what `manifests.storage.working_copy.attach_worker` needs if the data folder is in a bucket.
     """
 
     host: str
@@ -46,6 +47,7 @@ class Ticket:
     source_sha256: str
     package: str
     needs: tuple[str, str] | None
+    bucket: tuple[str, ...] = ()
 
     def __call__(self) -> str | None:
         found = source_sha256(self.package)
@@ -61,6 +63,10 @@ class Ticket:
 
     def _folder_problem(self) -> str | None:
         folder = self.token_file.parent
+        if self.bucket:
+            from manifests.storage.working_copy import bucket_problem
+
+            return bucket_problem(self.bucket, self.token_file, self.token)
         deadline_s = time.monotonic() + (_LAG_LIMIT_S if os.uname().nodename != self.host else 0.0)
         while not self.token_file.exists() and time.monotonic() < deadline_s:
             time.sleep(_LAG_LIMIT_S / 10)
@@ -87,7 +93,8 @@ class Ticket:
 @contextmanager
 def worker_ticket(variant_dir: Path, *, package: str, needs: tuple[str, str] | None = None) -> Iterator[Ticket]:
     """Publish the token of a run and remove it when the block ends; call it while holding the lock of the column."""
-    from manifests.publish import naming, sync, temporary_path
+    from manifests.publish import naming, remove, sync, temporary_path
+    from manifests.storage.mirrors import mirror_of
 
     # With a temporary name, the token of a killed driver is removed with its other temporary files.
     token_file = temporary_path(variant_dir / _TOKEN_NAME)
@@ -97,10 +104,14 @@ def worker_ticket(variant_dir: Path, *, package: str, needs: tuple[str, str] | N
             token_file.write_text(token)
             sync(token_file)
             sync(variant_dir)
-        yield Ticket(os.uname().nodename, token_file, token, _version(), source_sha256(package) or "", package, needs)
+        mirror = mirror_of(variant_dir)
+        bucket = () if mirror is None else mirror.publish_token(token_file)
+        yield Ticket(
+            os.uname().nodename, token_file, token, _version(), source_sha256(package) or "", package, needs, bucket
+        )
     finally:
         with suppress(OSError):
-            token_file.unlink(missing_ok=True)
+            remove(token_file)
 
 
 def source_sha256(column_package: str) -> str | None:

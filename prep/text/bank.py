@@ -14,7 +14,8 @@ from pathlib import Path
 import numpy as np
 import pyarrow as pa
 
-from manifests.publish import publish_bytes, remove_temporaries
+from manifests.publish import publish_bytes, remove, remove_temporaries
+from manifests.storage.mirrors import refresh
 from prep.text.digests import DIGEST_BYTES, DIGESTS, from_arrow, positions_in
 from prep.text.recipe import BLOCK_FILE, MEMBER
 from shards.damage import Damaged
@@ -62,13 +63,14 @@ class Bank:
 
     def refresh(self) -> None:
         """Add blocks that were published since the last call."""
+        refresh(self.folder)
         known = {path.name for path in self._files}
         added = []
         for path in sorted(self.folder.glob("*.arrow")):
             if path.name in known or not BLOCK_FILE.fullmatch(path.name):
                 continue
             if not is_whole_block(path):
-                path.unlink()
+                remove(path)
                 continue
             with pa.memory_map(str(path)) as file:
                 added.append(from_arrow(pa.ipc.open_file(file).read_all()["digest"].combine_chunks()).copy())
@@ -115,7 +117,7 @@ class Bank:
         remove_temporaries(self.folder)
         for path in self.folder.iterdir():
             if BLOCK_FILE.fullmatch(path.name):
-                path.unlink()
+                remove(path)
         with suppress(OSError):  # the folder holds files that are not ours
             self.folder.rmdir()
 

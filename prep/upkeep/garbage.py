@@ -12,7 +12,8 @@ from functools import partial
 from pathlib import Path
 
 from manifests.json_text import parse_json
-from manifests.publish import target_of, temporary_path
+from manifests.publish import remove as remove_file
+from manifests.publish import rename, target_of, temporary_path
 from manifests.quoting import counted
 from manifests.store import manifest_dir
 from prep.core.column import ColumnSpec, recipe_fingerprint
@@ -137,7 +138,7 @@ def remove(garbage: Garbage) -> Removed:
             num_files, num_bytes = num_files + 1, num_bytes + item.size_bytes
 
     for item in items:
-        attempt(item, partial(item.path.unlink, missing_ok=True))
+        attempt(item, partial(remove_file, item.path))
     for folder in garbage.folders:
         try:
             folder.rmdir()
@@ -149,7 +150,7 @@ def remove(garbage: Garbage) -> Removed:
         if any(folder in path.parents for path, _ in failed):
             continue  # its folder is still a variant; the next call removes it
         is_alone = set(folder.iterdir()) == {item.path}
-        attempt(item, partial(_remove_variant, folder) if is_alone else item.path.unlink)
+        attempt(item, partial(_remove_variant, folder) if is_alone else partial(remove_file, item.path))
     return Removed(num_files, num_bytes, failed)
 
 
@@ -159,7 +160,7 @@ def _remove_variant(folder: Path) -> None:
     The folder is renamed first: a folder with a temporary name that holds only a recipe is recognised as garbage
     (`incomplete_variants`); a folder without a recipe would not be.
     """
-    leaving = folder.rename(temporary_path(folder))
+    leaving = rename(folder, temporary_path(folder))
     (leaving / RECIPE_FILE).unlink()
     leaving.rmdir()
 

@@ -15,7 +15,7 @@ import pyarrow.compute as pc
 from manifests.errors import UserError
 from manifests.store import MANIFEST_FILE, manifest_dir, read_videos
 from prep.core.column import ColumnSpec, Pending
-from prep.core.data_folder import was_killed
+from prep.core.data_folder import was_killed, writer_of
 from prep.core.failure_list import MAX_NAMED, FailureEntry, first_failures, first_few, named_values
 from prep.core.heartbeat import ShardProgress, running_shards
 from prep.core.layout import DamagedLayout, variants_of
@@ -69,6 +69,7 @@ class ColumnStatus:
         file_problems: why files of the current variant that are derived from its shards cannot be used.
         failures_file: list of the last run's failures, if there were any.
         first_failures: the first few failures of the current variant; for `video`, also of unusable sources.
+        written_by: the command that writes the column of a data folder in a bucket, or None.
     """
 
     column: str
@@ -79,6 +80,7 @@ class ColumnStatus:
     file_problems: list[str] = field(default_factory=list)
     failures_file: Path | None = None
     first_failures: list[FailureEntry] = field(default_factory=list)
+    written_by: str | None = None
 
     @property
     def current(self) -> VariantStatus | None:
@@ -98,6 +100,7 @@ class ColumnStatus:
             "file_problems": self.file_problems,
             "failures_file": None if self.failures_file is None else os.fspath(self.failures_file),
             "first_failures": named_values(self.first_failures),
+            **({"written_by": self.written_by} if self.written_by else {}),
         }
 
 
@@ -192,7 +195,8 @@ def _column_status(data_dir: Path, column: ColumnSpec, *, unusable: list[Failure
         variants.append(
             _variant_status(opened, is_current=name == current, num_wanted=pending.num_wanted, running=running)
         )
-    return replace(status, variants=sorted(variants, key=lambda variant: not variant.is_current))
+    variants.sort(key=lambda variant: not variant.is_current)
+    return replace(status, variants=variants, written_by=writer_of(data_dir, column=column.name))
 
 
 def _pending(data_dir: Path, column: ColumnSpec, variant: Variant) -> Pending:

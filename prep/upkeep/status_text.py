@@ -99,6 +99,9 @@ def _column_lines(column: ColumnStatus) -> list[str]:
             lines.append(f"{_INDENT}shards to make: {shards}")
         if variant.is_current and variant.num_running is None:  # a running command writes them at its end
             lines += [f"{_INDENT}{on_one_line(problem)}" for problem in column.file_problems]
+    if column.written_by is not None:
+        label = "" if column.variants else column.column
+        lines.append(f"{label:<10}in progress: written by {column.written_by}")
     if column.current is None and column.variants:
         lines.append(f"{_INDENT}no variant is current")
     return lines
@@ -140,7 +143,7 @@ def _failure_lines(status: Status) -> list[str]:
 
 def _next_step(status: Status) -> str | None:
     columns = status.columns.values()
-    if any(variant.num_running is not None for column in columns for variant in column.variants):
+    if any(column.written_by or variant.num_running is not None for column in columns for variant in column.variants):
         return None
     first = next(iter(columns))
     if status.videos is None and not first.variants:

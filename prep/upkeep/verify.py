@@ -5,7 +5,6 @@ Damage found here has to be repaired by the next run, which checks only sizes an
 commit.
 """
 
-import os
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor, as_completed
@@ -14,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from manifests.storage.mirrors import file_state, local_copy, touched
 from prep.core.column import CheckedSample, ColumnSpec, DeepCode, imported
 from prep.engines import Outcome
 from prep.engines.processes import ProcessEngine
@@ -141,11 +141,11 @@ def mark(folder: Path, commit: Commit, problems: list[Problem]) -> bool:
     # The quick check reads again files that are newer than their commit. A flipped bit does not change the modification
     # time by itself, and neither does copying a file with its times preserved.
     with suppress(OSError):
-        committed_ns = commit_path(folder, commit.shard_id).stat().st_mtime_ns
+        committed_ns = file_state(commit_path(folder, commit.shard_id))[1]
         now_ns = max(time.time_ns(), committed_ns + 1_000_000_000)
         energon = all(problem.code == Code.ENERGON_INDEX for problem in problems)
         name = commit.files.energon_index if energon else commit.files.index if is_index else commit.files.tar
-        os.utime(folder / name, ns=(now_ns, now_ns))
+        touched(folder / name, time_ns=now_ns)
     return bool(quick_check(folder, commit))
 
 
@@ -191,7 +191,8 @@ def _samples(task: DeepTask) -> Iterator[tuple[dict[str, Any], dict[str, bytes]]
     if task.commit.files is None:
         return
     table = open_index(task.variant_dir / task.commit.files.index)
-    with (task.variant_dir / task.commit.files.tar).open("rb") as tar:
+    path = task.variant_dir / task.commit.files.tar
+    with local_copy(path), path.open("rb") as tar:
         for number in range(table.num_rows):
             row = {name: table[name][number].as_py() for name in table.column_names}
             members = {}

@@ -13,17 +13,9 @@ from collections.abc import Iterator
 from prep.engines import Outcome
 from prep.engines.execution import Execution, Need
 from prep.engines.ray import isolated_ray_engine
-from tests.cluster.ray.cluster import started_head
+from tests.cluster.ray.cluster import started_head, where
 
 GPU_NODES = {"gpu": {"resources": {"CPU": 4, "GPU": 1}, "node_config": {}, "min_workers": 0, "max_workers": 2}}
-
-
-def where(number: int) -> tuple[int, str | None, str]:
-    """Return the number, the GPUs of the worker and its node."""
-    import ray
-
-    time.sleep(2)
-    return number, os.environ.get("CUDA_VISIBLE_DEVICES"), ray.get_runtime_context().get_node_id()[:8]
 
 
 def outcomes(address: str) -> Iterator[tuple[int, str | None, str]]:

@@ -6,6 +6,7 @@ import secrets
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -123,3 +124,11 @@ def made_manifest(folder: Path, *, num_videos: int = 6, minutes: float = 1.0) ->
     command = ["-m", "prep.cli", "manifest", "synthetic", "--videos", str(num_videos), "--minutes", str(minutes)]
     subprocess.run([sys.executable, *command, "--data", os.fspath(data)], cwd=ROOT, check=True)
     return data
+
+
+def where(number: int) -> tuple[int, str | None, str]:
+    """Return the number, the GPUs of the worker and its node."""
+    import ray
+
+    time.sleep(2)
+    return number, os.environ.get("CUDA_VISIBLE_DEVICES"), ray.get_runtime_context().get_node_id()[:8]

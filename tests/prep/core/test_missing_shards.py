@@ -173,7 +173,12 @@ def test_a_commit_that_becomes_visible_late_is_awaited(
     thread = Thread(target=appear)
     thread.start()
     write = sys.stderr.write
-    monkeypatch.setattr(sys.stderr, "write", lambda text: (appearing.set(), write(text))[1])
+
+    def told(text: str) -> int:
+        appearing.set()
+        return write(text)
+
+    monkeypatch.setattr(sys.stderr, "write", told)
     summary = run(data, lagging, monkeypatch, lag_limit_s=60)
     thread.join()
     assert (summary.num_shards, summary.num_chunks, summary.failures) == (3, 5, [])

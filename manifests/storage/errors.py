@@ -1,0 +1,115 @@
+"""Errors of object storage: what obstore raises becomes an OSError or a UserError that says what to do."""
+
+import errno
+import os
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import NoReturn
+
+from manifests.errors import UserError, first_line
+
+_CODE = re.compile(r"<Code>(\w+)</Code>")
+_STATUS = re.compile(r"status code: (\d{3} [\w '-]+)")
+_CLOCK_CODES = ("RequestTimeTooSkewed", "RequestExpired")
+_CREDENTIAL_CODES = ("InvalidAccessKeyId", "SignatureDoesNotMatch", "InvalidToken", "ExpiredToken")
+_NO_BUCKET_CODES = ("NoSuchBucket", "ContainerNotFound")
+_CUT = "the answer ended early, again and again"
+
+_was_used = False
+_is_forked = False
+
+
+class Conflict(FileExistsError):
+    """A conditional write found that another writer was faster: the object exists, or is not the expected one."""
+
+
+class CutAnswer(OSError):
+    """The body of an answer ended early. obstore resumes the content of objects, and leaves other answers to us."""
+
+
+class AccessRefused(UserError, PermissionError):
+    """The server refuses the credentials or the request."""
+
+
+@contextmanager
+def storage_errors(address: str, where: str) -> Iterator[None]:
+    """Context manager around calls of obstore.
+
+    Args:
+        address: address of the folder, which names the bucket.
+        where: address of the object.
+
+    Raises:
+        RuntimeError: this process was forked from one that had used obstore, whose threads do not exist here; without
+            this check, the call would never return.
+    """
+    global _was_used
+    from obstore.exceptions import BaseError
+
+    if _is_forked:
+        raise RuntimeError("object storage was used before this process was forked; start workers with spawn")
+    _was_used = True
+    try:
+        yield
+    except (BaseError, FileNotFoundError, PermissionError, ValueError) as error:
+        _raise_for(error, address=address, where=where)
+
+
+def _note_fork() -> None:
+    global _is_forked
+    _is_forked = _is_forked or _was_used
+
+
+os.register_at_fork(after_in_child=_note_fork)
+
+
+def _raise_for(error: Exception, *, address: str, where: str) -> NoReturn:
+    from obstore.exceptions import AlreadyExistsError, PreconditionError, UnauthenticatedError
+
+    code, reason = _code(error), _reason(error)
+    if code in _NO_BUCKET_CODES:
+        message = f"the bucket of {address} does not exist"
+        raise UserError(message, hint="create the bucket, or correct the address") from None
+    if isinstance(error, AlreadyExistsError | PreconditionError):
+        raise Conflict(errno.EEXIST, "another writer was faster", where) from None
+    if isinstance(error, FileNotFoundError):
+        raise FileNotFoundError(errno.ENOENT, "no such object", where) from None
+    if code in _CLOCK_CODES:
+        message = f"{where}: the clock of this machine differs too much from the server's ({code})"
+        raise AccessRefused(message, hint="set the clock, for example with NTP") from None
+    if code in _CREDENTIAL_CODES or isinstance(error, UnauthenticatedError):
+        raise AccessRefused(
+            f"{where}: the credentials are refused ({code or reason})",
+            hint="check the variables of the account, for S3: AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY",
+        ) from None
+    if "/latest/api/token" in str(error) or "/latest/meta-data" in str(error):  # asked for without credentials
+        raise AccessRefused(
+            f"{where}: there are no credentials",
+            hint="set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or use a machine with a role",
+        ) from None
+    if reason.startswith(("403", "401")):
+        raise AccessRefused(
+            f"{where}: access denied ({code or reason})",
+            hint="grant this account access to the bucket, or check its credentials",
+        ) from None
+    raise (CutAnswer if reason == _CUT else OSError)(errno.EIO, reason, where) from error
+
+
+def _code(error: Exception) -> str:
+    """Return the error code that the server names, such as "SlowDown"; empty if it names none."""
+    found = _CODE.search(str(error))
+    return found[1] if found else ""
+
+
+def _reason(error: Exception) -> str:
+    """Return what a user can use of obstore's message: the status of the answer, or that there was none."""
+    text = str(error)
+    if found := _STATUS.search(text):
+        code = _code(error)
+        return f"{found[1]} ({code})" if code else found[1]
+    if "error sending request" in text:
+        return "the server does not answer"
+    if "body error" in text:
+        return _CUT
+    return first_line(error)

@@ -1,0 +1,169 @@
+"""Local folders that mirror a folder of a bucket, and which of them a path belongs to.
+
+`manifests.publish` and `shards.opening` ask here for every durable file that they write, remove or open. Without a data
+folder in a bucket, nothing is registered and nothing else of this package is imported. Worker processes on the same
+machine find the mirrors of their command in an environment variable; those of other nodes attach themselves with their
+ticket (`prep.engines.admission`).
+"""
+
+import json
+import os
+import re
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from pathlib import Path
+from typing import IO, Any, Protocol
+
+_ADDRESS = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://.*", re.DOTALL)
+VARIABLE = "CLIPMILL_WORKING_COPIES"  # of the processes that a command starts: JSON, folder -> address
+
+
+class Mirror(Protocol):
+    """A local folder whose files stand for the objects below an address; see `working_copy.WorkingCopy`."""
+
+    @property
+    def folder(self) -> Path: ...
+
+    @property
+    def address(self) -> str: ...
+
+    @property
+    def is_empty(self) -> bool:
+        """True if the bucket holds nothing at the address; lists it, unless this command has."""
+
+    def upload(self, temporary: Path, path: Path) -> None:
+        """Write the object of `path` with the content of `temporary`, which then replaces `path`."""
+
+    def move(self, source: Path, target: Path) -> None:
+        """Write the objects of the file or folder `source` as those of `target`; nothing local changes."""
+
+    def remove(self, path: Path) -> None:
+        """Delete the object of a file, or the objects of a folder."""
+
+    def touch(self, path: Path) -> None:
+        """Write an object again, so that it is newer than all others."""
+
+    def state(self, path: Path) -> tuple[int, int]:
+        """Return size in bytes and time of modification in ns of an object."""
+
+    def read_range(self, path: Path, offset: int, size: int) -> bytes:
+        """Read a range of an object, without a local copy."""
+
+    def open(self, path: Path) -> int | None:
+        """Return a descriptor of a file whose content is only in the bucket; None if the local file is complete."""
+
+    def local_copy(self, path: Path) -> AbstractContextManager[None]:
+        """Context manager during which the content of a file is on local disk."""
+
+    def folder_lock(self) -> AbstractContextManager[None]:
+        """Context manager that holds the lock of the whole folder, with its own records up to date."""
+
+    def column_lock(self, name: str) -> AbstractContextManager[None]:
+        """Context manager that holds the lock of a column as the object `name`."""
+
+    def publish_token(self, path: Path) -> tuple[str, ...]:
+        """Write the object of a temporary file for workers; return what they need to attach themselves."""
+
+    def holder_of(self, name: str) -> str | None:
+        """Return who holds the lock of a column and since when; None if nobody does."""
+
+    def refresh(self, folder: Path) -> None:
+        """Bring the files of a folder to the state of the bucket."""
+
+
+_mirrors: dict[str, Mirror] = {}
+_is_inherited = False
+
+
+def is_remote(address: str) -> bool:
+    """Return True for an address with a scheme (`s3://bucket/folder`), False for a local path."""
+    return _ADDRESS.fullmatch(address) is not None
+
+
+def register(mirror: Mirror) -> None:
+    """Make a mirror known in this process and in those that it starts."""
+    _mirrors[os.fspath(mirror.folder)] = mirror
+    os.environ[VARIABLE] = json.dumps({folder: known.address for folder, known in _mirrors.items()})
+
+
+def mirror_of(path: Path) -> Mirror | None:
+    """Return the mirror that a path belongs to, or None."""
+    if not _is_inherited:
+        _inherit()
+    if not _mirrors:
+        return None
+    text = os.fspath(path)
+    for folder, mirror in _mirrors.items():
+        if text == folder or text.startswith(folder + "/"):
+            return mirror
+    return None
+
+
+def refresh(folder: Path) -> None:
+    """Bring a folder to the state of the bucket that it mirrors; do nothing if it mirrors none."""
+    if (mirror := mirror_of(folder)) is not None:
+        mirror.refresh(folder)
+
+
+@contextmanager
+def local_copy(path: Path) -> Iterator[None]:
+    """Context manager during which the content of a file of a bucket is on local disk."""
+    mirror = mirror_of(path)
+    with nullcontext() if mirror is None else mirror.local_copy(path):
+        yield
+
+
+def file_state(path: Path) -> tuple[int, int]:
+    """Return size in bytes and time of modification in ns of a durable file, or of its object.
+
+    Raises:
+        FileNotFoundError: it does not exist.
+    """
+    if (mirror := mirror_of(path)) is not None:
+        return mirror.state(path)
+    state = path.stat()
+    return state.st_size, state.st_mtime_ns
+
+
+def touched(path: Path, *, time_ns: int) -> None:
+    """Set the time of modification of a file; an object is written again, and is then newer than all others.
+
+    Raises:
+        OSError: the file or the bucket is not writable.
+    """
+    if (mirror := mirror_of(path)) is not None:
+        mirror.touch(path)
+    else:
+        os.utime(path, ns=(time_ns, time_ns))
+
+
+def shown(text: str) -> str:
+    """Replace the folders of mirrors by their addresses in a text for people."""
+    for folder, mirror in _mirrors.items():
+        text = text.replace(folder, mirror.address)
+    return text
+
+
+class AddressStream:
+    """A text stream that shows addresses in place of the local folders that mirror them."""
+
+    def __init__(self, stream: IO[str]) -> None:
+        self._stream = stream
+
+    def write(self, text: str) -> int:
+        """Write a text."""
+        self._stream.write(shown(text) if _mirrors else text)
+        return len(text)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+
+def _inherit() -> None:
+    global _is_inherited
+    _is_inherited = True
+    for folder, address in json.loads(os.environ.get(VARIABLE) or "{}").items():
+        if folder not in _mirrors and Path(folder).is_dir():
+            from manifests.storage.working_copy import WorkingCopy
+
+            _mirrors[folder] = WorkingCopy(address, Path(folder))

@@ -1,0 +1,320 @@
+"""Objects below an address such as `s3://bucket/folder`: the only interface to obstore (its errors: `errors.py`).
+
+Credentials and endpoint come from the variables that the tools of each provider use: AWS_ACCESS_KEY_ID,
+AWS_SECRET_ACCESS_KEY, AWS_SESSION_TOKEN, AWS_REGION, AWS_ENDPOINT_URL (and AWS_ALLOW_HTTP=true if that is http://);
+GOOGLE_APPLICATION_CREDENTIALS; AZURE_STORAGE_ACCOUNT_NAME and AZURE_STORAGE_ACCOUNT_KEY.
+
+Answers that fail in passing (5xx, 429, no answer, a body that ends early) are retried by obstore with exponential
+backoff; a body is resumed where it ended. obstore's threads do not survive a fork: a process that has used this module
+must spawn its workers.
+"""
+
+import errno
+import re
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+from manifests.errors import UserError
+from manifests.publish import naming, temporary_path
+from manifests.storage.errors import AccessRefused, Conflict, CutAnswer, storage_errors
+from manifests.storage.mirrors import is_remote as is_remote
+from manifests.storage.stores import open_store, scheme_of
+
+_PART_BYTES = 8 * 2**20  # of a multipart upload
+_STREAM_BYTES = 4 * 2**20
+_GAP_BYTES = 256 * 2**10  # ranges with smaller gaps are one request
+_MAX_ATTEMPTS = 4  # at what obstore does not repeat: conditional writes, and answers without resumable content
+_ADDRESS = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://(.*)", re.DOTALL)
+
+_T = TypeVar("_T")
+
+
+@dataclass(frozen=True)
+class ObjectInfo:
+    """An object without its content.
+
+    Attributes:
+        key: name relative to the address that it was listed from.
+        etag: version of the content, as the server names it; empty if the server gives none.
+        modified_s: time of the last write in seconds since the epoch, by the server's clock.
+    """
+
+    key: str
+    size_bytes: int
+    etag: str
+    modified_s: float
+
+
+def open_objects(address: str) -> "Objects":
+    """Return the objects below `address`; no request is sent yet.
+
+    Raises:
+        UserError: the scheme is unknown, the address names no bucket or host, or required settings are missing.
+    """
+    return Objects(address)
+
+
+class Objects:
+    """The objects below an address. Keys are relative to it. Safe to use from several threads.
+
+    All methods raise FileNotFoundError for an object that does not exist, UserError for a bucket that does not exist,
+    AccessRefused (a UserError and a PermissionError), and OSError when retries have not helped. The file name of an
+    OSError is the address of the object.
+
+    Attributes:
+        address: the address, without a slash at its end.
+        num_requests, num_bytes: requests, without retries, and bytes of content sent and received.
+    """
+
+    def __init__(self, address: str) -> None:
+        self.scheme = scheme_of(address)
+        self.address = address.rstrip("/")
+        self.num_requests = 0
+        self.num_bytes = 0
+        self._count_lock = threading.Lock()
+        self._store = open_store(self.address, scheme=self.scheme)
+
+    def __reduce__(self) -> tuple[type["Objects"], tuple[str]]:
+        return Objects, (self.address,)
+
+    @property
+    def is_writable(self) -> bool:
+        """False for a web server, which is only read."""
+        return self.scheme not in ("http", "https")
+
+    def address_of(self, key: str) -> str:
+        """Return the address of the object `key`."""
+        return f"{self.address}/{key}" if key else self.address
+
+    def read(self, key: str) -> bytes:
+        """Return the content of an object."""
+        import obstore
+
+        with self._errors(key):
+            content = bytes(obstore.get(self._store, key).bytes())
+        self._count(1, len(content))
+        return content
+
+    def read_range(self, key: str, offset: int, size: int) -> bytes:
+        """Return `size` bytes of an object from `offset`; an OSError if it has fewer."""
+        return self.read_ranges(key, [(offset, size)])[0]
+
+    def read_ranges(self, key: str, ranges: Sequence[tuple[int, int]]) -> list[bytes]:
+        """Return ranges (offset, size) of an object, requested in parallel; neighbouring ranges in one request."""
+        import obstore
+
+        wanted = [(offset, size) for offset, size in ranges if size]
+        if not wanted:
+            return [b""] * len(ranges)
+        with self._errors(key):
+            found = obstore.get_ranges(
+                self._store,
+                key,
+                starts=[offset for offset, _ in wanted],
+                lengths=[size for _, size in wanted],
+                coalesce=_GAP_BYTES,
+            )
+        contents = iter(map(bytes, found))
+        result = [next(contents) if size else b"" for _, size in ranges]
+        for (offset, size), content in zip(ranges, result, strict=True):
+            if len(content) != size:
+                reason = f"the object ends before byte {offset + size}"
+                raise OSError(errno.EIO, reason, self.address_of(key))
+        self._count(_num_requests(wanted), sum(map(len, result)))
+        return result
+
+    def info(self, key: str) -> ObjectInfo:
+        """Return size, version and time of an object."""
+        import obstore
+
+        with self._errors(key):
+            found = obstore.head(self._store, key)
+        self._count(1, 0)
+        return _info({**found, "path": key})
+
+    def list(self, prefix: str = "", *, recursive: bool = True) -> Iterator[ObjectInfo]:
+        """Yield the objects in the folder `prefix`, in no particular order.
+
+        Args:
+            recursive: also yield the objects in folders below it.
+
+        Raises:
+            UserError: a web server cannot be listed.
+        """
+        import obstore
+
+        if not self.is_writable:
+            raise UserError(f"{self.address} cannot be listed", hint="give an address with s3://, gs:// or az://")
+        if not recursive:
+            found = self._uncut(prefix, lambda: obstore.list_with_delimiter(self._store, prefix or None)["objects"])
+            self._count(1, 0)
+            yield from map(_info, found)
+            return
+        last: str | None = None  # listings are in the order of keys, and can be continued after any of them
+        pages, num_cut = self._pages(prefix, after=last), 0
+        while True:
+            try:
+                with self._errors(prefix):
+                    page = next(pages, None)
+            except CutAnswer:
+                num_cut += 1
+                if num_cut == _MAX_ATTEMPTS:
+                    raise
+                pages = self._pages(prefix, after=last)
+                continue
+            if page is None:
+                return
+            self._count(1, 0)
+            yield from map(_info, page)
+            last, num_cut = page[-1]["path"], 0
+
+    def _pages(self, prefix: str, *, after: str | None) -> Iterator[Any]:
+        import obstore
+
+        return iter(obstore.list(self._store, prefix or None, offset=after, chunk_size=1000))
+
+    def fetch(self, key: str, path: Path) -> None:
+        """Copy a whole object to `path`, which appears only when it is complete."""
+        import obstore
+
+        temporary = temporary_path(path)
+        num_bytes = 0
+        try:
+            with naming(path), temporary.open("wb") as file:
+                with self._errors(key):
+                    answer = obstore.get(self._store, key)
+                    blocks = iter(answer.stream(min_chunk_size=_STREAM_BYTES))
+                while True:
+                    with self._errors(key):
+                        block = next(blocks, None)
+                    if block is None:
+                        break
+                    num_bytes += file.write(block)
+            if num_bytes != answer.meta["size"]:
+                reason = f"received {num_bytes} of {answer.meta['size']} bytes"
+                raise OSError(errno.EIO, reason, self.address_of(key))
+            temporary.replace(path)
+        finally:
+            temporary.unlink(missing_ok=True)
+        self._count(1, num_bytes)
+
+    def write(self, key: str, content: bytes | Path, *, only_new: bool = False, replaces: str | None = None) -> str:
+        """Write a whole object and return its etag; readers see the old object or the new one.
+
+        A conditional write whose answer was lost is repeated, and then finds its own object: a conflict with an object
+        of the same content is therefore no conflict.
+
+        Args:
+            content: bytes, or the path of a file.
+            only_new: write only if the object does not exist.
+            replaces: write only if the object still has this etag.
+
+        Raises:
+            Conflict: the condition does not hold.
+        """
+        if not self.is_writable:
+            raise UserError(
+                f"{self.address} is read-only: objects can be written to s3://, gs:// and az://",
+                hint="give an address of a bucket",
+            )
+        num_bytes = len(content) if isinstance(content, bytes) else content.stat().st_size
+        if not only_new and replaces is None:
+            etag = self._put(key, content, mode="overwrite", num_bytes=num_bytes)
+        else:
+            mode = "create" if only_new else {"e_tag": replaces}
+            etag = self._put_if(key, content if isinstance(content, bytes) else content.read_bytes(), mode=mode)
+        return etag
+
+    def copy(self, source: str, target: str) -> None:
+        """Copy an object within the bucket, without sending its content through this machine."""
+        import obstore
+
+        self._uncut(source, lambda: obstore.copy(self._store, source, target))
+        self._count(1, 0)
+
+    def delete(self, *keys: str) -> None:
+        """Delete objects; those that do not exist are not an error."""
+        import obstore
+
+        if not self.is_writable:
+            raise UserError(f"{self.address} is read-only", hint="give an address of a bucket")
+        if keys:
+            self._uncut(keys[0], lambda: obstore.delete(self._store, [*keys]))
+            self._count(-(-len(keys) // 1000), 0)
+
+    def _put_if(self, key: str, content: bytes, *, mode: Any) -> str:
+        for attempt in range(_MAX_ATTEMPTS):
+            try:
+                return self._put(key, content, mode=mode, num_bytes=len(content))
+            except Conflict:
+                if etag := self._etag_of_same(key, content):
+                    return etag
+                raise
+            except (AccessRefused, FileNotFoundError):
+                raise
+            except OSError:  # a write that may have taken effect
+                if etag := self._etag_of_same(key, content):
+                    return etag
+                if attempt == _MAX_ATTEMPTS - 1:
+                    raise
+        raise AssertionError("not reached")
+
+    def _etag_of_same(self, key: str, content: bytes) -> str | None:
+        """Return the etag of an object if it has this content."""
+        import obstore
+
+        with self._errors(key):
+            try:
+                answer = obstore.get(self._store, key)
+            except FileNotFoundError:
+                return None
+            found, etag = bytes(answer.bytes()), answer.meta["e_tag"]
+        self._count(1, len(found))
+        return (etag or "") if found == content else None
+
+    def _put(self, key: str, content: bytes | Path, *, mode: Any, num_bytes: int) -> str:
+        import obstore
+
+        with self._errors(key):
+            written = obstore.put(self._store, key, content, mode=mode, chunk_size=_PART_BYTES, max_concurrency=4)
+        num_parts = -(-num_bytes // _PART_BYTES)
+        self._count(1 if num_parts <= 1 or mode != "overwrite" else num_parts + 2, num_bytes)
+        return written["e_tag"] or ""
+
+    def _uncut(self, key: str, request: Callable[[], _T]) -> _T:
+        """Return the answer of a request that can be repeated; repeat it if the body of the answer ends early."""
+        for attempt in range(_MAX_ATTEMPTS):
+            try:
+                with self._errors(key):
+                    return request()
+            except CutAnswer:
+                if attempt == _MAX_ATTEMPTS - 1:
+                    raise
+        raise AssertionError("not reached")
+
+    def _count(self, num_requests: int, num_bytes: int) -> None:
+        with self._count_lock:
+            self.num_requests += num_requests
+            self.num_bytes += num_bytes
+
+    def _errors(self, key: str) -> AbstractContextManager[None]:
+        return storage_errors(self.address, self.address_of(key))
+
+
+def _info(found: Any) -> ObjectInfo:
+    return ObjectInfo(found["path"], found["size"], found["e_tag"] or "", found["last_modified"].timestamp())
+
+
+def _num_requests(ranges: Sequence[tuple[int, int]]) -> int:
+    """Return how many requests obstore makes of some ranges."""
+    count, end = 0, None
+    for offset, size in sorted(ranges):
+        if end is None or offset - end > _GAP_BYTES:
+            count, end = count + 1, offset + size
+        else:
+            end = max(end, offset + size)
+    return count

@@ -1,0 +1,450 @@
+"""A data folder in a bucket: a local folder that mirrors it, so that everything above works with paths.
+
+The bucket is the truth. The local folder holds the small files (records, tables, layouts, commits) and stands in for
+the others with placeholders: sparse files of the right size. It is a cache, below `$TMPDIR/data-clipmill-<uid>/`, and
+losing it loses nothing:
+
+    <16 hex of the address>/
+        <host>-<n>/           the mirror of one command at a time; n counts the commands that run at once on a host
+        <host>-<n>.lock       locked while a command uses the folder; holds the random number of its run
+
+Reading: a command lists the bucket once and fetches what has changed. The modification time of a local file says which
+version of the object it holds (`local_files.py`), so that a killed command leaves nothing that has to be trusted. A
+file whose content is only in the bucket is fetched when it is opened; a tar is not kept.
+
+Writing: an object is written before the local file appears, in the order in which files are published (tar, indexes,
+commit), so that a killed command leaves at most objects that no commit names. Locks are leases (`leases.py`), which are
+checked before each write.
+"""
+
+import errno
+import fcntl
+import hashlib
+import os
+import secrets
+import shutil
+import stat
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from manifests.errors import UserError
+from manifests.publish import TEMPORARY_PREFIX, temporary_path
+from manifests.storage.leases import Fence, Lease, LeaseHeld, holder_of
+from manifests.storage.local_files import (
+    holds,
+    is_below,
+    is_eager,
+    is_lock,
+    local_files,
+    make_placeholder,
+    parents_of,
+    set_stamp,
+)
+from manifests.storage.mirrors import mirror_of, register
+from manifests.storage.objects import ObjectInfo, Objects, open_objects
+
+_ROOT_LOCK = ".folder.lock"
+_NUM_THREADS = 32
+_SHARED_FOLDERS = ("manifest", "layout")  # what a worker on another node reads beside its shards
+_LOCK_WAIT_S = 0.5
+
+
+class WorkingCopy:
+    """See the module. Thread-safe.
+
+    Args:
+        folder: an existing local folder that this command, or the command of this worker, uses alone.
+    """
+
+    def __init__(self, address: str, folder: Path) -> None:
+        self.address, self.folder = address, folder
+        self.objects: Objects = open_objects(address)
+        self._found: dict[str, ObjectInfo] | None = None  # by key, as of the last listing; None in a worker
+        self._guards: list[Callable[[], None]] = []  # each raises LeaseLost
+        self.fences: list[tuple[str, str]] = []  # key and token of the leases that are held
+
+    # Reading
+
+    def sync(self) -> None:
+        """Bring all local files to the state of the bucket.
+
+        Raises:
+            UserError: the bucket does not exist, or the credentials are refused.
+            OSError: the bucket cannot be read.
+        """
+        self._refresh("")
+
+    def forget(self) -> None:
+        """Make the next `require_listed` list the bucket again."""
+        self._found = None
+
+    def require_listed(self) -> None:
+        """List the bucket unless this command has done so."""
+        if self._found is None:
+            self.sync()
+
+    @property
+    def is_empty(self) -> bool:
+        """True if there are no objects, or only released locks."""
+        self.require_listed()
+        return not any(not key.startswith(".") for key in self._found or ())
+
+    def refresh(self, folder: Path) -> None:
+        """See `Mirror`."""
+        self._refresh(self.key_of(folder))
+
+    def _refresh(self, prefix: str, *, recursive: bool = True) -> None:
+        for is_last in (False, False, True):
+            found = self._listed(prefix, recursive=recursive)
+            try:
+                self._mirror(found, prefix, recursive=recursive)
+            except FileNotFoundError:  # an object was removed meanwhile
+                if is_last:
+                    raise
+            else:
+                break
+        if self._found is None:
+            self._found = found if not prefix and recursive else None
+        else:
+            kept = {key: info for key, info in self._found.items() if not is_below(key, prefix, recursive=recursive)}
+            self._found = kept | found
+
+    def _listed(self, prefix: str, *, recursive: bool) -> dict[str, ObjectInfo]:
+        found = {info.key: info for info in self.objects.list(prefix, recursive=recursive)}
+        folders = {parent for key in found for parent in parents_of(key)}
+        return {key: info for key, info in found.items() if key not in folders}  # markers of folders
+
+    def _mirror(self, found: dict[str, ObjectInfo], prefix: str, *, recursive: bool) -> None:
+        local = dict(local_files(self.folder, prefix, recursive=recursive))
+        wanted: list[ObjectInfo] = []
+        made: set[Path] = set()
+        for key, info in found.items():
+            path = self.folder / key
+            if is_lock(key) or (key in local and holds(path, local[key], info)):
+                continue
+            if path.parent not in made:
+                path.parent.mkdir(parents=True, exist_ok=True)
+                made.add(path.parent)
+            if is_eager(key):
+                wanted.append(info)
+            else:
+                make_placeholder(path, info)
+        with ThreadPoolExecutor(_NUM_THREADS) as pool:
+            for _ in pool.map(self._fetch, wanted):
+                pass
+        for key in local.keys() - found.keys():
+            if TEMPORARY_PREFIX not in key:
+                (self.folder / key).unlink(missing_ok=True)
+
+    def _fetch(self, info: ObjectInfo) -> None:
+        path = self.folder / info.key
+        self.objects.fetch(info.key, path)
+        set_stamp(path, info, is_content=True)
+
+    def open(self, path: Path) -> int | None:
+        """See `Mirror`."""
+        if not self._is_away(path):
+            return None
+        info = self._info(path)
+        if path.name.endswith(".tar"):
+            # Without a name, the copy vanishes with its last user, even if that is killed.
+            nameless = temporary_path(path)
+            self.objects.fetch(info.key, nameless)
+            try:
+                return os.open(nameless, os.O_RDONLY | os.O_CLOEXEC)
+            finally:
+                nameless.unlink()
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._fetch(info)
+        return None
+
+    @contextmanager
+    def local_copy(self, path: Path) -> Iterator[None]:
+        """See `Mirror`."""
+        if not self._is_away(path):
+            yield
+            return
+        info = self._info(path)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._fetch(info)
+        try:
+            yield
+        finally:
+            if path.name.endswith(".tar"):
+                make_placeholder(path, self._info(path))
+
+    def state(self, path: Path) -> tuple[int, int]:
+        """See `Mirror`."""
+        info = self._info(path)
+        return info.size_bytes, int(info.modified_s * 1e9)
+
+    def read_range(self, path: Path, offset: int, size: int) -> bytes:
+        """See `Mirror`."""
+        return self.objects.read_range(self.key_of(path), offset, size)
+
+    def _is_away(self, path: Path) -> bool:
+        """Return True if the content of a durable file is not on local disk."""
+        if TEMPORARY_PREFIX in self.key_of(path):
+            return False
+        try:
+            state = path.stat()
+        except FileNotFoundError:
+            return self._found is None or self.key_of(path) in self._found
+        return not is_eager(self.key_of(path)) and state.st_mtime_ns % 2 == 1
+
+    def _info(self, path: Path) -> ObjectInfo:
+        key = self.key_of(path)
+        if self._found is None:
+            return self.objects.info(key)
+        if key not in self._found:
+            raise FileNotFoundError(errno.ENOENT, "no such object", self.objects.address_of(key))
+        return self._found[key]
+
+    # Writing
+
+    def upload(self, temporary: Path, path: Path) -> None:
+        """See `Mirror`."""
+        key = self.key_of(path)
+        if TEMPORARY_PREFIX in key:
+            return
+        self._require_leases()
+        etag = self.objects.write(key, temporary)
+        info = ObjectInfo(key, temporary.stat().st_size, etag, time.time())
+        if self._found is not None:
+            self._found[key] = info
+        if key.endswith(".tar"):
+            make_placeholder(temporary, info)
+        else:
+            set_stamp(temporary, info, is_content=True)
+
+    def move(self, source: Path, target: Path) -> None:
+        """See `Mirror`."""
+        paths = [path for path in source.rglob("*") if path.is_file()] if source.is_dir() else [source]
+        for path in paths:
+            key, to = self.key_of(path), target / path.relative_to(source) if path != source else target
+            if TEMPORARY_PREFIX in key or TEMPORARY_PREFIX in self.key_of(to):
+                self.upload(path, to)
+                continue
+            self._require_leases()
+            self.objects.copy(key, self.key_of(to))
+            info = self.objects.info(self.key_of(to))
+            if self._found is not None:
+                self._found[info.key] = info
+            set_stamp(path, info, is_content=not self._is_away(path))
+        if TEMPORARY_PREFIX not in self.key_of(source):
+            self.remove(source)
+
+    def remove(self, path: Path) -> None:
+        """See `Mirror`."""
+        key = self.key_of(path)
+        if self._found is None:
+            keys = [key]
+        elif path.is_dir():
+            keys = [known for known in self._found if known.startswith(f"{key}/")]
+        else:
+            keys = [key] if key in self._found else []
+        if keys:
+            self._require_leases()
+            self.objects.delete(*keys)
+            for known in keys:
+                (self._found or {}).pop(known, None)
+
+    def touch(self, path: Path) -> None:
+        """See `Mirror`."""
+        info = self._info(path)
+        with self.local_copy(path):
+            etag = self.objects.write(info.key, path.read_bytes(), replaces=info.etag)
+            newer = ObjectInfo(info.key, info.size_bytes, etag, time.time())
+            if self._found is not None:
+                self._found[info.key] = newer
+            set_stamp(path, newer, is_content=True)
+
+    # Locks
+
+    @contextmanager
+    def column_lock(self, name: str) -> Iterator[None]:
+        """See `Mirror`."""
+        self.require_listed()
+        before = (self._found or {}).get(name)
+        with suppress(FileNotFoundError):
+            if before != self.objects.info(name):  # another command has written since the listing
+                self.sync()
+        lease = Lease(self.objects, name, what=self.address)
+        lease.acquire()
+        with self._held(lease):
+            yield
+
+    def holder_of(self, name: str) -> str | None:
+        """See `Mirror`."""
+        info = (self._found or {}).get(name)
+        return None if info is None else holder_of(self.objects, info)
+
+    @contextmanager
+    def folder_lock(self) -> Iterator[None]:
+        """See `Mirror`."""
+        lease = Lease(self.objects, _ROOT_LOCK, what=self.address)
+        while True:
+            try:
+                lease.acquire()
+                break
+            except LeaseHeld:
+                time.sleep(_LOCK_WAIT_S)
+        with self._held(lease):
+            self._refresh("", recursive=False)
+            yield
+
+    @contextmanager
+    def _held(self, lease: Lease) -> Iterator[None]:
+        fence = (lease.key, lease.token)
+        self._guards.append(lease.require)
+        self.fences.append(fence)
+        try:
+            yield
+        finally:
+            self._guards.remove(lease.require)
+            self.fences.remove(fence)
+            lease.release()
+
+    def publish_token(self, path: Path) -> tuple[str, ...]:
+        """See `Mirror`."""
+        key = self.key_of(path)
+        self.objects.write(key, path.read_bytes())
+        if self._found is not None:
+            self._found[key] = self.objects.info(key)
+        leases = (text for fence in self.fences for text in fence)
+        return (self.address, os.fspath(self.folder), _run_of(self.folder), *leases)
+
+    def fence(self, key: str, token: str) -> None:
+        """Check before each write that the command of this worker still holds a lease."""
+        self._guards.append(Fence(self.objects, key, token).require)
+
+    def _require_leases(self) -> None:
+        for require in tuple(self._guards):
+            require()
+
+    def key_of(self, path: Path) -> str:
+        """Return the key of the object of a file in the folder."""
+        return os.fspath(path)[len(os.fspath(self.folder)) + 1 :]
+
+
+def open_data(address: str) -> Path:
+    """Return the local folder that mirrors a data folder in a bucket; no request is sent yet.
+
+    Raises:
+        UserError: the address cannot hold a data folder.
+    """
+    objects = open_objects(address)
+    address = objects.address
+    if not objects.is_writable:
+        raise UserError(
+            f"{address} cannot be a data folder of prep, which writes and lists it",
+            hint="give a folder of a bucket (s3://, gs:// or az://); train can read from https://",
+        )
+    parent = _folder_of(address)
+    for number in range(1000):
+        folder = parent / f"{os.uname().nodename}-{number}"
+        if (known := mirror_of(folder)) is not None:
+            if isinstance(known, WorkingCopy):
+                known.forget()
+            return folder
+        lock = os.open(parent / f"{folder.name}.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(lock)
+            continue
+        os.ftruncate(lock, 0)
+        os.pwrite(lock, secrets.token_hex(16).encode(), 0)  # the descriptor stays open until the process ends
+        folder.mkdir(exist_ok=True)
+        register(WorkingCopy(address, folder))
+        return folder
+    raise UserError(f"too many commands on this machine use {address}", hint="wait until some of them have finished")
+
+
+def bucket_problem(access: tuple[str, ...], token_file: Path, token: str) -> str | None:
+    """Attach this worker to the bucket of its command; return why it must not work, or None.
+
+    Args:
+        access: from `WorkingCopy.publish_token`.
+        token_file, token: the token of the run, which is read from the bucket.
+    """
+    try:
+        copy = attach_worker(access)
+        token_file.parent.mkdir(parents=True, exist_ok=True)
+        found = copy.objects.read(copy.key_of(token_file)).decode("utf-8", "replace")
+    except FileNotFoundError:
+        return f"the run has ended, or {access[0]} is another bucket there"
+    except (OSError, UserError) as error:
+        return f"{access[0]} cannot be used: {getattr(error, 'strerror', None) or error}"
+    return None if found == token else f"{access[0]} is another bucket there"
+
+
+def attach_worker(access: tuple[str, ...]) -> WorkingCopy:
+    """Return the working copy of a worker, which is made if this node has none of the run.
+
+    Raises:
+        UserError: the bucket cannot be used from here.
+        OSError: the local folder cannot be made.
+    """
+    address, folder, run, *leases = access
+    path = Path(folder)
+    copy = mirror_of(path)
+    if copy is None:
+        if _run_of(path) != run:
+            _make_anew(path, run, access)
+        copy = WorkingCopy(address, path)
+        register(copy)
+    assert isinstance(copy, WorkingCopy)
+    if not copy.fences:  # of a worker, not of the command itself
+        for key, token in zip(leases[::2], leases[1::2], strict=True):
+            copy.fence(key, token)
+    return copy
+
+
+def _make_anew(folder: Path, run: str, access: tuple[str, ...]) -> None:
+    """Make the folder of a run on another node than the command's, with the files that all its workers read."""
+    _require_private(folder.parent.parent)
+    folder.parent.mkdir(mode=0o700, exist_ok=True)
+    with (folder.parent / f"{folder.name}.lock").open("a+") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # another worker of this node may be making it
+        if _run_of(folder) == run:
+            return
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir()
+        copy = WorkingCopy(access[0], folder)
+        for name in _SHARED_FOLDERS:
+            copy.refresh(folder / name)
+        lock.truncate(0)
+        lock.write(run)
+
+
+def _run_of(folder: Path) -> str:
+    """Return the random number of the run that a local folder belongs to; empty if it belongs to none."""
+    try:
+        return (folder.parent / f"{folder.name}.lock").read_text()
+    except OSError:
+        return ""
+
+
+def _folder_of(address: str) -> Path:
+    """Return the local folder of an address, which is made if it is missing."""
+    # If $TMPDIR is unusable, gettempdir() silently returns another folder.
+    root = Path(os.environ.get("TMPDIR") or tempfile.gettempdir()).resolve() / f"data-clipmill-{os.geteuid()}"
+    _require_private(root)
+    folder = root / hashlib.sha256(address.encode()).hexdigest()[:16]
+    folder.mkdir(mode=0o700, exist_ok=True)
+    return folder
+
+
+def _require_private(root: Path) -> None:
+    """Make a folder that only this user can read, or check that it is one."""
+    with suppress(FileExistsError):
+        root.mkdir(mode=0o700, parents=True)
+    state = root.lstat()
+    if not stat.S_ISDIR(state.st_mode) or state.st_uid != os.geteuid() or state.st_mode & 0o077:
+        message = "not a private folder of this user (mode 0700); remove it, or set TMPDIR to another folder"
+        raise PermissionError(errno.EPERM, message, os.fspath(root))

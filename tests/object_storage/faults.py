@@ -1,0 +1,266 @@
+"""An HTTP proxy with faults, in a process of its own: latency, bandwidth, errors, cut answers, keys that vanish.
+
+`faulty(port)` starts one in front of a server. The faults are set, and requests counted, over its own path `/_faults`,
+so that benchmarks and tests control it from any process.
+"""
+
+import asyncio
+import contextlib
+import json
+import re
+import sys
+import urllib.request
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field
+from typing import Any, Literal
+
+from tests.object_storage.server import started
+
+_CONTROL = "/_faults"
+_BLOCK_BYTES = 64 * 1024
+
+
+@dataclass(frozen=True)
+class Fault:
+    """What happens to requests whose method and path match.
+
+    Attributes:
+        kind: "delay" by `delay_s`; "error": answered with `status` and the error `code` of S3, unseen by the server;
+            "cut": the connection is closed after half of the answer's body; "lost": the server does the work, and its
+            answer is lost; "hang": no answer until the client gives up.
+        method: GET, PUT, ...; any if None.
+        path: regular expression that is searched for in path and query.
+        skip: number of matching requests that pass before.
+        times: number of requests that it happens to; None for all.
+        every: it happens to each `every`-th matching request.
+    """
+
+    kind: Literal["delay", "error", "cut", "lost", "hang"]
+    method: str | None = None
+    path: str = ""
+    skip: int = 0
+    times: int | None = None
+    every: int = 1
+    delay_s: float = 0.0
+    status: int = 503
+    code: str = "SlowDown"
+
+
+def vanished(path: str, **when: Any) -> Fault:
+    """Fault of a key that is gone."""
+    return Fault("error", method="GET", path=path, status=404, code="NoSuchKey", **when)
+
+
+@dataclass(frozen=True)
+class Seen:
+    """The requests since the last call of `Faults.set`.
+
+    Attributes:
+        requests: (method, path and query) of each, in order.
+        num_bytes: bytes of bodies, of requests and of answers.
+        num_faults: number of requests that a fault happened to.
+    """
+
+    requests: tuple[tuple[str, str], ...]
+    num_bytes: int
+    num_faults: int
+
+    def methods(self) -> Counter[str]:
+        """Number of requests by method."""
+        return Counter(method for method, _ in self.requests)
+
+
+@dataclass(frozen=True)
+class Faults:
+    """A running proxy."""
+
+    port: int
+
+    @property
+    def endpoint(self) -> str:
+        """URL of the proxy."""
+        return f"http://127.0.0.1:{self.port}"
+
+    def set(self, *faults: Fault, latency_s: float = 0.0, bytes_per_s: float | None = None) -> None:
+        """Replace all faults, and forget the requests seen.
+
+        Args:
+            latency_s: delay of every answer.
+            bytes_per_s: bandwidth of all connections together.
+        """
+        rules = {"faults": [asdict(fault) for fault in faults], "latency_s": latency_s, "bytes_per_s": bytes_per_s}
+        request = urllib.request.Request(self.endpoint + _CONTROL, data=json.dumps(rules).encode(), method="PUT")
+        with urllib.request.urlopen(request, timeout=30) as answer:
+            answer.read()
+
+    def seen(self) -> Seen:
+        """Return the requests since the last `set`."""
+        with urllib.request.urlopen(self.endpoint + _CONTROL, timeout=30) as answer:
+            found = json.load(answer)
+        return Seen(tuple((method, path) for method, path in found["requests"]), found["bytes"], found["faults"])
+
+
+@contextlib.contextmanager
+def faulty(port: int) -> Iterator[Faults]:
+    """Start a proxy in front of the server at `port` of this machine."""
+    with started(["tests.object_storage.faults", str(port)]) as own_port:
+        yield Faults(own_port)
+
+
+@dataclass
+class _Message:
+    """A request or an answer."""
+
+    head: bytes  # with the empty line at its end
+    body: bytes
+    stays_open: bool
+
+    def first_line(self) -> list[str]:
+        return self.head.split(b"\r\n", 1)[0].decode("latin-1").split(" ", 2)
+
+
+@dataclass
+class _Proxy:
+    upstream_port: int
+    rules: list[Fault] = field(default_factory=list)
+    matches: Counter[int] = field(default_factory=Counter)
+    latency_s: float = 0.0
+    bytes_per_s: float | None = None
+    free_from_s: float = 0.0  # when the line is free again
+    requests: list[tuple[str, str]] = field(default_factory=list)
+    num_bytes: int = 0
+    num_faults: int = 0
+
+    async def connection(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """Answer the requests of one connection."""
+        upstream: tuple[asyncio.StreamReader, asyncio.StreamWriter] | None = None
+        with contextlib.suppress(asyncio.IncompleteReadError, ConnectionError):
+            while request := await _read_message(reader, writer):
+                method, path, *_ = request.first_line()
+                if path.startswith(_CONTROL):
+                    writer.write(self._control(method, request.body))
+                    await writer.drain()
+                    continue
+                self.requests.append((method, path))
+                fault = self._fault_of(method, path)
+                if fault is not None and fault.kind == "hang":
+                    await reader.read()
+                    break
+                if fault is not None and fault.kind == "error":
+                    answer = _error(fault)
+                else:
+                    if upstream is None:
+                        upstream = await asyncio.open_connection("127.0.0.1", self.upstream_port)
+                    answer, upstream = await self._forwarded(request, method, upstream)
+                self.num_bytes += len(request.body)
+                await asyncio.sleep(self.latency_s + (fault.delay_s if fault is not None else 0.0))
+                if fault is not None and fault.kind == "lost":
+                    break
+                cut = fault is not None and fault.kind == "cut"
+                await self._send(writer, answer, len(answer.body) // 2 if cut else len(answer.body))
+                if cut or not request.stays_open:
+                    break
+        for one in (writer, upstream[1] if upstream else None):
+            if one is not None:
+                one.close()
+
+    async def _forwarded(
+        self, request: _Message, method: str, upstream: tuple[asyncio.StreamReader, asyncio.StreamWriter]
+    ) -> tuple[_Message, tuple[asyncio.StreamReader, asyncio.StreamWriter] | None]:
+        upstream[1].write(request.head + request.body)
+        await upstream[1].drain()
+        answer = await _read_message(upstream[0], None, of=method)
+        if answer is None:
+            raise ConnectionError("the server closed the connection")
+        if answer.stays_open:
+            return answer, upstream
+        upstream[1].close()
+        return answer, None
+
+    async def _send(self, writer: asyncio.StreamWriter, answer: _Message, size_bytes: int) -> None:
+        writer.write(answer.head)
+        for begin in range(0, size_bytes, _BLOCK_BYTES):
+            block = answer.body[begin : min(begin + _BLOCK_BYTES, size_bytes)]
+            if self.bytes_per_s is not None:
+                now_s = asyncio.get_running_loop().time()
+                self.free_from_s = max(self.free_from_s, now_s) + len(block) / self.bytes_per_s
+                await asyncio.sleep(self.free_from_s - now_s)
+            writer.write(block)
+            await writer.drain()
+            self.num_bytes += len(block)
+        await writer.drain()
+
+    def _fault_of(self, method: str, path: str) -> Fault | None:
+        for number, fault in enumerate(self.rules):
+            if fault.method not in (None, method) or not re.search(fault.path, path):
+                continue
+            before = self.matches[number] - fault.skip
+            self.matches[number] += 1
+            if before < 0 or before % fault.every or (fault.times is not None and before // fault.every >= fault.times):
+                continue
+            self.num_faults += 1
+            return fault
+        return None
+
+    def _control(self, method: str, body: bytes) -> bytes:
+        if method == "PUT":
+            rules = json.loads(body)
+            self.rules = [Fault(**fault) for fault in rules["faults"]]
+            self.latency_s, self.bytes_per_s = rules["latency_s"], rules["bytes_per_s"]
+            self.matches, self.requests, self.num_bytes, self.num_faults = Counter(), [], 0, 0
+        found = {"requests": self.requests, "bytes": self.num_bytes, "faults": self.num_faults}
+        content = json.dumps(found).encode()
+        return b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n%s" % (len(content), content)
+
+
+def _error(fault: Fault) -> _Message:
+    body = f"<?xml version='1.0'?><Error><Code>{fault.code}</Code><Message>injected</Message></Error>".encode()
+    head = f"HTTP/1.1 {fault.status} Injected\r\nContent-Type: application/xml\r\nContent-Length: {len(body)}\r\n\r\n"
+    return _Message(head.encode(), body, True)
+
+
+async def _read_message(
+    reader: asyncio.StreamReader, writer: asyncio.StreamWriter | None, *, of: str | None = None
+) -> _Message | None:
+    """Read a request, or the answer to a request with the method `of`; None at the end of the connection."""
+    try:
+        head = await reader.readuntil(b"\r\n\r\n")
+    except asyncio.IncompleteReadError as error:
+        if error.partial:
+            raise
+        return None
+    lines = head.decode("latin-1").split("\r\n")
+    headers = {name.lower(): value.strip() for name, _, value in (line.partition(":") for line in lines[1:] if line)}
+    stays_open = headers.get("connection", "").lower() != "close"
+    if writer is not None and headers.get("expect", "").lower() == "100-continue":
+        writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+        head = re.sub(rb"(?i)\r\nexpect: *100-continue", b"", head)
+    status = lines[0].split(" ")[1] if of is not None else ""
+    if of == "HEAD" or status in ("204", "304"):
+        return _Message(head, b"", stays_open)
+    if headers.get("transfer-encoding", "").lower() == "chunked":
+        body = b""
+        while size := int((await reader.readuntil(b"\r\n")).split(b";")[0], 16):
+            body += (await reader.readexactly(size + 2))[:-2]
+        await reader.readuntil(b"\r\n")
+        head = re.sub(rb"(?i)\r\ntransfer-encoding: *chunked", b"\r\nContent-Length: %d" % len(body), head)
+    elif "content-length" in headers:
+        body = await reader.readexactly(int(headers["content-length"]))
+    elif of is not None:
+        body, stays_open = await reader.read(), False
+    else:
+        body = b""
+    return _Message(head, body, stays_open)
+
+
+async def _serve(upstream_port: int) -> None:
+    proxy = _Proxy(upstream_port)
+    server = await asyncio.start_server(proxy.connection, "127.0.0.1", 0, limit=2**20, backlog=512)
+    print(server.sockets[0].getsockname()[1], flush=True)
+    await asyncio.get_running_loop().run_in_executor(None, sys.stdin.read)
+    server.close()
+
+
+if __name__ == "__main__":
+    asyncio.run(_serve(int(sys.argv[1])))

@@ -1,0 +1,66 @@
+"""Fixtures of object storage; tests/conftest.py offers them to every test."""
+
+import secrets
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+
+from manifests.storage import mirrors
+from tests.object_storage.faults import Faults, faulty
+from tests.object_storage.server import S3Server, s3_server
+
+
+@pytest.fixture(scope="session")
+def s3() -> Iterator[S3Server]:
+    """A real S3 server, to which the environment of this process leads."""
+    with s3_server() as server, pytest.MonkeyPatch.context() as environment:
+        for name, value in server.environment().items():
+            environment.setenv(name, value)
+        yield server
+
+
+@pytest.fixture
+def bucket(s3: S3Server) -> str:
+    """Address of an empty bucket: s3://NAME."""
+    return s3.make_bucket(f"test-{secrets.token_hex(8)}")
+
+
+@pytest.fixture(scope="session")
+def _proxy(s3: S3Server) -> Iterator[Faults]:
+    with faulty(s3.port) as proxy:
+        yield proxy
+
+
+@pytest.fixture
+def faults(s3: S3Server, _proxy: Faults, monkeypatch: pytest.MonkeyPatch) -> Iterator[Faults]:
+    """A proxy with faults in front of the server, to which the environment leads during a test; none at first."""
+    _proxy.set()
+    monkeypatch.setenv("AWS_ENDPOINT_URL", _proxy.endpoint)
+    yield _proxy
+    _proxy.set()
+
+
+@pytest.fixture
+def few_retries(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Clients of this process give up after two retries within a second."""
+    backoff = {"init_backoff": timedelta(milliseconds=10), "max_backoff": timedelta(milliseconds=50), "base": 2}
+    settings = {"max_retries": 2, "retry_timeout": timedelta(seconds=5), "backoff": backoff}
+    monkeypatch.setattr("manifests.storage.stores._RETRY", settings)
+    monkeypatch.setattr("manifests.storage.stores._TIMEOUTS", {"read_timeout": timedelta(seconds=1)})
+
+
+@pytest.fixture
+def other_machine(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> Callable[[], Path]:
+    """Make this process one of another machine, which shares nothing with the first: it has no local copies."""
+
+    def move() -> Path:
+        scratch = tmp_path_factory.mktemp("scratch")
+        monkeypatch.setenv("TMPDIR", str(scratch))
+        monkeypatch.setattr(mirrors, "_mirrors", {})
+        monkeypatch.setattr(mirrors, "_is_inherited", True)
+        monkeypatch.setenv(mirrors.VARIABLE, "{}")
+        return scratch
+
+    return move

@@ -1,0 +1,266 @@
+"""`prep` with a data folder in a bucket of a real S3 server, through a proxy that delays, refuses and cuts answers.
+
+A bucket ends with the same objects, byte for byte, as a local data folder has files.
+"""
+
+import secrets
+import shutil
+import signal
+import time
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from manifests.storage import mirrors
+from manifests.storage.objects import open_objects
+from manifests.storage.working_copy import open_data
+from prep.core.data_folder import require_data_folder, writing
+from prep.core.run import execute
+from prep.engines import Check, Outcome, R, T
+from prep.scores.plan import make_scores_plan, scores_job
+from prep.scores.recipe import ScoresSettings, resolve
+from shards.dataset import current_variant
+from tests.object_storage.faults import Fault, Faults, vanished
+from tests.object_storage.folders import contents_of, upload
+from tests.object_storage.server import S3Server
+from tests.prep.running import MARK, contents, prep_here, processes, start, wait_until
+from tests.prep.scores.conftest import Here
+
+LEN = ("--len", "500ms", "--preset", "ultrafast", "--short-side", 64, "--engine", "processes")
+LATENTS = ("latents", "--vae", "tiny", "--size", 64, "--fps", 4, "--engine", "processes", "--workers", 1)
+TEXT = ("text", "--clip", "tiny", "--engine", "processes", "--workers", 1)
+CPU = ("--num-gpus", 0)
+# Some of everything, all the time.
+BAD_DAY = (
+    Fault("error", every=5),
+    Fault("cut", method="GET", every=6, skip=2),
+    Fault("lost", method="PUT", every=7, skip=3),
+    Fault("delay", every=3, delay_s=0.02),
+)
+
+
+@pytest.fixture(scope="module")
+def videos(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two synthetic videos with captions, one of each split."""
+    folder = tmp_path_factory.mktemp("bucket") / "videos"
+    prep_here("manifest", *synthetic(folder), "--data", folder.with_name("first"))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def chunks(videos: Path) -> Path:
+    """A local data folder with two shards of chunks."""
+    data = videos.with_name("local")
+    prep_here("manifest", *synthetic(videos), "--data", data)
+    prep_here("chunk", *LEN, "--workers", 1, "--data", data)
+    return data
+
+
+@pytest.fixture(scope="module")
+def columns(chunks: Path) -> Path:
+    """The same with latents and text."""
+    data = chunks.with_name("columns")
+    shutil.copytree(chunks, data)
+    for column in (LATENTS, TEXT):
+        prep_here(*column, *CPU, "--data", data)
+    return data
+
+
+@pytest.fixture(autouse=True)
+def _own_scratch(other_machine: Callable[[], Path]) -> None:
+    other_machine()
+
+
+@dataclass
+class Elsewhere:
+    """An engine whose worker is on another machine: for each task, it has neither local files nor mirrors."""
+
+    copy: Path
+    patch: pytest.MonkeyPatch
+
+    def run(
+        self, function: Callable[[T], R], tasks: Iterable[T], *, check: Check | None = None, **named: object
+    ) -> Iterator[Outcome[T, R] | None]:
+        assert check is not None
+        away = self.copy.with_name("away")
+        for task in tasks:
+            with self.patch.context() as patch:
+                self.copy.rename(away)
+                (lock := self.copy.with_name(f"{self.copy.name}.lock")).rename(away.with_suffix(".lock"))
+                patch.setattr(mirrors, "_mirrors", {})
+                patch.setenv(mirrors.VARIABLE, "{}")
+                try:
+                    assert check() is None
+                    outcome = Outcome(task, function(task))
+                finally:
+                    shutil.rmtree(self.copy)
+                    away.rename(self.copy)
+                    away.with_suffix(".lock").rename(lock)
+            yield outcome
+
+
+def synthetic(videos: Path) -> tuple[object, ...]:
+    """Arguments of `prep manifest`; the videos are made once."""
+    return "synthetic", "--videos", 2, "--minutes", 0.1, "--out", videos
+
+
+def test_a_killed_run_in_a_bucket_is_finished_by_another_machine(
+    videos: Path, columns: Path, bucket: str, faults: Faults, other_machine: Callable[[], Path]
+) -> None:
+    data, mark = f"{bucket}/some/data", secrets.token_hex(8)
+    prep_here("manifest", *synthetic(videos), "--data", data)
+    faults.set(Fault("hang", method="PUT", path="/commits/", skip=1))
+    run = start("chunk", *LEN, "--workers", 1, "--data", data, **{MARK: mark})
+    wait_until(lambda: faults.seen().num_faults)
+    status = prep_here("status", "--data", data).stdout
+    assert f"in progress: written by process {run.pid} on " in status and "1 shard" in status
+    run.send_signal(signal.SIGKILL)
+    run.communicate()
+    wait_until(lambda: not list(processes(mark)))
+    keys = [info.key for info in open_objects(data).list()]
+    assert sum("/commits/" in key for key in keys) == 1 and sum(key.endswith(".tar") for key in keys) == 2
+
+    other_machine()
+    faults.set(*BAD_DAY)
+    for command in (("chunk", *LEN, "--workers", 2), (*LATENTS, *CPU), (*TEXT, *CPU), ("gc",), ("verify",)):
+        prep_here(*command, "--data", data)
+    assert faults.seen().num_faults > 20
+    faults.set()
+    prep_here("status", "--data", data)
+    assert contents_of(data) == contents(columns)
+    assert "nothing to remove" in prep_here("gc", "--data", data).stdout
+
+
+def test_a_worker_that_shares_nothing_works_through_the_bucket(
+    chunks: Path, bucket: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    data = f"{bucket}/data"
+    upload(chunks, data)
+    folder = require_data_folder(open_data(data))
+    video = current_variant(folder, "video")
+    assert video is not None
+    with writing(folder, column="scores"):
+        plan = make_scores_plan(folder, resolve(ScoresSettings(), video=video))
+        summary = execute(scores_job(plan), Elsewhere(folder, monkeypatch))
+    assert (summary.num_shards, summary.num_shards_made, summary.failures) == (2, 2, [])
+    local = shutil.copytree(chunks, chunks.with_name("scored"))
+    with writing(local, column="scores"):
+        execute(scores_job(make_scores_plan(local, resolve(ScoresSettings(), video=video))), Here())
+    assert contents_of(data) == contents(local)
+    assert not any(path.stat().st_blocks for path in folder.rglob("*.tar"))
+
+
+@pytest.fixture
+def data(chunks: Path, bucket: str) -> str:
+    """A copy of the chunks in a bucket."""
+    upload(chunks, f"{bucket}/data")
+    return f"{bucket}/data"
+
+
+def test_a_damaged_object_is_found_and_made_again(data: str, chunks: Path) -> None:
+    objects = open_objects(data)
+    tar = next(info.key for info in objects.list() if info.key.endswith(".tar"))
+    objects.write(tar, objects.read(tar)[:-2000] + b"x" * 2000)
+    assert "prep chunk" in prep_here("verify", "--data", data, status=1).stderr
+    objects.delete(f"{tar.removesuffix('.tar')}.index.arrow")
+    prep_here("status", "--data", data, status=1)
+    prep_here("chunk", *LEN, "--workers", 1, "--data", data)
+    prep_here("verify", "--data", data)
+    assert contents_of(data) == contents(chunks)
+
+
+def test_gc_removes_what_no_commit_names(data: str, chunks: Path) -> None:
+    objects = open_objects(data)
+    variant = next(info.key for info in objects.list("video") if info.key.endswith("recipe.json")).rpartition("/")[0]
+    temporary = ".tmp-0123456789ab-"
+    for key in (f"{variant}/000099-0123abcd.tar", f"{variant}/{temporary}workers", f"{temporary}dataset.json"):
+        objects.write(key, b"left by a killed run")
+    objects.write(f"{variant}/notes.md", b"of the user")
+    prep_here("gc", "--data", data)
+    assert contents_of(data).keys() == contents(chunks).keys() | {f"{variant}/notes.md"}
+
+
+def test_two_commands_at_once_and_the_second_is_told(data: str) -> None:
+    with writing(require_data_folder(open_data(data))):
+        error = prep_here("chunk", *LEN, "--data", data, status=2).error
+    assert f"another command is writing to {data} (process " in error and " since 20" in error
+
+
+@pytest.mark.parametrize(
+    ("address", "says"),
+    [
+        ("ftp://host/data", "are not supported: ftp://host/data"),
+        ("s3://", "is incomplete"),
+        ("https://example.org/data", "cannot be a data folder of prep"),
+        ("s3://no-such-bucket/data", "the bucket of s3://no-such-bucket/data does not exist"),
+    ],
+)
+def test_an_address_that_cannot_be_used_is_refused_before_anything_is_made(
+    address: str, says: str, videos: Path, s3: S3Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for command in (("manifest", "folder", videos), ("chunk", *LEN), ("status",), ("gc",)):
+        assert says in prep_here(*command, "--data", address, status=2).error
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("fault", "says"),
+    [
+        (Fault("error", status=403, code="InvalidAccessKeyId"), "the credentials are refused"),
+        (Fault("error", status=403, code="RequestTimeTooSkewed"), "the clock of this machine"),
+        (Fault("error", method="PUT", status=403, code="AccessDenied"), "access denied (AccessDenied)"),
+    ],
+)
+def test_a_bucket_that_refuses_is_reported_and_left_alone(
+    fault: Fault, says: str, data: str, chunks: Path, faults: Faults
+) -> None:
+    faults.set(fault)
+    for command in (("chunk", *LEN), ("retry", "--engine", "processes"), ("gc",)):
+        assert says in prep_here(*command, "--data", data, status=2).error
+    faults.set()
+    assert contents_of(data) == contents(chunks)
+
+
+def test_an_empty_folder_of_a_bucket_is_no_data_folder(bucket: str) -> None:
+    ran = prep_here("status", "--data", f"{bucket}/none", status=2)
+    assert f"there is no data folder at {bucket}/none" in ran.error and f"--data {bucket}/none" in ran.stderr
+
+
+def test_a_key_that_is_gone_for_good_is_named(data: str, faults: Faults) -> None:
+    faults.set(vanished("/commits/"))
+    assert "/commits/" in prep_here("status", "--data", data, status=1).stderr
+
+
+def test_a_server_that_fails_for_good_ends_the_run_and_the_next_goes_on(
+    data: str, chunks: Path, faults: Faults, few_retries: None
+) -> None:
+    variant = next(iter((chunks / "video").iterdir())).name
+    open_objects(data).delete(f"video/{variant}/commits/000000.json")
+    faults.set(Fault("error", method="PUT", path=r"\.tar$", status=403, code="AccessDenied"))
+    ran = prep_here("chunk", *LEN, "--workers", 1, "--data", data, status=1)
+    assert "failed" in ran.stderr
+    faults.set()
+    prep_here("chunk", *LEN, "--workers", 1, "--data", data)
+    assert contents_of(data) == contents(chunks)
+
+
+def test_advise_reads_from_the_bucket(data: str, faults: Faults) -> None:
+    ran = prep_here("advise", "--step-time", 0.5, "--batch", 8, "--json", "--data", data)
+    ranges = [path for method, path in faults.seen().requests if method == "GET" and path.endswith(".tar")]
+    assert len(ranges) >= 10 and ran.summary
+
+
+def test_a_copied_data_folder_is_read_once(data: str, faults: Faults) -> None:
+    objects = open_objects(data)
+    time.sleep(1.1)  # the server's times are whole seconds
+    for info in list(objects.list()):
+        if info.key.endswith((".tar", ".idx", ".arrow")):
+            objects.write(info.key, objects.read(info.key))
+    faults.set()
+    for num_tars in (2, 0):
+        prep_here("chunk", *LEN, "--data", data)
+        assert sum(path.endswith(".tar") for _, path in faults.seen().requests) == num_tars
+        faults.set()
