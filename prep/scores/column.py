@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from prep.scores.report import ScoresSummary
     from shards.reader import Variant
 
-_WORKER_GB = 1.0
+_WORKER_GB = 0.5  # benchmarks.worker_memory: 0.16 GB
 Settings = Annotated[ScoresSettings, Parameter(name="*")]
 _DEFAULTS = ScoresSettings()
 _TABLE_FILE = "chunks.arrow"  # shards.scores.CHUNKS_FILE; importing it would make `prep --help` slow
