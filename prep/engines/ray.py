@@ -79,7 +79,8 @@ class RayEngine:
             connect(ray, self._address, num_cpus=num_cpus)
             wait_s = self._execution.wait_for_nodes if self._address is not None else 0.0
             nodes = Nodes(ray, self._need, where=where, wait_s=wait_s, notify=notify)
-            board = Board(ray) if self._execution.straggler_factor and not self._is_actor else None
+            is_compared = self._execution.straggler_factor and self._address is not None and not self._is_actor
+            board = Board(ray) if is_compared else None
             try:
                 nodes.require_one(at_once=True)
                 work = Work(ray, function, check, need=self._need, board=board)

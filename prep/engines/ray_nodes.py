@@ -33,7 +33,7 @@ class Nodes:
         self._waiting_since_s: float | None = None
         self._reported_s = 0.0
         self._had_one = False
-        self._counted_s, self._capacity = float("-inf"), 0
+        self._counted_s, self._capacities = float("-inf"), (0, 0)
         self._asked: dict[Any, str] = {}
 
     def ask(self, refusal: Callable[[], tuple[str, str] | None]) -> None:
@@ -93,17 +93,19 @@ class Nodes:
 
     def capacity(self) -> int:
         """Return how many workers the living nodes have room for, as of the last seconds."""
-        if time.monotonic() - self._counted_s > _CHECK_INTERVAL_S:
-            self._counted_s = time.monotonic()
-            self._capacity = sum(
-                self._need.room(node["Resources"]) for node in self._able_nodes() if node["NodeID"] not in self._refused
-            )
-        return self._capacity
+        return self._counted()[0]
 
     def largest_capacity(self) -> int:
         """Return how many workers the cluster has room for when its autoscaler has started all nodes; 0 if unknown."""
-        largest = self._ray._private.state.state.get_max_resources_from_cluster_config()
-        return self._need.room(largest) if largest else 0
+        return self._counted()[1]
+
+    def _counted(self) -> tuple[int, int]:
+        if time.monotonic() - self._counted_s > _CHECK_INTERVAL_S:
+            self._counted_s = time.monotonic()
+            nodes = [node["Resources"] for node in self._able_nodes() if node["NodeID"] not in self._refused]
+            largest = self._ray._private.state.state.get_max_resources_from_cluster_config() or {}
+            self._capacities = sum(map(self._need.room, nodes)), self._need.room(largest)
+        return self._capacities
 
     def require_one(self, *, at_once: bool = False) -> None:
         """Check that a node can run a worker, at most once every few seconds; report it while there is none.
