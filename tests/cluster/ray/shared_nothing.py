@@ -56,7 +56,7 @@ def trial(folder: Path) -> None:
             names = Counter[tuple[str, str]]()
             for task in list_tasks(address=cluster.dashboard, limit=1000):
                 if task.name.split()[0] in ("chunk", "scores", "latents") and task.state == "FINISHED":
-                    names[task.name.split()[0], task.node_id[:8]] += 1
+                    names[task.name.split()[0], (task.node_id or "")[:8]] += 1
             print("shards by column and node:", dict(names))
             assert len(names) == 2 * len(COMMANDS), names
             assert contents_of(data) == contents(local)
