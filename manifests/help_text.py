@@ -1,6 +1,6 @@
 """Help texts of both command lines, in 80 columns: `--help` shows the flags of a first run, `--help-all` shows all.
 
-A command without `FIRST_RUN` flags, or with few flags, shows all of them in both.
+A command without `FIRST_RUN` flags, or with few flags, shows all of them in both, except `RARE` ones.
 """
 
 import inspect
@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
 HELP, HELP_ALL = frozenset({"--help", "-h"}), "--help-all"
 FIRST_RUN = "a flag that a first run needs"  # in the annotation of a flag
+RARE = "a flag that --help never shows"  # likewise
 Metadata = tuple[Any, ...]  # the annotation of a flag, without its type
 Tables = Mapping[str, Sequence[tuple[str, str]]]  # title -> rows
 
@@ -78,13 +79,15 @@ class CommandHelp:
     Attributes:
         paragraphs: a summary, then text; examples are indented.
         tables: title -> rows of a flag and its description.
-        num_left_out: number of all flags if only those of a first run are in the tables, else None.
+        is_short: whether only the flags of a first run are in the tables.
+        num_all: number of all flags if some are left out, else None.
     """
 
     usage: str
     paragraphs: list[str]
     tables: Tables
-    num_left_out: int | None
+    is_short: bool
+    num_all: int | None
 
 
 def command_help(
@@ -104,28 +107,31 @@ def command_help(
     collection = command.assemble_argument_collection(parse_docstring=True)
     arguments = collection.filter_by(show=True)
     is_first = {one.name for one in arguments if FIRST_RUN in _metadata(one)}
-    is_short = bool(is_first) and len(arguments) > _FEW_FLAGS and not everything
+    is_usual = {one.name for one in arguments if RARE not in _metadata(one)}
+    is_short = bool(is_first) and len(is_usual) > _FEW_FLAGS and not everything
+    is_shown = is_first if is_short else is_usual
     rows: dict[str, Sequence[tuple[str, str]]] = {"Commands": commands} if (commands := _commands(command)) else {}
     titles = {_group(one).name: _group(one) for one in arguments}
     for title, panel in sorted(titles.items(), key=lambda item: _position(item[1])):
-        shown = [one for one in arguments.filter_by(group=panel) if not is_short or one.name in is_first]
+        shown = [one for one in arguments.filter_by(group=panel) if everything or one.name in is_shown]
         if shown:
             rows[title] = [_row(one, is_short=is_short, range_of=range_of) for one in shown]
     rows.update(tables_of(collection))
     usage = f"Usage: {name} {' '.join([*_in_usage(arguments), '[OPTIONS]'])}"
-    return CommandHelp(usage, _paragraphs(command), rows, len(arguments) if is_short else None)
+    num_all = len(arguments) if not everything and len(is_shown) < len(arguments) else None
+    return CommandHelp(usage, _paragraphs(command), rows, is_short=is_short, num_all=num_all)
 
 
 def _command_lines(found: CommandHelp, name: str) -> Iterator[str]:
     yield found.usage
     yield from _paragraph_lines(found.paragraphs)
     labels = [label for rows in found.tables.values() for label, _ in rows]
-    width = _width(labels, is_short=found.num_left_out is not None)
+    width = _width(labels, is_short=found.is_short)
     for title, rows in found.tables.items():
         yield from ("", f"{title}:")
         yield from _table(rows, width=width)
-    if found.num_left_out is not None:
-        yield from ("", f"{name} --help-all shows all {found.num_left_out} flags.")
+    if found.num_all is not None:
+        yield from ("", f"{name} --help-all shows all {found.num_all} flags.")
 
 
 def _commands(group: "App") -> list[tuple[str, str]]:

@@ -6,7 +6,18 @@ from typing import TYPE_CHECKING, Annotated, Literal
 from cyclopts import Parameter
 
 from manifests.errors import UserError
-from prep.core.make import Address, Data, EngineName, Json, MaxFailures, Request, ScratchSize, Workers
+from prep.core.make import (
+    Address,
+    Data,
+    EngineName,
+    ExecutionFlags,
+    Json,
+    MaxFailures,
+    Request,
+    ScratchSize,
+    Workers,
+)
+from prep.engines.execution import Execution
 from prep.registry import column_named, column_names
 
 if TYPE_CHECKING:
@@ -32,6 +43,7 @@ def retry(
     data: Data = Path("data"),
     engine: EngineName = "ray",
     address: Address = None,
+    execution: ExecutionFlags = Execution(),  # noqa: B008 - frozen
     workers: Workers = None,
     max_failures: MaxFailures = "0",
     scratch_size: ScratchSize = None,
@@ -56,6 +68,7 @@ def retry(
         data=data,
         engine=engine,
         address=address,
+        execution=execution,
         workers=workers,
         max_failures=max_failures,
         scratch_size=scratch_size,

@@ -6,7 +6,7 @@ It also defines the flags that these commands share; their values form a `Reques
 import re
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -17,6 +17,8 @@ from manifests.help_text import FIRST_RUN
 from manifests.quoting import counted
 from manifests.storage.mirrors import is_remote
 from prep.core.column import ColumnSpec
+from prep.core.lag import LIMIT_S
+from prep.engines.execution import Execution
 
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)([kMGT])B", re.ASCII)
 
@@ -86,9 +88,11 @@ NumGpus = Annotated[
     float | None,
     EXECUTION,
     Parameter(
-        help="GPUs per worker, such as 1 or 0.5; 0: run on the CPU. Default: 1 if this machine has a GPU, else 0."
+        help="GPUs per worker, such as 1 or 0.5; 0: run on the CPU. Default: 1 if this machine, or the Ray cluster at "
+        "--address, has a GPU, else 0."
     ),
 ]
+ExecutionFlags = Annotated[Execution, Parameter(name="*")]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,6 +100,7 @@ class Request:
     """Options of a command that are not settings of its column.
 
     Attributes:
+        execution: settings of the Ray engine.
         num_gpus: number of GPUs per worker; None if not given.
         batch: batch size of the model; None if not given.
         retry_codes: failure codes to try again even if nothing changed.
@@ -106,6 +111,7 @@ class Request:
     data: Path
     engine: str = "ray"
     address: str | None = None
+    execution: Execution = field(default_factory=Execution)
     workers: int | None = None
     num_gpus: float | None = None
     batch: int | None = None
@@ -131,6 +137,18 @@ class Request:
             )
         return int(float(found[1]) * 1000 ** "kMGT".index(found[2]) * 1000)
 
+    @property
+    def cluster(self) -> str | None:
+        """Address of the Ray cluster that does the work; None for this machine."""
+        from prep.engines.ray_connection import cluster_address
+
+        return cluster_address(self.address) if self.engine == "ray" else None
+
+    @property
+    def lag_limit_s(self) -> float:
+        """How long files that workers have written may take to become visible here."""
+        return LIMIT_S if self.cluster is not None else 0.0
+
     def check(self) -> None:
         """Validate the flags.
 
@@ -148,6 +166,9 @@ class Request:
             raise UserError(
                 f"--address {self.address} requires --engine ray", hint="omit --engine processes, or omit --address"
             )
+        if self.execution.changed and self.engine != "ray":
+            flags = ", ".join(self.execution.changed)
+            raise UserError(f"{flags} requires --engine ray", hint=f"omit --engine processes, or omit {flags}")
 
     def require_variant(self, found: str, *, command: str) -> None:
         """Check that the recipe read from a variant still produces that variant.

@@ -5,23 +5,25 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Generic
 
 from manifests.errors import UserError
 from manifests.json_text import parse_json
 from manifests.publish import publish_bytes, publish_json, read_record, remove, rename, temporary_path
+from manifests.quoting import counted
 from manifests.storage.mirrors import refresh, require_locks
 from prep.core.column import ColumnSpec
 from prep.core.data_folder import remove_variant_temporaries
 from prep.core.failures import FailureCode
 from prep.core.heartbeat import RunningChunks
+from prep.core.lag import is_committed, wait_until_seen
 from prep.core.plan import ShardPlan, ShardState, file_problems, with_work
 from prep.core.progress import ChunkProgress, warn_refused
 from prep.core.selection import write_selection
 from prep.core.shard_result import ShardResult, Stop, W, stopped
-from prep.engines import Engine, Refused
+from prep.engines import Engine, Label, Refused
 from prep.engines.admission import worker_ticket
 from shards.chunk_table import update_chunk_table
 from shards.commits import Commit, Failure
@@ -80,6 +82,7 @@ class Job(Generic[W]):
         failed_before: failures that belong to no shard, such as unusable sources.
         chunk_s: seconds of video in a full chunk, for the progress bar; None to omit the speed.
         where: condition on the samples that the plan wants, which the variant's records keep; None for all.
+        lag_limit_s: how long to wait for commits that workers report and that are not visible here.
         needs: requirements on the worker's machine (`prep.engines.admission.Ticket`); None if there are none.
     """
 
@@ -94,6 +97,7 @@ class Job(Generic[W]):
     failed_before: Sequence[Failure]
     chunk_s: float | None
     needs: tuple[str, str] | None = None
+    lag_limit_s: float = 0.0
     where: str | None = None
 
     @property
@@ -155,12 +159,17 @@ def _results(job: Job[W], engine: Engine, summary: Summary) -> Iterator[ShardRes
     if not work:
         return
     tasks = (job.task(shard) for shard in work)
+    num_chunks = {shard.shard_id: shard.num_chunks for shard in work}
+
+    def label(task: W) -> Label:
+        return Label(f"{job.column.command} {task.shard_id:06d}", work=num_chunks[task.shard_id])
+
     full_disks, made, running = 0, 0, RunningChunks(job.variant_dir)
     with (
         worker_ticket(job.variant_dir, package=job.column.package, needs=job.needs) as ticket,
         ChunkProgress(num_chunks=sum(shard.num_chunks for shard in work), chunk_s=job.chunk_s) as progress,
     ):
-        for outcome in engine.run(job.make, tasks, check=ticket):
+        for outcome in engine.run(job.make, tasks, check=ticket, label=label):
             require_locks(job.variant_dir)
             if isinstance(outcome, Refused):
                 summary.refused_workers.append(outcome)
@@ -189,6 +198,9 @@ def _finish(job: Job[W], summary: Summary, results: dict[int, ShardResult]) -> N
     summary.num_shards = sum(commit.files is not None for commit in commits.values())
     summary.num_chunks = sum(commit.files.num_samples for commit in commits.values() if commit.files)
     missing = list(_missing_shards(job, commits, results, gave_up=summary.gave_up))
+    if job.lag_limit_s and _have_appeared(job, missing, results):
+        _finish(replace(job, lag_limit_s=0.0), summary, results)
+        return
     not_made = {shard.shard_id for shard, _ in missing}
     for shard in with_work(job.shards):
         if shard.shard_id not in not_made:
@@ -212,6 +224,16 @@ def _merge_indexes(job: Job[W]) -> None:
         update_chunk_table(Variant(job.variant_dir), column=job.column.name)
     except UserError as error:
         sys.stderr.write(f"warning: {error}\n")
+
+
+def _have_appeared(job: Job[W], missing: Sequence[tuple[ShardPlan, Stop]], results: dict[int, ShardResult]) -> bool:
+    """Wait for the missing shards that workers have reported as made; return True if they have become visible."""
+    made = {shard_id for shard_id, result in results.items() if result.stopped_by is None}
+    unseen = [(shard.shard_id, shard.plan_fingerprint) for shard, _ in missing if shard.shard_id in made]
+    what = f"{counted(len(unseen), 'shard')} in {job.variant_dir}"
+    return bool(unseen) and wait_until_seen(
+        what, lambda: is_committed(job.variant_dir, unseen), limit_s=job.lag_limit_s
+    )
 
 
 def _add(summary: Summary, result: ShardResult | None) -> None:

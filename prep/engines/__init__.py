@@ -23,6 +23,7 @@ R = TypeVar("R")
 
 MAX_TRIES = 3  # attempts at a task whose worker is lost
 TICK_S = 0.5
+THREADS_VARIABLE = "CLIPMILL_WORKER_THREADS"  # set by an engine in workers whose machine the driver does not know
 _PR_SET_PDEATHSIG = 1
 
 Check = Callable[[], str | None]  # called in a worker: return why it must not work, or None
@@ -35,6 +36,19 @@ class Outcome(Generic[T, R]):
     task: T
     result: R | None
     lost: str | None = None
+
+
+@dataclass(frozen=True)
+class Label:
+    """What an engine knows about a task.
+
+    Attributes:
+        name: name of the task where the engine lists it, such as "chunk 000123".
+        work: amount of work, in any unit that all tasks of a run share; 0 if unknown.
+    """
+
+    name: str
+    work: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -53,12 +67,18 @@ class Engine(Protocol):
     """Applies a function to tasks."""
 
     def run(
-        self, function: Callable[[T], R], tasks: Iterable[T], *, check: Check | None = None
+        self,
+        function: Callable[[T], R],
+        tasks: Iterable[T],
+        *,
+        check: Check | None = None,
+        label: Callable[[T], Label] | None = None,
     ) -> Iterator[Outcome[T, R] | Refused | None]:
         """Apply `function` to each of `tasks`, which are taken in order as workers become available.
 
         Args:
             check: called in every worker before its first task.
+            label: returns the label of a task.
 
         Raises:
             UserError: no worker passes the check.
@@ -72,6 +92,11 @@ def no_worker_left(refused: Iterable[Refused]) -> UserError:
         f"no usable workers: {'; '.join(f'{found.node}: {found.reason}' for found in refused)}",
         hint="each node needs the same clipmill and ffmpeg as this command, and the data folder at the same path",
     )
+
+
+def worker_threads() -> int:
+    """Return the number of threads of this worker, as assigned by an engine that knows the worker's machine."""
+    return int(os.environ.get(THREADS_VARIABLE, "1"))
 
 
 _libc = ctypes.CDLL(None, use_errno=True) if os.name == "posix" else None

@@ -15,6 +15,7 @@ import importlib.metadata
 import importlib.util
 import os
 import secrets
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -22,6 +23,7 @@ from pathlib import Path
 
 _PACKAGES = ("manifests", "prep", "shards")
 _TOKEN_NAME = "workers"
+_LAG_LIMIT_S = 5.0  # for the token to become visible on other machines; a shared disk may lag behind
 
 
 @dataclass(frozen=True)
@@ -29,6 +31,7 @@ class Ticket:
     """Requirements on a worker. Calling it returns why the worker must not work, or None.
 
     Attributes:
+        host: name of the driver's machine.
         token_file: file published by the driver in the variant's folder.
         source_sha256: hash of the packages that a worker runs.
         package: package of the column's code.
@@ -37,6 +40,7 @@ class Ticket:
         bucket: what `manifests.storage.working_copy.attach_worker` needs if the data folder is in a bucket.
     """
 
+    host: str
     token_file: Path
     token: str
     version: str
@@ -63,6 +67,9 @@ class Ticket:
             from manifests.storage.working_copy import bucket_problem
 
             return bucket_problem(self.bucket, self.token_file, self.token)
+        deadline_s = time.monotonic() + (_LAG_LIMIT_S if os.uname().nodename != self.host else 0.0)
+        while not self.token_file.exists() and time.monotonic() < deadline_s:
+            time.sleep(_LAG_LIMIT_S / 10)
         try:
             token = self.token_file.read_text()
         except FileNotFoundError:
@@ -99,7 +106,9 @@ def worker_ticket(variant_dir: Path, *, package: str, needs: tuple[str, str] | N
             sync(variant_dir)
         mirror = mirror_of(variant_dir)
         bucket = () if mirror is None else mirror.publish_token(token_file)
-        yield Ticket(token_file, token, _version(), source_sha256(package) or "", package, needs, bucket)
+        yield Ticket(
+            os.uname().nodename, token_file, token, _version(), source_sha256(package) or "", package, needs, bucket
+        )
     finally:
         with suppress(OSError):
             remove(token_file)
@@ -119,6 +128,8 @@ def source_sha256(column_package: str) -> str | None:
         if found.submodule_search_locations:
             root = Path(next(iter(found.submodule_search_locations)))
             paths = sorted(root.rglob("*.py"))
+            if not paths:  # an empty folder of that name
+                return None
         else:
             root, paths = Path(str(found.origin)).parent, [Path(str(found.origin))]
         for path in paths:

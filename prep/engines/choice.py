@@ -1,17 +1,29 @@
 """Selecting the engine and the number of workers: on this machine or on a cluster, with or without GPUs."""
 
 import os
+import sys
 
 from manifests.errors import UserError
 from manifests.quoting import counted
 from prep.engines import Engine
+from prep.engines.execution import Execution, need_of
 
 
-def open_engine(name: str, *, address: str | None, workers: int | None, gpus_per_worker: float | None = None) -> Engine:
+def open_engine(
+    name: str,
+    *,
+    address: str | None,
+    workers: int | None,
+    gpus_per_worker: float | None = None,
+    execution: Execution = Execution(),  # noqa: B008 - frozen
+    memory_gb: float = 0.0,
+) -> Engine:
     """Return the engine for `--engine`.
 
     Args:
         gpus_per_worker: GPUs per worker for workers that keep a model loaded (0: none); None for stateless workers.
+        execution: settings of the Ray engine.
+        memory_gb: memory that a worker of this column takes on a cluster, unless `execution` gives it.
 
     Raises:
         UserError: there are fewer GPUs than one worker needs.
@@ -19,7 +31,14 @@ def open_engine(name: str, *, address: str | None, workers: int | None, gpus_per
     if name == "ray":
         from prep.engines.ray import isolated_ray_engine
 
-        return isolated_ray_engine(num_workers=workers, address=address, actor_gpus=gpus_per_worker)
+        return isolated_ray_engine(
+            num_workers=workers,
+            address=address,
+            actor_gpus=gpus_per_worker,
+            # On one machine the user chooses the number of workers, and memory is not reserved unasked.
+            need=need_of(execution, gpus=gpus_per_worker, default_memory_gb=memory_gb if address is not None else 0.0),
+            execution=execution,
+        )
     from prep.engines.processes import ProcessEngine
 
     if not gpus_per_worker:
@@ -34,18 +53,35 @@ def open_engine(name: str, *, address: str | None, workers: int | None, gpus_per
     return ProcessEngine(num_workers=min(room, workers or room), gpus=gpus)
 
 
-def resolve_gpus_per_worker(asked: float | None) -> float:
-    """Return the value of `--num-gpus`; the default is 1 if this machine has a GPU."""
-    return asked if asked is not None else float(count_gpus() > 0)
+def resolve_gpus_per_worker(asked: float | None, *, address: str | None) -> float:
+    """Return the value of `--num-gpus`; the default is 1 if this machine, or the cluster at `address`, has a GPU.
+
+    Raises:
+        UserError: there is no cluster at `address`.
+    """
+    if asked is not None:
+        return asked
+    if address is None:
+        return float(count_gpus() > 0)
+    from prep.engines.ray import count_cluster_gpus
+
+    has_gpu = count_cluster_gpus(address) > 0
+    if not has_gpu:
+        sys.stderr.write(f'the Ray cluster at "{address}" has no GPU: its CPUs are used (--num-gpus 1: wait for one)\n')
+    return float(has_gpu)
 
 
-def threads_per_worker(workers: int | None, *, gpus_per_worker: float) -> int:
-    """Return the number of threads per worker.
+def threads_per_worker(
+    workers: int | None, *, gpus_per_worker: float, address: str | None, execution: Execution
+) -> int | None:
+    """Return the number of threads per worker; None if the worker's machine decides (`prep.engines.worker_threads`).
 
-    On a CPU it is 1, since each worker has one core; on a GPU it is the worker's share of the cores.
+    On a CPU it is the number of cores that the worker reserves; on a GPU it is the worker's share of the cores.
     """
     if not gpus_per_worker:
-        return 1
+        return max(1, int(execution.task_cpus or 1))
+    if address is not None or execution.task_cpus is not None:
+        return None
     return max(1, num_cores() // (workers or max(1, int(count_gpus() / gpus_per_worker))))
 
 

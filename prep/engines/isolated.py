@@ -7,39 +7,59 @@ terminates its process when it loses the cluster; the command keeps running and 
 import multiprocessing
 import os
 import signal
+import sys
 import traceback
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from multiprocessing.connection import Connection
-from typing import Any
+from multiprocessing.context import SpawnProcess
+from typing import Any, Protocol
 
 from manifests.errors import ClipmillError, FailedWork
-from prep.engines import TICK_S, Check, Engine, Outcome, R, Refused, T, die_with_parent
+from prep.engines import TICK_S, Check, Label, Outcome, R, Refused, T, die_with_parent
 
 _CONTEXT = multiprocessing.get_context("spawn")
 _GRACE_S = 15.0  # for the engine to stop what it started
 
 
+class NotifyingEngine(Protocol):
+    """An engine that has lines for the user."""
+
+    def run(
+        self,
+        function: Callable[[T], R],
+        tasks: Iterable[T],
+        *,
+        check: Check | None = None,
+        label: Callable[[T], Label] | None = None,
+        notify: Callable[[str], None] = ...,
+    ) -> Iterator[Outcome[T, R] | Refused | None]:
+        """See `prep.engines.Engine`."""
+        ...
+
+
 class IsolatedEngine:
-    """Runs an engine, which must be picklable, in another process.
+    """Runs an engine, which must be picklable, in another process, and prints its lines for the user.
 
     Args:
         name: what may end unexpectedly in that process; used in the message.
     """
 
-    def __init__(self, engine: Engine, *, name: str) -> None:
+    def __init__(self, engine: NotifyingEngine, *, name: str) -> None:
         self._engine, self._name = engine, name
 
     def run(
-        self, function: Callable[[T], R], tasks: Iterable[T], *, check: Check | None = None
+        self,
+        function: Callable[[T], R],
+        tasks: Iterable[T],
+        *,
+        check: Check | None = None,
+        label: Callable[[T], Label] | None = None,
     ) -> Iterator[Outcome[T, R] | Refused | None]:
         """See `prep.engines.Engine`."""
         waiting = enumerate(tasks)
         given = dict[int, T]()
-        ours, theirs = _CONTEXT.Pipe()
-        process = _CONTEXT.Process(target=_serve, args=(self._engine, function, check, theirs))
-        process.start()
-        theirs.close()  # so that the other process's death is seen as the end of the pipe
+        process, ours = _started(_serve, self._engine, function, check, label is not None)
         try:
             while True:
                 if not ours.poll(TICK_S):
@@ -49,46 +69,95 @@ class IsolatedEngine:
                     kind, value = ours.recv()
                 except (EOFError, ConnectionResetError):
                     process.join()
-                    raise FailedWork(
-                        f"{self._name} ended unexpectedly ({_exit_reason(process.exitcode)}); finished work is kept; "
-                        "run the same command again to resume"
-                    ) from None
+                    raise _ended(self._name, process.exitcode) from None
                 if kind == "next":
                     item = next(waiting, None)
                     if item is not None:
                         given[item[0]] = item[1]
-                    ours.send(item)
+                    ours.send(item and (*item, label(item[1]) if label is not None else None))
                 elif kind == "outcome":
                     number, result, lost = value
                     yield Outcome(given.pop(number), result, lost)
                 elif kind == "refused":
                     yield value
+                elif kind == "notice":
+                    sys.stderr.write(f"{value}\n")
                 elif kind == "error":
                     raise value
                 elif kind == "end":
                     return
         finally:
             ours.close()  # the other process sees this and stops its workers
-            process.join(_GRACE_S)
-            if process.is_alive():
-                process.kill()
-                process.join()
+            _end(process)
+
+
+def call_isolated(function: Callable[..., Any], *arguments: object, name: str) -> Any:
+    """Return `function(*arguments)`, called in another process.
+
+    Args:
+        name: what may end unexpectedly in that process; used in the message.
+
+    Raises:
+        FailedWork: the process has ended without a result.
+        Exception: what the function raised.
+    """
+    process, ours = _started(_serve_call, function, arguments)
+    try:
+        kind, value = ours.recv()
+    except (EOFError, ConnectionResetError):
+        process.join()
+        raise _ended(name, process.exitcode) from None
+    finally:
+        ours.close()
+        _end(process)
+    if kind == "error":
+        raise value
+    return value
+
+
+def _started(target: Callable[..., None], *arguments: object) -> tuple[SpawnProcess, Connection]:
+    """Start `target(*arguments, pipe)` in another process, and return it with the other end of the pipe."""
+    ours, theirs = _CONTEXT.Pipe()
+    process = _CONTEXT.Process(target=target, args=(*arguments, theirs))
+    process.start()
+    theirs.close()  # so that the other process's death is seen as the end of the pipe
+    return process, ours
+
+
+def _end(process: SpawnProcess) -> None:
+    process.join(_GRACE_S)
+    if process.is_alive():
+        process.kill()
+        process.join()
+
+
+def _ended(name: str, exit_code: int | None) -> FailedWork:
+    return FailedWork(
+        f"{name} is lost ({_exit_reason(exit_code)}); finished work is kept; run the same command again to resume"
+    )
 
 
 class _Disconnected(Exception):
     """The command has exited, or stopped reading results."""
 
 
-def _serve(engine: Engine, function: Callable[[Any], Any], check: Check | None, pipe: Connection) -> None:
-    die_with_parent()
-    # Ctrl-C is sent to the whole process group; the command decides what happens to this process.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    silence = os.open(os.devnull, os.O_WRONLY)
-    for stream in (1, 2):
-        os.dup2(silence, stream)
+def _serve(
+    engine: NotifyingEngine, function: Callable[[Any], Any], check: Check | None, is_labelled: bool, pipe: Connection
+) -> None:
+    _detach()
+
+    def notify(line: str) -> None:
+        _send(pipe, "notice", line)
+
     with suppress(_Disconnected):
         try:
-            for outcome in engine.run(_Numbered(function), _tasks(pipe), check=check):
+            for outcome in engine.run(
+                _Numbered(function),
+                _tasks(pipe),
+                check=check,
+                label=_label_of if is_labelled else None,
+                notify=notify,
+            ):
                 if isinstance(outcome, Outcome):
                     _send(pipe, "outcome", (outcome.task[0], outcome.result, outcome.lost))
                 elif outcome is not None:
@@ -99,9 +168,31 @@ def _serve(engine: Engine, function: Callable[[Any], Any], check: Check | None, 
         except _Disconnected:
             raise
         except Exception as error:  # noqa: BLE001 - raised again by the command
-            if not isinstance(error, ClipmillError):
-                error.add_note("".join(traceback.format_exception(error)))
             _send_error(pipe, error)
+
+
+def _serve_call(function: Callable[..., Any], arguments: tuple[object, ...], pipe: Connection) -> None:
+    _detach()
+    with suppress(_Disconnected):
+        try:
+            result = function(*arguments)
+        except Exception as error:  # noqa: BLE001 - raised again by the command
+            _send_error(pipe, error)
+        else:
+            _send(pipe, "result", result)
+
+
+def _detach() -> None:
+    die_with_parent()
+    # Ctrl-C is sent to the whole process group; the command decides what happens to this process.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    silence = os.open(os.devnull, os.O_WRONLY)
+    for stream in (1, 2):
+        os.dup2(silence, stream)
+
+
+def _label_of(task: tuple[int, Any, Label]) -> Label:
+    return task[2]
 
 
 class _Numbered:
@@ -111,12 +202,12 @@ class _Numbered:
         self._function = function
         self.__name__ = getattr(function, "__name__", "task")
 
-    def __call__(self, task: tuple[int, Any]) -> Any:
+    def __call__(self, task: tuple[int, Any, Label]) -> Any:
         return self._function(task[1])
 
 
-def _tasks(pipe: Connection) -> Iterator[tuple[int, Any]]:
-    """Yield the command's tasks with their numbers; each task is requested from the command when it is needed."""
+def _tasks(pipe: Connection) -> Iterator[tuple[int, Any, Label]]:
+    """Yield the command's tasks with numbers and labels; each is requested from the command when it is needed."""
     while True:
         _send(pipe, "next", None)
         try:
@@ -129,6 +220,8 @@ def _tasks(pipe: Connection) -> Iterator[tuple[int, Any]]:
 
 
 def _send_error(pipe: Connection, error: Exception) -> None:
+    if not isinstance(error, ClipmillError):
+        error.add_note("".join(traceback.format_exception(error)))
     try:
         _send(pipe, "error", error)
     except (AttributeError, TypeError, ValueError):  # it cannot be pickled

@@ -15,7 +15,7 @@ from multiprocessing.connection import Connection, wait
 from multiprocessing.context import SpawnProcess
 from typing import Any
 
-from prep.engines import MAX_TRIES, TICK_S, Check, Outcome, R, Refused, T, die_with_parent, no_worker_left
+from prep.engines import MAX_TRIES, TICK_S, Check, Label, Outcome, R, Refused, T, die_with_parent, no_worker_left
 
 # A forked child would inherit locks held by the caller's threads; a spawned child does not.
 _CONTEXT = multiprocessing.get_context("spawn")
@@ -48,7 +48,12 @@ class ProcessEngine:
         self._num_started = 0
 
     def run(
-        self, function: Callable[[T], R], tasks: Iterable[T], *, check: Check | None = None
+        self,
+        function: Callable[[T], R],
+        tasks: Iterable[T],
+        *,
+        check: Check | None = None,
+        label: Callable[[T], Label] | None = None,
     ) -> Iterator[Outcome[T, R] | Refused | None]:
         """See `prep.engines.Engine`."""
         waiting, retries = iter(tasks), deque[tuple[T, int]]()

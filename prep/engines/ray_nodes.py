@@ -1,34 +1,47 @@
-"""Tracking the nodes of a Ray cluster that were refused."""
+"""Tracking the nodes of a Ray cluster: which were refused, and whether any is left that can run a worker."""
 
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from manifests.errors import FailedWork, UserError, first_line
+from manifests.quoting import counted
 from prep.engines import Refused, no_worker_left
+from prep.engines.execution import Need
+
+Notify = Callable[[str], None]  # shows a line to the user
 
 _NODE_LABEL = "ray.io/node-id"
 _CHECK_INTERVAL_S = 2.0
+_REPORT_INTERVAL_S = 60.0
 
 
 class Nodes:
-    """The nodes that get no tasks.
+    """The nodes that can run workers, and those that get no tasks.
 
     Args:
-        resource: resource that a worker needs, CPU or GPU; nodes without it never get a task.
+        need: what a worker takes; a node with less never gets a task.
+        where: name of the Ray instance for messages.
+        wait_s: how long to wait for a node that can run a worker.
     """
 
-    def __init__(self, ray: Any, resource: str) -> None:
-        self._ray, self._resource = ray, resource
+    def __init__(self, ray: Any, need: Need, *, where: str, wait_s: float, notify: Notify) -> None:
+        self._ray, self._need = ray, need
+        self._where, self._wait_s, self._notify = where, wait_s, notify
         self._refused: dict[str, Refused] = {}
         self._checked_s = time.monotonic()
+        self._waiting_since_s: float | None = None
+        self._reported_s = 0.0
+        self._had_one = False
+        self._counted_s, self._capacities = float("-inf"), (0, 0)
         self._asked: dict[Any, str] = {}
 
     def ask(self, refusal: Callable[[], tuple[str, str] | None]) -> None:
         """Call `refusal` on every living node, in parallel with its other work."""
         remote = self._ray.remote(refusal)
-        for node in self._usable_nodes():
+        for node in self._able_nodes():
             options = {"num_cpus": 0, "max_retries": 0, "label_selector": {_NODE_LABEL: node["NodeID"]}}
-            self._asked[remote.options(**options).remote()] = node["NodeID"]
+            self._asked[remote.options(name="check of a node", **options).remote()] = node["NodeID"]
 
     def answers(self, *, limit_s: float = 0.0) -> Iterator[Refused]:
         """Yield the refused nodes among those that have answered, waiting at most `limit_s` seconds."""
@@ -46,9 +59,10 @@ class Nodes:
             if refusal is not None:
                 yield from self.refuse(refusal)
 
-    def options(self) -> dict[str, Any]:
-        """Return options for a task or an actor that keep it off the refused nodes."""
-        return {"label_selector": {_NODE_LABEL: f"!in({','.join(self._refused)})"}} if self._refused else {}
+    def options(self, *, without: str | None = None) -> dict[str, Any]:
+        """Return options for a task or an actor that keep it off the refused nodes, and off the node `without`."""
+        excluded = [*self._refused, *([without] if without is not None else [])]
+        return {"label_selector": {_NODE_LABEL: f"!in({','.join(excluded)})"}} if excluded else {}
 
     def refuse(self, refusal: tuple[str, str]) -> Iterator[Refused]:
         """Exclude a node, given as (node id, reason), from now on; yield it if it was not excluded before.
@@ -59,25 +73,93 @@ class Nodes:
         node_id, reason = refusal
         if node_id in self._refused:
             return
-        names = {node["NodeID"]: node["NodeManagerHostname"] for node in self._ray.nodes()}
-        refused = Refused(f"node {node_id[:8]} on {names.get(node_id, 'an unknown host')}", reason)
+        refused = Refused(self.name_of(node_id), reason)
         self._refused[node_id] = refused
         self.require_one(at_once=True)
         yield refused
 
+    def name_of(self, node_id: str) -> str:
+        """Return the name of a node for messages."""
+        names = {node["NodeID"]: node["NodeManagerHostname"] for node in self._ray.nodes()}
+        return f"node {node_id[:8]} on {names.get(node_id, 'an unknown host')}"
+
+    def has_other(self, node_id: str) -> bool:
+        """Return True if a node other than this one can run a worker."""
+        return any(node["NodeID"] not in {node_id, *self._refused} for node in self._able_nodes())
+
+    def is_alive(self, node_id: str) -> bool:
+        """Return True if a node is alive."""
+        return any(node["NodeID"] == node_id and node["Alive"] for node in self._ray.nodes())
+
+    def capacity(self) -> int:
+        """Return how many workers the living nodes have room for, as of the last seconds."""
+        return self._counted()[0]
+
+    def largest_capacity(self) -> int:
+        """Return how many workers the cluster has room for when its autoscaler has started all nodes; 0 if unknown."""
+        return self._counted()[1]
+
+    def _counted(self) -> tuple[int, int]:
+        if time.monotonic() - self._counted_s > _CHECK_INTERVAL_S:
+            self._counted_s = time.monotonic()
+            nodes = [node["Resources"] for node in self._able_nodes() if node["NodeID"] not in self._refused]
+            largest = self._ray._private.state.state.get_max_resources_from_cluster_config() or {}
+            self._capacities = sum(map(self._need.room, nodes)), self._need.room(largest)
+        return self._capacities
+
     def require_one(self, *, at_once: bool = False) -> None:
-        """Raise UserError if nodes were refused and no others are left; checks at most once every few seconds."""
-        if not self._refused or (time.monotonic() - self._checked_s < _CHECK_INTERVAL_S and not at_once):
+        """Check that a node can run a worker, at most once every few seconds; report it while there is none.
+
+        Raises:
+            UserError: all nodes were refused, or none has appeared within the time limit.
+            FailedWork: the last node was lost, and none has appeared within the time limit.
+        """
+        now_s = time.monotonic()
+        if now_s - self._checked_s < _CHECK_INTERVAL_S and not at_once:
             return
-        self._checked_s = time.monotonic()
-        if all(node["NodeID"] in self._refused for node in self._usable_nodes()):
+        self._checked_s = now_s
+        able = self._able_nodes()
+        if any(node["NodeID"] not in self._refused for node in able):
+            self._had_one = True
+            if self._waiting_since_s is not None:
+                self._notify(f"a node with {self._need} has joined after {now_s - self._waiting_since_s:.0f} s")
+            self._waiting_since_s = None
+            return
+        if self._refused:
             raise no_worker_left(self._refused.values())
+        if self._waiting_since_s is None:
+            self._waiting_since_s, self._reported_s = now_s, float("-inf")
+        waited_s = now_s - self._waiting_since_s
+        if waited_s >= self._wait_s:
+            self._give_up()
+        if now_s - self._reported_s >= _REPORT_INTERVAL_S:
+            self._reported_s = now_s
+            left_s = self._wait_s - waited_s
+            self._notify(
+                f"waiting up to {left_s:.0f} s for a node with {self._need}; {self._where} has {self._found()}"
+            )
 
-    def _usable_nodes(self) -> list[Any]:
-        """Return the living nodes that can run workers."""
-        return [node for node in self._ray.nodes() if node["Alive"] and node["Resources"].get(self._resource)]
+    def _give_up(self) -> None:
+        if self._had_one:
+            raise FailedWork(
+                f"{self._where} has lost its last node with {self._need}, and none has joined for {self._wait_s:g} s; "
+                "finished work is kept; run the same command again to resume"
+            )
+        waited = f", and none has joined for {self._wait_s:g} s" if self._wait_s else ""
+        raise UserError(
+            f"{self._where} has {self._found()}, but a worker requires {self._need} on one node{waited}",
+            hint="start such nodes, wait longer with --wait-for-nodes, or give a smaller --num-gpus (0: CPU), "
+            "--task-cpus or --task-memory",
+        )
 
+    def _found(self) -> str:
+        nodes = [node["Resources"] for node in self._ray.nodes() if node["Alive"]]
+        totals = (counted(int(sum(node.get(resource, 0) for node in nodes)), resource) for resource in ("CPU", "GPU"))
+        memory_gb = max((node.get("memory", 0) for node in nodes), default=0) / 1e9
+        return (
+            f"{counted(len(nodes), 'node')} with {' and '.join(totals)}, and at most {memory_gb:.1f} GB of memory each"
+        )
 
-def first_line(error: Exception) -> str:
-    """Return the first line of an error's message; Ray's messages are long."""
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+    def _able_nodes(self) -> list[Any]:
+        """Return the living nodes that can run workers, including refused ones."""
+        return [node for node in self._ray.nodes() if node["Alive"] and self._need.fits(node["Resources"])]

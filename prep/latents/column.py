@@ -16,6 +16,7 @@ from prep.core.make import (
     Address,
     Data,
     EngineName,
+    ExecutionFlags,
     Json,
     MaxFailures,
     ModelWorkers,
@@ -24,6 +25,7 @@ from prep.core.make import (
     make_column,
     plan_column,
 )
+from prep.engines.execution import Execution
 from prep.latents.recipe import LATENTS, LatentsSettings, latents_recipe_from_dict
 
 if TYPE_CHECKING:
@@ -34,6 +36,7 @@ if TYPE_CHECKING:
 
 Settings = Annotated[LatentsSettings, Parameter(name="*")]
 Batch = Annotated[int, EXECUTION, FIRST_RUN, Parameter(help="Batch size of the VAE in frames, 1 or more.")]
+_WORKER_GB = 3.5  # benchmarks.worker_memory: Stable Diffusion's VAE, batch of 16 on a CPU: 3.0 GB
 _BATCH = 16
 
 
@@ -43,6 +46,7 @@ def latents(
     data: Data = Path("data"),
     engine: EngineName = "ray",
     address: Address = None,
+    execution: ExecutionFlags = Execution(),  # noqa: B008 - frozen
     workers: ModelWorkers = None,
     num_gpus: NumGpus = None,
     batch: Batch = _BATCH,
@@ -67,6 +71,7 @@ def latents(
         data=data,
         engine=engine,
         address=address,
+        execution=execution,
         workers=workers,
         num_gpus=num_gpus,
         batch=batch,
@@ -112,17 +117,29 @@ def _run(plan: "LatentsPlan", settings: LatentsSettings, request: Request) -> "S
     from prep.latents.plan import latents_job
 
     # Detecting GPUs takes seconds, so a run without work skips it.
-    gpus_per_worker = resolve_gpus_per_worker(request.num_gpus) if any(shard.has_work for shard in plan.shards) else 0.0
+    gpus_per_worker = 0.0
+    if any(shard.has_work for shard in plan.shards):
+        gpus_per_worker = resolve_gpus_per_worker(request.num_gpus, address=request.cluster)
     engine = open_engine(
-        request.engine, address=request.address, workers=request.workers, gpus_per_worker=gpus_per_worker
+        request.engine,
+        address=request.cluster,
+        workers=request.workers,
+        gpus_per_worker=gpus_per_worker,
+        execution=request.execution,
+        memory_gb=_WORKER_GB,
     )
     job = latents_job(
         plan,
         device="cuda" if gpus_per_worker else "cpu",
         batch=request.batch or _BATCH,
-        num_threads=threads_per_worker(request.workers, gpus_per_worker=gpus_per_worker),
+        num_threads=threads_per_worker(
+            request.workers,
+            gpus_per_worker=gpus_per_worker,
+            address=request.cluster,
+            execution=request.execution,
+        ),
     )
-    return execute(job, engine)
+    return execute(replace(job, lag_limit_s=request.lag_limit_s), engine)
 
 
 def _plan_report(plan: "LatentsPlan") -> "Report":

@@ -115,7 +115,7 @@ def make_latents_plan(
     )
 
 
-def latents_job(plan: LatentsPlan, *, device: "Device", batch: int, num_threads: int) -> "Job[LatentsTask]":
+def latents_job(plan: LatentsPlan, *, device: "Device", batch: int, num_threads: int | None) -> "Job[LatentsTask]":
     """Return the plan as a job for the driver; see `LatentsTask` for the arguments."""
     from prep.core.run import Job
     from prep.latents.worker import LatentsTask, make_latents

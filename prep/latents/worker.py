@@ -19,6 +19,7 @@ from prep.core.chunk_shards import OldSamples, chunk_fingerprints, seconds_of
 from prep.core.failures import FailureCode, SourceFailure
 from prep.core.heartbeat import Heartbeat
 from prep.core.shard_result import ShardResult, cpu_s, stopped, system_errors_as_results
+from prep.engines import worker_threads
 from prep.latents.batches import Part, encoded_chunks
 from prep.latents.frames import generator
 from prep.latents.pieces import pieces_in_order
@@ -48,7 +49,8 @@ class LatentsTask:
         video_commit: commit of the shard with the chunks, as planned.
         old_commit: previous commit of the latents shard, for its unchanged chunks.
         batch: batch size of the model, in frames.
-        num_threads: number of the model's threads, and of chunks decoded in parallel.
+        num_threads: number of the model's threads, and of chunks decoded in parallel; None for what the engine has
+            assigned to the worker.
         rows: the chunks to encode, as rows of the shard; None for all.
     """
 
@@ -61,7 +63,7 @@ class LatentsTask:
     old_commit: Commit | None
     device: Device
     batch: int
-    num_threads: int
+    num_threads: int | None
     rows: tuple[int, ...] | None
 
 
@@ -73,7 +75,7 @@ def make_latents(task: LatentsTask) -> ShardResult:
             message = f"the weights of {found.name} on this node differ from those of the plan"
             return stopped(task, FailureCode.MODEL_UNAVAILABLE, message)
         encoder = open_encoder(
-            found, device=task.device, precision=task.recipe.settings.precision, num_threads=task.num_threads
+            found, device=task.device, precision=task.recipe.settings.precision, num_threads=_threads(task)
         )
     except UserError as error:
         return stopped(task, FailureCode.MODEL_UNAVAILABLE, str(error))
@@ -132,6 +134,10 @@ def _make(task: LatentsTask, *, encoder: Encoder) -> ShardResult:
     )
 
 
+def _threads(task: LatentsTask) -> int:
+    return worker_threads() if task.num_threads is None else task.num_threads
+
+
 def _make_samples(
     video: CommittedShard, rows: list[int], *, fingerprints: list[str], task: LatentsTask, encoder: Encoder
 ) -> Iterator[Sample | Failure]:
@@ -152,9 +158,7 @@ def _make_samples(
             noise = np.stack([draw.standard_normal(shape, dtype=np.float32) for draw in draws])
         return encoder.encode([part.pictures for part in parts], noise=noise)
 
-    pieces = pieces_in_order(
-        rows, read=partial(read_chunk_video, video, settings=settings), num_threads=task.num_threads
-    )
+    pieces = pieces_in_order(rows, read=partial(read_chunk_video, video, settings=settings), num_threads=_threads(task))
     for done in encoded_chunks(
         pieces, resized=partial(encoder.resized, size=settings.size), encode=encode, batch=task.batch
     ):

@@ -14,6 +14,7 @@ from prep.core.make import (
     Address,
     Data,
     EngineName,
+    ExecutionFlags,
     Json,
     MaxFailures,
     Request,
@@ -21,6 +22,7 @@ from prep.core.make import (
     make_column,
     plan_column,
 )
+from prep.engines.execution import Execution
 from prep.scores.recipe import SCORES, ScoresSettings, scores_recipe_from_dict
 
 if TYPE_CHECKING:
@@ -30,6 +32,7 @@ if TYPE_CHECKING:
     from prep.scores.report import ScoresSummary
     from shards.reader import Variant
 
+_WORKER_GB = 0.5  # benchmarks.worker_memory: 0.16 GB
 Settings = Annotated[ScoresSettings, Parameter(name="*")]
 _DEFAULTS = ScoresSettings()
 _TABLE_FILE = "chunks.arrow"  # shards.scores.CHUNKS_FILE; importing it would make `prep --help` slow
@@ -41,6 +44,7 @@ def scores(
     data: Data = Path("data"),
     engine: EngineName = "ray",
     address: Address = None,
+    execution: ExecutionFlags = Execution(),  # noqa: B008 - frozen
     workers: Workers = None,
     max_failures: MaxFailures = "0",
     json: Json = False,
@@ -54,7 +58,15 @@ def scores(
 
         prep scores
     """
-    request = Request(data=data, engine=engine, address=address, workers=workers, max_failures=max_failures, json=json)
+    request = Request(
+        data=data,
+        engine=engine,
+        address=address,
+        execution=execution,
+        workers=workers,
+        max_failures=max_failures,
+        json=json,
+    )
     make_column(COLUMN, settings, request)
 
 
@@ -92,8 +104,14 @@ def _run(plan: "ScoresPlan", settings: ScoresSettings, request: Request) -> "Sco
     from prep.engines.choice import open_engine
     from prep.scores.plan import scores_job
 
-    engine = open_engine(request.engine, address=request.address, workers=request.workers)
-    summary = execute(scores_job(plan), engine)
+    engine = open_engine(
+        request.engine,
+        address=request.cluster,
+        workers=request.workers,
+        execution=request.execution,
+        memory_gb=_WORKER_GB,
+    )
+    summary = execute(replace(scores_job(plan), lag_limit_s=request.lag_limit_s), engine)
     return publish_table(summary, plan.variant_dir)
 
 

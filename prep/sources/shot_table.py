@@ -22,7 +22,7 @@ from prep.core.failures import FailureCode, SourceFailure
 from prep.core.progress import warn_refused
 from prep.core.shard_result import cpu_s
 from prep.core.table_file import as_array, read_table_file, write_table_file
-from prep.engines import Check, Engine, Refused
+from prep.engines import Check, Engine, Label, Refused
 from prep.sources.detector import Detector
 from prep.sources.files import current_fingerprint
 
@@ -173,7 +173,7 @@ def detect_shots(
     longest_first = sorted(tasks, key=lambda task: (-task.num_frames, task.fingerprint))
     num_saved = 0
     try:
-        for outcome in engine.run(find_shots, longest_first, check=check):
+        for outcome in engine.run(find_shots, longest_first, check=check, label=_label):
             if isinstance(outcome, Refused):
                 refused.append(outcome)
                 warn_refused(outcome)
@@ -190,6 +190,10 @@ def detect_shots(
         if len(stored) > num_saved:
             save()
     return Detection(_joined(kept, [*stored, *passing]), len(tasks), total_cpu_s, tuple(refused))
+
+
+def _label(task: ShotTask) -> Label:
+    return Label(f"shots {Path(task.path).name}", work=task.num_frames)
 
 
 def _row(task: ShotTask, found: FoundShots, *, key: str) -> tuple[dict[str, object], bool]:

@@ -36,11 +36,12 @@ class TowerUse:
 
 @dataclass(frozen=True)
 class Block:
-    """Texts to encode into the bank."""
+    """Texts to encode into the bank; `number` is its position among the blocks of a run."""
 
     bank_dir: Path
     tower: TowerUse
     texts: tuple[str, ...]
+    number: int = 0
 
 
 @dataclass(frozen=True)
@@ -88,7 +89,7 @@ def blocks_of(
     """Yield blocks with the captions of `video_ids` whose digests are `missing` (ascending), each text exactly once."""
     is_waiting = np.ones(len(missing), bool)
     texts: list[str] = []
-    num_chars = 0
+    num_chars = num_blocks = 0
     for piece in reader.pieces(video_ids):
         found = piece.texts.to_pylist()
         positions = positions_in(missing, digests_of(found))
@@ -99,7 +100,7 @@ def blocks_of(
             texts.append(text)
             num_chars += len(text)
             if len(texts) == MAX_BLOCK_TEXTS or num_chars >= _MAX_BLOCK_CHARS:
-                yield Block(bank_dir, tower, tuple(texts))
-                texts, num_chars = [], 0
+                yield Block(bank_dir, tower, tuple(texts), num_blocks)
+                texts, num_chars, num_blocks = [], 0, num_blocks + 1
     if texts:
-        yield Block(bank_dir, tower, tuple(texts))
+        yield Block(bank_dir, tower, tuple(texts), num_blocks)

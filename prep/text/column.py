@@ -14,6 +14,7 @@ from prep.core.make import (
     Address,
     Data,
     EngineName,
+    ExecutionFlags,
     Json,
     MaxFailures,
     ModelWorkers,
@@ -22,6 +23,7 @@ from prep.core.make import (
     make_column,
     plan_column,
 )
+from prep.engines.execution import Execution
 from prep.text.recipe import BANK_FOLDER, BLOCK_FILE, TEXT, TextRecipe, text_recipe_from_dict
 
 if TYPE_CHECKING:
@@ -36,6 +38,7 @@ Batch = Annotated[
     EXECUTION,
     Parameter(help="Batch size of the text encoder, 1 or more. Default: 32 on a CPU, 256 on a GPU."),
 ]
+_WORKER_GB = 2.5  # benchmarks.worker_memory: CLIP ViT-B-32, batch of 32 on a CPU: 2.1 GB
 _CPU_BATCH, _GPU_BATCH = 32, 256  # batches are padded to full size, which on a CPU costs more than larger batches gain
 
 
@@ -45,6 +48,7 @@ def text(
     data: Data = Path("data"),
     engine: EngineName = "ray",
     address: Address = None,
+    execution: ExecutionFlags = Execution(),  # noqa: B008 - frozen
     workers: ModelWorkers = None,
     num_gpus: NumGpus = None,
     batch: Batch = None,
@@ -66,6 +70,7 @@ def text(
         data=data,
         engine=engine,
         address=address,
+        execution=execution,
         workers=workers,
         num_gpus=num_gpus,
         batch=batch,
@@ -107,7 +112,9 @@ def _run(plan: "TextPlan", recipe: TextRecipe, request: Request) -> "TextSummary
     from prep.text.run import run_text
 
     # Detecting GPUs takes seconds, so a run without work skips it.
-    gpus_per_worker = resolve_gpus_per_worker(request.num_gpus) if any(shard.has_work for shard in plan.shards) else 0.0
+    gpus_per_worker = 0.0
+    if any(shard.has_work for shard in plan.shards):
+        gpus_per_worker = resolve_gpus_per_worker(request.num_gpus, address=request.cluster)
     use = TowerUse(
         recipe.clip,
         plan.recipe.clip_sha256,
@@ -115,9 +122,14 @@ def _run(plan: "TextPlan", recipe: TextRecipe, request: Request) -> "TextSummary
         device="cuda" if gpus_per_worker else "cpu",
     )
     engine = open_engine(
-        request.engine, address=request.address, workers=request.workers, gpus_per_worker=gpus_per_worker
+        request.engine,
+        address=request.cluster,
+        workers=request.workers,
+        gpus_per_worker=gpus_per_worker,
+        execution=request.execution,
+        memory_gb=_WORKER_GB,
     )
-    return run_text(plan, use, engine, on_encoded=CountProgress("encoding texts"))
+    return run_text(plan, use, engine, on_encoded=CountProgress("encoding texts"), lag_limit_s=request.lag_limit_s)
 
 
 def _plan_report(plan: "TextPlan") -> "Report":

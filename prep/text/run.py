@@ -13,15 +13,16 @@ import numpy as np
 import pyarrow as pa
 
 from prep.core.failures import FailureCode
+from prep.core.lag import wait_until_seen
 from prep.core.layout import write_layout
 from prep.core.plan import ShardPlan, with_work
 from prep.core.progress import warn_refused
 from prep.core.run import Job, execute, make_variant
 from prep.core.selection import write_selection
-from prep.engines import Check, Engine, Outcome, R, Refused, T
+from prep.engines import Check, Engine, Label, Outcome, R, Refused, T
 from prep.engines.admission import worker_ticket
 from prep.text.bank import Bank, copy_embeddings
-from prep.text.blocks import BlockResult, TowerUse, blocks_of, encode_block
+from prep.text.blocks import Block, BlockResult, TowerUse, blocks_of, encode_block
 from prep.text.captions import CaptionReader
 from prep.text.column import COLUMN
 from prep.text.digests import DigestSet, digests_of
@@ -38,6 +39,7 @@ def run_text(
     engine: Engine,
     *,
     on_encoded: Callable[[int, int], None] = lambda done, total: None,
+    lag_limit_s: float = 0.0,
 ) -> TextSummary:
     """Make every shard of the plan that needs work; call it while holding the lock of the column.
 
@@ -45,6 +47,7 @@ def run_text(
         tower: text tower of the plan's recipe.
         engine: engine that encodes the texts.
         on_encoded: called periodically with (texts encoded, texts to encode).
+        lag_limit_s: how long to wait for embeddings that workers report and that are not visible here.
     """
     begin_s = time.monotonic()
     write_layout(text_layout_path(plan.data_dir), plan.layout)
@@ -54,6 +57,9 @@ def run_text(
     with CaptionReader(plan.data_dir, where=plan.where) as reader:
         need = needed(plan, reader)
         filled = fill(bank, need, plan=plan, reader=reader, tower=tower, engine=engine, on_encoded=on_encoded)
+        if lag_limit_s and filled.error is None and filled.num_encoded:
+            what = f"embeddings in {bank.folder}"
+            wait_until_seen(what, lambda: _is_filled(bank, need, filled.not_finite), limit_s=lag_limit_s)
         maker = ShardMaker(plan, reader, bank, need.row_groups, filled.not_finite, filled.error)
         ran = execute(_job(plan, maker), _LocalEngine())
     if ran.num_shards_made == len(with_work(plan.shards)):
@@ -79,7 +85,12 @@ class _LocalEngine:
     """Engine that runs tasks sequentially in the driver: shards are copied from the bank, not computed."""
 
     def run(
-        self, function: Callable[[T], R], tasks: Iterable[T], *, check: Check | None = None
+        self,
+        function: Callable[[T], R],
+        tasks: Iterable[T],
+        *,
+        check: Check | None = None,
+        label: Callable[[T], Label] | None = None,
     ) -> Iterator[Outcome[T, R] | None]:
         for task in tasks:
             yield Outcome(task, function(task))
@@ -182,7 +193,7 @@ def fill(
     blocks = blocks_of(reader, need.video_ids, missing=missing, bank_dir=bank.folder, tower=tower)
     refused: list[Refused] = []
     with worker_ticket(plan.variant_dir, package=COLUMN.package) as ticket:
-        for outcome in engine.run(encode_block, blocks, check=ticket):
+        for outcome in engine.run(encode_block, blocks, check=ticket, label=_block_label):
             if isinstance(outcome, Refused):
                 refused.append(outcome)
                 warn_refused(outcome)
@@ -197,6 +208,15 @@ def fill(
             on_encoded(num_encoded, len(missing))
     bank.refresh()
     return Filled(num_encoded, num_cut, frozenset(not_finite), error, tuple(refused))
+
+
+def _block_label(block: Block) -> Label:
+    return Label(f"text {block.number:06d}", work=sum(map(len, block.texts)))
+
+
+def _is_filled(bank: Bank, need: Needed, not_finite: frozenset[bytes]) -> bool:
+    bank.refresh()
+    return len(_missing(bank, need)) <= len(not_finite)
 
 
 def _missing(bank: Bank, need: Needed) -> np.ndarray:

@@ -2,7 +2,7 @@
 
 import sys
 from collections.abc import Callable, Mapping
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -14,6 +14,7 @@ from prep.core.make import (
     Address,
     Data,
     EngineName,
+    ExecutionFlags,
     Json,
     MaxFailures,
     Request,
@@ -22,6 +23,7 @@ from prep.core.make import (
     make_column,
     plan_column,
 )
+from prep.engines.execution import Execution
 from prep.sources.detector import DEFAULT_DETECTOR
 from prep.video.recipe import NAMED_RECIPES, Recipe, recipe_from_dict, settings_line
 from prep.video.settings import SHOT_SETTINGS
@@ -32,6 +34,7 @@ if TYPE_CHECKING:
     from prep.video.planning import Planned
     from shards.reader import CommittedShard, Variant
 
+_WORKER_GB = 0.5  # benchmarks.worker_memory: a source of 2160 lines takes 0.27 GB
 Settings = Annotated[Recipe, Parameter(name="*")]
 
 
@@ -41,6 +44,7 @@ def chunk(
     data: Data = Path("data"),
     engine: EngineName = "ray",
     address: Address = None,
+    execution: ExecutionFlags = Execution(),  # noqa: B008 - frozen
     workers: Workers = None,
     max_failures: MaxFailures = "0",
     scratch_size: ScratchSize = None,
@@ -59,6 +63,7 @@ def chunk(
         data=data,
         engine=engine,
         address=address,
+        execution=execution,
         workers=workers,
         max_failures=max_failures,
         scratch_size=scratch_size,
@@ -126,9 +131,16 @@ def _run(plan: "Planned", recipe: Recipe, request: Request) -> "Summary":
     from prep.video.report import with_cutting
     from prep.video.scratch import remove_abandoned
 
-    engine = open_engine(request.engine, address=request.address, workers=request.workers)
+    engine = open_engine(
+        request.engine,
+        address=request.cluster,
+        workers=request.workers,
+        execution=request.execution,
+        memory_gb=_WORKER_GB,
+    )
     plan = with_shots(plan, engine, on_progress=CountProgress("detecting shots"))
-    summary = with_cutting(execute(chunk_job(plan, scratch_bytes=request.scratch_bytes), engine), plan)
+    job = replace(chunk_job(plan, scratch_bytes=request.scratch_bytes), lag_limit_s=request.lag_limit_s)
+    summary = with_cutting(execute(job, engine), plan)
     remove_abandoned()  # left by workers that were lost, in this run or an earlier one
     return summary
 

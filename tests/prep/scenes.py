@@ -79,7 +79,9 @@ def scene_number(picture: np.ndarray) -> int:
 class Here:
     """An engine without workers."""
 
-    def run(self, function: Callable[[Any], Any], tasks: Iterable[Any], *, check: Any = None) -> Iterator[Any]:
+    def run(
+        self, function: Callable[[Any], Any], tasks: Iterable[Any], *, check: Any = None, **named: Any
+    ) -> Iterator[Any]:
         assert check is None or check() is None
         for task in tasks:
             yield Outcome(task, function(task))

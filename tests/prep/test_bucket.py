@@ -86,7 +86,7 @@ class Elsewhere:
     patch: pytest.MonkeyPatch
 
     def run(
-        self, function: Callable[[T], R], tasks: Iterable[T], *, check: Check | None = None
+        self, function: Callable[[T], R], tasks: Iterable[T], *, check: Check | None = None, **named: object
     ) -> Iterator[Outcome[T, R] | None]:
         assert check is not None
         away = self.copy.with_name("away")

@@ -1,9 +1,11 @@
 """What a run says of shards that the data folder does not hold in the end, whatever became of their workers."""
 
 import json
+import sys
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from threading import Event, Thread
 from typing import Any
 
 import pytest
@@ -16,6 +18,7 @@ from prep.video.ffmpeg import find_ffmpeg
 from prep.video.planning import chunk_job, make_plan
 from prep.video.recipe import Recipe, resolve
 from prep.video.worker import ShardTask, make_shard
+from shards.commits import commit_path
 from shards.dataset import current_variant
 from tests.prep.running import Ran, manifest
 from tests.prep.sets import LEN, ShardSet
@@ -27,7 +30,7 @@ class Here:
     """An engine that runs tasks in this process."""
 
     def run(
-        self, function: Callable[[T], R], tasks: Iterable[T], *, check: Check | None = None
+        self, function: Callable[[T], R], tasks: Iterable[T], *, check: Check | None = None, **named: object
     ) -> Iterator[Outcome[T, R] | None]:
         assert check is None or check() is None
         for task in tasks:
@@ -44,14 +47,19 @@ def data(tmp_path: Path, write_video: Callable[..., Path]) -> Path:
 
 
 def run(
-    data: Path, make: Callable[[ShardTask], ShardResult], monkeypatch: pytest.MonkeyPatch, *, per_shard: int = 2
+    data: Path,
+    make: Callable[[ShardTask], ShardResult],
+    monkeypatch: pytest.MonkeyPatch,
+    *,
+    per_shard: int = 2,
+    lag_limit_s: float = 0.0,
 ) -> Summary:
     monkeypatch.setattr("prep.video.layout.MIN_SHARDS", 1)
     monkeypatch.setattr("prep.video.layout.MAX_SHARD_CHUNKS", per_shard)
     monkeypatch.setattr("prep.video.layout.SPAN_CHUNKS", 1)
     recipe = resolve(Recipe(len="1s", preset="ultrafast", short_side=32), ffmpeg_version=find_ffmpeg().version)
     job = chunk_job(make_plan(data, recipe))
-    return execute(replace(job, make=make), Here())
+    return execute(replace(job, make=make, lag_limit_s=lag_limit_s), Here())
 
 
 def listed(data: Path, summary: Summary) -> list[dict[str, Any]]:
@@ -138,3 +146,40 @@ def test_a_variant_in_which_everything_failed_takes_the_place_of_none(prep: Prep
     flags = ("--bitrate", "99999999M", "--engine", "processes", *LEN)
     prep("chunk", "--data", shard_set.data, *flags, status=1)
     assert current_variant(shard_set.data, "video") == before
+
+
+def test_a_commit_that_becomes_visible_late_is_awaited(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    late = tmp_path / "late"
+
+    def lagging(task: ShardTask) -> ShardResult:
+        result = make_shard(task)
+        if task.shard_id == 1:
+            commit_path(task.variant_dir, 1).rename(late)
+        return result
+
+    summary = run(data, lagging, monkeypatch, lag_limit_s=0.1)
+    assert summary.failures_by_code() == {FailureCode.SHARD_MISSING: 2} and summary.num_shards == 2
+    assert "waiting up to 0.1 s for 1 shard in " in capsys.readouterr().err
+
+    late.unlink()
+    appearing = Event()
+
+    def appear() -> None:
+        appearing.wait()
+        late.rename(commit_path(data / "video" / summary.variant, 1))
+
+    thread = Thread(target=appear)
+    thread.start()
+    write = sys.stderr.write
+
+    def told(text: str) -> int:
+        appearing.set()
+        return write(text)
+
+    monkeypatch.setattr(sys.stderr, "write", told)
+    summary = run(data, lagging, monkeypatch, lag_limit_s=60)
+    thread.join()
+    assert (summary.num_shards, summary.num_chunks, summary.failures) == (3, 5, [])
+    assert summary.num_shards_made == 1 and len(listed(data, summary)) == 0

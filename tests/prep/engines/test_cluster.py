@@ -139,14 +139,18 @@ def test_nodes_that_cannot_do_the_work_are_named_and_get_none(
     # Ray lets workers see the modules that the driver sees, where they are.
     add_node(first=shlex.join(["mount", "--bind", os.fspath(copy / "prep"), os.fspath(ROOT / "prep")]))
 
+    packages = [ROOT / package for package in ("manifests", "shards", "prep")]
+    add_node(first=" && ".join(shlex.join(["mount", "-t", "tmpfs", "tmpfs", os.fspath(path)]) for path in packages))
+
     arguments = ("chunk", "--data", data, "--json", "--address", cluster.address, *SETTINGS)
     ran = prep(*arguments)
     reasons = [refused["reason"] for refused in ran.summary["refused_workers"]]
     assert sorted(reason.split(" (source ")[0].split(":")[0] for reason in reasons) == [
         f"clipmill {version('clipmill')}",
+        "clipmill is not installed",
         "the data folder is not shared",
     ], ran.stderr
-    assert len({refused["place"] for refused in ran.summary["refused_workers"]}) == 2
+    assert len({refused["place"] for refused in ran.summary["refused_workers"]}) == 3
     assert all(f"{refused['place']} is excluded from" in ran.stderr for refused in ran.summary["refused_workers"])
     assert ran.summary["failures"] == {} and ran.summary["num_chunks"] == 64
     assert contents(data) == contents(tmp_path / "undisturbed")

@@ -23,7 +23,7 @@ class Here:
     """The engine without workers."""
 
     def run(
-        self, function: Callable[[T], R], tasks: Iterable[T], *, check: Check | None = None
+        self, function: Callable[[T], R], tasks: Iterable[T], *, check: Check | None = None, **named: object
     ) -> Iterator[Outcome[T, R] | None]:
         for task in tasks:
             yield Outcome(task, function(task))

@@ -58,7 +58,7 @@ class Here:
     max_blocks: int | None = None  # then it is as if the driver had been killed
 
     def run(
-        self, function: Callable[[T], R], tasks: Iterable[T], *, check: Check | None = None
+        self, function: Callable[[T], R], tasks: Iterable[T], *, check: Check | None = None, **named: object
     ) -> Iterator[Outcome[T, R] | None]:
         for number, task in enumerate(tasks):
             if number == self.max_blocks:

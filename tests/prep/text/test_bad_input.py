@@ -160,7 +160,7 @@ class Losing:
         self._text = text
 
     def run(
-        self, function: Callable[[T], R], tasks: Iterable[T], *, check: Check | None = None
+        self, function: Callable[[T], R], tasks: Iterable[T], *, check: Check | None = None, **named: object
     ) -> Iterator[Outcome[T, R] | None]:
         for task in tasks:
             assert isinstance(task, Block)

@@ -1,0 +1,102 @@
+"""How Ray executes tasks: what a task takes, when it is tried again, and how long to wait for nodes."""
+
+from dataclasses import dataclass, fields
+from typing import Annotated
+
+from cyclopts import Group, Parameter
+
+from manifests.errors import UserError
+from manifests.help_text import RARE
+
+CLUSTER = Parameter(group=Group("Ray", sort_key=8.5))
+_MAX_WAIT_S = 7 * 24 * 3600.0
+_BYTES_PER_GB = 10**9
+
+
+@dataclass(frozen=True, kw_only=True)
+class Execution:
+    """Settings of the Ray engine; none of them affects what is made."""
+
+    task_cpus: Annotated[float | None, CLUSTER, RARE] = None
+    """CPUs to reserve per task. Default: 1; none for a worker with a GPU, which uses its share of the node's cores."""
+    task_memory: Annotated[float | None, CLUSTER, RARE] = None
+    """Memory to reserve per task on a cluster, in GB (10^9 bytes); 0: none. Default: what the column was measured to
+    need (docs/cluster.md)."""
+    task_retries: Annotated[int, CLUSTER, RARE] = 2
+    """Number of times to retry a task whose worker died, 0 or more. A lost node does not count."""
+    straggler_factor: Annotated[float, CLUSTER, RARE] = 5.0
+    """Start a second copy of a task on another node once it takes this many times the median time per chunk, above 1;
+    the first result is used. 0: never."""
+    wait_for_nodes: Annotated[float, CLUSTER, RARE] = 600.0
+    """Time to wait for nodes that can run a task, in seconds, for example for an autoscaler to start them."""
+
+    def __post_init__(self) -> None:
+        for name, is_allowed, rule in (
+            ("task_cpus", self.task_cpus is None or 0 < self.task_cpus < 10_000, "give a number above 0, such as 2"),
+            ("task_memory", self.task_memory is None or 0 <= self.task_memory < 10_000, "give GB such as 2.5, or 0"),
+            ("task_retries", 0 <= self.task_retries <= 100, "give 0 to 100"),
+            (
+                "straggler_factor",
+                self.straggler_factor == 0 or 1 < self.straggler_factor < float("inf"),
+                "give a number above 1, or 0 for never",
+            ),
+            ("wait_for_nodes", 0 <= self.wait_for_nodes <= _MAX_WAIT_S, "give seconds, up to a week"),
+        ):
+            if not is_allowed:
+                raise UserError(f"{_flag(name)} {getattr(self, name):g} is out of range", hint=rule)
+
+    @property
+    def changed(self) -> list[str]:
+        """The flags whose values are not the defaults."""
+        return [_flag(field.name) for field in fields(self) if getattr(self, field.name) != field.default]
+
+
+@dataclass(frozen=True)
+class Need:
+    """What one worker takes on its node."""
+
+    cpus: float
+    gpus: float
+    memory_bytes: int
+
+    def fits(self, resources: dict[str, float]) -> bool:
+        """Return True if a node with these resources in total can run a worker."""
+        return (
+            resources.get("CPU", 0) >= self.cpus
+            and resources.get("GPU", 0) >= self.gpus
+            and resources.get("memory", 0) >= self.memory_bytes
+        )
+
+    def room(self, resources: dict[str, float]) -> int:
+        """Return how many workers these resources have room for."""
+        needs = (("CPU", self.cpus), ("GPU", self.gpus), ("memory", self.memory_bytes))
+        return min((int(resources.get(resource, 0) / taken) for resource, taken in needs if taken), default=0)
+
+    def options(self) -> dict[str, float]:
+        """Return the options of a Ray task or actor."""
+        memory = {"memory": self.memory_bytes} if self.memory_bytes else {}
+        return {"num_cpus": self.cpus, "num_gpus": self.gpus, **memory}
+
+    def __str__(self) -> str:
+        parts = [
+            *([f"{self.cpus:g} CPU{'' if self.cpus == 1 else 's'}"] if self.cpus else []),
+            *([f"{self.gpus:g} GPU{'' if self.gpus == 1 else 's'}"] if self.gpus else []),
+            *([f"{self.memory_bytes / _BYTES_PER_GB:g} GB of memory"] if self.memory_bytes else []),
+        ]
+        return " and ".join(parts) or "any resources"
+
+
+def need_of(execution: Execution, *, gpus: float | None, default_memory_gb: float) -> Need:
+    """Return what one worker takes.
+
+    Args:
+        gpus: GPUs per worker; None or 0 for a worker on a CPU.
+        default_memory_gb: memory of a worker if the settings do not give it.
+    """
+    cpus = execution.task_cpus if execution.task_cpus is not None else 0.0 if gpus else 1.0
+    memory_gb = execution.task_memory if execution.task_memory is not None else default_memory_gb
+    return Need(cpus, gpus or 0.0, round(memory_gb * _BYTES_PER_GB))
+
+
+def _flag(name: str) -> str:
+    return f"--{name.replace('_', '-')}"

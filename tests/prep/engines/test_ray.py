@@ -1,0 +1,221 @@
+"""The Ray engine on a cluster: what nodes are asked for, names, waiting, retries, stragglers, versions.
+
+All tests share a head with one CPU, to which they add nodes.
+"""
+
+import os
+import secrets
+import signal
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from manifests.errors import UserError
+from prep.engines import Label, Outcome, worker_threads
+from prep.engines.execution import Execution, Need, need_of
+from prep.engines.ray import RayEngine, count_cluster_gpus, import_ray
+from prep.engines.ray_connection import cluster_address, connect
+from prep.engines.ray_flights import Pace
+from tests.conftest import ROOT
+from tests.prep.running import MARK, processes, wait_until
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[Any]:
+    """A head with one CPU and a dashboard, which is to see a dead node soon."""
+    mark = secrets.token_hex(8)
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in {
+            MARK: mark,
+            "PYTHONPATH": str(ROOT),
+            "RAY_AUTH_MODE": "disabled",
+            "RAY_USAGE_STATS_ENABLED": "0",
+            "RAY_health_check_initial_delay_ms": "500",
+            "RAY_health_check_period_ms": "500",
+            "RAY_health_check_failure_threshold": "3",
+        }.items():
+            patch.setenv(name, value)
+        import_ray()
+        from ray.cluster_utils import Cluster
+
+        cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": True})
+        yield cluster
+        cluster.shutdown()
+        for process in processes(mark):
+            process.kill()
+
+
+@dataclass(frozen=True)
+class Task:
+    """Work of one unit; `slow` and `deadly` tasks misbehave in their first attempt."""
+
+    number: int
+    folder: Path
+    slow: bool = False
+    deadly: bool = False
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where and how a task ran."""
+
+    pid: int
+    node: str
+    gpus: str | None
+    threads: int
+
+
+def work(task: Task) -> Place:
+    import ray
+
+    begun = task.folder / f"begun-{task.number}"
+    is_first = not begun.exists()
+    begun.touch()
+    context = ray.get_runtime_context()
+    if task.slow and is_first:
+        (task.folder / "slow").write_text(f"{os.getpid()} {context.get_node_id()}")
+        time.sleep(600)
+    if task.deadly and is_first:
+        (task.folder / "deadly").write_text(context.get_node_id())
+        time.sleep(1 if task.slow else 0)
+        os.kill(os.getpid(), signal.SIGKILL)
+    time.sleep(0.05)
+    return Place(os.getpid(), context.get_node_id(), os.environ.get("CUDA_VISIBLE_DEVICES"), worker_threads())
+
+
+def label(task: Task) -> Label:
+    return Label(f"numbered {task.number:06d}", work=1)
+
+
+def run(engine: RayEngine, tasks: list[Task], *, notices: list[str] | None = None) -> dict[int, Outcome[Task, Place]]:
+    told = notices if notices is not None else []
+    outcomes = [one for one in engine.run(work, tasks, label=label, notify=told.append) if isinstance(one, Outcome)]
+    assert sorted(outcome.task.number for outcome in outcomes) == [task.number for task in tasks]
+    return {outcome.task.number: outcome for outcome in outcomes}
+
+
+def test_tasks_are_listed_by_their_names(cluster: Any, tmp_path: Path) -> None:
+    from ray.util.state import list_tasks
+
+    run(RayEngine(num_workers=None, address=cluster.address), [Task(number, tmp_path) for number in range(3)])
+    names = {f"numbered {number:06d}" for number in range(3)}
+    address = f"http://{cluster.head_node.webui_url}"
+    wait_until(lambda: names <= {task.name for task in list_tasks(address=address, limit=1000)})
+
+
+def test_gpus_that_are_still_to_come_are_awaited_and_shared(cluster: Any, tmp_path: Path) -> None:
+    assert count_cluster_gpus(cluster.address) == 0
+    need = Need(0, 0.5, 0)
+    hasty = RayEngine(
+        num_workers=None, address=cluster.address, actor_gpus=0.5, need=need, execution=Execution(wait_for_nodes=0)
+    )
+    with pytest.raises(UserError, match=r"1 node with 1 CPU and 0 GPUs.* but a worker requires 0\.5 GPU"):
+        run(hasty, [Task(0, tmp_path)])
+
+    patient = RayEngine(num_workers=None, address=cluster.address, actor_gpus=0.5, need=need)
+    notices, outcomes, node = list[str](), list[Any](), None
+    for outcome in patient.run(work, [Task(number, tmp_path) for number in range(8)], notify=notices.append):
+        outcomes += [outcome.result] if isinstance(outcome, Outcome) else []
+        if node is None:
+            assert notices[0].startswith("waiting up to 600 s for a node with 0.5 GPU")
+            node = cluster.add_node(num_cpus=8, num_gpus=1)
+    assert len(outcomes) == 8
+    assert {(place.gpus, place.threads) for place in outcomes} == {("0", 4)}
+    assert len({place.pid for place in outcomes}) <= 2  # two workers of half a GPU
+    assert count_cluster_gpus(cluster.address) == 1
+    cluster.remove_node(node)
+
+
+@pytest.mark.parametrize("actor_gpus", [None, 0])
+def test_a_straggler_is_tried_on_another_node(
+    cluster: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, actor_gpus: float | None
+) -> None:
+    monkeypatch.setattr("prep.engines.ray_flights.SHORTEST_S", 0.5)
+    monkeypatch.setattr("prep.engines.ray_tasks._STRAGGLER_INTERVAL_S", 0.2)
+    node = cluster.add_node(num_cpus=1)
+    engine = RayEngine(num_workers=None, address=cluster.address, actor_gpus=actor_gpus)
+    outcome = run(engine, [Task(number, tmp_path, slow=number == 7) for number in range(9)])[7]
+    slow_pid, slow_node = (tmp_path / "slow").read_text().split()
+    assert outcome.result is not None and outcome.result.node != slow_node
+    wait_until(lambda: not os.path.exists(f"/proc/{slow_pid}"))  # noqa: PTH110 - not a file
+    cluster.remove_node(node)
+
+
+def test_a_worker_that_keeps_dying_is_not_tried_for_ever(cluster: Any, tmp_path: Path) -> None:
+    engine = RayEngine(num_workers=2, address=cluster.address, execution=Execution(task_retries=0))
+    outcomes = run(engine, [Task(number, tmp_path, deadly=number == 1) for number in range(3)])
+    assert {number for number, outcome in outcomes.items() if outcome.lost} == {1}
+    assert "died" in str(outcomes[1].lost)
+
+
+@pytest.mark.parametrize("actor_gpus", [None, 0])
+def test_a_task_is_not_to_blame_for_the_loss_of_its_node(
+    cluster: Any, tmp_path: Path, actor_gpus: float | None
+) -> None:
+    node, is_lost = cluster.add_node(num_cpus=2), False
+    engine = RayEngine(
+        num_workers=1,
+        address=cluster.address,
+        actor_gpus=actor_gpus,
+        need=Need(2, 0, 0),  # more than the head has
+        execution=Execution(task_retries=0),
+    )
+    results = []
+    for outcome in engine.run(work, [Task(0, tmp_path, slow=True)], label=label):
+        if isinstance(outcome, Outcome):
+            results.append(outcome.result)
+        elif not is_lost and (tmp_path / "slow").exists():
+            cluster.remove_node(node, allow_graceful=False)
+            node, is_lost = cluster.add_node(num_cpus=2), True
+    assert is_lost and len(results) == 1 and results[0] is not None
+    cluster.remove_node(node)
+
+
+def test_a_cluster_of_another_version_is_refused(cluster: Any) -> None:
+    ray = import_ray()
+    kv, key, namespace = ray.experimental.internal_kv, b"CLUSTER_METADATA", b"cluster"
+    connect(ray, cluster.address)
+    known = kv._internal_kv_get(key, namespace=namespace)
+    kv._internal_kv_put(key, known.replace(ray.__version__.encode(), b"1.13.0"), True, namespace=namespace)
+    ray.shutdown()
+    try:
+        with pytest.raises(
+            UserError, match=r"it runs Ray 1\.13\.0 and Python 3\..*, but this command runs Ray "
+        ) as raised:
+            connect(ray, cluster.address)
+    finally:
+        ray.shutdown()
+        client = ray._raylet.GcsClient(address=cluster.address)
+        client.internal_kv_put(key, known, True, namespace)
+    assert "the same Ray on every node" in str(raised.value.hint)
+
+
+def test_the_pace_of_finished_tasks_limits_the_others() -> None:
+    pace = Pace(5)
+    for run_s in (100, 100, 100, 130):
+        pace.add(10, run_s)
+    assert pace.limit_s(10) is None  # too few
+    pace.add(10, 900)
+    assert pace.limit_s(10) == 500 and pace.limit_s(100) == 5000
+    assert pace.limit_s(0.1) == 60 and pace.limit_s(0) is None  # short, and of unknown size
+    assert Pace(0).limit_s(10) is None
+
+
+def test_what_a_worker_takes() -> None:
+    default = need_of(Execution(), gpus=None, default_memory_gb=1.5)
+    assert default == Need(1, 0, 1_500_000_000) and str(default) == "1 CPU and 1.5 GB of memory"
+    assert need_of(Execution(), gpus=0.5, default_memory_gb=0) == Need(0, 0.5, 0)
+    asked = need_of(Execution(task_cpus=4, task_memory=0), gpus=1, default_memory_gb=1.5)
+    assert asked == Need(4, 1, 0) and asked.room({"CPU": 15, "GPU": 4, "memory": 1.0}) == 3
+    assert asked.fits({"CPU": 4, "GPU": 1}) and not asked.fits({"CPU": 8})
+
+
+def test_a_run_in_a_ray_job_works_on_the_cluster_of_the_job(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
+    assert cluster_address(None) is None and cluster_address("auto") == "auto"
+    monkeypatch.setenv("RAY_JOB_CONFIG_JSON_ENV_VAR", "{}")
+    assert cluster_address(None) == "10.0.0.1:6379" and cluster_address("auto") == "auto"
