@@ -5,6 +5,8 @@ Each is a small JSON file with its own checksum, and records neither times nor h
 
 import json
 import re
+from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -138,6 +140,19 @@ def read_commits(variant_dir: Path) -> Commits:
         gone = (DamagedCommit(commit_path(variant_dir, shard_id), _MISSING) for shard_id in missing)
         return Commits(found.commits, tuple(sorted((*found.damaged, *gone), key=lambda damaged: damaged.shard_id)))
     return found
+
+
+def read_commits_of(variant_dir: Path, shard_ids: Iterable[int]) -> dict[int, Commit]:
+    """Return the intact commit records of some shards, by shard id.
+
+    Raises:
+        UserError: a record is intact, but uses another version of the format.
+    """
+    commits = {}
+    for shard_id in sorted(shard_ids):
+        with suppress(FileNotFoundError, DamagedCommit):
+            commits[shard_id] = read_commit(commit_path(variant_dir, shard_id))
+    return commits
 
 
 def _records(variant_dir: Path) -> Commits:

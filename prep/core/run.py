@@ -4,7 +4,7 @@ import json
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Generic
 
@@ -14,13 +14,14 @@ from prep.core.column import ColumnSpec
 from prep.core.data_folder import remove_variant_temporaries
 from prep.core.failures import FailureCode
 from prep.core.heartbeat import running_shards
+from prep.core.parts import PartRun
 from prep.core.plan import ShardPlan, ShardState, file_problems, with_work
 from prep.core.progress import ChunkProgress, warn_refused
 from prep.core.selection import write_selection
 from prep.core.shard_result import ShardResult, Stop, W, stopped
 from prep.engines import Engine, Refused
 from prep.engines.admission import worker_ticket
-from shards.commits import Commit, Failure
+from shards.commits import Commit, Failure, read_commits_of
 from shards.dataset import begin_variant, set_current_variant
 from shards.format import COMMITS_FOLDER, RECIPE_FILE
 from shards.lists import finish_run
@@ -96,23 +97,36 @@ class Job(Generic[W]):
         return self.variant_dir.name
 
 
-def execute(job: Job[W], engine: Engine) -> Summary:
+def execute(job: Job[W], engine: Engine, *, part_run: PartRun | None = None) -> Summary:
     """Make every shard of the job that needs work, and update the variant's records.
 
     Call it while holding the lock of the column (`prep.core.data_folder.writing`).
+
+    Args:
+        part_run: the part whose shards to make (`Request.part_run`); None for all. The last part updates the records.
     """
     folder = job.variant_dir
+    if part_run is not None:
+        part_run.agree(job.variant, where=job.where)
     make_variant(folder, job.recipe)
     write_selection(folder, job.where)
-    remove_variant_temporaries(folder)
+    if part_run is None or part_run.is_first:
+        remove_variant_temporaries(folder)
     # A dataset's first variant is readable while it grows; a later variant replaces it only once it is complete.
     begin_variant(job.data_dir, job.column.name, job.variant)
+    if part_run is not None:
+        part_run.begin()
+    own = job if part_run is None else replace(job, shards=part_run.own(job.shards))
     summary = Summary(job.variant)
     begin_s = time.monotonic()
-    results = {result.shard_id: result for result in _results(job, engine, summary)}
+    results = {result.shard_id: result for result in _results(own, engine, summary)}
     summary.wall_s = time.monotonic() - begin_s
-    remove_variant_temporaries(folder)  # left by lost workers
-    _finish(job, summary, results)
+    if part_run is None or part_run.end():
+        remove_variant_temporaries(folder)  # left by lost workers
+        _finish(job, own, summary, results, part_run)
+    else:
+        commits = read_commits_of(folder, {shard.shard_id for shard in own.shards})
+        _account(own, commits, summary, results)
     return summary
 
 
@@ -148,6 +162,7 @@ def _results(job: Job[W], engine: Engine, summary: Summary) -> Iterator[ShardRes
         return
     tasks = (job.task(shard) for shard in work)
     full_disks, made = 0, 0
+    own_ids = {shard.shard_id for shard in work}
     with (
         worker_ticket(job.variant_dir, package=job.column.package, needs=job.needs) as ticket,
         ChunkProgress(num_chunks=sum(shard.num_chunks for shard in work), chunk_s=job.chunk_s) as progress,
@@ -168,14 +183,32 @@ def _results(job: Job[W], engine: Engine, summary: Summary) -> Iterator[ShardRes
                 if full_disks == _MAX_FULL_DISKS:
                     summary.gave_up = f"stopped, because the disk was full for {full_disks} consecutive shards"
                     return
-            progress.show(made + sum(shard.num_done for shard in running_shards(job.variant_dir)))
+            # Other parts may be running too.
+            running = (shard for shard in running_shards(job.variant_dir) if shard.shard_id in own_ids)
+            progress.show(made + sum(shard.num_done for shard in running))
 
 
-def _finish(job: Job[W], summary: Summary, results: dict[int, ShardResult]) -> None:
-    """Drop commits that are not wanted any more, write the lists, and make a complete variant the current one."""
+def _finish(
+    job: Job[W], own: Job[W], summary: Summary, results: dict[int, ShardResult], part_run: PartRun | None
+) -> None:
+    """Drop commits that are not wanted any more, write the lists, and make a complete variant the current one.
+
+    Args:
+        own: the job with the shards of this process only.
+    """
     orphaned = {shard.shard_id for shard in job.shards if shard.state == ShardState.ORPHANED}
     wanted = {shard.shard_id for shard in job.shards} - orphaned
     commits = finish_run(job.variant_dir, dropped=orphaned, wanted=wanted)
+    is_complete = _account(own, commits, summary, results)
+    summary.failures = [*job.failed_before, *summary.failures]
+    left = [] if part_run is None else list(_left_by_others(job, commits, part_run))
+    write_failures(job.variant_dir / FAILURES_FILE, [*summary.failures, *left])
+    if is_complete and not left and summary.num_chunks:  # a variant in which everything failed replaces nothing
+        set_current_variant(job.data_dir, job.column.name, job.variant)
+
+
+def _account(job: Job[W], commits: dict[int, Commit], summary: Summary, results: dict[int, ShardResult]) -> bool:
+    """Add what the commits hold and what this process made to the summary; return True if all shards are made."""
     summary.num_shards = sum(commit.files is not None for commit in commits.values())
     summary.num_chunks = sum(commit.files.num_samples for commit in commits.values() if commit.files)
     missing = list(_missing_shards(job, commits, results, gave_up=summary.gave_up))
@@ -185,14 +218,22 @@ def _finish(job: Job[W], summary: Summary, results: dict[int, ShardResult]) -> N
             summary.num_shards_made += 1
             _add(summary, results.get(shard.shard_id))
     lost = [failure for shard, stop in missing for failure in _failures_of(job, shard, stop, commits)]
-    summary.failures = [
-        *job.failed_before,
-        *(failure for commit in commits.values() for failure in commit.failures),
-        *lost,
-    ]
-    write_failures(job.variant_dir / FAILURES_FILE, summary.failures)
-    if not missing and summary.num_chunks:  # a variant in which everything failed replaces nothing
-        set_current_variant(job.data_dir, job.column.name, job.variant)
+    summary.failures = [*(failure for commit in commits.values() for failure in commit.failures), *lost]
+    return not missing
+
+
+def _left_by_others(job: Job[W], commits: dict[int, Commit], part_run: PartRun) -> Iterator[Failure]:
+    """Count the shards that other parts have not made, and yield a failure for each."""
+    others = [shard for shard in job.shards if not part_run.part.holds(shard.shard_id)]
+    due = {shard.shard_id: commits[shard.shard_id] for shard in others if shard.has_work and shard.shard_id in commits}
+    problems = file_problems(job.variant_dir, due)
+    for shard in others:
+        commit = commits.get(shard.shard_id)
+        is_made = commit is not None and commit.plan_fingerprint == shard.plan_fingerprint
+        if shard.state != ShardState.ORPHANED and (not is_made or shard.shard_id in problems):
+            part = part_run.leave_to(shard.shard_id)
+            message = f"part {part} has not made it"
+            yield Failure(f"shard {shard.shard_id:06d}", None, str(FailureCode.SHARD_MISSING), message)
 
 
 def _add(summary: Summary, result: ShardResult | None) -> None:

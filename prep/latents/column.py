@@ -20,6 +20,7 @@ from prep.core.make import (
     MaxFailures,
     ModelWorkers,
     NumGpus,
+    PartOf,
     Request,
     make_column,
     plan_column,
@@ -44,6 +45,7 @@ def latents(
     engine: EngineName = "ray",
     address: Address = None,
     workers: ModelWorkers = None,
+    part: PartOf = None,
     num_gpus: NumGpus = None,
     batch: Batch = _BATCH,
     max_failures: MaxFailures = "0",
@@ -68,6 +70,7 @@ def latents(
         engine=engine,
         address=address,
         workers=workers,
+        part=part,
         num_gpus=num_gpus,
         batch=batch,
         max_failures=max_failures,
@@ -122,7 +125,7 @@ def _run(plan: "LatentsPlan", settings: LatentsSettings, request: Request) -> "S
         batch=request.batch or _BATCH,
         num_threads=threads_per_worker(request.workers, gpus_per_worker=gpus_per_worker),
     )
-    return execute(job, engine)
+    return execute(job, engine, part_run=request.part_run)
 
 
 def _plan_report(plan: "LatentsPlan") -> "Report":

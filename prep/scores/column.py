@@ -16,6 +16,7 @@ from prep.core.make import (
     EngineName,
     Json,
     MaxFailures,
+    PartOf,
     Request,
     Workers,
     make_column,
@@ -42,6 +43,7 @@ def scores(
     engine: EngineName = "ray",
     address: Address = None,
     workers: Workers = None,
+    part: PartOf = None,
     max_failures: MaxFailures = "0",
     json: Json = False,
 ) -> None:
@@ -54,7 +56,15 @@ def scores(
 
         prep scores
     """
-    request = Request(data=data, engine=engine, address=address, workers=workers, max_failures=max_failures, json=json)
+    request = Request(
+        data=data,
+        engine=engine,
+        address=address,
+        workers=workers,
+        part=part,
+        max_failures=max_failures,
+        json=json,
+    )
     make_column(COLUMN, settings, request)
 
 
@@ -93,8 +103,17 @@ def _run(plan: "ScoresPlan", settings: ScoresSettings, request: Request) -> "Sco
     from prep.scores.plan import scores_job
 
     engine = open_engine(request.engine, address=request.address, workers=request.workers)
-    summary = execute(scores_job(plan), engine)
+    summary = execute(scores_job(plan), engine, part_run=request.part_run)
+    if request.part_run is not None and not request.part_run.is_last:
+        return without_table(summary)
     return publish_table(summary, plan.variant_dir)
+
+
+def without_table(summary: "Summary") -> "ScoresSummary":
+    """Return the summary of a run that leaves the merged table to another part."""
+    from prep.scores.report import ScoresSummary
+
+    return ScoresSummary(**vars(summary))
 
 
 def publish_table(summary: "Summary", folder: Path) -> "ScoresSummary":

@@ -18,6 +18,7 @@ from prep.core.make import (
     MaxFailures,
     ModelWorkers,
     NumGpus,
+    PartOf,
     Request,
     make_column,
     plan_column,
@@ -46,6 +47,7 @@ def text(
     engine: EngineName = "ray",
     address: Address = None,
     workers: ModelWorkers = None,
+    part: PartOf = None,
     num_gpus: NumGpus = None,
     batch: Batch = None,
     max_failures: MaxFailures = "0",
@@ -67,6 +69,7 @@ def text(
         engine=engine,
         address=address,
         workers=workers,
+        part=part,
         num_gpus=num_gpus,
         batch=batch,
         max_failures=max_failures,
@@ -117,7 +120,7 @@ def _run(plan: "TextPlan", recipe: TextRecipe, request: Request) -> "TextSummary
     engine = open_engine(
         request.engine, address=request.address, workers=request.workers, gpus_per_worker=gpus_per_worker
     )
-    return run_text(plan, use, engine, on_encoded=CountProgress("encoding texts"))
+    return run_text(plan, use, engine, part_run=request.part_run, on_encoded=CountProgress("encoding texts"))
 
 
 def _plan_report(plan: "TextPlan") -> "Report":

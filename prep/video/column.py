@@ -10,7 +10,18 @@ from cyclopts import Parameter
 
 from manifests.help_text import FIRST_RUN
 from prep.core.column import VIDEO, ColumnSpec, Pending, changed_flags
-from prep.core.make import Address, Data, EngineName, Json, MaxFailures, Request, Workers, make_column, plan_column
+from prep.core.make import (
+    Address,
+    Data,
+    EngineName,
+    Json,
+    MaxFailures,
+    PartOf,
+    Request,
+    Workers,
+    make_column,
+    plan_column,
+)
 from prep.sources.detector import DEFAULT_DETECTOR
 from prep.video.recipe import NAMED_RECIPES, Recipe, recipe_from_dict, settings_line
 from prep.video.settings import SHOT_SETTINGS
@@ -31,6 +42,7 @@ def chunk(
     engine: EngineName = "ray",
     address: Address = None,
     workers: Workers = None,
+    part: PartOf = None,
     max_failures: MaxFailures = "0",
     json: Json = False,
 ) -> None:
@@ -43,7 +55,15 @@ def chunk(
 
         prep chunk --len 15s --crf 21
     """
-    request = Request(data=data, engine=engine, address=address, workers=workers, max_failures=max_failures, json=json)
+    request = Request(
+        data=data,
+        engine=engine,
+        address=address,
+        workers=workers,
+        part=part,
+        max_failures=max_failures,
+        json=json,
+    )
     make_column(COLUMN, recipe, request)
 
 
@@ -108,7 +128,7 @@ def _run(plan: "Planned", recipe: Recipe, request: Request) -> "Summary":
 
     engine = open_engine(request.engine, address=request.address, workers=request.workers)
     plan = with_shots(plan, engine, on_progress=CountProgress("detecting shots"))
-    summary = with_cutting(execute(chunk_job(plan), engine), plan)
+    summary = with_cutting(execute(chunk_job(plan), engine, part_run=request.part_run), plan)
     remove_abandoned()  # left by workers that were lost, in this run or an earlier one
     return summary
 

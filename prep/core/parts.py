@@ -1,0 +1,317 @@
+"""Parts of a run (`--part K/N`): commands on several nodes, such as the tasks of a SLURM array, that make one column.
+
+They share nothing but the data folder. If the implementation is inconsistent with the following, it is a bug.
+
+Part K of N makes the shards whose id modulo N is K - 1, so parts never make the same shard. A part
+
+1. waits for the turn, a lock that one part at a time holds for a short while, and then takes the lock of the column,
+   shared with other parts, and the lock of its own number. It is refused if a command without `--part` is running, if
+   the same part is, or parts of another count;
+2. keeps the turn, if no other part is running, until everything that the parts have in common is published: probes,
+   shots, layout and the folder of the variant. Other parts wait and then find all of it;
+3. makes its shards;
+4. waits for the turn again. If no other part is running, it finishes the run of all of them: lists, contents.json,
+   failures, current variant. Otherwise it ends, and the last part finishes.
+
+The kernel releases the locks of a part that is killed. Since every change of "who is running" happens within a turn,
+exactly one of several parts that end at the same time is the last. A part that is killed as the last leaves the
+finishing to its next attempt, or to a command without `--part`.
+
+Where locks do not reach other nodes (NFS mounted with `nolock`, Lustre with `localflock`), a part would believe to be
+alone. A running part therefore touches the file of its lock, and a part that can take a lock whose file goes on
+changing is refused.
+"""
+
+import os
+import re
+import sys
+import time
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from threading import Event, Thread
+from typing import Any, TypeVar
+
+from manifests.errors import UserError
+from manifests.quoting import counted
+from prep.core.data_folder import FileLock, holder_of, lock_path, remove_leftovers, this_process
+from prep.core.shard_result import ShardWork
+
+S = TypeVar("S", bound=ShardWork)
+
+_PART = re.compile(r"(\d{1,6})/(\d{1,6})", re.ASCII)
+_LOCK_FILE = re.compile(r"\.part-(\d+)-of-(\d+)\.lock$", re.ASCII)
+_SIGN_INTERVAL_S = 1.0
+_NUM_MISSED_SIGNS = 5  # intervals without a sign of life after which a part is gone
+
+
+@dataclass(frozen=True, order=True)
+class Part:
+    """Part `number` (from 1) of `count`."""
+
+    number: int
+    count: int
+
+    @classmethod
+    def parse(cls, text: str) -> "Part":
+        """Parse the value of `--part`.
+
+        Raises:
+            UserError: it is not K/N with 1 <= K <= N.
+        """
+        match = _PART.fullmatch(text)
+        if match is None:
+            raise UserError(f'--part "{text}" is not a part', hint="write K/N, such as 3/16: part 3 of 16")
+        number, count = map(int, match.groups())
+        if not 1 <= number <= count:
+            raise UserError(f"--part {text} is out of range", hint=f"give 1/{count or 1} to {count or 1}/{count or 1}")
+        return cls(number, count)
+
+    def holds(self, number: int) -> bool:
+        """Return True if the shard with id `number` belongs to the part."""
+        return number % self.count == self.number - 1
+
+    def __str__(self) -> str:
+        return f"{self.number}/{self.count}"
+
+
+@dataclass
+class PartRun:
+    """The part that this process makes, and its place among the other parts.
+
+    Attributes:
+        is_first: whether no other part was running when it began. It publishes what all parts have in common.
+        is_last: whether it finishes the run; None until it has ended.
+        num_running: number of other parts that were running when it ended.
+        not_made: work of other parts that was not done when the last part ended: number of shards by part.
+        unit: what `not_made` counts, singular.
+    """
+
+    data_dir: Path
+    column: str
+    part: Part
+    is_first: bool = False
+    is_last: bool | None = None
+    num_running: int = 0
+    not_made: Counter[Part] = field(default_factory=Counter)
+    unit: str = "shard"
+    _own: FileLock | None = None
+    _turn: FileLock | None = None
+
+    def register(self) -> None:
+        """Wait for the turn, check the other parts, and take the lock of this part.
+
+        Raises:
+            UserError: the part is running, parts of another count are running, or locks do not reach other nodes.
+        """
+        self._take_turn("planning")
+        others = self._running()
+        if mixed := [other for other in others if other.part.count != self.part.count]:
+            raise UserError(
+                f"--part {self.part} divides the run by {self.part.count}, but part {mixed[0].part} is running "
+                f"({mixed[0].holder})",
+                hint=f"give a part of {mixed[0].part.count}, or wait until all parts have ended",
+            )
+        self._own = self._locked(self._path(self.part))
+        if self._own is None:
+            raise UserError(
+                f"part {self.part} is running already ({_Note.read(self._path(self.part), self.part).holder})",
+                hint="wait until it ends, or stop it",
+            )
+        self._own.note(f"{this_process()}\n")
+        self.is_first = not others
+        if not self.is_first:
+            self._leave_turn()
+
+    def agree(self, variant: str, *, where: str | None) -> None:
+        """Record what the part makes.
+
+        Raises:
+            UserError: another part makes another variant, or selects other samples.
+        """
+        if not self.is_first:
+            self._take_turn("planning")
+        mine = variant if where is None else f"{variant} where {' '.join(where.split())}"
+        for other in self._running():
+            if other.makes not in ("", mine):
+                raise UserError(
+                    f"part {self.part} would make {mine}, but part {other.part}, which is running, makes {other.makes}",
+                    hint="give all parts the same settings, or wait until the others have ended",
+                )
+        assert self._own is not None, "register() takes the lock"
+        self._own.note(f"{this_process()}\n{mine}\n")
+        if not self.is_first:
+            self._leave_turn()
+
+    def begin(self) -> None:
+        """Let the other parts go on: what all of them have in common is published."""
+        self._leave_turn()
+
+    def end(self) -> bool:
+        """Wait for the turn; return True if this part is the last one, which finishes the run before it leaves."""
+        if self.is_last is None:
+            self._take_turn("ending")
+            self.num_running = len(self._running())
+            self.is_last = self.num_running == 0
+        return self.is_last
+
+    def leave(self) -> None:
+        """Release all locks."""
+        if self._own is not None:
+            if self._turn is not None:
+                self._path(self.part).unlink(missing_ok=True)
+            else:  # another process may be about to lock the file
+                self._own.note("")
+            self._own.release()
+            self._own = None
+        self._leave_turn()
+
+    def own(self, shards: Sequence[S]) -> list[S]:
+        """Return the shards of this part."""
+        return [shard for shard in shards if self.part.holds(shard.shard_id)]
+
+    def leave_to(self, number: int, *, count: int = 1) -> Part:
+        """Count work that is not done, and return the part that it belongs to."""
+        part = Part(number % self.part.count + 1, self.part.count)
+        self.not_made[part] += count
+        return part
+
+    def touch(self) -> None:
+        """Give a sign of life."""
+        if self._own is not None:
+            with suppress(OSError):
+                self._own.touch()
+
+    def line(self) -> str:
+        """Return how the part ended, for the summary."""
+        if not self.is_last:
+            others = counted(self.num_running, "other part")
+            return f"part     {self.part} has ended; the last of {others} that are running will finish the run"
+        if not self.not_made:
+            return f"part     {self.part} has ended as the last one; nothing is left to make"
+        listed = [f"{counted(number, self.unit)} of part {part}" for part, number in sorted(self.not_made.items())[:5]]
+        more = f", and of {counted(len(self.not_made) - 5, 'more part')}" if len(self.not_made) > 5 else ""
+        return f"part     {self.part} has ended as the last one running; not made: {', '.join(listed)}{more}"
+
+    def values(self) -> dict[str, Any]:
+        """Return the same as JSON values."""
+        return {
+            "part": str(self.part),
+            "is_last": bool(self.is_last),
+            "num_running": self.num_running,
+            "not_made": {str(part): number for part, number in sorted(self.not_made.items())},
+        }
+
+    def _take_turn(self, doing: str) -> None:
+        path = self.data_dir / f".{self.column}.parts.lock"
+
+        def on_wait() -> None:
+            sys.stderr.write(f"part {self.part} waits: {holder_of(path) or 'another part has the turn'}\n")
+
+        self._turn = FileLock.wait(path, on_wait=on_wait)
+        self._turn.note(f"part {self.part} is {doing} ({this_process()})\n")
+
+    def _leave_turn(self) -> None:
+        if self._turn is not None:
+            self._turn.note("")
+            self._turn.release()
+            self._turn = None
+
+    def _running(self) -> "list[_Note]":
+        """Return the notes of the other parts that are running; call it within a turn."""
+        found = []
+        for path in sorted(self.data_dir.glob(f".{self.column}.part-*.lock")):
+            match = _LOCK_FILE.search(path.name)
+            if match is None or (part := Part(*map(int, match.groups()))) == self.part:
+                continue
+            lock = self._locked(path)
+            if lock is None:
+                found.append(_Note.read(path, part))
+            else:
+                path.unlink(missing_ok=True)  # the part was killed
+                lock.release()
+        return found
+
+    def _locked(self, path: Path) -> FileLock | None:
+        """Return the lock of a part; None if that part is running.
+
+        Raises:
+            UserError: the lock is free, although that part is running on another node.
+        """
+        lock = FileLock.take(path)
+        holder = holder_of(path).partition("\n")[0]
+        node, here = holder.rpartition(" on ")[2], os.uname().nodename
+        if lock is None or node in ("", here):
+            return lock
+        changed_ns = _changed_ns(path)
+        time.sleep(_NUM_MISSED_SIGNS * _SIGN_INTERVAL_S)
+        if _changed_ns(path) != changed_ns:
+            lock.release()
+            raise UserError(
+                f"locks in {self.data_dir} do not reach other nodes: {holder} holds that of {path.name}, which was "
+                f"free on {here}",
+                hint="mount NFS without nolock or local_lock, and Lustre with -o flock",
+            )
+        return lock
+
+    def _path(self, part: Part) -> Path:
+        return self.data_dir / f".{self.column}.part-{part.number}-of-{part.count}.lock"
+
+
+@dataclass(frozen=True)
+class _Note:
+    """Note in the lock file of a running part: the process, and what it makes (empty while it plans)."""
+
+    part: Part
+    holder: str
+    makes: str
+
+    @classmethod
+    def read(cls, path: Path, part: Part) -> "_Note":
+        holder, _, makes = holder_of(path).partition("\n")
+        return cls(part, holder or "unknown process", makes)
+
+
+def _changed_ns(path: Path) -> int:
+    """Return the time of the last change of a file; opening the file makes NFS ask for it."""
+    with path.open("rb") as file:
+        return os.fstat(file.fileno()).st_mtime_ns
+
+
+@contextmanager
+def writing_part(data_dir: Path, part: Part, *, column: str) -> Iterator[PartRun]:
+    """Take part in a run of a column, and remove what killed commands left in it if no other part is running.
+
+    Raises:
+        UserError: see `PartRun.register`; or a command without `--part` is writing the column.
+        OSError: leftover files cannot be removed.
+    """
+    shared = FileLock.take(lock_path(data_dir, column), is_shared=True)
+    if shared is None:
+        raise UserError(
+            f"another command is writing to {data_dir} ({holder_of(lock_path(data_dir, column)) or 'unknown'})",
+            hint=f"it makes column {column} without --part: wait until it finishes, or stop it",
+        )
+    run, has_ended = PartRun(data_dir, column, part), Event()
+    try:
+        run.register()
+        signs = Thread(target=_give_signs, args=(run, has_ended), daemon=True)
+        signs.start()
+        try:
+            if run.is_first:
+                shared.note("")  # a note of a killed command
+                remove_leftovers(data_dir, column=column)
+            yield run
+        finally:
+            has_ended.set()
+            signs.join()
+    finally:
+        run.leave()
+        shared.release()
+
+
+def _give_signs(run: PartRun, has_ended: Event) -> None:
+    while not has_ended.wait(_SIGN_INTERVAL_S):
+        run.touch()
