@@ -187,8 +187,9 @@ class PartRun:
     def line(self) -> str:
         """Return how the part ended, for the summary."""
         if not self.is_last:
-            others = counted(self.num_running, "other part")
-            return f"part     {self.part} has ended; the last of {others} that are running will finish the run"
+            verb = "is" if self.num_running == 1 else "are"
+            others = f"{counted(self.num_running, 'other part')} {verb} running"
+            return f"part     {self.part} has ended; {others}, and the last one finishes the run"
         if not self.not_made:
             return f"part     {self.part} has ended as the last one; nothing is left to make"
         listed = [f"{counted(number, self.unit)} of part {part}" for part, number in sorted(self.not_made.items())[:5]]

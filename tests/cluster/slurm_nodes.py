@@ -24,21 +24,27 @@ _MARK = "CLIPMILL_SLURM_NAMESPACE"
 _ENDED = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY", "BOOT_FAIL")
 
 
-def enter_namespaces(folder: Path) -> None:
+def enter_namespaces() -> None:
     """Run this program again in namespaces for processes, mounts, network and host name; return if it already is."""
-    if missing := [program for program in PROGRAMS if shutil.which(program) is None]:
-        raise SystemExit(f"missing programs: {', '.join(missing)}; install slurm-wlm, munge and iproute2, and be root")
     if os.environ.get(_MARK):
-        hosts = folder / "hosts"
-        hosts.write_text("127.0.0.1 localhost\n" + "".join(f"{address} {name}\n" for name, address in NODES.items()))
-        subprocess.run(["ip", "link", "set", "lo", "up"], check=True)
-        for address in NODES.values():
-            subprocess.run(["ip", "address", "add", f"{address}/32", "dev", "lo"], check=True)
-        subprocess.run(["mount", "--bind", str(hosts), "/etc/hosts"], check=True)
         return
+    if missing := [program for program in PROGRAMS if shutil.which(program) is None]:
+        raise SystemExit(f"missing programs: {', '.join(missing)}; install slurm-wlm, munge and iproute2")
+    if os.geteuid():
+        raise SystemExit("only root may make the namespaces of the nodes")
     kinds = ("--mount", "--pid", "--net", "--uts", "--fork", "--kill-child", "--mount-proc")
     command = ["unshare", *kinds, sys.executable, *sys.orig_argv[1:]]
     raise SystemExit(subprocess.run(command, env={**os.environ, _MARK: "1"}, check=False).returncode)
+
+
+def name_nodes(folder: Path) -> None:
+    """Give the nodes their addresses and names, which nobody outside of the namespaces sees."""
+    hosts = folder / "hosts"
+    hosts.write_text("127.0.0.1 localhost\n" + "".join(f"{address} {name}\n" for name, address in NODES.items()))
+    subprocess.run(["ip", "link", "set", "lo", "up"], check=True)
+    for address in NODES.values():
+        subprocess.run(["ip", "address", "add", f"{address}/32", "dev", "lo"], check=True)
+    subprocess.run(["mount", "--bind", str(hosts), "/etc/hosts"], check=True)
 
 
 class Cluster:
@@ -50,6 +56,7 @@ class Cluster:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
+        name_nodes(folder)
         self.environment = {**os.environ, "SLURM_CONF": str(folder / "slurm.conf")}
         self._daemons: dict[str, subprocess.Popen[bytes]] = {}
         key = folder / "munge.key"
@@ -183,11 +190,7 @@ class Cluster:
 
 def descendants_of(pid: int) -> list[int]:
     """Return the processes that a process has started, and those that these have started."""
-    children = [
-        int(word)
-        for path in Path(f"/proc/{pid}/task").glob("*/children")
-        for word in path.read_text().split()
-    ]
+    children = [int(word) for path in Path(f"/proc/{pid}/task").glob("*/children") for word in path.read_text().split()]
     return [*children, *(below for child in children for below in descendants_of(child))]
 
 
