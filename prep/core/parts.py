@@ -19,7 +19,8 @@ finishing to its next attempt, or to a command without `--part`.
 
 Where locks do not reach other nodes (NFS mounted with `nolock`, Lustre with `localflock`), a part would believe to be
 alone. A running part therefore touches the file of its lock, and a part that can take a lock whose file goes on
-changing is refused.
+changing is refused. Network file systems may show a new commit late: a part that ends notes in the file of the turn,
+which a lock keeps up to date, how much it has made, and the last one waits until it sees all of it.
 """
 
 import os
@@ -27,7 +28,7 @@ import re
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -43,6 +44,8 @@ S = TypeVar("S", bound=ShardWork)
 
 _PART = re.compile(r"(\d{1,6})/(\d{1,6})", re.ASCII)
 _LOCK_FILE = re.compile(r"\.part-(\d+)-of-(\d+)\.lock$", re.ASCII)
+_MADE_LINE = re.compile(r"^(\d+)/(\d+) (\d+)$", re.ASCII | re.MULTILINE)
+_MAX_LAG_S, _LAG_INTERVAL_S = 120.0, 1.0  # NFS clients keep listings for up to a minute
 _SIGN_INTERVAL_S = 1.0
 _NUM_MISSED_SIGNS = 5  # intervals without a sign of life after which a part is gone
 
@@ -99,6 +102,7 @@ class PartRun:
     unit: str = "shard"
     _own: FileLock | None = None
     _turn: FileLock | None = None
+    _made: dict[Part, int] = field(default_factory=dict)
 
     def register(self) -> None:
         """Wait for the turn, check the other parts, and take the lock of this part.
@@ -122,7 +126,9 @@ class PartRun:
             )
         self._own.note(f"{this_process()}\n")
         self.is_first = not others
-        if not self.is_first:
+        if self.is_first:
+            self._made = {}
+        else:
             self._leave_turn()
 
     def agree(self, variant: str, *, where: str | None) -> None:
@@ -156,6 +162,28 @@ class PartRun:
             self.num_running = len(self._running())
             self.is_last = self.num_running == 0
         return self.is_last
+
+    def tell(self, num_made: int) -> None:
+        """Tell the last part how many shards (or other units of work) of this part there are; call it after `end`."""
+        self._made[self.part] = num_made
+
+    def await_others(self, visible: Callable[[], Mapping[int, int]]) -> None:
+        """Wait until this node sees what the parts that have ended have told; call it in the last part.
+
+        Args:
+            visible: return how much of the work of each part is seen now, by `number` - 1.
+        """
+        told, self._made = {part.number - 1: made for part, made in self._made.items()}, {}
+        deadline_s = time.monotonic() + _MAX_LAG_S
+        is_late = False
+        while True:
+            seen = visible()
+            if all(seen.get(owner, 0) >= made for owner, made in told.items()) or time.monotonic() > deadline_s:
+                return
+            if not is_late:
+                is_late = True
+                sys.stderr.write(f"part {self.part} waits: commits of other parts are not visible on this node yet\n")
+            time.sleep(_LAG_INTERVAL_S)
 
     def leave(self) -> None:
         """Release all locks."""
@@ -209,16 +237,22 @@ class PartRun:
         path = self.data_dir / f".{self.column}.parts.lock"
 
         def on_wait() -> None:
-            sys.stderr.write(f"part {self.part} waits: {holder_of(path) or 'another part has the turn'}\n")
+            sys.stderr.write(f"part {self.part} waits: {holder_of(path).partition(chr(10))[0]}\n")
 
         self._turn = FileLock.wait(path, on_wait=on_wait)
-        self._turn.note(f"part {self.part} is {doing} ({this_process()})\n")
+        lines = _MADE_LINE.findall(path.read_text("utf-8", "replace"))
+        self._made = {Part(int(number), int(count)): int(made) for number, count, made in lines}
+        self._note_turn(f"part {self.part} is {doing} ({this_process()})")
 
     def _leave_turn(self) -> None:
         if self._turn is not None:
-            self._turn.note("")
+            self._note_turn("nobody")
             self._turn.release()
             self._turn = None
+
+    def _note_turn(self, holder: str) -> None:
+        assert self._turn is not None
+        self._turn.note("".join([f"{holder}\n", *(f"{part} {made}\n" for part, made in sorted(self._made.items()))]))
 
     def _running(self) -> "list[_Note]":
         """Return the notes of the other parts that are running; call it within a turn."""

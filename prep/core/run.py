@@ -5,6 +5,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Generic
 
@@ -21,7 +22,7 @@ from prep.core.selection import write_selection
 from prep.core.shard_result import ShardResult, Stop, W, stopped
 from prep.engines import Engine, Refused
 from prep.engines.admission import worker_ticket
-from shards.commits import Commit, Failure, read_commits_of
+from shards.commits import Commit, Failure, commit_path, read_commits_of
 from shards.dataset import begin_variant, set_current_variant
 from shards.format import COMMITS_FOLDER, RECIPE_FILE
 from shards.lists import finish_run
@@ -122,12 +123,21 @@ def execute(job: Job[W], engine: Engine, *, part_run: PartRun | None = None) -> 
     results = {result.shard_id: result for result in _results(own, engine, summary)}
     summary.wall_s = time.monotonic() - begin_s
     if part_run is None or part_run.end():
+        if part_run is not None:
+            part_run.await_others(partial(_num_commits, job, part_run.part.count))
         remove_variant_temporaries(folder)  # left by lost workers
         _finish(job, own, summary, results, part_run)
     else:
         commits = read_commits_of(folder, {shard.shard_id for shard in own.shards})
+        part_run.tell(len(commits))
         _account(own, commits, summary, results)
     return summary
+
+
+def _num_commits(job: Job[W], num_parts: int) -> Counter[int]:
+    """Return the number of commits of the plan's shards that this node sees, by shard id modulo `num_parts`."""
+    ids = (shard.shard_id for shard in job.shards)
+    return Counter(shard_id % num_parts for shard_id in ids if commit_path(job.variant_dir, shard_id).is_file())
 
 
 def make_variant(folder: Path, recipe: dict[str, Any]) -> None:

@@ -96,14 +96,22 @@ def _can_make_shards(bank: Bank, need: "Needed", filled: "Filled", part_run: Par
     """Return True for the last part, if the bank has all texts by then; texts that have no embedding count as well."""
     if filled.not_finite:
         bank.add_not_finite(filled.not_finite)
+    num_parts = part_run.part.count
     if not part_run.end():
+        part_run.tell(_num_encoded(bank, need, num_parts)[part_run.part.number - 1])
         return False
-    bank.refresh()
+    part_run.await_others(lambda: _num_encoded(bank, need, num_parts))
     missing = _missing(bank, need)
     part_run.unit = "text"
-    for owner, count in Counter(owners_of(missing, num_parts=part_run.part.count).tolist()).items():
+    for owner, count in Counter(owners_of(missing, num_parts=num_parts).tolist()).items():
         part_run.leave_to(owner, count=count)
     return not len(missing)
+
+
+def _num_encoded(bank: Bank, need: "Needed", num_parts: int) -> Counter[int]:
+    """Return the number of texts in the bank that this node sees, by the part that encodes them."""
+    bank.refresh()
+    return Counter(owners_of(need.digests[bank.has(need.digests)], num_parts=num_parts).tolist())
 
 
 def _part_summary(plan: TextPlan, own: "Needed", filled: "Filled", *, wall_s: float) -> TextSummary:

@@ -20,6 +20,7 @@ from tests.prep.running import contents
 
 VIDEOS = ("--videos", 16, "--minutes", 0.25)
 CHUNKS = ("chunk", "--len", "1s", "--preset", "veryslow", "--short-side", 96)
+LONG_CHUNKS = (*CHUNKS[:-1], 240, "--fps", 60)  # SLURM looks at time limits every half minute
 TRAINING = (
     *("dual-encoder", "--model", "tiny", "--device", "cpu", "--num-frames", 2, "--size-px", 32, "--batch", 8),
     *("--steps", 120, "--warmup-steps", 10, "--checkpoint.every", 10, "--workers", 1),
@@ -52,9 +53,13 @@ class Trial:
     def begin(self) -> None:
         """Make videos, and the shards that all jobs must make."""
         self.prep("manifest", "synthetic", *VIDEOS, "--data", self.folder / "begun")
-        self.say("16 synthetic videos of 15 s; the reference is made by one command")
-        shutil.copytree(self.folder / "begun", self.folder / "one")
-        self.prep(*CHUNKS, "--engine", "processes", "--workers", 2, "--data", self.folder / "one")
+        self.say("16 synthetic videos of 15 s")
+        self.make("one", CHUNKS)
+
+    def make(self, name: str, chunks: tuple[object, ...]) -> None:
+        """Make the shards of a new data folder by one command, as a reference."""
+        shutil.copytree(self.folder / "begun", self.folder / name)
+        self.prep(*chunks, "--engine", "processes", "--workers", 2, "--data", self.folder / name)
 
     def data(self, name: str) -> Path:
         """Return a new data folder without shards."""
@@ -83,9 +88,9 @@ class Trial:
         self.cluster.run("scontrol", "update", f"nodename={name}", "state=resume")
         wait_for(lambda: self.cluster.node_state(name).partition("+")[0] in ("IDLE", "MIXED", "ALLOCATED"), name)
 
-    def require_equal(self, data: Path) -> None:
+    def require_equal(self, data: Path, reference: str = "one") -> None:
         """Compare the shards and records of a data folder with those that one command has made."""
-        found, expected = contents(data), contents(self.folder / "one")
+        found, expected = contents(data), contents(self.folder / reference)
         assert found == expected, sorted(found.items() ^ expected.items())
         self.say(f"{data.name}: {len(found)} files, the bytes of one command")
 
@@ -117,11 +122,12 @@ def try_time_limit(trial: Trial) -> None:
     """Two parts that reach their time limit, and go on after they have been requeued."""
     data, cluster = trial.data("limit"), trial.cluster
     limits = ("--array", "1-2", "--time", 1, "--signal", "B:USR1@50")
-    job = trial.submit("slurm_prep.sh", *CHUNKS, "--data", data, options=limits)
+    job = trial.submit("slurm_prep.sh", *LONG_CHUNKS, "--data", data, options=limits)
     wait_for(lambda: any(record["Restarts"] != "0" for record in cluster.jobs(job).values()), "a requeue", seconds=180)
     trial.say(f"array {job} near its time limit: {cluster.states(job)}")
     assert set(cluster.wait(job, seconds=1200).values()) == {"COMPLETED"}
-    trial.require_equal(data)
+    trial.make("one-long", LONG_CHUNKS)
+    trial.require_equal(data, "one-long")
 
 
 def try_ray(trial: Trial) -> None:

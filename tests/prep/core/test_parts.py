@@ -7,6 +7,7 @@ import shutil
 import signal
 import subprocess
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from fractions import Fraction
 from pathlib import Path
@@ -203,9 +204,9 @@ def test_parts_exclude_commands_without_part_and_other_settings(begun: Path, dat
     with running(data, "1/2", makes="a") as run:
         for command in (("chunk", *HERE, *QUICK), ("gc",), ("manifest", "folder", begun.parent / "videos")):
             assert "another command is writing" in prep_here(*command, "--data", data, status=2).error
-        with pytest.raises(UserError, match="part 2/2 would make b, but part 1/2, which is running, makes a"):
-            with running(data, "2/2", makes="b"):
-                pass
+        other = running(data, "2/2", makes="b")
+        with pytest.raises(UserError, match="part 2/2 would make b, but part 1/2, which is running, makes a"), other:
+            pass
         assert run.end(), "the refused part counts as running"
     with writing(data), pytest.raises(UserError, match="another command is writing"):
         writing_part(data, Part(1, 2), column="video").__enter__()
@@ -217,21 +218,16 @@ def test_parts_exclude_commands_without_part_and_other_settings(begun: Path, dat
 
 def test_exactly_one_of_many_parts_that_end_at_once_is_the_last(data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(data_folder, "_TRY_INTERVAL_S", 0.001)
+
+    def end(run: PartRun) -> bool:
+        is_last = run.end()
+        run.leave()
+        return is_last
+
     for _ in range(10):
-        lasts: list[bool] = []
-        with ExitStack() as stack:
+        with ExitStack() as stack, ThreadPoolExecutor(6) as pool:
             runs = [stack.enter_context(running(data, f"{number}/6")) for number in range(1, 7)]
-
-            def end(run: PartRun) -> None:
-                lasts.append(run.end())
-                run.leave()
-
-            threads = [Thread(target=end, args=(run,)) for run in runs]
-            for thread in threads:
-                thread.start()
-            for thread in threads:
-                thread.join()
-        assert sorted(lasts) == [False] * 5 + [True]
+            assert sorted(pool.map(end, runs)) == [False] * 5 + [True]
 
 
 def test_locks_that_do_not_reach_other_nodes_are_noticed(data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -255,6 +251,31 @@ def test_locks_that_do_not_reach_other_nodes_are_noticed(data: Path, monkeypatch
         alive.join()
     with running(data, "1/3") as run:  # it was killed
         assert run.is_first and not elsewhere.exists()
+
+
+def test_the_last_part_waits_for_commits_that_its_node_does_not_see_yet(
+    data: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(parts, "_LAG_INTERVAL_S", 0.01)
+    late = iter([{0: 2}, {0: 2, 1: 2}, {0: 2, 1: 3}])
+    with running(data, "1/2") as first:
+        with running(data, "2/2") as second:
+            assert not second.end()
+            second.tell(3)
+        assert first.end()
+        first.await_others(lambda: next(late))
+    assert next(late, None) is None, "it did not wait"
+    assert "part 1/2 waits: commits of other parts are not visible" in capfd.readouterr().err
+    monkeypatch.setattr(parts, "_MAX_LAG_S", 0.05)
+    with running(data, "1/2") as first:
+        with running(data, "2/2") as second:
+            second.end()
+            second.tell(3)
+        assert first.end()
+        first.await_others(dict)  # they have been removed
+    with running(data, "1/2") as first:
+        assert first.end()
+        first.await_others(iter([{}]).__next__)  # nothing was told since
 
 
 def test_a_file_system_without_locks_is_named(data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
