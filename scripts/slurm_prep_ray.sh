@@ -27,9 +27,10 @@ export head_node port
 # A lost node ends its own task only.
 # shellcheck disable=SC2016 # expanded on the nodes
 srun --ntasks-per-node=1 --kill-on-bad-exit=0 --no-kill bash -c '
-    flags=(--num-cpus "${SLURM_CPUS_PER_TASK:-1}" --num-gpus "${SLURM_GPUS_ON_NODE:-0}" --block)
+    flags=(--node-ip-address "$SLURMD_NODENAME" --block)
+    flags+=(--num-cpus "${SLURM_CPUS_PER_TASK:-1}" --num-gpus "${SLURM_GPUS_ON_NODE:-0}")
     if [[ $SLURM_NODEID == 0 ]]; then
-        exec ray start --head --node-ip-address "$head_node" --port "$port" --include-dashboard false "${flags[@]}"
+        exec ray start --head --port "$port" --include-dashboard false "${flags[@]}"
     fi
     until ray status --address "$head_node:$port" >/dev/null 2>&1; do sleep 2; done
     exec ray start --address "$head_node:$port" "${flags[@]}"' &

@@ -15,6 +15,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 NODES = {"n1": "10.99.0.1", "n2": "10.99.0.2"}  # SLURM ignores a machine that has loopback addresses only
@@ -127,10 +128,16 @@ class Cluster:
         """Kill the daemon of a node and everything that it has started, as a power cut does."""
         daemon = self._daemons.pop(name).pid
         for pid in [daemon, *descendants_of(daemon)]:
-            try:
+            with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
-            except ProcessLookupError:
-                continue
+
+    def processes(self, name: str) -> list[str]:
+        """Return the titles of the processes that a node runs."""
+        titles = []
+        for pid in descendants_of(self._daemons[name].pid):
+            with suppress(OSError):
+                titles.append(Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode("utf-8", "replace"))
+        return titles
 
     def stop(self) -> None:
         """Stop all daemons."""

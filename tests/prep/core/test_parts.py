@@ -33,17 +33,17 @@ HERE = ("--engine", "processes", "--workers", 1, "--json")
 
 @pytest.fixture(scope="module")
 def begun(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Five videos, one file that is none, and a finished variant in five shards."""
+    """Five videos, one file that is none, and a finished variant in three shards."""
     root = tmp_path_factory.mktemp("parts")
     for number in range(5):
         write_frame_number_video(
-            root / f"videos/{number}.mp4", num_frames=120 + 60 * number, fps=Fraction(30), width=320, height=240
+            root / f"videos/{number}.mp4", num_frames=60 + 30 * number, fps=Fraction(30), width=240, height=180
         )
     (root / "videos/text.mp4").write_text("not a video")
     rows = [f"{number},{text},0,1" for number in range(5) for text in ("all", f"only {number}", f"one of {number % 2}")]
     (root / "captions.csv").write_text("\n".join(["video,text,begin_s,end_s", *rows]) + "\n")
     manifest(root / "begun", root / "videos", "--captions", root / "captions.csv")
-    assert chunk(root / "begun", *QUICK, status=1)["num_shards"] == 5
+    assert chunk(root / "begun", *QUICK, status=1)["num_shards"] == 3
     return root / "begun"
 
 
@@ -146,14 +146,14 @@ def test_parts_at_once_that_are_killed_and_run_again_leave_the_bytes_of_one_comm
 
 def test_a_command_without_part_finishes_what_parts_have_begun(data: Path, undisturbed: dict[str, str]) -> None:
     first = prep_here("chunk", "--data", data, *HERE, "--part", "1/2", *SLOW, status=1).summary
-    assert (first["num_shards_made"], first["part"]["not_made"]) == (3, {"2/2": 2})
+    assert (first["num_shards_made"], first["part"]["not_made"]) == (2, {"2/2": 1})
     missing = prep_here("status", "--data", data, "--json").summary["columns"]["video"]
     new = [variant for variant in missing["variants"] if variant["name"] == first["variant"]]
-    assert new[0]["num_shards"] == 3 and new[0]["num_wanted"] > new[0]["num_samples"]
+    assert new[0]["num_shards"] == 2 and new[0]["num_wanted"] > new[0]["num_samples"]
     rest = chunk(data, *SLOW, status=1)
-    assert (rest["num_shards_made"], rest["num_shards"]) == (2, 5)
+    assert (rest["num_shards_made"], rest["num_shards"]) == (1, 3)
     assert contents(data) == undisturbed
-    none = prep_here("chunk", "--data", data, *HERE, "--part", "7/7", *SLOW, status=1)  # of five shards
+    none = prep_here("chunk", "--data", data, *HERE, "--part", "7/7", *SLOW, status=1)  # of three shards
     assert none.summary["num_shards_made"] == 0 and contents(data) == undisturbed
 
 
