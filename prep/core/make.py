@@ -166,7 +166,8 @@ def make_column(column: ColumnSpec, settings: Any, request: Request) -> None:
         FailedWork: the run gave up, or more videos failed than `--max-failures` allows.
     """
     from prep.core.data_folder import require_data_folder, writing
-    from prep.core.parts import Part, writing_part
+    from prep.core.part_locks import Part
+    from prep.core.parts import writing_part
     from prep.core.report import show, with_part
     from prep.core.run import FAILURES_FILE
 

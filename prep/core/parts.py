@@ -23,7 +23,6 @@ changing is refused. Network file systems may show a new commit late: a part tha
 which a lock keeps up to date, how much it has made, and the last one waits until it sees all of it.
 """
 
-import os
 import re
 import sys
 import time
@@ -38,46 +37,13 @@ from typing import Any, TypeVar
 from manifests.errors import UserError
 from manifests.quoting import counted
 from prep.core.data_folder import FileLock, holder_of, lock_path, remove_leftovers, this_process
+from prep.core.part_locks import SIGN_INTERVAL_S, Part, RunningPart, part_path, running_parts, take_part_lock
 from prep.core.shard_result import ShardWork
 
 S = TypeVar("S", bound=ShardWork)
 
-_PART = re.compile(r"(\d{1,6})/(\d{1,6})", re.ASCII)
-_LOCK_FILE = re.compile(r"\.part-(\d+)-of-(\d+)\.lock$", re.ASCII)
 _MADE_LINE = re.compile(r"^(\d+)/(\d+) (\d+)$", re.ASCII | re.MULTILINE)
 _MAX_LAG_S, _LAG_INTERVAL_S = 120.0, 1.0  # NFS clients keep listings for up to a minute
-_SIGN_INTERVAL_S = 1.0
-_NUM_MISSED_SIGNS = 5  # intervals without a sign of life after which a part is gone
-
-
-@dataclass(frozen=True, order=True)
-class Part:
-    """Part `number` (from 1) of `count`."""
-
-    number: int
-    count: int
-
-    @classmethod
-    def parse(cls, text: str) -> "Part":
-        """Parse the value of `--part`.
-
-        Raises:
-            UserError: it is not K/N with 1 <= K <= N.
-        """
-        match = _PART.fullmatch(text)
-        if match is None:
-            raise UserError(f'--part "{text}" is not a part', hint="write K/N, such as 3/16: part 3 of 16")
-        number, count = map(int, match.groups())
-        if not 1 <= number <= count:
-            raise UserError(f"--part {text} is out of range", hint=f"give 1/{count or 1} to {count or 1}/{count or 1}")
-        return cls(number, count)
-
-    def holds(self, number: int) -> bool:
-        """Return True if the shard with id `number` belongs to the part."""
-        return number % self.count == self.number - 1
-
-    def __str__(self) -> str:
-        return f"{self.number}/{self.count}"
 
 
 @dataclass
@@ -104,6 +70,10 @@ class PartRun:
     _turn: FileLock | None = None
     _made: dict[Part, int] = field(default_factory=dict)
 
+    @property
+    def _path(self) -> Path:
+        return part_path(self.data_dir, self.column, self.part)
+
     def register(self) -> None:
         """Wait for the turn, check the other parts, and take the lock of this part.
 
@@ -111,17 +81,17 @@ class PartRun:
             UserError: the part is running, parts of another count are running, or locks do not reach other nodes.
         """
         self._take_turn("planning")
-        others = self._running()
+        others = running_parts(self.data_dir, self.column, own=self.part)
         if mixed := [other for other in others if other.part.count != self.part.count]:
             raise UserError(
                 f"--part {self.part} divides the run by {self.part.count}, but part {mixed[0].part} is running "
                 f"({mixed[0].holder})",
                 hint=f"give a part of {mixed[0].part.count}, or wait until all parts have ended",
             )
-        self._own = self._locked(self._path(self.part))
+        self._own = take_part_lock(self._path)
         if self._own is None:
             raise UserError(
-                f"part {self.part} is running already ({_Note.read(self._path(self.part), self.part).holder})",
+                f"part {self.part} is running already ({RunningPart.read(self._path, self.part).holder})",
                 hint="wait until it ends, or stop it",
             )
         self._own.note(f"{this_process()}\n")
@@ -140,7 +110,7 @@ class PartRun:
         if not self.is_first:
             self._take_turn("planning")
         mine = variant if where is None else f"{variant} where {' '.join(where.split())}"
-        for other in self._running():
+        for other in running_parts(self.data_dir, self.column, own=self.part):
             if other.makes not in ("", mine):
                 raise UserError(
                     f"part {self.part} would make {mine}, but part {other.part}, which is running, makes {other.makes}",
@@ -159,7 +129,7 @@ class PartRun:
         """Wait for the turn; return True if this part is the last one, which finishes the run before it leaves."""
         if self.is_last is None:
             self._take_turn("ending")
-            self.num_running = len(self._running())
+            self.num_running = len(running_parts(self.data_dir, self.column, own=self.part))
             self.is_last = self.num_running == 0
         return self.is_last
 
@@ -189,7 +159,7 @@ class PartRun:
         """Release all locks."""
         if self._own is not None:
             if self._turn is not None:
-                self._path(self.part).unlink(missing_ok=True)
+                self._path.unlink(missing_ok=True)
             else:  # another process may be about to lock the file
                 self._own.note("")
             self._own.release()
@@ -237,7 +207,8 @@ class PartRun:
         path = self.data_dir / f".{self.column}.parts.lock"
 
         def on_wait() -> None:
-            sys.stderr.write(f"part {self.part} waits: {holder_of(path).partition(chr(10))[0]}\n")
+            holder, *_ = holder_of(path).splitlines() or ["another part"]
+            sys.stderr.write(f"part {self.part} waits: {holder}\n")
 
         self._turn = FileLock.wait(path, on_wait=on_wait)
         lines = _MADE_LINE.findall(path.read_text("utf-8", "replace"))
@@ -253,66 +224,6 @@ class PartRun:
     def _note_turn(self, holder: str) -> None:
         assert self._turn is not None
         self._turn.note("".join([f"{holder}\n", *(f"{part} {made}\n" for part, made in sorted(self._made.items()))]))
-
-    def _running(self) -> "list[_Note]":
-        """Return the notes of the other parts that are running; call it within a turn."""
-        found = []
-        for path in sorted(self.data_dir.glob(f".{self.column}.part-*.lock")):
-            match = _LOCK_FILE.search(path.name)
-            if match is None or (part := Part(*map(int, match.groups()))) == self.part:
-                continue
-            lock = self._locked(path)
-            if lock is None:
-                found.append(_Note.read(path, part))
-            else:
-                path.unlink(missing_ok=True)  # the part was killed
-                lock.release()
-        return found
-
-    def _locked(self, path: Path) -> FileLock | None:
-        """Return the lock of a part; None if that part is running.
-
-        Raises:
-            UserError: the lock is free, although that part is running on another node.
-        """
-        lock = FileLock.take(path)
-        holder = holder_of(path).partition("\n")[0]
-        node, here = holder.rpartition(" on ")[2], os.uname().nodename
-        if lock is None or node in ("", here):
-            return lock
-        changed_ns = _changed_ns(path)
-        time.sleep(_NUM_MISSED_SIGNS * _SIGN_INTERVAL_S)
-        if _changed_ns(path) != changed_ns:
-            lock.release()
-            raise UserError(
-                f"locks in {self.data_dir} do not reach other nodes: {holder} holds that of {path.name}, which was "
-                f"free on {here}",
-                hint="mount NFS without nolock or local_lock, and Lustre with -o flock",
-            )
-        return lock
-
-    def _path(self, part: Part) -> Path:
-        return self.data_dir / f".{self.column}.part-{part.number}-of-{part.count}.lock"
-
-
-@dataclass(frozen=True)
-class _Note:
-    """Note in the lock file of a running part: the process, and what it makes (empty while it plans)."""
-
-    part: Part
-    holder: str
-    makes: str
-
-    @classmethod
-    def read(cls, path: Path, part: Part) -> "_Note":
-        holder, _, makes = holder_of(path).partition("\n")
-        return cls(part, holder or "unknown process", makes)
-
-
-def _changed_ns(path: Path) -> int:
-    """Return the time of the last change of a file; opening the file makes NFS ask for it."""
-    with path.open("rb") as file:
-        return os.fstat(file.fileno()).st_mtime_ns
 
 
 @contextmanager
@@ -348,5 +259,5 @@ def writing_part(data_dir: Path, part: Part, *, column: str) -> Iterator[PartRun
 
 
 def _give_signs(run: PartRun, has_ended: Event) -> None:
-    while not has_ended.wait(_SIGN_INTERVAL_S):
+    while not has_ended.wait(SIGN_INTERVAL_S):
         run.touch()

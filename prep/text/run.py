@@ -15,7 +15,8 @@ import pyarrow as pa
 
 from prep.core.failures import FailureCode
 from prep.core.layout import write_layout
-from prep.core.parts import Part, PartRun
+from prep.core.part_locks import Part
+from prep.core.parts import PartRun
 from prep.core.plan import ShardPlan, with_work
 from prep.core.progress import warn_refused
 from prep.core.run import Job, execute, make_variant

@@ -13,6 +13,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from tests.cluster.slurm_nodes import NODES, Cluster, enter_namespaces, wait_for
 from tests.conftest import ROOT
@@ -193,8 +194,20 @@ def try_training(trial: Trial) -> None:
     assert cluster.wait(again) == {again: "COMPLETED"}
     steps = [json.loads(line)["step"] for line in (trial.folder / "run" / "metrics.jsonl").read_text().splitlines()]
     assert steps == list(range(1, 121)), steps
-    weights = [sorted((trial.folder / name).glob("checkpoints/*120*/**/*.safetensors")) for name in ("run", "whole")]
-    trial.say(f"job {again}: {len(steps)} steps, each once; {[str(p.name) for p in weights[0]]}")
+    found, expected = (weights_of(trial.folder / name) for name in ("run", "whole"))
+    assert found.keys() == expected.keys()
+    assert all(bool((value == expected[name]).all()) for name, value in found.items())
+    trial.say(f"job {again}: {len(steps)} steps, each once; the weights of the job without a fault")
+
+
+def weights_of(run: Path) -> dict[str, Any]:
+    """Read the weights of a run's last checkpoint."""
+    from train.run.checkpoint import latest_checkpoint, read_weights  # slow
+    from train.run.folder import RunFolder
+
+    path = latest_checkpoint(RunFolder(run).checkpoints)
+    assert path is not None
+    return dict(read_weights(path))
 
 
 TRIALS: dict[str, Callable[[Trial], None]] = {

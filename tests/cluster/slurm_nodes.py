@@ -125,19 +125,29 @@ class Cluster:
         self._start(name, ["unshare", "--uts", "sh", "-c", f"hostname {name} && exec slurmd -D -N {name}"])
 
     def kill_node(self, name: str) -> None:
-        """Kill the daemon of a node and everything that it has started, as a power cut does."""
-        daemon = self._daemons.pop(name).pid
-        for pid in [daemon, *descendants_of(daemon)]:
+        """Kill everything that runs on a node, as a power cut does."""
+        for pid in self._pids(name):
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
+        self._daemons.pop(name).wait()
 
     def processes(self, name: str) -> list[str]:
         """Return the titles of the processes that a node runs."""
         titles = []
-        for pid in descendants_of(self._daemons[name].pid):
+        for pid in self._pids(name):
             with suppress(OSError):
                 titles.append(Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode("utf-8", "replace"))
         return titles
+
+    def _pids(self, name: str) -> list[int]:
+        """Return the processes in the namespace of a node's host name; those of a job are no children of slurmd."""
+        namespace = Path(f"/proc/{self._daemons[name].pid}/ns/uts").readlink()
+        found = []
+        for path in Path("/proc").glob("[0-9]*/ns/uts"):
+            with suppress(OSError):
+                if path.readlink() == namespace:
+                    found.append(int(path.parts[2]))
+        return found
 
     def stop(self) -> None:
         """Stop all daemons."""
@@ -193,12 +203,6 @@ class Cluster:
         """Wait until a job has ended with all its tasks; return their states."""
         wait_for(lambda: all(state in _ENDED for state in self.states(job).values()), f"job {job}", seconds=seconds)
         return self.states(job)
-
-
-def descendants_of(pid: int) -> list[int]:
-    """Return the processes that a process has started, and those that these have started."""
-    children = [int(word) for path in Path(f"/proc/{pid}/task").glob("*/children") for word in path.read_text().split()]
-    return [*children, *(below for child in children for below in descendants_of(child))]
 
 
 def wait_for(condition: Callable[[], object], what: str, *, seconds: float = 60.0) -> None:

@@ -16,9 +16,10 @@ from threading import Event, Thread
 import pytest
 
 from manifests.errors import UserError
-from prep.core import data_folder, parts
+from prep.core import data_folder, part_locks, parts
 from prep.core.data_folder import column_lock, writing
-from prep.core.parts import Part, PartRun, writing_part
+from prep.core.part_locks import Part
+from prep.core.parts import PartRun, writing_part
 from prep.synthetic.frame_numbers import write_frame_number_video
 from shards.dataset import current_variant
 from tests.conftest import ROOT
@@ -231,7 +232,7 @@ def test_exactly_one_of_many_parts_that_end_at_once_is_the_last(data: Path, monk
 
 
 def test_locks_that_do_not_reach_other_nodes_are_noticed(data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(parts, "_SIGN_INTERVAL_S", 0.05)
+    monkeypatch.setattr(part_locks, "SIGN_INTERVAL_S", 0.05)
     elsewhere = lock_of(data, "2/3")
     elsewhere.write_text("process 7 on another-node\na\n")  # nobody holds its lock here
     stopped = Event()

@@ -7,7 +7,8 @@ import open_clip
 import pytest
 from safetensors.torch import load_file, save_file
 
-from prep.core.parts import Part, PartRun, writing_part
+from prep.core.part_locks import Part
+from prep.core.parts import PartRun, writing_part
 from prep.text.blocks import TowerUse
 from prep.text.recipe import TEXT
 from prep.text.report import TextSummary
