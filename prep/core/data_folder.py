@@ -140,7 +140,7 @@ class FileLock:
 def holder_of(path: Path) -> str:
     """Return the note in the file of a lock; empty if there is none."""
     try:
-        return path.read_bytes()[:400].decode("utf-8", "replace").strip()
+        return path.read_bytes()[:4000].decode("utf-8", "replace").strip()
     except OSError:
         return ""
 

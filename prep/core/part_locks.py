@@ -50,17 +50,18 @@ class Part:
 
 @dataclass(frozen=True)
 class RunningPart:
-    """Note in the lock file of a running part: the process, and what it makes (empty while it plans)."""
+    """Note in the lock file of a running part: the process, what it makes, and by which code (empty while it plans)."""
 
     part: Part
     holder: str
     makes: str
+    source: str
 
     @classmethod
     def read(cls, path: Path, part: Part) -> "RunningPart":
         """Read the note of a part."""
-        holder, _, makes = holder_of(path).partition("\n")
-        return cls(part, holder or "unknown process", makes)
+        holder, makes, source, *_ = [*holder_of(path).splitlines(), "", "", ""]
+        return cls(part, holder or "unknown process", makes, source)
 
 
 def part_path(data_dir: Path, column: str, part: Part) -> Path:

@@ -30,6 +30,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from threading import Event, Thread
 from typing import Any, TypeVar
@@ -39,6 +40,7 @@ from manifests.quoting import counted
 from prep.core.data_folder import FileLock, holder_of, lock_path, remove_leftovers, this_process
 from prep.core.part_locks import SIGN_INTERVAL_S, Part, RunningPart, part_path, running_parts, take_part_lock
 from prep.core.shard_result import ShardWork
+from prep.engines.admission import source_sha256
 
 S = TypeVar("S", bound=ShardWork)
 
@@ -101,14 +103,18 @@ class PartRun:
         else:
             self._leave_turn()
 
-    def agree(self, variant: str, *, where: str | None) -> None:
-        """Record what the part makes.
+    def agree(self, variant: str, *, where: str | None, package: str = "prep") -> None:
+        """Record what the part makes, and by which source code.
+
+        Args:
+            package: package of the column's code.
 
         Raises:
-            UserError: another part makes another variant, or selects other samples.
+            UserError: another part makes another variant, selects other samples, or runs other code.
         """
         if not self.is_first:
             self._take_turn("planning")
+        source = _source(package)
         mine = variant if where is None else f"{variant} where {' '.join(where.split())}"
         for other in running_parts(self.data_dir, self.column, own=self.part):
             if other.makes not in ("", mine):
@@ -116,8 +122,14 @@ class PartRun:
                     f"part {self.part} would make {mine}, but part {other.part}, which is running, makes {other.makes}",
                     hint="give all parts the same settings, or wait until the others have ended",
                 )
+            if other.source not in ("", source):
+                raise UserError(
+                    f"clipmill of part {self.part} (source {source}) differs from that of part {other.part}, which is "
+                    f"running (source {other.source}, {other.holder})",
+                    hint="install the same clipmill on all nodes",
+                )
         assert self._own is not None, "register() takes the lock"
-        self._own.note(f"{this_process()}\n{mine}\n")
+        self._own.note(f"{this_process()}\n{mine}\n{source}\n")
         if not self.is_first:
             self._leave_turn()
 
@@ -256,6 +268,11 @@ def writing_part(data_dir: Path, part: Part, *, column: str) -> Iterator[PartRun
     finally:
         run.leave()
         shared.release()
+
+
+@cache
+def _source(package: str) -> str:
+    return (source_sha256(package) or "unknown")[:8]
 
 
 def _give_signs(run: PartRun, has_ended: Event) -> None:

@@ -108,7 +108,7 @@ def execute(job: Job[W], engine: Engine, *, part_run: PartRun | None = None) -> 
     """
     folder = job.variant_dir
     if part_run is not None:
-        part_run.agree(job.variant, where=job.where)
+        part_run.agree(job.variant, where=job.where, package=job.column.package)
     make_variant(folder, job.recipe)
     write_selection(folder, job.where)
     if part_run is None or part_run.is_first:

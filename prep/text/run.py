@@ -57,7 +57,7 @@ def run_text(
     """
     begin_s = time.monotonic()
     if part_run is not None:
-        part_run.agree(plan.variant_dir.name, where=plan.recipe.where)
+        part_run.agree(plan.variant_dir.name, where=plan.recipe.where, package=COLUMN.package)
     write_layout(text_layout_path(plan.data_dir), plan.layout)
     make_variant(plan.variant_dir, plan.recipe.as_dict())
     write_selection(plan.variant_dir, plan.recipe.where)

@@ -201,12 +201,18 @@ def test_a_part_that_runs_already_is_refused(data: Path) -> None:
         writing_part(data, Part(2, 3), column="video").__enter__()
 
 
-def test_parts_exclude_commands_without_part_and_other_settings(begun: Path, data: Path) -> None:
+def test_parts_exclude_commands_without_part_other_settings_and_other_code(
+    begun: Path, data: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with running(data, "1/2", makes="a") as run:
         for command in (("chunk", *HERE, *QUICK), ("gc",), ("manifest", "folder", begun.parent / "videos")):
             assert "another command is writing" in prep_here(*command, "--data", data, status=2).error
         other = running(data, "2/2", makes="b")
         with pytest.raises(UserError, match="part 2/2 would make b, but part 1/2, which is running, makes a"), other:
+            pass
+        source, other = parts._source("prep"), running(data, "2/2", makes="a")
+        monkeypatch.setattr(parts, "_source", lambda package: "0123abcd")
+        with pytest.raises(UserError, match=f"source 0123abcd.* differs from that of part 1/2.*source {source}"), other:
             pass
         assert run.end(), "the refused part counts as running"
     with writing(data), pytest.raises(UserError, match="another command is writing"):
