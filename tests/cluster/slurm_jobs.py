@@ -120,6 +120,19 @@ def try_array(trial: Trial) -> None:
     trial.require_equal(data)
 
 
+def try_dependency(trial: Trial) -> None:
+    """Scores in two parts, which SLURM starts when the chunks are made."""
+    data, cluster = trial.data("columns"), trial.cluster
+    chunks = trial.submit("slurm_prep.sh", *CHUNKS, "--data", data, options=("--array", "1-3"))
+    options = ("--array", "1-2", "--dependency", f"afterok:{chunks}")
+    scores = trial.submit("slurm_prep.sh", "scores", "--data", data, options=options)
+    assert set(cluster.wait(scores).values()) == {"COMPLETED"}
+    status = json.loads(trial.prep("status", "--json", "--data", data))["columns"]
+    num_chunks = [status[name]["variants"][0]["num_samples"] for name in ("video", "scores")]
+    trial.say(f"array {scores} after array {chunks}: chunks, scores: {num_chunks}")
+    assert num_chunks[0] == num_chunks[1] and not status["scores"]["to_make"]
+
+
 def try_time_limit(trial: Trial) -> None:
     """Two parts that reach their time limit, and go on after they have been requeued."""
     data, cluster = trial.data("limit"), trial.cluster
@@ -212,6 +225,7 @@ def weights_of(run: Path) -> dict[str, Any]:
 
 TRIALS: dict[str, Callable[[Trial], None]] = {
     "array": try_array,
+    "dependency": try_dependency,
     "limit": try_time_limit,
     "ray": try_ray,
     "train": try_training,
