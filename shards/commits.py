@@ -7,7 +7,8 @@ read from one table as far as it holds them (shards.commit_table).
 import json
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -233,6 +234,19 @@ def read_records(variant_dir: Path) -> Records:
         gone = (DamagedCommit(commit_path(variant_dir, shard_id), _MISSING) for shard_id in missing)
         return replace(found, damaged=tuple(sorted((*found.damaged, *gone), key=lambda damaged: damaged.shard_id)))
     return found
+
+
+def read_commits_of(variant_dir: Path, shard_ids: Iterable[int]) -> dict[int, Commit]:
+    """Return the intact commit records of some shards, by shard id.
+
+    Raises:
+        UserError: a record is intact, but uses another version of the format.
+    """
+    commits = {}
+    for shard_id in sorted(shard_ids):
+        with suppress(FileNotFoundError, DamagedCommit):
+            commits[shard_id] = read_commit(commit_path(variant_dir, shard_id))
+    return commits
 
 
 def _records(variant_dir: Path, *, table_sha256: str | None) -> Records:

@@ -48,7 +48,7 @@ def test_a_documented_command_is_understood(words: list[str]) -> None:
     app.parse_args(words[1:], exit_on_error=False, print_error=False)
 
 
-@pytest.mark.parametrize("path", [*DOCUMENTS, "scripts/slurm.sh"], ids=str)
+@pytest.mark.parametrize("path", [*DOCUMENTS, "scripts/slurm_train.sh"], ids=str)
 def test_nothing_launches_a_train_py_of_the_user(path: str) -> None:
     text = (ROOT / path).read_text().replace("\\\n", " ")
     for line in text.splitlines():

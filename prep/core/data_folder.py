@@ -1,10 +1,12 @@
 """The data folder of a command: its layout on disk, and the locks that allow one writer per column."""
 
+import errno
 import fcntl
 import os
 import re
 import shlex
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -22,6 +24,7 @@ PROBES_FILE = "probes.parquet"
 SHOTS_FILE = "shots.parquet"
 # Written by every command, under the lock of the data folder.
 ROOT_FILES = frozenset({DATASET_FILE, PROBES_FILE, SHOTS_FILE})
+_NUM_TRIES, _TRY_INTERVAL_S = 20, 0.1  # before a wait is worth a message
 RUNNING_FILE = re.compile(r"\d{6,}\.json")
 
 
@@ -60,6 +63,100 @@ def writing(data_dir: Path, *, column: str = VIDEO) -> Iterator[None]:
         yield
 
 
+class FileLock:
+    """A lock on a file that the kernel releases when the process ends, even if it is killed.
+
+    The file keeps a note of who holds the lock. It reaches other nodes where the file system's `flock` does: NFS and
+    Lustre have mount options that turn that off, and others that turn locks off.
+    """
+
+    def __init__(self, path: Path, descriptor: int) -> None:
+        self.path, self._descriptor = path, descriptor
+
+    @classmethod
+    def take(cls, path: Path, *, is_shared: bool = False) -> "FileLock | None":
+        """Return the lock, or None if another process holds it.
+
+        Args:
+            is_shared: whether others may hold it too, if they share it.
+
+        Raises:
+            UserError: the folder is not writable, or its file system has no locks.
+        """
+        lock = cls._opened(path)
+        return lock if lock._acquire((fcntl.LOCK_SH if is_shared else fcntl.LOCK_EX) | fcntl.LOCK_NB) else None
+
+    @classmethod
+    def wait(cls, path: Path, *, on_wait: Callable[[], object]) -> "FileLock":
+        """Return the lock as soon as it is free; `on_wait` is called if that takes long.
+
+        Raises:
+            UserError: see `take`.
+        """
+        for _ in range(_NUM_TRIES):
+            if (lock := cls.take(path)) is not None:
+                return lock
+            time.sleep(_TRY_INTERVAL_S)
+        on_wait()
+        lock = cls._opened(path)
+        lock._acquire(fcntl.LOCK_EX)
+        return lock
+
+    @classmethod
+    def _opened(cls, path: Path) -> "FileLock":
+        try:
+            return cls(path, os.open(path, os.O_RDWR | os.O_CREAT, 0o644))
+        except OSError as error:
+            raise UserError(
+                f"{path.parent} is not writable: {error.strerror}",
+                hint="grant write permission, or give another folder with --data",
+            ) from None
+
+    def _acquire(self, operation: int) -> bool:
+        try:
+            with naming(self.path):
+                fcntl.flock(self._descriptor, operation)
+        except BlockingIOError:
+            self.release()
+            return False
+        except OSError as error:
+            self.release()
+            if error.errno not in (errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK):
+                raise
+            raise UserError(
+                f"the file system of {self.path.parent} has no locks: {error.strerror}",
+                hint="mount Lustre with -o flock, or NFS with its lock service",
+            ) from None
+        return True
+
+    def note(self, holder: str) -> None:
+        """Record who holds the lock."""
+        with naming(self.path):
+            os.ftruncate(self._descriptor, 0)
+            os.pwrite(self._descriptor, holder.encode(), 0)
+
+    def touch(self) -> None:
+        """Set the time of the file's last change to now."""
+        os.utime(self._descriptor)
+
+    def release(self) -> None:
+        """Release the lock."""
+        os.close(self._descriptor)
+
+
+def holder_of(path: Path) -> str:
+    """Return the note in the file of a lock; empty if there is none."""
+    try:
+        return path.read_bytes()[:4000].decode("utf-8", "replace").strip()
+    except OSError:
+        return ""
+
+
+def this_process() -> str:
+    """Return the note of this process: its id and its node."""
+    return f"process {os.getpid()} on {os.uname().nodename}"
+
+
 @contextmanager
 def column_lock(data_dir: Path, *, column: str = VIDEO) -> Iterator[None]:
     """Hold the lock of one column. The kernel releases the lock when the process ends, even if it is killed.
@@ -70,35 +167,25 @@ def column_lock(data_dir: Path, *, column: str = VIDEO) -> Iterator[None]:
     Raises:
         UserError: another command holds the lock, or the data folder is not writable.
     """
-    path = _lock_path(data_dir, column)
+    path = lock_path(data_dir, column)
     if (mirror := mirror_of(data_dir)) is not None:
         with mirror.column_lock(path.name):
             yield
         return
-    try:
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
-    except OSError as error:
+    lock = FileLock.take(path)
+    if lock is None:
+        parts = [holder_of(part).partition("\n")[0] for part in sorted(data_dir.glob(f".{column}.part-*.lock"))]
+        holder = holder_of(path) or next((f"--part, {part}" for part in parts if part), "unknown")
         raise UserError(
-            f"{data_dir} is not writable: {error.strerror}",
-            hint="grant write permission, or give another folder with --data",
-        ) from None
+            f"another command is writing to {data_dir} ({holder})",
+            hint=f"it holds the lock of column {column}: wait until it finishes, or stop it",
+        )
     try:
-        with naming(path):
-            try:
-                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                holder = os.pread(descriptor, 200, 0).decode("utf-8", "replace").strip() or "unknown"
-                raise UserError(
-                    f"another command is writing to {data_dir} ({holder})",
-                    hint=f"it holds the lock of column {column}: wait until it finishes, or stop it",
-                ) from None
-            os.ftruncate(descriptor, 0)
-            os.pwrite(descriptor, f"process {os.getpid()} on {os.uname().nodename}\n".encode(), 0)
+        lock.note(f"{this_process()}\n")
         yield
-        with naming(path):
-            os.ftruncate(descriptor, 0)
+        lock.note("")
     finally:
-        os.close(descriptor)
+        lock.release()
 
 
 def was_killed(data_dir: Path, *, column: str) -> bool:
@@ -108,7 +195,7 @@ def was_killed(data_dir: Path, *, column: str) -> bool:
     moment.
     """
     try:
-        words = _lock_path(data_dir, column).read_text().split()
+        words = lock_path(data_dir, column).read_text().split()
     except (OSError, ValueError):
         return False
     if len(words) != 4 or not words[1].isdecimal() or words[3] != os.uname().nodename:
@@ -128,10 +215,11 @@ def writer_of(data_dir: Path, *, column: str) -> str | None:
     Return None if none does, or if the data folder is local: its heartbeats tell more (`prep.core.heartbeat`).
     """
     mirror = mirror_of(data_dir)
-    return None if mirror is None else mirror.holder_of(_lock_path(data_dir, column).name)
+    return None if mirror is None else mirror.holder_of(lock_path(data_dir, column).name)
 
 
-def _lock_path(data_dir: Path, column: str) -> Path:
+def lock_path(data_dir: Path, column: str) -> Path:
+    """Return the path of the lock of a column."""
     return data_dir / (".lock" if column == VIDEO else f".{column}.lock")
 
 

@@ -6,6 +6,7 @@ them, from any node of a cluster. They are not part of the records: each run beg
 
 import json
 import time
+from collections.abc import Container
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -66,10 +67,13 @@ class RunningChunks:
 
     The heartbeats of thousands of workers take time to read, above all on a network disk. They are read at most once a
     second, and less often if reading takes long.
+
+    Args:
+        shard_ids: the shards to count; other parts of the same work may be running too.
     """
 
-    def __init__(self, variant_dir: Path) -> None:
-        self._variant_dir = variant_dir
+    def __init__(self, variant_dir: Path, *, shard_ids: Container[int]) -> None:
+        self._variant_dir, self._shard_ids = variant_dir, shard_ids
         self._num_done: dict[int, int] = {}
         self._total = 0
         self._next_s = time.monotonic()
@@ -82,7 +86,8 @@ class RunningChunks:
         """Return the number of chunks done when the heartbeats were last read."""
         begin_s = time.monotonic()
         if begin_s >= self._next_s:
-            self._num_done = {shard.shard_id: shard.num_done for shard in running_shards(self._variant_dir)}
+            running = running_shards(self._variant_dir)
+            self._num_done = {one.shard_id: one.num_done for one in running if one.shard_id in self._shard_ids}
             self._total = sum(self._num_done.values())
             end_s = time.monotonic()
             self._next_s = end_s + max(1.0, (end_s - begin_s) / _MAX_READING)

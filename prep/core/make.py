@@ -6,9 +6,9 @@ It also defines the flags that these commands share; their values form a `Reques
 import re
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from cyclopts import Group, Parameter, Token
 
@@ -21,6 +21,9 @@ from prep.core.lag import LIMIT_S
 from prep.engines.execution import Execution
 
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)([kMGT])B", re.ASCII)
+
+if TYPE_CHECKING:
+    from prep.core.parts import PartRun
 
 EXECUTION = Parameter(group=Group("Execution", sort_key=8))
 OPTIONS = Group("Options", sort_key=9)  # of flags without another group
@@ -78,6 +81,14 @@ ScratchSize = Annotated[
         "80 % of the free space.",
     ),
 ]
+PartOf = Annotated[
+    str | None,
+    EXECUTION,
+    Parameter(
+        name="--part",
+        help="Part of the shards to make, such as 3/16, for commands on several nodes (a SLURM array). Default: all.",
+    ),
+]
 ModelWorkers = Annotated[
     int | None,
     EXECUTION,
@@ -106,6 +117,8 @@ class Request:
         retry_codes: failure codes to try again even if nothing changed.
         only_variant: name of the variant that the settings must produce, or None.
         scratch_size: limit of the copies of remote videos on a node, such as 200GB; None for most of the free space.
+        part: value of `--part`, or None.
+        part_run: set while a part runs; columns pass it to `prep.core.run.execute`.
     """
 
     data: Path
@@ -120,6 +133,8 @@ class Request:
     retry_codes: frozenset[str] = frozenset()
     only_variant: str | None = None
     scratch_size: str | None = None
+    part: str | None = None
+    part_run: "PartRun | None" = None
 
     @property
     def scratch_bytes(self) -> int | None:
@@ -169,6 +184,11 @@ class Request:
         if self.execution.changed and self.engine != "ray":
             flags = ", ".join(self.execution.changed)
             raise UserError(f"{flags} requires --engine ray", hint=f"omit --engine processes, or omit {flags}")
+        if self.address is not None and self.part is not None:
+            raise UserError(
+                f"--part {self.part} has no effect with --address {self.address}: Ray divides the work itself",
+                hint="omit --part to use all nodes of the cluster, or omit --address",
+            )
 
     def require_variant(self, found: str, *, command: str) -> None:
         """Check that the recipe read from a variant still produces that variant.
@@ -219,18 +239,27 @@ def make_column(column: ColumnSpec, settings: Any, request: Request) -> None:
         FailedWork: the run gave up, or more videos failed than `--max-failures` allows.
     """
     from prep.core.data_folder import require_data_folder, writing
-    from prep.core.report import show
+    from prep.core.part_locks import Part
+    from prep.core.parts import writing_part
+    from prep.core.report import show, with_part
     from prep.core.run import FAILURES_FILE
 
     budget = parse_budget(request.max_failures)
     request.check()
+    part = None if request.part is None else Part.parse(request.part)
     data_dir = require_data_folder(request.data)
     column.require(settings)
-    with writing(data_dir, column=column.name):
+    with (
+        writing(data_dir, column=column.name)
+        if part is None
+        else writing_part(data_dir, part, column=column.name) as part_run
+    ):
         plan = column.plan(data_dir, settings, request)
-        summary = column.run(plan, settings, request)
+        summary = column.run(plan, settings, replace(request, part_run=part_run))
+        assert part_run is None or part_run.is_last is not None, f"{column.package} does not run its plan in parts"
     listed = plan.variant_dir / FAILURES_FILE
-    show(column.summary_report(summary, settings, listed), json=request.json)
+    report = column.summary_report(summary, settings, listed)
+    show(report if part_run is None else with_part(report, part_run), json=request.json)
     if summary.gave_up is not None:
         raise FailedWork(f"{summary.gave_up}; finished work is kept; run the same command again to resume")
     if summary.num_failed_videos > budget(plan.num_videos):

@@ -10,6 +10,7 @@ from typing import Any
 from manifests.quoting import counted
 from prep.core.column import recipe_differences
 from prep.core.failure_list import failure_lines, failure_values
+from prep.core.parts import PartRun
 from prep.core.plan import ShardPlan, ShardState
 from prep.core.run import Summary
 from shards.dataset import current_variant
@@ -29,6 +30,11 @@ class Report:
 def show(report: Report, *, json: bool) -> None:
     """Print a report."""
     print(json_module.dumps(report.values, indent=1) if json else report.text)
+
+
+def with_part(report: Report, run: PartRun) -> Report:
+    """Return the report of a run with how its part ended."""
+    return Report(f"{report.text}\n{run.line()}", {**report.values, "part": run.values()})
 
 
 def states_lines(shards: Sequence[ShardPlan], *, sample: str = "chunk") -> list[str]:

@@ -6,6 +6,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Generic
 
@@ -19,6 +20,7 @@ from prep.core.data_folder import remove_variant_temporaries
 from prep.core.failures import FailureCode
 from prep.core.heartbeat import RunningChunks
 from prep.core.lag import is_committed, wait_until_seen
+from prep.core.parts import PartRun
 from prep.core.plan import ShardPlan, ShardState, file_problems, with_work
 from prep.core.progress import ChunkProgress, warn_refused
 from prep.core.selection import write_selection
@@ -26,7 +28,7 @@ from prep.core.shard_result import ShardResult, Stop, W, stopped
 from prep.engines import Engine, Label, Refused
 from prep.engines.admission import worker_ticket
 from shards.chunk_table import update_chunk_table
-from shards.commits import Commit, Failure
+from shards.commits import Commit, Failure, commit_path, read_commits_of
 from shards.dataset import begin_variant, set_current_variant
 from shards.format import COMMITS_FOLDER, RECIPE_FILE
 from shards.lists import finish_run
@@ -105,28 +107,49 @@ class Job(Generic[W]):
         return self.variant_dir.name
 
 
-def execute(job: Job[W], engine: Engine) -> Summary:
+def execute(job: Job[W], engine: Engine, *, part_run: PartRun | None = None) -> Summary:
     """Make every shard of the job that needs work, and update the variant's records.
 
     Call it while holding the lock of the column (`prep.core.data_folder.writing`).
+
+    Args:
+        part_run: the part whose shards to make (`Request.part_run`); None for all. The last part updates the records.
     """
     folder = job.variant_dir
+    if part_run is not None:
+        part_run.agree(job.variant, where=job.where, package=job.column.package)
     make_variant(folder, job.recipe)
     write_selection(folder, job.where)
     has_work = any(shard.has_work for shard in job.shards)
-    if has_work:
+    if has_work and (part_run is None or part_run.is_first):
         remove_variant_temporaries(folder)
     # A dataset's first variant is readable while it grows; a later variant replaces it only once it is complete.
     begin_variant(job.data_dir, job.column.name, job.variant)
+    if part_run is not None:
+        part_run.begin()
+    own = job if part_run is None else replace(job, shards=part_run.own(job.shards))
     summary = Summary(job.variant)
     begin_s = time.monotonic()
-    results = {result.shard_id: result for result in _results(job, engine, summary)}
+    results = {result.shard_id: result for result in _results(own, engine, summary)}
     summary.wall_s = time.monotonic() - begin_s
-    if has_work:
-        refresh(folder)  # made by workers on other nodes
-        remove_variant_temporaries(folder)  # left by lost workers
-    _finish(job, summary, results)
+    if part_run is None or part_run.end():
+        if part_run is not None:
+            part_run.await_others(partial(_num_commits, job, part_run.part.count))
+        if has_work:
+            refresh(folder)  # made by workers on other nodes
+            remove_variant_temporaries(folder)  # left by lost workers
+        _finish(job, own, summary, results, part_run)
+    else:
+        commits = read_commits_of(folder, {shard.shard_id for shard in own.shards})
+        part_run.tell(len(commits))
+        _account(own, commits, summary, results)
     return summary
+
+
+def _num_commits(job: Job[W], num_parts: int) -> Counter[int]:
+    """Return the number of commits of the plan's shards that this node sees, by shard id modulo `num_parts`."""
+    ids = (shard.shard_id for shard in job.shards)
+    return Counter(shard_id % num_parts for shard_id in ids if commit_path(job.variant_dir, shard_id).is_file())
 
 
 def make_variant(folder: Path, recipe: dict[str, Any]) -> None:
@@ -164,7 +187,7 @@ def _results(job: Job[W], engine: Engine, summary: Summary) -> Iterator[ShardRes
     def label(task: W) -> Label:
         return Label(f"{job.column.command} {task.shard_id:06d}", work=num_chunks[task.shard_id])
 
-    full_disks, made, running = 0, 0, RunningChunks(job.variant_dir)
+    full_disks, made, running = 0, 0, RunningChunks(job.variant_dir, shard_ids=num_chunks.keys())
     with (
         worker_ticket(job.variant_dir, package=job.column.package, needs=job.needs) as ticket,
         ChunkProgress(num_chunks=sum(shard.num_chunks for shard in work), chunk_s=job.chunk_s) as progress,
@@ -190,32 +213,55 @@ def _results(job: Job[W], engine: Engine, summary: Summary) -> Iterator[ShardRes
             progress.show(made + running.num_done())
 
 
-def _finish(job: Job[W], summary: Summary, results: dict[int, ShardResult]) -> None:
-    """Drop commits that are not wanted any more, write the lists, and make a complete variant the current one."""
+def _finish(
+    job: Job[W], own: Job[W], summary: Summary, results: dict[int, ShardResult], part_run: PartRun | None
+) -> None:
+    """Drop commits that are not wanted any more, write the lists, and make a complete variant the current one.
+
+    Args:
+        own: the job with the shards of this process only.
+    """
     orphaned = {shard.shard_id for shard in job.shards if shard.state == ShardState.ORPHANED}
     wanted = {shard.shard_id for shard in job.shards} - orphaned
     commits = finish_run(job.variant_dir, dropped=orphaned, wanted=wanted)
+    if job.lag_limit_s and _have_appeared(own, commits, results, gave_up=summary.gave_up):
+        commits = finish_run(job.variant_dir, dropped=orphaned, wanted=wanted)
+    is_complete = _account(own, commits, summary, results)
+    summary.failures = [*job.failed_before, *summary.failures]
+    left = [] if part_run is None else list(_left_by_others(job, commits, part_run))
+    write_failures(job.variant_dir / FAILURES_FILE, [*summary.failures, *left])
+    _merge_indexes(job)
+    if is_complete and not left and summary.num_chunks:  # a variant in which everything failed replaces nothing
+        set_current_variant(job.data_dir, job.column.name, job.variant)
+
+
+def _account(job: Job[W], commits: dict[int, Commit], summary: Summary, results: dict[int, ShardResult]) -> bool:
+    """Add what the commits hold and what this process made to the summary; return True if all shards are made."""
     summary.num_shards = sum(commit.files is not None for commit in commits.values())
     summary.num_chunks = sum(commit.files.num_samples for commit in commits.values() if commit.files)
     missing = list(_missing_shards(job, commits, results, gave_up=summary.gave_up))
-    if job.lag_limit_s and _have_appeared(job, missing, results):
-        _finish(replace(job, lag_limit_s=0.0), summary, results)
-        return
     not_made = {shard.shard_id for shard, _ in missing}
     for shard in with_work(job.shards):
         if shard.shard_id not in not_made:
             summary.num_shards_made += 1
             _add(summary, results.get(shard.shard_id))
     lost = [failure for shard, stop in missing for failure in _failures_of(job, shard, stop, commits)]
-    summary.failures = [
-        *job.failed_before,
-        *(failure for commit in commits.values() for failure in commit.failures),
-        *lost,
-    ]
-    write_failures(job.variant_dir / FAILURES_FILE, summary.failures)
-    _merge_indexes(job)
-    if not missing and summary.num_chunks:  # a variant in which everything failed replaces nothing
-        set_current_variant(job.data_dir, job.column.name, job.variant)
+    summary.failures = [*(failure for commit in commits.values() for failure in commit.failures), *lost]
+    return not missing
+
+
+def _left_by_others(job: Job[W], commits: dict[int, Commit], part_run: PartRun) -> Iterator[Failure]:
+    """Count the shards that other parts have not made, and yield a failure for each."""
+    others = [shard for shard in job.shards if not part_run.part.holds(shard.shard_id)]
+    due = {shard.shard_id: commits[shard.shard_id] for shard in others if shard.has_work and shard.shard_id in commits}
+    problems = file_problems(job.variant_dir, due)
+    for shard in others:
+        commit = commits.get(shard.shard_id)
+        is_made = commit is not None and commit.plan_fingerprint == shard.plan_fingerprint
+        if shard.state != ShardState.ORPHANED and (not is_made or shard.shard_id in problems):
+            part = part_run.leave_to(shard.shard_id)
+            message = f"part {part} has not made it"
+            yield Failure(f"shard {shard.shard_id:06d}", None, str(FailureCode.SHARD_MISSING), message)
 
 
 def _merge_indexes(job: Job[W]) -> None:
@@ -226,9 +272,12 @@ def _merge_indexes(job: Job[W]) -> None:
         sys.stderr.write(f"warning: {error}\n")
 
 
-def _have_appeared(job: Job[W], missing: Sequence[tuple[ShardPlan, Stop]], results: dict[int, ShardResult]) -> bool:
+def _have_appeared(
+    job: Job[W], commits: dict[int, Commit], results: dict[int, ShardResult], *, gave_up: str | None
+) -> bool:
     """Wait for the missing shards that workers have reported as made; return True if they have become visible."""
     made = {shard_id for shard_id, result in results.items() if result.stopped_by is None}
+    missing = _missing_shards(job, commits, results, gave_up=gave_up)
     unseen = [(shard.shard_id, shard.plan_fingerprint) for shard, _ in missing if shard.shard_id in made]
     what = f"{counted(len(unseen), 'shard')} in {job.variant_dir}"
     return bool(unseen) and wait_until_seen(

@@ -21,6 +21,7 @@ from prep.core.make import (
     MaxFailures,
     ModelWorkers,
     NumGpus,
+    PartOf,
     Request,
     make_column,
     plan_column,
@@ -48,6 +49,7 @@ def latents(
     address: Address = None,
     execution: ExecutionFlags = Execution(),  # noqa: B008 - frozen
     workers: ModelWorkers = None,
+    part: PartOf = None,
     num_gpus: NumGpus = None,
     batch: Batch = _BATCH,
     max_failures: MaxFailures = "0",
@@ -73,6 +75,7 @@ def latents(
         address=address,
         execution=execution,
         workers=workers,
+        part=part,
         num_gpus=num_gpus,
         batch=batch,
         max_failures=max_failures,
@@ -139,7 +142,7 @@ def _run(plan: "LatentsPlan", settings: LatentsSettings, request: Request) -> "S
             execution=request.execution,
         ),
     )
-    return execute(replace(job, lag_limit_s=request.lag_limit_s), engine)
+    return execute(replace(job, lag_limit_s=request.lag_limit_s), engine, part_run=request.part_run)
 
 
 def _plan_report(plan: "LatentsPlan") -> "Report":

@@ -17,6 +17,7 @@ from prep.core.make import (
     ExecutionFlags,
     Json,
     MaxFailures,
+    PartOf,
     Request,
     Workers,
     make_column,
@@ -46,6 +47,7 @@ def scores(
     address: Address = None,
     execution: ExecutionFlags = Execution(),  # noqa: B008 - frozen
     workers: Workers = None,
+    part: PartOf = None,
     max_failures: MaxFailures = "0",
     json: Json = False,
 ) -> None:
@@ -64,6 +66,7 @@ def scores(
         address=address,
         execution=execution,
         workers=workers,
+        part=part,
         max_failures=max_failures,
         json=json,
     )
@@ -111,8 +114,18 @@ def _run(plan: "ScoresPlan", settings: ScoresSettings, request: Request) -> "Sco
         execution=request.execution,
         memory_gb=_WORKER_GB,
     )
-    summary = execute(replace(scores_job(plan), lag_limit_s=request.lag_limit_s), engine)
+    job = replace(scores_job(plan), lag_limit_s=request.lag_limit_s)
+    summary = execute(job, engine, part_run=request.part_run)
+    if request.part_run is not None and not request.part_run.is_last:
+        return without_table(summary)
     return publish_table(summary, plan.variant_dir)
+
+
+def without_table(summary: "Summary") -> "ScoresSummary":
+    """Return the summary of a run that leaves the merged table to another part."""
+    from prep.scores.report import ScoresSummary
+
+    return ScoresSummary(**vars(summary))
 
 
 def publish_table(summary: "Summary", folder: Path) -> "ScoresSummary":

@@ -8,6 +8,7 @@ again.
 
 import hashlib
 import zlib
+from collections.abc import Collection
 from contextlib import suppress
 from pathlib import Path
 
@@ -45,21 +46,28 @@ def write_block(folder: Path, digests: np.ndarray, rows: np.ndarray) -> None:
 
 
 class Bank:
-    """The content of the bank; used by one run at a time. Damaged blocks are removed when they are found.
+    """The content of the bank; used by one run, or by the parts of one. Damaged blocks are removed when they are found.
 
     Args:
         folder: folder of the bank; it need not exist.
         width: embedding dimension.
+        is_alone: whether no other process is writing to the bank.
     """
 
-    def __init__(self, folder: Path, *, width: int) -> None:
+    def __init__(self, folder: Path, *, width: int, is_alone: bool = True) -> None:
         self.folder, self._width = folder, width
         self._files: list[Path] = []
         self._begins = [0]  # offset of each file's block in the list of all digests
         self._digests = np.empty(0, DIGESTS)
         self._order = np.empty(0, np.int32)  # order that sorts the digests
-        remove_temporaries(self.folder)  # left by killed writers
+        if is_alone:
+            remove_temporaries(self.folder)  # left by killed writers
         self.refresh()
+
+    def add_not_finite(self, digests: Collection[bytes]) -> None:
+        """Add texts that have no embedding, as rows of NaN, so that the part that makes the shards knows them."""
+        added = np.frombuffer(b"".join(sorted(digests)), DIGESTS)
+        write_block(self.folder, added, np.full((len(added), self._width), np.nan, np.float16))
 
     def refresh(self) -> None:
         """Add blocks that were published since the last call."""

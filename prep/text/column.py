@@ -19,6 +19,7 @@ from prep.core.make import (
     MaxFailures,
     ModelWorkers,
     NumGpus,
+    PartOf,
     Request,
     make_column,
     plan_column,
@@ -50,6 +51,7 @@ def text(
     address: Address = None,
     execution: ExecutionFlags = Execution(),  # noqa: B008 - frozen
     workers: ModelWorkers = None,
+    part: PartOf = None,
     num_gpus: NumGpus = None,
     batch: Batch = None,
     max_failures: MaxFailures = "0",
@@ -72,6 +74,7 @@ def text(
         address=address,
         execution=execution,
         workers=workers,
+        part=part,
         num_gpus=num_gpus,
         batch=batch,
         max_failures=max_failures,
@@ -129,7 +132,14 @@ def _run(plan: "TextPlan", recipe: TextRecipe, request: Request) -> "TextSummary
         execution=request.execution,
         memory_gb=_WORKER_GB,
     )
-    return run_text(plan, use, engine, on_encoded=CountProgress("encoding texts"), lag_limit_s=request.lag_limit_s)
+    return run_text(
+        plan,
+        use,
+        engine,
+        part_run=request.part_run,
+        on_encoded=CountProgress("encoding texts"),
+        lag_limit_s=request.lag_limit_s,
+    )
 
 
 def _plan_report(plan: "TextPlan") -> "Report":

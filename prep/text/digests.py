@@ -37,6 +37,11 @@ def positions_in(ordered: np.ndarray, digests: np.ndarray) -> np.ndarray:
     return np.where(ordered[positions] == digests, positions, -1).astype(np.int64)
 
 
+def owners_of(digests: np.ndarray, *, num_parts: int) -> np.ndarray:
+    """Return which of `num_parts` parts of a run encodes each text, uint64 [digests] from 0."""
+    return np.ascontiguousarray(digests).view(np.uint64)[::2] % np.uint64(num_parts)
+
+
 class DigestSet:
     """A set of digests; duplicates may be added.
 

@@ -6,8 +6,9 @@ in the commits and the bank, so the run can be killed at any time; the next one 
 """
 
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import pyarrow as pa
@@ -15,6 +16,8 @@ import pyarrow as pa
 from prep.core.failures import FailureCode
 from prep.core.lag import wait_until_seen
 from prep.core.layout import write_layout
+from prep.core.part_locks import Part
+from prep.core.parts import PartRun
 from prep.core.plan import ShardPlan, with_work
 from prep.core.progress import warn_refused
 from prep.core.run import Job, execute, make_variant
@@ -25,12 +28,13 @@ from prep.text.bank import Bank, copy_embeddings
 from prep.text.blocks import Block, BlockResult, TowerUse, blocks_of, encode_block
 from prep.text.captions import CaptionReader
 from prep.text.column import COLUMN
-from prep.text.digests import DigestSet, digests_of
+from prep.text.digests import DigestSet, digests_of, owners_of
 from prep.text.layout import text_layout_path
 from prep.text.plan import TextPlan
-from prep.text.recipe import BANK_FOLDER
+from prep.text.recipe import BANK_FOLDER, TEXT
 from prep.text.report import TextSummary
 from prep.text.worker import ShardMaker, TextShardTask
+from shards.dataset import begin_variant
 
 
 def run_text(
@@ -38,28 +42,42 @@ def run_text(
     tower: TowerUse,
     engine: Engine,
     *,
+    part_run: PartRun | None = None,
     on_encoded: Callable[[int, int], None] = lambda done, total: None,
     lag_limit_s: float = 0.0,
 ) -> TextSummary:
     """Make every shard of the plan that needs work; call it while holding the lock of the column.
 
+    Parts divide the texts and not the shards, because most shards need texts that occur in several of them. The last
+    part makes the shards, which is a matter of copying.
+
     Args:
         tower: text tower of the plan's recipe.
         engine: engine that encodes the texts.
+        part_run: the part whose texts to encode; None for all.
         on_encoded: called periodically with (texts encoded, texts to encode).
         lag_limit_s: how long to wait for embeddings that workers report and that are not visible here.
     """
     begin_s = time.monotonic()
+    if part_run is not None:
+        part_run.agree(plan.variant_dir.name, where=plan.recipe.where, package=COLUMN.package)
     write_layout(text_layout_path(plan.data_dir), plan.layout)
     make_variant(plan.variant_dir, plan.recipe.as_dict())
     write_selection(plan.variant_dir, plan.recipe.where)
-    bank = Bank(plan.variant_dir / BANK_FOLDER, width=plan.recipe.width)
+    is_alone = part_run is None or part_run.is_first
+    bank = Bank(plan.variant_dir / BANK_FOLDER, width=plan.recipe.width, is_alone=is_alone)
+    if part_run is not None:
+        begin_variant(plan.data_dir, TEXT, plan.recipe.variant)
+        part_run.begin()
     with CaptionReader(plan.data_dir, where=plan.where) as reader:
         need = needed(plan, reader)
-        filled = fill(bank, need, plan=plan, reader=reader, tower=tower, engine=engine, on_encoded=on_encoded)
+        own = need if part_run is None else need.of_part(part_run.part)
+        filled = fill(bank, own, plan=plan, reader=reader, tower=tower, engine=engine, on_encoded=on_encoded)
         if lag_limit_s and filled.error is None and filled.num_encoded:
             what = f"embeddings in {bank.folder}"
-            wait_until_seen(what, lambda: _is_filled(bank, need, filled.not_finite), limit_s=lag_limit_s)
+            wait_until_seen(what, lambda: _is_filled(bank, own, filled.not_finite), limit_s=lag_limit_s)
+        if part_run is not None and not _can_make_shards(bank, need, filled, part_run):
+            return _part_summary(plan, own, filled, wall_s=time.monotonic() - begin_s)
         maker = ShardMaker(plan, reader, bank, need.row_groups, filled.not_finite, filled.error)
         ran = execute(_job(plan, maker), _LocalEngine())
     if ran.num_shards_made == len(with_work(plan.shards)):
@@ -78,6 +96,47 @@ def run_text(
         failures=ran.failures,
         gave_up=ran.gave_up,
         refused_workers=[*filled.refused, *ran.refused_workers],
+    )
+
+
+def _can_make_shards(bank: Bank, need: "Needed", filled: "Filled", part_run: PartRun) -> bool:
+    """Return True for the last part, if the bank has all texts by then; texts that have no embedding count as well."""
+    if filled.not_finite:
+        bank.add_not_finite(filled.not_finite)
+    num_parts = part_run.part.count
+    if not part_run.end():
+        part_run.tell(_num_encoded(bank, need, num_parts)[part_run.part.number - 1])
+        return False
+    part_run.await_others(lambda: _num_encoded(bank, need, num_parts))
+    missing = _missing(bank, need)
+    part_run.unit = "text"
+    for owner, count in Counter(owners_of(missing, num_parts=num_parts).tolist()).items():
+        part_run.leave_to(owner, count=count)
+    return not len(missing)
+
+
+def _num_encoded(bank: Bank, need: "Needed", num_parts: int) -> Counter[int]:
+    """Return the number of texts in the bank that this node sees, by the part that encodes them."""
+    bank.refresh()
+    return Counter(owners_of(need.digests[bank.has(need.digests)], num_parts=num_parts).tolist())
+
+
+def _part_summary(plan: TextPlan, own: "Needed", filled: "Filled", *, wall_s: float) -> TextSummary:
+    """Return the result of a part that has encoded its texts and makes no shards."""
+    files = [commit.files for commit in plan.commits.values() if commit.files is not None]
+    return TextSummary(
+        variant=plan.recipe.variant,
+        num_videos=sum(one.num_samples for one in files),
+        num_captions=plan.num_captions,
+        num_shards=len(files),
+        num_shards_made=0,
+        num_texts=len(own.digests),
+        num_encoded=filled.num_encoded,
+        num_cut=filled.num_cut,
+        num_bytes_written=0,
+        wall_s=wall_s,
+        gave_up=None if filled.error is None else f"{filled.error[0]}: {filled.error[1]}",
+        refused_workers=list(filled.refused),
     )
 
 
@@ -131,6 +190,11 @@ class Needed:
     video_ids: pa.Array
     digests: np.ndarray
     row_groups: dict[int, list[int]]
+
+    def of_part(self, part: Part) -> "Needed":
+        """Return the same with the texts of a part only."""
+        owners = owners_of(self.digests, num_parts=part.count)
+        return replace(self, digests=self.digests[owners == part.number - 1])
 
 
 @dataclass(frozen=True)

@@ -59,6 +59,7 @@ class ShardMaker:
     def _make(self, task: TextShardTask) -> ShardResult:
         videos = self._videos(task)
         embedded, has = self.bank.rows(np.concatenate([video.digests for video in videos]))
+        is_sound = has & np.isfinite(embedded).all(axis=1)
         ends = np.cumsum([len(video.digests) for video in videos])
         content = hashlib.sha256(task.plan_fingerprint.encode())
         failures: list[Failure] = []
@@ -73,13 +74,14 @@ class ShardMaker:
                 if not len(video.digests):
                     message = f"the caption table has no captions of video {video.video_id}"
                     return stopped(task, FailureCode.IO_ERROR, message)
-                if not has[rows].all():
+                if not is_sound[rows].all():
                     lost = [video.digest(row) for row in np.flatnonzero(~has[rows]).tolist()]
                     if not self.not_finite.issuperset(lost):
                         lost_error = (FailureCode.IO_ERROR, "embeddings are missing from the bank")
                         return stopped(task, *(self.error or lost_error))
-                    text = video.texts[int(np.flatnonzero(~has[rows])[0])]
-                    message = f"non-finite embeddings of {counted(len(lost), 'text')}, for example {text[:80]!r}"
+                    unsound = np.flatnonzero(~is_sound[rows])
+                    text = video.texts[int(unsound[0])]
+                    message = f"non-finite embeddings of {counted(len(unsound), 'text')}, for example {text[:80]!r}"
                     failures.append(Failure(video.video_id, None, str(FailureCode.NOT_FINITE), message))
                     content.update(f" {video.video_id} failed".encode())
                     continue

@@ -17,6 +17,7 @@ from prep.core.make import (
     ExecutionFlags,
     Json,
     MaxFailures,
+    PartOf,
     Request,
     ScratchSize,
     Workers,
@@ -46,6 +47,7 @@ def chunk(
     address: Address = None,
     execution: ExecutionFlags = Execution(),  # noqa: B008 - frozen
     workers: Workers = None,
+    part: PartOf = None,
     max_failures: MaxFailures = "0",
     scratch_size: ScratchSize = None,
     json: Json = False,
@@ -65,6 +67,7 @@ def chunk(
         address=address,
         execution=execution,
         workers=workers,
+        part=part,
         max_failures=max_failures,
         scratch_size=scratch_size,
         json=json,
@@ -140,7 +143,7 @@ def _run(plan: "Planned", recipe: Recipe, request: Request) -> "Summary":
     )
     plan = with_shots(plan, engine, on_progress=CountProgress("detecting shots"))
     job = replace(chunk_job(plan, scratch_bytes=request.scratch_bytes), lag_limit_s=request.lag_limit_s)
-    summary = with_cutting(execute(job, engine), plan)
+    summary = with_cutting(execute(job, engine, part_run=request.part_run), plan)
     remove_abandoned()  # left by workers that were lost, in this run or an earlier one
     return summary
 

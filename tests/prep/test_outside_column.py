@@ -199,6 +199,14 @@ def test_a_killed_run_is_finished_by_the_next_with_the_same_bytes(
     assert contents(data / "brightness") == contents(tmp_path / "undisturbed" / "brightness")
 
 
+def test_it_is_made_in_parts(make: Make, tmp_path: Path, shard_set: ShardSet) -> None:
+    data = shard_set.data
+    shutil.copytree(data, tmp_path / "whole")
+    make(tmp_path / "whole")
+    assert [make(data, "--part", part)["num_shards_made"] for part in ("2/2", "1/2")] == [1, 1]
+    assert contents(data / "brightness") == contents(tmp_path / "whole" / "brightness")
+
+
 def test_a_damaged_dataset_json_forgets_no_column(make: Make, prep: Prep, shard_set: ShardSet) -> None:
     variant = make(shard_set.data)["variant"]
     (shard_set.data / "dataset.json").write_text("{}")

@@ -12,7 +12,7 @@ from cyclopts import Parameter
 
 from manifests.errors import UserError
 from prep.core.column import VIDEO, ColumnSpec, Pending, changed_flags, recipe_fingerprint
-from prep.core.make import Data, EngineName, Json, MaxFailures, Request, Workers, make_column, plan_column
+from prep.core.make import Data, EngineName, Json, MaxFailures, PartOf, Request, Workers, make_column, plan_column
 
 if TYPE_CHECKING:
     from prep.core.report import Report
@@ -62,11 +62,12 @@ def brightness(
     data: Data = Path("data"),
     engine: EngineName = "processes",
     workers: Workers = None,
+    part: PartOf = None,
     max_failures: MaxFailures = "0",
     json: Json = False,
 ) -> None:
     """Measure how bright the chunks are."""
-    request = Request(data=data, engine=engine, workers=workers, max_failures=max_failures, json=json)
+    request = Request(data=data, engine=engine, workers=workers, part=part, max_failures=max_failures, json=json)
     make_column(COLUMN, settings, request)
 
 
@@ -94,7 +95,8 @@ def _run(plan: "BrightnessPlan", settings: BrightnessSettings, request: Request)
     from prep.engines.choice import open_engine
     from tests.prep.brightness.work import brightness_job
 
-    return execute(brightness_job(plan), open_engine(request.engine, address=None, workers=request.workers))
+    engine = open_engine(request.engine, address=None, workers=request.workers)
+    return execute(brightness_job(plan), engine, part_run=request.part_run)
 
 
 def _plan_report(plan: "BrightnessPlan") -> "Report":

@@ -125,7 +125,7 @@ def test_heartbeats_are_read_for_a_small_share_of_the_time(tmp_path: Path, monke
         now_s, num_read = now_s + 0.1, num_read + 1
         return read(folder)
 
-    running = RunningChunks(tmp_path)
+    running = RunningChunks(tmp_path, shard_ids=range(100))
     with Heartbeat(tmp_path, 3, num_chunks=10) as beat, Heartbeat(tmp_path, 4, num_chunks=10) as other:
         for one, num_done in ((beat, 2), (other, 5)):
             one._written_s = 0.0

@@ -119,7 +119,7 @@ def test_a_run_that_full_disks_ended_names_what_it_did_not_try(data: Path, monke
 
 
 def test_no_budget_covers_a_run_that_ended_early(prep: Prep, data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def gives_up(job: object, engine: object) -> Summary:
+    def gives_up(job: object, engine: object, **_: object) -> Summary:
         return Summary("h264", gave_up="the disk was full for 3 shards in a row")
 
     monkeypatch.setattr("prep.core.run.execute", gives_up)

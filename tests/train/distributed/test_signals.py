@@ -152,7 +152,7 @@ def test_the_slurm_script_launches_one_torchrun_a_node(
 ) -> None:
     """Under variables as SLURM sets them: SIGTERM to it saves; near its time limit it saves and requeues the job."""
     out = tmp_path / "run"
-    command = ["bash", "scripts/slurm.sh", *TRAIN, "--shards", str(columns), "--out", str(out), *STEPS]
+    command = ["bash", "scripts/slurm_train.sh", *TRAIN, "--shards", str(columns), "--out", str(out), *STEPS]
     environment, requeued = slurm_environment(tmp_path, job=4711, python=forks.python()), tmp_path / "bin" / "requeued"
     stopped_at = 0
     for number in (signal.SIGTERM, signal.SIGUSR1):

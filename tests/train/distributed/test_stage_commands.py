@@ -20,7 +20,7 @@ OF_SPEED = ("_s", "_share", "tflops")
 
 def test_the_slurm_script_launches_a_pipeline(repository: Path, data_dir: Path, tmp_path: Path, forks: Forks) -> None:
     one, two = tmp_path / "one", tmp_path / "two"
-    command = ["bash", "scripts/slurm.sh", "caption", "--shards", str(data_dir), "--out", str(two), *FLAGS]
+    command = ["bash", "scripts/slurm_train.sh", "caption", "--shards", str(data_dir), "--out", str(two), *FLAGS]
     process = subprocess.Popen(
         [*command, "--parallel.stages", "2"],
         cwd=repository,

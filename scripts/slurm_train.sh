@@ -1,7 +1,7 @@
 #!/bin/bash
 # Trains on all GPUs of a SLURM job, one torchrun per node, and continues in as many jobs as the training takes:
 #
-#     sbatch --nodes 2 scripts/slurm.sh dual-encoder --shards DATA --preset b16-ego4d --out RUN
+#     sbatch --nodes 2 scripts/slurm_train.sh dual-encoder --shards DATA --preset b16-ego4d --out RUN
 #
 # Two minutes before the time limit SLURM sends SIGUSR1 to this script: the run saves a checkpoint and the job goes back
 # into the queue. --resume auto starts a new run in the first job and resumes it in the following ones, also after a node
@@ -23,6 +23,7 @@ port=$((20000 + SLURM_JOB_ID % 20000))
 is_out_of_time=no
 was_signalled=no
 # The signal goes to the job's processes by scancel, which leaves this script alone: srun ends its step at once on SIGTERM.
+# shellcheck disable=SC2317 # called by the traps
 stop_training() {
     was_signalled=yes
     scancel --signal=TERM "$SLURM_JOB_ID" || true # it may have ended just now

@@ -1,0 +1,53 @@
+#!/bin/bash
+# Makes a column of a data folder on many nodes, by a job array without Ray. Task K of N makes part K/N of the shards:
+#
+#     sbatch --array 1-16 scripts/slurm_prep.sh chunk --data DATA --len 15s
+#     sbatch --array 1-16 --gpus-per-node 1 scripts/slurm_prep.sh latents --data DATA --vae stabilityai/sd-vae-ft-mse
+#
+# The tasks share DATA and may run at any time, also some after others (--array 1-16%4). The first one probes the
+# sources while those that begin with it wait; the last one writes the lists and makes the variant the current one. A
+# task near its time limit goes back into the queue, and SLURM itself requeues it after a node failure or a preemption.
+# A task that has failed is submitted again alone, with the number of parts that its numbers no longer tell:
+#
+#     PARTS=16 sbatch --array 3 scripts/slurm_prep.sh chunk --data DATA --len 15s
+#
+# The same command without SLURM, `prep chunk --data DATA --len 15s`, makes whatever is left.
+#SBATCH --job-name=clipmill-prep
+#SBATCH --ntasks=1
+#SBATCH --cpus-per-task=16
+#SBATCH --signal=B:USR1@120
+#SBATCH --requeue
+#SBATCH --open-mode=append
+#SBATCH --output=%x-%A_%a.log
+set -euo pipefail
+
+# Not SLURM_ARRAY_TASK_COUNT, which is 1 for a task that is submitted again.
+parts=${PARTS:-$SLURM_ARRAY_TASK_MAX}
+
+is_out_of_time=no
+was_signalled=no
+# shellcheck disable=SC2317 # called by the traps
+stop_prep() {
+    was_signalled=yes
+    kill -TERM "$prep" 2>/dev/null || true # it may have ended just now
+}
+trap 'is_out_of_time=yes; stop_prep' USR1
+trap stop_prep TERM
+
+prep "$@" --part "$SLURM_ARRAY_TASK_ID/$parts" --engine processes --workers "${SLURM_CPUS_PER_TASK:-1}" &
+prep=$!
+
+status=0
+wait "$prep" || status=$?
+# A signal interrupts `wait`, while prep still stops its workers.
+while [[ $was_signalled == yes ]]; do
+    was_signalled=no
+    status=0
+    wait "$prep" || status=$?
+done
+
+if [[ $is_out_of_time == yes && $status != 0 ]]; then
+    echo "the time limit is near: job $SLURM_JOB_ID is requeued"
+    scontrol requeue "$SLURM_JOB_ID"
+fi
+exit "$status"
