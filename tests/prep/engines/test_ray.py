@@ -6,6 +6,8 @@ All tests share a head with one CPU, to which they add nodes.
 import os
 import secrets
 import signal
+import socket
+import sys
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -20,6 +22,7 @@ from prep.engines.execution import Execution, Need, need_of
 from prep.engines.ray import RayEngine, count_cluster_gpus, import_ray
 from prep.engines.ray_connection import cluster_address, connect
 from prep.engines.ray_flights import Pace
+from prep.engines.ray_nodes import Nodes
 from tests.conftest import ROOT
 from tests.prep.running import MARK, processes, wait_until
 
@@ -42,7 +45,11 @@ def cluster() -> Iterator[Any]:
         import_ray()
         from ray.cluster_utils import Cluster
 
-        cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": True})
+        with socket.socket() as listener:  # the default port may be in use
+            listener.bind(("127.0.0.1", 0))
+            port = listener.getsockname()[1]
+        head = {"num_cpus": 1, "include_dashboard": True, "dashboard_port": port}
+        cluster = Cluster(initialize_head=True, head_node_args=head)
         yield cluster
         cluster.shutdown()
         for process in processes(mark):
@@ -192,6 +199,29 @@ def test_a_cluster_of_another_version_is_refused(cluster: Any) -> None:
         client = ray._raylet.GcsClient(address=cluster.address)
         client.internal_kv_put(key, known, True, namespace)
     assert "the same Ray on every node" in str(raised.value.hint)
+
+
+@pytest.mark.parametrize(("max_count", "num_gpus", "room"), [(3, 6, 12), (-1, sys.maxsize, 1000)])
+def test_gpus_that_an_autoscaler_may_start_count(cluster: Any, max_count: int, num_gpus: int, room: int) -> None:
+    from ray.core.generated.autoscaler_pb2 import ClusterConfig
+
+    ray = import_ray()
+    config = ClusterConfig()
+    config.node_group_configs.add(resources={"CPU": 4, "GPU": 2}, max_count=max_count)
+    key, namespace = (
+        name.encode()
+        for name in (ray._raylet.GCS_AUTOSCALER_CLUSTER_CONFIG_KEY, ray._raylet.GCS_AUTOSCALER_STATE_NAMESPACE)
+    )
+    client = ray._raylet.GcsClient(address=cluster.address)
+    client.internal_kv_put(key, config.SerializeToString(), True, namespace)
+    try:
+        assert count_cluster_gpus(cluster.address) == num_gpus
+        connect(ray, cluster.address)
+        nodes = Nodes(ray, Need(0, 0.5, 10**9), where="", wait_s=0, notify=print)
+        assert (nodes.capacity(), nodes.largest_capacity()) == (0, room)
+    finally:
+        ray.shutdown()
+        client.internal_kv_del(key, False, namespace)
 
 
 def test_the_pace_of_finished_tasks_limits_the_others() -> None:
