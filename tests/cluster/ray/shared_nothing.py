@@ -4,7 +4,7 @@
 
 The bucket is that of a real S3 server on this machine (moto's). The second node has a mount namespace of its own, in
 which the folder of scratch files is empty (root is required). The shards must be those of a run on one machine, both
-nodes must have made some of them, and a run after the loss of the second node has nothing to do. It takes about two
+nodes must have made some of them, and a run after the loss of the second node has nothing to do. It takes a few
 minutes; FOLDER must have a short path (default: a new one in /tmp).
 """
 

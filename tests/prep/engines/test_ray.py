@@ -160,7 +160,7 @@ def test_a_worker_that_keeps_dying_is_not_tried_for_ever(cluster: Any, tmp_path:
     assert "died" in str(outcomes[1].lost)
 
 
-@pytest.mark.parametrize("actor_gpus", [None, 0])
+@pytest.mark.parametrize("actor_gpus", [None])
 def test_a_task_is_not_to_blame_for_the_loss_of_its_node(
     cluster: Any, tmp_path: Path, actor_gpus: float | None
 ) -> None:
