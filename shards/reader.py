@@ -3,7 +3,7 @@
 import shlex
 import threading
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -39,7 +39,8 @@ class CommittedShard:
         self.num_samples = files.num_samples
         self.tar_path = variant_directory / files.tar
         self.index_path = variant_directory / files.index
-        self._index_sha256 = files.index_sha256
+        self.tar_bytes, self.tar_sha256 = files.tar_bytes, files.tar_sha256
+        self._index_sha256, self._index_bytes = files.index_sha256, files.index_bytes
         self._tars = tars
         # One lock per shard: up to Python 3.11, `cached_property` has one lock per class, so that a shard whose files
         # do not respond would block all others.
@@ -58,6 +59,7 @@ class CommittedShard:
         if self._index is None:
             with open_lock(self._lock, self.index_path):
                 if self._index is None:
+                    self._tars.provide(self.index_path, size_bytes=self._index_bytes)
                     self._index = open_index(self.index_path)
         return self._index
 
@@ -69,12 +71,13 @@ class CommittedShard:
             DamagedIndex: the index is not the committed file.
             OSError: the index cannot be read.
         """
-        index = self.index
         if self._packet_tables is None:
             with open_lock(self._lock, self.index_path):
                 if self._packet_tables is None:
                     self.require_committed_index()
-                    self._packet_tables = PacketTables(index)
+                    if self._index is None:
+                        self._index = open_index(self.index_path)
+                    self._packet_tables = PacketTables(self._index)
         return self._packet_tables
 
     def require_committed_index(self) -> None:
@@ -84,6 +87,7 @@ class CommittedShard:
             DamagedIndex: the index is not the committed file.
             OSError: the index cannot be read.
         """
+        self._tars.provide(self.index_path, size_bytes=self._index_bytes, sha256=self._index_sha256)
         if scan(self.index_path).sha256 != self._index_sha256:
             raise DamagedIndex(self.index_path, "its content differs from the commit")
 
@@ -108,6 +112,10 @@ class CommittedShard:
             DamagedTar: the tar is too short.
         """
         return self._tars.read(self.tar_path, offset, size)
+
+    def read_ranges(self, ranges: Sequence[tuple[int, int]]) -> list[bytes]:
+        """Read several ranges (offset, size) of the tar; raises as `read_range` does."""
+        return self._tars.read_ranges(self.tar_path, ranges)
 
     @property
     def gap_bytes(self) -> int:

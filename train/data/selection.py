@@ -7,6 +7,7 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
+from shards.scores import SCORES
 from shards.selection import caption_columns, nothing_selected, selected_captions, selected_chunks
 from shards.tars import TarBytes
 from shards.where import Where, parse_where
@@ -54,7 +55,7 @@ class Selection:
             self._where.require(("chunk", "video"), because="these samples have no captions")
         if of_chunks is not None:
             if of_chunks.uses_scores and isinstance(tars, RemoteTars):
-                tars.copy_scores()
+                tars.files.copy_column(SCORES)
             self.chunks = selected_chunks(
                 of_chunks, data_dir, video_ids=video_ids, video_row=video_row, start_ms=start_ms
             )

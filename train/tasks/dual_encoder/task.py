@@ -16,7 +16,7 @@ from manifests.errors import UserError
 from train.config.data import CaptionSettings
 from train.config.evaluation import DualEncoderEvaluation, EvaluatedData
 from train.config.model import Towers
-from train.config.shards import is_remote
+from manifests.storage.objects import is_remote
 from train.data.batch import Batch
 from train.data.decoding.clip import Views
 from train.data.frame_sampling import spread_frames
