@@ -144,6 +144,7 @@ class ChunkSet:
         table: the chunks; a chunk's video row is a row of `video_ids`.
         selection: what `where` selects. The table has all chunks nevertheless.
         decoder: decodes what was read.
+        num_readers: threads that read ahead of those that decode; 0 for a local folder, where these read too.
 
     Raises:
         UserError: there is no such data folder, it has no shards, the split has no videos, or `where` is not an
@@ -167,6 +168,7 @@ class ChunkSet:
         self.rule = rule
         self.video_ids: pa.Array = videos_of_split(data_dir, split)
         self._shards = variant.shards()
+        self.num_readers: int = getattr(tars, "num_readers", 0)
         self.decoder = ChunkDecoder()
         try:
             self.table: ChunkTable = chunk_table(self._shards, self.video_ids)
