@@ -17,7 +17,8 @@ import os
 import re
 import secrets
 import shutil
-from collections.abc import Callable, Iterator
+import threading
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,6 +30,7 @@ from manifests.publish import TEMPORARY_PREFIX, published, remove_temporaries, t
 
 FREE_SHARE = 0.8  # of the free disk, and of what the cache already holds: the limit if none is chosen
 _NUM_LOCKS = 256
+_HINT = "use a larger --cache-size, or a --cache on a larger disk"
 _PIECE_BYTES = 1 << 20
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([kmgtp]?)b?", re.IGNORECASE)
 
@@ -81,6 +83,10 @@ class ObjectCache:
     Args:
         limit_bytes: of the copies together; None for `FREE_SHARE` of what is free now.
 
+    Attributes:
+        is_derived: whether the limit comes from the free disk.
+        claims: sizes of the objects that this process means to keep, by name.
+
     Raises:
         OSError: the folder cannot be made.
     """
@@ -95,6 +101,9 @@ class ObjectCache:
             free = shutil.disk_usage(folder).free
             limit_bytes = int(FREE_SHARE * (free + self.held_bytes))
         self.limit_bytes = limit_bytes
+        self._claims_lock = threading.Lock()
+        self.claims: dict[str, int] = {}
+        self._claimed_bytes = 0
 
     @property
     def held_bytes(self) -> int:
@@ -156,6 +165,26 @@ class ObjectCache:
                 held = CachedFile(self._files / name, descriptor)
             return held
 
+    def claim(self, sizes: Mapping[str, int], *, only_if_it_fits: bool = False) -> bool:
+        """Note objects, by name, that this process means to keep in the cache; False if they do not fit beside others.
+
+        Raises:
+            NoRoom: they do not fit, unless `only_if_it_fits`.
+        """
+        with self._claims_lock:
+            new = {name: size for name, size in sizes.items() if name not in self.claims}
+            needed = self._claimed_bytes + sum(new.values())
+            if needed > self.limit_bytes:
+                if only_if_it_fits:
+                    return False
+                raise NoRoom(
+                    f"{needed:,} bytes have to be in the cache {self.folder}, whose limit is {self.limit_bytes:,}",
+                    hint=_HINT,
+                )
+            self.claims.update(new)
+            self._claimed_bytes = needed
+            return True
+
     def drop(self, name: str) -> None:
         """Remove a copy that is damaged or outdated; who has it open or mapped keeps it."""
         (self._files / name).unlink(missing_ok=True)
@@ -207,7 +236,7 @@ class ObjectCache:
             what = f"{name} has {size_bytes:,} bytes, and the cache {self.folder} has room for"
             raise NoRoom(
                 f"{what} {max(0, self.limit_bytes - taken):,} of {self.limit_bytes:,}; the rest is in use",
-                hint="use a larger --cache-size, or a --cache on a larger disk",
+                hint=_HINT,
             )
 
     def _taken_bytes(self) -> int:

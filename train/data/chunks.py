@@ -15,10 +15,10 @@ from manifests.keys import chunk_key
 from manifests.store import read_videos
 from shards.damage import Damaged, DamagedIndex
 from shards.reader import CommittedShard, Variant
-from shards.tars import TarBytes
 from train.data.decoding.decoders import ChunkDecoder
 from train.data.decoding.reading import ChunkBytes, DecodeRule, read_chunk
 from train.data.frame_sampling import START_ROUNDING_US, US_PER_S, ChunkTimes
+from train.data.remote import RemoteTars
 from train.data.selection import Selection
 
 # Video and start are searched as one number; no video lasts 2**40 ms (35 years).
@@ -157,7 +157,7 @@ class ChunkSet:
         *,
         split: str,
         rule: DecodeRule,
-        tars: TarBytes | None = None,
+        tars: RemoteTars | None = None,
         where: str | None = None,
         has_captions: bool = False,
     ) -> None:
@@ -168,7 +168,7 @@ class ChunkSet:
         self.rule = rule
         self.video_ids: pa.Array = videos_of_split(data_dir, split)
         self._shards = variant.shards()
-        self.num_readers: int = getattr(tars, "num_readers", 0)
+        self.num_readers: int = 0 if tars is None else tars.num_readers
         self.decoder = ChunkDecoder()
         try:
             self.table: ChunkTable = chunk_table(self._shards, self.video_ids)

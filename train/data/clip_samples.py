@@ -274,9 +274,7 @@ class ClipSamples(Loader):
         except SampleFailed as error:
             return error
 
-    def _bytes(
-        self, chunk: int, frames: Collection[int], read: Mapping[int, ChunkBytes | SampleFailed]
-    ) -> ChunkBytes:
+    def _bytes(self, chunk: int, frames: Collection[int], read: Mapping[int, ChunkBytes | SampleFailed]) -> ChunkBytes:
         found = read[chunk] if chunk in read else self.chunks.read(chunk, frames)
         if isinstance(found, SampleFailed):
             raise found
@@ -289,6 +287,4 @@ def _shared_chunks(plans: Sequence[ClipPlan]) -> dict[int, set[int]]:
     for plan in plans:
         for chunk, frames in plan.by_chunk.items():
             wanted.setdefault(chunk, set()).update(frames)
-    return {
-        chunk: frames for chunk, frames in wanted.items() if sum(chunk in plan.by_chunk for plan in plans) > 1
-    }
+    return {chunk: frames for chunk, frames in wanted.items() if sum(chunk in plan.by_chunk for plan in plans) > 1}

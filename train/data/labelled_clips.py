@@ -9,7 +9,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from manifests.store import read_captions
-from shards.tars import TarBytes
 from train.data.batch import Sample
 from train.data.chunks import ChunkSet, rows_of
 from train.data.classes import ClassList, labelled_rows
@@ -17,6 +16,7 @@ from train.data.clip_samples import ClipSamples
 from train.data.decoding.clip import ClipShape
 from train.data.decoding.reading import DecodeRule
 from train.data.loader import LoaderSettings, SampleRequest
+from train.data.remote import RemoteTars
 from train.data.usable_captions import spans_of_captions, usable_captions
 
 
@@ -46,7 +46,7 @@ class LabelledClips(ClipSamples):
         shape: ClipShape,
         loading: LoaderSettings,
         decode: DecodeRule = "packets",
-        tars: TarBytes | None = None,
+        tars: RemoteTars | None = None,
         where: str | None = None,
         also: Sequence[ClassList] = (),
         repeats: int = 1,

@@ -36,7 +36,8 @@ from shards.reader import CommittedShard
 from train.data.outcomes import Reason
 from train.data.workers import Stuck
 
-_MAP_FIXED = 0x10
+_MAP_FIXED, _MAP_NORESERVE = 0x10, 0x4000
+_MREMAP_MAYMOVE, _MREMAP_FIXED = 1, 2
 _MADV_POPULATE_READ = 22  # Linux 5.14
 _FAILED = ctypes.c_void_p(-1).value
 
@@ -44,6 +45,8 @@ _libc = ctypes.CDLL(None, use_errno=True)
 _libc.mmap.restype = ctypes.c_void_p
 _libc.mmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long)
 _libc.munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
+_libc.mremap.restype = ctypes.c_void_p
+_libc.mremap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_size_t, ctypes.c_int, ctypes.c_void_p)
 _libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 
 _UNKNOWN, _GOOD, _BAD = 0, 1, 2
@@ -65,13 +68,16 @@ class MappedTars:
         sizes = [_committed_size(shard) for shard in shards]
         offsets = np.cumsum([0, *(-(-size // mmap.PAGESIZE) * mmap.PAGESIZE for size in sizes)])
         self.size_bytes = max(int(offsets[-1]), mmap.PAGESIZE)
-        # A single reservation: it takes no memory, and no other mapping can end up between two tars.
-        self.begin = _map(None, self.size_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, descriptor=-1)
+        self.begin = self._reserve()
         weakref.finalize(self, _libc.munmap, self.begin, self.size_bytes)
         self._paths = [shard.tar_path for shard in shards]
         self.starts: NDArray[np.int64] = self.begin + offsets[:-1].astype(np.int64)
         for shard, start, size in zip(shards, self.starts.tolist(), sizes, strict=True):
             self._map_tar(shard, start, size)
+
+    def _reserve(self) -> int:
+        """A single reservation: it takes no memory, and no other mapping can end up between two tars."""
+        return map_memory(self.size_bytes)
 
     def _map_tar(self, shard: CommittedShard, start: int, size: int) -> None:
         try:
@@ -82,9 +88,43 @@ class MappedTars:
             # The size of the open file: its name may refer to another one by now.
             if (found := os.fstat(descriptor).st_size) != size:
                 raise _unusable(shard.tar_path, shard, f"it has {found:,} bytes, its commit says {size:,}")
-            _map(start, size, flags=mmap.MAP_SHARED | _MAP_FIXED, descriptor=descriptor)
+            map_file(start, size, descriptor)
         finally:
             os.close(descriptor)
+
+    num_readers = 4  # threads that read ahead: enough to keep a disk busy
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether all bytes can be read at any time; others have to be held."""
+        return True
+
+    def hold(self, address: int, size: int) -> bool:
+        """Make sure that `size` bytes from `address`, which are a record, can be read until `release`.
+
+        Returns False if they can be read at any time.
+
+        Raises:
+            OSError: they cannot be read; `release` is due nevertheless.
+        """
+        return False
+
+    def release(self, address: int, size: int) -> None:
+        """Give back what `hold` held."""
+
+    def want(self, addresses: NDArray[np.int64]) -> None:
+        """Name the addresses of all records of a set: tars of other records are not needed."""
+
+    def begin_fetching(self) -> None:
+        """Fetch tars that are not on this machine in the background."""
+
+    def describe(self) -> str:
+        """Where the tars are, for the log; empty if they are simply on this machine."""
+        return ""
+
+    def repair(self, address: int, size: int) -> bool:
+        """Replace damaged bytes, where they are a copy's; False if they are not."""
+        return False
 
     def read_ahead(self, address: int, size: int) -> None:
         """Read `size` bytes from `address` into memory, without the interpreter lock.
@@ -93,10 +133,14 @@ class MappedTars:
             OSError: the disk fails, or the file ends earlier. Kernels before Linux 5.14 do not report it.
         """
         begin = address - address % mmap.PAGESIZE
-        if _libc.madvise(begin, address + size - begin, _MADV_POPULATE_READ):
-            code = ctypes.get_errno()
-            if code != errno.EINVAL:
-                raise OSError(code, "the disk fails, or the file was truncated after it was opened")
+        code = self._advise(begin, address + size - begin, _MADV_POPULATE_READ)
+        if code not in (0, errno.EINVAL):
+            raise OSError(code, "the disk fails, or the file was truncated after it was opened")
+
+    @staticmethod
+    def _advise(address: int, size: int, advice: int) -> int:
+        """Call madvise; its error, 0 for none."""
+        return ctypes.get_errno() if _libc.madvise(address, size, advice) else 0
 
     def path_at(self, address: int) -> Path:
         """The tar that contains an address."""
@@ -123,6 +167,37 @@ class JoinedTars(MappedTars):
         """A view of `size` bytes from `address`; it must not outlive this object."""
         return self._part_at(address).bytes_at(address, size)
 
+    @property
+    def num_readers(self) -> int:  # type: ignore[override]
+        """Threads that read ahead."""
+        return max(part.num_readers for part in self._parts)
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether all bytes can be read at any time; others have to be held."""
+        return all(part.is_whole for part in self._parts)
+
+    def hold(self, address: int, size: int) -> bool:
+        """See `MappedTars`."""
+        return self._part_at(address).hold(address, size)
+
+    def release(self, address: int, size: int) -> None:
+        """See `MappedTars`."""
+        self._part_at(address).release(address, size)
+
+    def begin_fetching(self) -> None:
+        """See `MappedTars`."""
+        for part in self._parts:
+            part.begin_fetching()
+
+    def repair(self, address: int, size: int) -> bool:
+        """See `MappedTars`."""
+        return self._part_at(address).repair(address, size)
+
+    def read_ahead(self, address: int, size: int) -> None:
+        """See `MappedTars`."""
+        self._part_at(address).read_ahead(address, size)
+
     def _part_at(self, address: int) -> MappedTars:
         return self._parts[max(bisect_right(self._parts, address, key=lambda part: part.begin) - 1, 0)]
 
@@ -132,8 +207,27 @@ def _committed_size(shard: CommittedShard) -> int:
     return shard.commit.files.tar_bytes
 
 
-def _map(address: int | None, size: int, *, flags: int, descriptor: int) -> int:
-    mapped = _libc.mmap(address, size, mmap.PROT_READ, flags, descriptor, 0)
+def map_memory(size: int, *, is_writable: bool = False) -> int:
+    """Reserve addresses, which read as zeros and take no memory until they are written."""
+    protection = mmap.PROT_READ | (mmap.PROT_WRITE if is_writable else 0)
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | (_MAP_NORESERVE if is_writable else 0)
+    return _map(None, size, protection=protection, flags=flags, descriptor=-1)
+
+
+def map_file(address: int, size: int, descriptor: int) -> None:
+    """Map a file over reserved addresses, read-only."""
+    _map(address, size, protection=mmap.PROT_READ, flags=mmap.MAP_SHARED | _MAP_FIXED, descriptor=descriptor)
+
+
+def move_pages(source: int, target: int, size: int) -> None:
+    """Move mapped pages over others, in one step for whoever reads them."""
+    moved = _libc.mremap(source, size, size, _MREMAP_MAYMOVE | _MREMAP_FIXED, target)
+    if moved in (None, _FAILED):
+        raise OSError(ctypes.get_errno(), f"{size:,} bytes cannot be moved")
+
+
+def _map(address: int | None, size: int, *, protection: int, flags: int, descriptor: int) -> int:
+    mapped = _libc.mmap(address, size, protection, flags, descriptor, 0)
     if mapped in (None, _FAILED):
         error = ctypes.get_errno()
         raise OSError(error, f"{size:,} bytes cannot be mapped: {os.strerror(error)}")
@@ -263,20 +357,26 @@ class VerifiedMembers:
     def verify(self, member: int) -> Problem | None:
         """Read a member and compare it with its checksum."""
         address, size_bytes, crc32 = self._payload(member)
-        where = f"{self._what} ({self._tars.path_at(address)})"
         try:
             self._tars.read_ahead(address, size_bytes)
+            matches = zlib.crc32(self._tars.bytes_at(address, size_bytes)) == crc32
+            if not matches and self._tars.repair(address, size_bytes):
+                matches = zlib.crc32(self._tars.bytes_at(address, size_bytes)) == crc32
         except OSError as error:
-            return Problem("shard_unreadable", f"{where} cannot be read: {error.strerror or error}")
-        if zlib.crc32(self._tars.bytes_at(address, size_bytes)) != crc32:
-            return Problem("checksum", f"{where} do not match their checksum")
-        return None
+            return self.unreadable(member, error)
+        return None if matches else Problem("checksum", f"{self._where(member)} do not match their checksum")
+
+    def unreadable(self, member: int, error: OSError) -> Problem:
+        """The problem of a member that cannot be read."""
+        return Problem("shard_unreadable", f"{self._where(member)} cannot be read: {error.strerror or error}")
+
+    def _where(self, member: int) -> str:
+        return f"{self._what} ({self._tars.path_at(self._payload(member).address)})"
 
     def record(self, member: int, found: Problem | Stuck | None) -> None:
         """Record the result of verifying a member."""
         if isinstance(found, Stuck):
-            where = f"{self._what} ({self._tars.path_at(self._payload(member).address)})"
-            found = Problem("stuck", f"{where} were not read within {found.after_s:g} s")
+            found = Problem("stuck", f"{self._where(member)} were not read within {found.after_s:g} s")
         if found is not None:
             self._problems[member] = found
         self._state[member] = _GOOD if found is None else _BAD

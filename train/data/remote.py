@@ -8,7 +8,7 @@ import hashlib
 import io
 import os
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,6 +19,7 @@ from shards.format import DATASET_FILE
 from shards.reader import CommittedShard
 from train.data.remote_files import RemoteFiles, cache_unusable
 
+_BLOCK_BYTES = 1 << 24  # of a tar at a time
 _caches: dict[tuple[Path, int | None], ObjectCache] = {}
 _caches_lock = threading.Lock()
 
@@ -143,19 +144,28 @@ class RemoteTars:
         """See `shards.tars.TarBytes`."""
         self.files.copy_file(self.key(index), size_bytes=size_bytes, sha256=sha256)
 
-    def fetch(self, shard: CommittedShard, *, waits: bool = True) -> CachedFile | None:
+    def fetch(
+        self, shard: CommittedShard, *, waits: bool = True, is_over: Callable[[], bool] = lambda: False
+    ) -> CachedFile | None:
         """The whole tar of a shard in the cache; None if another process is fetching it and `waits` is False.
+
+        Args:
+            is_over: ends the fetching within a block of `_BLOCK_BYTES`, with an OSError.
 
         Raises:
             manifests.storage.cache.NoRoom, OSError: see `ObjectCache.get`.
         """
-        return self.cache.get(
-            self.cached_name(shard),
-            size_bytes=shard.tar_bytes,
-            fetch=lambda path: self.objects.fetch(self.key(shard.tar_path), path),
-            sha256=shard.tar_sha256,
-            waits=waits,
-        )
+        key, size_bytes = self.key(shard.tar_path), shard.tar_bytes
+
+        def fetch(path: Path) -> None:
+            with path.open("wb") as file:
+                for offset in range(0, size_bytes, _BLOCK_BYTES):
+                    if is_over():
+                        raise InterruptedError(f"{key} is no longer needed")
+                    file.write(self.objects.read_range(key, offset, min(_BLOCK_BYTES, size_bytes - offset)))
+
+        name = self.cached_name(shard)
+        return self.cache.get(name, size_bytes=size_bytes, fetch=fetch, sha256=shard.tar_sha256, waits=waits)
 
     def cached_name(self, shard: CommittedShard) -> str:
         """Name of a shard's tar in the cache: the same content has the same name in all data folders."""
@@ -171,14 +181,15 @@ class DataFolder:
 
 
 def open_data_folder(
-    address: str, *, cache: Path | None, cache_size: str | None = None, column: str = "video"
+    address: str, *, cache: Path | None, cache_size: str | None = None, column: str | None = "video"
 ) -> DataFolder:
     """Open the data folder at a local path or a remote address.
 
     Args:
         cache: folder for copies; None for the user's cache.
         cache_size: limit for whole tars there, such as 100GB; None for one by the free disk.
-        column: whose shards are read. Others are copied by `RemoteFiles.copy_column` when they are needed.
+        column: whose shards are read; None if the manifest is all that is. Of other columns, `RemoteFiles.copy_column`
+            copies the small files when they are needed.
 
     Raises:
         UserError: it cannot be read, or is not a data folder.
@@ -190,7 +201,8 @@ def open_data_folder(
     copy = tars_cache.folder / "folders" / _digest(objects.address)
     files = RemoteFiles(objects, copy)
     files.copy_manifest()
-    files.copy_column(column)
+    if column is not None:
+        files.copy_column(column)
     if not objects.is_writable:
         _require_ranges(objects)
     return DataFolder(copy, RemoteTars(files, tars_cache))
@@ -205,4 +217,3 @@ def _require_ranges(objects: Objects) -> None:
             f"{objects.address} does not support range requests: {error}",
             hint="use a server that supports them (nginx, caddy, S3), or name tars: {000..999}.tar",
         ) from error
-

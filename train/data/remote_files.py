@@ -11,7 +11,6 @@ contents.json names the shards, and in older data folders the page of the direct
 """
 
 import fcntl
-import hashlib
 import json
 import os
 import re
@@ -156,9 +155,7 @@ class RemoteFiles:
             if not info.etag or before.get(name) != info.etag or not (local / COMMITS_FOLDER / name).is_file()
         ]
         _at_once(
-            lambda name: self._copy_if_there(
-                f"{folder}/{COMMITS_FOLDER}/{name}", local / COMMITS_FOLDER / name
-            ),
+            lambda name: self._copy_if_there(f"{folder}/{COMMITS_FOLDER}/{name}", local / COMMITS_FOLDER / name),
             changed,
         )
         for path in (local / COMMITS_FOLDER).rglob("*.json"):

@@ -9,7 +9,6 @@ from numpy.typing import NDArray
 
 from shards.scores import SCORES
 from shards.selection import caption_columns, nothing_selected, selected_captions, selected_chunks
-from shards.tars import TarBytes
 from shards.where import Where, parse_where
 from train.data.remote import RemoteTars
 
@@ -44,7 +43,7 @@ class Selection:
         video_row: NDArray[np.integer],
         start_ms: NDArray[np.int64],
         has_captions: bool,
-        tars: TarBytes | None = None,
+        tars: RemoteTars | None = None,
     ) -> None:
         self._where = None if text is None else parse_where(text)
         of_chunks, self._of_captions = (None, None) if self._where is None else self._where.by_level()
@@ -54,7 +53,7 @@ class Selection:
         if self._where is not None and not has_captions:
             self._where.require(("chunk", "video"), because="these samples have no captions")
         if of_chunks is not None:
-            if of_chunks.uses_scores and isinstance(tars, RemoteTars):
+            if of_chunks.uses_scores and tars is not None:
                 tars.files.copy_column(SCORES)
             self.chunks = selected_chunks(
                 of_chunks, data_dir, video_ids=video_ids, video_row=video_row, start_ms=start_ms

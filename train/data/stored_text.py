@@ -23,6 +23,8 @@ from train.data.mapped_tars import (
     verified_index,
 )
 from train.data.outcomes import SampleFailed
+from train.data.remote import RemoteTars
+from train.data.remote_maps import open_maps
 
 _MEMBER = "text.npy"
 _ITEM_BYTES = 2  # of float16
@@ -170,19 +172,24 @@ class StoredText:
 
     The embeddings of a video are verified when the first of them is needed.
 
+    Args:
+        tars: reads the tars of a remote data folder, which are fetched into the cache as a whole.
+
     Raises:
         UserError: there is no such column, or a tar is missing or truncated.
     """
 
-    def __init__(self, data_dir: Path, video_ids: pa.Array) -> None:
-        variant = Variant.open(data_dir, column="text").whole()
+    def __init__(self, data_dir: Path, video_ids: pa.Array, *, tars: RemoteTars | None = None) -> None:
+        if tars is not None:
+            tars.files.copy_column("text")
+        variant = Variant.open(data_dir, column="text", tars=tars).whole()
         self.variant_name = variant.directory.name
         self._variant, self._video_ids = variant, video_ids
         shards = variant.shards()
         if not shards:
             hint = f"run prep text --data {shlex.quote(str(data_dir))}"
             raise UserError(f"{variant.directory} has no text of any video", hint=hint)
-        self._tars = MappedTars(shards)
+        self._tars = open_maps(shards, tars, whole=shards)
         self._members, self._rows = read_text_rows(shards, starts=self._tars.starts, video_ids=video_ids)
         self._verified = self._members.verified(self._tars)
 

@@ -14,7 +14,6 @@ from numpy.typing import NDArray
 from manifests.caption_digest import TextDigest
 from manifests.errors import UserError
 from manifests.store import read_captions
-from shards.tars import TarBytes
 from train.config.data import CaptionSettings
 from train.data.batch import Sample
 from train.data.caption_choice import Sources, choose_sources, require_different, smallest
@@ -25,6 +24,7 @@ from train.data.decoding.reading import DecodeRule
 from train.data.loader import LoaderSettings, SampleRequest
 from train.data.order import set_fingerprint
 from train.data.relevancy import LABELS, RelevantCaptions
+from train.data.remote import RemoteTars
 from train.data.stored_text import StoredText
 from train.data.usable_captions import ClipCaptions, group_captions, ungrouped_captions, usable_captions
 from train.models.text import Tokenize
@@ -67,12 +67,12 @@ class VideoCaptions(ClipSamples):
         has_stored_text: bool = False,
         each_caption: bool = False,
         table: pa.Table | None = None,
-        tars: TarBytes | None = None,
+        tars: RemoteTars | None = None,
         where: str | None = None,
     ) -> None:
         self._tokenize, self._settings = tokenize, captions
         chunks = ChunkSet(data_dir, split=split, rule=decode, tars=tars, where=where, has_captions=True)
-        self.stored_text = StoredText(data_dir, chunks.video_ids) if has_stored_text else None
+        self.stored_text = StoredText(data_dir, chunks.video_ids, tars=tars) if has_stored_text else None
         table = read_captions(data_dir) if table is None else table
         video_row = rows_of(table["video_id"], chunks.video_ids)
         of_split = np.flatnonzero(video_row >= 0)

@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Protocol, TypeVar
 
 from manifests.errors import UserError
+from manifests.storage.objects import is_remote
 from manifests.store import read_manifest
 from shards.commits import read_commits
 from shards.dataset import current_variant, variant_dir
-from manifests.storage.objects import is_remote
 from train.config.shards import folder_names
 from train.config.training import TrainingSettings, flat, plain_values
 from train.data.loader import TrainingSet

@@ -24,8 +24,9 @@ from train.data.latents.captions import SegmentCaptions, pair_captions
 from train.data.latents.labels import SegmentLabels, label_segments
 from train.data.latents.requests import SegmentRequests
 from train.data.latents.segments import LatentRecords, Segments, Tails, cut, frames_of, read_records, seconds_of
-from train.data.mapped_tars import MappedTars
 from train.data.order import set_fingerprint
+from train.data.remote import RemoteTars
+from train.data.remote_maps import open_maps
 from train.data.selection import Selection
 from train.data.stored_text import TextMembers, TextRows, encoder_of, read_text_rows
 
@@ -40,7 +41,7 @@ class SegmentSet:
     pair. A million chunks of three segments with four million captions take about 150 MB.
 
     Args:
-        captions, tails, wanted_sources, classes, max_segments, where: see `LatentLoader`.
+        captions, tails, wanted_sources, classes, max_segments, where, tars: see `LatentLoader`.
 
     Raises:
         UserError: there is nothing to show, the columns do not belong together, or a file is damaged.
@@ -58,17 +59,21 @@ class SegmentSet:
         classes: Sequence[ClassList] = (),
         max_segments: int | None = None,
         where: str | None = None,
+        tars: RemoteTars | None = None,
     ) -> None:
         if not data_dir.is_dir():
             raise UserError(f"there is no data folder {data_dir}", hint="name one that prep made")
         self.split = split
         self.video_ids: pa.Array = videos_of_split(data_dir, split)
-        self._latents = Variant.open(data_dir, column="latents").whole()
-        self._text_variant = Variant.open(data_dir, column="text").whole() if captions == "stored" else None
+        if tars is not None:
+            for column in ("latents", "text") if captions == "stored" else ("latents",):
+                tars.files.copy_column(column)
+        self._latents = Variant.open(data_dir, column="latents", tars=tars).whole()
+        self._text_variant = Variant.open(data_dir, column="text", tars=tars).whole() if captions == "stored" else None
         self._stale = self._other_video_variant(data_dir)
         latent_shards = self._latents.shards()
         text_shards = self._text_variant.shards() if self._text_variant else []
-        self.tars = MappedTars([*latent_shards, *text_shards])
+        self.tars = open_maps([*latent_shards, *text_shards], tars, whole=text_shards)
         starts = self.tars.starts
         records = read_records(
             latent_shards,
@@ -86,9 +91,11 @@ class SegmentSet:
             video_row=records.video_row,
             start_ms=records.start_ms,
             has_captions=captions != "none" or bool(classes),
+            tars=tars,
         )
         is_whole = self.selection.chunks is None
         self.records: LatentRecords = records if is_whole else records.take(self.selection.rows)
+        self.tars.want(self.records.array_address)
         num_frames = frames_of(segment, records.shape)
         self._check_crops(segment)
         self.segments: Segments = cut(self.records, num_frames=num_frames, tails=tails)
@@ -232,6 +239,8 @@ class SegmentSet:
         parts += self.selection.remarks()
         if self._stale:
             parts.append(self._stale)
+        if where := self.tars.describe():
+            parts.append(where)
         return "; ".join(parts)
 
     @cached_property
