@@ -77,7 +77,13 @@ class RemoteMaps(MappedTars):
         super().__init__(shards)
         needed = set(map(id, whole))
         if numbers := [number for number, shard in enumerate(self._shards) if id(shard) in needed]:
-            self._tars.cache.claim({self._name(number): self._shards[number].tar_bytes for number in numbers})
+            column = self._shards[numbers[0]].commit.column
+            try:
+                self._tars.cache.claim({self._name(number): self._shards[number].tar_bytes for number in numbers})
+            except NoRoom as error:
+                raise UserError(
+                    f"the {column} column has to be in the cache as a whole: {error}", hint=error.hint
+                ) from error
             with ThreadPoolExecutor(_NUM_FETCHED_AT_ONCE) as pool:
                 list(pool.map(self._require_whole, numbers))
 
@@ -223,10 +229,6 @@ class RemoteMaps(MappedTars):
         address = self._tars.objects.address_of(self._tars.key(shard.tar_path))
         try:
             self.fetch(number, waits=True)
-        except NoRoom as error:
-            raise UserError(
-                f"{error}; the {shard.commit.column} column has to be in the cache as a whole", hint=error.hint
-            ) from error
         except UserError:
             raise
         except OSError as error:

@@ -56,7 +56,7 @@ def content(batches: Iterator[LoadedBatch]) -> list[Any]:
     """Everything in batches without failures."""
     found = []
     for one in batches:
-        assert not one.failures
+        assert not one.failed
         batch = one.batch
         text = bits(batch["text"]) if "text" in batch else None
         found.append((list(batch["key"]), bits(batch["latents"]), batch["position"].tolist(), text))
@@ -151,7 +151,7 @@ def test_a_copy_that_was_cut_is_fetched_again(written: Written, remote: Objects,
 
 
 def test_faults_in_passing_lose_nothing(
-    written: Written, remote: Objects, tmp_path: Path, faults: Faults, few_retries: None
+    written: Written, remote: Objects, tmp_path: Path, faults: Faults
 ) -> None:
     faults.set(
         Fault("error", path=r"\.tar", every=3),
@@ -169,7 +169,7 @@ def test_a_tar_that_vanishes_is_failures_by_name(
     samples = loader(opened(remote.address, tmp_path, size=str(size_of_text(written))))
     faults.set(vanished(r"latents/.*/000001-\w+\.tar"))
     batches = list(samples.evaluation_batches())
-    failures = [failure for one in batches for failure in one.failures]
+    failures = [failure for one in batches for failure in one.failed]
     assert {failure.reason for failure in failures} == {"shard_unreadable"}
     assert {failure.key.partition("_")[0] for failure in failures} == {"c", "d"} & {
         key.partition("_")[0]

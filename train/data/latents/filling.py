@@ -65,34 +65,37 @@ def fill(
         release()
         return FilledBatch(filled, failures.take(), num_taken)
 
-    for block in blocks:
-        with nullcontext() if checksums is None else checksums.verified(block.requests) as failed_of:
-            begin = 0
-            if failed_of is None and not waiting and not failures:
-                # Every epoch but the first takes this path; in batches of one, each further call is noticeable.
-                for begin in range(0, len(block) - batch + 1, batch):
-                    num_taken += batch
-                    yield FilledBatch(gather.fill(block, begin, begin + batch), (), num_taken)
-                begin = len(block) // batch * batch
-            while begin < len(block):
-                end = min(begin + batch - num_waiting, len(block))
-                bad = failed_of(begin, end) if failed_of is not None else {}
-                for failure in bad.values():
-                    failures.add(failure)
-                num_taken += end - begin
-                if not bad and end - begin == batch:
-                    filled = FilledBatch(gather.fill(block, begin, end), failures.take(), num_taken)
-                    release()
-                    yield filled
-                else:
-                    waiting.append(block.requests.take([row for row in range(begin, end) if row not in bad]))
-                    num_waiting += len(waiting[-1])
-                if num_waiting == batch:
-                    yield joined()
-                    waiting, num_waiting = [], 0
-                begin = end
-    if num_waiting or failures:
-        yield joined()
+    try:
+        for block in blocks:
+            with nullcontext() if checksums is None else checksums.verified(block.requests) as failed_of:
+                begin = 0
+                if failed_of is None and not waiting and not failures:
+                    # Every epoch but the first takes this path; in batches of one, each further call is noticeable.
+                    for begin in range(0, len(block) - batch + 1, batch):
+                        num_taken += batch
+                        yield FilledBatch(gather.fill(block, begin, begin + batch), (), num_taken)
+                    begin = len(block) // batch * batch
+                while begin < len(block):
+                    end = min(begin + batch - num_waiting, len(block))
+                    bad = failed_of(begin, end) if failed_of is not None else {}
+                    for failure in bad.values():
+                        failures.add(failure)
+                    num_taken += end - begin
+                    if not bad and end - begin == batch:
+                        filled = FilledBatch(gather.fill(block, begin, end), failures.take(), num_taken)
+                        release()
+                        yield filled
+                    else:
+                        waiting.append(block.requests.take([row for row in range(begin, end) if row not in bad]))
+                        num_waiting += len(waiting[-1])
+                    if num_waiting == batch:
+                        yield joined()
+                        waiting, num_waiting = [], 0
+                    begin = end
+        if num_waiting or failures:
+            yield joined()
+    finally:
+        release()
 
 
 class Checksums:
@@ -166,8 +169,10 @@ class Checksums:
     ) -> "Iterator[Callable[[int, int], dict[int, FailedSample]]]":
         """As `verified`, of tars that are not all mapped: records are held until `release`, and verified each time."""
         payloads = [self._samples.records.payload(chunk) for chunk in requests.chunk.tolist()]
+        ahead: dict[int, Payload] = {}  # that were asked for, and not handed out yet
 
         def hold(index: int) -> Problem | None:
+            ahead[index] = payloads[index]
             problem = self._hold(self._latents, int(requests.chunk[index]), payloads[index])
             for column, numbers in members[1:]:  # always in the cache as a whole
                 problem = problem or column.problem(int(numbers[index]))
@@ -187,7 +192,7 @@ class Checksums:
             found: dict[int, FailedSample] = {}
             for index in range(begin, end):
                 _, problem = next(holding)
-                self._handed_out.append(payloads[index])
+                self._handed_out.append(ahead.pop(index, payloads[index]))
                 if isinstance(problem, Stuck):
                     problem = Problem("stuck", str(problem))
                 if problem is not None:
@@ -199,6 +204,8 @@ class Checksums:
             yield failed
         finally:
             holding.close()
+            for payload in ahead.values():
+                self._tars.release(payload.address, payload.size_bytes)
 
     def _hold(self, column: VerifiedMembers, number: int, payload: Payload) -> Problem | None:
         try:
