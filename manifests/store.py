@@ -160,6 +160,11 @@ def read_manifest(data_dir: Path) -> dict[str, Any]:
     return content
 
 
+def num_captions_of(data_dir: Path) -> int:
+    """Return the number of captions in the manifest according to its entries, without those of further sources."""
+    return sum(int(entry.get("num_captions", 0)) for entry in read_manifest(data_dir).get("datasets", {}).values())
+
+
 def known_files(data_dir: Path, dataset: str) -> dict[str, str]:
     """Return source_id -> file name, without folders, of the videos of `dataset`; empty if no manifest can be read."""
     try:

@@ -4,12 +4,15 @@ import shlex
 import threading
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
+from numpy.typing import NDArray
 
 from manifests.errors import UserError
 from manifests.json_text import parse_json
@@ -21,6 +24,7 @@ from shards.damage import DamagedCommit, DamagedContents, DamagedIndex
 from shards.dataset import current_variant, list_variants, variant_dir
 from shards.format import CONTENTS_FILE, RECIPE_FILE
 from shards.index import extensions_of, open_index
+from shards.open_maps import OPEN_MAPS
 from shards.opening import open_lock
 from shards.packets import PacketTables
 from shards.scan import scan
@@ -30,7 +34,7 @@ _RECIPE_HINT = "run the command that created the variant again with the same set
 
 
 class CommittedShard:
-    """One committed shard. Thread-safe."""
+    """One committed shard. Thread-safe. Its index is mapped when needed, and unmapped if too many are (open_maps)."""
 
     def __init__(self, variant_directory: Path, *, commit: Commit, files: ShardFiles, tars: TarBytes) -> None:
         self.commit = commit
@@ -47,6 +51,7 @@ class CommittedShard:
         self._lock = threading.Lock()
         self._index: pa.Table | None = None
         self._packet_tables: PacketTables | None = None
+        self._verified_file: tuple[int, ...] | None = None  # identity of the file that was verified
 
     @property
     def index(self) -> pa.Table:
@@ -56,12 +61,21 @@ class CommittedShard:
             DamagedIndex: the file is not an index of this format.
             OSError: the file cannot be read.
         """
-        if self._index is None:
+        index = self._index
+        if index is None:
             with open_lock(self._lock, self.index_path):
-                if self._index is None:
+                index = self._index
+                if index is None:
                     self._tars.provide(self.index_path, size_bytes=self._index_bytes)
-                    self._index = open_index(self.index_path)
-        return self._index
+                    index = self._index = open_index(self.index_path)
+        OPEN_MAPS.used(self)
+        return index
+
+    def close(self) -> bool:
+        """Unmap the index once nobody uses it any more; it is mapped again when needed."""
+        self._index = self._packet_tables = None
+        OPEN_MAPS.closed(self)
+        return True
 
     @property
     def packet_tables(self) -> PacketTables:
@@ -71,25 +85,33 @@ class CommittedShard:
             DamagedIndex: the index is not the committed file.
             OSError: the index cannot be read.
         """
-        if self._packet_tables is None:
-            with open_lock(self._lock, self.index_path):
-                if self._packet_tables is None:
-                    self.require_committed_index()
-                    if self._index is None:
-                        self._index = open_index(self.index_path)
-                    self._packet_tables = PacketTables(self._index)
-        return self._packet_tables
+        tables = self._packet_tables
+        if tables is not None:
+            OPEN_MAPS.used(self)
+            return tables
+        with open_lock(self._lock, self.index_path):
+            self.require_committed_index()  # before it is mapped: a damaged copy of a remote one is replaced
+        index = self.index
+        with open_lock(self._lock, self.index_path):
+            tables = self._packet_tables
+            if tables is None:
+                tables = self._packet_tables = PacketTables(index)
+        return tables
 
     def require_committed_index(self) -> None:
-        """Read the whole index file and verify it against its commit.
+        """Verify the index file against its commit: read the whole file, once as long as it stays the same file.
 
         Raises:
             DamagedIndex: the index is not the committed file.
             OSError: the index cannot be read.
         """
+        if self._verified_file is not None and self._verified_file == _identity(self.index_path):
+            return
         self._tars.provide(self.index_path, size_bytes=self._index_bytes, sha256=self._index_sha256)
+        identity = _identity(self.index_path)
         if scan(self.index_path).sha256 != self._index_sha256:
             raise DamagedIndex(self.index_path, "its content differs from the commit")
+        self._verified_file = identity
 
     @property
     def extensions(self) -> tuple[str, ...]:
@@ -123,6 +145,11 @@ class CommittedShard:
         return self._tars.gap_bytes
 
 
+def _identity(path: Path) -> tuple[int, ...]:
+    found = path.stat()
+    return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns
+
+
 def open_shard(variant_directory: Path, commit: Commit) -> CommittedShard:
     """Open the shard of a single commit.
 
@@ -132,6 +159,28 @@ def open_shard(variant_directory: Path, commit: Commit) -> CommittedShard:
     if commit.files is None:
         raise ValueError(f"shard {commit.shard_id} has no files")
     return CommittedShard(variant_directory, commit=commit, files=commit.files, tars=LocalTars())
+
+
+@dataclass(frozen=True)
+class TarFiles:
+    """The tars of a variant; one entry of each array per tar, ascending by shard ID.
+
+    Attributes:
+        names: paths in the folder of the variant.
+        sizes: bytes, as committed.
+    """
+
+    directory: Path
+    shard_ids: NDArray[np.int64]
+    names: pa.StringArray
+    sizes: NDArray[np.int64]
+
+    def __len__(self) -> int:
+        return len(self.shard_ids)
+
+    def path(self, number: int) -> Path:
+        """Return the path of a tar."""
+        return self.directory / str(self.names[number].as_py())
 
 
 class Variant:
@@ -231,6 +280,34 @@ class Variant:
     def shards(self, split: str | None = None) -> list[CommittedShard]:
         """Return the committed shards ordered by shard ID, of one split or of all splits."""
         return [shard for shard in self._shards if split is None or shard.split == split]
+
+    def shard(self, shard_id: int) -> CommittedShard:
+        """Return a committed shard; raise KeyError if there is none with this ID."""
+        return self._by_id[shard_id]
+
+    @cached_property
+    def _by_id(self) -> dict[int, CommittedShard]:
+        return {shard.shard_id: shard for shard in self._shards}
+
+    def tar_files(self) -> "TarFiles":
+        """Return the tars of the committed shards, ordered by shard ID."""
+        files = [shard.commit.files for shard in self._shards if shard.commit.files is not None]
+        return TarFiles(
+            directory=self.directory,
+            shard_ids=np.array([shard.shard_id for shard in self._shards], np.int64),
+            names=pa.array([one.tar for one in files], pa.string()),
+            sizes=np.array([one.tar_bytes for one in files], np.int64),
+        )
+
+    @property
+    def num_shards(self) -> int:
+        """Number of committed shards."""
+        return len(self._shards)
+
+    @property
+    def num_samples(self) -> int:
+        """Number of samples in them, from the commits."""
+        return sum(shard.num_samples for shard in self._shards)
 
     def find(self, key: str) -> tuple[CommittedShard, int]:
         """Return the shard and row of the sample `key`. The first call reads the keys of all shards.

@@ -5,14 +5,10 @@ Columns: SCORES_FIELDS without `chunk_fingerprint`, `video_id` as a dictionary w
 row of the first chunk of an earlier video that looks alike, or -1; `has_look_alike`, whether any chunk of another video
 does (shards.look_alikes). A chunk whose scores could not be computed has a row of unknown values.
 
-The schema's metadata has the digest of the commits that the table was made of, so that a table of other commits is
-recognised; the metadata of each column has the CRC-32 of its values, so that a reader verifies what it uses.
+shards.merged_table has how the file tells that it is stale or damaged.
 """
 
-import hashlib
-import os
 import shlex
-import zlib
 from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,19 +19,22 @@ import pyarrow.compute as pc
 
 from manifests.errors import UserError
 from manifests.keys import split_key
-from manifests.publish import published
 from manifests.store import read_videos
 from shards.damage import Damaged
 from shards.dataset import current_variant
 from shards.format import SCORES_FIELDS
 from shards.look_alikes import first_alike, is_comparable
-from shards.opening import open_regular
+from shards.merged_table import (
+    CHUNKS_FILE,
+    DamagedTable,
+    is_table_of,
+    open_merged_table,
+    verified,
+    write_merged_table,
+)
 from shards.reader import Variant
 
 SCORES = "scores"
-CHUNKS_FILE = "chunks.arrow"
-_DIGEST_KEY = b"commits_sha256"
-_CRC_KEY = b"crc32"
 _STALE = "shards of scores have changed since it was written"
 _ROWS = pa.schema([field for field in SCORES_FIELDS if field.name != "chunk_fingerprint"])
 _SCHEMA = pa.schema(
@@ -77,12 +76,8 @@ def write_score_table(variant: Variant, rows: pa.Table) -> Path:
     duplicate_of[comparable] = np.where(first >= 0, comparable[first], -1)
     rows = rows.append_column("duplicate_of", pa.array(duplicate_of))
     rows = rows.append_column("has_look_alike", pa.array(has_look_alike)).cast(_SCHEMA)
-    fields = [field.with_metadata({_CRC_KEY: _crc32(rows[field.name])}) for field in _SCHEMA]
-    schema = pa.schema(fields, metadata={_DIGEST_KEY: _commits_digest(variant)})
     path = variant.directory / CHUNKS_FILE
-    with published(path) as temporary, pa.ipc.new_file(temporary, schema) as writer:
-        for batch in rows.cast(schema).to_batches():
-            writer.write_batch(batch)
+    write_merged_table(path, rows.combine_chunks(), commits=variant.commits, metadata={})
     return path
 
 
@@ -106,7 +101,7 @@ def open_scores(data_dir: Path, *, columns: Collection[str] | None = None) -> Sc
         table = _read_table(path, columns=columns, hint=hint)
     except FileNotFoundError as error:
         raise UserError(f"{path} is missing", hint=hint) from error
-    if _digest_of(table) != _commits_digest(variant):
+    if not is_table_of(table, variant.commits):
         raise UserError(f"{path} is stale: {_STALE}", hint=hint)
     return Scores(table, variant)
 
@@ -125,7 +120,7 @@ def score_table_problem(variant: Variant) -> str | None:
         return f"{path} is missing"
     except UserError as error:
         return str(error)
-    return None if _digest_of(table) == _commits_digest(variant) else f"{path} is stale: {_STALE}"
+    return None if is_table_of(table, variant.commits) else f"{path} is stale: {_STALE}"
 
 
 def _read_table(path: Path, *, columns: Collection[str] | None, hint: str) -> pa.Table:
@@ -136,47 +131,11 @@ def _read_table(path: Path, *, columns: Collection[str] | None, hint: str) -> pa
         UserError: it is damaged.
     """
     try:
-        descriptor = open_regular(path)
-        try:
-            with pa.memory_map(str(path)) as mapped:
-                table = pa.ipc.open_file(mapped).read_all()
-        finally:
-            os.close(descriptor)
-        used = table.select(table.column_names if columns is None else sorted(columns))
-        used.validate(full=True)
-        changed = [
-            field.name for field in used.schema if (field.metadata or {}).get(_CRC_KEY) != _crc32(used[field.name])
-        ]
+        return verified(open_merged_table(path), path, columns=columns)
     except FileNotFoundError:
         raise
-    except (pa.ArrowException, OSError, ValueError, KeyError) as error:
-        raise UserError(f"{path} is damaged: not a readable table of scores ({error})", hint=hint) from error
-    if changed:
-        differ = "differs from its checksum" if len(changed) == 1 else "differ from their checksums"
-        raise UserError(f"{path} is damaged: {', '.join(changed)} {differ}", hint=hint)
-    return used
-
-
-def _digest_of(table: pa.Table) -> bytes | None:
-    return (table.schema.metadata or {}).get(_DIGEST_KEY)
-
-
-def _commits_digest(variant: Variant) -> bytes:
-    digest = hashlib.sha256()
-    for shard_id, commit in variant.commits.items():
-        failed = [failure.key for failure in commit.failures]
-        digest.update(f"{shard_id} {commit.files and commit.files.index_sha256} {failed}\n".encode())
-    return digest.hexdigest().encode()
-
-
-def _crc32(column: pa.ChunkedArray) -> bytes:
-    """CRC-32 (hex) of a column of one chunk, dictionary included."""
-    crc = 0
-    for chunk in column.chunks:
-        parts = [chunk.indices, chunk.dictionary] if pa.types.is_dictionary(chunk.type) else [chunk]
-        for part in parts:
-            crc = zlib.crc32(pa.record_batch([part], names=["values"]).serialize(), crc)
-    return f"{crc:08x}".encode()
+    except (DamagedTable, OSError) as error:
+        raise UserError(str(error), hint=hint) from error
 
 
 def _read_rows(variant: Variant) -> pa.Table:

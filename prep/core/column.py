@@ -121,6 +121,16 @@ class ExtraFile:
     problem: "Callable[[Variant], str | None]"
 
 
+def _merged_table_problem(variant: "Variant") -> str | None:
+    from shards.chunk_table import chunk_table_problem
+
+    return chunk_table_problem(variant)
+
+
+# Of columns that training reads; shards.merged_table.CHUNKS_FILE, whose import would make `prep --help` slow.
+MERGED_TABLE = ExtraFile("chunks.arrow", _merged_table_problem)
+
+
 def _any_settings(settings: Any) -> None:
     return None
 

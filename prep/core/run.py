@@ -1,6 +1,7 @@
 """The driver that carries out a plan. Its state is in the commits, so it can be killed and restarted at any time."""
 
 import json
+import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -8,6 +9,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Generic
 
+from manifests.errors import UserError
 from manifests.json_text import parse_json
 from manifests.publish import publish_bytes, publish_json, read_record, sync, temporary_path
 from prep.core.column import ColumnSpec
@@ -20,10 +22,12 @@ from prep.core.selection import write_selection
 from prep.core.shard_result import ShardResult, Stop, W, stopped
 from prep.engines import Engine, Refused
 from prep.engines.admission import worker_ticket
+from shards.chunk_table import update_chunk_table
 from shards.commits import Commit, Failure
 from shards.dataset import begin_variant, set_current_variant
 from shards.format import COMMITS_FOLDER, RECIPE_FILE
 from shards.lists import finish_run
+from shards.reader import Variant
 
 FAILURES_FILE = "failures.jsonl"
 _MAX_FULL_DISKS = 3  # number of consecutive shards that may fail with a full disk before the run gives up
@@ -191,8 +195,17 @@ def _finish(job: Job[W], summary: Summary, results: dict[int, ShardResult]) -> N
         *lost,
     ]
     write_failures(job.variant_dir / FAILURES_FILE, summary.failures)
+    _merge_indexes(job)
     if not missing and summary.num_chunks:  # a variant in which everything failed replaces nothing
         set_current_variant(job.data_dir, job.column.name, job.variant)
+
+
+def _merge_indexes(job: Job[W]) -> None:
+    """Bring the merged table of a variant up to date; without it, training reads the indexes, which takes longer."""
+    try:
+        update_chunk_table(Variant(job.variant_dir), column=job.column.name)
+    except UserError as error:
+        sys.stderr.write(f"warning: {error}\n")
 
 
 def _add(summary: Summary, result: ShardResult | None) -> None:

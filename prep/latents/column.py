@@ -10,7 +10,7 @@ from cyclopts import Parameter
 
 from manifests.errors import UserError
 from manifests.help_text import FIRST_RUN
-from prep.core.column import VIDEO, ColumnSpec, Pending, changed_flags
+from prep.core.column import MERGED_TABLE, VIDEO, ColumnSpec, Pending, changed_flags
 from prep.core.make import (
     EXECUTION,
     Address,
@@ -161,4 +161,5 @@ COLUMN = ColumnSpec(
     retry=_retry,
     pending=_pending,
     check_sample="prep.latents.sample:check_latents",
+    extra_files=(MERGED_TABLE,),
 )

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from cyclopts import Parameter
 
 from manifests.errors import UserError
-from prep.core.column import ColumnSpec, ExtraFolder, Pending
+from prep.core.column import MERGED_TABLE, ColumnSpec, ExtraFolder, Pending
 from prep.core.make import (
     EXECUTION,
     Address,
@@ -170,4 +170,5 @@ COLUMN = ColumnSpec(
     check_sample="prep.text.check:check_text",
     layout_file=_layout_file,
     extra_folders=(ExtraFolder(BANK_FOLDER, BLOCK_FILE, _is_whole_block),),
+    extra_files=(MERGED_TABLE,),
 )

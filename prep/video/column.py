@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from cyclopts import Parameter
 
 from manifests.help_text import FIRST_RUN
-from prep.core.column import VIDEO, ColumnSpec, Pending, changed_flags
+from prep.core.column import MERGED_TABLE, VIDEO, ColumnSpec, Pending, changed_flags
 from prep.core.make import Address, Data, EngineName, Json, MaxFailures, Request, Workers, make_column, plan_column
 from prep.sources.detector import DEFAULT_DETECTOR
 from prep.video.recipe import NAMED_RECIPES, Recipe, recipe_from_dict, settings_line
@@ -183,4 +183,5 @@ COLUMN = ColumnSpec(
     layout_file=_layout_file,
     sample_report=_sample_report,
     write_page=_write_page,
+    extra_files=(MERGED_TABLE,),
 )

@@ -139,16 +139,47 @@ class CaptionChoice:
         return np.asarray(np.repeat(weights / weights.sum() / counts, counts))
 
 
+@dataclass(frozen=True)
+class Runs:
+    """The entries of consecutive clips, divided by source; the parts of a large set are joined by `choice_of`.
+
+    Attributes:
+        first_entry: [R], first entry of each run.
+        rank: int16 [R], of its source.
+        num_runs: [N], number of runs of each clip.
+        num_entries: of all clips.
+    """
+
+    first_entry: NDArray[np.int64]
+    rank: NDArray[np.int16]
+    num_runs: NDArray[np.int64]
+    num_entries: int
+
+
+def runs_of(clip: NDArray[np.int64], rank: NDArray[np.int16], *, num_clips: int) -> Runs:
+    """The runs of entries of these clips and sources, sorted by both."""
+    begins = np.flatnonzero(np.r_[len(clip) > 0, (clip[1:] != clip[:-1]) | (rank[1:] != rank[:-1])])
+    return Runs(begins, rank[begins], np.bincount(clip[begins], minlength=num_clips), len(clip))
+
+
+def choice_of(parts: Sequence[Runs], *, weights: NDArray[np.float64]) -> CaptionChoice:
+    """Make the choice from the runs of all clips, part by part."""
+    starts = np.cumsum([0, *(part.num_entries for part in parts)])
+    begins = np.concatenate([part.first_entry + at for part, at in zip(parts, starts, strict=False)])
+    num_runs = np.concatenate([part.num_runs for part in parts])
+    first_entry = smallest(np.append(begins, starts[-1]))
+    if len(begins) == len(num_runs):
+        return CaptionChoice(first_entry, None, None)
+    first_run = np.concatenate([[0], np.cumsum(num_runs)])
+    rank = np.concatenate([part.rank for part in parts])
+    return CaptionChoice(first_entry, smallest(first_run), np.r_[0.0, np.cumsum(weights[rank])])
+
+
 def caption_choice(
     clip: NDArray[np.int64], rank: NDArray[np.int16], *, num_clips: int, weights: NDArray[np.float64]
 ) -> CaptionChoice:
     """Make the choice from the clip and the source's rank of each entry, sorted by both."""
-    begins = np.flatnonzero(np.r_[len(clip) > 0, (clip[1:] != clip[:-1]) | (rank[1:] != rank[:-1])])
-    first_entry = smallest(np.r_[begins, len(clip)])
-    if len(begins) == num_clips:
-        return CaptionChoice(first_entry, None, None)
-    first_run = np.searchsorted(clip[begins], np.arange(num_clips + 1))
-    return CaptionChoice(first_entry, smallest(first_run), np.r_[0.0, np.cumsum(weights[rank[begins]])])
+    return choice_of([runs_of(clip, rank, num_clips=num_clips)], weights=weights)
 
 
 def smallest(numbers: NDArray[np.int64]) -> NDArray[Any]:
@@ -194,9 +225,24 @@ class CaptionTexts:
 
 def require_different(texts: pa.ChunkedArray, rows: NDArray[np.integer], *, split: str) -> None:
     """Raise a UserError if the texts at `rows` are all the same, so that there is nothing to tell apart."""
-    first = texts[int(rows[0])]
-    if pc.equal(texts, first).to_numpy()[rows].all():
-        raise UserError(
-            f"all {len(rows):,} captions of split {split!r} are {first.as_py()!r:.60}: there is nothing to tell apart",
-            hint="give prep manifest annotations with different captions",
-        )
+    if same_text(texts, np.unique(rows)) is not None:
+        raise all_the_same(texts[int(rows[0])].as_py(), len(rows), split=split)
+
+
+def same_text(texts: pa.ChunkedArray, rows: NDArray[np.integer]) -> str | None:
+    """The text at `rows`, which ascend, if it is the same at all of them; None if texts differ."""
+    first, begin = texts[int(rows[0])], 0
+    for chunk in texts.chunks:  # texts of most sets differ in the first one
+        low, high = np.searchsorted(rows, (begin, begin + len(chunk)))
+        if not pc.equal(chunk, first).to_numpy(zero_copy_only=False)[rows[low:high] - begin].all():
+            return None
+        begin += len(chunk)
+    return str(first.as_py())
+
+
+def all_the_same(text: str, num_captions: int, *, split: str) -> UserError:
+    """The error for captions that are all the same text."""
+    return UserError(
+        f"all {num_captions:,} captions of split {split!r} are {text!r:.60}: there is nothing to tell apart",
+        hint="give prep manifest annotations with different captions",
+    )

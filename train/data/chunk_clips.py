@@ -64,7 +64,7 @@ class ChunkClips(ClipSamples):
         digest.update(self.chunks.selection.text.encode())
         rows = self.chunks.selection.rows
         for array in (table.video_row[rows], table.start_ms[rows], table.num_frames[rows]):
-            digest.update(np.ascontiguousarray(array).tobytes())
+            digest.update(np.ascontiguousarray(array, np.int64).tobytes())
         return digest.hexdigest()
 
     def describe(self) -> str:
@@ -88,7 +88,7 @@ class ChunkClips(ClipSamples):
 
 
 def _spans(table: ChunkTable, chunks: NDArray[np.int64], *, segment_us: int | None) -> Spans:
-    begin_us, end_us = table.start_ms[chunks] * 1000, table.end_us[chunks]
+    begin_us, end_us = table.start_ms[chunks] * 1000, table.end_us_of(chunks)
     if segment_us is not None:
         full, rest_us = np.divmod(end_us - begin_us, segment_us)
         counts = np.maximum(1, full + (4 * rest_us >= segment_us))

@@ -226,7 +226,8 @@ class ClipSamples(Loader):
         parts = [self.chunks.describe()] if self.chunks.describe() else []
         sampling, spans, table = self._shape.sampling, self.spans, self.chunks.table
         if sampling.rule == "stride":
-            window = sampling.num_frames * sampling.stride * US_PER_S * table.fps_den[spans.first_chunk]
+            fps_den = table.fps_den[spans.first_chunk].astype(np.int64)
+            window = sampling.num_frames * sampling.stride * US_PER_S * fps_den
             num_shrunk = int(((spans.end_us - spans.begin_us) * table.fps_num[spans.first_chunk] < window).sum())
             if num_shrunk:
                 parts.append(f"{num_shrunk:,} shorter than {sampling.window}, with a smaller stride")

@@ -16,10 +16,12 @@ import ctypes
 import errno
 import mmap
 import os
+import threading
 import weakref
 import zlib
 from bisect import bisect_right
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
@@ -28,103 +30,111 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from manifests.errors import UserError
-from shards.damage import DamagedIndex
+from shards.chunk_table import collect_rows, open_chunk_table
+from shards.damage import Damaged, DamagedIndex
 from shards.format import BLOCK_BYTES
 from shards.index import open_index
+from shards.open_maps import OPEN_MAPS
 from shards.opening import open_regular
-from shards.reader import CommittedShard
+from shards.reader import CommittedShard, Variant
+from train.data.memory_maps import MADV_POPULATE_READ, advise, map_file, map_memory, unmap
 from train.data.outcomes import Reason
 from train.data.workers import Stuck
 
-_MAP_FIXED, _MAP_NORESERVE = 0x10, 0x4000
-_MREMAP_MAYMOVE, _MREMAP_FIXED = 1, 2
-_MADV_POPULATE_READ = 22  # Linux 5.14
-_FAILED = ctypes.c_void_p(-1).value
-
-_libc = ctypes.CDLL(None, use_errno=True)
-_libc.mmap.restype = ctypes.c_void_p
-_libc.mmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long)
-_libc.munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
-_libc.mremap.restype = ctypes.c_void_p
-_libc.mremap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_size_t, ctypes.c_int, ctypes.c_void_p)
-_libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
-
+MAX_EAGER = 1024  # shards whose tars are all mapped when a set is opened
 _UNKNOWN, _GOOD, _BAD = 0, 1, 2
 
 
 class MappedTars:
-    """The tars of `shards`, mapped read-only for the lifetime of this object.
+    """The tars of `variants`, one after another, mapped read-only for the lifetime of this object.
 
     Attributes:
         begin: address of the first byte.
         size_bytes: length of the whole area; bytes between two tars read as zeros.
-        starts: int64, address of each tar, in the order of `shards`.
+        starts: int64, address of each tar.
 
     Raises:
         UserError: a tar is missing, cannot be opened (in time), or differs in length from its commit.
     """
 
-    def __init__(self, shards: Sequence[CommittedShard]) -> None:
-        sizes = [_committed_size(shard) for shard in shards]
-        offsets = np.cumsum([0, *(-(-size // mmap.PAGESIZE) * mmap.PAGESIZE for size in sizes)])
+    def __init__(self, variants: Sequence[Variant]) -> None:
+        self._files = [variant.tar_files() for variant in variants]
+        self._first = np.cumsum([0, *map(len, self._files)])
+        sizes = np.concatenate([files.sizes for files in self._files])
+        offsets = np.concatenate([[0], np.cumsum(-(-sizes // mmap.PAGESIZE) * mmap.PAGESIZE)])
         self.size_bytes = max(int(offsets[-1]), mmap.PAGESIZE)
         self.begin = self._reserve()
-        weakref.finalize(self, _libc.munmap, self.begin, self.size_bytes)
-        self._paths = [shard.tar_path for shard in shards]
+        weakref.finalize(self, unmap, self.begin, self.size_bytes)
         self.starts: NDArray[np.int64] = self.begin + offsets[:-1].astype(np.int64)
-        for shard, start, size in zip(shards, self.starts.tolist(), sizes, strict=True):
-            self._map_tar(shard, start, size)
+        self._sizes = sizes
+        self._map_all()
 
     def _reserve(self) -> int:
         """A single reservation: it takes no memory, and no other mapping can end up between two tars."""
         return map_memory(self.size_bytes)
 
-    def _map_tar(self, shard: CommittedShard, start: int, size: int) -> None:
+    def _map_all(self) -> None:
+        for number in range(len(self.starts)):
+            self._map_tar(number)
+
+    def _map_tar(self, number: int) -> None:
+        path, size = self._path(number), int(self._sizes[number])
         try:
-            descriptor = open_regular(shard.tar_path)
+            descriptor = open_regular(path)
         except OSError as error:
-            raise _unusable(shard.tar_path, shard, error.strerror or str(error)) from error
+            raise _unusable(path, self._column(number), error.strerror or str(error)) from error
         try:
             # The size of the open file: its name may refer to another one by now.
-            if (found := os.fstat(descriptor).st_size) != size:
-                raise _unusable(shard.tar_path, shard, f"it has {found:,} bytes, its commit says {size:,}")
-            map_file(start, size, descriptor)
+            self._require_size(number, os.fstat(descriptor).st_size)
+            map_file(int(self.starts[number]), size, descriptor)
         finally:
             os.close(descriptor)
 
-    num_readers = 4  # threads that read ahead: enough to keep a disk busy
+    def _require_size(self, number: int, found: int) -> None:
+        path, size = self._path(number), int(self._sizes[number])
+        if found != size:
+            raise _unusable(path, self._column(number), f"it has {found:,} bytes, its commit says {size:,}")
+
+    def require_files(self) -> None:
+        """Raise a UserError if a tar is missing or differs in length; those that are mapped were looked at."""
 
     @property
     def is_whole(self) -> bool:
         """Whether all bytes can be read at any time; others have to be held."""
         return True
 
-    def hold(self, address: int, size: int) -> bool:
-        """Make sure that `size` bytes from `address`, which are a record, can be read until `release`.
-
-        Returns False if they can be read at any time.
+    def hold(self, address: int, size: int) -> None:
+        """Make sure that `size` bytes from `address`, in one tar, can be read until `release`.
 
         Raises:
-            OSError: they cannot be read; `release` is due nevertheless.
+            OSError: their tar cannot be mapped; `release` is due nevertheless.
         """
-        return False
 
     def release(self, address: int, size: int) -> None:
         """Give back what `hold` held."""
 
-    def want(self, addresses: NDArray[np.int64]) -> None:
-        """Name the addresses of all records of a set: tars of other records are not needed."""
-
-    def begin_fetching(self) -> None:
-        """Fetch tars that are not on this machine in the background."""
-
-    def describe(self) -> str:
-        """Where the tars are, for the log; empty if they are simply on this machine."""
-        return ""
-
     def repair(self, address: int, size: int) -> bool:
-        """Replace damaged bytes, where they are a copy's; False if they are not."""
+        """Replace damaged bytes if they are those of a copy; False if they are not."""
         return False
+
+    @contextmanager
+    def held(self, address: int, size: int) -> Iterator[None]:
+        """Hold some bytes."""
+        try:
+            self.hold(address, size)
+            yield
+        finally:
+            self.release(address, size)
+
+    def _path(self, number: int) -> Path:
+        part = bisect_right(self._first, number) - 1
+        return self._files[part].path(number - int(self._first[part]))
+
+    def _column(self, number: int) -> str:
+        return self._files[bisect_right(self._first, number) - 1].directory.parent.name
+
+    def _number_at(self, address: int) -> int:
+        return int(np.searchsorted(self.starts, address, side="right")) - 1
 
     def read_ahead(self, address: int, size: int) -> None:
         """Read `size` bytes from `address` into memory, without the interpreter lock.
@@ -133,18 +143,13 @@ class MappedTars:
             OSError: the disk fails, or the file ends earlier. Kernels before Linux 5.14 do not report it.
         """
         begin = address - address % mmap.PAGESIZE
-        code = self._advise(begin, address + size - begin, _MADV_POPULATE_READ)
+        code = advise(begin, address + size - begin, MADV_POPULATE_READ)
         if code not in (0, errno.EINVAL):
             raise OSError(code, "the disk fails, or the file was truncated after it was opened")
 
-    @staticmethod
-    def _advise(address: int, size: int, advice: int) -> int:
-        """Call madvise; its error, 0 for none."""
-        return ctypes.get_errno() if _libc.madvise(address, size, advice) else 0
-
     def path_at(self, address: int) -> Path:
         """The tar that contains an address."""
-        return self._paths[int(np.searchsorted(self.starts, address, side="right")) - 1]
+        return self._path(self._number_at(address))
 
     def bytes_at(self, address: int, size: int) -> memoryview:
         """A view of `size` bytes from `address`; it must not outlive this object."""
@@ -153,11 +158,89 @@ class MappedTars:
         return memoryview((ctypes.c_ubyte * size).from_address(address))
 
 
+class _MappedTar:
+    """A tar that is mapped now, and how many users hold it."""
+
+    def __init__(self, tars: "LazyTars", number: int) -> None:
+        self._tars, self.number, self.num_users = weakref.ref(tars), number, 0
+
+    def close(self) -> bool:
+        """Unmap the tar; False if it is in use. See `shards.open_maps`."""
+        tars = self._tars()
+        return tars is None or tars.unmap(self)
+
+
+class LazyTars(MappedTars):
+    """The tars of many shards, mapped when they are needed. The least recently used ones are unmapped if the process
+    has too many maps (`shards.open_maps`), so that bytes have to be held while they are read. Thread-safe.
+
+    Opening maps nothing, and looks at no tar: `require_files` does, for the first process of a machine. A tar that
+    is missing later on fails the samples that are in it.
+    """
+
+    def _map_all(self) -> None:
+        self._mapped: dict[int, _MappedTar] = {}
+        self._lock = threading.RLock()
+
+    def require_files(self) -> None:
+        for number in range(len(self.starts)):
+            try:
+                self._require_size(number, self._path(number).stat().st_size)
+            except OSError as error:
+                path, why = self._path(number), error.strerror or str(error)
+                raise _unusable(path, self._column(number), why) from error
+
+    @property
+    def is_whole(self) -> bool:
+        return False
+
+    def hold(self, address: int, size: int) -> None:
+        number = self._number_at(address)
+        with self._lock:
+            mapped = self._mapped.get(number)
+            if mapped is None:
+                mapped = self._mapped[number] = _MappedTar(self, number)
+                mapped.num_users += 1
+                try:
+                    self._map_tar(number)
+                except UserError as error:
+                    del self._mapped[number]
+                    raise OSError(errno.EIO, str(error)) from error
+            else:
+                mapped.num_users += 1
+            OPEN_MAPS.used(mapped)
+
+    def release(self, address: int, size: int) -> None:
+        with self._lock:
+            mapped = self._mapped.get(self._number_at(address))
+            if mapped is not None and mapped.num_users:
+                mapped.num_users -= 1
+
+    def unmap(self, mapped: _MappedTar) -> bool:
+        """Unmap a tar that nobody holds; False if somebody does, or may just now."""
+        if not self._lock.acquire(blocking=False):
+            return False
+        try:
+            if mapped.num_users:
+                return False
+            number = mapped.number
+            map_memory(int(self._sizes[number]), at=int(self.starts[number]))
+            del self._mapped[number]
+            return True
+        finally:
+            self._lock.release()
+
+
+def mapped_tars(variants: Sequence[Variant]) -> MappedTars:
+    """The tars of some variants: mapped now, or when they are needed if there are more than `MAX_EAGER`."""
+    return (LazyTars if sum(variant.num_shards for variant in variants) > MAX_EAGER else MappedTars)(variants)
+
+
 class JoinedTars(MappedTars):
     """The areas of several `MappedTars`, which stay mapped as long as this object."""
 
     def __init__(self, parts: Sequence[MappedTars]) -> None:
-        self._parts = sorted(parts, key=lambda part: part.begin)
+        self.parts = self._parts = sorted(parts, key=lambda part: part.begin)
 
     def path_at(self, address: int) -> Path:
         """The tar that contains an address."""
@@ -168,70 +251,20 @@ class JoinedTars(MappedTars):
         return self._part_at(address).bytes_at(address, size)
 
     @property
-    def num_readers(self) -> int:  # type: ignore[override]
-        """Threads that read ahead."""
-        return max(part.num_readers for part in self._parts)
-
-    @property
     def is_whole(self) -> bool:
-        """Whether all bytes can be read at any time; others have to be held."""
         return all(part.is_whole for part in self._parts)
 
-    def hold(self, address: int, size: int) -> bool:
-        """See `MappedTars`."""
-        return self._part_at(address).hold(address, size)
+    def hold(self, address: int, size: int) -> None:
+        self._part_at(address).hold(address, size)
 
     def release(self, address: int, size: int) -> None:
-        """See `MappedTars`."""
         self._part_at(address).release(address, size)
 
-    def begin_fetching(self) -> None:
-        """See `MappedTars`."""
-        for part in self._parts:
-            part.begin_fetching()
-
     def repair(self, address: int, size: int) -> bool:
-        """See `MappedTars`."""
         return self._part_at(address).repair(address, size)
-
-    def read_ahead(self, address: int, size: int) -> None:
-        """See `MappedTars`."""
-        self._part_at(address).read_ahead(address, size)
 
     def _part_at(self, address: int) -> MappedTars:
         return self._parts[max(bisect_right(self._parts, address, key=lambda part: part.begin) - 1, 0)]
-
-
-def _committed_size(shard: CommittedShard) -> int:
-    assert shard.commit.files is not None  # a CommittedShard has files
-    return shard.commit.files.tar_bytes
-
-
-def map_memory(size: int, *, is_writable: bool = False) -> int:
-    """Reserve addresses, which read as zeros and take no memory until they are written."""
-    protection = mmap.PROT_READ | (mmap.PROT_WRITE if is_writable else 0)
-    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | (_MAP_NORESERVE if is_writable else 0)
-    return _map(None, size, protection=protection, flags=flags, descriptor=-1)
-
-
-def map_file(address: int, size: int, descriptor: int) -> None:
-    """Map a file over reserved addresses, read-only."""
-    _map(address, size, protection=mmap.PROT_READ, flags=mmap.MAP_SHARED | _MAP_FIXED, descriptor=descriptor)
-
-
-def move_pages(source: int, target: int, size: int) -> None:
-    """Move mapped pages over others, in one step for whoever reads them."""
-    moved = _libc.mremap(source, size, size, _MREMAP_MAYMOVE | _MREMAP_FIXED, target)
-    if moved in (None, _FAILED):
-        raise OSError(ctypes.get_errno(), f"{size:,} bytes cannot be moved")
-
-
-def _map(address: int | None, size: int, *, protection: int, flags: int, descriptor: int) -> int:
-    mapped = _libc.mmap(address, size, protection, flags, descriptor, 0)
-    if mapped in (None, _FAILED):
-        error = ctypes.get_errno()
-        raise OSError(error, f"{size:,} bytes cannot be mapped: {os.strerror(error)}")
-    return int(mapped)
 
 
 def verified_index(shard: CommittedShard, *, members: Sequence[str]) -> tuple[pa.Table, str]:
@@ -249,59 +282,85 @@ def verified_index(shard: CommittedShard, *, members: Sequence[str]) -> tuple[pa
         shard.require_committed_index()
         index = open_index(shard.index_path)
     except (DamagedIndex, OSError) as error:
-        raise _unusable(shard.index_path, shard, str(error)) from error
+        raise _unusable(shard.index_path, shard.commit.column, str(error)) from error
     for member in members:
         if f"{member}_offset" in index.column_names:
             return index, member
-    raise _unusable(shard.index_path, shard, f"its samples have no member {members[0]}")
+    raise _unusable(shard.index_path, shard.commit.column, f"its samples have no member {members[0]}")
 
 
-def array_addresses(
-    shard: CommittedShard, index: pa.Table, *, member: str, array_bytes: NDArray[np.int64], start: int
-) -> tuple[NDArray[np.int64], NDArray[np.int32]]:
-    """Addresses of the npy arrays of `member`, one per row of the index, and the sizes of the headers before them.
+def member_rows(variant: Variant, *, members: Sequence[str], order: pa.Array) -> tuple[pa.Table, str]:
+    """The rows of a variant's merged table, verified, or else of its verified indexes; and which member they are of.
 
     Args:
-        array_bytes: size of each array.
-        start: address of the shard's tar.
+        members: extensions, of which its samples must have one.
+        order: ids of videos, in the order of the rows that are read from indexes.
 
     Raises:
-        UserError: an array would reach beyond the tar, or does not begin on a block: the index is not of this tar.
+        UserError: an index is damaged or not the committed one, or its samples lack the member.
     """
-    offset = index[f"{member}_offset"].to_numpy().astype(np.int64)
-    size = index[f"{member}_size"].to_numpy().astype(np.int64)
-    header = size - array_bytes
-    inside = (offset >= 0) & (header > 0) & (header <= size) & (offset + size <= _committed_size(shard))
-    _require(inside & ((offset + header) % BLOCK_BYTES == 0), shard, index)
-    return start + offset + header, header.astype(np.int32)
+    merged = open_chunk_table(variant)
+    if merged is None:
+        try:
+            merged = collect_rows(
+                variant,
+                column=variant.directory.parent.name,
+                check=lambda shard: verified_index(shard, members=members),
+                order=order,
+            )
+        except DamagedIndex as error:
+            raise _unusable(error.path, variant.directory.parent.name, error.why) from error
+        return merged.table, merged.member
+    try:
+        return merged.verified(), merged.member
+    except Damaged as error:
+        column = variant.directory.parent.name
+        raise UserError(str(error), hint=f"run prep {column}, which makes the table again") from error
 
 
-def member_addresses(
-    shard: CommittedShard, index: pa.Table, *, member: str, start: int
-) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Addresses and sizes of `member`, one per row of the index; raises UserError as `array_addresses` does."""
-    offset = index[f"{member}_offset"].to_numpy().astype(np.int64)
-    size = index[f"{member}_size"].to_numpy().astype(np.int64)
-    _require((offset >= 0) & (size > 0) & (offset + size <= _committed_size(shard)), shard, index)
-    return start + offset, size
+def addresses_of(
+    variant: Variant,
+    table: pa.Table,
+    *,
+    starts: NDArray[np.int64],
+    shard_of: NDArray[np.int64],
+    array_bytes: NDArray[np.int64] | None,
+) -> tuple[NDArray[np.int64], NDArray[np.int32]]:
+    """Addresses of npy arrays, one per row of a merged table, and the sizes of the headers before them.
 
+    Args:
+        starts: address of each shard's tar.
+        shard_of: index in `starts` of each row.
+        array_bytes: size of each array; None for members that are no arrays: their own addresses, and no headers.
 
-def _require(is_possible: NDArray[np.bool_], shard: CommittedShard, index: pa.Table) -> None:
-    bad = np.flatnonzero(~is_possible)
+    Raises:
+        UserError: one would reach beyond its tar, or does not begin on a block: an index is not of its tar.
+    """
+    tars = variant.tar_files()
+    offset, size = (table[name].to_numpy().astype(np.int64) for name in ("offset", "size"))
+    inside = (offset >= 0) & (size > 0) & (offset + size <= tars.sizes[shard_of])
+    header = np.zeros(len(size), np.int64)
+    if array_bytes is not None:
+        header = size - array_bytes
+        inside &= (header > 0) & (header <= size) & ((offset + header) % BLOCK_BYTES == 0)
+    bad = np.flatnonzero(~inside)
     if len(bad):
-        key = index["key"][int(bad[0])].as_py()
-        raise _unusable(shard.index_path, shard, f"its position of the array of {key!r} is impossible")
+        at = int(bad[np.lexsort((table["row"].to_numpy()[bad], shard_of[bad]))[0]])
+        shard = variant.shard(int(tars.shard_ids[shard_of[at]]))
+        key = shard.index["key"][int(table["row"][at].as_py())].as_py()
+        raise _unusable(shard.index_path, shard.commit.column, f"its position of the array of {key!r} is impossible")
+    return starts[shard_of] + offset + header, header.astype(np.int32)
 
 
 def damaged_index(shard: CommittedShard, why: str) -> UserError:
     """The error for an index that does not match its tar."""
-    return _unusable(shard.index_path, shard, why)
+    return _unusable(shard.index_path, shard.commit.column, why)
 
 
-def _unusable(path: Path, shard: CommittedShard, why: str) -> UserError:
+def _unusable(path: Path, column: str, why: str) -> UserError:
     return UserError(
         f"{path} cannot be used: {why}",
-        hint=f"prep verify lists all damage, and prep {shard.commit.column} makes damaged shards again",
+        hint=f"prep verify lists all damage, and prep {column} makes damaged shards again",
     )
 
 
@@ -358,10 +417,11 @@ class VerifiedMembers:
         """Read a member and compare it with its checksum."""
         address, size_bytes, crc32 = self._payload(member)
         try:
-            self._tars.read_ahead(address, size_bytes)
-            matches = zlib.crc32(self._tars.bytes_at(address, size_bytes)) == crc32
-            if not matches and self._tars.repair(address, size_bytes):
+            with self._tars.held(address, size_bytes):
+                self._tars.read_ahead(address, size_bytes)
                 matches = zlib.crc32(self._tars.bytes_at(address, size_bytes)) == crc32
+                if not matches and self._tars.repair(address, size_bytes):
+                    matches = zlib.crc32(self._tars.bytes_at(address, size_bytes)) == crc32
         except OSError as error:
             return self.unreadable(member, error)
         return None if matches else Problem("checksum", f"{self._where(member)} do not match their checksum")

@@ -27,11 +27,12 @@ from manifests.store import MANIFEST_FILE, MANIFEST_FOLDER
 from manifests.table_files import CAPTIONS_FILE, VIDEOS_FILE, describe, staged_path
 from shards.commits import commit_path, read_commits
 from shards.contents import listed_shard_ids
+from shards.damage import Damaged
 from shards.dataset import current_variant
 from shards.format import COMMITS_FOLDER, CONTENTS_FILE, DATASET_FILE, RECIPE_FILE
+from shards.merged_table import CHUNKS_FILE, is_table_of, open_merged_table, verified
 from shards.reader import Variant
 from shards.scan import scan
-from shards.scores import CHUNKS_FILE, SCORES, has_score_table
 
 NUM_AT_ONCE = 32
 _ETAGS_FILE = ".etags.json"  # of the records that were copied
@@ -136,14 +137,14 @@ class RemoteFiles:
 
     def _copy_chunk_table(self, folder: str, local: Path) -> bool:
         """Copy the merged table of chunks, unless it is here; False if there is none of these commits."""
-        if folder.startswith(f"{SCORES}/"):
-            if not has_score_table(Variant(local)):
-                try:
-                    self.objects.fetch(f"{folder}/{CHUNKS_FILE}", local / CHUNKS_FILE)
-                except FileNotFoundError:
-                    return False
-            return has_score_table(Variant(local))
-        return False
+        variant = Variant(local)
+        if not _has_table(variant):
+            try:
+                self.objects.fetch(f"{folder}/{CHUNKS_FILE}", local / CHUNKS_FILE)
+            except FileNotFoundError:
+                (local / CHUNKS_FILE).unlink(missing_ok=True)
+                return False
+        return _has_table(variant)
 
     def _copy_commits(self, folder: str, local: Path) -> None:
         """Copy the records that have changed, and remove copies of those that no longer exist."""
@@ -247,6 +248,14 @@ def _is_whole(path: Path, *, sha256: str | None, size_bytes: int | None) -> bool
     if not path.is_file() or size_bytes not in (None, path.stat().st_size):
         return False
     return sha256 is None or scan(path).sha256 == sha256
+
+
+def _has_table(variant: Variant) -> bool:
+    path = variant.directory / CHUNKS_FILE
+    try:
+        return is_table_of(verified(open_merged_table(path), path), variant.commits)
+    except (OSError, Damaged):
+        return False
 
 
 def _read_etags(local: Path) -> dict[str, str]:

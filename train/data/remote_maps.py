@@ -1,11 +1,13 @@
 """The tars of a remote column at addresses, as `mapped_tars` has local ones: whole from the cache, or record by record.
 
-Tars that fit under the limit of the cache are fetched whole in the background, one shard once per machine, and mapped
-as they arrive. Until then, and always for tars that do not fit, `hold` fetches a record by range to the address that
-it has in its tar, where it stays until `release`. So the order of samples does not depend on the size of the cache: a
-full shuffle over a set that is larger reads the rest record by record in every epoch, which takes as many bytes as an
-epoch shows, where fetching tars for single records would take thousands of times as many. Nothing that is mapped is
-given up before the set is: evicting in the order of use would always evict what a full shuffle needs next.
+Tars that fit under the limit of the cache are fetched whole in the background, each once per machine, and mapped as
+they arrive. Until then, and always for tars that do not fit, `hold_record` fetches a record by range to the address
+that it has in its tar, where it stays until `release_record`.
+
+So the order of samples does not depend on the size of the cache. In a full shuffle over a set that is larger, the rest
+is read record by record in every epoch, which takes as many bytes as the epoch shows; fetching whole tars for single
+records would take thousands of times as many. Nothing that is mapped is given up before the set is: evicting by last
+use would always evict what a full shuffle needs next.
 
 A record of a copy on disk that does not match its checksum is fetched again, and the copy leaves the cache.
 """
@@ -26,8 +28,10 @@ from numpy.typing import NDArray
 
 from manifests.errors import DISK_ERRORS, UserError
 from manifests.storage.cache import CachedFile, NoRoom, shown_size
-from shards.reader import CommittedShard
-from train.data.mapped_tars import MappedTars, map_file, map_memory, move_pages
+from shards.open_maps import MAX_OPEN_MAPS
+from shards.reader import Variant
+from train.data.mapped_tars import JoinedTars, MappedTars, mapped_tars
+from train.data.memory_maps import MADV_DONTNEED, MADV_NOHUGEPAGE, advise, map_file, map_memory, move_pages
 from train.data.remote import RemoteTars
 from train.data.remote_files import cache_unusable
 
@@ -35,7 +39,8 @@ _NUM_FETCHED_AT_ONCE = 4
 _RETRY_AFTER_S = 0.2  # to see whether another process has fetched a tar
 _JOIN_TIMEOUT_S = 10.0
 _NUM_ATTEMPTS = 3
-_MADV_DONTNEED, _MADV_NOHUGEPAGE = 4, 15
+# A mapped tar splits the area that is reserved, and so counts twice among the maps that the kernel allows (open_maps).
+_MAX_MAPPED = MAX_OPEN_MAPS // 2
 _PAGE = mmap.PAGESIZE
 
 
@@ -49,11 +54,11 @@ class _Held:
 
 
 class RemoteMaps(MappedTars):
-    """The tars of remote `shards`; a member is at the same place in its area as in a `MappedTars`. Thread-safe.
+    """The tars of remote variants; a record is at the same place in its area as in a `MappedTars`. Thread-safe.
 
     Args:
         tars: of the data folder.
-        whole: shards whose tars are fetched now, because they are needed as a whole.
+        whole: the variant whose tars are fetched now, because they are needed as a whole.
 
     Attributes:
         num_readers: threads that hold records ahead of those that use them.
@@ -62,63 +67,54 @@ class RemoteMaps(MappedTars):
         UserError: a tar that is needed as a whole cannot be fetched, or does not fit into the cache.
     """
 
-    def __init__(
-        self, shards: Sequence[CommittedShard], tars: RemoteTars, *, whole: Sequence[CommittedShard] = ()
-    ) -> None:
+    def __init__(self, variants: Sequence[Variant], tars: RemoteTars, *, whole: Variant | None = None) -> None:
         self.num_readers = tars.num_readers
-        self._tars, self._shards = tars, list(shards)
-        self._mapped: NDArray[np.bool_] = np.zeros(len(shards), bool)
-        self._wanted: NDArray[np.bool_] = np.zeros(len(shards), bool)
-        self._locks = [threading.Lock() for _ in shards]
+        self._tars, self._shards = tars, [shard for variant in variants for shard in variant.shards()]
+        self._mapped: NDArray[np.bool_] = np.zeros(len(self._shards), bool)
+        self._wanted: NDArray[np.bool_] = np.zeros(len(self._shards), bool)
+        self._locks = [threading.Lock() for _ in self._shards]
         self._lock = threading.Lock()
         self._held: dict[int, _Held] = {}
         self._edges: Counter[int] = Counter()  # pages at the ends of held records, which may be shared
         self._is_fetching = False
-        super().__init__(shards)
-        needed = set(map(id, whole))
-        if numbers := [number for number, shard in enumerate(self._shards) if id(shard) in needed]:
-            column = self._shards[numbers[0]].commit.column
-            try:
-                self._tars.cache.claim({self._name(number): self._shards[number].tar_bytes for number in numbers})
-            except NoRoom as error:
-                raise UserError(
-                    f"the {column} column has to be in the cache as a whole: {error}", hint=error.hint
-                ) from error
-            with ThreadPoolExecutor(_NUM_FETCHED_AT_ONCE) as pool:
-                list(pool.map(self._require_whole, numbers))
+        super().__init__(variants)
+        if whole is not None:
+            first = sum(variant.num_shards for variant in variants[: list(variants).index(whole)])
+            self._fetch_whole(range(first, first + whole.num_shards), column=whole.directory.parent.name)
 
-    def _map_tar(self, shard: CommittedShard, start: int, size: int) -> None:
-        """Only tars that are in the cache are mapped, once it is known which are wanted."""
+    def _map_all(self) -> None:
+        """Tars that are in the cache are mapped once it is known which are wanted."""
 
     def _reserve(self) -> int:
         begin = map_memory(self.size_bytes, is_writable=True)
-        self._advise(begin, self.size_bytes, _MADV_NOHUGEPAGE)  # a record would take up to two huge pages more
+        advise(begin, self.size_bytes, MADV_NOHUGEPAGE)  # a record would take up to two huge pages more
         return begin
 
     @property
-    def is_whole(self) -> bool:
-        """Whether all tars that samples are in are mapped, so that nothing has to be held."""
+    def is_local(self) -> bool:
+        """Whether all tars that records are in are mapped, so that none has to be held."""
         return bool(self._mapped[self._wanted].all())
 
     def describe(self) -> str:
         """How much is in the cache, for the log."""
-        wanted, sizes = self._wanted, np.array([shard.tar_bytes for shard in self._shards], np.int64)
-        here, all_bytes = int(sizes[wanted & self._mapped].sum()), int(sizes[wanted].sum())
-        chosen = int(sizes[self._chosen()].sum())
-        cache = self._tars.cache
-        limit = f"{'by free disk' if cache.is_derived else '--cache-size'} {shown_size(cache.limit_bytes)}"
-        part = "" if chosen == all_bytes else f", {shown_size(chosen)} of which fit; the rest is read by range"
-        return f"{shown_size(here)} of {shown_size(all_bytes)} of tars in {cache.folder} ({limit}{part})"
+        wanted, cache = self._wanted, self._tars.cache
+        here, fitting, whole = (
+            int(self._sizes[which].sum()) for which in (wanted & self._mapped, self._chosen(), wanted)
+        )
+        limit = f"{'80% of the free disk' if cache.is_derived else '--cache-size'}: {shown_size(cache.limit_bytes)}"
+        part = "" if fitting == whole else f"; {shown_size(fitting)} of them fit, and the rest is read by range"
+        return f"{shown_size(here)} of {shown_size(whole)} of tars in the cache {cache.folder} ({limit}{part})"
 
     def want(self, addresses: NDArray[np.int64]) -> None:
-        """See `MappedTars`; maps the tars that are in the cache."""
-        self._wanted[np.unique(self._number_at(addresses))] = True
+        """Name the addresses of all records of a set, and map those of their tars that are in the cache."""
+        self._wanted[np.unique(np.searchsorted(self.starts, addresses, side="right") - 1)] = True
         cache, found = self._tars.cache, set(self._tars.cache.names())
-        # What is here already costs nothing.
         numbers = np.flatnonzero(self._wanted & ~self._mapped).tolist()
+        # What is here already costs nothing.
         for number in sorted(numbers, key=lambda number: self._name(number) not in found):
             shard, name = self._shards[number], self._name(number)
-            fits = cache.claim({name: shard.tar_bytes}, only_if_it_fits=True)
+            has_room = len(cache.claims) < _MAX_MAPPED
+            fits = has_room and cache.claim({name: shard.tar_bytes}, only_if_it_fits=True)
             if fits and name in found and (copy := cache.find(name, size_bytes=shard.tar_bytes)):
                 self._map_copy(number, copy)
 
@@ -142,10 +138,13 @@ class RemoteMaps(MappedTars):
         # At the end of the program too: a thread must not come back from a request into an interpreter that is gone.
         weakref.finalize(self, _stop, end, threads)
 
-    def hold(self, address: int, size: int) -> bool:
-        """See `MappedTars`: fetches the record, unless its tar is mapped."""
-        number = int(self._number_at(np.array([address]))[0])
-        if self._mapped[number]:
+    def hold_record(self, address: int, size: int) -> bool:
+        """Fetch a record, so that it can be read until `release_record`; False if its tar is mapped, or not of these.
+
+        Raises:
+            OSError: it cannot be fetched; `release_record` is due nevertheless.
+        """
+        if not self.begin <= address < self.begin + self.size_bytes or self._mapped[number := self._number_at(address)]:
             return False
         with self._lock:
             held = self._held.setdefault(address, _Held())
@@ -159,7 +158,7 @@ class RemoteMaps(MappedTars):
                 raise held.error
             return True
         try:
-            content = self._tars.read(self._paths[number], address - int(self.starts[number]), size)
+            content = self._tars.read(self._path(number), address - int(self.starts[number]), size)
             with self._locks[number]:
                 if not self._mapped[number]:
                     ctypes.memmove(address, content, size)
@@ -170,8 +169,8 @@ class RemoteMaps(MappedTars):
             held.done.set()
         return True
 
-    def release(self, address: int, size: int) -> None:
-        """Give back what `hold` held; its memory is freed with its last user."""
+    def release_record(self, address: int, size: int) -> None:
+        """Give back what `hold_record` held; its memory is freed with its last user."""
         with self._lock:
             if (held := self._held.get(address)) is None:
                 return  # its tar was mapped when it was asked for
@@ -180,28 +179,23 @@ class RemoteMaps(MappedTars):
                 return
             del self._held[address]
             first, last = _edges(address, size)
+            self._edges.subtract((first, last))
             for page in {first, last}:
-                self._edges[page] -= 1 + (first == last)
                 if not self._edges[page]:
                     del self._edges[page]
-                    self._advise(page * _PAGE, _PAGE, _MADV_DONTNEED)
+                    advise(page * _PAGE, _PAGE, MADV_DONTNEED)
             if last > first + 1:
-                self._advise((first + 1) * _PAGE, (last - first - 1) * _PAGE, _MADV_DONTNEED)
-
-    def read_ahead(self, address: int, size: int) -> None:
-        """See `MappedTars`; what is held is in memory."""
-        if self._mapped[self._number_at(np.array([address]))[0]]:
-            super().read_ahead(address, size)
+                advise((first + 1) * _PAGE, (last - first - 1) * _PAGE, MADV_DONTNEED)
 
     def repair(self, address: int, size: int) -> bool:
-        """Replace bytes of a copy that are damaged on disk by those of the object; False if they are no copy's."""
-        number = int(self._number_at(np.array([address]))[0])
+        """See `MappedTars`: of a copy on disk that is damaged; fetched from the object."""
+        number = self._number_at(address)
         if not self._mapped[number]:
             return False
-        start, shard = int(self.starts[number]), self._shards[number]
+        start = int(self.starts[number])
         begin = address - address % _PAGE
-        end = min(-(-(address + size) // _PAGE) * _PAGE, start + shard.tar_bytes)
-        content = self._tars.read(shard.tar_path, begin - start, end - begin)
+        end = min(-(-(address + size) // _PAGE) * _PAGE, start + int(self._sizes[number]))
+        content = self._tars.read(self._path(number), begin - start, end - begin)
         spare = map_memory(len(content), is_writable=True)
         ctypes.memmove(spare, content, len(content))
         # At once: another thread may be reading a neighbour on one of these pages.
@@ -221,22 +215,25 @@ class RemoteMaps(MappedTars):
 
     def _map_copy(self, number: int, copy: CachedFile) -> None:
         with copy, self._locks[number]:
-            map_file(int(self.starts[number]), self._shards[number].tar_bytes, copy.descriptor)
+            map_file(int(self.starts[number]), int(self._sizes[number]), copy.descriptor)
             self._mapped[number] = True
 
-    def _require_whole(self, number: int) -> None:
-        shard = self._shards[number]
-        address = self._tars.objects.address_of(self._tars.key(shard.tar_path))
+    def _fetch_whole(self, numbers: Sequence[int], *, column: str) -> None:
+        cache = self._tars.cache
         try:
-            self.fetch(number, waits=True)
+            cache.claim({self._name(number): self._shards[number].tar_bytes for number in numbers})
+            with ThreadPoolExecutor(_NUM_FETCHED_AT_ONCE) as pool:
+                list(pool.map(lambda number: self.fetch(number, waits=True), numbers))
+        except NoRoom as error:
+            raise UserError(
+                f"the {column} column has to be in the cache as a whole: {error}", hint=error.hint
+            ) from error
         except UserError:
             raise
         except OSError as error:
             if error.errno in DISK_ERRORS:
-                raise cache_unusable(self._tars.cache.folder, address, error) from error
-            raise UserError(
-                f"{address} cannot be fetched: {error}", hint="check the data folder with prep verify"
-            ) from error
+                raise cache_unusable(cache.folder, f"the {column} column", error) from error
+            raise UserError(f"the {column} column cannot be fetched: {error}", hint="see prep verify") from error
 
     def _chosen(self) -> NDArray[np.bool_]:
         """The tars that samples are in and that fit into the cache."""
@@ -248,15 +245,16 @@ class RemoteMaps(MappedTars):
     def _name(self, number: int) -> str:
         return self._tars.cached_name(self._shards[number])
 
-    def _number_at(self, addresses: NDArray[np.int64]) -> NDArray[np.int64]:
-        return np.searchsorted(self.starts, addresses, side="right") - 1
+
+def open_maps(variants: Sequence[Variant], tars: RemoteTars | None, *, whole: Variant | None) -> MappedTars:
+    """The tars of `variants` at addresses, local ones without `tars`; raises UserError as their classes do."""
+    return mapped_tars(variants) if tars is None else RemoteMaps(variants, tars, whole=whole)
 
 
-def open_maps(
-    shards: Sequence[CommittedShard], tars: RemoteTars | None, *, whole: Sequence[CommittedShard] = ()
-) -> MappedTars:
-    """The tars of `shards` at addresses, local ones without `tars`; raises UserError as `RemoteMaps` does."""
-    return MappedTars(shards) if tars is None else RemoteMaps(shards, tars, whole=whole)
+def remote_parts(tars: MappedTars) -> list[RemoteMaps]:
+    """Those of some tars whose records have to be held until all of them are local."""
+    parts = tars.parts if isinstance(tars, JoinedTars) else [tars]
+    return [part for part in parts if isinstance(part, RemoteMaps)]
 
 
 def _edges(address: int, size: int) -> tuple[int, int]:

@@ -7,9 +7,13 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
+from shards.dataset import current_variant, variant_dir
+from shards.merged_table import merged_mark
+from shards.reader import Variant
 from shards.scores import SCORES
 from shards.selection import caption_columns, nothing_selected, selected_captions, selected_chunks
 from shards.where import Where, parse_where
+from train.data.node_cache import shared
 from train.data.remote import RemoteTars
 
 
@@ -25,9 +29,11 @@ class Selection:
         start_ms: [chunks], its start.
         has_captions: whether samples have captions; otherwise, conditions on captions are a mistake.
         tars: those of the data folder, if it is remote.
+        depends_on: what the chunks depend on (train.data.node_cache).
 
     Attributes:
         chunks: bool [chunks], those that are selected; None for all.
+        num_captions, num_selected: captions so far, and those of them that are selected.
 
     Raises:
         UserError: the text is not an expression, selects no chunk, or uses scores that chunks lack.
@@ -44,19 +50,26 @@ class Selection:
         start_ms: NDArray[np.int64],
         has_captions: bool,
         tars: RemoteTars | None = None,
+        depends_on: tuple[object, ...] = (),
     ) -> None:
         self._where = None if text is None else parse_where(text)
         of_chunks, self._of_captions = (None, None) if self._where is None else self._where.by_level()
         self._data_dir, self._split, self._video_ids = data_dir, split, video_ids
-        self._num_chunks, self._num_captions, self._num_selected = len(video_row), 0, 0
+        self._num_chunks = len(video_row)
+        self.num_captions, self.num_selected = 0, 0
         self.chunks: NDArray[np.bool_] | None = None
         if self._where is not None and not has_captions:
             self._where.require(("chunk", "video"), because="these samples have no captions")
         if of_chunks is not None:
-            if of_chunks.uses_scores and tars is not None:
-                tars.files.copy_column(SCORES)
-            self.chunks = selected_chunks(
-                of_chunks, data_dir, video_ids=video_ids, video_row=video_row, start_ms=start_ms
+            mark = selection_mark(of_chunks.text, data_dir, tars=tars)
+            self.chunks = shared(
+                lambda: selected_chunks(
+                    of_chunks, data_dir, video_ids=video_ids, video_row=video_row, start_ms=start_ms
+                ),
+                of=("selection", depends_on, *mark),
+                num_rows=len(video_row),
+                types=(),
+                column="selection",
             )
             self._require(of_chunks, int(self.chunks.sum()), self._num_chunks, "chunk")
 
@@ -64,6 +77,15 @@ class Selection:
     def rows(self) -> NDArray[np.int64]:
         """The chunks that are selected."""
         return np.arange(self._num_chunks) if self.chunks is None else np.flatnonzero(self.chunks)
+
+    @property
+    def depends_on(self) -> tuple[object, ...]:
+        """What the selection depends on besides the chunks and the manifest."""
+        return selection_mark(None if self._where is None else self._where.text, self._data_dir)
+
+    def restore(self, num_captions: int, num_selected: int) -> None:
+        """Set the numbers of captions, when another rank has selected them."""
+        self.num_captions, self.num_selected = num_captions, num_selected
 
     @property
     def text(self) -> str:
@@ -94,14 +116,14 @@ class Selection:
         selected = selected_captions(
             self._of_captions, self._data_dir, captions, rows=rows, video_ids=self._video_ids, video_row=video_row
         )
-        self._num_captions += len(selected)
-        self._num_selected += int(selected.sum())
+        self.num_captions += len(selected)
+        self.num_selected += int(selected.sum())
         return selected
 
     def require_captions(self) -> None:
         """Raise a UserError if none of the captions so far is selected."""
         if self._of_captions is not None:
-            self._require(self._of_captions, self._num_selected, self._num_captions, "caption")
+            self._require(self._of_captions, self.num_selected, self.num_captions, "caption")
 
     def caption_columns(self, schema: pa.Schema) -> list[str]:
         """The columns of captions that `part_of_captions` needs."""
@@ -114,9 +136,32 @@ class Selection:
         num_chunks = self._num_chunks if self.chunks is None else int(self.chunks.sum())
         parts = [f"{num_chunks:,} of {self._num_chunks:,} chunks"]
         if self._of_captions is not None:
-            parts.append(f"{self._num_selected:,} of {self._num_captions:,} captions")
+            parts.append(f"{self.num_selected:,} of {self.num_captions:,} captions")
         return [f"where {self._where.text}: {' and '.join(parts)} selected"]
 
     def _require(self, where: Where, num_selected: int, count: int, noun: str) -> None:
         if count and not num_selected:
             raise nothing_selected(where, what=f"the {count:,} {noun}s of split {self._split!r}")
+
+
+def selection_mark(where: str | None, data_dir: Path, *, tars: RemoteTars | None = None) -> tuple[object, ...]:
+    """What a selection depends on besides the chunks and the manifest; raises UserError as `parse_where` does.
+
+    Args:
+        tars: of a remote data folder, whose scores are copied if they are used.
+    """
+    if where is None:
+        return ("",)
+    parsed = parse_where(where)
+    if parsed.uses_scores and tars is not None:
+        tars.files.copy_column(SCORES)
+    return parsed.text, current_variant(data_dir, "video"), _scores_mark(data_dir) if parsed.uses_scores else ()
+
+
+def _scores_mark(data_dir: Path) -> tuple[object, ...]:
+    """What scores depend on; reading them reports what is wrong with them."""
+    name = current_variant(data_dir, SCORES)
+    if name is None:
+        return ()
+    variant = Variant(variant_dir(data_dir, SCORES, name))
+    return merged_mark(variant.directory, variant.commits)

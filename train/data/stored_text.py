@@ -1,8 +1,7 @@
 """Embeddings of captions that `prep text` has stored: where each lies in the mapped tars of the `text` column."""
 
 import shlex
-from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -12,16 +11,19 @@ import pyarrow.compute as pc
 from numpy.typing import NDArray
 
 from manifests.errors import UserError
-from shards.reader import CommittedShard, Variant
-from train.data.chunks import rows_of
+from manifests.store import num_captions_of
+from shards.merged_table import merged_mark
+from shards.reader import Variant
+from train.data.chunks import index_in
 from train.data.mapped_tars import (
     MappedTars,
     Payload,
     VerifiedMembers,
-    array_addresses,
+    addresses_of,
     damaged_index,
-    verified_index,
+    member_rows,
 )
+from train.data.node_cache import shared
 from train.data.outcomes import SampleFailed
 from train.data.remote import RemoteTars
 from train.data.remote_maps import open_maps
@@ -38,6 +40,7 @@ class TextMembers:
         width: D.
         address, size_bytes, crc32: of the payload, header and array.
         video_row: of its video; -1 for a video that is not among those asked for.
+        base: address of the mapped tars, to which the other addresses are relative.
     """
 
     width: int
@@ -45,6 +48,7 @@ class TextMembers:
     size_bytes: NDArray[np.int64]
     crc32: NDArray[np.uint32]
     video_row: NDArray[np.int32]
+    base: int = 0
 
     @property
     def row_bytes(self) -> int:
@@ -53,13 +57,14 @@ class TextMembers:
 
     def member_at(self, address: Any) -> Any:
         """The member that holds the embedding at an address, or those at an array of addresses."""
-        return np.searchsorted(self.address, address, side="right") - 1
+        return np.searchsorted(self.address, address - self.base, side="right") - 1
 
     def verified(self, tars: MappedTars) -> VerifiedMembers:
         """Verification of these members of `tars`."""
 
         def payload(member: int) -> Payload:
-            return Payload(int(self.address[member]), int(self.size_bytes[member]), int(self.crc32[member]))
+            address = self.base + int(self.address[member])
+            return Payload(address, int(self.size_bytes[member]), int(self.crc32[member]))
 
         return VerifiedMembers(tars, len(self.address), payload, column="text", noun="embeddings")
 
@@ -71,7 +76,7 @@ class TextRows:
     Attributes:
         caption_id: ascending.
         video_row: of the caption's video, as in `TextMembers`.
-        address: of the embedding in the mapped tars.
+        address: of the embedding, relative to that of the mapped tars.
     """
 
     caption_id: NDArray[np.int64]
@@ -101,64 +106,53 @@ class TextRows:
         return np.where(found, index, -1)
 
 
-def read_text_rows(
-    shards: Sequence[CommittedShard], *, starts: NDArray[np.int64], video_ids: pa.Array
-) -> tuple[TextMembers, TextRows]:
-    """Collect the embeddings of all captions from the indexes.
+def read_text_rows(variant: Variant, *, starts: NDArray[np.int64], video_ids: pa.Array) -> tuple[TextMembers, TextRows]:
+    """Collect the embeddings of all captions, from the merged table of a variant or else from its indexes.
 
     Args:
-        starts: address of each shard's tar.
+        starts: address of each shard's tar, relative to the mapped area.
         video_ids: a video's row is its index here.
 
     Raises:
         UserError: embeddings differ in width, or an index does not match its tar.
     """
-    parts: list[dict[str, NDArray[Any]]] = []
-    width, seen_in = 0, ""
-    for shard, start in zip(shards, starts.tolist(), strict=True):
-        index, _ = verified_index(shard, members=[_MEMBER])
-        for found in pc.unique(index["width"]).to_pylist():
-            if width and found != width:
-                raise UserError(
-                    f"text embeddings differ in width: {width} in {seen_in}, {found} in {shard.tar_path}",
-                    hint="all embeddings of a variant must be alike: run prep text again",
-                )
-            width, seen_in = found, str(shard.tar_path)
-        parts.append(_read(shard, index, start=start, row_bytes=width * _ITEM_BYTES, video_ids=video_ids))
-    joined = {name: np.concatenate([part.pop(name) for part in parts]) for name in list(parts[0])}
-    by_address = np.argsort(joined["member_address"], kind="stable")
-    members = TextMembers(
-        width=width,
-        address=joined["member_address"][by_address],
-        size_bytes=joined["member_bytes"][by_address],
-        crc32=joined["member_crc32"][by_address],
-        video_row=joined["member_video"][by_address],
+    tars, table = variant.tar_files(), member_rows(variant, members=[_MEMBER], order=video_ids)[0]
+    shard_of = np.searchsorted(tars.shard_ids, table["shard"].to_numpy())
+    in_order = np.lexsort((table["row"].to_numpy(), shard_of))
+    widths = table["width"].to_numpy()
+    if (other := np.flatnonzero(widths[in_order] != widths[in_order[0]])).size:
+        first, second = (int(in_order[at]) for at in (other[0] - 1, other[0]))
+        seen, found = (tars.path(int(shard_of[at])) for at in (first, second))
+        raise UserError(
+            f"text embeddings differ in width: {widths[first]} in {seen}, {widths[second]} in {found}",
+            hint="all embeddings of a variant must be alike: run prep text again",
+        )
+    row_bytes = int(widths[0]) * _ITEM_BYTES
+    num_rows = table["num_rows"].to_numpy().astype(np.int64)
+    address, header_bytes = addresses_of(
+        variant, table, starts=starts, shard_of=shard_of, array_bytes=num_rows * row_bytes
     )
-    by_id = np.argsort(joined["caption_id"], kind="stable")
-    return members, TextRows(**{name: joined.pop(name)[by_id] for name in ("caption_id", "video_row", "address")})
-
-
-def _read(
-    shard: CommittedShard, index: pa.Table, *, start: int, row_bytes: int, video_ids: pa.Array
-) -> dict[str, NDArray[Any]]:
-    num_rows = index["num_rows"].to_numpy().astype(np.int64)
-    array_bytes = num_rows * row_bytes
-    address, header_bytes = array_addresses(shard, index, member=_MEMBER, array_bytes=array_bytes, start=start)
-    video_row = rows_of(index["video_id"], video_ids).astype(np.int32)
-    caption_row = pc.list_flatten(index["caption_row"]).to_numpy()
-    member = pc.list_parent_indices(index["caption_row"]).to_numpy()
-    same_lists = pc.all(pc.equal(pc.list_value_length(index["caption_row"]), pc.list_value_length(index["caption_id"])))
-    if not same_lists.as_py() or ((caption_row < 0) | (caption_row >= num_rows[member])).any():
+    coded = table["video_id"].chunk(0)
+    video_row = index_in(coded.dictionary, video_ids).astype(np.int32)[coded.indices.to_numpy()]
+    caption_row, caption_id = (pc.list_flatten(table[name]).to_numpy() for name in ("caption_row", "caption_id"))
+    member = pc.list_parent_indices(table["caption_row"]).to_numpy()
+    same_lists = pc.all(pc.equal(pc.list_value_length(table["caption_row"]), pc.list_value_length(table["caption_id"])))
+    wrong = (caption_row < 0) | (caption_row >= num_rows[member])
+    if not same_lists.as_py() or wrong.any():
+        at = int(shard_of[member[wrong.argmax()]]) if wrong.any() else 0
+        shard = variant.shard(int(tars.shard_ids[at]))
         raise damaged_index(shard, "it names rows that its tar does not have")
-    return {
-        "caption_id": pc.list_flatten(index["caption_id"]).to_numpy(),
-        "video_row": video_row[member],
-        "address": address[member] + caption_row * np.int64(row_bytes),
-        "member_address": address - header_bytes,
-        "member_bytes": header_bytes + array_bytes,
-        "member_crc32": index[f"{_MEMBER}_crc32"].to_numpy(),
-        "member_video": video_row,
-    }
+    by_address = np.argsort(address, kind="stable")
+    members = TextMembers(
+        width=int(widths[0]),
+        address=(address - header_bytes)[by_address],
+        size_bytes=(header_bytes + num_rows * row_bytes)[by_address],
+        crc32=table["crc32"].to_numpy()[by_address],
+        video_row=video_row[by_address],
+    )
+    addresses = address[member] + caption_row * np.int64(row_bytes)
+    by_id = np.argsort(caption_id, kind="stable")
+    return members, TextRows(caption_id[by_id], video_row[member][by_id], addresses[by_id])
 
 
 def encoder_of(variant: Variant) -> str:
@@ -173,25 +167,45 @@ class StoredText:
     The embeddings of a video are verified when the first of them is needed.
 
     Args:
+        videos: what `video_ids` depend on (train.data.node_cache).
         tars: reads the tars of a remote data folder, which are fetched into the cache as a whole.
 
     Raises:
         UserError: there is no such column, or a tar is missing or truncated.
     """
 
-    def __init__(self, data_dir: Path, video_ids: pa.Array, *, tars: RemoteTars | None = None) -> None:
+    def __init__(
+        self,
+        data_dir: Path,
+        video_ids: pa.Array,
+        *,
+        videos: tuple[object, ...] = (),
+        tars: RemoteTars | None = None,
+    ) -> None:
         if tars is not None:
             tars.files.copy_column("text")
         variant = Variant.open(data_dir, column="text", tars=tars).whole()
         self.variant_name = variant.directory.name
         self._variant, self._video_ids = variant, video_ids
-        shards = variant.shards()
-        if not shards:
+        if not variant.num_shards:
             hint = f"run prep text --data {shlex.quote(str(data_dir))}"
             raise UserError(f"{variant.directory} has no text of any video", hint=hint)
-        self._tars = open_maps(shards, tars, whole=shards)
-        self._members, self._rows = read_text_rows(shards, starts=self._tars.starts, video_ids=video_ids)
+        self._tars = open_maps([variant], tars, whole=variant)
+        self.depends_on: tuple[object, ...] = merged_mark(variant.directory, variant.commits)
+        members, self._rows = shared(
+            lambda: self._read(variant),
+            of=("text", self.depends_on, *videos),
+            num_rows=variant.num_samples + num_captions_of(data_dir),
+            types=(TextMembers, TextRows),
+            column="text",
+        )
+        self._members = replace(members, base=self._tars.begin)
         self._verified = self._members.verified(self._tars)
+
+    def _read(self, variant: Variant) -> tuple[TextMembers, TextRows]:
+        self._tars.require_files()
+        starts = self._tars.starts - self._tars.begin
+        return read_text_rows(variant, starts=starts, video_ids=self._video_ids)
 
     @property
     def encoder(self) -> str:
@@ -216,7 +230,9 @@ class StoredText:
         Raises:
             SampleFailed: the embeddings of its video do not match their checksum.
         """
-        address = int(self._rows.address[int(np.searchsorted(self._rows.caption_id, caption_id))])
+        row = int(np.searchsorted(self._rows.caption_id, caption_id))
+        address = self._members.base + int(self._rows.address[row])
         if problem := self._verified.problem(int(self._members.member_at(address))):
             raise SampleFailed(key, reason=problem.reason, detail=problem.detail)
-        return np.frombuffer(self._tars.bytes_at(address, self._members.row_bytes), np.float16).copy()
+        with self._tars.held(address, self._members.row_bytes):
+            return np.frombuffer(self._tars.bytes_at(address, self._members.row_bytes), np.float16).copy()

@@ -1,15 +1,19 @@
 """Which captions can be shown, those whose whole span lies in existing chunks, and the clips they make. Arrays only."""
 
-from dataclasses import dataclass
-from typing import Any, Literal
+from bisect import bisect_right
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal, get_args
 
 import numpy as np
 from numpy.typing import NDArray
 
-from train.data.caption_choice import CaptionChoice, Sources, caption_choice, smallest
-from train.data.chunks import ChunkTable
+from train.data.caption_choice import CaptionChoice, Runs, Sources, choice_of, runs_of, smallest
+from train.data.chunks import ChunkSearch, ChunkTable
 from train.data.frame_sampling import START_ROUNDING_US, US_PER_S
 
+_BLOCK = 1 << 20  # captions at a time
 _LONGEST_S = 1e9  # longer than any video (train.data.chunks), and far below where microseconds overflow
 
 Unusable = Literal["empty_span", "video_without_chunks", "begins_after_the_last_chunk", "chunk_missing", "not_selected"]
@@ -37,10 +41,12 @@ class UsableCaptions:
 
     def remarks(self) -> list[str]:
         """Excluded and shortened captions, by reason."""
-        parts = [f"{count:,} {reason.replace('_', ' ')}" for reason, count in self.num_unusable.items()]
-        if self.num_shortened:
-            parts.append(f"{self.num_shortened:,} shortened to the end of the video")
-        return parts
+        return _remarks(self.num_unusable, self.num_shortened)
+
+
+def _remarks(num_unusable: Mapping[Unusable, int], num_shortened: int) -> list[str]:
+    parts = [f"{count:,} {reason.replace('_', ' ')}" for reason, count in num_unusable.items()]
+    return [*parts, f"{num_shortened:,} shortened to the end of the video"] if num_shortened else parts
 
 
 def usable_captions(
@@ -51,13 +57,16 @@ def usable_captions(
     chunks: ChunkTable,
     selected: NDArray[np.bool_] | None = None,
     selected_chunks: NDArray[np.bool_] | None = None,
+    search: ChunkSearch | None = None,
 ) -> UsableCaptions:
     """Find the span and the chunks of each caption; an `end_s` of inf stands for the end of the video.
 
     Args:
         selected: the captions to use; None for all.
         selected_chunks: the chunks to use; None for all. All chunks of a caption must be among them.
+        search: of `chunks`, if it is used several times.
     """
+    search = chunks.search() if search is None else search
     left = np.arange(len(video_row))
     num_unusable: dict[Unusable, int] = {}
 
@@ -68,7 +77,7 @@ def usable_captions(
 
     # Negated, so that NaN counts as empty.
     left = drop("empty_span", ~(end_s > begin_s) | ~np.isfinite(begin_s))
-    last_of_video = chunks.last_of(video_row)
+    last_of_video = search.last_of(video_row)
     if len(chunks):
         has_chunks = (last_of_video >= 0) & (chunks.video_row[last_of_video] == video_row)
     else:
@@ -76,7 +85,7 @@ def usable_captions(
     left = drop("video_without_chunks", ~has_chunks[left])
 
     begin_us, stated_end_us = _to_us(begin_s[left]), _to_us(end_s[left])
-    video_end_us = chunks.end_us[last_of_video[left]]
+    video_end_us = chunks.end_us_of(last_of_video[left])
     wanted_end_us = np.where(np.isinf(end_s[left]), video_end_us, stated_end_us)
     # Two times less than a microsecond apart may round to the same: the span is then one microsecond.
     wanted_end_us = np.maximum(wanted_end_us, begin_us + 1)
@@ -85,15 +94,15 @@ def usable_captions(
     begin_us, wanted_end_us, video_end_us = (array[~after_the_end] for array in (begin_us, wanted_end_us, video_end_us))
     end_us = np.minimum(wanted_end_us, video_end_us)
 
-    first = chunks.last_started(video_row[left], begin_us // 1000)
-    last = chunks.last_started(video_row[left], (end_us - 1) // 1000)
-    num_gaps = np.cumsum(chunks.gaps)
+    first = search.last_started(video_row[left], begin_us // 1000)
+    last = search.last_started(video_row[left], (end_us - 1) // 1000)
+    num_gaps = search.num_gaps
     is_missing = (
         (first < 0)
         | (chunks.video_row[first] != video_row[left])
         | (num_gaps[first] != num_gaps[last])
-        | (end_us > chunks.end_us[last] + START_ROUNDING_US)
-        | (begin_us >= chunks.end_us[first] + START_ROUNDING_US)
+        | (end_us > chunks.end_us_of(last) + START_ROUNDING_US)
+        | (begin_us >= chunks.end_us_of(first) + START_ROUNDING_US)
     )
     kept = ~is_missing
     left = drop("chunk_missing", is_missing)
@@ -103,7 +112,7 @@ def usable_captions(
         is_selected &= num_dropped[last[kept] + 1] == num_dropped[first[kept]]
     left = drop("not_selected", ~is_selected)
     kept[kept] = is_selected
-    one_frame_us = US_PER_S * chunks.fps_den[last] // np.maximum(chunks.fps_num[last], 1)
+    one_frame_us = US_PER_S * chunks.fps_den[last].astype(np.int64) // np.maximum(chunks.fps_num[last], 1)
     return UsableCaptions(
         caption=left,
         begin_us=begin_us[kept],
@@ -158,6 +167,92 @@ def group_captions(usable: UsableCaptions, *, rank: NDArray[np.int16], sources: 
     Args:
         rank: of the source of each caption, indexed by `usable.caption`; captions with -1 are excluded.
     """
+    return _joined([_grouped(usable, rank)], sources)
+
+
+def ungrouped_captions(usable: UsableCaptions, *, rank: NDArray[np.int16], sources: Sources) -> ClipCaptions:
+    """Make one clip of each caption, even with the same span; the arguments are those of `group_captions`."""
+    return _joined([_ungrouped(usable, rank)], sources)
+
+
+@dataclass(frozen=True)
+class ClipsOfCaptions:
+    """The clips of all captions of a split, and what was left out.
+
+    Attributes:
+        clips: `caption` refers to the arrays that were given.
+        num_unusable, num_shortened: as in `UsableCaptions`.
+    """
+
+    clips: ClipCaptions
+    num_unusable: dict[Unusable, int]
+    num_shortened: int
+
+    def remarks(self) -> list[str]:
+        """Excluded and shortened captions, by reason."""
+        return _remarks(self.num_unusable, self.num_shortened)
+
+
+def clips_of_captions(
+    *,
+    video_row: NDArray[np.integer],
+    begin_s: NDArray[np.float64],
+    end_s: NDArray[np.float64],
+    rank: NDArray[np.int16],
+    sources: Sources,
+    chunks: ChunkTable,
+    selected: NDArray[np.bool_] | None = None,
+    selected_chunks: NDArray[np.bool_] | None = None,
+    is_grouped: bool = True,
+) -> ClipsOfCaptions:
+    """`usable_captions`, and then `group_captions` or `ungrouped_captions`, for blocks of videos one after another.
+
+    Clips are in order of videos, so that the result is that of all captions together, in a fraction of the memory.
+    """
+    search, parts = chunks.search(), []
+    num_unusable: Counter[Unusable] = Counter()
+    num_shortened = 0
+    for rows in _blocks_of_videos(video_row):
+        usable = usable_captions(
+            video_row=video_row[rows].astype(np.int64),
+            begin_s=begin_s[rows],
+            end_s=end_s[rows],
+            chunks=chunks,
+            selected=None if selected is None else selected[rows],
+            selected_chunks=selected_chunks,
+            search=search,
+        )
+        num_unusable.update(usable.num_unusable)
+        num_shortened += usable.num_shortened
+        part = _grouped(usable, rank[rows]) if is_grouped else _ungrouped(usable, rank[rows])
+        parts.append(replace(part, caption=smallest(rows[part.caption])))
+    in_order = {reason: num_unusable[reason] for reason in get_args(Unusable) if num_unusable[reason]}
+    return ClipsOfCaptions(_joined(parts, sources), in_order, num_shortened)
+
+
+def _blocks_of_videos(video_row: NDArray[np.integer]) -> Iterator[NDArray[np.integer]]:
+    """Captions in blocks of about `_BLOCK`, each of whole videos, in order of videos; at least one block."""
+    if len(video_row) <= _BLOCK:
+        yield np.arange(len(video_row))
+        return
+    order = smallest(np.argsort(video_row, kind="stable"))
+    begin = 0
+    while begin < len(order):
+        last = video_row[order[min(begin + _BLOCK, len(order)) - 1]]
+        # By bisection, without a sorted copy.
+        end = bisect_right(order, last, lo=begin, key=lambda row: video_row[row])
+        yield np.sort(order[begin:end])
+        begin = end
+
+
+@dataclass(frozen=True)
+class _Clips:
+    spans: Spans
+    runs: Runs
+    caption: NDArray[Any]
+
+
+def _grouped(usable: UsableCaptions, rank: NDArray[np.int16]) -> _Clips:
     used = np.flatnonzero(rank[usable.caption] >= 0)
     # The first chunk identifies the video; a stable sort keeps the captions of a source in the order of their ids.
     own_rank = rank[usable.caption[used]]
@@ -169,15 +264,20 @@ def group_captions(usable: UsableCaptions, *, rank: NDArray[np.int16], sources: 
     is_new[1:] = (np.diff(begin_us) != 0) | (np.diff(end_us) != 0) | (np.diff(first_chunk) != 0)
     clip = np.cumsum(is_new) - 1
     spans = _spans(usable, used[is_new])
-    choice = caption_choice(clip, own_rank, num_clips=len(spans), weights=sources.weights)
-    return ClipCaptions(spans, choice, smallest(usable.caption[used]))
+    return _Clips(spans, runs_of(clip, own_rank, num_clips=len(spans)), smallest(usable.caption[used]))
 
 
-def ungrouped_captions(usable: UsableCaptions, *, rank: NDArray[np.int16], sources: Sources) -> ClipCaptions:
-    """Make one clip of each caption, even with the same span; the arguments are those of `group_captions`."""
+def _ungrouped(usable: UsableCaptions, rank: NDArray[np.int16]) -> _Clips:
     spans, caption = spans_of_captions(usable, np.flatnonzero(rank[usable.caption] >= 0))
-    choice = caption_choice(np.arange(len(spans)), rank[caption], num_clips=len(spans), weights=sources.weights)
-    return ClipCaptions(spans, choice, smallest(caption))
+    runs = runs_of(np.arange(len(spans)), rank[caption], num_clips=len(spans))
+    return _Clips(spans, runs, smallest(caption))
+
+
+def _joined(parts: Sequence[_Clips], sources: Sources) -> ClipCaptions:
+    names = ("begin_us", "end_us", "first_chunk", "last_chunk")
+    spans = Spans(**{name: np.concatenate([getattr(part.spans, name) for part in parts]) for name in names})
+    choice = choice_of([part.runs for part in parts], weights=sources.weights)
+    return ClipCaptions(spans, choice, np.concatenate([part.caption for part in parts]))
 
 
 def spans_of_captions(usable: UsableCaptions, used: NDArray[np.int64] | None = None) -> tuple[Spans, NDArray[np.int64]]:

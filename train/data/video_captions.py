@@ -2,6 +2,7 @@
 
 import hashlib
 from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -13,24 +14,145 @@ from numpy.typing import NDArray
 
 from manifests.caption_digest import TextDigest
 from manifests.errors import UserError
-from manifests.store import read_captions
+from manifests.store import num_captions_of, read_captions
 from train.config.data import CaptionSettings
 from train.data.batch import Sample
-from train.data.caption_choice import Sources, choose_sources, require_different, smallest
+from train.data.caption_choice import CaptionChoice, Sources, all_the_same, choose_sources, same_text, smallest
 from train.data.chunks import ChunkSet, rows_of
 from train.data.clip_samples import ClipSamples
 from train.data.decoding.clip import ClipShape
 from train.data.decoding.reading import DecodeRule
 from train.data.loader import LoaderSettings, SampleRequest
+from train.data.node_cache import shared
 from train.data.order import set_fingerprint
 from train.data.relevancy import LABELS, RelevantCaptions
 from train.data.remote import RemoteTars
 from train.data.stored_text import StoredText
-from train.data.usable_captions import ClipCaptions, group_captions, ungrouped_captions, usable_captions
+from train.data.usable_captions import ClipCaptions, Spans, clips_of_captions
 from train.models.text import Tokenize
 
 ALL_CAPTIONS = CaptionSettings()
 _BLOCK = 1 << 16
+
+
+@dataclass(frozen=True)
+class OpenedCaptions:
+    """The clips of a split with their captions; one entry of `rows` and `caption_ids` per caption in use.
+
+    Attributes:
+        captions: of each clip; their `caption` is empty, since `rows` are in the same order.
+        rows: of the text of each caption in `texts`, which are those in use, in the order of the manifest.
+        table_rows: of each caption in the table that was given; None for the manifest's.
+        rank_counts: number of captions by source.
+        num_captions: of the split.
+        num_seen, num_selected: what --where was asked about, and what it selects.
+        same_text: the text, if all captions have the same.
+        texts_sha256: of `texts`.
+    """
+
+    captions: ClipCaptions
+    sources: Sources
+    rows: NDArray[np.int32]
+    table_rows: NDArray[np.int32] | None
+    caption_ids: NDArray[Any]
+    num_caption_ids: int
+    texts: pa.ChunkedArray
+    texts_sha256: str
+    same_text: str | None
+    rank_counts: NDArray[np.int64]
+    num_captions: int
+    num_other_sources: int
+    num_not_embedded: int
+    num_seen: int
+    num_selected: int
+    remarks: list[str]
+
+
+def _open_captions(
+    table: pa.Table,
+    chunks: ChunkSet,
+    *,
+    data_dir: Path,
+    split: str,
+    wanted_sources: str | None,
+    stored_text: StoredText | None,
+    each_caption: bool,
+) -> OpenedCaptions:
+    video_row = rows_of(table["video_id"], chunks.video_ids)
+    of_split = np.flatnonzero(video_row >= 0)
+    if not len(of_split):
+        raise UserError(
+            f"the manifest of {data_dir} has no captions of split {split!r}",
+            hint="give prep manifest annotations that have some",
+        )
+    video_row, num_captions = video_row[of_split], len(of_split)
+    sources, rank = _choose_sources(table["source"], of_split, wanted=wanted_sources)
+    caption_id = table["caption_id"].to_numpy()
+    num_other_sources, num_not_embedded = int((rank < 0).sum()), 0
+    if stored_text is not None:
+        has_text = stored_text.has(caption_id[of_split], video_row=video_row)
+        num_not_embedded = int((~has_text & (rank >= 0)).sum())
+        rank = np.where(has_text, rank, np.int16(-1))
+    clips = clips_of_captions(
+        video_row=video_row,
+        begin_s=table["begin_s"].to_numpy()[of_split],
+        end_s=table["end_s"].to_numpy()[of_split],
+        rank=rank,
+        sources=sources,
+        chunks=chunks.table,
+        is_grouped=not each_caption,
+        **chunks.selection.of_captions(table, rows=of_split, video_row=video_row),
+    )
+    captions = clips.clips
+    rank_counts = np.bincount(rank[captions.caption], minlength=len(sources.names))
+    rows = of_split[captions.caption].astype(np.int32)
+    del video_row, of_split, rank
+    used = np.unique(rows)
+    texts, texts_sha256 = _used_texts(table["text"], used)
+    caption_ids = smallest(caption_id[rows])
+    return OpenedCaptions(
+        captions=replace(captions, caption=np.empty(0, np.int32)),
+        sources=sources,
+        rows=np.searchsorted(used, rows).astype(np.int32),
+        table_rows=rows,
+        caption_ids=caption_ids,
+        num_caption_ids=int(caption_ids.max(initial=-1)) + 1,
+        texts=texts,
+        texts_sha256=texts_sha256,
+        same_text=same_text(texts, np.arange(len(used))) if len(used) else None,
+        rank_counts=rank_counts,
+        num_captions=num_captions,
+        num_other_sources=num_other_sources,
+        num_not_embedded=num_not_embedded,
+        num_seen=chunks.selection.num_captions,
+        num_selected=chunks.selection.num_selected,
+        remarks=clips.remarks(),
+    )
+
+
+def _used_texts(column: pa.ChunkedArray, used: NDArray[np.int32]) -> tuple[pa.ChunkedArray, str]:
+    """The texts at some rows, which ascend, and their digest."""
+    digest, texts, begin = TextDigest(), [pa.array([], pa.string())], 0
+    for chunk in column.chunks:
+        first, last = np.searchsorted(used, (begin, begin + len(chunk)))
+        is_whole = last - first == len(chunk)
+        texts.append(chunk if is_whole else chunk.take(pa.array(used[first:last] - begin)))
+        digest.add(texts[-1])
+        begin += len(chunk)
+    return pa.chunked_array(texts, pa.string()), digest.hexdigest()
+
+
+def _choose_sources(
+    source: pa.ChunkedArray, of_split: NDArray[np.int64], *, wanted: str | None
+) -> tuple[Sources, NDArray[np.int16]]:
+    """The sources, and the rank of each of the split's captions."""
+    # The dictionary may have sources that do not occur; of those that do, some are of other splits alone.
+    every = pc.unique(source).dictionary_decode() if pa.types.is_dictionary(source.type) else pc.unique(source)
+    code = rows_of(source, every).astype(np.int32)[of_split]
+    codes = np.unique(code)
+    names = [every[int(one)].as_py() for one in codes]
+    sources = choose_sources(names, wanted=wanted, elsewhere=every.to_pylist())
+    return sources, sources.rank[np.searchsorted(codes, code)]
 
 
 class VideoCaptions(ClipSamples):
@@ -72,49 +194,49 @@ class VideoCaptions(ClipSamples):
     ) -> None:
         self._tokenize, self._settings = tokenize, captions
         chunks = ChunkSet(data_dir, split=split, rule=decode, tars=tars, where=where, has_captions=True)
-        self.stored_text = StoredText(data_dir, chunks.video_ids, tars=tars) if has_stored_text else None
-        table = read_captions(data_dir) if table is None else table
-        video_row = rows_of(table["video_id"], chunks.video_ids)
-        of_split = np.flatnonzero(video_row >= 0)
-        self.num_captions = len(of_split)
-        if not self.num_captions:
-            raise UserError(
-                f"the manifest of {data_dir} has no captions of split {split!r}",
-                hint="give prep manifest annotations that have some",
+        self.stored_text: StoredText | None = None
+        if has_stored_text:
+            self.stored_text = StoredText(data_dir, chunks.video_ids, videos=chunks.videos, tars=tars)
+        has_relevancy = captions.min_relevancy is not None
+        if table is not None or has_relevancy:
+            table = read_captions(data_dir) if table is None else table
+
+        def compute() -> OpenedCaptions:
+            return _open_captions(
+                read_captions(data_dir) if table is None else table,
+                chunks,
+                data_dir=data_dir,
+                split=split,
+                wanted_sources=captions.sources,
+                stored_text=self.stored_text,
+                each_caption=each_caption,
             )
-        sources, rank = self._choose_sources(table["source"], of_split)
-        caption_id = table["caption_id"].to_numpy()
-        self._num_other_sources, self._num_not_embedded = int((rank < 0).sum()), 0
-        if self.stored_text is not None:
-            has_text = self.stored_text.has(caption_id[of_split], video_row=video_row[of_split])
-            self._num_not_embedded = int((~has_text & (rank >= 0)).sum())
-            rank = np.where(has_text, rank, np.int16(-1))
-        self._sources: Sources = sources
-        usable = usable_captions(
-            video_row=video_row[of_split],
-            begin_s=table["begin_s"].to_numpy()[of_split],
-            end_s=table["end_s"].to_numpy()[of_split],
-            chunks=chunks.table,
-            **chunks.selection.of_captions(table, rows=of_split, video_row=video_row[of_split]),
-        )
-        group = ungrouped_captions if each_caption else group_captions
-        self.captions: ClipCaptions = group(usable, rank=rank, sources=sources)
-        self._rows = of_split[self.captions.caption].astype(np.int32)
-        self._caption_ids: NDArray[Any] = smallest(caption_id[self._rows])
-        # Only the counts are kept: with ten million captions the arrays would take as much memory as all others.
-        self._remarks = usable.remarks()
-        self._rank_counts = np.bincount(rank[self.captions.caption], minlength=len(sources.names))
-        self._texts: pa.ChunkedArray = table["text"]
+
+        if table is not None:
+            opened = compute()
+        else:
+            own_text = () if self.stored_text is None else self.stored_text.depends_on
+            opened = shared(
+                compute,
+                of=("captions", chunks.depends_on, chunks.selection.depends_on, own_text, captions, each_caption),
+                num_rows=chunks.num_rows + num_captions_of(data_dir),
+                types=(OpenedCaptions, ClipCaptions, CaptionChoice, Spans, Sources),
+                column="captions",
+            )
+        self._opened = opened
+        self.captions: ClipCaptions = opened.captions
+        self.num_captions = opened.num_captions
+        chunks.selection.restore(opened.num_seen, opened.num_selected)
         super().__init__(chunks, self.captions.spans, shape, split=split, loading=loading)
         self._labels_sha256 = ""
         self._relevant: RelevantCaptions | None = None
-        if captions.min_relevancy is not None:
+        if table is not None and captions.min_relevancy is not None:
             self._relevant = self._relevant_captions(table, min_relevancy=captions.min_relevancy)
 
     @property
     def num_caption_ids(self) -> int:
         """Ids of captions are in [0, num_caption_ids)."""
-        return int(self._caption_ids.max()) + 1
+        return self._opened.num_caption_ids
 
     @property
     def mixing_facts(self) -> dict[str, str]:
@@ -134,17 +256,17 @@ class VideoCaptions(ClipSamples):
 
     def describe(self) -> str:
         """One line for the log: captions used and excluded, by reason, and deviations from the settings."""
-        num_used = len(self._rows)
+        opened, num_used = self._opened, len(self._opened.rows)
         parts = [f"{num_used:,} of {self.num_captions:,} captions of split {self.split!r}"]
         if num_used != len(self):
             parts[0] += f", one at a time for each of {len(self):,} clips"
-        if len(self._sources.names) > 1 or self._settings.sources is not None:
-            parts.append(self._sources.describe(self._rank_counts))
-        if self._num_other_sources:
-            parts.append(f"{self._num_other_sources:,} of other sources left out")
-        if self._num_not_embedded:
-            parts.append(f"{self._num_not_embedded:,} without embedding")
-        return "; ".join(parts + self._remarks + self.chunks.selection.remarks() + self.deviations())
+        if len(opened.sources.names) > 1 or self._settings.sources is not None:
+            parts.append(opened.sources.describe(opened.rank_counts))
+        if opened.num_other_sources:
+            parts.append(f"{opened.num_other_sources:,} of other sources left out")
+        if opened.num_not_embedded:
+            parts.append(f"{opened.num_not_embedded:,} without embedding")
+        return "; ".join(parts + opened.remarks + self.chunks.selection.remarks() + self.deviations())
 
     @property
     def fingerprint(self) -> str:
@@ -154,43 +276,42 @@ class VideoCaptions(ClipSamples):
     @cached_property
     def _order_sha256(self) -> str:
         """Of the captions, their order, their spans and the variants."""
+        opened = self._opened
         digest = hashlib.sha256(self.variant_name.encode())
         if self._group > 1:
             digest.update(f"groups of {self._group}".encode())
-        digest.update(f"{self._sources.names} {self._sources.weights.tolist()} {self._settings.min_relevancy}".encode())
+        sources = opened.sources
+        digest.update(f"{sources.names} {sources.weights.tolist()} {self._settings.min_relevancy}".encode())
         digest.update(self.chunks.selection.text.encode())
-        for array in (self._caption_ids, self.spans.begin_us, self.spans.end_us):
-            digest.update(np.ascontiguousarray(array).tobytes())
+        for array in (opened.caption_ids, self.spans.begin_us, self.spans.end_us):
+            digest.update(np.ascontiguousarray(array).data)
         return digest.hexdigest()
 
     @cached_property
     def _content_sha256(self) -> str:
         """Of the texts of the captions in use, and of how a clip's captions are divided into sources."""
-        digest, begin = TextDigest(), 0
-        used = np.unique(self._rows)
-        for chunk in self._texts.chunks:
-            first, last = np.searchsorted(used, (begin, begin + len(chunk)))
-            digest.add(chunk.take(pa.array(used[first:last] - begin)))
-            begin += len(chunk)
-        content = hashlib.sha256(digest.hexdigest().encode())
+        content = hashlib.sha256(self._opened.texts_sha256.encode())
         for array in (self.captions.choice.first_entry, self.captions.choice.first_run):
-            content.update(b"" if array is None else np.ascontiguousarray(array).tobytes())
+            content.update(b"" if array is None else np.ascontiguousarray(array).data)
         content.update(self._labels_sha256.encode())
         return content.hexdigest()
 
     def require_different_texts(self) -> None:
         """Raise a UserError if all captions are the same text, so that there is nothing to tell apart."""
-        require_different(self._texts, self._rows, split=self.split)
+        if self._opened.same_text is not None:
+            raise all_the_same(self._opened.same_text, len(self._opened.rows), split=self.split)
 
     def all_texts(self) -> Iterator[str]:
         """The texts of all captions in use."""
-        for begin in range(0, len(self._rows), _BLOCK):
-            yield from self.texts(np.arange(begin, min(begin + _BLOCK, len(self._rows))))
+        num_used = len(self._opened.rows)
+        for begin in range(0, num_used, _BLOCK):
+            yield from self.texts(np.arange(begin, min(begin + _BLOCK, num_used)))
 
     def texts(self, entries: NDArray[np.int64]) -> list[str]:
         """The texts of some captions."""
-        texts: list[str] = self._texts.take(pa.array(self._rows[entries])).to_pylist()
-        return texts
+        texts, rows = self._opened.texts, self._opened.rows[entries].tolist()
+        # Arrow's own `take` concatenates all chunks first.
+        return [str(texts[row].as_py()) for row in rows]
 
     def text(self, sample: int) -> str:
         """The text of a clip's caption in an evaluation."""
@@ -198,11 +319,11 @@ class VideoCaptions(ClipSamples):
 
     def caption_id(self, entry: int) -> int:
         """Id of a caption in the manifest."""
-        return int(self._caption_ids[entry])
+        return int(self._opened.caption_ids[entry])
 
     def text_at(self, entry: int) -> str:
         """The text of a caption."""
-        return str(self._texts[int(self._rows[entry])].as_py())
+        return str(self._opened.texts[int(self._opened.rows[entry])].as_py())
 
     def complete(self, sample: Sample, request: SampleRequest) -> None:
         """Add a caption and its id."""
@@ -217,25 +338,15 @@ class VideoCaptions(ClipSamples):
         if self._relevant is not None:
             sample["relevancy"] = relevancy
 
-    def _choose_sources(
-        self, source: pa.ChunkedArray, of_split: NDArray[np.int64]
-    ) -> tuple[Sources, NDArray[np.int16]]:
-        """The sources, and the rank of each of the split's captions."""
-        # The dictionary may have sources that do not occur; of those that do, some are of other splits alone.
-        every = pc.unique(source).dictionary_decode() if pa.types.is_dictionary(source.type) else pc.unique(source)
-        code = rows_of(source, every)[of_split]
-        codes = np.unique(code)
-        names = [every[int(one)].as_py() for one in codes]
-        sources = choose_sources(names, wanted=self._settings.sources, elsewhere=every.to_pylist())
-        return sources, sources.rank[np.searchsorted(codes, code)]
-
     def _relevant_captions(self, table: pa.Table, *, min_relevancy: float) -> RelevantCaptions:
-        by_id = np.argsort(self._rows, kind="stable")
+        rows = self._opened.table_rows
+        assert rows is not None  # captions with relevancy are not shared between ranks
+        by_id = np.argsort(rows, kind="stable")
         self._entry_of_used = by_id
         used_of_entry = np.empty_like(by_id)
         used_of_entry[by_id] = np.arange(len(by_id))
         labels = [name for name in LABELS if name in table.column_names]
-        used = table.select(["text", *labels]).take(pa.array(self._rows[by_id]))
+        used = table.select(["text", *labels]).take(pa.array(rows[by_id]))
         self._labels_sha256 = hashlib.sha256(repr(used.select(labels).to_pydict()).encode()).hexdigest()
         own = used_of_entry[self.captions.choice.first(np.arange(len(self)))]
         return RelevantCaptions(used, own, min_relevancy=min_relevancy)

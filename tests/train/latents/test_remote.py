@@ -6,7 +6,6 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
@@ -150,9 +149,7 @@ def test_a_copy_that_was_cut_is_fetched_again(written: Written, remote: Objects,
     assert first.read_bytes() == whole
 
 
-def test_faults_in_passing_lose_nothing(
-    written: Written, remote: Objects, tmp_path: Path, faults: Faults
-) -> None:
+def test_faults_in_passing_lose_nothing(written: Written, remote: Objects, tmp_path: Path, faults: Faults) -> None:
     faults.set(
         Fault("error", path=r"\.tar", every=3),
         Fault("cut", path=r"\.tar", skip=1, every=4),

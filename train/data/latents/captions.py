@@ -37,7 +37,8 @@ class SegmentCaptions:
         segment: [S] numbers of the segments, ascending.
         choice: of an entry of `pair_caption` for each of these segments.
         pair_caption: [P] indices into the next two arrays; grouped by segment, then by source, ascending by id.
-        caption_id, address: [C] the captions, and where their embeddings lie in the mapped tars (None without them).
+        caption_id: [C] the captions.
+        address: [C] where their embeddings lie, relative to the mapped tars; None without them.
         words_sha256: digest of the texts of the captions, by source.
         num_captions: captions of the split in the manifest.
         num_other_sources: those whose source is excluded.

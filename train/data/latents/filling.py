@@ -17,6 +17,7 @@ from train.data.latents.requests import SegmentRequests, join
 from train.data.latents.segment_set import SegmentSet
 from train.data.mapped_tars import Payload, Problem, VerifiedMembers
 from train.data.outcomes import FailedSample, FailureBudget, SampleFailed
+from train.data.remote_maps import remote_parts
 from train.data.workers import Stuck, in_order
 
 # Enough to keep a disk busy; one thread verifies several gigabytes per second.
@@ -103,7 +104,7 @@ class Checksums:
 
     def __init__(self, samples: SegmentSet) -> None:
         records = samples.records
-        self._samples, self._tars = samples, samples.tars
+        self._samples, self._remote = samples, remote_parts(samples.tars)
         self._handed_out: list[Payload] = []  # records that are held for a batch
         self._latents = VerifiedMembers(samples.tars, len(records), records.payload, column="latents", noun="bytes")
         self._text = None if samples.text is None else samples.text.verified(samples.tars)
@@ -117,12 +118,12 @@ class Checksums:
                 raise SampleFailed(self._samples.key(chunk), reason=problem.reason, detail=problem.detail)
             yield
         finally:
-            self._tars.release(payload.address, payload.size_bytes)
+            self._release(payload)
 
     def release(self) -> None:
         """Give back what is held for batches that were filled."""
         for payload in self._handed_out:
-            self._tars.release(payload.address, payload.size_bytes)
+            self._release(payload)
         self._handed_out.clear()
 
     @contextmanager
@@ -135,7 +136,7 @@ class Checksums:
         members: _Members = [(self._latents, requests.chunk)]
         if self._text is not None and self._samples.text is not None and requests.text_address is not None:
             members.append((self._text, self._samples.text.member_at(requests.text_address)))
-        if not self._tars.is_whole:
+        if not all(part.is_local for part in self._remote):
             with self._holding(requests, members) as failed_of:
                 yield failed_of
             return
@@ -169,6 +170,7 @@ class Checksums:
     ) -> "Iterator[Callable[[int, int], dict[int, FailedSample]]]":
         """As `verified`, of tars that are not all mapped: records are held until `release`, and verified each time."""
         payloads = [self._samples.records.payload(chunk) for chunk in requests.chunk.tolist()]
+        num_readers = max(part.num_readers for part in self._remote)
         ahead: dict[int, Payload] = {}  # that were asked for, and not handed out yet
 
         def hold(index: int) -> Problem | None:
@@ -181,8 +183,8 @@ class Checksums:
         holding = in_order(
             hold,
             range(len(requests)),
-            num_threads=self._tars.num_readers,
-            num_ahead=2 * self._tars.num_readers,
+            num_threads=num_readers,
+            num_ahead=2 * num_readers,
             stuck_after_s=_STUCK_AFTER_S,
             size_of=lambda index: payloads[index].size_bytes,
             max_bytes=_HELD_BYTES,
@@ -205,14 +207,18 @@ class Checksums:
         finally:
             holding.close()
             for payload in ahead.values():
-                self._tars.release(payload.address, payload.size_bytes)
+                self._release(payload)
 
     def _hold(self, column: VerifiedMembers, number: int, payload: Payload) -> Problem | None:
         try:
-            is_fetched = self._tars.hold(payload.address, payload.size_bytes)
+            is_fetched = any(part.hold_record(payload.address, payload.size_bytes) for part in self._remote)
         except OSError as error:
             return column.unreadable(number, error)
         return column.verify(number) if is_fetched else column.problem(number)
+
+    def _release(self, payload: Payload) -> None:
+        for part in self._remote:
+            part.release_record(payload.address, payload.size_bytes)
 
 
 def _nothing() -> None:

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
+from manifests.errors import UserError
 from train.data.batch import Batch, KeptMemory
 from train.data.latents.requests import SegmentRequests
 from train.data.latents.segment_set import SegmentSet
@@ -65,6 +66,7 @@ class Gather:
         self._text_bytes = 0 if samples.text is None else samples.text.row_bytes
         self._pads = samples.segments.tails == "pad"
         self._is_compressed = samples.records.shape.is_compressed
+        self._holds = not samples.tars.is_whole
         self._ring = deque(self._new_buffers(batch) for _ in range(depth or 0))
         self._kept = KeptMemory((batch, *self._row_shape), np.int16)
         self._kept_text = None if samples.text is None else KeptMemory((batch, samples.text.width), np.float16)
@@ -76,6 +78,7 @@ class Gather:
     def fill(self, block: "RequestBlock", begin: int, end: int) -> Batch:
         """The batch of the requests [begin, end)."""
         num = end - begin
+        held = self._hold(block.requests, begin, end) if self._holds else []
         if self._ring:
             buffers = self._ring[0]
             self._ring.rotate(-1)
@@ -105,7 +108,22 @@ class Gather:
         if text is not None:
             _copy(block.text_address[begin:end], buffers.text_address, self._text_bytes)
             batch["text"] = text
+        for address in held:
+            self._samples.tars.release(address, 1)
         return batch
+
+    def _hold(self, requests: SegmentRequests, begin: int, end: int) -> list[int]:
+        """Map the tars of some requests until they are released; return an address in each of them."""
+        records, text_address = self._samples.records, requests.text_address
+        addresses = (records.base + records.array_address[requests.chunk[begin:end]]).tolist()
+        if text_address is not None:
+            addresses += text_address[begin:end].tolist()
+        for address in addresses:
+            try:
+                self._samples.tars.hold(address, 1)
+            except OSError as error:
+                raise UserError(f"data has changed during training: {error}", hint="see prep verify") from error
+        return addresses
 
     def _copy_padded(self, addresses: list[int], num_frames: list[int], latents: "torch.Tensor", target: int) -> None:
         frame_bytes = self._samples.records.shape.frame_bytes

@@ -19,6 +19,7 @@ from train.data.loader import Order
 from train.data.order import Cursor, Resumable, SampleOrder
 from train.data.outcomes import LoadedBatch, SampleFailed
 from train.data.remote import RemoteTars
+from train.data.remote_maps import remote_parts
 
 if TYPE_CHECKING:
     import torch
@@ -205,11 +206,12 @@ class LatentLoader(Resumable):
 
     @cached_property
     def _checksums(self) -> Checksums:
-        self.samples.tars.begin_fetching()
+        for part in remote_parts(self.samples.tars):
+            part.begin_fetching()
         return Checksums(self.samples)
 
     def _fill(self, blocks: Iterator[RequestBlock], *, max_failures: int | None) -> Iterator[FilledBatch]:
-        checksums = self._checksums if self._verify or not self.samples.tars.is_whole else None
+        checksums = self._checksums if self._verify or remote_parts(self.samples.tars) else None
         return fill(blocks, self._gather, checksums, batch=self._batch, max_failures=max_failures)
 
     def _training_blocks(self, cursor: Cursor) -> Iterator[RequestBlock]:

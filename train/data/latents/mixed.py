@@ -84,7 +84,7 @@ class JoinedSegments(SegmentSet):
     def __init__(self, sets: Sequence[SegmentSet], folders: MixedFolders) -> None:
         # Not that of SegmentSet, which reads one folder.
         first = sets[0]
-        self.split, self._folders, self._sets = first.split, folders, sets
+        self.split, self._folders, self._sets, self._opened = first.split, folders, sets, None
         self.video_ids = pa.concat_arrays([one.video_ids for one in sets])
         self.tars = JoinedTars([one.tars for one in sets])
         self.records = _joined_records(sets)
@@ -131,11 +131,12 @@ def _starts(lengths: Sequence[int]) -> list[int]:
 def _joined_records(sets: Sequence[SegmentSet]) -> LatentRecords:
     records, first = [one.records for one in sets], sets[0].records
     first_video = _starts([len(one.video_ids) for one in sets])
-    names = ("start_ms", "num_frames", "array_address", "header_bytes", "crc32")
+    names = ("start_ms", "num_frames", "header_bytes", "crc32")
     joined: dict[str, NDArray[Any]] = {name: np.concatenate([getattr(one, name) for one in records]) for name in names}
     return LatentRecords(
         shape=first.shape,
         video_row=np.concatenate([one.video_row + np.int32(at) for one, at in zip(records, first_video, strict=True)]),
+        array_address=np.concatenate([one.base + one.array_address for one in records]),
         **joined,
         num_unknown=sum(one.num_unknown for one in records),
         packed_bytes=None
@@ -145,8 +146,9 @@ def _joined_records(sets: Sequence[SegmentSet]) -> LatentRecords:
 
 
 def _joined_text(parts: Sequence[TextMembers]) -> TextMembers:
-    names = ("address", "size_bytes", "crc32", "video_row")
+    names = ("size_bytes", "crc32", "video_row")
     joined = {name: np.concatenate([getattr(one, name) for one in parts]) for name in names}
+    joined["address"] = np.concatenate([one.base + one.address for one in parts])
     order = np.argsort(joined["address"], kind="stable")
     return TextMembers(width=parts[0].width, **{name: array[order] for name, array in joined.items()})
 
@@ -159,7 +161,7 @@ def _joined_captions(sets: Sequence[SegmentSet], first_segment: Sequence[int]) -
     def moved(name: str, by: Sequence[int]) -> NDArray[np.int64]:
         return np.concatenate([getattr(one, name).astype(np.int64) + at for one, at in zip(parts, by, strict=True)])
 
-    address = [one.address for one in parts if one.address is not None]
+    address = [one.records.base + its.address for one, its in zip(sets, parts, strict=True) if its.address is not None]
     return replace(
         parts[0],
         segment=smallest(moved("segment", first_segment)),

@@ -3,6 +3,7 @@
 import hashlib
 import shlex
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
@@ -13,25 +14,71 @@ import pyarrow.compute as pc
 from numpy.typing import NDArray
 
 from manifests.errors import UserError
-from manifests.store import read_videos
+from manifests.store import num_captions_of, read_videos
 from shards.dataset import current_variant
 from shards.format import BLOCK_BYTES
+from shards.merged_table import merged_mark
 from shards.npy import decompressed
 from shards.reader import Variant
-from train.data.chunks import evenly_of_each, videos_of_split
+from train.data.caption_choice import CaptionChoice, Sources
+from train.data.chunks import evenly_of_each, manifest_mark, videos_of_split
 from train.data.classes import ClassList
 from train.data.latents.captions import SegmentCaptions, pair_captions
 from train.data.latents.labels import SegmentLabels, label_segments
 from train.data.latents.requests import SegmentRequests
-from train.data.latents.segments import LatentRecords, Segments, Tails, cut, frames_of, read_records, seconds_of
+from train.data.latents.segments import (
+    FrameShape,
+    LatentRecords,
+    Segments,
+    Tails,
+    cut,
+    frames_of,
+    read_records,
+    seconds_of,
+)
+from train.data.node_cache import shared
 from train.data.order import set_fingerprint
 from train.data.remote import RemoteTars
-from train.data.remote_maps import open_maps
-from train.data.selection import Selection
+from train.data.remote_maps import open_maps, remote_parts
+from train.data.selection import Selection, selection_mark
 from train.data.stored_text import TextMembers, TextRows, encoder_of, read_text_rows
 
 # Segments alone, with embeddings that prep text has stored, or with the texts of captions.
 Captions = Literal["none", "stored", "words"]
+
+
+@dataclass(frozen=True)
+class OpenedSegments:
+    """What opening a set computes; addresses are relative to the mapped tars.
+
+    Attributes:
+        kept: rows of the samples among the segments that are shown; None for all of them.
+        where: the expression of --where as a part of a fingerprint.
+        remarks: how much it selects.
+    """
+
+    video_ids: pa.Array
+    records: LatentRecords
+    segments: Segments
+    text: TextMembers | None
+    captions: SegmentCaptions | None
+    labels: SegmentLabels | None
+    kept: NDArray[np.int64] | None
+    where: str
+    remarks: list[str]
+
+
+_TYPES = (
+    OpenedSegments,
+    LatentRecords,
+    FrameShape,
+    Segments,
+    TextMembers,
+    SegmentCaptions,
+    CaptionChoice,
+    Sources,
+    SegmentLabels,
+)
 
 
 class SegmentSet:
@@ -64,60 +111,52 @@ class SegmentSet:
         if not data_dir.is_dir():
             raise UserError(f"there is no data folder {data_dir}", hint="name one that prep made")
         self.split = split
-        self.video_ids: pa.Array = videos_of_split(data_dir, split)
         if tars is not None:
             for column in ("latents", "text") if captions == "stored" else ("latents",):
                 tars.files.copy_column(column)
         self._latents = Variant.open(data_dir, column="latents", tars=tars).whole()
         self._text_variant = Variant.open(data_dir, column="text", tars=tars).whole() if captions == "stored" else None
         self._stale = self._other_video_variant(data_dir)
-        latent_shards = self._latents.shards()
-        text_shards = self._text_variant.shards() if self._text_variant else []
-        self.tars = open_maps([*latent_shards, *text_shards], tars, whole=text_shards)
-        starts = self.tars.starts
-        records = read_records(
-            latent_shards,
-            starts=starts[: len(latent_shards)],
-            video_ids=self.video_ids,
-            known_ids=read_videos(data_dir)["video_id"].combine_chunks(),
-        )
-        if records is None:
-            raise self._nothing_of(self._latents, data_dir)
-        self.selection = Selection(
-            where,
-            data_dir,
-            split=split,
-            video_ids=self.video_ids,
-            video_row=records.video_row,
-            start_ms=records.start_ms,
-            has_captions=captions != "none" or bool(classes),
-            tars=tars,
-        )
-        is_whole = self.selection.chunks is None
-        self.records: LatentRecords = records if is_whole else records.take(self.selection.rows)
-        self.tars.want(self.records.array_address)
-        num_frames = frames_of(segment, records.shape)
-        self._check_crops(segment)
-        self.segments: Segments = cut(self.records, num_frames=num_frames, tails=tails)
-        self.text: TextMembers | None = None
-        self.captions: SegmentCaptions | None = None
-        if captions != "none":
-            self._add_captions(data_dir, starts[len(latent_shards) :], wanted_sources=wanted_sources)
+        variants = [variant for variant in (self._latents, self._text_variant) if variant is not None]
+        self.tars = open_maps(variants, tars, whole=self._text_variant)
+        marks = [merged_mark(variant.directory, variant.commits) for variant in variants]
         self._classes = classes
-        self.labels: SegmentLabels | None = None
-        if classes:
-            self.labels = label_segments(
+        settings = (segment, captions, tails, wanted_sources, [its.as_json() for its in classes], max_segments)
+        self._depends_on = (
+            split,
+            *manifest_mark(data_dir),
+            *marks,
+            *settings,
+            *selection_mark(where, data_dir, tars=tars),
+        )
+        self._num_rows = self._latents.num_samples + (num_captions_of(data_dir) if captions != "none" or classes else 0)
+        opened = shared(
+            lambda: self._open(
                 data_dir,
-                records=self.records,
-                segments=self.segments,
-                video_ids=self.video_ids,
-                classes=classes,
-                selection=self.selection,
-            )
+                segment=segment,
+                captions=captions,
+                tails=tails,
+                wanted_sources=wanted_sources,
+                max_segments=max_segments,
+                where=where,
+            ),
+            of=("segments", *self._depends_on),
+            num_rows=self._num_rows,
+            types=_TYPES,
+            column="segments",
+        )
+        base = self.tars.begin
+        self.video_ids: pa.Array = opened.video_ids
+        self.records: LatentRecords = replace(opened.records, base=base)
+        for part in remote_parts(self.tars):
+            part.want(base + opened.records.array_address)
+        self.segments: Segments = opened.segments
+        self.text: TextMembers | None = None if opened.text is None else replace(opened.text, base=base)
+        self.captions: SegmentCaptions | None = opened.captions
+        self.labels: SegmentLabels | None = opened.labels
+        self._kept: NDArray[np.int64] | None = opened.kept
+        self._opened: OpenedSegments | None = opened
         self._unpacked: tuple[int, NDArray[np.uint16]] | None = None
-        self._kept: NDArray[np.int64] | None = None
-        if max_segments is not None:
-            self._kept = evenly_of_each(self.video_of(np.arange(len(self))), at_most=max_segments)
         # Arrow would keep the memory that reading indexes and captions took.
         pa.default_memory_pool().release_unused()
         if not len(self):
@@ -127,6 +166,82 @@ class SegmentSet:
                 if classes and len(self.segments)
                 else "use a shorter segment" + (", or data with captions" if captions != "none" else ""),
             )
+
+    def _open(
+        self,
+        data_dir: Path,
+        *,
+        segment: str,
+        captions: Captions,
+        tails: Tails,
+        wanted_sources: str | None,
+        max_segments: int | None,
+        where: str | None,
+    ) -> "OpenedSegments":
+        self.tars.require_files()
+        video_ids = videos_of_split(data_dir, self.split)
+        starts, num_latents = self.tars.starts - self.tars.begin, self._latents.num_shards
+        records = read_records(
+            self._latents,
+            starts=starts[:num_latents],
+            video_ids=video_ids,
+            known_ids=read_videos(data_dir)["video_id"].combine_chunks(),
+        )
+        if records is None:
+            raise self._nothing_of(self._latents, data_dir, video_ids)
+        selection = Selection(
+            where,
+            data_dir,
+            split=self.split,
+            video_ids=video_ids,
+            video_row=records.video_row,
+            start_ms=records.start_ms,
+            has_captions=captions != "none" or bool(self._classes),
+            depends_on=self._depends_on,
+        )
+        records = records if selection.chunks is None else records.take(selection.rows)
+        num_frames = frames_of(segment, records.shape)
+        self._check_crops(segment)
+        segments = cut(records, num_frames=num_frames, tails=tails)
+        text: TextMembers | None = None
+        its_captions: SegmentCaptions | None = None
+        if captions != "none":
+            rows: TextRows | None = None
+            if self._text_variant is not None:
+                if not self._text_variant.num_shards:
+                    raise self._nothing_of(self._text_variant, data_dir, video_ids)
+                text, rows = read_text_rows(self._text_variant, starts=starts[num_latents:], video_ids=video_ids)
+                if not (text.video_row >= 0).any():
+                    raise self._nothing_of(self._text_variant, data_dir, video_ids)
+            its_captions = pair_captions(
+                data_dir,
+                records=records,
+                segments=segments,
+                text=rows,
+                video_ids=video_ids,
+                wanted_sources=wanted_sources,
+                selection=selection,
+            )
+        labels: SegmentLabels | None = None
+        if self._classes:
+            labels = label_segments(
+                data_dir,
+                records=records,
+                segments=segments,
+                video_ids=video_ids,
+                classes=self._classes,
+                selection=selection,
+            )
+        shown = None if labels is None else labels.segment
+        shown = its_captions.segment if its_captions is not None else shown
+        kept: NDArray[np.int64] | None = None
+        if max_segments is not None:
+            numbers = np.arange(len(segments)) if shown is None else shown.astype(np.int64)
+            videos = records.video_row[segments.chunk_of(numbers)].astype(np.int64)
+            kept = evenly_of_each(videos, at_most=max_segments)
+        return OpenedSegments(
+            video_ids, records, segments, text, its_captions, labels, kept, selection.text, selection.remarks()
+        )
 
     def __len__(self) -> int:
         return self._num_before if self._kept is None else len(self._kept)
@@ -193,10 +308,13 @@ class SegmentSet:
         shape, count = self.records.shape, int(requests.num_frames[number])
         size = (-1, shape.channels, shape.height, shape.width)
         address, chunk = int(requests.address[number]), int(requests.chunk[number])
+        begin = self.records.base + int(self.records.array_address[chunk])
         if not shape.is_compressed:
-            content = self.tars.bytes_at(address, count * shape.frame_bytes)
-            return np.frombuffer(content, np.uint16).reshape(size)
-        first = (address - int(self.records.array_address[chunk])) // shape.frame_bytes
+            with self.tars.held(begin, 1):
+                content = self.tars.bytes_at(address, count * shape.frame_bytes)
+                found = np.frombuffer(content, np.uint16).reshape(size)
+                return found if self.tars.is_whole else found.copy()
+        first = (address - begin) // shape.frame_bytes
         return self._decompressed(chunk).reshape(size)[first : first + count]
 
     def _decompressed(self, chunk: int) -> NDArray[np.uint16]:
@@ -205,7 +323,8 @@ class SegmentSet:
             return kept[1]  # segments of one chunk follow one another in evaluations
         packed = self.records.payload(chunk)
         size_bytes = BLOCK_BYTES + int(self.records.num_frames[chunk]) * self.records.shape.frame_bytes
-        payload = decompressed(self.tars.bytes_at(packed.address, packed.size_bytes), size_bytes=size_bytes)
+        with self.tars.held(packed.address, packed.size_bytes):
+            payload = decompressed(self.tars.bytes_at(packed.address, packed.size_bytes), size_bytes=size_bytes)
         bits = np.frombuffer(payload, np.uint16, offset=BLOCK_BYTES)
         self._unpacked = chunk, bits
         return bits
@@ -236,21 +355,27 @@ class SegmentSet:
             parts += self._describe_labels(self.labels)
         if num_more := self._num_before - len(self):
             parts.append(f"{num_more:,} further segments of long videos left out")
-        parts += self.selection.remarks()
+        parts += [] if self._opened is None else self._opened.remarks
         if self._stale:
             parts.append(self._stale)
-        if where := self.tars.describe():
-            parts.append(where)
+        parts += [part.describe() for part in remote_parts(self.tars)]
         return "; ".join(parts)
 
     @cached_property
     def fingerprint(self) -> str:
         """Hash of the samples and their order, whatever shards they lie in, and of the captions' texts."""
-        order = self._order_sha256()
+        order = shared(
+            self._order_sha256,
+            of=("fingerprint", *self._depends_on),
+            num_rows=self._num_rows,
+            types=(),
+            column="fingerprint",
+        )
         return order if self.captions is None else set_fingerprint(order, self.captions.words_sha256)
 
     def _order_sha256(self) -> str:
-        digest = hashlib.sha256(("\n".join(self._variant_names) + self.selection.text).encode())
+        where = "" if self._opened is None else self._opened.where
+        digest = hashlib.sha256(("\n".join(self._variant_names) + where).encode())
         digest.update(pa.record_batch([self.video_ids], names=["video_id"]).serialize())
         arrays: list[NDArray[Any]] = [self.records.video_row, self.records.start_ms, self.segments.first]
         if self.captions is not None:
@@ -279,35 +404,17 @@ class SegmentSet:
             entry = choice.first(rows) if seed is None else choice.draw(rows, position=position, seed=seed)
             caption = captions.pair_caption[entry]
             caption_id = captions.caption_id[caption].astype(np.int64)
-            text_address = None if captions.address is None else captions.address[caption]
+            if captions.address is not None:
+                text_address = self.records.base + captions.address[caption]
         return SegmentRequests(
             sample=samples.astype(np.int64),
             position=position,
             chunk=chunk,
-            address=self.records.array_address[chunk] + frame * self.records.shape.frame_bytes,
+            address=self.records.base + self.records.array_address[chunk] + frame * self.records.shape.frame_bytes,
             num_frames=np.minimum(self.records.num_frames[chunk] - frame, self.segments.num_frames),
             caption_id=caption_id,
             text_address=text_address,
             label=None if self.labels is None else self.labels.label[rows, 0],
-        )
-
-    def _add_captions(self, data_dir: Path, starts: NDArray[np.int64], *, wanted_sources: str | None) -> None:
-        rows: TextRows | None = None
-        if self._text_variant:
-            shards = self._text_variant.shards()
-            if not shards:
-                raise self._nothing_of(self._text_variant, data_dir)
-            self.text, rows = read_text_rows(shards, starts=starts, video_ids=self.video_ids)
-            if not (self.text.video_row >= 0).any():
-                raise self._nothing_of(self._text_variant, data_dir)
-        self.captions = pair_captions(
-            data_dir,
-            records=self.records,
-            segments=self.segments,
-            text=rows,
-            video_ids=self.video_ids,
-            wanted_sources=wanted_sources,
-            selection=self.selection,
         )
 
     def _describe_labels(self, labels: SegmentLabels) -> list[str]:
@@ -318,13 +425,13 @@ class SegmentSet:
             parts.append(f"captions: {', '.join(labels.remarks)}")
         return [*parts, f"the caption that gives the label covers {labels.mean_share:.0%} of a segment on average"]
 
-    def _nothing_of(self, variant: Variant, data_dir: Path) -> UserError:
+    def _nothing_of(self, variant: Variant, data_dir: Path, video_ids: pa.Array) -> UserError:
         shards = variant.shards()
         there = pc.unique(shards[0].index["video_id"])[:3].to_pylist() if shards else []
         column = variant.directory.parent.name
         return UserError(
             f"{variant.directory} has no {column} of any video of split {self.split!r}: "
-            f"the manifest names {', '.join(map(repr, self.video_ids[:3].to_pylist()))}, "
+            f"the manifest names {', '.join(map(repr, video_ids[:3].to_pylist()))}, "
             f"the column {', '.join(map(repr, there)) or 'nothing'}",
             hint=f"run prep {column} --data {shlex.quote(str(data_dir))}, unless the column is of another data set",
         )

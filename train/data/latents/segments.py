@@ -5,21 +5,21 @@ end of a chunk is a tail: a shorter segment, which is excluded or zero-padded.
 """
 
 import re
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from typing import Any, Literal
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 from numpy.typing import NDArray
 
 from manifests.errors import UserError
 from manifests.keys import chunk_key
-from shards.reader import CommittedShard
-from train.data.chunks import rows_of
+from shards.reader import Variant
+from train.data.chunks import index_in, own_in_order
 from train.data.frame_sampling import US_PER_S
-from train.data.mapped_tars import Payload, array_addresses, member_addresses, verified_index
+from train.data.mapped_tars import Payload, addresses_of, member_rows
 
 Tails = Literal["drop", "pad"]
 
@@ -54,11 +54,12 @@ class LatentRecords:
     """Chunks with latents, ordered by (video row, start); one entry of each array per chunk.
 
     Attributes:
-        array_address: where the array begins in the mapped tars; where the member begins if it is compressed.
+        array_address: where the array begins, or the member if it is compressed, relative to `base`.
         header_bytes: size of the npy header before it; 0 of a compressed member.
         packed_bytes: size of a compressed member; None if they are not compressed.
         crc32: of header and array, or of the compressed member.
         num_unknown: further chunks, of videos that are not in the manifest.
+        base: address of the mapped tars.
     """
 
     shape: FrameShape
@@ -70,6 +71,7 @@ class LatentRecords:
     crc32: NDArray[np.uint32]
     num_unknown: int
     packed_bytes: NDArray[np.int64] | None = None
+    base: int = 0
 
     def __len__(self) -> int:
         return len(self.video_row)
@@ -91,69 +93,76 @@ class LatentRecords:
         size_bytes = header_bytes + int(self.num_frames[chunk]) * self.shape.frame_bytes
         if self.packed_bytes is not None:
             size_bytes = int(self.packed_bytes[chunk])
-        return Payload(int(self.array_address[chunk]) - header_bytes, size_bytes, int(self.crc32[chunk]))
+        address = self.base + int(self.array_address[chunk]) - header_bytes
+        return Payload(address, size_bytes, int(self.crc32[chunk]))
 
 
 def read_records(
-    shards: Sequence[CommittedShard], *, starts: NDArray[np.int64], video_ids: pa.Array, known_ids: pa.Array
+    variant: Variant, *, starts: NDArray[np.int64], video_ids: pa.Array, known_ids: pa.Array
 ) -> LatentRecords | None:
-    """Collect the chunks of the videos `video_ids` from the indexes; None if there are none.
+    """Collect the chunks of the videos `video_ids`, from the merged table of a variant or else from its indexes.
 
     Args:
-        starts: address of each shard's tar.
+        starts: address of each shard's tar, relative to the mapped area.
         video_ids: a video's row is its index here.
         known_ids: all videos of the manifest.
+
+    Returns:
+        None if there are no such chunks.
 
     Raises:
         UserError: chunks have latents of different shapes, or an index does not match its tar.
     """
-    parts: list[dict[str, NDArray[Any]]] = []
-    shape: FrameShape | None = None
-    seen_in = ""
-    num_unknown = 0
-    for shard, start in zip(shards, starts.tolist(), strict=True):
-        index, member = verified_index(shard, members=_MEMBERS)
-        video_row = rows_of(index["video_id"], video_ids)
-        own = np.flatnonzero(video_row >= 0)
-        num_unknown += int((rows_of(index["video_id"], known_ids) < 0).sum())
-        if not len(own):
-            continue
-        shapes = index.select(_SHAPE_COLUMNS).take(pa.array(own)).group_by(list(_SHAPE_COLUMNS)).aggregate([])
-        for row in shapes.to_pylist():
-            fps = Fraction(row.pop("fps_num"), row.pop("fps_den"))
-            found = FrameShape(fps=fps, is_compressed=member == _COMPRESSED, **row)
-            if shape is not None and found != shape:
-                raise UserError(
-                    f"latents differ in shape: {shape} in {seen_in}, {found} in {shard.tar_path}",
-                    hint="all latents of a variant must be alike: prep latents makes a new variant with one setting",
-                )
-            shape, seen_in = found, str(shard.tar_path)
-        assert shape is not None  # `own` is not empty
-        num_frames = index["num_frames"].to_numpy()
-        packed: dict[str, NDArray[Any]] = {}
-        if shape.is_compressed:
-            address, packed["packed_bytes"] = member_addresses(shard, index, member=member, start=start)
-            header_bytes = np.zeros(len(address), np.int32)
-        else:
-            array_bytes = num_frames.astype(np.int64) * shape.frame_bytes
-            address, header_bytes = array_addresses(shard, index, member=member, array_bytes=array_bytes, start=start)
-        part = {
-            "video_row": video_row.astype(np.int32),
-            "start_ms": index["start_ms"].to_numpy(),
-            "num_frames": num_frames,
-            "array_address": address,
-            "header_bytes": header_bytes,
-            "crc32": index[f"{member}_crc32"].to_numpy(),
-            **packed,
-        }
-        parts.append({name: array[own] for name, array in part.items()})
-    if shape is None:
+    if not variant.num_shards:
         return None
-    joined = {name: np.concatenate([part.pop(name) for part in parts]) for name in list(parts[0])}
-    order = np.lexsort((joined["start_ms"], joined["video_row"]))
-    return LatentRecords(
-        shape=shape, num_unknown=num_unknown, **{name: joined.pop(name)[order] for name in list(joined)}
-    )
+    table, member = member_rows(variant, members=_MEMBERS, order=known_ids)
+    coded = table["video_id"].chunk(0)
+    codes = coded.indices.to_numpy()
+    num_unknown = int((index_in(coded.dictionary, known_ids) < 0)[codes].sum())
+    video_row = index_in(coded.dictionary, video_ids).astype(np.int32)[codes]
+    found, order = own_in_order(video_row, table["start_ms"].to_numpy())
+    if found is not None:
+        table, video_row = table.take(pa.array(found)), video_row[found]
+    if not len(table):
+        return None
+    shard_of = np.searchsorted(variant.tar_files().shard_ids, table["shard"].to_numpy())
+    shape = _shape(variant, table, shard_of, is_compressed=member == _COMPRESSED)
+    num_frames = table["num_frames"].to_numpy()
+    array_bytes = None if shape.is_compressed else num_frames.astype(np.int64) * shape.frame_bytes
+    address, header_bytes = addresses_of(variant, table, starts=starts, shard_of=shard_of, array_bytes=array_bytes)
+    columns = {
+        "video_row": video_row,
+        "start_ms": table["start_ms"].to_numpy(),
+        "num_frames": num_frames,
+        "array_address": address,
+        "header_bytes": header_bytes,
+        "crc32": table["crc32"].to_numpy(),
+    }
+    if shape.is_compressed:
+        columns["packed_bytes"] = table["size"].to_numpy().astype(np.int64)
+    if order is not None:
+        columns = {name: columns.pop(name)[order] for name in list(columns)}
+    return LatentRecords(shape=shape, num_unknown=num_unknown, **columns)
+
+
+def _shape(variant: Variant, table: pa.Table, shard_of: NDArray[np.int64], *, is_compressed: bool) -> FrameShape:
+    """The shape of all latents; raises UserError if they differ."""
+    alike = table.select([*_SHAPE_COLUMNS]).group_by(list(_SHAPE_COLUMNS), use_threads=False).aggregate([])
+    shapes = []
+    for row in alike.to_pylist():
+        same = np.ones(len(table), bool)
+        for name, value in row.items():
+            same &= pc.equal(table[name], value).to_numpy()
+        fps = Fraction(row.pop("fps_num"), row.pop("fps_den"))
+        shapes.append((int(shard_of[same].min()), FrameShape(fps=fps, is_compressed=is_compressed, **row)))
+    (seen_in, shape), *others = sorted(shapes, key=lambda one: one[0])
+    for other_in, found in others:
+        tars = variant.tar_files()
+        raise UserError(
+            f"latents differ in shape: {shape} in {tars.path(seen_in)}, {found} in {tars.path(other_in)}",
+            hint="all latents of a variant must be alike: prep latents makes a new variant with one setting",
+        )
+    return shape
 
 
 @dataclass(frozen=True)

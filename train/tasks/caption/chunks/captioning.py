@@ -141,8 +141,9 @@ def _chunks_sha256(chunks: ChunkSet) -> str:
     """Hash of which chunks are selected, and of their bytes; not of captions, which the tars contain as well."""
     table, rows = chunks.table, chunks.selection.rows
     digest = hashlib.sha256("\n".join(chunks.video_ids.to_pylist()).encode())
-    for array in (table.video_row, table.start_ms, table.num_frames, chunks.checksums):
-        digest.update(np.ascontiguousarray(array[rows]).tobytes())
+    for array in (table.video_row, table.start_ms, table.num_frames):
+        digest.update(array[rows].astype(np.int64).tobytes())
+    digest.update(table.crc32[rows].astype(np.uint32).tobytes())
     return digest.hexdigest()
 
 

@@ -1,0 +1,136 @@
+"""Merged tables, `<variant>/chunks.arrow`: all samples of a variant in one Arrow file that readers map into memory.
+
+The file has a single batch, so that every column is one array and all processes of a machine share its pages. The
+schema's metadata has a digest of the commits that the table was made of, so that a table of other commits is recognised
+as stale; the metadata of each column has the CRC-32 of its values, so that a reader verifies what it uses. Tables are
+derived from the indexes: one that is missing, stale or damaged is made again, and never a reason to lose data.
+
+shards.format says which columns the table of each column has.
+"""
+
+import hashlib
+import os
+import zlib
+from collections.abc import Collection, Mapping
+from pathlib import Path
+
+import pyarrow as pa
+
+from manifests.publish import published
+from shards.commits import Commit
+from shards.damage import Damaged
+from shards.opening import open_regular
+
+CHUNKS_FILE = "chunks.arrow"
+_DIGEST_KEY = b"commits_sha256"
+_CRC_KEY = b"crc32"
+_BLOCK_ROWS = 1 << 20  # checksummed at a time, since serializing a block copies it
+
+
+class DamagedTable(Damaged):
+    """A merged table is not readable, or differs from its checksums."""
+
+    def __init__(self, path: Path, why: str) -> None:
+        super().__init__(path, why)
+        self.args = (f"{path} is damaged: {why}",)
+
+
+def _unreadable(path: Path, error: Exception) -> DamagedTable:
+    return DamagedTable(path, f"not a readable table of {path.parent.parent.name} ({error})")
+
+
+def write_merged_table(
+    path: Path, table: pa.Table, *, commits: Mapping[int, Commit], metadata: Mapping[bytes, bytes]
+) -> None:
+    """Publish `table`, whose columns have one chunk each, as the merged table of `commits`.
+
+    Args:
+        metadata: further metadata of the schema.
+    """
+    fields = [field.with_metadata({_CRC_KEY: _crc32(table[field.name], _BLOCK_ROWS)}) for field in table.schema]
+    schema = pa.schema(fields, metadata={**metadata, _DIGEST_KEY: commits_digest(commits)})
+    with published(path) as temporary, pa.ipc.new_file(temporary, schema) as writer:
+        if len(table):
+            writer.write_batch(pa.record_batch([column.chunk(0) for column in table.columns], schema=schema))
+
+
+def open_merged_table(path: Path) -> pa.Table:
+    """Map a merged table. Its columns are zero-copy views of the file, with one chunk each, and are not verified.
+
+    Raises:
+        FileNotFoundError: there is no table.
+        DamagedTable: it is not a readable table.
+    """
+    try:
+        descriptor = open_regular(path)
+        try:
+            with pa.memory_map(str(path)) as mapped:
+                table = pa.ipc.open_file(mapped).read_all()
+        finally:
+            os.close(descriptor)
+    except (FileNotFoundError, TimeoutError):
+        raise
+    except (pa.ArrowException, OSError, ValueError) as error:
+        raise _unreadable(path, error) from error
+    if any(column.num_chunks > 1 for column in table.columns):
+        raise DamagedTable(path, "expected one batch")
+    return table
+
+
+def verified(table: pa.Table, path: Path, *, columns: Collection[str] | None = None) -> pa.Table:
+    """Return some columns of a table (None: all) after comparing them with their checksums.
+
+    Raises:
+        DamagedTable: it lacks a column, or one differs from its checksum.
+    """
+    try:
+        used = table.select(table.column_names if columns is None else sorted(columns))
+        used.validate(full=True)
+    except (pa.ArrowException, ValueError, KeyError) as error:
+        raise _unreadable(path, error) from error
+    changed = [field.name for field in used.schema if not _matches(used[field.name], field)]
+    if changed:
+        differ = "differs from its checksum" if len(changed) == 1 else "differ from their checksums"
+        raise DamagedTable(path, f"{', '.join(changed)} {differ}")
+    return used
+
+
+def is_table_of(table: pa.Table, commits: Mapping[int, Commit]) -> bool:
+    """Return True if a merged table was made of these commits."""
+    return (table.schema.metadata or {}).get(_DIGEST_KEY) == commits_digest(commits)
+
+
+def merged_mark(variant_dir: Path, commits: Mapping[int, Commit]) -> tuple[object, ...]:
+    """Return what arrays that are read of a variant depend on: its commits, and the file of its merged table."""
+    try:
+        found = (variant_dir / CHUNKS_FILE).stat()
+        file: tuple[int, ...] | None = (found.st_size, found.st_mtime_ns, found.st_ino)
+    except OSError:
+        file = None
+    return variant_dir.name, commits_digest(commits), file
+
+
+def commits_digest(commits: Mapping[int, Commit]) -> bytes:
+    """Digest (hex) of what a merged table depends on: the indexes of the commits, and the samples that failed."""
+    digest = hashlib.sha256()
+    for shard_id, commit in commits.items():
+        failed = [failure.key for failure in commit.failures]
+        digest.update(f"{shard_id} {commit.files and commit.files.index_sha256} {failed}\n".encode())
+    return digest.hexdigest().encode()
+
+
+def _matches(column: pa.ChunkedArray, field: pa.Field) -> bool:
+    recorded = (field.metadata or {}).get(_CRC_KEY)
+    # Tables of scores of older versions have the checksum of the column as one block.
+    return _crc32(column, _BLOCK_ROWS) == recorded or _crc32(column, len(column)) == recorded
+
+
+def _crc32(column: pa.ChunkedArray, block_rows: int) -> bytes:
+    """CRC-32 (hex) of a column of one chunk, dictionary included, block by block."""
+    crc = 0
+    for chunk in column.chunks:
+        for part in [chunk.indices, chunk.dictionary] if pa.types.is_dictionary(chunk.type) else [chunk]:
+            for begin in range(0, max(len(part), 1), max(block_rows, 1)):
+                block = pa.record_batch([part.slice(begin, block_rows)], names=["values"])
+                crc = zlib.crc32(block.serialize(), crc)
+    return f"{crc:08x}".encode()

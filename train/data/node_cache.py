@@ -1,0 +1,234 @@
+"""Arrays that all ranks of a machine share: computed by one of them, written to a file, and mapped by all.
+
+Opening a set of millions of samples sorts and searches arrays of as many rows. Done by every rank, it takes as much
+time and memory again for each of them. Here the first rank computes under a lock, and publishes the result in the folder
+of `--cache`, or in the user's cache folder; the others, and later runs on the same data, map it. Results are named by a
+hash of everything that they depend on: commits, manifest, split, settings, and the code that computes them.
+
+Small sets are computed by every rank, without a file. So are large ones if the folder cannot be written, which is said
+on standard error. The folder holds at most `_MAX_BYTES`; results that were not used for the longest time are removed.
+"""
+
+import fcntl
+import hashlib
+import json
+import mmap
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import fields, is_dataclass
+from fractions import Fraction
+from functools import cache
+from pathlib import Path
+from typing import Any, BinaryIO, TypeVar
+
+import numpy as np
+import pyarrow as pa
+
+from manifests.publish import published
+
+FOLDER = "opened"
+MIN_ROWS = 200_000  # sets below it take less than a second, and a few megabytes
+_MAX_BYTES = 64 << 30
+_ALIGNMENT = 64
+_MAGIC = b"clipmill opened 1\n"
+_CODE = ("train/data", "shards", "manifests")
+_T = TypeVar("_T")
+_chosen: Path | None = None
+
+
+def choose_folder(folder: Path | None) -> None:
+    """Set the cache folder of this process (`--cache`); None for the user's."""
+    global _chosen
+    _chosen = folder
+
+
+def shared(
+    compute: Callable[[], _T], *, of: Sequence[object], num_rows: int, types: Sequence[type], column: str = "set"
+) -> _T:
+    """The result of `compute`, of arrays that are mapped read-only if there are many rows.
+
+    Args:
+        compute: returns frozen dataclasses, tuples, lists, dicts with names, numbers, strings and fractions, NumPy
+            arrays, and Arrow arrays of strings without nulls.
+        of: everything that the result depends on, in a form whose `repr` identifies it.
+        num_rows: approximate number of rows of the result.
+        types: the dataclasses in it.
+        column: a word for the name of the file.
+    """
+    if num_rows < MIN_ROWS:
+        return compute()
+    key = hashlib.sha256(repr([_code_sha256(), np.__version__, pa.__version__, *of]).encode()).hexdigest()[:32]
+    by_name = {kind.__name__: kind for kind in types}
+    computed: list[_T] = []
+    try:
+        folder = _folder()
+        path = folder / f"{column}-{key}"
+        with _lock(folder / f".{key}.lock"):
+            found = _opened(path, by_name)
+            if found is None:
+                with _raising_as_is():
+                    computed.append(compute())
+                with published(path) as temporary, temporary.open("wb") as file:
+                    _write(computed[0], file)
+                _make_room(folder, keep=path)
+                found = _opened(path, by_name)
+        return computed[0] if found is None else found
+    except _ComputingFailed as failed:
+        raise failed.error from failed.error.__cause__
+    except OSError as error:
+        sys.stderr.write(f"warning: {error}; every rank computes for itself what it would share (see --cache)\n")
+        return computed[0] if computed else compute()
+
+
+class _ComputingFailed(Exception):
+    """An error of `compute`, as opposed to one of the cache."""
+
+    def __init__(self, error: OSError) -> None:
+        super().__init__(str(error))
+        self.error = error
+
+
+@contextmanager
+def _raising_as_is() -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise _ComputingFailed(error) from error
+
+
+def _folder() -> Path:
+    chosen = _chosen or Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "clipmill"
+    folder = chosen / FOLDER
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder
+
+
+@cache
+def _code_sha256() -> str:
+    """Hash of the code that computes results: other code may compute others."""
+    root = Path(__file__).resolve().parents[2]
+    digest = hashlib.sha256()
+    for path in sorted(path for part in _CODE for path in (root / part).rglob("*.py")):
+        digest.update(path.read_bytes())
+    return digest.hexdigest()
+
+
+@contextmanager
+def _lock(path: Path) -> Iterator[None]:
+    """Hold an exclusive lock; the kernel releases it if the process is killed."""
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def _make_room(folder: Path, *, keep: Path) -> None:
+    """Remove the results that were not used for the longest time; a process that maps one keeps it until it ends."""
+    entries = []
+    for path in folder.iterdir():
+        with suppress(FileNotFoundError):
+            found = path.stat()
+            entries.append((found.st_mtime, found.st_size, path))
+    total = sum(size for _, size, _ in entries)
+    for _, size, path in sorted(entries):
+        if total <= _MAX_BYTES:
+            return
+        if path != keep and not path.name.startswith("."):
+            path.unlink(missing_ok=True)
+            total -= size
+
+
+def _write(value: object, file: BinaryIO) -> None:
+    """Write a header, the structure as JSON with its length, and the buffers, each at a multiple of `_ALIGNMENT`."""
+    buffers: list[memoryview] = []
+    at = 0
+
+    def add(content: Any) -> list[int]:
+        nonlocal at
+        view = memoryview(content).cast("B")
+        buffers.append(view)
+        begin, at = at, at + -(-len(view) // _ALIGNMENT) * _ALIGNMENT
+        return [begin, len(view)]
+
+    text = json.dumps(_encoded(value, add)).encode()
+    file.write(_MAGIC + f"{len(text):016d} {at:020d}\n".encode() + text)
+    for view in buffers:
+        file.write(bytes(-file.tell() % _ALIGNMENT))
+        file.write(view)
+    file.write(bytes(-file.tell() % _ALIGNMENT))
+
+
+def _encoded(value: Any, add: Callable[[Any], list[int]]) -> Any:
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    if isinstance(value, np.ndarray):
+        return {"array": value.dtype.str, "shape": value.shape, "at": add(np.ascontiguousarray(value).reshape(-1))}
+    if isinstance(value, pa.Array | pa.ChunkedArray):
+        chunks = value.chunks if isinstance(value, pa.ChunkedArray) else [value]
+        return {"texts": [_encoded_texts(chunk, add) for chunk in chunks], "whole": isinstance(value, pa.Array)}
+    if isinstance(value, Fraction):
+        return {"fraction": [value.numerator, value.denominator]}
+    if is_dataclass(value):
+        content = {field.name: _encoded(getattr(value, field.name), add) for field in fields(value)}
+        return {"type": type(value).__name__, "fields": content}
+    if isinstance(value, dict):
+        return {"dict": {name: _encoded(item, add) for name, item in value.items()}}
+    if isinstance(value, list | tuple):
+        return {"tuple" if isinstance(value, tuple) else "list": [_encoded(item, add) for item in value]}
+    raise TypeError(f"{type(value).__name__} cannot be shared")
+
+
+def _encoded_texts(texts: pa.StringArray, add: Callable[[Any], list[int]]) -> Any:
+    _, offset_buffer, data = texts.buffers()
+    count = len(texts)
+    offsets = np.frombuffer(offset_buffer, np.int32)[texts.offset : texts.offset + count + 1] if count else [0]
+    begin, end = int(offsets[0]), int(offsets[-1])
+    content = memoryview(data if data is not None else b"")[begin:end]
+    return [count, add(np.asarray(offsets, np.int32) - np.int32(begin)), add(content)]
+
+
+def _opened(path: Path, types: dict[str, type]) -> Any:
+    """The result in a file, mapped; None if there is no such file, or it is not whole."""
+    try:
+        with path.open("rb") as file:
+            mapped = mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ)
+    except (FileNotFoundError, ValueError):
+        return None
+    head = len(_MAGIC) + 38
+    if mapped[: len(_MAGIC)] != _MAGIC:
+        return None
+    length, size = (int(part) for part in mapped[len(_MAGIC) : head].split())
+    first = -(-(head + length) // _ALIGNMENT) * _ALIGNMENT
+    if len(mapped) != first + size:
+        return None
+    with suppress(OSError):
+        os.utime(path, (time.time(), time.time()))
+    whole = pa.py_buffer(mapped)
+
+    def at(place: list[int]) -> pa.Buffer:
+        return whole.slice(first + place[0], place[1])
+
+    return _decoded(json.loads(mapped[head : head + length]), at, types)
+
+
+def _decoded(value: Any, at: Callable[[list[int]], pa.Buffer], types: dict[str, type]) -> Any:
+    if not isinstance(value, dict):
+        return value
+    if "array" in value:
+        return np.frombuffer(at(value["at"]), np.dtype(value["array"])).reshape(value["shape"])
+    if "texts" in value:
+        chunks = [pa.StringArray.from_buffers(count, at(offsets), at(data)) for count, offsets, data in value["texts"]]
+        return chunks[0] if value["whole"] else pa.chunked_array(chunks, pa.string())
+    if "fraction" in value:
+        return Fraction(*value["fraction"])
+    if "type" in value:
+        return types[value["type"]](**{name: _decoded(item, at, types) for name, item in value["fields"].items()})
+    if "dict" in value:
+        return {name: _decoded(item, at, types) for name, item in value["dict"].items()}
+    items = [_decoded(item, at, types) for item in value.get("tuple", value.get("list"))]
+    return tuple(items) if "tuple" in value else items
