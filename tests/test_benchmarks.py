@@ -44,6 +44,7 @@ TINY = {
     ],
     "python_loader": ["--pieces", "1", "--batch", "2", "--batches", "1", "--segments", "80", "--rounds", "1"],
     "recipes": ["--rounds", "1", "--only", "balanced", "scaler area"],
+    "remote": ["--pieces", "1", "--batches", "1", "--segments", "40", "--rounds", "1", "--latency", "0.001"],
     "rerun": ["--chunks", "80", "--runs", "1"],
     "scores": ["--rounds", "1"],
     "search": ["--rows", "300", "--rounds", "1"],

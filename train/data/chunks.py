@@ -286,6 +286,7 @@ class ChunkSet:
         self._variant = Variant.open(data_dir, tars=tars).whole()
         self.variant_name = self._variant.directory.name
         self.rule = rule
+        self.tars = tars
         self.num_readers: int = 0 if tars is None else tars.num_readers
         self.decoder = ChunkDecoder()
         self.videos: tuple[object, ...] = (split, *manifest_mark(data_dir))
