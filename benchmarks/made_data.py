@@ -1,21 +1,29 @@
 """Generated data folders of any size without encoding: all files have the real format, and the videos are empty.
 
-Everything that planning reads is written as by `prep`: manifest, source files, probes, layout, commits. The shards
-are valid ones with payloads of a few bytes, or, for millions of chunks, files of the right length only.
+Everything that planning reads is written as by `prep`: manifest, source files, probes, layout, commits and their table.
+The shards are valid ones with payloads of a few bytes, or, for millions of chunks, tars of the right length only, and
+links to one valid index for each number of chunks. Nothing is flushed to disk.
 """
 
+import errno
 import os
+import shutil
 from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
+from unittest import mock
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
 from manifests.keys import chunk_key
+from manifests.publish import make_folder
 from manifests.schema import CAPTIONS
 from manifests.store import write_manifest
 from prep.core.layout import write_layout
+from prep.core.run import make_variant
 from prep.sources.table import PROBES, PROBES_FILE
 from prep.video.layout import layout_path
 from prep.video.plan import Plan, ShardPlan
@@ -23,7 +31,8 @@ from prep.video.planning import make_plan
 from prep.video.recipe import ResolvedRecipe
 from shards.commits import Commit, ShardFiles, write_commit
 from shards.dataset import set_current_variant, variant_dir
-from shards.format import COMMITS_FOLDER, PACKET_KEY, PACKET_REFERENCE, VIDEO_FIELDS, ShardName
+from shards.format import PACKET_KEY, PACKET_REFERENCE, VIDEO_FIELDS, ShardName
+from shards.lists import finish_run
 from shards.writer import Sample, ShardWriter
 
 COLUMN = "video"
@@ -79,29 +88,40 @@ def commit_everything(data: Path, *, recipe: ResolvedRecipe, num_real_shards: in
     """Commit every shard of the plan, in the state that the plan requires; return their number.
 
     Args:
-        num_real_shards: number of shards with samples; the others are files of the right length. None: all shards have
-            samples.
+        num_real_shards: number of shards with samples; the tars of the others have the right length only. None: all
+            shards have samples.
     """
     plan = make_plan(data, recipe).plan
     write_layout(layout_path(data, recipe.settings), plan.layout)
     folder = variant_dir(data, COLUMN, recipe.variant)
-    (folder / COMMITS_FOLDER).mkdir(parents=True)
-    for number, shard in enumerate(plan.shards):
-        is_real = num_real_shards is None or number < num_real_shards
-        files = _real_files(folder, plan, shard) if is_real else _files_of_right_length(folder, shard)
-        write_commit(
-            folder,
-            Commit(
-                column=COLUMN,
-                shard_id=shard.shard_id,
-                split=shard.split,
-                plan_fingerprint=shard.plan_fingerprint,
-                files=files,
-                failures=(),
-            ),
-        )
+    indexes: dict[int, ShardFiles] = {}
+    with _without_flushing():
+        make_variant(folder, recipe.as_dict())
+        for number, shard in enumerate(plan.shards):
+            is_real = num_real_shards is None or number < num_real_shards or shard.num_chunks not in indexes
+            files = _real_files(folder, plan, shard) if is_real else _linked_files(folder, shard, indexes)
+            indexes.setdefault(shard.num_chunks, files)
+            write_commit(
+                folder,
+                Commit(
+                    column=COLUMN,
+                    shard_id=shard.shard_id,
+                    split=shard.split,
+                    plan_fingerprint=shard.plan_fingerprint,
+                    files=files,
+                    failures=(),
+                ),
+            )
+        finish_run(folder, dropped=(), wanted=[shard.shard_id for shard in plan.shards])
     set_current_variant(data, COLUMN, recipe.variant)
     return len(plan.shards)
+
+
+@contextmanager
+def _without_flushing() -> Iterator[None]:
+    """Leave out fsync, which would take most of the time for thousands of small files."""
+    with mock.patch("os.fsync", lambda descriptor: None):
+        yield
 
 
 def _real_files(folder: Path, plan: Plan, shard: ShardPlan) -> ShardFiles:
@@ -139,22 +159,19 @@ def _samples(plan: Plan, shard: ShardPlan) -> Iterator[Sample]:
             yield Sample(key=key, members={"mp4": b"tiny", "json": b"{}"}, fields=fields)
 
 
-def _files_of_right_length(folder: Path, shard: ShardPlan) -> ShardFiles:
-    name = ShardName(shard.shard_id, shard.plan_fingerprint)
-    lengths = {
-        name.tar: shard.num_chunks * _CHUNK_BYTES,
-        name.index: 3000,
-        name.energon_index: 8 * shard.num_chunks + 8,
-    }
-    for file_name, length in lengths.items():
-        with (folder / file_name).open("wb") as file:
+def _linked_files(folder: Path, shard: ShardPlan, indexes: dict[int, ShardFiles]) -> ShardFiles:
+    """Make a tar and Energon's index of the right length, and link the index of a shard with as many chunks."""
+    name, linked = ShardName(shard.shard_id, shard.plan_fingerprint), indexes[shard.num_chunks]
+    make_folder((folder / name.tar).parent)
+    tar_bytes = shard.num_chunks * _CHUNK_BYTES
+    for path, length in ((name.tar, tar_bytes), (name.energon_index, 8 * shard.num_chunks + 8)):
+        with (folder / path).open("wb") as file:
             file.truncate(length)
-    return ShardFiles(
-        tar=name.tar,
-        tar_bytes=lengths[name.tar],
-        tar_sha256=_NO_SHA256,
-        index=name.index,
-        index_bytes=lengths[name.index],
-        index_sha256=_NO_SHA256,
-        num_samples=shard.num_chunks,
-    )
+    try:
+        os.link(folder / linked.index, folder / name.index)
+    except OSError as error:  # a file system has a limit of links, such as 65,000
+        if error.errno != errno.EMLINK:
+            raise
+        shutil.copyfile(folder / linked.index, folder / name.index)
+        indexes[shard.num_chunks] = replace(linked, index=name.index)
+    return replace(linked, tar=name.tar, tar_bytes=tar_bytes, tar_sha256=_NO_SHA256, index=name.index)

@@ -110,12 +110,26 @@ def remove_temporaries(folder: Path, *, of: Callable[[str], bool] = lambda targe
     Raises:
         OSError: a file cannot be removed.
     """
-    if not folder.is_dir():
-        return
-    for path in sorted(folder.iterdir()):
-        target = target_of(path.name)
-        if target is not None and of(target) and path.is_file() and not path.is_symlink():
-            path.unlink(missing_ok=True)
+    for path in temporaries_in(folder, of=of):
+        path.unlink(missing_ok=True)
+
+
+def temporaries_in(folder: Path, *, of: Callable[[str], bool] = lambda target: True) -> list[Path]:
+    """List the temporary files in `folder`, sorted; none if the folder does not exist.
+
+    Args:
+        of: as in `remove_temporaries`.
+    """
+    try:
+        with os.scandir(folder) as entries:
+            named = [entry for entry in entries if entry.name.startswith(TEMPORARY_PREFIX)]
+            return sorted(
+                Path(entry.path)
+                for entry in named
+                if (target := target_of(entry.name)) is not None and of(target) and entry.is_file(follow_symlinks=False)
+            )
+    except (FileNotFoundError, NotADirectoryError):
+        return []
 
 
 @contextmanager
@@ -136,3 +150,10 @@ def sync(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def make_folder(path: Path) -> None:
+    """Create the folder `path`, and flush its entry to disk, unless it exists; its parent must exist."""
+    if not path.is_dir():
+        path.mkdir(exist_ok=True)
+        sync(path.parent)

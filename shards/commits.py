@@ -1,21 +1,37 @@
 """Commit records: a shard exists only once it has one.
 
-Each is a small JSON file with its own checksum, and records neither times nor hosts.
+Each is a small JSON file with its own checksum, and records neither times nor hosts. The records of a large variant are
+read from one table as far as it holds them (shards.commit_table).
 """
 
 import json
+import os
 import re
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
+
+import pyarrow as pa
+import pyarrow.compute as pc
 
 from manifests.checked_json import record_sha256
 from manifests.errors import UserError
 from manifests.json_text import parse_json
-from manifests.publish import publish_bytes, read_record
-from shards.contents import listed_shard_ids
+from manifests.publish import make_folder, publish_bytes, read_record
+from shards.commit_table import CommitTable, commit_folders, open_commit_table, table_bytes
+from shards.contents import listed_contents
 from shards.damage import DamagedCommit
-from shards.format import COMMITS_FOLDER, CONTENTS_FILE, FORMAT_VERSION, commit_name, shard_id_of
+from shards.format import (
+    COMMIT_TABLE_FILE,
+    COMMITS_FOLDER,
+    CONTENTS_FILE,
+    FORMAT_VERSION,
+    commit_name,
+    folder_of,
+    in_folder,
+    shard_id_of,
+)
 
 _COMMIT_FILE = re.compile(r"(\d{6,})\.json")
 _MISSING = f"the commit record is missing, although {CONTENTS_FILE} lists it"
@@ -23,7 +39,7 @@ _MISSING = f"the commit record is missing, although {CONTENTS_FILE} lists it"
 
 @dataclass(frozen=True)
 class ShardFiles:
-    """The two files that a commit guarantees, by file name in the variant's folder, and then Energon's index."""
+    """The two files that a commit guarantees, by their paths in the variant's folder, and then Energon's index."""
 
     tar: str
     tar_bytes: int
@@ -67,15 +83,80 @@ class Commits(NamedTuple):
     damaged: tuple[DamagedCommit, ...]
 
 
+@dataclass(frozen=True)
+class Records:
+    """All commit records of a variant, and where they were read.
+
+    Attributes:
+        commits: the intact ones by shard ID, ascending.
+        folders: modification time in ns of each folder of commits, from before its records were read.
+        table: the variant's table of commits; None if there is none that counts.
+        from_table: names of the folders whose records were read from the table.
+        misplaced: IDs of shards whose records are in `commits/` itself, where older versions wrote all of them.
+    """
+
+    commits: dict[int, Commit]
+    damaged: tuple[DamagedCommit, ...] = ()
+    folders: Mapping[str, int] = field(default_factory=dict)
+    table: CommitTable | None = None
+    from_table: frozenset[str] = frozenset()
+    misplaced: frozenset[int] = frozenset()
+
+    @property
+    def is_table_current(self) -> bool:
+        """True if the table holds exactly these commits, and all of them were read from it."""
+        if self.table is None or self.damaged or self.from_table != self.folders.keys():
+            return False
+        return len(self.commits) == self.table.rows.num_rows
+
+    def seconds(self) -> dict[int, float]:
+        """Return the seconds of video in each shard for which the table knows it, by shard ID."""
+        if self.table is None:
+            return {}
+        rows = self.table.rows.filter(pc.is_valid(self.table.rows["seconds"]))
+        columns = (rows[name].to_pylist() for name in ("shard_id", "index_sha256", "seconds"))
+        found = {}
+        for shard_id, index_sha256, seconds in zip(*columns, strict=True):
+            commit = self.commits.get(shard_id)
+            if commit is not None and commit.files is not None and commit.files.index_sha256 == index_sha256:
+                found[shard_id] = seconds
+        return found
+
+    def as_table(self, *, seconds: Mapping[int, float]) -> bytes:
+        """Return the content of the table of these commits; `seconds` as in `seconds()`."""
+        files = [commit.files for commit in self.commits.values()]
+        columns: dict[str, list[Any]] = {
+            "shard_id": list(self.commits),
+            "folder": ["" if number in self.misplaced else folder_of(number) for number in self.commits],
+            "failures": [
+                json.dumps([asdict(failure) for failure in commit.failures]) if commit.failures else None
+                for commit in self.commits.values()
+            ],
+            "seconds": [seconds.get(shard_id) for shard_id in self.commits],
+        }
+        for name in ("column", "split", "plan_fingerprint"):
+            columns[name] = [getattr(commit, name) for commit in self.commits.values()]
+        for name in _FILE_FIELDS:
+            columns[name] = [None if file is None else getattr(file, name) for file in files]
+        return table_bytes(columns)
+
+
+_FILE_FIELDS = tuple(one.name for one in fields(ShardFiles))
+
+
 def commit_path(variant_dir: Path, shard_id: int) -> Path:
-    """Return the path of the commit record of `shard_id`."""
-    return variant_dir / COMMITS_FOLDER / commit_name(shard_id)
+    """Return the path of the commit record of `shard_id`, which stays where an older version has written it."""
+    root, name = variant_dir / COMMITS_FOLDER, commit_name(shard_id)
+    path = root / in_folder(shard_id, name)
+    is_misplaced = path.parent != root and not path.exists() and (root / name).exists()
+    return root / name if is_misplaced else path
 
 
 def write_commit(variant_dir: Path, commit: Commit) -> None:
     """Publish `commit`, which makes the shard visible to readers. The variant's folder must exist."""
     path = commit_path(variant_dir, commit.shard_id)
-    path.parent.mkdir(exist_ok=True)
+    make_folder(variant_dir / COMMITS_FOLDER)
+    make_folder(path.parent)
     record = {"clipmill_format": FORMAT_VERSION, **asdict(commit), "failures": [asdict(f) for f in commit.failures]}
     # ASCII escapes, because a message may quote a path that is not valid UTF-8.
     text = json.dumps({**record, "sha256": record_sha256(record)}, indent=1, sort_keys=True, ensure_ascii=True)
@@ -117,9 +198,15 @@ def read_commit(path: Path) -> Commit:
         raise DamagedCommit(path, f"it is the commit record of shard {commit.shard_id}")
     if commit.files is not None:
         for name in (commit.files.tar, commit.files.index):
-            if Path(name).name != name or shard_id_of(name) != commit.shard_id:
+            if not _is_file_of(commit.shard_id, name):
                 raise DamagedCommit(path, f"{name!r} is not a file of shard {commit.shard_id}")
     return commit
+
+
+def _is_file_of(shard_id: int, name: str) -> bool:
+    """Return True if a tar or an index is in the place of this version or of older ones."""
+    base = Path(name).name
+    return shard_id_of(base) == shard_id and name in (base, in_folder(shard_id, base))
 
 
 def read_commits(variant_dir: Path) -> Commits:
@@ -130,31 +217,75 @@ def read_commits(variant_dir: Path) -> Commits:
     Raises:
         UserError: a record is intact, but uses another version of the format.
     """
-    listed = listed_shard_ids(variant_dir)
-    found = _records(variant_dir)
+    records = read_records(variant_dir)
+    return Commits(records.commits, records.damaged)
+
+
+def read_records(variant_dir: Path) -> Records:
+    """Read every commit record of a variant, as `read_commits` does, and return where they were read as well."""
+    contents = listed_contents(variant_dir)
+    found = _records(variant_dir, table_sha256=contents.files.get(COMMIT_TABLE_FILE))
     known = found.commits.keys() | {damaged.shard_id for damaged in found.damaged}
-    # A run that finishes meanwhile removes unwanted shards from contents.json before it deletes their records.
-    if listed - known and (missing := sorted((listed & listed_shard_ids(variant_dir)) - known)):
+    missing = contents.shard_ids - known
+    if missing:
+        # A run that finishes meanwhile removes unwanted shards from contents.json before it deletes their records.
+        missing &= listed_contents(variant_dir).shard_ids
         gone = (DamagedCommit(commit_path(variant_dir, shard_id), _MISSING) for shard_id in missing)
-        return Commits(found.commits, tuple(sorted((*found.damaged, *gone), key=lambda damaged: damaged.shard_id)))
+        return replace(found, damaged=tuple(sorted((*found.damaged, *gone), key=lambda damaged: damaged.shard_id)))
     return found
 
 
-def _records(variant_dir: Path) -> Commits:
-    """Read the records in the folder, without comparing them with contents.json."""
-    commits: dict[int, Commit] = {}
-    damaged = []
+def _records(variant_dir: Path, *, table_sha256: str | None) -> Records:
+    """Read the records, from the table as far as it holds them, without comparing them with contents.json."""
     try:
-        paths = sorted((variant_dir / COMMITS_FOLDER).iterdir(), key=lambda path: (len(path.name), path.name))
+        folders = commit_folders(variant_dir)
     except FileNotFoundError:
-        return Commits({}, ())
-    for path in paths:
-        if not _COMMIT_FILE.fullmatch(path.name):
+        return Records({})
+    table = open_commit_table(variant_dir, sha256=table_sha256)
+    from_table = frozenset(name for name in folders if table is not None and folders[name] == table.mtime_ns)
+    of_table = _by_folder(table.rows) if table is not None and from_table else {}
+    found: dict[int, Commit | DamagedCommit] = {}
+    misplaced: set[int] = set()
+    for name in folders:  # `commits/` itself first: if a shard has two records, the one in a folder counts
+        records = of_table.get(name, {}) if name in from_table else _read_folder(variant_dir / COMMITS_FOLDER / name)
+        found |= records
+        misplaced = misplaced.difference(records) if name else {number for number in records if folder_of(number)}
+    commits = {number: one for number, one in sorted(found.items()) if isinstance(one, Commit)}
+    damaged = tuple(one for _, one in sorted(found.items()) if isinstance(one, DamagedCommit))
+    return Records(commits, damaged, folders, table, from_table, frozenset(misplaced))
+
+
+def _read_folder(folder: Path) -> dict[int, Commit | DamagedCommit]:
+    """Read the records in one folder, by shard ID."""
+    found: dict[int, Commit | DamagedCommit] = {}
+    try:
+        with os.scandir(folder) as entries:
+            names = sorted(entry.name for entry in entries)
+    except FileNotFoundError:  # removed since it was listed
+        return found
+    for name in names:
+        match = _COMMIT_FILE.fullmatch(name)
+        if match is None or folder.name not in (COMMITS_FOLDER, folder_of(int(match[1]))):
             continue
         try:
-            commit = read_commit(path)
+            found[int(match[1])] = read_commit(folder / name)
         except DamagedCommit as error:
-            damaged.append(error)
-        else:
-            commits[commit.shard_id] = commit
-    return Commits(commits, tuple(damaged))
+            found[int(match[1])] = error
+    return found
+
+
+def _by_folder(rows: pa.Table) -> dict[str, dict[int, Commit]]:
+    """Return the commits of a table by the folder of their records and by shard ID."""
+    found: dict[str, dict[int, Commit]] = {}
+    columns = (rows[name].to_pylist() for name in _COMMIT_FIELDS)
+    files = zip(*(rows[name].to_pylist() for name in _FILE_FIELDS), strict=True)
+    for (folder, column, shard_id, split, fingerprint, failed), of_files in zip(
+        zip(*columns, strict=True), files, strict=True
+    ):
+        failures = tuple(Failure(**failure) for failure in json.loads(failed)) if failed is not None else ()
+        stored = None if of_files[0] is None else ShardFiles(*of_files)
+        found.setdefault(folder, {})[shard_id] = Commit(column, shard_id, split, fingerprint, stored, failures)
+    return found
+
+
+_COMMIT_FIELDS = ("folder", "column", "shard_id", "split", "plan_fingerprint", "failures")

@@ -20,7 +20,7 @@ class Contents:
 
     Attributes:
         shard_ids: IDs of the committed shards.
-        files: SHA-256 (hex) of recipe.json and of each shard list, by file name.
+        files: SHA-256 (hex) of recipe.json, of each shard list, and of the table of commits, by file name.
     """
 
     shard_ids: frozenset[int]
@@ -52,13 +52,13 @@ def read_contents(variant_dir: Path) -> Contents | None:
     return contents
 
 
-def listed_shard_ids(variant_dir: Path) -> frozenset[int]:
-    """Return the IDs of the shards that must have a commit; empty if the contents are unknown."""
+def listed_contents(variant_dir: Path) -> Contents:
+    """Read the contents of a variant; they list nothing if they are unknown."""
     try:
         contents = read_contents(variant_dir)
     except DamagedContents:
-        return frozenset()
-    return contents.shard_ids if contents is not None else frozenset()
+        contents = None
+    return contents if contents is not None else Contents(frozenset(), {})
 
 
 def write_contents(variant_dir: Path, contents: Contents) -> None:

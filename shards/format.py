@@ -6,6 +6,8 @@
     <data>/<column>/<variant>/000003-1f2e3d4c.tar.idx      Megatron-Energon's index: u64 offsets of samples, N + 1
     <data>/<column>/<variant>/000003-1f2e3d4c.index.arrow  our index: Arrow IPC file, one row per sample, mmap-able
     <data>/<column>/<variant>/commits/000003.json          the commit, without which the shard does not exist
+    <data>/<column>/<variant>/012/012345-1f2e3d4c.tar ...  files of shard 12345, and commits/012/012345.json: see below
+    <data>/<column>/<variant>/commits.arrow        all commits of a large variant in one table, derived from them
     <data>/<column>/<variant>/shards.txt, shards-<split>.txt   committed tars, one name per line, for other tools
     <data>/<column>/<variant>/contents.json        which shards are committed, checksums of recipe.json and lists
 
@@ -13,6 +15,12 @@ Columns are `video`, `latents`, `text`, `scores`, and those added by extensions.
 `<slug>-<first 8 hex digits of the recipe's fingerprint>`.
 A shard's name contains the first 8 hex digits of the fingerprint of its content, so a changed shard never overwrites
 the old one; a commit names exactly one tar and one index, with size and SHA-256 of each.
+
+Folders hold at most 1,000 shards: shards 0 to 999 are in the variant's folder, shards 1000 to 1999 in its folder `001`,
+and so on; their commits are in `commits/` and `commits/001/`. Commits and lists of shards name files relative to the
+variant's folder (`001/001234-1f2e3d4c.tar`). Older versions kept all files in `<variant>/` and `commits/`. They are
+read from there, and a run adds its new shards in folders; if a shard has a commit in both places, the one in the folder
+counts.
 
 Inside a tar, every sample has the same members in the same order, `<key>.<extension>`, adjacent. Keys contain no dot;
 member names are at most 100 bytes long. The array of a `.npy` member begins on a 512-byte boundary of the tar (its npy
@@ -25,6 +33,9 @@ was written: no times, hosts or paths. A commit contains the SHA-256 of its own 
 and dataset.json. A run writes contents.json when it finishes: a listed shard without a commit is damage; a commit that
 is not listed yet belongs to a run that was killed. Before a run removes commits that are no longer wanted, it removes
 them from the list. Sets without contents.json were written by an older version.
+
+A run with 100 commits or more ends by writing commits.arrow, so that readers open one file instead of one per shard;
+shards.commit_table defines it and when it counts. It is derived from the commits and replaces none of them.
 
 Index columns of every sample: `key`, and for each extension `<ext>_offset` (u64, of the payload in the tar),
 `<ext>_size` (u64) and `<ext>_crc32` (u32). Data columns add their own fields (VIDEO_FIELDS for `video`).
@@ -45,8 +56,10 @@ member, `scores.json`, with the values of the index row (SCORES_FIELDS); a value
 hash is written as 16 hexadecimal digits there, since many JSON readers round integers above 2^53.
 """
 
+import os
 import re
 from dataclasses import dataclass
+from pathlib import Path
 
 import pyarrow as pa
 
@@ -55,9 +68,12 @@ COLUMNS = ("video", "latents", "text", "scores")
 BLOCK_BYTES = 512  # tar's unit, and the alignment of the arrays of .npy members
 MAX_MEMBER_NAME_BYTES = 100
 COMMITS_FOLDER = "commits"
+COMMIT_TABLE_FILE = "commits.arrow"
 RECIPE_FILE = "recipe.json"
 DATASET_FILE = "dataset.json"
 CONTENTS_FILE = "contents.json"
+SHARDS_PER_FOLDER = 1000
+FOLDER = re.compile(r"\d{3,}")  # name of a folder of shards, or of commits
 _STEM = re.compile(r"(?P<shard_id>\d{6,})-(?P<fingerprint>[0-9a-f]{8})")
 
 # Flags in the packet table.
@@ -135,14 +151,15 @@ SCORES_FIELDS = [
 
 @dataclass(frozen=True)
 class ShardName:
-    """The file names of one shard."""
+    """The files of one shard, relative to the variant's folder."""
 
     shard_id: int
     fingerprint: str  # hex, at least 8 digits; the first 8 are part of the names
 
     @property
     def stem(self) -> str:
-        return f"{self.shard_id:06d}-{self.fingerprint[:8]}"
+        """The files without their extensions, as `000003-1f2e3d4c` or `012/012345-1f2e3d4c`."""
+        return in_folder(self.shard_id, f"{self.shard_id:06d}-{self.fingerprint[:8]}")
 
     @property
     def tar(self) -> str:
@@ -155,6 +172,26 @@ class ShardName:
     @property
     def index(self) -> str:
         return f"{self.stem}.index.arrow"
+
+
+def folder_of(shard_id: int) -> str:
+    """Return the name of the folder for a shard's files and for its commit; empty for the first shards."""
+    return f"{shard_id // SHARDS_PER_FOLDER:03d}" if shard_id >= SHARDS_PER_FOLDER else ""
+
+
+def in_folder(shard_id: int, name: str) -> str:
+    """Return the relative path of a shard's file `name` in its folder."""
+    folder = folder_of(shard_id)
+    return f"{folder}/{name}" if folder else name
+
+
+def folders_in(folder: Path) -> list[Path]:
+    """List the folders of shards in a variant's folder, or the folders of commits in `commits/`, sorted."""
+    try:
+        with os.scandir(folder) as entries:
+            return sorted(Path(entry.path) for entry in entries if FOLDER.fullmatch(entry.name) and entry.is_dir())
+    except FileNotFoundError:
+        return []
 
 
 def commit_name(shard_id: int) -> str:

@@ -14,6 +14,7 @@ from shards.opening import open_regular
 
 _FORMAT_KEY = b"clipmill_format"
 _EXTENSIONS_KEY = b"extensions"
+_DURATION_COLUMNS = ("num_frames", "fps_num", "fps_den")
 _ROWS_PER_BATCH = 64  # Python rows buffered before conversion; packet tables take far less memory in Arrow
 
 
@@ -117,6 +118,22 @@ def open_index(path: Path, *, columns: Sequence[str] | None = None) -> pa.Table:
     if table.num_rows == 0 or any(column.num_chunks != 1 for column in table.columns):
         raise DamagedIndex(path, "expected one batch with at least one row")
     return used
+
+
+def index_seconds(path: Path) -> float:
+    """Return the seconds of video in a shard, from its index; 0 if its samples have no duration.
+
+    Raises:
+        DamagedIndex, OSError: see `open_index`.
+    """
+    try:
+        index = open_index(path, columns=_DURATION_COLUMNS)
+    except DamagedIndex:
+        if set(_DURATION_COLUMNS).issubset(open_index(path).column_names):
+            raise
+        return 0.0
+    frames, fps_num, fps_den = (np.asarray(index[name], np.float64) for name in _DURATION_COLUMNS)
+    return float((frames * fps_den / fps_num).sum())
 
 
 def extensions_of(table: pa.Table) -> tuple[str, ...]:

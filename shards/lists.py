@@ -1,14 +1,21 @@
-"""Plain lists of the committed tars, for tools that take tar URLs; updating a variant's records after a run."""
+"""Plain lists of the committed tars, for tools that take tar URLs; updating a variant's records after a run.
+
+The records that a run updates are these lists, the table of commits, and contents.json, which has their checksums.
+"""
 
 import re
 from collections.abc import Collection, Mapping
+from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 
 from manifests.publish import naming, publish_bytes
-from shards.commits import Commit, commit_path, read_commits
+from shards.commit_table import MIN_COMMITS, confirm, publish_commit_table
+from shards.commits import Commit, Records, commit_path, read_records
 from shards.contents import Contents, file_sha256, read_contents, write_contents
-from shards.damage import DamagedContents
-from shards.format import RECIPE_FILE
+from shards.damage import Damaged, DamagedContents
+from shards.format import COMMIT_TABLE_FILE, COMMITS_FOLDER, RECIPE_FILE
+from shards.index import index_seconds
 
 ALL_SHARDS_FILE = "shards.txt"
 _SPLIT = re.compile(r"[A-Za-z0-9_-]+")
@@ -52,7 +59,7 @@ def write_shard_lists(variant_dir: Path, commits: Mapping[int, Commit]) -> None:
 
 
 def finish_run(variant_dir: Path, *, dropped: Collection[int], wanted: Collection[int]) -> dict[int, Commit]:
-    """Finish a run: remove commits that are no longer wanted, and write the shard lists and contents.json.
+    """Finish a run: remove commits that are no longer wanted; write shard lists, table of commits and contents.json.
 
     Being killed between any two steps leaves nothing that looks like damage: a shard is removed from contents.json
     before its commit is, and a shard list is valid if it is the recorded one or the one derived from the commits.
@@ -66,22 +73,56 @@ def finish_run(variant_dir: Path, *, dropped: Collection[int], wanted: Collectio
         the remaining commits, by shard ID.
     """
     before = _recorded(variant_dir)
-    found = read_commits(variant_dir)
+    found = read_records(variant_dir)
     unsound = {damaged.shard_id for damaged in found.damaged}
     dropped = {*dropped, *unsound.difference(wanted)}
     commits = {shard_id: commit for shard_id, commit in found.commits.items() if shard_id not in dropped}
     shard_ids = frozenset(commits.keys() | unsound.intersection(wanted))
     if before is not None and before.shard_ids - shard_ids:
         write_contents(variant_dir, Contents(before.shard_ids & shard_ids, before.files))
+    folders = dict(found.folders)
     for shard_id in dropped:
-        commit_path(variant_dir, shard_id).unlink(missing_ok=True)
+        path = commit_path(variant_dir, shard_id)
+        path.unlink(missing_ok=True)
+        if (name := _folder_name(path)) in folders:
+            folders[name] = path.parent.stat().st_mtime_ns
     write_shard_lists(variant_dir, commits)
+    table_sha256 = _write_table(variant_dir, found, commits)
     with naming(variant_dir / RECIPE_FILE):
         recipe = (variant_dir / RECIPE_FILE).read_bytes()
     contents = {RECIPE_FILE: recipe, **shard_lists(commits)}
     checksums = {name: file_sha256(content) for name, content in contents.items()}
+    if table_sha256 is not None:
+        checksums[COMMIT_TABLE_FILE] = table_sha256
     write_contents(variant_dir, Contents(shard_ids, checksums))
+    if table_sha256 is not None:
+        confirm(variant_dir, folders, except_for={_folder_name(damaged.path) for damaged in found.damaged})
     return commits
+
+
+def _folder_name(path: Path) -> str:
+    """Return the name of the folder of commits that holds the record `path`; empty for `commits/` itself."""
+    return "" if path.parent.name == COMMITS_FOLDER else path.parent.name
+
+
+def _write_table(variant_dir: Path, found: Records, commits: dict[int, Commit]) -> str | None:
+    """Publish the table of `commits` and return its SHA-256; None if there are too few commits for one.
+
+    Args:
+        found: the commits before some of them were dropped.
+    """
+    if len(commits) < MIN_COMMITS:
+        (variant_dir / COMMIT_TABLE_FILE).unlink(missing_ok=True)
+        return None
+    if found.table is not None and found.is_table_current and len(commits) == len(found.commits):
+        return found.table.sha256
+    seconds = found.seconds()
+    for shard_id, commit in commits.items():
+        if commit.files is not None and shard_id not in seconds:
+            with suppress(Damaged, OSError):  # unknown, until the shard has been made again
+                seconds[shard_id] = index_seconds(variant_dir / commit.files.index)
+    content = replace(found, commits=commits).as_table(seconds=seconds)
+    return publish_commit_table(variant_dir, content)
 
 
 def damaged_lists(variant_dir: Path, commits: Mapping[int, Commit]) -> list[DamagedContents]:
@@ -91,7 +132,7 @@ def damaged_lists(variant_dir: Path, commits: Mapping[int, Commit]) -> list[Dama
         return []
     current = shard_lists(commits)
     found = []
-    for name in sorted({name for name in recorded.files if name != RECIPE_FILE} | current.keys()):
+    for name in sorted((recorded.files.keys() - {RECIPE_FILE, COMMIT_TABLE_FILE}) | current.keys()):
         try:
             content = (variant_dir / name).read_bytes()
         except FileNotFoundError:

@@ -11,7 +11,7 @@ shards.format says which columns the table of each column has.
 import hashlib
 import os
 import zlib
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 
 import pyarrow as pa
@@ -20,6 +20,7 @@ from manifests.publish import published
 from shards.commits import Commit
 from shards.damage import Damaged
 from shards.opening import open_regular
+from shards.table_commits import TableCommits
 
 CHUNKS_FILE = "chunks.arrow"
 _DIGEST_KEY = b"commits_sha256"
@@ -113,10 +114,15 @@ def merged_mark(variant_dir: Path, commits: Mapping[int, Commit]) -> tuple[objec
 def commits_digest(commits: Mapping[int, Commit]) -> bytes:
     """Digest (hex) of what a merged table depends on: the indexes of the commits, and the samples that failed."""
     digest = hashlib.sha256()
+    for shard_id, index_sha256, failed in commits.marks() if isinstance(commits, TableCommits) else _marks(commits):
+        digest.update(f"{shard_id} {index_sha256} {failed}\n".encode())
+    return digest.hexdigest().encode()
+
+
+def _marks(commits: Mapping[int, Commit]) -> Iterator[tuple[int, str | None, list[str | None]]]:
     for shard_id, commit in commits.items():
         failed = [failure.key for failure in commit.failures]
-        digest.update(f"{shard_id} {commit.files and commit.files.index_sha256} {failed}\n".encode())
-    return digest.hexdigest().encode()
+        yield shard_id, None if commit.files is None else commit.files.index_sha256, failed
 
 
 def _matches(column: pa.ChunkedArray, field: pa.Field) -> bool:

@@ -3,7 +3,7 @@
 import shlex
 import threading
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -18,8 +18,8 @@ from manifests.errors import UserError
 from manifests.json_text import parse_json
 from manifests.publish import read_record
 from manifests.quoting import counted
-from shards.commits import Commit, ShardFiles, read_commits
-from shards.contents import Contents, file_sha256, read_contents
+from shards.commits import Commit, Records, ShardFiles, read_records
+from shards.contents import file_sha256, read_contents
 from shards.damage import DamagedCommit, DamagedContents, DamagedIndex
 from shards.dataset import current_variant, list_variants, variant_dir
 from shards.format import CONTENTS_FILE, RECIPE_FILE
@@ -28,6 +28,7 @@ from shards.open_maps import OPEN_MAPS
 from shards.opening import open_lock
 from shards.packets import PacketTables
 from shards.scan import scan
+from shards.table_commits import TableCommits, open_table_commits
 from shards.tars import LocalTars, TarBytes
 
 _RECIPE_HINT = "run the command that created the variant again with the same settings to rewrite it"
@@ -41,17 +42,25 @@ class CommittedShard:
         self.shard_id = commit.shard_id
         self.split = commit.split
         self.num_samples = files.num_samples
-        self.tar_path = variant_directory / files.tar
-        self.index_path = variant_directory / files.index
+        self._directory, self._files = variant_directory, files
         self.tar_bytes, self.tar_sha256 = files.tar_bytes, files.tar_sha256
-        self._index_sha256, self._index_bytes = files.index_sha256, files.index_bytes
         self._tars = tars
         # One lock per shard: up to Python 3.11, `cached_property` has one lock per class, so that a shard whose files
-        # do not respond would block all others.
+        # do not respond would block all others. It is used only for what opens no file.
         self._lock = threading.Lock()
         self._index: pa.Table | None = None
         self._packet_tables: PacketTables | None = None
         self._verified_file: tuple[int, ...] | None = None  # identity of the file that was verified
+
+    @cached_property
+    def tar_path(self) -> Path:
+        """Path of the tar."""
+        return self._directory / self._files.tar
+
+    @cached_property
+    def index_path(self) -> Path:
+        """Path of the index."""
+        return self._directory / self._files.index
 
     @property
     def index(self) -> pa.Table:
@@ -66,7 +75,7 @@ class CommittedShard:
             with open_lock(self._lock, self.index_path):
                 index = self._index
                 if index is None:
-                    self._tars.provide(self.index_path, size_bytes=self._index_bytes)
+                    self._tars.provide(self.index_path, size_bytes=self._files.index_bytes)
                     index = self._index = open_index(self.index_path)
         OPEN_MAPS.used(self)
         return index
@@ -105,11 +114,12 @@ class CommittedShard:
             DamagedIndex: the index is not the committed file.
             OSError: the index cannot be read.
         """
-        if self._verified_file is not None and self._verified_file == _identity(self.index_path):
+        if self._verified_file is not None and _identity(self.index_path) == self._verified_file:
             return
-        self._tars.provide(self.index_path, size_bytes=self._index_bytes, sha256=self._index_sha256)
+        sha256 = self._files.index_sha256
+        self._tars.provide(self.index_path, size_bytes=self._files.index_bytes, sha256=sha256)
         identity = _identity(self.index_path)
-        if scan(self.index_path).sha256 != self._index_sha256:
+        if scan(self.index_path).sha256 != sha256:
             raise DamagedIndex(self.index_path, "its content differs from the commit")
         self._verified_file = identity
 
@@ -168,12 +178,14 @@ class TarFiles:
     Attributes:
         names: paths in the folder of the variant.
         sizes: bytes, as committed.
+        num_samples: of all of them.
     """
 
     directory: Path
     shard_ids: NDArray[np.int64]
     names: pa.StringArray
     sizes: NDArray[np.int64]
+    num_samples: int
 
     def __len__(self) -> int:
         return len(self.shard_ids)
@@ -192,21 +204,19 @@ class Variant:
 
     def __init__(self, directory: Path, *, tars: TarBytes | None = None) -> None:
         self.directory = directory
-        found = read_commits(directory)
-        self.commits: dict[int, Commit] = found.commits
-        self.damaged: tuple[DamagedCommit, ...] = found.damaged  # records whose shards are unreadable
+        of_table = open_table_commits(directory)
+        self.commits: Mapping[int, Commit] = self._records.commits if of_table is None else of_table
+        # Records whose shards are unreadable.
+        self.damaged: tuple[DamagedCommit, ...] = self._records.damaged if of_table is None else ()
         self.contents_damage: DamagedContents | None = None
-        self._contents: Contents | None = None
+        self._file_sha256: Mapping[str, str] = {}
         try:
-            self._contents = read_contents(directory)
+            contents = read_contents(directory)
+            self._file_sha256 = {} if contents is None else contents.files
         except DamagedContents as error:
             self.contents_damage = error
-        tars = tars or LocalTars()
-        self._shards = [
-            CommittedShard(directory, commit=commit, files=commit.files, tars=tars)
-            for commit in self.commits.values()
-            if commit.files is not None
-        ]
+        self._tars = tars or LocalTars()
+        self._opened: dict[int, CommittedShard] = {}
         self._lock = threading.Lock()
         self._lookup: KeyLookup | None = None
 
@@ -270,7 +280,7 @@ class Variant:
             recipe = parse_json(content)
         except (OSError, ValueError) as error:
             raise UserError(f"{path} cannot be read: {error}", hint=_RECIPE_HINT) from error
-        recorded = None if self._contents is None else self._contents.files.get(RECIPE_FILE)
+        recorded = self._file_sha256.get(RECIPE_FILE)
         if recorded is not None and recorded != file_sha256(content):
             raise UserError(f"{path} is damaged: its checksum does not match {CONTENTS_FILE}", hint=_RECIPE_HINT)
         if not isinstance(recipe, dict):
@@ -279,35 +289,60 @@ class Variant:
 
     def shards(self, split: str | None = None) -> list[CommittedShard]:
         """Return the committed shards ordered by shard ID, of one split or of all splits."""
-        return [shard for shard in self._shards if split is None or shard.split == split]
+        commits = (commit for commit in self.commits.values() if commit.files is not None)
+        return [self._shard(commit) for commit in commits if split is None or commit.split == split]
 
     def shard(self, shard_id: int) -> CommittedShard:
         """Return a committed shard; raise KeyError if there is none with this ID."""
-        return self._by_id[shard_id]
+        found = self._opened.get(shard_id)
+        return self._shard(self.commits[shard_id]) if found is None else found
+
+    def _shard(self, commit: Commit) -> CommittedShard:
+        found = self._opened.get(commit.shard_id)
+        if found is None:
+            if commit.files is None:
+                raise KeyError(commit.shard_id)
+            found = CommittedShard(self.directory, commit=commit, files=commit.files, tars=self._tars)
+        # Of two threads that open a shard, both get the same one.
+        return self._opened.setdefault(commit.shard_id, found)
+
+    def tar_files(self) -> TarFiles:
+        """Return the tars of the committed shards, ordered by shard ID."""
+        return self._tar_files
 
     @cached_property
-    def _by_id(self) -> dict[int, CommittedShard]:
-        return {shard.shard_id: shard for shard in self._shards}
-
-    def tar_files(self) -> "TarFiles":
-        """Return the tars of the committed shards, ordered by shard ID."""
-        files = [shard.commit.files for shard in self._shards if shard.commit.files is not None]
+    def _tar_files(self) -> TarFiles:
+        if isinstance(self.commits, TableCommits):
+            rows = self.commits.with_files().combine_chunks()
+            shard_ids, sizes, num_samples = (rows[name].to_numpy() for name in ("shard_id", "tar_bytes", "num_samples"))
+            names = rows["tar"].chunk(0) if len(rows) else pa.array([], pa.string())
+            return TarFiles(self.directory, shard_ids, names, sizes, int(num_samples.sum()))
+        files = {commit.shard_id: commit.files for commit in self.commits.values() if commit.files is not None}
         return TarFiles(
             directory=self.directory,
-            shard_ids=np.array([shard.shard_id for shard in self._shards], np.int64),
-            names=pa.array([one.tar for one in files], pa.string()),
-            sizes=np.array([one.tar_bytes for one in files], np.int64),
+            shard_ids=np.array(list(files), np.int64),
+            names=pa.array([one.tar for one in files.values()], pa.string()),
+            sizes=np.array([one.tar_bytes for one in files.values()], np.int64),
+            num_samples=sum(one.num_samples for one in files.values()),
         )
 
     @property
     def num_shards(self) -> int:
         """Number of committed shards."""
-        return len(self._shards)
+        return len(self._tar_files)
 
     @property
     def num_samples(self) -> int:
         """Number of samples in them, from the commits."""
-        return sum(shard.num_samples for shard in self._shards)
+        return self._tar_files.num_samples
+
+    @cached_property
+    def _records(self) -> Records:
+        return read_records(self.directory)
+
+    def known_seconds(self) -> dict[int, float]:
+        """Return the seconds of video in each shard by its ID, as far as they are known without opening its index."""
+        return self._records.seconds()
 
     def find(self, key: str) -> tuple[CommittedShard, int]:
         """Return the shard and row of the sample `key`. The first call reads the keys of all shards.
@@ -317,7 +352,7 @@ class Variant:
         """
         with self._lock:
             if self._lookup is None:
-                self._lookup = KeyLookup(self._shards)
+                self._lookup = KeyLookup(self.shards())
         return self._lookup.find(key)
 
     def iterate(self, split: str | None = None) -> Iterator[dict[str, Any]]:

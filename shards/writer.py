@@ -15,9 +15,9 @@ from typing import Any, Self
 
 import pyarrow as pa
 
-from manifests.publish import published, sync, temporary_path
+from manifests.publish import make_folder, published, sync, temporary_path
 from shards.commits import ShardFiles
-from shards.format import BLOCK_BYTES, MAX_MEMBER_NAME_BYTES, ShardName
+from shards.format import BLOCK_BYTES, MAX_MEMBER_NAME_BYTES, ShardName, folder_of
 from shards.index import IndexBuilder, energon_index_bytes, index_bytes, index_schema, member_columns, padded
 from shards.npy import data_offset
 from shards.scan import Scan, scan
@@ -72,7 +72,9 @@ class ShardWriter:
     def __enter__(self) -> Self:
         if not self._directory.is_dir():
             raise FileNotFoundError(errno.ENOENT, "the variant folder does not exist", os.fspath(self._directory))
-        self._temporary = temporary_path(self._directory / f"{self._shard_id:06d}.tar")
+        folder = self._directory / folder_of(self._shard_id)
+        make_folder(folder)
+        self._temporary = temporary_path(folder / f"{self._shard_id:06d}.tar")
         self._file = self._temporary.open("xb", buffering=_WRITE_BUFFER_BYTES)
         return self
 
@@ -149,7 +151,7 @@ class ShardWriter:
             for temporary in (self._temporary, index_temporary, energon_temporary):
                 sync(temporary)
             self._temporary.replace(self._directory / name.tar)
-            sync(self._directory)
+            sync(self._temporary.parent)
         return ShardFiles(
             tar=name.tar,
             tar_bytes=found.size_bytes,

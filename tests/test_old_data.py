@@ -95,7 +95,7 @@ def test_the_next_run_gives_it_a_list_of_its_commits(data: Path) -> None:
     execute(nothing_to_do(data), pytest.fail)  # type: ignore[arg-type]
     after = contents(data)
     folder = f"video/{current_variant(data, 'video')}"
-    assert after.keys() - before.keys() == {f"{folder}/contents.json"}
+    assert after.keys() - before.keys() == {f"{folder}/contents.json", f"{folder}/chunks.arrow"}
     assert {name for name in before if before[name] != after[name]} == {"probes.parquet"}
     shutil.rmtree(data / folder / "commits")
     assert len(Variant.open(data).damaged) == 2

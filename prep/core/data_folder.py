@@ -15,7 +15,7 @@ from prep.core.column import VIDEO
 from prep.core.heartbeat import RUNNING_FOLDER
 from prep.core.layout import LAYOUT_FOLDER, owner_of_layout
 from shards.dataset import list_variants, variant_dir
-from shards.format import COMMITS_FOLDER, DATASET_FILE, RECIPE_FILE
+from shards.format import COMMITS_FOLDER, DATASET_FILE, RECIPE_FILE, folders_in
 
 PROBES_FILE = "probes.parquet"
 SHOTS_FILE = "shots.parquet"
@@ -138,8 +138,8 @@ def remove_leftovers(data_dir: Path, *, column: str) -> None:
 
 def remove_variant_temporaries(folder: Path) -> None:
     """Remove leftovers of killed or lost writers from a variant's folder; call it only with the lock of its column."""
-    remove_temporaries(folder)
-    remove_temporaries(folder / COMMITS_FOLDER)
+    for part in (folder, *folders_in(folder), folder / COMMITS_FOLDER, *folders_in(folder / COMMITS_FOLDER)):
+        remove_temporaries(part)
     running = folder / RUNNING_FOLDER
     if running.is_dir() and not running.is_symlink():
         for path in running.iterdir():

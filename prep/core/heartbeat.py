@@ -18,6 +18,7 @@ from manifests.publish import TEMPORARY_PREFIX
 RUNNING_FOLDER = f"{TEMPORARY_PREFIX}running"
 _INTERVAL_S = 0.5
 _STALE_S = 60.0
+_MAX_READING = 0.02  # of a driver's time may be spent on reading heartbeats
 
 
 @dataclass(frozen=True)
@@ -58,6 +59,34 @@ class Heartbeat:
         with suppress(OSError):
             self._path.parent.mkdir(exist_ok=True)
             self._path.write_text(text)
+
+
+class RunningChunks:
+    """Number of chunks that are done in running shards, for the progress bar of the driver.
+
+    The heartbeats of thousands of workers take time to read, above all on a network disk. They are read at most once a
+    second, and less often if reading takes long.
+    """
+
+    def __init__(self, variant_dir: Path) -> None:
+        self._variant_dir = variant_dir
+        self._num_done: dict[int, int] = {}
+        self._total = 0
+        self._next_s = time.monotonic()
+
+    def finish(self, shard_id: int) -> None:
+        """Stop counting a shard, which has finished."""
+        self._total -= self._num_done.pop(shard_id, 0)
+
+    def num_done(self) -> int:
+        """Return the number of chunks done when the heartbeats were last read."""
+        begin_s = time.monotonic()
+        if begin_s >= self._next_s:
+            self._num_done = {shard.shard_id: shard.num_done for shard in running_shards(self._variant_dir)}
+            self._total = sum(self._num_done.values())
+            end_s = time.monotonic()
+            self._next_s = end_s + max(1.0, (end_s - begin_s) / _MAX_READING)
+        return self._total
 
 
 def running_shards(variant_dir: Path) -> list[ShardProgress]:

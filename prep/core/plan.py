@@ -2,7 +2,6 @@
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
@@ -11,8 +10,9 @@ from prep.core.column import Pending
 from prep.core.failures import SOURCE_AWAY, TRANSIENT
 from shards.commits import Commit, read_commits
 from shards.damage import Damaged
+from shards.quick_check import quick_problems
 from shards.reader import CommittedShard, Variant
-from shards.verify import Code, quick_check
+from shards.verify import Code
 
 _MISSING = frozenset({Code.TAR_MISSING, Code.INDEX_MISSING})
 NUM_CHECK_THREADS = 8  # checking files is I/O-bound
@@ -206,15 +206,12 @@ def stored_shards(variant_dir: Path) -> StoredShards:
     return StoredShards(found.commits, problems)
 
 
-def file_problems(variant_dir: Path, commits: dict[int, Commit]) -> dict[int, tuple[ShardState, str]]:
+def file_problems(variant_dir: Path, commits: Mapping[int, Commit]) -> dict[int, tuple[ShardState, str]]:
     """Return the shards whose files are missing or damaged, according to a quick check of each file."""
-    with ThreadPoolExecutor(NUM_CHECK_THREADS) as pool:
-        checked = pool.map(lambda commit: quick_check(variant_dir, commit), commits.values())
-        return {
-            shard_id: (ShardState.MISSING if problems[0].code in _MISSING else ShardState.CORRUPT, problems[0].message)
-            for shard_id, problems in zip(commits, checked, strict=True)
-            if problems
-        }
+    return {
+        shard_id: (ShardState.MISSING if problems[0].code in _MISSING else ShardState.CORRUPT, problems[0].message)
+        for shard_id, problems in quick_problems(variant_dir, commits.values()).items()
+    }
 
 
 def problems_of(variant: Variant) -> dict[int, tuple[str, str]]:

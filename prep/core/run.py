@@ -15,7 +15,7 @@ from manifests.publish import publish_bytes, publish_json, read_record, sync, te
 from prep.core.column import ColumnSpec
 from prep.core.data_folder import remove_variant_temporaries
 from prep.core.failures import FailureCode
-from prep.core.heartbeat import running_shards
+from prep.core.heartbeat import RunningChunks
 from prep.core.plan import ShardPlan, ShardState, file_problems, with_work
 from prep.core.progress import ChunkProgress, warn_refused
 from prep.core.selection import write_selection
@@ -108,14 +108,17 @@ def execute(job: Job[W], engine: Engine) -> Summary:
     folder = job.variant_dir
     make_variant(folder, job.recipe)
     write_selection(folder, job.where)
-    remove_variant_temporaries(folder)
+    has_work = any(shard.has_work for shard in job.shards)
+    if has_work:
+        remove_variant_temporaries(folder)
     # A dataset's first variant is readable while it grows; a later variant replaces it only once it is complete.
     begin_variant(job.data_dir, job.column.name, job.variant)
     summary = Summary(job.variant)
     begin_s = time.monotonic()
     results = {result.shard_id: result for result in _results(job, engine, summary)}
     summary.wall_s = time.monotonic() - begin_s
-    remove_variant_temporaries(folder)  # left by lost workers
+    if has_work:
+        remove_variant_temporaries(folder)  # left by lost workers
     _finish(job, summary, results)
     return summary
 
@@ -151,7 +154,7 @@ def _results(job: Job[W], engine: Engine, summary: Summary) -> Iterator[ShardRes
     if not work:
         return
     tasks = (job.task(shard) for shard in work)
-    full_disks, made = 0, 0
+    full_disks, made, running = 0, 0, RunningChunks(job.variant_dir)
     with (
         worker_ticket(job.variant_dir, package=job.column.package, needs=job.needs) as ticket,
         ChunkProgress(num_chunks=sum(shard.num_chunks for shard in work), chunk_s=job.chunk_s) as progress,
@@ -163,6 +166,7 @@ def _results(job: Job[W], engine: Engine, summary: Summary) -> Iterator[ShardRes
             elif outcome is not None:
                 result = outcome.result or stopped(outcome.task, FailureCode.WORKER_LOST, outcome.lost or "")
                 made += result.num_chunks
+                running.finish(result.shard_id)
                 stop_code = result.stopped_by.code if result.stopped_by is not None else None
                 for code in (*(failure.code for failure in result.failures), *([stop_code] if stop_code else [])):
                     progress.fail(code)
@@ -172,7 +176,7 @@ def _results(job: Job[W], engine: Engine, summary: Summary) -> Iterator[ShardRes
                 if full_disks == _MAX_FULL_DISKS:
                     summary.gave_up = f"stopped, because the disk was full for {full_disks} consecutive shards"
                     return
-            progress.show(made + sum(shard.num_done for shard in running_shards(job.variant_dir)))
+            progress.show(made + running.num_done())
 
 
 def _finish(job: Job[W], summary: Summary, results: dict[int, ShardResult]) -> None:

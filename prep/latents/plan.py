@@ -90,8 +90,9 @@ def make_latents_plan(
     chosen = None if where is None else _selected_rows(data_dir, video_dir, video.commits.values(), parse_where(where))
     chunk_shards, unreadable = read_chunk_shards(video_dir, video.commits.values(), chosen=chosen)
     unknown = {damaged.shard_id for damaged in video.damaged} | unreadable.keys()
+    fingerprint = recipe.fingerprint
     shards = plan_shards(
-        (shard.wanted(recipe_fingerprint=recipe.fingerprint) for shard in chunk_shards),
+        (shard.wanted(recipe_fingerprint=fingerprint) for shard in chunk_shards),
         {shard_id: commit for shard_id, commit in own.commits.items() if shard_id not in unknown},
         problems=own.problems,
         what_changed="its chunks",

@@ -55,8 +55,9 @@ def make_scores_plan(data_dir: Path, recipe: ScoresRecipe, *, retry_codes: froze
     video, own = read_commits(video_dir), stored_shards(folder)
     chunk_shards, unreadable = read_chunk_shards(video_dir, video.commits.values())
     unknown = {damaged.shard_id for damaged in video.damaged} | unreadable.keys()
+    fingerprint = recipe.fingerprint
     shards = plan_shards(
-        (shard.wanted(recipe_fingerprint=recipe.fingerprint) for shard in chunk_shards),
+        (shard.wanted(recipe_fingerprint=fingerprint) for shard in chunk_shards),
         {shard_id: commit for shard_id, commit in own.commits.items() if shard_id not in unknown},
         problems=own.problems,
         what_changed="its chunks",

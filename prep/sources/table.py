@@ -26,6 +26,8 @@ if TYPE_CHECKING:
     from prep.sources.probe import SourceFacts
 
 _SAVE_INTERVAL_S = 30.0
+_MAX_SAVING = 0.03  # of the time may be spent on saving, which takes longer the more is known
+_FRESH_AT_ONCE = 4096  # probes held as Python objects
 _NEVER = -1  # an impossible modification time: the row is not reused by the next run
 # Increment this when probes begin to accept files that they used to reject: older failures are then probed again.
 _RULES = {b"probe_rules": b"2"}
@@ -88,28 +90,52 @@ def probe_sources(
     todo = np.flatnonzero(~hit)
     if not len(todo) and known["path"].equals(paths) and known.schema.metadata == PROBES.metadata:
         return known
-    fresh: list[dict[str, Any]] = []
+    fresh = _Fresh(known)
     source = np.where(hit, rows, -1)
 
     def assembled() -> pa.Table:
         """Return the known rows and those probed so far, in the order of `paths`; rows not probed yet are left out."""
-        both = pa.concat_tables([known.cast(PROBES), pa.Table.from_pylist(fresh, schema=PROBES)])
-        return both.take(pa.array(source[source >= 0])).combine_chunks()
+        return fresh.table().take(pa.array(source[source >= 0])).combine_chunks()
 
-    saved_s = time.monotonic()
-    for row, outcome in _outcomes(paths, todo.tolist(), states.failures, num_workers=num_workers):
+    next_save_s = time.monotonic() + _SAVE_INTERVAL_S
+    for number, (row, outcome) in enumerate(
+        _outcomes(paths, todo.tolist(), states.failures, num_workers=num_workers), 1
+    ):
         old = known.slice(rows[row], 1).to_pylist()[0] if rows[row] >= 0 else {}
         seen = {"path": paths[row].as_py(), "size_bytes": int(sizes[row]), "mtime_ns": int(mtimes[row])}
-        source[row] = len(known) + len(fresh)
-        fresh.append(_record(seen, outcome, old=old))
-        on_progress(len(fresh), len(todo))
-        if time.monotonic() - saved_s > _SAVE_INTERVAL_S:
+        source[row] = fresh.append(_record(seen, outcome, old=old))
+        on_progress(number, len(todo))
+        if (begin_s := time.monotonic()) > next_save_s:
             _write_cache(data_dir, assembled())
-            saved_s = time.monotonic()
+            end_s = time.monotonic()
+            next_save_s = end_s + max(_SAVE_INTERVAL_S, (end_s - begin_s) / _MAX_SAVING)
     table = assembled()
     if not table.equals(known, check_metadata=True):
         _write_cache(data_dir, table)
     return table
+
+
+class _Fresh:
+    """Probes of this run, behind those that were known before."""
+
+    def __init__(self, known: pa.Table) -> None:
+        self._parts = [known.cast(PROBES)]
+        self._waiting: list[dict[str, Any]] = []
+        self._num_rows = len(known)
+
+    def append(self, record: dict[str, Any]) -> int:
+        """Add a row of PROBES and return its number."""
+        if len(self._waiting) == _FRESH_AT_ONCE:
+            self.table()
+        self._waiting.append(record)
+        self._num_rows += 1
+        return self._num_rows - 1
+
+    def table(self) -> pa.Table:
+        """Return all rows."""
+        self._parts.append(pa.Table.from_pylist(self._waiting, schema=PROBES))
+        self._waiting = []
+        return pa.concat_tables(self._parts)
 
 
 def _outcomes(

@@ -5,14 +5,15 @@ uncertain whether the current variant is complete, all variants are kept.
 """
 
 import errno
+import os
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
 from manifests.json_text import parse_json
-from manifests.publish import target_of, temporary_path
+from manifests.publish import target_of, temporaries_in, temporary_path
 from manifests.quoting import counted
 from manifests.store import manifest_dir
 from prep.core.column import ColumnSpec, recipe_fingerprint
@@ -24,7 +25,15 @@ from prep.core.run import FAILURES_FILE
 from prep.core.selection import SELECTION_FILE
 from prep.registry import columns
 from shards.dataset import current_variant, list_variants, variant_dir
-from shards.format import COMMITS_FOLDER, CONTENTS_FILE, RECIPE_FILE
+from shards.format import (
+    COMMIT_TABLE_FILE,
+    COMMITS_FOLDER,
+    CONTENTS_FILE,
+    FOLDER,
+    RECIPE_FILE,
+    folder_of,
+    folders_in,
+)
 from shards.reader import Variant
 
 _SHARD_FILE = re.compile(r"\d{6,}-[0-9a-f]{8}\.(tar|tar\.idx|index\.arrow)")
@@ -105,14 +114,19 @@ def _find_in_column(data_dir: Path, column: ColumnSpec, garbage: Garbage) -> Non
         if name != current and not _is_variant(folder):
             garbage.unknown.append(folder)
             continue
-        known, unknown = _sorted_files(folder)
-        garbage.unknown.extend(unknown)
         if name == current:
-            garbage.items.extend(_uncommitted(folder, known))
+            stored = [commit.files for commit in Variant(folder).commits.values() if commit.files is not None]
+            named = {path for file in stored for path in (file.tar, file.energon_index, file.index)}
+            known, unknown = _sorted_files(folder, needed=named)
+            stray = (Path(path) for path in known if _SHARD_FILE.fullmatch(path.rpartition("/")[2]))
+            garbage.items.extend(Item(path, _size(path), "not referenced by a commit") for path in stray)
         else:
-            why = "not the current variant"
-            garbage.items.extend(Item(path, _size(path), why, variant=f"{column.name}/{name}") for path in known)
+            known, unknown = _sorted_files(folder)
+            why, variant = "not the current variant", f"{column.name}/{name}"
+            garbage.items.extend(Item(path, _size(path), why, variant=variant) for path in map(Path, known))
+            garbage.folders.extend([*folders_in(folder), *folders_in(folder / COMMITS_FOLDER)])
             garbage.folders.extend(folder / part for part in _parts())
+        garbage.unknown.extend(map(Path, unknown))
 
 
 def _parts() -> dict[str, tuple[str, re.Pattern[str]]]:
@@ -200,40 +214,70 @@ def _is_variant(folder: Path) -> bool:
     return made_here and not folder.is_symlink()
 
 
-def _sorted_files(folder: Path) -> tuple[list[Path], list[Path]]:
-    """Return the files of a variant in the order in which they can be removed, and the files unknown to the format."""
-    known: dict[str, list[Path]] = {"commit": [], "data": [], "recipe": []}
-    unknown: list[Path] = []
+def _sorted_files(folder: Path, *, needed: Collection[str] = ()) -> tuple[list[str], list[str]]:
+    """Return the files of a variant in the order in which they can be removed, and the files unknown to the format.
+
+    Args:
+        needed: files that are left out, relative to the folder.
+    """
+    known: dict[str, list[str]] = {"contents": [], "commit": [], "data": [], "recipe": []}
+    unknown: list[str] = []
     parts = _parts()
     derived = {file.name for column in columns() for file in column.extra_files}
-    for path in sorted(folder.iterdir()):
-        is_folder = path.is_dir() and not path.is_symlink()
-        if is_folder and path.name in parts:
-            kind, names = parts[path.name]
-            for entry in sorted(path.iterdir()):
-                if not _is_temporary(entry):
-                    (known[kind] if names.fullmatch(entry.name) and entry.is_file() else unknown).append(entry)
-        elif is_folder and path.name == RUNNING_FOLDER:
-            unknown.extend(sign for sign in sorted(path.iterdir()) if not RUNNING_FILE.fullmatch(sign.name))
-        elif is_folder or path.is_symlink():
-            unknown.append(path)
-        elif path.name == CONTENTS_FILE:
-            known["commit"].insert(0, path)  # the list of commits is removed before the commits
-        elif path.name == RECIPE_FILE:
-            known["recipe"].append(path)
-        elif path.name in derived or any(names.fullmatch(path.name) for names in _DATA_FILES):
-            known["data"].append(path)
-        elif not _is_temporary(path):
-            unknown.append(path)
-    return [*known["commit"], *known["data"], *known["recipe"]], unknown
+    for entry in _entries(folder):
+        is_folder, is_link = entry.is_dir(follow_symlinks=False), entry.is_symlink()
+        if entry.name in needed or _is_temporary(entry):
+            continue
+        if is_folder and entry.name in parts:
+            kind, names = parts[entry.name]
+            _sort_part(entry, names, known=known[kind], unknown=unknown)
+        elif is_folder and FOLDER.fullmatch(entry.name):
+            _sort_part(entry, _SHARD_FILE, known=known["data"], unknown=unknown, needed=needed)
+        elif is_folder and entry.name == RUNNING_FOLDER:
+            unknown.extend(sign.path for sign in _entries(entry) if not RUNNING_FILE.fullmatch(sign.name))
+        elif is_folder or is_link:
+            unknown.append(entry.path)
+        elif entry.name in (CONTENTS_FILE, COMMIT_TABLE_FILE):
+            known["contents"].insert(0, entry.path)  # the list of commits is removed before the commits
+        elif entry.name == RECIPE_FILE:
+            known["recipe"].append(entry.path)
+        elif entry.name in derived or any(names.fullmatch(entry.name) for names in _DATA_FILES):
+            known["data"].append(entry.path)
+        else:
+            unknown.append(entry.path)
+    return [path for paths in known.values() for path in paths], unknown
 
 
-def _uncommitted(folder: Path, known: list[Path]) -> Iterator[Item]:
-    files = [commit.files for commit in Variant(folder).commits.values() if commit.files is not None]
-    named = {name for file in files for name in (file.tar, file.energon_index, file.index)}
-    for path in known:
-        if _SHARD_FILE.fullmatch(path.name) and path.name not in named:
-            yield Item(path, _size(path), "not referenced by a commit")
+def _sort_part(
+    folder: "os.DirEntry[str]",
+    names: re.Pattern[str],
+    *,
+    known: list[str],
+    unknown: list[str],
+    needed: Collection[str] = (),
+) -> None:
+    """Sort the files in a folder of a variant, and those in the folders of commits."""
+    for entry in _entries(folder):
+        if f"{folder.name}/{entry.name}" in needed or _is_temporary(entry):
+            continue
+        if folder.name == COMMITS_FOLDER and FOLDER.fullmatch(entry.name) and entry.is_dir(follow_symlinks=False):
+            _sort_part(entry, names, known=known, unknown=unknown)
+            continue
+        is_known = names.fullmatch(entry.name) and _is_at_home(folder.name, entry.name) and entry.is_file()
+        (known if is_known else unknown).append(entry.path)
+
+
+def _is_at_home(folder: str, name: str) -> bool:
+    """Return True if `folder` is the one for the shard that the file is named after, or no folder of shards."""
+    if not FOLDER.fullmatch(folder):
+        return True
+    number = re.match(r"\d+", name)
+    return number is not None and folder_of(int(number[0])) == folder
+
+
+def _entries(folder: "Path | os.DirEntry[str]") -> list["os.DirEntry[str]"]:
+    with os.scandir(folder) as entries:
+        return sorted(entries, key=lambda entry: entry.name)
 
 
 def _find_temporaries(data_dir: Path, garbage: Garbage) -> None:
@@ -249,7 +293,8 @@ def _find_temporaries(data_dir: Path, garbage: Garbage) -> None:
             folder = variant_dir(data_dir, column.name, name)
             if not (folder / RECIPE_FILE).is_file():
                 continue  # prep did not make the folder
-            for part in (folder, *(folder / part for part in _parts())):
+            commits = folder / COMMITS_FOLDER
+            for part in (folder, *folders_in(folder), *folders_in(commits), *(folder / part for part in _parts())):
                 _add_temporaries(part, garbage)
             for path in sorted((folder / RUNNING_FOLDER).glob("*")):
                 if RUNNING_FILE.fullmatch(path.name):
@@ -258,13 +303,11 @@ def _find_temporaries(data_dir: Path, garbage: Garbage) -> None:
 
 
 def _add_temporaries(folder: Path, garbage: Garbage, *, of: Callable[[str], bool] = lambda target: True) -> None:
-    for path in sorted(folder.iterdir()) if folder.is_dir() else ():
-        if _is_temporary(path) and of(target_of(path.name) or ""):
-            garbage.items.append(Item(path, _size(path), _LEFTOVER))
+    garbage.items.extend(Item(path, _size(path), _LEFTOVER) for path in temporaries_in(folder, of=of))
 
 
-def _is_temporary(path: Path) -> bool:
-    return target_of(path.name) is not None and path.is_file() and not path.is_symlink()
+def _is_temporary(entry: "os.DirEntry[str]") -> bool:
+    return target_of(entry.name) is not None and entry.is_file(follow_symlinks=False)
 
 
 def _size(path: Path) -> int:

@@ -4,11 +4,11 @@ import os
 from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
@@ -19,7 +19,7 @@ from prep.core.data_folder import was_killed
 from prep.core.failure_list import MAX_NAMED, FailureEntry, first_failures, first_few, named_values
 from prep.core.heartbeat import ShardProgress, running_shards
 from prep.core.layout import DamagedLayout, variants_of
-from prep.core.plan import NUM_CHECK_THREADS, is_readable, problems_of
+from prep.core.plan import NUM_CHECK_THREADS, problems_of
 from prep.core.run import FAILURES_FILE
 from prep.core.selection import read_selection
 from prep.registry import columns
@@ -27,7 +27,9 @@ from prep.sources.table import read_probes
 from prep.upkeep.caption_sources import CaptionSource, read_caption_sources
 from prep.upkeep.leakage import Leakage, find_leakage
 from shards.commits import Failure
+from shards.damage import Damaged
 from shards.dataset import current_variant
+from shards.index import index_seconds
 from shards.reader import CommittedShard, Variant
 
 
@@ -38,7 +40,8 @@ class VariantStatus:
     Attributes:
         num_shards: number of committed shards that hold samples. num_samples counts their samples: chunks, or videos
             for `text`.
-        hours: hours of video in the shards with a readable index; 0 for `text`.
+        hours: hours of video in the shards, except those that have an unreadable index since before the last run ended;
+            0 for `text`.
         failures: code -> number of spans, chunks or videos that failed, from the commits.
         num_wanted: number of samples that the recipe requires; None if unknown.
         where: condition on the samples that the last run wanted; None for all.
@@ -210,13 +213,15 @@ def _failures(variant: Variant) -> Iterator[Failure]:
 
 def folder_bytes(folder: Path) -> int:
     """Return the total size in bytes of all readable files in a folder and its subfolders."""
-    total = 0
-    for parent, _, names in os.walk(folder):
-        for name in names:
-            try:
-                total += (Path(parent) / name).lstat().st_size
-            except OSError:
-                continue  # removed since the folder was listed
+    total, waiting = 0, [os.fspath(folder)]
+    while waiting:
+        with suppress(OSError), os.scandir(waiting.pop()) as entries:
+            for entry in entries:
+                if entry.is_dir(follow_symlinks=False):
+                    waiting.append(entry.path)
+                else:
+                    with suppress(OSError):  # removed since the folder was listed
+                        total += entry.stat(follow_symlinks=False).st_size
     return total
 
 
@@ -256,9 +261,11 @@ def _first_sources(probes: pa.Table) -> list[FailureEntry]:
 def _variant_status(
     variant: Variant, *, is_current: bool, num_wanted: int | None, running: list[ShardProgress]
 ) -> VariantStatus:
-    shards = variant.shards()
+    shards, known = variant.shards(), variant.known_seconds()
     with ThreadPoolExecutor(NUM_CHECK_THREADS) as pool:
-        hours = sum(pool.map(_hours, shards))
+        seconds = sum(known.values()) + sum(
+            pool.map(_seconds, [shard for shard in shards if shard.shard_id not in known])
+        )
     codes = Counter(failure.code for failure in _failures(variant))
     done = sum(shard.num_done for shard in running if shard.shard_id not in variant.commits)
     return VariantStatus(
@@ -267,7 +274,7 @@ def _variant_status(
         size_bytes=folder_bytes(variant.directory),
         num_shards=len(shards),
         num_samples=sum(shard.num_samples for shard in shards),
-        hours=hours,
+        hours=seconds / 3600,
         failures=dict(codes.most_common()),
         num_wanted=num_wanted,
         num_running=done if running else None,
@@ -282,10 +289,8 @@ def _where_of(variant: Variant) -> str | None:
         return "unknown: the record is damaged"
 
 
-def _hours(shard: CommittedShard) -> float:
-    if not is_readable(shard) or "num_frames" not in shard.index.column_names:
+def _seconds(shard: CommittedShard) -> float:
+    try:
+        return index_seconds(shard.index_path)
+    except (Damaged, OSError):
         return 0.0
-    frames, fps_num, fps_den = (
-        np.asarray(shard.index[name], np.float64) for name in ("num_frames", "fps_num", "fps_den")
-    )
-    return float((frames * fps_den / fps_num).sum() / 3600)

@@ -17,9 +17,11 @@ from typing import Any
 from prep.core.column import CheckedSample, ColumnSpec, DeepCode, imported
 from prep.engines import Outcome
 from prep.engines.processes import ProcessEngine
+from shards.commit_table import distrust
 from shards.commits import Commit, commit_path
 from shards.damage import Damaged
 from shards.index import extensions_of, open_index
+from shards.quick_check import check_record
 from shards.reader import Variant
 from shards.verify import Code, Problem, damaged_commit, quick_check, verify_shard
 
@@ -135,6 +137,11 @@ def verify_variant(
 
 def mark(folder: Path, commit: Commit, problems: list[Problem]) -> bool:
     """Mark a damaged shard for the next run; return True if the next run will notice the damage."""
+    if any(problem.code == Code.COMMIT_DAMAGED for problem in problems):
+        with suppress(OSError):
+            distrust(commit_path(folder, commit.shard_id))
+            return True
+        return False
     if commit.files is None or quick_check(folder, commit):
         return True
     is_index = all(problem.code in _INDEX_CODES for problem in problems)
@@ -151,12 +158,17 @@ def mark(folder: Path, commit: Commit, problems: list[Problem]) -> bool:
 
 def _verify_bytes(variant: Variant, *, num_threads: int) -> Iterator[tuple[Commit, list[Problem]]]:
     with ThreadPoolExecutor(num_threads) as pool:
-        running = {pool.submit(verify_shard, variant.directory, commit): commit for commit in variant.commits.values()}
+        running = {pool.submit(_verify_one, variant.directory, commit): commit for commit in variant.commits.values()}
         try:
             for future in as_completed(running):
                 yield running[future], future.result()
         finally:
             pool.shutdown(cancel_futures=True)
+
+
+def _verify_one(variant_dir: Path, commit: Commit) -> list[Problem]:
+    # The commit may come from the table of commits.
+    return check_record(variant_dir, commit) or verify_shard(variant_dir, commit)
 
 
 def _check_deep(

@@ -10,6 +10,7 @@ from itertools import pairwise
 from typing import Any, Protocol
 
 import numpy as np
+import pyarrow as pa
 
 from prep.video.spans import Span, chunks_of, num_chunks_of, span_of
 
@@ -89,8 +90,11 @@ class Cutting(Protocol):
         """Return the number of frames of spans, int64, for an estimate."""
         ...
 
-    def identity(self, video: int) -> str:
-        """Return a text that identifies all chunks of a video, for the fingerprints of shards."""
+    def identities(self, videos: np.ndarray) -> pa.Array:
+        """Return a text for each of some videos, which may repeat, that identifies all of its chunks (string array).
+
+        It is part of the fingerprints of shards.
+        """
         ...
 
 
@@ -119,8 +123,8 @@ class EvenCutting:
         frames_per_span = self.span_chunks * self.chunk_frames
         return np.minimum(self.num_frames[videos] - index * frames_per_span, frames_per_span)
 
-    def identity(self, video: int) -> str:
-        return str(self.num_frames[video])
+    def identities(self, videos: np.ndarray) -> pa.Array:
+        return pa.array(self.num_frames[videos]).cast(pa.string())
 
 
 @dataclass(frozen=True)
@@ -166,7 +170,12 @@ class ShotCutting:
         begin, end = self._rows(videos, index)
         return before[end] - before[begin]
 
+    def identities(self, videos: np.ndarray) -> pa.Array:
+        distinct, positions = np.unique(videos, return_inverse=True)
+        return pa.array(map(self.identity, distinct.tolist()), pa.string()).take(pa.array(positions))
+
     def identity(self, video: int) -> str:
+        """Return the identity of one video; see `identities`."""
         mine = slice(self.begins[video], self.begins[video + 1])
         content = np.stack([self.first_frame[mine], self.chunk_frames[mine]]).astype("<i8").tobytes()
         return hashlib.sha256(content).hexdigest()

@@ -3,13 +3,14 @@
 The plan is a function of manifest, probes, shots, layout, recipe and commits. Planning opens only the files that it
 needs. With `--cut shots`, a video whose shots have not been detected yet has no chunks in the plan; what was made of it
 before is kept.
-Tables are handled by column and each span takes a single hash update, so that planning a million chunks takes seconds.
+Tables are handled by column, and a shard takes a single hash update, so that planning ten million chunks takes seconds.
 """
 
 import hashlib
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -27,6 +28,7 @@ from prep.video.shots import VideoShots, cutting_of, frames_of
 from prep.video.spans import Span
 from shards.commits import Commit, Failure
 
+_ROWS_AT_ONCE = 1 << 16
 _HELD = "kept, because a source cannot be read and its duration is unknown"
 _HELD_SHOTS = "kept, because the duration or the shots of a source are unknown"
 
@@ -102,7 +104,7 @@ class Plan:
             shots: the known shots of the videos; required by `--cut shots`.
             retry_codes: failure codes to try again even if nothing changed.
         """
-        self.recipe = recipe
+        self.recipe, self._recipe_fingerprint = recipe, recipe.fingerprint
         self._videos, self._probes = videos, probes
         self._is_unusable = np.asarray(pc.is_null(probes["fingerprint"]))
         self._num_frames = frames_of(recipe, probes)
@@ -147,8 +149,12 @@ class Plan:
                 path=video["path"],
                 source=source,
                 span=span,
-                fingerprint=span_fingerprint(self.recipe.fingerprint, source.fingerprint, span),
+                fingerprint=span_fingerprint(self._recipe_fingerprint, source.fingerprint, span),
             )
+
+    def manifest_rows(self, rows: range) -> np.ndarray:
+        """Return the rows of the manifest with the videos of spans, given by their rows in the plan; int64."""
+        return self._video_rows[rows.start : rows.stop]
 
     def failed_sources(self) -> Iterator[Failure]:
         """Yield a failure for each unusable video."""
@@ -222,22 +228,20 @@ class Plan:
         shard_ids = np.asarray(self.layout["shard_id"])[layout_rows]
         # The layout grows in shard order, so the rows of a shard are contiguous.
         bounds = np.flatnonzero(np.diff(shard_ids, prepend=-1, append=-1)) if len(shard_ids) else np.zeros(1, int)
-        describe = self._description()
         unreadable = frozenset(self._videos["video_id"].filter(pc.is_valid(self._probes["code"])).to_pylist())
-        splits = as_array(self.layout["split"])
+        begins, ends = bounds[:-1], bounds[1:]
+        splits = self.layout["split"].take(pa.array(layout_rows[begins])).to_pylist()
+        behind = np.concatenate([[0], np.cumsum(self._span_chunk_counts())])
+        num_chunks = behind[ends] - behind[begins]
+        of_all = f"{self._recipe_fingerprint} {self.has_captions}".encode()
 
         def wanted() -> Iterator[WantedShard]:
-            for begin, end in zip(bounds[:-1].tolist(), bounds[1:].tolist(), strict=True):
-                rows = range(begin, end)
-                digest = hashlib.sha256(f"{self.recipe.fingerprint} {self.has_captions}".encode())
-                digest.update(describe(rows))
-                yield WantedShard(
-                    shard_id=int(shard_ids[begin]),
-                    split=splits[int(layout_rows[begin])].as_py(),
-                    fingerprint=digest.hexdigest(),
-                    num_chunks=int(self._span_chunk_counts(rows).sum()),
-                    rows=rows,
-                )
+            columns = (shard_ids[begins], num_chunks, begins, ends)
+            of_shards = zip(splits, self._descriptions(bounds), *(column.tolist() for column in columns), strict=True)
+            for split, description, shard_id, count, begin, end in of_shards:
+                digest = hashlib.sha256(of_all)
+                digest.update(description)
+                yield WantedShard(shard_id, split, digest.hexdigest(), count, range(begin, end))
 
         return plan_shards(
             wanted(),
@@ -264,26 +268,32 @@ class Plan:
         rows, _ = wanted_rows(self.layout, video_ids=ids, splits=splits, num_chunks=unknown)
         return frozenset(np.asarray(self.layout["shard_id"])[rows].tolist())
 
-    def _span_chunk_counts(self, rows: range) -> np.ndarray:
-        part = slice(rows.start, rows.stop)
-        left = self._num_chunks[self._video_rows[part]] - self._span_index[part] * SPAN_CHUNKS
-        return np.minimum(left, SPAN_CHUNKS)
+    def _span_chunk_counts(self) -> np.ndarray:
+        return np.minimum(self._num_chunks[self._video_rows] - self._span_index * SPAN_CHUNKS, SPAN_CHUNKS)
 
-    def _description(self) -> Callable[[range], bytes]:
-        """Return a function from rows to the bytes that represent their spans in the shard's fingerprint."""
+    def _descriptions(self, bounds: np.ndarray) -> Iterator[memoryview]:
+        """Yield the bytes that represent the spans of each shard in its fingerprint: one line per span.
+
+        Args:
+            bounds: first row of each shard, and the number of all rows.
+        """
         columns = [as_array(self._videos[name]) for name in ("video_id", "source_id", "dataset", "split")]
         columns += [as_array(self._videos["captions_sha256"]), as_array(self._probes["fingerprint"])]
-
-        def describe(rows: range) -> bytes:
-            part = slice(rows.start, rows.stop)
+        first = 0
+        while first < len(bounds) - 1:
+            # Many shards at a time, because each call of Arrow costs as much as hundreds of its values.
+            last = int(np.searchsorted(bounds, bounds[first] + _ROWS_AT_ONCE, side="right")) - 1
+            last = max(last, first + 1)
+            part = slice(bounds[first], bounds[last])
             video_rows = self._video_rows[part]
-            # One shard at a time: converting value by value would take seconds longer for a million chunks.
-            texts = [column.take(pa.array(video_rows)).to_pylist() for column in columns]
-            numbers = self._span_index[part].tolist(), map(self.cutting.identity, video_rows.tolist())
-            lines = ("\0".join(map(str, line)) for line in zip(*texts, *numbers, strict=True))
-            return "".join(f"{line}\n" for line in lines).encode("utf-8", "surrogateescape")
-
-        return describe
+            texts = [column.take(pa.array(video_rows)) for column in columns]
+            texts += [pa.array(self._span_index[part]).cast(pa.string()), self.cutting.identities(video_rows)]
+            lines = pc.binary_join_element_wise(*texts, "\0", null_handling="replace", null_replacement="None")
+            _, offsets, content = pc.binary_join_element_wise(lines, "", "\n").buffers()
+            ends = np.frombuffer(offsets, np.int32)[bounds[first : last + 1] - bounds[first]].tolist()
+            view = memoryview(content)
+            yield from (view[begin:end] for begin, end in pairwise(ends))
+            first = last
 
 
 def span_fingerprint(recipe_fingerprint: str, source_fingerprint: str, span: Span) -> str:

@@ -24,6 +24,7 @@ from prep.core.table_file import as_array
 from prep.engines.admission import worker_ticket
 from prep.sources.shot_table import SHOTS, Detection, detect_shots, read_shots
 from prep.sources.table import probe_sources, read_probes
+from prep.video.captions import caption_groups
 from prep.video.column import COLUMN
 from prep.video.layout import layout_path, video_layout_of_commits, wanted_rows
 from prep.video.plan import Plan
@@ -188,6 +189,7 @@ def chunk_job(planned: Planned) -> "Job[ShardTask]":
     write_layout(layout_path(planned.data_dir, plan.recipe.settings), plan.layout)
     has_work = any(shard.has_work for shard in plan.shards)
     captions_file = captions_path(planned.data_dir) if plan.has_captions and has_work else None
+    groups = None if captions_file is None else caption_groups(captions_file, as_array(planned.videos["video_id"]))
 
     def task(shard: ShardPlan) -> "ShardTask":
         return ShardTask(
@@ -199,6 +201,7 @@ def chunk_job(planned: Planned) -> "Job[ShardTask]":
             spans=tuple(plan.spans(shard.rows)),
             old_commit=planned.commits.get(shard.shard_id),
             captions_file=captions_file,
+            caption_groups=() if groups is None else groups.of(plan.manifest_rows(shard.rows)),
         )
 
     return Job(

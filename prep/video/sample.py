@@ -2,54 +2,16 @@
 
 import json
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from fractions import Fraction
-from pathlib import Path
-
-import pyarrow as pa
-import pyarrow.compute as pc
-import pyarrow.dataset as ds
 
 from manifests.keys import chunk_key
+from prep.video.captions import Caption
 from prep.video.plan import SpanPlan
 from prep.video.settings import ChunkSettings
 from prep.video.span_task import ReadyChunk
 from prep.video.spans import start_ms
 from shards.writer import Sample
-
-
-@dataclass(frozen=True)
-class Caption:
-    """One caption; `end_s` is None if it lasts to the end of the video."""
-
-    caption_id: int
-    begin_s: float
-    end_s: float | None
-    text: str
-    source: str
-
-    def overlaps(self, begin_s: Fraction, end_s: Fraction) -> bool:
-        """Return True if the caption overlaps [begin_s, end_s)."""
-        return self.begin_s < end_s and (self.end_s is None or self.end_s > begin_s)
-
-
-def captions_of(captions_file: Path, video_ids: Sequence[str]) -> dict[str, list[Caption]]:
-    """Return the captions of some videos, sorted by time; the table is read in batches and only these rows are kept."""
-    wanted = pa.array(sorted(set(video_ids)), pa.string())
-    found: dict[str, list[Caption]] = {}
-    scanner = ds.dataset(captions_file, format="parquet").scanner(columns=_COLUMNS, use_threads=False)
-    for batch in scanner.to_batches():
-        ids = batch["video_id"].cast(pa.string())
-        kept = pc.is_in(ids, value_set=wanted)
-        if not pc.any(kept).as_py():
-            continue
-        for row in batch.filter(kept).to_pylist():
-            end_s = row["end_s"] if row["end_s"] != float("inf") else None
-            caption = Caption(row["caption_id"], row["begin_s"], end_s, row["text"], row["source"])
-            found.setdefault(row["video_id"], []).append(caption)
-    for captions in found.values():
-        captions.sort(key=lambda caption: (caption.begin_s, caption.caption_id))
-    return found
 
 
 def video_sample(
@@ -116,6 +78,3 @@ def _ratio(value: Fraction) -> list[int]:
 
 def _json_bytes(value: object) -> bytes:
     return json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode("utf-8", "replace")
-
-
-_COLUMNS = ["caption_id", "video_id", "begin_s", "end_s", "text", "source"]

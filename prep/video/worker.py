@@ -16,10 +16,11 @@ from prep.core.column import VIDEO
 from prep.core.failures import FailureCode, SourceFailure
 from prep.core.heartbeat import Heartbeat
 from prep.core.shard_result import ShardResult, cpu_s, stopped, system_errors_as_results
+from prep.video.captions import captions_of
 from prep.video.ffmpeg import Ffmpeg, find_ffmpeg
 from prep.video.plan import SpanPlan
 from prep.video.recipe import ResolvedRecipe
-from prep.video.sample import captions_of, video_sample
+from prep.video.sample import video_sample
 from prep.video.scratch import scratch_folder
 from prep.video.span_task import OldChunks, SpanChunks, make_span
 from prep.video.spans import start_ms
@@ -35,6 +36,7 @@ class ShardTask:
     Attributes:
         old_commit: previous commit of the shard, for its unchanged chunks.
         captions_file: the manifest's table of captions, or None if no video has captions.
+        caption_groups: row groups of that table with captions of the shard's videos.
     """
 
     variant_dir: Path
@@ -45,6 +47,7 @@ class ShardTask:
     spans: tuple[SpanPlan, ...]
     old_commit: Commit | None
     captions_file: Path | None
+    caption_groups: tuple[int, ...] = ()
 
 
 def make_shard(task: ShardTask) -> ShardResult:
@@ -66,7 +69,8 @@ def _make_in(scratch: Path, task: ShardTask, *, ffmpeg: Ffmpeg) -> ShardResult:
     settings = task.recipe.settings
     captions = None
     if task.captions_file is not None:
-        captions = captions_of(task.captions_file, [plan.video_id for plan in task.spans])
+        video_ids = [plan.video_id for plan in task.spans]
+        captions = captions_of(task.captions_file, video_ids, row_groups=task.caption_groups)
     extensions = ["mp4", "json", *(["txt"] if captions is not None else [])]
     old = OldChunks(task.variant_dir, task.old_commit, plans=task.spans, folder=scratch)
     content = hashlib.sha256(task.plan_fingerprint.encode())

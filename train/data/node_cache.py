@@ -1,9 +1,9 @@
 """Arrays that all ranks of a machine share: computed by one of them, written to a file, and mapped by all.
 
 Opening a set of millions of samples sorts and searches arrays of as many rows. Done by every rank, it takes as much
-time and memory again for each of them. Here the first rank computes under a lock, and publishes the result in the folder
-of `--cache`, or in the user's cache folder; the others, and later runs on the same data, map it. Results are named by a
-hash of everything that they depend on: commits, manifest, split, settings, and the code that computes them.
+time and memory again for each of them. Here the first rank computes under a lock, and publishes the result in the
+folder of `--cache`, or in the user's cache folder; the others, and later runs on the same data, map it. Results are
+named by a hash of everything that they depend on: commits, manifest, split, settings, and the code that computes them.
 
 Small sets are computed by every rank, without a file. So are large ones if the folder cannot be written, which is said
 on standard error. The folder holds at most `_MAX_BYTES`; results that were not used for the longest time are removed.
@@ -230,5 +230,5 @@ def _decoded(value: Any, at: Callable[[list[int]], pa.Buffer], types: dict[str, 
         return types[value["type"]](**{name: _decoded(item, at, types) for name, item in value["fields"].items()})
     if "dict" in value:
         return {name: _decoded(item, at, types) for name, item in value["dict"].items()}
-    items = [_decoded(item, at, types) for item in value.get("tuple", value.get("list"))]
+    items = [_decoded(item, at, types) for item in value.get("tuple") or value.get("list") or ()]
     return tuple(items) if "tuple" in value else items

@@ -2,6 +2,7 @@
 
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -94,7 +95,7 @@ class Selection:
 
     def of_captions(
         self, captions: pa.Table, *, rows: NDArray[np.integer], video_row: NDArray[np.integer]
-    ) -> dict[str, NDArray[np.bool_] | None]:
+    ) -> dict[str, Any]:
         """The arguments of `usable_captions` for the captions in `rows`.
 
         Args:

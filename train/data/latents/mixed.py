@@ -132,7 +132,7 @@ def _joined_records(sets: Sequence[SegmentSet]) -> LatentRecords:
     records, first = [one.records for one in sets], sets[0].records
     first_video = _starts([len(one.video_ids) for one in sets])
     names = ("start_ms", "num_frames", "header_bytes", "crc32")
-    joined: dict[str, NDArray[Any]] = {name: np.concatenate([getattr(one, name) for one in records]) for name in names}
+    joined: dict[str, Any] = {name: np.concatenate([getattr(one, name) for one in records]) for name in names}
     return LatentRecords(
         shape=first.shape,
         video_row=np.concatenate([one.video_row + np.int32(at) for one, at in zip(records, first_video, strict=True)]),
@@ -147,10 +147,11 @@ def _joined_records(sets: Sequence[SegmentSet]) -> LatentRecords:
 
 def _joined_text(parts: Sequence[TextMembers]) -> TextMembers:
     names = ("size_bytes", "crc32", "video_row")
-    joined = {name: np.concatenate([getattr(one, name) for one in parts]) for name in names}
+    joined: dict[str, Any] = {name: np.concatenate([getattr(one, name) for one in parts]) for name in names}
     joined["address"] = np.concatenate([one.base + one.address for one in parts])
     order = np.argsort(joined["address"], kind="stable")
-    return TextMembers(width=parts[0].width, **{name: array[order] for name, array in joined.items()})
+    in_order: dict[str, Any] = {name: array[order] for name, array in joined.items()}
+    return TextMembers(width=parts[0].width, **in_order)
 
 
 def _joined_captions(sets: Sequence[SegmentSet], first_segment: Sequence[int]) -> SegmentCaptions:

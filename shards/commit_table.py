@@ -1,0 +1,158 @@
+"""All commits of a variant in one table, `<variant>/commits.arrow`, so that readers open one file instead of thousands.
+
+An Arrow IPC file of one batch, one row per intact commit, ascending by shard ID (columns: SCHEMA). It is derived from
+the commit records, and only they make a shard exist. `shards.lists.finish_run` writes it before contents.json, which
+records its SHA-256. Like the records, its bytes depend on nothing but the commits.
+
+The table counts if its bytes are the recorded ones. It then stands for the records of each folder of commits whose
+modification time is exactly that of the table: the writer of the table sets it so, and adding, replacing or removing a
+record changes it. Readers take the records of all other folders from their JSON files. Times are only compared for
+equality, so that clocks do not matter. A copy that preserves times (`cp -a`, `rsync -a`) is read by its table as
+well. A copy with new times (`cp -r`) is read record by record, until the next run has confirmed the table.
+
+A record that is damaged in place, as by a failing disk, leaves its folder as it is, and readers do not need it.
+`prep verify` reads every record, and touches the folder of a damaged one. Plans and status read the records that are
+newer than the table (shards.verify).
+"""
+
+import hashlib
+import os
+from collections.abc import Collection, Iterable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+
+from manifests.publish import published
+from shards.format import COMMIT_TABLE_FILE, COMMITS_FOLDER, FORMAT_VERSION, folders_in
+from shards.opening import open_regular
+
+MIN_COMMITS = 100  # reading fewer records takes milliseconds
+_FORMAT_KEY = b"clipmill_format"
+_AGE_NS = 10_000_000_000  # no change of a folder can get the time of the table, however coarse the disk's times are
+
+SCHEMA = pa.schema(
+    [
+        pa.field("shard_id", pa.int64(), nullable=False),
+        pa.field("folder", pa.string(), nullable=False),  # of the record in `commits/`; empty for that folder itself
+        pa.field("column", pa.string(), nullable=False),
+        pa.field("split", pa.string(), nullable=False),
+        pa.field("plan_fingerprint", pa.string(), nullable=False),
+        # Those of the commit's files; null if every sample failed.
+        pa.field("tar", pa.string()),
+        pa.field("tar_bytes", pa.int64()),
+        pa.field("tar_sha256", pa.string()),
+        pa.field("index", pa.string()),
+        pa.field("index_bytes", pa.int64()),
+        pa.field("index_sha256", pa.string()),
+        pa.field("num_samples", pa.int64()),
+        pa.field("failures", pa.string()),  # JSON in ASCII, as in the record; null if there are none
+        pa.field("seconds", pa.float64()),  # of video in the shard, 0 if samples have no duration; null if unknown
+    ],
+    metadata={_FORMAT_KEY: str(FORMAT_VERSION).encode()},
+)
+
+
+@dataclass(frozen=True)
+class CommitTable:
+    """The table of a variant, mapped into memory, whose bytes are those recorded in contents.json."""
+
+    rows: pa.Table
+    sha256: str
+    mtime_ns: int
+
+
+def table_written_ns(variant_dir: Path) -> int | None:
+    """Return when the table of a variant was written, in ns; None if there is none."""
+    try:
+        return (variant_dir / COMMIT_TABLE_FILE).stat().st_mtime_ns + _AGE_NS
+    except OSError:
+        return None
+
+
+def table_bytes(columns: Mapping[str, Iterable[Any]]) -> bytes:
+    """Return the content of the file for columns of SCHEMA, ascending by shard ID."""
+    arrays = [pa.array(columns[field.name], field.type) for field in SCHEMA]
+    sink = pa.BufferOutputStream()
+    with pa.ipc.new_file(sink, SCHEMA) as writer:
+        writer.write_batch(pa.record_batch(arrays, schema=SCHEMA))
+    return bytes(sink.getvalue())
+
+
+def open_commit_table(variant_dir: Path, *, sha256: str | None) -> CommitTable | None:
+    """Map the table of a variant and verify its bytes; None if it is missing, damaged, or not the one that is expected.
+
+    Args:
+        sha256: the checksum that contents.json records (hex), or None if it records none.
+    """
+    if sha256 is None:
+        return None
+    path = variant_dir / COMMIT_TABLE_FILE
+    try:
+        descriptor = open_regular(path)
+        try:
+            mtime_ns = os.fstat(descriptor).st_mtime_ns
+            with pa.memory_map(str(path)) as mapped:
+                content = mapped.read_buffer()
+                if hashlib.sha256(content).hexdigest() != sha256:
+                    return None
+                rows = pa.ipc.open_file(content).read_all()
+        finally:
+            os.close(descriptor)
+    except (OSError, ValueError, pa.ArrowException):
+        return None
+    is_known = rows.schema.equals(SCHEMA, check_metadata=True)  # otherwise another version wrote it
+    return CommitTable(rows, sha256, mtime_ns) if is_known else None
+
+
+def publish_commit_table(variant_dir: Path, content: bytes) -> str:
+    """Publish the content returned by `table_bytes`; return its SHA-256."""
+    with published(variant_dir / COMMIT_TABLE_FILE) as temporary:
+        temporary.write_bytes(content)
+        written_ns = temporary.stat().st_mtime_ns
+        os.utime(temporary, ns=(written_ns, written_ns - _AGE_NS))
+    return hashlib.sha256(content).hexdigest()
+
+
+def commit_folders(variant_dir: Path) -> dict[str, int]:
+    """Return the modification time in ns of each folder of commits by its name; that of `commits/` itself is empty.
+
+    Raises:
+        FileNotFoundError: the variant has no folder of commits.
+    """
+    root = variant_dir / COMMITS_FOLDER
+    times = {"": root.stat().st_mtime_ns}
+    for folder in folders_in(root):
+        with suppress(FileNotFoundError):  # removed since it was listed
+            times[folder.name] = folder.stat().st_mtime_ns
+    return times
+
+
+def confirm(variant_dir: Path, folders: Mapping[str, int], *, except_for: Collection[str] = ()) -> None:
+    """Declare that the published table holds the records of some folders of commits, by giving them its time.
+
+    A copy of a variant without its records, as of a remote one, has empty folders that are confirmed in the same way.
+
+    Args:
+        folders: modification times in ns from before the records were read. A folder that has changed since is not
+            confirmed.
+        except_for: folders that are not confirmed.
+    """
+    mtime_ns = (variant_dir / COMMIT_TABLE_FILE).stat().st_mtime_ns
+    for name, seen_ns in folders.items():
+        folder = variant_dir / COMMITS_FOLDER / name
+        # Without permission, readers take the records.
+        with suppress(OSError):
+            if name not in except_for and seen_ns != mtime_ns and folder.stat().st_mtime_ns == seen_ns:
+                os.utime(folder, ns=(mtime_ns, mtime_ns))
+
+
+def distrust(record: Path) -> None:
+    """Declare that the records in the folder of `record` have to be read, because this one is damaged.
+
+    Raises:
+        OSError: the folder belongs to another user, or the disk is read-only.
+    """
+    os.utime(record.parent)

@@ -1,0 +1,98 @@
+"""The commits of a variant as its table has them (shards.commit_table), made one by one when they are asked for.
+
+Training opens a few shards at a time: with tens of thousands of them, an object for each commit in every rank would
+take more memory than everything else that opening needs.
+"""
+
+import json
+from collections.abc import ItemsView, Iterator, Mapping, ValuesView
+from dataclasses import fields
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+from numpy.typing import NDArray
+
+from shards.commit_table import commit_folders, open_commit_table
+from shards.commits import Commit, Failure, ShardFiles
+from shards.contents import listed_contents
+from shards.format import COMMIT_TABLE_FILE
+
+_OF_FILES = tuple(one.name for one in fields(ShardFiles))
+
+
+class TableCommits(Mapping[int, Commit]):
+    """Commits by shard ID, ascending, in the rows of a mapped table."""
+
+    def __init__(self, rows: pa.Table) -> None:
+        self.rows = rows
+        self._shard_ids: NDArray[np.int64] = rows["shard_id"].to_numpy()
+        self._all: dict[int, Commit] | None = None
+
+    def __getitem__(self, shard_id: int) -> Commit:
+        row = int(np.searchsorted(self._shard_ids, shard_id))
+        if row == len(self._shard_ids) or self._shard_ids[row] != shard_id:
+            raise KeyError(shard_id)
+        return _commits(self.rows.slice(row, 1))[shard_id]
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self._shard_ids.tolist())
+
+    def __len__(self) -> int:
+        return len(self._shard_ids)
+
+    def items(self) -> ItemsView[int, Commit]:
+        return self._made().items()
+
+    def values(self) -> ValuesView[Commit]:
+        return self._made().values()
+
+    def _made(self) -> dict[int, Commit]:
+        if self._all is None:
+            self._all = _commits(self.rows)
+        return self._all
+
+    def with_files(self) -> pa.Table:
+        """Return the rows of the commits that have files, without making commits."""
+        return self.rows.filter(pc.is_valid(self.rows["tar"]))
+
+    def marks(self) -> Iterator[tuple[int, str | None, list[str | None]]]:
+        """Yield shard ID, SHA-256 of the index, and the keys of failures of each commit, without making commits."""
+        columns = (self.rows[name].to_pylist() for name in ("shard_id", "index_sha256", "failures"))
+        for shard_id, index_sha256, failures in zip(*columns, strict=True):
+            yield shard_id, index_sha256, [one["key"] for one in json.loads(failures)] if failures else []
+
+
+def open_table_commits(variant_dir: Path) -> TableCommits | None:
+    """Open the commits of a variant, if its table holds all that contents.json lists and no record has changed.
+
+    Raises:
+        UserError: contents.json is of another version of the format.
+    """
+    contents = listed_contents(variant_dir)
+    table = open_commit_table(variant_dir, sha256=contents.files.get(COMMIT_TABLE_FILE))
+    if table is None:
+        return None
+    try:
+        folders = commit_folders(variant_dir)
+    except FileNotFoundError:
+        return None
+    is_current = set(folders.values()) == {table.mtime_ns}
+    if not is_current or not folders.keys() >= set(pc.unique(table.rows["folder"]).to_pylist()):
+        return None
+    commits = TableCommits(table.rows)
+    return commits if contents.shard_ids == frozenset(commits) else None
+
+
+def _commits(rows: pa.Table) -> dict[int, Commit]:
+    names = ("column", "shard_id", "split", "plan_fingerprint", "failures")
+    files = zip(*(rows[name].to_pylist() for name in _OF_FILES), strict=True)
+    found = {}
+    for (column, shard_id, split, fingerprint, failed), of_files in zip(
+        zip(*(rows[name].to_pylist() for name in names), strict=True), files, strict=True
+    ):
+        failures = tuple(Failure(**failure) for failure in json.loads(failed)) if failed is not None else ()
+        stored = None if of_files[0] is None else ShardFiles(*of_files)
+        found[shard_id] = Commit(column, shard_id, split, fingerprint, stored, failures)
+    return found
