@@ -11,6 +11,7 @@ contents.json names the shards, and in older data folders the page of the direct
 """
 
 import fcntl
+import hashlib
 import json
 import os
 import re
@@ -25,11 +26,20 @@ from manifests.publish import publish_bytes
 from manifests.storage.objects import ObjectInfo, Objects
 from manifests.store import MANIFEST_FILE, MANIFEST_FOLDER
 from manifests.table_files import CAPTIONS_FILE, VIDEOS_FILE, describe, staged_path
-from shards.commits import commit_path, read_commits
-from shards.contents import listed_shard_ids
+from shards.commit_table import commit_folders, confirm, open_commit_table
+from shards.commits import Commit, commit_bytes, commits_in, read_commits
+from shards.contents import listed_contents
 from shards.damage import Damaged
 from shards.dataset import current_variant
-from shards.format import COMMITS_FOLDER, CONTENTS_FILE, DATASET_FILE, RECIPE_FILE
+from shards.format import (
+    COMMIT_TABLE_FILE,
+    COMMITS_FOLDER,
+    CONTENTS_FILE,
+    DATASET_FILE,
+    RECIPE_FILE,
+    commit_name,
+    in_folder,
+)
 from shards.merged_table import CHUNKS_FILE, is_table_of, open_merged_table, verified
 from shards.reader import Variant
 from shards.scan import scan
@@ -147,25 +157,61 @@ class RemoteFiles:
         return _has_table(variant)
 
     def _copy_commits(self, folder: str, local: Path) -> None:
-        """Copy the records that have changed, and remove copies of those that no longer exist."""
+        """Copy the records that have changed and that no table stands for, and remove copies of all others."""
         listed = self._list_commits(folder, local)
+        by_table = self._folders_of_table(folder, local, listed)
+        wanted = {name: info for name, info in listed.items() if _folder(name) not in by_table}
         before = _read_etags(local)
+        root = local / COMMITS_FOLDER
         changed = [
             name
-            for name, info in listed.items()
-            if not info.etag or before.get(name) != info.etag or not (local / COMMITS_FOLDER / name).is_file()
+            for name, info in wanted.items()
+            if not info.etag or before.get(name) != info.etag or not (root / name).is_file()
         ]
-        _at_once(
-            lambda name: self._copy_if_there(f"{folder}/{COMMITS_FOLDER}/{name}", local / COMMITS_FOLDER / name),
-            changed,
-        )
-        for path in (local / COMMITS_FOLDER).rglob("*.json"):
-            name = path.relative_to(local / COMMITS_FOLDER).as_posix()
-            if name not in listed and name != _ETAGS_FILE:
+        _at_once(lambda name: self._copy_if_there(f"{folder}/{COMMITS_FOLDER}/{name}", root / name), changed)
+        for name in by_table:
+            (root / name).mkdir(parents=True, exist_ok=True)
+        for path in root.rglob("*.json"):
+            if path.relative_to(root).as_posix() not in wanted:
                 path.unlink(missing_ok=True)
-        etags = {name: info.etag for name, info in listed.items() if info.etag}
+        etags = {name: info.etag for name, info in wanted.items() if info.etag}
         if etags != before:
             _publish(local / _ETAGS_FILE, json.dumps(etags).encode())
+        if by_table:
+            folders = commit_folders(local)
+            confirm(local, folders, except_for=folders.keys() - by_table)
+
+    def _folders_of_table(self, folder: str, local: Path, listed: dict[str, ObjectInfo]) -> set[str]:
+        """Copy the table of commits, and return the folders whose records it holds: the same, and none newer."""
+        sha256 = listed_contents(local).files.get(COMMIT_TABLE_FILE)
+        if sha256 is None:
+            return set()
+        try:
+            self.copy_file(f"{folder}/{COMMIT_TABLE_FILE}", sha256=sha256)
+            written_s = self.objects.info(f"{folder}/{COMMIT_TABLE_FILE}").modified_s
+        except (OSError, UserError):
+            return set()  # a run is just replacing it
+        table = open_commit_table(local, sha256=sha256)
+        if table is None:
+            return set()
+        held: dict[str, dict[str, Commit]] = {"": {}}
+        for name, commits in commits_in(table.rows).items():
+            held[name] = {commit_name(shard_id): commit for shard_id, commit in commits.items()}
+        if not self.objects.is_writable:
+            is_same = listed_contents(local).shard_ids == frozenset(table.rows["shard_id"].to_pylist())
+            return set(held) if is_same else set()
+        there: dict[str, dict[str, ObjectInfo]] = {"": {}}
+        for name, info in listed.items():
+            there.setdefault(_folder(name), {})[name.rpartition("/")[2]] = info
+        return {
+            name
+            for name, commits in held.items()
+            if commits.keys() == there.get(name, {}).keys()
+            and all(
+                info.modified_s <= written_s or _is_record(info, commits[record])
+                for record, info in there[name].items()
+            )
+        }
 
     def _list_commits(self, folder: str, local: Path) -> dict[str, ObjectInfo]:
         """The records of a variant by their names in the folder of commits."""
@@ -173,8 +219,9 @@ class RemoteFiles:
         if self.objects.is_writable:
             listed = {info.key.removeprefix(prefix): info for info in self.objects.list(prefix)}
             return {name: info for name, info in listed.items() if name.endswith(".json")}
-        paths = (commit_path(local, shard_id) for shard_id in sorted(listed_shard_ids(local)))
-        names = [path.relative_to(local / COMMITS_FOLDER).as_posix() for path in paths]
+        names = [commit_name(shard_id) for shard_id in sorted(listed_contents(local).shard_ids)]
+        # Older versions wrote all of them into one folder.
+        names = list(dict.fromkeys([*(in_folder(int(name[:-5]), name) for name in names), *names]))
         if not names:
             names = _LINK.findall(self.objects.read(prefix).decode(errors="replace"))
         return {name: ObjectInfo(prefix + name, 0, "", 0.0) for name in names}
@@ -248,6 +295,21 @@ def _is_whole(path: Path, *, sha256: str | None, size_bytes: int | None) -> bool
     if not path.is_file() or size_bytes not in (None, path.stat().st_size):
         return False
     return sha256 is None or scan(path).sha256 == sha256
+
+
+def _folder(name: str) -> str:
+    """The folder of a record; empty for `commits/` itself."""
+    return name.rpartition("/")[0]
+
+
+def _is_record(info: ObjectInfo, commit: Commit) -> bool:
+    """Whether an object is the record of a commit, as far as its etag tells: in S3 it is often the MD5 of the content.
+
+    A data folder that was uploaded has its records at any time, before and after the table.
+    """
+    content = commit_bytes(commit)
+    md5 = hashlib.md5(content, usedforsecurity=False).hexdigest()
+    return info.size_bytes == len(content) and info.etag.strip('"') == md5
 
 
 def _has_table(variant: Variant) -> bool:
