@@ -6,7 +6,7 @@ manifest: remains of an interrupted write are never read. Publishing manifest.js
 """
 
 import shlex
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -88,10 +88,13 @@ def read_captions(data_dir: Path) -> pa.Table:
     return _read(data_dir, CAPTIONS_FILE, CAPTIONS, coded=_CODED)
 
 
-def open_captions(data_dir: Path) -> pq.ParquetFile:
+def open_captions(data_dir: Path, *, coded: Sequence[str] = ()) -> pq.ParquetFile:
     """Open the captions for reading by row group. The caller closes the file.
 
     The open table stays unchanged if a new manifest is written meanwhile.
+
+    Args:
+        coded: columns to read as dictionaries.
 
     Raises:
         UserError: see `read_videos`.
@@ -99,7 +102,7 @@ def open_captions(data_dir: Path) -> pq.ParquetFile:
 
     def read(manifest: dict[str, Any]) -> pq.ParquetFile:
         path = table_path(manifest_dir(data_dir), CAPTIONS_FILE, manifest=manifest)
-        file = pq.ParquetFile(path, pre_buffer=False)
+        file = pq.ParquetFile(path, pre_buffer=False, read_dictionary=list(coded))
         try:
             _require_parts(path, file.schema_arrow, manifest=manifest, schema=CAPTIONS)
         except UserError:

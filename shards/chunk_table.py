@@ -4,7 +4,7 @@ They are made of the indexes, so that opening reads one mapped file in place of 
 columns as arrays (about 60 bytes per chunk), and reads only the indexes of shards that are new since the last one.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -119,7 +119,8 @@ def update_chunk_table(variant: Variant, *, column: str) -> bool:
     if column not in MEMBERS or not variant.shards() or variant.damaged:
         return False
     try:
-        if open_chunk_table(variant) is not None:
+        if (rows := open_chunk_table(variant)) is not None:
+            rows.verified()
             return False
     except (DamagedTable, OSError):
         pass  # replaced
@@ -156,14 +157,25 @@ def _write(variant: Variant, *, column: str) -> None:
     table = building.table(read_videos(data_dir)["video_id"].combine_chunks())
     if len(table) != variant.num_samples:
         raise ValueError(f"the indexes have {len(table):,} rows, the commits say {variant.num_samples:,}")
-    metadata = {
+    metadata = chunk_table_metadata(member, marks, open_gops=open_gops)
+    write_merged_table(variant.directory / CHUNKS_FILE, table, commits=variant.commits, metadata=metadata)
+
+
+def chunk_table_metadata(
+    member: str, index_sha256: Mapping[int, str], *, open_gops: Collection[int]
+) -> dict[bytes, bytes]:
+    """Return the metadata of a merged table's schema.
+
+    Args:
+        index_sha256: of each shard (hex), by shard ID.
+    """
+    return {
         _FORMAT_KEY: str(FORMAT_VERSION).encode(),
         _MEMBER_KEY: member.encode(),
-        _SHARDS_KEY: ",".join(map(str, marks)).encode(),
-        _INDEXES_KEY: "".join(marks.values()).encode(),
+        _SHARDS_KEY: ",".join(map(str, index_sha256)).encode(),
+        _INDEXES_KEY: "".join(one[:_MARK_DIGITS] for one in index_sha256.values()).encode(),
         _OPEN_GOPS_KEY: ",".join(map(str, sorted(open_gops))).encode(),
     }
-    write_merged_table(variant.directory / CHUNKS_FILE, table, commits=variant.commits, metadata=metadata)
 
 
 def _mark(shard: CommittedShard) -> str:

@@ -38,8 +38,8 @@ class OpenMaps:
         with self._lock:
             if key in self._owners:
                 self._owners.move_to_end(key)
-                return
-            self._owners[key] = weakref.ref(owner, lambda _: self._forget(key))
+            else:
+                self._owners[key] = weakref.ref(owner, lambda _: self._forget(key))
             num_tried = 0
             while len(self._owners) > self.limit and num_tried < len(self._owners):
                 oldest, reference = self._owners.popitem(last=False)

@@ -15,7 +15,7 @@ import pyarrow.compute as pc
 from numpy.typing import NDArray
 
 from shards.commit_table import commit_folders, open_commit_table
-from shards.commits import Commit, Failure, ShardFiles
+from shards.commits import Commit, Failure, ShardFiles, read_commits
 from shards.contents import listed_contents
 from shards.format import COMMIT_TABLE_FILE
 
@@ -83,6 +83,16 @@ def open_table_commits(variant_dir: Path) -> TableCommits | None:
         return None
     commits = TableCommits(table.rows)
     return commits if contents.shard_ids == frozenset(commits) else None
+
+
+def committed_tars(variant_dir: Path) -> Iterator[tuple[int, str, str | None]]:
+    """Yield shard ID, split, and the SHA-256 of the tar (None if every sample failed) of each commit of a variant."""
+    commits = open_table_commits(variant_dir)
+    if commits is not None:
+        yield from zip(*(commits.rows[name].to_pylist() for name in ("shard_id", "split", "tar_sha256")), strict=True)
+        return
+    for shard_id, commit in read_commits(variant_dir).commits.items():
+        yield shard_id, commit.split, None if commit.files is None else commit.files.tar_sha256
 
 
 def _commits(rows: pa.Table) -> dict[int, Commit]:

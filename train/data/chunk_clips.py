@@ -1,6 +1,7 @@
 """Sample set of whole chunks of a split, or of segments of them: frames alone, without captions."""
 
 import hashlib
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -11,6 +12,7 @@ from train.data.clip_samples import ClipSamples
 from train.data.decoding.clip import ClipShape
 from train.data.decoding.reading import DecodeRule
 from train.data.loader import LoaderSettings
+from train.data.node_cache import shared
 from train.data.remote import RemoteTars
 from train.data.usable_captions import Spans
 
@@ -44,9 +46,17 @@ class ChunkClips(ClipSamples):
     ) -> None:
         chunks = ChunkSet(data_dir, split=split, rule=decode, tars=tars, where=where)
         self._same_frames, self._segment_us = same_frames, segment_us
+        self._depends_on = (*chunks.depends_on, *chunks.selection.depends_on, segment_us)
+        self._opened = shared(
+            lambda: _open_clips(chunks, segment_us=segment_us),
+            of=("clips", *self._depends_on),
+            num_rows=chunks.num_rows,
+            types=(OpenedClips, Spans),
+            column="clips",
+        )
         super().__init__(
             chunks,
-            _spans(chunks.table, chunks.selection.rows, segment_us=segment_us),
+            self._opened.spans,
             shape,
             split=split,
             loading=loading,
@@ -57,6 +67,15 @@ class ChunkClips(ClipSamples):
     @property
     def fingerprint(self) -> str:
         """Hash of the samples and their order."""
+        return shared(
+            self._sha256,
+            of=("fingerprint", *self._depends_on, self._repeats, self._same_frames),
+            num_rows=self.chunks.num_rows,
+            types=(),
+            column="fingerprint",
+        )
+
+    def _sha256(self) -> str:
         table, video_ids = self.chunks.table, self.chunks.video_ids
         segments = "" if self._segment_us is None else f" {self._segment_us}"
         digest = hashlib.sha256(f"{self.variant_name} {self._repeats} {self._same_frames}{segments}".encode())
@@ -69,22 +88,48 @@ class ChunkClips(ClipSamples):
 
     def describe(self) -> str:
         """One line for the log: the chunks, their samples in an epoch, and deviations from the settings."""
-        chunks = self.chunks
-        num_frames, rows = chunks.table.num_frames, chunks.selection.rows
-        num_videos = len(np.unique(chunks.table.video_row[rows]))
-        videos = "1 video" if num_videos == 1 else f"{num_videos:,} videos"
-        num_chunks = "1 chunk" if len(rows) == 1 else f"{len(rows):,} chunks"
+        chunks, opened = self.chunks, self._opened
+        videos = "1 video" if opened.num_videos == 1 else f"{opened.num_videos:,} videos"
+        num_chunks = "1 chunk" if opened.num_chunks == 1 else f"{opened.num_chunks:,} chunks"
         if self._segment_us is not None:
             num_chunks = f"{self.num_clips:,} segments of {num_chunks}"
         parts = [f"{num_chunks} of {videos} of split {self.split!r}"]
-        if num_without := len(chunks.video_ids) - len(np.unique(chunks.table.video_row)):
+        if num_without := opened.num_without:
             parts.append(f"{num_without:,} video{'s' * (num_without > 1)} without chunks")
         if self._repeats > 1:
             what = "crops of the same frames" if self._same_frames else "clips"
             parts.append(f"{self._repeats} {what} of each in an epoch")
-        if num_single := int((num_frames[rows] == 1).sum()):
-            parts.append(f"{num_single:,} of a single frame, which is repeated")
+        if opened.num_single:
+            parts.append(f"{opened.num_single:,} of a single frame, which is repeated")
         return "; ".join(parts + chunks.selection.remarks() + self.deviations())
+
+
+@dataclass(frozen=True)
+class OpenedClips:
+    """The clips, and numbers of chunks for the log.
+
+    Attributes:
+        num_chunks, num_videos: those that are selected.
+        num_without: videos without chunks.
+        num_single: selected chunks of a single frame.
+    """
+
+    spans: Spans
+    num_chunks: int
+    num_videos: int
+    num_without: int
+    num_single: int
+
+
+def _open_clips(chunks: ChunkSet, *, segment_us: int | None) -> OpenedClips:
+    table, rows = chunks.table, chunks.selection.rows
+    return OpenedClips(
+        _spans(table, rows, segment_us=segment_us),
+        num_chunks=len(rows),
+        num_videos=len(np.unique(table.video_row[rows])),
+        num_without=len(chunks.video_ids) - len(np.unique(table.video_row)),
+        num_single=int((table.num_frames[rows] == 1).sum()),
+    )
 
 
 def _spans(table: ChunkTable, chunks: NDArray[np.int64], *, segment_us: int | None) -> Spans:

@@ -71,10 +71,7 @@ class ChunkTable:
     @property
     def gaps(self) -> NDArray[np.bool_]:
         """True for each chunk that does not directly follow another one of its video."""
-        gaps = np.ones(len(self), dtype=bool)
-        same_video = self.video_row[1:] == self.video_row[:-1]
-        gaps[1:] = ~same_video | (self.start_ms[1:] * 1000 > self.end_us[:-1] + START_ROUNDING_US)
-        return gaps
+        return _gaps(self, self.end_us)
 
     def search(self) -> "ChunkSearch":
         """Arrays for finding many chunks."""
@@ -85,17 +82,26 @@ class ChunkTable:
         return ChunkTimes(**{name: int(getattr(self, name)[chunk]) for name in _INDEX_COLUMNS})
 
 
+def _gaps(table: ChunkTable, end_us: NDArray[np.int64]) -> NDArray[np.bool_]:
+    gaps = np.ones(len(table), dtype=bool)
+    same_video = table.video_row[1:] == table.video_row[:-1]
+    gaps[1:] = ~same_video | (table.start_ms[1:] * 1000 > end_us[:-1] + START_ROUNDING_US)
+    return gaps
+
+
 class ChunkSearch:
-    """Finds the chunks of moments; holds 17 bytes per chunk.
+    """Finds the chunks of moments; holds 24 bytes per chunk.
 
     Attributes:
+        end_us: of each chunk.
         num_gaps: number of chunks so far that do not directly follow another one of their video.
     """
 
     def __init__(self, table: ChunkTable) -> None:
         self._video_row = table.video_row
         self._starts = table.video_row.astype(np.int64) * _MS_PER_VIDEO + table.start_ms
-        self.num_gaps: NDArray[np.int64] = np.cumsum(table.gaps)
+        self.end_us: NDArray[np.int64] = table.end_us
+        self.num_gaps: NDArray[np.int64] = np.cumsum(_gaps(table, self.end_us))
 
     def last_started(self, video_row: NDArray[np.int64], at_ms: NDArray[np.int64]) -> NDArray[np.int64]:
         """For each (video, time) the last chunk that has begun; -1 or another video's chunk if none has."""

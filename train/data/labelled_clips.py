@@ -2,13 +2,14 @@
 
 import hashlib
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from manifests.store import read_captions
+from manifests.store import num_captions_of, read_captions
 from train.data.batch import Sample
 from train.data.chunks import ChunkSet, rows_of
 from train.data.classes import ClassList, labelled_rows
@@ -16,8 +17,57 @@ from train.data.clip_samples import ClipSamples
 from train.data.decoding.clip import ClipShape
 from train.data.decoding.reading import DecodeRule
 from train.data.loader import LoaderSettings, SampleRequest
+from train.data.node_cache import shared
 from train.data.remote import RemoteTars
-from train.data.usable_captions import spans_of_captions, usable_captions
+from train.data.usable_captions import Spans, spans_of_captions, usable_captions
+
+
+@dataclass(frozen=True)
+class OpenedLabels:
+    """The labelled clips of a split; one entry of each array per clip.
+
+    Attributes:
+        labels, video: see `LabelledClips`.
+        num_captions: of the split.
+        num_seen, num_selected: what --where was asked about, and what it selects.
+    """
+
+    spans: Spans
+    labels: NDArray[np.int64]
+    video: NDArray[np.int64]
+    caption_ids: NDArray[Any]
+    num_caption_ids: int
+    num_captions: int
+    num_seen: int
+    num_selected: int
+    remarks: list[str]
+
+
+def _open_clips(data_dir: Path, chunks: ChunkSet, classes: Sequence[ClassList]) -> OpenedLabels:
+    table = read_captions(data_dir)
+    video_row = rows_of(table["video_id"], chunks.video_ids)
+    labelled = labelled_rows(table, is_of_split=video_row >= 0, classes=classes)
+    rows = labelled.row
+    usable = usable_captions(
+        video_row=video_row[rows],
+        begin_s=table["begin_s"].to_numpy()[rows],
+        end_s=table["end_s"].to_numpy()[rows],
+        chunks=chunks.table,
+        **chunks.selection.of_captions(table, rows=rows, video_row=video_row[rows]),
+    )
+    spans, caption = spans_of_captions(usable)
+    caption_ids = table["caption_id"].to_numpy()[rows[caption]]
+    return OpenedLabels(
+        spans=spans,
+        labels=labelled.label[caption],
+        video=video_row[rows[caption]].astype(np.int64),
+        caption_ids=caption_ids,
+        num_caption_ids=int(caption_ids.max(initial=-1)) + 1,
+        num_captions=labelled.num_captions,
+        num_seen=chunks.selection.num_captions,
+        num_selected=chunks.selection.num_selected,
+        remarks=labelled.remarks() + usable.remarks(),
+    )
 
 
 class LabelledClips(ClipSamples):
@@ -53,29 +103,25 @@ class LabelledClips(ClipSamples):
     ) -> None:
         self._classes = (classes, *also)
         chunks = ChunkSet(data_dir, split=split, rule=decode, tars=tars, where=where, has_captions=True)
-        table = read_captions(data_dir)
-        video_row = rows_of(table["video_id"], chunks.video_ids)
-        labelled = labelled_rows(table, is_of_split=video_row >= 0, classes=self._classes)
-        rows = labelled.row
-        usable = usable_captions(
-            video_row=video_row[rows],
-            begin_s=table["begin_s"].to_numpy()[rows],
-            end_s=table["end_s"].to_numpy()[rows],
-            chunks=chunks.table,
-            **chunks.selection.of_captions(table, rows=rows, video_row=video_row[rows]),
+        names = [its.as_json() for its in self._classes]
+        self._depends_on = (*chunks.depends_on, *chunks.selection.depends_on, names)
+        self._num_rows = chunks.num_rows + num_captions_of(data_dir)
+        opened = self._opened = shared(
+            lambda: _open_clips(data_dir, chunks, self._classes),
+            of=("labels", *self._depends_on),
+            num_rows=self._num_rows,
+            types=(OpenedLabels, Spans),
+            column="labels",
         )
-        spans, caption = spans_of_captions(usable)
-        self._num_captions = labelled.num_captions
-        self._remarks = labelled.remarks() + usable.remarks()
-        self.all_labels: NDArray[np.int64] = labelled.label[caption]
-        self.video: NDArray[np.int64] = video_row[rows[caption]].astype(np.int64)
-        self._caption_ids: NDArray[Any] = table["caption_id"].to_numpy()[rows[caption]]
-        super().__init__(chunks, spans, shape, split=split, loading=loading, repeats=repeats)
+        chunks.selection.restore(opened.num_seen, opened.num_selected)
+        self.all_labels: NDArray[np.int64] = opened.labels
+        self.video: NDArray[np.int64] = opened.video
+        super().__init__(chunks, opened.spans, shape, split=split, loading=loading, repeats=repeats)
 
     @property
     def num_caption_ids(self) -> int:
         """Ids of captions are in [0, num_caption_ids)."""
-        return int(self._caption_ids.max()) + 1
+        return self._opened.num_caption_ids
 
     @property
     def labels(self) -> NDArray[np.int64]:
@@ -85,25 +131,34 @@ class LabelledClips(ClipSamples):
     @property
     def fingerprint(self) -> str:
         """Hash of the samples, their order and their labels."""
+        return shared(
+            self._sha256,
+            of=("fingerprint", *self._depends_on, self._group, self._repeats),
+            num_rows=self._num_rows,
+            types=(),
+            column="fingerprint",
+        )
+
+    def _sha256(self) -> str:
         classes = " ".join(str(its.as_json()) for its in self._classes)
         digest = hashlib.sha256(f"{self.variant_name} {self._group} {classes}".encode())
         digest.update(self.chunks.selection.text.encode())
         if self._repeats > 1:
             digest.update(f"{self._repeats} of each".encode())
-        for array in (self._caption_ids, self.all_labels, self.spans.begin_us, self.spans.end_us):
+        for array in (self._opened.caption_ids, self.all_labels, self.spans.begin_us, self.spans.end_us):
             digest.update(np.ascontiguousarray(array).tobytes())
         return digest.hexdigest()
 
     def describe(self) -> str:
         """One line for the log: captions used and excluded, by reason, and how many of the classes occur."""
         classes = [its.describe(label) for its, label in zip(self._classes, self.all_labels.T, strict=True)]
-        first = f"{self.num_clips:,} of {self._num_captions:,} captions of split {self.split!r}"
+        first = f"{self.num_clips:,} of {self._opened.num_captions:,} captions of split {self.split!r}"
         repeated = [f"{self._repeats} samples of each in an epoch"] if self._repeats > 1 else []
         return "; ".join(
             [
                 ", ".join([first, *classes]),
                 *repeated,
-                *self._remarks,
+                *self._opened.remarks,
                 *self.chunks.selection.remarks(),
                 *self.deviations(),
             ]
@@ -111,5 +166,5 @@ class LabelledClips(ClipSamples):
 
     def complete(self, sample: Sample, request: SampleRequest) -> None:
         """Add class and caption id."""
-        sample["caption_id"] = int(self._caption_ids[request.sample])
+        sample["caption_id"] = int(self._opened.caption_ids[request.sample])
         sample["label"] = int(self.labels[request.sample])

@@ -40,9 +40,9 @@ _chosen: Path | None = None
 
 
 def choose_folder(folder: Path | None) -> None:
-    """Set the cache folder of this process (`--cache`); None for the user's."""
+    """Set the cache folder of this process (`--cache`); None keeps the one that was set, or the user's."""
     global _chosen
-    _chosen = folder
+    _chosen = folder or _chosen
 
 
 def shared(
@@ -75,6 +75,10 @@ def shared(
                     _write(computed[0], file)
                 _make_room(folder, keep=path)
                 found = _opened(path, by_name)
+                if found is not None:
+                    computed.clear()
+                    # Arrow would keep the memory that reading tables took.
+                    pa.default_memory_pool().release_unused()
         return computed[0] if found is None else found
     except _ComputingFailed as failed:
         raise failed.error from failed.error.__cause__

@@ -17,6 +17,7 @@ from manifests.storage.cache import CachedFile, ObjectCache, parse_size
 from manifests.storage.objects import Objects, is_remote, open_objects
 from shards.format import DATASET_FILE
 from shards.reader import CommittedShard
+from train.data.node_cache import choose_folder
 from train.data.remote_files import RemoteFiles, cache_unusable
 
 _BLOCK_BYTES = 1 << 24  # of a tar at a time
@@ -194,6 +195,7 @@ def open_data_folder(
     Raises:
         UserError: it cannot be read, or is not a data folder.
     """
+    choose_folder(cache)
     if not is_remote(address):
         return DataFolder(Path(address))
     objects = open_objects(address)

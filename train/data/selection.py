@@ -1,6 +1,5 @@
 """`--where` of a sample set: which chunks and captions of a split it selects."""
 
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -74,7 +73,7 @@ class Selection:
             )
             self._require(of_chunks, int(self.chunks.sum()), self._num_chunks, "chunk")
 
-    @cached_property
+    @property
     def rows(self) -> NDArray[np.int64]:
         """The chunks that are selected."""
         return np.arange(self._num_chunks) if self.chunks is None else np.flatnonzero(self.chunks)

@@ -85,7 +85,7 @@ def usable_captions(
     left = drop("video_without_chunks", ~has_chunks[left])
 
     begin_us, stated_end_us = _to_us(begin_s[left]), _to_us(end_s[left])
-    video_end_us = chunks.end_us_of(last_of_video[left])
+    video_end_us = search.end_us[last_of_video[left]]
     wanted_end_us = np.where(np.isinf(end_s[left]), video_end_us, stated_end_us)
     # Two times less than a microsecond apart may round to the same: the span is then one microsecond.
     wanted_end_us = np.maximum(wanted_end_us, begin_us + 1)
@@ -101,8 +101,8 @@ def usable_captions(
         (first < 0)
         | (chunks.video_row[first] != video_row[left])
         | (num_gaps[first] != num_gaps[last])
-        | (end_us > chunks.end_us_of(last) + START_ROUNDING_US)
-        | (begin_us >= chunks.end_us_of(first) + START_ROUNDING_US)
+        | (end_us > search.end_us[last] + START_ROUNDING_US)
+        | (begin_us >= search.end_us[first] + START_ROUNDING_US)
     )
     kept = ~is_missing
     left = drop("chunk_missing", is_missing)

@@ -107,13 +107,15 @@ def _open_captions(
     rank_counts = np.bincount(rank[captions.caption], minlength=len(sources.names))
     rows = of_split[captions.caption].astype(np.int32)
     del video_row, of_split, rank
-    used = np.unique(rows)
+    is_used = np.zeros(len(table), bool)
+    is_used[rows] = True
+    used = smallest(np.flatnonzero(is_used))
     texts, texts_sha256 = _used_texts(table["text"], used)
     caption_ids = smallest(caption_id[rows])
     return OpenedCaptions(
         captions=replace(captions, caption=np.empty(0, np.int32)),
         sources=sources,
-        rows=np.searchsorted(used, rows).astype(np.int32),
+        rows=(np.cumsum(is_used, dtype=np.int32) - np.int32(1))[rows],
         table_rows=rows,
         caption_ids=caption_ids,
         num_caption_ids=int(caption_ids.max(initial=-1)) + 1,
@@ -149,10 +151,12 @@ def _choose_sources(
     # The dictionary may have sources that do not occur; of those that do, some are of other splits alone.
     every = pc.unique(source).dictionary_decode() if pa.types.is_dictionary(source.type) else pc.unique(source)
     code = rows_of(source, every).astype(np.int32)[of_split]
-    codes = np.unique(code)
+    codes = np.flatnonzero(np.bincount(code, minlength=len(every)))
     names = [every[int(one)].as_py() for one in codes]
     sources = choose_sources(names, wanted=wanted, elsewhere=every.to_pylist())
-    return sources, sources.rank[np.searchsorted(codes, code)]
+    rank_of_code = np.full(len(every), -1, np.int16)
+    rank_of_code[codes] = sources.rank
+    return sources, rank_of_code[code]
 
 
 class VideoCaptions(ClipSamples):
@@ -212,14 +216,17 @@ class VideoCaptions(ClipSamples):
                 each_caption=each_caption,
             )
 
+        self._depends_on: tuple[object, ...] | None = None
+        self._num_rows = chunks.num_rows + num_captions_of(data_dir)
         if table is not None:
             opened = compute()
         else:
             own_text = () if self.stored_text is None else self.stored_text.depends_on
+            self._depends_on = (chunks.depends_on, chunks.selection.depends_on, own_text, captions, each_caption)
             opened = shared(
                 compute,
-                of=("captions", chunks.depends_on, chunks.selection.depends_on, own_text, captions, each_caption),
-                num_rows=chunks.num_rows + num_captions_of(data_dir),
+                of=("captions", *self._depends_on),
+                num_rows=self._num_rows,
                 types=(OpenedCaptions, ClipCaptions, CaptionChoice, Spans, Sources),
                 column="captions",
             )
@@ -271,7 +278,15 @@ class VideoCaptions(ClipSamples):
     @property
     def fingerprint(self) -> str:
         """Hash of the samples and their order, and of the texts of their captions."""
-        return set_fingerprint(self._order_sha256, self._content_sha256)
+        if self._depends_on is None:
+            return set_fingerprint(self._order_sha256, self._content_sha256)
+        return shared(
+            lambda: set_fingerprint(self._order_sha256, self._content_sha256),
+            of=("fingerprint", *self._depends_on, self._group),
+            num_rows=self._num_rows,
+            types=(),
+            column="fingerprint",
+        )
 
     @cached_property
     def _order_sha256(self) -> str:

@@ -12,8 +12,8 @@ from typing import Protocol, TypeVar
 from manifests.errors import UserError
 from manifests.storage.objects import is_remote
 from manifests.store import read_manifest
-from shards.commits import read_commits
 from shards.dataset import current_variant, variant_dir
+from shards.table_commits import committed_tars
 from train.config.shards import folder_names
 from train.config.training import TrainingSettings, flat, plain_values
 from train.data.loader import TrainingSet
@@ -103,7 +103,6 @@ def _column(data_dir: Path, column: str) -> str:
     if variant is None:
         return "not there"
     digest = hashlib.sha256()
-    for shard_id, commit in read_commits(variant_dir(data_dir, column, variant)).commits.items():
-        tar = None if commit.files is None else commit.files.tar_sha256
-        digest.update(f"{shard_id} {commit.split} {tar}\n".encode())
+    for shard_id, split, tar_sha256 in committed_tars(variant_dir(data_dir, column, variant)):
+        digest.update(f"{shard_id} {split} {tar_sha256}\n".encode())
     return digest.hexdigest()[:16]

@@ -169,11 +169,16 @@ def _captions(
     Args:
         every: gets the names of the sources of all videos.
     """
-    columns = ["caption_id", "video_id", "begin_s", "end_s", "source", "text"]
-    with open_captions(data_dir) as file:
+    columns = ["caption_id", "begin_s", "end_s", "source", "text"]
+    with open_captions(data_dir, coded=["video_id"]) as file:
         columns += [name for name in selection.caption_columns(file.schema_arrow) if name not in columns]
+        # All at once: each block would hash the ids of all videos again.
+        its_videos = file.read(columns=["video_id"])["video_id"].unify_dictionaries()
+        all_rows, begin = rows_of(its_videos, video_ids).astype(np.int32), 0
+        del its_videos
         for batch in file.iter_batches(_BLOCK, columns=columns):
-            video_row = rows_of(pa.chunked_array([batch["video_id"]]), video_ids)
+            video_row = all_rows[begin : begin + len(batch)].astype(np.int64)
+            begin += len(batch)
             rows = np.flatnonzero(video_row >= 0)
             every.update(pc.unique(batch["source"]).to_pylist())
             coded = pc.dictionary_encode(batch["source"].take(pa.array(rows)))

@@ -1,0 +1,228 @@
+"""The cost of opening a training set, by the number of chunks: CPU time and memory of one rank and of eight.
+
+    python -m benchmarks.open [--chunks 10000 1000000 10000000] [--captions 35000000] [--folder DIR] [--json FILE]
+
+The data are made (benchmarks.open_data): ten chunks a video, 240 a shard, no videos. `first` is a rank that finds an
+empty cache and computes what all ranks of the machine share; `next` opens the same set afterwards; `8 ranks` open it at
+the same time with an empty cache, and figures are those of all of them together. Each rank is a process of its own, and
+opens the set, computes its fingerprint, describes it, and asks for the first positions of the order.
+
+CPU is that of opening, after the imports. `private` is anonymous memory beyond the imports with the set open, and
+`peak` its highest value while it was opened, sampled every 50 ms. `PSS` and `USS` (/proc/PID/smaps_rollup, beyond the imports)
+count pages of mapped files too: PSS by the number of processes that map them, USS those that one process alone has
+touched; the kernel reclaims these when memory is short. `merge` is the cost of writing the merged table from indexes,
+`indexes` of opening without it.
+"""
+
+import argparse
+import json
+import os
+import re
+import select
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from benchmarks.environment import REPOSITORY
+from benchmarks.report import parser_for, print_report
+
+NUM_RANKS = 8
+SETS = ("chunks", "captions", "labels", "latents", "latents with captions")
+_OF_SMAPS = {"PSS MB": ("Pss",), "USS MB": ("Private_Clean", "Private_Dirty")}
+
+
+def main() -> None:
+    """Run the benchmark and print its table."""
+    parser = parser_for(__doc__ or "")
+    parser.add_argument("--chunks", type=int, nargs="+", default=[10**4, 10**5, 10**6, 10**7])
+    parser.add_argument("--captions", type=int, help="number of captions; default: 3.5 per chunk")
+    parser.add_argument("--sets", nargs="+", choices=SETS, default=list(SETS))
+    parser.add_argument("--ranks", type=int, default=NUM_RANKS)
+    parser.add_argument("--indexes-up-to", type=int, default=10**6, help="chunks up to which indexes are written too")
+    parser.add_argument("--folder", type=Path, help="where to write the data; default: the system's temporary folder")
+    parser.add_argument("--rank", nargs=2, metavar=("FOLDER", "SET"), help=argparse.SUPPRESS)
+    parser.add_argument("--merge", type=Path, help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.rank:
+        open_as_rank(Path(arguments.rank[0]), arguments.rank[1])
+        return
+    if arguments.merge:
+        merge(arguments.merge)
+        return
+    rows: list[dict[str, object]] = []
+    for num_chunks in arguments.chunks:
+        with tempfile.TemporaryDirectory(dir=arguments.folder) as name:
+            rows += measure(Path(name), num_chunks, arguments)
+    print_report(
+        "Opening a training set",
+        rows,
+        notes=["Targets at 10 million chunks: 10 CPU s, and 300 MB of private memory for eight ranks together."],
+        json_path=arguments.json,
+    )
+
+
+def measure(folder: Path, num_chunks: int, arguments: argparse.Namespace) -> list[dict[str, object]]:
+    """Return the rows of the table for one number of chunks."""
+    from benchmarks.open_data import write_column, write_manifest_of
+
+    data, has_indexes = folder / "data", num_chunks <= arguments.indexes_up_to
+    num_captions = arguments.captions or num_chunks * 7 // 2
+    write_manifest_of(data, num_chunks=num_chunks, num_captions=num_captions)
+    for column in ("video", "latents"):
+        write_column(data, column, num_chunks=num_chunks, has_indexes=has_indexes and column == "video")
+    rows: list[dict[str, object]] = []
+
+    def add(name: str, ranks: str, figures: dict[str, Any]) -> None:
+        rows.append({"chunks": num_chunks, "captions": num_captions, "set": name, "ranks": ranks, **figures})
+        print(rows[-1], file=sys.stderr, flush=True)
+
+    for name in arguments.sets:
+        add(name, "first", run_ranks(data, name, 1, cache=folder / "cache"))
+        add(name, "next", run_ranks(data, name, 1, cache=folder / "cache"))
+        shutil.rmtree(folder / "cache", ignore_errors=True)
+        add(name, str(arguments.ranks), run_ranks(data, name, arguments.ranks, cache=folder / "cache"))
+        shutil.rmtree(folder / "cache", ignore_errors=True)
+    if has_indexes:
+        (table,) = data.glob("video/*/chunks.arrow")
+        table.unlink()
+        add("chunks", "first, indexes", run_ranks(data, "chunks", 1, cache=folder / "cache"))
+        command = [sys.executable, "-m", "benchmarks.open", "--merge", str(data)]
+        found = subprocess.run(command, capture_output=True, text=True, check=True, cwd=REPOSITORY)
+        add("chunks", "merge", json.loads(found.stdout.splitlines()[-1]))
+    return rows
+
+
+def run_ranks(data: Path, name: str, num_ranks: int, *, cache: Path) -> dict[str, Any]:
+    """Open a set in some processes at once; return what it cost all of them together."""
+    environment = {**os.environ, "XDG_CACHE_HOME": str(cache), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "benchmarks.open", "--rank", str(data), name]
+    ranks = [
+        subprocess.Popen(
+            command, env=environment, cwd=REPOSITORY, text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE
+        )
+        for _ in range(num_ranks)
+    ]
+    for rank in ranks:
+        _reply(rank)  # its imports are done
+    begin = [_memory(rank.pid) for rank in ranks]
+    for rank in ranks:
+        _say(rank)
+    peak = 0.0
+    while not all(map(_is_ready, ranks)):
+        peak = max(peak, sum(_anonymous_mb(rank.pid) for rank in ranks))
+        time.sleep(0.05)
+    found = [_reply(rank) for rank in ranks]
+    end = [_memory(rank.pid) for rank in ranks]
+    for rank in ranks:
+        _say(rank)
+        rank.wait()
+    first = sum(one["anonymous MB"] for one in begin)
+    extra = {key: round(sum(one[key] for one in end) - sum(one[key] for one in begin)) for key in _OF_SMAPS}
+    return {
+        "CPU s": round(sum(one["cpu_s"] for one in found), 2),
+        "of one": round(max(one["cpu_s"] for one in found), 2),
+        "private MB": round(sum(one["anonymous MB"] for one in end) - first),
+        "peak MB": round(peak - first),
+        **extra,
+        "cache MB": sum(path.stat().st_size for path in cache.rglob("*") if path.is_file()) >> 20,
+        "samples": found[0]["samples"],
+    }
+
+
+def _say(rank: "subprocess.Popen[str]") -> None:
+    assert rank.stdin is not None
+    rank.stdin.write("\n")
+    rank.stdin.flush()
+
+
+def _reply(rank: "subprocess.Popen[str]") -> dict[str, Any]:
+    assert rank.stdout is not None
+    line = rank.stdout.readline()
+    if not line:
+        raise RuntimeError(f"a rank ended with {rank.wait()}")
+    found: dict[str, Any] = json.loads(line)
+    return found
+
+
+def _is_ready(rank: "subprocess.Popen[str]") -> bool:
+    """Whether the rank waits for its next line, with the set open."""
+    assert rank.stdout is not None
+    return bool(select.select([rank.stdout], [], [], 0)[0])
+
+
+def _memory(pid: int) -> dict[str, float]:
+    text = Path(f"/proc/{pid}/smaps_rollup").read_text()
+    values = {key: int(value) / 1024 for key, value in re.findall(r"^(\w+):\s+(\d+) kB", text, re.MULTILINE)}
+    found = {key: sum(values[name] for name in names) for key, names in _OF_SMAPS.items()}
+    return {**found, "anonymous MB": _anonymous_mb(pid)}
+
+
+def _anonymous_mb(pid: int) -> float:
+    found = re.search(r"RssAnon:\s+(\d+)", Path(f"/proc/{pid}/status").read_text())
+    return int(found[1]) / 1024 if found else 0.0
+
+
+def open_as_rank(data: Path, name: str) -> None:
+    """Open a set as a rank does, between two lines of standard input."""
+    import numpy as np
+
+    from train.data.chunk_clips import ChunkClips
+    from train.data.classes import ClassList
+    from train.data.decoding.clip import ClipShape, Views
+    from train.data.frame_sampling import Sampling
+    from train.data.labelled_clips import LabelledClips
+    from train.data.latents.loader import LatentLoader
+    from train.data.loader import LoaderSettings
+    from train.data.order import SampleOrder
+    from train.data.video_captions import VideoCaptions
+
+    sampling = Sampling(num_frames=4, rule="uniform", stride=4)
+    shape = ClipShape(
+        sampling=sampling, size_px=224, crop="random", min_crop_area=0.5, simple_share=0.875, views=Views()
+    )
+    loading = LoaderSettings(batch=32, num_threads=2, num_ahead=64, seed=0)
+    print(json.dumps({}), flush=True)
+    sys.stdin.readline()
+    begin_s = time.process_time()
+    samples: Any
+    if name == "chunks":
+        samples = ChunkClips(data, split="train", shape=shape, loading=loading)
+    elif name == "captions":
+        samples = VideoCaptions(data, split="train", shape=shape, tokenize=None, loading=loading)
+        samples.require_different_texts()
+        samples.texts(np.arange(8))
+    elif name == "labels":
+        classes = ClassList("class", tuple(f"{number:03d}" for number in range(400)))
+        samples = LabelledClips(data, split="train", classes=classes, shape=shape, loading=loading)
+    else:
+        has_captions = name != "latents"
+        samples = LatentLoader(data, split="train", segment="5s", text=has_captions, words=has_captions)
+    print(f"{samples.fingerprint[:16]} {samples.describe()}", file=sys.stderr)
+    SampleOrder(samples.num_samples, seed=0).at(np.arange(1024))
+    found = {"cpu_s": time.process_time() - begin_s, "samples": samples.num_samples}
+    print(json.dumps(found), flush=True)
+    sys.stdin.readline()
+
+
+def merge(data: Path) -> None:
+    """Write the merged table of `video` from its indexes, and print what it cost."""
+    import resource
+
+    from shards.chunk_table import update_chunk_table
+    from shards.reader import Variant
+
+    base_mb = _anonymous_mb(os.getpid())
+    begin_s = time.process_time()
+    assert update_chunk_table(Variant.open(data), column="video"), "the table was there"
+    peak_mb = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+    cpu_s = round(time.process_time() - begin_s, 2)
+    figures = {"CPU s": cpu_s, "of one": cpu_s, "private MB": "", "peak MB": round(peak_mb - base_mb)}
+    print(json.dumps({**figures, **dict.fromkeys(_OF_SMAPS, ""), "cache MB": 0, "samples": ""}))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,137 @@
+"""Merged tables of video, latents and text: what they hold, when they count, and what becomes of them otherwise."""
+
+import shutil
+import tarfile
+from pathlib import Path
+
+import pyarrow as pa
+import pytest
+
+from manifests.errors import UserError
+from shards.chunk_table import chunk_table_problem, open_chunk_table, update_chunk_table
+from shards.commits import commit_path, read_commits
+from shards.contents import Contents, write_contents
+from shards.merged_table import CHUNKS_FILE, commits_digest
+from shards.reader import Variant
+from shards.table_commits import TableCommits, committed_tars, open_table_commits
+from tests.conftest import ROOT
+
+COLUMNS = ("video", "latents", "text")
+
+
+@pytest.fixture(scope="session")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A data folder with two shards of each column, in two splits, and without merged tables."""
+    folder = tmp_path_factory.mktemp("old")
+    with tarfile.open(ROOT / "tests" / "old_data_folder.tar.xz") as archive:
+        archive.extractall(folder, filter="data")
+    return folder / "data"
+
+
+@pytest.fixture
+def data(made: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(made, tmp_path / "data"))
+
+
+def merged(data: Path, column: str = "video") -> pa.Table:
+    variant = Variant.open(data, column=column)
+    update_chunk_table(variant, column=column)
+    rows = open_chunk_table(variant)
+    assert rows is not None
+    return rows.verified()
+
+
+@pytest.mark.parametrize("column", COLUMNS)
+def test_a_table_has_the_values_of_all_indexes(data: Path, column: str) -> None:
+    variant = Variant.open(data, column=column)
+    assert open_chunk_table(variant) is None
+    assert update_chunk_table(variant, column=column)
+    assert not update_chunk_table(variant, column=column), "it was up to date"
+    table = merged(data, column)
+    member = {"video": "mp4", "latents": "latents.npy", "text": "text.npy"}[column]
+    found = {(row["shard"], row["row"]): row for row in table.to_pylist()}
+    assert len(found) == len(table) == variant.num_samples
+    for shard in variant.shards():
+        for number, row in enumerate(shard.index.to_pylist()):
+            own = found[shard.shard_id, number]
+            for name in ("offset", "size", "crc32"):
+                assert own[name] == row[f"{member}_{name}"]
+            rest = own.keys() - {"shard", "row", "offset", "size", "crc32"}
+            assert {name: own[name] for name in rest} == {name: row[name] for name in rest}
+    keys = [(row["video_id"], row.get("start_ms")) for row in table.to_pylist()]
+    assert keys == sorted(keys)
+
+
+def test_a_table_of_other_commits_is_not_used(data: Path) -> None:
+    """As after a run that was killed before it could write the table, or one part of several."""
+    before = merged(data)
+    variant = Variant.open(data)
+    gone = variant.shards()[0]
+    commit_path(variant.directory, gone.shard_id).unlink()
+    write_contents(variant.directory, Contents(frozenset(set(variant.commits) - {gone.shard_id}), {}))
+    fewer = Variant.open(data)
+    assert open_chunk_table(fewer) is None and chunk_table_problem(fewer) is None
+    assert len(merged(data)) == len(before) - gone.num_samples
+
+
+def test_only_new_indexes_are_read(data: Path) -> None:
+    everything = merged(data).to_pylist()
+    variant = Variant.open(data)
+    first, second = variant.shards()
+    record = commit_path(variant.directory, second.shard_id)
+    content = record.read_bytes()
+    record.unlink()
+    write_contents(variant.directory, Contents(frozenset({first.shard_id}), {}))
+    assert {row["shard"] for row in merged(data).to_pylist()} == {first.shard_id}
+    record.write_bytes(content)
+    first.index_path.unlink()  # its rows are in the table
+    assert merged(data).to_pylist() == everything
+    (variant.directory / CHUNKS_FILE).unlink()
+    with pytest.raises(UserError, match=r"chunks\.arrow was not written"):
+        merged(data)
+
+
+@pytest.mark.parametrize("kind", ["flipped", "short", "empty"])
+def test_a_damaged_table_is_found_and_replaced(data: Path, kind: str) -> None:
+    whole = merged(data).to_pylist()
+    variant = Variant.open(data)
+    path = variant.directory / CHUNKS_FILE
+    content = bytearray(path.read_bytes())
+    at = content.index((30).to_bytes(4, "little") * 2)  # num_frames of the first chunks
+    content[at] ^= 4
+    path.write_bytes({"flipped": bytes(content), "short": bytes(content[:-100]), "empty": b""}[kind])
+    assert "chunks.arrow is damaged" in str(chunk_table_problem(variant))
+    assert merged(data).to_pylist() == whole
+    assert chunk_table_problem(variant) is None
+
+
+def test_an_index_that_is_not_the_committed_one_makes_no_table(data: Path) -> None:
+    variant = Variant.open(data)
+    path = variant.shards()[1].index_path
+    content = bytearray(path.read_bytes())
+    content[content.index((30).to_bytes(4, "little"))] ^= 1
+    path.write_bytes(bytes(content))
+    with pytest.raises(UserError, match="differs from the commit"):
+        update_chunk_table(variant, column="video")
+    assert not (variant.directory / CHUNKS_FILE).exists()
+
+
+def test_commits_of_a_table_are_those_of_the_records(data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from shards import lists
+
+    monkeypatch.setattr(lists, "MIN_COMMITS", 1)
+    directory = Variant.open(data).directory
+    records = read_commits(directory).commits
+    assert open_table_commits(directory) is None
+    tars = list(committed_tars(directory))
+    lists.finish_run(directory, dropped=(), wanted=records)
+    commits = Variant.open(data).commits
+    assert isinstance(commits, TableCommits) and dict(commits) == records and dict(commits.items()) == records
+    assert commits_digest(commits) == commits_digest(records)
+    assert list(committed_tars(directory)) == tars
+    assert [shard.commit for shard in Variant.open(data).shards()] == list(records.values())
+    with pytest.raises(KeyError):
+        commits[99]
+    commit_path(directory, 0).touch()
+    commit_path(directory, 7).write_text("{}")  # a record that the table does not have
+    assert open_table_commits(directory) is None and Variant.open(data).damaged

@@ -1,0 +1,328 @@
+"""Sets of many samples: opened from merged tables, computed once per machine, and the same as ever."""
+
+import errno
+import shutil
+import threading
+import time
+from collections.abc import Callable
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pytest
+
+from manifests.errors import UserError
+from manifests.store import read_captions
+from shards.chunk_table import update_chunk_table
+from shards.merged_table import CHUNKS_FILE
+from shards.open_maps import OPEN_MAPS
+from shards.reader import Variant
+from tests.train.latents.conftest import CAPTIONS, SHARDS, WITHOUT_EMBEDDING
+from tests.train.latents.written import Written, write_all
+from tests.train.tiny_data import Caption, chunks_of, write_captions, write_shard
+from train.data import chunks, mapped_tars, node_cache, usable_captions
+from train.data.caption_choice import choose_sources
+from train.data.chunk_clips import ChunkClips
+from train.data.chunks import ChunkTable
+from train.data.classes import ClassList
+from train.data.decoding.clip import ClipShape
+from train.data.frame_sampling import Sampling
+from train.data.labelled_clips import LabelledClips
+from train.data.latents.loader import LatentLoader
+from train.data.latents.mixed import MixedLatents
+from train.data.loader import LoaderSettings
+from train.data.video_captions import VideoCaptions
+
+SHAPE = ClipShape(sampling=Sampling(num_frames=2), size_px=16)
+LOADING = LoaderSettings(batch=3, num_threads=1, num_ahead=3, seed=5)
+VIDEOS = {"a": "train", "b": "train", "c": "val", "d": "train"}
+OPEN: dict[str, Callable[[Path], Any]] = {
+    "captions": lambda data: VideoCaptions(data, split="train", shape=SHAPE, tokenize=None, loading=LOADING),
+    "selected": lambda data: VideoCaptions(
+        data, split="train", shape=SHAPE, tokenize=None, loading=LOADING, where="words > 2 and video != 'd'"
+    ),
+    "chunks": lambda data: ChunkClips(data, split="train", shape=SHAPE, loading=LOADING, segment_us=400_000),
+    "latents": lambda data: LatentLoader(data, split="train", text=False, tails="pad", batch=3),
+    "words": lambda data: LatentLoader(data, split="train", words=True, batch=3),
+    "stored": lambda data: LatentLoader(data, split="train", batch=3),
+}
+OF_VIDEO = ("captions", "selected", "chunks")
+
+
+@pytest.fixture(scope="module")
+def videos(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Four videos in three shards that are not in the order of videos; two of the captions share a span."""
+    data = tmp_path_factory.mktemp("videos")
+    for shard_id, names in enumerate(("db", "c", "a")):
+        samples = [sample for name in names for sample in chunks_of(name, 30)]
+        write_shard(data, shard_id, samples, split=VIDEOS[names[0]])
+    captions = [Caption(name, begin, begin + 1.0, f"{name} at {begin}") for name in "dbca" for begin in (0.0, 0.3)]
+    write_captions(data, VIDEOS, [*captions, Caption("a", 0.0, 1.0, "a once more")])
+    return data
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory: pytest.TempPathFactory) -> Written:
+    """Latents and embeddings of five videos in three shards."""
+    return write_all(tmp_path_factory.mktemp("latents"), SHARDS, CAPTIONS, without=WITHOUT_EMBEDDING)
+
+
+@pytest.fixture
+def shared_by_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Sets of any size are shared, through this folder."""
+    monkeypatch.setattr(node_cache, "MIN_ROWS", 0)
+    monkeypatch.setattr(node_cache, "_chosen", tmp_path / "cache")
+    return tmp_path / "cache"
+
+
+def with_tables(data: Path) -> None:
+    for column in ("video", "latents", "text"):
+        if (data / column).is_dir():
+            assert update_chunk_table(Variant.open(data, column=column), column=column)
+
+
+def without_tables(data: Path) -> None:
+    for path in data.glob(f"*/*/{CHUNKS_FILE}"):
+        path.unlink()
+
+
+def shown(samples: Any) -> list[Any]:
+    """Fingerprint, description and the first batches of a set."""
+    found = [samples.fingerprint, samples.describe(), samples.num_samples]
+    for loaded in islice(samples.batches(position=0, max_failures=0), 5):
+        values = {name: list(value) if name == "key" else np.asarray(value) for name, value in loaded.batch.items()}
+        found.append({name: np.asarray(value).tolist() for name, value in values.items() if name != "input"})
+    return found
+
+
+@pytest.mark.parametrize("name", OPEN)
+def test_a_set_is_the_same_from_tables_and_from_the_cache(
+    name: str, videos: Path, written: Written, shared_by_all: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    data = videos if name in OF_VIDEO else written.data_dir
+    monkeypatch.setattr(node_cache, "MIN_ROWS", 1 << 40)
+    expected = shown(OPEN[name](data))
+    assert not shared_by_all.exists()
+    try:
+        with_tables(data)
+        assert shown(OPEN[name](data)) == expected
+        monkeypatch.setattr(node_cache, "MIN_ROWS", 0)
+        assert shown(OPEN[name](data)) == expected
+        assert list(shared_by_all.rglob("*"))
+
+        def fail(*_: object, **__: object) -> None:
+            pytest.fail("another rank has computed this")
+
+        for module, function in (
+            (chunks, "_open_chunks"),
+            ("train.data.video_captions", "_open_captions"),
+            ("train.data.chunk_clips", "_open_clips"),
+            ("train.data.latents.segment_set", "read_records"),
+        ):
+            target = module if isinstance(module, str) else module.__name__
+            monkeypatch.setattr(f"{target}.{function}", fail)
+        assert shown(OPEN[name](data)) == expected
+    finally:
+        without_tables(data)
+
+
+@pytest.mark.usefixtures("shared_by_all")
+def test_labels_are_shared_and_other_classes_are_other_samples(videos: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    table = read_captions(videos)
+    label = pa.array([str(number % 3) for number in range(len(table))])
+    monkeypatch.setattr("train.data.labelled_clips.read_captions", lambda _: table.append_column("label_kind", label))
+
+    def opened(names: str) -> list[Any]:
+        classes = ClassList("kind", tuple(names))
+        samples = LabelledClips(videos, split="train", classes=classes, shape=SHAPE, loading=LOADING)
+        return [samples.fingerprint, samples.describe(), samples.labels.tolist(), samples.video.tolist()]
+
+    monkeypatch.setattr(node_cache, "MIN_ROWS", 1 << 40)
+    expected = opened("012")
+    monkeypatch.setattr(node_cache, "MIN_ROWS", 0)
+    assert opened("012") == opened("012") == expected
+    assert opened("01") != expected
+
+
+@pytest.mark.usefixtures("shared_by_all")
+def test_data_that_changed_is_computed_again(videos: Path, tmp_path: Path) -> None:
+    own = Path(shutil.copytree(videos, tmp_path / "own"))
+    before = OPEN["captions"](own)
+    write_captions(own, VIDEOS, [Caption("a", 0.0, 1.0, "other words")])
+    after = OPEN["captions"](own)
+    assert before.fingerprint != after.fingerprint and after.texts(np.array([0])) == ["other words"]
+
+
+@pytest.mark.usefixtures("shared_by_all")
+def test_a_mixture_of_shared_sets_copies_the_bytes_of_each(written: Written, monkeypatch: pytest.MonkeyPatch) -> None:
+    def mixed() -> list[Any]:
+        sets = [OPEN["stored"](written.data_dir) for _ in range(2)]
+        return shown(MixedLatents(sets, ["one", "two"], weights=None))
+
+    monkeypatch.setattr(node_cache, "MIN_ROWS", 1 << 40)
+    expected = mixed()
+    monkeypatch.setattr(node_cache, "MIN_ROWS", 0)
+    assert mixed() == expected and mixed() == expected
+
+
+def held(compute: Callable[[], Any], of: object = 0) -> Any:
+    return node_cache.shared(compute, of=[of], num_rows=1, types=())
+
+
+@pytest.mark.usefixtures("shared_by_all")
+def test_of_two_ranks_one_computes() -> None:
+    counts, found = [], []
+
+    def compute() -> Any:
+        counts.append(1)
+        time.sleep(0.2)
+        return np.arange(5)
+
+    ranks = [threading.Thread(target=lambda: found.append(held(compute))) for _ in range(4)]
+    for rank in ranks:
+        rank.start()
+    for rank in ranks:
+        rank.join()
+    assert len(counts) == 1 and [one.tolist() for one in found] == [[0, 1, 2, 3, 4]] * 4
+
+
+@pytest.mark.parametrize("damage", [b"", b"short", None])
+def test_a_damaged_file_of_the_cache_is_made_again(shared_by_all: Path, damage: bytes | None) -> None:
+    held(lambda: np.arange(1000))
+    (path,) = (path for path in shared_by_all.rglob("set-*"))
+    path.write_bytes(path.read_bytes()[:-64] if damage is None else damage)
+    assert held(lambda: np.arange(1000) + 1).tolist() == list(range(1, 1001))
+
+
+def test_a_cache_that_cannot_be_written_costs_time_and_is_said(
+    shared_by_all: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(node_cache, "_write", full)
+        assert held(lambda: np.arange(3)).tolist() == [0, 1, 2]
+    assert "No space left" in capsys.readouterr().err
+    assert not list(shared_by_all.rglob("set-*")) and not list(shared_by_all.rglob("*.tmp*"))
+    monkeypatch.setattr(node_cache, "_chosen", Path("/dev/null/cache"))
+    assert held(lambda: np.arange(3)).tolist() == [0, 1, 2]
+    assert "every rank computes for itself" in capsys.readouterr().err
+
+    def missing() -> None:
+        raise FileNotFoundError(errno.ENOENT, "No such file", "an index")
+
+    with pytest.raises(FileNotFoundError, match="an index"):  # an error of the data, not of the cache
+        held(missing, of=1)
+
+
+@pytest.mark.usefixtures("shared_by_all")
+def test_the_cache_keeps_what_was_used_last(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(node_cache, "_MAX_BYTES", 20_000)
+    kept = [held(lambda number=number: np.full(1000, number), of=number) for number in range(2)]
+    time.sleep(0.02)
+    held(lambda: pytest.fail("it is there"), of=0)
+    held(lambda: np.full(1000, 2), of=2)
+    held(lambda: pytest.fail("it is there"), of=0)
+    assert held(lambda: np.full(1000, 9), of=1)[0] == 9, "the one that was used least recently is gone"
+    assert kept[1][0] == 1, "a process that maps it keeps it"
+
+
+@pytest.mark.parametrize("is_grouped", [True, False])
+def test_captions_in_blocks_of_videos_make_the_same_clips(is_grouped: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    rng = np.random.default_rng(0)
+    video = np.repeat(np.arange(20), 3)
+    same = np.ones(60, np.int64)
+    table = ChunkTable(
+        video_row=video.astype(np.int32),
+        start_ms=np.tile([0, 15_000, 40_000], 20),
+        num_frames=same * 450,
+        fps_num=same * 30,
+        fps_den=same,
+        shard=same,
+        row=same,
+        crc32=same.astype(np.uint32),
+    )
+    begin = rng.integers(0, 60, 500).astype(float)
+    rank = rng.integers(-1, 3, 500).astype(np.int16)
+    sources = choose_sources(["x", "y", "z"], wanted="x=1,y=0.3,z=2.7")
+    given: dict[str, Any] = {
+        "video_row": rng.integers(0, 21, 500),
+        "begin_s": begin,
+        "end_s": begin + rng.integers(-1, 4, 500),
+        "rank": rank,
+        "sources": sources,
+        "chunks": table,
+        "selected": rng.random(500) < 0.8,
+        "is_grouped": is_grouped,
+    }
+    whole = usable_captions.clips_of_captions(**given)
+    monkeypatch.setattr(usable_captions, "_BLOCK", 30)
+    parts = usable_captions.clips_of_captions(**given)
+    assert parts.remarks() == whole.remarks() and len(whole.clips.spans) > 100
+    one, other = whole.clips, parts.clips
+    for name in ("begin_us", "end_us", "first_chunk", "last_chunk"):
+        assert_same(getattr(one.spans, name), getattr(other.spans, name))
+    for name in ("first_entry", "first_run", "before"):
+        assert_same(getattr(one.choice, name), getattr(other.choice, name))
+    assert_same(one.caption, other.caption)
+
+
+def assert_same(one: Any, other: Any) -> None:
+    assert (one is None) == (other is None)
+    if one is not None:
+        assert one.dtype == other.dtype and np.array_equal(one, other)
+
+
+def test_ids_are_looked_up_once_not_shard_by_shard(videos: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = []
+    look_up = chunks.index_in
+    monkeypatch.setattr(chunks, "index_in", lambda *given: calls.append(1) or look_up(*given))
+    OPEN["chunks"](videos)
+    assert len(calls) == 1
+
+
+def test_indexes_beyond_the_limit_are_unmapped(videos: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = shown(OPEN["captions"](videos))
+    monkeypatch.setattr(OPEN_MAPS, "limit", 1)
+    shards = Variant.open(videos).shards()
+    keys = [shard.index["key"].to_pylist() for shard in shards]
+    del shards
+    samples = OPEN["captions"](videos)
+    assert shown(samples) == expected
+    assert len(OPEN_MAPS) == 1 and sum(map(len, keys)) == Variant.open(videos).num_samples
+    own = [line for line in Path("/proc/self/maps").read_text().splitlines() if str(videos) in line]
+    assert len(own) <= 2, "the index in use, and the one before it until its last user is done"
+
+
+def test_tars_beyond_the_limit_are_mapped_when_needed(written: Written, monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = {name: shown(OPEN[name](written.data_dir)) for name in ("latents", "stored")}
+    monkeypatch.setattr(mapped_tars, "MAX_EAGER", 0)
+    monkeypatch.setattr(OPEN_MAPS, "limit", 2)
+    for name, wanted in expected.items():
+        samples = OPEN[name](written.data_dir)
+        mapped = [line for line in Path("/proc/self/maps").read_text().splitlines() if line.endswith(".tar")]
+        assert not [line for line in mapped if str(written.data_dir) in line], "opening maps no tar"
+        for _ in range(3):
+            assert shown(samples) == wanted
+        tars = samples.samples.tars
+        with tars.held(int(tars.starts[0]), 1):
+            assert len(OPEN_MAPS) <= 2, "more only while a batch needs them"
+
+
+def test_a_tar_that_is_gone_after_opening_fails_its_samples(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    own = write_all(tmp_path / "data", SHARDS, CAPTIONS)
+    monkeypatch.setattr(mapped_tars, "MAX_EAGER", 0)
+    samples = LatentLoader(own.data_dir, split="train", text=False, batch=2, copy=True)
+    gone = Variant.open(own.data_dir, column="latents").shards()[0].tar_path
+    gone.unlink()
+    batches = list(samples.evaluation_batches())
+    failed = {failure.key[0] for loaded in batches for failure in loaded.failed}
+    assert failed == {"a", "b"} and {failure.reason for one in batches for failure in one.failed} == {
+        "shard_unreadable"
+    }
+    assert {key[0] for loaded in batches if loaded.batch for key in loaded.batch["key"]} == {"c", "e"}
+    with pytest.raises(UserError, match="cannot be used"):
+        LatentLoader(own.data_dir, split="train", text=False)
