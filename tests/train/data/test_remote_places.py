@@ -13,6 +13,7 @@ from manifests.publish import publish_json
 from manifests.storage.objects import open_objects
 from manifests.table_files import CAPTIONS_FILE, staged_path
 from shards.lists import finish_run
+from tests.object_storage.server import S3Server
 from tests.object_storage.upload import upload
 from tests.train.data.http_folder import HttpFolder
 from tests.train.data.test_remote import open_set, tar_of
@@ -148,3 +149,23 @@ def test_a_disk_that_is_full_is_named_at_once(tiny_disk: Path, bucket: str) -> N
         local_copy(f"{bucket}/0.tar", cache=tiny_disk, size="100MB")
     assert caught.value.hint and "--cache" in caught.value.hint
     assert not list(tiny_disk.rglob("*.tar"))
+
+
+def test_a_cache_that_is_too_small_for_a_tar_is_the_users_mistake(bucket: str, tmp_path: Path) -> None:
+    open_objects(bucket).write("0.tar", bytes(2000))
+    with pytest.raises(UserError, match=r"has 2,000 bytes, and the cache .* has room for 1,000 of 1,000") as caught:
+        local_copy(f"{bucket}/0.tar", cache=tmp_path, size="1kB")
+    assert caught.value.hint and "--cache-size" in caught.value.hint
+
+
+def test_buckets_that_are_not_there_or_refuse_are_the_users_mistake(s3: S3Server, bucket: str, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="does not exist"):
+        open_set("s3://no-such-bucket-anywhere/data", tmp_path)
+    with pytest.raises(UserError, match=r"is no data folder: .*dataset\.json is not there"):
+        open_set(f"{bucket}/data", tmp_path)
+    s3.require_known_users()
+    try:
+        with pytest.raises(UserError, match="credentials are refused"):
+            open_set(f"{bucket}/data", tmp_path)
+    finally:
+        s3.require_known_users(required=False)
