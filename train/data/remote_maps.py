@@ -180,12 +180,17 @@ class RemoteMaps(MappedTars):
             del self._held[address]
             first, last = _edges(address, size)
             self._edges.subtract((first, last))
-            for page in {first, last}:
-                if not self._edges[page]:
-                    del self._edges[page]
+            free = [page for page in {first, last} if not self._edges[page]]
+            for page in free:
+                del self._edges[page]
+            number = self._number_at(address)
+            with self._locks[number]:
+                if self._mapped[number]:
+                    return  # these are pages of a copy by now, and may have been repaired
+                for page in free:
                     advise(page * _PAGE, _PAGE, MADV_DONTNEED)
-            if last > first + 1:
-                advise((first + 1) * _PAGE, (last - first - 1) * _PAGE, MADV_DONTNEED)
+                if last > first + 1:
+                    advise((first + 1) * _PAGE, (last - first - 1) * _PAGE, MADV_DONTNEED)
 
     def repair(self, address: int, size: int) -> bool:
         """See `MappedTars`: of a copy on disk that is damaged; fetched from the object."""
