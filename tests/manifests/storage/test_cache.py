@@ -16,7 +16,10 @@ from manifests.storage.cache import Damaged, NoRoom, ObjectCache, parse_size, sh
 
 
 def writing(content: bytes) -> Callable[[Path], None]:
-    return lambda path: path.write_bytes(content) and None
+    def write(path: Path) -> None:
+        path.write_bytes(content)
+
+    return write
 
 
 def put(cache: ObjectCache, name: str, content: bytes, *, used_s: int | None = None) -> None:
