@@ -158,10 +158,15 @@ def write_commit(variant_dir: Path, commit: Commit) -> None:
     path = commit_path(variant_dir, commit.shard_id)
     make_folder(variant_dir / COMMITS_FOLDER)
     make_folder(path.parent)
+    publish_bytes(path, commit_bytes(commit))
+
+
+def commit_bytes(commit: Commit) -> bytes:
+    """Return the content of the record of `commit`."""
     record = {"clipmill_format": FORMAT_VERSION, **asdict(commit), "failures": [asdict(f) for f in commit.failures]}
     # ASCII escapes, because a message may quote a path that is not valid UTF-8.
     text = json.dumps({**record, "sha256": record_sha256(record)}, indent=1, sort_keys=True, ensure_ascii=True)
-    publish_bytes(path, f"{text}\n".encode())
+    return f"{text}\n".encode()
 
 
 def read_commit(path: Path) -> Commit:
@@ -257,7 +262,7 @@ def _records(variant_dir: Path, *, table_sha256: str | None) -> Records:
         return Records({})
     table = open_commit_table(variant_dir, sha256=table_sha256)
     from_table = frozenset(name for name in folders if table is not None and folders[name] == date_of(table.sha256))
-    of_table = _by_folder(table.rows) if table is not None and from_table else {}
+    of_table = commits_in(table.rows) if table is not None and from_table else {}
     found: dict[int, Commit | DamagedCommit] = {}
     misplaced: set[int] = set()
     for name in folders:  # `commits/` itself first: if a shard has two records, the one in a folder counts
@@ -288,7 +293,7 @@ def _read_folder(folder: Path) -> dict[int, Commit | DamagedCommit]:
     return found
 
 
-def _by_folder(rows: pa.Table) -> dict[str, dict[int, Commit]]:
+def commits_in(rows: pa.Table) -> dict[str, dict[int, Commit]]:
     """Return the commits of a table by the folder of their records and by shard ID."""
     found: dict[str, dict[int, Commit]] = {}
     columns = (rows[name].to_pylist() for name in _COMMIT_FIELDS)

@@ -2,7 +2,7 @@
 
 import shlex
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -42,6 +42,7 @@ class CommittedShard:
         self.split = commit.split
         self.num_samples = files.num_samples
         self._directory, self._files = variant_directory, files
+        self.tar_bytes, self.tar_sha256 = files.tar_bytes, files.tar_sha256
         self._tars = tars
         # One lock per shard: up to Python 3.11, `cached_property` has one lock per class, so that a shard whose files
         # do not respond would block all others. It is used only for what opens no file.
@@ -73,6 +74,7 @@ class CommittedShard:
             with open_lock(self._lock, self.index_path):
                 index = self._index
                 if index is None:
+                    self._tars.provide(self.index_path, size_bytes=self._files.index_bytes)
                     index = self._index = open_index(self.index_path)
         OPEN_MAPS.used(self)
         return index
@@ -95,11 +97,12 @@ class CommittedShard:
         if tables is not None:
             OPEN_MAPS.used(self)
             return tables
+        with open_lock(self._lock, self.index_path):
+            self.require_committed_index()  # before it is mapped: a damaged copy of a remote one is replaced
         index = self.index
         with open_lock(self._lock, self.index_path):
             tables = self._packet_tables
             if tables is None:
-                self.require_committed_index()
                 tables = self._packet_tables = PacketTables(index)
         return tables
 
@@ -110,10 +113,12 @@ class CommittedShard:
             DamagedIndex: the index is not the committed file.
             OSError: the index cannot be read.
         """
-        identity = _identity(self.index_path)
-        if identity == self._verified_file:
+        if self._verified_file is not None and _identity(self.index_path) == self._verified_file:
             return
-        if scan(self.index_path).sha256 != self._files.index_sha256:
+        sha256 = self._files.index_sha256
+        self._tars.provide(self.index_path, size_bytes=self._files.index_bytes, sha256=sha256)
+        identity = _identity(self.index_path)
+        if scan(self.index_path).sha256 != sha256:
             raise DamagedIndex(self.index_path, "its content differs from the commit")
         self._verified_file = identity
 
@@ -138,6 +143,10 @@ class CommittedShard:
             DamagedTar: the tar is too short.
         """
         return self._tars.read(self.tar_path, offset, size)
+
+    def read_ranges(self, ranges: Sequence[tuple[int, int]]) -> list[bytes]:
+        """Read several ranges (offset, size) of the tar; raises as `read_range` does."""
+        return self._tars.read_ranges(self.tar_path, ranges)
 
     @property
     def gap_bytes(self) -> int:

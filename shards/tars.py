@@ -3,6 +3,7 @@
 import os
 import threading
 from collections import OrderedDict
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Protocol
 
@@ -27,6 +28,18 @@ class TarBytes(Protocol):
         Raises:
             DamagedTar: the tar is too short.
             OSError: the tar cannot be read.
+        """
+        ...
+
+    def read_ranges(self, path: Path, ranges: Sequence[tuple[int, int]]) -> list[bytes]:
+        """Read several ranges (offset, size) of the tar at `path`; raises as `read` does."""
+        ...
+
+    def provide(self, index: Path, *, size_bytes: int, sha256: str | None = None) -> None:
+        """Make sure that the index of a tar is at the path `index`, with this size and digest.
+
+        Raises:
+            OSError: it cannot be fetched, or is another file.
         """
         ...
 
@@ -66,6 +79,13 @@ class LocalTars:
             offset += len(piece)
             size -= len(piece)
         return pieces[0] if len(pieces) == 1 else b"".join(pieces)
+
+    def read_ranges(self, path: Path, ranges: Sequence[tuple[int, int]]) -> list[bytes]:
+        """See `TarBytes`."""
+        return [self.read(path, offset, size) for offset, size in ranges]
+
+    def provide(self, index: Path, *, size_bytes: int, sha256: str | None = None) -> None:
+        """The index is there, or opening it reports what is wrong."""
 
     def _open(self, path: Path) -> _OpenTar:
         with self._lock:

@@ -46,6 +46,10 @@ TINY = {
     ],
     "python_loader": ["--pieces", "1", "--batch", "2", "--batches", "1", "--segments", "80", "--rounds", "1"],
     "recipes": ["--rounds", "1", "--only", "balanced", "scaler area"],
+    "remote": [
+        *("--pieces", "1", "--batches", "1", "--segments", "40", "--rounds", "1"),
+        *("--cached-epochs", "1", "--latency", "0.001"),
+    ],
     "remote_sources": ["--copies", "1", "--rounds", "1", "--latencies-ms", "0"],
     "rerun": ["--chunks", "80", "--runs", "1"],
     "scores": ["--rounds", "1"],

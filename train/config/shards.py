@@ -10,6 +10,8 @@ from typing import Annotated
 from cyclopts import Parameter
 
 from manifests.errors import UserError
+from manifests.storage.cache import parse_size
+from manifests.storage.objects import is_remote
 from train.config import fields as groups
 from train.config.fields import FIRST_RUN, Checked, caught, without_effect
 
@@ -29,11 +31,6 @@ def normalised(address: str) -> str:
     """An address as it is compared with others."""
     parts = address.split("::")
     return "::".join(one.rstrip("/") if is_remote(one) else str(Path(one).resolve()) for one in parts)
-
-
-def is_remote(address: str) -> bool:
-    """Return True for an address such as `s3://bucket/data`; anything without `://` is a local path."""
-    return "://" in address
 
 
 def folders_of(shards: Shards) -> tuple[str, ...]:
@@ -87,6 +84,9 @@ class DataSettings(Checked):
     each sample is visited once per epoch."""
     cache: Annotated[Path | None, groups.WHERE] = None
     """Folder for local copies of remote --shards. Default: the user's cache folder."""
+    cache_size: Annotated[str | None, groups.WHERE] = None
+    """Maximum size of the whole tars in the cache, such as 100GB; the least recently used are removed first. Default:
+    80% of the free disk, counting what the cache holds."""
 
     @property
     def folders(self) -> tuple[str, ...]:
@@ -104,16 +104,19 @@ class DataSettings(Checked):
         )
 
     def rules(self) -> Iterator[UserError]:
-        """Several data folders differ, and each has a weight if any has."""
+        """Several data folders differ, and each has a weight if any has; the size of the cache is one."""
+        if self.cache_size is not None:
+            yield from caught(parse_size, self.cache_size, flag="--cache-size")
         if len(self.folders) > 1:
             yield from _same_folders(self.folders)
             yield from () if self.mix is None else caught(_require_weights, self.mix, num_folders=len(self.folders))
 
     def without_effect(self, typed: Mapping[str, str]) -> Iterator[UserError]:
-        """Yields --cache with data that is read in place, and --mix with a single folder."""
+        """Yields --cache and --cache-size with data that is read in place, and --mix with a single folder."""
         shards = f"--shards {' '.join(self.folders)}"
-        if "--cache" in typed and not any(map(is_remote, self.folders)):
-            yield without_effect("--cache", typed, f"{shards} is on this machine", use="a remote address")
+        for flag in ("--cache", "--cache-size"):
+            if flag in typed and not any(map(is_remote, self.folders)):
+                yield without_effect(flag, typed, f"{shards} is on this machine", use="a remote address")
         if "--mix" in typed and len(self.folders) == 1:
             yield without_effect("--mix", typed, f"{shards} is one folder", use="--shards once for each folder")
 

@@ -298,7 +298,7 @@ def check_best(best: str | None, settings: TrainingSettings) -> None:
 # What may differ when a run is resumed: it does not change the weights, but for rounding.
 FREE_ON_RESUME = frozenset(
     {
-        *("shards", "cache", "out", "checkpoint_every", "keep_checkpoints", "best", "evaluate", "track"),
+        *("shards", "cache", "cache_size", "out", "checkpoint_every", "keep_checkpoints", "best", "evaluate", "track"),
         *("device", "attention", "compile", "parallel", "microbatch", "workers", "batches_ahead", "max_failures"),
     }
 )

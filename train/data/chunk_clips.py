@@ -7,7 +7,6 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from shards.tars import TarBytes
 from train.data.chunk_table import ChunkTable
 from train.data.chunks import ChunkSet
 from train.data.clip_samples import ClipSamples
@@ -15,6 +14,7 @@ from train.data.decoding.clip import ClipShape
 from train.data.decoding.reading import DecodeRule
 from train.data.loader import LoaderSettings
 from train.data.node_cache import shared
+from train.data.remote import RemoteTars
 from train.data.usable_captions import Spans
 
 
@@ -42,7 +42,7 @@ class ChunkClips(ClipSamples):
         same_frames: bool = False,
         segment_us: int | None = None,
         decode: DecodeRule = "packets",
-        tars: TarBytes | None = None,
+        tars: RemoteTars | None = None,
         where: str | None = None,
     ) -> None:
         chunks = ChunkSet(data_dir, split=split, rule=decode, tars=tars, where=where)

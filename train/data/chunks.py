@@ -17,11 +17,11 @@ from shards.chunk_table import ChunkRows, open_chunk_table
 from shards.damage import Damaged
 from shards.merged_table import merged_mark
 from shards.reader import CommittedShard, Variant
-from shards.tars import TarBytes
 from train.data.chunk_table import CHUNK_COLUMNS, ChunkTable, chunk_table
 from train.data.decoding.decoders import ChunkDecoder
 from train.data.decoding.reading import ChunkBytes, DecodeRule, read_chunk
 from train.data.node_cache import shared
+from train.data.remote import RemoteTars
 from train.data.selection import Selection
 
 
@@ -95,6 +95,7 @@ class ChunkSet:
         table: the chunks; a chunk's video row is a row of `video_ids`.
         selection: what `where` selects. The table has all chunks nevertheless.
         decoder: decodes what was read.
+        num_readers: threads that read ahead of those that decode; 0 for a local folder, where these read too.
 
     Raises:
         UserError: there is no such data folder, it has no shards, the split has no videos, or `where` is not an
@@ -107,7 +108,7 @@ class ChunkSet:
         *,
         split: str,
         rule: DecodeRule,
-        tars: TarBytes | None = None,
+        tars: RemoteTars | None = None,
         where: str | None = None,
         has_captions: bool = False,
     ) -> None:
@@ -116,6 +117,8 @@ class ChunkSet:
         self._variant = Variant.open(data_dir, tars=tars).whole()
         self.variant_name = self._variant.directory.name
         self.rule = rule
+        self.tars = tars
+        self.num_readers: int = 0 if tars is None else tars.num_readers
         self.decoder = ChunkDecoder()
         self.videos: tuple[object, ...] = (split, *manifest_mark(data_dir))
         self.depends_on: tuple[object, ...] = (

@@ -1,6 +1,6 @@
 """Clips of spans of videos, decoded from chunks, and what all sample sets of clips have in common."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING
@@ -14,8 +14,9 @@ from train.data.chunks import ChunkSet
 from train.data.decoding.clip import Clip, ClipBuilder, ClipShape, make_clip
 from train.data.decoding.decoders import ChunkFrames
 from train.data.decoding.pictures import rgb_pictures
+from train.data.decoding.reading import ChunkBytes
 from train.data.frame_sampling import US_PER_S, frame_indices
-from train.data.loader import Loader, LoaderSettings, SampleRequest
+from train.data.loader import Loader, LoaderSettings, ReadAhead, SampleRequest
 from train.data.outcomes import FailedSample, SampleFailed
 from train.data.usable_captions import Spans
 
@@ -42,6 +43,20 @@ class ClipPlan:
         for index, (chunk, frame) in enumerate(self.frames):
             by_chunk.setdefault(chunk, {}).setdefault(frame, []).append(index)
         return by_chunk
+
+
+@dataclass(frozen=True)
+class ReadClips:
+    """The clips of a group of requests, read ahead of decoding: bytes, or why they cannot be read, by chunk.
+
+    Attributes:
+        shared: of the chunks that several of the clips need.
+        own: of each clip, its other chunks.
+    """
+
+    plans: list[ClipPlan]
+    shared: dict[int, ChunkBytes | SampleFailed]
+    own: list[dict[int, ChunkBytes | SampleFailed]]
 
 
 class ClipSamples(Loader):
@@ -82,7 +97,7 @@ class ClipSamples(Loader):
                 else "use a weaker condition: it must hold for all chunks that a clip touches, which are those of the "
                 "whole video for a caption without times",
             )
-        super().__init__(self, loading)
+        super().__init__(self, loading, ahead=self.ahead)
 
     def __len__(self) -> int:
         return len(self.spans) * self._repeats
@@ -144,7 +159,7 @@ class ClipSamples(Loader):
     def pictures(self, sample: int, *, num_frames: int) -> list[NDArray[np.uint8]]:
         """Frames as a model sees them in an evaluation, RGB [H, W, 3]; empty if the clip cannot be read or decoded."""
         try:
-            shown = self._make(self.plan(SampleRequest(sample, sample, None)), {})
+            shown = self._make(self.plan(SampleRequest(sample, sample, None)), {}, {})
         except SampleFailed:
             return []
         pictures = shown.video
@@ -152,14 +167,37 @@ class ClipSamples(Loader):
             pictures = rgb_pictures(shown.video, shown.colour, size_px=self._shape.size_px)
         return list(pictures)[:num_frames]
 
+    @property
+    def ahead(self) -> ReadAhead | None:
+        """How clips of a remote folder are read ahead of decoding; None for a local one."""
+        num_readers = self.chunks.num_readers
+        return ReadAhead(self.read, self.load_read, num_readers) if num_readers else None
+
     def load(self, requests: Sequence[SampleRequest]) -> list[Sample | FailedSample]:
         """Read, decode and crop the clips of a group of requests; shared chunks are decoded once."""
+        return self._load([self.plan(request) for request in requests], None)
+
+    def read(self, requests: Sequence[SampleRequest]) -> ReadClips:
+        """Read the bytes of the clips of a group of requests, for `load_read`."""
         plans = [self.plan(request) for request in requests]
-        shared = self._decode_shared(plans) if len(plans) > 1 else {}
+        shared = {chunk: self._try_read(chunk, frames) for chunk, frames in _shared_chunks(plans).items()}
+        own = [
+            {chunk: self._try_read(chunk, frames) for chunk, frames in plan.by_chunk.items() if chunk not in shared}
+            for plan in plans
+        ]
+        return ReadClips(plans, shared, own)
+
+    def load_read(self, read: ReadClips) -> list[Sample | FailedSample]:
+        """Decode and crop clips that were read: those that `load` gives."""
+        return self._load(read.plans, read)
+
+    def _load(self, plans: Sequence[ClipPlan], read: ReadClips | None) -> list[Sample | FailedSample]:
+        shared = self._decode_shared(plans, read) if len(plans) > 1 else {}
         loaded: list[Sample | FailedSample] = []
-        for plan in plans:
+        for number, plan in enumerate(plans):
+            there = {} if read is None else {**read.shared, **read.own[number]}
             try:
-                loaded.append(self.sample(plan, self._make(plan, shared)))
+                loaded.append(self.sample(plan, self._make(plan, shared, there)))
             except SampleFailed as error:
                 loaded.append(error.at(plan.request.position))
         return loaded
@@ -195,12 +233,15 @@ class ClipSamples(Loader):
                 parts.append(f"{num_shrunk:,} shorter than {sampling.window}, with a smaller stride")
         return parts
 
-    def _make(self, plan: ClipPlan, shared: Mapping[int, ChunkFrames]) -> Clip:
-        """Read and decode the chunks that are not `shared`; each frame is cropped as the decoder outputs it."""
+    def _make(
+        self, plan: ClipPlan, shared: Mapping[int, ChunkFrames], read: Mapping[int, ChunkBytes | SampleFailed]
+    ) -> Clip:
+        """Decode the chunks that are not `shared`, reading those that are not `read`; each frame is cropped as the
+        decoder outputs it."""
         chunks = self.chunks
         if chunks.rule == "filter":
             decoded = {
-                chunk: shared.get(chunk) or chunks.decoder.decode(chunks.read(chunk, frames))
+                chunk: shared.get(chunk) or chunks.decoder.decode(self._bytes(chunk, frames, read))
                 for chunk, frames in plan.by_chunk.items()
             }
             return self.clip(plan, decoded)
@@ -214,20 +255,37 @@ class ClipSamples(Loader):
                 for frame in indices:
                     add(frame, shared[chunk][frame])
             else:
-                chunks.decoder.decode_each(chunks.read(chunk, indices), add)
+                chunks.decoder.decode_each(self._bytes(chunk, indices, read), add)
         return building.clip()
 
-    def _decode_shared(self, plans: Sequence[ClipPlan]) -> dict[int, ChunkFrames]:
+    def _decode_shared(self, plans: Sequence[ClipPlan], read: ReadClips | None) -> dict[int, ChunkFrames]:
         """Frames of the chunks that several plans need; a chunk that fails is left out, and fails each of the plans."""
-        wanted: dict[int, set[int]] = {}
-        for plan in plans:
-            for chunk, frames in plan.by_chunk.items():
-                wanted.setdefault(chunk, set()).update(frames)
         shared: dict[int, ChunkFrames] = {}
-        for chunk, needed in wanted.items():
-            if sum(chunk in plan.by_chunk for plan in plans) > 1:
-                try:
-                    shared[chunk] = self.chunks.decoder.decode(self.chunks.read(chunk, needed))
-                except SampleFailed:
-                    continue
+        for chunk, needed in _shared_chunks(plans).items():
+            try:
+                content = self._bytes(chunk, needed, {} if read is None else read.shared)
+                shared[chunk] = self.chunks.decoder.decode(content)
+            except SampleFailed:
+                continue
         return shared
+
+    def _try_read(self, chunk: int, frames: Collection[int]) -> ChunkBytes | SampleFailed:
+        try:
+            return self.chunks.read(chunk, frames)
+        except SampleFailed as error:
+            return error
+
+    def _bytes(self, chunk: int, frames: Collection[int], read: Mapping[int, ChunkBytes | SampleFailed]) -> ChunkBytes:
+        found = read[chunk] if chunk in read else self.chunks.read(chunk, frames)
+        if isinstance(found, SampleFailed):
+            raise found
+        return found
+
+
+def _shared_chunks(plans: Sequence[ClipPlan]) -> dict[int, set[int]]:
+    """The chunks that several plans need, and the frames that all of them need of each."""
+    wanted: dict[int, set[int]] = {}
+    for plan in plans:
+        for chunk, frames in plan.by_chunk.items():
+            wanted.setdefault(chunk, set()).update(frames)
+    return {chunk: frames for chunk, frames in wanted.items() if sum(chunk in plan.by_chunk for plan in plans) > 1}

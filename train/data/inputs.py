@@ -3,13 +3,12 @@
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 
 from manifests.errors import UserError
-from train.config.shards import DataSettings, is_remote, parse_mix
+from train.config.shards import DataSettings, parse_mix
 from train.config.training import ClipSettings
 from train.data.decoding.clip import ClipShape, Views
 from train.data.decoding.pictures import SIMPLE_SHARE
@@ -19,7 +18,6 @@ from train.data.latents.mixed import MixedLatents
 from train.data.latents.segments import FrameShape
 from train.data.loader import LoaderSettings
 from train.data.mixed_clips import MixedClips
-from train.data.node_cache import choose_folder
 from train.data.remote import DataFolder, open_data_folder
 from train.data.streams.tars import names_tars
 from train.distributed.world import World
@@ -32,8 +30,11 @@ Latents = TypeVar("Latents", bound=LatentLoader)
 Samples = TypeVar("Samples")
 
 
-def open_folder(settings: ClipSettings, *, reason: str) -> DataFolder:
+def open_folder(settings: ClipSettings, *, reason: str, column: str | None = "video") -> DataFolder:
     """Open the data folder of a task that cannot read a stream of tars, for `reason`.
+
+    Args:
+        column: see `open_data_folder`.
 
     Raises:
         UserError: the settings name tars, or the folder cannot be read.
@@ -42,12 +43,12 @@ def open_folder(settings: ClipSettings, *, reason: str) -> DataFolder:
         raise UserError(
             f"{settings.folder} is a stream of tars, and {reason}", hint="name the data folder that prep made"
         )
-    return open_data_folder(settings.folder, cache=settings.cache)
+    return open_data_folder(settings.folder, cache=settings.cache, cache_size=settings.cache_size, column=column)
 
 
-def open_labelled_folder(settings: ClipSettings) -> DataFolder:
+def open_labelled_folder(settings: ClipSettings, *, column: str | None = "video") -> DataFolder:
     """Open the data folder of a task that needs labels; raises UserError like `open_folder`."""
-    return open_folder(settings, reason="labels are in the manifest of a data folder")
+    return open_folder(settings, reason="labels are in the manifest of a data folder", column=column)
 
 
 Mixture = MixedClips | MixedLatents
@@ -146,14 +147,15 @@ def open_segments(
     Raises:
         UserError: there are none, they are not on this machine, or they do not fit the settings.
     """
-    if is_remote(settings.folder) or names_tars(settings.folder):
+    if names_tars(settings.folder):
         raise UserError(
-            f"--input latents cannot be read from {settings.folder}: latents are mapped into memory",
-            hint="copy the data folder to this machine",
+            f"--input latents cannot be read from {settings.folder}: latents need the index of their tars",
+            hint="name the data folder that prep made",
         )
-    choose_folder(settings.cache)
+    folder = open_data_folder(settings.folder, cache=settings.cache, cache_size=settings.cache_size, column="latents")
     latents = make(
-        Path(settings.folder),
+        folder.path,
+        tars=folder.tars,
         split=split,
         segment=segment,
         batch=batch or world.share(settings.batch),

@@ -16,7 +16,7 @@ from torch.utils.data import get_worker_info
 from manifests.errors import UserError
 from manifests.quoting import quoted
 from manifests.store import read_videos
-from train.config.shards import DataSettings, Shards, is_remote
+from train.config.shards import DataSettings, Shards
 from train.config.training import ClipSettings
 from train.data.arguments import require_device, require_whole_numbers
 from train.data.batches import Batches, LateBatch
@@ -61,6 +61,7 @@ def open_clips(
     device: str | torch.device | None = "cpu",
     max_failures: int = 100,
     cache: Path | None = None,
+    cache_size: str | None = None,
 ) -> Batches:
     """Open the clips of a split: spans of videos, each with a caption or, with `label`, a class.
 
@@ -86,6 +87,7 @@ def open_clips(
         device: where frames, labels and embeddings go; None for NumPy arrays.
         max_failures: number of clips that may fail to load before iterating raises FailedWork.
         cache: folder for copies of remote data. Default: the user's cache folder.
+        cache_size: limit for whole tars there, such as "100GB". Default: 80 % of the free disk.
 
     Raises:
         UserError: there is no such data, split, label or device, no clip that can be shown or is selected, or an
@@ -115,6 +117,7 @@ def open_clips(
         seed=seed,
         max_failures=max_failures,
         cache=cache,
+        cache_size=cache_size,
     )
     is_pinned = device is not None and torch.device(device).type == "cuda"
     shape = replace(clip_shape(settings, views=Views()), rgb=rgb)
@@ -127,10 +130,12 @@ def open_clips(
             raise UserError(f"{data} is a stream of tars, without labels", hint="name the data folder that prep made")
         if where is not None:
             raise UserError(f"{data} is a stream of tars, without scores", hint="name the data folder that prep made")
-        samples = VideoStream(settings.folder, shape=shape, tokenize=None, loading=loading, cache=cache)
+        samples = VideoStream(
+            settings.folder, shape=shape, tokenize=None, loading=loading, cache=cache, cache_size=cache_size
+        )
     else:
         require_folders(settings)
-        opened = {one: open_data_folder(one, cache=cache) for one in settings.folders}
+        opened = {one: open_data_folder(one, cache=cache, cache_size=cache_size) for one in settings.folders}
         classes = None if label is None else _classes([folder.path for folder in opened.values()], label)
 
         def open_one(address: str) -> ClipSamples:
@@ -172,15 +177,19 @@ def open_latents(
     world: int | None = None,
     device: str | torch.device | None = "cpu",
     max_failures: int = 100,
+    cache: Path | None = None,
+    cache_size: str | None = None,
 ) -> Batches:
     """Open the segments of the VAE latents of a split (`prep latents`), each with a caption or a class.
 
     Args:
-        data: data folder that prep made, on this machine; or a list of them, a mixture, with latents of the same VAE.
+        data: data folder that prep made, as a path or an address; or a list of them, a mixture, with latents of the
+            same VAE.
         segment: length of a segment, such as 5s: a whole number of frames.
         tails: what to do with a shorter rest of a chunk: "drop" it, or "pad" it with zeros.
         captions: "text", "embedding" (of `prep text`: `text` in place of `caption`), or None for segments alone.
-        mix, split, where, batch, label, shuffle, seed, rank, world, device, max_failures: see `open_clips`.
+        mix, split, where, batch, label, shuffle, seed, rank, world, device, max_failures, cache, cache_size: see
+            `open_clips`.
 
     Raises:
         UserError: there are no latents, embeddings, captions or labels of that split, there is no such device, or an
@@ -190,8 +199,10 @@ def open_latents(
     require_device(device)
     settings = DataSettings(shards=_shards(data, mix), mix=None if mix is None else ",".join(map(str, mix)))
     for one in settings.folders:
-        if is_remote(one) or names_tars(one):
-            raise UserError(f"latents cannot be read from {one}: they are mapped", hint="copy the data folder here")
+        if names_tars(one):
+            raise UserError(
+                f"latents cannot be read from {one}: a stream of tars has no index", hint="name a data folder"
+            )
     _require_choice("tails", tails, Tails)
     ranks = _ranks(rank, world)
     own = ranks or joined_world()
@@ -199,7 +210,10 @@ def open_latents(
         raise UserError(f"batch is {batch}", hint="use 1 or more")
     if captions not in ("text", "embedding", None):
         raise UserError(f"captions is {captions!r}", hint="use 'text', 'embedding' or None")
-    classes = None if label is None else _classes([Path(one) for one in settings.folders], label)
+    opened = {
+        one: open_data_folder(one, cache=cache, cache_size=cache_size, column="latents") for one in settings.folders
+    }
+    classes = None if label is None else _classes([folder.path for folder in opened.values()], label)
     open_one = partial(
         LatentLoader,
         split=split,
@@ -215,7 +229,7 @@ def open_latents(
         where=where,
         copy=device is None or torch.device(device).type != "cuda",
     )
-    samples = open_mixed(lambda address: open_one(Path(address)), settings)
+    samples = open_mixed(lambda address: open_one(opened[address].path, tars=opened[address].tars), settings)
     assert isinstance(samples, LatentLoader)
     has_texts = captions == "text" and classes is None
     late = ("folder",) if isinstance(samples, Mixture) else ()

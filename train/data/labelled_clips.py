@@ -10,7 +10,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from manifests.store import num_captions_of, read_captions
-from shards.tars import TarBytes
 from train.data.batch import Sample
 from train.data.chunk_table import rows_of
 from train.data.chunks import ChunkSet
@@ -20,6 +19,7 @@ from train.data.decoding.clip import ClipShape
 from train.data.decoding.reading import DecodeRule
 from train.data.loader import LoaderSettings, SampleRequest
 from train.data.node_cache import shared
+from train.data.remote import RemoteTars
 from train.data.usable_captions import Spans, spans_of_captions, usable_captions
 
 
@@ -97,7 +97,7 @@ class LabelledClips(ClipSamples):
         shape: ClipShape,
         loading: LoaderSettings,
         decode: DecodeRule = "packets",
-        tars: TarBytes | None = None,
+        tars: RemoteTars | None = None,
         where: str | None = None,
         also: Sequence[ClassList] = (),
         repeats: int = 1,

@@ -5,9 +5,10 @@ sample that fails is reported beside the batch and replaced by the next sample i
 same batches (train.data.outcomes).
 """
 
-from collections.abc import Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from contextlib import closing
 from dataclasses import dataclass
-from typing import Protocol, cast
+from typing import Any, Protocol, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -37,6 +38,9 @@ class SampleRequest:
         """A generator in the same state for all `num_requests` requests of a group, and unlike that of `rng`."""
         first = self.position - self.position % num_requests
         return None if self.seed is None else np.random.default_rng((self.seed, first, num_requests))
+
+
+_Group = list[SampleRequest | None]  # requests that are loaded together; None for an empty position of the order
 
 
 class SampleSet(Protocol):
@@ -163,12 +167,38 @@ class Order(Protocol):
         """Samples at `positions`; -1 where empty."""
 
 
-class Loader(BatchLoader):
-    """Batches of a sample set, in the order of its samples under the seed unless another order is given."""
+@dataclass(frozen=True)
+class ReadAhead:
+    """Loading in two steps, each by threads of its own: most of those that read wait for a network.
 
-    def __init__(self, samples: SampleSet, loading: LoaderSettings, *, order: Order | None = None) -> None:
+    Attributes:
+        read: a group of requests; it does not raise for samples that cannot be read.
+        load: what was read; gives what `SampleSet.load` does.
+        num_threads: that read.
+    """
+
+    read: Callable[[Sequence[SampleRequest]], Any]
+    load: Callable[[Any], list[Sample | FailedSample]]
+    num_threads: int
+
+
+class Loader(BatchLoader):
+    """Batches of a sample set, in the order of its samples under the seed unless another order is given.
+
+    Args:
+        ahead: for samples that are read ahead of loading; None if loading them reads them.
+    """
+
+    def __init__(
+        self,
+        samples: SampleSet,
+        loading: LoaderSettings,
+        *,
+        order: Order | None = None,
+        ahead: ReadAhead | None = None,
+    ) -> None:
         super().__init__(loading)
-        self._samples = samples
+        self._samples, self._ahead = samples, ahead
         self._order: Order = order or SampleOrder(len(samples), loading.seed, loading.group)
 
     @property
@@ -214,25 +244,47 @@ class Loader(BatchLoader):
 
     def _outcomes(self, groups: Iterator[list[SampleRequest | None]]) -> Iterator[Sample | FailedSample | None]:
         """The outcome of each request, in order; None for an empty position."""
-        loading = self._loading
+        loading, ahead = self._loading, self._ahead
         num_ahead = max(1, loading.num_ahead // loading.group)
 
-        def load(group: list[SampleRequest | None]) -> list[Sample | FailedSample]:
-            return self._samples.load([request for request in group if request is not None])
+        def load(item: tuple[_Group, Any]) -> list[Sample | FailedSample] | Stuck:
+            group, read = item
+            if isinstance(read, Stuck):
+                return read
+            return self._samples.load(_wanted(group)) if ahead is None else ahead.load(read)
 
-        loaded = in_order(
-            load,
+        with closing(self._read(groups)) as items:
+            loaded = in_order(
+                load,
+                items,
+                num_threads=loading.num_threads,
+                num_ahead=num_ahead,
+                stuck_after_s=loading.stuck_after_s,
+                # Nothing new is begun while the caller sleeps, so two items for each thread are queued meanwhile.
+                num_together=max(1, min(loading.batch // loading.group, num_ahead - 2 * loading.num_threads)),
+            )
+            for (group, _), outcomes in loaded:
+                if isinstance(outcomes, Stuck):
+                    keys = ((one.position, self._samples.key(one.sample)) for one in _wanted(group))
+                    outcomes = [FailedSample(position, key, "stuck", str(outcomes)) for position, key in keys]
+                remaining = iter(outcomes)
+                for request in group:
+                    yield None if request is None else next(remaining)
+
+    def _read(self, groups: Iterator[_Group]) -> Generator[tuple[_Group, Any], None, None]:
+        """The groups, each with what was read of it, or Stuck."""
+        if self._ahead is None:
+            yield from ((group, None) for group in groups)
+            return
+        read, num_threads = self._ahead.read, self._ahead.num_threads
+        yield from in_order(
+            lambda group: read(_wanted(group)),
             groups,
-            num_threads=loading.num_threads,
-            num_ahead=num_ahead,
-            stuck_after_s=loading.stuck_after_s,
-            # Nothing new is begun while the caller sleeps, so two items for each thread have to be queued meanwhile.
-            num_together=max(1, min(loading.batch // loading.group, num_ahead - 2 * loading.num_threads)),
+            num_threads=num_threads,
+            num_ahead=2 * num_threads,
+            stuck_after_s=self._loading.stuck_after_s,
         )
-        for group, outcomes in loaded:
-            if isinstance(outcomes, Stuck):
-                keys = ((one.position, self._samples.key(one.sample)) for one in group if one is not None)
-                outcomes = [FailedSample(position, key, "stuck", str(outcomes)) for position, key in keys]
-            remaining = iter(outcomes)
-            for request in group:
-                yield None if request is None else next(remaining)
+
+
+def _wanted(group: _Group) -> list[SampleRequest]:
+    return [request for request in group if request is not None]

@@ -32,21 +32,11 @@ from manifests.errors import UserError
 from shards.open_maps import OPEN_MAPS
 from shards.opening import open_regular
 from shards.reader import Variant
+from train.data.memory_maps import MADV_POPULATE_READ, advise, map_file, map_memory, unmap
 from train.data.outcomes import Reason
 from train.data.workers import Stuck
 
 MAX_EAGER = 1024  # shards whose tars are all mapped when a set is opened
-_MAP_FIXED = 0x10
-_RESERVED = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
-_MADV_POPULATE_READ = 22  # Linux 5.14
-_FAILED = ctypes.c_void_p(-1).value
-
-_libc = ctypes.CDLL(None, use_errno=True)
-_libc.mmap.restype = ctypes.c_void_p
-_libc.mmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long)
-_libc.munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
-_libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
-
 _UNKNOWN, _GOOD, _BAD = 0, 1, 2
 
 
@@ -68,12 +58,15 @@ class MappedTars:
         sizes = np.concatenate([files.sizes for files in self._files])
         offsets = np.concatenate([[0], np.cumsum(-(-sizes // mmap.PAGESIZE) * mmap.PAGESIZE)])
         self.size_bytes = max(int(offsets[-1]), mmap.PAGESIZE)
-        # A single reservation: it takes no memory, and no other mapping can end up between two tars.
-        self.begin = _map(None, self.size_bytes, flags=_RESERVED, descriptor=-1)
-        weakref.finalize(self, _libc.munmap, self.begin, self.size_bytes)
+        self.begin = self._reserve()
+        weakref.finalize(self, unmap, self.begin, self.size_bytes)
         self.starts: NDArray[np.int64] = self.begin + offsets[:-1].astype(np.int64)
         self._sizes = sizes
         self._map_all()
+
+    def _reserve(self) -> int:
+        """A single reservation: it takes no memory, and no other mapping can end up between two tars."""
+        return map_memory(self.size_bytes)
 
     def _map_all(self) -> None:
         for number in range(len(self.starts)):
@@ -88,7 +81,7 @@ class MappedTars:
         try:
             # The size of the open file: its name may refer to another one by now.
             self._require_size(number, os.fstat(descriptor).st_size)
-            _map(int(self.starts[number]), size, flags=mmap.MAP_SHARED | _MAP_FIXED, descriptor=descriptor)
+            map_file(int(self.starts[number]), size, descriptor)
         finally:
             os.close(descriptor)
 
@@ -114,6 +107,10 @@ class MappedTars:
 
     def release(self, address: int, size: int) -> None:
         """Give back what `hold` held."""
+
+    def repair(self, address: int, size: int) -> bool:
+        """Replace damaged bytes if they are those of a copy; False if they are not."""
+        return False
 
     @contextmanager
     def held(self, address: int, size: int) -> Iterator[None]:
@@ -141,10 +138,9 @@ class MappedTars:
             OSError: the disk fails, or the file ends earlier. Kernels before Linux 5.14 do not report it.
         """
         begin = address - address % mmap.PAGESIZE
-        if _libc.madvise(begin, address + size - begin, _MADV_POPULATE_READ):
-            code = ctypes.get_errno()
-            if code != errno.EINVAL:
-                raise OSError(code, "the disk fails, or the file was truncated after it was opened")
+        code = advise(begin, address + size - begin, MADV_POPULATE_READ)
+        if code not in (0, errno.EINVAL):
+            raise OSError(code, "the disk fails, or the file was truncated after it was opened")
 
     def path_at(self, address: int) -> Path:
         """The tar that contains an address."""
@@ -223,7 +219,7 @@ class LazyTars(MappedTars):
             if mapped.num_users:
                 return False
             number = mapped.number
-            _map(int(self.starts[number]), int(self._sizes[number]), flags=_RESERVED | _MAP_FIXED, descriptor=-1)
+            map_memory(int(self._sizes[number]), at=int(self.starts[number]))
             del self._mapped[number]
             return True
         finally:
@@ -239,7 +235,7 @@ class JoinedTars(MappedTars):
     """The areas of several `MappedTars`, which stay mapped as long as this object."""
 
     def __init__(self, parts: Sequence[MappedTars]) -> None:
-        self._parts = sorted(parts, key=lambda part: part.begin)
+        self.parts = self._parts = sorted(parts, key=lambda part: part.begin)
 
     def path_at(self, address: int) -> Path:
         """The tar that contains an address."""
@@ -259,16 +255,11 @@ class JoinedTars(MappedTars):
     def release(self, address: int, size: int) -> None:
         self._part_at(address).release(address, size)
 
+    def repair(self, address: int, size: int) -> bool:
+        return self._part_at(address).repair(address, size)
+
     def _part_at(self, address: int) -> MappedTars:
         return self._parts[max(bisect_right(self._parts, address, key=lambda part: part.begin) - 1, 0)]
-
-
-def _map(address: int | None, size: int, *, flags: int, descriptor: int) -> int:
-    mapped = _libc.mmap(address, size, mmap.PROT_READ, flags, descriptor, 0)
-    if mapped in (None, _FAILED):
-        error = ctypes.get_errno()
-        raise OSError(error, f"{size:,} bytes cannot be mapped: {os.strerror(error)}")
-    return int(mapped)
 
 
 def unusable(path: Path, column: str, why: str) -> UserError:
@@ -331,20 +322,27 @@ class VerifiedMembers:
     def verify(self, member: int) -> Problem | None:
         """Read a member and compare it with its checksum."""
         address, size_bytes, crc32 = self._payload(member)
-        where = f"{self._what} ({self._tars.path_at(address)})"
         try:
             with self._tars.held(address, size_bytes):
                 self._tars.read_ahead(address, size_bytes)
                 matches = zlib.crc32(self._tars.bytes_at(address, size_bytes)) == crc32
+                if not matches and self._tars.repair(address, size_bytes):
+                    matches = zlib.crc32(self._tars.bytes_at(address, size_bytes)) == crc32
         except OSError as error:
-            return Problem("shard_unreadable", f"{where} cannot be read: {error.strerror or error}")
-        return None if matches else Problem("checksum", f"{where} do not match their checksum")
+            return self.unreadable(member, error)
+        return None if matches else Problem("checksum", f"{self._where(member)} do not match their checksum")
+
+    def unreadable(self, member: int, error: OSError) -> Problem:
+        """The problem of a member that cannot be read."""
+        return Problem("shard_unreadable", f"{self._where(member)} cannot be read: {error.strerror or error}")
+
+    def _where(self, member: int) -> str:
+        return f"{self._what} ({self._tars.path_at(self._payload(member).address)})"
 
     def record(self, member: int, found: Problem | Stuck | None) -> None:
         """Record the result of verifying a member."""
         if isinstance(found, Stuck):
-            where = f"{self._what} ({self._tars.path_at(self._payload(member).address)})"
-            found = Problem("stuck", f"{where} were not read within {found.after_s:g} s")
+            found = Problem("stuck", f"{self._where(member)} were not read within {found.after_s:g} s")
         if found is not None:
             self._problems[member] = found
         self._state[member] = _GOOD if found is None else _BAD

@@ -20,8 +20,8 @@ from numpy.typing import NDArray
 from manifests.errors import UserError
 from train.config.shards import folder_names
 from train.data.batch import Sample
-from train.data.clip_samples import ClipSamples
-from train.data.loader import Loader, SampleRequest
+from train.data.clip_samples import ClipSamples, ReadClips
+from train.data.loader import Loader, ReadAhead, SampleRequest
 from train.data.mixture import MixedOrder
 from train.data.order import set_fingerprint
 from train.data.outcomes import FailedSample
@@ -155,7 +155,9 @@ class MixedClips(Loader):
         self._first_sample: list[int] = self.folders.order.offsets.tolist()
         self._first_clip = np.cumsum([0, *(one.num_clips for one in sets)])
         self._first_caption = np.cumsum([0, *(one.num_caption_ids for one in sets)])
-        super().__init__(self, loading, order=self.folders.order)
+        readers = [one.chunks.num_readers for one in sets]
+        ahead = ReadAhead(self.read, self.load_read, max(readers)) if any(readers) else None
+        super().__init__(self, loading, order=self.folders.order, ahead=ahead)
 
     def __len__(self) -> int:
         return self.folders.order.num_samples
@@ -216,15 +218,33 @@ class MixedClips(Loader):
         """Load the samples of a group of requests, in their order; those of one folder that follow one another share
         work. A group is of one folder, unless a run was resumed in the middle of one."""
         loaded: list[Sample | FailedSample] = []
+        for number, its in self._by_set(requests):
+            loaded += self._renumbered(number, self._sets[number].load(its))
+        return loaded
+
+    def read(self, requests: Sequence[SampleRequest]) -> list[tuple[int, ReadClips]]:
+        """Read the bytes of the clips of a group of requests, with the set of each part."""
+        return [(number, self._sets[number].read(its)) for number, its in self._by_set(requests)]
+
+    def load_read(self, read: list[tuple[int, ReadClips]]) -> list[Sample | FailedSample]:
+        """Decode and crop clips that were read: those that `load` gives."""
+        loaded: list[Sample | FailedSample] = []
+        for number, its in read:
+            loaded += self._renumbered(number, self._sets[number].load_read(its))
+        return loaded
+
+    def _by_set(self, requests: Sequence[SampleRequest]) -> Iterator[tuple[int, list[SampleRequest]]]:
+        """Requests that follow one another in one set, as those of its own samples."""
         for number, its in groupby(requests, key=lambda request: self._own(request.sample)[0]):
             first = self._first_sample[number]
-            own = self._sets[number].load([replace(one, sample=one.sample - first) for one in its])
-            for one in own:
-                if not isinstance(one, FailedSample):
-                    one["clip_id"] += int(self._first_clip[number])
-                    if "caption_id" in one:
-                        one["caption_id"] += int(self._first_caption[number])
-            loaded += own
+            yield number, [replace(one, sample=one.sample - first) for one in its]
+
+    def _renumbered(self, number: int, loaded: list[Sample | FailedSample]) -> list[Sample | FailedSample]:
+        for one in loaded:
+            if not isinstance(one, FailedSample):
+                one["clip_id"] += int(self._first_clip[number])
+                if "caption_id" in one:
+                    one["caption_id"] += int(self._first_caption[number])
         return loaded
 
     def _own(self, sample: int) -> tuple[int, int]:

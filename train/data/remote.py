@@ -1,87 +1,28 @@
-"""A remote data folder: its small files are copied into a cache, its tars stay where they are.
+"""Data folders and tars at addresses: small files are copied to this machine, and tars are read by range or cached.
 
-The copied files are dataset.json, the tables of the manifest, and contents.json, the commits and the indexes of the
-current variant. An index is copied once and verified against the SHA-256 in its commit. The tables are copied when
-manifest.json, which has their checksums, has changed. Everything else is small and copied at every start. The merged
-table of scores is copied when a --where needs it.
+The cache folder (`--cache`) has `folders/`, the small files of each data folder, and `tars/`, whole tars under a limit
+(`--cache-size`, manifests.storage.cache).
 """
 
 import hashlib
 import io
-import json
 import os
-import time
-from collections.abc import Callable, Iterable
-from concurrent.futures import ThreadPoolExecutor
+import threading
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
 
 from manifests.errors import DISK_ERRORS, UserError
-from manifests.publish import publish_bytes, published
-from manifests.store import MANIFEST_FILE, MANIFEST_FOLDER
-from manifests.table_files import CAPTIONS_FILE, VIDEOS_FILE, describe, staged_path
-from shards.commits import ShardFiles, read_commits
-from shards.damage import DamagedTar
-from shards.dataset import current_variant
-from shards.format import COMMITS_FOLDER, CONTENTS_FILE, DATASET_FILE, RECIPE_FILE
-from shards.reader import Variant
-from shards.scan import scan
-from shards.scores import CHUNKS_FILE, SCORES, has_score_table
-from shards.tars import TarBytes
-
-if TYPE_CHECKING:
-    from fsspec import AbstractFileSystem
-
-from train.config.shards import is_remote
+from manifests.storage.cache import CachedFile, ObjectCache, parse_size
+from manifests.storage.objects import Objects, is_remote, open_objects
+from shards.format import DATASET_FILE
+from shards.reader import CommittedShard
 from train.data.node_cache import choose_folder
+from train.data.remote_files import RemoteFiles, cache_unusable
 
-# Remote files through fsspec: addresses, whole files copied into a cache, ranges of tars, and retries.
-
-
-# Seconds before the second, third and fourth attempt.
-_WAITS_S = (0.2, 1.0, 5.0)
-# Properties by which file systems identify the content of a file.
-_MARKS = ("size", "ETag", "Last-Modified", "LastModified", "last_modified", "mtime", "created", "generation")
-_Result = TypeVar("_Result")
-
-
-def open_file_system(address: str) -> "tuple[AbstractFileSystem, str]":
-    """The file system of an address, and the path in it.
-
-    Raises:
-        UserError: there is no such file system, or a package it needs is not installed.
-    """
-    import fsspec
-
-    try:
-        return fsspec.core.url_to_fs(address)
-    except ImportError as error:
-        raise UserError(f"{address} needs a package that is not here: {error}", hint="install it, with pip") from error
-    except (ValueError, OSError) as error:
-        known = "s3://bucket/data, gs://bucket/data, https://host/data"
-        raise UserError(f"{address} cannot be opened: {error}", hint=f"addresses look like {known}") from error
-
-
-def with_retries(read: Callable[[], _Result], *, what: str) -> _Result:
-    """Return the result of `read`, with up to four attempts.
-
-    Raises:
-        OSError: all attempts failed, or one in a way that retrying cannot help.
-    """
-    for wait_s in (*_WAITS_S, None):
-        try:
-            return read()
-        except (FileNotFoundError, PermissionError, io.UnsupportedOperation):
-            raise
-        except Exception as error:  # file systems raise errors of their own libraries
-            if isinstance(error, OSError) and error.errno in DISK_ERRORS:
-                raise
-            if wait_s is None:
-                attempts = len(_WAITS_S) + 1
-                raise OSError(f"{what} cannot be read, {attempts} attempts failed; the last: {error}") from error
-            time.sleep(wait_s)
-    raise AssertionError("unreachable")
+_BLOCK_BYTES = 1 << 24  # of a tar at a time
+_caches: dict[tuple[Path, int | None], ObjectCache] = {}
+_caches_lock = threading.Lock()
 
 
 def cache_folder(chosen: Path | None) -> Path:
@@ -98,48 +39,56 @@ def cache_folder(chosen: Path | None) -> Path:
     return folder
 
 
-def local_copy(address: str, *, cache: Path | None) -> Path:
+def open_cache(chosen: Path | None, *, size: str | None = None) -> ObjectCache:
+    """The cache of whole tars in a folder: one for all of this process.
+
+    Args:
+        chosen: see `cache_folder`.
+        size: the limit, such as 100GB; None for one by the free disk.
+
+    Raises:
+        UserError: the folder cannot be created, or the size is none.
+    """
+    folder = cache_folder(chosen)
+    limit_bytes = None if size is None else parse_size(size, flag="--cache-size")
+    with _caches_lock:
+        if (folder, limit_bytes) not in _caches:
+            _caches[folder, limit_bytes] = ObjectCache(folder, limit_bytes=limit_bytes)
+        return _caches[folder, limit_bytes]
+
+
+def local_copy(address: str, *, cache: Path | None, size: str | None = None) -> Path:
     """The path of a local file, or of the copy of a remote one in the cache, fetched if it is missing or outdated.
 
     Raises:
         OSError: it cannot be fetched, or is shorter than announced.
-        UserError: there is no such file system, or the cache cannot be written.
+        UserError: there is no such storage, or the cache cannot be written or is too small.
     """
     if not is_remote(address):
         return Path(address)
-    files, remote = open_file_system(address)
-    info = with_retries(lambda: files.info(remote), what=address)
-    folder, of_address = cache_folder(cache) / "tars", _digest(address)
-    state = _digest(repr([info.get(mark) for mark in _MARKS]))
-    path = folder / f"{of_address}-{state}-{address.rsplit('/', 1)[-1]}"
-    if not path.is_file():
-        try:
-            folder.mkdir(exist_ok=True)
-            with_retries(lambda: _fetch_whole(files, remote, path, info=info), what=address)
-        except OSError as error:
-            if error.errno not in DISK_ERRORS:
-                raise
-            raise cache_unusable(folder, address, error) from error
-        for older in folder.glob(f"{of_address}-*"):
-            if older != path:
-                older.unlink(missing_ok=True)
-    return path
+    with held_copy(address, open_cache(cache, size=size)) as copy:
+        return copy.path
 
 
-def cache_unusable(folder: Path, address: str, error: OSError) -> UserError:
-    """The error for a cache that cannot take a copy of `address`."""
-    hint = "make room, or choose another folder with --cache DIR"
-    return UserError(f"{folder} cannot take a copy of {address}: {error.strerror}", hint=hint)
-
-
-def _fetch_whole(files: "AbstractFileSystem", remote: str, path: Path, *, info: dict[str, Any]) -> None:
-    size = info.get("size")
-    with published(path) as temporary:
-        files.get_file(remote, str(temporary))
-        fetched = temporary.stat().st_size
-        # A connection that is closed early may look like the end of the file.
-        if size is not None and fetched != size:
-            raise OSError(f"received {fetched} of {size} bytes")
+def held_copy(address: str, cache: ObjectCache) -> CachedFile:
+    """The copy of a remote file, which stays in the cache while it is held; raises as `local_copy` does."""
+    folder, _, key = address.rpartition("/")
+    objects = open_objects(folder)
+    info = objects.info(key)
+    of_address = _digest(address)
+    state = _digest(f"{info.size_bytes} {info.etag} {info.modified_s}")
+    name = f"{of_address}-{state}-{key}"
+    try:
+        copy = cache.get(name, size_bytes=info.size_bytes, fetch=lambda path: objects.fetch(key, path))
+    except OSError as error:
+        if error.errno not in DISK_ERRORS:
+            raise
+        raise cache_unusable(cache.folder, address, error) from error
+    assert copy is not None  # it waits
+    for older in cache.names(f"{of_address}-"):
+        if older != name:
+            cache.drop(older)
+    return copy
 
 
 def _digest(text: str) -> str:
@@ -150,62 +99,78 @@ class RemoteTars:
     """Tars of a remote data folder, of which only the requested bytes are fetched (`shards.tars.TarBytes`).
 
     Args:
-        root: the data folder in the file system.
-        copy: the local folder that stands for it; paths below it are paths below `root`.
+        files: the small files of the folder; paths below their copy are keys of objects.
+        cache: for tars that are needed as a whole.
 
     Attributes:
-        num_bytes: bytes fetched so far.
+        num_readers: threads that read clips ahead of those that decode them. A request waits for tens of milliseconds.
     """
 
     gap_bytes = 1 << 18  # a request takes at least as long as transferring this many bytes
+    num_readers = 32
 
-    def __init__(self, files: "AbstractFileSystem", root: str, *, copy: Path) -> None:
-        self._files, self._root, self._copy = files, root.rstrip("/"), copy
-        self.num_bytes = 0
+    def __init__(self, files: RemoteFiles, cache: ObjectCache) -> None:
+        self.files, self.cache = files, cache
+
+    @property
+    def objects(self) -> Objects:
+        """The objects of the data folder."""
+        return self.files.objects
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes fetched so far."""
+        return self.objects.num_bytes
+
+    def key(self, path: Path) -> str:
+        """The object that a path below the copy stands for."""
+        return path.relative_to(self.files.copy).as_posix()
 
     def read(self, path: Path, offset: int, size: int) -> bytes:
         """See `shards.tars.TarBytes`."""
-        remote = f"{self._root}/{path.relative_to(self._copy).as_posix()}"
-        content = with_retries(lambda: self._fetch(remote, offset, size, path), what=remote)
-        self.num_bytes += len(content)
-        return content
+        return self.read_ranges(path, [(offset, size)])[0]
 
-    def copy_scores(self) -> None:
-        """Copy the merged table of scores, and the commits that it was made of, if there are any.
+    def read_ranges(self, path: Path, ranges: Sequence[tuple[int, int]]) -> list[bytes]:
+        """See `shards.tars.TarBytes`; all ranges are requested at once."""
+        try:
+            return self.objects.read_ranges(self.key(path), ranges)
+        except UserError:
+            raise
+        except OSError as error:
+            if "Range request not supported" in str(error):
+                raise io.UnsupportedOperation(f"{error.filename}: the server does not support ranges") from error
+            raise
+
+    def provide(self, index: Path, *, size_bytes: int, sha256: str | None = None) -> None:
+        """See `shards.tars.TarBytes`."""
+        self.files.copy_file(self.key(index), size_bytes=size_bytes, sha256=sha256)
+
+    def fetch(
+        self, shard: CommittedShard, *, waits: bool = True, is_over: Callable[[], bool] = lambda: False
+    ) -> CachedFile | None:
+        """The whole tar of a shard in the cache; None if another process is fetching it and `waits` is False.
+
+        Args:
+            is_over: ends the fetching within a block of `_BLOCK_BYTES`, with an OSError.
 
         Raises:
-            UserError: they cannot be read.
+            manifests.storage.cache.NoRoom, OSError: see `ObjectCache.get`.
         """
-        variant = current_variant(self._copy, SCORES)
-        if variant is None:
-            return  # reading the scores reports it
-        remote, local = f"{self._root}/{SCORES}/{variant}", self._copy / SCORES / variant
-        try:
-            _copy_contents(self._files, f"{remote}/{CONTENTS_FILE}", local / CONTENTS_FILE)
-            _copy_commits(self._files, f"{remote}/{COMMITS_FOLDER}", local / COMMITS_FOLDER)
-            _publish(local / RECIPE_FILE, _fetch(self._files, f"{remote}/{RECIPE_FILE}"))
-            if not has_score_table(Variant(local)):
-                path = local / CHUNKS_FILE
-                info = with_retries(lambda: self._files.info(f"{remote}/{CHUNKS_FILE}"), what=remote)
-                with_retries(lambda: _fetch_whole(self._files, f"{remote}/{CHUNKS_FILE}", path, info=info), what=remote)
-        except FileNotFoundError as error:
-            raise UserError(f"{remote} is incomplete: {error} is not there", hint="run prep scores") from error
-        except OSError as error:
-            raise UserError(f"{remote} cannot be read: {error}", hint="check the address") from error
+        key, size_bytes = self.key(shard.tar_path), shard.tar_bytes
 
-    def _fetch(self, remote: str, offset: int, size: int, path: Path) -> bytes:
-        content = bytes(self._files.cat_file(remote, start=offset, end=offset + size))
-        if len(content) > size:
-            raise io.UnsupportedOperation(
-                f"{remote}: received {len(content)} bytes for {size}: the server does not support ranges"
-            )
-        if len(content) < size:
-            raise DamagedTar(path, f"received only {len(content)} of {size} bytes from {offset}")
-        return content
+        def fetch(path: Path) -> None:
+            with path.open("wb") as file:
+                for offset in range(0, size_bytes, _BLOCK_BYTES):
+                    if is_over():
+                        raise InterruptedError(f"{key} is no longer needed")
+                    file.write(self.objects.read_range(key, offset, min(_BLOCK_BYTES, size_bytes - offset)))
 
+        name = self.cached_name(shard)
+        return self.cache.get(name, size_bytes=size_bytes, fetch=fetch, sha256=shard.tar_sha256, waits=waits)
 
-_NUM_AT_ONCE = 16
-_Item = TypeVar("_Item")
+    def cached_name(self, shard: CommittedShard) -> str:
+        """Name of a shard's tar in the cache: the same content has the same name in all data folders."""
+        return f"{shard.tar_sha256[:32]}-{shard.tar_path.name}"
 
 
 @dataclass(frozen=True)
@@ -213,14 +178,19 @@ class DataFolder:
     """A data folder to read: its small files are in `path`, and so are its tars, unless `tars` reads them."""
 
     path: Path
-    tars: TarBytes | None = None
+    tars: RemoteTars | None = None
 
 
-def open_data_folder(address: str, *, cache: Path | None) -> DataFolder:
+def open_data_folder(
+    address: str, *, cache: Path | None, cache_size: str | None = None, column: str | None = "video"
+) -> DataFolder:
     """Open the data folder at a local path or a remote address.
 
     Args:
         cache: folder for copies; None for the user's cache.
+        cache_size: limit for whole tars there, such as 100GB; None for one by the free disk.
+        column: whose shards are read; None if the manifest is all that is. Of other columns, `RemoteFiles.copy_column`
+            copies the small files when they are needed.
 
     Raises:
         UserError: it cannot be read, or is not a data folder.
@@ -228,119 +198,24 @@ def open_data_folder(address: str, *, cache: Path | None) -> DataFolder:
     choose_folder(cache)
     if not is_remote(address):
         return DataFolder(Path(address))
-    files, root = open_file_system(address)
-    copy = cache_folder(cache) / "folders" / hashlib.sha256(address.rstrip("/").encode()).hexdigest()[:16]
+    objects = open_objects(address)
+    tars_cache = open_cache(cache, size=cache_size)
+    copy = tars_cache.folder / "folders" / _digest(objects.address)
+    files = RemoteFiles(objects, copy)
+    files.copy_manifest()
+    if column is not None:
+        files.copy_column(column)
+    if not objects.is_writable:
+        _require_ranges(objects)
+    return DataFolder(copy, RemoteTars(files, tars_cache))
+
+
+def _require_ranges(objects: Objects) -> None:
+    """Raise a UserError if a web server ignores ranges: each clip would cost its whole shard."""
     try:
-        _copy_small_files(files, root.rstrip("/"), copy)
-    except FileNotFoundError as error:
-        raise UserError(
-            f"{address} is no data folder: {error} is not there",
-            hint="name one that prep made, or tars: {000..999}.tar",
-        ) from error
+        objects.read_range(DATASET_FILE, 0, 1)
     except OSError as error:
-        if error.errno in DISK_ERRORS:
-            raise cache_unusable(copy, address, error) from error
-        raise UserError(f"{address} cannot be read: {error}", hint="check the address") from error
-    _require_ranges(files, root, address=address)
-    return DataFolder(copy, RemoteTars(files, root, copy=copy))
-
-
-def _require_ranges(files: "AbstractFileSystem", root: str, *, address: str) -> None:
-    """Raise a UserError if the server ignores ranges: each clip would cost its whole shard."""
-    part = with_retries(lambda: files.cat_file(f"{root.rstrip('/')}/{DATASET_FILE}", start=0, end=1), what=address)
-    if len(part) != 1:
         raise UserError(
-            f"{address} does not support range requests: received {len(part)} bytes for 1",
+            f"{objects.address} does not support range requests: {error}",
             hint="use a server that supports them (nginx, caddy, S3), or name tars: {000..999}.tar",
-        )
-
-
-def _copy_small_files(files: "AbstractFileSystem", root: str, copy: Path) -> None:
-    _publish(copy / DATASET_FILE, _fetch(files, f"{root}/{DATASET_FILE}"))
-    _copy_manifest(files, f"{root}/{MANIFEST_FOLDER}", copy / MANIFEST_FOLDER)
-    variant = current_variant(copy, "video")
-    if variant is None:
-        return
-    remote, local = f"{root}/video/{variant}", copy / "video" / variant
-    # Before the commits: a new commit may be missing in the list, never the other way round.
-    _copy_contents(files, f"{remote}/{CONTENTS_FILE}", local / CONTENTS_FILE)
-    _copy_commits(files, f"{remote}/{COMMITS_FOLDER}", local / COMMITS_FOLDER)
-    shards = [commit.files for commit in read_commits(local).commits.values() if commit.files is not None]
-    _at_once(lambda shard: _copy_index(files, remote, local, shard), shards)
-
-
-def _copy_manifest(files: "AbstractFileSystem", remote: str, local: Path) -> None:
-    content = _fetch(files, f"{remote}/{MANIFEST_FILE}")
-    path = local / MANIFEST_FILE
-    try:
-        manifest = json.loads(content)
-        mark, recorded = manifest["fingerprint"], manifest.get("tables", {})
-    except (ValueError, KeyError, TypeError, AttributeError):
-        mark, recorded = "", {}  # damaged: reading the copy reports it
-    is_same = path.is_file() and path.read_bytes() == content
-    for name in (VIDEOS_FILE, CAPTIONS_FILE):
-        wanted = recorded.get(name)
-        if not (is_same and (local / name).is_file() and wanted in (None, describe(local / name))):
-            _publish(local / name, _fetch_table(files, remote, name, mark=mark, wanted=wanted))
-    # Last: if it exists, so do the tables it refers to.
-    _publish(path, content)
-
-
-def _fetch_table(
-    files: "AbstractFileSystem", remote: str, name: str, *, mark: str, wanted: dict[str, Any] | None
-) -> bytes:
-    """The current table: under its plain name, unless writing the manifest was interrupted at its very end."""
-    content = _fetch(files, f"{remote}/{name}")
-    if wanted is None or hashlib.sha256(content).hexdigest() == wanted["sha256"]:
-        return content
-    try:
-        return _fetch(files, f"{remote}/{staged_path(Path(remote), name, fingerprint=mark).name}")
-    except FileNotFoundError:
-        return content  # damaged: reading the copy reports it
-
-
-def _copy_contents(files: "AbstractFileSystem", remote: str, local: Path) -> None:
-    """Copy the list of commits, which data folders of older versions lack."""
-    try:
-        content = _fetch(files, remote)
-    except FileNotFoundError:
-        local.unlink(missing_ok=True)
-    else:
-        _publish(local, content)
-
-
-def _copy_commits(files: "AbstractFileSystem", remote: str, local: Path) -> None:
-    """Copy the commits, and remove copies of those that no longer exist."""
-    listed = with_retries(lambda: files.ls(remote, detail=False), what=remote)
-    names = {name for path in listed if (name := str(path).rsplit("/", 1)[-1]).endswith(".json")}
-    _at_once(lambda name: _publish(local / name, _fetch(files, f"{remote}/{name}")), names)
-    for path in local.glob("*.json"):
-        if path.name not in names:
-            path.unlink(missing_ok=True)
-
-
-def _copy_index(files: "AbstractFileSystem", remote: str, local: Path, shard: ShardFiles) -> None:
-    path = local / shard.index
-    if path.is_file() and scan(path).sha256 == shard.index_sha256:
-        return
-    content = _fetch(files, f"{remote}/{shard.index}")
-    if hashlib.sha256(content).hexdigest() != shard.index_sha256:
-        raise OSError(f"{remote}/{shard.index} is not the file that was committed")
-    _publish(path, content)
-
-
-def _at_once(copy: Callable[[_Item], None], items: Iterable[_Item]) -> None:
-    """Copy several files at a time, since each waits for the network."""
-    with ThreadPoolExecutor(_NUM_AT_ONCE) as pool:
-        # Consumed, so that errors are raised here.
-        list(pool.map(copy, items))
-
-
-def _fetch(files: "AbstractFileSystem", remote: str) -> bytes:
-    return bytes(with_retries(lambda: files.cat_file(remote), what=remote))
-
-
-def _publish(path: Path, content: bytes) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    if not (path.is_file() and path.read_bytes() == content):
-        publish_bytes(path, content)
+        ) from error

@@ -12,7 +12,6 @@ from shards.merged_table import merged_mark
 from shards.reader import Variant
 from shards.scores import SCORES
 from shards.selection import caption_columns, nothing_selected, selected_captions, selected_chunks
-from shards.tars import TarBytes
 from shards.where import Where, parse_where
 from train.data.node_cache import shared
 from train.data.remote import RemoteTars
@@ -50,7 +49,7 @@ class Selection:
         video_row: NDArray[np.integer],
         start_ms: NDArray[np.int64],
         has_captions: bool,
-        tars: TarBytes | None = None,
+        tars: RemoteTars | None = None,
         depends_on: tuple[object, ...] = (),
     ) -> None:
         self._where = None if text is None else parse_where(text)
@@ -62,13 +61,12 @@ class Selection:
         if self._where is not None and not has_captions:
             self._where.require(("chunk", "video"), because="these samples have no captions")
         if of_chunks is not None:
-            if of_chunks.uses_scores and isinstance(tars, RemoteTars):
-                tars.copy_scores()
+            mark = selection_mark(of_chunks.text, data_dir, tars=tars)
             self.chunks = shared(
                 lambda: selected_chunks(
                     of_chunks, data_dir, video_ids=video_ids, video_row=video_row, start_ms=start_ms
                 ),
-                of=("selection", depends_on, *selection_mark(of_chunks.text, data_dir)),
+                of=("selection", depends_on, *mark),
                 num_rows=len(video_row),
                 types=(),
                 column="selection",
@@ -146,11 +144,17 @@ class Selection:
             raise nothing_selected(where, what=f"the {count:,} {noun}s of split {self._split!r}")
 
 
-def selection_mark(where: str | None, data_dir: Path) -> tuple[object, ...]:
-    """What a selection depends on besides the chunks and the manifest; raises UserError as `parse_where` does."""
+def selection_mark(where: str | None, data_dir: Path, *, tars: RemoteTars | None = None) -> tuple[object, ...]:
+    """What a selection depends on besides the chunks and the manifest; raises UserError as `parse_where` does.
+
+    Args:
+        tars: of a remote data folder, whose scores are copied if they are used.
+    """
     if where is None:
         return ("",)
     parsed = parse_where(where)
+    if parsed.uses_scores and tars is not None:
+        tars.files.copy_column(SCORES)
     return parsed.text, current_variant(data_dir, "video"), _scores_mark(data_dir) if parsed.uses_scores else ()
 
 

@@ -15,10 +15,12 @@ from manifests.store import num_captions_of
 from shards.merged_table import merged_mark
 from shards.reader import Variant
 from train.data.chunk_table import index_in
-from train.data.mapped_tars import MappedTars, Payload, VerifiedMembers, mapped_tars
+from train.data.mapped_tars import MappedTars, Payload, VerifiedMembers
 from train.data.member_rows import addresses_of, damaged_index, member_rows
 from train.data.node_cache import shared
 from train.data.outcomes import SampleFailed
+from train.data.remote import RemoteTars
+from train.data.remote_maps import open_maps
 
 _MEMBER = "text.npy"
 _ITEM_BYTES = 2  # of float16
@@ -160,19 +162,29 @@ class StoredText:
 
     Args:
         videos: what `video_ids` depend on (train.data.node_cache).
+        tars: reads the tars of a remote data folder, which are fetched into the cache as a whole.
 
     Raises:
         UserError: there is no such column, or a tar is missing or truncated.
     """
 
-    def __init__(self, data_dir: Path, video_ids: pa.Array, *, videos: tuple[object, ...] = ()) -> None:
-        variant = Variant.open(data_dir, column="text").whole()
+    def __init__(
+        self,
+        data_dir: Path,
+        video_ids: pa.Array,
+        *,
+        videos: tuple[object, ...] = (),
+        tars: RemoteTars | None = None,
+    ) -> None:
+        if tars is not None:
+            tars.files.copy_column("text")
+        variant = Variant.open(data_dir, column="text", tars=tars).whole()
         self.variant_name = variant.directory.name
         self._variant, self._video_ids = variant, video_ids
         if not variant.num_shards:
             hint = f"run prep text --data {shlex.quote(str(data_dir))}"
             raise UserError(f"{variant.directory} has no text of any video", hint=hint)
-        self._tars = mapped_tars([variant])
+        self._tars = open_maps([variant], tars, whole=variant)
         self.depends_on: tuple[object, ...] = merged_mark(variant.directory, variant.commits)
         members, self._rows = shared(
             lambda: self._read(variant),

@@ -10,7 +10,6 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from manifests.store import num_captions_of, read_captions
-from shards.tars import TarBytes
 from train.config.data import CaptionSettings
 from train.data.batch import Sample
 from train.data.caption_choice import CaptionChoice, Sources, all_the_same
@@ -23,6 +22,7 @@ from train.data.node_cache import shared
 from train.data.opened_captions import OpenedCaptions, open_clip_captions
 from train.data.order import set_fingerprint
 from train.data.relevancy import LABELS, RelevantCaptions
+from train.data.remote import RemoteTars
 from train.data.stored_text import StoredText
 from train.data.usable_captions import ClipCaptions, Spans
 from train.models.text import Tokenize
@@ -65,12 +65,14 @@ class VideoCaptions(ClipSamples):
         has_stored_text: bool = False,
         each_caption: bool = False,
         table: pa.Table | None = None,
-        tars: TarBytes | None = None,
+        tars: RemoteTars | None = None,
         where: str | None = None,
     ) -> None:
         self._tokenize, self._settings = tokenize, captions
         chunks = ChunkSet(data_dir, split=split, rule=decode, tars=tars, where=where, has_captions=True)
-        self.stored_text = StoredText(data_dir, chunks.video_ids, videos=chunks.videos) if has_stored_text else None
+        self.stored_text: StoredText | None = None
+        if has_stored_text:
+            self.stored_text = StoredText(data_dir, chunks.video_ids, videos=chunks.videos, tars=tars)
         has_relevancy = captions.min_relevancy is not None
         if table is not None or has_relevancy:
             table = read_captions(data_dir) if table is None else table

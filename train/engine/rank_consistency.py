@@ -10,10 +10,11 @@ from pathlib import Path
 from typing import Protocol, TypeVar
 
 from manifests.errors import UserError
+from manifests.storage.objects import is_remote
 from manifests.store import read_manifest
 from shards.dataset import current_variant, variant_dir
 from shards.table_commits import committed_tars
-from train.config.shards import folder_names, is_remote
+from train.config.shards import folder_names
 from train.config.training import TrainingSettings, flat, plain_values
 from train.data.loader import TrainingSet
 from train.data.streams.tars import names_tars
@@ -22,7 +23,7 @@ from train.distributed.world import World
 from train.run.folder import versions
 
 # Location of the data and speed of reading; neither affects what is trained.
-MACHINE_FLAGS = frozenset({"shards", "cache", "workers", "batches_ahead"})
+MACHINE_FLAGS = frozenset({"shards", "cache", "cache_size", "workers", "batches_ahead"})
 SAME_LAUNCH = (
     "start every rank with the same command and flags, and the same versions of clipmill and torch; only "
     f"{', '.join('--' + name.replace('_', '-') for name in sorted(MACHINE_FLAGS))} may differ"

@@ -31,7 +31,20 @@ _FILES = "files.json"
 # What is read besides the weights and the record, and says how the model computes.
 _BESIDE = (EXTRAS_FILE, "config.json", "open_clip_config.json")
 # Of the machine and the data of the training, and of what was trained of the model.
-_LEFT_OUT = ("shards", "mix", "cache", "out", "track", "evaluate", "parallel", "best", "device", "freeze", "lora")
+_LEFT_OUT = (
+    "shards",
+    "mix",
+    "cache",
+    "cache_size",
+    "out",
+    "track",
+    "evaluate",
+    "parallel",
+    "best",
+    "device",
+    "freeze",
+    "lora",
+)
 
 
 def write_record(folder: Path, opened: OpenedRun) -> None:

@@ -64,10 +64,10 @@ class _Handler(http.server.SimpleHTTPRequestHandler):
         self.send_header("Accept-Ranges", "bytes")
         if status == 206:
             self.send_header("Content-Range", f"bytes {begin}-{end - 1}/{len(content)}")
-        self.end_headers()
         if self.path in folder.cut:
             part = part[: len(part) // 2]
-        folder.num_bytes[self.path] += len(part)
+        folder.num_bytes[self.path] += len(part)  # before a client can go away that has seen enough
+        self.end_headers()
         if self.path in folder.hanging:
             self.wfile.write(part[: len(part) // 2])
             folder.has_hung.set()

@@ -110,8 +110,8 @@ def test_a_commit_that_went_away_goes_away_here(served: HttpFolder, tmp_path: Pa
     ("address", "said"),
     [
         ("{served}/nothing", "is no data folder"),
-        ("nosuchthing://bucket/data", "cannot be opened"),
-        ("s3://bucket/data", "needs a package that is not here"),
+        ("nosuchthing://bucket/data", "are not supported"),
+        ("s3:///data", "is incomplete"),
     ],
 )
 def test_an_address_that_is_no_data_folder_is_the_users_mistake(

@@ -5,14 +5,16 @@ import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
-import fsspec
 import numpy as np
 import pytest
 
 from manifests.errors import UserError
 from manifests.publish import publish_json
+from manifests.storage.objects import open_objects
 from manifests.table_files import CAPTIONS_FILE, staged_path
 from shards.lists import finish_run
+from tests.object_storage.server import S3Server
+from tests.object_storage.upload import upload
 from tests.train.data.http_folder import HttpFolder
 from tests.train.data.test_remote import open_set, tar_of
 from tests.train.tiny_data import Caption, encode_chunk, video_sample, write_captions, write_shard
@@ -33,19 +35,13 @@ def tiny_disk(tmp_path: Path) -> Iterator[Path]:
     subprocess.run(["umount", "-l", str(folder)], check=True)
 
 
-def test_any_file_system_of_fsspec_will_do(data_dir: Path, tmp_path: Path) -> None:
-    memory = fsspec.filesystem("memory")
-    memory.put(str(data_dir), "/tiny", recursive=True)
-    local = open_set(str(data_dir))
-    try:
-        for address in ("memory://tiny", f"file://{data_dir}"):
-            remote = open_set(address, tmp_path / "cache")
-            for sample in range(len(local)):
-                [one], [other] = (samples.load([SampleRequest(sample, sample, 3)]) for samples in (remote, local))
-                assert not isinstance(one, FailedSample) and not isinstance(other, FailedSample)
-                assert np.array_equal(one["video"], other["video"])
-    finally:
-        memory.rm("/tiny", recursive=True)
+def test_a_bucket_will_do(data_dir: Path, tmp_path: Path, bucket: str) -> None:
+    upload(data_dir, f"{bucket}/tiny")
+    local, remote = open_set(str(data_dir)), open_set(f"{bucket}/tiny", tmp_path / "cache")
+    for sample in range(len(local)):
+        [one], [other] = (samples.load([SampleRequest(sample, sample, 3)]) for samples in (remote, local))
+        assert not isinstance(one, FailedSample) and not isinstance(other, FailedSample)
+        assert np.array_equal(one["video"], other["video"])
     assert not list((tmp_path / "cache").rglob("*.tar"))
 
 
@@ -137,27 +133,39 @@ def test_a_copy_that_was_damaged_is_fetched_again(served: HttpFolder, tmp_path: 
     assert captions.read_bytes() == whole
 
 
-def test_a_tar_that_changed_over_there_is_fetched_again_and_the_old_copy_dropped(tmp_path: Path) -> None:
-    memory = fsspec.filesystem("memory")
-    address = "memory://changing/0.tar"
-    try:
-        memory.pipe_file("/changing/0.tar", b"one" * 1000)
-        first = local_copy(address, cache=tmp_path)
-        assert first.read_bytes() == b"one" * 1000 and local_copy(address, cache=tmp_path) == first
-        memory.pipe_file("/changing/0.tar", b"two" * 1000)
-        second = local_copy(address, cache=tmp_path)
-        assert second.read_bytes() == b"two" * 1000 and list((tmp_path / "tars").iterdir()) == [second]
-    finally:
-        memory.rm("/changing", recursive=True)
+def test_a_tar_that_changed_over_there_is_fetched_again_and_the_old_copy_dropped(bucket: str, tmp_path: Path) -> None:
+    objects, address = open_objects(bucket), f"{bucket}/0.tar"
+    objects.write("0.tar", b"one" * 1000)
+    first = local_copy(address, cache=tmp_path)
+    assert first.read_bytes() == b"one" * 1000 and local_copy(address, cache=tmp_path) == first
+    objects.write("0.tar", b"two" * 1000)
+    second = local_copy(address, cache=tmp_path)
+    assert second.read_bytes() == b"two" * 1000 and list((tmp_path / "tars").iterdir()) == [second]
 
 
-def test_a_disk_that_is_full_is_named_at_once(tiny_disk: Path, data_dir: Path) -> None:
-    memory = fsspec.filesystem("memory")
+def test_a_disk_that_is_full_is_named_at_once(tiny_disk: Path, bucket: str) -> None:
+    open_objects(bucket).write("0.tar", bytes(1 << 20))
+    with pytest.raises(UserError, match=r"cannot take a copy of s3://.*/0.tar: No space left") as caught:
+        local_copy(f"{bucket}/0.tar", cache=tiny_disk, size="100MB")
+    assert caught.value.hint and "--cache" in caught.value.hint
+    assert not list(tiny_disk.rglob("*.tar"))
+
+
+def test_a_cache_that_is_too_small_for_a_tar_is_the_users_mistake(bucket: str, tmp_path: Path) -> None:
+    open_objects(bucket).write("0.tar", bytes(2000))
+    with pytest.raises(UserError, match=r"has 2,000 bytes, and the cache .* has room for 1,000 of 1,000") as caught:
+        local_copy(f"{bucket}/0.tar", cache=tmp_path, size="1kB")
+    assert caught.value.hint and "--cache-size" in caught.value.hint
+
+
+def test_buckets_that_are_not_there_or_refuse_are_the_users_mistake(s3: S3Server, bucket: str, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="does not exist"):
+        open_set("s3://no-such-bucket-anywhere/data", tmp_path)
+    with pytest.raises(UserError, match=r"is no data folder: .*dataset\.json is not there"):
+        open_set(f"{bucket}/data", tmp_path)
+    s3.require_known_users()
     try:
-        memory.pipe_file("/large/0.tar", bytes(1 << 20))
-        with pytest.raises(UserError, match=r"cannot take a copy of memory://large/0.tar: No space left") as caught:
-            local_copy("memory://large/0.tar", cache=tiny_disk)
-        assert caught.value.hint and "--cache" in caught.value.hint
-        assert not list(tiny_disk.rglob("*.tar"))
+        with pytest.raises(UserError, match="credentials are refused"):
+            open_set(f"{bucket}/data", tmp_path)
     finally:
-        memory.rm("/large", recursive=True)
+        s3.require_known_users(required=False)

@@ -17,7 +17,6 @@ from prep.synthetic.frame_numbers import write_frame_number_video
 from tests.prep.running import chunk, manifest
 from tests.train.data.http_folder import HttpFolder
 from tests.train.tiny_data import encode_chunk
-from train.data import remote as remote_files
 from train.data.decoding.clip import ClipShape
 from train.data.frame_sampling import Sampling
 from train.data.loader import LoaderSettings
@@ -174,8 +173,7 @@ def test_patterns_that_name_nothing_are_the_users_mistake(tmp_path: Path, patter
 
 
 @pytest.fixture
-def served(foreign: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[HttpFolder]:
-    monkeypatch.setattr(remote_files, "_WAITS_S", (0.01, 0.01, 0.01))
+def served(foreign: Path, few_retries: None) -> Iterator[HttpFolder]:
     server = HttpFolder(foreign)
     yield server
     server.close()

@@ -156,6 +156,6 @@ def test_arguments_that_do_not_fit_are_refused(written: Written, changes: dict[s
         opened(written, **changes)
 
 
-def test_latents_elsewhere_are_refused() -> None:
-    with pytest.raises(UserError, match="latents cannot be read from s3://bucket/data"):
-        open_latents("s3://bucket/data")
+def test_latents_of_a_stream_of_tars_are_refused() -> None:
+    with pytest.raises(UserError, match=r"latents cannot be read from s3://bucket/\{00\.\.11\}\.tar"):
+        open_latents("s3://bucket/{00..11}.tar")

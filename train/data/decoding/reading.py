@@ -78,20 +78,22 @@ def read_packets(
     ends = [begin + size for begin, size in zip(begins, sizes, strict=True)]
     if max(ends) > payload_size:
         raise SampleFailed(key, reason="checksum", detail=f"a packet ends at byte {max(ends)} of {payload_size}")
+    # Ranges that are close to each other are read as one; `of_packet` has the range of each packet.
+    ranges: list[tuple[int, int]] = []
+    of_packet: list[int] = []
+    for begin, end in zip(begins, ends, strict=True):
+        read_from, read_to = ranges[-1] if ranges else (begin, begin)
+        if ranges and read_from <= begin <= read_to + shard.gap_bytes:
+            ranges[-1] = read_from, max(read_to, end)
+        else:
+            ranges.append((begin, end))
+        of_packet.append(len(ranges) - 1)
+    contents = shard.read_ranges([(payload_offset + begin, end - begin) for begin, end in ranges])
     packets: list[tuple[int, memoryview]] = []
-    read_from = read_to = 0
-    content = memoryview(b"")
-    for number, (begin, end, frame, crc32) in enumerate(
-        zip(begins, ends, table.frame[needed].tolist(), table.crc32[needed].tolist(), strict=True)
-    ):
-        if not read_from <= begin <= end <= read_to:
-            read_from, read_to = begin, end
-            for next_begin, next_end in zip(begins[number + 1 :], ends[number + 1 :], strict=True):
-                if not read_to <= next_begin <= read_to + shard.gap_bytes:
-                    break
-                read_to = next_end
-            content = memoryview(shard.read_range(payload_offset + read_from, read_to - read_from))
-        packet = content[begin - read_from : end - read_from]
+    frames_of, crc32s = table.frame[needed].tolist(), table.crc32[needed].tolist()
+    for begin, end, number, frame, crc32 in zip(begins, ends, of_packet, frames_of, crc32s, strict=True):
+        read_from = ranges[number][0]
+        packet = memoryview(contents[number])[begin - read_from : end - read_from]
         _verify(packet, crc32, shard=shard, key=key)
         packets.append((frame, packet))
     return packets

@@ -15,13 +15,15 @@ from train.data.batch import Batch
 from train.data.latents.gather import Gather, RequestBlock
 from train.data.latents.requests import SegmentRequests, join
 from train.data.latents.segment_set import SegmentSet
-from train.data.mapped_tars import Problem, VerifiedMembers
+from train.data.mapped_tars import Payload, Problem, VerifiedMembers
 from train.data.outcomes import FailedSample, FailureBudget, SampleFailed
-from train.data.workers import in_order
+from train.data.remote_maps import remote_parts
+from train.data.workers import Stuck, in_order
 
 # Enough to keep a disk busy; one thread verifies several gigabytes per second.
 _NUM_THREADS = 4
 _NUM_AHEAD = 64  # members
+_HELD_BYTES = 1 << 28  # of records that are fetched ahead
 _STUCK_AFTER_S = 120.0
 
 _Members = list[tuple[VerifiedMembers, NDArray[np.int64]]]  # of each column those that requests need
@@ -55,39 +57,46 @@ def fill(
     """
     waiting: list[SegmentRequests] = []
     failures = FailureBudget(max_failures)
+    release = _nothing if checksums is None else checksums.release
     num_waiting = num_taken = 0
 
     def joined() -> FilledBatch:
         requests = join(waiting)
         filled = gather.fill(gather.block(requests), 0, len(requests)) if len(requests) else Batch()
+        release()
         return FilledBatch(filled, failures.take(), num_taken)
 
-    for block in blocks:
-        with nullcontext() if checksums is None else checksums.verified(block.requests) as failed_of:
-            begin = 0
-            if failed_of is None and not waiting and not failures:
-                # Every epoch but the first takes this path; in batches of one, each further call is noticeable.
-                for begin in range(0, len(block) - batch + 1, batch):
-                    num_taken += batch
-                    yield FilledBatch(gather.fill(block, begin, begin + batch), (), num_taken)
-                begin = len(block) // batch * batch
-            while begin < len(block):
-                end = min(begin + batch - num_waiting, len(block))
-                bad = failed_of(begin, end) if failed_of is not None else {}
-                for failure in bad.values():
-                    failures.add(failure)
-                num_taken += end - begin
-                if not bad and end - begin == batch:
-                    yield FilledBatch(gather.fill(block, begin, end), failures.take(), num_taken)
-                else:
-                    waiting.append(block.requests.take([row for row in range(begin, end) if row not in bad]))
-                    num_waiting += len(waiting[-1])
-                if num_waiting == batch:
-                    yield joined()
-                    waiting, num_waiting = [], 0
-                begin = end
-    if num_waiting or failures:
-        yield joined()
+    try:
+        for block in blocks:
+            with nullcontext() if checksums is None else checksums.verified(block.requests) as failed_of:
+                begin = 0
+                if failed_of is None and not waiting and not failures:
+                    # Every epoch but the first takes this path; in batches of one, each further call is noticeable.
+                    for begin in range(0, len(block) - batch + 1, batch):
+                        num_taken += batch
+                        yield FilledBatch(gather.fill(block, begin, begin + batch), (), num_taken)
+                    begin = len(block) // batch * batch
+                while begin < len(block):
+                    end = min(begin + batch - num_waiting, len(block))
+                    bad = failed_of(begin, end) if failed_of is not None else {}
+                    for failure in bad.values():
+                        failures.add(failure)
+                    num_taken += end - begin
+                    if not bad and end - begin == batch:
+                        filled = FilledBatch(gather.fill(block, begin, end), failures.take(), num_taken)
+                        release()
+                        yield filled
+                    else:
+                        waiting.append(block.requests.take([row for row in range(begin, end) if row not in bad]))
+                        num_waiting += len(waiting[-1])
+                    if num_waiting == batch:
+                        yield joined()
+                        waiting, num_waiting = [], 0
+                    begin = end
+        if num_waiting or failures:
+            yield joined()
+    finally:
+        release()
 
 
 class Checksums:
@@ -95,14 +104,27 @@ class Checksums:
 
     def __init__(self, samples: SegmentSet) -> None:
         records = samples.records
-        self._samples = samples
+        self._samples, self._remote = samples, remote_parts(samples.tars)
+        self._handed_out: list[Payload] = []  # records that are held for a batch
         self._latents = VerifiedMembers(samples.tars, len(records), records.payload, column="latents", noun="bytes")
         self._text = None if samples.text is None else samples.text.verified(samples.tars)
 
-    def require_good(self, chunk: int) -> None:
-        """Raise SampleFailed if the latents of a chunk do not match their checksum."""
-        if problem := self._latents.problem(chunk):
-            raise SampleFailed(self._samples.key(chunk), reason=problem.reason, detail=problem.detail)
+    @contextmanager
+    def held(self, chunk: int) -> Iterator[None]:
+        """Hold the latents of a chunk; raises SampleFailed if they do not match their checksum."""
+        payload = self._samples.records.payload(chunk)
+        try:
+            if problem := self._hold(self._latents, chunk, payload):
+                raise SampleFailed(self._samples.key(chunk), reason=problem.reason, detail=problem.detail)
+            yield
+        finally:
+            self._release(payload)
+
+    def release(self) -> None:
+        """Give back what is held for batches that were filled."""
+        for payload in self._handed_out:
+            self._release(payload)
+        self._handed_out.clear()
 
     @contextmanager
     def verified(self, requests: SegmentRequests) -> "Iterator[Callable[[int, int], dict[int, FailedSample]] | None]":
@@ -114,6 +136,10 @@ class Checksums:
         members: _Members = [(self._latents, requests.chunk)]
         if self._text is not None and self._samples.text is not None and requests.text_address is not None:
             members.append((self._text, self._samples.text.member_at(requests.text_address)))
+        if not all(part.is_local for part in self._remote):
+            with self._holding(requests, members) as failed_of:
+                yield failed_of
+            return
         if all(column.are_good(numbers) for column, numbers in members):
             yield None
             return
@@ -137,6 +163,66 @@ class Checksums:
             yield failed
         finally:
             verifying.close()
+
+    @contextmanager
+    def _holding(
+        self, requests: SegmentRequests, members: _Members
+    ) -> "Iterator[Callable[[int, int], dict[int, FailedSample]]]":
+        """As `verified`, of tars that are not all mapped: records are held until `release`, and verified each time."""
+        payloads = [self._samples.records.payload(chunk) for chunk in requests.chunk.tolist()]
+        num_readers = max(part.num_readers for part in self._remote)
+        ahead: dict[int, Payload] = {}  # that were asked for, and not handed out yet
+
+        def hold(index: int) -> Problem | None:
+            ahead[index] = payloads[index]
+            problem = self._hold(self._latents, int(requests.chunk[index]), payloads[index])
+            for column, numbers in members[1:]:  # always in the cache as a whole
+                problem = problem or column.problem(int(numbers[index]))
+            return problem
+
+        holding = in_order(
+            hold,
+            range(len(requests)),
+            num_threads=num_readers,
+            num_ahead=2 * num_readers,
+            stuck_after_s=_STUCK_AFTER_S,
+            size_of=lambda index: payloads[index].size_bytes,
+            max_bytes=_HELD_BYTES,
+        )
+
+        def failed(begin: int, end: int) -> dict[int, FailedSample]:
+            found: dict[int, FailedSample] = {}
+            for index in range(begin, end):
+                _, problem = next(holding)
+                self._handed_out.append(ahead.pop(index, payloads[index]))
+                if isinstance(problem, Stuck):
+                    problem = Problem("stuck", str(problem))
+                if problem is not None:
+                    key = self._samples.key(int(requests.chunk[index]))
+                    found[index] = FailedSample(int(requests.position[index]), key, *problem)
+            return found
+
+        try:
+            yield failed
+        finally:
+            holding.close()
+            for payload in ahead.values():
+                self._release(payload)
+
+    def _hold(self, column: VerifiedMembers, number: int, payload: Payload) -> Problem | None:
+        try:
+            is_fetched = any(part.hold_record(payload.address, payload.size_bytes) for part in self._remote)
+        except OSError as error:
+            return column.unreadable(number, error)
+        return column.verify(number) if is_fetched else column.problem(number)
+
+    def _release(self, payload: Payload) -> None:
+        for part in self._remote:
+            part.release_record(payload.address, payload.size_bytes)
+
+
+def _nothing() -> None:
+    """What is there to release if nothing is held."""
 
 
 def _verify(members: _Members) -> Generator[int, None, None]:

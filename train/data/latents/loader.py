@@ -19,6 +19,8 @@ from train.data.latents.segments import FrameShape, Tails, times_us
 from train.data.loader import Order
 from train.data.order import Cursor, Resumable, SampleOrder
 from train.data.outcomes import LoadedBatch, SampleFailed
+from train.data.remote import RemoteTars
+from train.data.remote_maps import remote_parts
 
 if TYPE_CHECKING:
     import torch
@@ -59,6 +61,7 @@ class LatentLoader(Resumable):
         verify: verify every record against its checksum when it is first needed, so that only the first epoch takes
             longer. A record that does not match is a failed sample (train.data.outcomes).
         where: an expression that selects segments, by chunks and captions (shards.where); None for all.
+        tars: reads the tars of a remote data folder, whose small files are in `data_dir`.
 
     Attributes:
         samples: the set.
@@ -88,6 +91,7 @@ class LatentLoader(Resumable):
         copy: bool = False,
         verify: bool = True,
         where: str | None = None,
+        tars: RemoteTars | None = None,
     ) -> None:
         if batch < 1 or depth < 1 or not 0 <= rank < num_ranks:
             raise ValueError(f"batch={batch}, depth={depth}, rank={rank} of {num_ranks}: out of range")
@@ -104,6 +108,7 @@ class LatentLoader(Resumable):
             classes=classes,
             max_segments=max_segments,
             where=where,
+            tars=tars,
         )
         self._batch, self._rank, self._num_ranks = batch, rank, num_ranks
         self._order: Order = SampleOrder(len(self.samples), seed)
@@ -202,10 +207,12 @@ class LatentLoader(Resumable):
 
     @cached_property
     def _checksums(self) -> Checksums:
+        for part in remote_parts(self.samples.tars):
+            part.begin_fetching()
         return Checksums(self.samples)
 
     def _fill(self, blocks: Iterator[RequestBlock], *, max_failures: int | None) -> Iterator[FilledBatch]:
-        checksums = self._checksums if self._verify else None
+        checksums = self._checksums if self._verify or remote_parts(self.samples.tars) else None
         return fill(blocks, self._gather, checksums, batch=self._batch, max_failures=max_failures)
 
     def _training_blocks(self, cursor: Cursor) -> Iterator[RequestBlock]:
@@ -278,10 +285,10 @@ class CaptionedLatents(LatentLoader):
         """
         request, shape = self._request(sample), self.frame_shape
         try:
-            self._checksums.require_good(int(request.chunk[0]))
+            with self._checksums.held(int(request.chunk[0])):
+                bits = self.samples.frames(request, 0).copy()
         except SampleFailed:
             return []
-        bits = self.samples.frames(request, 0)
         if shape.dtype == "bfloat16":
             latents = (bits.astype(np.uint32) << np.uint32(16)).view(np.float32)
         else:

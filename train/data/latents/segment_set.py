@@ -29,9 +29,10 @@ from train.data.latents.segments import (
     Segments,
     Tails,
 )
-from train.data.mapped_tars import mapped_tars
 from train.data.node_cache import shared
 from train.data.order import set_fingerprint
+from train.data.remote import RemoteTars
+from train.data.remote_maps import open_maps, remote_parts
 from train.data.selection import selection_mark
 from train.data.stored_text import TextMembers, encoder_of
 
@@ -43,7 +44,7 @@ class SegmentSet:
     pair. A million chunks of three segments with four million captions take about 150 MB.
 
     Args:
-        captions, tails, wanted_sources, classes, max_segments, where: see `LatentLoader`.
+        captions, tails, wanted_sources, classes, max_segments, where, tars: see `LatentLoader`.
 
     Raises:
         UserError: there is nothing to show, the columns do not belong together, or a file is damaged.
@@ -61,19 +62,29 @@ class SegmentSet:
         classes: Sequence[ClassList] = (),
         max_segments: int | None = None,
         where: str | None = None,
+        tars: RemoteTars | None = None,
     ) -> None:
         if not data_dir.is_dir():
             raise UserError(f"there is no data folder {data_dir}", hint="name one that prep made")
         self.split = split
-        self._latents = Variant.open(data_dir, column="latents").whole()
-        self._text_variant = Variant.open(data_dir, column="text").whole() if captions == "stored" else None
+        if tars is not None:
+            for column in ("latents", "text") if captions == "stored" else ("latents",):
+                tars.files.copy_column(column)
+        self._latents = Variant.open(data_dir, column="latents", tars=tars).whole()
+        self._text_variant = Variant.open(data_dir, column="text", tars=tars).whole() if captions == "stored" else None
         self._stale = self._other_video_variant(data_dir)
         variants = [variant for variant in (self._latents, self._text_variant) if variant is not None]
-        self.tars = mapped_tars(variants)
+        self.tars = open_maps(variants, tars, whole=self._text_variant)
         marks = [merged_mark(variant.directory, variant.commits) for variant in variants]
         self._classes = classes
         settings = (segment, captions, tails, wanted_sources, [its.as_json() for its in classes], max_segments)
-        self._depends_on = (split, *manifest_mark(data_dir), *marks, *settings, *selection_mark(where, data_dir))
+        self._depends_on = (
+            split,
+            *manifest_mark(data_dir),
+            *marks,
+            *settings,
+            *selection_mark(where, data_dir, tars=tars),
+        )
         self._num_rows = self._latents.num_samples + (num_captions_of(data_dir) if captions != "none" or classes else 0)
         opened = shared(
             lambda: open_segment_set(
@@ -99,6 +110,8 @@ class SegmentSet:
         base = self.tars.begin
         self.video_ids: pa.Array = opened.video_ids
         self.records: LatentRecords = replace(opened.records, base=base)
+        for part in remote_parts(self.tars):
+            part.want(base + opened.records.array_address)
         self.segments: Segments = opened.segments
         self.text: TextMembers | None = None if opened.text is None else replace(opened.text, base=base)
         self.captions: SegmentCaptions | None = opened.captions
@@ -231,6 +244,7 @@ class SegmentSet:
         parts += [] if self._opened is None else self._opened.remarks
         if self._stale:
             parts.append(self._stale)
+        parts += [part.describe() for part in remote_parts(self.tars)]
         return "; ".join(parts)
 
     @cached_property

@@ -42,7 +42,7 @@ class VideoStream(BatchLoader):
     Args:
         pattern: local or remote tars (`train.data.streams.tars.expand`).
         tokenize: makes captions tokens; None for texts.
-        cache: folder for copies of remote tars; None for the user's cache.
+        cache, cache_size: folder for copies of remote tars, and the limit (`train.data.remote.open_cache`).
 
     Attributes:
         num_shortened: captions so far that extend beyond their file and are shown up to its end.
@@ -60,11 +60,13 @@ class VideoStream(BatchLoader):
         tokenize: Tokenize | None,
         loading: LoaderSettings,
         cache: Path | None = None,
+        cache_size: str | None = None,
     ) -> None:
         super().__init__(replace(loading, group=1))  # every clip has a file of its own
         self.split = "all"
         self._tars = expand(pattern)
-        self._shape, self._tokenize, self._cache = shape, tokenize, cache
+        self._shape, self._tokenize = shape, tokenize
+        self._cache, self._cache_size = cache, cache_size
         self._shown: dict[int, StreamedClip] = {}
         self.num_shortened = 0
         self.num_without_video = 0
@@ -166,7 +168,7 @@ class VideoStream(BatchLoader):
         self._require(num_items, at_least=1)
 
     def _items(self, tars: list[str]) -> Iterator[_Item]:
-        for item in items_in(tars, cache=self._cache):
+        for item in items_in(tars, cache=self._cache, cache_size=self._cache_size):
             if isinstance(item, WithoutVideo):
                 self.num_without_video += 1
                 continue

@@ -8,9 +8,10 @@ from typing import TypeVar
 import numpy as np
 
 from manifests.errors import UserError
-from train.config.shards import is_remote
+from manifests.storage.cache import CachedFile
+from manifests.storage.objects import is_remote, open_objects
 from train.data.order import permute
-from train.data.remote import local_copy, open_file_system, with_retries
+from train.data.remote import held_copy, open_cache
 from train.data.streams.samples import StreamedClip, Unreadable, WithoutVideo, clips_of, samples_of
 from train.data.workers import Stuck, in_order
 
@@ -49,11 +50,13 @@ def expand(pattern: str) -> list[str]:
     first = next((tar for tar in tars if is_remote(tar)), None)
     if first is not None:
         # The others are checked when their turn comes: a request for each would delay the run.
-        files, path = open_file_system(first)
+        folder, _, key = first.rpartition("/")
         try:
-            with_retries(lambda: files.info(path), what=first)
+            open_objects(folder).info(key)
         except FileNotFoundError as error:
             raise UserError(f"there is no {first}", hint=PATTERN_HINT) from error
+        except UserError:
+            raise
         except OSError as error:
             raise UserError(f"{first} cannot be read: {error}", hint="check the address") from error
     return tars
@@ -131,16 +134,20 @@ def _short(pattern: str) -> str:
     return pattern if len(pattern) <= 200 else f"{pattern[:200]}..."
 
 
-def items_in(tars: Iterable[str], *, cache: Path | None) -> Iterator[Item]:
-    """The clips in `tars`, in order, and what cannot be read. While a remote tar is read, the next one is fetched.
+def items_in(tars: Iterable[str], *, cache: Path | None, cache_size: str | None = None) -> Iterator[Item]:
+    """The clips in `tars`, in order, and what cannot be read. While a remote tar is read, the next ones are fetched.
 
     Raises:
-        UserError: the cache cannot be written.
+        UserError: the cache cannot be written, or is too small for the tars that are read and fetched together.
     """
 
-    def fetch(tar: str) -> Path | OSError:
+    def fetch(tar: str) -> Path | CachedFile | OSError:
+        if not is_remote(tar):
+            return Path(tar)
         try:
-            return local_copy(tar, cache=cache)
+            return held_copy(tar, open_cache(cache, size=cache_size))
+        except UserError:
+            raise
         except OSError as error:
             return error
 
@@ -148,6 +155,9 @@ def items_in(tars: Iterable[str], *, cache: Path | None) -> Iterator[Item]:
     for tar, found in fetched:
         if isinstance(found, Path):
             yield from _items_of(tar, found)
+        elif isinstance(found, CachedFile):
+            with found:
+                yield from _items_of(tar, found.path)
         elif isinstance(found, Stuck):
             yield Unreadable(tar, str(found))
         else:

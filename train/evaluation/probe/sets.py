@@ -74,7 +74,7 @@ def available_labels(settings: ClipSettings) -> list[str]:
     Raises:
         UserError: the data is not a folder with a manifest.
     """
-    return label_names(read_captions(open_labelled_folder(settings).path))
+    return label_names(read_captions(open_labelled_folder(settings, column=None).path))
 
 
 def open_sets(
@@ -100,7 +100,7 @@ def open_sets(
             f"{bank_split!r} is the split to learn from and the one to score: every clip would find itself",
             hint="use two splits",
         )
-    folder = open_labelled_folder(settings).path
+    folder = open_labelled_folder(settings, column=None).path
     splits = (bank_split, wanted.split)
     classes = tuple(read_classes(folder, label=label, splits=splits) for label in wanted.labels)
     bank = _open_labelled(settings, split=bank_split, classes=classes, world=world, device=device)

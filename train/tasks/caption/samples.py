@@ -11,12 +11,12 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from shards.tars import TarBytes
 from train.config.data import CaptionSettings
 from train.data.batch import Sample
 from train.data.decoding.clip import ClipShape
 from train.data.decoding.reading import DecodeRule
 from train.data.loader import LoaderSettings, SampleRequest
+from train.data.remote import RemoteTars
 from train.data.video_captions import ALL_CAPTIONS, VideoCaptions
 from train.device.random import uniform
 from train.tasks.caption.tokenizer import NO_TOKEN, CaptionTokenizer
@@ -49,7 +49,7 @@ class CaptionedClips(VideoCaptions):
         loading: LoaderSettings,
         decode: DecodeRule = "packets",
         captions: CaptionSettings = ALL_CAPTIONS,
-        tars: TarBytes | None = None,
+        tars: RemoteTars | None = None,
         where: str | None = None,
     ) -> None:
         self._max_tokens, self._per_visit, self._make_tokenizer = max_tokens, per_visit, make_tokenizer

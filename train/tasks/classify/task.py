@@ -78,7 +78,7 @@ class ClassifyTask(ClipTask[ClassifySettings, Samples, VideoClassifier]):
             UserError: there are none, or all are of one class.
         """
         settings = self._settings
-        paths = [open_labelled_folder(settings.on(folder)).path for folder in settings.folders]
+        paths = [open_labelled_folder(settings.on(folder), column=None).path for folder in settings.folders]
         if self._classes is None:
             splits = (settings.split, settings.evaluate.split)
             self._classes = read_classes(*paths, label=settings.label, splits=splits)

@@ -232,7 +232,7 @@ def open_scorer(wanted: DualEncoderEvaluation, settings: DualEncoderSettings) ->
         )
     data_dir: Path | None = None
     if wanted.protocol != "retrieval" and not names_tars(settings.folder):
-        data_dir = open_data_folder(settings.folder, cache=settings.cache).path
+        data_dir = open_data_folder(settings.folder, cache=settings.cache, column=None).path
     has_text_tower, sources = settings.text_tower == "trained", settings.captions.sources
     return make_scorer(wanted, data_dir=data_dir, has_text_tower=has_text_tower, sources=sources)
 

@@ -16,7 +16,6 @@ from manifests.errors import UserError
 from train.config.data import CaptionSettings
 from train.config.evaluation import DualEncoderEvaluation, EvaluatedData
 from train.config.model import Towers
-from train.config.shards import is_remote
 from train.data.batch import Batch
 from train.data.decoding.clip import Views
 from train.data.frame_sampling import spread_frames
@@ -89,7 +88,7 @@ class DualEncoderTask(ClipTask[DualEncoderSettings, Samples, DualEncoder]):
             each_caption = wanted.protocol == "mir"
             return self.samples(wanted.split, world, num_clips=num_clips, each_caption=each_caption)
         table = protocol_captions(
-            open_data_folder(settings.folder, cache=settings.cache).path,
+            open_data_folder(settings.folder, cache=settings.cache, column=None).path,
             wanted.protocol,
             split=wanted.split,
             sources=settings.captions.sources,
@@ -138,13 +137,15 @@ class DualEncoderTask(ClipTask[DualEncoderSettings, Samples, DualEncoder]):
                     f"{settings.folder} is a stream of tars: it has no manifest and no scores to select by",
                     hint="leave out --where, or name a data folder that prep made",
                 )
-            return VideoStream(settings.folder, shape=shape, tokenize=tokenize, loading=loading, cache=settings.cache)
-        if tokenize is None and is_remote(settings.folder):
-            raise UserError(
-                f"--text-tower frozen cannot be read from {settings.folder}: embeddings are mapped into memory",
-                hint="copy the data folder to this machine",
+            return VideoStream(
+                settings.folder,
+                shape=shape,
+                tokenize=tokenize,
+                loading=loading,
+                cache=settings.cache,
+                cache_size=settings.cache_size,
             )
-        folder = open_data_folder(settings.folder, cache=settings.cache)
+        folder = open_data_folder(settings.folder, cache=settings.cache, cache_size=settings.cache_size)
         return VideoCaptions(
             folder.path,
             split=split,

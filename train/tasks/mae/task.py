@@ -71,7 +71,8 @@ class MaeTask(ClipTask[MaeSettings, Samples, MaskedAutoencoder]):
             # The run reconstructs clips of it at the end; only the default split may be missing.
             for folder in settings.folders:
                 with EvaluatedData(name="", shards=None, split=settings.evaluate.split).opening():
-                    videos_of_split(open_data_folder(folder, cache=settings.cache).path, settings.evaluate.split)
+                    path = open_data_folder(folder, cache=settings.cache, column=None).path
+                    videos_of_split(path, settings.evaluate.split)
         if settings.evaluate.every:
             # Opened now, so that a mistake in its settings is reported before training starts.
             self._probes = [self._open_probe(one, world) for one in settings.evaluated()]

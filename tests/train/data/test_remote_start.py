@@ -1,0 +1,132 @@
+"""How many requests it takes to open a remote data folder, and how ranks of a machine share them."""
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from manifests.errors import UserError
+from manifests.publish import publish_json
+from manifests.storage.objects import Objects, open_objects
+from shards.chunk_table import update_chunk_table
+from shards.commit_table import MIN_COMMITS
+from shards.lists import finish_run
+from shards.reader import Variant
+from tests.object_storage.faults import Faults
+from tests.object_storage.server import S3Server
+from tests.train.data.test_remote import open_set
+from tests.train.tiny_data import VARIANT, Caption, encode_chunk, video_sample, write_captions, write_shard
+from train.data.loader import SampleRequest
+from train.data.outcomes import FailedSample
+from train.data.video_captions import VideoCaptions
+
+NUM_SHARDS = MIN_COMMITS + 20
+
+
+@pytest.fixture(scope="module")
+def many(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A data folder with many shards of one chunk, with its merged tables."""
+    folder = tmp_path_factory.mktemp("many")
+    payload = encode_chunk(0, 8)
+    names = [f"v{number:04d}" for number in range(NUM_SHARDS)]
+    for number, name in enumerate(names):
+        write_shard(folder, number, [video_sample(name, 0, payload)], split="train")
+    write_captions(folder, dict.fromkeys(names, "train"), [Caption(name, 0.0, 0.8, f"of {name}") for name in names])
+    variant = folder / "video" / VARIANT
+    publish_json(variant / "recipe.json", {})
+    finish_run(variant, dropped=(), wanted=range(NUM_SHARDS))
+    assert update_chunk_table(Variant(variant), column="video")
+    assert (variant / "commits.arrow").is_file()
+    return folder
+
+
+@pytest.fixture(scope="module")
+def remote(many: Path, s3: S3Server) -> Objects:
+    """The same in a bucket; only the first tars are there."""
+    objects = open_objects(s3.make_bucket("many-shards"))
+    tables = {"commits.arrow", "contents.json"}  # uploaded first, so that all records are newer
+    paths = sorted((path for path in many.rglob("*") if path.is_file()), key=lambda path: path.name not in tables)
+    for path in paths:
+        if path.suffix not in (".tar", ".idx") or "00007-" in path.name:
+            objects.write(path.relative_to(many).as_posix(), path)
+    return objects
+
+
+@contextmanager
+def without(remote: Objects, many: Path, *keys: str) -> Iterator[None]:
+    """Some objects are gone meanwhile."""
+    remote.delete(*keys)
+    yield
+    for key in keys:
+        remote.write(key, many / key)
+
+
+def num_requests(faults: Faults, work: Callable[[], object]) -> int:
+    faults.set()
+    work()
+    return len(faults.seen().requests)
+
+
+def test_opening_many_shards_takes_few_requests(many: Path, remote: Objects, faults: Faults, tmp_path: Path) -> None:
+    opened: list[VideoCaptions] = []
+    assert num_requests(faults, lambda: opened.append(open_set(remote.address, tmp_path))) < 20
+    [samples], local = opened, open_set(str(many))
+    assert samples.fingerprint == local.fingerprint and len(samples) == NUM_SHARDS
+    assert not list(tmp_path.rglob("*.index.arrow")) and not list(tmp_path.rglob("commits/**/*.json"))
+    [one], [other] = (its.load([SampleRequest(7, 7, None)]) for its in (samples, local))
+    assert not isinstance(one, FailedSample) and not isinstance(other, FailedSample)
+    assert np.array_equal(one["video"], other["video"])
+    assert len(list(tmp_path.rglob("*.index.arrow"))) == 1
+    # Nothing large is copied again.
+    assert num_requests(faults, lambda: open_set(remote.address, tmp_path)) < 15
+
+
+def test_a_change_that_is_newer_than_the_tables_counts(many: Path, remote: Objects, tmp_path: Path) -> None:
+    open_set(remote.address, tmp_path)
+    with (
+        without(remote, many, f"video/{VARIANT}/commits/000003.json"),
+        pytest.raises(UserError, match=r"000003\.json: the commit record is missing"),
+    ):
+        open_set(remote.address, tmp_path)
+    assert len(open_set(remote.address, tmp_path)) == NUM_SHARDS
+
+
+def test_without_tables_the_records_and_indexes_are_copied(
+    many: Path, remote: Objects, faults: Faults, tmp_path: Path
+) -> None:
+    opened: list[VideoCaptions] = []
+    with without(remote, many, f"video/{VARIANT}/commits.arrow", f"video/{VARIANT}/chunks.arrow"):
+        count = num_requests(faults, lambda: opened.append(open_set(remote.address, tmp_path)))
+        assert 2 * NUM_SHARDS < count < 2 * NUM_SHARDS + 25
+        assert num_requests(faults, lambda: open_set(remote.address, tmp_path)) < 25
+    assert len(opened[0]) == NUM_SHARDS
+
+
+def test_ranks_of_a_machine_copy_once(remote: Objects, faults: Faults, tmp_path: Path) -> None:
+    script = (
+        "import sys; from pathlib import Path; from manifests.storage.objects import open_objects\n"
+        "from train.data.remote_files import RemoteFiles\n"
+        "files = RemoteFiles(open_objects(sys.argv[1]), Path(sys.argv[2]))\n"
+        "files.copy_manifest(); files.copy_column('video'); files.copy_column('video')"
+    )
+    # A launcher, whose children are the ranks.
+    launch = (
+        "import subprocess, sys\n"
+        "ranks = [subprocess.Popen(sys.argv[2:]) for _ in range(int(sys.argv[1]))]\n"
+        "sys.exit(any([one.wait() for one in ranks]))"
+    )
+
+    def run(num_ranks: int, copy: Path) -> None:
+        command = [sys.executable, "-c", script, remote.address, str(copy)]
+        environment = {**os.environ, "WORLD_SIZE": "2"}
+        subprocess.run([sys.executable, "-c", launch, str(num_ranks), *command], check=True, env=environment)
+
+    one = num_requests(faults, lambda: run(1, tmp_path / "one"))
+    three = num_requests(faults, lambda: run(3, tmp_path / "three"))
+    assert three == one > 5
+    assert len(list((tmp_path / "three").rglob("chunks.arrow"))) == 1

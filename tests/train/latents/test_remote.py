@@ -1,0 +1,199 @@
+"""Latents and stored text in a bucket: the samples of the local folder, from the cache and by range."""
+
+import os
+from collections.abc import Iterator
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from manifests.errors import UserError
+from manifests.storage.objects import Objects
+from tests.object_storage.faults import Fault, Faults, vanished
+from tests.object_storage.upload import upload
+from tests.train.latents.conftest import SHARDS
+from tests.train.latents.written import Written, write_latents
+from train.data.interface import open_latents
+from train.data.latents.loader import CaptionedLatents, LatentLoader
+from train.data.outcomes import LoadedBatch
+from train.data.remote import DataFolder, open_cache, open_data_folder
+from train.data.remote_maps import RemoteMaps
+
+ALL = "1GB"
+NUM_BATCHES = 8
+
+
+@pytest.fixture
+def remote(written: Written, bucket: str) -> Objects:
+    return upload(written.data_dir, f"{bucket}/data")
+
+
+def opened(address: str, cache: Path, *, size: str = ALL) -> DataFolder:
+    return open_data_folder(address, cache=cache, cache_size=size, column="latents")
+
+
+def loader(folder: DataFolder, **settings: Any) -> CaptionedLatents:
+    return CaptionedLatents(
+        folder.path, tars=folder.tars, **{"split": "train", "batch": 3, "seed": 5, "copy": True, **settings}
+    )
+
+
+def shown(samples: LatentLoader) -> Iterator[LoadedBatch]:
+    batches = samples.batches()
+    yield from islice(batches, NUM_BATCHES)
+    batches.close()
+
+
+def bits(tensor: torch.Tensor) -> list[int]:
+    values: list[int] = tensor.view(torch.int16).flatten().tolist()
+    return values
+
+
+def content(batches: Iterator[LoadedBatch]) -> list[Any]:
+    """Everything in batches without failures."""
+    found = []
+    for one in batches:
+        assert not one.failed
+        batch = one.batch
+        text = bits(batch["text"]) if "text" in batch else None
+        found.append((list(batch["key"]), bits(batch["latents"]), batch["position"].tolist(), text))
+    return found
+
+
+def maps_of(samples: LatentLoader) -> RemoteMaps:
+    assert isinstance(samples.samples.tars, RemoteMaps)
+    return samples.samples.tars
+
+
+def size_of_text(written: Written) -> int:
+    return sum(path.stat().st_size for path in written.text_dir.glob("*.tar"))
+
+
+def copies_of(written: Written, cache: Path) -> list[Path]:
+    names = {path.name for path in written.latents_dir.glob("*.tar")}
+    return sorted(path for path in (cache / "tars").iterdir() if path.name.partition("-")[2] in names)
+
+
+def fetch_all(samples: LatentLoader) -> None:
+    maps = maps_of(samples)
+    for number in range(len(maps.starts)):
+        maps.fetch(number, waits=True)
+
+
+@pytest.mark.parametrize("has_room", [True, False])
+def test_latents_in_a_bucket_are_those_of_the_local_folder(
+    written: Written, remote: Objects, tmp_path: Path, has_room: bool
+) -> None:
+    limit = 10**9 if has_room else size_of_text(written)
+    samples, expected = loader(opened(remote.address, tmp_path, size=str(limit))), loader(DataFolder(written.data_dir))
+    assert samples.fingerprint == expected.fingerprint
+    assert ("the rest is read by range" in samples.describe()) == (not has_room)
+    assert content(shown(samples)) == content(shown(expected))
+    assert content(samples.evaluation_batches()) == content(expected.evaluation_batches())
+    assert samples.pictures(1, num_frames=1)[0].tolist() == expected.pictures(1, num_frames=1)[0].tolist()
+    assert not maps_of(samples)._held
+    assert sum(path.stat().st_size for path in (tmp_path / "tars").iterdir()) <= limit
+    if not has_room:
+        assert not copies_of(written, tmp_path)
+
+
+def test_compressed_latents_are_read_by_range(written: Written, bucket: str, tmp_path: Path) -> None:
+    packed = Written(tmp_path / "packed")
+    packed.data_dir.mkdir()
+    upload_from = tmp_path / "packed"
+    (upload_from / "manifest").symlink_to(written.data_dir / "manifest")
+    write_latents(packed, SHARDS, is_compressed=True)
+    remote = upload(upload_from, f"{bucket}/packed")
+    upload(written.data_dir / "manifest", f"{remote.address}/manifest")
+    settings = {"text": False, "tails": "pad"}
+    samples = loader(opened(remote.address, tmp_path / "cache", size="1"), **settings)
+    assert content(shown(samples)) == content(shown(loader(DataFolder(upload_from), **settings)))
+
+
+def test_what_is_in_the_cache_is_not_asked_for_again(
+    written: Written, remote: Objects, tmp_path: Path, faults: Faults
+) -> None:
+    fetch_all(loader(opened(remote.address, tmp_path)))
+    faults.set()
+    samples = loader(opened(remote.address, tmp_path))
+    assert content(shown(samples)) == content(shown(loader(DataFolder(written.data_dir))))
+    asked = [path for _, path in faults.seen().requests]
+    assert asked and not [path for path in asked if ".tar" in path or "index" in path]
+
+
+def test_a_copy_that_is_damaged_is_mended_and_fetched_again_by_the_next_run(
+    written: Written, remote: Objects, tmp_path: Path
+) -> None:
+    fetch_all(loader(opened(remote.address, tmp_path)))
+    for path in copies_of(written, tmp_path):
+        with path.open("r+b") as file:
+            file.seek(1500)
+            file.write(bytes([path.read_bytes()[1500] ^ 1]))
+    samples = loader(opened(remote.address, tmp_path))
+    assert maps_of(samples).is_whole
+    # In order, so that all are seen.
+    assert content(samples.evaluation_batches()) == content(loader(DataFolder(written.data_dir)).evaluation_batches())
+    assert not copies_of(written, tmp_path)
+
+
+def test_a_copy_that_was_cut_is_fetched_again(written: Written, remote: Objects, tmp_path: Path) -> None:
+    fetch_all(loader(opened(remote.address, tmp_path)))
+    first = copies_of(written, tmp_path)[0]
+    whole = first.read_bytes()
+    os.truncate(first, 100)
+    samples = loader(opened(remote.address, tmp_path))
+    assert content(shown(samples)) == content(shown(loader(DataFolder(written.data_dir))))
+    fetch_all(samples)
+    assert first.read_bytes() == whole
+
+
+def test_faults_in_passing_lose_nothing(written: Written, remote: Objects, tmp_path: Path, faults: Faults) -> None:
+    faults.set(
+        Fault("error", path=r"\.tar", every=3),
+        Fault("cut", path=r"\.tar", skip=1, every=4),
+        Fault("delay", path=r"\.tar", every=5, delay_s=0.05),
+    )
+    samples = loader(opened(remote.address, tmp_path, size=str(size_of_text(written))))
+    assert content(shown(samples)) == content(shown(loader(DataFolder(written.data_dir))))
+    assert faults.seen().num_faults > 3
+
+
+def test_a_tar_that_vanishes_is_failures_by_name(
+    written: Written, remote: Objects, tmp_path: Path, faults: Faults, few_retries: None
+) -> None:
+    samples = loader(opened(remote.address, tmp_path, size=str(size_of_text(written))))
+    faults.set(vanished(r"latents/.*/000001-\w+\.tar"))
+    batches = list(samples.evaluation_batches())
+    failures = [failure for one in batches for failure in one.failed]
+    assert {failure.reason for failure in failures} == {"shard_unreadable"}
+    assert {failure.key.partition("_")[0] for failure in failures} == {"c", "d"} & {
+        key.partition("_")[0]
+        for one in loader(DataFolder(written.data_dir)).evaluation_batches()
+        for key in one.batch["key"]
+    }
+    assert all("000001-" in failure.detail for failure in failures)
+    assert sum(len(one.batch.get("key", ())) for one in batches) + len(failures) == len(samples)
+
+
+def test_text_that_does_not_fit_is_the_users_mistake(written: Written, remote: Objects, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="the text column has to be in the cache as a whole") as caught:
+        loader(opened(remote.address, tmp_path, size="1kB"))
+    assert caught.value.hint and "--cache-size" in caught.value.hint
+
+
+def test_open_latents_reads_a_bucket_and_a_mixture(written: Written, remote: Objects, tmp_path: Path) -> None:
+    settings: dict[str, Any] = {"batch": 3, "shuffle": False, "captions": "embedding"}
+
+    def shown(data: Any) -> list[Any]:
+        batches = open_latents(data, cache=tmp_path, cache_size=str(size_of_text(written)), **settings)
+        return [(list(batch["key"]), bits(batch["latents"]), bits(batch["text"])) for batch in batches]
+
+    assert shown(remote.address) == shown(str(written.data_dir))
+    assert shown([remote.address, str(written.data_dir)]) == shown([str(written.data_dir), remote.address])
+
+
+def test_a_cache_keeps_its_claims(tmp_path: Path) -> None:
+    cache = open_cache(tmp_path, size="100")
+    assert cache.claim({"a": 60}) and cache.claim({"a": 60}) and not cache.claim({"b": 50}, only_if_it_fits=True)
