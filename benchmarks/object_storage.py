@@ -62,12 +62,19 @@ def measure_clients(proxy: Faults, *, num_requests: int, num_rounds: int, folder
         for python in pythons:
             try:
                 peer = PeerProcess(python, "benchmarks.object_storage_peers", name, BUCKET, folder=folder)
+            except NotInstalled as missing:
+                why = str(missing)
+                continue
+            try:
                 peer.ask("get", keys=keys[:2])
             except NotInstalled as missing:
-                notes.append(f"{name}: not measured ({missing}).")
+                why = str(missing)
+                peer.end()
                 continue
             peers[name] = peer
             break
+        else:
+            notes.append(f"{name}: not measured ({why}).")
     found: dict[str, list[dict[str, Any]]] = {name: [] for name in peers}
     for _ in range(num_rounds):
         for name, peer in peers.items():

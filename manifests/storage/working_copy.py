@@ -18,20 +18,13 @@ checked before each write.
 """
 
 import errno
-import fcntl
-import hashlib
 import os
-import secrets
-import shutil
-import stat
-import tempfile
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from manifests.errors import UserError
 from manifests.publish import TEMPORARY_PREFIX, temporary_path
 from manifests.storage.leases import Fence, Lease, LeaseHeld, holder_of
 from manifests.storage.local_files import (
@@ -44,12 +37,10 @@ from manifests.storage.local_files import (
     parents_of,
     set_stamp,
 )
-from manifests.storage.mirrors import mirror_of, register
 from manifests.storage.objects import ObjectInfo, Objects, open_objects
 
 _ROOT_LOCK = ".folder.lock"
 _NUM_THREADS = 32
-_SHARED_FOLDERS = ("manifest", "layout")  # what a worker on another node reads beside its shards
 _LOCK_WAIT_S = 0.5
 
 
@@ -317,7 +308,7 @@ class WorkingCopy:
         if self._found is not None:
             self._found[key] = self.objects.info(key)
         leases = (text for fence in self.fences for text in fence)
-        return (self.address, os.fspath(self.folder), _run_of(self.folder), *leases)
+        return (self.address, os.fspath(self.folder), run_of(self.folder), *leases)
 
     def fence(self, key: str, token: str) -> None:
         """Check before each write that the command of this worker still holds a lease."""
@@ -335,120 +326,9 @@ class WorkingCopy:
         return os.fspath(path)[len(os.fspath(self.folder)) + 1 :]
 
 
-def open_data(address: str) -> Path:
-    """Return the local folder that mirrors a data folder in a bucket; no request is sent yet.
-
-    Raises:
-        UserError: the address cannot hold a data folder.
-    """
-    objects = open_objects(address)
-    address = objects.address
-    if not objects.is_writable:
-        raise UserError(
-            f"{address} cannot be a data folder of prep, which writes and lists it",
-            hint="give a folder of a bucket (s3://, gs:// or az://); train can read from https://",
-        )
-    parent = _folder_of(address)
-    for number in range(1000):
-        folder = parent / f"{os.uname().nodename}-{number}"
-        if (known := mirror_of(folder)) is not None:
-            if isinstance(known, WorkingCopy):
-                known.forget()
-            return folder
-        lock = os.open(parent / f"{folder.name}.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            os.close(lock)
-            continue
-        os.ftruncate(lock, 0)
-        os.pwrite(lock, secrets.token_hex(16).encode(), 0)  # the descriptor stays open until the process ends
-        folder.mkdir(exist_ok=True)
-        register(WorkingCopy(address, folder))
-        return folder
-    raise UserError(f"too many commands on this machine use {address}", hint="wait until some of them have finished")
-
-
-def bucket_problem(access: tuple[str, ...], token_file: Path, token: str) -> str | None:
-    """Attach this worker to the bucket of its command; return why it must not work, or None.
-
-    Args:
-        access: from `WorkingCopy.publish_token`.
-        token_file, token: the token of the run, which is read from the bucket.
-    """
-    try:
-        copy = attach_worker(access)
-        token_file.parent.mkdir(parents=True, exist_ok=True)
-        found = copy.objects.read(copy.key_of(token_file)).decode("utf-8", "replace")
-    except FileNotFoundError:
-        return f"the run has ended, or {access[0]} is another bucket there"
-    except (OSError, UserError) as error:
-        return f"{access[0]} cannot be used: {getattr(error, 'strerror', None) or error}"
-    return None if found == token else f"{access[0]} is another bucket there"
-
-
-def attach_worker(access: tuple[str, ...]) -> WorkingCopy:
-    """Return the working copy of a worker, which is made if this node has none of the run.
-
-    Raises:
-        UserError: the bucket cannot be used from here.
-        OSError: the local folder cannot be made.
-    """
-    address, folder, run, *leases = access
-    path = Path(folder)
-    copy = mirror_of(path)
-    if copy is None:
-        if _run_of(path) != run:
-            _make_anew(path, run, access)
-        copy = WorkingCopy(address, path)
-        register(copy)
-    assert isinstance(copy, WorkingCopy)
-    if not copy.fences:  # of a worker, not of the command itself
-        for key, token in zip(leases[::2], leases[1::2], strict=True):
-            copy.fence(key, token)
-    return copy
-
-
-def _make_anew(folder: Path, run: str, access: tuple[str, ...]) -> None:
-    """Make the folder of a run on another node than the command's, with the files that all its workers read."""
-    _require_private(folder.parent.parent)
-    folder.parent.mkdir(mode=0o700, exist_ok=True)
-    with (folder.parent / f"{folder.name}.lock").open("a+") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)  # another worker of this node may be making it
-        if _run_of(folder) == run:
-            return
-        shutil.rmtree(folder, ignore_errors=True)
-        folder.mkdir()
-        copy = WorkingCopy(access[0], folder)
-        for name in _SHARED_FOLDERS:
-            copy.refresh(folder / name)
-        lock.truncate(0)
-        lock.write(run)
-
-
-def _run_of(folder: Path) -> str:
+def run_of(folder: Path) -> str:
     """Return the random number of the run that a local folder belongs to; empty if it belongs to none."""
     try:
         return (folder.parent / f"{folder.name}.lock").read_text()
     except OSError:
         return ""
-
-
-def _folder_of(address: str) -> Path:
-    """Return the local folder of an address, which is made if it is missing."""
-    # If $TMPDIR is unusable, gettempdir() silently returns another folder.
-    root = Path(os.environ.get("TMPDIR") or tempfile.gettempdir()).resolve() / f"data-clipmill-{os.geteuid()}"
-    _require_private(root)
-    folder = root / hashlib.sha256(address.encode()).hexdigest()[:16]
-    folder.mkdir(mode=0o700, exist_ok=True)
-    return folder
-
-
-def _require_private(root: Path) -> None:
-    """Make a folder that only this user can read, or check that it is one."""
-    with suppress(FileExistsError):
-        root.mkdir(mode=0o700, parents=True)
-    state = root.lstat()
-    if not stat.S_ISDIR(state.st_mode) or state.st_uid != os.geteuid() or state.st_mode & 0o077:
-        message = "not a private folder of this user (mode 0700); remove it, or set TMPDIR to another folder"
-        raise PermissionError(errno.EPERM, message, os.fspath(root))

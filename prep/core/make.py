@@ -34,7 +34,7 @@ def _data_folder(_type: Any, tokens: Sequence[Token]) -> Path:
     value = tokens[0].value
     if not is_remote(value):
         return Path(value)
-    from manifests.storage.working_copy import open_data
+    from manifests.storage.attaching import open_data
 
     return open_data(value)
 

@@ -37,7 +37,7 @@ class Ticket:
         package: package of the column's code.
         needs: import path `package.module:function` of a function that returns why a machine must not work, or None;
             and its argument. None if there are no such requirements.
-        bucket: what `manifests.storage.working_copy.attach_worker` needs if the data folder is in a bucket.
+        bucket: what `manifests.storage.attaching.attach_worker` needs if the data folder is in a bucket.
     """
 
     host: str
@@ -64,7 +64,7 @@ class Ticket:
     def _folder_problem(self) -> str | None:
         folder = self.token_file.parent
         if self.bucket:
-            from manifests.storage.working_copy import bucket_problem
+            from manifests.storage.attaching import bucket_problem
 
             return bucket_problem(self.bucket, self.token_file, self.token)
         deadline_s = time.monotonic() + (_LAG_LIMIT_S if os.uname().nodename != self.host else 0.0)

@@ -15,9 +15,9 @@ from pathlib import Path
 import pytest
 
 from manifests.storage import mirrors
+from manifests.storage.attaching import open_data
 from manifests.storage.mirrors import AddressStream
 from manifests.storage.objects import open_objects
-from manifests.storage.working_copy import open_data
 from prep.core.data_folder import require_data_folder, writing
 from prep.core.failures import FailureCode
 from prep.core.run import execute
