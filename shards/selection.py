@@ -12,6 +12,8 @@ from numpy.typing import NDArray
 from manifests.errors import UserError
 from manifests.quoting import counted
 from manifests.store import read_videos
+from shards.chunk_table import open_chunk_table
+from shards.merged_table import verified
 from shards.reader import Variant
 from shards.scores import open_scores
 from shards.where import Where
@@ -118,11 +120,17 @@ def _of_videos(
 def _chunk_fields(data_dir: Path) -> pa.Table:
     """Duration and size of the chunks of the current variant of `video`."""
     names = ["video_id", "start_ms", "num_frames", "fps_num", "fps_den", "width", "height"]
-    shards = Variant.open(data_dir).whole().shards()
-    found = pa.concat_tables([shard.index.select(names) for shard in shards])
+    variant = Variant.open(data_dir).whole()
+    merged = open_chunk_table(variant)
+    if merged is not None:
+        found = verified(merged.table, merged.path, columns=names)
+    else:
+        found = pa.concat_tables([shard.index.select(names) for shard in variant.shards()])
     num_frames, fps_num, fps_den = (found[name].to_numpy() for name in ("num_frames", "fps_num", "fps_den"))
-    coded = found["video_id"].dictionary_encode().combine_chunks()
-    return found.set_column(0, "video_id", coded).append_column("duration_s", pa.array(num_frames * fps_den / fps_num))
+    coded = found["video_id"].combine_chunks().dictionary_encode()
+    duration_s = pa.array(num_frames.astype(np.int64) * fps_den / fps_num)
+    place = found.column_names.index("video_id")
+    return found.set_column(place, "video_id", coded).append_column("duration_s", duration_s)
 
 
 def _find(
