@@ -71,7 +71,7 @@ class ReadingBuilder:
         self._notes: list[str] = []
 
     def find_videos(self, directory: Place, *, skip: Place | None = None) -> list[VideoFile]:
-        """Find videos under `directory` (see `scan_videos`, `scan_bucket`); folders that cannot be listed are rejected."""
+        """Find videos under `directory`, by `scan_videos` or `scan_bucket`; unlistable folders are rejected."""
         return self.scan(directory, skip=skip).files
 
     def scan(self, directory: Place, *, skip: Place | None = None, beside: frozenset[str] = frozenset()) -> Scan:
