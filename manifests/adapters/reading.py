@@ -71,11 +71,7 @@ class ReadingBuilder:
         self._notes: list[str] = []
 
     def find_videos(self, directory: Place, *, skip: Place | None = None) -> list[VideoFile]:
-        """Find entries under `directory` with a video extension; folders that cannot be listed are rejected.
-
-        Raises:
-            UserError: see `scan_videos` and `scan_bucket`.
-        """
+        """Find videos under `directory`, by `scan_videos` or `scan_bucket`; unlistable folders are rejected."""
         return self.scan(directory, skip=skip).files
 
     def scan(self, directory: Place, *, skip: Place | None = None, beside: frozenset[str] = frozenset()) -> Scan:
@@ -100,11 +96,7 @@ class ReadingBuilder:
         self._num_rows_used[file] += 1
 
     def add_video(self, source_id: str, *, path: Place, split: str, size_bytes: int | None = None) -> int | None:
-        """Add a video and return its index; return None and add a rejected row if its file or ID is unusable.
-
-        Args:
-            size_bytes: size of an object; None for a file.
-        """
+        """Add a video and return its index; return None and add a rejected row if its file or ID is unusable."""
         is_usable = self.check_file(source_id, path, size_bytes=size_bytes)
         return self.add_checked_video(source_id, path=path, split=split) if is_usable else None
 

@@ -172,8 +172,9 @@ def _copy_of(url: str, *, limit_bytes: int | None, on_wait: Callable[[], None]) 
         try:
             return copy, _fetch(objects, key, copy, state=state, on_wait=on_wait)
         finally:
-            reserved.unlink()
-            os.close(reservation)
+            with _alone(root):  # so that others find either the copy or the reservation
+                reserved.unlink()
+                os.close(reservation)
 
 
 def _reserve(reserved: Path, size_bytes: int, *, limit_bytes: int | None) -> int | None:
