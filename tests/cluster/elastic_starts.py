@@ -9,16 +9,18 @@ from pathlib import Path
 from tests.cluster.elastic_nodes import kill_node, ranks_of
 from tests.cluster.elastic_runs import Case, Skipped, end_well
 
-# The real classes remain the types of what is returned: torchrun sends times to other nodes as pickles.
+# torchrun sends times to other nodes as pickles, by the name of their class.
 _CLOCK = """
 import datetime, time
-_real, _time = datetime.datetime, time.time
+_time = time.time
 
-class datetime_ahead(_real):
+class datetime_ahead(datetime.datetime):
     @classmethod
     def now(cls, tz=None):
-        return _real.now(tz) + datetime.timedelta(seconds={ahead_s})
+        return super().now(tz) + datetime.timedelta(seconds={ahead_s})
 
+datetime_ahead.__name__ = datetime_ahead.__qualname__ = "datetime"
+datetime_ahead.__module__ = "datetime"
 datetime.datetime, time.time = datetime_ahead, lambda: _time() + {ahead_s}
 """
 
