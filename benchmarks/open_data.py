@@ -16,12 +16,12 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from manifests.checked_json import publish_checked_json
-from manifests.publish import publish_json
+from manifests.publish import publish_bytes, publish_json
 from manifests.schema import CAPTIONS, MANIFEST_FORMAT, VIDEOS
 from manifests.table_files import CAPTIONS_FILE, FINGERPRINT_KEY, VIDEOS_FILE, describe
 from shards.chunk_table import chunk_table_metadata
-from shards.commit_table import commit_folders, confirm, publish_commit_table, table_bytes
-from shards.contents import Contents, write_contents
+from shards.commit_table import commit_folders, confirm, table_bytes
+from shards.contents import Contents, file_sha256, write_contents
 from shards.dataset import set_current_variant, variant_dir
 from shards.format import (
     COMMIT_TABLE_FILE,
@@ -134,11 +134,13 @@ def write_column(data: Path, column: str, *, num_chunks: int, has_indexes: bool 
     columns |= {name: [value] * num_shards for name, value in same.items()}
     columns |= {"failures": [None] * num_shards, "seconds": [1.0] * num_shards}
     columns["folder"] = [folder_of(shard_id) for shard_id in range(num_shards)]
-    sha256 = publish_commit_table(folder, table_bytes(columns))
+    content = table_bytes(columns)
+    publish_bytes(folder / COMMIT_TABLE_FILE, content)
+    sha256 = file_sha256(content)
     recipe_sha256 = hashlib.sha256((folder / RECIPE_FILE).read_bytes()).hexdigest()
     files = {RECIPE_FILE: recipe_sha256, COMMIT_TABLE_FILE: sha256}
     write_contents(folder, Contents(frozenset(range(num_shards)), files))
-    confirm(folder, commit_folders(folder))
+    confirm(folder, sha256=sha256, folders=commit_folders(folder))
     set_current_variant(data, column, VARIANTS[column])
     _write_table(folder, column, num_chunks)
 

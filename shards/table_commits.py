@@ -14,7 +14,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
-from shards.commit_table import commit_folders, open_commit_table
+from shards.commit_table import commit_folders, date_of, open_commit_table
 from shards.commits import Commit, Failure, ShardFiles, read_commits
 from shards.contents import listed_contents
 from shards.format import COMMIT_TABLE_FILE
@@ -78,7 +78,7 @@ def open_table_commits(variant_dir: Path) -> TableCommits | None:
         folders = commit_folders(variant_dir)
     except FileNotFoundError:
         return None
-    is_current = set(folders.values()) == {table.mtime_ns}
+    is_current = set(folders.values()) == {date_of(table.sha256)}
     if not is_current or not folders.keys() >= set(pc.unique(table.rows["folder"]).to_pylist()):
         return None
     commits = TableCommits(table.rows)

@@ -144,7 +144,6 @@ def _add_captions(
         if is_named and row.values.get("text") in (None, ""):
             builder.use_row(table)
             continue
-            continue
         builder.add_caption(
             video,
             text=row.values.get("text"),

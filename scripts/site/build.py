@@ -29,6 +29,7 @@ SECTIONS: dict[str, tuple[str, ...]] = {
         "docs/weights.md",
         "docs/search.md",
         "docs/python.md",
+        "docs/cluster.md",
         "docs/distributed.md",
         "docs/doctor.md",
         "docs/gpu_kit.md",

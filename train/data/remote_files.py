@@ -178,8 +178,8 @@ class RemoteFiles:
         if etags != before:
             _publish(local / _ETAGS_FILE, json.dumps(etags).encode())
         if by_table:
-            folders = commit_folders(local)
-            confirm(local, folders, except_for=folders.keys() - by_table)
+            folders, sha256 = commit_folders(local), listed_contents(local).files[COMMIT_TABLE_FILE]
+            confirm(local, sha256=sha256, folders=folders, except_for=folders.keys() - by_table)
 
     def _folders_of_table(self, folder: str, local: Path, listed: dict[str, ObjectInfo]) -> set[str]:
         """Copy the table of commits, and return the folders whose records it holds: the same, and none newer."""
