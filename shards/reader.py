@@ -3,14 +3,12 @@
 import shlex
 import threading
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
-from numpy.typing import NDArray
 
 from manifests.errors import UserError
 from manifests.json_text import parse_json
@@ -28,7 +26,7 @@ from shards.opening import open_lock
 from shards.packets import PacketTables
 from shards.scan import scan
 from shards.table_commits import TableCommits, open_table_commits
-from shards.tars import LocalTars, TarBytes
+from shards.tars import LocalTars, TarBytes, TarFiles
 
 _RECIPE_HINT = "run the command that created the variant again with the same settings to rewrite it"
 
@@ -168,30 +166,6 @@ def open_shard(variant_directory: Path, commit: Commit) -> CommittedShard:
     if commit.files is None:
         raise ValueError(f"shard {commit.shard_id} has no files")
     return CommittedShard(variant_directory, commit=commit, files=commit.files, tars=LocalTars())
-
-
-@dataclass(frozen=True)
-class TarFiles:
-    """The tars of a variant; one entry of each array per tar, ascending by shard ID.
-
-    Attributes:
-        names: paths in the folder of the variant.
-        sizes: bytes, as committed.
-        num_samples: of all of them.
-    """
-
-    directory: Path
-    shard_ids: NDArray[np.int64]
-    names: pa.StringArray
-    sizes: NDArray[np.int64]
-    num_samples: int
-
-    def __len__(self) -> int:
-        return len(self.shard_ids)
-
-    def path(self, number: int) -> Path:
-        """Return the path of a tar."""
-        return self.directory / str(self.names[number].as_py())
 
 
 class Variant:

@@ -1,11 +1,16 @@
-"""Reading byte ranges of tars: the local implementation, and the protocol `TarBytes` for other storage."""
+"""The tars of a variant, and byte ranges of them: the local implementation, and `TarBytes` for other storage."""
 
 import os
 import threading
 from collections import OrderedDict
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
+
+import numpy as np
+import pyarrow as pa
+from numpy.typing import NDArray
 
 from shards.damage import DamagedTar
 from shards.opening import open_lock, open_regular
@@ -109,3 +114,27 @@ class LocalTars:
         if tar is not None:
             self._tars.move_to_end(path)
         return tar
+
+
+@dataclass(frozen=True)
+class TarFiles:
+    """The tars of a variant; one entry of each array per tar, ascending by shard ID.
+
+    Attributes:
+        names: paths in the folder of the variant.
+        sizes: bytes, as committed.
+        num_samples: of all of them.
+    """
+
+    directory: Path
+    shard_ids: NDArray[np.int64]
+    names: pa.StringArray
+    sizes: NDArray[np.int64]
+    num_samples: int
+
+    def __len__(self) -> int:
+        return len(self.shard_ids)
+
+    def path(self, number: int) -> Path:
+        """Return the path of a tar."""
+        return self.directory / str(self.names[number].as_py())
