@@ -35,8 +35,11 @@ def register_completion(app: "App") -> None:
             raise UserError(
                 f"cannot write {error.filename}: {error.strerror}", hint="check $HOME and its permissions"
             ) from error
-        # zsh names its files so; a line of ~/.zshrc before it may already have loaded all completions there were.
-        when = "in new shells if ~/.zshrc calls compinit after the new line" if path.name[0] == "_" else "in new shells"
-        print(f"completion of {app.name[0]}: {path}; it works {when}")
+        words = f"completion of {app.name[0]}: {path}"
+        if path.suffix != ".fish":
+            # zsh names its files so; an earlier line of ~/.zshrc may have loaded all completions that there were.
+            is_zsh = path.name.startswith("_")
+            words += f", loaded by a line in {'~/.zshrc, which must stand before compinit' if is_zsh else '~/.bashrc'}"
+        print(f"{words}; it works in new shells")
 
     app.command(install_completion, name="--install-completion")

@@ -130,9 +130,12 @@ def _exit_for(error: OSError) -> NoReturn:
         sys.exit(EXIT_USER_ERROR)
     if error.errno in DISK_ERRORS:
         where = os.fsdecode(path) if isinstance(path, str | bytes) else "a file"
+        if "://" in where:
+            where = f"the local copy of {where} in $TMPDIR"
         print(f"failed: {where} cannot be written: {reason}; finished work is kept", file=sys.stderr)
     else:
-        advice = "check the disk or mount, and run the same command again"
+        what = "address, the network and the endpoint (AWS_ENDPOINT_URL)" if "://" in where else "disk or mount"
+        advice = f"check the {what}, and run the same command again"
         print(f"failed: {where}{reason}; finished work is kept; {advice}", file=sys.stderr)
     sys.exit(EXIT_FAILED_WORK)
 

@@ -45,6 +45,7 @@ class WriteResult:
 
     Attributes:
         num_rejected: number of rejected rows by reason.
+        num_captions_removed: captions of the dataset that were in the manifest before and no longer are.
         num_videos_removed: videos of the dataset that were in the manifest before and no longer are.
         num_further_kept: captions of further sources in the manifest.
         num_further_removed: captions of further sources that were removed with their videos.
@@ -60,6 +61,7 @@ class WriteResult:
     num_videos_added: int
     num_videos_removed: int
     num_captions_added: int
+    num_captions_removed: int
     num_further_kept: int
     num_further_removed: int
     splits: dict[str, tuple[int, int]]
@@ -257,6 +259,8 @@ def write_manifest(
         datasets={**old.datasets, dataset: entry},
         further=further.stored_records(),
     )
+    num_added = int((ids >= old.next_caption_id).sum())
+    num_before = int(old.datasets.get(dataset, {}).get("num_captions", 0))
     num_kept = pc.sum(pc.is_in(own_ids, value_set=videos["video_id"].combine_chunks())).as_py() or 0
     return WriteResult(
         folder=folder,
@@ -267,7 +271,8 @@ def write_manifest(
         num_rejected=reasons,
         num_videos_added=videos.num_rows - num_kept,
         num_videos_removed=len(own_ids) - num_kept,
-        num_captions_added=int((ids >= old.next_caption_id).sum()),
+        num_captions_added=num_added,
+        num_captions_removed=max(0, num_before - (captions.num_rows - num_added)),
         num_further_kept=len(further),
         num_further_removed=len(all_further) - len(further),
         splits=_splits(videos, video_rows),

@@ -89,6 +89,8 @@ NOT_BENCHMARKS = {
     "tree",
     "vit_steps",
     "peer_process",
+    "open_data",
+    "worker_memory",  # whose models have their full size
 }
 
 

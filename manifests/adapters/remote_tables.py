@@ -27,6 +27,8 @@ def read_with_local_tables(tables: Sequence[Place], read: Callable[[list[Path]],
             if isinstance(table, Path):
                 local.append(table)
                 continue
+            if not place_name(table).name or table.endswith("/"):
+                raise UserError(f"{masked(table)} is a folder, not a table", hint="give the URL of a file")
             copy = Path(folder) / str(number) / place_name(table).name
             copy.parent.mkdir()
             _fetch(table, copy)

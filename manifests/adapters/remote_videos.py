@@ -35,11 +35,12 @@ def scan_bucket(folder: str, *, skip: str | None = None, beside: frozenset[str] 
     objects = open_objects(folder)
     files: list[VideoFile] = []
     others: list[VideoFile] = []
-    skipped = None if skip is None else f"{skip.rstrip('/')}/"
+    skipped, num_skipped = None if skip is None else f"{skip.rstrip('/')}/", 0
     try:
         for info in objects.list():
             url, suffix = objects.address_of(info.key), PurePosixPath(info.key).suffix.lower()
             if skipped is not None and url.startswith(skipped):
+                num_skipped += suffix in VIDEO_SUFFIXES
                 continue
             if any(part.startswith(".") for part in info.key.split("/")):
                 continue
@@ -53,6 +54,11 @@ def scan_bucket(folder: str, *, skip: str | None = None, beside: frozenset[str] 
         raise UserError(
             f"cannot list {masked(folder)}: {error.strerror or error}", hint="check the address and the network"
         ) from error
+    if not files and num_skipped:
+        raise UserError(
+            f"all videos in {masked(folder)} are in the data folder {masked(str(skip))}, where sources are not read",
+            hint="give a data folder with --data that does not contain them",
+        )
     if not files:
         raise no_videos(folder, [])
     return Scan(sorted(files, key=file_order), [], sorted(others, key=file_order))

@@ -14,7 +14,10 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import IO, Any, Protocol
 
+from manifests.errors import UserError
+
 _ADDRESS = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://.*", re.DOTALL)
+_ONE_SLASH = re.compile(r"(s3|gs|az|abfs|https?):/(?!/)([^/]*)")
 VARIABLE = "CLIPMILL_WORKING_COPIES"  # of the processes that a command starts: JSON, folder -> address
 
 
@@ -81,6 +84,15 @@ _is_inherited = False
 def is_remote(address: str) -> bool:
     """Return True for an address with a scheme (`s3://bucket/folder`), False for a local path."""
     return _ADDRESS.fullmatch(address) is not None
+
+
+def require_not_mistyped(text: str) -> None:
+    """Raise a UserError for an address with a single slash, which would be taken for a local path."""
+    if found := _ONE_SLASH.match(text):
+        raise UserError(
+            f"{text} is not an address",
+            hint=f"an address has two slashes: {found[1]}://{found[2]}; write a path as ./{text}",
+        )
 
 
 def register(mirror: Mirror) -> None:

@@ -40,13 +40,24 @@ def scheme_of(address: str) -> str:
     """
     found = _ADDRESS.fullmatch(address)
     scheme = found[1].lower() if found else ""
+    if found is not None and "@" in found[2].partition("/")[0]:
+        raise UserError(
+            f"the address {scheme}://...@{found[2].partition('@')[2]} contains a user name or password",
+            hint="give the address without them; credentials are taken from the variables of the account",
+        )
+    if scheme in ("s3a", "s3n"):
+        raise UserError(f"addresses of the form {scheme}:// are not supported: {address}", hint="write it as s3://...")
     if found is None or scheme not in _SCHEMES:
         raise UserError(
             f"addresses of the form {scheme or address}:// are not supported: {address}",
             hint="give one of " + ", ".join(form for form, _ in _SCHEMES.values()) + ", or a local path",
         )
-    if not found[2].partition("/")[0]:
+    if not found[2].partition("/")[0] or "//" in found[2]:
         raise UserError(f"the address {address} is incomplete", hint=f"its form is {_SCHEMES[scheme][0]}")
+    if re.search(r"[?#]", found[2]):
+        raise UserError(
+            f"the address {scheme}://{re.split('[?#]', found[2])[0]}?... has a query string", hint="give it without one"
+        )
     return scheme
 
 
@@ -58,6 +69,10 @@ def open_store(address: str, *, scheme: str) -> Any:
     variable = _SCHEMES[scheme][1]
     allows_http = scheme == "http" or os.environ.get(variable, "").lower() in ("1", "true", "yes")
     endpoint = os.environ.get("AWS_ENDPOINT_URL", "") if scheme == "s3" else ""
+    if endpoint and not endpoint.startswith(("http://", "https://")):
+        raise UserError(
+            f"AWS_ENDPOINT_URL={endpoint} is not a URL", hint="begin it with https://, or http:// for a local server"
+        )
     if endpoint.startswith("http://") and not allows_http:
         raise UserError(
             f"AWS_ENDPOINT_URL={endpoint} is not encrypted", hint="set AWS_ALLOW_HTTP=true to send requests in clear"

@@ -11,7 +11,7 @@ from pathlib import Path, PurePosixPath
 from urllib.parse import quote, unquote
 
 from manifests.errors import UserError
-from manifests.storage.mirrors import is_remote
+from manifests.storage.mirrors import is_remote, require_not_mistyped
 
 Place = Path | str  # a local path, or a URL
 
@@ -21,8 +21,11 @@ _QUERY = re.compile(r"(\bhttps?://[^\s?#\"']*)[?#][^\s\"']*", re.IGNORECASE)
 
 
 def place_of(text: str) -> Place:
-    """Return a URL as it is, and anything else as a local path."""
-    return text if is_remote(text) else Path(text)
+    """Return a URL as it is, and anything else as a local path; raise UserError for a URL with a single slash."""
+    if is_remote(text):
+        return text
+    require_not_mistyped(text)
+    return Path(text)
 
 
 def folder_of(place: Place) -> Place:

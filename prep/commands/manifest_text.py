@@ -35,9 +35,12 @@ def written_text(written: WriteResult, *, rejected: Sequence[FailureEntry], note
     changes = f"{written.num_videos_added:,} new"
     if written.num_videos_removed:
         changes += f", {written.num_videos_removed:,} removed"
+    of_captions = f"{written.num_captions_added:,} new"
+    if written.num_captions_removed:
+        of_captions += f", {written.num_captions_removed:,} removed"
     lines = [
         f"{written.dataset}: {counted(written.num_videos, 'video')} ({changes}), "
-        f"{counted(written.num_captions, 'caption')} ({written.num_captions_added:,} new)"
+        f"{counted(written.num_captions, 'caption')} ({of_captions})"
     ]
     if len(written.splits) > 1 or "train" not in written.splits:
         of_splits = (
@@ -77,6 +80,7 @@ def written_values(
         "num_videos_removed": written.num_videos_removed,
         "num_captions": written.num_captions,
         "num_captions_added": written.num_captions_added,
+        "num_captions_removed": written.num_captions_removed,
         "num_captions_lost": written.num_captions_lost,
         "splits": {
             name: {"num_videos": num_videos, "num_captions": num_captions}

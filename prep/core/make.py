@@ -15,7 +15,7 @@ from cyclopts import Group, Parameter, Token
 from manifests.errors import FailedWork, UserError
 from manifests.help_text import FIRST_RUN
 from manifests.quoting import counted
-from manifests.storage.mirrors import is_remote
+from manifests.storage.mirrors import is_remote, require_not_mistyped
 from prep.core.column import ColumnSpec
 from prep.core.lag import LIMIT_S
 from prep.engines.execution import Execution
@@ -33,6 +33,7 @@ def _data_folder(_type: Any, tokens: Sequence[Token]) -> Path:
     """Convert --data: a local path, or the address of a folder in a bucket, which a local folder then mirrors."""
     value = tokens[0].value
     if not is_remote(value):
+        require_not_mistyped(value)
         return Path(value)
     from manifests.storage.attaching import open_data
 

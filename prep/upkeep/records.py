@@ -134,10 +134,12 @@ def _dataset(data_dir: Path) -> Iterator[RecordFinding]:
     except UserError as error:
         yield RecordFinding(str(path), str(error), str(getattr(error, "hint", "")))
         return
-    if missing and not path.exists():
+    if missing:
         commands = ", ".join(f"prep {column.command}" for column in missing)
-        repair = f"{commands} with the same settings as before"
-        yield RecordFinding(str(path), "the file is missing, but variants exist", repair)
+        names = ", ".join(column.name for column in missing)
+        lost = f"no variant is current, but there are variants of {names}"
+        what = lost if path.exists() else "the file is missing, but variants exist"
+        yield RecordFinding(str(path), what, f"{commands} with the same settings as before")
 
 
 def _layouts(data_dir: Path) -> Iterator[RecordFinding]:

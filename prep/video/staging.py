@@ -198,7 +198,8 @@ def _reserve(reserved: Path, size_bytes: int, *, limit_bytes: int | None) -> int
                 sizes[entry] = state.st_size
     limit = int((shutil.disk_usage(root).free + written) * _FREE_SHARE) if limit_bytes is None else limit_bytes
     if size_bytes > limit:
-        what = "--scratch-size" if limit_bytes is not None else f"{_FREE_SHARE:.0%} of the free space in {root.parent}"
+        free = f"{_FREE_SHARE:.0%} of the free space in {root.parent}; set TMPDIR to a larger disk"
+        what = "--scratch-size" if limit_bytes is not None else free
         message = f"the source has {size_bytes:,} bytes, and a copy may have {limit:,} ({what})"
         raise SourceFailure(FailureCode.SOURCE_TOO_LARGE, message, is_lasting=False)
     by_age = sorted((path for path in sizes if path.suffix != ".size"), key=lambda path: path.stat().st_mtime_ns)

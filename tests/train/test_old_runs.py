@@ -33,6 +33,7 @@ from tests.train.make_old_runs import (
 )
 from tests.train.test_cli import train
 from train.evaluation.record import FOLDER
+from train.report.card import CARD_FILE
 
 __all__ = ["train"]
 
@@ -91,7 +92,7 @@ def assert_same_numbers(now: Any, before: Any, *, rel: float, key: str = "") -> 
 
 def assert_same_files(now: Path, before: Path) -> None:
     """Compares two exports: the same files, tensors that are equal bit by bit, and equal configurations."""
-    files = {path.name for path in now.iterdir()} - set(VOCABULARY) - {FOLDER}
+    files = {path.name for path in now.iterdir()} - set(VOCABULARY) - {FOLDER, CARD_FILE}
     assert files == {path.name for path in before.iterdir()}
     for name in files:
         if name.endswith(".json"):

@@ -47,23 +47,20 @@ def member_rows(variant: Variant, *, members: Sequence[str], order: pa.Array) ->
     Raises:
         UserError: an index is damaged or not the committed one, or its samples lack the member.
     """
-    merged = open_chunk_table(variant)
-    if merged is None:
-        try:
-            merged = collect_rows(
-                variant,
-                column=variant.directory.parent.name,
-                check=lambda shard: verified_index(shard, members=members),
-                order=order,
-            )
-        except DamagedIndex as error:
-            raise unusable(error.path, variant.directory.parent.name, error.why) from error
-        return merged.table, merged.member
+    column = variant.directory.parent.name
     try:
-        return merged.verified(), merged.member
+        merged = open_chunk_table(variant)
+        if merged is not None:
+            return merged.verified(), merged.member
     except Damaged as error:
-        column = variant.directory.parent.name
         raise UserError(str(error), hint=f"run prep {column}, which makes the table again") from error
+    try:
+        collected = collect_rows(
+            variant, column=column, check=lambda shard: verified_index(shard, members=members), order=order
+        )
+    except DamagedIndex as error:
+        raise unusable(error.path, column, error.why) from error
+    return collected.table, collected.member
 
 
 def addresses_of(

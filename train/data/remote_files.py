@@ -73,15 +73,16 @@ class RemoteFiles:
                 self._copy_manifest()
 
     def copy_column(self, column: str) -> None:
-        """Copy the small files of the current variant of a column, unless they are here; nothing if it has none.
+        """Copy the small files of the current variant of a column, unless they are here.
 
         Raises:
             UserError: as of `copy_manifest`.
         """
         variant = current_variant(self.copy, column)
-        if variant is None:
-            return  # opening the column reports it
         command = {"video": "chunk"}.get(column, column)
+        if variant is None:
+            address = self.objects.address
+            raise UserError(f"{address} has no {column} shards", hint=f"run prep {command} --data {address}")
         with self._errors(missing=f"run prep {command}"), self._once(f"{column}-{variant}") as is_due:
             if is_due:
                 self._copy_variant(f"{column}/{variant}")

@@ -51,6 +51,7 @@ def require_shared(folder: Path, *, world: World) -> None:
                 (folder / one).unlink(missing_ok=True)
             if is_new and not is_shared and not any(folder.iterdir()):
                 folder.rmdir()
+    world.gather_objects(None)  # the files are removed before any rank uses the folder
 
 
 def wait_for_files(folder: Path, *, world: World) -> None:

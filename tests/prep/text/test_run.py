@@ -14,6 +14,7 @@ from prep.text.recipe import BANK_FOLDER
 from shards.commits import read_commits
 from shards.dataset import current_variant, set_current_variant
 from shards.format import BLOCK_BYTES
+from shards.merged_table import CHUNKS_FILE
 from shards.npy import data_offset
 from shards.reader import Variant
 from shards.verify import verify_shard
@@ -134,7 +135,7 @@ def test_a_new_video_goes_into_a_new_shard_and_moves_no_other(data: Path) -> Non
     encode(data, engine=engine)
     assert engine.texts == ["new"]
     after = contents(variant(data))
-    lists = {"contents.json", *(name for name in before if "shards" in name)}
+    lists = {"contents.json", CHUNKS_FILE, *(name for name in before if "shards" in name)}
     assert {name: after[name] for name in before.keys() - lists} == {
         name: before[name] for name in before.keys() - lists
     }

@@ -1,6 +1,7 @@
 """The estimate of a plan: from short encodes of some videos, next to what the chunks then take."""
 
 import json
+import re
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
@@ -52,7 +53,7 @@ def test_a_plan_measures_this_machine_and_these_videos(
     # 8 s of each of two videos; the estimate also counts the third.
     assert planned["size_bytes"] / 4 < made["num_bytes_written"] < planned["size_bytes"] * 4
     text = prep("plan", "--data", data, "--bitrate", "200k").stdout
-    assert "measured by encoding 5 s of 2 videos" in text and " to " in text and "None" not in text
+    assert re.search(r"measured by encoding 5 s of \d video", text) and " to " in text and "None" not in text
 
 
 def workload(*, seconds: float = 10.0) -> Workload:
