@@ -42,7 +42,7 @@ register_completion(app)
 @app.command
 def doctor(
     *,
-    shards: Path | None = None,
+    shards: str | None = None,
     device: Literal["auto", "cpu", "cuda"] = "auto",
     as_json: Annotated[bool, Parameter(name="--json", negative="")] = False,
 ) -> None:
@@ -58,7 +58,7 @@ def doctor(
     Parameters
     ----------
     shards
-        Data folder whose disk to measure; it is only read. Default: the current folder, with a temporary file.
+        Data folder on a disk to measure; it is only read. Default: the current folder, with a temporary file.
     device
         Device that training is to run on.
     as_json

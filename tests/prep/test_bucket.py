@@ -3,9 +3,7 @@
 A bucket ends with the same objects, byte for byte, as a local data folder has files.
 """
 
-import secrets
 import shutil
-import signal
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -30,20 +28,10 @@ from shards.dataset import current_variant
 from tests.object_storage.faults import Fault, Faults, vanished
 from tests.object_storage.folders import contents_of, upload
 from tests.object_storage.server import S3Server
-from tests.prep.running import MARK, contents, prep_here, processes, start, wait_until
+from tests.prep.running import contents, prep_here
 from tests.prep.scores.conftest import Here
 
 LEN = ("--len", "500ms", "--preset", "ultrafast", "--short-side", 64, "--engine", "processes")
-LATENTS = ("latents", "--vae", "tiny", "--size", 64, "--fps", 4, "--engine", "processes", "--workers", 1)
-TEXT = ("text", "--clip", "tiny", "--engine", "processes", "--workers", 1)
-CPU = ("--num-gpus", 0)
-# Some of everything, all the time.
-BAD_DAY = (
-    Fault("error", every=5),
-    Fault("cut", method="GET", every=6, skip=2),
-    Fault("lost", method="PUT", every=7, skip=3),
-    Fault("delay", every=3, delay_s=0.02),
-)
 
 
 @pytest.fixture(scope="module")
@@ -60,16 +48,6 @@ def chunks(videos: Path) -> Path:
     data = videos.with_name("local")
     prep_here("manifest", *synthetic(videos), "--data", data)
     prep_here("chunk", *LEN, "--workers", 1, "--data", data)
-    return data
-
-
-@pytest.fixture(scope="module")
-def columns(chunks: Path) -> Path:
-    """The same with latents and text."""
-    data = chunks.with_name("columns")
-    shutil.copytree(chunks, data)
-    for column in (LATENTS, TEXT):
-        prep_here(*column, *CPU, "--data", data)
     return data
 
 
@@ -109,33 +87,6 @@ class Elsewhere:
 def synthetic(videos: Path) -> tuple[object, ...]:
     """Arguments of `prep manifest`; the videos are made once."""
     return "synthetic", "--videos", 2, "--minutes", 0.1, "--out", videos
-
-
-def test_a_killed_run_in_a_bucket_is_finished_by_another_machine(
-    videos: Path, columns: Path, bucket: str, faults: Faults, other_machine: Callable[[], Path]
-) -> None:
-    data, mark = f"{bucket}/some/data", secrets.token_hex(8)
-    prep_here("manifest", *synthetic(videos), "--data", data)
-    faults.set(Fault("hang", method="PUT", path="/commits/", skip=1))
-    run = start("chunk", *LEN, "--workers", 1, "--data", data, **{MARK: mark})
-    wait_until(lambda: faults.seen().num_faults)
-    status = prep_here("status", "--data", data).stdout
-    assert f"in progress: written by process {run.pid} on " in status and "1 shard" in status
-    run.send_signal(signal.SIGKILL)
-    run.communicate()
-    wait_until(lambda: not list(processes(mark)))
-    keys = [info.key for info in open_objects(data).list()]
-    assert sum("/commits/" in key for key in keys) == 1 and sum(key.endswith(".tar") for key in keys) == 2
-
-    other_machine()
-    faults.set(*BAD_DAY)
-    for command in (("chunk", *LEN, "--workers", 2), (*LATENTS, *CPU), (*TEXT, *CPU), ("gc",), ("verify",)):
-        prep_here(*command, "--data", data)
-    assert faults.seen().num_faults > 20
-    faults.set()
-    prep_here("status", "--data", data)
-    assert contents_of(data) == contents(columns)
-    assert "nothing to remove" in prep_here("gc", "--data", data).stdout
 
 
 def test_a_worker_that_shares_nothing_works_through_the_bucket(

@@ -4,6 +4,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.train.full_disk import small_disk
 from tests.train.tiny_data import Caption, chunks_of, write_captions, write_shard
 from train.tasks.caption.metrics.java import MetricUnavailable
 
@@ -53,3 +54,10 @@ def data_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ]
     write_captions(data_dir, VIDEOS, captions)
     return data_dir
+
+
+@pytest.fixture
+def tiny_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of its own, of half a megabyte."""
+    with small_disk(tmp_path / "disk") as folder:
+        yield folder

@@ -12,13 +12,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from manifests.errors import DISK_ERRORS, UserError
+from manifests.errors import UserError
 from manifests.storage.cache import CachedFile, ObjectCache, parse_size
 from manifests.storage.objects import Objects, is_remote, open_objects
 from shards.format import DATASET_FILE
 from shards.reader import CommittedShard
 from train.data.node_cache import choose_folder
-from train.data.remote_files import RemoteFiles, cache_unusable
+from train.data.remote_files import RemoteFiles, cache_unusable, is_local
 
 _BLOCK_BYTES = 1 << 24  # of a tar at a time
 _caches: dict[tuple[Path, int | None], ObjectCache] = {}
@@ -47,13 +47,17 @@ def open_cache(chosen: Path | None, *, size: str | None = None) -> ObjectCache:
         size: the limit, such as 100GB; None for one by the free disk.
 
     Raises:
-        UserError: the folder cannot be created, or the size is none.
+        UserError: the folder cannot be created or written, or the size is none.
     """
     folder = cache_folder(chosen)
     limit_bytes = None if size is None else parse_size(size, flag="--cache-size")
     with _caches_lock:
         if (folder, limit_bytes) not in _caches:
-            _caches[folder, limit_bytes] = ObjectCache(folder, limit_bytes=limit_bytes)
+            try:
+                _caches[folder, limit_bytes] = ObjectCache(folder, limit_bytes=limit_bytes)
+            except OSError as error:
+                reason = f"the cache folder {folder} cannot be written: {error.strerror}"
+                raise UserError(reason, hint="choose another with --cache DIR") from error
         return _caches[folder, limit_bytes]
 
 
@@ -81,7 +85,7 @@ def held_copy(address: str, cache: ObjectCache) -> CachedFile:
     try:
         copy = cache.get(name, size_bytes=info.size_bytes, fetch=lambda path: objects.fetch(key, path))
     except OSError as error:
-        if error.errno not in DISK_ERRORS:
+        if not is_local(error):
             raise
         raise cache_unusable(cache.folder, address, error) from error
     assert copy is not None  # it waits
@@ -143,7 +147,12 @@ class RemoteTars:
 
     def provide(self, index: Path, *, size_bytes: int, sha256: str | None = None) -> None:
         """See `shards.tars.TarBytes`."""
-        self.files.copy_file(self.key(index), size_bytes=size_bytes, sha256=sha256)
+        try:
+            self.files.copy_file(self.key(index), size_bytes=size_bytes, sha256=sha256)
+        except OSError as error:
+            if is_local(error):
+                raise cache_unusable(self.files.copy, self.objects.address_of(self.key(index)), error) from error
+            raise
 
     def fetch(
         self, shard: CommittedShard, *, waits: bool = True, is_over: Callable[[], bool] = lambda: False

@@ -256,9 +256,15 @@ class RemoteFiles:
         except UserError:
             raise
         except OSError as error:
-            if error.errno in DISK_ERRORS:
+            if is_local(error):
                 raise cache_unusable(self.copy, address, error) from error
             raise UserError(f"{address} cannot be read: {error}", hint="check the address") from error
+
+
+def is_local(error: OSError) -> bool:
+    """Whether a copy cannot be written, as opposed to read from object storage, which raises AccessRefused."""
+    is_refused = isinstance(error, PermissionError) and not isinstance(error, UserError)
+    return is_refused or error.errno in DISK_ERRORS
 
 
 def cache_unusable(folder: Path, address: str, error: OSError) -> UserError:

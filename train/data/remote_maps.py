@@ -26,14 +26,14 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from manifests.errors import DISK_ERRORS, UserError
+from manifests.errors import UserError
 from manifests.storage.cache import CachedFile, NoRoom, shown_size
 from shards.open_maps import MAX_OPEN_MAPS
 from shards.reader import Variant
 from train.data.mapped_tars import JoinedTars, MappedTars, mapped_tars
 from train.data.memory_maps import MADV_DONTNEED, MADV_NOHUGEPAGE, advise, map_file, map_memory, move_pages
 from train.data.remote import RemoteTars
-from train.data.remote_files import cache_unusable
+from train.data.remote_files import cache_unusable, is_local
 
 _NUM_FETCHED_AT_ONCE = 4
 _RETRY_AFTER_S = 0.2  # to see whether another process has fetched a tar
@@ -236,7 +236,7 @@ class RemoteMaps(MappedTars):
         except UserError:
             raise
         except OSError as error:
-            if error.errno in DISK_ERRORS:
+            if is_local(error):
                 raise cache_unusable(cache.folder, f"the {column} column", error) from error
             raise UserError(f"the {column} column cannot be fetched: {error}", hint="see prep verify") from error
 
@@ -282,7 +282,7 @@ def _fetch_all(of: "weakref.ref[RemoteMaps]", pending: deque[int], end: threadin
             is_done = attempts[number] == _NUM_ATTEMPTS
             if end.is_set():
                 return
-            if isinstance(error, UserError) or error.errno in DISK_ERRORS:
+            if isinstance(error, UserError) or is_local(error):
                 end.set()
                 _note(f"the cache takes no more tars, the others are read by range: {error}")
             elif is_done:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from manifests.errors import FailedWork, UserError
+from manifests.storage.mirrors import is_remote
 from train.doctor.examined import CODECS, Examined, as_json, examine, examine_in_run, used_by_training
 from train.doctor.judge import Finding, judge
 
@@ -22,17 +23,15 @@ _DISK_KINDS = {
 _CACHED = {True: "from the page cache", False: "not from the page cache", None: "perhaps from the page cache"}
 
 
-def run_doctor(*, shards: Path | None, device: str, is_json: bool) -> None:
+def run_doctor(*, shards: str | None, device: str, is_json: bool) -> None:
     """Examine this machine and print the report.
 
     Raises:
-        UserError: `shards` is not a folder.
+        UserError: `shards` is not a folder on a disk.
         FailedWork: a finding would stop training.
     """
-    if shards is not None and not shards.is_dir():
-        what = f"{shards} is a file, not a data folder" if shards.exists() else f"there is no folder {shards}"
-        raise UserError(f"{what} (asked for by --shards)", hint="name the data folder of prep")
-    examined = examine(device=device, shards=shards)
+    folder = None if shards is None else _require_folder(shards)
+    examined = examine(device=device, shards=folder)
     findings = judge(examined)
     if is_json:
         print(json.dumps({**as_json(examined), "findings": [asdict(finding) for finding in findings]}))
@@ -42,6 +41,19 @@ def run_doctor(*, shards: Path | None, device: str, is_json: bool) -> None:
     if num_broken:
         things = "1 thing" if num_broken == 1 else f"{num_broken} things"
         raise FailedWork(f"{things} would stop training")
+
+
+def _require_folder(shards: str) -> Path:
+    if is_remote(shards):
+        raise UserError(
+            f"train doctor measures disks, and --shards {shards} is in object storage",
+            hint=f"leave out --shards, and measure the bucket with prep advise --data {shards}",
+        )
+    folder = Path(shards)
+    if not folder.is_dir():
+        what = f"{shards} is a file, not a data folder" if folder.exists() else f"there is no folder {shards}"
+        raise UserError(f"{what} (asked for by --shards)", hint="name the data folder of prep")
+    return folder
 
 
 def doctor_facts(*, asked_device: str, device_type: str) -> dict[str, Any]:

@@ -1,8 +1,6 @@
 """Places other than a well-behaved web server, and what the cache does when they change or the disk is full."""
 
 import json
-import subprocess
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -17,22 +15,11 @@ from tests.object_storage.server import S3Server
 from tests.object_storage.upload import upload
 from tests.train.data.http_folder import HttpFolder
 from tests.train.data.test_remote import open_set, tar_of
+from tests.train.full_disk import make_read_only
 from tests.train.tiny_data import Caption, encode_chunk, video_sample, write_captions, write_shard
 from train.data.loader import SampleRequest
 from train.data.outcomes import FailedSample
 from train.data.remote import local_copy
-
-
-@pytest.fixture
-def tiny_disk(tmp_path: Path) -> Iterator[Path]:
-    """A file system of 64 kB."""
-    folder = tmp_path / "disk"
-    folder.mkdir()
-    made = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", str(folder)], capture_output=True)
-    if made.returncode:
-        pytest.skip("mounting a file system is not permitted here")
-    yield folder
-    subprocess.run(["umount", "-l", str(folder)], check=True)
 
 
 def test_a_bucket_will_do(data_dir: Path, tmp_path: Path, bucket: str) -> None:
@@ -149,6 +136,13 @@ def test_a_disk_that_is_full_is_named_at_once(tiny_disk: Path, bucket: str) -> N
         local_copy(f"{bucket}/0.tar", cache=tiny_disk, size="100MB")
     assert caught.value.hint and "--cache" in caught.value.hint
     assert not list(tiny_disk.rglob("*.tar"))
+
+
+def test_a_cache_on_a_read_only_disk_is_the_users_mistake(tiny_disk: Path, bucket: str) -> None:
+    make_read_only(tiny_disk)
+    with pytest.raises(UserError, match=r"the cache folder .* cannot be written: Read-only") as caught:
+        local_copy(f"{bucket}/0.tar", cache=tiny_disk)
+    assert caught.value.hint and "--cache" in caught.value.hint
 
 
 def test_a_cache_that_is_too_small_for_a_tar_is_the_users_mistake(bucket: str, tmp_path: Path) -> None:

@@ -20,6 +20,7 @@ from shards.reader import Variant
 from tests.object_storage.faults import Faults
 from tests.object_storage.server import S3Server
 from tests.train.data.test_remote import open_set
+from tests.train.full_disk import fill
 from tests.train.tiny_data import VARIANT, Caption, encode_chunk, video_sample, write_captions, write_shard
 from train.data.loader import SampleRequest
 from train.data.outcomes import FailedSample
@@ -84,6 +85,13 @@ def test_opening_many_shards_takes_few_requests(many: Path, remote: Objects, fau
     assert len(list(tmp_path.rglob("*.index.arrow"))) == 1
     # Nothing large is copied again.
     assert num_requests(faults, lambda: open_set(remote.address, tmp_path)) < 15
+
+
+def test_a_disk_that_fills_after_opening_is_named_and_no_sample_is_blamed(remote: Objects, tiny_disk: Path) -> None:
+    samples = open_set(remote.address, tiny_disk)
+    fill(tiny_disk)
+    with pytest.raises(UserError, match=r"cannot take a copy of s3://.*/000007-\w+\.index\.arrow: No space left"):
+        samples.load([SampleRequest(7, 7, None)])
 
 
 def test_a_change_that_is_newer_than_the_tables_counts(many: Path, remote: Objects, tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ from manifests.errors import UserError
 from manifests.storage.objects import Objects
 from tests.object_storage.faults import Fault, Faults, vanished
 from tests.object_storage.upload import upload
+from tests.train.full_disk import fill
 from tests.train.latents.conftest import SHARDS
 from tests.train.latents.written import Written, write_latents
 from train.data.interface import open_latents
@@ -158,6 +159,17 @@ def test_faults_in_passing_lose_nothing(written: Written, remote: Objects, tmp_p
     samples = loader(opened(remote.address, tmp_path, size=str(size_of_text(written))))
     assert content(shown(samples)) == content(shown(loader(DataFolder(written.data_dir))))
     assert faults.seen().num_faults > 3
+
+
+def test_a_disk_that_fills_up_is_noted_and_the_rest_is_read_by_range(
+    written: Written, remote: Objects, tiny_disk: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    samples = loader(opened(remote.address, tiny_disk))
+    fill(tiny_disk)
+    assert content(shown(samples)) == content(shown(loader(DataFolder(written.data_dir))))
+    said = capsys.readouterr().err
+    assert "note: the cache takes no more tars, the others are read by range: [Errno 28] No space left" in said
+    assert not copies_of(written, tiny_disk)
 
 
 def test_a_tar_that_vanishes_is_failures_by_name(
