@@ -236,15 +236,16 @@ def holder_of(objects: Objects, info: ObjectInfo) -> str | None:
     return f"{_name_of(found)} since {found.get('since')}"
 
 
-def held_leases(objects: Objects, keys: re.Pattern[str]) -> dict[str, dict[str, Any]]:
-    """Return the records of those leases directly in the folder that processes hold, by key.
+def held_leases(objects: Objects, keys: re.Pattern[str], *, but: str = "") -> dict[str, dict[str, Any]]:
+    """Return the records of the leases directly in the folder that processes hold, by key; leave out the key `but`.
 
     The leases of processes that have died are released, so that none of these can publish after this has returned.
 
     Raises:
         OSError: the bucket cannot be read, or not written.
     """
-    found = [info for info in objects.list(recursive=False) if info.size_bytes and keys.fullmatch(info.key)]
+    listed = (info for info in objects.list(recursive=False) if info.key != but and keys.fullmatch(info.key))
+    found = [info for info in listed if info.size_bytes]
     if not found:
         return {}
     now_s = server_time_s(objects)

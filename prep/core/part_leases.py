@@ -50,11 +50,11 @@ class PartLeases:
 
     def running(self) -> list[RunningPart]:
         """See `PartLocks`."""
+        self._copy.require_locks()
         names = part_lock_names(self._column)
         found = []
-        for key, record in sorted(held_leases(self._copy.objects, names).items()):
-            match = names.fullmatch(key)
-            if match is not None and key != self._own.key:
+        for key, record in sorted(held_leases(self._copy.objects, names, but=self._own.key).items()):
+            if match := names.fullmatch(key):
                 note = f"{record.get('holder')}\n{record.get('note')}"
                 found.append(RunningPart.read(note, Part(*map(int, match.groups()))))
         return found
