@@ -34,9 +34,10 @@ _NUM_THREADS = 32
 
 
 class LeaseHeld(UserError):
-    """Another process holds the lease: `holder`, which has noted `note`."""
+    """Another process holds the lease: `holder`, which has noted `note`; `is_alive` if it is seen to run."""
 
     holder = note = "unknown"
+    is_alive = False
 
 
 class LeaseLost(FailedWork, OSError):
@@ -85,9 +86,6 @@ class Lease:
 
         Args:
             on_wait: called once with the note of the holder if the lease is not free.
-
-        Raises:
-            AccessRefused: the bucket is not writable.
         """
         is_told = False
         while True:
@@ -99,6 +97,30 @@ class Lease:
                     is_told = True
                     on_wait(held.note)
             self._await_change()
+
+    def take_over(self, *, on_wait: Callable[[str], object]) -> None:
+        """Take the lease; if it is held, wait as long as its holder gives no sign of life.
+
+        Args:
+            on_wait: called once with the name of the holder.
+
+        Raises:
+            LeaseHeld: the holder runs on this machine, or has renewed the lease.
+            AccessRefused: the bucket is not writable.
+        """
+        first: ObjectInfo | None = None
+        while True:
+            state = self._state()
+            try:
+                self.acquire()
+                return
+            except LeaseHeld as held:
+                if held.is_alive or (first is not None and state != first):
+                    raise
+                if first is None:
+                    first = state
+                    on_wait(held.holder)
+            time.sleep(_LAST_POLL_S)
 
     def _await_change(self) -> None:
         """Wait until somebody writes the object; return in time as well to see whether the holder has died."""
@@ -200,6 +222,7 @@ class Lease:
             f"another command is writing to {self._what} ({_name_of(found) or 'unknown'}{since})",
             hint=f"wait until it finishes, or stop it{expiry}",
         )
+        held.is_alive = found.get("machine") == _machine()
         held.holder = _name_of(found) or "unknown"
         held.note = str(found.get("note") or held.holder)
         return held

@@ -6,11 +6,12 @@ holder has died releases it, so that the holder, if it is alive after all, canno
 """
 
 import re
+import sys
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from pathlib import Path
 
-from manifests.storage.leases import Lease, LeaseHeld, held_leases
+from manifests.storage.leases import EXPIRY_S, Lease, LeaseHeld, held_leases
 from manifests.storage.mirrors import mirror_of
 from manifests.storage.working_copy import WorkingCopy
 from prep.core.data_folder import lock_path, part_lock_names
@@ -23,7 +24,7 @@ class PartLeases:
     def __init__(self, data_dir: Path, column: str, part: Part) -> None:
         copy = mirror_of(data_dir)
         assert isinstance(copy, WorkingCopy)
-        self._copy, self._column = copy, column
+        self._copy, self._column, self._part = copy, column, part
         self._column_lock = lock_path(data_dir, column).name
         self._own = Lease(
             copy.objects, f".{column}.part-{part.number}-of-{part.count}.lock", what=f"part {part} of {copy.address}"
@@ -62,13 +63,16 @@ class PartLeases:
     def take_own(self) -> str | None:
         """See `PartLocks`."""
         try:
-            self._own.acquire()
+            self._own.take_over(on_wait=self._tell)
         except LeaseHeld as held:
             return held.holder
         self._own_held.enter_context(self._copy.held(self._own))
         self._is_held = True
         self.lock_column()
         return None
+
+    def _tell(self, holder: str) -> None:
+        sys.stderr.write(f"part {self._part} waits: {holder} had its lock; free after {EXPIRY_S:g} s without renewal\n")
 
     def note_own(self, *, makes: str, source: str) -> None:
         """See `PartLocks`."""

@@ -16,7 +16,7 @@ from manifests.errors import UserError
 from manifests.publish import publish_bytes
 from manifests.storage import leases, mirrors
 from manifests.storage.leases import LeaseLost
-from manifests.storage.objects import open_objects
+from manifests.storage.objects import Objects, open_objects
 from manifests.storage.working_copy import WorkingCopy
 from prep.core.data_folder import column_lock, writer_of
 from prep.core.part_locks import Part
@@ -77,11 +77,13 @@ def locks_of(bucket: str) -> dict[str, int]:
     return {info.key: info.size_bytes for info in open_objects(bucket).list() if info.key.startswith(".video.part")}
 
 
-def is_elsewhere(bucket: str, key: str) -> None:
+def is_elsewhere(bucket: str, key: str, *, sign: int = 0) -> None:
     """Make the holder of a lease a process of a machine of which nothing is known here."""
     objects = open_objects(bucket)
     record = json.loads(objects.read(key))
-    objects.write(key, json.dumps({**record, "machine": "other", "holder": "process 7 on node1"}).encode())
+    objects.write(
+        key, json.dumps({**record, "machine": "other", "holder": "process 7 on node1", "renewals": sign}).encode()
+    )
 
 
 def test_parts_on_two_machines_one_of_them_killed_leave_the_bytes_of_one_command(
@@ -212,6 +214,31 @@ def test_a_part_that_died_on_another_machine_does_not_block_and_cannot_publish(
                 publish_bytes(machine("a") / "dataset.json", b"{}")
             with pytest.raises(LeaseLost):
                 dead.end()
+
+
+def test_a_part_that_was_killed_on_another_machine_and_is_run_again_waits_until_its_lease_expires(
+    machine: Machine, bucket: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    key = ".video.part-1-of-2.lock"
+    monkeypatch.setattr(leases, "_LAST_POLL_S", 0.05)
+    with running(machine("a"), "1/2"):
+        is_elsewhere(bucket, key)
+        alive = iter(range(10**6))
+        server_time_s = leases.server_time_s
+
+        def renewed(objects: Objects) -> float:
+            is_elsewhere(bucket, key, sign=next(alive))
+            return server_time_s(objects)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(leases, "server_time_s", renewed)
+            with pytest.raises(UserError, match=r"part 1/2 is running already \(process 7 on node1\)"):
+                writing_part(machine("b"), Part(1, 2), column="video").__enter__()
+        monkeypatch.setattr(leases, "EXPIRY_S", 2.0)
+        with running(machine("b"), "1/2") as again:
+            assert again.is_first and again.end()
+    assert "part 1/2 waits: process 7 on node1 had its lock" in capfd.readouterr().err
+    assert key not in locks_of(bucket)
 
 
 @pytest.mark.parametrize("column", ["text", "scores"])
