@@ -140,6 +140,14 @@ def test_of_a_part_and_a_command_without_one_the_second_is_refused(machine: Mach
         assert not any(locks_of(bucket).values())
 
 
+def test_a_command_sees_what_a_part_published_after_the_command_had_listed_the_bucket(machine: Machine) -> None:
+    with running(machine("a"), "1/2"):
+        late = machine("b")
+        publish_bytes(machine("a") / "shots.parquet", b"of the part")
+    with column_lock(late):
+        assert (late / "shots.parquet").read_bytes() == b"of the part"
+
+
 def test_a_command_that_takes_its_lock_while_a_part_registers_is_seen(
     machine: Machine, bucket: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
