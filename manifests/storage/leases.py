@@ -9,9 +9,13 @@ before it publishes anything; if another process has taken it over, it raises `L
 
 import json
 import os
+import random
+import re
 import secrets
 import threading
 import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -25,10 +29,15 @@ RENEWAL_S = 15.0
 EXPIRY_S = 60.0
 _MARGIN_S = 10.0
 _CHECK_S = 5.0  # a worker asks at most this often whether its command still holds the lease
+_FIRST_POLL_S, _LAST_POLL_S = 0.25, 4.0  # who waits asks less and less often
+_NUM_THREADS = 32
 
 
 class LeaseHeld(UserError):
-    """Another process holds the lease."""
+    """Another process holds the lease: `holder`, which has noted `note`; `is_alive` if it is seen to run."""
+
+    holder = note = "unknown"
+    is_alive = False
 
 
 class LeaseLost(FailedWork, OSError):
@@ -41,10 +50,11 @@ class Lease:
     Args:
         key: key of the object.
         what: what the lease protects, for messages.
+        note: text for others who look at the lease.
     """
 
-    def __init__(self, objects: Objects, key: str, *, what: str) -> None:
-        self._objects, self.key, self._what = objects, key, what
+    def __init__(self, objects: Objects, key: str, *, what: str, note: str = "") -> None:
+        self._objects, self.key, self._what, self._note = objects, key, what, note
         self.token = secrets.token_hex(16)
         self._etag = ""
         self._num_renewals = 0
@@ -71,16 +81,88 @@ class Lease:
         self._renewed_s = begun_s
         threading.Thread(target=self._renew_until_released, name=f"lease {self.key}", daemon=True).start()
 
+    def wait(self, *, on_wait: Callable[[str], object] = lambda note: None) -> None:
+        """Take the lease as soon as it is free.
+
+        Args:
+            on_wait: called once with the note of the holder if the lease is not free.
+        """
+        is_told = False
+        while True:
+            try:
+                self.acquire()
+                return
+            except LeaseHeld as held:
+                if not is_told:
+                    is_told = True
+                    on_wait(held.note)
+            self._await_change()
+
+    def take_over(self, *, on_wait: Callable[[str], object]) -> None:
+        """Take the lease; if it is held, wait as long as its holder gives no sign of life.
+
+        Args:
+            on_wait: called once with the name of the holder.
+
+        Raises:
+            LeaseHeld: the holder runs on this machine, or has renewed the lease.
+            AccessRefused: the bucket is not writable.
+        """
+        first: ObjectInfo | None = None
+        while True:
+            state = self._state()
+            try:
+                self.acquire()
+                return
+            except LeaseHeld as held:
+                if held.is_alive or (first is not None and state != first):
+                    raise
+                if first is None:
+                    first = state
+                    on_wait(held.holder)
+            time.sleep(_LAST_POLL_S)
+
+    def _await_change(self) -> None:
+        """Wait until somebody writes the object; return in time as well to see whether the holder has died."""
+        before = self._state()
+        interval_s = _FIRST_POLL_S
+        while before is not None and before.size_bytes and interval_s <= _LAST_POLL_S:
+            time.sleep(interval_s * random.uniform(0.5, 1.0))
+            if self._state() != before:
+                return
+            interval_s *= 2
+
+    def _state(self) -> ObjectInfo | None:
+        try:
+            return self._objects.info(self.key)
+        except FileNotFoundError:
+            return None
+
     def require(self) -> None:
         """Raise LeaseLost if another process may hold the lease; call it before anything is published."""
         with self._lock:
             if self._lost_to is None and _now_s() - self._renewed_s > EXPIRY_S - _MARGIN_S:
                 self._renew()
-            if self._lost_to is not None:
-                raise LeaseLost(
-                    f"the lock of {self._what} was taken over by {self._lost_to}, because it was not renewed for "
-                    f"{EXPIRY_S:g} s; nothing more is published; run the same command again"
-                )
+            self._require_not_lost()
+
+    def note(self, text: str) -> None:
+        """Replace the note.
+
+        Raises:
+            LeaseLost: another process holds the lease.
+        """
+        with self._lock:
+            self._note = text
+            if self._lost_to is None:
+                self._renew()
+            self._require_not_lost()
+
+    def _require_not_lost(self) -> None:
+        if self._lost_to is not None:
+            raise LeaseLost(
+                f"the lock of {self._what} was taken over by {self._lost_to}, because it was not renewed for "
+                f"{EXPIRY_S:g} s; nothing more is published; run the same command again"
+            )
 
     def release(self) -> None:
         """Empty the object, if this process still holds the lease."""
@@ -104,7 +186,7 @@ class Lease:
         try:
             self._etag = self._objects.write(self.key, self._content(), replaces=self._etag)
             self._renewed_s = begun_s
-        except Conflict:
+        except (Conflict, FileNotFoundError):
             self._lost_to = _name_of(_read(self._objects, self.key)) or "another process, which has finished"
 
     def _content(self) -> bytes:
@@ -116,6 +198,7 @@ class Lease:
             "process": os.getpid(),
             "started": _start_of(os.getpid()),
             "renewals": self._num_renewals,
+            "note": self._note,
         }
         return (json.dumps(record, indent=1) + "\n").encode()
 
@@ -135,10 +218,14 @@ class Lease:
     def _held(self, found: dict[str, Any], *, expires_in_s: float | None = None) -> LeaseHeld:
         since = f" since {found['since']}" if found.get("since") else ""
         expiry = "" if expires_in_s is None else f"; if it was killed, its lock expires in {max(1, expires_in_s):.0f} s"
-        return LeaseHeld(
+        held = LeaseHeld(
             f"another command is writing to {self._what} ({_name_of(found) or 'unknown'}{since})",
             hint=f"wait until it finishes, or stop it{expiry}",
         )
+        held.is_alive = found.get("machine") == _machine()
+        held.holder = _name_of(found) or "unknown"
+        held.note = str(found.get("note") or held.holder)
+        return held
 
 
 class Fence:
@@ -172,6 +259,36 @@ def holder_of(objects: Objects, info: ObjectInfo) -> str | None:
     return f"{_name_of(found)} since {found.get('since')}"
 
 
+def held_leases(objects: Objects, keys: re.Pattern[str], *, but: str = "") -> dict[str, dict[str, Any]]:
+    """Return the records of the leases directly in the folder that processes hold, by key; leave out the key `but`.
+
+    The leases of processes that have died are released, so that none of these can publish after this has returned.
+
+    Raises:
+        OSError: the bucket cannot be read, or not written.
+    """
+    listed = (info for info in objects.list(recursive=False) if info.key != but and keys.fullmatch(info.key))
+    found = [info for info in listed if info.size_bytes]
+    if not found:
+        return {}
+    now_s = server_time_s(objects)
+    with ThreadPoolExecutor(_NUM_THREADS) as pool:
+        records = list(pool.map(lambda info: _record_if_held(objects, info, now_s=now_s), found))
+    return {info.key: record for info, record in zip(found, records, strict=True) if record}
+
+
+def _record_if_held(objects: Objects, info: ObjectInfo, *, now_s: float) -> dict[str, Any]:
+    """Return the record of a lease; release it and return nothing if its holder has died."""
+    found = _read(objects, info.key)
+    if found and (is_abandoned(found) or now_s - info.modified_s >= EXPIRY_S):
+        try:
+            objects.write(info.key, b"", replaces=info.etag)
+        except (Conflict, FileNotFoundError):  # renewed, released or removed meanwhile
+            return _read(objects, info.key)
+        return {}
+    return found
+
+
 def is_abandoned(found: dict[str, Any]) -> bool:
     """Return True if the holder was a process of this machine that does not run any more."""
     if found.get("machine") != _machine():
@@ -181,12 +298,15 @@ def is_abandoned(found: dict[str, Any]) -> bool:
 
 def server_time_s(objects: Objects) -> float:
     """Return the time of the server, in seconds since the epoch: the time of a new object."""
-    key = f"{TEMPORARY_PREFIX}{secrets.token_hex(6)}-dataset.json"  # a name that is cleaned up if this is killed
-    objects.write(key, b"")
-    try:
-        return objects.info(key).modified_s
-    finally:
-        objects.delete(key)
+    while True:
+        key = f"{TEMPORARY_PREFIX}{secrets.token_hex(6)}-dataset.json"  # a name that is cleaned up if this is killed
+        objects.write(key, b"")
+        try:
+            return objects.info(key).modified_s
+        except FileNotFoundError:  # another command is cleaning up at this moment
+            continue
+        finally:
+            objects.delete(key)
 
 
 def _read(objects: Objects, key: str) -> dict[str, Any]:

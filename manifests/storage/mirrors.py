@@ -61,8 +61,14 @@ class Mirror(Protocol):
     def folder_lock(self) -> AbstractContextManager[None]:
         """Context manager that holds the lock of the whole folder, with its own records up to date."""
 
-    def column_lock(self, name: str) -> AbstractContextManager[None]:
-        """Context manager that holds the lock of a column as the object `name`."""
+    def column_lock(self, name: str, *, unless: re.Pattern[str] | None = None) -> AbstractContextManager[None]:
+        """Context manager that holds the lock of a column as the object `name`.
+
+        It raises LeaseHeld if another command holds that lock, or one whose name matches `unless`.
+        """
+
+    def lock_names(self) -> list[str]:
+        """Return the names of all locks, as of the last listing."""
 
     def publish_token(self, path: Path) -> tuple[str, ...]:
         """Write the object of a temporary file for workers; return what they need to attach themselves."""

@@ -19,6 +19,7 @@ checked before each write.
 
 import errno
 import os
+import re
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -26,7 +27,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from manifests.publish import TEMPORARY_PREFIX, temporary_path
-from manifests.storage.leases import Fence, Lease, LeaseHeld, holder_of
+from manifests.storage.leases import Fence, Lease, LeaseHeld, held_leases, holder_of
 from manifests.storage.local_files import (
     holds,
     is_below,
@@ -41,7 +42,6 @@ from manifests.storage.objects import ObjectInfo, Objects, open_objects
 
 _ROOT_LOCK = ".folder.lock"
 _NUM_THREADS = 32
-_LOCK_WAIT_S = 0.5
 
 
 class WorkingCopy:
@@ -121,7 +121,10 @@ class WorkingCopy:
             if path.parent not in made:
                 path.parent.mkdir(parents=True, exist_ok=True)
                 made.add(path.parent)
-            if is_eager(key):
+            if TEMPORARY_PREFIX in key:  # of other commands, which remove it at any time
+                if key not in local:
+                    make_placeholder(path, info)
+            elif is_eager(key):
                 wanted.append(info)
             else:
                 make_placeholder(path, info)
@@ -258,7 +261,7 @@ class WorkingCopy:
     # Locks
 
     @contextmanager
-    def column_lock(self, name: str) -> Iterator[None]:
+    def column_lock(self, name: str, *, unless: re.Pattern[str] | None = None) -> Iterator[None]:
         """See `Mirror`."""
         self.require_listed()
         before = (self._found or {}).get(name)
@@ -267,8 +270,24 @@ class WorkingCopy:
                 self.sync()
         lease = Lease(self.objects, name, what=self.address)
         lease.acquire()
-        with self._held(lease):
+        with self.held(lease):
+            if unless is not None:
+                self._exclude(unless)
             yield
+
+    def _exclude(self, locks: re.Pattern[str]) -> None:
+        """Raise LeaseHeld if other commands hold some locks; synchronise if they have since the listing."""
+        if held := held_leases(self.objects, locks):
+            key, record = min(held.items())
+            holder = f"{record.get('holder')} since {record.get('since')}, with {key}"
+            raise LeaseHeld(f"another command is writing to {self.address} ({holder})", hint="wait until it finishes")
+        now = {info.key: info for info in self.objects.list(recursive=False) if locks.fullmatch(info.key)}
+        if now != {key: info for key, info in (self._found or {}).items() if locks.fullmatch(key)}:
+            self.sync()
+
+    def lock_names(self) -> list[str]:
+        """See `Mirror`."""
+        return [key for key in self._found or () if is_lock(key) and "/" not in key]
 
     def holder_of(self, name: str) -> str | None:
         """See `Mirror`."""
@@ -279,18 +298,14 @@ class WorkingCopy:
     def folder_lock(self) -> Iterator[None]:
         """See `Mirror`."""
         lease = Lease(self.objects, _ROOT_LOCK, what=self.address)
-        while True:
-            try:
-                lease.acquire()
-                break
-            except LeaseHeld:
-                time.sleep(_LOCK_WAIT_S)
-        with self._held(lease):
+        lease.wait()
+        with self.held(lease):
             self._refresh("", recursive=False)
             yield
 
     @contextmanager
-    def _held(self, lease: Lease) -> Iterator[None]:
+    def held(self, lease: Lease) -> Iterator[None]:
+        """Check a lease, which has been acquired, before each write; release it at the end."""
         fence = (lease.key, lease.token)
         self._guards.append(lease.require)
         self.fences.append(fence)

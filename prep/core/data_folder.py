@@ -169,7 +169,7 @@ def column_lock(data_dir: Path, *, column: str = VIDEO) -> Iterator[None]:
     """
     path = lock_path(data_dir, column)
     if (mirror := mirror_of(data_dir)) is not None:
-        with mirror.column_lock(path.name):
+        with mirror.column_lock(path.name, unless=part_lock_names(column)):
             yield
         return
     lock = FileLock.take(path)
@@ -215,12 +215,23 @@ def writer_of(data_dir: Path, *, column: str) -> str | None:
     Return None if none does, or if the data folder is local: its heartbeats tell more (`prep.core.heartbeat`).
     """
     mirror = mirror_of(data_dir)
-    return None if mirror is None else mirror.holder_of(lock_path(data_dir, column).name)
+    if mirror is None:
+        return None
+    if (holder := mirror.holder_of(lock_path(data_dir, column).name)) is not None:
+        return holder
+    matches = filter(None, map(part_lock_names(column).fullmatch, sorted(mirror.lock_names())))
+    parts = [f"part {match[1]}/{match[2]}, {holder}" for match in matches if (holder := mirror.holder_of(match[0]))]
+    return "; ".join(parts) or None
 
 
 def lock_path(data_dir: Path, column: str) -> Path:
     """Return the path of the lock of a column."""
     return data_dir / (".lock" if column == VIDEO else f".{column}.lock")
+
+
+def part_lock_names(column: str) -> re.Pattern[str]:
+    """Return the pattern of the names of the locks of a column's parts (`prep.core.part_locks`): number and count."""
+    return re.compile(rf"\.{re.escape(column)}\.part-(\d+)-of-(\d+)\.lock", re.ASCII)
 
 
 def remove_leftovers(data_dir: Path, *, column: str) -> None:

@@ -4,8 +4,8 @@ They share nothing but the data folder. If the implementation is inconsistent wi
 
 Part K of N makes the shards whose id modulo N is K - 1, so parts never make the same shard. A part
 
-1. waits for the turn, a lock that one part at a time holds for a short while, and then takes the lock of the column,
-   shared with other parts, and the lock of its own number. It is refused if a command without `--part` is running, if
+1. takes the lock of the column, shared with other parts, waits for the turn, a lock that one part at a time holds for a
+   short while, and then takes the lock of its own number. It is refused if a command without `--part` is running, if
    the same part is, or parts of another count;
 2. keeps the turn, if no other part is running, until everything that the parts have in common is published: probes,
    shots, layout and the folder of the variant. Other parts wait and then find all of it;
@@ -21,6 +21,9 @@ Where locks do not reach other nodes (NFS mounted with `nolock`, Lustre with `lo
 alone. A running part therefore touches the file of its lock, and a part that can take a lock whose file goes on
 changing is refused. Network file systems may show a new commit late: a part that ends notes in the file of the turn,
 which a lock keeps up to date, how much it has made, and the last one waits until it sees all of it.
+
+In a bucket, locks are leases, which expire when a part is killed (`prep.core.part_leases`). What others have published
+is seen at once, and fetched at the two turns.
 """
 
 import re
@@ -28,7 +31,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -37,8 +40,9 @@ from typing import Any, TypeVar
 
 from manifests.errors import UserError
 from manifests.quoting import counted
-from prep.core.data_folder import FileLock, holder_of, lock_path, remove_leftovers, this_process
-from prep.core.part_locks import SIGN_INTERVAL_S, Part, RunningPart, part_path, running_parts, take_part_lock
+from manifests.storage.mirrors import mirror_of, refresh
+from prep.core.data_folder import remove_leftovers, this_process
+from prep.core.part_locks import SIGN_INTERVAL_S, Part, PartFiles, PartLocks
 from prep.core.shard_result import ShardWork
 from prep.engines.admission import source_sha256
 
@@ -68,13 +72,24 @@ class PartRun:
     num_running: int = 0
     not_made: Counter[Part] = field(default_factory=Counter)
     unit: str = "shard"
-    _own: FileLock | None = None
-    _turn: FileLock | None = None
     _made: dict[Part, int] = field(default_factory=dict)
+    _locks: PartLocks = field(init=False)
 
-    @property
-    def _path(self) -> Path:
-        return part_path(self.data_dir, self.column, self.part)
+    def __post_init__(self) -> None:
+        if mirror_of(self.data_dir) is None:
+            self._locks = PartFiles(self.data_dir, self.column, self.part)
+        else:
+            from prep.core.part_leases import PartLeases
+
+            self._locks = PartLeases(self.data_dir, self.column, self.part)
+
+    def lock_column(self) -> None:
+        """Exclude commands without `--part`.
+
+        Raises:
+            UserError: one is writing the column, or the data folder is not writable.
+        """
+        self._locks.lock_column()
 
     def register(self) -> None:
         """Wait for the turn, check the other parts, and take the lock of this part.
@@ -83,20 +98,17 @@ class PartRun:
             UserError: the part is running, parts of another count are running, or locks do not reach other nodes.
         """
         self._take_turn("planning")
-        others = running_parts(self.data_dir, self.column, own=self.part)
+        others = self._locks.running()
         if mixed := [other for other in others if other.part.count != self.part.count]:
             raise UserError(
                 f"--part {self.part} divides the run by {self.part.count}, but part {mixed[0].part} is running "
                 f"({mixed[0].holder})",
                 hint=f"give a part of {mixed[0].part.count}, or wait until all parts have ended",
             )
-        self._own = take_part_lock(self._path)
-        if self._own is None:
-            raise UserError(
-                f"part {self.part} is running already ({RunningPart.read(self._path, self.part).holder})",
-                hint="wait until it ends, or stop it",
-            )
-        self._own.note(f"{this_process()}\n")
+        holder = self._locks.take_own()
+        if holder is not None:
+            raise UserError(f"part {self.part} is running already ({holder})", hint="wait until it ends, or stop it")
+        refresh(self.data_dir)  # what other parts have published
         self.is_first = not others
         if self.is_first:
             self._made = {}
@@ -116,7 +128,7 @@ class PartRun:
             self._take_turn("planning")
         source = _source(package)
         mine = variant if where is None else f"{variant} where {' '.join(where.split())}"
-        for other in running_parts(self.data_dir, self.column, own=self.part):
+        for other in self._locks.running():
             if other.makes not in ("", mine):
                 raise UserError(
                     f"part {self.part} would make {mine}, but part {other.part}, which is running, makes {other.makes}",
@@ -128,8 +140,7 @@ class PartRun:
                     f"running (source {other.source}, {other.holder})",
                     hint="install the same clipmill on all nodes",
                 )
-        assert self._own is not None, "register() takes the lock"
-        self._own.note(f"{this_process()}\n{mine}\n{source}\n")
+        self._locks.note_own(makes=mine, source=source)
         if not self.is_first:
             self._leave_turn()
 
@@ -141,8 +152,10 @@ class PartRun:
         """Wait for the turn; return True if this part is the last one, which finishes the run before it leaves."""
         if self.is_last is None:
             self._take_turn("ending")
-            self.num_running = len(running_parts(self.data_dir, self.column, own=self.part))
+            self.num_running = len(self._locks.running())
             self.is_last = self.num_running == 0
+            if self.is_last:
+                refresh(self.data_dir)  # what other parts have made
         return self.is_last
 
     def tell(self, num_made: int) -> None:
@@ -169,13 +182,7 @@ class PartRun:
 
     def leave(self) -> None:
         """Release all locks."""
-        if self._own is not None:
-            if self._turn is not None:
-                self._path.unlink(missing_ok=True)
-            else:  # another process may be about to lock the file
-                self._own.note("")
-            self._own.release()
-            self._own = None
+        self._locks.release()
         self._leave_turn()
 
     def own(self, shards: Sequence[S]) -> list[S]:
@@ -190,9 +197,7 @@ class PartRun:
 
     def touch(self) -> None:
         """Give a sign of life."""
-        if self._own is not None:
-            with suppress(OSError):
-                self._own.touch()
+        self._locks.touch()
 
     def line(self) -> str:
         """Return how the part ended, for the summary."""
@@ -216,26 +221,15 @@ class PartRun:
         }
 
     def _take_turn(self, doing: str) -> None:
-        path = self.data_dir / f".{self.column}.parts.lock"
-
-        def on_wait() -> None:
-            holder, *_ = holder_of(path).splitlines() or ["another part"]
-            sys.stderr.write(f"part {self.part} waits: {holder}\n")
-
-        self._turn = FileLock.wait(path, on_wait=on_wait)
-        lines = _MADE_LINE.findall(path.read_text("utf-8", "replace"))
+        told = self._locks.take_turn(
+            f"part {self.part} is {doing} ({this_process()})",
+            on_wait=lambda holder: sys.stderr.write(f"part {self.part} waits: {holder or 'for another part'}\n"),
+        )
+        lines = _MADE_LINE.findall(told)
         self._made = {Part(int(number), int(count)): int(made) for number, count, made in lines}
-        self._note_turn(f"part {self.part} is {doing} ({this_process()})")
 
     def _leave_turn(self) -> None:
-        if self._turn is not None:
-            self._note_turn("nobody")
-            self._turn.release()
-            self._turn = None
-
-    def _note_turn(self, holder: str) -> None:
-        assert self._turn is not None
-        self._turn.note("".join([f"{holder}\n", *(f"{part} {made}\n" for part, made in sorted(self._made.items()))]))
+        self._locks.leave_turn("".join(f"{part} {made}\n" for part, made in sorted(self._made.items())))
 
 
 @contextmanager
@@ -246,20 +240,14 @@ def writing_part(data_dir: Path, part: Part, *, column: str) -> Iterator[PartRun
         UserError: see `PartRun.register`; or a command without `--part` is writing the column.
         OSError: leftover files cannot be removed.
     """
-    shared = FileLock.take(lock_path(data_dir, column), is_shared=True)
-    if shared is None:
-        raise UserError(
-            f"another command is writing to {data_dir} ({holder_of(lock_path(data_dir, column)) or 'unknown'})",
-            hint=f"it makes column {column} without --part: wait until it finishes, or stop it",
-        )
     run, has_ended = PartRun(data_dir, column, part), Event()
     try:
+        run.lock_column()
         run.register()
         signs = Thread(target=_give_signs, args=(run, has_ended), daemon=True)
         signs.start()
         try:
             if run.is_first:
-                shared.note("")  # a note of a killed command
                 remove_leftovers(data_dir, column=column)
             yield run
         finally:
@@ -267,7 +255,6 @@ def writing_part(data_dir: Path, part: Part, *, column: str) -> Iterator[PartRun
             signs.join()
     finally:
         run.leave()
-        shared.release()
 
 
 @cache

@@ -132,11 +132,12 @@ def execute(job: Job[W], engine: Engine, *, part_run: PartRun | None = None) -> 
     begin_s = time.monotonic()
     results = {result.shard_id: result for result in _results(own, engine, summary)}
     summary.wall_s = time.monotonic() - begin_s
+    if has_work:
+        refresh(folder)  # made by workers on other nodes
     if part_run is None or part_run.end():
         if part_run is not None:
             part_run.await_others(partial(_num_commits, job, part_run.part.count))
         if has_work:
-            refresh(folder)  # made by workers on other nodes
             remove_variant_temporaries(folder)  # left by lost workers
         _finish(job, own, summary, results, part_run)
     else:

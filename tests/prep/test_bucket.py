@@ -143,6 +143,33 @@ def test_gc_removes_what_no_commit_names(data: str, chunks: Path) -> None:
     assert not any(info.key.startswith(variant) for info in objects.list())
 
 
+def test_tables_of_a_variant_are_written_replaced_and_removed_in_the_bucket(
+    data: str, chunks: Path, tmp_path: Path, other_machine: Callable[[], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    command = ("chunk", *LEN, "--workers", 1, "--data")
+    shutil.copytree(chunks, local := tmp_path / "local")
+    found = []
+    for min_commits in (2, 3):  # there are two shards
+        monkeypatch.setattr("shards.lists.MIN_COMMITS", min_commits)
+        for folder in (local, data):
+            other_machine()
+            prep_here(*command, folder)
+        assert contents_of(data) == contents(local)
+        found.append({key.rpartition("/")[2] for key in contents_of(data) if key.endswith(".arrow")})
+        other_machine()
+        prep_here("verify", "--data", data)
+        assert "nothing to remove" in prep_here("gc", "--data", data).stdout
+    assert [found[0] - found[1], found[1] - found[0]] == [{"commits.arrow"}, set()] and "chunks.arrow" in found[1]
+    objects = open_objects(data)
+    for name in ("chunks.arrow", "shards.txt"):
+        key = next(info.key for info in objects.list() if info.key.endswith(f"/{name}"))
+        objects.write(key, objects.read(key)[:-9] + b"x" * 9)
+        other_machine()
+        assert name in prep_here("verify", "--data", data, status=1).stdout
+        prep_here(*command, data)
+        assert contents_of(data) == contents(local)
+
+
 def test_two_commands_at_once_and_the_second_is_told(data: str) -> None:
     with writing(require_data_folder(open_data(data))):
         error = prep_here("chunk", *LEN, "--data", data, status=2).error

@@ -131,6 +131,28 @@ def test_a_holder_that_lost_its_lease_learns_it_before_it_publishes(
     assert objects.read(KEY) == b"{}"  # it is not its own to release
 
 
+def test_a_lease_that_was_removed_is_lost(objects: Objects, lease: Lease) -> None:
+    objects.delete(KEY)
+    with pytest.raises(LeaseLost, match="taken over by another process"):
+        lease.note("still here")
+    lease.release()
+    assert not list(objects.list())
+
+
+def test_a_note_is_read_by_who_waits(objects: Objects, lease: Lease) -> None:
+    told: list[str] = []
+    lease.note("making shards")
+
+    def on_wait(note: str) -> None:
+        told.append(note)
+        lease.release()
+
+    other = lease_of(objects)
+    other.wait(on_wait=on_wait)
+    assert told == ["making shards"] and json.loads(objects.read(KEY))["token"] == other.token
+    other.release()
+
+
 def test_a_holder_that_was_cut_off_renews_its_lease(
     faults: Faults, bucket: str, few_retries: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:

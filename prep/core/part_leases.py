@@ -1,0 +1,101 @@
+"""The locks of a part for a data folder in a bucket: leases, which reach every machine and expire.
+
+A part and a command without `--part` exclude each other without a lock that both hold: each takes its own lease first
+and then looks at those of the others, so at least one of them sees the other and is refused. Looking at a lease whose
+holder has died releases it, so that the holder, if it is alive after all, cannot publish any more.
+"""
+
+import re
+import sys
+from collections.abc import Callable
+from contextlib import ExitStack, suppress
+from pathlib import Path
+
+from manifests.storage.leases import EXPIRY_S, Lease, LeaseHeld, held_leases
+from manifests.storage.mirrors import mirror_of
+from manifests.storage.working_copy import WorkingCopy
+from prep.core.data_folder import lock_path, part_lock_names
+from prep.core.part_locks import Part, RunningPart, column_is_written
+
+
+class PartLeases:
+    """See `prep.core.part_locks.PartLocks`."""
+
+    def __init__(self, data_dir: Path, column: str, part: Part) -> None:
+        copy = mirror_of(data_dir)
+        assert isinstance(copy, WorkingCopy)
+        self._copy, self._column, self._part = copy, column, part
+        self._column_lock = lock_path(data_dir, column).name
+        self._own = Lease(
+            copy.objects, f".{column}.part-{part.number}-of-{part.count}.lock", what=f"part {part} of {copy.address}"
+        )
+        self._own_held, self._turn_held = ExitStack(), ExitStack()
+        self._is_held = False  # the lease of this part
+        self._turn: Lease | None = None
+
+    def lock_column(self) -> None:
+        """See `PartLocks`; `take_own` looks again."""
+        for record in held_leases(self._copy.objects, re.compile(re.escape(self._column_lock))).values():
+            by = f"{record.get('holder')} since {record.get('since')}"
+            raise column_is_written(self._copy.folder, self._column, by=by)
+
+    def take_turn(self, doing: str, *, on_wait: Callable[[str], object]) -> str:
+        """See `PartLocks`. Parts leave no texts: what they have published is visible at once."""
+        turn = Lease(
+            self._copy.objects, f".{self._column}.parts.lock", what=f"parts of {self._copy.address}", note=doing
+        )
+        turn.wait(on_wait=on_wait)
+        self._turn_held.enter_context(self._copy.held(turn))
+        self._turn = turn
+        return ""
+
+    def running(self) -> list[RunningPart]:
+        """See `PartLocks`."""
+        self._copy.require_locks()
+        names = part_lock_names(self._column)
+        found = []
+        for key, record in sorted(held_leases(self._copy.objects, names, but=self._own.key).items()):
+            if match := names.fullmatch(key):
+                note = f"{record.get('holder')}\n{record.get('note')}"
+                found.append(RunningPart.read(note, Part(*map(int, match.groups()))))
+        return found
+
+    def take_own(self) -> str | None:
+        """See `PartLocks`."""
+        try:
+            self._own.take_over(on_wait=self._tell)
+        except LeaseHeld as held:
+            return held.holder
+        self._own_held.enter_context(self._copy.held(self._own))
+        self._is_held = True
+        self.lock_column()
+        return None
+
+    def _tell(self, holder: str) -> None:
+        sys.stderr.write(f"part {self._part} waits: {holder} had its lock; free after {EXPIRY_S:g} s without renewal\n")
+
+    def note_own(self, *, makes: str, source: str) -> None:
+        """See `PartLocks`."""
+        self._own.note(f"{makes}\n{source}")
+
+    def leave_turn(self, text: str) -> None:
+        """See `PartLocks`."""
+        self._turn_held.close()
+        self._turn = None
+
+    def touch(self) -> None:
+        """Do nothing: a lease renews itself."""
+
+    def release(self) -> None:
+        """See `PartLocks`."""
+        is_removable = False
+        if self._is_held and self._turn is not None:
+            with suppress(OSError):  # one was taken over, or the bucket cannot be reached
+                self._own.require()
+                self._turn.require()  # the lease of a part is only taken within the turn
+                is_removable = True
+        self._own_held.close()
+        self._is_held = False
+        if is_removable:
+            with suppress(OSError):
+                self._copy.objects.delete(self._own.key)
