@@ -292,6 +292,7 @@ def test_ids_are_looked_up_once_not_shard_by_shard(videos: Path, monkeypatch: py
 
 
 def test_indexes_beyond_the_limit_are_unmapped(videos: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    gc.collect()  # maps of the sets of other tests
     expected = shown(OPEN["captions"](videos))
     monkeypatch.setattr(OPEN_MAPS, "limit", 1)
     shards = Variant.open(videos).shards()
