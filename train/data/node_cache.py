@@ -119,7 +119,7 @@ def scratch_bytes(parts: Sequence[NDArray[Any]]) -> pa.Buffer:
     if sum(part.nbytes for part in parts) >= SCRATCH_BYTES:
         with suppress(OSError), tempfile.TemporaryFile(dir=_folder()) as file:
             for part in parts:
-                file.write(part)  # a third of the time of writing to mapped pages
+                file.write(part.data)  # a third of the time of writing to mapped pages
             file.flush()
             return pa.py_buffer(mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ))
     return pa.py_buffer(b"".join(part.tobytes() for part in parts))
