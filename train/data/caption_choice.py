@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from manifests.errors import UserError
 from manifests.store import read_captions
 from train.config.data import parse_weights
+from train.data.node_cache import index_type, scratch
 from train.device.random import integers_below, uniform
 
 
@@ -141,45 +142,47 @@ class CaptionChoice:
 
 @dataclass(frozen=True)
 class Runs:
-    """The entries of consecutive clips, divided by source; the parts of a large set are joined by `choice_of`.
+    """The entries of consecutive clips, divided by source.
 
     Attributes:
         first_entry: [R], first entry of each run.
         rank: int16 [R], of its source.
         num_runs: [N], number of runs of each clip.
-        num_entries: of all clips.
     """
 
     first_entry: NDArray[np.int64]
     rank: NDArray[np.int16]
     num_runs: NDArray[np.int64]
-    num_entries: int
 
 
 def runs_of(clip: NDArray[np.int64], rank: NDArray[np.int16], *, num_clips: int) -> Runs:
     """The runs of entries of these clips and sources, sorted by both."""
     begins = np.flatnonzero(np.r_[len(clip) > 0, (clip[1:] != clip[:-1]) | (rank[1:] != rank[:-1])])
-    return Runs(begins, rank[begins], np.bincount(clip[begins], minlength=num_clips), len(clip))
+    return Runs(begins, rank[begins], np.bincount(clip[begins], minlength=num_clips))
 
 
-def choice_of(parts: Sequence[Runs], *, weights: NDArray[np.float64]) -> CaptionChoice:
-    """Make the choice from the runs of all clips, part by part."""
-    starts = np.cumsum([0, *(part.num_entries for part in parts)])
-    begins = np.concatenate([part.first_entry + at for part, at in zip(parts, starts, strict=False)])
-    num_runs = np.concatenate([part.num_runs for part in parts])
-    first_entry = smallest(np.append(begins, starts[-1]))
-    if len(begins) == len(num_runs):
+def choice_of(
+    first_entry: NDArray[Any], *, rank: NDArray[np.int16], num_runs: NDArray[Any], weights: NDArray[np.float64]
+) -> CaptionChoice:
+    """Make the choice from the runs of all clips: `Runs`, with the number of entries after `first_entry`."""
+    if len(rank) == len(num_runs):
         return CaptionChoice(first_entry, None, None)
-    first_run = np.concatenate([[0], np.cumsum(num_runs)])
-    rank = np.concatenate([part.rank for part in parts])
-    return CaptionChoice(first_entry, smallest(first_run), np.r_[0.0, np.cumsum(weights[rank])])
+    first_run = scratch(len(num_runs) + 1, index_type(len(rank)))
+    before = scratch(len(rank) + 1, np.float64)
+    first_run[0] = before[0] = 0
+    np.cumsum(num_runs, out=first_run[1:])
+    before[1:] = weights[rank]
+    np.cumsum(before[1:], out=before[1:])
+    return CaptionChoice(first_entry, first_run, before)
 
 
 def caption_choice(
     clip: NDArray[np.int64], rank: NDArray[np.int16], *, num_clips: int, weights: NDArray[np.float64]
 ) -> CaptionChoice:
     """Make the choice from the clip and the source's rank of each entry, sorted by both."""
-    return choice_of([runs_of(clip, rank, num_clips=num_clips)], weights=weights)
+    runs = runs_of(clip, rank, num_clips=num_clips)
+    first_entry = smallest(np.append(runs.first_entry, len(clip)))
+    return choice_of(first_entry, rank=runs.rank, num_runs=runs.num_runs, weights=weights)
 
 
 def smallest(numbers: NDArray[np.int64]) -> NDArray[Any]:
@@ -229,12 +232,13 @@ def require_different(texts: pa.ChunkedArray, rows: NDArray[np.integer], *, spli
         raise all_the_same(texts[int(rows[0])].as_py(), len(rows), split=split)
 
 
-def same_text(texts: pa.ChunkedArray, rows: NDArray[np.integer]) -> str | None:
-    """The text at `rows`, which ascend, if it is the same at all of them; None if texts differ."""
-    first, begin = texts[int(rows[0])], 0
+def same_text(texts: pa.ChunkedArray, rows: NDArray[np.integer] | None = None) -> str | None:
+    """The text at `rows`, which ascend (None: all), if it is the same at all of them; None if texts differ."""
+    first, begin = texts[0 if rows is None else int(rows[0])], 0
     for chunk in texts.chunks:  # texts of most sets differ in the first one
-        low, high = np.searchsorted(rows, (begin, begin + len(chunk)))
-        if not pc.equal(chunk, first).to_numpy(zero_copy_only=False)[rows[low:high] - begin].all():
+        is_same = pc.equal(chunk, first).to_numpy(zero_copy_only=False)
+        low, high = (0, 0) if rows is None else np.searchsorted(rows, (begin, begin + len(chunk)))
+        if not (is_same if rows is None else is_same[rows[low:high] - begin]).all():
             return None
         begin += len(chunk)
     return str(first.as_py())

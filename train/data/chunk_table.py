@@ -1,7 +1,7 @@
 """Chunks of the `video` column as arrays, ordered by video and start, and finding the chunks of moments."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 import numpy as np
@@ -61,6 +61,11 @@ class ChunkTable:
     def gaps(self) -> NDArray[np.bool_]:
         """True for each chunk that does not directly follow another one of its video."""
         return _gaps(self, self.end_us)
+
+    def of_videos(self, low: int, high: int) -> tuple[int, "ChunkTable"]:
+        """The chunks of the videos [low, high), as views, and the index of the first of them."""
+        begin, end = np.searchsorted(self.video_row, np.array([low, high], self.video_row.dtype)).tolist()
+        return begin, ChunkTable(**{one.name: getattr(self, one.name)[begin:end] for one in fields(self)})
 
     def search(self) -> "ChunkSearch":
         """Arrays for finding many chunks."""

@@ -9,12 +9,14 @@ Small sets are computed by every rank, without a file. So are large ones if the 
 on standard error. The folder holds at most `_MAX_BYTES`; results that were not used for the longest time are removed.
 """
 
+import ctypes
 import fcntl
 import hashlib
 import json
 import mmap
 import os
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -26,11 +28,13 @@ from typing import Any, BinaryIO, TypeVar
 
 import numpy as np
 import pyarrow as pa
+from numpy.typing import NDArray
 
 from manifests.publish import published
 
 FOLDER = "opened"
 MIN_ROWS = 200_000  # sets below it take less than a second, and a few megabytes
+SCRATCH_BYTES = 1 << 20
 _MAX_BYTES = 64 << 30
 _ALIGNMENT = 64
 _MAGIC = b"clipmill opened 1\n"
@@ -77,14 +81,73 @@ def shared(
                 found = _opened(path, by_name)
                 if found is not None:
                     computed.clear()
-                    # Arrow would keep the memory that reading tables took.
-                    pa.default_memory_pool().release_unused()
+                    _give_back_memory()
         return computed[0] if found is None else found
     except _ComputingFailed as failed:
         raise failed.error from failed.error.__cause__
     except OSError as error:
         sys.stderr.write(f"warning: {error}; every rank computes for itself what it would share (see --cache)\n")
         return computed[0] if computed else compute()
+
+
+def _give_back_memory() -> None:
+    """Return to the system what computing took: Arrow and the C library would keep it for later."""
+    pa.default_memory_pool().release_unused()
+    with suppress(AttributeError, OSError):  # of glibc
+        ctypes.CDLL(None).malloc_trim(0)
+
+
+def scratch(count: int, kind: Any) -> NDArray[Any]:
+    """An array without values. A large one is a mapped file without a name, which takes no memory of the process.
+
+    What computes shared arrays collects its rows in these, so that the kernel can write them to the disk.
+    """
+    size_bytes = count * np.dtype(kind).itemsize
+    if size_bytes < SCRATCH_BYTES:
+        return np.empty(count, kind)
+    try:
+        with tempfile.TemporaryFile(dir=_folder()) as file:
+            # Reserved, because writing to a mapped file on a full disk would kill the process.
+            os.posix_fallocate(file.fileno(), 0, size_bytes)
+            return np.frombuffer(mmap.mmap(file.fileno(), size_bytes), kind)
+    except OSError:
+        return np.empty(count, kind)
+
+
+def scratch_bytes(parts: Sequence[NDArray[Any]]) -> pa.Buffer:
+    """The bytes of some arrays one after another, in a file like that of `scratch` if they are many."""
+    if sum(part.nbytes for part in parts) >= SCRATCH_BYTES:
+        with suppress(OSError), tempfile.TemporaryFile(dir=_folder()) as file:
+            for part in parts:
+                file.write(part.data)  # a third of the time of writing to mapped pages
+            file.flush()
+            return pa.py_buffer(mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ))
+    return pa.py_buffer(b"".join(part.tobytes() for part in parts))
+
+
+def index_type(count: int) -> type[np.int32 | np.int64]:
+    """The type for numbers up to `count`."""
+    return np.int32 if count <= np.iinfo(np.int32).max else np.int64
+
+
+class Rows:
+    """Collects the values of an array in `scratch`, at most `limit` of them."""
+
+    def __init__(self, limit: int, kind: Any) -> None:
+        self._array, self._count = scratch(limit, kind), 0
+
+    def __len__(self) -> int:
+        return self._count
+
+    def add(self, values: NDArray[Any]) -> None:
+        """Add the next values."""
+        self._array[self._count : self._count + len(values)] = values
+        self._count += len(values)
+
+    @property
+    def array(self) -> NDArray[Any]:
+        """The values so far."""
+        return self._array[: self._count]
 
 
 class _ComputingFailed(Exception):

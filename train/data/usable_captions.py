@@ -1,8 +1,7 @@
 """Which captions can be shown, those whose whole span lies in existing chunks, and the clips they make. Arrays only."""
 
-from bisect import bisect_right
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal, get_args
 
@@ -10,8 +9,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from train.data.caption_choice import CaptionChoice, Runs, Sources, choice_of, runs_of, smallest
-from train.data.chunk_table import ChunkSearch, ChunkTable
+from train.data.chunk_table import ChunkTable
 from train.data.frame_sampling import START_ROUNDING_US, US_PER_S
+from train.data.node_cache import Rows, index_type, scratch
 
 _BLOCK = 1 << 20  # captions at a time
 _LONGEST_S = 1e9  # longer than any video (train.data.chunks), and far below where microseconds overflow
@@ -57,16 +57,14 @@ def usable_captions(
     chunks: ChunkTable,
     selected: NDArray[np.bool_] | None = None,
     selected_chunks: NDArray[np.bool_] | None = None,
-    search: ChunkSearch | None = None,
 ) -> UsableCaptions:
     """Find the span and the chunks of each caption; an `end_s` of inf stands for the end of the video.
 
     Args:
         selected: the captions to use; None for all.
         selected_chunks: the chunks to use; None for all. All chunks of a caption must be among them.
-        search: of `chunks`, if it is used several times.
     """
-    search = chunks.search() if search is None else search
+    search = chunks.search()
     left = np.arange(len(video_row))
     num_unusable: dict[Unusable, int] = {}
 
@@ -167,12 +165,12 @@ def group_captions(usable: UsableCaptions, *, rank: NDArray[np.int16], sources: 
     Args:
         rank: of the source of each caption, indexed by `usable.caption`; captions with -1 are excluded.
     """
-    return _joined([_grouped(usable, rank)], sources)
+    return _joined(_grouped(usable, rank), sources)
 
 
 def ungrouped_captions(usable: UsableCaptions, *, rank: NDArray[np.int16], sources: Sources) -> ClipCaptions:
     """Make one clip of each caption, even with the same span; the arguments are those of `group_captions`."""
-    return _joined([_ungrouped(usable, rank)], sources)
+    return _joined(_ungrouped(usable, rank), sources)
 
 
 @dataclass(frozen=True)
@@ -209,39 +207,52 @@ def clips_of_captions(
 
     Clips are in order of videos, so that the result is that of all captions together, in a fraction of the memory.
     """
-    search, parts = chunks.search(), []
+    parts = _Parts(len(video_row), num_chunks=len(chunks))
     num_unusable: Counter[Unusable] = Counter()
     num_shortened = 0
-    for rows in _blocks_of_videos(video_row):
+    for rows, low, high in _blocks_of_videos(video_row):
+        first_chunk, own_chunks = chunks.of_videos(low, high)
+        own_selected = slice(first_chunk, first_chunk + len(own_chunks))
         usable = usable_captions(
             video_row=video_row[rows].astype(np.int64),
             begin_s=begin_s[rows],
             end_s=end_s[rows],
-            chunks=chunks,
+            chunks=own_chunks,
             selected=None if selected is None else selected[rows],
-            selected_chunks=selected_chunks,
-            search=search,
+            selected_chunks=None if selected_chunks is None else selected_chunks[own_selected],
         )
         num_unusable.update(usable.num_unusable)
         num_shortened += usable.num_shortened
         part = _grouped(usable, rank[rows]) if is_grouped else _ungrouped(usable, rank[rows])
-        parts.append(replace(part, caption=smallest(rows[part.caption])))
+        parts.add(replace(part, caption=rows[part.caption]), first_chunk=first_chunk)
     in_order = {reason: num_unusable[reason] for reason in get_args(Unusable) if num_unusable[reason]}
-    return ClipsOfCaptions(_joined(parts, sources), in_order, num_shortened)
+    return ClipsOfCaptions(parts.joined(sources), in_order, num_shortened)
 
 
-def _blocks_of_videos(video_row: NDArray[np.integer]) -> Iterator[NDArray[np.integer]]:
-    """Captions in blocks of about `_BLOCK`, each of whole videos, in order of videos; at least one block."""
-    if len(video_row) <= _BLOCK:
-        yield np.arange(len(video_row))
+def _blocks_of_videos(video_row: NDArray[np.integer]) -> Iterator[tuple[NDArray[np.integer], int, int]]:
+    """Captions in blocks of about `_BLOCK`, and the range of videos of each block, in order; at least one block."""
+    count, num_videos = len(video_row), int(video_row.max(initial=-1)) + 1
+    if count <= _BLOCK:
+        yield np.arange(count), 0, num_videos
         return
-    order = smallest(np.argsort(video_row, kind="stable"))
+    of_video = np.zeros(num_videos, np.int64)
+    for begin in range(0, count, _BLOCK):
+        of_video += np.bincount(video_row[begin : begin + _BLOCK], minlength=num_videos)
+    block_of_video = ((np.cumsum(of_video) - of_video) // _BLOCK).astype(np.uint16)  # which NumPy sorts by radix
+    ends = np.cumsum(np.bincount(block_of_video, weights=of_video)).astype(np.int64)
+    order, filled = scratch(count, index_type(count)), np.r_[0, ends[:-1]]
+    for begin in range(0, count, _BLOCK):
+        blocks = block_of_video[video_row[begin : begin + _BLOCK]]
+        rows, at = begin + np.argsort(blocks, kind="stable"), 0
+        for block, num_rows in enumerate(np.bincount(blocks).tolist()):
+            order[filled[block] : filled[block] + num_rows] = rows[at : at + num_rows]
+            filled[block] += num_rows
+            at += num_rows
     begin = 0
-    while begin < len(order):
-        last = video_row[order[min(begin + _BLOCK, len(order)) - 1]]
-        # By bisection, without a sorted copy.
-        end = bisect_right(order, last, lo=begin, key=lambda row: video_row[row])
-        yield np.sort(order[begin:end])
+    for block, end in enumerate(ends.tolist()):
+        if end > begin:
+            low, high = (int(np.searchsorted(block_of_video, np.uint16(block), side)) for side in ("left", "right"))
+            yield order[begin:end], low, high
         begin = end
 
 
@@ -264,20 +275,52 @@ def _grouped(usable: UsableCaptions, rank: NDArray[np.int16]) -> _Clips:
     is_new[1:] = (np.diff(begin_us) != 0) | (np.diff(end_us) != 0) | (np.diff(first_chunk) != 0)
     clip = np.cumsum(is_new) - 1
     spans = _spans(usable, used[is_new])
-    return _Clips(spans, runs_of(clip, own_rank, num_clips=len(spans)), smallest(usable.caption[used]))
+    return _Clips(spans, runs_of(clip, own_rank, num_clips=len(spans)), usable.caption[used])
 
 
 def _ungrouped(usable: UsableCaptions, rank: NDArray[np.int16]) -> _Clips:
     spans, caption = spans_of_captions(usable, np.flatnonzero(rank[usable.caption] >= 0))
     runs = runs_of(np.arange(len(spans)), rank[caption], num_clips=len(spans))
-    return _Clips(spans, runs, smallest(caption))
+    return _Clips(spans, runs, caption)
 
 
-def _joined(parts: Sequence[_Clips], sources: Sources) -> ClipCaptions:
-    names = ("begin_us", "end_us", "first_chunk", "last_chunk")
-    spans = Spans(**{name: np.concatenate([getattr(part.spans, name) for part in parts]) for name in names})
-    choice = choice_of([part.runs for part in parts], weights=sources.weights)
-    return ClipCaptions(spans, choice, np.concatenate([part.caption for part in parts]))
+class _Parts:
+    """Collects the clips of blocks of videos.
+
+    Args:
+        num_captions: at most so many captions come.
+    """
+
+    def __init__(self, num_captions: int, *, num_chunks: int) -> None:
+        of_chunk, of_caption = index_type(num_chunks), index_type(num_captions)
+        self._spans = {name: Rows(num_captions, np.int64) for name in ("begin_us", "end_us")}
+        self._spans |= {name: Rows(num_captions, of_chunk) for name in ("first_chunk", "last_chunk")}
+        self._first_entry, self._num_runs = Rows(num_captions + 1, of_caption), Rows(num_captions, of_caption)
+        self._rank, self._caption = Rows(num_captions, np.int16), Rows(num_captions, of_caption)
+
+    def add(self, part: _Clips, *, first_chunk: int = 0) -> None:
+        """Add a block whose chunks are those from `first_chunk` on."""
+        for name, rows in self._spans.items():
+            rows.add(getattr(part.spans, name) + (first_chunk if name.endswith("chunk") else 0))
+        self._first_entry.add(part.runs.first_entry + len(self._caption))
+        self._rank.add(part.runs.rank)
+        self._num_runs.add(part.runs.num_runs)
+        self._caption.add(part.caption)
+
+    def joined(self, sources: Sources) -> ClipCaptions:
+        """All of them."""
+        self._first_entry.add(np.array([len(self._caption)]))
+        choice = choice_of(
+            self._first_entry.array, rank=self._rank.array, num_runs=self._num_runs.array, weights=sources.weights
+        )
+        spans = Spans(**{name: rows.array for name, rows in self._spans.items()})
+        return ClipCaptions(spans, choice, self._caption.array)
+
+
+def _joined(part: _Clips, sources: Sources) -> ClipCaptions:
+    parts = _Parts(len(part.caption), num_chunks=int(part.spans.last_chunk.max(initial=-1)) + 1)
+    parts.add(part)
+    return parts.joined(sources)
 
 
 def spans_of_captions(usable: UsableCaptions, used: NDArray[np.int64] | None = None) -> tuple[Spans, NDArray[np.int64]]:

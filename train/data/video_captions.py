@@ -2,6 +2,7 @@
 
 import hashlib
 from collections.abc import Iterator
+from contextlib import nullcontext
 from functools import cached_property
 from pathlib import Path
 
@@ -9,7 +10,7 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from manifests.store import num_captions_of, read_captions
+from manifests.store import num_captions_of, open_captions, read_captions
 from train.config.data import CaptionSettings
 from train.data.batch import Sample
 from train.data.caption_choice import CaptionChoice, Sources, all_the_same
@@ -19,7 +20,7 @@ from train.data.decoding.clip import ClipShape
 from train.data.decoding.reading import DecodeRule
 from train.data.loader import LoaderSettings, SampleRequest
 from train.data.node_cache import shared
-from train.data.opened_captions import OpenedCaptions, open_clip_captions
+from train.data.opened_captions import CODED, OpenedCaptions, open_clip_captions
 from train.data.order import set_fingerprint
 from train.data.relevancy import LABELS, RelevantCaptions
 from train.data.remote import RemoteTars
@@ -78,15 +79,16 @@ class VideoCaptions(ClipSamples):
             table = read_captions(data_dir) if table is None else table
 
         def compute() -> OpenedCaptions:
-            return open_clip_captions(
-                read_captions(data_dir) if table is None else table,
-                chunks,
-                data_dir=data_dir,
-                split=split,
-                wanted_sources=captions.sources,
-                stored_text=self.stored_text,
-                each_caption=each_caption,
-            )
+            with nullcontext(table) if table is not None else open_captions(data_dir, coded=CODED) as source:
+                return open_clip_captions(
+                    source,
+                    chunks,
+                    data_dir=data_dir,
+                    split=split,
+                    wanted_sources=captions.sources,
+                    stored_text=self.stored_text,
+                    each_caption=each_caption,
+                )
 
         self._depends_on: tuple[object, ...] | None = None
         self._num_rows = chunks.num_rows + num_captions_of(data_dir)

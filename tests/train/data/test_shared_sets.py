@@ -24,7 +24,7 @@ from shards.reader import Variant
 from tests.train.latents.conftest import CAPTIONS, SHARDS, WITHOUT_EMBEDDING
 from tests.train.latents.written import Written, write_all
 from tests.train.tiny_data import Caption, chunks_of, write_captions, write_shard
-from train.data import chunk_table, chunks, mapped_tars, node_cache, usable_captions
+from train.data import chunk_table, chunks, mapped_tars, node_cache, opened_captions, usable_captions
 from train.data.caption_choice import choose_sources
 from train.data.chunk_clips import ChunkClips
 from train.data.chunk_table import ChunkTable
@@ -79,6 +79,14 @@ def shared_by_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "cache"
 
 
+def in_small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Captions are read and grouped a few at a time, and collected in files."""
+    monkeypatch.setattr(node_cache, "SCRATCH_BYTES", 1)
+    monkeypatch.setattr(opened_captions, "_BLOCK", 2)
+    monkeypatch.setattr(opened_captions, "_TEXTS", 2)
+    monkeypatch.setattr(usable_captions, "_BLOCK", 3)
+
+
 def with_tables(data: Path) -> None:
     for column in ("video", "latents", "text"):
         if (data / column).is_dir():
@@ -111,6 +119,7 @@ def test_a_set_is_the_same_from_tables_and_from_the_cache(
         with_tables(data)
         assert shown(OPEN[name](data)) == expected
         monkeypatch.setattr(node_cache, "MIN_ROWS", 0)
+        in_small_blocks(monkeypatch)
         assert shown(OPEN[name](data)) == expected
         assert list(shared_by_all.rglob("*"))
 
@@ -292,6 +301,7 @@ def test_ids_are_looked_up_once_not_shard_by_shard(videos: Path, monkeypatch: py
 
 
 def test_indexes_beyond_the_limit_are_unmapped(videos: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    gc.collect()  # maps of the sets of other tests
     expected = shown(OPEN["captions"](videos))
     monkeypatch.setattr(OPEN_MAPS, "limit", 1)
     shards = Variant.open(videos).shards()
