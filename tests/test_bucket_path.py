@@ -8,6 +8,7 @@ import signal
 import sys
 from collections.abc import Callable
 from fractions import Fraction
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -80,6 +81,11 @@ def columns(checksums: dict[str, str]) -> dict[str, str]:
     return {name: checksum for name, checksum in checksums.items() if not name.startswith(("manifest/", "probes."))}
 
 
+def is_stuck(run: RunFolder, faults: Faults) -> bool:
+    """Whether a run has a checkpoint, and waits for an answer."""
+    return run.latest_checkpoint() is not None and faults.seen().num_faults > 0
+
+
 def weights(run: RunFolder) -> dict[str, torch.Tensor]:
     """The final weights of a run."""
     path = run.require_checkpoint()
@@ -124,7 +130,7 @@ def test_videos_in_a_bucket_become_the_weights_of_a_local_folder(
         line = ("dual-encoder", *flags, *STEPS, "--device", "cpu", "--resume", "auto")
         remote = (*line, "--shards", data, "--out", run.path, "--cache", tmp_path / "cache")
         faults.set(NO_END)
-        train(*remote, killed_when=lambda run=run: run.latest_checkpoint() and faults.seen().num_faults)
+        train(*remote, killed_when=partial(is_stuck, run, faults))
         assert [*all_checkpoints(run.checkpoints)] == [2]
         faults.set(*BAD_DAY)
         train(*remote)

@@ -42,7 +42,7 @@ register_completion(app)
 @app.command
 def doctor(
     *,
-    shards: str | None = None,
+    shards: Path | None = None,
     device: Literal["auto", "cpu", "cuda"] = "auto",
     as_json: Annotated[bool, Parameter(name="--json", negative="")] = False,
 ) -> None:

@@ -1,6 +1,7 @@
 """`train doctor`: the command, its report of about ten lines and findings, and the part of it that a run's page has."""
 
 import json
+import re
 import shutil
 import sys
 import textwrap
@@ -10,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 from manifests.errors import FailedWork, UserError
-from manifests.storage.mirrors import is_remote
 from train.doctor.examined import CODECS, Examined, as_json, examine, examine_in_run, used_by_training
 from train.doctor.judge import Finding, judge
 
@@ -23,15 +23,16 @@ _DISK_KINDS = {
 _CACHED = {True: "from the page cache", False: "not from the page cache", None: "perhaps from the page cache"}
 
 
-def run_doctor(*, shards: str | None, device: str, is_json: bool) -> None:
+def run_doctor(*, shards: Path | None, device: str, is_json: bool) -> None:
     """Examine this machine and print the report.
 
     Raises:
         UserError: `shards` is not a folder on a disk.
         FailedWork: a finding would stop training.
     """
-    folder = None if shards is None else _require_folder(shards)
-    examined = examine(device=device, shards=folder)
+    if shards is not None:
+        _require_folder(shards)
+    examined = examine(device=device, shards=shards)
     findings = judge(examined)
     if is_json:
         print(json.dumps({**as_json(examined), "findings": [asdict(finding) for finding in findings]}))
@@ -43,17 +44,17 @@ def run_doctor(*, shards: str | None, device: str, is_json: bool) -> None:
         raise FailedWork(f"{things} would stop training")
 
 
-def _require_folder(shards: str) -> Path:
-    if is_remote(shards):
+def _require_folder(shards: Path) -> None:
+    if shards.is_dir():
+        return
+    if address := re.fullmatch(r"(\w+):/(.*)", str(shards)):  # a path has no double slash
+        remote = f"{address[1]}://{address[2]}"
         raise UserError(
-            f"train doctor measures disks, and --shards {shards} is in object storage",
-            hint=f"leave out --shards, and measure the bucket with prep advise --data {shards}",
+            f"train doctor measures disks, and --shards {remote} is in object storage",
+            hint=f"leave out --shards, and measure the bucket with prep advise --data {remote}",
         )
-    folder = Path(shards)
-    if not folder.is_dir():
-        what = f"{shards} is a file, not a data folder" if folder.exists() else f"there is no folder {shards}"
-        raise UserError(f"{what} (asked for by --shards)", hint="name the data folder of prep")
-    return folder
+    what = f"{shards} is a file, not a data folder" if shards.exists() else f"there is no folder {shards}"
+    raise UserError(f"{what} (asked for by --shards)", hint="name the data folder of prep")
 
 
 def doctor_facts(*, asked_device: str, device_type: str) -> dict[str, Any]:

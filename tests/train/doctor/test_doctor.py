@@ -54,12 +54,12 @@ def test_what_stops_training_ends_with_1(forks: Forks, monkeypatch: pytest.Monke
 
 def test_a_folder_that_is_not_there_is_a_mistake(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="there is no folder"):
-        run_doctor(shards=str(tmp_path / "nowhere"), device="auto", is_json=False)
+        run_doctor(shards=tmp_path / "nowhere", device="auto", is_json=False)
     (tmp_path / "file").touch()
     with pytest.raises(UserError, match="file is a file, not a data folder"):
-        run_doctor(shards=str(tmp_path / "file"), device="auto", is_json=False)
+        run_doctor(shards=tmp_path / "file", device="auto", is_json=False)
     with pytest.raises(UserError, match="measures disks, and --shards s3://bucket/data is in object storage"):
-        run_doctor(shards="s3://bucket/data", device="auto", is_json=False)
+        run_doctor(shards=Path("s3://bucket/data"), device="auto", is_json=False)
 
 
 @pytest.mark.parametrize(
