@@ -214,7 +214,7 @@ class ObjectCache:
         """Room for `size_bytes` under the limit, until the download has become a copy or failed."""
         with self._lock("room"):
             self._make_room(size_bytes, name=name)
-            taken = self._locks / f"room-{size_bytes}-{secrets.token_hex(6)}"
+            taken = self._locks / f"room-{size_bytes}-{secrets.token_hex(6)}-{name}"
             descriptor = os.open(taken, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
             _flock(descriptor, waits=True)
         try:
@@ -225,8 +225,12 @@ class ObjectCache:
 
     def _make_room(self, size_bytes: int, *, name: str) -> None:
         self._remove_dead_downloads()
+        # Downloads first: one that becomes a copy meanwhile is then seen as both, and counted once.
+        downloads = self._downloads()
         entries = sorted(self._entries(), key=lambda entry: entry.used_s)
-        taken = sum(entry.size_bytes for entry in entries) + self._taken_bytes()
+        done = {entry.path.name for entry in entries}
+        taken = sum(entry.size_bytes for entry in entries)
+        taken += sum(size for target, size in downloads if target not in done)
         for entry in entries:
             if taken + size_bytes <= self.limit_bytes:
                 return
@@ -239,18 +243,19 @@ class ObjectCache:
                 hint=_HINT,
             )
 
-    def _taken_bytes(self) -> int:
-        """Room of downloads that are under way."""
-        taken = 0
+    def _downloads(self) -> list[tuple[str, int]]:
+        """Names and sizes of the copies that are being downloaded."""
+        found = []
         for path in self._locks.glob("room-*"):
             with suppress(FileNotFoundError):
                 descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
                 if _flock(descriptor, waits=False):  # its maker is gone
                     path.unlink(missing_ok=True)
                 else:
-                    taken += int(path.name.split("-")[1])
+                    _, size, _, target = path.name.split("-", 3)
+                    found.append((target, int(size)))
                 os.close(descriptor)
-        return taken
+        return found
 
     def _remove_dead_downloads(self) -> None:
         for path in self._files.glob(f"{TEMPORARY_PREFIX}*"):
