@@ -12,7 +12,7 @@ import pytest
 
 from tests.forks import Forks
 from tests.object_storage.fixtures import _proxy, bucket, faults, few_retries, other_machine, s3  # noqa: F401 - for every test
-from tests.workers import ForkedContext, fsync_at_once
+from tests.workers import ForkedContext, fork_from, fsync_at_once
 
 # A user may keep Python from writing bytecode; the many programs that tests start would compile the packages each time.
 sys.dont_write_bytecode = False
@@ -69,14 +69,18 @@ def repository_files() -> list[Path]:
 
 @pytest.fixture(scope="session")
 def forks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Forks]:
-    """The server that commands are forked from."""
-    with closing(Forks(tmp_path_factory.mktemp("forks"))) as server:
+    """The server that commands are forked from, one for all workers of pytest-xdist."""
+    folder = tmp_path_factory.getbasetemp()
+    run = os.environ.get("PYTEST_XDIST_TESTRUNUID")
+    folder = folder / "forks" if run is None else folder.parent / "forks"
+    with closing(Forks(folder, address=f"clipmill-forks-{run or os.getpid()}")) as server:
         yield server
 
 
 @pytest.fixture(scope="session", autouse=True)
-def _workers_are_forked() -> Iterator[None]:
+def _workers_are_forked(forks: Forks) -> Iterator[None]:
     """Workers of `prep` in this process are forked; those of commands in processes of their own are spawned."""
+    fork_from(forks)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("prep.engines.processes._CONTEXT", ForkedContext())
         yield

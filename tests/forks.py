@@ -7,6 +7,7 @@ repeated.
 
 import atexit
 import contextlib
+import fcntl
 import gc
 import importlib
 import json
@@ -37,6 +38,9 @@ _IMPORTED = (
     *("prep.video.planning", "prep.video.report", "prep.video.check", "prep.latents.sample", "prep.text.check"),
     *("prep.core.run", "prep.upkeep.garbage", "prep.upkeep.status", "prep.upkeep.texts", "prep.synthetic.make"),
     *("manifests.adapters.folder", "manifests.store"),
+    # Of the processes of `tests.workers`. `torch._dynamo` is what a first step imports by itself.
+    *("tests.train.distributed.runs", "tests.train.distributed.stage_runs", "tests.train.killed", "torch._dynamo"),
+    *("tests.train.losses.runs", "tests.train.optim.sharded_steps", "train.tasks.mae.evaluation"),
     *(
         "train.cli",
         "train.commands.launch",
@@ -72,19 +76,24 @@ sys.exit(status)
 
 
 class Forks:
-    """The server, which starts with the first request; call `close` to end it."""
+    """The server, which starts with the first request and ends when all that asked for it are closed, or have ended.
 
-    def __init__(self, folder: Path) -> None:
+    Args:
+        folder: for its log and `python`.
+        address: of a server that may be another process's, which has the same `folder`; of its own by default.
+    """
+
+    def __init__(self, folder: Path, *, address: str | None = None) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self._folder, self._lock = folder, threading.Lock()
-        self._address = f"clipmill-forks-{os.getpid()}-{id(self)}"
-        self._server: subprocess.Popen[bytes] | None = None
+        self._address = address or f"clipmill-forks-{os.getpid()}-{id(self)}"
+        self._keeper: socket.socket | None = None
 
     def python(self) -> Path:
         """Return a Python interpreter whose `-m MODULE` is forked; for other arguments it is the real one."""
-        path = self._folder / "python"
+        path = self._folder / f"python-{os.getpid()}"
         if not path.exists():
-            self._connected(limit_s=None).close()
+            self._keep()
             path.write_text(_LAUNCHER.format(python=sys.executable, address=self._address))
             path.chmod(0o755)
         return path
@@ -105,41 +114,52 @@ class Forks:
             descriptors: standard input, output and errors.
             limit_s: how long to wait for a line.
         """
-        connection = self._connected(limit_s=limit_s)
+        self._keep()
+        connection = self._connected()
+        connection.settimeout(limit_s)
         request = {"module": module, "arguments": arguments, "environment": {**environment}, "folder": str(folder)}
         socket.send_fds(connection, [b"-"], descriptors)
         connection.sendall(json.dumps(request).encode() + b"\n")
         return connection
 
-    def _connected(self, *, limit_s: float | None) -> socket.socket:
-        log = self._folder / "forks.log"
-        with self._lock:
-            if self._server is None:
-                environment = {**os.environ, "OMP_NUM_THREADS": "1", "TMPDIR": str(self._folder)}
-                words = [sys.executable, "-m", "tests.forks", self._address]
-                with log.open("wb") as file:
-                    self._server = subprocess.Popen(
-                        words, cwd=ROOT, env=environment, stdin=subprocess.DEVNULL, stdout=file, stderr=file
-                    )
-        deadline_s = time.monotonic() + _STARTING_S
-        while True:
-            connection = socket.socket(socket.AF_UNIX)
-            connection.settimeout(limit_s)
+    def _keep(self) -> None:
+        """Connect once, so that the server goes on; start it if there is none."""
+        with self._lock, (self._folder / "lock").open("w") as file:
+            if self._keeper is not None:
+                return
+            fcntl.flock(file, fcntl.LOCK_EX)
             try:
-                connection.connect(f"\0{self._address}")
-                return connection
+                self._keeper = self._connected()
             except ConnectionRefusedError:
-                connection.close()
-                if self._server.poll() is not None or time.monotonic() > deadline_s:
-                    said = log.read_text("utf-8", "replace")
-                    raise RuntimeError(f"the process that commands are forked from did not start\n{said}") from None
-                time.sleep(0.05)
+                self._start()
+                self._keeper = self._connected()
+            self._keeper.sendall(b"+")
+
+    def _start(self) -> None:
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "TMPDIR": str(self._folder)}
+        words = [sys.executable, "-m", "tests.forks", self._address]
+        log = self._folder / "forks.log"
+        with log.open("wb") as file:
+            done = subprocess.run(
+                words, cwd=ROOT, env=environment, stdin=subprocess.DEVNULL, stdout=file, stderr=file, timeout=_STARTING_S
+            )
+        if done.returncode:
+            said = log.read_text("utf-8", "replace")
+            raise RuntimeError(f"the process that commands are forked from did not start\n{said}")
+
+    def _connected(self) -> socket.socket:
+        connection = socket.socket(socket.AF_UNIX)
+        try:
+            connection.connect(f"\0{self._address}")
+        except ConnectionRefusedError:
+            connection.close()
+            raise
+        return connection
 
     def close(self) -> None:
-        """Terminate the server."""
-        if self._server is not None:
-            self._server.kill()
-            self._server.wait()
+        """Let the server end."""
+        if self._keeper is not None:
+            self._keeper.close()
 
 
 def serve(address: str) -> None:
@@ -147,7 +167,7 @@ def serve(address: str) -> None:
 
     A request is a connection with a byte that carries three descriptors, and a line of JSON. It is answered by a line
     with the command's process ID, and one with its exit status, negative for a signal. A command whose connection is
-    closed is killed.
+    closed is killed. A connection that carries none keeps the server, which ends with the last of them.
     """
     for name in _IMPORTED:
         with contextlib.suppress(ImportError):
@@ -156,6 +176,9 @@ def serve(address: str) -> None:
     listening = socket.socket(socket.AF_UNIX)
     listening.bind(f"\0{address}")
     listening.listen()
+    if os.fork():
+        os._exit(0)  # tells who started it that it listens
+    os.setsid()
     waking, woken = socket.socketpair()
     woken.setblocking(False)
     signal.set_wakeup_fd(woken.fileno(), warn_on_full_buffer=False)
@@ -164,6 +187,7 @@ def serve(address: str) -> None:
     selector.register(listening, selectors.EVENT_READ)
     selector.register(waking, selectors.EVENT_READ)
     asking: dict[int, socket.socket] = {}
+    keepers: set[socket.socket] = set()
     while True:
         for key, _ in selector.select():
             if key.fileobj is waking:
@@ -172,14 +196,15 @@ def serve(address: str) -> None:
             elif key.fileobj is listening:
                 connection, _ = listening.accept()
                 _, descriptors, _, _ = socket.recv_fds(connection, 1, 3)
-                line = connection.makefile().readline()
-                if not line:  # somebody looked whether the server is there
-                    connection.close()
+                if not descriptors:
+                    keepers.add(connection)
+                    selector.register(connection, selectors.EVENT_READ)
                     continue
+                line = connection.makefile().readline()
                 pid = os.fork()
                 if not pid:
                     signal.set_wakeup_fd(-1)
-                    for other in (listening, waking, woken, connection, *asking.values()):
+                    for other in (listening, waking, woken, connection, *keepers, *asking.values()):
                         other.close()
                     selector.close()
                     _become(json.loads(line), descriptors)
@@ -188,6 +213,13 @@ def serve(address: str) -> None:
                 asking[pid] = connection
                 selector.register(connection, selectors.EVENT_READ, pid)
                 connection.sendall(f"{pid}\n".encode())
+            elif key.fileobj in keepers:
+                selector.unregister(key.fileobj)
+                keepers.remove(key.fileobj)
+                if not keepers:
+                    for pid in asking:
+                        os.kill(pid, signal.SIGKILL)
+                    os._exit(0)
             else:
                 selector.unregister(key.fileobj)
                 with contextlib.suppress(ProcessLookupError):

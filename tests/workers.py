@@ -5,43 +5,69 @@ The imports of a rank or of a worker cost more than all that it does in a test.
 
 import multiprocessing
 import os
-from collections.abc import Callable
-from multiprocessing import forkserver
+import socket
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from multiprocessing import forkserver, resource_tracker
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
-from typing import Any
-from unittest.mock import patch
-
-# What is not named here is imported by each process. `torch._dynamo` is what a first step imports by itself.
-_IMPORTED = [
-    "tests.train.distributed.runs",
-    "tests.train.distributed.stage_runs",
-    "tests.train.killed",
-    "tests.train.losses.runs",
-    "tests.train.optim.sharded_steps",
-    "train.commands.launch",
-    "train.tasks.mae.evaluation",
-    "train.report.results",
-    "torch._dynamo",
-    "prep.video.worker",
-    "prep.latents.worker",
-    "prep.latents.vae",
-    "prep.text.run",
-    "diffusers.models.autoencoders.autoencoder_tiny",
-    "open_clip",
-]
-
+from pathlib import Path
+from typing import Any, Protocol
 
 _CONTEXT = multiprocessing.get_context("forkserver")
+
+
+class _Server(Protocol):
+    """What starts the process that all others are forked off; see `tests.forks.Forks`."""
+
+    def start(
+        self,
+        module: str,
+        arguments: Sequence[str],
+        *,
+        environment: Mapping[str, str],
+        folder: Path,
+        descriptors: tuple[int, int, int],
+        limit_s: float,
+    ) -> socket.socket: ...
+
+
+def fork_from(server: _Server) -> None:
+    """From now on, fork processes off a fork of `server`."""
+    started: list[socket.socket] = []
+    lock = threading.Lock()
+
+    def ensure_running() -> None:
+        with lock:
+            if started:
+                return
+            resource_tracker.ensure_running()
+            address = f"\0clipmill-workers-{os.getpid()}"
+            with socket.socket(socket.AF_UNIX) as listener:
+                listener.bind(address)
+                listener.listen()
+                alive, known._forkserver_alive_fd = os.pipe()
+                started.append(
+                    server.start(
+                        __name__,
+                        [],
+                        environment={**os.environ, "OMP_NUM_THREADS": "1"},
+                        folder=Path.cwd(),
+                        descriptors=(listener.fileno(), alive, 2),
+                        limit_s=60,
+                    )
+                )
+                os.close(alive)
+            known._forkserver_address = address
+
+    known: Any = forkserver._forkserver
+    known.ensure_running = ensure_running
 
 
 def process(
     *, target: Callable[..., object], args: tuple[Any, ...] = (), daemon: bool | None = None, **environment: str
 ) -> BaseProcess:
     """Return a process, to be started, with the environment that this one has now and `environment`."""
-    _CONTEXT.set_forkserver_preload(_IMPORTED)
-    with patch.dict(os.environ, OMP_NUM_THREADS="1"):
-        forkserver.ensure_running()
     return _CONTEXT.Process(target=_run, args=(target, args, {**os.environ, **environment}), daemon=daemon)
 
 
@@ -65,3 +91,14 @@ class ForkedContext:
 
     def Process(self, *, target: Callable[..., object], args: tuple[Any, ...], daemon: bool = False) -> BaseProcess:
         return process(target=target, args=args, daemon=daemon)
+
+
+def serve() -> None:
+    """Be the server of a context of `multiprocessing`: standard input listens, and output ends with who asks."""
+    listening, alive = os.dup(0), os.dup(1)
+    os.dup2(2, 1)
+    forkserver.main(listening, alive, [])  # type: ignore[attr-defined]
+
+
+if __name__ == "__main__":
+    serve()
