@@ -10,6 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Generic
 
+from manifests.caption_spans import update_caption_spans
 from manifests.errors import UserError
 from manifests.json_text import parse_json
 from manifests.publish import publish_bytes, publish_json, read_record, remove, rename, temporary_path
@@ -266,10 +267,14 @@ def _left_by_others(job: Job[W], commits: dict[int, Commit], part_run: PartRun) 
 
 
 def _merge_indexes(job: Job[W]) -> None:
-    """Bring the merged table of a variant up to date; without it, training reads the indexes, which takes longer."""
+    """Bring what training maps up to date: the merged table of a variant, and the captions by span.
+
+    Without them, training reads the indexes and captions.parquet, which takes longer.
+    """
     try:
         update_chunk_table(Variant(job.variant_dir), column=job.column.name)
-    except UserError as error:
+        update_caption_spans(job.data_dir)
+    except (UserError, OSError, ValueError) as error:
         sys.stderr.write(f"warning: {error}\n")
 
 
