@@ -11,11 +11,13 @@ other tables cost time, never data, and the next command of `prep` writes them a
 """
 
 import mmap
+import os
 import re
 import zlib
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryFile
 from typing import Any
 
 import numpy as np
@@ -154,7 +156,7 @@ def open_caption_spans(data_dir: Path) -> CaptionSpans | None:
 def update_caption_spans(data_dir: Path) -> bool:
     """Write the files of the current manifest unless they are there; return whether they were written.
 
-    Folders in a bucket, and manifests without checksums, have none. No manifest may be written meanwhile.
+    Folders in a bucket, and manifests without checksums, have none.
 
     Raises:
         UserError: the manifest cannot be read.
@@ -183,9 +185,11 @@ def _update(data_dir: Path, made_of: Mapping[str, Any]) -> bool:
     files = {path.name: {"bytes": path.stat().st_size, "crc32": _crc32(path)} for path in (spans, texts)}
     record = {"format": _FORMAT, "tables": made_of, "files": files, "sources": names}
     record |= {"num_captions": num_captions, "texts_sha256": texts_sha256}
-    publish_checked_json(folder / SPANS_RECORD, record)
+    is_current = _tables(read_manifest(data_dir)) == made_of  # else `prep manifest` has run meanwhile
+    if is_current:
+        publish_checked_json(folder / SPANS_RECORD, record)
     _remove_files(folder, keep=files)
-    return True
+    return is_current
 
 
 def _tables(manifest: Mapping[str, Any]) -> dict[str, Any] | None:
@@ -218,7 +222,7 @@ def _write_texts(path: Path, file: pq.ParquetFile) -> str:
 
 def _write_spans(path: Path, file: pq.ParquetFile, video_ids: pa.Array) -> list[str]:
     """Write the spans and return the names of the sources."""
-    columns, names = _read_columns(file, video_ids)
+    columns, names = _read_columns(file, video_ids, folder=path.parent)
     item = pa.struct([("source", pa.int16()), ("row", pa.int32()), ("caption_id", pa.int64())])
     fields = [("video", pa.int32()), ("begin_s", pa.float64()), ("end_s", pa.float64()), ("captions", pa.list_(item))]
     schema = pa.schema([pa.field(name, kind, nullable=False) for name, kind in fields])
@@ -230,7 +234,7 @@ def _write_spans(path: Path, file: pq.ParquetFile, video_ids: pa.Array) -> list[
             keys = (own[name] for name in ("video", "begin_s", "end_s"))
             is_new = np.any([np.r_[True, key[1:] != key[:-1]] for key in keys], axis=0)
             begins = np.flatnonzero(is_new)
-            items = [own["source"], rows[order].astype(np.int32), own["caption_id"]]
+            items = [own["source"], rows[order], own["caption_id"]]
             captions = pa.StructArray.from_arrays([pa.array(one) for one in items], fields=list(item))
             first = pa.array(np.append(begins, len(rows)).astype(np.int32))
             arrays = [pa.array(own[name][begins]) for name in ("video", "begin_s", "end_s")]
@@ -238,10 +242,17 @@ def _write_spans(path: Path, file: pq.ParquetFile, video_ids: pa.Array) -> list[
     return names
 
 
-def _read_columns(file: pq.ParquetFile, video_ids: pa.Array) -> tuple[dict[str, NDArray[Any]], list[str]]:
-    """What the spans are made of, by row, and the names of the sources."""
+def _read_columns(
+    file: pq.ParquetFile, video_ids: pa.Array, *, folder: Path
+) -> tuple[dict[str, NDArray[Any]], list[str]]:
+    """What the spans are made of, by row, and the names of the sources.
+
+    The columns are in files without names in `folder`, since together they have 30 bytes per caption.
+    """
     kinds = {"video": np.int32, "begin_s": np.float64, "end_s": np.float64, "caption_id": np.int64, "source": np.int16}
-    columns: dict[str, NDArray[Any]] = {name: np.empty(file.metadata.num_rows, kind) for name, kind in kinds.items()}
+    columns: dict[str, NDArray[Any]] = {
+        name: _in_file(folder, file.metadata.num_rows, kind) for name, kind in kinds.items()
+    }
     codes: dict[str, int] = {}
     begin = 0
     for table in _blocks(file, ["video_id", "begin_s", "end_s", "caption_id", "source"]):
@@ -261,8 +272,17 @@ def _read_columns(file: pq.ParquetFile, video_ids: pa.Array) -> tuple[dict[str, 
     names = sorted(codes, key=source_order)
     number = np.empty(len(names), np.int16)
     number[[codes[name] for name in names]] = np.arange(len(names))
-    columns["source"] = number[columns["source"]]
+    for begin in range(0, len(columns["source"]), _READ):
+        part = slice(begin, begin + _READ)
+        columns["source"][part] = number[columns["source"][part]]
     return columns, names
+
+
+def _in_file(folder: Path, count: int, kind: Any) -> NDArray[Any]:
+    with TemporaryFile(dir=folder) as file:
+        # Reserved, because writing to a mapped file on a full disk would kill the process.
+        os.posix_fallocate(file.fileno(), 0, max(count, 1) * np.dtype(kind).itemsize)
+        return np.frombuffer(mmap.mmap(file.fileno(), 0), kind, count=count)
 
 
 def _blocks(file: pq.ParquetFile, columns: list[str]) -> Iterator[pa.Table]:
@@ -276,13 +296,23 @@ def _blocks(file: pq.ParquetFile, columns: list[str]) -> Iterator[pa.Table]:
             groups, count = [], 0
 
 
-def _rows_of_batches(video: NDArray[np.int32], *, num_videos: int) -> Iterator[NDArray[np.int64]]:
+def _rows_of_batches(video: NDArray[np.int32], *, num_videos: int) -> Iterator[NDArray[np.int32]]:
     """The captions of consecutive videos, about `_BATCH` at a time, each ascending."""
-    of_video = np.bincount(video, minlength=num_videos)
+    of_video = np.zeros(num_videos, np.int64)
+    parts = [slice(begin, begin + _READ) for begin in range(0, len(video), _READ)]
+    for part in parts:
+        of_video += np.bincount(video[part], minlength=num_videos)
     batch_of_video = ((np.cumsum(of_video) - of_video) // _BATCH).astype(np.uint16)  # which NumPy sorts by radix
-    batch = batch_of_video[video]
-    order = np.argsort(batch, kind="stable")
-    ends = np.cumsum(np.bincount(batch))
-    for begin, end in zip([0, *ends[:-1].tolist()], ends.tolist(), strict=True):
+    ends = np.cumsum(np.bincount(batch_of_video, weights=of_video)).astype(np.int64)
+    begins = np.r_[0, ends[:-1]]
+    order, filled = np.empty(len(video), np.int32), begins.copy()
+    for part in parts:
+        batch = batch_of_video[video[part]]
+        rows, at = part.start + np.argsort(batch, kind="stable"), 0
+        for number, count in enumerate(np.bincount(batch).tolist()):
+            order[filled[number] : filled[number] + count] = rows[at : at + count]
+            filled[number] += count
+            at += count
+    for begin, end in zip(begins.tolist(), ends.tolist(), strict=True):
         if end > begin:
             yield order[begin:end]

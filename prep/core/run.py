@@ -10,14 +10,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Generic
 
-from manifests.caption_spans import update_caption_spans
 from manifests.errors import UserError
 from manifests.json_text import parse_json
 from manifests.publish import publish_bytes, publish_json, read_record, remove, rename, temporary_path
 from manifests.quoting import counted
 from manifests.storage.mirrors import refresh, require_locks
 from prep.core.column import ColumnSpec
-from prep.core.data_folder import remove_variant_temporaries
+from prep.core.data_folder import keep_caption_spans, remove_variant_temporaries
 from prep.core.failures import FailureCode
 from prep.core.heartbeat import RunningChunks
 from prep.core.lag import is_committed, wait_until_seen
@@ -233,6 +232,7 @@ def _finish(
     left = [] if part_run is None else list(_left_by_others(job, commits, part_run))
     write_failures(job.variant_dir / FAILURES_FILE, [*summary.failures, *left])
     _merge_indexes(job)
+    keep_caption_spans(job.data_dir)
     if is_complete and not left and summary.num_chunks:  # a variant in which everything failed replaces nothing
         set_current_variant(job.data_dir, job.column.name, job.variant)
 
@@ -267,14 +267,10 @@ def _left_by_others(job: Job[W], commits: dict[int, Commit], part_run: PartRun) 
 
 
 def _merge_indexes(job: Job[W]) -> None:
-    """Bring what training maps up to date: the merged table of a variant, and the captions by span.
-
-    Without them, training reads the indexes and captions.parquet, which takes longer.
-    """
+    """Bring the merged table of a variant up to date; without it, training reads the indexes, which takes longer."""
     try:
         update_chunk_table(Variant(job.variant_dir), column=job.column.name)
-        update_caption_spans(job.data_dir)
-    except (UserError, OSError, ValueError) as error:
+    except UserError as error:
         sys.stderr.write(f"warning: {error}\n")
 
 
