@@ -15,6 +15,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
+from manifests.caption_spans import update_caption_spans
 from manifests.checked_json import publish_checked_json
 from manifests.publish import publish_bytes, publish_json
 from manifests.schema import CAPTIONS, MANIFEST_FORMAT, VIDEOS
@@ -71,6 +72,7 @@ def write_manifest_of(data: Path, *, num_chunks: int, num_captions: int) -> None
     entry = {"num_videos": num_videos, "num_captions": num_captions, "num_captions_lost": 0, "num_rejected": {}}
     content = {"format": MANIFEST_FORMAT, "fingerprint": _FINGERPRINT, "next_caption_id": num_captions}
     publish_checked_json(folder / "manifest.json", {**content, "datasets": {"made": entry}, "tables": tables})
+    update_caption_spans(data)
 
 
 def _captions(num_captions: int, num_videos: int) -> Iterator[pa.Table]:

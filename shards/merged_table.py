@@ -8,7 +8,6 @@ derived from the indexes: one that is missing, stale or damaged is made again, a
 shards.format says which columns the table of each column has.
 """
 
-import hashlib
 import os
 import zlib
 from collections.abc import Collection, Iterator, Mapping
@@ -20,7 +19,7 @@ from manifests.publish import published
 from shards.commits import Commit
 from shards.damage import Damaged
 from shards.opening import open_regular
-from shards.table_commits import TableCommits
+from shards.table_commits import TableCommits, marks_digest
 
 CHUNKS_FILE = "chunks.arrow"
 _DIGEST_KEY = b"commits_sha256"
@@ -113,10 +112,7 @@ def merged_mark(variant_dir: Path, commits: Mapping[int, Commit]) -> tuple[objec
 
 def commits_digest(commits: Mapping[int, Commit]) -> bytes:
     """Digest (hex) of what a merged table depends on: the indexes of the commits, and the samples that failed."""
-    digest = hashlib.sha256()
-    for shard_id, index_sha256, failed in commits.marks() if isinstance(commits, TableCommits) else _marks(commits):
-        digest.update(f"{shard_id} {index_sha256} {failed}\n".encode())
-    return digest.hexdigest().encode()
+    return commits.digest if isinstance(commits, TableCommits) else marks_digest(_marks(commits))
 
 
 def _marks(commits: Mapping[int, Commit]) -> Iterator[tuple[int, str | None, list[str | None]]]:

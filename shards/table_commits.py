@@ -4,9 +4,11 @@ Training opens a few shards at a time: with tens of thousands of them, an object
 take more memory than everything else that opening needs.
 """
 
+import hashlib
 import json
-from collections.abc import ItemsView, Iterator, Mapping, ValuesView
+from collections.abc import ItemsView, Iterable, Iterator, Mapping, ValuesView
 from dataclasses import fields
+from functools import cached_property
 from pathlib import Path
 
 import numpy as np
@@ -62,6 +64,19 @@ class TableCommits(Mapping[int, Commit]):
         columns = (self.rows[name].to_pylist() for name in ("shard_id", "index_sha256", "failures"))
         for shard_id, index_sha256, failures in zip(*columns, strict=True):
             yield shard_id, index_sha256, [one["key"] for one in json.loads(failures)] if failures else []
+
+    @cached_property
+    def digest(self) -> bytes:
+        """`marks_digest` of these commits."""
+        return marks_digest(self.marks())
+
+
+def marks_digest(marks: Iterable[tuple[int, str | None, list[str | None]]]) -> bytes:
+    """Digest (hex) of shard ID, SHA-256 of the index, and the keys of failures of each commit."""
+    digest = hashlib.sha256()
+    for shard_id, index_sha256, failed in marks:
+        digest.update(f"{shard_id} {index_sha256} {failed}\n".encode())
+    return digest.hexdigest().encode()
 
 
 def open_table_commits(variant_dir: Path) -> TableCommits | None:

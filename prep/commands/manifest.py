@@ -280,7 +280,7 @@ def _write(
     from manifests.quoting import quoted
     from manifests.store import read_rejected, write_manifest
     from prep.commands import manifest_text
-    from prep.core.data_folder import writing
+    from prep.core.data_folder import keep_caption_spans, writing
     from prep.core.failure_list import first_rejected
 
     check_data_dir(data, videos=videos)
@@ -312,6 +312,7 @@ def _write(
             reading.rejected,
             num_captions_lost=reading.num_captions_lost,
         )
+        keep_caption_spans(data)
         rejected = (
             first_rejected(manifest_text.rejected_of(read_rejected(data), dataset)) if written.num_rejected else []
         )

@@ -66,7 +66,7 @@ def captions(
     from prep.commands import manifest_text
     from prep.commands.caption_limits import chunk_finder, ends_of_videos
     from prep.core.column import VIDEO
-    from prep.core.data_folder import require_data_folder, writing
+    from prep.core.data_folder import keep_caption_spans, require_data_folder, writing
     from prep.core.failure_list import first_rejected, named_values
     from prep.upkeep.caption_sources import other_variants
     from shards.dataset import current_variant
@@ -95,6 +95,7 @@ def captions(
             read.reading.rejected,
             records={name: {**record, **choice} for name, record in read.records.items()},
         )
+        keep_caption_spans(folder)
         has_rejected = read.reading.rejected.num_rows > 0
         rejected = first_rejected(manifest_text.rejected_of(read_rejected(folder), FURTHER)) if has_rejected else []
     current = current_variant(folder, VIDEO)

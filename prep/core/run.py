@@ -16,7 +16,7 @@ from manifests.publish import publish_bytes, publish_json, read_record, remove, 
 from manifests.quoting import counted
 from manifests.storage.mirrors import refresh, require_locks
 from prep.core.column import ColumnSpec
-from prep.core.data_folder import remove_variant_temporaries
+from prep.core.data_folder import keep_caption_spans, remove_variant_temporaries
 from prep.core.failures import FailureCode
 from prep.core.heartbeat import RunningChunks
 from prep.core.lag import is_committed, wait_until_seen
@@ -232,6 +232,7 @@ def _finish(
     left = [] if part_run is None else list(_left_by_others(job, commits, part_run))
     write_failures(job.variant_dir / FAILURES_FILE, [*summary.failures, *left])
     _merge_indexes(job)
+    keep_caption_spans(job.data_dir)
     if is_complete and not left and summary.num_chunks:  # a variant in which everything failed replaces nothing
         set_current_variant(job.data_dir, job.column.name, job.variant)
 

@@ -35,13 +35,14 @@ class OpenedCaptions:
 
     Attributes:
         captions: of each clip; their `caption` is empty, since `rows` are in the same order.
-        rows: of the text of each caption in `texts`, which are those in use, in the order of the manifest.
+        rows: of the text of each caption in `texts`.
+        texts: those in use, in the order of the manifest; None: all texts of the manifest, from its file.
         table_rows: of each caption in the table that was given; None for those that are read from a file.
         rank_counts: number of captions by source.
         num_captions: of the split.
         num_seen, num_selected: what --where was asked about, and what it selects.
         same_text: the text, if all captions have the same.
-        texts_sha256: of `texts`.
+        texts_sha256: of the texts in use.
     """
 
     captions: ClipCaptions
@@ -50,7 +51,7 @@ class OpenedCaptions:
     table_rows: NDArray[np.int32] | None
     caption_ids: NDArray[Any]
     num_caption_ids: int
-    texts: pa.ChunkedArray
+    texts: pa.ChunkedArray | None
     texts_sha256: str
     same_text: str | None
     rank_counts: NDArray[np.int64]
@@ -86,10 +87,7 @@ def open_clip_captions(
     found = _read_captions(table, chunks)
     video_row, num_captions = found.video_row.array, len(found.video_row)
     if not num_captions:
-        raise UserError(
-            f"the manifest of {data_dir} has no captions of split {split!r}",
-            hint="give prep manifest annotations that have some",
-        )
+        raise no_captions(data_dir, split)
     sources, rank = _choose_sources(found, wanted=wanted_sources)
     num_other_sources, num_not_embedded = int((rank < 0).sum()), 0
     if stored_text is not None:
@@ -141,6 +139,14 @@ def open_clip_captions(
         num_seen=chunks.selection.num_captions,
         num_selected=chunks.selection.num_selected,
         remarks=clips.remarks(),
+    )
+
+
+def no_captions(data_dir: Path, split: str) -> UserError:
+    """The error for a split without captions."""
+    return UserError(
+        f"the manifest of {data_dir} has no captions of split {split!r}",
+        hint="give prep manifest annotations that have some",
     )
 
 

@@ -79,6 +79,11 @@ class Selection:
         return np.arange(self._num_chunks) if self.chunks is None else np.flatnonzero(self.chunks)
 
     @property
+    def has_captions(self) -> bool:
+        """Whether captions are selected too, not only chunks."""
+        return self._of_captions is not None
+
+    @property
     def depends_on(self) -> tuple[object, ...]:
         """What the selection depends on besides the chunks and the manifest."""
         return selection_mark(None if self._where is None else self._where.text, self._data_dir)

@@ -41,10 +41,11 @@ class UsableCaptions:
 
     def remarks(self) -> list[str]:
         """Excluded and shortened captions, by reason."""
-        return _remarks(self.num_unusable, self.num_shortened)
+        return remarks_of(self.num_unusable, self.num_shortened)
 
 
-def _remarks(num_unusable: Mapping[Unusable, int], num_shortened: int) -> list[str]:
+def remarks_of(num_unusable: Mapping[Unusable, int], num_shortened: int) -> list[str]:
+    """Excluded and shortened captions, by reason."""
     parts = [f"{count:,} {reason.replace('_', ' ')}" for reason, count in num_unusable.items()]
     return [*parts, f"{num_shortened:,} shortened to the end of the video"] if num_shortened else parts
 
@@ -57,12 +58,14 @@ def usable_captions(
     chunks: ChunkTable,
     selected: NDArray[np.bool_] | None = None,
     selected_chunks: NDArray[np.bool_] | None = None,
+    counts: NDArray[np.integer] | None = None,
 ) -> UsableCaptions:
     """Find the span and the chunks of each caption; an `end_s` of inf stands for the end of the video.
 
     Args:
         selected: the captions to use; None for all.
         selected_chunks: the chunks to use; None for all. All chunks of a caption must be among them.
+        counts: number of captions that each of these stands for; None for one.
     """
     search = chunks.search()
     left = np.arange(len(video_row))
@@ -70,7 +73,7 @@ def usable_captions(
 
     def drop(reason: Unusable, bad: NDArray[np.bool_]) -> NDArray[np.int64]:
         if bad.any():
-            num_unusable[reason] = int(bad.sum())
+            num_unusable[reason] = _number(bad, left, counts)
         return left[~bad]
 
     # Negated, so that NaN counts as empty.
@@ -118,8 +121,13 @@ def usable_captions(
         first_chunk=first[kept],
         last_chunk=last[kept],
         num_unusable=num_unusable,
-        num_shortened=int((wanted_end_us - end_us > one_frame_us)[kept].sum()),
+        num_shortened=_number((wanted_end_us - end_us > one_frame_us)[kept], left, counts),
     )
+
+
+def _number(mask: NDArray[np.bool_], rows: NDArray[np.int64], counts: NDArray[np.integer] | None) -> int:
+    """How many captions the `rows` in `mask` stand for."""
+    return int(mask.sum() if counts is None else counts[rows[mask]].sum())
 
 
 def _to_us(times_s: NDArray[np.float64]) -> NDArray[np.int64]:
@@ -188,7 +196,7 @@ class ClipsOfCaptions:
 
     def remarks(self) -> list[str]:
         """Excluded and shortened captions, by reason."""
-        return _remarks(self.num_unusable, self.num_shortened)
+        return remarks_of(self.num_unusable, self.num_shortened)
 
 
 def clips_of_captions(
@@ -207,7 +215,7 @@ def clips_of_captions(
 
     Clips are in order of videos, so that the result is that of all captions together, in a fraction of the memory.
     """
-    parts = _Parts(len(video_row), num_chunks=len(chunks))
+    parts = ClipGroups(len(video_row), num_chunks=len(chunks))
     num_unusable: Counter[Unusable] = Counter()
     num_shortened = 0
     for rows, low, high in _blocks_of_videos(video_row):
@@ -257,13 +265,19 @@ def _blocks_of_videos(video_row: NDArray[np.integer]) -> Iterator[tuple[NDArray[
 
 
 @dataclass(frozen=True)
-class _Clips:
+class Clips:
+    """Clips in order of videos and time.
+
+    Attributes:
+        caption: of each entry of `runs`.
+    """
+
     spans: Spans
     runs: Runs
     caption: NDArray[Any]
 
 
-def _grouped(usable: UsableCaptions, rank: NDArray[np.int16]) -> _Clips:
+def _grouped(usable: UsableCaptions, rank: NDArray[np.int16]) -> Clips:
     used = np.flatnonzero(rank[usable.caption] >= 0)
     # The first chunk identifies the video; a stable sort keeps the captions of a source in the order of their ids.
     own_rank = rank[usable.caption[used]]
@@ -274,31 +288,35 @@ def _grouped(usable: UsableCaptions, rank: NDArray[np.int16]) -> _Clips:
     is_new = np.ones(len(used), bool)
     is_new[1:] = (np.diff(begin_us) != 0) | (np.diff(end_us) != 0) | (np.diff(first_chunk) != 0)
     clip = np.cumsum(is_new) - 1
-    spans = _spans(usable, used[is_new])
-    return _Clips(spans, runs_of(clip, own_rank, num_clips=len(spans)), usable.caption[used])
+    spans = spans_at(usable, used[is_new])
+    return Clips(spans, runs_of(clip, own_rank, num_clips=len(spans)), usable.caption[used])
 
 
-def _ungrouped(usable: UsableCaptions, rank: NDArray[np.int16]) -> _Clips:
+def _ungrouped(usable: UsableCaptions, rank: NDArray[np.int16]) -> Clips:
     spans, caption = spans_of_captions(usable, np.flatnonzero(rank[usable.caption] >= 0))
     runs = runs_of(np.arange(len(spans)), rank[caption], num_clips=len(spans))
-    return _Clips(spans, runs, caption)
+    return Clips(spans, runs, caption)
 
 
-class _Parts:
+class ClipGroups:
     """Collects the clips of blocks of videos.
 
     Args:
         num_captions: at most so many captions come.
+        num_rows: captions are numbers below this; None for `num_captions`.
     """
 
-    def __init__(self, num_captions: int, *, num_chunks: int) -> None:
+    def __init__(self, num_captions: int, *, num_chunks: int, num_rows: int | None = None) -> None:
         of_chunk, of_caption = index_type(num_chunks), index_type(num_captions)
         self._spans = {name: Rows(num_captions, np.int64) for name in ("begin_us", "end_us")}
         self._spans |= {name: Rows(num_captions, of_chunk) for name in ("first_chunk", "last_chunk")}
         self._first_entry, self._num_runs = Rows(num_captions + 1, of_caption), Rows(num_captions, of_caption)
-        self._rank, self._caption = Rows(num_captions, np.int16), Rows(num_captions, of_caption)
+        self._rank, self._caption = (
+            Rows(num_captions, np.int16),
+            Rows(num_captions, index_type(num_rows or num_captions)),
+        )
 
-    def add(self, part: _Clips, *, first_chunk: int = 0) -> None:
+    def add(self, part: Clips, *, first_chunk: int = 0) -> None:
         """Add a block whose chunks are those from `first_chunk` on."""
         for name, rows in self._spans.items():
             rows.add(getattr(part.spans, name) + (first_chunk if name.endswith("chunk") else 0))
@@ -317,8 +335,8 @@ class _Parts:
         return ClipCaptions(spans, choice, self._caption.array)
 
 
-def _joined(part: _Clips, sources: Sources) -> ClipCaptions:
-    parts = _Parts(len(part.caption), num_chunks=int(part.spans.last_chunk.max(initial=-1)) + 1)
+def _joined(part: Clips, sources: Sources) -> ClipCaptions:
+    parts = ClipGroups(len(part.caption), num_chunks=int(part.spans.last_chunk.max(initial=-1)) + 1)
     parts.add(part)
     return parts.joined(sources)
 
@@ -327,10 +345,11 @@ def spans_of_captions(usable: UsableCaptions, used: NDArray[np.int64] | None = N
     """The span of each of the `used` captions (all by default) in order of videos and time, and which caption it is."""
     used = np.arange(len(usable.caption)) if used is None else used
     used = used[np.lexsort((usable.end_us[used], usable.begin_us[used], usable.first_chunk[used]))]
-    return _spans(usable, used), usable.caption[used]
+    return spans_at(usable, used), usable.caption[used]
 
 
-def _spans(usable: UsableCaptions, which: NDArray[np.int64]) -> Spans:
+def spans_at(usable: UsableCaptions, which: NDArray[np.int64]) -> Spans:
+    """The spans of some captions."""
     return Spans(
         begin_us=usable.begin_us[which],
         end_us=usable.end_us[which],

@@ -1,6 +1,7 @@
 """Sample set of captioned clips: captions from the manifest, frames from the `video` column."""
 
 import hashlib
+import sys
 from collections.abc import Iterator
 from contextlib import nullcontext
 from functools import cached_property
@@ -10,10 +11,12 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
+from manifests.caption_spans import DamagedSpans, open_caption_spans
 from manifests.store import num_captions_of, open_captions, read_captions
 from train.config.data import CaptionSettings
 from train.data.batch import Sample
 from train.data.caption_choice import CaptionChoice, Sources, all_the_same
+from train.data.caption_spans import open_captions_by_span
 from train.data.chunks import ChunkSet
 from train.data.clip_samples import ClipSamples
 from train.data.decoding.clip import ClipShape
@@ -78,7 +81,23 @@ class VideoCaptions(ClipSamples):
         if table is not None or has_relevancy:
             table = read_captions(data_dir) if table is None else table
 
+        spans = None
+        if table is None and not each_caption and not chunks.selection.has_captions:
+            spans = open_caption_spans(data_dir)
+
         def compute() -> OpenedCaptions:
+            if spans is not None:
+                try:
+                    return open_captions_by_span(
+                        spans,
+                        chunks,
+                        data_dir=data_dir,
+                        split=split,
+                        wanted_sources=captions.sources,
+                        stored_text=self.stored_text,
+                    )
+                except (DamagedSpans, OSError) as error:
+                    sys.stderr.write(f"warning: {error}; the captions are read from the manifest\n")
             with nullcontext(table) if table is not None else open_captions(data_dir, coded=CODED) as source:
                 return open_clip_captions(
                     source,
@@ -99,12 +118,17 @@ class VideoCaptions(ClipSamples):
             self._depends_on = (chunks.depends_on, chunks.selection.depends_on, own_text, captions, each_caption)
             opened = shared(
                 compute,
-                of=("captions", *self._depends_on),
+                of=("captions", *self._depends_on, None if spans is None else spans.mark),
                 num_rows=self._num_rows,
                 types=(OpenedCaptions, ClipCaptions, CaptionChoice, Spans, Sources),
                 column="captions",
             )
         self._opened = opened
+        if opened.texts is None:
+            assert spans is not None
+            self._texts: pa.ChunkedArray = spans.texts()
+        else:
+            self._texts = opened.texts
         self.captions: ClipCaptions = opened.captions
         self.num_captions = opened.num_captions
         chunks.selection.restore(opened.num_seen, opened.num_selected)
@@ -198,9 +222,8 @@ class VideoCaptions(ClipSamples):
 
     def texts(self, entries: NDArray[np.int64]) -> list[str]:
         """The texts of some captions."""
-        texts, rows = self._opened.texts, self._opened.rows[entries].tolist()
         # Arrow's own `take` concatenates all chunks first.
-        return [str(texts[row].as_py()) for row in rows]
+        return [str(self._texts[row].as_py()) for row in self._opened.rows[entries].tolist()]
 
     def text(self, sample: int) -> str:
         """The text of a clip's caption in an evaluation."""
@@ -212,7 +235,7 @@ class VideoCaptions(ClipSamples):
 
     def text_at(self, entry: int) -> str:
         """The text of a caption."""
-        return str(self._opened.texts[int(self._opened.rows[entry])].as_py())
+        return str(self._texts[int(self._opened.rows[entry])].as_py())
 
     def complete(self, sample: Sample, request: SampleRequest) -> None:
         """Add a caption and its id."""

@@ -1,12 +1,15 @@
 """`prep manifest captions` and `prep manifest folder --subtitles` as a user meets them, on a data folder with chunks of
 an older version."""
 
+import errno
+import os
 import tarfile
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from manifests import caption_spans
 from manifests.store import read_captions, read_manifest, read_videos
 from shards.dataset import current_variant
 from tests.conftest import ROOT
@@ -48,6 +51,25 @@ def test_an_old_manifest_takes_captions_and_keeps_its_own(data: Path, tmp_path: 
     assert "captions  9\n" in status
     assert "narrator@aaaaaaaa: 6, by narrator (SHA-256 aaaaaaaa)\n" in status and "stale" not in status
     assert prep_here("verify", "--data", data).stdout.count(": OK") == 3
+
+
+def test_captions_by_span_are_written_with_the_manifest(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(caption_spans, "MIN_CAPTIONS", 1)
+    table = of_chunks(data, tmp_path / "p.parquet")
+    captions(data, table)
+    found = caption_spans.open_caption_spans(data)
+    assert found is not None and found.num_captions == 9 and "narrator@aaaaaaaa" in found.sources
+    found.texts_path.unlink()
+    monkeypatch.setattr(caption_spans, "_write_texts", _full)
+    ran = captions(data, table)
+    assert "warning: the captions are not written by span" in ran.stderr and "No space left" in ran.stderr
+    assert caption_spans.open_caption_spans(data) is None
+
+
+def _full(*_: object) -> str:
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
 def test_a_table_of_another_machine_is_matched_by_file_name_with_a_note(data: Path, tmp_path: Path) -> None:
