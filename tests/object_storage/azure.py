@@ -70,9 +70,19 @@ def azure_server() -> Iterator[AzureServer]:
         port = free.getsockname()[1]
     with tempfile.TemporaryDirectory() as folder:
         # Its versions are older than the client's, which uses nothing of later ones.
-        flags = ("--blobPort", str(port), "--location", folder, "--silent", "--skipApiVersionCheck")
+        flags = (
+            "--blobPort",
+            str(port),
+            "--location",
+            folder,
+            "--silent",
+            "--skipApiVersionCheck",
+            "--disableTelemetry",
+        )
         environment = {**os.environ, "AZURITE_ACCOUNTS": f"{_ACCOUNT}:{_KEY}"}
-        process = subprocess.Popen([PROGRAM, *flags], env=environment, stdin=subprocess.DEVNULL)
+        process = subprocess.Popen(
+            [PROGRAM, *flags], env=environment, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL
+        )
         try:
             _await(port)
             yield AzureServer(port)
