@@ -16,6 +16,8 @@ import sys
 from collections.abc import Callable, Iterable
 from typing import NoReturn
 
+from manifests.storage.clouds import CLOUDS
+
 EXIT_FAILED_WORK = 1
 EXIT_USER_ERROR = 2
 EXIT_INTERRUPTED = 130
@@ -134,10 +136,17 @@ def _exit_for(error: OSError) -> NoReturn:
             where = f"the local copy of {where} in $TMPDIR"
         print(f"failed: {where} cannot be written: {reason}; finished work is kept", file=sys.stderr)
     else:
-        what = "address, the network and the endpoint (AWS_ENDPOINT_URL)" if "://" in where else "disk or mount"
-        advice = f"check the {what}, and run the same command again"
+        advice = f"check the {_places_of(where)}, and run the same command again"
         print(f"failed: {where}{reason}; finished work is kept; {advice}", file=sys.stderr)
     sys.exit(EXIT_FAILED_WORK)
+
+
+def _places_of(where: str) -> str:
+    """Return where to look for the cause of an error with a file or an object."""
+    if "://" not in where:
+        return "disk or mount"
+    endpoints = CLOUDS[scheme].endpoints if (scheme := where.partition("://")[0].lower()) in CLOUDS else ()
+    return f"address, the network and the endpoint ({endpoints[0]})" if endpoints else "address and the network"
 
 
 def first_line(error: BaseException) -> str:

@@ -8,12 +8,13 @@ semicolons, tabs or vertical bars. What was taken is reported wherever it is not
 import codecs
 import csv
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 from manifests.adapters.annotation_file import not_utf8, open_annotations
 from manifests.adapters.tables import Row, json_rows, require_once, text_lines
+from manifests.adapters.time_columns import OTHER_TIMES, as_taken, in_seconds, require_frame_rate, superfluous
 from manifests.errors import UserError
 from manifests.quoting import on_one_line
 
@@ -27,7 +28,7 @@ _NAMES: Mapping[str, Sequence[str]] = {
     "likelihood": (),
     "split": ("subset", "partition"),
 }
-_NUMBERS = ("begin_s", "end_s", "likelihood")
+_NUMBERS = ("begin_s", "end_s", "likelihood", *OTHER_TIMES)
 _SEPARATORS = {",": "commas", ";": "semicolons", "\t": "tabs", "|": "vertical bars"}
 _MARKS = ((codecs.BOM_UTF8, "utf-8-sig"), (codecs.BOM_UTF16_LE, "utf-16"), (codecs.BOM_UTF16_BE, "utf-16"))
 _ENCODING_NAMES = {"utf-16": "UTF-16", "utf-16-le": "UTF-16", "utf-16-be": "UTF-16", "cp1252": "Windows-1252 (Latin-1)"}
@@ -111,16 +112,10 @@ def _separator(header_line: str, *, required: Sequence[str], path: Path) -> str:
     Raises:
         UserError: with none of them there are all of the required columns.
     """
-
-    def found(separator: str) -> tuple[int, int]:
-        names = columns_of(next(csv.reader([header_line], delimiter=separator), []))
-        return len(set(required).intersection(names.values())), len(names)
-
-    best = max(_SEPARATORS, key=found)
-    if found(best)[0] < len(required):
+    best = _best_separator(header_line, required=required)
+    names = columns_of(next(csv.reader([header_line], delimiter=best), []))
+    if not set(required) <= set(names.values()):
         header = on_one_line(header_line.strip())
-        cells = next(csv.reader([header_line], delimiter=best), [])
-        names = columns_of(cells)
         missing = " and ".join(name for name in required if name not in names.values())
         raise UserError(
             f"{path} has no column for {missing}; its first line is: {header or 'empty'}",
@@ -130,30 +125,48 @@ def _separator(header_line: str, *, required: Sequence[str], path: Path) -> str:
     return best
 
 
+def _best_separator(header_line: str, *, required: Sequence[str]) -> str:
+    def found(separator: str) -> tuple[int, int]:
+        names = columns_of(next(csv.reader([header_line], delimiter=separator), []))
+        return len(set(required).intersection(names.values())), len(names)
+
+    return max(_SEPARATORS, key=found)
+
+
 def columns_of(header: Sequence[str]) -> dict[str, str]:
-    """Return the name in the header -> the documented column, for the columns that are known."""
+    """Return the name in the header -> the documented column or one of `OTHER_TIMES`, for the columns that are known.
+
+    Times in other units than those that are taken are left out.
+    """
     plain = {cell: re.sub(r"[\W_]+", "", cell.lower()) for cell in header}
-    known = {"".join(name.split("_")): name for name in _NAMES}
+    names = {**_NAMES, **OTHER_TIMES}
+    known = {"".join(name.split("_")): name for name in names}
     exact = {cell: known[name] for cell, name in plain.items() if name in known}
-    other = {alias: name for name, aliases in _NAMES.items() if name not in exact.values() for alias in aliases}
-    return exact | {cell: other[name] for cell, name in plain.items() if cell not in exact and name in other}
+    other = {alias: name for name, aliases in names.items() if name not in exact.values() for alias in aliases}
+    found = exact | {cell: other[name] for cell, name in plain.items() if cell not in exact and name in other}
+    return {cell: name for cell, name in found.items() if name not in superfluous(set(found.values()))}
 
 
 def _columns(header: Sequence[str], *, path: Path, note: Callable[[str], None]) -> dict[str, str]:
     """Return `columns_of(header)`, and note what differs from the documented names.
 
     Raises:
-        UserError: two columns have the same name, or could both be the same.
+        UserError: two columns have the same name, or could both be the same; or times are in frames of unknown length.
     """
     require_once([cell for cell in header if cell], path=path)
     columns = columns_of(header)
-    for name in _NAMES:
+    for name in (*_NAMES, *OTHER_TIMES):
         cells = [cell for cell, column in columns.items() if column == name]
         if len(cells) > 1:
             raise UserError(
                 f"{path}: {' and '.join(cells)} could both be the column {name}", hint=f"rename one of them to {name}"
             )
-    taken = [f"{on_one_line(cell)} as {name}" for cell, name in columns.items() if cell.strip().lower() != name]
+    require_frame_rate(columns, path=path)
+    taken = [
+        f"{on_one_line(cell)} as {as_taken(name)}"
+        for cell, name in columns.items()
+        if cell.strip().lower() != as_taken(name)
+    ]
     if taken:
         note(f"{path.name}: read {', '.join(taken)}")
     ignored = [on_one_line(cell) for cell in header if cell.strip() and cell not in columns]
@@ -179,7 +192,7 @@ def _separated_rows(
                 continue
             given = zip(header, cells, strict=True)
             row = Row(number, {columns[name]: cell for name, cell in given if name in columns})
-            yield row if separator == "," else _with_points(row)
+            yield in_seconds(row if separator == "," else _with_points(row))
     except csv.Error as error:
         raise UserError(f"{path}, line {reader.line_num}: {error}", hint="give a valid CSV file") from error
 
@@ -207,4 +220,30 @@ def _named_json_rows(path: Path, *, encoding: str, note: Callable[[str], None]) 
                 known.clear()
             known[keys] = _columns(keys, path=path, note=note_once)
         columns = known[keys]
-        yield replace(row, values={columns[key]: value for key, value in row.values.items() if key in columns})
+        values = {columns[key]: value for key, value in row.values.items() if key in columns}
+        yield in_seconds(replace(row, values=values))
+
+
+def line_numbers(path: Path, rows: Collection[int]) -> dict[int, int]:
+    """Return the line, from 1, at which each of some rows of a table of captions begins.
+
+    Raises:
+        UserError: the file is not such a table any more.
+    """
+    encoding, left = encoding_of(path), set(rows)
+    if path.suffix.lower() in _JSON_SUFFIXES:
+        lines = (number for number, line in enumerate(text_lines(path, encoding=encoding), start=1) if line.strip())
+        return {row: number for row, number in enumerate(lines) if row in left}
+    header_line = next((line for line in text_lines(path, encoding=encoding) if line.strip()), "")
+    reader = csv.reader(text_lines(path, encoding=encoding), delimiter=_best_separator(header_line, required=()))
+    found: dict[int, int] = {}
+    row = -2  # before the header
+    try:
+        while left - found.keys():
+            begin, cells = reader.line_num + 1, next(reader)
+            row += bool(cells)
+            if cells and row in left:
+                found[row] = begin
+    except (csv.Error, StopIteration):  # the file has changed
+        pass
+    return found

@@ -14,6 +14,7 @@ from pathlib import Path
 from manifests.errors import UserError
 from manifests.storage.mirrors import mirror_of, register
 from manifests.storage.objects import open_objects
+from manifests.storage.stores import scheme_of
 from manifests.storage.working_copy import WorkingCopy, run_of
 
 _SHARED_FOLDERS = ("manifest", "layout")  # what a worker on another node reads beside its shards
@@ -25,6 +26,7 @@ def open_data(address: str) -> Path:
     Raises:
         UserError: the address cannot hold a data folder.
     """
+    scheme_of(address, is_written=True)
     objects = open_objects(address)
     address = objects.address
     if not objects.is_writable:

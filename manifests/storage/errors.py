@@ -8,11 +8,16 @@ from contextlib import contextmanager
 from typing import NoReturn
 
 from manifests.errors import UserError, first_line
+from manifests.storage.clouds import cloud_of
 
 _CODE = re.compile(r"<Code>(\w+)</Code>")
 _STATUS = re.compile(r"status code: (\d{3} [\w '-]+)")
 _CLOCK_CODES = ("RequestTimeTooSkewed", "RequestExpired")
-_CREDENTIAL_CODES = ("InvalidAccessKeyId", "SignatureDoesNotMatch", "InvalidToken", "ExpiredToken")
+_CREDENTIAL_CODES = (
+    *("InvalidAccessKeyId", "SignatureDoesNotMatch", "InvalidToken", "ExpiredToken"),
+    *("AuthenticationFailed", "AuthorizationFailure", "InvalidAuthenticationInfo", "NoAuthenticationInformation"),
+)
+_METADATA_PATHS = ("/latest/api/token", "/latest/meta-data", "/computeMetadata/", "/metadata/identity/")
 _NO_BUCKET_CODES = ("NoSuchBucket", "ContainerNotFound")
 _CUT = "the answer ended early, again and again"
 
@@ -67,7 +72,7 @@ os.register_at_fork(after_in_child=_note_fork)
 def _raise_for(error: Exception, *, address: str, where: str) -> NoReturn:
     from obstore.exceptions import AlreadyExistsError, PreconditionError, UnauthenticatedError
 
-    code, reason = _code(error), _reason(error)
+    code, reason, cloud = _code(error), _reason(error), cloud_of(address)
     if code in _NO_BUCKET_CODES:
         message = f"the bucket of {address} does not exist"
         raise UserError(message, hint="create the bucket, or correct the address") from None
@@ -78,17 +83,14 @@ def _raise_for(error: Exception, *, address: str, where: str) -> NoReturn:
     if code in _CLOCK_CODES:
         message = f"{where}: the clock of this machine differs too much from the server's ({code})"
         raise AccessRefused(message, hint="set the clock, for example with NTP") from None
-    if code in _CREDENTIAL_CODES or isinstance(error, UnauthenticatedError):
+    if any(path in str(error) for path in _METADATA_PATHS):  # asked for without credentials
         raise AccessRefused(
-            f"{where}: the credentials are refused ({code or reason})",
-            hint="check the variables of the account, for S3: AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY",
+            f"{where}: there are no credentials", hint=f"set {cloud.credentials}, or use a machine with a role"
         ) from None
-    if "/latest/api/token" in str(error) or "/latest/meta-data" in str(error):  # asked for without credentials
-        raise AccessRefused(
-            f"{where}: there are no credentials",
-            hint="set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or use a machine with a role",
-        ) from None
-    if reason.startswith(("403", "401")):
+    if code in _CREDENTIAL_CODES or isinstance(error, UnauthenticatedError) or reason.startswith("401"):
+        hint = f"check {cloud.credentials}" + ("" if cloud.names_clock else ", and the clock of this machine")
+        raise AccessRefused(f"{where}: the credentials are refused ({code or reason})", hint=hint) from None
+    if reason.startswith("403"):
         raise AccessRefused(
             f"{where}: access denied ({code or reason})",
             hint="grant this account access to the bucket, or check its credentials",

@@ -1,8 +1,6 @@
 """Objects below an address such as `s3://bucket/folder`: the only interface to obstore (its errors: `errors.py`).
 
-Credentials and endpoint come from the variables that the tools of each provider use: AWS_ACCESS_KEY_ID,
-AWS_SECRET_ACCESS_KEY, AWS_SESSION_TOKEN, AWS_REGION, AWS_ENDPOINT_URL (and AWS_ALLOW_HTTP=true if that is http://);
-GOOGLE_APPLICATION_CREDENTIALS; AZURE_STORAGE_ACCOUNT_NAME and AZURE_STORAGE_ACCOUNT_KEY.
+Credentials and endpoint come from the variables that the tools of each provider use (`clouds.py`).
 
 Answers that fail in passing (5xx, 429, no answer, a body that ends early) are retried by obstore with exponential
 backoff; a body is resumed where it ended. obstore's threads do not survive a fork: a process that has used this module
@@ -10,7 +8,6 @@ must spawn its workers.
 """
 
 import errno
-import re
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
@@ -20,6 +17,7 @@ from typing import Any, TypeVar
 
 from manifests.errors import UserError
 from manifests.publish import naming, temporary_path
+from manifests.storage.clouds import cloud_of
 from manifests.storage.errors import AccessRefused, Conflict, CutAnswer, storage_errors
 from manifests.storage.mirrors import is_remote as is_remote
 from manifests.storage.stores import open_store, scheme_of
@@ -28,7 +26,6 @@ _PART_BYTES = 8 * 2**20  # of a multipart upload
 _STREAM_BYTES = 4 * 2**20
 _GAP_BYTES = 256 * 2**10  # ranges with smaller gaps are one request
 _MAX_ATTEMPTS = 4  # at what obstore does not repeat: conditional writes, and answers without resumable content
-_ADDRESS = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://(.*)", re.DOTALL)
 
 _T = TypeVar("_T")
 
@@ -39,7 +36,7 @@ class ObjectInfo:
 
     Attributes:
         key: name relative to the address that it was listed from.
-        etag: version of the content, as the server names it; empty if the server gives none.
+        etag: version of the content, as the server names it, in quotes; empty if the server gives none.
         modified_s: time of the last write in seconds since the epoch, by the server's clock.
     """
 
@@ -169,7 +166,8 @@ class Objects:
             if page is None:
                 return
             self._count(1, 0)
-            yield from map(_info, page)
+            begin = last or ""  # Azure's emulator lists everything again
+            yield from (_info(found) for found in page if found["path"] > begin)
             last, num_cut = page[-1]["path"], 0
 
     def _pages(self, prefix: str, *, after: str | None) -> Iterator[Any]:
@@ -225,7 +223,7 @@ class Objects:
         if not only_new and replaces is None:
             etag = self._put(key, content, mode="overwrite", num_bytes=num_bytes)
         else:
-            mode = "create" if only_new else {"e_tag": replaces}
+            mode = "create" if only_new else self._precondition(key, replaces or "")
             etag = self._put_if(key, content if isinstance(content, bytes) else content.read_bytes(), mode=mode)
         return etag
 
@@ -242,9 +240,30 @@ class Objects:
 
         if not self.is_writable:
             raise UserError(f"{self.address} is read-only", hint="give an address of a bucket")
-        if keys:
+        if not keys:
+            return
+        self._count(-(-len(keys) // cloud_of(self.address).num_deleted), 0)
+        try:
             self._uncut(keys[0], lambda: obstore.delete(self._store, [*keys]))
-            self._count(-(-len(keys) // 1000), 0)
+        except FileNotFoundError:  # of one of them, by Azure and Google; nobody says whether the others are gone
+            for key in keys if len(keys) > 1 else ():
+                self.delete(key)
+
+    def _precondition(self, key: str, etag: str) -> Any:
+        """Return obstore's condition that an object still has an etag; Google compares generations instead."""
+        import obstore
+
+        if self.scheme != "gs":
+            return {"e_tag": etag}
+        try:
+            with self._errors(key):
+                found = obstore.head(self._store, key)
+        except FileNotFoundError:
+            found = {"e_tag": None}
+        self._count(1, 0)
+        if _quoted(found["e_tag"]) != etag:
+            raise Conflict(errno.EEXIST, "another writer was faster", self.address_of(key))
+        return {"e_tag": etag, "version": found["version"]}
 
     def _put_if(self, key: str, content: bytes, *, mode: Any) -> str:
         for attempt in range(_MAX_ATTEMPTS):
@@ -274,7 +293,7 @@ class Objects:
                 return None
             found, etag = bytes(answer.bytes()), answer.meta["e_tag"]
         self._count(1, len(found))
-        return (etag or "") if found == content else None
+        return _quoted(etag) if found == content else None
 
     def _put(self, key: str, content: bytes | Path, *, mode: Any, num_bytes: int) -> str:
         import obstore
@@ -283,7 +302,7 @@ class Objects:
             written = obstore.put(self._store, key, content, mode=mode, chunk_size=_PART_BYTES, max_concurrency=4)
         num_parts = -(-num_bytes // _PART_BYTES)
         self._count(1 if num_parts <= 1 or mode != "overwrite" else num_parts + 2, num_bytes)
-        return written["e_tag"] or ""
+        return _quoted(written["e_tag"])
 
     def _uncut(self, key: str, request: Callable[[], _T]) -> _T:
         """Return the answer of a request that can be repeated; repeat it if the body of the answer ends early."""
@@ -306,7 +325,12 @@ class Objects:
 
 
 def _info(found: Any) -> ObjectInfo:
-    return ObjectInfo(found["path"], found["size"], found["e_tag"] or "", found["last_modified"].timestamp())
+    return ObjectInfo(found["path"], found["size"], _quoted(found["e_tag"]), found["last_modified"].timestamp())
+
+
+def _quoted(etag: str | None) -> str:
+    """Return an etag in quotes; Azure's listings leave them out."""
+    return f'"{etag}"' if etag and not etag.endswith('"') else etag or ""
 
 
 def _num_requests(ranges: Sequence[tuple[int, int]]) -> int:

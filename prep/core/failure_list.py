@@ -3,6 +3,7 @@
 import os
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import islice, zip_longest
 from pathlib import Path
@@ -11,10 +12,14 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from manifests.adapters.dialects import TABLE_SUFFIXES, line_numbers
+from manifests.errors import UserError
 from manifests.quoting import on_one_line
 from shards.commits import Failure
 
 MAX_NAMED = 5
+_CUES = (".srt", ".vtt")  # which number their entries from 1
+_MAX_REREAD_BYTES = 64 << 20
 
 
 @dataclass(frozen=True)
@@ -50,12 +55,29 @@ def failure_values(failures: Sequence[Failure], *, listed: Path) -> dict[str, An
 
 
 def first_rejected(rejected: pa.Table) -> list[FailureEntry]:
-    """Return the first few rows of a table with schema manifests.schema.REJECTED, named by file, row and value."""
-    entries: list[FailureEntry] = []
+    """Return the first few rows of a table with schema manifests.schema.REJECTED, named by file, place and value."""
+    rows: list[dict[str, Any]] = []
     for reason in pc.unique(rejected["reason"]):
-        rows = rejected.filter(pc.equal(rejected["reason"], reason)).slice(0, MAX_NAMED)
-        entries += [FailureEntry(_location(row), row["reason"], row["detail"]) for row in rows.to_pylist()]
-    return first_few(entries)
+        rows += rejected.filter(pc.equal(rejected["reason"], reason)).slice(0, MAX_NAMED).to_pylist()
+    lines = _lines_of(rows)
+    return first_few(
+        FailureEntry(_location(row, line=lines.get((row["file"], row["row"]))), row["reason"], row["detail"])
+        for row in rows
+    )
+
+
+def _lines_of(rows: Sequence[dict[str, Any]]) -> dict[tuple[str, int], int]:
+    """Return the lines of rows of text tables by file and row; none of tables that would take long to read again."""
+    numbers: dict[str, set[int]] = {}
+    for row in rows:
+        if row["row"] is not None and Path(row["file"]).suffix.lower() in TABLE_SUFFIXES:
+            numbers.setdefault(row["file"], set()).add(row["row"])
+    found: dict[tuple[str, int], int] = {}
+    for file, wanted in numbers.items():
+        with suppress(OSError, UserError):
+            if Path(file).stat().st_size <= _MAX_REREAD_BYTES:
+                found |= {(file, row): line for row, line in line_numbers(Path(file), wanted).items()}
+    return found
 
 
 def first_few(named: Iterable[FailureEntry]) -> list[FailureEntry]:
@@ -85,10 +107,18 @@ def named_values(entries: Sequence[FailureEntry]) -> list[dict[str, Any]]:
     return [{"name": one.name, "code": one.code, "message": one.message} for one in entries]
 
 
-def _location(row: dict[str, Any]) -> str:
-    """Return where a rejected row is, and its value: `captions.csv, row 3: clip.mp4`; for a rejected file, its path."""
+def _location(row: dict[str, Any], *, line: int | None) -> str:
+    """Return where a rejected row is, and its value: `captions.csv, line 5: clip.mp4`; for a rejected file, its path.
+
+    Args:
+        line: number of the line from 1; None if it is unknown.
+    """
     file, source_id = Path(row["file"]), row["source_id"]
     if row["row"] is None and (source_id is None or file.stem == Path(source_id).name):
         return str(file)
-    location = file.name if row["row"] is None else f"{file.name}, row {row['row']}"
+    location = file.name
+    if line is not None:
+        location += f", line {line}"
+    elif row["row"] is not None:
+        location += f", cue {row['row'] + 1}" if file.suffix.lower() in _CUES else f", row {row['row']}"
     return location if source_id is None else f"{location}: {source_id}"

@@ -20,6 +20,7 @@ from prep.core.column import ColumnSpec
 from prep.core.lag import LIMIT_S
 from prep.engines.execution import Execution
 
+_CLUSTER = re.compile(r"auto|local|(ray://)?[^\s/]+:\d{1,5}", re.ASCII)
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)([kMGT])B", re.ASCII)
 
 if TYPE_CHECKING:
@@ -87,6 +88,7 @@ PartOf = Annotated[
     EXECUTION,
     Parameter(
         name="--part",
+        allow_leading_hyphen=True,  # so that Part.parse says what is wrong with -1/2
         help="Part of the shards to make, such as 3/16, for commands on several nodes (a SLURM array). Default: all.",
     ),
 ]
@@ -178,6 +180,11 @@ class Request:
                 f"--num-gpus {self.num_gpus:g} is out of range", hint="give 1, a fraction such as 0.5, or 0 for the CPU"
             )
         _ = self.scratch_bytes
+        if self.address is not None and not _CLUSTER.fullmatch(self.address):
+            raise UserError(
+                f'--address "{self.address}" is not the address of a Ray cluster',
+                hint="give auto, or host:port such as 10.0.0.1:6379",
+            )
         if self.address is not None and self.engine != "ray":
             raise UserError(
                 f"--address {self.address} requires --engine ray", hint="omit --engine processes, or omit --address"

@@ -15,7 +15,7 @@ from typing import Protocol
 from manifests.errors import UserError
 from prep.core.data_folder import FileLock, holder_of, lock_path, part_lock_names, this_process
 
-_PART = re.compile(r"(\d{1,6})/(\d{1,6})", re.ASCII)
+_PART = re.compile(r"(-?\d{1,6})/(-?\d{1,6})", re.ASCII)
 SIGN_INTERVAL_S = 1.0  # a running part touches its file
 _NUM_MISSED_SIGNS = 5  # intervals without a sign of life after which a part is gone
 
@@ -39,7 +39,8 @@ class Part:
             raise UserError(f'--part "{text}" is not a part', hint="write K/N, such as 3/16: part 3 of 16")
         number, count = map(int, match.groups())
         if not 1 <= number <= count:
-            raise UserError(f"--part {text} is out of range", hint=f"give 1/{count or 1} to {count or 1}/{count or 1}")
+            last = max(1, count)
+            raise UserError(f"--part {text} is out of range", hint=f"give 1/{last} to {last}/{last}")
         return cls(number, count)
 
     def holds(self, number: int) -> bool:

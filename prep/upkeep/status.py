@@ -46,6 +46,8 @@ class VariantStatus:
         num_wanted: number of samples that the recipe requires; None if unknown.
         where: condition on the samples that the last run wanted; None for all.
         num_running: number of samples made so far in shards that are not committed yet; None if no worker is running.
+        num_missing: number of shards that a variant which is not current lacks; `ColumnStatus.to_make` has those of the
+            current one.
     """
 
     name: str
@@ -58,6 +60,7 @@ class VariantStatus:
     num_wanted: int | None
     num_running: int | None
     where: str | None = None
+    num_missing: int = 0
 
 
 @dataclass(frozen=True)
@@ -195,9 +198,7 @@ def _column_status(data_dir: Path, column: ColumnSpec, *, unusable: list[Failure
                 first_failures=first_few([*unusable, *first_failures(_failures(opened))]),
             )
         running = [] if is_abandoned else running_shards(opened.directory)
-        variants.append(
-            _variant_status(opened, is_current=name == current, num_wanted=pending.num_wanted, running=running)
-        )
+        variants.append(_variant_status(opened, pending, is_current=name == current, running=running))
     variants.sort(key=lambda variant: not variant.is_current)
     return replace(status, variants=variants, written_by=writer_of(data_dir, column=column.name))
 
@@ -263,7 +264,7 @@ def _first_sources(probes: pa.Table) -> list[FailureEntry]:
 
 
 def _variant_status(
-    variant: Variant, *, is_current: bool, num_wanted: int | None, running: list[ShardProgress]
+    variant: Variant, pending: Pending, *, is_current: bool, running: list[ShardProgress]
 ) -> VariantStatus:
     shards, known = variant.shards(), variant.known_seconds()
     with ThreadPoolExecutor(NUM_CHECK_THREADS) as pool:
@@ -280,9 +281,10 @@ def _variant_status(
         num_samples=sum(shard.num_samples for shard in shards),
         hours=seconds / 3600,
         failures=dict(codes.most_common()),
-        num_wanted=num_wanted,
+        num_wanted=pending.num_wanted,
         num_running=done if running else None,
         where=_where_of(variant),
+        num_missing=0 if is_current else len((pending.wanted_shards or frozenset()) - variant.commits.keys()),
     )
 
 

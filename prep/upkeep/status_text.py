@@ -6,6 +6,7 @@ from pathlib import Path
 
 from manifests.errors import UserError
 from manifests.quoting import counted, on_one_line
+from manifests.storage.mirrors import mirror_of
 from prep.core.failure_list import named_lines
 from prep.core.report import size_text
 from prep.core.selection import stored_request
@@ -24,7 +25,7 @@ def status_text(status: Status) -> str:
     lines = [f"data      {status.data_dir}"]
     lines += ["manifest  none"] if status.videos is None else _videos_lines(status.videos)
     for column in status.columns.values():
-        lines += _column_lines(column)
+        lines += _column_lines(column, status.data_dir)
     lines += [] if status.leakage is None else status.leakage.lines()
     lines += _failure_lines(status)
     problems = [(name, problem) for name, column in status.columns.items() for problem in column.problems]
@@ -51,11 +52,16 @@ def _command_of(column: ColumnStatus, data_dir: Path) -> str:
     if variant is None:
         length = " --len 15s" if spec.is_first else ""
         return f"prep {spec.command}{length} --data {shlex.quote(str(data_dir))}"
+    return _command_of_variant(column.column, variant.name, data_dir)
+
+
+def _command_of_variant(column: str, variant: str, data_dir: Path) -> str:
+    spec = column_named(column)
     try:
-        stored = stored_request(Variant(variant_dir(data_dir, column.column, variant.name)))
+        stored = stored_request(Variant(variant_dir(data_dir, column, variant)))
         return spec.command_line(stored, data_dir=data_dir)
     except UserError:
-        return f"prep {spec.command} with the settings of {variant.name} (its recipe.json cannot be read)"
+        return f"prep {spec.command} with the settings of {variant} (its recipe.json cannot be read)"
 
 
 def _videos_lines(videos: VideosStatus) -> list[str]:
@@ -88,10 +94,15 @@ def _source_lines(sources: list[CaptionSource] | None) -> list[str]:
     return lines
 
 
-def _column_lines(column: ColumnStatus) -> list[str]:
+def _column_lines(column: ColumnStatus, data_dir: Path) -> list[str]:
     lines = []
     for variant in column.variants:
-        lines += _variant_lines(column.column, variant)
+        lines += _variant_lines(
+            column.column, variant, place="on disk" if mirror_of(data_dir) is None else "in the bucket"
+        )
+        if variant.num_missing and variant.num_running is None and column.written_by is None:
+            command = _command_of_variant(column.column, variant.name, data_dir)
+            lines.append(f"{_INDENT}incomplete: {counted(variant.num_missing, 'shard')} not made yet: {command}")
         if variant.is_current and column.stale_because is not None:
             lines.append(f"{_INDENT}stale: {column.stale_because}")
         if variant.is_current and column.to_make:
@@ -107,13 +118,13 @@ def _column_lines(column: ColumnStatus) -> list[str]:
     return lines
 
 
-def _variant_lines(column: str, variant: VariantStatus) -> list[str]:
+def _variant_lines(column: str, variant: VariantStatus, *, place: str) -> list[str]:
     spec = column_named(column)
     hours = f" {variant.hours:.2f} h of video," if spec.has_hours else ""
     total = f"{counted(variant.num_samples, spec.sample)} in {counted(variant.num_shards, 'shard')}"
     lines = [
         f"{column:<9} {variant.name}{' (current)' if variant.is_current else ''}",
-        f"{_INDENT}{total},{hours} {size_text(variant.size_bytes)} on disk",
+        f"{_INDENT}{total},{hours} {size_text(variant.size_bytes)} {place}",
     ]
     if variant.where is not None:
         lines.append(f"{_INDENT}selected by --where {shlex.quote(variant.where)}")

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from manifests.adapters.dialects import line_numbers
 from manifests.adapters.folder import read_folder
 from manifests.adapters.reading import Reading
 from manifests.errors import UserError
@@ -81,6 +82,41 @@ def test_a_column_with_the_documented_name_is_taken_before_others(make_videos: V
     reading = read_folder(make_videos("a.mp4", "b.mp4"), captions=tmp_path / "c.csv")
     assert captions(reading) == [("a", 0.0, inf, "yes")]
     assert reading.notes == ("c.csv: ignored caption, file",)
+
+
+@pytest.mark.parametrize(
+    ("header", "row", "times", "notes"),
+    [
+        ("video,start_ms,end_ms,text", "a,1500,62000,t", (1.5, 62.0), ["start_ms as begin_s, from milliseconds"]),
+        ("video,Start Frame,end_frame,FPS,text", "a,30,90,30,t", (1.0, 3.0), ["Start Frame as begin_s, from frames"]),
+        ("video,begin_s,begin_ms,end,end_frame,fps,text", "a,1,5,2,9,3,t", (1.0, 2.0), ["begin_ms, end_frame, fps"]),
+        ("video,begin_ms,text", "a,,t", (0.0, inf), []),
+    ],
+)
+def test_times_in_other_units_become_seconds(
+    make_videos: VideoMaker, tmp_path: Path, header: str, row: str, times: tuple[float, float], notes: list[str]
+) -> None:
+    (tmp_path / "c.csv").write_text(f"{header}\n{row}\n")
+    reading = read_folder(make_videos("a.mp4"), captions=tmp_path / "c.csv")
+    assert captions(reading) == [("a", *times, "t")]
+    assert all(note in " ".join(reading.notes) for note in notes)
+
+
+def test_frames_need_a_frame_rate(make_videos: VideoMaker, tmp_path: Path) -> None:
+    (tmp_path / "c.csv").write_text("video,start_frame,text\na,30,t\n")
+    with pytest.raises(UserError, match="start_frame cannot be converted to seconds") as refused:
+        read_folder(make_videos("a.mp4"), captions=tmp_path / "c.csv")
+    assert "a column fps" in (refused.value.hint or "")
+    (tmp_path / "c.csv").write_text("video,start_frame,fps,text\na,30,0,t\na,x,30,t\na,30,,t\n")
+    reading = read_folder(make_videos("a.mp4"), captions=tmp_path / "c.csv")
+    assert reading.rejected["reason"].to_pylist() == ["bad_time"] * 3
+
+
+def test_rows_are_found_on_the_lines_of_the_file(tmp_path: Path) -> None:
+    (tmp_path / "c.csv").write_text('\nvideo;text\n\na;"two\nlines"\nb;one\n')
+    assert line_numbers(tmp_path / "c.csv", [0, 1, 7]) == {0: 4, 1: 6}
+    (tmp_path / "c.jsonl").write_text('{"video": "a"}\n\n{"video": "b"}\n')
+    assert line_numbers(tmp_path / "c.jsonl", [0, 1]) == {0: 1, 1: 3}
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ import sys
 import urllib.request
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal
 
 from tests.object_storage.server import started
@@ -109,7 +109,7 @@ def faulty(port: int) -> Iterator[Faults]:
 
 
 @dataclass
-class _Message:
+class Message:
     """A request or an answer."""
 
     head: bytes  # with the empty line at its end
@@ -117,11 +117,23 @@ class _Message:
     stays_open: bool
 
     def first_line(self) -> list[str]:
+        """Method, path and version of a request; version, status and reason of an answer."""
         return self.head.split(b"\r\n", 1)[0].decode("latin-1").split(" ", 2)
+
+    def headers(self) -> dict[str, str]:
+        """The headers, by their names in lower case."""
+        lines = self.head.decode("latin-1").split("\r\n")[1:]
+        return {name.lower(): value.strip() for name, _, value in (line.partition(":") for line in lines if line)}
+
+    def with_header(self, name: str, value: str) -> "Message":
+        """The message with one more header."""
+        return replace(self, head=self.head[:-2] + f"{name}: {value}\r\n\r\n".encode())
 
 
 @dataclass
-class _Proxy:
+class Proxy:
+    """The proxy itself, which answers requests until its process ends."""
+
     upstream_port: int
     rules: list[Fault] = field(default_factory=list)
     matches: Counter[int] = field(default_factory=Counter)
@@ -148,11 +160,11 @@ class _Proxy:
                     await reader.read()
                     break
                 if fault is not None and fault.kind == "error":
-                    answer = _error(fault)
+                    answer = error_answer(fault.status, fault.code)
                 else:
                     if upstream is None:
                         upstream = await asyncio.open_connection("127.0.0.1", self.upstream_port)
-                    answer, upstream = await self._forwarded(request, method, upstream)
+                    answer, upstream = await self.forwarded(request, method, upstream)
                 self.num_bytes += len(request.body)
                 await asyncio.sleep(self.latency_s + (fault.delay_s if fault is not None else 0.0))
                 if fault is not None and fault.kind == "lost":
@@ -165,9 +177,10 @@ class _Proxy:
             if one is not None:
                 one.close()
 
-    async def _forwarded(
-        self, request: _Message, method: str, upstream: tuple[asyncio.StreamReader, asyncio.StreamWriter]
-    ) -> tuple[_Message, tuple[asyncio.StreamReader, asyncio.StreamWriter] | None]:
+    async def forwarded(
+        self, request: Message, method: str, upstream: tuple[asyncio.StreamReader, asyncio.StreamWriter]
+    ) -> tuple[Message, tuple[asyncio.StreamReader, asyncio.StreamWriter] | None]:
+        """Return the server's answer to a request, and its connection if that stays open."""
         upstream[1].write(request.head + request.body)
         await upstream[1].drain()
         answer = await _read_message(upstream[0], None, of=method)
@@ -178,7 +191,7 @@ class _Proxy:
         upstream[1].close()
         return answer, None
 
-    async def _send(self, writer: asyncio.StreamWriter, answer: _Message, size_bytes: int) -> None:
+    async def _send(self, writer: asyncio.StreamWriter, answer: Message, size_bytes: int) -> None:
         writer.write(answer.head)
         for begin in range(0, size_bytes, _BLOCK_BYTES):
             block = answer.body[begin : min(begin + _BLOCK_BYTES, size_bytes)]
@@ -214,15 +227,16 @@ class _Proxy:
         return b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n%s" % (len(content), content)
 
 
-def _error(fault: Fault) -> _Message:
-    body = f"<?xml version='1.0'?><Error><Code>{fault.code}</Code><Message>injected</Message></Error>".encode()
-    head = f"HTTP/1.1 {fault.status} Injected\r\nContent-Type: application/xml\r\nContent-Length: {len(body)}\r\n\r\n"
-    return _Message(head.encode(), body, True)
+def error_answer(status: int, code: str) -> Message:
+    """An error of S3 or Google."""
+    body = f"<?xml version='1.0'?><Error><Code>{code}</Code><Message>injected</Message></Error>".encode()
+    head = f"HTTP/1.1 {status} Injected\r\nContent-Type: application/xml\r\nContent-Length: {len(body)}\r\n\r\n"
+    return Message(head.encode(), body, True)
 
 
 async def _read_message(
     reader: asyncio.StreamReader, writer: asyncio.StreamWriter | None, *, of: str | None = None
-) -> _Message | None:
+) -> Message | None:
     """Read a request, or the answer to a request with the method `of`; None at the end of the connection."""
     try:
         head = await reader.readuntil(b"\r\n\r\n")
@@ -238,7 +252,7 @@ async def _read_message(
         head = re.sub(rb"(?i)\r\nexpect: *100-continue", b"", head)
     status = lines[0].split(" ")[1] if of is not None else ""
     if of == "HEAD" or status in ("204", "304"):
-        return _Message(head, b"", stays_open)
+        return Message(head, b"", stays_open)
     if headers.get("transfer-encoding", "").lower() == "chunked":
         body = b""
         while size := int((await reader.readuntil(b"\r\n")).split(b";")[0], 16):
@@ -251,11 +265,11 @@ async def _read_message(
         body, stays_open = await reader.read(), False
     else:
         body = b""
-    return _Message(head, body, stays_open)
+    return Message(head, body, stays_open)
 
 
-async def _serve(upstream_port: int) -> None:
-    proxy = _Proxy(upstream_port)
+async def serve(proxy: Proxy) -> None:
+    """Run a proxy until standard input ends; print its port."""
     server = await asyncio.start_server(proxy.connection, "127.0.0.1", 0, limit=2**20, backlog=512)
     print(server.sockets[0].getsockname()[1], flush=True)
     await asyncio.get_running_loop().run_in_executor(None, sys.stdin.read)
@@ -263,4 +277,4 @@ async def _serve(upstream_port: int) -> None:
 
 
 if __name__ == "__main__":
-    asyncio.run(_serve(int(sys.argv[1])))
+    asyncio.run(serve(Proxy(int(sys.argv[1]))))

@@ -201,7 +201,7 @@ def test_subtitles_are_read_on_request_and_further_sources_stay(tmp_path: Path) 
     before = contents(data / "manifest")
     (videos / "a.srt").write_text("1\n00:00:02,000 --> 00:00:01,000\nhello\n")
     ran = prep_here(*folder, "--subtitles", status=1)
-    assert f"no valid rows in {videos}" in ran.stderr and "a.srt, row 0: a: bad_time: end_s is 1.0" in ran.stderr
+    assert f"no valid rows in {videos}" in ran.stderr and "a.srt, cue 1: a: bad_time: end_s is 1.0" in ran.stderr
     (videos / "a.srt").unlink()
     assert "no subtitles beside the videos" in prep_here(*folder, "--subtitles", status=2).error
     assert contents(data / "manifest") == before

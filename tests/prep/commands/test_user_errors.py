@@ -50,6 +50,7 @@ def data(tmp_path_factory: pytest.TempPathFactory, write_video: Callable[..., Pa
         (["--workers", "0"], "--workers 0"),
         (["--max-failures", "some"], '"some"'),
         (["--max-failures", "101%"], '"101%"'),
+        (["--address", "nonsense"], '--address "nonsense"'),
         (["--address", "nowhere:1", "--engine", "processes"], "--address nowhere:1"),
         (["--engine", "ray", "--task-cpus", "0"], "--task-cpus 0 is out of range"),
         (["--engine", "ray", "--task-memory", "-1"], "--task-memory -1 is out of range"),

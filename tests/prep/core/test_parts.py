@@ -105,7 +105,7 @@ def running(data: Path, part: str, *, column: str = "video", makes: str = "a") -
 @pytest.mark.parametrize("text", ["0/16", "17/16", "3", "a/b", "3/", "/3", "-1/3", "1/0", "1.5/3", "", "1/2/3", "٣/٤"])
 def test_a_part_that_does_not_exist_is_refused_before_anything_is_made(text: str, data: Path) -> None:
     before = identities(data)
-    refused = prep_here("chunk", "--data", data, *HERE, f"--part={text}", *SLOW, status=2)
+    refused = prep_here("chunk", "--data", data, *HERE, "--part", text, *SLOW, status=2)
     assert f"--part {text}" in refused.error or f'--part "{text}"' in refused.error
     assert identities(data) == before
 
@@ -151,6 +151,7 @@ def test_a_command_without_part_finishes_what_parts_have_begun(data: Path, undis
     missing = prep_here("status", "--data", data, "--json").summary["columns"]["video"]
     new = [variant for variant in missing["variants"] if variant["name"] == first["variant"]]
     assert new[0]["num_shards"] == 2 and new[0]["num_wanted"] > new[0]["num_samples"]
+    assert "incomplete: 1 shard not made yet: prep chunk --len " in prep_here("status", "--data", data).stdout
     rest = chunk(data, *SLOW, status=1)
     assert (rest["num_shards_made"], rest["num_shards"]) == (1, 3)
     assert contents(data) == undisturbed
