@@ -43,7 +43,7 @@ def selected_chunks(
     columns["start_ms"] = pa.array(start_ms)
     if of_chunks := wanted.intersection(_OF_CHUNKS):
         chunks = _chunk_fields(data_dir)
-        rows = _find(chunks, video_ids=video_ids, video_row=video_row, start_ms=start_ms)
+        rows = find_chunks(chunks, video_ids=video_ids, video_row=video_row, start_ms=start_ms)
         if num_missing := int((rows < 0).sum()):
             raise UserError(
                 f"--where uses {', '.join(sorted(of_chunks))} of chunks, and {counted(num_missing, 'chunk')} of "
@@ -54,7 +54,7 @@ def selected_chunks(
     if where.uses_scores:
         of_scores = wanted.difference(columns)
         scores = open_scores(data_dir, columns={"video_id", "start_ms", *of_scores}).table
-        rows = _find(scores, video_ids=video_ids, video_row=video_row, start_ms=start_ms)
+        rows = find_chunks(scores, video_ids=video_ids, video_row=video_row, start_ms=start_ms)
         if num_missing := int((rows < 0).sum()):
             raise UserError(
                 f"--where uses scores, and {counted(num_missing, 'chunk')} of {len(rows):,} have none",
@@ -133,7 +133,7 @@ def _chunk_fields(data_dir: Path) -> pa.Table:
     return found.set_column(place, "video_id", coded).append_column("duration_s", duration_s)
 
 
-def _find(
+def find_chunks(
     table: pa.Table, *, video_ids: pa.Array, video_row: NDArray[np.integer], start_ms: NDArray[np.int64]
 ) -> NDArray[np.int64]:
     """The row of each chunk in a table with `video_id` (a dictionary) and `start_ms`; -1 if it has none."""

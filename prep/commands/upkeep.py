@@ -115,15 +115,23 @@ def inspect(
     html: Annotated[
         Path | None,
         Parameter(
-            help="HTML file to write. video: a contact sheet with frames of up to 150 chunks; scores: the distribution "
-            "of each score, and pictures along it."
+            help="HTML file to write. video: chunks that play in place, with totals, distributions, search and "
+            "filters; clips that take more than 8 MB go to a folder beside it. scores: the distribution of each score, "
+            "and pictures along it."
         ),
     ] = None,
     where: Annotated[
         str | None,
         Parameter(
-            help="Expression such as 'motion > 0.2 and cuts == 0'; the page of --column scores shows what it keeps and "
-            "drops."
+            help="Expression such as 'motion > 0.2 and cuts == 0'. The page of chunks has only those that it keeps; "
+            "the page of --column scores shows what it keeps and drops."
+        ),
+    ] = None,
+    chunks: Annotated[
+        int | None,
+        Parameter(
+            help="Number of chunks to show, drawn evenly over splits and videos, 150 on each page; 1 or more. Default: "
+            "150."
         ),
     ] = None,
     column: Annotated[AnyColumn, Parameter(name="--column", help="Column to show.")] = VIDEO,
@@ -131,23 +139,26 @@ def inspect(
     data: Data = Path("data"),
     json: Json = False,
 ) -> None:
-    """Show the shards of a variant or the details of one sample, or write a page: a contact sheet, or distributions.
+    """Show the shards of a variant or the details of one sample, or write a page of chunks or of scores.
 
     Examples:
 
         prep inspect
         prep inspect bikes_000015000
-        prep inspect --html sheet.html
+        prep inspect --html chunks.html
+        prep inspect --html val.html --chunks 1000 --where "split == 'val'"
         prep inspect --column scores --html scores.html --where "cuts == 0"
     """
+    from prep.core.bucket_tars import tars_of
     from prep.core.data_folder import require_data_folder
     from prep.core.report import show
     from prep.upkeep.inspection import sample_report, set_report
     from shards.reader import Variant
 
     data_dir, known = require_data_folder(data), column_named(column)
-    opened = Variant.open(data_dir, column=column, variant=variant)
+    opened = Variant.open(data_dir, column=column, variant=variant, tars=tars_of(data_dir))
     if html is not None:
+        from prep.core.pages import PageRequest
         from prep.core.progress import CountProgress
 
         if key is not None:
@@ -157,23 +168,14 @@ def inspect(
             )
         if known.write_page is None:
             raise UserError(f"--html does not support column {column}", hint="omit --html, or use --column video")
-        progress = CountProgress("decoding chunks")
-        if where is None:
-            num_chunks = known.write_page(html, opened, progress)
-            page, said = {"num_chunks": num_chunks}, counted(num_chunks, "chunk")
-        elif known.write_selection is not None:
-            kept = known.write_selection(html, opened, progress, where)
-            page = {"num_chunks": kept.num_samples, "num_kept": kept.num_kept}
-            said = f"--where keeps {kept.num_kept:,} of {counted(kept.num_samples, 'chunk')}"
-            if not kept.num_kept:
-                said += "; see the distributions on the page for values that occur"
-        else:
-            raise UserError(f"--where does not apply to column {column}", hint="add --column scores, or omit --where")
-        values = {"html": os.fspath(html), **page}
-        print(json_module.dumps(values, indent=1) if json else f"{html}: {said}")
+        if chunks is not None and chunks < 1:
+            raise UserError(f"--chunks is {chunks}", hint="give a number of 1 or more")
+        request = PageRequest(html, where, chunks, CountProgress("reading chunks"))
+        show(known.write_page(opened, request), json=json)
         return
-    if where is not None:
-        raise UserError("--where has no effect without a page", hint="add --column scores --html PAGE, or omit --where")
+    for flag, value in (("--where", where), ("--chunks", chunks)):
+        if value is not None:
+            raise UserError(f"{flag} has no effect without a page", hint=f"add --html PAGE, or omit {flag}")
     if key is None:
         show(set_report(opened, column=known), json=json)
     else:

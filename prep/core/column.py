@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
     from prep.core.make import Request
+    from prep.core.pages import PageRequest
     from prep.core.plan import ShardPlan
     from prep.core.report import Report
     from shards.commits import Failure
@@ -85,14 +86,6 @@ class CheckedSample:
 
     differences: list[tuple[DeepCode, str]]
     num_checked: int
-
-
-@dataclass(frozen=True)
-class Kept:
-    """How many of a number of samples an expression keeps."""
-
-    num_kept: int
-    num_samples: int
 
 
 @dataclass(frozen=True)
@@ -170,10 +163,7 @@ class ColumnSpec:
         extra_folders: folders for intermediate results in each variant.
         extra_files: files derived from the shards in each variant.
         sample_report: (shard, row, data folder) -> report printed by `prep inspect KEY`; the index row by default.
-        write_page: (path, variant, on_sample) -> number of samples on the page; writes the page of `prep inspect
-            --html`.
-        write_selection: (path, variant, on_sample, expression) -> how many samples the expression of `--where` keeps;
-            writes that page with what it keeps and drops. None if the column has no such page.
+        write_page: (variant, request) -> report; writes the page of `prep inspect --html`. None if the column has none.
     """
 
     name: str
@@ -197,8 +187,7 @@ class ColumnSpec:
     extra_folders: tuple[ExtraFolder, ...] = ()
     extra_files: tuple[ExtraFile, ...] = ()
     sample_report: "Callable[[CommittedShard, int, Path], Report] | None" = None
-    write_page: "Callable[[Path, Variant, Callable[[int, int], None]], int] | None" = None
-    write_selection: "Callable[[Path, Variant, Callable[[int, int], None], str], Kept] | None" = None
+    write_page: "Callable[[Variant, PageRequest], Report] | None" = None
 
     @property
     def is_first(self) -> bool:

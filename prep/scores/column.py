@@ -1,7 +1,7 @@
 """The column `scores`: its commands and its `ColumnSpec`."""
 
 import shlex
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from cyclopts import Parameter
 
 from manifests.errors import UserError
-from prep.core.column import VIDEO, ColumnSpec, ExtraFile, Kept, Pending, changed_flags
+from prep.core.column import VIDEO, ColumnSpec, ExtraFile, Pending, changed_flags
 from prep.core.make import (
     Address,
     Data,
@@ -27,6 +27,7 @@ from prep.engines.execution import Execution
 from prep.scores.recipe import SCORES, ScoresSettings, scores_recipe_from_dict
 
 if TYPE_CHECKING:
+    from prep.core.pages import PageRequest
     from prep.core.report import Report
     from prep.core.run import Summary
     from prep.scores.plan import ScoresPlan
@@ -170,16 +171,10 @@ def _pending(data_dir: Path, variant: "Variant") -> Pending:
     return pending_scores(data_dir, variant)
 
 
-def _write_page(path: Path, variant: "Variant", on_picture: Callable[[int, int], None]) -> int:
+def _write_page(variant: "Variant", request: "PageRequest") -> "Report":
     from prep.scores.page import write_scores_page
 
-    return write_scores_page(path, variant, on_picture=on_picture).num_samples
-
-
-def _write_selection(path: Path, variant: "Variant", on_picture: Callable[[int, int], None], where: str) -> Kept:
-    from prep.scores.page import write_scores_page
-
-    return write_scores_page(path, variant, where=where, on_picture=on_picture)
+    return write_scores_page(variant, request)
 
 
 COLUMN = ColumnSpec(
@@ -197,6 +192,5 @@ COLUMN = ColumnSpec(
     pending=_pending,
     check_sample="prep.scores.sample:check_scores",
     write_page=_write_page,
-    write_selection=_write_selection,
     extra_files=(ExtraFile(_TABLE_FILE, table_problem),),
 )

@@ -4,6 +4,7 @@ It is self-contained: pictures are JPEG files in it, and its content security po
 """
 
 import base64
+import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from html import escape
@@ -14,10 +15,11 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from manifests.errors import UserError
-from manifests.publish import publish_bytes
 from manifests.quoting import counted
-from prep.core.column import Kept
-from prep.scores.distribution import Histogram, evenly, histogram, landmarks
+from prep.core.histograms import HISTOGRAM_STYLE, histogram, histogram_html, short_number
+from prep.core.pages import PageRequest, page_head, publish_page, require_page_path
+from prep.core.report import Report
+from prep.scores.distribution import evenly, landmarks
 from prep.scores.pictures import Chunks, Thumbnail
 from shards.reader import Variant
 from shards.scores import open_scores
@@ -63,26 +65,18 @@ class Selection:
     is_kept: NDArray[np.bool_]
 
 
-def write_scores_page(
-    path: Path,
-    variant: Variant,
-    *,
-    where: str | None = None,
-    on_picture: Callable[[int, int], None] = lambda done, total: None,
-) -> Kept:
-    """Publish the page of the current variant, and return the number of its chunks and how many `where` keeps.
-
-    Args:
-        where: expression (shards.where); the page also shows what it keeps and drops.
-        on_picture: called with (number of chunks read, number to read).
+def write_scores_page(variant: Variant, request: PageRequest) -> Report:
+    """Publish the page of the current variant; with an expression it also shows what that keeps and drops.
 
     Raises:
-        UserError: `path` cannot be written, `variant` is not the current one, its merged table is missing or stale, or
-            `where` is not an expression on chunks.
+        UserError: the page cannot be written, `variant` is not the current one, its merged table is missing or stale,
+            or the request is not one for this page.
     """
-    if path.is_dir() or not path.parent.is_dir():
-        why = "is a folder" if path.is_dir() else "is in a folder that does not exist"
-        raise UserError(f"--html {path} {why}", hint="give a file in an existing folder")
+    require_page_path(request.path)
+    if request.num_samples is not None:
+        raise UserError(
+            "--chunks does not apply to column scores", hint="the page shows the distributions of all chunks; omit it"
+        )
     data_dir = variant.directory.parent.parent
     scores = open_scores(data_dir)
     if scores.variant.directory != variant.directory:
@@ -90,21 +84,22 @@ def write_scores_page(
             f"--html shows the current variant of scores, {scores.variant.directory.name}", hint="omit --variant"
         )
     chunks = Chunks(scores.table, video=Variant.open(data_dir))
-    selection = None if where is None else _select(where, scores.table, data_dir=data_dir)
+    selection = None if request.where is None else _select(request.where, scores.table, data_dir=data_dir)
     lines = _page(
         chunks,
         title=variant.directory.name,
         settings=f"cut_threshold {variant.recipe['cut_threshold']:g}; {variant.recipe['libraries']}",
         selection=selection,
-        on_picture=on_picture,
+        on_picture=request.on_sample,
     )
-    text = "\n".join(lines)
-    try:
-        publish_bytes(path, f"{text}\n".encode("utf-8", "replace"))
-    except OSError as error:
-        raise UserError(f"--html {path} cannot be written: {error.strerror}", hint="give another file") from None
-    num_chunks = scores.table.num_rows
-    return Kept(num_chunks if selection is None else int(selection.is_kept.sum()), num_chunks)
+    publish_page(request.path, lines)
+    num_chunks, html = scores.table.num_rows, os.fspath(request.path)
+    if selection is None:
+        return Report(f"{html}: {counted(num_chunks, 'chunk')}", {"html": html, "num_chunks": num_chunks})
+    num_kept = int(selection.is_kept.sum())
+    said = f"--where keeps {num_kept:,} of {counted(num_chunks, 'chunk')}"
+    said += "" if num_kept else "; see the distributions on the page for values that occur"
+    return Report(f"{html}: {said}", {"html": html, "num_chunks": num_chunks, "num_kept": num_kept})
 
 
 def _select(text: str, table: pa.Table, *, data_dir: Path) -> Selection:
@@ -138,12 +133,7 @@ def _page(
     num_videos = len(set(chunks.table["video_id"].chunk(0).indices.to_pylist()))
     summary = f"{counted(chunks.table.num_rows, 'chunk')} of {counted(num_videos, 'video')}"
     yield from (
-        "<!doctype html>",
-        '<html lang="en"><head><meta charset="utf-8">',
-        '<meta http-equiv="Content-Security-Policy" content="default-src \'none\'; img-src data:; '
-        "style-src 'unsafe-inline'\">",
-        '<meta name="viewport" content="width=device-width, initial-scale=1">',
-        f"<title>Scores: {escape(title)}</title><style>{STYLE}</style></head><body>",
+        page_head(f"Scores: {title}", style=HISTOGRAM_STYLE + STYLE),
         f"<header><h1>Scores: {escape(title)}</h1><p>{escape(summary)}</p><p><code>{escape(settings)}</code></p>",
         "</header><main>",
     )
@@ -213,28 +203,9 @@ def _score_html(
     if len(known):
         is_kept = None if selection is None else selection.is_kept[is_known]
         found = histogram(known, bounds=score.bounds, is_count=score.is_count, is_kept=is_kept)
-        yield from _histogram_html(found, title=score.title)
+        yield from histogram_html(found, title=score.title)
         yield from _row_html(marks, chunks=chunks, pictures=pictures)
     yield "</section>"
-
-
-def _histogram_html(found: Histogram, *, title: str) -> Iterator[str]:
-    top = max(int(found.counts.max()), 1)
-    label = f"{title}: histogram of {int(found.counts.sum())} values from {_short(found.begin)} to {_short(found.end)}"
-    yield f'<figure><svg viewBox="0 0 {len(found.counts) * 10} 100" preserveAspectRatio="none" role="img">'
-    yield f"<title>{escape(label)}</title>"
-    for bars, name in ((found.counts, "all" if found.kept is not None else "kept"), (found.kept, "kept")):
-        for number, count in enumerate([] if bars is None else bars.tolist()):
-            if count:
-                height = max(1.0, 100 * count / top)
-                place = f'x="{number * 10 + 1}" y="{100 - height:.1f}" width="8" height="{height:.1f}"'
-                yield f'<rect class="{name}" {place}/>'
-    ticks = [_short(value) for value in (found.begin, (found.begin + found.end) / 2, found.end)]
-    ticks[-1] += " and more" if found.is_cut else ""
-    spans = "".join(f"<span>{escape(tick)}</span>" for tick in ticks)
-    legend = "" if found.kept is None else "; coloured: kept"
-    yield f'</svg><figcaption><span class="ticks">{spans}</span>'
-    yield f"<span>largest bar: {counted(top, 'chunk')}{legend}</span></figcaption></figure>"
 
 
 def _row_html(
@@ -245,7 +216,7 @@ def _row_html(
 ) -> Iterator[str]:
     yield '<div class="row">'
     for name, row, value in marks:
-        of_value = "" if value is None else f"<b>{escape(_short(value))}</b> {escape(name or '')}"
+        of_value = "" if value is None else f"<b>{escape(short_number(value))}</b> {escape(name or '')}"
         yield f"<article>{_image(pictures[row, None])}<p>{of_value}</p><p><code>{escape(chunks.key(row))}</code></p>"
         yield "</article>"
     yield "</div>"
@@ -281,14 +252,6 @@ def _image(picture: Thumbnail) -> str:
     return f'<img alt="" width="{picture.width}" height="{picture.height}" src="data:image/jpeg;base64,{encoded}">'
 
 
-def _short(value: float) -> str:
-    """Format a value with three significant digits and without an exponent."""
-    if value == 0 or abs(value) >= 100:
-        return f"{value:,.0f}"
-    text = f"{value:.{2 - int(np.floor(np.log10(abs(value))))}f}"
-    return text.rstrip("0").rstrip(".") if "." in text else text
-
-
 STYLE = """
 :root { color-scheme: light dark; --paper: #f6f6f4; --card: #fff; --ink: #1d1d1b; --soft: #6b6b66; --line: #e2e2dc;
   --alarm: #b3261e; --bar: #2f6fb0; --rest: #c3c3bc; }
@@ -305,13 +268,9 @@ h2 { font-size: 16px; font-weight: 600; }
 h3 { font-size: 13px; font-weight: 600; margin-top: 12px; }
 code { font: 12px/1.4 ui-monospace, monospace; color: var(--soft); overflow-wrap: anywhere; }
 .where { color: var(--ink); font-size: 13px; }
-figure { margin: 12px 0 4px; }
-svg { display: block; width: 100%; height: 96px; }
-.line { height: 14px; margin-top: 6px; }
+.line { display: block; width: 100%; height: 14px; margin-top: 6px; }
 rect.kept { fill: var(--bar); }
 rect.all { fill: var(--rest); }
-figcaption { display: flex; flex-direction: column; color: var(--soft); font-size: 12px; margin-top: 2px; }
-.ticks { display: flex; justify-content: space-between; font-variant-numeric: tabular-nums; }
 .row { display: grid; grid-template-columns: repeat(auto-fill, minmax(min(176px, 45%), 1fr)); gap: 10px;
   margin-top: 8px; }
 article img { display: block; width: 100%; height: auto; aspect-ratio: 16 / 9; object-fit: contain; background: #000;

@@ -1,7 +1,7 @@
 """The column `video`: the commands `prep chunk` and `prep plan`, and the `ColumnSpec`."""
 
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -30,6 +30,7 @@ from prep.video.recipe import NAMED_RECIPES, Recipe, recipe_from_dict, settings_
 from prep.video.settings import SHOT_SETTINGS
 
 if TYPE_CHECKING:
+    from prep.core.pages import PageRequest
     from prep.core.report import Report
     from prep.core.run import Summary
     from prep.video.planning import Planned
@@ -193,10 +194,10 @@ def _sample_report(shard: "CommittedShard", row: int, data_dir: Path) -> "Report
     return chunk_report(shard, row, data_dir=data_dir)
 
 
-def _write_page(path: Path, variant: "Variant", on_chunk: Callable[[int, int], None]) -> int:
-    from prep.video.contact_sheet import write_contact_sheet
+def _write_page(variant: "Variant", request: "PageRequest") -> "Report":
+    from prep.video.page.write import write_chunk_page
 
-    return write_contact_sheet(path, variant, on_chunk=on_chunk)
+    return write_chunk_page(variant, request)
 
 
 COLUMN = ColumnSpec(

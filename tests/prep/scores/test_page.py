@@ -7,7 +7,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from prep.scores.distribution import evenly, histogram, landmarks
+from prep.core.histograms import histogram
+from prep.scores.distribution import evenly, landmarks
 from shards.reader import Variant
 from tests.prep.running import Ran
 
@@ -53,7 +54,8 @@ def test_the_page_shows_what_an_expression_keeps_and_drops(prep: Prep, clips: Pa
         (("--where", "speed > 1", "--html", "PAGE"), "there is no name speed"),
         (("--where", "words > 1", "--html", "PAGE"), "the page shows chunks"),
         (("--where", "motion > 1"), "--where has no effect without a page"),
-        (("--where", "motion > 1", "--html", "PAGE", "--column", "video"), "--where does not apply to column video"),
+        (("--chunks", "5", "--html", "PAGE"), "--chunks does not apply to column scores"),
+        (("--chunks", "5"), "--chunks has no effect without a page"),
         (("--html", "missing/PAGE"), "in a folder that does not exist"),
     ],
 )

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import av
 import pytest
+from prep.video.contact_sheet import MAX_CHUNKS, Card, decode_frames, jpeg, page, spread, write_contact_sheet
 
 from prep.synthetic.frame_code import read_frame_number
-from prep.video.contact_sheet import MAX_CHUNKS, Card, decode_frames, jpeg, page, spread, write_contact_sheet
 from prep.video.inspection import clock, gop_line
 from shards.format import PACKET_KEY, PACKET_REFERENCE
 from shards.reader import Variant

@@ -1,0 +1,119 @@
+"""What a page shows of one chunk: pictures, captions, source, scores, and its clip."""
+
+import json
+import zlib
+from dataclasses import dataclass, field
+from fractions import Fraction
+from typing import Any
+
+import av.error
+
+from prep.video.page.clips import Clip, ClipFolder, ClipPlan, clip_name, data_uri
+from prep.video.page.pictures import NoPicture, decode_frames, jpeg, preview, spread
+from shards.damage import Damaged
+from shards.reader import CommittedShard
+
+_PICTURES = 4
+_PICTURE_HEIGHT_PX = 108
+
+
+@dataclass(frozen=True)
+class CaptionLine:
+    """A caption. Times are seconds in the video; `end_s` is None for its end."""
+
+    text: str
+    begin_s: float
+    end_s: float | None
+
+
+@dataclass(frozen=True)
+class Picture:
+    """A frame as a JPEG file; `time_s` is its position in the chunk."""
+
+    jpeg: bytes
+    time_s: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Card:
+    """One chunk on the page.
+
+    Attributes:
+        place: where it is in the data folder: shard and row.
+        facts: codec, size, frame rate, in words.
+        scores: name of a score -> value.
+        problem: why it cannot be shown; it then has neither pictures nor a clip.
+    """
+
+    key: str
+    video_id: str
+    split: str
+    begin_s: float
+    end_s: float
+    size_bytes: int
+    place: str = ""
+    dataset: str = ""
+    source_id: str = ""
+    path: str = ""
+    facts: str = ""
+    captions: tuple[CaptionLine, ...] = ()
+    pictures: tuple[Picture, ...] = ()
+    scores: dict[str, float] = field(default_factory=dict)
+    clip: Clip | None = None
+    problem: str | None = None
+
+    @property
+    def seconds(self) -> float:
+        """Duration."""
+        return self.end_s - self.begin_s
+
+    @property
+    def kbit_s(self) -> float:
+        """Bit rate in kbit/s."""
+        return self.size_bytes * 8 / max(self.seconds, 1e-3) / 1000
+
+
+def read_details(shard: CommittedShard, row: int, *, plan: ClipPlan, folder: ClipFolder) -> dict[str, Any]:
+    """Return the fields of a card that are read from the shard: of a damaged chunk, those up to the `problem`.
+
+    Raises:
+        UserError: the clip cannot be written.
+    """
+    found: dict[str, Any] = {}
+    try:
+        entry = {name: shard.index[name][row].as_py() for name in shard.index.column_names}
+        fps = Fraction(entry["fps_num"], entry["fps_den"])
+        found["facts"] = f"{entry['codec']} {entry['width']}x{entry['height']}, {float(fps):.4g} fps"
+        described = json.loads(shard.read(row, "json"))
+        found |= {name: str(described.get(name, "")) for name in ("dataset", "source_id")}
+        found["captions"] = tuple(map(_caption, described["captions"]))
+        content = shard.read(row, "mp4")
+        if zlib.crc32(content) != entry["mp4_crc32"]:
+            raise NoPicture(f"its content in {shard.tar_path.name} differs from the commit; run prep verify")
+        frames = spread(entry["num_frames"], num_pictures=_PICTURES)
+        found["pictures"] = tuple(
+            Picture(jpeg(picture, height=_PICTURE_HEIGHT_PX), float(number / fps))
+            for number, picture in zip(frames, decode_frames(content, entry, frames=frames), strict=True)
+        )
+        found["clip"] = _clip(content, entry, fps=fps, plan=plan, folder=folder)
+    except (Damaged, OSError, ValueError, KeyError, TypeError, NoPicture, av.error.FFmpegError) as error:
+        found["problem"] = f"cannot be shown: {error}"
+        found.pop("pictures", None)
+    return found
+
+
+def _caption(caption: dict[str, Any]) -> CaptionLine:
+    end_s = caption["end_s"]
+    return CaptionLine(str(caption["text"]), float(caption["begin_s"]), None if end_s is None else float(end_s))
+
+
+def _clip(content: bytes, entry: dict[str, Any], *, fps: Fraction, plan: ClipPlan, folder: ClipFolder) -> Clip:
+    if plan.is_embedded:
+        return Clip(data_uri(content, "video/mp4"), len(content), is_preview=False)
+    name = clip_name(entry["key"], entry["mp4_crc32"], is_preview=plan.is_preview)
+    size_bytes = folder.has(name, size_bytes=None if plan.is_preview else len(content))
+    if not size_bytes:
+        made = preview(content, fps=fps) if plan.is_preview else content
+        folder.write(name, made)
+        size_bytes = len(made)
+    return Clip(name, size_bytes, is_preview=plan.is_preview)

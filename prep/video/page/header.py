@@ -1,0 +1,111 @@
+"""The texts at the top of a page of chunks: totals, settings in words, and what could not be read."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from manifests.quoting import counted
+from prep.core.histograms import short_number
+from prep.core.report import size_text
+from prep.video.page.chunks import Chunks, Hole
+from prep.video.page.clips import ClipPlan
+from prep.video.page.pictures import PREVIEW_S
+from prep.video.page.totals import Distribution, SplitTotal
+from shards.reader import Variant
+
+_CODEC_NAMES = {
+    **{"h264": "H.264", "h264_nvenc": "H.264 (NVENC)", "hevc": "HEVC", "hevc_nvenc": "HEVC (NVENC)"},
+    **{"av1": "AV1", "av1_nvenc": "AV1 (NVENC)", "vp9": "VP9", "mjpeg": "MJPEG"},
+}
+
+
+@dataclass(frozen=True)
+class Header:
+    """What the first page says of all chunks.
+
+    Attributes:
+        title: name of the variant.
+        summary: number of chunks, videos and bytes; which of them are shown.
+        settings: settings in words, and all of them as they are stored.
+        notes: what could not be read, or is not shown.
+        holes: shards that cannot be read.
+        clips: how the clips were made.
+    """
+
+    title: str
+    summary: str
+    settings: tuple[str, str]
+    tiles: Sequence[tuple[str, str]]
+    splits: Sequence[SplitTotal]
+    distributions: Sequence[Distribution]
+    notes: Sequence[str]
+    holes: Sequence[str]
+    clips: str
+
+
+def summary(everything: Chunks, chunks: Chunks, *, num_shown: int, variant: Variant, where: str | None) -> str:
+    """Return how many chunks, videos and bytes there are, and which of the chunks are shown."""
+    num_videos = len(np.unique(chunks.video))
+    kept = f"{len(chunks):,} of {counted(len(everything), 'chunk')}, those with {where}," if where else ""
+    size = size_text(int(variant.tar_files.sizes.sum() if where is None else chunks.size_bytes.sum()))
+    total = f"{kept or counted(len(chunks), 'chunk')} of {counted(num_videos, 'video')}, {size}"
+    shown = "" if num_shown == len(chunks) else f"; showing {num_shown:,} evenly spaced chunks, of every split"
+    holes = f"; {counted(len(chunks.holes), 'shard')} cannot be read" if chunks.holes else ""
+    return f"{total}{shown}{holes}"
+
+
+def tiles(chunks: Chunks, variant: Variant) -> list[tuple[str, str]]:
+    """Return the totals as values with their names."""
+    hours = float(chunks.duration_s.sum()) / 3600
+    found = [
+        (f"{len(np.unique(chunks.video)):,}", "videos"),
+        (f"{len(chunks):,}", "chunks"),
+        (short_number(hours), "hours") if hours >= 1 else (short_number(hours * 60), "minutes"),
+        (size_text(int(chunks.size_bytes.sum())), "of video"),
+        (f"{short_number(float(chunks.size_bytes.sum()) * 8e-3 / max(hours * 3600, 1e-3))} kbit/s", "mean bit rate"),
+        (f"{variant.num_shards:,}", "shard" if variant.num_shards == 1 else "shards"),
+    ]
+    failures = sum(len(commit.failures) for commit in variant.commits.values())
+    return [*found, (f"{failures:,}", "failed parts of videos: see prep status")] if failures else found
+
+
+def hole_text(hole: Hole) -> str:
+    """Return which shard cannot be read, and why."""
+    what = "" if hole.num_chunks is None else f" ({hole.split}, {counted(hole.num_chunks, 'chunk')})"
+    return f"Shard {hole.shard_id:06d}{what}: {hole.why}"
+
+
+def clips_text(plan: ClipPlan) -> str:
+    """Return how the clips were made."""
+    if not plan.is_preview:
+        return f"Clips are {plan.why}."
+    return f"Clips are previews, encoded again as H.264 with 240 lines, up to {PREVIEW_S:.0f} s: {plan.why}."
+
+
+def settings_words(recipe: Mapping[str, Any]) -> str:
+    """Return the settings of a recipe.json in words, as far as it has them."""
+    names = {
+        "h264": "H.264",
+        "hevc": "HEVC",
+        "av1": "AV1",
+        "vp9": "VP9",
+        "mjpeg": "MJPEG",
+        "h264_nvenc": "H.264 (NVENC)",
+    }
+    parts = [names.get(str(recipe.get("codec")), str(recipe.get("codec", "")))]
+    for name, text in (
+        ("short_side", "short side {} px"),
+        ("fps", "{} fps"),
+        ("crf", "CRF {}"),
+        ("bitrate", "{}bit/s"),
+        ("keyint", "a key frame every {} frames"),
+    ):
+        if recipe.get(name) is not None:
+            parts.append(text.format(recipe[name]))
+    if recipe.get("len") is not None:
+        parts.append(
+            f"cut at shots, up to {recipe['len']}" if recipe.get("cut") == "shots" else f"chunks of {recipe['len']}"
+        )
+    return ", ".join(part for part in parts if part)

@@ -1,0 +1,82 @@
+"use strict";
+// Plays clips in place, and filters, searches and sorts the chunks of the page. Without it, the page has the same
+// chunks, with the controls of the browser under the pictures.
+(() => {
+  const root = document.documentElement;
+  root.classList.add("js");
+  const grid = document.querySelector(".chunks");
+  const cards = [...grid.querySelectorAll("article")];
+  const folded = (text) => text.normalize("NFKD").replace(/\p{M}/gu, "").toLowerCase();
+  const texts = new Map(cards.map((card) => [card, folded(`${card.id} ${card.textContent}`)]));
+
+  for (const clip of grid.querySelectorAll(".clip")) {
+    const video = clip.querySelector("video");
+    if (!video) continue;
+    const button = document.createElement("button");
+    button.type = "button";
+    button.className = "play";
+    button.setAttribute("aria-label", video.getAttribute("aria-label"));
+    clip.append(button);
+    button.addEventListener("click", () => {
+      clip.classList.add("playing");
+      video.focus();
+      video.play().catch(() => {}); // the error below says it
+    });
+    video.addEventListener("play", () => {
+      for (const other of grid.querySelectorAll(".playing video")) if (other !== video) other.pause();
+    });
+    video.addEventListener("error", () => {
+      const note = document.createElement("p");
+      note.className = "bad small";
+      note.setAttribute("role", "alert");
+      note.textContent = "This clip cannot be played: its file is missing, or this browser does not play its codec.";
+      clip.classList.remove("playing");
+      button.remove();
+      clip.after(note);
+    });
+  }
+
+  const form = document.querySelector(".filters");
+  const field = (name) => form.querySelector(`[name=${name}]`);
+  const count = form.querySelector("output"), clear = form.querySelector("button"), none = document.querySelector(".none");
+  const filters = ["split", "dataset", "video"].map(field).filter(Boolean);
+  const all = document.querySelectorAll("a[data-all]");
+
+  function update() {
+    const words = folded(field("q").value).split(/\s+/).filter(Boolean);
+    let shown = 0;
+    for (const card of cards) {
+      const isShown = words.every((word) => texts.get(card).includes(word))
+        && filters.every((one) => !one.value || card.dataset[one.name] === one.value);
+      card.hidden = !isShown;
+      shown += isShown;
+      if (!isShown) card.querySelector("video")?.pause();
+    }
+    const isFiltered = words.length > 0 || filters.some((one) => one.value);
+    count.textContent = isFiltered ? `${shown.toLocaleString("en")} of ${cards.length.toLocaleString("en")} on this page` : "";
+    clear.hidden = !isFiltered;
+    none.hidden = shown > 0;
+    for (const link of all) link.hash = words.length ? `q=${encodeURIComponent(field("q").value)}` : "";
+  }
+
+  function sort() {
+    const [name, isDown] = [field("sort").value, field("sort").value !== "order"];
+    const value = (card) => Number(card.dataset[name] ?? (isDown ? -Infinity : 0));
+    cards.sort((a, b) => (isDown ? value(b) - value(a) : 0) || a.dataset.order - b.dataset.order);
+    grid.append(...cards);
+  }
+
+  form.addEventListener("input", update);
+  form.addEventListener("submit", (event) => event.preventDefault());
+  field("sort").addEventListener("change", sort);
+  clear.addEventListener("click", () => {
+    field("q").value = "";
+    for (const one of filters) one.value = "";
+    update();
+    field("q").focus();
+  });
+  const asked = /^#q=(.*)$/.exec(location.hash);
+  if (asked) field("q").value = decodeURIComponent(asked[1]);
+  form.hidden = false;
+  update();
+})();

@@ -1,0 +1,119 @@
+"""Single frames of a chunk as pictures, decoded with its packet table, and a chunk as a small clip for a browser."""
+
+import io
+from collections.abc import Sequence
+from fractions import Fraction
+from typing import Any
+
+import av
+from av.video.frame import VideoFrame
+from av.video.stream import VideoStream
+
+from shards.format import PACKET_KEY, PACKET_REFERENCE
+
+_JPEG_QUANTISER = 5  # from 2 (best) to 31
+_DECODERS = {"av1": "libdav1d"}  # libav's native av1 decoder requires hardware
+
+
+class NoPicture(Exception):
+    """The decoder did not return a requested frame."""
+
+
+def spread(num_frames: int, *, num_pictures: int) -> list[int]:
+    """Return the middle frames of `num_pictures` equal parts of a chunk."""
+    count = min(num_pictures, num_frames)
+    return [(2 * part + 1) * num_frames // (2 * count) for part in range(count)]
+
+
+def decode_frames(content: bytes, row: dict[str, Any], *, frames: Sequence[int]) -> list[VideoFrame]:
+    """Decode single frames of a chunk.
+
+    Args:
+        content: bytes of the MP4 file.
+        row: row of the index (shards.format.VIDEO_FIELDS).
+        frames: presentation indices of the frames.
+
+    Raises:
+        NoPicture: a frame could not be decoded.
+        av.error.FFmpegError: the packets are damaged.
+    """
+    context = av.CodecContext.create(_DECODERS.get(row["codec"], row["codec"]), "r")
+    context.extradata = row["extradata"]
+    context.thread_count = 1
+    position_of = {frame: position for position, frame in enumerate(row["packet_frame"])}
+    pictures = []
+    for wanted in frames:
+        found = None
+        for position in _needed(row["packet_flags"], position_of[wanted]):
+            begin = row["packet_offset"][position]
+            packet = av.Packet(content[begin : begin + row["packet_size"][position]])
+            packet.pts, packet.time_base = row["packet_frame"][position], Fraction(1)
+            found = _pick(context.decode(packet), wanted) or found
+        found = _pick(context.decode(None), wanted) or found
+        context.flush_buffers()
+        if found is None:
+            raise NoPicture(f"frame {wanted} cannot be decoded")
+        pictures.append(found)
+    return pictures
+
+
+def jpeg(frame: VideoFrame, *, height: int) -> bytes:
+    """Encode `frame` as a JPEG, scaled to a height of `height` pixels."""
+    width = max(2, round(frame.width * height / frame.height / 2) * 2)
+    small = frame.reformat(width=width, height=height, format="yuvj420p")
+    context = av.CodecContext.create("mjpeg", "w")
+    context.width, context.height, context.pix_fmt, context.time_base = width, height, "yuvj420p", Fraction(1, 25)
+    context.qmin = context.qmax = _JPEG_QUANTISER
+    small.pts, small.time_base = 0, Fraction(1, 25)
+    return b"".join(bytes(packet) for packet in [*context.encode(small), *context.encode(None)])
+
+
+def _needed(flags: Sequence[int], target: int) -> list[int]:
+    """Return the packets to decode for the packet at `target`: from its key frame on, reference frames only."""
+    begin = max(at for at in range(target + 1) if flags[at] & PACKET_KEY)
+    return [at for at in range(begin, target + 1) if at == target or flags[at] & PACKET_REFERENCE]
+
+
+def _pick(frames: Sequence[Any], wanted: int) -> VideoFrame | None:
+    return next((frame for frame in frames if frame.pts == wanted), None)
+
+
+PREVIEW_S = 20.0  # a preview is of the first seconds of a longer chunk
+_PREVIEW_SHORT_SIDE_PX = 240
+_PREVIEW_FPS = 12
+_PREVIEW_OPTIONS = {"crf": "29", "preset": "veryfast", "threads": "1"}
+
+
+def preview(content: bytes, *, fps: Fraction) -> bytes:
+    """Encode a chunk again as H.264 with a short side of 240 pixels and about 12 frames per second.
+
+    Args:
+        content: bytes of the MP4 file.
+        fps: its frame rate.
+
+    Raises:
+        av.error.FFmpegError: it cannot be decoded.
+    """
+    step = max(1, round(fps / _PREVIEW_FPS))
+    written = io.BytesIO()
+    with (
+        av.open(io.BytesIO(content), "r", format="mp4") as source,
+        av.open(written, "w", format="mp4", options={"movflags": "faststart"}) as target,
+    ):
+        video = source.streams.video[0]
+        video.codec_context.thread_count = 1
+        scale = min(1.0, _PREVIEW_SHORT_SIDE_PX / min(video.width, video.height))
+        width, height = (max(2, 2 * round(scale * side / 2)) for side in (video.width, video.height))
+        stream = target.add_stream("libx264", rate=fps / step, options=_PREVIEW_OPTIONS)
+        assert isinstance(stream, VideoStream)
+        stream.width, stream.height, stream.pix_fmt = width, height, "yuv420p"
+        for number, frame in enumerate(source.decode(video)):
+            if number >= PREVIEW_S * fps:
+                break
+            if number % step:
+                continue
+            small = frame.reformat(width=width, height=height, format="yuv420p")
+            small.pts, small.time_base = number // step, step / fps
+            target.mux(stream.encode(small))
+        target.mux(stream.encode(None))
+    return written.getvalue()

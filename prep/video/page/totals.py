@@ -1,0 +1,122 @@
+"""The numbers at the top of a page: totals by split, and distributions of length, bit rate, captions and motion."""
+
+from contextlib import closing
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+from numpy.typing import NDArray
+
+from manifests.store import open_captions
+from prep.core.histograms import Histogram, histogram
+from prep.video.page.chunks import Chunks
+from shards.scores import open_scores
+from shards.selection import find_chunks
+
+SHOWN_SCORES = ("motion", "sharpness", "brightness", "cuts", "speech")
+_MS_PER_VIDEO = 1 << 40
+_BATCH_CAPTIONS = 1 << 18
+
+
+@dataclass(frozen=True)
+class SplitTotal:
+    """The chunks of a split."""
+
+    name: str
+    num_videos: int
+    num_chunks: int
+    seconds: float
+    size_bytes: int
+
+
+@dataclass(frozen=True)
+class Distribution:
+    """A histogram with its name and unit; `about` says what its values are."""
+
+    title: str
+    unit: str
+    about: str
+    histogram: Histogram
+
+
+@dataclass(frozen=True)
+class ChunkScores:
+    """The scores of chunks: `rows` are their rows in the table of scores, -1 for those that have none."""
+
+    table: pa.Table
+    rows: NDArray[np.int64]
+
+    def of(self, number: int) -> dict[str, float]:
+        """Return the known scores of a chunk."""
+        row = int(self.rows[number])
+        values = {name: self.table[name][row].as_py() for name in SHOWN_SCORES} if row >= 0 else {}
+        return {name: float(value) for name, value in values.items() if value is not None}
+
+
+def split_totals(chunks: Chunks) -> list[SplitTotal]:
+    """Return the totals of each split that has chunks."""
+    totals = []
+    for code, name in enumerate(chunks.splits):
+        mine = chunks.split == code
+        if mine.any():
+            seconds, size_bytes = float(chunks.duration_s[mine].sum()), int(chunks.size_bytes[mine].sum())
+            totals.append(SplitTotal(name, len(np.unique(chunks.video[mine])), int(mine.sum()), seconds, size_bytes))
+    return totals
+
+
+def scores_of(chunks: Chunks, data_dir: Path) -> ChunkScores | None:
+    """Return the scores of chunks of the current variant.
+
+    Raises:
+        UserError: there are none, or they cannot be used.
+    """
+    table = open_scores(data_dir, columns={"video_id", "start_ms", *SHOWN_SCORES}).table
+    rows = find_chunks(table, video_ids=chunks.video_ids, video_row=chunks.video, start_ms=chunks.start_ms)
+    return ChunkScores(table, rows) if (rows >= 0).any() else None
+
+
+def num_captions(chunks: Chunks, data_dir: Path) -> NDArray[np.int64]:
+    """Return how many captions of the manifest overlap each chunk, int64 [chunks].
+
+    The table of captions is read in batches: tens of millions of captions are not held.
+
+    Raises:
+        UserError: there is no manifest, or it is damaged.
+    """
+    begin = chunks.video.astype(np.int64) * _MS_PER_VIDEO + chunks.start_ms
+    end = begin + np.ceil(chunks.duration_s * 1000).astype(np.int64)
+    change = np.zeros(len(chunks) + 1, np.int64)
+    with closing(open_captions(data_dir, coded=["video_id"])) as file:
+        for batch in file.iter_batches(_BATCH_CAPTIONS, columns=["video_id", "begin_s", "end_s"]):
+            coded = batch.column(0)
+            known = pc.fill_null(pc.index_in(coded.dictionary, value_set=chunks.video_ids), -1).to_numpy()
+            video = known[coded.indices.to_numpy()].astype(np.int64)
+            times = (np.clip(batch.column(name).to_numpy() * 1000, 0, _MS_PER_VIDEO / 2) for name in (1, 2))
+            begin_ms, end_ms = (time.astype(np.int64) + video * _MS_PER_VIDEO for time in times)
+            first = np.searchsorted(end, begin_ms, side="right")
+            last = np.searchsorted(begin, end_ms, side="left")
+            overlaps = (video >= 0) & (last > first)
+            change += np.bincount(first[overlaps], minlength=len(change))
+            change -= np.bincount(last[overlaps], minlength=len(change))
+    return np.cumsum(change[:-1])
+
+
+def distributions(
+    chunks: Chunks, *, captions: NDArray[np.int64] | None, scores: ChunkScores | None
+) -> list[Distribution]:
+    """Return the distributions that are known."""
+    found = [
+        Distribution("Length", "s", "seconds of video in each chunk", histogram(chunks.duration_s)),
+        Distribution("Bit rate", "kbit/s", "size of each MP4 file by its length", histogram(chunks.bits_per_s / 1000)),
+    ]
+    if captions is not None and captions.any():
+        about = "captions of the manifest that overlap each chunk"
+        found.append(Distribution("Captions", "", about, histogram(captions.astype(np.float64), is_count=True)))
+    if scores is not None:
+        motion = scores.table["motion"].to_numpy()[scores.rows[scores.rows >= 0]].astype(np.float64)
+        if len(known := motion[~np.isnan(motion)]):
+            about = f"score of {len(known):,} chunks, mean displacement in frame heights per second"
+            found.append(Distribution("Motion", "", about, histogram(known)))
+    return found

@@ -1,0 +1,204 @@
+"""Writing the page of `prep inspect --html`: the choice of chunks, their clips, the pages, and what was written."""
+
+import os
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow.compute as pc
+from numpy.typing import NDArray
+
+from manifests.errors import UserError
+from manifests.quoting import counted
+from manifests.storage.mirrors import mirror_of
+from manifests.storage.urls import masked
+from manifests.store import read_videos
+from prep.core.pages import PageRequest, publish_page, require_page_path
+from prep.core.report import Report, size_text
+from prep.video.codecs import CODECS
+from prep.video.page.cards import Card, read_details
+from prep.video.page.chunks import Chunks, chosen, read_chunks
+from prep.video.page.clips import ClipFolder, ClipPlan, plan_clips
+from prep.video.page.header import Header, clips_text, hole_text, settings_words, summary, tiles
+from prep.video.page.html import Pages, chunk_page, list_page
+from prep.video.page.totals import ChunkScores, distributions, num_captions, scores_of, split_totals
+from prep.video.recipe import settings_line
+from shards.dataset import current_variant
+from shards.reader import Variant
+
+PAGE_CHUNKS = 150
+_BUCKET_THREADS = 16
+
+
+def write_chunk_page(variant: Variant, request: PageRequest) -> Report:
+    """Publish the pages and clips of up to `request.num_samples` chunks (by default PAGE_CHUNKS), drawn evenly.
+
+    Raises:
+        UserError: a file cannot be written, no shard is readable, or `request.where` keeps no chunk.
+    """
+    require_page_path(request.path)
+    folder = ClipFolder(request.path)
+    data_dir = variant.directory.parent.parent
+    everything = read_chunks(variant)
+    chunks = everything if request.where is None else everything.kept(request.where, data_dir)
+    picked = chosen(chunks, num_chunks=request.num_samples or PAGE_CHUNKS)
+    plan = plan_clips(_codec(variant), total_bytes=int(chunks.size_bytes[picked].sum()))
+    count = -(-len(picked) // PAGE_CHUNKS)
+    if count > 1 or not plan.is_embedded:
+        folder.make()
+    notes: list[str] = []
+    is_current = current_variant(data_dir, "video") == variant.directory.name
+    scores = _or_note(lambda: scores_of(chunks, data_dir), notes) if is_current and _has(data_dir, "scores") else None
+    captions = _or_note(lambda: num_captions(chunks, data_dir), notes)
+    header = Header(
+        title=variant.directory.name,
+        summary=summary(everything, chunks, num_shown=len(picked), variant=variant, where=request.where),
+        settings=(settings_words(variant.recipe), settings_line(variant.recipe)),
+        tiles=tiles(chunks, variant),
+        splits=split_totals(chunks),
+        distributions=distributions(chunks, captions=captions, scores=scores),
+        notes=notes,
+        holes=[hole_text(hole) for hole in chunks.holes.values()],
+        clips=clips_text(plan),
+    )
+    cards = _cards(variant, chunks, picked, scores=scores, plan=plan, folder=folder, on_card=request.on_sample)
+    return _publish(cards, header, request.path, folder=folder, plan=plan, num_shown=len(picked), num_all=len(chunks))
+
+
+def _publish(
+    cards: Iterator[Card],
+    header: Header,
+    path: Path,
+    *,
+    folder: ClipFolder,
+    plan: ClipPlan,
+    num_shown: int,
+    num_all: int,
+) -> Report:
+    count = -(-num_shown // PAGE_CHUNKS)
+    media = "data:" if plan.is_embedded else "'self' file:"
+    pages = [Pages(path.name, folder.address, number, count, num_shown) for number in range(1, count + 1)]
+    kept: set[str] = set()
+    listed: list[tuple[Card, int]] = []
+    written_bytes, clip_bytes, first = 0, 0, []
+    for page in pages:
+        mine = [card for _, card in zip(range(min(PAGE_CHUNKS, num_shown - len(listed))), cards, strict=False)]
+        clips = [card.clip for card in mine if card.clip is not None]
+        clip_bytes += sum(clip.size_bytes for clip in clips)
+        kept |= {clip.address for clip in clips if not plan.is_embedded}
+        listed += [(replace(card, pictures=(), clip=None), page.number) for card in mine]
+        if page.number == 1:
+            first = mine  # published last: what it names exists then
+        else:
+            name = f"page-{page.number}.html"
+            written_bytes += publish_page(folder.path / name, chunk_page(mine, header, page, media=media))
+            kept.add(name)
+    if count > 1:
+        lister = replace(pages[0], number=0)
+        written_bytes += publish_page(folder.path / "all.html", list_page(listed, header, lister))
+        kept.add("all.html")
+    written_bytes += publish_page(path, chunk_page(first, header, pages[0], media=media))
+    folder.sweep(kept)
+    num_problems = sum(card.problem is not None for card, _ in listed)
+    values: dict[str, Any] = {
+        "html": os.fspath(path),
+        "num_chunks": num_shown,
+        "num_all_chunks": num_all,
+        "num_pages": count,
+        "num_unreadable": num_problems,
+        "html_bytes": written_bytes,
+        "clips": "embedded" if plan.is_embedded else "preview" if plan.is_preview else "copy",
+        "clip_bytes": clip_bytes,
+        "folder": os.fspath(folder.path) if kept else None,
+    }
+    of_all = "" if num_shown == num_all else f" of {num_all:,}, drawn evenly,"
+    on_pages = f" on {counted(count, 'page')}" if count > 1 else ""
+    lines = [f"{path}: {num_shown:,}{of_all} {'chunk' if num_shown == 1 else 'chunks'}{on_pages}"]
+    if num_problems:
+        lines.append(
+            f"{counted(num_problems, 'chunk')} cannot be shown; the page says why, prep verify how to repair it"
+        )
+    if plan.is_embedded:
+        lines.append(f"one file of {size_text(written_bytes)}, clips included")
+    else:
+        kind = "previews" if plan.is_preview else "clips"
+        lines.append(
+            f"{size_text(written_bytes)} of pages, and {size_text(clip_bytes)} of {kind} in {folder.path}: keep both"
+            " together"
+        )
+    lines.append(f"open it in a browser: {path.resolve().as_uri()}")
+    return Report("\n".join(lines), values)
+
+
+def _cards(
+    variant: Variant,
+    chunks: Chunks,
+    picked: NDArray[np.int64],
+    *,
+    scores: ChunkScores | None,
+    plan: ClipPlan,
+    folder: ClipFolder,
+    on_card: Callable[[int, int], None],
+) -> Iterator[Card]:
+    """Yield the cards in order; at most one page of them is in memory."""
+    data_dir = variant.directory.parent.parent
+    paths = _paths(chunks, picked, data_dir)
+    is_remote = mirror_of(data_dir) is not None
+    num_threads = _BUCKET_THREADS if is_remote else len(os.sched_getaffinity(0))
+
+    def card(number: int) -> Card:
+        shard_id, row = int(chunks.shard[number]), int(chunks.row[number])
+        video_id = chunks.video_ids[int(chunks.video[number])].as_py()
+        begin_s = float(chunks.start_ms[number]) / 1000
+        known = Card(
+            key=chunks.key(number),
+            video_id=video_id,
+            split=chunks.splits[int(chunks.split[number])],
+            begin_s=begin_s,
+            end_s=begin_s + float(chunks.duration_s[number]),
+            size_bytes=int(chunks.size_bytes[number]),
+            place=f"shard {shard_id:06d}, row {row}",
+            path=paths.get(video_id, ""),
+            scores={} if scores is None else scores.of(number),
+        )
+        return replace(known, **read_details(variant.shard(shard_id), row, plan=plan, folder=folder))
+
+    with ThreadPoolExecutor(num_threads) as pool:
+        for begin in range(0, len(picked), PAGE_CHUNKS):
+            part = picked[begin : begin + PAGE_CHUNKS].tolist()
+            for done, made in enumerate(pool.map(card, part), begin + 1):
+                on_card(done, len(picked))
+                yield made
+
+
+def _paths(chunks: Chunks, picked: NDArray[np.int64], data_dir: Path) -> dict[str, str]:
+    """Return the source file of each video that is shown, as far as the manifest has it."""
+    try:
+        videos = read_videos(data_dir)
+    except UserError:
+        return {}
+    wanted = chunks.video_ids.take(np.unique(chunks.video[picked]))
+    mine = videos.select(["video_id", "path"]).filter(pc.is_in(videos["video_id"], value_set=wanted))
+    return {row["video_id"]: masked(row["path"]) for row in mine.to_pylist()}
+
+
+def _or_note(read: Callable[[], Any], notes: list[str]) -> Any:
+    """Return what `read` returns; if it cannot, add the reason to `notes`."""
+    try:
+        return read()
+    except UserError as error:
+        notes.append(f"Not shown: {error}")
+        return None
+
+
+def _has(data_dir: Path, column: str) -> bool:
+    return (data_dir / column).is_dir()
+
+
+def _codec(variant: Variant) -> str:
+    """Return libav's name of the codec of a variant."""
+    name = str(variant.recipe.get("codec"))
+    return CODECS[name].decoder if name in CODECS else name
