@@ -21,6 +21,7 @@ from typing import Any
 
 _NAMES = ("chromium", "chromium-browser", "google-chrome", "chrome")
 _FLAGS = ("--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars", "--no-first-run", "--mute-audio")
+_MOUSE = "--blink-settings=primaryHoverType=2,availableHoverTypes=2,primaryPointerType=4,availablePointerTypes=4"
 # Moves the ends of the pipes to the descriptors that the browser expects, which may be in use in this process.
 _LAUNCH = (
     "import os, sys; os.dup2(int(sys.argv[1]), 3); os.dup2(int(sys.argv[2]), 4); os.execvp(sys.argv[3], sys.argv[3:])"
@@ -50,7 +51,7 @@ class Browser:
         self._profile = tempfile.TemporaryDirectory(prefix="chromium-", ignore_cleanup_errors=True)
         to_read, self._write = os.pipe()
         self._read, to_write = os.pipe()
-        flags = [*_FLAGS, f"--user-data-dir={self._profile.name}", "--remote-debugging-pipe", "about:blank"]
+        flags = [*_FLAGS, _MOUSE, f"--user-data-dir={self._profile.name}", "--remote-debugging-pipe", "about:blank"]
         self._process = subprocess.Popen(
             [sys.executable, "-I", "-S", "-c", _LAUNCH, str(to_read), str(to_write), program, *flags],
             pass_fds=(to_read, to_write),

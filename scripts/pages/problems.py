@@ -8,7 +8,8 @@ _RULES = r"""(() => {
   const found = [];
   const name = (element) => {
     const text = (element.textContent || "").trim().replace(/\s+/g, " ").slice(0, 40);
-    return `<${element.tagName.toLowerCase()}${element.className && element.className.baseVal === undefined ? " class=" + element.className : ""}> ${text}`;
+    const kind = typeof element.className === "string" && element.className ? ` class=${element.className}` : "";
+    return `<${element.tagName.toLowerCase()}${kind}> ${text}`;
   };
   const shown = (element) => element.checkVisibility() && element.getClientRects().length > 0;
   const all = (rule) => [...document.querySelectorAll(rule)].filter(shown);
@@ -22,12 +23,14 @@ _RULES = r"""(() => {
   if (!root.lang) found.push("no language");
   const labelled = (element) => element.getAttribute("aria-label") || element.getAttribute("aria-labelledby")
     || element.title || [...(element.labels || [])].some((label) => label.textContent.trim());
+  const hasText = (element) => element.closest("[role=img][aria-label], [aria-hidden=true]");
   for (const image of all("img")) {
-    if (!image.getAttribute("alt") && !image.closest("[role=img][aria-label], [aria-hidden=true]")) found.push(`image without alt: ${name(image.parentElement)}`);
-    if (image.complete && !image.naturalWidth) found.push(`image that cannot be shown: ${name(image.parentElement)}`);
+    const within = name(image.parentElement);
+    if (!image.getAttribute("alt") && !hasText(image)) found.push(`image without alt: ${within}`);
+    if (image.complete && !image.naturalWidth) found.push(`image that cannot be shown: ${within}`);
   }
   for (const one of all("svg, canvas")) {
-    if (!one.closest("[role=img][aria-label], [aria-hidden=true]")) found.push(`drawing without a text: ${name(one.parentElement)}`);
+    if (!hasText(one)) found.push(`drawing without a text: ${name(one.parentElement)}`);
   }
   for (const one of all("video, audio, input, select, textarea")) {
     if (!labelled(one)) found.push(`without a label: ${name(one)} in ${name(one.parentElement)}`);
@@ -38,9 +41,8 @@ _RULES = r"""(() => {
   }
   for (const one of all("body *")) {
     const style = getComputedStyle(one);
-    if (["hidden", "clip"].includes(style.overflowX) && one.scrollWidth > one.clientWidth + 1 && one.textContent.trim() && one.clientWidth > 1) {
-      found.push(`cut: ${name(one)}`);
-    }
+    const isCut = ["hidden", "clip"].includes(style.overflowX) && one.scrollWidth > one.clientWidth + 1;
+    if (isCut && one.textContent.trim() && one.clientWidth > 1) found.push(`cut: ${name(one)}`);
   }
   const parsed = (colour) => {
     const context = parsed.context ??= new OffscreenCanvas(1, 1).getContext("2d", { willReadFrequently: true });
@@ -66,12 +68,14 @@ _RULES = r"""(() => {
   };
   const faint = new Map();
   for (const one of all("body *")) {
-    if (![...one.childNodes].some((node) => node.nodeType === 3 && node.textContent.trim()) || one.closest("svg")) continue;
+    const hasWords = [...one.childNodes].some((node) => node.nodeType === 3 && node.textContent.trim());
+    if (!hasWords || one.closest("svg, script, style, option")) continue;
     const style = getComputedStyle(one);
-    if (style.opacity === "0" || one.closest("script, style, option")) continue;
+    if (style.opacity === "0") continue;
     const below = ground(one), [a, b] = [light(over(parsed(style.color), below)), light(below)];
     const contrast = (Math.max(a, b) + 0.05) / (Math.min(a, b) + 0.05);
-    if (contrast < LEAST) faint.set(`${style.color} on ${below.map(Math.round)}`, `contrast ${contrast.toFixed(1)}: ${name(one)}`);
+    const colours = `${style.color} on ${below.map(Math.round)}`;
+    if (contrast < LEAST) faint.set(colours, `contrast ${contrast.toFixed(1)} (${colours}): ${name(one)}`);
   }
   found.push(...faint.values());
   return found;

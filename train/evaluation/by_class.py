@@ -87,11 +87,14 @@ class Predictions:
         }
 
 
+CHANCE_KEYS = ("top1", "top5", "mean_class")
+
+
 def most_frequent(by_class: Mapping[str, Any]) -> dict[str, float]:
     """Top-1, top-5 and mean class accuracy of always predicting the most frequent classes of the evaluated clips."""
     num = sorted(by_class["num"], reverse=True)
     total, num_seen = sum(num), sum(count > 0 for count in num)
-    return {"top1": num[0] / total, "top5": sum(num[:_TOP]) / total, "mean_class": 1 / num_seen}
+    return dict(zip(CHANCE_KEYS, (num[0] / total, sum(num[:_TOP]) / total, 1 / num_seen), strict=True))
 
 
 def class_view(by_class: Mapping[str, Any]) -> dict[str, Any]:

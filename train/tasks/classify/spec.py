@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 from train.config.fields import Checked
+from train.evaluation.by_class import CHANCE_KEYS
 from train.evaluation.pages import CLASSES_SECTION, FEW_CLASSES, Row, Table, counted, protocol_of, share_cell
 from train.evaluation.probe.spec import PROBE
 from train.spec import EvaluationSpec, ExportRequest, Features, TaskSpec
@@ -74,7 +75,7 @@ def classification_table(result: dict[str, Any]) -> Table:
         # Results of earlier versions have no counts of classes: chance is that of guessing.
         chances = [min(k / num_classes, 1.0) for k in (1, 5, 1)]
         if "most_frequent" in result:
-            chances = list(result["most_frequent"][name].values())
+            chances = [result["most_frequent"][name][key] for key in CHANCE_KEYS]
         cells = [share_cell(share, chance) for share, chance in zip(shares, chances, strict=True)]
         if num_classes <= FEW_CLASSES:
             cells[1] = share_cell(None)

@@ -141,7 +141,7 @@ class ZeroShotScorer:
         by_class = Predictions.of(
             *map(torch.from_numpy, (similarity, class_of_clip)),
             rank_N=torch.from_numpy(class_ranks(similarity, class_of_clip)),
-        ).by_class([names[0] for names in classes.names], title="classes")
+        ).by_class([names[0] for names in classes.names], title=classes.source)
         templates = list(classes.templates)
         prompts = "the bare name" if templates == [PLAIN_TEMPLATE] else f"{len(templates)} templates"
         return {

@@ -67,11 +67,11 @@ def retrieval_examples(
     examples = []
     for text in chosen_texts(rank_M):
         order = np.argsort(-similarity_NM[:, text], kind="stable")
-        its = list(enumerate(order[:_NUM_FOUND].tolist(), start=1))
-        if not any(ranking.relevancy_NM[clip, text] == 1 for _, clip in its):
-            best = np.flatnonzero(ranking.relevancy_NM[order, text] == 1)[:1]
-            its += [(int(place) + 1, int(order[place])) for place in best]
-        shown = [found(clip, text, place=place) for place, clip in its]
+        # If no correct clip is among the first, the best one takes the last of their places.
+        best_right = int(np.flatnonzero(ranking.relevancy_NM[order, text] == 1)[0])
+        places = [*range(min(_NUM_FOUND, len(order)))]
+        places[-1] = max(places[-1], best_right)
+        shown = [found(int(order[place]), text, place=place + 1) for place in places]
         examples.append({"text": ranking.text(text), "rank": int(rank_M[text]), "found": shown})
     return examples
 

@@ -7,6 +7,7 @@ from typing import Annotated, Any
 
 from train.config.evaluation import TEMPERATURE, DualEncoderEvaluation, RetrievalName
 from train.config.fields import Checked, Range
+from train.evaluation.by_class import CHANCE_KEYS
 from train.evaluation.pages import CLASSES_SECTION, Cell, Row, Table, counted, protocol_of, share_cell
 from train.evaluation.probe.spec import PROBE
 from train.spec import CurveGroup, EvaluationSpec, ExportRequest, Features, TaskSpec
@@ -167,7 +168,8 @@ def zero_shot_table(result: dict[str, Any]) -> Table:
     top, chance = result["top"], result["chance"]
     # Results of earlier versions have no counts of classes: chance is that of guessing.
     chances = [*chance.values(), next(iter(chance.values()))]
-    chances = list(result["most_frequent"].values()) if "most_frequent" in result else chances
+    if "most_frequent" in result:
+        chances = [result["most_frequent"][key] for key in CHANCE_KEYS]
     shares = [*top.values(), result["mean_class_accuracy"]]
     cells = [share_cell(share, one) for share, one in zip(shares, chances, strict=True)]
     clips, num_without = counted(result["num_clips"], "clip"), result["num_without_class"]
