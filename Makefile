@@ -6,6 +6,7 @@
 #   make torture MINUTES=60 SEED=1   faults on purpose: see tests/torture
 #   make gpu-kit                     what a GPU is needed for, in build/gpu-kit/: see docs/gpu_kit.md (VIDEOS=DIR: with yours)
 #   make docs                        the documentation site, in build/site/
+#   make pages                       opens the pages of `make demo` in Chromium, checks them, and takes the pictures of the documents
 #   make peers                       what the benchmarks `decode`, `latents` and `search` compare with, in .venv-peers
 PYTHON ?= python3
 VENV ?= .venv
@@ -25,7 +26,7 @@ MINUTES ?= 60
 SEED ?= 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup lint test torture demo docs gpu-kit peers benchmarks lock clean
+.PHONY: help setup lint test torture demo docs pages gpu-kit peers benchmarks lock clean
 
 help:
 	@sed -n 's/^#   //p' Makefile
@@ -97,6 +98,9 @@ gpu-kit: setup
 
 docs: setup
 	$(BIN)/python -m scripts.site.build
+
+pages: setup
+	$(BIN)/python -m scripts.pages.build
 
 # Other libraries need other versions than the lock has, hence an environment of their own.
 peers: $(PEERS_VENV)/.ready

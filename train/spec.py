@@ -55,8 +55,9 @@ class EvaluationSpec:
         settings: frozen dataclass with a field `split`, whose fields are the flags.
         score: (opened run, settings) -> what was found. It may raise UserError and FailedWork.
         table: of a result.
-        pictures: key of a result under which it has clips with data URIs, which the console and --json leave out.
-        section: template of the part of the page that shows them.
+        pictures: key of a result under which it has what only pages show, such as clips with data URIs and numbers of
+            each class. The console and --json leave it out.
+        section: template of the part of the page that shows it.
         strips: a result's clips as the overview shows them: objects with `words`, `frames` (data URIs) and `is_right`.
         curves: charts of its metrics in the loop.
     """

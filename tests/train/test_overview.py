@@ -100,5 +100,5 @@ def test_runs_are_compared_by_metrics_settings_and_curves(tmp_path: Path) -> Non
 def test_a_browser_shows_the_comparison_without_a_complaint(tmp_path: Path) -> None:
     runs = [long_run(tmp_path / name) for name in ("one", "two")]
     write_overview([run.path for run in runs], tmp_path / "index.html")
-    found = opened(tmp_path / "index.html", width_px=1400, scratch=tmp_path)
+    found = opened(tmp_path / "index.html", width_px=1400)
     assert found.messages == [] and found.overflow_px == 0 and found.num_canvases >= 5

@@ -236,7 +236,7 @@ def long_run(folder: Path) -> RunFolder:
 def test_a_browser_draws_the_charts_without_a_complaint_and_cuts_nothing(tmp_path: Path) -> None:
     run = long_run(tmp_path)
     write_page(run)
-    found = opened(run.page, width_px=420, scratch=tmp_path)
+    found = opened(run.page, width_px=420)
     assert found.messages == [] and found.overflow_px == 0
     assert found.num_canvases == run.page.read_text().count("data-chart=") >= 6
 

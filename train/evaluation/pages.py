@@ -28,17 +28,23 @@ if TYPE_CHECKING:
 
 _LABEL_WIDTH, _CELL_WIDTH = 14, 13
 _INCOMPLETE = "(incomplete)"
+CLASSES_SECTION = Path(__file__).with_name("classes.html.j2")  # of a page, for results with `by_class`
 FEW_CLASSES = 5  # with so few classes, top-5 accuracy is always 100 %
 
 
 @dataclass(frozen=True)
 class Cell:
-    """A value as text, with chance level; also as fractions in [0, 1] if they are."""
+    """A value as text, with chance level; also as fractions in [0, 1] if they are.
+
+    Attributes:
+        baseline: name and value of a trivial model, where the table has a column of it.
+    """
 
     text: str
     chance: str = ""
     share: float | None = None
     chance_share: float | None = None
+    baseline: str = ""
 
 
 @dataclass(frozen=True)
@@ -70,7 +76,7 @@ def baseline_text(table: Table) -> str:
     if table.baseline is not None:
         other = table.rows[table.baseline]
         return f"{other.label} {other.cells[0].text}"
-    return row.detail
+    return row.cells[0].baseline or row.detail
 
 
 def marked(title: str) -> str:
@@ -178,6 +184,8 @@ def load_template(path: Path) -> "Template":
     from jinja2 import Environment, FileSystemLoader, StrictUndefined
     from markupsafe import Markup
 
+    from train.evaluation.by_class import class_view
+
     environment = Environment(
         loader=FileSystemLoader([path.parent, Path(__file__).parent]),
         autoescape=True,
@@ -191,21 +199,10 @@ def load_template(path: Path) -> "Template":
         "counted": counted,
         "markup": Markup,
         "baseline": baseline_text,
+        "class_view": class_view,
         "times_100": lambda value: f"{100 * value:.1f}",
     }
     return environment.get_template(path.name)
-
-
-def clip_figure(samples: PicturedSamples, sample: int, *, num_frames: int, at_most: int = 4) -> dict[str, Any]:
-    """A clip as result files keep it for pages: chunk, times in seconds, and `frames`, data URIs of JPEGs.
-
-    Args:
-        num_frames: number of frames that are sampled from the clip; `at_most` of them are kept.
-    """
-    begin_s, end_s = samples.span_s(sample)
-    pictures = samples.pictures(sample, num_frames=num_frames)
-    frames = [jpeg_uri(frame) for frame in evenly_within(pictures, at_most=at_most)]
-    return {"key": samples.key(sample), "begin_s": begin_s, "end_s": end_s, "frames": frames}
 
 
 def evenly_spaced(items: Sequence[One], *, at_most: int) -> list[One]:

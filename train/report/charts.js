@@ -1,6 +1,7 @@
 "use strict";
 // Replaces the SVG in each element with data-chart by a chart of uPlot: values under the pointer, zoom by dragging
-// (double click resets it), smoothing and a logarithmic axis. Elements with data-sort sort their table.
+// (double click resets it), smoothing and a logarithmic axis; by keyboard with the arrow keys, + and -, and Escape.
+// Elements with data-sort sort their table.
 (() => {
   const charts = JSON.parse(document.getElementById("charts").textContent);
   const HEIGHT = 230;
@@ -70,6 +71,62 @@
     element.replaceChildren();
     const plot = new uPlot(options, uPlot.join(tables), element);
     plots.push({ plot, element });
+    describe(plot, chart, element);
+    takeKeys(plot, chart);
+  }
+
+  // A chart is a group: a drawing with a text, and a button for each line.
+  function describe(plot, chart, element) {
+    element.setAttribute("role", "group");
+    element.setAttribute("aria-label", chart.title);
+    const texts = chart.lines.map((line) => {
+      const of = line.label ? `${line.label}: ` : "", end = line.y.length - 1;
+      return `${of}${number(line.y[0])} at step ${line.x[0]}, ${number(line.y[end])} at step ${line.x[end]}, `
+        + `from ${number(Math.min(...line.y))} to ${number(Math.max(...line.y))}`;
+    });
+    const canvas = element.querySelector("canvas");
+    canvas.setAttribute("role", "img");
+    canvas.setAttribute("aria-label", `${chart.title} by step. ${texts.join("; ")}`);
+    element.querySelectorAll(".u-legend .u-series").forEach((row, at) => {
+      const head = row.querySelector("th");
+      if (at === 0 || row.classList.contains("raw")) return;
+      const say = () => head.setAttribute("aria-pressed", String(plot.series[at].show));
+      head.tabIndex = 0;
+      head.setAttribute("role", "button");
+      head.addEventListener("click", () => setTimeout(say));
+      head.addEventListener("keydown", (event) => {
+        if (event.key !== "Enter" && event.key !== " ") return;
+        event.preventDefault();
+        head.click();
+      });
+      say();
+    });
+  }
+
+  // The keys move the cursor, whose values the legend shows, and zoom around it.
+  function takeKeys(plot, chart) {
+    const steps = plot.data[0], last = steps.length - 1, area = plot.root.querySelector(".u-wrap");
+    const legend = plot.root.querySelector(".u-legend");
+    area.tabIndex = 0;
+    area.setAttribute("role", "group");
+    area.setAttribute("aria-label", `${chart.title}: arrow keys show values, + and - zoom, Escape resets`);
+    area.addEventListener("focus", () => legend.setAttribute("aria-live", "polite"));
+    area.addEventListener("blur", () => legend.removeAttribute("aria-live"));
+    area.addEventListener("keydown", (event) => {
+      const at = plot.cursor.idx ?? last, { min, max } = plot.scales.x;
+      const places = { ArrowLeft: at - 1, ArrowRight: at + 1, Home: 0, End: last };
+      const factor = { "+": 0.5, "=": 0.5, "-": 2 }[event.key];
+      if (event.key in places) {
+        const x = steps[Math.min(Math.max(places[event.key], 0), last)];
+        plot.setCursor({ left: plot.valToPos(x, "x"), top: plot.over.clientHeight / 2 });
+      } else if (factor) {
+        const middle = steps[at], half = (max - min) * factor / 2;
+        plot.setScale("x", { min: Math.max(middle - half, steps[0]), max: Math.min(middle + half, steps[last]) });
+      } else if (event.key === "Escape") {
+        plot.setScale("x", { min: steps[0], max: steps[last] });
+      } else return;
+      event.preventDefault();
+    });
   }
 
   function drawAll() {
@@ -117,10 +174,29 @@
     });
   });
 
+  // A table that is wider than its place scrolls, by keyboard too.
+  function reachWide() {
+    document.querySelectorAll(".wide").forEach((element) => {
+      const scrolls = element.scrollWidth > element.clientWidth || element.scrollHeight > element.clientHeight;
+      element.toggleAttribute("tabindex", scrolls);
+      if (!scrolls) return element.removeAttribute("role");
+      const title = element.querySelector("caption") ?? element.closest("section").querySelector("h2");
+      for (const [name, value] of [["tabindex", "0"], ["role", "region"], ["aria-label", title.textContent]]) {
+        element.setAttribute(name, value);
+      }
+    });
+  }
+
   readControls(null);
   drawAll();
-  new ResizeObserver(() => plots.forEach(({ plot, element }) => {
-    if (element.clientWidth && element.clientWidth !== plot.width) plot.setSize({ width: element.clientWidth, height: HEIGHT });
-  })).observe(document.querySelector("main"));
+  reachWide();
+  document.querySelectorAll("details").forEach((element) => element.addEventListener("toggle", reachWide));
+  new ResizeObserver(() => {
+    for (const { plot, element } of plots) {
+      const width = element.clientWidth;
+      if (width && width !== plot.width) plot.setSize({ width, height: HEIGHT });
+    }
+    reachWide();
+  }).observe(document.querySelector("main"));
   matchMedia("(prefers-color-scheme: dark)").addEventListener("change", drawAll);
 })();

@@ -70,4 +70,4 @@ def _policy() -> str:
     """The content security policy: the page loads nothing, and runs no other scripts than these."""
     digests = (base64.b64encode(hashlib.sha256(script.encode()).digest()).decode() for script in _scripts())
     allowed = " ".join(f"'sha256-{digest}'" for digest in digests)
-    return f"default-src 'none'; img-src data:; style-src 'unsafe-inline'; script-src {allowed}"
+    return f"default-src 'none'; img-src data:; media-src data:; style-src 'unsafe-inline'; script-src {allowed}"

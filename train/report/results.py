@@ -82,12 +82,13 @@ def _shown_result(result: dict[str, Any], evaluation: EvaluationSpec) -> dict[st
     """What a page shows of a result besides its values."""
     of = {"other_data": other_data(result), "is_part_of_own_data": result.get("is_part_of_own_data", False)}
     section = evaluation.section if result.get(evaluation.pictures) else None
+    table = table_of(evaluation, result)
     return {
         **of,
         "split": str(result["split"]),
-        "table": table_of(evaluation, result),
+        "table": table,
         "overridden": ", ".join(f"{name.replace('_', ' ')} {one}" for name, one in result.get("overrides", {}).items()),
-        "section": section and load_template(section).render(result={**result, **of}),
+        "section": section and load_template(section).render(result={**result, **of}, title=table.title),
         "strips": evaluation.strips(result) if section and evaluation.strips else [],
     }
 

@@ -14,9 +14,9 @@ from manifests.errors import UserError
 from manifests.publish import publish_bytes
 from manifests.quoting import on_one_line
 from train.evaluation.pages import load_template
+from train.evaluation.player import Player
 from train.search.folder import VIDEO, Embedded, EmbeddedClip
 from train.search.nearest import nearest
-from train.search.player import Player
 
 EncodeTexts = Callable[[Sequence[str]], NDArray[np.float32]]
 

@@ -18,8 +18,8 @@ from prep.synthetic.frame_code import read_frame_number
 from tests.train.search.conftest import SMALL, embed, overwrite_chunk
 from tests.train.tiny_data import Caption, write_captions
 from tests.train.weights.test_export import run_train
+from train.evaluation import player
 from train.inference.model import load_model
-from train.search import player
 from train.search.folder import open_embedded
 
 

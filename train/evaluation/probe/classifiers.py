@@ -104,11 +104,15 @@ class Accuracy:
         return asdict(self)
 
 
+def class_ranks(scores_NK: torch.Tensor, label_N: torch.Tensor) -> torch.Tensor:
+    """The rank of each clip's class, int64 [N]; 1 is best."""
+    # The right class scores at least as high as itself: it is the 1.
+    return (scores_NK >= scores_NK.gather(1, label_N[:, None])).sum(dim=1)
+
+
 def accuracy(scores_NK: torch.Tensor, label_N: torch.Tensor) -> Accuracy:
     """Accuracy of N >= 1 clips from scores of their classes, which are not NaN."""
-    right_N1 = scores_NK.gather(1, label_N[:, None])
-    # The right class scores at least as high as itself: it is the 1.
-    rank_N = (scores_NK >= right_N1).sum(dim=1)
+    rank_N = class_ranks(scores_NK, label_N)
     is_first = (rank_N == 1).double()
     num_classes = scores_NK.shape[1]
     num_of_class = torch.bincount(label_N, minlength=num_classes)

@@ -13,7 +13,7 @@ from train.distributed.world import World
 from train.evaluation.probe.features import tower_of
 from train.evaluation.probe.probing import probe
 from train.evaluation.probe.sets import Labelled, available_labels, open_sets
-from train.evaluation.probe.spec import ProbeFlags
+from train.evaluation.probe.spec import METHOD_TITLES, ProbeFlags
 from train.evaluation.runner import OpenedRun, Score, describe_clip, split_metrics
 
 
@@ -83,10 +83,15 @@ def score_features(opened: OpenedRun, wanted: ProbeFlags) -> Score:
         queries, bank, *plain = sets.extract(
             list(towers.values()), inputs=features.inputs(opened.task), world=World(), device=device
         )
-    findings = [
-        {"encoder": name, **result.as_json()}
+    found = {
+        name: probe(its_queries, its_bank, wanted=how, classes=sets.classes)
         for name, its_queries, its_bank in zip(towers, queries, bank, strict=True)
-        for result in probe(its_queries, its_bank, wanted=how, classes=sets.classes)
+    }
+    findings = [{"encoder": name, **result.as_json()} for name, results in found.items() for result in results]
+    names = {its.label: its.names for its in sets.classes}
+    by_class = [
+        one.predictions.by_class(names[one.label], title=f"{one.label}, {METHOD_TITLES[one.method]}")
+        for one in found["trained"]
     ]
     # Trained and random weights of one label and method stand together.
     findings.sort(key=lambda one: (wanted.label.index(one["label"]), wanted.method.index(one["method"])))
@@ -100,6 +105,7 @@ def score_features(opened: OpenedRun, wanted: ProbeFlags) -> Score:
             "protocol": _protocol(how, bank_split=wanted.train_split),
             "num_samples": len(plain[0].sample),
             "findings": findings,
+            "by_class": by_class,
         },
         failed=[failure for part in plain for failure in part.failed],
     )

@@ -4,7 +4,7 @@ Shape suffixes: N queries (clips that are scored), M clips of the bank, D width,
 """
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 import numpy as np
@@ -14,7 +14,8 @@ from numpy.typing import NDArray
 from manifests.errors import FailedWork
 from train.config.evaluation import Method, ProbeEvaluation
 from train.data.classes import ClassList
-from train.evaluation.probe.classifiers import Accuracy, accuracy, chance, choose_l2, fit_linear, vote
+from train.evaluation.by_class import Predictions
+from train.evaluation.probe.classifiers import Accuracy, accuracy, chance, choose_l2, class_ranks, fit_linear, vote
 
 
 @dataclass(frozen=True)
@@ -48,6 +49,7 @@ class ProbeResult:
         num_classes: of both splits together.
         num_unseen: number of queries whose class does not occur in the bank; they always count as wrong.
         num_unseen_classes: number of these classes.
+        predictions: of the queries; not a key of result files.
         l2, gradient: of the linear layer (train.evaluation.probe.classifiers).
     """
 
@@ -60,12 +62,14 @@ class ProbeResult:
     num_classes: int
     num_unseen: int
     num_unseen_classes: int
+    predictions: Predictions
     l2: float | None = None
     gradient: float | None = None
 
     def as_json(self) -> dict[str, Any]:
         """Plain values."""
-        return asdict(self)
+        plain = {one.name: getattr(self, one.name) for one in fields(self) if one.name != "predictions"}
+        return {**plain, "found": self.found.as_json(), "chance": self.chance.as_json()}
 
 
 def probe(
@@ -126,6 +130,7 @@ def _probe(
         num_classes=len(its),
         num_unseen=len(unseen_N),
         num_unseen_classes=len(unseen_N.unique()),
+        predictions=Predictions.of(scores_NK, label_N, rank_N=class_ranks(scores_NK, label_N)),
         l2=l2,
         gradient=gradient,
     )

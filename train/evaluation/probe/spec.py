@@ -9,8 +9,10 @@ from cyclopts import Parameter
 from manifests.errors import UserError
 from train.config.evaluation import METHODS, NEIGHBOURS, PROBE_NUMBERS, Method, ProbeEvaluation, named_once
 from train.config.fields import Checked
-from train.evaluation.pages import FEW_CLASSES, Row, Table, counted, protocol_of, share_cell
+from train.evaluation.pages import CLASSES_SECTION, FEW_CLASSES, Row, Table, counted, protocol_of, share_cell
 from train.spec import CurveGroup, EvaluationSpec
+
+METHOD_TITLES: dict[str, str] = {"knn": "k-NN", "linear": "linear"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,14 +48,13 @@ def _score(opened: Any, wanted: Any) -> Any:
 
 def probe_table(result: dict[str, Any]) -> Table:
     """A row for each label, method and encoder."""
-    methods = {"knn": "k-NN", "linear": "linear"}
     rows, left_out = [], []
     for one in result["findings"]:
         found, chance = one["found"], one["chance"]
         cells = [share_cell(found[name], chance[name]) for name in ("top1", "top5", "mean_class")]
         if one["num_classes"] <= FEW_CLASSES:
             cells[1] = share_cell(None)
-        words = [one["label"], methods[one["method"]], *(["random"] if one["encoder"] == "random" else [])]
+        words = [one["label"], METHOD_TITLES[one["method"]], *(["random"] if one["encoder"] == "random" else [])]
         detail = (
             f"{counted(one['num_samples'], 'clip')}, {one['num_bank']:,} in the bank, {one['num_classes']:,} classes"
         )
@@ -85,6 +86,8 @@ PROBE = EvaluationSpec(
     settings=ProbeFlags,
     score=_score,
     table=probe_table,
+    pictures="by_class",
+    section=CLASSES_SECTION,
     curves=tuple(
         CurveGroup(rf"(.+)_{method}_{name}", f"{method_title}, {title}, %")
         for method, method_title in (("knn", "k-NN"), ("linear", "Linear probe"))

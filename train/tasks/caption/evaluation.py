@@ -9,12 +9,13 @@ import numpy as np
 from manifests.errors import UserError
 from manifests.publish import publish_json
 from train.distributed.world import World
+from train.evaluation.player import open_player
 from train.evaluation.runner import OpenedRun, Score, describe_clip, every_for
 from train.run.folder import COCO_SUFFIX
 from train.tasks.caption.generation import captions_of, comparable, loss_of
 from train.tasks.caption.metrics.java import Meteor, check_jars
 from train.tasks.caption.metrics.scores import CONSTANT_RULE, CaptionScores, best_constant, named, score_captions
-from train.tasks.caption.page import ScoredCaptions, write_captions_page
+from train.tasks.caption.page import PLAYED, ScoredCaptions, write_captions_page
 from train.tasks.caption.samples import CaptionedClips
 from train.tasks.caption.settings import (
     CaptionerSettings,
@@ -89,6 +90,7 @@ def score_run(opened: OpenedRun, wanted: CaptionFlags, *, with_java: bool = True
         num_frames=settings.num_frames,
     )
     name = f"captions-{split}"
+    player = open_player(settings, split=split)
     values = {
         "data": "; ".join([samples.describe(), *_left_out(samples, every=every), *_without_words(scores, left_out)]),
         "decoding": describe_decoding(how),
@@ -103,7 +105,7 @@ def score_run(opened: OpenedRun, wanted: CaptionFlags, *, with_java: bool = True
         "empty": list(scores.empty),
         "without_words": left_out,
         "constant": {"caption": constant, "chosen": chosen, "means": of_constant.means},
-        "said": scored.examples(),
+        "said": scored.examples(player),
         "all_said": f"evaluations/{opened.result_name(name)}.html",
     }
 
@@ -111,11 +113,15 @@ def score_run(opened: OpenedRun, wanted: CaptionFlags, *, with_java: bool = True
         write_coco_results(path.with_name(f"{path.stem}{COCO_SUFFIX}"), captions)
         write_captions_page(
             path.with_suffix(".html"),
-            scored.videos(),
+            scored.videos(player),
             title=f"Captions of split “{split}” by “{opened.name}”",
             means=scores.means,
+            baseline=of_constant.means,
             absent=scores.absent,
-            protocol={label: str(result[key]) for label, key in _ON_PAGE.items()},
+            protocol={
+                **{label: str(result[key]) for label, key in _ON_PAGE.items()},
+                **({} if player is None else {"videos": PLAYED}),
+            },
         )
 
     return Score(

@@ -14,7 +14,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from manifests.publish import published
-from train.evaluation.pages import PicturedSamples, clip_figure, evenly_spaced, evenly_within, load_template
+from train.evaluation.pages import PicturedSamples, evenly_spaced, evenly_within, load_template
+from train.evaluation.player import Player, SampleClip, clip_figure
 from train.evaluation.runner import every_for
 from train.tasks.caption.metrics.scores import CaptionScores
 from train.tasks.caption.settings import METRIC_LABELS
@@ -24,6 +25,8 @@ _FOLDER = Path(__file__).parent
 _NUM_EXAMPLES = 12
 # On the page of all captions; each is decoded once more, and has some 8 kB.
 _MAX_WITH_PICTURES = 2000
+_NUM_PLAYED = 30  # of the lowest and of the highest CIDEr-D each
+PLAYED = f"the {_NUM_PLAYED} clips of the lowest and the {_NUM_PLAYED} of the highest CIDEr-D play"
 # The contact sheet of a clip.
 _NUM_COLUMNS = 2
 _MAX_FRAMES = 4
@@ -51,11 +54,11 @@ class ScoredCaptions:
     scores: CaptionScores
     num_frames: int
 
-    def examples(self) -> list[dict[str, Any]]:
+    def examples(self, player: Player | None) -> list[dict[str, Any]]:
         """Clips spread evenly over the split, regardless of their scores, as plain values."""
         return [
             {
-                **clip_figure(self.samples, index, num_frames=self.num_frames),
+                **clip_figure(self.samples, index, num_frames=self.num_frames, player=player),
                 "caption": self.captions[name],
                 "references": [one_line(reference) for reference in self.references[name]],
                 "cider_d": self.scores.per_video[name]["cider_d"],
@@ -64,13 +67,19 @@ class ScoredCaptions:
             for index, name in evenly_spaced(list(self.names.items()), at_most=_NUM_EXAMPLES)
         ]
 
-    def videos(self) -> "Iterator[CaptionedVideo]":
-        """All clips, at most 2,000 of them with pictures."""
+    def videos(self, player: Player | None) -> "Iterator[CaptionedVideo]":
+        """All clips, at most 2,000 of them with pictures; those of the lowest and the highest CIDEr-D play."""
         every = every_for(len(self.names), at_most=_MAX_WITH_PICTURES)
+        by_score = sorted(self.names, key=lambda index: self.scores.per_video[self.names[index]]["cider_d"])
+        played = set() if player is None else {*by_score[:_NUM_PLAYED], *by_score[-_NUM_PLAYED:]}
         for row, (index, name) in enumerate(self.names.items()):
             begin_s, end_s = self.samples.span_s(index)
+            video = ""
+            if player is not None and index in played:
+                video = player.show(SampleClip(index, self.samples.key(index), begin_s, end_s)).video
             times = f"{begin_s:.2f}-{end_s:.2f} s"
-            pictures = self.samples.pictures(index, num_frames=self.num_frames) if row % every == 0 else []
+            is_pictured = row % every == 0 or bool(video)
+            pictures = self.samples.pictures(index, num_frames=self.num_frames) if is_pictured else []
             yield CaptionedVideo(
                 name=name,
                 detail="" if name.endswith(times) else times,
@@ -78,6 +87,7 @@ class ScoredCaptions:
                 references=[one_line(reference) for reference in self.references[name]],
                 scores=self.scores.per_video[name],
                 picture=sheet_uri(pictures),
+                video=video,
             )
 
 
@@ -89,7 +99,7 @@ class CaptionedVideo:
         name: of the video, or of the clip where a video has several.
         detail: shown next to the name, such as its times.
         scores: metric to value, with keys of METRIC_LABELS.
-        picture: a data URI, or empty.
+        picture, video: data URIs, or empty.
     """
 
     name: str
@@ -98,6 +108,7 @@ class CaptionedVideo:
     references: Sequence[str]
     scores: Mapping[str, float]
     picture: str = ""
+    video: str = ""
 
 
 def write_captions_page(
@@ -106,6 +117,7 @@ def write_captions_page(
     *,
     title: str,
     means: Mapping[str, float],
+    baseline: Mapping[str, float],
     absent: Mapping[str, str],
     protocol: Mapping[str, str],
 ) -> None:
@@ -113,7 +125,7 @@ def write_captions_page(
 
     Args:
         videos: rows in their initial order; rendered one at a time.
-        means: metric to value over all videos.
+        means, baseline: metric to value over all videos; of the best constant caption.
         absent: metric to the reason why it is missing.
         protocol: what must be known to compare the values with others.
     """
@@ -124,6 +136,7 @@ def write_captions_page(
         title=title,
         videos=videos,
         means={name: means[name] for name in METRIC_LABELS if name in means},
+        baseline=baseline,
         labels=METRIC_LABELS,
         absent=absent,
         protocol=protocol,

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import torch
@@ -14,6 +15,7 @@ from train.data.classes import ClassList
 from train.data.decoding.clip import Views
 from train.data.outcomes import FailedSample, LoadedBatch
 from train.distributed.world import World
+from train.evaluation.by_class import Predictions, most_frequent
 from train.evaluation.runner import OpenedRun, Score, describe_clip
 from train.run.folder import RunFolder
 from train.tasks.classify.settings import ClassEvaluation
@@ -45,16 +47,17 @@ def marginal(probabilities_BK: torch.Tensor, part_K: torch.Tensor) -> torch.Tens
     return sums_BM.index_add(1, part_K, probabilities_BK)
 
 
-def hits(probabilities_BK: torch.Tensor, label_B: torch.Tensor) -> torch.Tensor:
-    """Whether the right class is the first, and among the first five: bool [B, 2].
-
-    Of classes with equal probabilities, the lowest comes first.
-    """
+def ranks(probabilities_BK: torch.Tensor, label_B: torch.Tensor) -> torch.Tensor:
+    """The rank of the right class, int64 [B], 1 is best. Of classes with equal probabilities, the lowest comes first."""
     own_B1 = probabilities_BK.gather(1, label_B[:, None])
     before_BK = probabilities_BK > own_B1
     lower_BK = torch.arange(probabilities_BK.shape[1], device=label_B.device) < label_B[:, None]
-    rank_B = (before_BK | ((probabilities_BK == own_B1) & lower_BK)).sum(dim=1)
-    return torch.stack([rank_B < k for k in _TOP], dim=1)
+    return 1 + (before_BK | ((probabilities_BK == own_B1) & lower_BK)).sum(dim=1)
+
+
+def hits(probabilities_BK: torch.Tensor, label_B: torch.Tensor) -> torch.Tensor:
+    """Whether the right class is the first, and among the first five: bool [B, 2]."""
+    return torch.stack([ranks(probabilities_BK, label_B) <= k for k in _TOP], dim=1)
 
 
 @dataclass
@@ -103,6 +106,7 @@ class ClassTallies:
     device: torch.device
     tallies: dict[str, Tally] = field(default_factory=dict)
     parts: dict[str, torch.Tensor] = field(default_factory=dict)
+    predictions: dict[str, list[Predictions]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         parts: dict[str, NDArray[np.int64]] = self.classes.parts
@@ -113,9 +117,25 @@ class ClassTallies:
 
     def add(self, probabilities_BK: torch.Tensor, label_B: torch.Tensor) -> None:
         """Counts a batch."""
-        self.tallies[self.classes.label].add(probabilities_BK, label_B)
+        self._add(self.classes.label, probabilities_BK, label_B)
         for name, part_K in self.parts.items():
-            self.tallies[name].add(marginal(probabilities_BK, part_K), part_K[label_B])
+            self._add(name, marginal(probabilities_BK, part_K), part_K[label_B])
+
+    def _add(self, name: str, probabilities_BK: torch.Tensor, label_B: torch.Tensor) -> None:
+        self.tallies[name].add(probabilities_BK, label_B)
+        found = Predictions.of(probabilities_BK, label_B, rank_N=ranks(probabilities_BK, label_B))
+        self.predictions.setdefault(name, []).append(found)
+
+    def by_class(self) -> list[dict[str, Any]]:
+        """Results by class of each kind of classes, of this rank's clips; see `Predictions.by_class`."""
+        return [
+            Predictions.joined(self.predictions[name]).by_class(
+                self.classes.names if name == self.classes.label else list(map(str, range(len(tally.num_all)))),
+                title=name,
+            )
+            for name, tally in self.tallies.items()
+            if name in self.predictions
+        ]
 
     def metrics(self, world: World) -> dict[str, float]:
         """`<label>_top1` and so on, of all ranks; collective."""
@@ -132,13 +152,14 @@ class ClassResult:
     Attributes:
         metrics: see `ClassTallies.metrics`; of all ranks.
         num_samples, num_failed: of all ranks.
-        failed: of this rank.
+        failed, by_class: of this rank.
     """
 
     metrics: dict[str, float]
     num_samples: int
     num_failed: int
     failed: tuple[FailedSample, ...]
+    by_class: list[dict[str, Any]]
 
 
 @torch.no_grad()  # not inference_mode: tensors that a model caches are used in training too
@@ -179,10 +200,10 @@ def score_classifier(
         raise FailedWork("logits are not finite: the weights have diverged")
     if not num_samples:
         raise FailedWork(f"none of the {counts[0]} clips could be decoded")
-    return ClassResult(metrics, num_samples, counts[0], tuple(failed))
+    return ClassResult(metrics, num_samples, counts[0], tuple(failed), tallies.by_class())
 
 
-_PROTOCOL = "probabilities are means over views"
+_PROTOCOL = "probabilities are means over views; chance: always the most frequent classes of these clips"
 _PARTS = "; those of verbs and nouns are sums over their actions"
 
 
@@ -215,6 +236,8 @@ def score_run(opened: OpenedRun, wanted: ClassEvaluation) -> Score:
             "protocol": _PROTOCOL + (_PARTS if classes.parts else ""),
             "num_samples": found.num_samples,
             "numbers": found.metrics,
+            "most_frequent": {one["title"]: most_frequent(one) for one in found.by_class},
+            "by_class": found.by_class,
         },
         failed=found.failed,
     )

@@ -5,7 +5,8 @@ from pathlib import Path
 from typing import Annotated, Any
 
 from train.config.fields import Checked
-from train.evaluation.pages import FEW_CLASSES, Row, Table, counted, protocol_of, share_cell
+from train.evaluation.by_class import CHANCE_KEYS
+from train.evaluation.pages import CLASSES_SECTION, FEW_CLASSES, Row, Table, counted, protocol_of, share_cell
 from train.evaluation.probe.spec import PROBE
 from train.spec import EvaluationSpec, ExportRequest, Features, TaskSpec
 from train.tasks.classify.settings import VIEWS, ClassEvaluation, ClassifySettings
@@ -71,7 +72,10 @@ def classification_table(result: dict[str, Any]) -> Table:
     rows, clips = [], counted(result["num_samples"], "clip")
     for name, num_classes in result["num_classes"].items():
         shares = [result["numbers"][f"{name}_{key}"] for key in ("top1", "top5", "mean_class")]
+        # Results of earlier versions have no counts of classes: chance is that of guessing.
         chances = [min(k / num_classes, 1.0) for k in (1, 5, 1)]
+        if "most_frequent" in result:
+            chances = [result["most_frequent"][name][key] for key in CHANCE_KEYS]
         cells = [share_cell(share, chance) for share, chance in zip(shares, chances, strict=True)]
         if num_classes <= FEW_CLASSES:
             cells[1] = share_cell(None)
@@ -88,6 +92,8 @@ CLASSIFICATION = EvaluationSpec(
     settings=ClassificationFlags,
     score=_score,
     table=classification_table,
+    pictures="by_class",
+    section=CLASSES_SECTION,
 )
 TASK = TaskSpec(
     name="classify",

@@ -6,16 +6,20 @@ from typing import Any, Protocol, cast
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import nn
 
 from manifests.errors import FailedWork, UserError
 from train.config.evaluation import DualEncoderEvaluation
 from train.data.decoding.clip import Views
 from train.data.loader import TrainingSet
+from train.data.relevancy import Relevancy
 from train.data.remote import open_data_folder
 from train.data.streams.tars import names_tars
 from train.distributed.world import World
-from train.evaluation.pages import PicturedSamples, clip_figure, evenly_spaced
+from train.evaluation.by_class import Predictions, most_frequent
+from train.evaluation.pages import PicturedSamples, evenly_spaced
+from train.evaluation.player import open_player
 from train.evaluation.runner import OpenedRun, Score, describe_clip, every_for, split_metrics
 from train.tasks.dual_encoder.embeddings import (
     Embeddings,
@@ -25,7 +29,8 @@ from train.tasks.dual_encoder.embeddings import (
     embed_texts,
     gathered,
 )
-from train.tasks.dual_encoder.metrics import MIR_PROTOCOL, ranks, score_mir
+from train.tasks.dual_encoder.examples import Ranking, retrieval_examples
+from train.tasks.dual_encoder.metrics import MIR_PROTOCOL, score_mir
 from train.tasks.dual_encoder.mir_table import MirTable, open_mir_table
 from train.tasks.dual_encoder.protocols import NAMED, Match, RetrievalScorer, protocol_captions
 from train.tasks.dual_encoder.settings import DualEncoderSettings
@@ -34,6 +39,7 @@ from train.tasks.dual_encoder.zero_shot import (
     PROTOCOL,
     ClassPrompts,
     class_embeddings,
+    class_ranks,
     open_class_prompts,
     score_classes,
 )
@@ -58,6 +64,18 @@ class Scorer(Protocol):
         ...
 
 
+_MAX_EXAMPLE_SENTENCES = 256
+
+
+@dataclass(frozen=True)
+class MirMatch:
+    """Similarities and relevancy of clips and sentences; `clip_N` are the clips' rows of the embeddings."""
+
+    similarity_NM: NDArray[np.float32]
+    relevancy: Relevancy
+    clip_N: NDArray[np.int64]
+
+
 @dataclass(frozen=True)
 class MirScorer:
     """EPIC-KITCHENS-100 multi-instance retrieval (train.tasks.dual_encoder.metrics)."""
@@ -66,16 +84,33 @@ class MirScorer:
     definition: str = MIR_PROTOCOL
 
     def score(self, found: Embeddings, embed_texts: EmbedTexts) -> dict[str, Any]:
+        return self.result(self.match(found, embed_texts))
+
+    def match(self, found: Embeddings, embed_texts: EmbedTexts) -> "MirMatch":
+        """Clips that have a row in the relevancy, and all sentences."""
         table = self.table
         rows, place = table.rows_shown(found.caption_id)
         if not len(rows):
             raise FailedWork("none of the clips that could be decoded has a row in the relevancy")
         similarity = found.video[place] @ embed_texts(table.sentences).T
-        relevancy = table.relevancy.take(rows, np.arange(len(table.sentences)))
-        scores = score_mir(similarity, relevancy).as_json()
-        num_clips, num_sentences = table.relevancy.shape
-        coverage = f"{len(rows):,} of {num_clips:,} clips, {num_sentences:,} sentences"
-        return {**scores, "relevancy": table.source, "coverage": coverage}
+        return MirMatch(similarity, table.relevancy.take(rows, np.arange(len(table.sentences))), place)
+
+    def result(self, match: "MirMatch") -> dict[str, Any]:
+        """The result of a match as plain values."""
+        scores = score_mir(match.similarity_NM, match.relevancy).as_json()
+        num_clips, num_sentences = self.table.relevancy.shape
+        coverage = f"{len(match.clip_N):,} of {num_clips:,} clips, {num_sentences:,} sentences"
+        return {**scores, "relevancy": self.table.source, "coverage": coverage}
+
+    def ranking(self, match: "MirMatch", sample_N: NDArray[np.int64]) -> Ranking:
+        """Some sentences that have a clip of relevancy 1, spread evenly, for examples; `sample_N` of all embeddings."""
+        num_sentences = len(self.table.sentences)
+        chosen = np.array(evenly_spaced(range(num_sentences), at_most=_MAX_EXAMPLE_SENTENCES))
+        relevancy_NM = match.relevancy.take(np.arange(len(match.clip_N)), chosen).rows(slice(None))
+        has_right = (relevancy_NM == 1).any(axis=0)
+        chosen, relevancy_NM = chosen[has_right], relevancy_NM[:, has_right]
+        texts = [self.table.sentences[sentence] for sentence in chosen.tolist()]
+        return Ranking(match.similarity_NM[:, chosen], relevancy_NM, sample_N[match.clip_N], texts.__getitem__)
 
     def metrics(self, result: dict[str, Any]) -> dict[str, float]:
         pairs = {
@@ -101,7 +136,12 @@ class ZeroShotScorer:
         class_of_clip = classes.class_of_N[np.searchsorted(classes.caption_ids, found.caption_id[has_class])]
         texts, class_of_prompt = classes.prompts()
         embedded = class_embeddings(embed_texts(texts), class_of_prompt)
-        scores = score_classes(found.video[has_class] @ embedded.T, class_of_clip).as_json()
+        similarity = found.video[has_class] @ embedded.T
+        scores = score_classes(similarity, class_of_clip).as_json()
+        by_class = Predictions.of(
+            *map(torch.from_numpy, (similarity, class_of_clip)),
+            rank_N=torch.from_numpy(class_ranks(similarity, class_of_clip)),
+        ).by_class([names[0] for names in classes.names], title=classes.source)
         templates = list(classes.templates)
         prompts = "the bare name" if templates == [PLAIN_TEMPLATE] else f"{len(templates)} templates"
         return {
@@ -110,6 +150,8 @@ class ZeroShotScorer:
             "prompts": f"{len(texts):,} prompts: {prompts}, {sum(map(len, classes.names)):,} names",
             "templates": templates,
             "num_without_class": int((~has_class).sum()),
+            "most_frequent": most_frequent(by_class),
+            "by_class": [by_class],
         }
 
     def metrics(self, result: dict[str, Any]) -> dict[str, float]:
@@ -153,10 +195,6 @@ def make_scorer(
         data_dir, split=split, classes=settings.classes, templates=settings.templates, label=settings.label
     )
     return ZeroShotScorer(classes)
-
-
-_NUM_QUERIES = 6
-_NUM_FOUND = 4
 
 
 class EmbedsTexts(Protocol):
@@ -266,10 +304,16 @@ def score_run(opened: OpenedRun, wanted: DualEncoderEvaluation, *, num_clips: in
         embed = text_embedder(model, device=trained.device)
         if isinstance(scorer, RetrievalScorer):
             match = scorer.match(found, embed)
-            examples = retrieval_examples(match, found, samples, num_frames=settings.num_frames)
-            values = {**scorer.result(match), "examples": examples}
+            values, ranking = scorer.result(match), _ranking(match, found, samples)
+        elif isinstance(scorer, MirScorer):
+            ranked = scorer.match(found, embed)
+            values, ranking = scorer.result(ranked), scorer.ranking(ranked, found.samples)
         else:
-            values = scorer.score(found, embed)
+            values, ranking = scorer.score(found, embed), None
+    if ranking is not None:
+        player = open_player(settings, split=wanted.split)
+        examples = retrieval_examples(ranking, samples, num_frames=settings.num_frames, player=player)
+        values = {**values, "examples": examples}
     return Score(
         name=_result_name(wanted, num_clips=num_clips),
         samples=samples,
@@ -279,36 +323,11 @@ def score_run(opened: OpenedRun, wanted: DualEncoderEvaluation, *, num_clips: in
     )
 
 
-def retrieval_examples(
-    match: Match, found: Embeddings, samples: PicturedSamples, *, num_frames: int
-) -> list[dict[str, Any]]:
-    """Text queries spread evenly over the split, whatever their rank, each with the clips that score best."""
-    similarity_NM = match.similarity_NM
-    num_texts = similarity_NM.shape[1]
-    rank_M = ranks(similarity_NM.T, match.is_right_NM.T)
-
-    def retrieved(clip: int, text: int) -> dict[str, Any]:
-        sample = int(found.samples[match.clip_N[clip]])
-        return {
-            **clip_figure(samples, sample, num_frames=num_frames),
-            "text": samples.text(sample),
-            "score": float(similarity_NM[clip, text]),
-            "is_right": bool(match.is_right_NM[clip, text]),
-        }
-
-    def query(text: int) -> str:
-        return samples.text(int(found.samples[match.row_M[text]])) if match.texts is None else match.texts[text]
-
-    return [
-        {
-            "text": query(text),
-            "rank": int(rank_M[text]),
-            "found": [
-                retrieved(clip, text) for clip in np.argsort(-similarity_NM[:, text], kind="stable")[:_NUM_FOUND]
-            ],
-        }
-        for text in evenly_spaced(range(num_texts), at_most=_NUM_QUERIES)
-    ]
+def _ranking(match: Match, found: Embeddings, samples: PicturedSamples) -> Ranking:
+    """Texts and clips of a protocol, for examples."""
+    sample_N, sample_M, texts = found.samples[match.clip_N], found.samples[match.row_M], match.texts
+    text = (lambda index: samples.text(int(sample_M[index]))) if texts is None else texts.__getitem__
+    return Ranking(match.similarity_NM, match.is_right_NM, sample_N, text)
 
 
 def _result_name(wanted: DualEncoderEvaluation, *, num_clips: int) -> str:

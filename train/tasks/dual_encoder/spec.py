@@ -1,12 +1,14 @@
 """`TaskSpec` of the dual encoder, and its evaluations."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
 from train.config.evaluation import TEMPERATURE, DualEncoderEvaluation, RetrievalName
 from train.config.fields import Checked, Range
-from train.evaluation.pages import Cell, Row, Table, counted, protocol_of, share_cell
+from train.evaluation.by_class import CHANCE_KEYS
+from train.evaluation.pages import CLASSES_SECTION, Cell, Row, Table, counted, protocol_of, share_cell
 from train.evaluation.probe.spec import PROBE
 from train.spec import CurveGroup, EvaluationSpec, ExportRequest, Features, TaskSpec
 from train.tasks.dual_encoder.settings import DualEncoderSettings
@@ -152,8 +154,11 @@ def mir_table(result: dict[str, Any]) -> Table:
         )
         detail = f"{counted(scores['num_queries'], 'query', 'queries')}, {scores['gallery_size']:,} to rank"
         rows.append(Row(_DIRECTIONS[key], detail, cells))
-    average = result["average"]
-    rows.append(Row("average", "of both directions", (share_cell(average["mean_ap"]), share_cell(average["ndcg"]))))
+    cells = tuple(
+        share_cell(result["average"][name], _mean(result[key][f"chance_{name}"] for key in _DIRECTIONS))
+        for name in ("mean_ap", "ndcg")
+    )
+    rows.append(Row("average", "of both directions", cells))
     protocol = protocol_of(result, result["coverage"], relevancy=result["relevancy"], left_out=_undefined(result))
     return Table("Multi-instance retrieval (EK-100 MIR)", ("mAP", "nDCG"), tuple(rows), protocol, headline=-1)
 
@@ -161,8 +166,12 @@ def mir_table(result: dict[str, Any]) -> Table:
 def zero_shot_table(result: dict[str, Any]) -> Table:
     """Top-k and mean class accuracy."""
     top, chance = result["top"], result["chance"]
-    cells = [share_cell(share, chance[k]) for k, share in top.items()]
-    cells.append(share_cell(result["mean_class_accuracy"], next(iter(chance.values()))))
+    # Results of earlier versions have no counts of classes: chance is that of guessing.
+    chances = [*chance.values(), next(iter(chance.values()))]
+    if "most_frequent" in result:
+        chances = [result["most_frequent"][key] for key in CHANCE_KEYS]
+    shares = [*top.values(), result["mean_class_accuracy"]]
+    cells = [share_cell(share, one) for share, one in zip(shares, chances, strict=True)]
     clips, num_without = counted(result["num_clips"], "clip"), result["num_without_class"]
     detail = f"{clips}, {counted(result['num_classes'], 'class', 'classes')}"
     left_out = f"{counted(num_without, 'clip')} without a class" if num_without else ""
@@ -170,6 +179,12 @@ def zero_shot_table(result: dict[str, Any]) -> Table:
     protocol = protocol_of(result, clips, classes=classes, left_out=left_out)
     columns = (*(f"top-{k}" for k in top), "mean class")
     return Table("Zero-shot classification", columns, (Row("accuracy", detail, tuple(cells)),), protocol)
+
+
+def _mean(values: Iterable[float | None]) -> float | None:
+    found = list(values)
+    there = [value for value in found if value is not None]
+    return sum(there) / len(there) if len(there) == len(found) else None
 
 
 def _undefined(result: dict[str, Any]) -> str:
@@ -224,6 +239,9 @@ MIR = EvaluationSpec(
     settings=MirFlags,
     score=_score,
     table=mir_table,
+    pictures="examples",
+    section=Path(__file__).with_name("retrievals.html.j2"),
+    strips=_strips,
     curves=(
         CurveGroup(r"(.+)_mean_ap", "mAP, %", _direction),
         CurveGroup(r"(.+)_ndcg", "nDCG, %", _direction),
@@ -237,6 +255,8 @@ ZERO_SHOT = EvaluationSpec(
     settings=ZeroShotFlags,
     score=_score,
     table=zero_shot_table,
+    pictures="by_class",
+    section=CLASSES_SECTION,
     curves=(CurveGroup(r"(top\d+|mean_class_accuracy)", "Zero-shot accuracy, %"),),
 )
 TASK = TaskSpec(

@@ -35,7 +35,8 @@ _PREFIX = "label_"
 PLAIN_TEMPLATE = "{}"
 PROTOCOL = (
     "a class is the mean of the unit-length embeddings of its prompts; the nearest class by cosine; "
-    "ties count against the model; mean class accuracy: top-1 within each class that has clips, then their mean"
+    "ties count against the model; mean class accuracy: top-1 within each class that has clips, then their mean; "
+    "chance: always the most frequent classes of these clips"
 )
 
 
@@ -219,12 +220,18 @@ def class_embeddings(prompt_PE: NDArray[np.float32], class_of_prompt_P: NDArray[
     return (sums / np.maximum(norm, 1e-12)).astype(np.float32)
 
 
+def class_ranks(similarity_NC: NDArray[np.floating], class_of_clip_N: NDArray[np.int64]) -> NDArray[np.int64]:
+    """The rank of each clip's class, int64 [N]; 1 is best."""
+    right_N = similarity_NC[np.arange(len(similarity_NC)), class_of_clip_N]
+    # The correct class scores at least as high as itself: it is the 1.
+    rank_N: NDArray[np.int64] = (similarity_NC >= right_N[:, None]).sum(axis=1)
+    return rank_N
+
+
 def score_classes(similarity_NC: NDArray[np.floating], class_of_clip_N: NDArray[np.int64]) -> ZeroShot:
     """Score similarities of N >= 1 clips and C classes."""
     num_clips, num_classes = similarity_NC.shape
-    right_N = similarity_NC[np.arange(num_clips), class_of_clip_N]
-    # The correct class scores at least as high as itself: it is the 1.
-    rank_N = (similarity_NC >= right_N[:, None]).sum(axis=1)
+    rank_N = class_ranks(similarity_NC, class_of_clip_N)
     is_first = (rank_N == 1).astype(np.float64)
     num_of_class = np.bincount(class_of_clip_N, minlength=num_classes)
     seen = num_of_class > 0

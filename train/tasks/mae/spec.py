@@ -71,7 +71,7 @@ def reconstruction_table(result: dict[str, Any]) -> Table:
     loss, flat = result["loss"], result["flat_loss"]
     explained = 1 - loss / flat if flat else None
     cells = (
-        Cell(f"{loss:.4f}"),
+        Cell(f"{loss:.4f}", baseline=f"mean of each cube {flat:.4f}"),
         Cell(f"{flat:.4f}"),
         Cell(percent(explained), share=None if explained is None else min(max(explained, 0.0), 1.0)),
     )

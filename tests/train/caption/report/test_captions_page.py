@@ -59,6 +59,7 @@ def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
         iter(rows),
         title=HOSTILE,
         means={"cider_d": 0.875, "bleu4": 0.125, "exact_match": 0.25},
+        baseline={"cider_d": 0.375},
         absent={"spice": HOSTILE},
         protocol={HOSTILE: HOSTILE},
     )
@@ -85,7 +86,7 @@ def test_the_policy_allows_this_script_only(page: Path) -> None:
 
 def test_scores_stand_times_a_hundred_and_absent_metrics_with_their_reason(page: Path) -> None:
     texts = tags_of(page.read_text(encoding="utf-8")).texts
-    assert {"87.5", "250.0", "no SPICE", "✓ equals a reference", "(empty)"} <= set(texts)
+    assert {"87.5", "constant caption 37.5", "250.0", "no SPICE", "✓ equals a reference", "(empty)"} <= set(texts)
 
 
 def test_a_page_that_cannot_be_finished_is_not_there(tmp_path: Path) -> None:
@@ -94,7 +95,7 @@ def test_a_page_that_cannot_be_finished_is_not_there(tmp_path: Path) -> None:
         raise OSError("no more frames")
 
     with pytest.raises(OSError, match="no more frames"):
-        write_captions_page(tmp_path / "page.html", videos(), title="t", means={}, absent={}, protocol={})
+        write_captions_page(tmp_path / "page.html", videos(), title="t", means={}, baseline={}, absent={}, protocol={})
     assert list(tmp_path.iterdir()) == []
 
 

@@ -1,23 +1,25 @@
-"""Clips of embedded data as small videos and pictures that a page holds: H.264 in mp4, JPEG, as data URIs."""
+"""Clips as small videos and pictures that a page holds and plays in place: H.264 in mp4, JPEG, as data URIs."""
 
 import base64
 import io
 from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import pyarrow as pa
 
+from manifests.errors import UserError
+from train.config.training import ClipSettings
 from train.data.chunk_table import rows_of
 from train.data.chunks import ChunkSet
 from train.data.frame_sampling import Sampling, frame_indices
 from train.data.outcomes import SampleFailed
 from train.data.remote import open_data_folder
+from train.data.streams.tars import names_tars
 from train.data.usable_captions import usable_captions
-from train.evaluation.pages import jpeg_uri
-from train.search.folder import EmbeddedClip
+from train.evaluation.pages import PicturedSamples, evenly_within, jpeg_uri
 
 if TYPE_CHECKING:
     import av
@@ -26,7 +28,52 @@ _SHORT_SIDE_PX = 240
 _FPS = 12
 _LONGEST_S = 15.0
 _BUDGET_BYTES = 24 << 20
+_RESULT_BUDGET_BYTES = 8 << 20  # a page of a run may hold several results
 _ENCODER = {"crf": "29", "preset": "veryfast", "threads": "1"}
+
+
+class PlayedClip(Protocol):
+    """A part of a video; `row` tells it from the others of a page."""
+
+    @property
+    def row(self) -> int:
+        """Its number."""
+        ...
+
+    @property
+    def key(self) -> str:
+        """The chunk in which it begins."""
+        ...
+
+    @property
+    def video(self) -> str:
+        """The video."""
+        ...
+
+    @property
+    def begin_s(self) -> float:
+        """Where it begins in the video, in seconds."""
+        ...
+
+    @property
+    def end_s(self) -> float:
+        """Where it ends."""
+        ...
+
+
+@dataclass(frozen=True)
+class SampleClip:
+    """A sample of a split as a `PlayedClip`."""
+
+    row: int
+    key: str
+    begin_s: float
+    end_s: float
+
+    @property
+    def video(self) -> str:
+        """The video, of which the key of a chunk begins with the name."""
+        return self.key.rpartition("_")[0]
 
 
 @dataclass(frozen=True)
@@ -47,19 +94,20 @@ class Shown:
 
 
 class Player:
-    """Makes the clips of a page, up to 24 MB of video in all.
+    """Makes the clips of a page, up to a budget of video in all.
 
     Args:
         shards: data folder.
+        budget_bytes: 24 MB by default; the clips after that are pictures.
 
     Raises:
         UserError: it cannot be opened.
     """
 
-    def __init__(self, shards: str, *, split: str, cache: Path | None = None) -> None:
+    def __init__(self, shards: str, *, split: str, cache: Path | None = None, budget_bytes: int | None = None) -> None:
         folder = open_data_folder(shards, cache=cache)
         self._chunks = ChunkSet(folder.path, split=split, rule="packets", tars=folder.tars)
-        self._left_bytes = _BUDGET_BYTES
+        self._left_bytes = _BUDGET_BYTES if budget_bytes is None else budget_bytes
         self._made: dict[int, Shown] = {}
 
     @property
@@ -67,11 +115,11 @@ class Player:
         """Number of clips that could not be read or decoded."""
         return sum(bool(shown.missing) for shown in self._made.values())
 
-    def knows(self, clip: EmbeddedClip) -> bool:
+    def knows(self, clip: PlayedClip) -> bool:
         """Whether the split has chunks of the clip's video."""
         return bool((rows_of(pa.chunked_array([pa.array([clip.video])]), self._chunks.video_ids) >= 0).all())
 
-    def show(self, clip: EmbeddedClip) -> Shown:
+    def show(self, clip: PlayedClip) -> Shown:
         """The clip as data URIs; the same clip again costs nothing."""
         if clip.row not in self._made:
             try:
@@ -80,7 +128,7 @@ class Player:
                 self._made[clip.row] = Shown(missing=error.detail)
         return self._made[clip.row]
 
-    def _make(self, clip: EmbeddedClip) -> Shown:
+    def _make(self, clip: PlayedClip) -> Shown:
         end_s = min(clip.end_s, clip.begin_s + _LONGEST_S)
         num_frames = max(1, round((end_s - clip.begin_s) * _FPS)) if self._left_bytes > 0 else 1
         frames = self._frames(clip, end_s=end_s, num_frames=num_frames)
@@ -92,7 +140,7 @@ class Player:
         uri = "data:video/mp4;base64," + base64.b64encode(content).decode()
         return Shown(video=uri, picture=picture, is_cut=end_s < clip.end_s)
 
-    def _frames(self, clip: EmbeddedClip, *, end_s: float, num_frames: int) -> "list[av.VideoFrame]":
+    def _frames(self, clip: PlayedClip, *, end_s: float, num_frames: int) -> "list[av.VideoFrame]":
         """Frames evenly spread over a clip."""
         chunks = self._chunks
         usable = usable_captions(
@@ -113,6 +161,37 @@ class Player:
             wanted.setdefault(first + place.chunk, set()).add(place.frame)
         decoded = {chunk: chunks.decoder.decode(chunks.read(chunk, frames)) for chunk, frames in wanted.items()}
         return [decoded[first + place.chunk][place.frame] for place in places]
+
+
+def open_player(settings: ClipSettings, *, split: str) -> Player | None:
+    """A player for the examples of a result, up to 8 MB; None if the data are tars, or have no chunks of video."""
+    if names_tars(settings.folder):
+        return None
+    try:
+        return Player(settings.folder, split=split, cache=settings.cache, budget_bytes=_RESULT_BUDGET_BYTES)
+    except UserError:  # such as latents whose videos are elsewhere: their examples are pictures
+        return None
+
+
+def clip_figure(
+    samples: PicturedSamples, sample: int, *, num_frames: int, player: Player | None, at_most: int = 4
+) -> dict[str, Any]:
+    """A clip as result files keep it for pages: chunk, times in seconds, and data URIs.
+
+    `frames` are JPEGs of what the model sees; `video` and `picture` are the clip as it plays, empty without a player.
+
+    Args:
+        num_frames: number of frames that are sampled from the clip; `at_most` of them are kept.
+    """
+    begin_s, end_s = samples.span_s(sample)
+    clip = SampleClip(sample, samples.key(sample), begin_s, end_s)
+    pictures = samples.pictures(sample, num_frames=num_frames)
+    shown = Shown() if player is None else player.show(clip)
+    return {
+        **{"key": clip.key, "begin_s": begin_s, "end_s": end_s},
+        "frames": [jpeg_uri(frame) for frame in evenly_within(pictures, at_most=at_most)],
+        **{"video": shown.video, "picture": shown.picture if shown.video else ""},
+    }
 
 
 def encode(frames: "list[av.VideoFrame]", *, fps: Fraction) -> bytes:

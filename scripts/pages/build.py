@@ -1,0 +1,98 @@
+"""Opens every page of the demo in Chromium, and fails on what is wrong with one: `make pages`, after `make demo`.
+
+Each page is opened at the widths of a desktop and of a phone, in light and dark colours. Pictures of all of them are
+written to build/pages/, and those of the documents, small, to docs/pictures/.
+"""
+
+import io
+import sys
+from pathlib import Path
+
+from PIL import Image
+
+from manifests.errors import UserError
+from manifests.publish import publish_bytes
+from scripts.pages.browser import Browser, Tab, chromium
+from scripts.pages.problems import problems
+
+ROOT = Path(__file__).parents[2]
+WIDTHS_PX = (1400, 420)
+MAX_PICTURE_BYTES = 150_000
+_PICTURE_WIDTH_PX, _NUM_COLOURS = 1000, (128, 64, 32, 16)
+# Pictures of the documents: page of the demo, and the height that is shown of it at the width of a desktop.
+PICTURES = {
+    "overview": ("index.html", 900),
+    "chunks": ("chunks.html", 900),
+    "run": ("run/index.html", 1100),
+    "search": ("search.html", 900),
+}
+
+
+def pages_of(demo: Path) -> list[Path]:
+    """The pages in a folder and in the runs below it, relative to it."""
+    found = [*demo.glob("*.html"), *demo.glob("*/index.html"), *demo.glob("*/evaluations/*.html")]
+    return sorted(path.relative_to(demo) for path in found)
+
+
+def look_at(page: Path, *, name: str, browser: Browser, out: Path) -> list[str]:
+    """Open a page in each width and colour scheme, take pictures, and return what is wrong with it."""
+    found = []
+    for width_px in WIDTHS_PX:
+        for is_dark in (False, True):
+            scheme = "dark" if is_dark else "light"
+            with browser.page(page, width_px=width_px, is_dark=is_dark) as tab:
+                publish_bytes(out / f"{name}-{width_px}-{scheme}.png", tab.screenshot())
+                found += [f"{page}, {width_px} px, {scheme}: {problem}" for problem in problems(tab)]
+    return found
+
+
+def picture(tab: Tab, *, height_px: int) -> bytes:
+    """The top of a page as a PNG of at most 150 kB: 1000 px wide, with as many colours as that allows."""
+    whole = Image.open(io.BytesIO(tab.screenshot(height_px=height_px))).convert("RGB")
+    small = whole.resize(
+        (_PICTURE_WIDTH_PX, round(whole.height * _PICTURE_WIDTH_PX / whole.width)), Image.Resampling.LANCZOS
+    )
+    for num_colours in _NUM_COLOURS:
+        content = io.BytesIO()
+        reduced = small.quantize(num_colours, method=Image.Quantize.MEDIANCUT, dither=Image.Dither.NONE)
+        reduced.save(content, "png", optimize=True)
+        if content.tell() <= MAX_PICTURE_BYTES:
+            return content.getvalue()
+    raise UserError(f"the picture has more than {MAX_PICTURE_BYTES:,} bytes", hint="show less of the page")
+
+
+def main(demo: Path, *, out: Path, pictures: Path) -> int:
+    """Look at all pages; the exit code is 1 if something is wrong with one, and 2 if nothing can be looked at."""
+    if chromium() is None:
+        raise UserError("Chromium is not installed", hint="install it, such as with: apt install chromium")
+    pages = pages_of(demo)
+    if not pages:
+        raise UserError(f"{demo} has no pages", hint="run make demo first")
+    out.mkdir(parents=True, exist_ok=True)
+    found = []
+    with Browser() as browser:
+        for page in pages:
+            name = "-".join(page.with_suffix("").parts)
+            wrong = look_at(demo / page, name=name, browser=browser, out=out)
+            print(f"{page}: {'ok' if not wrong else f'{len(wrong)} problems'}")
+            found += wrong
+        pictures.mkdir(parents=True, exist_ok=True)
+        for name, (page_name, height_px) in PICTURES.items():
+            if not (demo / page_name).exists():
+                print(f"no picture {name}.png: there is no {page_name}")
+                continue
+            with browser.page(demo / page_name, width_px=WIDTHS_PX[0], height_px=height_px) as tab:
+                publish_bytes(pictures / f"{name}.png", picture(tab, height_px=height_px))
+    for problem in found:
+        print(problem, file=sys.stderr)
+    print(f"{len(pages)} pages; pictures of all: {out}; of the documents: {pictures}")
+    return 1 if found else 0
+
+
+if __name__ == "__main__":
+    try:
+        status = main(ROOT / "demo", out=ROOT / "build" / "pages", pictures=ROOT / "docs" / "pictures")
+    except UserError as error:
+        print(f"error: {error}\nhint: {error.hint}", file=sys.stderr)
+        status = 2
+    sys.exit(status)
