@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from cyclopts import Parameter
 
 from manifests.errors import UserError
-from prep.core.column import VIDEO, ColumnSpec, ExtraFile, Kept, Pending, changed_flags
+from prep.core.column import VIDEO, ColumnSpec, ExtraFile, Kept, Pending, changed_flags, data_flags
 from prep.core.make import (
     Address,
     Data,
@@ -182,9 +182,14 @@ def _write_selection(path: Path, variant: "Variant", on_picture: Callable[[int, 
     return write_scores_page(path, variant, where=where, on_picture=on_picture)
 
 
+def _next_step(data: Path) -> list[str]:
+    return ["prep", "inspect", "--column", SCORES, "--html", "scores.html", *data_flags(data)]
+
+
 COLUMN = ColumnSpec(
     name=SCORES,
     package="prep.scores",
+    verb="score",
     has_hours=False,
     make_command=scores,
     plan_command=plan_scores,
@@ -198,5 +203,6 @@ COLUMN = ColumnSpec(
     check_sample="prep.scores.sample:check_scores",
     write_page=_write_page,
     write_selection=_write_selection,
+    next_step=_next_step,
     extra_files=(ExtraFile(_TABLE_FILE, table_problem),),
 )
