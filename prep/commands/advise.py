@@ -70,6 +70,7 @@ def advise(
         prep advise --step-time 0.5 --batch 64
         prep advise --run runs/first --nodes 16 --gpus 8
     """
+    from manifests.progress import Activity
     from manifests.storage.mirrors import mirror_of
     from manifests.storage.objects import open_objects
     from prep.advice.bucket import BucketLoad, bucket_text, bucket_values
@@ -93,15 +94,16 @@ def advise(
     step = _step(step_time, batch, run, num_gpus=None if nodes is None and gpus is None else (nodes or 1) * (gpus or 1))
     mirror = mirror_of(data_dir)
     try:
-        costs = measure_costs(
-            variant,
-            column=column,
-            data_dir=data_dir,
-            objects=None if mirror is None else open_objects(mirror.address),
-            read_bytes_per_s=None if read_speed is None else read_speed * 1e6,
-            num_nodes=nodes or 1,
-            gpus_per_node=gpus or 1,
-        )
+        with Activity("reading chunks to measure what training reads"):
+            costs = measure_costs(
+                variant,
+                column=column,
+                data_dir=data_dir,
+                objects=None if mirror is None else open_objects(mirror.address),
+                read_bytes_per_s=None if read_speed is None else read_speed * 1e6,
+                num_nodes=nodes or 1,
+                gpus_per_node=gpus or 1,
+            )
     except (Damaged, OSError) as error:
         raise UserError(
             f"the shards cannot be read: {error}", hint="run `prep verify` to find what is damaged"

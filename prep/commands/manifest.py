@@ -5,7 +5,6 @@ write a reader in `manifests/adapters/` and add an entry here.
 """
 
 import json as json_module
-import sys
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -15,6 +14,7 @@ from cyclopts import App, Parameter, Token
 
 from manifests.data_location import address_of, check_data_dir
 from manifests.errors import FailedWork, UserError
+from manifests.quoting import counted, on_one_line
 from manifests.storage.mirrors import mirror_of
 from manifests.storage.urls import folder_of, place_of
 from prep.commands import manifest_captions
@@ -226,6 +226,7 @@ def synthetic(
 
         prep manifest synthetic --videos 24 --minutes 1
     """
+    from manifests.progress import Activity
     from prep.synthetic.make import Mode, make_synthetic
 
     if videos < 1:
@@ -240,17 +241,18 @@ def synthetic(
     directory = data / "synthetic" if out is None else out
 
     def make(_tables: list[Path]) -> "Reading":
-        reading = make_synthetic(
-            directory,
-            num_videos=videos,
-            minutes=minutes,
-            seed=seed,
-            mode=Mode(mode),
-            dataset=name,
-            on_video=lambda num_done: _progress(f"creating videos: {num_done}/{videos}"),
-        )
-        _progress("")
-        return reading
+        creating = f"creating {counted(videos, 'video')}"
+        with Activity(creating) as now:
+            show = now.counter(creating)
+            return make_synthetic(
+                directory,
+                num_videos=videos,
+                minutes=minutes,
+                seed=seed,
+                mode=Mode(mode),
+                dataset=name,
+                on_video=lambda num_done: show(num_done, videos),
+            )
 
     _write(make, data=data, videos=directory, dataset=name, as_json=json)
 
@@ -277,6 +279,7 @@ def _write(
     from manifests.adapters.reading import encodable
     from manifests.adapters.remote_tables import read_with_local_tables
     from manifests.errors import DISK_ERRORS
+    from manifests.progress import Activity
     from manifests.quoting import quoted
     from manifests.store import read_rejected, write_manifest
     from prep.commands import manifest_text
@@ -287,7 +290,8 @@ def _write(
     _check_existing(data)
     if not encodable(dataset):
         raise UserError(f"--dataset {quoted(dataset)} is not valid Unicode", hint="give another name")
-    reading = read_with_local_tables(tables, read)
+    with Activity(f"reading dataset {on_one_line(dataset)}"):
+        reading = read_with_local_tables(tables, read)
     if not reading.videos.num_rows:
         message, hint = manifest_text.no_video_text(reading, dataset)
         raise UserError(message, hint=hint)
@@ -303,7 +307,7 @@ def _write(
         raise UserError(
             f"cannot create the data folder {data}: {why}", hint="give another folder with --data"
         ) from error
-    with writing(data):
+    with writing(data), Activity("writing the manifest"):
         written = write_manifest(
             data,
             dataset,
@@ -331,10 +335,3 @@ def _check_existing(data: Path) -> None:
     if (data / "manifest" / "manifest.json").exists():
         with suppress(DamagedManifest):  # writing the manifest repairs it, or fails with the reason
             read_manifest(data)
-
-
-def _progress(text: str) -> None:
-    """Show a line of text that the next call replaces; do nothing unless standard error is a terminal."""
-    if sys.stderr.isatty():
-        sys.stderr.write(f"\r\x1b[K{text}")
-        sys.stderr.flush()

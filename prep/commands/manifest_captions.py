@@ -62,6 +62,7 @@ def captions(
     from manifests.adapters.further import Limits, read_caption_tables
     from manifests.further_sources import SOURCE_CHARS, is_source_name
     from manifests.further_write import FURTHER, write_further_captions
+    from manifests.progress import Activity
     from manifests.store import read_rejected, read_videos
     from prep.commands import manifest_text
     from prep.commands.caption_limits import chunk_finder, ends_of_videos
@@ -79,7 +80,7 @@ def captions(
     if source is not None and not is_source_name(source):
         raise UserError(f"--source {quoted(source)} is not a name", hint=f"give a name of {SOURCE_CHARS}")
     folder = require_data_folder(data)
-    with writing(folder):
+    with writing(folder), Activity("reading captions"):
         videos = read_videos(folder)
         limits = Limits(ends_of_videos(folder, videos), chunk_finder(folder, videos))
         read = read_caption_tables(tables, videos=videos, dataset=FURTHER, source=source, limits=limits)

@@ -33,11 +33,13 @@ def status(*, data: Data = Path("data"), json: Json = False) -> None:
 
         prep status
     """
+    from manifests.progress import Activity
     from prep.core.data_folder import require_data_folder
     from prep.upkeep.status import read_status
     from prep.upkeep.status_text import repair_command, status_text
 
-    found = read_status(require_data_folder(data))
+    with Activity("reading the records"):
+        found = read_status(require_data_folder(data))
     print(json_module.dumps(found.values(), indent=1) if json else status_text(found))
     if found.num_problems:
         count = "1 shard is" if found.num_problems == 1 else f"{found.num_problems} shards are"
@@ -60,8 +62,8 @@ def verify(
 
         prep verify --deep
     """
+    from manifests.progress import Activity
     from prep.core.data_folder import require_data_folder
-    from prep.core.progress import CountProgress
     from prep.upkeep.records import check_folder_records, check_variant_records
     from prep.upkeep.texts import failure_text, records_text, repairs_text, verified_text
     from prep.upkeep.verify import verify_variant
@@ -69,7 +71,9 @@ def verify(
     from shards.reader import Variant
 
     data_dir = require_data_folder(data)
-    records = check_folder_records(data_dir)
+    reading = "reading the records"
+    with Activity(reading):
+        records = check_folder_records(data_dir)
     if column is not None or variant is not None:
         selected = [column_named(column or VIDEO)]
     else:
@@ -79,20 +83,21 @@ def verify(
             selected = []  # reported below as one of the damaged records
         if not selected and not records:
             selected = [column_named(VIDEO)]
-    opened = {known.name: Variant.open(data_dir, column=known.name, variant=variant) for known in selected}
+    with Activity(reading):
+        opened = {known.name: Variant.open(data_dir, column=known.name, variant=variant) for known in selected}
+        for known in selected:
+            records += check_variant_records(opened[known.name], column=known, data_dir=data_dir)
+    found = {}
     for known in selected:
-        records += check_variant_records(opened[known.name], column=known, data_dir=data_dir)
-    found = {
-        known.name: verify_variant(
-            opened[known.name],
-            column=known,
-            deep=deep,
-            num_workers=len(os.sched_getaffinity(0)),
-            on_shard=CountProgress(f"verifying {known.name} shards"),
-            on_deep_shard=CountProgress(f"checking samples of {known.name} shards"),
-        )
-        for known in selected
-    }
+        with Activity(f"verifying {known.name} shards") as now:
+            found[known.name] = verify_variant(
+                opened[known.name],
+                column=known,
+                deep=deep,
+                num_workers=len(os.sched_getaffinity(0)),
+                on_shard=now.counter(f"verifying {known.name} shards"),
+                on_deep_shard=now.counter(f"checking samples of {known.name} shards"),
+            )
     if json:
         values = {name: asdict(verified) for name, verified in found.items()}
         print(json_module.dumps({**values, "records": [asdict(record) for record in records]}, indent=1))
@@ -149,6 +154,7 @@ def inspect(
         prep inspect --html val.html --chunks 1000 --where "split == 'val'"
         prep inspect --column scores --html scores.html --where "cuts == 0"
     """
+    from manifests.progress import Activity
     from prep.core.bucket_tars import tars_of
     from prep.core.data_folder import require_data_folder
     from prep.core.report import show
@@ -159,7 +165,6 @@ def inspect(
     opened = Variant.open(data_dir, column=column, variant=variant, tars=tars_of(data_dir))
     if html is not None:
         from prep.core.pages import PageRequest
-        from prep.core.progress import CountProgress
 
         if key is not None:
             raise UserError(
@@ -170,16 +175,21 @@ def inspect(
             raise UserError(f"--html does not support column {column}", hint="omit --html, or use --column video")
         if chunks is not None and chunks < 1:
             raise UserError(f"--chunks is {chunks}", hint="give a number of 1 or more")
-        request = PageRequest(html, where, chunks, CountProgress("reading chunks"))
-        show(known.write_page(opened, request), json=json)
+        writing = f"writing {html}"
+        with Activity(writing) as now:
+            request = PageRequest(html, where, chunks, now.counter(f"{writing}, reading chunks"))
+            report = known.write_page(opened, request)
+        show(report, json=json)
         return
     for flag, value in (("--where", where), ("--chunks", chunks)):
         if value is not None:
             raise UserError(f"{flag} has no effect without a page", hint=f"add --html PAGE, or omit {flag}")
-    if key is None:
-        show(set_report(opened, column=known), json=json)
-    else:
-        show(sample_report(opened, key, column=known, data_dir=data_dir), json=json)
+    with Activity(f"reading the indexes of {opened.directory.name}"):
+        if key is None:
+            report = set_report(opened, column=known)
+        else:
+            report = sample_report(opened, key, column=known, data_dir=data_dir)
+    show(report, json=json)
 
 
 def gc(
@@ -199,6 +209,7 @@ def gc(
     """
     from contextlib import ExitStack
 
+    from manifests.progress import Activity
     from manifests.publish import folder_lock
     from prep.core.data_folder import column_lock, require_data_folder
     from prep.upkeep.garbage import find_garbage, remove
@@ -209,8 +220,11 @@ def gc(
         for column in columns():
             held.enter_context(column_lock(data_dir, column=column.name))
         held.enter_context(folder_lock(data_dir))
-        garbage = find_garbage(data_dir)
-        removed = None if dry_run else remove(garbage)
+        with Activity("looking for files that are no longer needed"):
+            garbage = find_garbage(data_dir)
+        removing = f"removing {counted(len(garbage.items), 'file')}"
+        with Activity(removing) as now:
+            removed = None if dry_run else remove(garbage, on_item=now.counter(removing))
     if json:
         print(json_module.dumps(garbage_values(garbage, removed), indent=1))
     else:

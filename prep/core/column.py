@@ -8,6 +8,7 @@ whenever `prep` starts, so their functions import slow modules inside their bodi
 import hashlib
 import importlib
 import json
+import os
 import re
 import shlex
 from collections.abc import Callable, Mapping, Sequence
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
     from shards.commits import Failure
     from shards.reader import CommittedShard, Variant
 
+DATA_VARIABLE = "CLIPMILL_DATA"
 VIDEO = "video"  # made from the source videos; all other columns are made from it or from the manifest
 Stored = Mapping[str, Any]  # content of a variant's recipe.json
 
@@ -142,6 +144,7 @@ class ColumnSpec:
             `prep NAME`.
         package: import name of the package with the column's code; workers must have the same version.
         sample: noun for a sample of the column, singular.
+        verb: what the command does to a sample; it ends in e.
         checked_noun: noun for what `verify --deep` counts, singular: "decoded frame".
         has_hours: whether `status` reports hours of video, computed from num_frames and the frame rate in the index.
         make_command: function behind `prep NAME`, with its flags.
@@ -164,11 +167,13 @@ class ColumnSpec:
         extra_files: files derived from the shards in each variant.
         sample_report: (shard, row, data folder) -> report printed by `prep inspect KEY`; the index row by default.
         write_page: (variant, request) -> report; writes the page of `prep inspect --html`. None if the column has none.
+        next_step: data folder as the user gave it -> words of the command that comes after `prep NAME`.
     """
 
     name: str
     package: str
     sample: str = "chunk"
+    verb: str = "encode"
     checked_noun: str = "checked row"
     has_hours: bool = True
     make_command: Callable[..., None]
@@ -188,11 +193,17 @@ class ColumnSpec:
     extra_files: tuple[ExtraFile, ...] = ()
     sample_report: "Callable[[CommittedShard, int, Path], Report] | None" = None
     write_page: "Callable[[Variant, PageRequest], Report] | None" = None
+    next_step: Callable[[Path], list[str]] | None = None
 
     @property
     def is_first(self) -> bool:
         """True if the column is made directly from the source videos."""
         return self.name == VIDEO
+
+    @property
+    def doing(self) -> str:
+        """What the command does, as a participle: "encoding"."""
+        return f"{self.verb.removesuffix('e')}ing"
 
     @property
     def command(self) -> str:
@@ -206,9 +217,17 @@ class ColumnSpec:
             UserError: the recipe was written with another version of the recipe schema.
         """
         arguments = ["prep", self.command, *self.flags(stored)]
-        if data_dir.resolve() != Path("data").resolve():
-            arguments += ["--data", str(data_dir)]
-        return shlex.join(arguments)
+        return shlex.join([*arguments, *data_flags(data_dir)])
+
+    def next_command(self, data: Path) -> list[str]:
+        """Return the words of what a user does after the column is complete; empty if nothing in particular."""
+        return [] if self.next_step is None else self.next_step(data)
+
+
+def data_flags(data: Path) -> list[str]:
+    """Return the flag that names a data folder; none if commands take that folder without it."""
+    default = Path(os.environ.get(DATA_VARIABLE, "data"))
+    return [] if data.resolve() == default.resolve() else ["--data", os.fspath(data)]
 
 
 def command_for(column: str) -> str:

@@ -6,7 +6,7 @@ them, from any node of a cluster. They are not part of the records: each run beg
 
 import json
 import time
-from collections.abc import Container
+from collections.abc import Container, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -70,11 +70,16 @@ class RunningChunks:
 
     Args:
         shard_ids: the shards to count; other parts of the same work may be running too.
+        shares: share of a shard's chunks that are work, by shard ID; the others are copied at almost no cost. Shards
+            that are not listed have none to copy.
     """
 
-    def __init__(self, variant_dir: Path, *, shard_ids: Container[int]) -> None:
-        self._variant_dir, self._shard_ids = variant_dir, shard_ids
+    def __init__(
+        self, variant_dir: Path, *, shard_ids: Container[int], shares: Mapping[int, float] | None = None
+    ) -> None:
+        self._variant_dir, self._shard_ids, self._shares = variant_dir, shard_ids, shares or {}
         self._num_done: dict[int, int] = {}
+        self._has_begun = False
         self._total = 0
         self._next_s = time.monotonic()
 
@@ -82,12 +87,22 @@ class RunningChunks:
         """Stop counting a shard, which has finished."""
         self._total -= self._num_done.pop(shard_id, 0)
 
+    @property
+    def has_begun(self) -> bool:
+        """True once a worker has begun a shard."""
+        return self._has_begun
+
+    def work_done(self) -> float:
+        """Return the work done in running shards when `num_done` was called, in chunks."""
+        return sum(done * self._shares.get(shard_id, 1.0) for shard_id, done in self._num_done.items())
+
     def num_done(self) -> int:
         """Return the number of chunks done when the heartbeats were last read."""
         begin_s = time.monotonic()
         if begin_s >= self._next_s:
             running = running_shards(self._variant_dir)
             self._num_done = {one.shard_id: one.num_done for one in running if one.shard_id in self._shard_ids}
+            self._has_begun = self._has_begun or bool(self._num_done)
             self._total = sum(self._num_done.values())
             end_s = time.monotonic()
             self._next_s = end_s + max(1.0, (end_s - begin_s) / _MAX_READING)

@@ -14,9 +14,10 @@ from cyclopts import Group, Parameter, Token
 
 from manifests.errors import FailedWork, UserError
 from manifests.help_text import FIRST_RUN
+from manifests.progress import Activity
 from manifests.quoting import counted
 from manifests.storage.mirrors import is_remote, require_not_mistyped
-from prep.core.column import ColumnSpec
+from prep.core.column import DATA_VARIABLE, ColumnPlan, ColumnSpec, RunSummary
 from prep.core.lag import LIMIT_S
 from prep.engines.execution import Execution
 
@@ -25,6 +26,7 @@ _SIZE = re.compile(r"(\d+(?:\.\d+)?)([kMGT])B", re.ASCII)
 
 if TYPE_CHECKING:
     from prep.core.parts import PartRun
+    from prep.core.report import Report
 
 EXECUTION = Parameter(group=Group("Execution", sort_key=8))
 OPTIONS = Group("Options", sort_key=9)  # of flags without another group
@@ -46,7 +48,7 @@ Data = Annotated[
     FIRST_RUN,
     Parameter(
         name="--data",
-        env_var="CLIPMILL_DATA",
+        env_var=DATA_VARIABLE,
         converter=_data_folder,
         help="Data folder: a path, or a folder in a bucket such as s3://BUCKET/data.",
     ),
@@ -232,11 +234,13 @@ def parse_budget(text: str) -> Callable[[int], float]:
 
 def plan_column(column: ColumnSpec, settings: Any, *, data: Path, json: bool) -> None:
     """Print what making the column would do, and why."""
-    from prep.core.data_folder import require_data_folder
-    from prep.core.report import show
+    with Activity("planning"):
+        from prep.core.data_folder import require_data_folder
+        from prep.core.report import show
 
-    plan = column.plan(require_data_folder(data), settings, Request(data=data))
-    show(column.plan_report(plan), json=json)
+        plan = column.plan(require_data_folder(data), settings, Request(data=data))
+        report = column.plan_report(plan)
+    show(report, json=json)
 
 
 def make_column(column: ColumnSpec, settings: Any, request: Request) -> None:
@@ -246,14 +250,34 @@ def make_column(column: ColumnSpec, settings: Any, request: Request) -> None:
         UserError: the request is invalid, or this machine lacks something that the settings need.
         FailedWork: the run gave up, or more videos failed than `--max-failures` allows.
     """
-    from prep.core.data_folder import require_data_folder, writing
-    from prep.core.part_locks import Part
-    from prep.core.parts import writing_part
-    from prep.core.report import show, with_part
-    from prep.core.run import FAILURES_FILE
-
     budget = parse_budget(request.max_failures)
     request.check()
+    with Activity("planning") as now:
+        plan, summary, report, listed = _made(column, settings, request, now)
+    from prep.core.report import show
+
+    show(report, json=request.json)
+    if summary.gave_up is not None:
+        raise FailedWork(f"{summary.gave_up}; finished work is kept; run the same command again to resume")
+    if summary.num_failed_videos > budget(plan.num_videos):
+        failed = f"{summary.num_failed_videos} of {counted(plan.num_videos, 'video')}"
+        raise FailedWork(f"{failed} failed; failures are listed in {listed}")
+    if summary.failures:
+        failed = counted(summary.num_failed_videos, "video")
+        sys.stderr.write(f"{failed} failed, within --max-failures {request.max_failures}\n")
+
+
+def _made(
+    column: ColumnSpec, settings: Any, request: Request, now: Activity
+) -> "tuple[ColumnPlan, RunSummary, Report, Path]":
+    """Plan and make the column; return the plan, the summary, its report, and the path of the list of failures."""
+    from prep.core.data_folder import require_data_folder, writing
+    from prep.core.ending import with_ending
+    from prep.core.part_locks import Part
+    from prep.core.parts import writing_part
+    from prep.core.report import with_part
+    from prep.core.run import FAILURES_FILE
+
     part = None if request.part is None else Part.parse(request.part)
     data_dir = require_data_folder(request.data)
     column.require(settings)
@@ -263,16 +287,12 @@ def make_column(column: ColumnSpec, settings: Any, request: Request) -> None:
         else writing_part(data_dir, part, column=column.name) as part_run
     ):
         plan = column.plan(data_dir, settings, request)
+        now.say("", what="preparing the run")
         summary = column.run(plan, settings, replace(request, part_run=part_run))
         assert part_run is None or part_run.is_last is not None, f"{column.package} does not run its plan in parts"
     listed = plan.variant_dir / FAILURES_FILE
     report = column.summary_report(summary, settings, listed)
-    show(report if part_run is None else with_part(report, part_run), json=request.json)
-    if summary.gave_up is not None:
-        raise FailedWork(f"{summary.gave_up}; finished work is kept; run the same command again to resume")
-    if summary.num_failed_videos > budget(plan.num_videos):
-        failed = f"{summary.num_failed_videos} of {counted(plan.num_videos, 'video')}"
-        raise FailedWork(f"{failed} failed; failures are listed in {listed}")
-    if summary.failures:
-        failed = counted(summary.num_failed_videos, "video")
-        sys.stderr.write(f"{failed} failed, within --max-failures {request.max_failures}\n")
+    if part_run is not None:
+        report = with_part(report, part_run)
+    is_last = part_run is None or bool(part_run.is_last)
+    return plan, summary, with_ending(report, column, plan.variant_dir, data=request.data, is_last=is_last), listed

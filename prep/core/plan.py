@@ -57,6 +57,7 @@ class ShardPlan:
     Attributes:
         rows: its rows in the column's own plan, in the order in which the shard stores them.
         num_chunks: number of samples planned.
+        num_copied: number of these that are copied from the stored shard; None if that is unknown before it is made.
     """
 
     shard_id: int
@@ -66,10 +67,16 @@ class ShardPlan:
     plan_fingerprint: str
     rows: range
     num_chunks: int
+    num_copied: int | None = None
 
     @property
     def has_work(self) -> bool:
         return self.state not in (ShardState.CURRENT, ShardState.ORPHANED)
+
+    @property
+    def share_of_work(self) -> float:
+        """Share of the samples that are not copied, above 0: copying costs little, but not nothing."""
+        return 1.0 - 0.98 * (self.num_copied or 0) / max(1, self.num_chunks)
 
 
 def plan_shards(

@@ -100,8 +100,7 @@ def summary_report(
         verb: what the column does to a chunk; it ends in e.
         more: further JSON values, placed before the common ones.
     """
-    total = f"{counted(summary.num_chunks, 'chunk')} in {counted(summary.num_shards, 'shard')}"
-    lines = [f"variant  {summary.variant}", f"total    {total}"]
+    lines = [f"variant  {summary.variant}"]
     if summary.num_shards_made:
         lines.append(
             f"made     {counted(summary.num_shards_made, 'shard')}: {counted(summary.num_encoded, 'chunk')} {verb}d,"
@@ -121,6 +120,13 @@ def summary_report(
         "refused_workers": [refused.values() for refused in summary.refused_workers],
     }
     return Report("\n".join(lines), values)
+
+
+def hours_text(hours: float) -> str:
+    """Format a duration in hours with a suitable unit: 12 s, 3.5 min, 2.0 h."""
+    if hours < 1 / 60:
+        return f"{hours * 3600:.0f} s"
+    return f"{hours:,.1f} h" if hours >= 1 else f"{hours * 60:.1f} min"
 
 
 def size_text(size_bytes: int) -> str:

@@ -12,6 +12,7 @@ from typing import Any, Generic
 
 from manifests.errors import UserError
 from manifests.json_text import parse_json
+from manifests.progress import Activity
 from manifests.publish import publish_bytes, publish_json, read_record, remove, rename, temporary_path
 from manifests.quoting import counted
 from manifests.storage.mirrors import refresh, require_locks
@@ -22,7 +23,7 @@ from prep.core.heartbeat import RunningChunks
 from prep.core.lag import is_committed, wait_until_seen
 from prep.core.parts import PartRun
 from prep.core.plan import ShardPlan, ShardState, file_problems, with_work
-from prep.core.progress import ChunkProgress, warn_refused
+from prep.core.progress import RunProgress, warn_refused
 from prep.core.selection import write_selection
 from prep.core.shard_result import ShardResult, Stop, W, stopped
 from prep.engines import Engine, Label, Refused
@@ -132,18 +133,19 @@ def execute(job: Job[W], engine: Engine, *, part_run: PartRun | None = None) -> 
     begin_s = time.monotonic()
     results = {result.shard_id: result for result in _results(own, engine, summary)}
     summary.wall_s = time.monotonic() - begin_s
-    if has_work:
-        refresh(folder)  # made by workers on other nodes
-    if part_run is None or part_run.end():
-        if part_run is not None:
-            part_run.await_others(partial(_num_commits, job, part_run.part.count))
+    with Activity("checking the shards and writing the lists"):
         if has_work:
-            remove_variant_temporaries(folder)  # left by lost workers
-        _finish(job, own, summary, results, part_run)
-    else:
-        commits = read_commits_of(folder, {shard.shard_id for shard in own.shards})
-        part_run.tell(len(commits))
-        _account(own, commits, summary, results)
+            refresh(folder)  # made by workers on other nodes
+        if part_run is None or part_run.end():
+            if part_run is not None:
+                part_run.await_others(partial(_num_commits, job, part_run.part.count))
+            if has_work:
+                remove_variant_temporaries(folder)  # left by lost workers
+            _finish(job, own, summary, results, part_run)
+        else:
+            commits = read_commits_of(folder, {shard.shard_id for shard in own.shards})
+            part_run.tell(len(commits))
+            _account(own, commits, summary, results)
     return summary
 
 
@@ -182,18 +184,27 @@ def _results(job: Job[W], engine: Engine, summary: Summary) -> Iterator[ShardRes
     work = with_work(job.shards)
     if not work:
         return
-    tasks = (job.task(shard) for shard in work)
     num_chunks = {shard.shard_id: shard.num_chunks for shard in work}
+    shares = {shard.shard_id: shard.share_of_work for shard in work}
+    progress = RunProgress(
+        job.column.doing,
+        noun=job.column.sample,
+        num_samples=sum(num_chunks.values()),
+        work=sum(num_chunks[shard_id] * share for shard_id, share in shares.items()),
+        sample_s=job.chunk_s,
+    )
+
+    def tasks() -> Iterator[W]:
+        progress.start()
+        yield from (job.task(shard) for shard in work)
 
     def label(task: W) -> Label:
         return Label(f"{job.column.command} {task.shard_id:06d}", work=num_chunks[task.shard_id])
 
-    full_disks, made, running = 0, 0, RunningChunks(job.variant_dir, shard_ids=num_chunks.keys())
-    with (
-        worker_ticket(job.variant_dir, package=job.column.package, needs=job.needs) as ticket,
-        ChunkProgress(num_chunks=sum(shard.num_chunks for shard in work), chunk_s=job.chunk_s) as progress,
-    ):
-        for outcome in engine.run(job.make, tasks, check=ticket, label=label):
+    full_disks, made, work_done = 0, 0, 0.0
+    running = RunningChunks(job.variant_dir, shard_ids=num_chunks.keys(), shares=shares)
+    with worker_ticket(job.variant_dir, package=job.column.package, needs=job.needs) as ticket, progress:
+        for outcome in engine.run(job.make, tasks(), check=ticket, label=label):
             require_locks(job.variant_dir)
             if isinstance(outcome, Refused):
                 summary.refused_workers.append(outcome)
@@ -201,6 +212,7 @@ def _results(job: Job[W], engine: Engine, summary: Summary) -> Iterator[ShardRes
             elif outcome is not None:
                 result = outcome.result or stopped(outcome.task, FailureCode.WORKER_LOST, outcome.lost or "")
                 made += result.num_chunks
+                work_done += num_chunks[result.shard_id] * shares[result.shard_id]
                 running.finish(result.shard_id)
                 stop_code = result.stopped_by.code if result.stopped_by is not None else None
                 for code in (*(failure.code for failure in result.failures), *([stop_code] if stop_code else [])):
@@ -211,7 +223,8 @@ def _results(job: Job[W], engine: Engine, summary: Summary) -> Iterator[ShardRes
                 if full_disks == _MAX_FULL_DISKS:
                     summary.gave_up = f"stopped, because the disk was full for {full_disks} consecutive shards"
                     return
-            progress.show(made + running.num_done())
+            num_running = running.num_done()
+            progress.show(made + num_running, work_done + running.work_done(), has_begun=running.has_begun)
 
 
 def _finish(

@@ -10,12 +10,13 @@ import signal
 import sys
 import traceback
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from multiprocessing.connection import Connection
 from multiprocessing.context import SpawnProcess
 from typing import Any, Protocol
 
 from manifests.errors import ClipmillError, FailedWork
+from manifests.progress import Activity
 from prep.engines import TICK_S, Check, Label, Outcome, R, Refused, T, die_with_parent
 
 _CONTEXT = multiprocessing.get_context("spawn")
@@ -43,10 +44,11 @@ class IsolatedEngine:
 
     Args:
         name: what may end unexpectedly in that process; used in the message.
+        starting: what is shown until the engine takes the first task; None to show nothing.
     """
 
-    def __init__(self, engine: NotifyingEngine, *, name: str) -> None:
-        self._engine, self._name = engine, name
+    def __init__(self, engine: NotifyingEngine, *, name: str, starting: str | None = None) -> None:
+        self._engine, self._name, self._starting = engine, name, starting
 
     def run(
         self,
@@ -59,6 +61,9 @@ class IsolatedEngine:
         """See `prep.engines.Engine`."""
         waiting = enumerate(tasks)
         given = dict[int, T]()
+        starting = ExitStack()
+        if self._starting is not None:
+            starting.enter_context(Activity(self._starting))
         process, ours = _started(_serve, self._engine, function, check, label is not None)
         try:
             while True:
@@ -71,6 +76,7 @@ class IsolatedEngine:
                     process.join()
                     raise _ended(self._name, process.exitcode) from None
                 if kind == "next":
+                    starting.close()
                     item = next(waiting, None)
                     if item is not None:
                         given[item[0]] = item[1]
@@ -87,6 +93,7 @@ class IsolatedEngine:
                 elif kind == "end":
                     return
         finally:
+            starting.close()
             ours.close()  # the other process sees this and stops its workers
             _end(process)
 

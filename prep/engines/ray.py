@@ -16,11 +16,12 @@ from math import ceil
 from typing import Any
 
 from manifests.errors import FailedWork, UserError, first_line
+from manifests.progress import Activity
 from prep.engines import Check, Engine, Label, Outcome, R, Refused, T
 from prep.engines.execution import Execution, Need
 from prep.engines.isolated import IsolatedEngine, call_isolated
 from prep.engines.ray_actors import ActorRun
-from prep.engines.ray_connection import connect, name_of_cluster
+from prep.engines.ray_connection import connect, name_of_cluster, starting_text
 from prep.engines.ray_flights import Session
 from prep.engines.ray_nodes import Nodes, Notify
 from prep.engines.ray_tasks import TaskRun
@@ -119,7 +120,7 @@ def isolated_ray_engine(
 ) -> Engine:
     """Return a `RayEngine` in a separate process, since Ray ends its process when it loses the cluster."""
     engine = RayEngine(num_workers=num_workers, address=address, actor_gpus=actor_gpus, need=need, execution=execution)
-    return IsolatedEngine(engine, name=name_of_cluster(address))
+    return IsolatedEngine(engine, name=name_of_cluster(address), starting=starting_text(address))
 
 
 def count_cluster_gpus(address: str) -> float:
@@ -128,7 +129,8 @@ def count_cluster_gpus(address: str) -> float:
     Raises:
         UserError: there is no such cluster.
     """
-    found: float = call_isolated(_count_gpus, address, name=name_of_cluster(address))
+    with Activity(starting_text(address)):
+        found: float = call_isolated(_count_gpus, address, name=name_of_cluster(address))
     return found
 
 

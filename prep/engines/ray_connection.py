@@ -24,6 +24,12 @@ def name_of_cluster(address: str | None) -> str:
     return "Ray on this machine" if address is None else f'the Ray cluster at "{address}"'
 
 
+def starting_text(address: str | None) -> str:
+    """Return what is shown until Ray takes the first task."""
+    name = name_of_cluster(address)
+    return f"starting {name} (takes up to 30 s)" if address is None else f"connecting to {name}"
+
+
 def connect(ray: Any, address: str | None, *, num_cpus: int | None = None) -> None:
     """Start a private instance with `num_cpus` CPUs, or connect to the cluster at `address`.
 

@@ -168,6 +168,13 @@ def _pending(data_dir: Path, variant: "Variant") -> Pending:
     return pending_latents(data_dir, variant)
 
 
+def _next_step(data: Path) -> list[str]:
+    from manifests.store import num_captions_of
+
+    task = "dual-encoder" if num_captions_of(data) else "mae"
+    return ["train", task, "--shards", str(data), "--input", "latents", "--out", "runs/latents"]
+
+
 COLUMN = ColumnSpec(
     name=LATENTS,
     package="prep.latents",
@@ -182,4 +189,5 @@ COLUMN = ColumnSpec(
     pending=_pending,
     check_sample="prep.latents.sample:check_latents",
     extra_files=(MERGED_TABLE,),
+    next_step=_next_step,
 )

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from cyclopts import Parameter
 
 from manifests.errors import UserError
-from prep.core.column import VIDEO, ColumnSpec, ExtraFile, Pending, changed_flags
+from prep.core.column import VIDEO, ColumnSpec, ExtraFile, Pending, changed_flags, data_flags
 from prep.core.make import (
     Address,
     Data,
@@ -177,9 +177,14 @@ def _write_page(variant: "Variant", request: "PageRequest") -> "Report":
     return write_scores_page(variant, request)
 
 
+def _next_step(data: Path) -> list[str]:
+    return ["prep", "inspect", "--column", SCORES, "--html", "scores.html", *data_flags(data)]
+
+
 COLUMN = ColumnSpec(
     name=SCORES,
     package="prep.scores",
+    verb="score",
     has_hours=False,
     make_command=scores,
     plan_command=plan_scores,
@@ -192,5 +197,6 @@ COLUMN = ColumnSpec(
     pending=_pending,
     check_sample="prep.scores.sample:check_scores",
     write_page=_write_page,
+    next_step=_next_step,
     extra_files=(ExtraFile(_TABLE_FILE, table_problem),),
 )

@@ -109,7 +109,6 @@ def _plan(data_dir: Path, recipe: TextRecipe, request: Request) -> "TextPlan":
 
 
 def _run(plan: "TextPlan", recipe: TextRecipe, request: Request) -> "TextSummary":
-    from prep.core.progress import CountProgress
     from prep.engines.choice import open_engine, resolve_gpus_per_worker
     from prep.text.blocks import TowerUse
     from prep.text.run import run_text
@@ -137,7 +136,6 @@ def _run(plan: "TextPlan", recipe: TextRecipe, request: Request) -> "TextSummary
         use,
         engine,
         part_run=request.part_run,
-        on_encoded=CountProgress("encoding texts"),
         lag_limit_s=request.lag_limit_s,
     )
 
@@ -175,6 +173,10 @@ def _is_whole_block(path: Path) -> bool:
     return is_whole_block(path)
 
 
+def _next_step(data: Path) -> list[str]:
+    return ["train", "dual-encoder", "--shards", str(data), "--text-tower", "frozen", "--out", "runs/frozen-text"]
+
+
 COLUMN = ColumnSpec(
     name=TEXT,
     package="prep.text",
@@ -193,4 +195,5 @@ COLUMN = ColumnSpec(
     layout_file=_layout_file,
     extra_folders=(ExtraFolder(BANK_FOLDER, BLOCK_FILE, _is_whole_block),),
     extra_files=(MERGED_TABLE,),
+    next_step=_next_step,
 )

@@ -54,11 +54,7 @@ class TextSummary:
 
 def text_summary(summary: TextSummary, *, listed: Path) -> Report:
     """Return the report of a run; `listed` is the path of the list of failures."""
-    lines = [
-        f"variant  {summary.variant}",
-        f"total    {counted(summary.num_videos, 'video')} in {counted(summary.num_shards, 'shard')},"
-        f" {counted(summary.num_captions, 'caption')}",
-    ]
+    lines = [f"variant  {summary.variant}", f"captions {summary.num_captions:,} in the manifest"]
     if summary.num_shards_made or summary.num_encoded:
         lines.append(
             f"made     {counted(summary.num_shards_made, 'shard')}: {counted(summary.num_texts, 'unique text')},"

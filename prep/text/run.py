@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import pyarrow as pa
 
+from manifests.progress import Activity
 from prep.core.failures import FailureCode
 from prep.core.lag import wait_until_seen
 from prep.core.layout import write_layout
@@ -43,7 +44,6 @@ def run_text(
     engine: Engine,
     *,
     part_run: PartRun | None = None,
-    on_encoded: Callable[[int, int], None] = lambda done, total: None,
     lag_limit_s: float = 0.0,
 ) -> TextSummary:
     """Make every shard of the plan that needs work; call it while holding the lock of the column.
@@ -55,7 +55,6 @@ def run_text(
         tower: text tower of the plan's recipe.
         engine: engine that encodes the texts.
         part_run: the part whose texts to encode; None for all.
-        on_encoded: called periodically with (texts encoded, texts to encode).
         lag_limit_s: how long to wait for embeddings that workers report and that are not visible here.
     """
     begin_s = time.monotonic()
@@ -70,9 +69,10 @@ def run_text(
         begin_variant(plan.data_dir, TEXT, plan.recipe.variant)
         part_run.begin()
     with CaptionReader(plan.data_dir, where=plan.where) as reader:
-        need = needed(plan, reader)
+        with Activity("reading captions"):
+            need = needed(plan, reader)
         own = need if part_run is None else need.of_part(part_run.part)
-        filled = fill(bank, own, plan=plan, reader=reader, tower=tower, engine=engine, on_encoded=on_encoded)
+        filled = fill(bank, own, plan=plan, reader=reader, tower=tower, engine=engine)
         if lag_limit_s and filled.error is None and filled.num_encoded:
             what = f"embeddings in {bank.folder}"
             wait_until_seen(what, lambda: _is_filled(bank, own, filled.not_finite), limit_s=lag_limit_s)
@@ -240,7 +240,6 @@ def fill(
     reader: CaptionReader,
     tower: TowerUse,
     engine: Engine,
-    on_encoded: Callable[[int, int], None],
 ) -> Filled:
     """Fill the bank with the embeddings of all needed texts."""
     num_encoded = num_cut = 0
@@ -256,7 +255,9 @@ def fill(
         return Filled(0, 0, frozenset(), None)
     blocks = blocks_of(reader, need.video_ids, missing=missing, bank_dir=bank.folder, tower=tower)
     refused: list[Refused] = []
-    with worker_ticket(plan.variant_dir, package=COLUMN.package) as ticket:
+    encoding = "encoding texts"
+    with worker_ticket(plan.variant_dir, package=COLUMN.package) as ticket, Activity(encoding) as now:
+        on_encoded = now.counter(encoding)
         for outcome in engine.run(encode_block, blocks, check=ticket, label=_block_label):
             if isinstance(outcome, Refused):
                 refused.append(outcome)

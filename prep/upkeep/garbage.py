@@ -136,8 +136,12 @@ def _parts() -> dict[str, tuple[str, re.Pattern[str]]]:
     return {COMMITS_FOLDER: ("commit", _COMMIT_FILE), **extra}
 
 
-def remove(garbage: Garbage) -> Removed:
-    """Remove the items and the folders that are then empty. If it is killed, the next call completes the removal."""
+def remove(garbage: Garbage, *, on_item: Callable[[int, int], None] = lambda done, total: None) -> Removed:
+    """Remove the items and the folders that are then empty. If it is killed, the next call completes the removal.
+
+    Args:
+        on_item: called with (items done, items to remove).
+    """
     num_files, num_bytes, failed = 0, 0, []
     items = [item for item in garbage.items if not item.is_recipe]
     recipes = [item for item in garbage.items if item.is_recipe]
@@ -151,8 +155,9 @@ def remove(garbage: Garbage) -> Removed:
         else:
             num_files, num_bytes = num_files + 1, num_bytes + item.size_bytes
 
-    for item in items:
+    for number, item in enumerate(items, 1):
         attempt(item, partial(remove_file, item.path))
+        on_item(number, len(items))
     for folder in garbage.folders:
         try:
             folder.rmdir()

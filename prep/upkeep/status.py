@@ -3,7 +3,6 @@
 import os
 from collections import Counter
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -16,10 +15,11 @@ from manifests.errors import UserError
 from manifests.store import MANIFEST_FILE, manifest_dir, read_videos
 from prep.core.column import ColumnSpec, Pending
 from prep.core.data_folder import was_killed, writer_of
+from prep.core.ending import seconds_of
 from prep.core.failure_list import MAX_NAMED, FailureEntry, first_failures, first_few, named_values
 from prep.core.heartbeat import ShardProgress, running_shards
 from prep.core.layout import DamagedLayout, variants_of
-from prep.core.plan import NUM_CHECK_THREADS, problems_of
+from prep.core.plan import problems_of
 from prep.core.run import FAILURES_FILE
 from prep.core.selection import read_selection
 from prep.registry import columns
@@ -27,10 +27,8 @@ from prep.sources.table import read_probes
 from prep.upkeep.caption_sources import CaptionSource, read_caption_sources
 from prep.upkeep.leakage import Leakage, find_leakage
 from shards.commits import Failure
-from shards.damage import Damaged
 from shards.dataset import current_variant
-from shards.index import index_seconds
-from shards.reader import CommittedShard, Variant
+from shards.reader import Variant
 
 
 @dataclass(frozen=True)
@@ -266,11 +264,7 @@ def _first_sources(probes: pa.Table) -> list[FailureEntry]:
 def _variant_status(
     variant: Variant, pending: Pending, *, is_current: bool, running: list[ShardProgress]
 ) -> VariantStatus:
-    shards, known = variant.shards(), variant.known_seconds()
-    with ThreadPoolExecutor(NUM_CHECK_THREADS) as pool:
-        seconds = sum(known.values()) + sum(
-            pool.map(_seconds, [shard for shard in shards if shard.shard_id not in known])
-        )
+    shards = variant.shards()
     codes = Counter(failure.code for failure in _failures(variant))
     done = sum(shard.num_done for shard in running if shard.shard_id not in variant.commits)
     return VariantStatus(
@@ -279,7 +273,7 @@ def _variant_status(
         size_bytes=folder_bytes(variant.directory),
         num_shards=len(shards),
         num_samples=sum(shard.num_samples for shard in shards),
-        hours=seconds / 3600,
+        hours=seconds_of(variant) / 3600,
         failures=dict(codes.most_common()),
         num_wanted=pending.num_wanted,
         num_running=done if running else None,
@@ -293,10 +287,3 @@ def _where_of(variant: Variant) -> str | None:
         return read_selection(variant.directory)
     except UserError:
         return "unknown: the record is damaged"
-
-
-def _seconds(shard: CommittedShard) -> float:
-    try:
-        return index_seconds(shard.index_path)
-    except (Damaged, OSError):
-        return 0.0

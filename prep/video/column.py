@@ -118,17 +118,15 @@ def _require(recipe: Recipe) -> None:
 
 
 def _plan(data_dir: Path, recipe: Recipe, request: Request) -> "Planned":
-    from prep.core.progress import CountProgress
     from prep.video.ffmpeg import find_ffmpeg
     from prep.video.planning import make_plan
     from prep.video.recipe import resolve
 
     resolved = resolve(recipe, ffmpeg_version=find_ffmpeg().version)
-    return make_plan(data_dir, resolved, retry_codes=request.retry_codes, on_probe=CountProgress("probing sources"))
+    return make_plan(data_dir, resolved, retry_codes=request.retry_codes)
 
 
 def _run(plan: "Planned", recipe: Recipe, request: Request) -> "Summary":
-    from prep.core.progress import CountProgress
     from prep.core.run import execute
     from prep.engines.choice import open_engine
     from prep.video.planning import chunk_job, with_shots
@@ -142,7 +140,7 @@ def _run(plan: "Planned", recipe: Recipe, request: Request) -> "Summary":
         execution=request.execution,
         memory_gb=_WORKER_GB,
     )
-    plan = with_shots(plan, engine, on_progress=CountProgress("detecting shots"))
+    plan = with_shots(plan, engine)
     job = replace(chunk_job(plan, scratch_bytes=request.scratch_bytes), lag_limit_s=request.lag_limit_s)
     summary = with_cutting(execute(job, engine, part_run=request.part_run), plan)
     remove_abandoned()  # left by workers that were lost, in this run or an earlier one
@@ -200,6 +198,10 @@ def _write_page(variant: "Variant", request: "PageRequest") -> "Report":
     return write_chunk_page(variant, request)
 
 
+def _next_step(data: Path) -> list[str]:
+    return ["train", "quickstart", str(data)]
+
+
 COLUMN = ColumnSpec(
     name=VIDEO,
     package="prep.video",
@@ -219,5 +221,6 @@ COLUMN = ColumnSpec(
     layout_file=_layout_file,
     sample_report=_sample_report,
     write_page=_write_page,
+    next_step=_next_step,
     extra_files=(MERGED_TABLE,),
 )

@@ -14,7 +14,7 @@ import numpy as np
 
 from manifests.quoting import counted
 from prep.core.plan import ShardState
-from prep.core.report import size_text
+from prep.core.report import hours_text, size_text
 from prep.video.codecs import codec_named
 from prep.video.plan import Workload
 from prep.video.planning import Planned
@@ -165,10 +165,3 @@ def _between(low: str, high: str) -> str:
         return low
     number, unit = low.split(" ")
     return f"{number if unit == high.split(' ')[1] else low} to {high}"
-
-
-def hours_text(hours: float) -> str:
-    """Format a duration in hours with a suitable unit: 12 s, 3.5 min, 2.0 h."""
-    if hours < 1 / 60:
-        return f"{hours * 3600:.0f} s"
-    return f"{hours:.1f} h" if hours >= 1 else f"{hours * 60:.1f} min"

@@ -4,7 +4,6 @@
 stored records only; it serves the commands that maintain a data folder.
 """
 
-from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +14,8 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from manifests.errors import UserError
+from manifests.progress import Activity
+from manifests.quoting import counted
 from manifests.store import MANIFEST_FILE, captions_path, manifest_dir, read_videos
 from prep.core.column import VIDEO, Pending
 from prep.core.layout import read_layout, stored_or_rebuilt_layout, variants_of, write_layout
@@ -75,23 +76,23 @@ def make_plan(
     recipe: ResolvedRecipe,
     *,
     retry_codes: frozenset[str] = frozenset(),
-    on_probe: Callable[[int, int], None] = lambda done, total: None,
 ) -> Planned:
     """Plan `recipe` for the manifest in `data_dir`.
 
     Args:
         retry_codes: failure codes to try again even if nothing changed; if there is any, failed sources are probed
             again.
-        on_probe: called with (sources probed, sources to probe).
     """
     videos = read_videos(data_dir)
-    probes = probe_sources(
-        data_dir,
-        videos["path"],
-        num_workers=NUM_CHECK_THREADS,
-        retry_failed=bool(retry_codes),
-        on_progress=on_probe,
-    )
+    looking = f"looking at {counted(len(videos), 'video')}"
+    with Activity(looking) as now:
+        probes = probe_sources(
+            data_dir,
+            videos["path"],
+            num_workers=NUM_CHECK_THREADS,
+            retry_failed=bool(retry_codes),
+            on_progress=now.counter(looking),
+        )
     shots = read_shots(data_dir) if recipe.settings.cut == "shots" else SHOTS.empty_table()
     return _planned(data_dir, recipe, videos, probes, shots=shots, retry_codes=retry_codes)
 
@@ -130,15 +131,10 @@ def _planned(
     return Planned(plan, data_dir, folder, stored.commits, videos, probes, shots, retry_codes, detection)
 
 
-def with_shots(
-    planned: Planned, engine: "Engine", *, on_progress: Callable[[int, int], None] = lambda done, total: None
-) -> Planned:
+def with_shots(planned: Planned, engine: "Engine") -> Planned:
     """Detect the shots that the plan lacks, and plan again; return `planned` itself if it lacks none.
 
     Call it while holding the lock of the column.
-
-    Args:
-        on_progress: called with (sources searched, sources to search).
     """
     plan, recipe = planned.plan, planned.plan.recipe
     if plan.shots is None or not len(plan.shots.undetected):
@@ -146,7 +142,11 @@ def with_shots(
     # The worker's ticket and, through the recipe, the detector that is in use are in the folder of the variant.
     make_variant(planned.variant_dir, recipe.as_dict())
     needs = ("prep.sources.detector:version_mismatch", str(recipe.scenedetect))
-    with worker_ticket(planned.variant_dir, package=COLUMN.package, needs=needs) as ticket:
+    detecting = "detecting shots"
+    with (
+        worker_ticket(planned.variant_dir, package=COLUMN.package, needs=needs) as ticket,
+        Activity(detecting) as now,
+    ):
         detection = detect_shots(
             planned.data_dir,
             list(plan.detection_tasks()),
@@ -156,7 +156,7 @@ def with_shots(
             fingerprints=as_array(planned.probes["fingerprint"]),
             engine=engine,
             check=ticket,
-            on_progress=on_progress,
+            on_progress=now.counter(detecting),
         )
     return _planned(
         planned.data_dir,

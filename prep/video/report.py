@@ -11,10 +11,10 @@ from manifests.quoting import counted, on_one_line
 from prep.core.column import VIDEO
 from prep.core.failure_list import MAX_NAMED
 from prep.core.plan import ShardState
-from prep.core.report import Report, changed_settings, states_lines, states_values, summary_report
+from prep.core.report import Report, changed_settings, hours_text, states_lines, states_values, summary_report
 from prep.core.run import Summary
 from prep.video.cutting import ShotCutting
-from prep.video.estimate import detection_core_s, estimate_lines, estimate_of, hours_text
+from prep.video.estimate import detection_core_s, estimate_lines, estimate_of
 from prep.video.plan import Plan
 from prep.video.planning import Planned
 

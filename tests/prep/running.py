@@ -3,6 +3,7 @@
 import hashlib
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -38,11 +39,16 @@ class Ran:
     @property
     def error(self) -> str:
         """The message of a user's mistake, which must be two lines and nothing else."""
-        lines = self.stderr.splitlines()
+        lines = messages(self.stderr)
         assert self.status == 2, f"status {self.status}: {self.stderr}"
         assert len(lines) == 2, self.stderr
         assert lines[0].startswith("error: ") and lines[1].startswith("hint: "), self.stderr
         return lines[0].removeprefix("error: ")
+
+
+def messages(stderr: str) -> list[str]:
+    """The lines of what a command said on standard error that are not about its progress."""
+    return [line for line in stderr.splitlines() if not re.match(r"\[[0-9:]+\] ", line)]
 
 
 def prep(*arguments: object, status: int | None = 0, **environment: str) -> Ran:

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from tests.conftest import ROOT
-from tests.prep.running import MARK, Ran, chunk, contents, manifest, prep, processes, start, wait_until
+from tests.prep.running import MARK, Ran, chunk, contents, manifest, messages, prep, processes, start, wait_until
 
 SETTINGS = ("--len", "500ms", "--preset", "veryslow")
 
@@ -190,7 +190,7 @@ def test_a_cluster_that_is_lost_is_one_line(
         for process in processes(mark):
             process.kill()
         cluster.shutdown()
-    lines = [line for line in stderr.splitlines() if not line.startswith("chunks ")]
+    lines = messages(stderr)
     assert run.returncode == 1 and len(lines) == 1, stderr
     assert lines[0].startswith("failed: the ") and f'"{address}"' in lines[0]
     assert "finished work is kept" in lines[0]
@@ -206,7 +206,7 @@ def test_ray_that_is_told_to_stop_says_one_line_and_leaves_no_process(
     wait_until(lambda: list((tmp_path / "data").glob("video/*/commits/*.json")) or run.poll() is not None)
     run.send_signal(signal.SIGTERM)
     _, stderr = run.communicate(timeout=120)
-    lines = [line for line in stderr.splitlines() if not line.startswith("chunks ")]
+    lines = messages(stderr)
     assert run.returncode == 143 and len(lines) == 1, stderr
     assert lines[0].startswith("stopped: finished work is kept")
     wait_until(lambda: not list(processes(mark)))

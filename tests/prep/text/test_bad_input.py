@@ -18,7 +18,7 @@ from prep.text.plan import make_text_plan
 from prep.text.recipe import ResolvedTextRecipe, TextRecipe, resolve, text_recipe_from_dict
 from prep.text.run import run_text
 from shards.commits import read_commits
-from tests.prep.running import Ran
+from tests.prep.running import Ran, messages
 from tests.prep.text.conftest import Checkpoints
 from tests.prep.text.sets import (
     CAPTIONS,
@@ -55,7 +55,7 @@ def data(tmp_path: Path) -> Path:
 )
 def test_a_tower_that_is_not_there_is_named(prep: Command, data: Path, clip: str, message: str) -> None:
     ran = prep("text", "--clip", clip, "--data", data, status=2)
-    error, hint = ran.stderr.splitlines()
+    error, hint = messages(ran.stderr)
     assert error.startswith(message) and hint.startswith("hint: ")
     assert not (data / "text").exists()
 
@@ -73,10 +73,10 @@ def test_files_that_are_no_weights_of_the_model_are_named(
         (cut, "is not a valid safetensors file: truncated at "),
         (other, f"is not a checkpoint of {checkpoints.model}: "),
     ):
-        error, _ = prep("text", "--clip", f"{checkpoints.model}:{path}", "--data", data, status=2).stderr.splitlines()
+        error, _ = messages(prep("text", "--clip", f"{checkpoints.model}:{path}", "--data", data, status=2).stderr)
         assert error.startswith(f"error: {path} {message}")
     clip = f"ViT-B-32:{checkpoints.safetensors}"
-    error, _ = prep("text", "--clip", clip, "--data", data, status=2).stderr.splitlines()
+    error, _ = messages(prep("text", "--clip", clip, "--data", data, status=2).stderr)
     assert "is not a checkpoint of ViT-B-32: " in error and "expected [77, 512]" in error
 
 

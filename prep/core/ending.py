@@ -1,0 +1,73 @@
+"""The last lines of a run: what the variant holds now and where it is, and the next command."""
+
+import os
+import shlex
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from pathlib import Path
+
+from manifests.quoting import counted
+from prep.core.column import ColumnSpec, data_flags
+from prep.core.plan import NUM_CHECK_THREADS
+from prep.core.report import Report, hours_text, size_text
+from shards.damage import Damaged
+from shards.index import index_seconds
+from shards.reader import CommittedShard, Variant
+
+
+def with_ending(report: Report, column: ColumnSpec, variant_dir: Path, *, data: Path, is_last: bool) -> Report:
+    """Return the report of a run with the total of its variant and the next command.
+
+    Args:
+        data: the data folder as the user gave it.
+        is_last: False for a part that leaves the end of the run to others; no next command is given then.
+    """
+    variant = Variant(variant_dir)
+    files = [commit.files for commit in variant.commits.values() if commit.files is not None]
+    num_samples = sum(one.num_samples for one in files)
+    num_bytes = sum(one.tar_bytes + one.index_bytes for one in files)
+    video_s = seconds_of(variant) if column.has_hours else None
+    length = "" if video_s is None else f" ({hours_text(video_s / 3600)} of video)"
+    folder = short_path(variant_dir)
+    lines = [
+        f"total    {counted(num_samples, column.sample)}{length} in {counted(len(files), 'shard')},"
+        f" {size_text(num_bytes)}: {folder}"
+    ]
+    words = column.next_command(data) if num_samples and is_last else []
+    command = shlex.join(words) if words else None
+    lines += [] if command is None else [f"next     {command}"]
+    values = {
+        "variant_dir": os.fspath(variant_dir),
+        "total_bytes": num_bytes,
+        "total_video_s": video_s,
+        "next": command,
+    }
+    return Report("\n".join([report.text, *lines]), {**report.values, **values})
+
+
+def next_line(words: Sequence[str], *, data: Path) -> str:
+    """Return the line with the next command, a command of prep given without --data."""
+    return f"next     {shlex.join([*words, *data_flags(data)])}"
+
+
+def seconds_of(variant: Variant) -> float:
+    """Return the seconds of video in a variant; shards whose index cannot be read are left out."""
+    known = variant.known_seconds()
+    unknown = [shard for shard in variant.shards() if shard.shard_id not in known]
+    with ThreadPoolExecutor(NUM_CHECK_THREADS) as pool:
+        return sum(known.values()) + sum(pool.map(_seconds, unknown))
+
+
+def short_path(path: Path) -> str:
+    """Return a path relative to the current folder if it is in it."""
+    with suppress(ValueError, OSError):
+        return os.fspath(path.relative_to(Path.cwd()))
+    return os.fspath(path)
+
+
+def _seconds(shard: CommittedShard) -> float:
+    try:
+        return index_seconds(shard.index_path)
+    except (Damaged, OSError):
+        return 0.0
