@@ -29,6 +29,7 @@ app = App(
 # By import path: a command is loaded when it is called, or when the help lists them all.
 for _name in task_names():
     app.command(f"train.commands.training:{_name.replace('-', '_')}", name=_name)
+app.command("train.commands.quickstart:quickstart", name="quickstart")
 app.command("train.commands.evaluation:evaluate", name="eval")
 app.command("train.commands.bench:bench", name="bench")
 app.command("train.commands.export:export", name="export")

@@ -1,0 +1,152 @@
+"""`train quickstart` and its flags."""
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal, NoReturn
+
+from cyclopts import Parameter
+
+from manifests.errors import UserError
+from train.config.training import Device
+
+if TYPE_CHECKING:
+    from train.quickstart.plan import Asked, Plan
+
+_TRIAL_S = 8.0
+
+
+def quickstart(
+    data: Annotated[list[str], Parameter(consume_multiple=True, negative="")],
+    /,
+    *,
+    task: Literal["dual-encoder", "mae", "classify", "caption"] | None = None,
+    label: str | None = None,
+    preset: str | None = None,
+    weights: Annotated[str | None, Parameter(name="--init.weights")] = None,
+    minutes: float | None = None,
+    out: Path | None = None,
+    device: Device = "auto",
+    yes: Annotated[bool, Parameter(negative="")] = False,
+    as_json: Annotated[bool, Parameter(name="--json", negative="")] = False,
+) -> None:
+    """Look at the data and this machine, try a few training steps, propose a first run, and run it on a yes.
+
+    The plan says task, preset, batch size, steps, expected time, memory and disk, and ends in the complete command.
+    Without a terminal nothing is asked: --yes runs it.
+
+    Examples:
+
+        train quickstart data
+        train quickstart data --minutes 5 --yes
+        train quickstart data --json
+
+    Parameters
+    ----------
+    data
+        Data folders made by prep: paths, or addresses such as s3://bucket/data.
+    task
+        Task to train. Default: dual-encoder on data with captions, otherwise mae.
+    label
+        Label to classify, with --task classify. Default: the only one.
+    preset
+        Preset of the task. Default: the largest that suits this machine.
+    weights
+        Initial weights: file, folder, run or NAME:TAG, as of the training commands. Default: random.
+    minutes
+        Time for the run, in minutes, which limits the number of steps. Default: 10 on a CPU, 60 on GPUs.
+    out
+        Run folder. Default: a new one, runs/quickstart.
+    device
+        Device to train on.
+    yes
+        Run the command without asking.
+    as_json
+        Print the plan as one JSON object. It is not run.
+    """
+    if yes and as_json:
+        raise UserError("--yes runs the command, and --json only prints the plan", hint="leave out one of them")
+    if minutes is not None and not 0 < minutes < float("inf"):
+        raise UserError(f"--minutes is {minutes}", hint="it must be more than 0")
+    _say("importing torch")
+    from train.quickstart.plan import Asked
+    from train.quickstart.printed import plan_json, plan_text
+
+    asked = Asked(
+        data=tuple(data),
+        task=task,
+        label=label,
+        preset=preset,
+        weights=weights,
+        minutes=minutes,
+        out=out,
+        device=device,
+    )
+    plan = _plan(asked)
+    if as_json:
+        print(json.dumps(plan_json(plan)))
+        return
+    print(plan_text(plan), flush=True)
+    if yes or _is_confirmed():
+        _run(plan)
+    elif not _is_asked():
+        print("not run: run this command, or the same train quickstart with --yes")
+
+
+def _say(what: str) -> None:
+    """Say on standard error what is being done: standard output has the plan."""
+    print(f"{what} ...", file=sys.stderr, flush=True)
+
+
+def _plan(asked: "Asked") -> "Plan":
+    import torch
+
+    from train.device.precision import choose_device
+    from train.doctor.examined import examine_in_run
+    from train.quickstart.plan import make_plan, propose
+    from train.quickstart.survey import survey
+    from train.quickstart.trial import try_steps
+
+    surveys = []
+    for address in asked.data:
+        _say(f"looking at {address}")
+        surveys.append(survey(address))
+    chosen = choose_device(asked.device)
+    proposal = propose(asked, surveys, examine_in_run(asked_device=asked.device, device_type=chosen.type))
+    first = torch.device("cuda", 0) if chosen.type == "cuda" else chosen
+    return make_plan(proposal, try_steps(proposal.spec, proposal.settings, device=first, seconds=_TRIAL_S, say=_say))
+
+
+def _is_asked() -> bool:
+    """Whether there is someone to ask."""
+    return sys.stdin.isatty() and sys.stdout.isatty()
+
+
+def _is_confirmed() -> bool:
+    if not _is_asked():
+        return False
+    try:
+        return input("Run it? [y/N] ").strip().lower() in ("y", "yes")
+    except EOFError:
+        return False
+
+
+def _run(plan: "Plan") -> None:
+    from train.commands.launch import launch
+
+    if plan.proposal.num_processes > 1:
+        _become_torchrun(plan.words)
+    launch(plan.proposal.spec, plan.settings, resume=False)
+    out = plan.settings.out
+    print(f"page: {out / 'index.html'}\ncheckpoints: {out / 'checkpoints'}")
+    for command in plan.then:
+        print(f"next: {command}")
+
+
+def _become_torchrun(words: tuple[str, ...]) -> NoReturn:
+    """Replace this process, and the memory that it holds on a GPU, by torchrun beside this interpreter."""
+    programs = Path(sys.executable).parent
+    torchrun, *rest = words
+    rest = [str(programs / word) if word == "train" and (programs / word).exists() else word for word in rest]
+    os.execv(programs / torchrun, [torchrun, *rest])

@@ -1,0 +1,1 @@
+"""`train quickstart`: look at data and machine, try a few steps, and propose a first run."""

@@ -1,0 +1,199 @@
+"""What a first run should be, as functions of what was found: task, preset, batch size, number of steps, command."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from manifests.errors import UserError
+from manifests.quoting import counted
+from train.quickstart.survey import Survey
+
+EPOCHS = 30  # about those of the presets for synthetic videos
+_MIN_STEPS = 200
+_NUM_CHECKPOINTS = 4
+_MOST_AT_ONCE = 256  # clips on a GPU in the first step that is tried
+_MIN_GPU_BYTES = 8 * 10**9  # a ViT-B/16 with a text tower, its gradients and AdamW's moments take 2.4 GB without clips
+MINUTES = {"cpu": 10.0, "cuda": 60.0}
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """The presets of a task.
+
+    Attributes:
+        on_gpu: None if there is none that needs no further files.
+        weights: initial weights that this preset was published with, as `--init.weights` takes them.
+        searches: the embeddings of its models can be searched by text.
+    """
+
+    on_cpu: str
+    on_gpu: str | None
+    weights: str = ""
+    searches: bool = False
+
+
+RECIPES = {
+    "dual-encoder": Recipe("tiny", "b16-ego4d", weights="ViT-B-16:openai", searches=True),
+    "mae": Recipe("tiny", "mae-b16-k400"),
+    "classify": Recipe("tiny", "k400-videomae"),
+    "caption": Recipe("tiny", None),
+}
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """A value and the reason for it."""
+
+    value: str
+    reason: str
+
+
+def choose_task(surveys: Sequence[Survey], *, split: str, asked: str | None) -> Chosen:
+    """The task to train.
+
+    Raises:
+        UserError: the task that is asked for needs captions or labels, and a data folder has none.
+    """
+    without = [one.address for one in surveys if not one.splits[split].num_captions]
+    num = sum(one.splits[split].num_captions for one in surveys)
+    if asked is None:
+        if not without:
+            return Chosen("dual-encoder", f"{counted(num, 'caption')} to train on")
+        where = "no captions" if len(without) == len(surveys) else f"no captions in {', '.join(without)}"
+        return Chosen("mae", f"{where}: a masked autoencoder needs none")
+    if asked != "mae" and without:
+        raise UserError(
+            f"split {split!r} of {without[0]} has no captions, and train {asked} needs them",
+            hint="add a table of captions: prep manifest folder VIDEOS --captions captions.csv --data "
+            f"{without[0]}; or use --task mae",
+        )
+    return Chosen(asked, "asked for by --task")
+
+
+def choose_label(surveys: Sequence[Survey], *, asked: str | None) -> str:
+    """The label of `train classify`.
+
+    Raises:
+        UserError: there is none that all data folders have, or there are several and none is asked for.
+    """
+    common = [name for name in surveys[0].labels if all(name in one.labels for one in surveys)]
+    labels = [*common, *(["action"] if {"verb", "noun"} <= set(common) else [])]
+    if asked is not None and asked in labels:
+        return asked
+    if asked is not None:
+        raise UserError(
+            f"the captions have no label {asked!r}",
+            hint=f"labels: {', '.join(labels) or 'none'}; see docs/classification.md",
+        )
+    if not labels:
+        raise UserError(
+            "the captions have no labels, and train classify needs them",
+            hint="see docs/classification.md for datasets with labels; or use another --task",
+        )
+    if len(labels) > 1:
+        raise UserError(f"the captions have several labels: {', '.join(labels)}", hint=f"use --label {labels[0]}")
+    return labels[0]
+
+
+def choose_preset(task: str, *, gpu_bytes: Sequence[int]) -> Chosen:
+    """The preset of a task.
+
+    Args:
+        gpu_bytes: memory of each GPU; empty to train on a CPU.
+    """
+    recipe = RECIPES[task]
+    if not gpu_bytes:
+        return Chosen(recipe.on_cpu, "small enough for a CPU")
+    if recipe.on_gpu is None:
+        return Chosen(recipe.on_cpu, f"train {task} has no larger preset that needs no further files")
+    if min(gpu_bytes) < _MIN_GPU_BYTES:
+        return Chosen(recipe.on_cpu, f"{recipe.on_gpu} needs a GPU with {_MIN_GPU_BYTES / 1e9:.0f} GB")
+    which = "a GPU has" if len(gpu_bytes) == 1 else f"{len(gpu_bytes)} GPUs have at least"
+    return Chosen(recipe.on_gpu, f"{which} {min(gpu_bytes) / 1e9:.0f} GB of memory")
+
+
+def first_batch(preset: int, *, num_samples: int, on_gpu: bool) -> int:
+    """The batch size of a process to try first: a power of two, at most the preset's and half of the samples."""
+    most = min(preset, max(2, num_samples // 2), _MOST_AT_ONCE if on_gpu else preset)
+    return 1 << (most.bit_length() - 1)
+
+
+@dataclass(frozen=True)
+class Length:
+    """How long to train, and why."""
+
+    steps: int
+    epochs: float
+    reason: str
+
+
+def choose_length(num_samples: int, *, batch: int, step_s: float, start_s: float, minutes: float) -> Length:
+    """The number of steps: `EPOCHS`, but at least `_MIN_STEPS`, if these fit into the time.
+
+    Args:
+        num_samples: of an epoch.
+        batch: on all processes.
+        step_s: time of a step; `start_s`: from the start of the run to the end of its first step.
+        minutes: the time of the whole run.
+    """
+    wanted = math.ceil(EPOCHS * num_samples / batch)
+    reason = f"{EPOCHS} epochs"
+    if wanted < _MIN_STEPS:
+        wanted, reason = _MIN_STEPS, "the fewest steps that show learning"
+    affordable = max(1, int((60 * minutes - start_s) / step_s))
+    if wanted > affordable:
+        wanted, reason = affordable, f"as many as --minutes {minutes:g} allows"
+    epochs = wanted * batch / num_samples
+    return Length(wanted, epochs, reason)
+
+
+def warmup_steps(preset: int, *, steps: int) -> int:
+    """Number of warmup steps: the preset's, at most a tenth of the run."""
+    return min(preset, steps // 10)
+
+
+def checkpoint_every(preset: int, *, steps: int) -> int:
+    """Number of steps between checkpoints: the preset's, at most a quarter of the run."""
+    return max(1, min(preset, math.ceil(steps / _NUM_CHECKPOINTS)))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Expected:
+    """The time of a run in seconds, and a range for it."""
+
+    seconds: float
+    least_s: float
+    most_s: float
+
+
+_SPREAD = 0.15  # that the speed of a machine varies by anyway
+
+
+def expected_time(steps: int, *, step_times: Sequence[float], start_s: float, num_processes: int) -> Expected:
+    """The time of a run from the times of some of its steps.
+
+    The range is that of the means of four sections of these steps, and at least `_SPREAD` to each side.
+
+    Args:
+        step_times: in seconds, at least one.
+        start_s: from the start of the run to the end of its first step.
+        num_processes: the gradients of several are averaged, which was not measured: it widens the range.
+    """
+    mean = sum(step_times) / len(step_times)
+    size = max(1, len(step_times) // 4)
+    parts = [step_times[begin : begin + size] for begin in range(0, len(step_times) - size + 1, size)]
+    means = [sum(part) / len(part) for part in parts]
+    least, most = min(*means, (1 - _SPREAD) * mean), max(*means, (1 + _SPREAD) * mean)
+    communication = 1.0 if num_processes == 1 else 1.5
+    later = max(0, steps - 1)
+    return Expected(
+        seconds=start_s + later * mean,
+        least_s=(1 - _SPREAD) * start_s + later * least,
+        most_s=(1 + _SPREAD) * start_s + later * most * communication,
+    )
+
+
+def disk_bytes(checkpoint: int, *, steps: int, every: int, keep: int) -> int:
+    """The largest size of a run's checkpoints: those that are kept, and one more while it is written."""
+    num = math.ceil(steps / every)
+    return checkpoint * min(num, keep + 1)

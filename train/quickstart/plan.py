@@ -1,0 +1,232 @@
+"""The plan of a first run: from what was found and measured to settings and a command line."""
+
+import shlex
+import shutil
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from manifests.errors import FailedWork, UserError
+from train.config.files import load_settings, preset_path, presets_of
+from train.config.training import ClipSettings, Device
+from train.doctor.examined import Examined
+from train.doctor.judge import judge
+from train.quickstart import choice
+from train.quickstart.choice import RECIPES, Chosen, Expected, Length
+from train.quickstart.survey import Survey, split_to_evaluate, split_to_train
+from train.quickstart.trial import Trial
+from train.registry import task_named
+from train.spec import TaskSpec
+
+
+@dataclass(frozen=True, kw_only=True)
+class Asked:
+    """What the user has decided; None for what is to be proposed."""
+
+    data: tuple[str, ...]
+    task: str | None = None
+    label: str | None = None
+    preset: str | None = None
+    weights: str | None = None
+    minutes: float | None = None
+    out: Path | None = None
+    device: Device = "auto"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Proposal:
+    """What follows from data and machine, before a step was taken.
+
+    Attributes:
+        held_out: split for evaluations; None without one.
+        settings: with the preset's batch size and number of steps.
+        num_processes: one per GPU.
+    """
+
+    surveys: tuple[Survey, ...]
+    examined: Examined
+    task: Chosen
+    preset: Chosen
+    split: str
+    held_out: str | None
+    settings: ClipSettings
+    num_processes: int
+    minutes: float
+
+    @property
+    def spec(self) -> TaskSpec:
+        """The task."""
+        return task_named(self.task.value)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """A first run.
+
+    Attributes:
+        settings: complete; those of the command.
+        words: the command line.
+        then: commands for after the run.
+        warnings: what to know before.
+    """
+
+    proposal: Proposal
+    trial: Trial
+    settings: ClipSettings
+    length: Length
+    expected: Expected
+    disk_bytes: int
+    free_bytes: int
+    words: tuple[str, ...]
+    then: tuple[str, ...]
+    warnings: tuple[str, ...]
+
+    @property
+    def command(self) -> str:
+        """The command line, for a shell."""
+        return shlex.join(self.words)
+
+
+def propose(asked: Asked, surveys: Sequence[Survey], examined: Examined) -> Proposal:
+    """Choose task, preset, splits and run folder.
+
+    Raises:
+        UserError: the data do not suit what is asked for.
+        FailedWork: something on this machine would stop training.
+    """
+    if broken := [one for one in judge(examined) if one.level == "broken"]:
+        raise FailedWork(f"{broken[0].what}; {broken[0].hint}; see train doctor")
+    split = split_to_train(surveys)
+    task = choice.choose_task(surveys, split=split, asked=asked.task)
+    gpus = [] if asked.device == "cpu" else [gpu.memory_bytes for gpu in examined.accelerator.gpus]
+    preset = choice.choose_preset(task.value, gpu_bytes=gpus)
+    kind = task_named(task.value).settings
+    if asked.preset is not None:
+        preset = Chosen(asked.preset, "asked for by --preset")
+        if asked.preset not in presets_of(kind):
+            hint = f"presets of train {task.value}: {', '.join(presets_of(kind))}"
+            raise UserError(f"preset {asked.preset!r} is not one of train {task.value}", hint=hint)
+    settings: Any = load_settings(preset_path(preset.value, task.value), kind)
+    device = "cuda" if gpus else "cpu"
+    changes: dict[str, Any] = {
+        "shards": asked.data[0] if len(asked.data) == 1 else asked.data,
+        "split": split,
+        "out": asked.out or _free_folder(Path("runs")),
+        "device": asked.device,
+        "workers": min(settings.workers, max(1, examined.host.allowed_cores)),
+    }
+    if asked.weights is not None:
+        changes["init"] = replace(settings.init, weights=asked.weights)
+    if task.value == "classify":
+        changes["label"] = choice.choose_label(surveys, asked=asked.label)
+    elif asked.label is not None:
+        raise UserError(
+            f"--label {asked.label} is about train classify, and this is {task.value}", hint="add --task classify"
+        )
+    if asked.out is not None and asked.out.exists() and any(asked.out.iterdir()):
+        raise UserError(f"{asked.out} exists and is not empty", hint="name another --out, or leave it out")
+    return Proposal(
+        surveys=tuple(surveys),
+        examined=examined,
+        task=task,
+        preset=preset,
+        split=split,
+        held_out=split_to_evaluate(surveys, trained=split),
+        settings=replace(settings, **changes),
+        num_processes=max(1, len(gpus)),
+        minutes=choice.MINUTES[device] if asked.minutes is None else asked.minutes,
+    )
+
+
+def make_plan(proposal: Proposal, trial: Trial) -> Plan:
+    """The plan, with what was measured."""
+    before, num = proposal.settings, proposal.num_processes
+    batch = trial.batch * num
+    length = choice.choose_length(
+        trial.num_samples, batch=batch, step_s=trial.step_s, start_s=trial.start_s, minutes=proposal.minutes
+    )
+    settings = replace(
+        before,
+        batch=batch,
+        steps=length.steps,
+        warmup_steps=choice.warmup_steps(before.warmup_steps, steps=length.steps),
+        checkpoint_every=choice.checkpoint_every(before.checkpoint_every, steps=length.steps),
+    )
+    needed = choice.disk_bytes(
+        trial.checkpoint_bytes, steps=settings.steps, every=settings.checkpoint_every, keep=settings.keep_checkpoints
+    )
+    existing = next(one for one in (settings.out.absolute(), *settings.out.absolute().parents) if one.exists())
+    return Plan(
+        proposal=proposal,
+        trial=trial,
+        settings=settings,
+        length=length,
+        expected=choice.expected_time(
+            length.steps, step_times=trial.step_times, start_s=trial.start_s, num_processes=num
+        ),
+        disk_bytes=needed,
+        free_bytes=shutil.disk_usage(existing).free,
+        words=tuple(_words(proposal, settings)),
+        then=tuple(_then(proposal, settings)),
+        warnings=tuple(_warnings(proposal, trial, length, needed=needed, free=shutil.disk_usage(existing).free)),
+    )
+
+
+def _free_folder(parent: Path) -> Path:
+    names = ("quickstart", *(f"quickstart-{number}" for number in range(2, 10_000)))
+    return next(parent / name for name in names if not (parent / name).exists())
+
+
+def _words(proposal: Proposal, settings: ClipSettings) -> list[str]:
+    """The command line: the preset, and what differs from it."""
+    preset = load_settings(preset_path(proposal.preset.value, settings.command), type(settings))
+    words = ["torchrun", "--nproc-per-node", str(proposal.num_processes), "--no-python"]
+    words = [*(words if proposal.num_processes > 1 else ()), "train", settings.command]
+    for folder in settings.folders:
+        words += ["--shards", folder]
+    words += ["--preset", proposal.preset.value]
+    for name in ("split", "label", "steps", "batch", "warmup_steps", "checkpoint_every", "workers", "device"):
+        value = getattr(settings, name, None)
+        if name in ("steps", "batch") or value != getattr(preset, name, None):
+            words += [f"--{name.replace('_', '-')}", str(value)]
+    words += ["--init.weights", settings.init.weights] if settings.init.weights else []
+    return [*words, "--out", str(settings.out)]
+
+
+def _then(proposal: Proposal, settings: ClipSettings) -> list[str]:
+    """Commands for after the run, which need a split that was not trained on, or the split itself for a search."""
+    run = shlex.quote(str(settings.out))
+    found = []
+    if proposal.held_out is not None:
+        evaluation = proposal.spec.evaluations[0]
+        split = "" if proposal.held_out == evaluation.settings().split else f" --split {proposal.held_out}"
+        found.append(f"train eval {evaluation.name} {run}{split}")
+    if RECIPES[proposal.task.value].searches and len(settings.folders) == 1:
+        embedded = shlex.quote(f"{settings.out}-embedded")
+        found.append(f"train embed {run} --split {proposal.held_out or proposal.split} --out {embedded}")
+        found.append(f'train search {embedded} "what to look for" --page search.html')
+    return found
+
+
+def _warnings(proposal: Proposal, trial: Trial, length: Length, *, needed: int, free: int) -> list[str]:
+    found = [f"{one.what}; {one.hint}" for one in judge(proposal.examined) if one.level == "warning"]
+    if proposal.held_out is None:
+        found.append(
+            f"no split is held out: all chunks are of split {proposal.split!r}, so no evaluation can tell how the "
+            "model does on other videos. To hold some out, give them the split val in the table of captions or "
+            "videos (column split), and run prep manifest again"
+        )
+    recipe = RECIPES[proposal.task.value]
+    if recipe.weights and proposal.preset.value == recipe.on_gpu and proposal.settings.init.weights is None:
+        found.append(
+            f"{recipe.on_gpu} was published with pretrained weights: add --init.weights {recipe.weights}, which "
+            "open_clip downloads; without them it begins with random weights and learns slowly"
+        )
+    if length.epochs < 1:
+        found.append(f"{length.steps:,} steps show {length.epochs:.0%} of the samples: allow more with --minutes")
+    if trial.wait_share > 0.3:
+        found.append(f"steps wait for data {trial.wait_share:.0%} of the time: train bench finds the bottleneck")
+    if needed > free:
+        found.append(f"checkpoints take {needed / 1e9:.1f} GB, and {free / 1e9:.1f} GB are free: use another --out")
+    return found

@@ -1,0 +1,203 @@
+"""What a data folder has to train on: columns, splits, chunks, captions and labels. It reads the small files only."""
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+from numpy.typing import NDArray
+
+from manifests.errors import UserError
+from manifests.quoting import counted
+from manifests.storage.objects import is_remote
+from manifests.store import manifest_dir, open_captions, read_videos
+from shards.damage import Damaged
+from shards.dataset import current_variant
+from shards.format import COLUMNS, DATASET_FILE
+from shards.reader import Variant
+from train.data.chunk_table import ChunkTable, chunk_table, rows_of
+from train.data.remote import open_data_folder
+from train.data.streams.tars import names_tars
+
+_LABEL = "label_"
+_HELD_OUT = ("val", "validation", "test")  # in the order in which evaluations prefer them
+
+
+@dataclass(frozen=True, kw_only=True)
+class SplitFacts:
+    """A split of a data folder; its chunks are those of the current variant of the `video` column."""
+
+    num_videos: int
+    num_chunks: int
+    hours: float
+    num_captions: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Survey:
+    """A data folder.
+
+    Attributes:
+        columns: current variant of each column.
+        splits: by name, the largest first.
+        chunk_s: median length of a chunk, in seconds.
+        labels: labels of the captions, as `--label` names them.
+    """
+
+    address: str
+    columns: dict[str, str]
+    splits: dict[str, SplitFacts]
+    chunk_s: float
+    labels: tuple[str, ...]
+
+    def as_json(self) -> dict[str, Any]:
+        """As plain values."""
+        return asdict(self) | {"labels": list(self.labels)}
+
+
+def survey(address: str) -> Survey:
+    """Look at a data folder, a path or the address of one in object storage.
+
+    Raises:
+        UserError: there is no such data folder, its manifest is empty, or it has no chunks of video.
+    """
+    if names_tars(address):
+        raise UserError(
+            f"{address} names tar files, and train quickstart looks at the manifest of a data folder",
+            hint="name the data folder that prep made",
+        )
+    if not is_remote(address):
+        _require_folder(Path(address))
+    folder = open_data_folder(address, cache=None, column=None)
+    videos = read_videos(folder.path)
+    if not videos.num_rows:
+        raise UserError(
+            f"the manifest of {address} has no videos",
+            hint=f"add some: prep manifest folder VIDEOS --data {address}; then prep chunk --data {address}",
+        )
+    columns = {name: variant for name in COLUMNS if (variant := current_variant(folder.path, name)) is not None}
+    if "video" not in columns:
+        others = f"; it has {', '.join(columns)}" if columns else ""
+        hint = f"make them: prep chunk --data {address}"
+        if "latents" in columns:
+            hint += "; or train on the latents: train dual-encoder --help lists the preset tiny-latents"
+        raise UserError(f"{address} has no chunks of video yet{others}", hint=hint)
+    if folder.tars is not None:
+        folder.tars.files.copy_column("video")
+    video_ids = videos["video_id"].combine_chunks()
+    try:
+        table = chunk_table(Variant.open(folder.path, tars=folder.tars).whole(), video_ids)
+    except (Damaged, OSError) as error:
+        raise UserError(str(error), hint="see prep verify; prep chunk makes that shard again") from error
+    if not len(table):
+        raise UserError(
+            f"no chunk of {address} is of a video of its manifest", hint=f"make them: prep chunk --data {address}"
+        )
+    coded = videos["split"].combine_chunks().dictionary_encode()
+    codes: NDArray[np.int64] = coded.indices.to_numpy(zero_copy_only=False).astype(np.int64)
+    num_captions, labels = _captions(folder.path, video_ids, codes)
+    return Survey(
+        address=address,
+        columns=columns,
+        splits=_splits(coded.dictionary.to_pylist(), codes, table, num_captions),
+        chunk_s=float(np.median(_seconds(table))),
+        labels=labels,
+    )
+
+
+def split_to_train(surveys: Sequence[Survey]) -> str:
+    """The split to train on: `train`, or the only one that has chunks in all data folders.
+
+    Raises:
+        UserError: there is none, or the choice is not clear.
+    """
+    names = [{name for name, one in its.splits.items() if one.num_chunks} for its in surveys]
+    common = sorted(set.intersection(*names))
+    if "train" in common:
+        return "train"
+    if len(common) == 1:
+        return common[0]
+    have = "; ".join(f"{one.address} has {', '.join(sorted(its))}" for one, its in zip(surveys, names, strict=True))
+    raise UserError(
+        f"no split 'train' has chunks in each data folder: {have}",
+        hint="name the split to train on: train dual-encoder --shards DATA --split NAME",
+    )
+
+
+def split_to_evaluate(surveys: Sequence[Survey], *, trained: str) -> str | None:
+    """The split that evaluations take: one with chunks in each data folder that is not trained on; None without one."""
+    names = [
+        name
+        for name in surveys[0].splits
+        if name != trained and all(name in one.splits and one.splits[name].num_chunks for one in surveys)
+    ]
+    ranked = sorted(names, key=lambda name: _HELD_OUT.index(name) if name in _HELD_OUT else len(_HELD_OUT))
+    return ranked[0] if ranked else None
+
+
+def describe(one: Survey) -> list[str]:
+    """Lines about a data folder."""
+    chunks, hours = sum(its.num_chunks for its in one.splits.values()), sum(its.hours for its in one.splits.values())
+    labels = f"; labels: {', '.join(one.labels)}" if one.labels else ""
+    lines = [f"{one.address}: {counted(chunks, 'chunk')} of {one.chunk_s:.3g} s, {_hours(hours)}{labels}"]
+    lines += [
+        f"split {name}: {counted(its.num_videos, 'video')}, {counted(its.num_chunks, 'chunk')}, {_hours(its.hours)}, "
+        + (counted(its.num_captions, "caption") if its.num_captions else "no captions")
+        for name, its in one.splits.items()
+    ]
+    others = [name for name in one.columns if name != "video"]
+    return [*lines, f"other columns: {', '.join(others)}"] if others else lines
+
+
+def _hours(hours: float) -> str:
+    return f"{hours:,.1f} hours" if hours >= 1 else f"{60 * hours:.1f} minutes"
+
+
+def _require_folder(path: Path) -> None:
+    make = "prep manifest folder VIDEOS --data data; then prep chunk --data data"
+    if not path.exists():
+        raise UserError(f"there is no folder {path}", hint=f"prep makes a data folder: {make}")
+    if not path.is_dir():
+        raise UserError(f"{path} is a file, not a data folder", hint=f"prep makes a data folder: {make}")
+    if not manifest_dir(path).is_dir() and not (path / DATASET_FILE).exists():
+        what = "is not a data folder: it has no manifest" if any(path.iterdir()) else "is empty"
+        raise UserError(
+            f"{path} {what}",
+            hint=f"from a folder of videos, prep makes a data folder: {make.replace('VIDEOS', str(path))}",
+        )
+
+
+def _seconds(table: ChunkTable) -> NDArray[np.float64]:
+    found: NDArray[np.float64] = table.num_frames.astype(np.float64) * table.fps_den / table.fps_num
+    return found
+
+
+def _captions(
+    data_dir: Path, video_ids: pa.Array, codes: NDArray[np.int64]
+) -> tuple[NDArray[np.int64], tuple[str, ...]]:
+    """Number of captions of each split, and the labels."""
+    count = np.zeros(int(codes.max(initial=0)) + 1, np.int64)
+    with open_captions(data_dir, coded=("video_id",)) as file:
+        labels = tuple(name.removeprefix(_LABEL) for name in file.schema_arrow.names if name.startswith(_LABEL))
+        for group in range(file.num_row_groups):
+            row = rows_of(file.read_row_group(group, columns=["video_id"])["video_id"], video_ids)
+            count += np.bincount(codes[row[row >= 0]], minlength=len(count))
+    return count, labels
+
+
+def _splits(
+    names: Sequence[str], codes: NDArray[np.int64], table: ChunkTable, num_captions: NDArray[np.int64]
+) -> dict[str, SplitFacts]:
+    of_chunk, seconds = codes[table.video_row], _seconds(table)
+    found = {
+        name: SplitFacts(
+            num_videos=int((codes == code).sum()),
+            num_chunks=int((of_chunk == code).sum()),
+            hours=float(seconds[of_chunk == code].sum()) / 3600,
+            num_captions=int(num_captions[code]),
+        )
+        for code, name in enumerate(names)
+    }
+    return dict(sorted(found.items(), key=lambda item: -item[1].num_chunks))

@@ -1,0 +1,211 @@
+"""Real steps on the real data: how long they take, and how much memory. Nothing is written."""
+
+import gc
+import resource
+import time
+from contextlib import closing
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+import torch
+
+from manifests.errors import FailedWork, UserError
+from train.config.training import ClipSettings
+from train.data.loader import TrainingSet
+from train.data.outcomes import TooManyFailures
+from train.data.prefetch import prefetch
+from train.device.precision import open_precision
+from train.device.transfer import StepGuard
+from train.distributed.world import World
+from train.engine.attention_choice import choose_attention
+from train.engine.loop import next_step, run_step
+from train.engine.out_of_memory import available_bytes, fitting
+from train.engine.state import State, new_state
+from train.engine.throughput import Throughput
+from train.quickstart.choice import first_batch
+from train.spec import TaskSpec
+from train.weights.sources import Say, fetch_tag, open_weights
+
+_LONGEST_S = 45.0  # of the steps after the first
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trial:
+    """What some steps took.
+
+    Attributes:
+        batch: that fits, of this process.
+        num_samples: of an epoch.
+        data: description of the samples.
+        start_s: from opening the data to the end of the first step.
+        step_times: seconds of the steps after those whose batches were loaded during the first one.
+        wait_share: share of these that was spent waiting for data.
+        memory_bytes: peak of this process; of the GPU's memory on a GPU.
+        checkpoint_bytes: of model, optimizer and objective.
+        num_halved: batches that did not fit.
+    """
+
+    batch: int
+    num_samples: int
+    data: str
+    start_s: float
+    step_times: tuple[float, ...]
+    wait_share: float
+    memory_bytes: int
+    host_bytes: int
+    checkpoint_bytes: int
+    num_halved: int
+
+    @property
+    def step_s(self) -> float:
+        """Mean time of a step."""
+        return sum(self.step_times) / len(self.step_times)
+
+    def as_json(self) -> dict[str, Any]:
+        """As plain values; the times of the steps as their number and mean."""
+        values = asdict(self)
+        del values["step_times"]
+        return {**values, "num_steps": len(self.step_times), "step_s": self.step_s}
+
+
+class _TooLarge(Exception):
+    """A step did not fit into memory; `batch` may."""
+
+    def __init__(self, batch: int | None) -> None:
+        super().__init__(batch)
+        self.batch = batch
+
+
+def try_steps(spec: TaskSpec, settings: ClipSettings, *, device: torch.device, seconds: float, say: Say) -> Trial:
+    """Take steps for about `seconds`, with smaller batches until one fits.
+
+    Args:
+        settings: of the run; their batch size is the first to try.
+
+    Raises:
+        UserError: the data or the weights do not suit the task, or not even the smallest batch fits.
+        FailedWork: too many samples could not be loaded.
+    """
+    least, num_halved = 2 if spec.name == "dual-encoder" else 1, 0
+    while True:
+        try:
+            return _try(spec, settings, device=device, seconds=seconds, num_halved=num_halved, say=say)
+        except _TooLarge as error:
+            batch = error.batch
+        gc.collect()
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
+        if batch is None or batch < least:
+            raise UserError(
+                f"out of memory: not even {settings.batch} clips fit on the {device.type}",
+                hint="use --preset tiny, or --device cpu",
+            )
+        say(f"{settings.batch} clips do not fit into memory; trying {batch}")
+        settings, num_halved = replace(settings, batch=batch), num_halved + 1
+
+
+def _try(
+    spec: TaskSpec, settings: ClipSettings, *, device: torch.device, seconds: float, num_halved: int, say: Say
+) -> Trial:
+    began_s = time.perf_counter()
+    world = World()
+    precision = open_precision(settings.precision, device_type=device.type)
+    attention, _ = choose_attention(
+        settings, workloads=spec.workloads, device=device, products=precision.products, world=world
+    )
+    fetch_tag(settings.init, say=say)
+    source = open_weights(settings.init)
+    settings = spec.effective(settings, source, _quiet)
+    say("opening the data")
+
+    def opened(settings: ClipSettings) -> tuple[Any, TrainingSet]:
+        task = spec.open(settings, attention=attention, device=device)
+        return task, task.training_set(world)
+
+    task, samples = opened(settings)
+    num_samples = samples.num_samples or 1
+    batch = first_batch(settings.batch, num_samples=num_samples, on_gpu=device.type == "cuda")
+    if batch < settings.batch:
+        settings = replace(settings, batch=batch)
+        task, samples = opened(settings)
+    if settings.batch > num_samples:
+        raise UserError(
+            f"there are {num_samples} samples to train on, too few for a batch of {settings.batch}",
+            hint="add videos or captions, and run prep chunk again",
+        )
+    if source is not None:
+        task.start_from(source, samples, say=_quiet)
+    say(f"trying steps of {settings.batch} clips on the {device.type}")
+    state = new_state(task, samples, settings, world=world, device=device)
+    state.trained.train()
+    taken = _take(state, samples, settings, world=world, device=device, seconds=seconds)
+    # Batches that were loaded during the first step cost no waiting: leave these steps out if others remain.
+    num_ahead = 1 + settings.batches_ahead
+    later = taken[1 + num_ahead :] if len(taken) > 2 * num_ahead + 1 else taken[1:] or taken
+    took_s = sum(one.step_s for one in taken[1:])
+    host_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    sizes = (one.numel() * one.element_size() for one in state.tensors().values())
+    return Trial(
+        batch=settings.batch,
+        num_samples=num_samples,
+        data=samples.describe(),
+        start_s=time.perf_counter() - began_s - took_s,
+        step_times=tuple(one.step_s for one in later),
+        wait_share=sum(one.waited_s for one in later) / sum(one.step_s for one in later),
+        memory_bytes=torch.cuda.max_memory_allocated(device) if device.type == "cuda" else host_bytes,
+        host_bytes=host_bytes,
+        checkpoint_bytes=sum(sizes),
+        num_halved=num_halved,
+    )
+
+
+@dataclass(frozen=True)
+class _Taken:
+    """The time of a step, with that of waiting for its batch."""
+
+    step_s: float
+    waited_s: float
+
+
+def _take(
+    state: State,
+    samples: TrainingSet,
+    settings: ClipSettings,
+    *,
+    world: World,
+    device: torch.device,
+    seconds: float,
+) -> list[_Taken]:
+    """Take a first step, which compiles and allocates, and then as many as fit into `seconds`, but at least two."""
+    throughput = Throughput(device=device, precision=state.precision.name)
+    soundness = StepGuard(device)
+    taken: list[_Taken] = []
+    before_bytes = torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
+    try:
+        with closing(prefetch(samples.batches(position=0, max_failures=settings.max_failures), device)) as batches:
+            while len(taken) < 3 or sum(one.step_s for one in taken[1:]) < seconds:
+                began_s = time.perf_counter()
+                loaded = next(batches)
+                waited_s = time.perf_counter() - began_s
+                step = next_step(state, samples, settings, world=world)
+                run_step(step, state, loaded, settings, world=world, throughput=throughput, soundness=soundness)
+                if device.type == "cuda":
+                    torch.cuda.synchronize(device)
+                taken.append(_Taken(time.perf_counter() - began_s, waited_s))
+                if len(taken) > 1 and sum(one.step_s for one in taken) > _LONGEST_S:
+                    break
+    except TooManyFailures as error:
+        raise FailedWork(f"more than {settings.max_failures} samples could not be loaded; the last: {error}") from error
+    except torch.OutOfMemoryError:
+        peak_bytes, total_bytes = torch.cuda.max_memory_allocated(device), available_bytes(device)
+        smaller = fitting(settings.batch, before_bytes=before_bytes, peak_bytes=peak_bytes, total_bytes=total_bytes)
+        raise _TooLarge(smaller) from None
+    except RuntimeError as error:
+        if "DefaultCPUAllocator" not in str(error):
+            raise
+        raise _TooLarge(settings.batch // 2) from None
+    return taken
+
+
+def _quiet(_: str) -> None:
+    """Print nothing: the run says it."""
