@@ -1,0 +1,123 @@
+"""What a page of the documentation shows, as a test runs it: commands, programs, files and outputs, in their order.
+
+Fenced blocks are run or compared by their language:
+
+    sh        run, line by line
+    python    run; all of a page are one program
+    text      what the block before it prints, in shape
+    others    compared with a file if the line above the fence is `<!-- file: NAME -->`, otherwise not read
+
+The line `<!-- not run: REASON -->` above a fence leaves its block out. The comment `<!-- tested with ... -->` on top of
+the page says on what data it runs (`data: NAME`, a function in made.py), and what its commands and outputs are replaced
+by (`SHOWN | RUN`).
+"""
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+_HEAD = re.compile(r"<!-- tested with\n(.*?)-->", flags=re.DOTALL)
+_BLOCK = re.compile(
+    r"(?:^<!-- (?P<key>not run|file): (?P<value>.*?) -->\n)?^```(?P<language>\w+)\n(?P<text>.*?)^```$",
+    flags=re.MULTILINE | re.DOTALL,
+)
+_NUMBER = re.compile(r"\d+(?:[.,:]\d+)*")
+_GAP = "..."
+
+
+@dataclass(frozen=True, kw_only=True)
+class Block:
+    """A fenced block; `file` is the name of the file whose beginning it shows."""
+
+    language: str
+    text: str
+    file: str | None = None
+    is_run: bool = True
+
+
+@dataclass(frozen=True, kw_only=True)
+class Page:
+    """Blocks in their order, with the replacements made; `data` is None for a page without a head."""
+
+    data: str | None
+    blocks: tuple[Block, ...]
+
+
+def read_page(path: Path) -> Page:
+    """Read a page; a replacement that changes nothing is an error, since the page has moved on."""
+    text = path.read_text()
+    head = _HEAD.search(text)
+    data, replacements = None, []
+    for line in head[1].splitlines() if head else ():
+        if line.startswith("data: "):
+            data = line.removeprefix("data: ").strip()
+        else:
+            shown, bar, run = line.partition(" | ")
+            assert bar, f"{path.name}: {line}"
+            replacements.append((shown.strip(), run.strip()))
+    body = text[head.end() :] if head else text
+    blocks = [
+        Block(
+            language=found["language"],
+            text=found["text"],
+            file=found["value"] if found["key"] == "file" else None,
+            is_run=found["key"] != "not run",
+        )
+        for found in _BLOCK.finditer(body)
+    ]
+    for shown, _ in replacements:
+        assert any(shown in block.text for block in blocks), f"{path.name} does not show {shown!r}"
+    return Page(data=data, blocks=tuple(_replaced(block, replacements) for block in blocks))
+
+
+def _replaced(block: Block, replacements: Sequence[tuple[str, str]]) -> Block:
+    """Replace in one pass, so that what was put in is not replaced again; of two that begin alike, the longer one."""
+    run = dict(replacements)
+    if not run or not block.is_run:
+        return block
+    pattern = "|".join(re.escape(shown) for shown in sorted(run, key=len, reverse=True))
+    text = re.sub(pattern, lambda found: run[found[0]], block.text)
+    return Block(language=block.language, text=text, file=block.file)
+
+
+def command_lines(text: str) -> list[str]:
+    """Return the commands of a shell block: continued lines joined, here-documents kept whole, comments left out."""
+    lines = iter(text.replace("\\\n", " ").splitlines())
+    found = []
+    for line in lines:
+        if not line.strip() or line.startswith("#"):
+            continue
+        here = re.search(r"<<\s*'?(\w+)'?", line)
+        if here:
+            whole = [line]
+            for more in lines:
+                whole.append(more)
+                if more == here[1]:
+                    break
+            line = "\n".join(whole) + "\n"
+        found.append(line)
+    return found
+
+
+def missing_lines(shown: str, real: str) -> list[str]:
+    """Return the shown lines that a real output does not have, in this order.
+
+    Numbers and the amount of white space may differ; `...` stands for anything, and alone on a line for other lines.
+    """
+    left = [_shape(line) for line in real.splitlines()]
+    missing = []
+    for line in shown.splitlines():
+        if not line.strip() or line.strip() == _GAP:
+            continue
+        pattern = re.compile(".*".join(re.escape(_shape(part)) for part in line.split(_GAP)))
+        index = next((i for i, candidate in enumerate(left) if pattern.fullmatch(candidate)), None)
+        if index is None:
+            missing.append(line)
+        else:
+            left = left[index + 1 :]
+    return missing
+
+
+def _shape(text: str) -> str:
+    return _NUMBER.sub("0", " ".join(text.split()))
