@@ -1,5 +1,6 @@
 """What every test shares: the root of the checkout, its files, and freedom from the user's own settings."""
 
+import gc
 import os
 import signal
 import subprocess
@@ -17,6 +18,9 @@ from tests.workers import ForkedContext, fork_from, fsync_at_once
 # A user may keep Python from writing bytecode; the many programs that tests start would compile the packages each time.
 sys.dont_write_bytecode = False
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+
+# Imports and the collection make millions of objects that stay; see `pytest_collection_finish`.
+gc.disable()
 
 ROOT = Path(__file__).parent.parent
 # Files with tests that take half a minute or more. They run first, because at the end of the suite the other cores
@@ -51,6 +55,17 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Moves the files of `LONG` to the front, in that order."""
     items.sort(key=lambda item: LONG.index(item.path.name) if item.path.name in LONG else len(LONG))
+
+
+def pytest_collection_finish() -> None:
+    """Keeps the garbage collector from looking, again and again, at what stays until the end."""
+    gc.freeze()
+    gc.enable()
+
+
+def pytest_unconfigure() -> None:
+    """Lets modules be freed at exit, which extensions of theirs complain about otherwise."""
+    gc.unfreeze()
 
 
 @pytest.fixture(scope="session")

@@ -14,6 +14,7 @@ from scripts.gpu_kit.parts import PARTS
 from tests.forks import Forks
 from tests.train.tiny_data import encode_chunk
 
+PACKAGES = ("benchmarks", "manifests", "prep", "shards", "train")
 TINY = DataSize(num_made=5, made_s=3, num_pieces=1, piece_s=3)
 
 
@@ -25,8 +26,8 @@ def kit(tmp_path: Path) -> Path:
     return tmp_path / "kit"
 
 
-def run(kit: Path, out: Path, *words: str) -> subprocess.CompletedProcess[str]:
-    environment = {**os.environ, "PYTHON": sys.executable}
+def run(kit: Path, out: Path, *words: str, python: str = sys.executable) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "PYTHON": python}
     return subprocess.run([kit / "run.sh", out, *words], env=environment, capture_output=True, text=True)
 
 
@@ -37,13 +38,19 @@ def test_all_parts_pass_in_a_dry_run(kit: Path, tmp_path: Path, forks: Forks, mo
     with monkeypatch.context() as patch:
         patch.setattr(sys, "executable", str(forks.python()))
         make_data(kit / "data", natural=[natural], size=TINY, scratch=tmp_path / "scratch")
+    (tmp_path / "imported").mkdir()
+    for package in PACKAGES:
+        with (kit / "checkout" / package / "__init__.py").open("a") as file:
+            file.write(f"\nopen({str(tmp_path / 'imported' / package)!r}, 'w').close()\n")
     before = sorted(kit.rglob("*"))
     # They take two minutes; a machine that does much else may need longer than the parts have on a GPU.
-    done = run(kit, tmp_path / "out", "--dry-run", "--minutes", "10")
+    python = forks.python(is_of_other_checkout=True)
+    done = run(kit, tmp_path / "out", "--dry-run", "--minutes", "10", python=str(python))
     assert done.returncode == 0, f"{done.stdout}{done.stderr}{logs(tmp_path / 'out')}"
     assert "all parts passed" in done.stdout.splitlines()[-1]
     for part in PARTS[1:]:
         assert json.loads((tmp_path / "out" / part.result).read_text())["is_dry_run"]
+    assert {path.name for path in (tmp_path / "imported").iterdir()} == set(PACKAGES), "not the kit's own packages"
     assert (tmp_path / "out/dry-run.md").is_file()
     assert all(path.is_file() for path in (tmp_path / "out").iterdir())
     assert sorted(kit.rglob("*")) == before

@@ -103,14 +103,21 @@ def children(process: int) -> list[int]:
     return [int(child) for task in tasks for child in task.read_text().split()]
 
 
-def torchrun(folder: Path, *flags: str) -> "subprocess.Popen[str]":
-    """Launches `train` as the documents do, from a folder with a train.py of the user's own."""
+def torchrun(folder: Path, *flags: str, python: Path) -> "subprocess.Popen[str]":
+    """Launches `train` as the documents do, from a folder with a train.py of the user's own.
+
+    Rank 0 is the installed program until a rank is killed. The others, which come from `python`, need not prove that.
+    """
     (folder / "train.py").write_text("raise SystemExit('the train.py of the user was run')\n")
-    bin_dir = Path(sys.executable).parent
+    bin_dir, programs = Path(sys.executable).parent, folder / "bin"
+    programs.mkdir()
+    installed = f'[[ "$RANK $TORCHELASTIC_RESTART_COUNT" == "0 0" ]] && exec {bin_dir}/train "$@"'
+    (programs / "train").write_text(f'#!/bin/bash\n{installed}\nexec {python} -m train.cli "$@"\n')
+    (programs / "train").chmod(0o755)
     return subprocess.Popen(
         [bin_dir / "torchrun", "--no-python", *flags],
         cwd=folder,
-        env={**os.environ, "PATH": f"{bin_dir}{os.pathsep}{os.environ['PATH']}"},
+        env={**os.environ, "PATH": os.pathsep.join([str(programs), str(bin_dir), os.environ["PATH"]])},
         text=True,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -118,14 +125,14 @@ def torchrun(folder: Path, *flags: str) -> "subprocess.Popen[str]":
 
 
 def test_torchrun_restarts_a_run_that_lost_a_rank_and_it_ends_as_if_nothing_had_happened(
-    columns: Path, tmp_path: Path
+    columns: Path, tmp_path: Path, forks: Forks
 ) -> None:
     """Of the installed program, beside a train.py of the user's."""
     killed, whole = tmp_path / "killed", tmp_path / "whole"
     flags = [*TRAIN, "--shards", str(columns), "--steps", "60", "--checkpoint-every", "5", "--resume", "auto"]
     launch = ["--nproc-per-node", "2", "--max-restarts", "2", "--rdzv-backend", "c10d"]
     launch += ["--rdzv-endpoint", "127.0.0.1:0", "train"]
-    process = torchrun(tmp_path, *launch, *flags, "--out", str(killed))
+    process = torchrun(tmp_path, *launch, *flags, "--out", str(killed), python=forks.python())
     checkpoints = RunFolder(killed).checkpoints
     try:
         # In the middle of writing a checkpoint, nearly always.
