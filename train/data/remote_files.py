@@ -27,7 +27,7 @@ from manifests.storage.objects import ObjectInfo, Objects
 from manifests.store import MANIFEST_FILE, MANIFEST_FOLDER
 from manifests.table_files import CAPTIONS_FILE, VIDEOS_FILE, describe, staged_path
 from shards.chunk_table import shards_to_merge, update_chunk_table
-from shards.commit_table import commit_folders, confirm, open_commit_table
+from shards.commit_table import MIN_COMMITS, commit_folders, confirm, open_commit_table
 from shards.commits import Commit, commit_bytes, commits_in
 from shards.contents import listed_contents
 from shards.damage import Damaged
@@ -144,10 +144,14 @@ class RemoteFiles:
         self._copy_commits(folder, local)
         if self._copy_chunk_table(folder, local):
             return
-        files = [shard.commit.files for shard in shards_to_merge(Variant(local)) if shard.commit.files is not None]
+        variant = Variant(local)
+        has_many = variant.num_shards >= MIN_COMMITS  # a few are opened as fast without a table
+        shards = shards_to_merge(variant) if has_many else variant.shards()
+        files = [shard.commit.files for shard in shards if shard.commit.files is not None]
         _at_once(lambda one: self.copy_file(f"{folder}/{one.index}", sha256=one.index_sha256), files)
-        with suppress(UserError):  # opening the set reports what is wrong with an index
-            update_chunk_table(Variant(local), column=folder.partition("/")[0])
+        if has_many:
+            with suppress(UserError):  # opening the set reports what is wrong with an index
+                update_chunk_table(variant, column=folder.partition("/")[0])
 
     def _copy_chunk_table(self, folder: str, local: Path) -> bool:
         """Copy the merged table of chunks, unless it is here; False if it is of other commits, or there is none."""
@@ -170,11 +174,8 @@ class RemoteFiles:
         wanted = {name: info for name, info in listed.items() if _folder(name) not in by_table}
         before = _read_etags(local)
         root = local / COMMITS_FOLDER
-        changed = [
-            name
-            for name, info in wanted.items()
-            if not info.etag or before.get(name) != info.etag or not (root / name).is_file()
-        ]
+        changed = {name for name, info in wanted.items() if not info.etag or before.get(name) != info.etag}
+        changed |= {name for name in wanted if not (root / name).is_file()}
         for name in of_table.keys() & changed:
             _publish(root / name, commit_bytes(of_table[name]))
         absent = [name for name in changed if name not in of_table]
