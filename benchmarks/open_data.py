@@ -106,18 +106,25 @@ def _captions(num_captions: int, num_videos: int) -> Iterator[pa.Table]:
         )
 
 
-def write_column(data: Path, column: str, *, num_chunks: int, has_indexes: bool = False) -> None:
+def write_column(
+    data: Path,
+    column: str,
+    *,
+    num_chunks: int,
+    has_indexes: bool = False,
+    chunks_per_shard: int = CHUNKS_PER_SHARD,
+) -> None:
     """Write a column: commits, tars that take no room, its merged table, and its indexes if they are asked for."""
     folder = variant_dir(data, column, VARIANTS[column])
     (folder / COMMITS_FOLDER).mkdir(parents=True)
-    num_shards = -(-num_chunks // CHUNKS_PER_SHARD)
+    num_shards = -(-num_chunks // chunks_per_shard)
     recipe = {"column": column, "vae": "made", "vae_sha256": _FINGERPRINT, "scaling_factor": 1.0}
     publish_json(folder / RECIPE_FILE, recipe)
     columns: dict[str, list[object]] = {"shard_id": list(range(num_shards))}
     columns |= {name: [] for name in ("tar", "tar_bytes", "index", "index_bytes", "index_sha256", "num_samples")}
     for shard_id in range(num_shards):
         name = ShardName(shard_id, "abcdef01")
-        count = min(CHUNKS_PER_SHARD, num_chunks - shard_id * CHUNKS_PER_SHARD)
+        count = min(chunks_per_shard, num_chunks - shard_id * chunks_per_shard)
         tar = folder / name.tar
         for parent in (tar.parent, folder / COMMITS_FOLDER / folder_of(shard_id)):
             parent.mkdir(exist_ok=True)
@@ -126,7 +133,7 @@ def write_column(data: Path, column: str, *, num_chunks: int, has_indexes: bool 
             file.truncate(tar_bytes)
         index_size, sha256 = 0, hashlib.sha256(name.tar.encode()).hexdigest()
         if has_indexes:
-            content = index_bytes(_index(shard_id, count))
+            content = index_bytes(_index(shard_id * chunks_per_shard, count))
             index_size, sha256 = len(content), hashlib.sha256(content).hexdigest()
             (folder / name.index).write_bytes(content)
         values = (name.tar, tar_bytes, name.index, index_size, sha256, count)
@@ -144,18 +151,18 @@ def write_column(data: Path, column: str, *, num_chunks: int, has_indexes: bool 
     write_contents(folder, Contents(frozenset(range(num_shards)), files))
     confirm(folder, sha256=sha256, folders=commit_folders(folder))
     set_current_variant(data, column, VARIANTS[column])
-    _write_table(folder, column, num_chunks)
+    _write_table(folder, column, num_chunks, chunks_per_shard)
 
 
 def _stride(column: str) -> int:
     return -(-(CHUNK_BYTES[column] + 128) // 512) * 512 + 512
 
 
-def _write_table(folder: Path, column: str, num_chunks: int) -> None:
+def _write_table(folder: Path, column: str, num_chunks: int, chunks_per_shard: int) -> None:
     commits = open_table_commits(folder)
     assert commits is not None, "the table of commits does not count"
     number = np.arange(num_chunks)
-    row = (number % CHUNKS_PER_SHARD).astype(np.int32)
+    row = (number % chunks_per_shard).astype(np.int32)
     codes = pa.array((number // CHUNKS_PER_VIDEO).astype(np.int32))
     is_video = column == "video"
 
@@ -173,7 +180,7 @@ def _write_table(folder: Path, column: str, num_chunks: int) -> None:
         "offset": (row.astype(np.uint64) * np.uint64(_stride(column)) + np.uint64(512)),
         "size": np.full(num_chunks, CHUNK_BYTES[column], np.uint64),
         "crc32": (number % 1_000_003).astype(np.uint32),
-        "shard": (number // CHUNKS_PER_SHARD).astype(np.int32),
+        "shard": (number // chunks_per_shard).astype(np.int32),
         "row": row,
     }
     if not is_video:
@@ -184,8 +191,8 @@ def _write_table(folder: Path, column: str, num_chunks: int) -> None:
     write_merged_table(folder / CHUNKS_FILE, pa.table(columns), commits=commits, metadata=metadata)
 
 
-def _index(shard_id: int, count: int) -> pa.Table:
-    number = shard_id * CHUNKS_PER_SHARD + np.arange(count)
+def _index(first: int, count: int) -> pa.Table:
+    number = first + np.arange(count)
     video, start = number // CHUNKS_PER_VIDEO, number % CHUNKS_PER_VIDEO * CHUNK_MS
     names = video_ids(int(video[0]), int(video[-1] - video[0]) + 1).take(pa.array(video - video[0]))
     keys = pc.binary_join_element_wise(names, pc.utf8_lpad(pa.array(start).cast(pa.string()), 9, "0"), "_")

@@ -132,6 +132,13 @@ def update_chunk_table(variant: Variant, *, column: str) -> bool:
     return True
 
 
+def shards_to_merge(variant: Variant) -> list[CommittedShard]:
+    """Return the shards whose indexes `update_chunk_table` reads: those that the table lacks or has otherwise."""
+    shards = variant.shards()
+    _, unchanged = _reusable(variant.directory / CHUNKS_FILE, {shard.shard_id: _mark(shard) for shard in shards})
+    return [shard for shard in shards if shard.shard_id not in unchanged]
+
+
 def _write(variant: Variant, *, column: str) -> None:
     data_dir = variant.directory.parent.parent
     shards = variant.shards()

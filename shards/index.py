@@ -92,14 +92,20 @@ def open_index(path: Path, *, columns: Sequence[str] | None = None) -> pa.Table:
         FileNotFoundError: the file does not exist.
         TimeoutError: the file could not be opened in time.
     """
+    return open_index_content(path, columns=columns)[0]
+
+
+def open_index_content(path: Path, *, columns: Sequence[str] | None = None) -> tuple[pa.Table, pa.Buffer]:
+    """Return the same, and the content of the file, which the columns are views of."""
     try:
         # By now the path is known to open without blocking and to be a regular file, so Arrow may open it by name.
         descriptor = open_regular(path)
         try:
             with pa.memory_map(str(path)) as mapped:
-                table = pa.ipc.open_file(mapped).read_all()
+                content = mapped.read_buffer()
         finally:
             os.close(descriptor)
+        table = pa.ipc.open_file(content).read_all()
         used = table if columns is None else table.select(list(columns))
         used.validate(full=True)
     except (FileNotFoundError, TimeoutError):
@@ -117,7 +123,7 @@ def open_index(path: Path, *, columns: Sequence[str] | None = None) -> pa.Table:
         raise DamagedIndex(path, f"columns {table.schema.names} do not match extensions {','.join(extensions)}")
     if table.num_rows == 0 or any(column.num_chunks != 1 for column in table.columns):
         raise DamagedIndex(path, "expected one batch with at least one row")
-    return used
+    return used, content
 
 
 def index_seconds(path: Path) -> float:

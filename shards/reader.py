@@ -3,6 +3,7 @@
 import shlex
 import threading
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ from shards.contents import file_sha256, read_contents
 from shards.damage import DamagedCommit, DamagedContents, DamagedIndex
 from shards.dataset import current_variant, list_variants, variant_dir
 from shards.format import CONTENTS_FILE, RECIPE_FILE
-from shards.index import extensions_of, open_index
+from shards.index import extensions_of, open_index, open_index_content
 from shards.key_lookup import KeyLookup
 from shards.open_maps import OPEN_MAPS
 from shards.opening import open_lock
@@ -28,26 +29,31 @@ from shards.scan import scan
 from shards.table_commits import TableCommits, open_table_commits
 from shards.tars import LocalTars, TarBytes, TarFiles
 
+# Of a variant, kept for random access; beyond, those that were opened first are given up, with their maps. 2.5 kB each.
+MAX_KEPT_SHARDS = 4096
 _RECIPE_HINT = "run the command that created the variant again with the same settings to rewrite it"
 
 
 class CommittedShard:
     """One committed shard. Thread-safe. Its index is mapped when needed, and unmapped if too many are (open_maps)."""
 
-    def __init__(self, variant_directory: Path, *, commit: Commit, files: ShardFiles, tars: TarBytes) -> None:
+    def __init__(
+        self, directory: Path, *, commit: Commit, files: ShardFiles, tars: TarBytes, verified: dict[int, int]
+    ) -> None:
         self.commit = commit
         self.shard_id = commit.shard_id
         self.split = commit.split
         self.num_samples = files.num_samples
-        self._directory, self._files = variant_directory, files
+        self._directory, self._files = directory, files
         self.tar_bytes, self.tar_sha256 = files.tar_bytes, files.tar_sha256
         self._tars = tars
-        # One lock per shard: up to Python 3.11, `cached_property` has one lock per class, so that a shard whose files
-        # do not respond would block all others. It is used only for what opens no file.
+        # One lock per shard: up to Python 3.11, `cached_property` has one per class, and a shard whose files do not
+        # respond would block all others. It is used only for what opens no file.
         self._lock = threading.Lock()
         self._index: pa.Table | None = None
         self._packet_tables: PacketTables | None = None
-        self._verified_file: tuple[int, ...] | None = None  # identity of the file that was verified
+        # The identity of the file that was verified, by shard ID: of a variant, it outlives the shard's object.
+        self._verified = verified
 
     @cached_property
     def tar_path(self) -> Path:
@@ -96,12 +102,11 @@ class CommittedShard:
             OPEN_MAPS.used(self)
             return tables
         with open_lock(self._lock, self.index_path):
-            self.require_committed_index()  # before it is mapped: a damaged copy of a remote one is replaced
-        index = self.index
-        with open_lock(self._lock, self.index_path):
             tables = self._packet_tables
             if tables is None:
-                tables = self._packet_tables = PacketTables(index)
+                self.require_committed_index()  # before it is mapped: a damaged copy of a remote one is replaced
+                tables = self._packet_tables = PacketTables(*open_index_content(self.index_path))
+        OPEN_MAPS.used(self)
         return tables
 
     def require_committed_index(self) -> None:
@@ -111,14 +116,14 @@ class CommittedShard:
             DamagedIndex: the index is not the committed file.
             OSError: the index cannot be read.
         """
-        if self._verified_file is not None and _identity(self.index_path) == self._verified_file:
+        if self.shard_id in self._verified and _identity(self.index_path) == self._verified[self.shard_id]:
             return
         sha256 = self._files.index_sha256
         self._tars.provide(self.index_path, size_bytes=self._files.index_bytes, sha256=sha256)
         identity = _identity(self.index_path)
         if scan(self.index_path).sha256 != sha256:
             raise DamagedIndex(self.index_path, "its content differs from the commit")
-        self._verified_file = identity
+        self._verified[self.shard_id] = identity
 
     @property
     def extensions(self) -> tuple[str, ...]:
@@ -152,9 +157,9 @@ class CommittedShard:
         return self._tars.gap_bytes
 
 
-def _identity(path: Path) -> tuple[int, ...]:
+def _identity(path: Path) -> int:
     found = path.stat()
-    return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns
+    return hash((found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns))
 
 
 def open_shard(variant_directory: Path, commit: Commit) -> CommittedShard:
@@ -165,7 +170,7 @@ def open_shard(variant_directory: Path, commit: Commit) -> CommittedShard:
     """
     if commit.files is None:
         raise ValueError(f"shard {commit.shard_id} has no files")
-    return CommittedShard(variant_directory, commit=commit, files=commit.files, tars=LocalTars())
+    return CommittedShard(variant_directory, commit=commit, files=commit.files, tars=LocalTars(), verified={})
 
 
 class Variant:
@@ -190,6 +195,7 @@ class Variant:
             self.contents_damage = error
         self._tars = tars or LocalTars()
         self._opened: dict[int, CommittedShard] = {}
+        self._verified: dict[int, int] = {}
         self._lock = threading.Lock()
         self._lookup: KeyLookup | None = None
 
@@ -268,14 +274,21 @@ class Variant:
     def shard(self, shard_id: int) -> CommittedShard:
         """Return a committed shard; raise KeyError if there is none with this ID."""
         found = self._opened.get(shard_id)
-        return self._shard(self.commits[shard_id]) if found is None else found
+        if found is None:
+            found = self._shard(self.commits[shard_id])
+        while len(self._opened) > MAX_KEPT_SHARDS:
+            with suppress(StopIteration, RuntimeError):  # another thread has just changed it
+                self._opened.pop(next(iter(self._opened)), None)
+        return found
 
     def _shard(self, commit: Commit) -> CommittedShard:
         found = self._opened.get(commit.shard_id)
         if found is None:
             if commit.files is None:
                 raise KeyError(commit.shard_id)
-            found = CommittedShard(self.directory, commit=commit, files=commit.files, tars=self._tars)
+            found = CommittedShard(
+                self.directory, commit=commit, files=commit.files, tars=self._tars, verified=self._verified
+            )
         # Of two threads that open a shard, both get the same one.
         return self._opened.setdefault(commit.shard_id, found)
 

@@ -107,6 +107,7 @@ class LocalTars:
                     self._tars[path] = tar
                     if len(self._tars) > _MAX_OPEN_TARS:
                         self._tars.popitem(last=False)
+                    self._locks.pop(path, None)  # those who wait for it find the tar open
             return tar
 
     def _opened(self, path: Path) -> _OpenTar | None:

@@ -40,6 +40,7 @@ TINY = {
     "mixture": ["--pieces", "2", "--folders", "2", "--epochs", "1", "--rounds", "1"],
     "object_storage": ["--requests", "2", "--videos", "1", "--rounds", "1", "--latency-ms", "1"],
     "open": ["--chunks", "300", "--ranks", "1", "--sets", "chunks", "--indexes-up-to", "0"],
+    "open_indexes": ["--shards", "20", "--kept", "5"],
     "plan": ["--chunks", "80", "--runs", "1"],
     "pseudo_captions": [
         *("--seeds", "1", "--videos", "5", "--minutes", "0.17", "--caption-steps", "1", "--steps", "1"),

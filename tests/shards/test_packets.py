@@ -7,6 +7,7 @@ import pyarrow as pa
 import pytest
 
 from shards.format import PACKET_KEY, PACKET_REFERENCE
+from shards.index import index_bytes
 from shards.packets import PacketTable, PacketTables
 
 KEY, REF, LEAF = PACKET_KEY | PACKET_REFERENCE, PACKET_REFERENCE, 0
@@ -29,12 +30,14 @@ def tables_of(chunks: Sequence[Packets], streams: Sequence[tuple[str, bytes]]) -
         "packet_frame": lists([[frame for frame, _ in chunk] for chunk in chunks], pa.int32()),
         "packet_flags": lists([[flags for _, flags in chunk] for chunk in chunks], pa.uint8()),
         "packet_crc32": sizes,
-        "mp4_offset": pa.array([100 * row for row in range(len(chunks))]),
-        "mp4_size": pa.array([10 + row for row in range(len(chunks))]),
+        "mp4_offset": pa.array([100 * row for row in range(len(chunks))], pa.uint64()),
+        "mp4_size": pa.array([10 + row for row in range(len(chunks))], pa.uint64()),
+        "mp4_crc32": pa.array(range(len(chunks)), pa.uint32()),
         "codec": pa.array([codec for codec, _ in streams]),
         "extradata": pa.array([extradata for _, extradata in streams], pa.binary()),
     }
-    return PacketTables(pa.table(index))
+    content = pa.py_buffer(index_bytes(pa.table(index)))
+    return PacketTables(pa.ipc.open_file(content).read_all(), content)
 
 
 def table_of(packets: Packets) -> PacketTable:

@@ -146,6 +146,7 @@ def _indexes(shards: Sequence[CommittedShard]) -> Iterator[tuple[int, pa.Table]]
         if missing := {"video_id", "mp4_crc32", *_INDEX_COLUMNS}.difference(shard.index.column_names):
             raise DamagedIndex(shard.index_path, f"not an index of chunks: it has no {', '.join(sorted(missing))}")
         yield shard.shard_id, shard.index
+        shard.close()
 
 
 def of_indexes(

@@ -4,10 +4,10 @@ The processes that a launcher starts together on a machine use one copy: the fir
 others wait for it and read what is there. A process without a launcher copies what has changed each time that it opens
 the folder.
 
-Of a column these are contents.json, recipe.json, the commits and the tables that `prep` merges them into. Records of
-commits are copied only where the table of commits does not stand for them, and if there is a table of chunks, an index
-is copied when its shard is first read. Whatever has a checksum is verified by it. Web servers are not listed:
-contents.json names the shards, and in older data folders the page of the directory does.
+Of a column these are contents.json, recipe.json, the commits and the tables that `prep` merges them into. Only those
+records of commits are copied that differ from their table, and only those indexes that the table of chunks lacks, to be
+added to its copy; any other index is copied when its shard is first read. Whatever has a checksum is verified by it.
+Web servers are not listed: contents.json names the shards, and in older folders the page of the directory does.
 """
 
 import fcntl
@@ -17,7 +17,7 @@ import os
 import re
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -26,8 +26,9 @@ from manifests.publish import publish_bytes
 from manifests.storage.objects import ObjectInfo, Objects
 from manifests.store import MANIFEST_FILE, MANIFEST_FOLDER
 from manifests.table_files import CAPTIONS_FILE, VIDEOS_FILE, describe, staged_path
-from shards.commit_table import commit_folders, confirm, open_commit_table
-from shards.commits import Commit, commit_bytes, commits_in, read_commits
+from shards.chunk_table import shards_to_merge, update_chunk_table
+from shards.commit_table import MIN_COMMITS, commit_folders, confirm, open_commit_table
+from shards.commits import Commit, commit_bytes, commits_in
 from shards.contents import listed_contents
 from shards.damage import Damaged
 from shards.dataset import current_variant
@@ -143,33 +144,42 @@ class RemoteFiles:
         self._copy_commits(folder, local)
         if self._copy_chunk_table(folder, local):
             return
-        shards = [commit.files for commit in read_commits(local).commits.values() if commit.files is not None]
-        _at_once(lambda shard: self.copy_file(f"{folder}/{shard.index}", sha256=shard.index_sha256), shards)
+        variant = Variant(local)
+        has_many = variant.num_shards >= MIN_COMMITS  # a few are opened as fast without a table
+        shards = shards_to_merge(variant) if has_many else variant.shards()
+        files = [shard.commit.files for shard in shards if shard.commit.files is not None]
+        _at_once(lambda one: self.copy_file(f"{folder}/{one.index}", sha256=one.index_sha256), files)
+        if has_many:
+            with suppress(UserError):  # opening the set reports what is wrong with an index
+                update_chunk_table(variant, column=folder.partition("/")[0])
 
     def _copy_chunk_table(self, folder: str, local: Path) -> bool:
-        """Copy the merged table of chunks, unless it is here; False if there is none of these commits."""
+        """Copy the merged table of chunks, unless it is here; False if it is of other commits, or there is none."""
         variant = Variant(local)
         if not _has_table(variant):
             try:
                 self.objects.fetch(f"{folder}/{CHUNKS_FILE}", local / CHUNKS_FILE)
             except FileNotFoundError:
-                (local / CHUNKS_FILE).unlink(missing_ok=True)
                 return False
         return _has_table(variant)
 
     def _copy_commits(self, folder: str, local: Path) -> None:
         """Copy the records that have changed and that no table stands for, and remove copies of all others."""
         listed = self._list_commits(folder, local)
-        by_table = self._folders_of_table(folder, local, listed)
+        of_table = self._records_of_table(folder, local, listed)
+        # The table stands for folders whose records are all the same; the empty name is `commits/` itself.
+        by_table = {"", *map(_folder, of_table)} if of_table else set()
+        if self.objects.is_writable:
+            by_table -= set(map(_folder, listed.keys() ^ of_table.keys()))
         wanted = {name: info for name, info in listed.items() if _folder(name) not in by_table}
         before = _read_etags(local)
         root = local / COMMITS_FOLDER
-        changed = [
-            name
-            for name, info in wanted.items()
-            if not info.etag or before.get(name) != info.etag or not (root / name).is_file()
-        ]
-        _at_once(lambda name: self._copy_if_there(f"{folder}/{COMMITS_FOLDER}/{name}", root / name), changed)
+        changed = {name for name, info in wanted.items() if not info.etag or before.get(name) != info.etag}
+        changed |= {name for name in wanted if not (root / name).is_file()}
+        for name in of_table.keys() & changed:
+            _publish(root / name, commit_bytes(of_table[name]))
+        absent = [name for name in changed if name not in of_table]
+        _at_once(lambda name: self._copy_if_there(f"{folder}/{COMMITS_FOLDER}/{name}", root / name), absent)
         for name in by_table:
             (root / name).mkdir(parents=True, exist_ok=True)
         for path in root.rglob("*.json"):
@@ -182,36 +192,31 @@ class RemoteFiles:
             folders, sha256 = commit_folders(local), listed_contents(local).files[COMMIT_TABLE_FILE]
             confirm(local, sha256=sha256, folders=folders, except_for=folders.keys() - by_table)
 
-    def _folders_of_table(self, folder: str, local: Path, listed: dict[str, ObjectInfo]) -> set[str]:
-        """Copy the table of commits, and return the folders whose records it holds: the same, and none newer."""
+    def _records_of_table(self, folder: str, local: Path, listed: dict[str, ObjectInfo]) -> dict[str, Commit]:
+        """Copy the table of commits; return its records by name, without those that have changed, with those gone."""
         sha256 = listed_contents(local).files.get(COMMIT_TABLE_FILE)
         if sha256 is None:
-            return set()
+            return {}
         try:
             self.copy_file(f"{folder}/{COMMIT_TABLE_FILE}", sha256=sha256)
             written_s = self.objects.info(f"{folder}/{COMMIT_TABLE_FILE}").modified_s
         except (OSError, UserError):
-            return set()  # a run is just replacing it
+            return {}  # a run is just replacing it
         table = open_commit_table(local, sha256=sha256)
         if table is None:
-            return set()
-        held: dict[str, dict[str, Commit]] = {"": {}}
-        for name, commits in commits_in(table.rows).items():
-            held[name] = {commit_name(shard_id): commit for shard_id, commit in commits.items()}
+            return {}
+        held = {
+            (f"{name}/" if name else "") + commit_name(shard_id): commit
+            for name, commits in commits_in(table.rows).items()
+            for shard_id, commit in commits.items()
+        }
         if not self.objects.is_writable:
             is_same = listed_contents(local).shard_ids == frozenset(table.rows["shard_id"].to_pylist())
-            return set(held) if is_same else set()
-        there: dict[str, dict[str, ObjectInfo]] = {"": {}}
-        for name, info in listed.items():
-            there.setdefault(_folder(name), {})[name.rpartition("/")[2]] = info
+            return held if is_same else {}
         return {
-            name
-            for name, commits in held.items()
-            if commits.keys() == there.get(name, {}).keys()
-            and all(
-                info.modified_s <= written_s or _is_record(info, commits[record])
-                for record, info in there[name].items()
-            )
+            name: commit
+            for name, commit in held.items()
+            if name not in listed or listed[name].modified_s <= written_s or _is_record(listed[name], commit)
         }
 
     def _list_commits(self, folder: str, local: Path) -> dict[str, ObjectInfo]:
@@ -229,11 +234,9 @@ class RemoteFiles:
 
     def _copy_if_there(self, key: str, path: Path) -> None:
         try:
-            content = self.objects.read(key)
+            _publish(path, self.objects.read(key))
         except FileNotFoundError:
             path.unlink(missing_ok=True)
-        else:
-            _publish(path, content)
 
     @contextmanager
     def _once(self, what: str) -> Iterator[bool]:

@@ -1,6 +1,7 @@
 """How many requests it takes to open a remote data folder, and how ranks of a machine share them."""
 
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -15,6 +16,7 @@ from manifests.publish import publish_json
 from manifests.storage.objects import Objects, open_objects
 from shards.chunk_table import update_chunk_table
 from shards.commit_table import MIN_COMMITS
+from shards.commits import commit_path
 from shards.lists import finish_run
 from shards.reader import Variant
 from tests.object_storage.faults import Faults
@@ -102,6 +104,47 @@ def test_a_change_that_is_newer_than_the_tables_counts(many: Path, remote: Objec
     ):
         open_set(remote.address, tmp_path)
     assert len(open_set(remote.address, tmp_path)) == NUM_SHARDS
+
+
+def test_a_run_that_goes_on_costs_the_records_and_indexes_that_it_has_added(
+    many: Path, remote: Objects, faults: Faults, tmp_path: Path
+) -> None:
+    open_set(remote.address, tmp_path / "before")
+    # A shard is made again, and another one is new.
+    own = Path(shutil.copytree(many, tmp_path / "many"))
+    payload = encode_chunk(8, 8)
+    write_shard(own, 3, [video_sample("v0003", 0, payload)], split="train")
+    write_shard(own, NUM_SHARDS, [video_sample("v0003", 800, payload)], split="train")
+    variant = own / "video" / VARIANT
+    paths = [
+        *variant.glob("*000003-*.index.arrow"),
+        *variant.glob("commits/*3.json"),
+        *variant.glob(f"*{NUM_SHARDS}-*"),
+    ]
+    changed = [commit_path(variant, shard_id) for shard_id in (3, NUM_SHARDS)]
+    names = [path.relative_to(own).as_posix() for path in {*paths, *changed} if path.suffix != ".tar"]
+    (variant / "commits.arrow").unlink()
+    (variant / "chunks.arrow").unlink()
+    expected = open_set(str(own)).fingerprint
+    kept = {name: (many / name) for name in names if (many / name).is_file()}
+    try:
+        for name in names:
+            remote.write(name, own / name)
+        for cache in ("before", "empty"):
+            opened: list[VideoCaptions] = []
+            assert (
+                num_requests(
+                    faults, lambda cache=cache, into=opened: into.append(open_set(remote.address, tmp_path / cache))
+                )
+                < 25
+            )
+            assert opened[0].fingerprint == expected
+        assert len(list((tmp_path / "empty").rglob("*.index.arrow"))) == 2
+        assert num_requests(faults, lambda: open_set(remote.address, tmp_path / "empty")) < 20
+    finally:
+        remote.delete(*names)
+        for name, path in kept.items():
+            remote.write(name, path)
 
 
 def test_without_tables_the_records_and_indexes_are_copied(

@@ -100,8 +100,9 @@ def read_packets(
 
 
 def _read_whole(shard: CommittedShard, row: int, *, key: str) -> bytes:
-    payload = shard.read(row, "mp4")
-    _verify(payload, shard.index["mp4_crc32"][row].as_py(), shard=shard, key=key)
+    tables = shard.packet_tables
+    payload = shard.read_range(*tables.payload(row))
+    _verify(payload, tables.payload_crc32(row), shard=shard, key=key)
     return payload
 
 
