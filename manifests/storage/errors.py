@@ -9,6 +9,7 @@ from typing import NoReturn
 
 from manifests.errors import UserError, first_line
 from manifests.storage.clouds import cloud_of
+from manifests.storage.waiting import awaited
 
 _CODE = re.compile(r"<Code>(\w+)</Code>")
 _STATUS = re.compile(r"status code: (\d{3} [\w '-]+)")
@@ -38,12 +39,13 @@ class AccessRefused(UserError, PermissionError):
 
 
 @contextmanager
-def storage_errors(address: str, where: str) -> Iterator[None]:
+def storage_errors(address: str, where: str, *, num_bytes: int = 0) -> Iterator[None]:
     """Context manager around calls of obstore.
 
     Args:
         address: address of the folder, which names the bucket.
         where: address of the object.
+        num_bytes: size of what is sent or received, as far as it is known.
 
     Raises:
         RuntimeError: this process was forked from one that had used obstore, whose threads do not exist here; without
@@ -56,7 +58,8 @@ def storage_errors(address: str, where: str) -> Iterator[None]:
         raise RuntimeError("object storage was used before this process was forked; start workers with spawn")
     _was_used = True
     try:
-        yield
+        with awaited(where, num_bytes=num_bytes):
+            yield
     except (BaseError, FileNotFoundError, PermissionError, ValueError) as error:
         _raise_for(error, address=address, where=where)
 
