@@ -40,8 +40,8 @@ class Mirror(Protocol):
     def move(self, source: Path, target: Path) -> None:
         """Write the objects of the file or folder `source` as those of `target`; nothing local changes."""
 
-    def remove(self, path: Path) -> None:
-        """Delete the object of a file, or the objects of a folder."""
+    def remove(self, *paths: Path) -> None:
+        """Delete the objects of files and of folders."""
 
     def touch(self, path: Path) -> None:
         """Write an object again, so that it is newer than all others."""

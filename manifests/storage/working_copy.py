@@ -233,15 +233,13 @@ class WorkingCopy:
         if TEMPORARY_PREFIX not in self.key_of(source):
             self.remove(source)
 
-    def remove(self, path: Path) -> None:
+    def remove(self, *paths: Path) -> None:
         """See `Mirror`."""
-        key = self.key_of(path)
-        if self._found is None:
-            keys = [key]
-        elif path.is_dir():
-            keys = [known for known in self._found if known.startswith(f"{key}/")]
-        else:
-            keys = [key] if key in self._found else []
+        keys = [self.key_of(path) for path in paths]
+        if self._found is not None:
+            folders = tuple(f"{key}/" for key, path in zip(keys, paths, strict=True) if path.is_dir())
+            inside = [known for known in self._found if known.startswith(folders)] if folders else []
+            keys = [*(key for key in keys if key in self._found), *inside]
         if keys:
             self.require_locks()
             self.objects.delete(*keys)

@@ -127,7 +127,7 @@ def test_a_damaged_object_is_found_and_made_again(data: str, chunks: Path) -> No
     assert contents_of(data) == contents(chunks)
 
 
-def test_gc_removes_what_no_commit_names(data: str, chunks: Path) -> None:
+def test_gc_removes_what_no_commit_names(data: str, chunks: Path, faults: Faults) -> None:
     objects = open_objects(data)
     variant = next(info.key for info in objects.list("video") if info.key.endswith("recipe.json")).rpartition("/")[0]
     temporary = ".tmp-0123456789ab-"
@@ -138,7 +138,11 @@ def test_gc_removes_what_no_commit_names(data: str, chunks: Path) -> None:
     assert contents_of(data).keys() == contents(chunks).keys() | {f"{variant}/notes.md"}
     objects.delete(f"{variant}/notes.md")
     prep_here("chunk", *LEN[:2], *LEN[4:], "--workers", 1, "--data", data)
+    num_old = len(list(objects.list(variant)))
+    faults.set()
     prep_here("gc", "--data", data)
+    num_deletions = sum(path.endswith("?delete") for _, path in faults.seen().requests)
+    assert num_old > 10 > num_deletions  # two of which are of the server's time
     assert {info.key.split("/")[1] for info in objects.list("video")} != {variant.split("/")[1]}
     assert not any(info.key.startswith(variant) for info in objects.list())
 

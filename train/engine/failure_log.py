@@ -120,7 +120,7 @@ class FailureLog:
 
 
 def _remedy(failed: list[FailedSample]) -> str:
-    """Return what to do about shards that are missing or damaged; empty if the last sample failed for another reason."""
+    """Return what to do about missing and damaged shards; empty if the last sample failed for another reason."""
     if failed[-1].reason not in ("shard_unreadable", "checksum"):
         return ""
     return "; prep verify names missing and damaged shards, and prep chunk (or the column's command) makes them again"
