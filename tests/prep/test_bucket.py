@@ -174,6 +174,15 @@ def test_tables_of_a_variant_are_written_replaced_and_removed_in_the_bucket(
         assert contents_of(data) == contents(local)
 
 
+def test_the_table_of_chunks_is_fetched_only_where_it_is_needed(data: str, chunks: Path, faults: Faults) -> None:
+    for command, num_requests in ((("status",), 0), (("plan", *LEN[:6]), 0), (("chunk", *LEN, "--workers", 1), 2)):
+        faults.set()
+        prep_here(*command, "--data", data)
+        found = [method for method, path in faults.seen().requests if path.endswith("/chunks.arrow")]
+        assert found == ["GET"] * num_requests, command  # of the schema by range: its size, and itself
+    assert contents_of(data) == contents(chunks)
+
+
 def test_two_commands_at_once_and_the_second_is_told(data: str) -> None:
     with writing(require_data_folder(open_data(data))):
         error = prep_here("chunk", *LEN, "--data", data, status=2).error
