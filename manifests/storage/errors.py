@@ -20,6 +20,7 @@ _CREDENTIAL_CODES = (
 )
 _METADATA_PATHS = ("/latest/api/token", "/latest/meta-data", "/computeMetadata/", "/metadata/identity/")
 _NO_BUCKET_CODES = ("NoSuchBucket", "ContainerNotFound")
+_BAD_NAME_CODES = ("InvalidBucketName", "InvalidResourceName", "OutOfRangeInput")
 _CUT = "the answer ended early, again and again"
 
 _was_used = False
@@ -79,6 +80,8 @@ def _raise_for(error: Exception, *, address: str, where: str) -> NoReturn:
     if code in _NO_BUCKET_CODES:
         message = f"the bucket of {address} does not exist"
         raise UserError(message, hint="create the bucket, or correct the address") from None
+    if code in _BAD_NAME_CODES:
+        raise UserError(f"{where}: the server refuses the name ({code})", hint="correct the address") from None
     if isinstance(error, AlreadyExistsError | PreconditionError):
         raise Conflict(errno.EEXIST, "another writer was faster", where) from None
     if isinstance(error, FileNotFoundError):
