@@ -15,7 +15,7 @@ import os
 import re
 import secrets
 import stat
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -66,6 +66,18 @@ def remove(path: Path) -> None:
     if (mirror := mirror_of(path)) is not None:
         mirror.remove(path)
     path.unlink(missing_ok=True)
+
+
+def remove_all(paths: Sequence[Path]) -> None:
+    """Remove files of one folder or of its subfolders, if they exist, in any order; in a bucket with few requests.
+
+    Raises:
+        OSError: one cannot be removed; then others may be left.
+    """
+    if paths and (mirror := mirror_of(paths[0])) is not None:
+        mirror.remove(*paths)
+    for path in paths:
+        path.unlink(missing_ok=True)
 
 
 def publish_bytes(path: Path, content: bytes) -> None:

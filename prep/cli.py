@@ -10,6 +10,7 @@ from manifests.completion import register_completion
 from manifests.errors import Stopped, UserError, program_version, run_command
 from manifests.help_text import help_text, wants_help
 from manifests.storage.mirrors import AddressStream
+from manifests.storage.waiting import tell_of_waiting
 from manifests.whole_numbers import refuse_fractions
 from prep.commands import advise, manifest, retry, upkeep
 from prep.core.make import OPTIONS
@@ -59,6 +60,7 @@ app = build_app()
 def main() -> None:
     """Entry point of the console script."""
     signal.signal(signal.SIGTERM, _stop)
+    tell_of_waiting(lambda line: print(line, file=sys.stderr, flush=True))
     with redirect_stdout(AddressStream(sys.stdout)), redirect_stderr(AddressStream(sys.stderr)):
         run_command(lambda: _run(sys.argv[1:]))
 

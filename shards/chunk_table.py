@@ -15,6 +15,7 @@ import pyarrow.compute as pc
 from numpy.typing import NDArray
 
 from manifests.errors import UserError
+from manifests.storage.mirrors import is_away
 from manifests.store import read_videos
 from shards.damage import Damaged, DamagedIndex
 from shards.format import FORMAT_VERSION
@@ -23,6 +24,7 @@ from shards.merged_table import (
     DamagedTable,
     is_table_of,
     open_merged_table,
+    read_away_schema,
     verified,
     write_merged_table,
 )
@@ -72,13 +74,16 @@ def open_chunk_table(variant: Variant) -> ChunkRows | None:
         table = open_merged_table(path)
     except FileNotFoundError:
         return None
-    if not is_table_of(table, variant.commits):
+    if not _is_current(table.schema, variant):
         return None
     metadata = table.schema.metadata or {}
-    if metadata.get(_FORMAT_KEY) != str(FORMAT_VERSION).encode():
-        return None
     member = metadata.get(_MEMBER_KEY, b"").decode()
     return ChunkRows(path, table, member, frozenset(_numbers(metadata.get(_OPEN_GOPS_KEY, b""))))
+
+
+def _is_current(schema: pa.Schema, variant: Variant) -> bool:
+    is_format = (schema.metadata or {}).get(_FORMAT_KEY) == str(FORMAT_VERSION).encode()
+    return is_format and is_table_of(schema, variant.commits)
 
 
 def collect_rows(
@@ -118,7 +123,10 @@ def update_chunk_table(variant: Variant, *, column: str) -> bool:
     """
     if column not in MEMBERS or not variant.shards() or variant.damaged:
         return False
+    path = variant.directory / CHUNKS_FILE
     try:
+        if is_away(path) and _is_current(read_away_schema(path), variant):
+            return False  # `prep verify` reads it
         if (rows := open_chunk_table(variant)) is not None:
             rows.verified()
             return False
@@ -127,7 +135,6 @@ def update_chunk_table(variant: Variant, *, column: str) -> bool:
     try:
         _write(variant, column=column)
     except (Damaged, OSError, ValueError, KeyError, pa.ArrowException) as error:
-        path = variant.directory / CHUNKS_FILE
         raise UserError(f"{path} was not written: {error}", hint="see prep verify") from error
     return True
 

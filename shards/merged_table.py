@@ -16,6 +16,7 @@ from pathlib import Path
 import pyarrow as pa
 
 from manifests.publish import published
+from manifests.storage.mirrors import read_range
 from shards.commits import Commit
 from shards.damage import Damaged
 from shards.opening import open_regular
@@ -24,6 +25,8 @@ from shards.table_commits import TableCommits, marks_digest
 CHUNKS_FILE = "chunks.arrow"
 _DIGEST_KEY = b"commits_sha256"
 _CRC_KEY = b"crc32"
+_FILE_MARK = b"ARROW1\0\0"
+_MAX_SCHEMA_BYTES = 1 << 30
 _BLOCK_ROWS = 1 << 20  # checksummed at a time, since serializing a block copies it
 
 
@@ -95,9 +98,28 @@ def verified(table: pa.Table, path: Path, *, columns: Collection[str] | None = N
     return used
 
 
-def is_table_of(table: pa.Table, commits: Mapping[int, Commit]) -> bool:
-    """Return True if a merged table was made of these commits."""
-    return (table.schema.metadata or {}).get(_DIGEST_KEY) == commits_digest(commits)
+def is_table_of(table: pa.Table | pa.Schema, commits: Mapping[int, Commit]) -> bool:
+    """Return True if a merged table, which may be given by its schema, was made of these commits."""
+    schema = table if isinstance(table, pa.Schema) else table.schema
+    return (schema.metadata or {}).get(_DIGEST_KEY) == commits_digest(commits)
+
+
+def read_away_schema(path: Path) -> pa.Schema:
+    """Read the schema of a merged table that is only in a bucket, without its rows.
+
+    An Arrow file begins with 8 bytes of a mark, and the schema: 4 bytes of another mark, and its size in 4 bytes.
+
+    Raises:
+        DamagedTable: the file does not begin so.
+        OSError: it cannot be read.
+    """
+    try:
+        size = int.from_bytes(read_range(path, len(_FILE_MARK) + 4, 4), "little", signed=True)
+        if not 0 < size <= _MAX_SCHEMA_BYTES:
+            raise ValueError(f"a schema of {size} bytes")
+        return pa.ipc.read_schema(pa.py_buffer(read_range(path, len(_FILE_MARK), 8 + size)))
+    except (pa.ArrowException, ValueError) as error:
+        raise _unreadable(path, error) from error
 
 
 def merged_mark(variant_dir: Path, commits: Mapping[int, Commit]) -> tuple[object, ...]:

@@ -11,6 +11,7 @@ from cyclopts import App, CycloptsError, Parameter
 from manifests.completion import register_completion
 from manifests.errors import UserError, program_version, run_command
 from manifests.help_text import wants_help
+from manifests.storage.waiting import tell_of_waiting
 from train.commands.training import SOURCES, name_files, parse
 from train.registry import COMMANDS, task_names
 
@@ -101,6 +102,8 @@ def overview(
 
 def main() -> None:
     """Entry point of the `train` program."""
+    if os.environ.get("LOCAL_RANK", "0") == "0":
+        tell_of_waiting(lambda line: print(line, file=sys.stderr, flush=True))
     run_command(_call, has_daemons=True)
 
 

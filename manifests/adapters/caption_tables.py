@@ -5,7 +5,7 @@ The schema metadata of a Parquet file may have the key `clipmill`, the model tha
 {"kind": "pseudo-captions", "weights", "weights_sha256", "video_variant", "settings"}.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from math import inf
 from pathlib import Path
@@ -16,7 +16,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from manifests.adapters.annotation_file import open_annotations
-from manifests.adapters.dialects import TABLE_SUFFIXES, read_caption_rows
+from manifests.adapters.dialects import TABLE_SUFFIXES, columns_of, read_caption_rows
 from manifests.adapters.reading import ROWS_PER_CHUNK, encodable
 from manifests.adapters.reasons import Reason
 from manifests.adapters.tables import Row, log_probability, require_once, seconds
@@ -111,6 +111,7 @@ def _open_parquet(path: Path, *, source: str | None) -> OpenTable:
         columns = ", ".join(schema.names) or "none"
         raise UserError(f"{path} has no column {', '.join(missing)} (its columns: {columns})", hint=hint)
     require_once([name for name in schema.names if name in COLUMNS.names], path=path)
+    _require_times(schema.names, path=path)
     for field in COLUMNS:
         if field.name in schema.names and not _fits(schema.field(field.name).type, field.type):
             raise UserError(
@@ -119,6 +120,17 @@ def _open_parquet(path: Path, *, source: str | None) -> OpenTable:
             )
     names = [name for name in COLUMNS.names if name in schema.names and (source is None or name != "source")]
     return OpenTable(path, _model(path, schema.metadata), _parquet_batches(path, names, source=source))
+
+
+def _require_times(names: Sequence[str], *, path: Path) -> None:
+    """Raise UserError if times seem to be in a column with another name: captions would apply to whole videos."""
+    for wanted in ("begin_s", "end_s"):
+        meant = [cell for cell, name in columns_of(names).items() if name.startswith(wanted.removesuffix("s"))]
+        if meant and wanted not in names:
+            raise UserError(
+                f"{path} has no column {wanted}, but {' and '.join(meant)}",
+                hint=f"write {wanted}, in seconds, or drop {' and '.join(meant)}: other columns are ignored",
+            )
 
 
 def _parquet_batches(path: Path, names: list[str], *, source: str | None) -> Iterator[Batch]:

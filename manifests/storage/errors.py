@@ -9,6 +9,7 @@ from typing import NoReturn
 
 from manifests.errors import UserError, first_line
 from manifests.storage.clouds import cloud_of
+from manifests.storage.waiting import awaited
 
 _CODE = re.compile(r"<Code>(\w+)</Code>")
 _STATUS = re.compile(r"status code: (\d{3} [\w '-]+)")
@@ -19,6 +20,7 @@ _CREDENTIAL_CODES = (
 )
 _METADATA_PATHS = ("/latest/api/token", "/latest/meta-data", "/computeMetadata/", "/metadata/identity/")
 _NO_BUCKET_CODES = ("NoSuchBucket", "ContainerNotFound")
+_BAD_NAME_CODES = ("InvalidBucketName", "InvalidResourceName", "OutOfRangeInput")
 _CUT = "the answer ended early, again and again"
 
 _was_used = False
@@ -38,12 +40,13 @@ class AccessRefused(UserError, PermissionError):
 
 
 @contextmanager
-def storage_errors(address: str, where: str) -> Iterator[None]:
+def storage_errors(address: str, where: str, *, num_bytes: int = 0) -> Iterator[None]:
     """Context manager around calls of obstore.
 
     Args:
         address: address of the folder, which names the bucket.
         where: address of the object.
+        num_bytes: size of what is sent or received, as far as it is known.
 
     Raises:
         RuntimeError: this process was forked from one that had used obstore, whose threads do not exist here; without
@@ -56,7 +59,8 @@ def storage_errors(address: str, where: str) -> Iterator[None]:
         raise RuntimeError("object storage was used before this process was forked; start workers with spawn")
     _was_used = True
     try:
-        yield
+        with awaited(where, num_bytes=num_bytes):
+            yield
     except (BaseError, FileNotFoundError, PermissionError, ValueError) as error:
         _raise_for(error, address=address, where=where)
 
@@ -76,6 +80,8 @@ def _raise_for(error: Exception, *, address: str, where: str) -> NoReturn:
     if code in _NO_BUCKET_CODES:
         message = f"the bucket of {address} does not exist"
         raise UserError(message, hint="create the bucket, or correct the address") from None
+    if code in _BAD_NAME_CODES:
+        raise UserError(f"{where}: the server refuses the name ({code})", hint="correct the address") from None
     if isinstance(error, AlreadyExistsError | PreconditionError):
         raise Conflict(errno.EEXIST, "another writer was faster", where) from None
     if isinstance(error, FileNotFoundError):

@@ -14,7 +14,7 @@ from pathlib import Path
 from manifests.publish import temporary_path
 from manifests.storage.objects import ObjectInfo
 
-_LAZY_SUFFIXES = (".tar", ".tar.idx", ".index.arrow")  # fetched when they are opened
+_LAZY_SUFFIXES = (".tar", ".tar.idx", ".index.arrow", "/chunks.arrow")  # fetched when they are opened
 _EAGER_SUFFIXES = (".json", ".jsonl", ".parquet", ".txt", ".arrow")
 _SECOND_NS = 1_000_000_000
 

@@ -40,8 +40,8 @@ class Mirror(Protocol):
     def move(self, source: Path, target: Path) -> None:
         """Write the objects of the file or folder `source` as those of `target`; nothing local changes."""
 
-    def remove(self, path: Path) -> None:
-        """Delete the object of a file, or the objects of a folder."""
+    def remove(self, *paths: Path) -> None:
+        """Delete the objects of files and of folders."""
 
     def touch(self, path: Path) -> None:
         """Write an object again, so that it is newer than all others."""
@@ -51,6 +51,9 @@ class Mirror(Protocol):
 
     def read_range(self, path: Path, offset: int, size: int) -> bytes:
         """Read a range of an object, without a local copy."""
+
+    def is_away(self, path: Path) -> bool:
+        """Return True if the content of a durable file is only in the bucket."""
 
     def open(self, path: Path) -> int | None:
         """Return a descriptor of a file whose content is only in the bucket; None if the local file is complete."""
@@ -138,6 +141,23 @@ def local_copy(path: Path) -> Iterator[None]:
     mirror = mirror_of(path)
     with nullcontext() if mirror is None else mirror.local_copy(path):
         yield
+
+
+def is_away(path: Path) -> bool:
+    """Return True if the content of a durable file is only in a bucket, so that opening it fetches all of it."""
+    mirror = mirror_of(path)
+    return mirror is not None and mirror.is_away(path)
+
+
+def read_range(path: Path, offset: int, size: int) -> bytes:
+    """Read a range of a file of a bucket without a local copy.
+
+    Raises:
+        OSError: it cannot be read, or is shorter.
+    """
+    mirror = mirror_of(path)
+    assert mirror is not None
+    return mirror.read_range(path, offset, size)
 
 
 def file_state(path: Path) -> tuple[int, int]:

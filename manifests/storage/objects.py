@@ -107,7 +107,7 @@ class Objects:
         wanted = [(offset, size) for offset, size in ranges if size]
         if not wanted:
             return [b""] * len(ranges)
-        with self._errors(key):
+        with self._errors(key, num_bytes=sum(size for _, size in wanted)):
             found = obstore.get_ranges(
                 self._store,
                 key,
@@ -187,7 +187,7 @@ class Objects:
                     answer = obstore.get(self._store, key)
                     blocks = iter(answer.stream(min_chunk_size=_STREAM_BYTES))
                 while True:
-                    with self._errors(key):
+                    with self._errors(key, num_bytes=_STREAM_BYTES):
                         block = next(blocks, None)
                     if block is None:
                         break
@@ -298,7 +298,7 @@ class Objects:
     def _put(self, key: str, content: bytes | Path, *, mode: Any, num_bytes: int) -> str:
         import obstore
 
-        with self._errors(key):
+        with self._errors(key, num_bytes=num_bytes):
             written = obstore.put(self._store, key, content, mode=mode, chunk_size=_PART_BYTES, max_concurrency=4)
         num_parts = -(-num_bytes // _PART_BYTES)
         self._count(1 if num_parts <= 1 or mode != "overwrite" else num_parts + 2, num_bytes)
@@ -320,8 +320,8 @@ class Objects:
             self.num_requests += num_requests
             self.num_bytes += num_bytes
 
-    def _errors(self, key: str) -> AbstractContextManager[None]:
-        return storage_errors(self.address, self.address_of(key))
+    def _errors(self, key: str, *, num_bytes: int = 0) -> AbstractContextManager[None]:
+        return storage_errors(self.address, self.address_of(key), num_bytes=num_bytes)
 
 
 def _info(found: Any) -> ObjectInfo:

@@ -142,7 +142,7 @@ class WorkingCopy:
 
     def open(self, path: Path) -> int | None:
         """See `Mirror`."""
-        if not self._is_away(path):
+        if not self.is_away(path):
             return None
         info = self._info(path)
         if path.name.endswith(".tar"):
@@ -160,7 +160,7 @@ class WorkingCopy:
     @contextmanager
     def local_copy(self, path: Path) -> Iterator[None]:
         """See `Mirror`."""
-        if not self._is_away(path):
+        if not self.is_away(path):
             yield
             return
         info = self._info(path)
@@ -181,8 +181,8 @@ class WorkingCopy:
         """See `Mirror`."""
         return self.objects.read_range(self.key_of(path), offset, size)
 
-    def _is_away(self, path: Path) -> bool:
-        """Return True if the content of a durable file is not on local disk."""
+    def is_away(self, path: Path) -> bool:
+        """See `Mirror`."""
         if TEMPORARY_PREFIX in self.key_of(path):
             return False
         try:
@@ -229,19 +229,17 @@ class WorkingCopy:
             info = self.objects.info(self.key_of(to))
             if self._found is not None:
                 self._found[info.key] = info
-            set_stamp(path, info, is_content=not self._is_away(path))
+            set_stamp(path, info, is_content=not self.is_away(path))
         if TEMPORARY_PREFIX not in self.key_of(source):
             self.remove(source)
 
-    def remove(self, path: Path) -> None:
+    def remove(self, *paths: Path) -> None:
         """See `Mirror`."""
-        key = self.key_of(path)
-        if self._found is None:
-            keys = [key]
-        elif path.is_dir():
-            keys = [known for known in self._found if known.startswith(f"{key}/")]
-        else:
-            keys = [key] if key in self._found else []
+        keys = [self.key_of(path) for path in paths]
+        if self._found is not None:
+            folders = tuple(f"{key}/" for key, path in zip(keys, paths, strict=True) if path.is_dir())
+            inside = [known for known in self._found if known.startswith(folders)] if folders else []
+            keys = [*(key for key in keys if key in self._found), *inside]
         if keys:
             self.require_locks()
             self.objects.delete(*keys)

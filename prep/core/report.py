@@ -101,7 +101,10 @@ def summary_report(
         more: further JSON values, placed before the common ones.
     """
     lines = [f"variant  {summary.variant}"]
-    if summary.num_shards_made:
+    if summary.num_shards_made and summary.failures and not summary.num_encoded + summary.num_reused:
+        skipped = f"{counted(summary.num_failed_videos, 'video')} skipped ({', '.join(summary.failures_by_code())})"
+        lines.append(f"made     no chunks in {counted(summary.num_shards_made, 'shard')}: {skipped}")
+    elif summary.num_shards_made:
         lines.append(
             f"made     {counted(summary.num_shards_made, 'shard')}: {counted(summary.num_encoded, 'chunk')} {verb}d,"
             f" {summary.num_reused:,} copied, {size_text(summary.num_bytes_written)}"

@@ -7,14 +7,15 @@ uncertain whether the current variant is complete, all variants are kept.
 import errno
 import os
 import re
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import groupby, islice
 from pathlib import Path
 
 from manifests.json_text import parse_json
 from manifests.publish import remove as remove_file
-from manifests.publish import rename, target_of, temporaries_in, temporary_path
+from manifests.publish import remove_all, rename, target_of, temporaries_in, temporary_path
 from manifests.quoting import counted
 from manifests.store import manifest_dir
 from prep.core.column import ColumnSpec, recipe_fingerprint
@@ -41,6 +42,7 @@ _SHARD_FILE = re.compile(r"\d{6,}-[0-9a-f]{8}\.(tar|tar\.idx|index\.arrow)")
 _COMMIT_FILE = re.compile(r"\d{6,}\.json")
 _LIST_FILE = re.compile(r"shards(-[A-Za-z0-9_-]+)?\.txt")
 _DATA_FILES = (_SHARD_FILE, _LIST_FILE, *(re.compile(re.escape(name)) for name in (FAILURES_FILE, SELECTION_FILE)))
+_BATCH = 1000  # objects that S3 deletes with one request
 _LEFTOVER = "temporary file of a killed command"
 
 
@@ -52,6 +54,7 @@ class Item:
     size_bytes: int
     reason: str
     variant: str | None = None  # set if the whole variant is removed
+    kind: str = ""  # files of one kind may be removed in any order
 
     @property
     def is_recipe(self) -> bool:
@@ -119,12 +122,14 @@ def _find_in_column(data_dir: Path, column: ColumnSpec, garbage: Garbage) -> Non
             stored = [commit.files for commit in Variant(folder).commits.values() if commit.files is not None]
             named = {path for file in stored for path in (file.tar, file.energon_index, file.index)}
             known, unknown = _sorted_files(folder, needed=named)
-            stray = (Path(path) for path in known if _SHARD_FILE.fullmatch(path.rpartition("/")[2]))
+            stray = (Path(path) for path in known["data"] if _SHARD_FILE.fullmatch(path.rpartition("/")[2]))
             garbage.items.extend(Item(path, _size(path), "not referenced by a commit") for path in stray)
         else:
             known, unknown = _sorted_files(folder)
             why, variant = "not the current variant", f"{column.name}/{name}"
-            garbage.items.extend(Item(path, _size(path), why, variant=variant) for path in map(Path, known))
+            for kind, paths in known.items():
+                found = (Item(path, _size(path), why, variant=variant, kind=kind) for path in map(Path, paths))
+                garbage.items.extend(found)
             garbage.folders.extend([*folders_in(folder), *folders_in(folder / COMMITS_FOLDER)])
             garbage.folders.extend(folder / part for part in _parts())
         garbage.unknown.extend(map(Path, unknown))
@@ -155,9 +160,15 @@ def remove(garbage: Garbage, *, on_item: Callable[[int, int], None] = lambda don
         else:
             num_files, num_bytes = num_files + 1, num_bytes + item.size_bytes
 
-    for number, item in enumerate(items, 1):
-        attempt(item, partial(remove_file, item.path))
-        on_item(number, len(items))
+    num_seen = 0
+    for batch in _batches(items):
+        if _are_removed_at_once(batch):
+            num_files, num_bytes = num_files + len(batch), num_bytes + sum(item.size_bytes for item in batch)
+        else:
+            for item in batch:
+                attempt(item, partial(remove_file, item.path))
+        num_seen += len(batch)
+        on_item(num_seen, len(items))
     for folder in garbage.folders:
         try:
             folder.rmdir()
@@ -171,6 +182,21 @@ def remove(garbage: Garbage, *, on_item: Callable[[int, int], None] = lambda don
         is_alone = set(folder.iterdir()) == {item.path}
         attempt(item, partial(_remove_variant, folder) if is_alone else partial(remove_file, item.path))
     return Removed(num_files, num_bytes, failed)
+
+
+def _batches(items: Sequence[Item]) -> Iterator[Sequence[Item]]:
+    """Divide items into batches whose order within the batch does not matter: one request each, in a bucket."""
+    for _, group in groupby(items, lambda item: (item.variant, item.kind)):
+        while batch := list(islice(group, _BATCH)):
+            yield batch
+
+
+def _are_removed_at_once(batch: Sequence[Item]) -> bool:
+    try:
+        remove_all([item.path for item in batch])
+    except OSError:  # of one of them
+        return False
+    return True
 
 
 def _remove_variant(folder: Path) -> None:
@@ -220,13 +246,14 @@ def _is_variant(folder: Path) -> bool:
     return made_here and not folder.is_symlink()
 
 
-def _sorted_files(folder: Path, *, needed: Collection[str] = ()) -> tuple[list[str], list[str]]:
-    """Return the files of a variant in the order in which they can be removed, and the files unknown to the format.
+def _sorted_files(folder: Path, *, needed: Collection[str] = ()) -> tuple[dict[str, list[str]], list[str]]:
+    """Return the files of a variant by kind, in the order in which these can be removed, and the unknown files.
 
     Args:
         needed: files that are left out, relative to the folder.
     """
-    known: dict[str, list[str]] = {"contents": [], "commit": [], "data": [], "recipe": []}
+    # The list of commits is removed before the commits.
+    known: dict[str, list[str]] = {"contents": [], "commit table": [], "commit": [], "data": [], "recipe": []}
     unknown: list[str] = []
     parts = _parts()
     derived = {file.name for column in columns() for file in column.extra_files}
@@ -244,14 +271,14 @@ def _sorted_files(folder: Path, *, needed: Collection[str] = ()) -> tuple[list[s
         elif is_folder or is_link:
             unknown.append(entry.path)
         elif entry.name in (CONTENTS_FILE, COMMIT_TABLE_FILE):
-            known["contents"].insert(0, entry.path)  # the list of commits is removed before the commits
+            known["contents" if entry.name == CONTENTS_FILE else "commit table"].append(entry.path)
         elif entry.name == RECIPE_FILE:
             known["recipe"].append(entry.path)
         elif entry.name in derived or any(names.fullmatch(entry.name) for names in _DATA_FILES):
             known["data"].append(entry.path)
         else:
             unknown.append(entry.path)
-    return [path for paths in known.values() for path in paths], unknown
+    return known, unknown
 
 
 def _sort_part(

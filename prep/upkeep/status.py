@@ -12,8 +12,9 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from manifests.errors import UserError
+from manifests.storage.mirrors import is_away
 from manifests.store import MANIFEST_FILE, manifest_dir, read_videos
-from prep.core.column import ColumnSpec, Pending
+from prep.core.column import MERGED_TABLE, ColumnSpec, ExtraFile, Pending
 from prep.core.data_folder import was_killed, writer_of
 from prep.core.ending import seconds_of
 from prep.core.failure_list import MAX_NAMED, FailureEntry, first_failures, first_few, named_values
@@ -191,7 +192,7 @@ def _column_status(data_dir: Path, column: ColumnSpec, *, unusable: list[Failure
                 problems=[(shard_id, state, why) for shard_id, (state, why) in problems_of(opened).items()],
                 stale_because=pending.stale_because,
                 to_make=pending.to_make,
-                file_problems=[why for file in column.extra_files if (why := file.problem(opened)) is not None],
+                file_problems=[why for file in column.extra_files if (why := _problem(file, opened)) is not None],
                 failures_file=listed if listed.exists() else None,
                 first_failures=first_few([*unusable, *first_failures(_failures(opened))]),
             )
@@ -208,6 +209,12 @@ def _pending(data_dir: Path, column: ColumnSpec, variant: Variant) -> Pending:
         raise
     except UserError:
         return Pending()
+
+
+def _problem(file: ExtraFile, variant: Variant) -> str | None:
+    if file is MERGED_TABLE and is_away(variant.directory / file.name):
+        return None  # it would have to be fetched; `prep verify` does
+    return file.problem(variant)
 
 
 def _failures(variant: Variant) -> Iterator[Failure]:

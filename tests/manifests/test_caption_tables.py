@@ -67,6 +67,14 @@ def test_rows_that_cannot_be_used_are_rejected_by_reason(data: Path, tmp_path: P
     assert read_rejected(data).num_rows == 0
 
 
+def test_times_under_another_name_are_not_lost(data: Path, tmp_path: Path) -> None:
+    pq.write_table(
+        pa.table({"video": ["v"], "text": ["a"], "source": ["s"], "start_ms": [500]}), path := tmp_path / "p.parquet"
+    )
+    with pytest.raises(UserError, match="has no column begin_s, but start_ms"):
+        read(data, path)
+
+
 def test_sources_that_cannot_be_named_in_a_condition_are_rejected(data: Path, tmp_path: Path) -> None:
     names = ("a=b,c @*\n", "two words", "a\n", " a", "x@y", "x@1f2e3d4", "x@1F2E3D4C", "x@y@1f2e3d4c", "*")
     good = ("été_2.en-GB", "captioner@1f2e3d4c")

@@ -127,7 +127,7 @@ def test_a_damaged_object_is_found_and_made_again(data: str, chunks: Path) -> No
     assert contents_of(data) == contents(chunks)
 
 
-def test_gc_removes_what_no_commit_names(data: str, chunks: Path) -> None:
+def test_gc_removes_what_no_commit_names(data: str, chunks: Path, faults: Faults) -> None:
     objects = open_objects(data)
     variant = next(info.key for info in objects.list("video") if info.key.endswith("recipe.json")).rpartition("/")[0]
     temporary = ".tmp-0123456789ab-"
@@ -138,7 +138,11 @@ def test_gc_removes_what_no_commit_names(data: str, chunks: Path) -> None:
     assert contents_of(data).keys() == contents(chunks).keys() | {f"{variant}/notes.md"}
     objects.delete(f"{variant}/notes.md")
     prep_here("chunk", *LEN[:2], *LEN[4:], "--workers", 1, "--data", data)
+    num_old = len(list(objects.list(variant)))
+    faults.set()
     prep_here("gc", "--data", data)
+    num_deletions = sum(path.endswith("?delete") for _, path in faults.seen().requests)
+    assert num_old > 10 > num_deletions  # two of which are of the server's time
     assert {info.key.split("/")[1] for info in objects.list("video")} != {variant.split("/")[1]}
     assert not any(info.key.startswith(variant) for info in objects.list())
 
@@ -168,6 +172,15 @@ def test_tables_of_a_variant_are_written_replaced_and_removed_in_the_bucket(
         assert name in prep_here("verify", "--data", data, status=1).stdout
         prep_here(*command, data)
         assert contents_of(data) == contents(local)
+
+
+def test_the_table_of_chunks_is_fetched_only_where_it_is_needed(data: str, chunks: Path, faults: Faults) -> None:
+    for command, num_requests in ((("status",), 0), (("plan", *LEN[:6]), 0), (("chunk", *LEN, "--workers", 1), 2)):
+        faults.set()
+        prep_here(*command, "--data", data)
+        found = [method for method, path in faults.seen().requests if path.endswith("/chunks.arrow")]
+        assert found == ["GET"] * num_requests, command  # of the schema by range: its size, and itself
+    assert contents_of(data) == contents(chunks)
 
 
 def test_two_commands_at_once_and_the_second_is_told(data: str) -> None:

@@ -14,6 +14,7 @@ The life cycle of a failed sample ("why was this sample skipped?"):
 The same exchange tells all ranks whether one of them is to stop, so that all take a step or none does.
 """
 
+import sys
 import time
 from collections.abc import Generator
 from dataclasses import dataclass
@@ -54,6 +55,7 @@ class FailureLog:
 
     def __init__(self, run: RunFolder, *, world: World, max_failures: int, cursor: Cursor) -> None:
         self._path, self._world, self._max_failures = run.failures, world, max_failures
+        self._is_told = False
 
         def kept() -> int:
             return len(keep_lines(run.failures, lambda line: cursor.has_passed(line["position"])))
@@ -103,8 +105,22 @@ class FailureLog:
         self.num_failed += len(failed)
         if self._world.is_first:
             append_lines(self._path, [failure.as_json() for failure in failed])
+        last = f"{failed[-1].key}: {failed[-1].detail}"
         if self.num_failed > self._max_failures:
             raise FailedWork(
                 f"{self.num_failed} samples failed, more than --max-failures {self._max_failures}; "
-                f"the last one: {failed[-1].key}: {failed[-1].detail}; all are listed in {self._path}"
+                f"the last one: {last}; all are listed in {self._path}{_remedy(failed)}"
             )
+        if self._world.is_first and not self._is_told:
+            self._is_told = True
+            sys.stderr.write(
+                f"note: a sample could not be loaded, the run goes on without it: {last}; the run ends after "
+                f"{self._max_failures} of them (--max-failures), listed in {self._path}{_remedy(failed)}\n"
+            )
+
+
+def _remedy(failed: list[FailedSample]) -> str:
+    """Return what to do about missing and damaged shards; empty if the last sample failed for another reason."""
+    if failed[-1].reason not in ("shard_unreadable", "checksum"):
+        return ""
+    return "; prep verify names missing and damaged shards, and prep chunk (or the column's command) makes them again"

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from manifests.errors import UserError
 from manifests.storage.errors import AccessRefused, Conflict
 from manifests.storage.leases import Lease, LeaseHeld, server_time_s
 from manifests.storage.objects import open_objects
@@ -77,6 +78,9 @@ def test_refusals_name_the_variables_of_the_cloud(
     scheme = cloud_bucket.partition("://")[0]
     with pytest.raises(Exception, match=r"the bucket of .*no-such-bucket/data does not exist"):
         list(open_objects(f"{scheme}://no-such-bucket/data").list())
+    if scheme == "az":
+        with pytest.raises(UserError, match="refuses the name"):
+            list(open_objects("az://A_/data").list())
     key_file = write_key_file(tmp_path_factory.mktemp("key") / "other.json")
     monkeypatch.setenv("GOOGLE_APPLICATION_CREDENTIALS", str(key_file))
     monkeypatch.setenv("AZURE_STORAGE_ACCOUNT_KEY", "bm90IHRoZSBrZXk=")

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from manifests.errors import UserError
+from manifests.storage import waiting
 from manifests.storage.errors import AccessRefused, Conflict
 from manifests.storage.objects import Objects, is_remote, open_objects
 from tests.object_storage.faults import Fault, Faults, vanished
@@ -102,6 +103,24 @@ def test_a_server_that_hangs_is_asked_again(faults: Faults, bucket: str, few_ret
     faults.set(Fault("hang", times=1))
     objects.write("k", CONTENT)
     assert faults.seen().num_faults == 1 and objects.read("k") == CONTENT
+
+
+def test_a_server_that_does_not_answer_is_named_once(
+    faults: Faults, bucket: str, few_retries: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told: list[str] = []
+    monkeypatch.setattr(waiting, "_PATIENCE_S", 0.2)
+    monkeypatch.setattr(waiting, "_PERIOD_S", 0.1)
+    waiting.tell_of_waiting(told.append)
+    try:
+        objects = open_objects(bucket)
+        objects.write("k", CONTENT)
+        assert not told
+        faults.set(Fault("hang", times=1))
+        assert objects.read("k") == CONTENT
+    finally:
+        waiting.tell_of_waiting(None)
+    assert told == [f"waiting for {bucket}/k, which has not answered for 0.2 s; giving up after 2 minutes"]
 
 
 @pytest.mark.parametrize(

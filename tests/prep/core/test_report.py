@@ -1,0 +1,15 @@
+"""The last lines of a run."""
+
+from pathlib import Path
+
+from prep.core.report import summary_report
+from prep.core.run import Summary
+from shards.commits import Failure
+
+
+def test_a_run_whose_videos_were_all_skipped_says_so_and_why() -> None:
+    failures = [Failure(name, None, "source_too_large", "the source has 9 bytes") for name in ("a", "b")]
+    summary = Summary("h264", num_shards=2, num_shards_made=2, failures=failures)
+    text = summary_report(summary, listed=Path("failures.jsonl")).text
+    assert "made     no chunks in 2 shards: 2 videos skipped (source_too_large)\n" in text
+    assert "0 chunks encoded" not in text and "a: source_too_large: the source has 9 bytes" in text
