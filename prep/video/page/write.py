@@ -114,12 +114,11 @@ def _publish(
         "clip_bytes": clip_bytes,
         "folder": os.fspath(folder.path) if kept else None,
     }
-    of_all = "" if num_shown == num_all else f" of {num_all:,}, drawn evenly,"
-    on_pages = f" on {counted(count, 'page')}" if count > 1 else ""
-    lines = [f"{path}: {num_shown:,}{of_all} {'chunk' if num_shown == 1 else 'chunks'}{on_pages}"]
+    of_all = counted(num_all, "chunk") if num_shown == num_all else f"{num_shown:,} of {num_all:,} chunks, drawn evenly"
+    lines = [f"{path}: {of_all}{f', on {count} pages' if count > 1 else ''}"]
     if num_problems:
         lines.append(
-            f"{counted(num_problems, 'chunk')} cannot be shown; the page says why, prep verify how to repair it"
+            f"{counted(num_problems, 'chunk')} cannot be shown: run prep verify for the command that repairs them"
         )
     if plan.is_embedded:
         lines.append(f"one file of {size_text(written_bytes)}, clips included")
@@ -164,7 +163,10 @@ def _cards(
             path=paths.get(video_id, ""),
             scores={} if scores is None else scores.of(number),
         )
-        return replace(known, **read_details(variant.shard(shard_id), row, plan=plan, folder=folder))
+        details = read_details(variant.shard(shard_id), row, plan=plan, folder=folder)
+        if "problem" in details and (hole := chunks.holes.get(shard_id)) is not None:
+            details["problem"] = f"cannot be shown: {hole.why}"
+        return replace(known, **details)
 
     with ThreadPoolExecutor(num_threads) as pool:
         for begin in range(0, len(picked), PAGE_CHUNKS):
