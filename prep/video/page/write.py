@@ -60,8 +60,8 @@ def write_chunk_page(variant: Variant, request: PageRequest) -> Report:
         tiles=tiles(chunks, variant),
         splits=split_totals(chunks),
         distributions=distributions(chunks, captions=captions, scores=scores),
-        notes=notes,
-        holes=[hole_text(hole) for hole in chunks.holes.values()],
+        notes=[_with_address(note, data_dir) for note in notes],
+        holes=[_with_address(hole_text(hole), data_dir) for hole in chunks.holes.values()],
         clips=clips_text(plan),
     )
     cards = _cards(variant, chunks, picked, scores=scores, plan=plan, folder=folder, on_card=request.on_sample)
@@ -164,8 +164,10 @@ def _cards(
             scores={} if scores is None else scores.of(number),
         )
         details = read_details(variant.shard(shard_id), row, plan=plan, folder=folder)
-        if "problem" in details and (hole := chunks.holes.get(shard_id)) is not None:
-            details["problem"] = f"cannot be shown: {hole.why}"
+        if "problem" in details:
+            hole = chunks.holes.get(shard_id)
+            why = details["problem"] if hole is None else f"cannot be shown: {hole.why}"
+            details["problem"] = _with_address(why, data_dir)
         return replace(known, **details)
 
     with ThreadPoolExecutor(num_threads) as pool:
@@ -194,6 +196,12 @@ def _or_note(read: Callable[[], Any], notes: list[str]) -> Any:
     except UserError as error:
         notes.append(f"Not shown: {error}")
         return None
+
+
+def _with_address(text: str, data_dir: Path) -> str:
+    """Replace the local copy of a bucket in a message by its address."""
+    mirror = mirror_of(data_dir)
+    return text if mirror is None else text.replace(os.fspath(mirror.folder), mirror.address)
 
 
 def _has(data_dir: Path, column: str) -> bool:

@@ -193,10 +193,11 @@ def test_any_text_of_a_chunk_is_shown_as_text() -> None:
     long = "x" * 5000
     texts = [NASTY, "مرحبا", "👩‍👩‍👧", long, *[f"caption {number}" for number in range(400)]]
     captions = tuple(CaptionLine(text, 0.0, None) for text in texts)
+    odd = f'"{NASTY}'
     card = Card(
-        **dict.fromkeys(("key", "video_id", "split", "dataset", "source_id", "path", "facts"), f'"{NASTY}'),
-        **{"begin_s": 0.0, "end_s": 3725.5, "size_bytes": 10, "captions": captions},
-    )
+        key=odd, video_id=odd, split=odd, dataset=odd, source_id=odd, path=odd, facts=odd, captions=captions,
+        begin_s=0.0, end_s=3725.5, size_bytes=10,
+    )  # fmt: skip
     text = "\n".join(card_html(card, order=0, inside=""))
     assert "<script" not in text and 'id="&quot;&lt;script' in text and "0:00 to 1:02:05.5" in text
     assert text.count('dir="auto"') == 3 + 100 and "and 401 more captions" in text and "and 301 more" in text
