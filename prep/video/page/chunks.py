@@ -18,6 +18,7 @@ from shards.selection import selected_chunks
 from shards.where import parse_where
 
 _COLUMNS = ("start_ms", "num_frames", "fps_num", "fps_den", "size", "shard", "row")
+_SPLITS = ("train", "val", "test")  # in this order, before others
 
 
 @dataclass(frozen=True)
@@ -109,7 +110,8 @@ def read_chunks(variant: Variant) -> Chunks:
     if table is None:
         raise UserError(f"no readable shards in {variant.directory}", hint="run `prep verify` to find what is damaged")
     columns = {name: table[name].to_numpy() for name in _COLUMNS}
-    splits = tuple(sorted(set(split_of.values()), key=lambda name: (name not in _ORDER, _ORDER.get(name, 0), name)))
+    found = set(split_of.values())
+    splits = (*(name for name in _SPLITS if name in found), *sorted(found.difference(_SPLITS)))
     code_of_shard = np.full(max(split_of) + 1, -1, np.int32)
     for shard_id, split in split_of.items():
         code_of_shard[shard_id] = splits.index(split)
@@ -126,9 +128,6 @@ def read_chunks(variant: Variant) -> Chunks:
         row=columns["row"],
         holes=holes,
     )
-
-
-_ORDER = {"train": 0, "val": 1, "test": 2}
 
 
 def _merged(variant: Variant) -> pa.Table | None:

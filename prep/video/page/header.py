@@ -1,5 +1,6 @@
 """The texts at the top of a page of chunks: totals, settings in words, and what could not be read."""
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -19,6 +20,8 @@ _CODEC_NAMES = {
     **{"h264": "H.264", "h264_nvenc": "H.264 (NVENC)", "hevc": "HEVC", "hevc_nvenc": "HEVC (NVENC)"},
     **{"av1": "AV1", "av1_nvenc": "AV1 (NVENC)", "vp9": "VP9", "mjpeg": "MJPEG"},
 }
+SECONDS_IN = {"minutes": 60, "hours": 3600}
+_LENGTH = re.compile(r"(\d[\d./]*)(ms|s|m|min|h)")
 
 
 @dataclass(frozen=True)
@@ -51,24 +54,30 @@ def summary(everything: Chunks, chunks: Chunks, *, num_shown: int, variant: Vari
     kept = f"{len(chunks):,} of {counted(len(everything), 'chunk')}, those with {where}," if where else ""
     size = size_text(int(variant.tar_files.sizes.sum() if where is None else chunks.size_bytes.sum()))
     total = f"{kept or counted(len(chunks), 'chunk')} of {counted(num_videos, 'video')}, {size}"
-    shown = "" if num_shown == len(chunks) else f"; showing {num_shown:,} evenly spaced chunks, of every split"
-    holes = f"; {counted(len(chunks.holes), 'shard')} cannot be read" if chunks.holes else ""
+    shown = "" if num_shown == len(chunks) else f"; showing {num_shown:,} evenly spaced chunks of all splits"
+    holes = f"; {counted(len(chunks.holes), 'shard')} missing or damaged" if chunks.holes else ""
     return f"{total}{shown}{holes}"
 
 
 def tiles(chunks: Chunks, variant: Variant) -> list[tuple[str, str]]:
     """Return the totals as values with their names."""
-    hours = float(chunks.duration_s.sum()) / 3600
+    seconds, size_bytes = float(chunks.duration_s.sum()), int(chunks.size_bytes.sum())
+    unit = time_unit(seconds)
     found = [
         (f"{len(np.unique(chunks.video)):,}", "videos"),
         (f"{len(chunks):,}", "chunks"),
-        (short_number(hours), "hours") if hours >= 1 else (short_number(hours * 60), "minutes"),
-        (size_text(int(chunks.size_bytes.sum())), "of video"),
-        (f"{short_number(float(chunks.size_bytes.sum()) * 8e-3 / max(hours * 3600, 1e-3))} kbit/s", "mean bit rate"),
+        (short_number(seconds / SECONDS_IN[unit]), unit),
+        (size_text(size_bytes), "of MP4 files"),
+        (f"{short_number(size_bytes * 8e-3 / max(seconds, 1e-3))} kbit/s", "mean bit rate"),
         (f"{variant.num_shards:,}", "shard" if variant.num_shards == 1 else "shards"),
     ]
     failures = sum(len(commit.failures) for commit in variant.commits.values())
     return [*found, (f"{failures:,}", "failed parts of videos: see prep status")] if failures else found
+
+
+def time_unit(seconds: float) -> str:
+    """Return the unit for some seconds of video."""
+    return "hours" if seconds >= SECONDS_IN["hours"] else "minutes"
 
 
 def hole_text(hole: Hole) -> str:
@@ -81,31 +90,24 @@ def clips_text(plan: ClipPlan) -> str:
     """Return how the clips were made."""
     if not plan.is_preview:
         return f"Clips are {plan.why}."
-    return f"Clips are previews, encoded again as H.264 with 240 lines, up to {PREVIEW_S:.0f} s: {plan.why}."
+    how = f"encoded again as H.264 with a short side of 240 pixels, up to {PREVIEW_S:.0f} s"
+    return f"Clips are previews, {how}: {plan.why}."
 
 
 def settings_words(recipe: Mapping[str, Any]) -> str:
     """Return the settings of a recipe.json in words, as far as it has them."""
-    names = {
-        "h264": "H.264",
-        "hevc": "HEVC",
-        "av1": "AV1",
-        "vp9": "VP9",
-        "mjpeg": "MJPEG",
-        "h264_nvenc": "H.264 (NVENC)",
-    }
-    parts = [names.get(str(recipe.get("codec")), str(recipe.get("codec", "")))]
+    parts = [_CODEC_NAMES.get(str(recipe.get("codec")), str(recipe.get("codec", "")))]
     for name, text in (
         ("short_side", "short side {} px"),
         ("fps", "{} fps"),
         ("crf", "CRF {}"),
         ("bitrate", "{}bit/s"),
-        ("keyint", "a key frame every {} frames"),
     ):
         if recipe.get(name) is not None:
             parts.append(text.format(recipe[name]))
-    if recipe.get("len") is not None:
-        parts.append(
-            f"cut at shots, up to {recipe['len']}" if recipe.get("cut") == "shots" else f"chunks of {recipe['len']}"
-        )
+    if (keyint := recipe.get("keyint")) is not None:
+        parts.append("key frames only" if keyint == 1 else f"a key frame every {keyint} frames")
+    if (length := recipe.get("len")) is not None:
+        length = _LENGTH.sub(r"\1 \2", str(length))
+        parts.append(f"cut at shots, up to {length}" if recipe.get("cut") == "shots" else f"chunks of {length}")
     return ", ".join(part for part in parts if part)

@@ -7,21 +7,22 @@ from pathlib import Path
 from urllib.parse import quote
 
 from manifests.quoting import counted
-from prep.core.histograms import histogram_html, short_number
+from prep.core.histograms import HISTOGRAM_STYLE, histogram_html, short_number
 from prep.core.pages import page_head
 from prep.core.report import size_text
 from prep.video.inspection import clock
 from prep.video.page.cards import CaptionLine, Card
 from prep.video.page.clips import data_uri
-from prep.video.page.header import Header
+from prep.video.page.header import SECONDS_IN, Header, time_unit
 from prep.video.page.pictures import PREVIEW_S
 
 _MAX_CAPTIONS = 3  # before the others are folded
-_MAX_FOLDED = 100
+_MAX_FOLDED, _MAX_FOLDED_CHARS = 100, 20_000
 _MAX_CAPTION_CHARS = 1000
 _MAX_HOLES = 20
 _MAX_OPTIONS = 400
-STYLE, SCRIPT = (Path(__file__).with_name(name).read_text() for name in ("page.css", "page.js"))
+SCRIPT = Path(__file__).with_name("page.js").read_text()
+STYLE = HISTOGRAM_STYLE + Path(__file__).with_name("page.css").read_text()
 
 
 @dataclass(frozen=True)
@@ -114,16 +115,18 @@ def _header_html(header: Header) -> Iterator[str]:
     yield "</ul>"
     if header.holes:
         more = len(header.holes) - _MAX_HOLES
-        yield f'<div class="holes"><h2>{counted(len(header.holes), "shard")} cannot be read</h2><ul>'
+        yield f'<div class="holes"><h2>{counted(len(header.holes), "shard")} missing or damaged</h2><ul>'
         yield from (f"<li>{escape(hole)}</li>" for hole in header.holes[:_MAX_HOLES])
         yield f"<li>and {more:,} more</li>" if more > 0 else ""
         yield '</ul><p class="small">Run <code>prep verify</code> for the command that makes them again.</p></div>'
     if len(header.splits) > 1:
+        unit = time_unit(sum(split.seconds for split in header.splits))
         yield '<div class="wide"><table><tr><th scope="col">Split</th><th scope="col">Videos</th>'
-        yield '<th scope="col">Chunks</th><th scope="col">Hours</th><th scope="col">Size</th></tr>'
+        yield f'<th scope="col">Chunks</th><th scope="col">{unit.title()}</th><th scope="col">Size</th></tr>'
         for split in header.splits:
             yield f'<tr><th scope="row">{escape(split.name)}</th><td>{split.num_videos:,}</td>'
-            yield f"<td>{split.num_chunks:,}</td><td>{short_number(split.seconds / 3600)}</td>"
+            time = short_number(split.seconds / SECONDS_IN[unit])
+            yield f"<td>{split.num_chunks:,}</td><td>{time}</td>"
             yield f"<td>{size_text(split.size_bytes)}</td></tr>"
         yield "</table></div>"
     yield '<div class="plots">'
@@ -201,12 +204,17 @@ def _captions_html(captions: Sequence[CaptionLine]) -> Iterator[str]:
     for caption in captions[:_MAX_CAPTIONS]:
         yield f'<p class="caption" dir="auto">{_caption_html(caption)}</p>'
     folded = captions[_MAX_CAPTIONS:]
-    if folded:
-        yield f"<details><summary>and {counted(len(folded), 'more caption')}</summary><ul>"
-        yield from (f'<li dir="auto">{_caption_html(caption)}</li>' for caption in folded[:_MAX_FOLDED])
-        if len(folded) > _MAX_FOLDED:
-            yield f"<li>and {len(folded) - _MAX_FOLDED:,} more; <code>prep inspect KEY</code> has them</li>"
-        yield "</ul></details>"
+    if not folded:
+        return
+    yield f"<details><summary>and {counted(len(folded), 'more caption')}</summary><ul>"
+    num_listed, num_chars = 0, 0
+    while num_listed < min(len(folded), _MAX_FOLDED) and num_chars < _MAX_FOLDED_CHARS:
+        line = _caption_html(folded[num_listed])
+        num_listed, num_chars = num_listed + 1, num_chars + len(line)
+        yield f'<li dir="auto">{line}</li>'
+    if num_listed < len(folded):
+        yield f"<li>and {len(folded) - num_listed:,} more: run <code>prep inspect KEY</code></li>"
+    yield "</ul></details>"
 
 
 def _caption_html(caption: CaptionLine) -> str:

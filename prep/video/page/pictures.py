@@ -98,7 +98,7 @@ def preview(content: bytes, *, fps: Fraction) -> bytes:
     written = io.BytesIO()
     with (
         av.open(io.BytesIO(content), "r", format="mp4") as source,
-        av.open(written, "w", format="mp4", options={"movflags": "faststart"}) as target,
+        av.open(written, "w", format="mp4") as target,
     ):
         video = source.streams.video[0]
         video.codec_context.thread_count = 1

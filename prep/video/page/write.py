@@ -60,8 +60,8 @@ def write_chunk_page(variant: Variant, request: PageRequest) -> Report:
         tiles=tiles(chunks, variant),
         splits=split_totals(chunks),
         distributions=distributions(chunks, captions=captions, scores=scores),
-        notes=notes,
-        holes=[hole_text(hole) for hole in chunks.holes.values()],
+        notes=[_with_address(note, data_dir) for note in notes],
+        holes=[_with_address(hole_text(hole), data_dir) for hole in chunks.holes.values()],
         clips=clips_text(plan),
     )
     cards = _cards(variant, chunks, picked, scores=scores, plan=plan, folder=folder, on_card=request.on_sample)
@@ -114,12 +114,11 @@ def _publish(
         "clip_bytes": clip_bytes,
         "folder": os.fspath(folder.path) if kept else None,
     }
-    of_all = "" if num_shown == num_all else f" of {num_all:,}, drawn evenly,"
-    on_pages = f" on {counted(count, 'page')}" if count > 1 else ""
-    lines = [f"{path}: {num_shown:,}{of_all} {'chunk' if num_shown == 1 else 'chunks'}{on_pages}"]
+    of_all = counted(num_all, "chunk") if num_shown == num_all else f"{num_shown:,} of {num_all:,} chunks, drawn evenly"
+    lines = [f"{path}: {of_all}{f', on {count} pages' if count > 1 else ''}"]
     if num_problems:
         lines.append(
-            f"{counted(num_problems, 'chunk')} cannot be shown; the page says why, prep verify how to repair it"
+            f"{counted(num_problems, 'chunk')} cannot be shown: run prep verify for the command that repairs them"
         )
     if plan.is_embedded:
         lines.append(f"one file of {size_text(written_bytes)}, clips included")
@@ -164,7 +163,12 @@ def _cards(
             path=paths.get(video_id, ""),
             scores={} if scores is None else scores.of(number),
         )
-        return replace(known, **read_details(variant.shard(shard_id), row, plan=plan, folder=folder))
+        details = read_details(variant.shard(shard_id), row, plan=plan, folder=folder)
+        if "problem" in details:
+            hole = chunks.holes.get(shard_id)
+            why = details["problem"] if hole is None else f"cannot be shown: {hole.why}"
+            details["problem"] = _with_address(why, data_dir)
+        return replace(known, **details)
 
     with ThreadPoolExecutor(num_threads) as pool:
         for begin in range(0, len(picked), PAGE_CHUNKS):
@@ -192,6 +196,12 @@ def _or_note(read: Callable[[], Any], notes: list[str]) -> Any:
     except UserError as error:
         notes.append(f"Not shown: {error}")
         return None
+
+
+def _with_address(text: str, data_dir: Path) -> str:
+    """Replace the local copy of a bucket in a message by its address."""
+    mirror = mirror_of(data_dir)
+    return text if mirror is None else text.replace(os.fspath(mirror.folder), mirror.address)
 
 
 def _has(data_dir: Path, column: str) -> bool:

@@ -48,6 +48,17 @@ def test_the_page_shows_what_an_expression_keeps_and_drops(prep: Prep, clips: Pa
     assert "keeps 0 of 15 chunks (0.0 %), and drops 15" in none
 
 
+def test_the_page_of_chunks_has_their_scores_and_the_distribution_of_motion(
+    prep: Prep, clips: Path, tmp_path: Path
+) -> None:
+    path = tmp_path / "chunks.html"
+    ran = prep("inspect", "--html", path, "--where", "motion > 0.01", "--data", clips, "--json")
+    page = path.read_text()
+    num_chunks = ran.summary["num_chunks"]
+    assert 0 < num_chunks < 15 and page.count("<article") == page.count(" data-motion=") == num_chunks
+    assert f"Motion: histogram of {num_chunks} values" in page and "<dt>sharpness</dt>" in page
+
+
 @pytest.mark.parametrize(
     ("arguments", "error"),
     [
