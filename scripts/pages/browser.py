@@ -29,7 +29,7 @@ _LAUNCH = (
 _TIMEOUT_S = 60.0
 _SETTLED_S = 0.3
 _MAX_HEIGHT_PX = 16_000  # of a picture; Chromium draws no larger ones
-_KEYS = {"Tab": 9, "Enter": 13, "Escape": 27, " ": 32, "ArrowLeft": 37, "ArrowRight": 39}
+_KEYS = {"Home": 36, "Tab": 9, "Enter": 13, "Escape": 27, " ": 32, "ArrowLeft": 37, "ArrowRight": 39}
 
 
 def chromium() -> str | None:

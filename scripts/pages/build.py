@@ -12,7 +12,7 @@ from PIL import Image
 
 from manifests.errors import UserError
 from manifests.publish import publish_bytes
-from scripts.pages.browser import Browser, Tab, chromium
+from scripts.pages.browser import Browser, chromium
 from scripts.pages.problems import problems
 
 ROOT = Path(__file__).parents[2]
@@ -46,12 +46,11 @@ def look_at(page: Path, *, name: str, browser: Browser, out: Path) -> list[str]:
     return found
 
 
-def picture(tab: Tab, *, height_px: int) -> bytes:
-    """The top of a page as a PNG of at most 150 kB: 1000 px wide, with as many colours as that allows."""
-    whole = Image.open(io.BytesIO(tab.screenshot(height_px=height_px))).convert("RGB")
-    small = whole.resize(
-        (_PICTURE_WIDTH_PX, round(whole.height * _PICTURE_WIDTH_PX / whole.width)), Image.Resampling.LANCZOS
-    )
+def small_picture(screenshot: bytes) -> bytes:
+    """A screenshot as a PNG of at most 150 kB: 1000 px wide, with as many colours as that allows."""
+    whole = Image.open(io.BytesIO(screenshot)).convert("RGB")
+    height = round(whole.height * _PICTURE_WIDTH_PX / whole.width)
+    small = whole.resize((_PICTURE_WIDTH_PX, height), Image.Resampling.LANCZOS)
     for num_colours in _NUM_COLOURS:
         content = io.BytesIO()
         reduced = small.quantize(num_colours, method=Image.Quantize.MEDIANCUT, dither=Image.Dither.NONE)
@@ -82,7 +81,7 @@ def main(demo: Path, *, out: Path, pictures: Path) -> int:
                 print(f"no picture {name}.png: there is no {page_name}")
                 continue
             with browser.page(demo / page_name, width_px=WIDTHS_PX[0], height_px=height_px) as tab:
-                publish_bytes(pictures / f"{name}.png", picture(tab, height_px=height_px))
+                publish_bytes(pictures / f"{name}.png", small_picture(tab.screenshot(height_px=height_px)))
     for problem in found:
         print(problem, file=sys.stderr)
     print(f"{len(pages)} pages; pictures of all: {out}; of the documents: {pictures}")

@@ -7,10 +7,13 @@ from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
+import torch
 
 from manifests.publish import publish_json
-from tests.browser import needs_chromium, opened
+from scripts.pages.problems import problems
+from tests.browser import needs_chromium, opened, shown
 from train.config.files import save_settings
+from train.evaluation.by_class import Predictions, most_frequent
 from train.registry import evaluations
 from train.report.charts import chart_values
 from train.report.curves import Curve, Line, evaluation_curves, line_chart, smoothed, thinned, ticks
@@ -19,6 +22,7 @@ from train.run.folder import RunFolder, append_lines
 from train.tasks.dual_encoder.settings import DualEncoderSettings
 
 HOSTILE = "<script>alert('x')</script>"
+PIXEL = "data:image/gif;base64,R0lGODlhAQABAAAAACwAAAAAAQABAAA="
 
 
 class Tags(HTMLParser):
@@ -62,7 +66,7 @@ def hostile_run(path: Path) -> RunFolder:
         "text_to_video": direction,
         "video_to_text": direction,
         "failed": [],
-        "examples": [{"text": HOSTILE, "rank": 1, "found": [{**clip, "frames": ["data:image/jpeg;base64,AA=="]}]}],
+        "examples": [{"text": HOSTILE, "rank": 1, "found": [{**clip, "frames": [PIXEL]}]}],
     }
     run.write_evaluation("retrieval-val", result)
     return run
@@ -89,15 +93,15 @@ def test_nothing_from_outside_becomes_markup_and_nothing_is_loaded(tmp_path: Pat
     assert "b>" not in page.split("<h1>")[1].split("</h1>")[0].replace("&lt;b&gt;", "")
     assert_own_scripts_only(page)
     assert page.count("&lt;script&gt;") >= 10
-    assert set(tags.loaded) == {"data:image/jpeg;base64,AA=="}
+    assert set(tags.loaded) == {PIXEL}
 
 
 def test_the_page_shows_what_the_run_reached(tmp_path: Path) -> None:
     run = hostile_run(tmp_path)
     write_page(run)
     page = run.page.read_text()
-    for shown in ("50.0 %", "chance 25.0 %", "waiting for data", "25.0 %", "<polyline", "R@10"):
-        assert shown in page
+    for words in ("50.0 %", "chance 25.0 %", "waiting for data", "25.0 %", "<polyline", "R@10"):
+        assert words in page
 
 
 def test_evaluations_in_the_loop_stand_together_by_kind(tmp_path: Path) -> None:
@@ -166,8 +170,8 @@ def test_what_became_of_the_weights_is_told_by_kind(tmp_path: Path) -> None:
     publish_json(run.facts, {"weights": {**report, "logit_scale": None}})
     write_page(run)
     page = run.page.read_text()
-    for shown in ("150 tensors copied", "197 x 64 → 50 x 64", "blocks.*.scale", "(12 tensors)", "unexplained"):
-        assert shown in page
+    for words in ("150 tensors copied", "197 x 64 → 50 x 64", "blocks.*.scale", "(12 tensors)", "unexplained"):
+        assert words in page
     assert_own_scripts_only(page)
 
 
@@ -237,8 +241,54 @@ def test_a_browser_draws_the_charts_without_a_complaint_and_cuts_nothing(tmp_pat
     run = long_run(tmp_path)
     write_page(run)
     found = opened(run.page, width_px=420)
-    assert found.messages == [] and found.overflow_px == 0
+    assert found.messages == [] and found.overflow_px == 0 and found.problems == []
     assert found.num_canvases == run.page.read_text().count("data-chart=") >= 6
+
+
+def classified_run(path: Path) -> RunFolder:
+    """A run with a chart and a classification of 14 classes, one of which is named by markup."""
+    run = long_run(path)
+    names = [HOSTILE, *(f"class {number}" for number in range(1, 14))]
+    label = torch.arange(14).repeat_interleave(20)
+    predicted = torch.where(torch.arange(280) % 3 == 0, (label + 5) % 14, label)
+    found = Predictions(label, predicted, torch.ones_like(label, dtype=torch.bool)).by_class(names, title="classes")
+    result = json.loads(run.evaluation("retrieval-val").read_bytes())
+    scores = {"num_clips": 280, "num_classes": 14, "num_classes_seen": 14, "num_without_class": 0}
+    rest = {"top": {"1": 2 / 3, "5": 1.0}, "chance": {"1": 1 / 14, "5": 5 / 14}, "mean_class_accuracy": 0.6}
+    words = {"classes": HOSTILE, "prompts": HOSTILE, "most_frequent": most_frequent(found), "by_class": [found]}
+    run.write_evaluation("zero-shot-val", {**result, "evaluation": "zero-shot", **scores, **rest, **words})
+    return run
+
+
+@needs_chromium
+def test_charts_and_tables_obey_a_keyboard(tmp_path: Path) -> None:
+    run = classified_run(tmp_path)
+    write_page(run)
+    text = run.page.read_text()
+    assert HOSTILE not in text and "chance 7.1 %" in text.split('class="tiles"')[1].split("<section>")[0]
+    assert "of the 12 most frequent classes" in text and "Most confused classes" in text
+    with shown(run.page, width_px=1400, is_dark=True) as tab:
+        assert problems(tab) == []
+
+        def press(element: str, *keys: str) -> None:
+            tab.value(f"document.querySelector('{element}').focus()")
+            for key in keys:
+                tab.press(key)
+
+        legend = "[data-chart] .u-series:nth-child(2) th"
+        assert tab.value(f"document.querySelector('{legend}').getAttribute('aria-pressed')") == "true"
+        press(legend, "Enter")
+        tab.value("new Promise((done) => setTimeout(done, 50))")
+        assert tab.value(f"document.querySelector('{legend}').getAttribute('aria-pressed')") == "false"
+        step = "document.querySelector('[data-chart] .u-series .u-value').textContent"
+        press("[data-chart] .u-wrap", "Home")
+        tab.value("new Promise((done) => setTimeout(done, 50))")
+        assert tab.value(step) == "10"
+        press("table[data-sort] th:nth-child(3) button", "Enter", "Enter")
+        rows = "[...document.querySelectorAll('table[data-sort] tr td:nth-child(3)')].map((one) => one.textContent)"
+        shares = [float(share.split()[0]) for share in tab.value(rows)]
+        assert shares == sorted(shares) and len(set(shares)) > 1, "the lowest first, after the second time"
+        assert tab.value("document.querySelector('th[aria-sort]').getAttribute('aria-sort')") == "ascending"
 
 
 def test_many_points_become_the_extremes_and_means_of_equal_parts() -> None:

@@ -64,6 +64,7 @@ def test_a_page_of_its_own_has_every_clip_with_pictures_and_all_references(
 ) -> None:
     text = (captioner_run / "evaluations/captions-val.html").read_text(encoding="utf-8")
     assert text.count("<article ") == text.count('<img src="data:image/jpeg') == 3
+    assert text.count('<video src="data:video/mp4') == 3 and "CIDEr-D play" in text
     assert all(f">{words}</li>" in text for words in ("it begins", "the middle of d", "the end of d"))
     assert all(f"<b>{100 * value:.1f}</b>" in text for value in result["means"].values())
     assert '<a href="evaluations/captions-val.html">' in page(captioner_run)
@@ -81,6 +82,7 @@ def test_the_page_has_the_table_and_what_the_model_says(captioner_run: Path, res
     assert "<h2>Generated captions</h2>" in text and "constant caption" in text and "CIDEr-D" in text
     assert text.count("data:image/jpeg") >= 3 and "the middle of d" in text
     assert all(len(clip["frames"]) == 2 for clip in result["said"])
+    assert all(clip["video"].startswith("data:video/mp4;base64,") for clip in result["said"])
 
 
 def test_captions_as_nobody_wants_them_are_escaped_and_counted(

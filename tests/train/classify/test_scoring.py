@@ -4,6 +4,8 @@ import torch
 
 from train.data.classes import ClassList
 from train.distributed.world import World
+from train.evaluation.by_class import Predictions, class_view, most_frequent
+from train.evaluation.probe.classifiers import class_ranks
 from train.tasks.classify.evaluation import ClassTallies, Tally, hits, marginal, view_mean
 
 CPU = torch.device("cpu")
@@ -61,6 +63,40 @@ def test_the_mean_over_classes_counts_those_that_occur_alike() -> None:
     numbers = tally.metrics()
     assert numbers["top1"] == 2 / 4 and numbers["top5"] == 1
     assert numbers["mean_class"] == pytest.approx((1 + 0 + 0) / 3)
+
+
+def test_results_by_class_say_which_class_is_taken_for_which() -> None:
+    classes = ClassTallies(ClassList("action", ("0:0", "0:1", "1:0")), CPU)
+    rows = [[0.5, 0.3, 0.2], [0.1, 0.7, 0.2], [0.1, 0.6, 0.3], [0.2, 0.5, 0.3]]
+    classes.add(torch.tensor(rows[:3]), torch.tensor([0, 0, 2]))
+    classes.add(torch.tensor(rows[3:]), torch.tensor([2]))
+    verb, noun, action = classes.by_class()
+    assert [one["title"] for one in (verb, noun, action)] == ["verb", "noun", "action"]
+    assert action["names"] == ["0:0", "0:1", "1:0"] and action["num"] == [2, 0, 2] and action["num_first"] == [1, 0, 0]
+    assert action["confused"] == [[2, 1, 2], [0, 1, 1]]
+    assert (verb["num"], verb["num_first"], verb["confused"]) == ([2, 2], [2, 0], [[1, 0, 2]])
+    assert noun["names"] == ["0", "1"] and noun["num"] == [4, 0]
+    assert most_frequent(action) == {"top1": 0.5, "top5": 1.0, "mean_class": 0.5}
+    view = class_view(action)
+    assert [row["name"] for row in view["rows"]] == ["0:0", "1:0"], "classes that have clips"
+    assert [[cell["count"] for cell in row["cells"]] for row in view["matrix"]] == [[1, 0], [0, 0]]
+    assert [row["others"] for row in view["matrix"]] == [1, 2] and view["has_others"]
+    assert view["pairs"][0] == {"name": "1:0", "taken_for": "0:1", "count": 2, "share": 1.0}
+
+
+def test_a_tie_is_not_a_hit_and_is_taken_for_the_other_class() -> None:
+    scores, label = torch.tensor([[0.5, 0.5, 0.0], [0.0, 0.0, 0.0]]), torch.tensor([0, 1])
+    found = Predictions.of(scores, label, rank_N=class_ranks(scores, label))
+    assert found.predicted_N.tolist() == [1, 0]
+
+
+def test_of_many_classes_the_matrix_has_the_most_frequent() -> None:
+    label = torch.arange(40).repeat_interleave(torch.arange(1, 41))
+    found = Predictions(label, (label + 1) % 40, torch.ones_like(label, dtype=torch.bool))
+    view = class_view(found.by_class([f"c{number}" for number in range(40)], title="class"))
+    assert [row["name"] for row in view["matrix"]] == [f"c{number}" for number in range(39, 27, -1)]
+    assert view["matrix"][0]["others"] == 40 and view["matrix"][1]["cells"][0]["count"] == 39
+    assert len(view["rows"]) == 40 and view["pairs"][0]["count"] == 40
 
 
 def test_ranks_counts_add_up() -> None:

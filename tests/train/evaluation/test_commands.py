@@ -108,6 +108,12 @@ def test_every_protocol_stands_beside_its_numbers(
     for title in ("Text-video retrieval", "Multi-instance retrieval", "Zero-shot classification", "mAP, % (train)"):
         assert title in page
     assert "train eval zero-shot" in page and "--clips 2" in page
+    assert "<h2>By class: Zero-shot classification" in page and "Confusion matrix" in page
+    for name in ("retrieval-val", "mir-train-2-clips"):
+        examples = json.loads(RunFolder(run).evaluation(name).read_bytes())["examples"]
+        clips = [clip for query in examples for clip in query["found"]]
+        assert clips and all(clip["video"].startswith("data:video/mp4;base64,") for clip in clips)
+    assert page.count("<video ") >= 2 and "media-src data:" in page
 
 
 def test_a_relevancy_of_another_split_names_both_shapes(

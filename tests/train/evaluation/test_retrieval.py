@@ -6,6 +6,7 @@ import pytest
 from numpy.typing import NDArray
 
 from train.tasks.dual_encoder.embeddings import distinct_texts, text_keys
+from train.tasks.dual_encoder.examples import Ranking, chosen_texts, retrieval_examples
 from train.tasks.dual_encoder.metrics import chance, ranks, score_retrieval
 
 
@@ -62,3 +63,41 @@ def test_equal_tokens_are_one_text() -> None:
     first, text_of = distinct_texts(text_keys(tokens))
     assert first.tolist() == [0, 1, 3]
     assert text_of.tolist() == [0, 1, 0, 2]
+
+
+@pytest.mark.parametrize(
+    ("rank", "chosen"),
+    [
+        ([1, 1, 2, 1, 9, 1, 3, 1, 1, 5], [0, 2, 3, 6, 8, 9]),  # three that succeed and three that fail, by turns
+        ([1] * 4, [0, 1, 2, 3]),
+        ([2, 1, 7], [1, 0, 2]),
+        ([3] * 11, [0, 2, 4, 6, 8, 10]),
+    ],
+)
+def test_examples_are_successes_and_failures_by_turns(rank: list[int], chosen: list[int]) -> None:
+    assert chosen_texts(np.array(rank)) == chosen
+
+
+class Pictured:
+    """Samples without pictures."""
+
+    def text(self, sample: int) -> str:
+        return f"text {sample}"
+
+    def key(self, sample: int) -> str:
+        return f"v_{sample}"
+
+    def span_s(self, sample: int) -> tuple[float, float]:
+        return 0.0, 1.0
+
+    def pictures(self, sample: int, *, num_frames: int) -> list[NDArray[np.uint8]]:
+        return []
+
+
+def test_an_example_that_fails_shows_where_the_correct_clip_is() -> None:
+    similarity = np.array([[0.9, 0.8, 0.7, 0.6, 0.5, 0.1]], np.float32).T
+    ranking = Ranking(similarity, np.array([[0.5, 0, 0, 0, 0, 1.0]]).T, np.arange(6), lambda text: "q")
+    [example] = retrieval_examples(ranking, Pictured(), num_frames=1, player=None)
+    assert example["rank"] == 6 and [clip["place"] for clip in example["found"]] == [1, 2, 3, 6]
+    assert [clip["is_right"] for clip in example["found"]] == [False, False, False, True]
+    assert example["found"][0]["relevancy"] == 0.5 and example["found"][3]["key"] == "v_5"

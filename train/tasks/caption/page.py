@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from manifests.publish import published
 from train.evaluation.pages import PicturedSamples, evenly_spaced, evenly_within, load_template
-from train.evaluation.player import Player, SampleClip, clip_figure
+from train.evaluation.player import Player, SampleClip, Shown, clip_figure
 from train.evaluation.runner import every_for
 from train.tasks.caption.metrics.scores import CaptionScores
 from train.tasks.caption.settings import METRIC_LABELS
@@ -74,11 +74,11 @@ class ScoredCaptions:
         played = set() if player is None else {*by_score[:_NUM_PLAYED], *by_score[-_NUM_PLAYED:]}
         for row, (index, name) in enumerate(self.names.items()):
             begin_s, end_s = self.samples.span_s(index)
-            video = ""
+            shown = Shown()
             if player is not None and index in played:
-                video = player.show(SampleClip(index, self.samples.key(index), begin_s, end_s)).video
+                shown = player.show(SampleClip(index, self.samples.key(index), begin_s, end_s))
             times = f"{begin_s:.2f}-{end_s:.2f} s"
-            is_pictured = row % every == 0 or bool(video)
+            is_pictured = row % every == 0 or index in played
             pictures = self.samples.pictures(index, num_frames=self.num_frames) if is_pictured else []
             yield CaptionedVideo(
                 name=name,
@@ -87,7 +87,7 @@ class ScoredCaptions:
                 references=[one_line(reference) for reference in self.references[name]],
                 scores=self.scores.per_video[name],
                 picture=sheet_uri(pictures),
-                video=video,
+                shown=shown,
             )
 
 
@@ -99,7 +99,8 @@ class CaptionedVideo:
         name: of the video, or of the clip where a video has several.
         detail: shown next to the name, such as its times.
         scores: metric to value, with keys of METRIC_LABELS.
-        picture, video: data URIs, or empty.
+        picture: a data URI, or empty.
+        shown: the clip, if it plays.
     """
 
     name: str
@@ -108,7 +109,7 @@ class CaptionedVideo:
     references: Sequence[str]
     scores: Mapping[str, float]
     picture: str = ""
-    video: str = ""
+    shown: Shown = Shown()  # noqa: RUF009
 
 
 def write_captions_page(

@@ -48,7 +48,7 @@ def marginal(probabilities_BK: torch.Tensor, part_K: torch.Tensor) -> torch.Tens
 
 
 def ranks(probabilities_BK: torch.Tensor, label_B: torch.Tensor) -> torch.Tensor:
-    """The rank of the right class, int64 [B], 1 is best. Of classes with equal probabilities, the lowest comes first."""
+    """The rank of the right class, int64 [B], 1 is best. Of equal probabilities, that of the lowest class is first."""
     own_B1 = probabilities_BK.gather(1, label_B[:, None])
     before_BK = probabilities_BK > own_B1
     lower_BK = torch.arange(probabilities_BK.shape[1], device=label_B.device) < label_B[:, None]
