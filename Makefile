@@ -37,16 +37,21 @@ $(UV_READY): requirements-uv.lock
 	@"$(PYTHON)" -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))' || { \
 		echo "error: $(PYTHON) does not run as Python 3.11, 3.12 or 3.13" >&2; \
 		echo "hint: make setup PYTHON=python3.12" >&2; exit 2; }
-	"$(PYTHON)" -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --require-hashes -r requirements-uv.lock
+	@"$(PYTHON)" scripts/setup_room.py "$(VENV)"
+	@echo "setup 1/3: uv, which installs the packages"
+	@"$(PYTHON)" -m venv $(VENV)
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --require-hashes -r requirements-uv.lock
 	@touch $@
 
 # Compiled at once, because every test and every Ray worker that starts a process would wait for it. The build
 # backend comes from the lock as well, hence no build isolation.
 $(READY): $(UV_READY) requirements.lock pyproject.toml
-	$(UV) pip sync --quiet --python $(BIN)/python --require-hashes --compile-bytecode requirements.lock
-	$(UV) pip install --quiet --python $(BIN)/python --no-deps --no-build-isolation --editable .
+	@echo "setup 2/3: the packages of requirements.lock, downloaded, unpacked and compiled"
+	@$(UV) pip sync --python $(BIN)/python --require-hashes --compile-bytecode requirements.lock
+	@echo "setup 3/3: clipmill"
+	@$(UV) pip install --quiet --python $(BIN)/python --no-deps --no-build-isolation --editable .
 	@touch $@
+	@echo "Ready: $(BIN)/prep and $(BIN)/train. To see what they do: make demo"
 
 lint: setup
 	$(BIN)/ruff check .

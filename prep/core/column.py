@@ -12,6 +12,7 @@ import os
 import re
 import shlex
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
@@ -227,7 +228,14 @@ class ColumnSpec:
 def data_flags(data: Path) -> list[str]:
     """Return the flag that names a data folder; none if commands take that folder without it."""
     default = Path(os.environ.get(DATA_VARIABLE, "data"))
-    return [] if data.resolve() == default.resolve() else ["--data", os.fspath(data)]
+    return [] if data.resolve() == default.resolve() else ["--data", short_path(data)]
+
+
+def short_path(path: Path) -> str:
+    """Return a path relative to the current folder if it is in it."""
+    with suppress(ValueError, OSError):
+        return os.fspath(path.relative_to(Path.cwd()))
+    return os.fspath(path)
 
 
 def command_for(column: str) -> str:

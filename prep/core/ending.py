@@ -2,15 +2,13 @@
 
 import os
 import shlex
-from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from pathlib import Path
 
 from manifests.quoting import counted
-from prep.core.column import ColumnSpec, data_flags
+from prep.core.column import ColumnSpec, short_path
 from prep.core.plan import NUM_CHECK_THREADS
-from prep.core.report import Report, hours_text, size_text
+from prep.core.report import Report, hours_text, next_line, size_text
 from shards.damage import Damaged
 from shards.index import index_seconds
 from shards.reader import CommittedShard, Variant
@@ -36,7 +34,7 @@ def with_ending(report: Report, column: ColumnSpec, variant_dir: Path, *, data: 
     ]
     words = column.next_command(data) if num_samples and is_last else []
     command = shlex.join(words) if words else None
-    lines += [] if command is None else [f"next     {command}"]
+    lines += [] if command is None else [next_line(command)]
     values = {
         "variant_dir": os.fspath(variant_dir),
         "total_bytes": num_bytes,
@@ -46,24 +44,12 @@ def with_ending(report: Report, column: ColumnSpec, variant_dir: Path, *, data: 
     return Report("\n".join([report.text, *lines]), {**report.values, **values})
 
 
-def next_line(words: Sequence[str], *, data: Path) -> str:
-    """Return the line with the next command, a command of prep given without --data."""
-    return f"next     {shlex.join([*words, *data_flags(data)])}"
-
-
 def seconds_of(variant: Variant) -> float:
     """Return the seconds of video in a variant; shards whose index cannot be read are left out."""
     known = variant.known_seconds()
     unknown = [shard for shard in variant.shards() if shard.shard_id not in known]
     with ThreadPoolExecutor(NUM_CHECK_THREADS) as pool:
         return sum(known.values()) + sum(pool.map(_seconds, unknown))
-
-
-def short_path(path: Path) -> str:
-    """Return a path relative to the current folder if it is in it."""
-    with suppress(ValueError, OSError):
-        return os.fspath(path.relative_to(Path.cwd()))
-    return os.fspath(path)
 
 
 def _seconds(shard: CommittedShard) -> float:

@@ -15,6 +15,7 @@ import pyarrow.compute as pc
 from manifests.adapters.dialects import TABLE_SUFFIXES, line_numbers
 from manifests.errors import UserError
 from manifests.quoting import on_one_line
+from prep.core.failures import WORDS
 from shards.commits import Failure
 
 MAX_NAMED = 5
@@ -38,10 +39,13 @@ def first_failures(failures: Iterable[Failure]) -> list[FailureEntry]:
     )
 
 
-def failure_lines(failures: Sequence[Failure], *, listed: Path) -> list[str]:
-    """Return the number of failures by code and the first few by name; an empty list if there are none."""
-    codes = Counter(failure.code for failure in failures).most_common()
-    lines = [f"failed   {count} x {code}" for code, count in codes]
+def failure_lines(failures: Sequence[Failure], *, listed: Path | None) -> list[str]:
+    """Return the number of failures by code, what to do, and the first few by name; nothing if there are none."""
+    lines = []
+    for code, count in Counter(failure.code for failure in failures).most_common():
+        meaning, advice = WORDS.get(code, ("", ""))
+        lines.append(f"failed   {count} x {code}{': ' if meaning else ''}{meaning}")
+        lines += [f"         hint: {advice}"] if advice else []
     return [*lines, *named_lines(first_failures(failures), num_all=len(failures), listed=listed, indent=" " * 9)]
 
 

@@ -30,6 +30,41 @@ class FailureCode(StrEnum):
     SHARD_MISSING = "shard_missing"  # the run ended without the planned commit
 
 
+# What a failure means, and what to do about it; the others say it in their message.
+WORDS: dict[str, tuple[str, str]] = {
+    FailureCode.SOURCE_MISSING: ("the file does not exist", "put it back, or run prep manifest again without it"),
+    FailureCode.SOURCE_UNREADABLE: (
+        "the file is not a readable video",
+        "check its permissions and its content; replace or remove it, then run prep manifest and this command again",
+    ),
+    FailureCode.SOURCE_TRUNCATED: ("the file is incomplete", "download or copy it again"),
+    FailureCode.SOURCE_CHANGED: ("the file changed during the run", "run the same command again"),
+    FailureCode.SOURCE_TOO_LARGE: ("the file exceeds the scratch space", "give a larger --scratch-size or $TMPDIR"),
+    FailureCode.NO_VIDEO: ("the file has no video stream", "remove it, and run prep manifest again"),
+    FailureCode.ZERO_DURATION: ("the video has no frames", "remove it, and run prep manifest again"),
+    FailureCode.BAD_TIMESTAMPS: ("the timestamps are unusable", "remux it: ffmpeg -i IN -c copy OUT.mp4"),
+    FailureCode.PROBE_FAILED: ("reading the file crashed", "re-encode it with ffmpeg, or remove it"),
+    FailureCode.DECODE_ERRORS: (
+        "frames of the source are damaged",
+        "get an intact copy, or re-encode it with ffmpeg, then run prep retry",
+    ),
+    FailureCode.FRAMES_DIFFER: (
+        "the encoded frames are not those of the plan",
+        "re-encode the source, then prep retry",
+    ),
+    FailureCode.ENCODE_FAILED: ("ffmpeg failed", "see its message, then run prep retry"),
+    FailureCode.FFMPEG_DIFFERS: ("a node has another ffmpeg", "install the same ffmpeg on all nodes"),
+    FailureCode.CHUNK_DAMAGED: ("the chunk is damaged", "run prep verify, then the commands that it names"),
+    FailureCode.MODEL_UNAVAILABLE: ("a node cannot load the model", "make the weights available on all nodes"),
+    FailureCode.NOT_FINITE: ("the model returned NaN or infinity", "check the weights; try another precision"),
+    FailureCode.TIMEOUT: ("no answer in time", "check the disk or mount, then run the same command again"),
+    FailureCode.OUT_OF_MEMORY: ("out of memory", "give fewer --workers, then run the same command again"),
+    FailureCode.DISK_FULL: ("the disk is full", "free some space, then run the same command again"),
+    FailureCode.IO_ERROR: ("reading or writing failed", "check the disk or mount, then run the same command again"),
+    FailureCode.WORKER_LOST: ("the worker died", "run the same command again, with fewer --workers if memory is short"),
+    FailureCode.SHARD_MISSING: ("the shard was not made", "run the same command again"),
+}
+
 # Failures that may disappear when tried again, without anyone fixing anything. All others wait for `prep retry` or for
 # a repaired source.
 TRANSIENT = frozenset(

@@ -12,11 +12,10 @@ from prep.core.column import recipe_differences
 from prep.core.failure_list import failure_lines, failure_values
 from prep.core.parts import PartRun
 from prep.core.plan import ShardPlan, ShardState
+from prep.core.plan_words import Words, plan_lines
 from prep.core.run import Summary
 from shards.dataset import current_variant
 from shards.reader import Variant
-
-_MAX_LISTED = 20
 
 
 @dataclass(frozen=True)
@@ -37,18 +36,21 @@ def with_part(report: Report, run: PartRun) -> Report:
     return Report(f"{report.text}\n{run.line()}", {**report.values, "part": run.values()})
 
 
-def states_lines(shards: Sequence[ShardPlan], *, sample: str = "chunk") -> list[str]:
-    """Return the number of shards in each state, and those that need attention; `sample` is the noun for a sample."""
-    states, held = _count_states(shards)
-    listed = [shard for shard in shards if shard.state not in (ShardState.CURRENT, ShardState.NEW)]
-    lines = [
-        f"{state:<9}{counted(count, 'shard')}, {counted(held[state], sample)}"
-        for state, count in sorted(states.items())
-    ]
-    lines += [f"shard {shard.shard_id:06d}  {shard.state}: {shard.reason}" for shard in listed[:_MAX_LISTED]]
-    if len(listed) > _MAX_LISTED:
-        lines.append(f"... and {counted(len(listed) - _MAX_LISTED, 'more shard')}")
-    return lines
+def states_lines(
+    shards: Sequence[ShardPlan],
+    *,
+    sample: str = "chunk",
+    verb: str = "encode",
+    reasons: Mapping[int, str] | None = None,
+) -> list[str]:
+    """Return what a plan keeps, makes, copies and removes, in words, and the shards that need attention.
+
+    Args:
+        sample: noun for a sample of the column, singular.
+        verb: what the column does to a sample; it ends in e.
+        reasons: why single shards are made again, by shard ID; the others have the reason of their state.
+    """
+    return plan_lines(shards, words=Words(sample, verb), reasons=reasons)
 
 
 def states_values(shards: Sequence[ShardPlan], *, sample: str = "chunk") -> dict[str, Any]:
@@ -60,6 +62,7 @@ def states_values(shards: Sequence[ShardPlan], *, sample: str = "chunk") -> dict
             "state": str(shard.state),
             "reason": shard.reason,
             f"num_{sample}s": shard.num_chunks,
+            "num_copied": shard.num_copied,
         }
         for shard in shards
         if shard.state != ShardState.CURRENT
@@ -72,6 +75,11 @@ def _count_states(shards: Sequence[ShardPlan]) -> tuple[Counter[str], Counter[st
     for shard in shards:
         held[str(shard.state)] += shard.num_chunks
     return states, held
+
+
+def next_line(command: str) -> str:
+    """Return the line of a report with the next command."""
+    return f"next     {command}"
 
 
 def changed_settings(data_dir: Path, column: str, *, variant: str, recipe: Mapping[str, Any]) -> list[str]:
@@ -138,3 +146,11 @@ def size_text(size_bytes: int) -> str:
     while size >= 1000 and len(units) > 1:
         size, units = size / 1000, units[1:]
     return f"{size:.0f} {units[0]}" if units[0] == "bytes" else f"{size:.1f} {units[0]}"
+
+
+def between(low: str, high: str) -> str:
+    """Return a range of two texts with units in words; the unit once if both have the same."""
+    if low == high:
+        return low
+    number, unit = low.split(" ")
+    return f"{number if unit == high.split(' ')[1] else low} to {high}"

@@ -4,10 +4,13 @@ from math import prod
 from pathlib import Path
 
 from manifests.quoting import counted
-from prep.core.report import Report, changed_settings, size_text, states_lines, states_values, summary_report
+from prep.core.disk_use import disk_use
+from prep.core.report import Report, changed_settings, next_line, size_text, states_lines, states_values, summary_report
 from prep.core.run import Summary
+from prep.latents.column import COLUMN
 from prep.latents.plan import LatentsPlan
 from prep.latents.recipe import LATENTS
+from prep.latents.trial import run_trial, time_lines, time_values
 
 _BYTES_PER_NUMBER = 2
 
@@ -18,6 +21,12 @@ def latents_report(plan: LatentsPlan) -> Report:
     differences = changed_settings(plan.data_dir, LATENTS, variant=recipe.variant, recipe=recipe.as_dict())
     num_frames = plan.num_frames
     size_bytes = num_frames * prod(recipe.frame_shape) * _BYTES_PER_NUMBER
+    trial = run_trial(plan) if num_frames else None
+    disk = disk_use(
+        plan.data_dir, column=LATENTS, variant=recipe.variant, added_bytes=(float(size_bytes), float(size_bytes))
+    )
+    where = {} if recipe.settings.where is None else {"where": recipe.settings.where}
+    command = COLUMN.command_line({**recipe.as_dict(), **where}, data_dir=plan.data_dir)
     lines = [f"variant  {recipe.variant}", f"video    {recipe.video}"]
     if recipe.settings.where is not None:
         lines.append(f"where    {recipe.settings.where}: {counted(plan.num_chunks, 'chunk')} selected")
@@ -27,6 +36,7 @@ def latents_report(plan: LatentsPlan) -> Report:
     if num_frames:
         # Unchanged chunks of a changed shard are copied; how many is known only while the shard is made.
         lines.append(f"estimate at most {counted(num_frames, 'frame')} to encode, {size_text(size_bytes)}")
+        lines += [*time_lines(trial, num_frames=num_frames), *disk.lines(), next_line(command)]
     else:
         lines.append("nothing to do")
     values = {
@@ -37,7 +47,9 @@ def latents_report(plan: LatentsPlan) -> Report:
         "num_chunks": plan.num_chunks,
         **states_values(plan.shards),
         "unreadable": [failure.message for failure in plan.unreadable],
-        "estimate": {"num_frames": num_frames, "size_bytes": size_bytes},
+        "estimate": {"num_frames": num_frames, "size_bytes": size_bytes, **time_values(trial, num_frames=num_frames)},
+        "disk": disk.values(),
+        "next": command if num_frames else None,
     }
     return Report("\n".join(lines), values)
 

@@ -3,9 +3,17 @@
 from dataclasses import dataclass
 from pathlib import Path
 
-from prep.core.report import Report, changed_settings, states_lines, states_values, summary_report
+from prep.core.report import (
+    Report,
+    changed_settings,
+    hours_text,
+    next_line,
+    states_lines,
+    states_values,
+    summary_report,
+)
 from prep.core.run import Summary
-from prep.scores.column import table_problem
+from prep.scores.column import COLUMN, table_problem
 from prep.scores.plan import ScoresPlan
 from prep.scores.recipe import SCORES
 from shards.reader import Variant
@@ -26,12 +34,15 @@ def scores_report(plan: ScoresPlan) -> Report:
     seconds = sum(plan.chunk_shards[shard.shard_id].seconds for shard in plan.shards if shard.has_work)
     lines = [f"variant  {recipe.variant}", f"video    {recipe.video}"]
     lines += [f"setting  {difference}" for difference in differences]
-    lines += states_lines(plan.shards)
+    lines += states_lines(plan.shards, verb="score")
     lines += [f"{failure.video_id}  cannot be planned: {failure.message}" for failure in plan.unreadable]
+    command = COLUMN.command_line(recipe.as_dict(), data_dir=plan.data_dir)
     # Unchanged chunks of a changed shard are copied; how many is known only while the shard is made.
     table = table_problem(Variant(plan.variant_dir)) if plan.commits else None
     if seconds:
-        lines.append(f"estimate at most {seconds / 60:,.1f} minutes of video to score")
+        lines.append(f"estimate at most {hours_text(seconds / 3600)} of video to score")
+        lines.append("         how long it takes is unknown; each chunk is decoded once")
+        lines.append(next_line(command))
     else:
         lines.append("nothing to do" if table is None else f"table    {table}; it will be written from the shards")
     values = {
@@ -43,6 +54,7 @@ def scores_report(plan: ScoresPlan) -> Report:
         "table_problem": table,
         "unreadable": [failure.message for failure in plan.unreadable],
         "estimate": {"seconds": seconds},
+        "next": command if seconds else None,
     }
     return Report("\n".join(lines), values)
 

@@ -4,12 +4,16 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from manifests.quoting import counted
+from prep.core.disk_use import disk_use
 from prep.core.failure_list import failure_lines, failure_values
-from prep.core.report import Report, changed_settings, size_text, states_lines, states_values
+from prep.core.report import Report, changed_settings, next_line, size_text, states_lines, states_values
 from prep.engines import Refused
+from prep.text.column import COLUMN
 from prep.text.plan import TextPlan
 from prep.text.recipe import TEXT
 from shards.commits import Failure
+
+_BYTES_PER_NUMBER = 2
 
 
 @dataclass(frozen=True)
@@ -94,10 +98,16 @@ def text_report(plan: TextPlan) -> Report:
     recipe = plan.recipe
     differences = changed_settings(plan.data_dir, TEXT, variant=recipe.variant, recipe=recipe.as_dict())
     num_videos = sum(shard.num_chunks for shard in plan.shards if shard.has_work)
+    most_bytes = plan.num_captions * plan.recipe.width * _BYTES_PER_NUMBER if num_videos else 0
+    disk = disk_use(plan.data_dir, column=TEXT, variant=recipe.variant, added_bytes=(0.0, float(most_bytes)))
+    where = {} if recipe.where is None else {"where": recipe.where}
+    command = COLUMN.command_line({**recipe.as_dict(), **where}, data_dir=plan.data_dir)
     lines = [f"variant  {plan.recipe.variant}", *(f"setting  {difference}" for difference in differences)]
     lines += states_lines(plan.shards, sample="video")
     if num_videos:
-        lines.append(f"estimate at most the captions of {counted(num_videos, 'video')} to encode")
+        lines.append(f"estimate at most the captions of {counted(num_videos, 'video')} to encode, each text once")
+        lines.append("         how long it takes is unknown until the captions are read; a GPU is many times faster")
+        lines += [*disk.lines(), next_line(command)]
     else:
         lines.append("nothing to do")
     values = {
@@ -107,5 +117,7 @@ def text_report(plan: TextPlan) -> Report:
         "num_captions": plan.num_captions,
         **states_values(plan.shards, sample="video"),
         "estimate": {"num_videos": num_videos},
+        "disk": disk.values(),
+        "next": command if num_videos else None,
     }
     return Report("\n".join(lines), values)

@@ -3,7 +3,6 @@
 import os
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,7 @@ from manifests.storage.mirrors import is_away
 from manifests.store import MANIFEST_FILE, manifest_dir, read_videos
 from prep.core.column import MERGED_TABLE, ColumnSpec, ExtraFile, Pending
 from prep.core.data_folder import was_killed, writer_of
+from prep.core.disk_use import folder_bytes
 from prep.core.ending import seconds_of
 from prep.core.failure_list import MAX_NAMED, FailureEntry, first_failures, first_few, named_values
 from prep.core.heartbeat import ShardProgress, running_shards
@@ -219,20 +219,6 @@ def _problem(file: ExtraFile, variant: Variant) -> str | None:
 
 def _failures(variant: Variant) -> Iterator[Failure]:
     return (failure for commit in variant.commits.values() for failure in commit.failures)
-
-
-def folder_bytes(folder: Path) -> int:
-    """Return the total size in bytes of all readable files in a folder and its subfolders."""
-    total, waiting = 0, [os.fspath(folder)]
-    while waiting:
-        with suppress(OSError), os.scandir(waiting.pop()) as entries:
-            for entry in entries:
-                if entry.is_dir(follow_symlinks=False):
-                    waiting.append(entry.path)
-                else:
-                    with suppress(OSError):  # removed since the folder was listed
-                        total += entry.stat(follow_symlinks=False).st_size
-    return total
 
 
 def _sources(data_dir: Path) -> list[CaptionSource] | None:

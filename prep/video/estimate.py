@@ -6,6 +6,7 @@ Both were fitted to runs on natural videos; trial encodes (`prep.video.trial`) c
 videos.
 """
 
+import math
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -13,8 +14,9 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from manifests.quoting import counted
-from prep.core.plan import ShardState
-from prep.core.report import hours_text, size_text
+from prep.core.plan import ShardPlan, ShardState
+from prep.core.report import between, hours_text, size_text
+from prep.engines.choice import num_cores
 from prep.video.codecs import codec_named
 from prep.video.plan import Workload
 from prep.video.planning import Planned
@@ -35,6 +37,8 @@ class Estimate:
     Attributes:
         core_hours_range, size_bytes_range: lowest and highest, from trial encodes; None without any.
         num_trials: number of videos of which sections were encoded on this machine.
+        num_cores: number of cores of this machine that the run may use.
+        wall_hours_range: duration of the run on this machine: with all cores to itself, and with the present load.
     """
 
     core_hours: float
@@ -43,6 +47,8 @@ class Estimate:
     core_hours_range: tuple[float, float] | None = None
     size_bytes_range: tuple[float, float] | None = None
     num_trials: int = 0
+    num_cores: int = 1
+    wall_hours_range: tuple[float, float] | None = None
 
 
 def estimate(work: Workload, *, settings: ChunkSettings, bytes_per_second: float | None) -> Estimate:
@@ -117,14 +123,38 @@ def estimate_of(planned: Planned, *, has_trials: bool = False) -> Estimate:
         has_trials: encode short sections of some videos, so that the estimate is one of this machine and these videos.
     """
     plan, settings = planned.plan, planned.plan.recipe.settings
-    ranges = [np.asarray(shard.rows) for shard in plan.shards if shard.has_work and shard.state != ShardState.CHANGED]
+    ranges = [np.asarray(_rows_to_encode(planned, shard), np.int64) for shard in plan.shards if shard.has_work]
     rows = np.concatenate([np.zeros(0, np.int64), *ranges]).astype(np.int64)
     work, bytes_per_second = plan.workload(rows), _bytes_per_second(planned)
     cost = estimate(work, settings=settings, bytes_per_second=bytes_per_second)
-    if not has_trials or not len(rows):
+    if not len(rows):
         return cost
-    has_bytes = bytes_per_second is not None or settings.bitrate is not None
-    return corrected(cost, run_trials(plan, rows, work), work, settings=settings, has_bytes=has_bytes)
+    load = os.getloadavg()[0]  # before the trials add to it
+    if has_trials:
+        has_bytes = bytes_per_second is not None or settings.bitrate is not None
+        cost = corrected(cost, run_trials(plan, rows, work), work, settings=settings, has_bytes=has_bytes)
+    num_shards = sum(shard.has_work for shard in plan.shards)
+    return with_wall_time(cost, num_cores=num_cores(), num_shards=num_shards, load=load)
+
+
+def with_wall_time(cost: Estimate, *, num_cores: int, num_shards: int, load: float) -> Estimate:
+    """Return an estimate with the duration of the run, one worker a core.
+
+    Args:
+        num_shards: number of shards to make; a worker makes one after another.
+        load: mean number of other processes that want a core. They get the same share of the cores as the workers.
+    """
+    low, high = cost.core_hours_range or (cost.core_hours, cost.core_hours)
+    workers = min(num_cores, num_shards)
+    unevenness = math.ceil(num_shards / workers) * workers / num_shards
+    share = min(workers, num_cores * workers / (workers + load))
+    return replace(cost, num_cores=num_cores, wall_hours_range=(low / workers, high * unevenness / share))
+
+
+def _rows_to_encode(planned: Planned, shard: ShardPlan) -> Sequence[int]:
+    if shard.shard_id in planned.changes:
+        return planned.changes[shard.shard_id].rows
+    return () if shard.state == ShardState.CHANGED else shard.rows
 
 
 def _bytes_per_second(planned: Planned) -> float | None:
@@ -140,28 +170,19 @@ def _bytes_per_second(planned: Planned) -> float | None:
     return None
 
 
-def estimate_lines(cost: Estimate, *, num_copied: int) -> list[str]:
+def estimate_lines(cost: Estimate) -> list[str]:
     """Return what a plan costs, in words."""
-    lines = []
-    if cost.video_hours:
-        cores = os.cpu_count() or 1
-        core_hours, size = hours_text(cost.core_hours), size_text(round(cost.size_bytes))
-        if cost.core_hours_range is not None:
-            core_hours = f"{_between(*map(hours_text, cost.core_hours_range))}"
-        if cost.size_bytes_range is not None:
-            size = _between(*(size_text(round(one)) for one in cost.size_bytes_range))
-        lines.append(f"estimate {core_hours} of CPU time for {hours_text(cost.video_hours)} of video; {size}")
-        wall = f"about {hours_text(cost.core_hours / cores)} on the {counted(cores, 'core')} of this machine"
-        trials = f" (measured by encoding 5 s of {counted(cost.num_trials, 'video')})" if cost.num_trials else ""
-        lines.append(f"         {wall}{trials}")
-    if num_copied:
-        lines.append(f"         {counted(num_copied, 'chunk')} in changed shards: unchanged ones are copied")
+    if not cost.video_hours:
+        return []
+    core_hours, size = hours_text(cost.core_hours), size_text(round(cost.size_bytes))
+    if cost.core_hours_range is not None:
+        core_hours = f"{between(*map(hours_text, cost.core_hours_range))}"
+    if cost.size_bytes_range is not None:
+        size = between(*(size_text(round(one)) for one in cost.size_bytes_range))
+    lines = [f"estimate {core_hours} of CPU time for {hours_text(cost.video_hours)} of video; {size}"]
+    if cost.wall_hours_range is not None:
+        wall = between(*map(hours_text, cost.wall_hours_range))
+        trials = f"; measured by encoding 5 s of {counted(cost.num_trials, 'video')}" if cost.num_trials else ""
+        cores = f"the {counted(cost.num_cores, 'core')} of this machine"
+        lines.append(f"         {wall} on {cores}, depending on what else is running{trials}")
     return lines
-
-
-def _between(low: str, high: str) -> str:
-    """Return a range in words; the unit once if both have the same."""
-    if low == high:
-        return low
-    number, unit = low.split(" ")
-    return f"{number if unit == high.split(' ')[1] else low} to {high}"

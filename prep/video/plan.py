@@ -152,6 +152,16 @@ class Plan:
                 fingerprint=span_fingerprint(self._recipe_fingerprint, source.fingerprint, span),
             )
 
+    def span_keys(self, rows: range) -> list[tuple[str, str]]:
+        """Return the video ID and the fingerprint of the encoder pass of each span in the given rows."""
+        videos = pa.array(self._video_rows[rows.start : rows.stop])
+        ids, sources = self._videos["video_id"].take(videos), self._probes["fingerprint"].take(videos)
+        keys = []
+        for row, video_id, source in zip(rows, ids.to_pylist(), sources.to_pylist(), strict=True):
+            span = self.cutting.span(int(self._video_rows[row]), int(self._span_index[row]))
+            keys.append((video_id, span_fingerprint(self._recipe_fingerprint, source, span)))
+        return keys
+
     def manifest_rows(self, rows: range) -> np.ndarray:
         """Return the rows of the manifest with the videos of spans, given by their rows in the plan; int64."""
         return self._video_rows[rows.start : rows.stop]

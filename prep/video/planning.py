@@ -26,6 +26,7 @@ from prep.engines.admission import worker_ticket
 from prep.sources.shot_table import SHOTS, Detection, detect_shots, read_shots
 from prep.sources.table import probe_sources, read_probes
 from prep.video.captions import caption_groups
+from prep.video.changes import ShardChange, with_changes
 from prep.video.column import COLUMN
 from prep.video.layout import layout_path, video_layout_of_commits, wanted_rows
 from prep.video.plan import Plan
@@ -49,6 +50,7 @@ class Planned:
         videos: the manifest's table (manifests.schema.VIDEOS).
         probes: one row per video, in the same order (prep.sources.table.PROBES).
         shots: the stored shots (prep.sources.shot_table.SHOTS); empty with `--cut even`.
+        changes: how shards that are written again differ from the stored ones, by shard ID.
         detection: result of `with_shots`, if it had anything to do.
     """
 
@@ -60,6 +62,7 @@ class Planned:
     probes: pa.Table
     shots: pa.Table
     retry_codes: frozenset[str]
+    changes: dict[int, ShardChange]
     detection: Detection | None = None
 
     @property
@@ -128,7 +131,8 @@ def _planned(
         problems=stored.problems,
         retry_codes=retry_codes,
     )
-    return Planned(plan, data_dir, folder, stored.commits, videos, probes, shots, retry_codes, detection)
+    changes = with_changes(plan, stored.commits, folder)
+    return Planned(plan, data_dir, folder, stored.commits, videos, probes, shots, retry_codes, changes, detection)
 
 
 def with_shots(planned: Planned, engine: "Engine") -> Planned:

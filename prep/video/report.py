@@ -9,14 +9,25 @@ from manifests.errors import UserError
 from manifests.keys import split_key
 from manifests.quoting import counted, on_one_line
 from prep.core.column import VIDEO
-from prep.core.failure_list import MAX_NAMED
+from prep.core.disk_use import disk_use
+from prep.core.failure_list import MAX_NAMED, failure_lines
 from prep.core.plan import ShardState
-from prep.core.report import Report, changed_settings, hours_text, states_lines, states_values, summary_report
+from prep.core.report import (
+    Report,
+    changed_settings,
+    hours_text,
+    next_line,
+    states_lines,
+    states_values,
+    summary_report,
+)
 from prep.core.run import Summary
+from prep.video.column import COLUMN
 from prep.video.cutting import ShotCutting
 from prep.video.estimate import detection_core_s, estimate_lines, estimate_of
 from prep.video.plan import Plan
 from prep.video.planning import Planned
+from shards.dataset import current_variant
 
 
 def plan_report(planned: Planned) -> Report:
@@ -24,14 +35,32 @@ def plan_report(planned: Planned) -> Report:
     plan, cost = planned.plan, estimate_of(planned, has_trials=True)
     against = _changed_settings(planned)
     lines = [f"variant  {plan.recipe.variant}", *(f"setting  {difference}" for difference in against)]
-    lines += states_lines(plan.shards)
-    lines += [f"unusable {counted(count, 'video')}: {code}" for code, count in sorted(plan.unusable.items())]
+    reasons = {shard_id: change.because for shard_id, change in planned.changes.items()}
+    new = _why_new(planned)
+    reasons |= {shard.shard_id: new for shard in plan.shards if shard.state == ShardState.NEW}
+    lines += states_lines(plan.shards, reasons=reasons)
+    failed = list(plan.failed_sources())
+    lines += failure_lines(failed, listed=None)
     has_work = any(shard.has_work for shard in plan.shards)
     cutting = _cutting_values(plan)
     lines += _cutting_lines(cutting)
+    disk = disk_use(
+        planned.data_dir,
+        column=VIDEO,
+        variant=plan.recipe.variant,
+        added_bytes=cost.size_bytes_range or (cost.size_bytes, cost.size_bytes),
+    )
     if has_work:
-        lines += estimate_lines(cost, num_copied=_num_copied(plan))
-    elif not cutting.get("num_undetected_videos"):
+        lines += [*estimate_lines(cost), *disk.lines()]
+    command = None
+    if (
+        has_work
+        or cutting.get("num_undetected_videos")
+        or any(shard.state == ShardState.ORPHANED for shard in plan.shards)
+    ):
+        command = COLUMN.command_line(plan.recipe.as_dict(), data_dir=planned.data_dir)
+        lines.append(next_line(command))
+    else:
         lines.append("nothing to do")
     values = {
         "variant": plan.recipe.variant,
@@ -41,14 +70,19 @@ def plan_report(planned: Planned) -> Report:
         **states_values(plan.shards),
         "unusable_videos": dict(plan.unusable),
         "estimate": asdict(cost),
+        "disk": disk.values(),
+        "next": command,
         **cutting,
     }
     return Report("\n".join(lines), values)
 
 
-def _num_copied(plan: Plan) -> int:
-    """Return the number of chunks in shards that are only written again."""
-    return sum(shard.num_chunks for shard in plan.shards if shard.state == ShardState.CHANGED)
+def _why_new(planned: Planned) -> str:
+    """Return why chunks of new shards are encoded."""
+    if planned.commits:
+        return "new videos, or videos that have become longer"
+    current = current_variant(planned.data_dir, VIDEO)
+    return "not made yet" if current is None else "not made with these settings yet"
 
 
 def _cutting_values(plan: Plan) -> dict[str, Any]:

@@ -1,6 +1,5 @@
 """The estimate of a plan: from short encodes of some videos, next to what the chunks then take."""
 
-import json
 import re
 import subprocess
 from collections.abc import Callable
@@ -10,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from prep.video.estimate import Estimate, corrected, estimate, estimate_lines
+from prep.video.estimate import Estimate, corrected, estimate, estimate_lines, with_wall_time
 from prep.video.ffmpeg import find_ffmpeg
 from prep.video.plan import Workload
 from prep.video.recipe import Recipe
@@ -89,11 +88,15 @@ def test_one_video_still_gives_a_range() -> None:
     ],
 )
 def test_ranges_are_written_with_their_units(cost: dict[str, Any], first: str) -> None:
-    [line, *_] = estimate_lines(Estimate(size_bytes=1e9, video_hours=9.0, **cost), num_copied=0)
+    [line, *_] = estimate_lines(Estimate(size_bytes=1e9, video_hours=9.0, **cost))
     assert line.startswith(first)
 
 
-def test_a_plan_that_only_copies_says_so() -> None:
-    lines = estimate_lines(Estimate(core_hours=0.0, size_bytes=0.0, video_hours=0.0), num_copied=1200)
-    assert [line.strip() for line in lines] == ["1,200 chunks in changed shards: unchanged ones are copied"]
-    assert json.dumps(lines)
+def test_a_busy_machine_and_few_shards_take_longer() -> None:
+    cost = Estimate(core_hours=3.0, size_bytes=1.0, video_hours=1.0, core_hours_range=(2.0, 4.0))
+    free = with_wall_time(cost, num_cores=2, num_shards=16, load=0.0)
+    assert free.wall_hours_range == pytest.approx((1.0, 2.0))
+    assert with_wall_time(cost, num_cores=2, num_shards=16, load=2.0).wall_hours_range == pytest.approx((1.0, 4.0))
+    # The third shard waits for a worker, and then one core has nothing to do.
+    assert with_wall_time(cost, num_cores=2, num_shards=3, load=0.0).wall_hours_range == pytest.approx((1.0, 8 / 3))
+    assert with_wall_time(cost, num_cores=8, num_shards=1, load=0.0).wall_hours_range == pytest.approx((2.0, 4.0))
