@@ -13,6 +13,7 @@ from manifests.errors import UserError, program_version, run_command
 from manifests.help_text import wants_help
 from train.commands.training import SOURCES, name_files, parse
 from train.registry import COMMANDS, task_names
+from train.run.doing import Doing
 
 _FIRST_SPEAKS_S = 5.0
 
@@ -93,9 +94,10 @@ def overview(
     link
         Further page to link to, such as one of train search. May be repeated.
     """
-    from train.report.overview import write_overview
+    with Doing(f"writing {out}"):
+        from train.report.overview import write_overview
 
-    write_overview(runs, out, links=link or ())
+        write_overview(runs, out, links=link or ())
     print(out)
 
 

@@ -140,7 +140,7 @@ def _run(plan: "Plan") -> None:
     launch(plan.proposal.spec, plan.settings, resume=False)
     out = plan.settings.out
     print(f"page: {out / 'index.html'}\ncheckpoints: {out / 'checkpoints'}")
-    for command in plan.then:
+    for command in plan.then[1:] if plan.proposal.held_out else plan.then:  # the run has named the evaluation
         print(f"next: {command}")
 
 
