@@ -122,6 +122,7 @@ def export_run(
     for remark in exported.remarks:
         say(remark)
     say(f"{path.name} of {weights} as {form} in {out}" if path is not None else f"{weights} as {form} in {out}")
+    say(f"open it with: {spec.formats[form].replace('OUT', str(out))}")
 
 
 def _checkpoint_of(run: RunFolder, path: Path) -> Path:

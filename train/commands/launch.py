@@ -166,10 +166,10 @@ def _train(
 
 
 def _next_command(spec: TaskSpec, settings: ClipSettings) -> str | None:
-    """The first evaluation of the task, if the data have the split that it takes."""
-    if not spec.evaluations:
+    """The evaluation to begin with, if there is one and the data have the split that it takes."""
+    evaluation = spec.first_evaluation
+    if evaluation is None:
         return None
-    evaluation = spec.evaluations[0]
     try:
         folder = open_folder(settings.on(settings.folders[0]), reason="a stream has no list of splits", column=None)
         splits = set(read_videos(folder.path)["split"].unique().to_pylist())

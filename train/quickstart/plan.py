@@ -211,8 +211,8 @@ def _then(proposal: Proposal, settings: ClipSettings) -> list[str]:
     """Commands for after the run, which need a split that was not trained on, or the split itself for a search."""
     run = shlex.quote(str(settings.out))
     found = []
-    if proposal.held_out is not None:
-        evaluation = proposal.spec.evaluations[0]
+    evaluation = proposal.spec.first_evaluation
+    if proposal.held_out is not None and evaluation is not None:
         split = "" if proposal.held_out == evaluation.settings().split else f" --split {proposal.held_out}"
         found.append(f"train eval {evaluation.name} {run}{split}")
     if RECIPES[proposal.task.value].searches and len(settings.folders) == 1:

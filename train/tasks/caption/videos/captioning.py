@@ -179,10 +179,12 @@ class VideoProgress:
         if self._bar is not None:
             self._bar.stop()
 
-    def say_done(self, where: str) -> None:
-        """Say how much was captioned, and where the captions are."""
+    def say_done(self, where: str, *, following: str = "") -> None:
+        """Say how much was captioned, where the captions are, and the command that may follow."""
         windows, videos = counted(self._num_windows, "window"), counted(self._num_videos, "video")
         print(f"done: captions of {windows} of {videos}{where}; {self._rates()}", file=sys.stderr, flush=True)
+        if following:
+            print(f"next: {following}", file=sys.stderr, flush=True)
 
     def show(self, event: CaptionedWindow | VideoEnd) -> None:
         """Show a captioned window, or the end of a video."""

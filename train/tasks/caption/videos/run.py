@@ -1,6 +1,8 @@
 """Caption video files with a trained captioner: what `train caption-video` runs."""
 
+import os
 import re
+import shlex
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -33,6 +35,7 @@ from train.tasks.caption.videos.source import find_videos, shown_name
 from train.weights.sources import Say
 
 _MAX_NAMED = 5
+_READ_BY_PREP = (".csv", ".jsonl")
 
 
 @dataclass(frozen=True)
@@ -125,7 +128,11 @@ def caption_files(
             progress.show(event)
             if isinstance(event, VideoEnd) and event.failure is not None:
                 failed.append(event)
-    progress.say_done("" if out is None else f" in {out}")
+    following = ""
+    if out is not None and out.suffix in _READ_BY_PREP:
+        folder = os.path.commonpath([video.parent for video in videos])
+        following = f"prep manifest folder {shlex.quote(folder)} --captions {shlex.quote(str(out))}"
+    progress.say_done("" if out is None else f" in {out}", following=following)
     if failed:
         named = ", ".join(shown_name(one.video) for one in failed[:_MAX_NAMED])
         more = f" and {len(failed) - _MAX_NAMED} more" if len(failed) > _MAX_NAMED else ""
