@@ -14,6 +14,7 @@ from manifests.help_text import wants_help
 from manifests.storage.waiting import tell_of_waiting
 from train.commands.training import SOURCES, name_files, parse
 from train.registry import COMMANDS, task_names
+from train.run.doing import Doing
 
 _FIRST_SPEAKS_S = 5.0
 
@@ -94,9 +95,10 @@ def overview(
     link
         Further page to link to, such as one of train search. May be repeated.
     """
-    from train.report.overview import write_overview
+    with Doing(f"writing {out}"):
+        from train.report.overview import write_overview
 
-    write_overview(runs, out, links=link or ())
+        write_overview(runs, out, links=link or ())
     print(out)
 
 

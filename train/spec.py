@@ -52,6 +52,7 @@ class EvaluationSpec:
         help: what the command does; the first line is its summary.
         example: a command line.
         run_help: which runs it takes.
+        needs: flags that it cannot do without, such as `--label NAME`; empty for none.
         settings: frozen dataclass with a field `split`, whose fields are the flags.
         score: (opened run, settings) -> what was found. It may raise UserError and FailedWork.
         table: of a result.
@@ -67,6 +68,7 @@ class EvaluationSpec:
     help: str
     example: str
     run_help: str
+    needs: str = ""
     settings: type[Any]
     score: Callable[[OpenedRun, Any], Score]
     table: Callable[[dict[str, Any]], Table]
@@ -181,6 +183,11 @@ class TaskSpec:
     adopts_tags: bool = False
     has_frame_embedding: bool = False
     features: Features | None = None
+
+    @property
+    def first_evaluation(self) -> EvaluationSpec | None:
+        """The evaluation to begin with: the first that needs no flags."""
+        return next((one for one in self.evaluations if not one.needs), None)
 
     def open(self, settings: Any, *, run: RunFolder | None = None, **opened: Any) -> StartableTask:
         """The task for settings, and for a run that has a checkpoint, if there is one.

@@ -22,7 +22,7 @@ STAGE = ROOT / "build" / "docs"
 _LINK = re.compile(r"(?<!!)\[((?:[^\[\]]|\[[^\]]*\])*)\]\((?![a-z]+:|#)([^)#\s]+)(#[^)\s]*)?\)")
 # Section of the site -> documents, in their order; each appears once.
 SECTIONS: dict[str, tuple[str, ...]] = {
-    "Start": ("index.md", "docs/comparison.md"),
+    "Start": ("index.md", "docs/quickstart.md", "docs/comparison.md"),
     "How to": (
         "docs/datasets.md",
         "docs/data.md",

@@ -20,6 +20,7 @@ from train.distributed.world import World
 from train.engine.attention_choice import choose_attention
 from train.engine.loop import check_batch
 from train.engine.rank_consistency import open_consistent
+from train.run.doing import Doing
 from train.run.folder import machine
 from train.tasks.dual_encoder.settings import DualEncoderSettings
 from train.tasks.dual_encoder.task import DualEncoderTask, workloads_of
@@ -33,16 +34,20 @@ def run_bench(settings: DualEncoderSettings, *, seconds: float) -> dict[str, Any
         FailedWork: more samples than `settings.max_failures` could not be loaded.
     """
     task, samples, device = _open(settings, World(), seconds=seconds)
-    clips = ClipOperations(samples, settings).measure(seconds=seconds)
-    steps = BatchOperations(task, samples, settings, device=device)
-    rates: dict[str, Rate | None] = {**clips.rates, **steps.measure(clips.samples, seconds=seconds)}
+    with Doing("measuring reading, decoding, cropping and tokens"):
+        clips = ClipOperations(samples, settings).measure(seconds=seconds)
+    with Doing("measuring the model"):
+        steps = BatchOperations(task, samples, settings, device=device)
+        rates: dict[str, Rate | None] = {**clips.rates, **steps.measure(clips.samples, seconds=seconds)}
     found = {name: rate.items_per_s for name, rate in rates.items() if rate is not None}
     try:
-        loader = steps.loader(seconds=seconds)
+        with Doing("measuring the loader"):
+            loader = steps.loader(seconds=seconds)
         verdict = judge(found, loader_items_per_s=loader.items_per_s)
         # Waiting shows only once the prefetched batches are used up.
         min_steps = settings.batches_ahead + 2 if verdict.bound == "data" else 1
-        whole = steps.whole(seconds=seconds, min_steps=min_steps)
+        with Doing("measuring whole steps"):
+            whole = steps.whole(seconds=seconds, min_steps=min_steps)
     except TooManyFailures as error:
         raise _too_many(settings, error) from error
     cores, per_chunk = len(os.sched_getaffinity(0)), settings.samples_per_chunk
@@ -86,12 +91,25 @@ def run_breakdown(
     task, samples, device = _open(settings, world, seconds=seconds)
     try:
         found = [
-            measure_steps(task, samples, one, world=world, device=device, seconds=seconds)
+            _measured(task, samples, one, world=world, device=device, seconds=seconds)
             for one in (replace(settings, parallel=replace(settings.parallel, strategy=name)) for name in strategies)
         ]
     except TooManyFailures as error:
         raise _too_many(settings, error) from error
     return {"strategies": found, **_about(samples, settings, device)}
+
+
+def _measured(
+    task: DualEncoderTask,
+    samples: VideoCaptions,
+    settings: DualEncoderSettings,
+    *,
+    world: World,
+    device: torch.device,
+    seconds: float,
+) -> dict[str, Any]:
+    with Doing(f"measuring steps with {settings.parallel.strategy}"):
+        return measure_steps(task, samples, settings, world=world, device=device, seconds=seconds)
 
 
 def _open(
@@ -113,7 +131,8 @@ def _open(
     products = open_precision(settings.precision, device_type=device.type).products
     attention, _ = choose_attention(settings, workloads=workloads_of, device=device, products=products, world=world)
     task = DualEncoderTask(settings, attention=attention, device=device)
-    samples = open_consistent(lambda: task.training_set(world), settings, columns=task.columns, world=world)
+    with Doing(f"opening {settings.folder}"):
+        samples = open_consistent(lambda: task.training_set(world), settings, columns=task.columns, world=world)
     if not isinstance(samples, VideoCaptions):
         raise UserError(f"train bench measures a data folder, not {settings.folder}", hint="name one: --shards DIR")
     check_batch(settings, samples)

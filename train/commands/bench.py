@@ -10,6 +10,7 @@ from manifests.errors import UserError
 from train.config import fields as groups
 from train.config.fields import FIRST_RUN
 from train.config.training import Strategy
+from train.run.doing import Doing
 from train.tasks.dual_encoder.settings import DualEncoderSettings
 
 
@@ -48,12 +49,13 @@ def bench(
     as_json
         Print one JSON object.
     """
-    from train.bench.communication import print_breakdown, write_breakdown
-    from train.bench.rates import print_report
-    from train.bench.run import run_bench, run_breakdown
-    from train.device.precision import choose_device
-    from train.distributed.launch import open_world
-    from train.engine.rank_consistency import SAME_LAUNCH, launch_facts
+    with Doing("importing torch"):
+        from train.bench.communication import print_breakdown, write_breakdown
+        from train.bench.rates import print_report
+        from train.bench.run import run_bench, run_breakdown
+        from train.device.precision import choose_device
+        from train.distributed.launch import open_world
+        from train.engine.rank_consistency import SAME_LAUNCH, launch_facts
 
     if page is not None and not page.parent.is_dir():
         raise UserError(

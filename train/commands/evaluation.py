@@ -14,6 +14,7 @@ from train.commands.training import docstring
 from train.config.data import AS_TRAINED, Overrides, Weights
 from train.config.files import read_values
 from train.registry import evaluations, evaluations_of
+from train.run.doing import Doing, counting_batches
 from train.run.folder import open_run, read_lines
 from train.spec import EvaluationSpec
 
@@ -42,11 +43,12 @@ def score_run(
             needed.
         FailedWork: nothing could be decoded.
     """
-    from train.evaluation.opening import open_weights_as, require_weights, task_of_run
-    from train.evaluation.runner import score_opened
-    from train.inference.model import tasks_where
-    from train.report.results import write_page
-    from train.weights.sources import is_run
+    with Doing("importing torch"):
+        from train.evaluation.opening import open_weights_as, require_weights, task_of_run
+        from train.evaluation.runner import score_opened
+        from train.inference.model import tasks_where
+        from train.report.results import write_page
+        from train.weights.sources import is_run
 
     tasks = tasks_where(lambda spec: evaluation.name in (one.name for one in spec.evaluations))
     run = open_run(Path(weights)) if is_run(Path(weights)) else None
@@ -64,15 +66,18 @@ def score_run(
     opened = open_weights_as(
         tasks, weights, shards=shards, where=where, overrides=overrides, suited=_evaluations_of, say=say
     )
-    result = score_opened(opened, evaluation, wanted, out=out, written=written)
+    with counting_batches():
+        result = score_opened(opened, evaluation, wanted, out=out, written=written)
     if run is not None:
-        write_page(run)
+        with Doing(f"writing {run.page}"):
+            write_page(run)
     return result
 
 
 def data_of(weights: str | Path) -> tuple[str | None, ...]:
     """The data to evaluate where none is named: None for a run's own, or each of the folders of a mixture."""
-    from train.weights.sources import is_run
+    with Doing("importing torch"):
+        from train.weights.sources import is_run
 
     if not is_run(Path(weights)):
         return (None,)
@@ -116,6 +121,9 @@ def evaluation_command(evaluation: EvaluationSpec) -> Callable[..., None]:
                 from train.evaluation.pages import describe, table_of
 
                 print(describe(table_of(evaluation, result)))
+                if files:
+                    page = f"; results page: {open_run(Path(weights)).page}" if out is None else ""
+                    print(f"written: {files[-1]}{page}")
             failed += len(result["failed"])
         if failed:
             num = f"{failed} samples" if failed > 1 else "1 sample"

@@ -10,6 +10,7 @@ from manifests.errors import UserError
 from train.commands.training import docstring
 from train.config.data import AS_TRAINED, Overrides, Weights
 from train.registry import task_named, task_names
+from train.run.doing import Doing
 from train.run.folder import RunFolder
 from train.spec import ExportRequest
 
@@ -58,13 +59,14 @@ def export_run(
         UserError: there is no checkpoint, its weights are not finite, `out` exists already, or the format cannot hold
             such a model.
     """
-    from train.evaluation.record import write_record
-    from train.inference.model import open_weights_for_use
-    from train.report.card import CARD_FILE, model_card
-    from train.run.checkpoint import checkpoint_step
-    from train.weights.conversion import require_finite
-    from train.weights.exported import publish_folder
-    from train.weights.sources import is_run, log_scale_of, read_log_scale, whole_weights
+    with Doing("importing torch"):
+        from train.evaluation.record import write_record
+        from train.inference.model import open_weights_for_use
+        from train.report.card import CARD_FILE, model_card
+        from train.run.checkpoint import checkpoint_step
+        from train.weights.conversion import require_finite
+        from train.weights.exported import publish_folder
+        from train.weights.sources import is_run, log_scale_of, read_log_scale, whole_weights
 
     run, path = RunFolder(Path(weights)), checkpoint
     if is_run(run.path):
@@ -115,10 +117,12 @@ def export_run(
         write_record(folder, opened)
         (folder / CARD_FILE).write_text(card)
 
-    publish_folder(out, write)
+    with Doing(f"writing {out}"):
+        publish_folder(out, write)
     for remark in exported.remarks:
         say(remark)
     say(f"{path.name} of {weights} as {form} in {out}" if path is not None else f"{weights} as {form} in {out}")
+    say(f"open it with: {spec.formats[form].replace('OUT', str(out))}")
 
 
 def _checkpoint_of(run: RunFolder, path: Path) -> Path:

@@ -1,6 +1,7 @@
 """What `train TASK` runs: train a task's model in a new run, or resume one."""
 
 import os
+import shlex
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -8,10 +9,12 @@ from typing import Any
 
 import torch
 
+from manifests.errors import UserError
 from manifests.publish import publish_bytes, publish_json
+from manifests.store import read_videos
 from train.config.training import ClipSettings, ParallelSettings
 from train.config.tuning import frozen_at_random
-from train.data.inputs import Mixture, first_of
+from train.data.inputs import Mixture, first_of, open_folder
 from train.data.latents.segments import FrameShape
 from train.device.precision import choose_device, open_precision
 from train.distributed.launch import open_world
@@ -25,6 +28,7 @@ from train.evaluation.pages import counted
 from train.report.results import initial_weights, write_page
 from train.run.checkpoint import latest_checkpoint
 from train.run.checkpoint_writer import recover
+from train.run.doing import Doing
 from train.run.folder import Resume, RunFolder, create_run, find_run, machine, read_lines, reopen_run, sweep, versions
 from train.run.shared_folder import require_shared, wait_for_files
 from train.run.tracking import Progress, check_tracking
@@ -83,14 +87,15 @@ def _train(
     world = world.cut(settings.parallel.stages)
     precision = open_precision(settings.precision, device_type=device.type)
     old_facts = world.first(lambda: {} if old_run is None else old_run.read_facts())
-    attention, how_chosen = choose_attention(
-        settings,
-        workloads=spec.workloads,
-        device=device,
-        products=precision.products,
-        world=world,
-        facts=old_facts,
-    )
+    with Doing("choosing an attention backend"):
+        attention, how_chosen = choose_attention(
+            settings,
+            workloads=spec.workloads,
+            device=device,
+            products=precision.products,
+            world=world,
+            facts=old_facts,
+        )
     progress = Progress(is_quiet=not world.is_first)
     progress.say(f"attention: {attention.name} ({attention.reason}); precision: {precision.name} ({precision.reason})")
     has_weights = old_run is not None and _has_checkpoint(old_run, world=world)
@@ -101,7 +106,10 @@ def _train(
     if old_run is not None:
         world.first(lambda: reopen_run(settings))
     task = spec.open(settings, attention=attention, device=device, run=old_run if has_weights else None)
-    samples = open_consistent(lambda: task.training_set(world.replicas), settings, columns=task.columns, world=world)
+    with Doing(f"opening {', '.join(settings.folders)}"):
+        samples = open_consistent(
+            lambda: task.training_set(world.replicas), settings, columns=task.columns, world=world
+        )
     check_batch(settings, samples)
     check_stages(task, samples, settings, world=world)
     start = None if source is None else task.start_from(source, samples, say=_quiet if has_weights else progress.say)
@@ -142,9 +150,10 @@ def _train(
         publish_json(run.facts, facts)
     train(task, samples, settings, run=run, world=world, device=device, progress=progress)
     if world.is_first:
-        if spec.at_end is not None:
-            spec.at_end(run, settings, progress.say)
-        write_page(run)
+        with Doing(f"writing {run.page}"):
+            if spec.at_end is not None:
+                spec.at_end(run, settings, progress.say)
+            write_page(run)
     failed, lines = len(read_lines(run.failures)), read_lines(run.metrics)
     remark = f"; {counted(failed, 'sample')} failed, all are listed in {run.failures}" if failed else ""
     if sources := lines[-1].get("sources") if lines else None:
@@ -152,6 +161,22 @@ def _train(
     progress.say(
         f"done: {counted(settings.steps, 'step')}, checkpoints and results page ({run.page.name}) in {run.path}{remark}"
     )
+    if world.is_first and (following := _next_command(spec, settings)) is not None:
+        progress.say(f"next: {following}")
+
+
+def _next_command(spec: TaskSpec, settings: ClipSettings) -> str | None:
+    """The evaluation to begin with, if there is one and the data have the split that it takes."""
+    evaluation = spec.first_evaluation
+    if evaluation is None:
+        return None
+    try:
+        folder = open_folder(settings.on(settings.folders[0]), reason="a stream has no list of splits", column=None)
+        splits = set(read_videos(folder.path)["split"].unique().to_pylist())
+    except UserError:
+        return None
+    wanted = evaluation.settings().split
+    return f"train eval {evaluation.name} {shlex.quote(str(settings.out))}" if wanted in splits else None
 
 
 def _remarks(settings: ClipSettings, *, world: World, has_weights: bool) -> Iterator[str]:

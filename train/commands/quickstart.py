@@ -10,6 +10,7 @@ from cyclopts import Parameter
 
 from manifests.errors import UserError
 from train.config.training import Device
+from train.run.doing import Doing
 
 if TYPE_CHECKING:
     from train.quickstart.plan import Asked, Plan
@@ -69,9 +70,9 @@ def quickstart(
         raise UserError("--yes runs the command, and --json only prints the plan", hint="leave out one of them")
     if minutes is not None and not 0 < minutes < float("inf"):
         raise UserError(f"--minutes is {minutes}", hint="it must be more than 0")
-    _say("importing torch")
-    from train.quickstart.plan import Asked
-    from train.quickstart.printed import plan_json, plan_text
+    with Doing("importing torch"):
+        from train.quickstart.plan import Asked
+        from train.quickstart.printed import plan_json, plan_text
 
     asked = Asked(
         data=tuple(data),
@@ -95,23 +96,24 @@ def quickstart(
 
 
 def _say(what: str) -> None:
-    """Say on standard error what is being done: standard output has the plan."""
-    print(f"{what} ...", file=sys.stderr, flush=True)
+    """Say something on standard error: standard output has the plan."""
+    print(what, file=sys.stderr, flush=True)
 
 
 def _plan(asked: "Asked") -> "Plan":
-    import torch
+    with Doing("importing torch"):
+        import torch
 
-    from train.device.precision import choose_device
-    from train.doctor.examined import examine_in_run
-    from train.quickstart.plan import make_plan, propose
-    from train.quickstart.survey import survey
-    from train.quickstart.trial import try_steps
+        from train.device.precision import choose_device
+        from train.doctor.examined import examine_in_run
+        from train.quickstart.plan import make_plan, propose
+        from train.quickstart.survey import survey
+        from train.quickstart.trial import try_steps
 
     surveys = []
     for address in asked.data:
-        _say(f"looking at {address}")
-        surveys.append(survey(address))
+        with Doing(f"looking at {address}"):
+            surveys.append(survey(address))
     chosen = choose_device(asked.device)
     proposal = propose(asked, surveys, examine_in_run(asked_device=asked.device, device_type=chosen.type))
     first = torch.device("cuda", 0) if chosen.type == "cuda" else chosen
@@ -140,7 +142,7 @@ def _run(plan: "Plan") -> None:
     launch(plan.proposal.spec, plan.settings, resume=False)
     out = plan.settings.out
     print(f"page: {out / 'index.html'}\ncheckpoints: {out / 'checkpoints'}")
-    for command in plan.then:
+    for command in plan.then[1:] if plan.proposal.held_out else plan.then:  # the run has named the evaluation
         print(f"next: {command}")
 
 

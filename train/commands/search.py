@@ -1,6 +1,7 @@
 """`train embed` and `train search`."""
 
 import json
+import shlex
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -9,6 +10,7 @@ from cyclopts import Parameter
 from manifests.errors import FailedWork, UserError
 from manifests.quoting import counted
 from train.config.shards import DataSettings, folders_of
+from train.run.doing import Doing
 
 Device = Literal["auto", "cpu", "cuda"]
 
@@ -75,14 +77,15 @@ def embed(
             raise UserError(f"{flag} is {value}", hint="it must be 1 or more")
     if shards is None:
         shards = _own_folder(weights)
-    from train.device.precision import choose_device
-    from train.distributed.launch import COMMAND, open_world
-    from train.engine.rank_consistency import SAME_LAUNCH
-    from train.inference.model import load_model
-    from train.run.tracking import Progress
-    from train.search.embedding import embed as run
-    from train.search.embedding import open_work
-    from train.search.folder import FAILURES
+    with Doing("importing torch"):
+        from train.device.precision import choose_device
+        from train.distributed.launch import COMMAND, open_world
+        from train.engine.rank_consistency import SAME_LAUNCH
+        from train.inference.model import load_model
+        from train.run.tracking import Progress
+        from train.search.embedding import embed as run
+        from train.search.embedding import open_work
+        from train.search.folder import FAILURES
 
     start = {
         COMMAND: "train embed",
@@ -97,25 +100,29 @@ def embed(
         "--batch": batch,
     }
     with open_world(device_type=choose_device(device).type, start=start, hint=SAME_LAUNCH) as world:
-        model = load_model(
-            weights, num_frames=num_frames, sampling=sampling, size_px=size_px, device=device, shards=shards
-        )
-        work = open_work(
-            model,
-            weights=weights,
-            shards=shards,
-            split=split,
-            features=features,
-            clips=clips,
-            batch=batch,
-            workers=workers,
-            where=where,
-        )
+        with Doing(f"loading {weights}"):
+            model = load_model(
+                weights, num_frames=num_frames, sampling=sampling, size_px=size_px, device=device, shards=shards
+            )
+        with Doing(f"opening {shards}"):
+            work = open_work(
+                model,
+                weights=weights,
+                shards=shards,
+                split=split,
+                features=features,
+                clips=clips,
+                batch=batch,
+                workers=workers,
+                where=where,
+            )
         progress = Progress(is_quiet=not world.is_first, unit="part")
         for remark in model.remarks:
             progress.say(remark)
         record = run(work, out, world=world, progress=progress)
         progress.say(f"done: {record['num_clips']:,} clips and {record['num_captions']:,} captions in {out}")
+        if record["features"] == "embedding":
+            progress.say(f'next: train search {shlex.quote(str(out))} "what to look for"')
     if record["num_failed"]:
         raise FailedWork(
             f"{counted(record['num_failed'], 'clip')} could not be decoded; see {out / FAILURES}. After a repair of "
@@ -125,11 +132,12 @@ def embed(
 
 def _own_folder(weights: str) -> str:
     """The data folder that a run was trained on; UserError if it is not a run, or was trained on several."""
-    from train.config.files import read_values
-    from train.evaluation.opening import require_weights
-    from train.inference.model import tasks_where
-    from train.run.folder import open_run
-    from train.weights.sources import is_run
+    with Doing("importing torch"):
+        from train.config.files import read_values
+        from train.evaluation.opening import require_weights
+        from train.inference.model import tasks_where
+        from train.run.folder import open_run
+        from train.weights.sources import is_run
 
     if not is_run(Path(weights)):
         require_weights(weights, tasks_where(lambda spec: spec.features is not None))
@@ -188,9 +196,10 @@ def search(
     as_json
         Print one JSON object.
     """
-    from train.evaluation.pages import require_page_path
-    from train.search.folder import open_embedded
-    from train.search.searching import describe, result_json, search_folder, write_search_page
+    with Doing("loading the search"):
+        from train.evaluation.pages import require_page_path
+        from train.search.folder import open_embedded
+        from train.search.searching import describe, result_json, search_folder, write_search_page
 
     if page is None and shards is not None:
         raise UserError(f"--shards is {shards}, which has no effect without --page", hint="leave it out, or add --page")
@@ -200,7 +209,8 @@ def search(
     results = search_folder(embedded, queries or (), like=like or (), top=top, weights=weights, device=device)
     num_missing = 0
     if page is not None:
-        num_missing = write_search_page(page, embedded, results, shards=shards)
+        with Doing(f"writing {page}"):
+            num_missing = write_search_page(page, embedded, results, shards=shards)
     if as_json:
         print(json.dumps(result_json(embedded, results)))
     else:

@@ -14,6 +14,7 @@ from train.config.fields import FIRST_RUN, FLAG, Checked, deferred_checks, flags
 from train.config.files import load_settings, preset_path, presets_of, read_values, yaml_source
 from train.config.training import TrainingSettings, flat
 from train.registry import DEFAULT, task_named, task_names
+from train.run.doing import Doing
 from train.run.folder import Resume, RunFolder
 
 if TYPE_CHECKING:
@@ -55,6 +56,9 @@ def add_files(app: "App", commands: tuple[str, ...], arguments: "ArgumentCollect
     The values come from the `--config` files and the `--preset`, with `--resume` from the run itself, and with
     `--resume auto` from all of them.
     """
+
+    if all(argument.name != "--config" for argument in arguments):
+        return  # not a command of settings; train quickstart has a preset as a name
 
     def given(name: str) -> list[str]:
         return [token.value for argument in arguments if argument.name == name for token in argument.tokens]
@@ -158,7 +162,8 @@ def training_command(name: str) -> Callable[..., None]:
         config: Annotated[list[Path] | None, groups.WHERE, FIRST_RUN, Parameter(negative="")] = None,
         resume: Annotated[Resume, groups.WHERE, FIRST_RUN, Parameter(negative="")] = False,
     ) -> None:
-        from train.commands.launch import launch
+        with Doing("importing torch"):
+            from train.commands.launch import launch
 
         launch(spec, settings, resume=resume)
 

@@ -167,12 +167,21 @@ class Expected:
 
 
 _SPREAD = 0.15  # that the speed of a machine varies by anyway
+_BUSY_SPREAD = 0.5  # where other processes want the same cores
 
 
-def expected_time(steps: int, *, step_times: Sequence[float], start_s: float, num_processes: int) -> Expected:
+def is_busy(load: float, *, cores: float) -> bool:
+    """Whether others use the cores: more processes want to run than there are cores, this one not counted."""
+    return load - 1 > 0.75 * cores
+
+
+def expected_time(
+    steps: int, *, step_times: Sequence[float], start_s: float, num_processes: int, busy: bool
+) -> Expected:
     """The time of a run from the times of some of its steps.
 
-    The range is that of the means of four sections of these steps, and at least `_SPREAD` to each side.
+    The range is that of the means of four sections of these steps, and at least `_SPREAD` to each side, or
+    `_BUSY_SPREAD` where other processes use the machine.
 
     Args:
         step_times: in seconds, at least one.
@@ -183,13 +192,14 @@ def expected_time(steps: int, *, step_times: Sequence[float], start_s: float, nu
     size = max(1, len(step_times) // 4)
     parts = [step_times[begin : begin + size] for begin in range(0, len(step_times) - size + 1, size)]
     means = [sum(part) / len(part) for part in parts]
-    least, most = min(*means, (1 - _SPREAD) * mean), max(*means, (1 + _SPREAD) * mean)
+    spread = _BUSY_SPREAD if busy else _SPREAD
+    least, most = min(*means, (1 - spread) * mean), max(*means, (1 + spread) * mean)
     communication = 1.0 if num_processes == 1 else 1.5
     later = max(0, steps - 1)
     return Expected(
         seconds=start_s + later * mean,
-        least_s=(1 - _SPREAD) * start_s + later * least,
-        most_s=(1 + _SPREAD) * start_s + later * most * communication,
+        least_s=(1 - spread) * start_s + later * least,
+        most_s=(1 + spread) * start_s + later * most * communication,
     )
 
 

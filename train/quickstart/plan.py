@@ -1,5 +1,6 @@
 """The plan of a first run: from what was found and measured to settings and a command line."""
 
+import os
 import shlex
 import shutil
 from collections.abc import Sequence
@@ -42,6 +43,7 @@ class Proposal:
         held_out: split for evaluations; None without one.
         settings: with the preset's batch size and number of steps.
         num_processes: one per GPU.
+        load: mean number of processes that wanted to run in the last minute.
     """
 
     surveys: tuple[Survey, ...]
@@ -53,6 +55,7 @@ class Proposal:
     settings: ClipSettings
     num_processes: int
     minutes: float
+    load: float
 
     @property
     def spec(self) -> TaskSpec:
@@ -136,6 +139,7 @@ def propose(asked: Asked, surveys: Sequence[Survey], examined: Examined) -> Prop
         settings=replace(settings, **changes),
         num_processes=max(1, len(gpus)),
         minutes=choice.MINUTES[device] if asked.minutes is None else asked.minutes,
+        load=os.getloadavg()[0],
     )
 
 
@@ -163,7 +167,11 @@ def make_plan(proposal: Proposal, trial: Trial) -> Plan:
         settings=settings,
         length=length,
         expected=choice.expected_time(
-            length.steps, step_times=trial.step_times, start_s=trial.start_s, num_processes=num
+            length.steps,
+            step_times=trial.step_times,
+            start_s=trial.start_s,
+            num_processes=num,
+            busy=_is_busy(proposal),
         ),
         disk_bytes=needed,
         free_bytes=shutil.disk_usage(existing).free,
@@ -171,6 +179,11 @@ def make_plan(proposal: Proposal, trial: Trial) -> Plan:
         then=tuple(_then(proposal, settings)),
         warnings=tuple(_warnings(proposal, trial, length, needed=needed, free=shutil.disk_usage(existing).free)),
     )
+
+
+def _is_busy(proposal: Proposal) -> bool:
+    host = proposal.examined.host
+    return choice.is_busy(proposal.load, cores=min(host.allowed_cores, host.quota_cores or host.allowed_cores))
 
 
 def _free_folder(parent: Path) -> Path:
@@ -198,8 +211,8 @@ def _then(proposal: Proposal, settings: ClipSettings) -> list[str]:
     """Commands for after the run, which need a split that was not trained on, or the split itself for a search."""
     run = shlex.quote(str(settings.out))
     found = []
-    if proposal.held_out is not None:
-        evaluation = proposal.spec.evaluations[0]
+    evaluation = proposal.spec.first_evaluation
+    if proposal.held_out is not None and evaluation is not None:
         split = "" if proposal.held_out == evaluation.settings().split else f" --split {proposal.held_out}"
         found.append(f"train eval {evaluation.name} {run}{split}")
     if RECIPES[proposal.task.value].searches and len(settings.folders) == 1:
@@ -224,9 +237,14 @@ def _warnings(proposal: Proposal, trial: Trial, length: Length, *, needed: int, 
             "open_clip downloads; without them it begins with random weights and learns slowly"
         )
     if length.epochs < 1:
-        found.append(f"{length.steps:,} steps show {length.epochs:.0%} of the samples: allow more with --minutes")
+        found.append(f"the run shows only {length.epochs:.0%} of the samples: allow more time with --minutes")
     if trial.wait_share > 0.3:
         found.append(f"steps wait for data {trial.wait_share:.0%} of the time: train bench finds the bottleneck")
+    if _is_busy(proposal):
+        found.append(
+            f"other processes use this machine (load {proposal.load:.1f} on {proposal.examined.host.allowed_cores} "
+            "cores): the time of the run depends on them"
+        )
     if needed > free:
         found.append(f"checkpoints take {needed / 1e9:.1f} GB, and {free / 1e9:.1f} GB are free: use another --out")
     return found

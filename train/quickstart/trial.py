@@ -23,6 +23,7 @@ from train.engine.out_of_memory import available_bytes, fitting
 from train.engine.state import State, new_state
 from train.engine.throughput import Throughput
 from train.quickstart.choice import first_batch
+from train.run.doing import Doing
 from train.spec import TaskSpec
 from train.weights.sources import Say, fetch_tag, open_weights
 
@@ -116,13 +117,13 @@ def _try(
     fetch_tag(settings.init, say=say)
     source = open_weights(settings.init)
     settings = spec.effective(settings, source, _quiet)
-    say("opening the data")
 
     def opened(settings: ClipSettings) -> tuple[Any, TrainingSet]:
         task = spec.open(settings, attention=attention, device=device)
         return task, task.training_set(world)
 
-    task, samples = opened(settings)
+    with Doing(f"opening {', '.join(settings.folders)}"):
+        task, samples = opened(settings)
     num_samples = samples.num_samples or 1
     batch = first_batch(settings.batch, num_samples=num_samples, on_gpu=device.type == "cuda")
     if batch < settings.batch:
@@ -135,10 +136,10 @@ def _try(
         )
     if source is not None:
         task.start_from(source, samples, say=_quiet)
-    say(f"trying steps of {settings.batch} clips on the {device.type}")
-    state = new_state(task, samples, settings, world=world, device=device)
-    state.trained.train()
-    taken = _take(state, samples, settings, world=world, device=device, seconds=seconds)
+    with Doing(f"trying steps of {settings.batch} clips on the {device.type}"):
+        state = new_state(task, samples, settings, world=world, device=device)
+        state.trained.train()
+        taken = _take(state, samples, settings, world=world, device=device, seconds=seconds)
     # Batches that were loaded during the first step cost no waiting: leave these steps out if others remain.
     num_ahead = 1 + settings.batches_ahead
     later = taken[1 + num_ahead :] if len(taken) > 2 * num_ahead + 1 else taken[1:] or taken

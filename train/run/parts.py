@@ -4,6 +4,7 @@ The parts depend neither on the number of processes nor on what is finished, and
 own. A plan beside them states what the work is, so that it is never continued as other work.
 """
 
+import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from itertools import zip_longest
@@ -26,7 +27,17 @@ _MAX_SHOWN, _BEFORE = 32, 8  # characters of a longer one, and those of them bef
 
 
 class Part(Protocol):
-    """A share of the work, published as one file."""
+    """A share of the work, the rows from `begin` to `end`, published as one file."""
+
+    @property
+    def begin(self) -> int:
+        """Its first row."""
+        ...
+
+    @property
+    def end(self) -> int:
+        """The row after its last one."""
+        ...
 
     def path(self, folder: Path, /) -> Path:
         """Its file once it is finished, in a folder of the work."""
@@ -91,15 +102,27 @@ def share_parts(parts: Sequence[P], make: Callable[[P], int], *, world: World, p
         make: makes and publishes a part; returns the number of its clips that failed.
     """
     own = parts[world.rank :: world.size]
-    num_failed = 0
+    num_failed = num_rows = num_parts = 0
+    began_s = time.monotonic()
+
+    def shown(failed: int) -> str:
+        rate = f"{num_rows * world.size / (time.monotonic() - began_s):,.1f} rows/s" if num_rows else ""
+        return "  ".join(filter(None, (rate, f"{counted(failed, 'clip')} failed" if failed else "")))
 
     def make_some(some: Sequence[P]) -> int:
-        return sum(make(part) for part in some)
+        nonlocal num_rows, num_parts
+        failed = 0
+        for part in some:
+            failed += make(part)
+            num_rows, num_parts = num_rows + part.end - part.begin, num_parts + 1
+            # Of other ranks as many, until they say.
+            progress.show(min(num_parts * world.size, len(parts)), shown(num_failed + failed))
+        return failed
 
     progress.begin(0, len(parts))
     # Ranks that differ in speed wait for each other now and then: a collective gives up after half an hour.
     for begin in range(0, -(-len(parts) // world.size), _PARTS_TOGETHER):
         num_failed += sum(world.gather_objects(world.each(partial(make_some, own[begin : begin + _PARTS_TOGETHER]))))
-        failed = f"{counted(num_failed, 'clip')} failed" if num_failed else ""
-        progress.show(min((begin + _PARTS_TOGETHER) * world.size, len(parts)), failed)
+        if world.size > 1:
+            progress.show(min((begin + _PARTS_TOGETHER) * world.size, len(parts)), shown(num_failed))
     progress.close()

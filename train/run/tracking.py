@@ -5,6 +5,7 @@ import os
 import secrets
 import sys
 import time
+from collections import deque
 from collections.abc import Sequence
 from importlib.util import find_spec
 from typing import Any, Protocol
@@ -18,12 +19,13 @@ from manifests.json_text import parse_json
 from manifests.publish import publish_json
 from train.config.files import settings_yaml
 from train.config.training import ClipSettings, TrackSettings, TrainingSettings
+from train.run.doing import Doing, clock, log_interval
 from train.run.folder import RunFolder, append_lines, keep_lines, read_lines
 
 # Console output of a run: a progress bar on a terminal, plain lines elsewhere.
 
 
-_SECONDS_BETWEEN_LINES = 5.0
+_RECENT_S = 60.0  # whose rate tells how long the rest takes
 
 
 class _Console(Console):
@@ -40,8 +42,10 @@ class Progress:
         self._console = _Console(file=sys.stdout, highlight=False, soft_wrap=True, quiet=is_quiet)
         self._unit = unit
         self._bar: RichProgress | None = None
-        self._last_line = 0.0
+        self._begin_s = self._last_line_s = 0.0
         self._num_steps = 0
+        self._recent: deque[tuple[float, int]] = deque()  # when how many steps were done
+        self._starting: Doing | None = None
 
     def say(self, text: str) -> None:
         """Print a line."""
@@ -50,12 +54,15 @@ class Progress:
     def begin(self, step: int, num_steps: int) -> None:
         """Begin with step `step` + 1 of `num_steps`."""
         self._num_steps = num_steps
-        self._last_line = time.monotonic()
+        self._begin_s = self._last_line_s = time.monotonic()
+        self._recent = deque([(self._begin_s, step)])
         if self._console.is_terminal:
             columns = (BarColumn(), MofNCompleteColumn(), TextColumn("{task.description}"), TimeRemainingColumn())
             self._bar = RichProgress(*columns, console=self._console)
             self._bar.add_task("", total=num_steps, completed=step)
             self._bar.start()
+        elif step < num_steps and not self._console.quiet:
+            self._starting = Doing(f"{self._unit} {step + 1}/{num_steps} has begun").__enter__()
 
     def log(self, line: dict[str, Any]) -> None:
         """Show a line of metrics.jsonl; evaluation metrics are always shown, on a separate line."""
@@ -64,19 +71,37 @@ class Progress:
             self.say(f"{self._place(line['step'])}  {found}")
 
     def show(self, step: int, text: str) -> None:
-        """Show that `step` steps are done; without a terminal only the first, the last, and one every few seconds."""
-        now = time.monotonic()
+        """Show that `step` steps are done; without a terminal only the first, the last, and one now and then."""
+        now_s = time.monotonic()
+        self._end_start()
+        left = self._left(step, now_s)
         if self._bar is not None:
             self._bar.update(self._bar.task_ids[0], completed=step, description=text)
-        elif step in (1, self._num_steps) or now - self._last_line > _SECONDS_BETWEEN_LINES:
-            self._last_line = now
-            self.say(f"{self._place(step)}  {text}")
+        elif step in (1, self._num_steps) or now_s - self._last_line_s > log_interval(now_s - self._begin_s):
+            self._last_line_s = now_s
+            self.say("  ".join(filter(None, (self._place(step), text, left))))
 
     def _place(self, step: int) -> str:
         return f"{self._unit} {step}/{self._num_steps}"
 
+    def _left(self, step: int, now_s: float) -> str:
+        """How long the rest takes at the rate of the last minute; empty before there is one, and at the end."""
+        self._recent.append((now_s, step))
+        while len(self._recent) > 2 and now_s - self._recent[0][0] > _RECENT_S:
+            self._recent.popleft()
+        since_s, before = self._recent[0]
+        if step <= before or step >= self._num_steps or now_s <= since_s:
+            return ""
+        return f"{clock((self._num_steps - step) * (now_s - since_s) / (step - before))} left"
+
+    def _end_start(self) -> None:
+        if self._starting is not None:
+            self._starting.end()
+            self._starting = None
+
     def close(self) -> None:
         """Remove the progress bar."""
+        self._end_start()
         if self._bar is not None:
             self._bar.stop()
             self._bar = None

@@ -3,22 +3,22 @@
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import numpy as np
 from numpy.typing import NDArray
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from manifests.errors import UserError
 from manifests.publish import publish_bytes
 from manifests.quoting import on_one_line
 from train.evaluation.pages import load_template
 from train.evaluation.player import Player
+from train.run.doing import Doing
 from train.search.folder import VIDEO, Embedded, EmbeddedClip
 from train.search.nearest import nearest
 
-EncodeTexts = Callable[[Sequence[str]], NDArray[np.float32]]
+Vectors = NDArray[np.float32]
+EncodeTexts = Callable[[Sequence[str]], Vectors]
 
 
 @dataclass(frozen=True)
@@ -97,23 +97,15 @@ def search_folder(
     weights: str | None,
     device: Literal["auto", "cpu", "cuda"],
 ) -> list[Result]:
-    """`search` with the texts encoded by the weights that the clips were embedded with; a bar on a terminal.
+    """`search` with the texts encoded by the weights that the clips were embedded with; shows its progress.
 
     Raises:
         UserError: see `search`; also if the weights are not those, or are no longer there.
     """
-    columns = (TextColumn("clips"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    console = Console(stderr=True)
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
-        task = bar.add_task("", total=embedded.num_clips)
-        return search(
-            embedded,
-            texts,
-            like=like,
-            top=top,
-            encode=lambda texts: _encode(embedded, texts, weights=weights, device=device),
-            say_done=lambda num_rows: bar.advance(task, num_rows),
-        )
+    _check(embedded, texts, like=like, top=top)
+    vectors = _encode(embedded, texts, weights=weights, device=device) if texts else None
+    with Doing("searching", total=embedded.num_clips, unit="clips") as doing:
+        return search(embedded, texts, like=like, top=top, encode=lambda _: cast(Vectors, vectors), say_done=doing.add)
 
 
 def _encode(
@@ -126,7 +118,8 @@ def _encode(
     source = str(record["source"]) if weights is None else weights
     shown = {name: clip[name] for name in ("num_frames", "sampling", "size_px")}
     try:
-        model = load_model(source, device=device, **shown)
+        with Doing(f"loading {source}"):
+            model = load_model(source, device=device, **shown)
     except UserError as error:
         hint = f"{error.hint or 'see train embed'}; if the weights have moved, name them with --weights"
         raise UserError(str(error), hint=hint) from error

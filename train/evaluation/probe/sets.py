@@ -21,6 +21,7 @@ from train.distributed.world import World
 from train.evaluation.probe.features import ClipFeatures, Tower, extract, gathered
 from train.evaluation.probe.probing import LabelledFeatures
 from train.evaluation.runner import every_for
+from train.run.doing import counted_batches
 
 Labelled = LabelledClips | LabelledLatents
 
@@ -55,7 +56,9 @@ class ProbeSets:
         """
         parts = []
         for samples, every in ((self.queries, self.queries_every), (self.bank, self.bank_every)):
-            own = extract(towers, samples.evaluation_batches(every=every), inputs=inputs, device=device)
+            batches = samples.evaluation_batches(every=every)
+            batches = counted_batches(batches, "extracting features", total=-(-len(samples) // every))
+            own = extract(towers, batches, inputs=inputs, device=device)
             parts.append(gathered(own, world))
         queries, bank = parts
         return _labelled(queries, self.queries), _labelled(bank, self.bank), queries, bank

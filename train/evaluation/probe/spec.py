@@ -79,6 +79,7 @@ def probe_table(result: dict[str, Any]) -> Table:
 
 PROBE = EvaluationSpec(
     name="probe",
+    needs="--label NAME",
     help="Evaluate frozen features of the video tower with a k-NN classifier and a linear probe.\n\n"
     "Baselines are chance and the same tower with random weights.",
     example="train eval probe runs/mae --shards data --label motion --label shape",

@@ -11,6 +11,7 @@ from manifests.publish import publish_json
 from train.distributed.world import World
 from train.evaluation.player import open_player
 from train.evaluation.runner import OpenedRun, Score, describe_clip, every_for
+from train.run.doing import counted_batches
 from train.run.folder import COCO_SUFFIX
 from train.tasks.caption.generation import captions_of, comparable, loss_of
 from train.tasks.caption.metrics.java import Meteor, check_jars
@@ -63,7 +64,7 @@ def score_run(opened: OpenedRun, wanted: CaptionFlags, *, with_java: bool = True
     with trained.precision.autocast():
         found = captions_of(
             trained.fill(task.build_model(samples)),
-            samples.evaluation_batches(every=every),
+            counted_batches(samples.evaluation_batches(every=every), "captioning", total=-(-len(samples) // every)),
             inputs=task.inputs,
             tokenizer=task.decoder.tokenizer,
             decoding=how,

@@ -34,6 +34,7 @@ from train.engine.task import ClipTask
 from train.evaluation.runner import every_for, split_metrics
 from train.losses.objective import Objective
 from train.models.dual_encoder import size_of
+from train.run.doing import counted_batches
 from train.tasks.classify.evaluation import ClassResult, score_classifier
 from train.tasks.classify.model import VideoClassifier, start_of_classifier
 from train.tasks.classify.objective import SoftCrossEntropy
@@ -186,7 +187,7 @@ class ClassifyTask(ClipTask[ClassifySettings, Samples, VideoClassifier]):
         """Score a model in evaluation mode on samples that were opened with `views`; collective."""
         return score_classifier(
             model,
-            samples.evaluation_batches(every=every),
+            counted_batches(samples.evaluation_batches(every=every), "classifying", total=-(-len(samples) // every)),
             inputs=self.inputs,
             classes=self.classes,
             num_views=len(views),

@@ -21,6 +21,7 @@ from train.evaluation.by_class import Predictions, most_frequent
 from train.evaluation.pages import PicturedSamples, evenly_spaced
 from train.evaluation.player import open_player
 from train.evaluation.runner import OpenedRun, Score, describe_clip, every_for, split_metrics
+from train.run.doing import counted_batches
 from train.tasks.dual_encoder.embeddings import (
     Embeddings,
     EmbedTexts,
@@ -299,7 +300,8 @@ def score_run(opened: OpenedRun, wanted: DualEncoderEvaluation, *, num_clips: in
     samples = task.samples_of(wanted, World(), num_clips=num_clips)
     model = trained.fill(task.build_model(samples))
     with trained.precision.autocast():
-        own = embed_all(task, model, samples.evaluation_batches(), device=trained.device, num_clips=num_clips)
+        batches = counted_batches(samples.evaluation_batches(), "embedding", total=samples.num_samples)
+        own = embed_all(task, model, batches, device=trained.device, num_clips=num_clips)
         found = gathered(own, World(), device=trained.device)
         embed = text_embedder(model, device=trained.device)
         if isinstance(scorer, RetrievalScorer):

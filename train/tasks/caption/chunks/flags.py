@@ -1,6 +1,7 @@
 """`train caption-chunks` and its flags."""
 
 import json
+import shlex
 import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -12,6 +13,7 @@ from manifests.errors import FailedWork, UserError
 from train.config.data import AS_TRAINED, Overrides
 from train.config.fields import Needs, Range
 from train.config.training import Device
+from train.run.doing import Doing
 from train.tasks.caption.settings import DECODING, DecodingSettings, Method
 
 _NUM_SAMPLES, _TOP_P = 5, 0.9
@@ -94,12 +96,13 @@ def caption_chunks(
     for flag, value in (("--batch", batch), ("--workers", workers)):
         if value < 1:
             raise UserError(f"{flag} is {value}", hint="it must be 1 or more")
-    from train.device.precision import choose_device
-    from train.distributed.launch import COMMAND, open_world
-    from train.engine.rank_consistency import SAME_LAUNCH
-    from train.run.tracking import Progress
-    from train.tasks.caption.chunks.captioning import caption, open_work
-    from train.tasks.caption.chunks.table import failures_path, require_table_path
+    with Doing("importing torch"):
+        from train.device.precision import choose_device
+        from train.distributed.launch import COMMAND, open_world
+        from train.engine.rank_consistency import SAME_LAUNCH
+        from train.run.tracking import Progress
+        from train.tasks.caption.chunks.captioning import caption, open_work
+        from train.tasks.caption.chunks.table import failures_path, require_table_path
 
     require_table_path(out)
     start = {
@@ -131,6 +134,7 @@ def caption_chunks(
         counts = f"{record['num_captions']:,} captions of {record['num_clips'] - record['num_failed']:,} clips"
         empty = f"; {record['num_empty']:,} were empty and are left out" if record["num_empty"] else ""
         progress.say(f"done: {counts} in {out}{empty}")
+        progress.say(f"next: prep manifest captions {shlex.quote(str(out))} --data {shlex.quote(shards)}")
         if as_json and world.is_first:
             sys.stdout.write(json.dumps({"out": str(out), **record}) + "\n")
     if record["num_failed"]:

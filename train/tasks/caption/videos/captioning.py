@@ -12,7 +12,9 @@ from typing import Self
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
+from manifests.quoting import counted
 from train.data.frame_sampling import US_PER_S, Sampling
+from train.run.doing import Doing, clock, log_interval
 from train.tasks.caption.tokenizer import one_line
 from train.tasks.caption.videos.clips import WindowClip, window_clips
 from train.tasks.caption.videos.source import VideoFailed, shown_name
@@ -57,7 +59,6 @@ class VideoEnd:
     failure: str | None = None
 
 
-_PLAIN_INTERVAL_S = 10.0
 Clip = tuple[Path, WindowClip]
 Group = list[Clip | VideoEnd]
 
@@ -139,7 +140,7 @@ def _captioned(group: Group, caption: CaptionClips) -> Iterator[CaptionedWindow 
 
 
 class VideoProgress:
-    """Progress on standard error: a bar on a terminal, otherwise a line every ten seconds; failures immediately.
+    """Progress on standard error: a bar on a terminal, otherwise a line now and then; failures immediately.
 
     Args:
         num_videos: number of videos to caption.
@@ -147,7 +148,8 @@ class VideoProgress:
 
     def __init__(self, *, num_videos: int) -> None:
         self._num_videos, self._num_done, self._num_failed = num_videos, 0, 0
-        self._before_us = self._now_us = 0
+        self._before_us = self._now_us = self._num_windows = 0
+        self._starting = Doing("decoding and captioning the first windows")
         self._begin_s = self._line_s = time.monotonic()
         self._console = Console(stderr=True, highlight=False, soft_wrap=True)
         self._bar: Progress | None = None
@@ -166,18 +168,30 @@ class VideoProgress:
     def __enter__(self) -> Self:
         if self._bar is not None:
             self._bar.start()
+        else:
+            self._starting.__enter__()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        self._starting.end()
         if self._bar is not None:
             self._bar.stop()
+
+    def say_done(self, where: str, *, following: str = "") -> None:
+        """Say how much was captioned, where the captions are, and the command that may follow."""
+        windows, videos = counted(self._num_windows, "window"), counted(self._num_videos, "video")
+        print(f"done: captions of {windows} of {videos}{where}; {self._rates()}", file=sys.stderr, flush=True)
+        if following:
+            print(f"next: {following}", file=sys.stderr, flush=True)
 
     def show(self, event: CaptionedWindow | VideoEnd) -> None:
         """Show a captioned window, or the end of a video."""
         share = 0.0
+        self._starting.end()
         if isinstance(event, CaptionedWindow):
+            self._num_windows += 1
             self._now_us, share = event.end_us, event.end_us / event.video_us
         else:
             self._num_done += 1
@@ -187,9 +201,12 @@ class VideoProgress:
                 self._console.print(f"{shown_name(event.video)}: {event.failure}", markup=False)
         if self._bar is not None:
             self._bar.update(self._task, completed=self._num_done + min(share, 1.0), description=self._rates())
-        elif (now_s := time.monotonic()) - self._line_s >= _PLAIN_INTERVAL_S:
+        elif (now_s := time.monotonic()) - self._line_s >= log_interval(now_s - self._begin_s):
             self._line_s = now_s
-            print(f"videos {self._num_done}/{self._num_videos} {self._rates()}", file=sys.stderr, flush=True)
+            done = self._num_done + min(share, 1.0)
+            left = clock((self._num_videos - done) * (now_s - self._begin_s) / done) if done else "?"
+            line = f"videos {done:.1f}/{self._num_videos} {self._rates()}, {left} left"
+            print(line, file=sys.stderr, flush=True)
 
     def _rates(self) -> str:
         video_s = (self._before_us + self._now_us) / US_PER_S

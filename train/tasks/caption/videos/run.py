@@ -1,6 +1,8 @@
 """Caption video files with a trained captioner: what `train caption-video` runs."""
 
+import os
 import re
+import shlex
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -20,6 +22,7 @@ from train.engine.trained_run import TrainedRun
 from train.evaluation.identity import identity_of
 from train.evaluation.opening import open_weights_as
 from train.models.captioner import Captioner
+from train.run.doing import Doing
 from train.tasks.caption.decoding import generate_captions
 from train.tasks.caption.settings import CaptionerSettings, DecodingSettings
 from train.tasks.caption.spec import TASK
@@ -32,6 +35,7 @@ from train.tasks.caption.videos.source import find_videos, shown_name
 from train.weights.sources import Say
 
 _MAX_NAMED = 5
+_READ_BY_PREP = (".csv", ".jsonl")
 
 
 @dataclass(frozen=True)
@@ -106,7 +110,8 @@ def caption_files(
     if out is not None:  # a file of captions is read in other folders
         videos = [video.parent.resolve() / video.name for video in videos]
     sink = printed() if out is None else open_sink(out, videos, wanted=wanted)
-    captioner = open_captioner(weights, overrides=overrides, say=partial(print, file=sys.stderr))
+    with Doing(f"loading {weights}"):
+        captioner = open_captioner(weights, overrides=overrides, say=partial(print, file=sys.stderr))
     settings, how = captioner.trained.settings, captioner.task.decoding(decoding)
     sampling = Sampling(num_frames=settings.num_frames, rule=settings.sampling, stride=settings.stride)
     failed = []
@@ -123,6 +128,11 @@ def caption_files(
             progress.show(event)
             if isinstance(event, VideoEnd) and event.failure is not None:
                 failed.append(event)
+    following = ""
+    if out is not None and out.suffix in _READ_BY_PREP:
+        folder = os.path.commonpath([video.parent for video in videos])
+        following = f"prep manifest folder {shlex.quote(folder)} --captions {shlex.quote(str(out))}"
+    progress.say_done("" if out is None else f" in {out}", following=following)
     if failed:
         named = ", ".join(shown_name(one.video) for one in failed[:_MAX_NAMED])
         more = f" and {len(failed) - _MAX_NAMED} more" if len(failed) > _MAX_NAMED else ""

@@ -1,0 +1,101 @@
+"""What `train quickstart` chooses, as a function of made-up data and machines."""
+
+import pytest
+
+from manifests.errors import UserError
+from train.quickstart import choice
+from train.quickstart.survey import SplitFacts, Survey, split_to_evaluate, split_to_train
+
+
+def folder(
+    address: str = "data",
+    *,
+    captions: int = 10,
+    splits: tuple[str, ...] = ("train", "val"),
+    labels: tuple[str, ...] = (),
+) -> Survey:
+    facts = SplitFacts(num_videos=2, num_chunks=4, hours=0.1, num_captions=captions)
+    return Survey(
+        address=address, columns={"video": "v"}, splits=dict.fromkeys(splits, facts), chunk_s=15.0, labels=labels
+    )
+
+
+def test_captions_decide_the_task_unless_a_flag_does() -> None:
+    assert choice.choose_task([folder()], split="train", asked=None).value == "dual-encoder"
+    assert choice.choose_task([folder(captions=0)], split="train", asked=None).value == "mae"
+    mixed = choice.choose_task([folder(), folder("films", captions=0)], split="train", asked=None)
+    assert mixed.value == "mae" and "films" in mixed.reason
+    assert choice.choose_task([folder()], split="train", asked="mae").value == "mae"
+    with pytest.raises(UserError, match="has no captions, and train dual-encoder needs them") as refused:
+        choice.choose_task([folder(captions=0)], split="train", asked="dual-encoder")
+    assert "prep manifest folder VIDEOS --captions captions.csv" in str(refused.value.hint)
+
+
+def test_a_label_is_chosen_where_there_is_one() -> None:
+    assert choice.choose_label([folder(labels=("shape",))], asked=None) == "shape"
+    kitchen = folder(labels=("verb", "noun"))
+    assert choice.choose_label([kitchen], asked="action") == "action"
+    with pytest.raises(UserError, match="several labels: verb, noun, action"):
+        choice.choose_label([kitchen], asked=None)
+    with pytest.raises(UserError, match="no labels"):
+        choice.choose_label([kitchen, folder()], asked=None)
+
+
+@pytest.mark.parametrize(
+    ("task", "gpus", "preset"),
+    [
+        ("dual-encoder", [], "tiny"),
+        ("dual-encoder", [24e9, 24e9], "b16-ego4d"),
+        ("dual-encoder", [24e9, 4e9], "tiny"),
+        ("mae", [80e9], "mae-b16-k400"),
+        ("caption", [80e9], "tiny"),
+    ],
+)
+def test_gpus_decide_the_preset(task: str, gpus: list[int], preset: str) -> None:
+    assert choice.choose_preset(task, gpu_bytes=gpus).value == preset
+
+
+def test_the_splits_are_found_whatever_their_names_are() -> None:
+    assert split_to_train([folder()]) == "train" and split_to_evaluate([folder()], trained="train") == "val"
+    both = [folder(splits=("test", "train", "val")), folder("films", splits=("train", "test"))]
+    assert split_to_evaluate(both, trained="train") == "test"
+    alone = [folder(splits=("all",))]
+    assert split_to_train(alone) == "all" and split_to_evaluate(alone, trained="all") is None
+    with pytest.raises(UserError, match="data has first, second; films has third"):
+        split_to_train([folder(splits=("first", "second")), folder("films", splits=("third",))])
+
+
+def test_the_batch_is_a_power_of_two_that_the_data_can_fill() -> None:
+    assert choice.first_batch(64, num_samples=10_000, on_gpu=False) == 64
+    assert choice.first_batch(64, num_samples=9, on_gpu=False) == 4
+    assert choice.first_batch(64, num_samples=1, on_gpu=False) == 2
+    assert choice.first_batch(2048, num_samples=10**6, on_gpu=True) == 256
+
+
+def test_the_length_is_that_of_the_epochs_within_the_time() -> None:
+    whole = choice.choose_length(6400, batch=64, step_s=0.1, start_s=5.0, minutes=10.0)
+    assert (whole.steps, whole.epochs, whole.reason) == (3000, 30.0, "30 epochs")
+    short = choice.choose_length(64, batch=64, step_s=0.1, start_s=5.0, minutes=10.0)
+    assert (short.steps, short.reason) == (200, "the fewest steps that show learning")
+    cut = choice.choose_length(10**6, batch=64, step_s=1.0, start_s=60.0, minutes=10.0)
+    assert (cut.steps, cut.reason) == (540, "as many as --minutes 10 allows") and cut.epochs < 1
+    assert choice.choose_length(9, batch=4, step_s=9.0, start_s=60.0, minutes=0.1).steps == 1
+
+
+def test_the_expected_time_has_a_range_that_grows_with_what_is_not_known() -> None:
+    def expected(times: list[float], *, num: int = 1, busy: bool = False) -> choice.Expected:
+        return choice.expected_time(101, step_times=times, start_s=10.0, num_processes=num, busy=busy)
+
+    even = expected([1.0] * 8)
+    assert (even.seconds, even.least_s, even.most_s) == pytest.approx((110.0, 93.5, 126.5))
+    uneven = expected([0.5, 0.5, 1.0, 1.0, 1.0, 1.0, 1.5, 1.5])
+    assert (uneven.seconds, uneven.least_s, uneven.most_s) == pytest.approx((110.0, 58.5, 161.5))
+    assert expected([1.0] * 8, num=8).most_s > even.most_s and expected([1.0] * 8, busy=True).least_s < even.least_s
+    assert choice.is_busy(5.0, cores=2) and not choice.is_busy(1.2, cores=2)
+
+
+def test_short_runs_warm_up_and_save_accordingly() -> None:
+    assert (choice.warmup_steps(500, steps=200), choice.warmup_steps(20, steps=10_000)) == (20, 20)
+    assert (choice.checkpoint_every(500, steps=201), choice.checkpoint_every(500, steps=10_000)) == (51, 500)
+    assert choice.disk_bytes(10, steps=1000, every=100, keep=3) == 40
+    assert choice.disk_bytes(10, steps=100, every=100, keep=3) == 10

@@ -1,0 +1,212 @@
+"""`train quickstart`: what it proposes for tiny data, that its command is one, and that a script is never asked."""
+
+import json
+from collections.abc import Callable
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pytest
+import torch
+
+from manifests.errors import UserError
+from manifests.store import write_manifest
+from tests.train.data.http_folder import HttpFolder
+from train.cli import app, main
+from train.commands import quickstart as commands
+from train.commands.training import parse
+from train.doctor.examined import examine_in_run
+from train.quickstart import trial as trials
+from train.quickstart.plan import Asked, Plan, propose
+from train.quickstart.survey import survey
+from train.run.folder import RunFolder, read_lines
+
+CPU = torch.device("cpu")
+Quickstart = Callable[..., int]
+
+
+@pytest.fixture(scope="module")
+def plan(data_dir: Path) -> Plan:
+    """The plan for a folder of nine captions to train on, and three that are held out."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(data_dir.parent)
+        patch.setattr(commands, "_TRIAL_S", 0.0)
+        return commands._plan(Asked(data=(str(data_dir),), minutes=0.001, device="cpu"))
+
+
+@pytest.fixture
+def quickstart(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Quickstart:
+    """Runs the command in this process, in an empty folder, with short trials; gives its exit status."""
+    monkeypatch.chdir(tmp_path)
+
+    def run(*arguments: object) -> int:
+        monkeypatch.setattr("sys.argv", ["train", "quickstart", *map(str, arguments)])
+        with pytest.raises(SystemExit) as left:
+            main()
+        return int(left.value.code or 0)
+
+    return run
+
+
+def launched(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """The settings that are trained with, in place of training."""
+    found: list[Any] = []
+    monkeypatch.setattr("train.commands.launch.launch", lambda spec, settings, resume: found.append(settings))
+    return found
+
+
+def test_the_printed_command_is_accepted_and_has_the_settings_of_the_plan(
+    plan: Plan, data_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = launched(monkeypatch)
+    assert plan.words[0] == "train" and plan.command.startswith("train dual-encoder --shards ")
+    parse(app, plan.words[1:])()
+    assert found == [plan.settings]
+    assert (plan.settings.batch, plan.settings.split, plan.settings.model) == (4, "train", "tiny")
+    assert plan.then[0] == "train eval retrieval runs/quickstart"
+    for command in plan.then[:2]:
+        app.parse_args(command.removeprefix("train "))
+
+
+def test_the_plan_as_json_says_what_was_found_and_measured(
+    plan: Plan, quickstart: Quickstart, data_dir: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any, tmp_path: Path
+) -> None:
+    monkeypatch.setattr("train.commands.quickstart._plan", lambda asked: plan)
+    assert quickstart(data_dir, "--json") == 0
+    found = json.loads(capsys.readouterr().out)
+    assert set(found) == {
+        *("data", "machine", "task", "preset", "split", "held_out", "batch", "steps", "epochs", "steps_reason"),
+        *("minutes", "expected", "measured", "disk_bytes", "free_bytes", "out", "warnings", "argv", "command", "then"),
+    }
+    [data] = found["data"]
+    train, val = data["splits"]["train"], data["splits"]["val"]
+    assert (train["num_videos"], train["num_chunks"], train["num_captions"]) == (3, 9, 9)
+    assert (val["num_videos"], val["num_chunks"], val["num_captions"]) == (1, 3, 3)
+    assert train["hours"] == pytest.approx(3 * 5.5 / 3600) and data["chunk_s"] == 2.0
+    assert (found["task"]["value"], found["preset"]["value"], found["held_out"]) == ("dual-encoder", "tiny", "val")
+    expected, measured = found["expected"], found["measured"]
+    assert 0 < expected["least_s"] < expected["seconds"] < expected["most_s"]
+    assert measured["num_samples"] == 9 and measured["num_steps"] >= 1 and measured["memory_bytes"] > 1e8
+    assert found["disk_bytes"] >= measured["checkpoint_bytes"]
+    assert list(tmp_path.iterdir()) == [], "nothing is written"
+
+
+def test_a_script_is_never_asked_and_a_person_is(
+    plan: Plan, quickstart: Quickstart, data_dir: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    found, answers = launched(monkeypatch), iter([])
+    monkeypatch.setattr("train.commands.quickstart._plan", lambda asked: plan)
+    monkeypatch.setattr("builtins.input", lambda question: next(answers))  # StopIteration if it is asked
+    assert quickstart(data_dir) == 0
+    printed = capsys.readouterr().out
+    assert f"    {plan.command}\n" in printed and "--yes" in printed.splitlines()[-1] and not found
+    monkeypatch.setattr("train.commands.quickstart._is_asked", lambda: True)
+    for answer, times in (("", 0), ("n", 0), ("y", 1)):
+        answers = iter([answer])
+        assert quickstart(data_dir) == 0
+        assert found == [plan.settings] * times, answer
+    assert quickstart(data_dir, "--json") == 0 and len(found) == 1
+
+
+def test_with_yes_it_trains_and_says_where_the_page_is_and_what_comes_next(
+    plan: Plan, quickstart: Quickstart, data_dir: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any, tmp_path: Path
+) -> None:
+    monkeypatch.setattr("train.commands.quickstart._plan", lambda asked: plan)
+    assert quickstart(data_dir, "--yes") == 0
+    lines = capsys.readouterr().out.splitlines()
+    run = RunFolder(tmp_path / "runs" / "quickstart")
+    assert run.page.is_file() and len(read_lines(run.metrics)) >= 1
+    assert "next: train eval retrieval runs/quickstart" in lines
+    assert "page: runs/quickstart/index.html" in lines and lines[-1].startswith("next: train search ")
+    [checkpoint] = run.checkpoints.iterdir()
+    size_bytes = sum(path.stat().st_size for path in checkpoint.rglob("*") if path.is_file())
+    assert plan.trial.checkpoint_bytes == pytest.approx(size_bytes, rel=0.05)
+    # The next one has a folder of its own.
+    assert propose_out(data_dir) == "runs/quickstart-2"
+
+
+def propose_out(data_dir: Path) -> str:
+    examined = examine_in_run(asked_device="cpu", device_type="cpu")
+    proposal = propose(Asked(data=(str(data_dir),), device="cpu"), [survey(str(data_dir))], examined)
+    return str(proposal.settings.out)
+
+
+def test_what_does_not_fit_is_tried_with_fewer_clips(plan: Plan, monkeypatch: pytest.MonkeyPatch) -> None:
+    tried, said = [], []
+
+    def attempt(spec: Any, settings: Any, **others: Any) -> Any:
+        tried.append(settings.batch)
+        if settings.batch > 16:
+            raise trials._TooLarge(settings.batch // 2)
+        return plan.trial
+
+    monkeypatch.setattr("gc.collect", lambda: 0)
+    monkeypatch.setattr(trials, "_try", attempt)
+    spec = plan.proposal.spec
+    settings = plan.proposal.settings
+    assert trials.try_steps(spec, settings, device=CPU, seconds=0.0, say=said.append) is plan.trial
+    assert tried == [64, 32, 16] and said[0] == "64 clips do not fit into memory; trying 32"
+    monkeypatch.setattr(trials, "_try", lambda spec, settings, **others: (_ for _ in ()).throw(trials._TooLarge(1)))
+    with pytest.raises(UserError, match="not even"):
+        trials.try_steps(spec, settings, device=CPU, seconds=0.0, say=said.append)
+
+
+def folder_without_chunks(path: Path, *, num_videos: int) -> Path:
+    ids = [f"v{number}" for number in range(num_videos)]
+    videos = pa.table({"video_id": ids, "source_id": ids, "path": ids, "split": ["train"] * num_videos})
+    columns = {
+        "video_id": pa.dictionary(pa.int32(), pa.string()),
+        "begin_s": pa.float64(),
+        "end_s": pa.float64(),
+        "text": pa.string(),
+    }
+    captions = pa.table({name: pa.array([], kind) for name, kind in columns.items()})
+    captions = captions.append_column("source", pa.array([], pa.string()).dictionary_encode())
+    write_manifest(path, "test", videos, captions)
+    return path
+
+
+def test_what_cannot_be_trained_on_is_refused_with_what_to_do(tmp_path: Path, data_dir: Path) -> None:
+    (tmp_path / "videos").mkdir()
+    (tmp_path / "videos" / "a.mp4").touch()
+    (tmp_path / "nothing").mkdir()
+    (tmp_path / "file").touch()
+    cases = {
+        str(tmp_path / "gone"): ("there is no folder", "prep manifest folder VIDEOS"),
+        str(tmp_path / "file"): ("is a file", "prep manifest"),
+        str(tmp_path / "nothing"): ("is empty", "prep chunk --data"),
+        str(tmp_path / "videos"): ("it has no manifest", f"prep manifest folder {tmp_path / 'videos'}"),
+        str(folder_without_chunks(tmp_path / "manifest", num_videos=2)): ("no chunks of video yet", "prep chunk"),
+        str(tmp_path / "{000..003}.tar"): ("names tar files", "name the data folder"),
+    }
+    for address, (why, hint) in cases.items():
+        with pytest.raises(UserError, match=why) as refused:
+            survey(address)
+        assert hint in (refused.value.hint or ""), address
+
+
+def test_flags_that_contradict_data_or_each_other_are_refused(
+    quickstart: Quickstart, data_dir: Path, tmp_path: Path, capsys: Any
+) -> None:
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "file").touch()
+    for flags, why in (
+        (["--yes", "--json"], "--yes runs the command, and --json only prints"),
+        (["--minutes", "0"], "--minutes is 0"),
+        (["--task", "classify"], "the captions have no labels"),
+        (["--label", "shape"], "--label shape is about train classify"),
+        (["--preset", "huge"], "preset 'huge' is not one of train dual-encoder"),
+        (["--out", "out"], "out exists and is not empty"),
+    ):
+        assert quickstart(data_dir, "--device", "cpu", *flags) == 2
+        assert why in capsys.readouterr().err
+
+
+def test_a_data_folder_at_an_address_is_looked_at_as_a_local_one(
+    data_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    with closing(HttpFolder(data_dir.parent)) as served:
+        here, there = survey(str(data_dir)), survey(f"{served.address}/{data_dir.name}")
+    assert (there.splits, there.columns, there.chunk_s) == (here.splits, here.columns, here.chunk_s)
