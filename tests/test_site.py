@@ -40,11 +40,13 @@ def test_every_command_has_a_page_with_all_of_its_flags() -> None:
         ("[format](../shards/format.py)", "format (`shards/format.py`)"),
         ("[`format.py`](../shards/format.py)", "`format.py`"),
         ("[elsewhere](https://arxiv.org/abs/2309.16671)", "[elsewhere](https://arxiv.org/abs/2309.16671)"),
+        ("![a page](../docs/pictures/overview.png)", "![a page](../pictures/overview.png)"),
+        ("<!-- tested with\ndata: a\n-->\n# Title\n<!-- not run: why -->\ntext", "# Title\ntext"),
     ],
 )
 def test_links_lead_to_pages_and_name_files_that_are_none(text: str, wanted: str) -> None:
     document = Path("prep/README.md")
-    pages = {path: build.page_of(path) for path in build.documents()}
+    pages = {path: build.page_of(path) for path in [*build.documents(), *build.pictures()]}
     pages[document] = Path("code/prep.md")
     assert build.with_links(text, document=document, pages=pages) == wanted
 

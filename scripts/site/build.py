@@ -20,6 +20,7 @@ from scripts.site.reference import reference_pages
 ROOT = Path(__file__).parents[2]
 STAGE = ROOT / "build" / "docs"
 _LINK = re.compile(r"\[((?:[^\[\]]|\[[^\]]*\])*)\]\((?![a-z]+:|#)([^)#\s]+)(#[^)\s]*)?\)")
+_COMMENT = re.compile(r"^<!-- .*?-->\n", flags=re.MULTILINE | re.DOTALL)
 # Section of the site -> documents, in their order; each appears once.
 SECTIONS: dict[str, tuple[str, ...]] = {
     "Start": ("index.md", "docs/start.md", "docs/thousand_videos.md", "docs/comparison.md"),
@@ -92,7 +93,10 @@ def pictures() -> list[Path]:
 
 
 def with_links(text: str, *, document: Path, pages: dict[Path, Path]) -> str:
-    """Return the text of a document with links to other pages; a link to a file that is no page becomes its name."""
+    """Return the text of a document with links to other pages; a link to a file that is no page becomes its name.
+
+    Comments are left out: the title of a page would not be found behind one.
+    """
 
     def replaced(found: re.Match[str]) -> str:
         label, target, anchor = found[1], found[2], found[3] or ""
@@ -102,7 +106,7 @@ def with_links(text: str, *, document: Path, pages: dict[Path, Path]) -> str:
             return f"{label} (`{wanted}`)" if wanted.name not in label else label
         return f"[{label}]({os.path.relpath(pages[wanted], pages[document].parent)}{anchor})"
 
-    return _LINK.sub(replaced, text)
+    return _LINK.sub(replaced, _COMMENT.sub("", text))
 
 
 def write_pages(folder: Path) -> list[Any]:
