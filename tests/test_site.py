@@ -40,11 +40,13 @@ def test_every_command_has_a_page_with_all_of_its_flags() -> None:
         ("[format](../shards/format.py)", "format (`shards/format.py`)"),
         ("[`format.py`](../shards/format.py)", "`format.py`"),
         ("[elsewhere](https://arxiv.org/abs/2309.16671)", "[elsewhere](https://arxiv.org/abs/2309.16671)"),
+        ("![a page](../docs/pictures/overview.png)", "![a page](../pictures/overview.png)"),
+        ("<!-- tested with\ndata: a\n-->\n# Title\n<!-- not run: why -->\ntext", "# Title\ntext"),
     ],
 )
 def test_links_lead_to_pages_and_name_files_that_are_none(text: str, wanted: str) -> None:
     document = Path("prep/README.md")
-    pages = {path: build.page_of(path) for path in build.documents()}
+    pages = {path: build.page_of(path) for path in [*build.documents(), *build.pictures()]}
     pages[document] = Path("code/prep.md")
     assert build.with_links(text, document=document, pages=pages) == wanted
 
@@ -58,6 +60,24 @@ def test_the_page_of_messages_has_those_that_commands_print() -> None:
     ):
         assert f"| {message} | {hint}" in text
     assert text.count("\n| ") > 500
+    left = [line for line in text.splitlines() if line.endswith("|  |")]
+    assert not left, "give them a hint, or a row in scripts/site/stories.py"
+
+
+def test_the_stories_are_about_messages_that_exist() -> None:
+    """Of docs/troubleshooting.md: each quoted error is one of the source."""
+    root = Path(build.__file__).parents[2]
+    found = [
+        one.text
+        for name in ("manifests", "shards", "prep", "train")
+        for path in (root / name).rglob("*.py")
+        for one in messages_of(path.read_text())
+    ]
+    known = [re.compile(".*".join(map(re.escape, re.split(" ?… ?", text)))) for text in found if len(text) > 15]
+    told = re.findall(r"^(?:error|failed): (.*)$", (root / "docs/troubleshooting.md").read_text(), flags=re.MULTILINE)
+    assert len(told) > 10
+    for line in told:
+        assert any(pattern.fullmatch(line) for pattern in known), line
 
 
 def test_a_message_with_alternatives_and_values_is_read_as_each_of_them() -> None:

@@ -19,10 +19,26 @@ from scripts.site.reference import reference_pages
 
 ROOT = Path(__file__).parents[2]
 STAGE = ROOT / "build" / "docs"
-_LINK = re.compile(r"(?<!!)\[((?:[^\[\]]|\[[^\]]*\])*)\]\((?![a-z]+:|#)([^)#\s]+)(#[^)\s]*)?\)")
+_LINK = re.compile(r"\[((?:[^\[\]]|\[[^\]]*\])*)\]\((?![a-z]+:|#)([^)#\s]+)(#[^)\s]*)?\)")
+_COMMENT = re.compile(r"^<!-- .*?-->\n", flags=re.MULTILINE | re.DOTALL)
 # Section of the site -> documents, in their order; each appears once.
 SECTIONS: dict[str, tuple[str, ...]] = {
-    "Start": ("index.md", "docs/quickstart.md", "docs/comparison.md"),
+    "Start": (
+        "index.md",
+        "docs/start.md",
+        "docs/quickstart.md",
+        "docs/thousand_videos.md",
+        "docs/comparison.md",
+    ),
+    "Tutorials": (
+        "docs/tutorials/your_videos.md",
+        "docs/tutorials/vatex.md",
+        "docs/tutorials/ek100.md",
+        "docs/tutorials/rerun.md",
+        "docs/tutorials/latents.md",
+        "docs/tutorials/cluster.md",
+        "docs/tutorials/notebook.md",
+    ),
     "How to": (
         "docs/datasets.md",
         "docs/data.md",
@@ -34,6 +50,8 @@ SECTIONS: dict[str, tuple[str, ...]] = {
         "docs/doctor.md",
         "docs/gpu_kit.md",
     ),
+    "Reference": ("docs/commands.md", "docs/data_folder.md"),
+    "Troubleshooting": ("docs/troubleshooting.md",),
     "Explanations": (
         "docs/chunks.md",
         "docs/encoding.md",
@@ -47,6 +65,7 @@ SECTIONS: dict[str, tuple[str, ...]] = {
         "docs/mae.md",
         "docs/captions.md",
         "docs/reliability.md",
+        "docs/figures.md",
         "docs/seeds.md",
         "benchmarks/README.md",
     ),
@@ -66,7 +85,7 @@ def page_of(document: Path) -> Path:
 
 def documents() -> list[Path]:
     """Return the documents of the repository that become pages, relative to it."""
-    found = [path for path in (ROOT / "docs").glob("*.md") if path.name != "README.md"]
+    found = [path for path in (ROOT / "docs").rglob("*.md") if path.name != "README.md"]
     found += [
         ROOT / name for name in ("README.md", "CONTRIBUTING.md", "SECURITY.md", "CHANGELOG.md", "benchmarks/README.md")
     ]
@@ -74,8 +93,16 @@ def documents() -> list[Path]:
     return sorted(path.relative_to(ROOT) for path in found)
 
 
+def pictures() -> list[Path]:
+    """Return the pictures that documents show, relative to the repository."""
+    return sorted(path.relative_to(ROOT) for path in (ROOT / "docs" / "pictures").glob("*.png"))
+
+
 def with_links(text: str, *, document: Path, pages: dict[Path, Path]) -> str:
-    """Return the text of a document with links to other pages; a link to a file that is no page becomes its name."""
+    """Return the text of a document with links to other pages; a link to a file that is no page becomes its name.
+
+    Comments are left out: the title of a page would not be found behind one.
+    """
 
     def replaced(found: re.Match[str]) -> str:
         label, target, anchor = found[1], found[2], found[3] or ""
@@ -85,16 +112,19 @@ def with_links(text: str, *, document: Path, pages: dict[Path, Path]) -> str:
             return f"{label} (`{wanted}`)" if wanted.name not in label else label
         return f"[{label}]({os.path.relpath(pages[wanted], pages[document].parent)}{anchor})"
 
-    return _LINK.sub(replaced, text)
+    return _LINK.sub(replaced, _COMMENT.sub("", text))
 
 
 def write_pages(folder: Path) -> list[Any]:
     """Write all pages into a folder, and return the navigation of the site."""
-    pages = {document: page_of(document) for document in documents()}
+    pages = {document: page_of(document) for document in [*documents(), *pictures()]}
     for document, page in pages.items():
         path = folder / page
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(with_links((ROOT / document).read_text(), document=document, pages=pages))
+        if document.suffix == ".md":
+            path.write_text(with_links((ROOT / document).read_text(), document=document, pages=pages))
+        else:
+            shutil.copyfile(ROOT / document, path)
     (folder / "messages.md").write_text(messages_page(ROOT))
     reference: list[Any] = []
     for program, commands in reference_pages().items():
@@ -105,13 +135,13 @@ def write_pages(folder: Path) -> list[Any]:
             (folder / page).write_text(text)
             entries.append({f"{program} {name}": page.as_posix()})
         reference.append({program: entries})
+    generated: dict[str, list[Any]] = {"Reference": reference, "Troubleshooting": ["messages.md"]}
     navigation: list[Any] = []
     for title, names in SECTIONS.items():
         placed: list[Any] = [name if name == "index.md" else pages[Path(name)].as_posix() for name in names]
-        navigation.append({title: placed})
+        navigation.append({title: placed + generated.get(title, [])})
     packages = [{str(document.parent): page.as_posix()} for document, page in pages.items() if page.parts[0] == "code"]
     navigation[-1]["Code"].append({"Packages": packages})
-    navigation[-1:-1] = [{"Reference": reference}, {"Troubleshooting": ["messages.md"]}]
     return navigation
 
 

@@ -7,6 +7,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from scripts.site.stories import what_to_do
+
 _PACKAGES = {
     "manifests": "Videos, captions and commands",
     "shards": "Shards and data folders",
@@ -19,8 +21,9 @@ _INTRO = """# Error messages
 
 Every error of both programs says what is wrong, with which value, and what to do. Exit code 2 means that the command
 cannot be carried out as it stands, 1 that some of the work failed. This page lists all messages, for searching; `…`
-stands for a value of yours. Failure codes of single videos and chunks are explained in [chunks.md](chunks.md), and what
-happens to damaged data and killed commands in [reliability.md](reliability.md).
+stands for a value of yours. [Troubleshooting](troubleshooting.md) tells what is behind the most frequent ones. Failure
+codes of single videos and chunks are explained in [chunks.md](chunks.md#failures), and what happens to damaged data and
+killed commands in [reliability.md](reliability.md).
 """
 
 
@@ -39,9 +42,10 @@ def messages_page(root: Path) -> str:
         found = {
             message for path in sorted((root / package).rglob("*.py")) for message in messages_of(path.read_text())
         }
-        parts += [f"## {title}\n", "| message | hint |", "|---|---|"]
+        parts += [f"## {title}\n", "| what happened | what to do |", "|---|---|"]
         parts += [
-            f"| {_cell(one.text)} | {_cell(one.hint)} |" for one in sorted(found, key=lambda one: one.text.lower())
+            f"| {_cell(one.text)} | {_cell(one.hint) or what_to_do(one.text) or ''} |"
+            for one in sorted(found, key=lambda one: one.text.lower())
         ]
         parts.append("")
     return "\n".join(parts)

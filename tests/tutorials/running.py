@@ -1,5 +1,7 @@
 """Runs the blocks of a page as its reader would, but `prep` and `train` in this process, which has imported them."""
 
+import ast
+import asyncio
 import os
 import shlex
 import subprocess
@@ -22,12 +24,13 @@ _BIN = Path(sys.executable).parent
 
 @dataclass
 class Runner:
-    """A reader's working folder, which is the current one, and what the blocks have printed and defined so far."""
+    """A reader's working folder, which is the current one, and what the blocks have printed, defined and shown."""
 
     folder: Path
     setenv: Callable[[str, str], None]
     said: str = ""
     names: dict[str, Any] = field(default_factory=lambda: {"__name__": "__main__"})
+    shown: list[str | bytes] = field(default_factory=list)
 
     def run(self, block: Block) -> None:
         """Run a block, or compare it."""
@@ -36,9 +39,7 @@ class Runner:
         if block.language == "sh":
             self.said = "".join(self._ran(line) for line in command_lines(block.text))
         elif block.language == "python":
-            with redirect_stdout(StringIO()) as out:
-                exec(compile(block.text, "page", "exec"), self.names)  # noqa: S102 - the program of the page
-            self.said = out.getvalue()
+            self.said = asyncio.run(self._cell(block.text))
         elif block.language == "text":
             missing = missing_lines(block.text, self.said)
             assert not missing, f"not printed: {missing}\nprinted:\n{self.said}"
@@ -46,8 +47,22 @@ class Runner:
             missing = missing_lines(block.text, (self.folder / block.file).read_text())
             assert not missing, f"not in {block.file}: {missing}"
 
+    async def _cell(self, text: str) -> str:
+        """Run a cell in a running event loop, and show the value of its last line, as Jupyter does."""
+        *lines, last = ast.parse(text).body
+        if not isinstance(last, ast.Expr):
+            lines, last = [*lines, last], None
+        with redirect_stdout(StringIO()) as out:
+            exec(compile(ast.Module(lines, []), "cell", "exec"), self.names)  # noqa: S102 - the program of the page
+            if last is not None:
+                shown = eval(compile(ast.Expression(last.value), "cell", "eval"), self.names)  # noqa: S307 - likewise
+                for form in ("_repr_html_", "_repr_png_"):
+                    if hasattr(shown, form):
+                        self.shown.append(getattr(shown, form)())
+        return out.getvalue()
+
     def _ran(self, line: str) -> str:
-        match shlex.split(line, comments=True):
+        match [] if "<<" in line else shlex.split(line, comments=True):
             case ["prep", *arguments]:
                 ran = prep_here(*arguments)
                 return ran.stdout + ran.stderr
@@ -72,9 +87,18 @@ class Runner:
         """Run as many ranks as torchrun would start on this machine; test_signals.py starts torchrun itself."""
         assert "--no-python" in arguments
         size = int(arguments[arguments.index("--nproc-per-node") + 1])
-        ranks = fork_ranks(run_command, *arguments[arguments.index("train") + 1 :], size=size, folder=self.folder)
-        end_well(ranks)
-        return "".join(rank.said.read_text() for rank in ranks)
+        said = self.folder / "torchrun.txt"
+        words = arguments[arguments.index("train") + 1 :]
+        end_well(fork_ranks(_rank, self.folder, said, *words, size=size, folder=self.folder))
+        return said.read_text()
+
+
+def _rank(folder: Path, said: Path, *words: str) -> None:
+    """A rank in the reader's folder; what all of them print is appended to one file."""
+    os.chdir(folder)
+    with said.open("a") as file:
+        os.dup2(file.fileno(), sys.stdout.fileno())
+    run_command(*words)
 
 
 def _train(arguments: list[str]) -> str:

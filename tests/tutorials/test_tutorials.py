@@ -1,10 +1,14 @@
 """The tutorials run, block by block, on a few seconds of synthetic video."""
 
+import re
+from base64 import b64decode
 from collections.abc import Iterator
+from io import BytesIO
 from pathlib import Path
 
 import pytest
 import torch
+from PIL import Image
 
 from tests.conftest import ROOT
 from tests.tutorials.made import DATA, Video, make_videos
@@ -45,3 +49,40 @@ def test_a_tutorial_runs(path: Path, videos: list[Video], tmp_path: Path, monkey
     runner = Runner(tmp_path, monkeypatch.setenv)
     for block in page.blocks:
         runner.run(block)
+    if path.stem == "notebook":
+        assert_shows_pictures(runner.shown)
+
+
+def assert_shows_pictures(shown: list[str | bytes]) -> None:
+    """Of a batch, and of a chunk."""
+    batch, chunk = shown
+    assert isinstance(batch, bytes) and Image.open(BytesIO(batch)).size == (4 * 112, 4 * 112)
+    assert isinstance(chunk, str)
+    found = re.fullmatch(r'<img src="data:image/jpeg;base64,(\S+)" alt="(.*)"><br>\2', chunk)
+    assert found and "garden_" in found[2] and Image.open(BytesIO(b64decode(found[1]))).size == (8 * 160, 120)
+
+
+def test_a_page_that_no_longer_fits_its_data_is_an_error(tmp_path: Path) -> None:
+    path = tmp_path / "page.md"
+    path.write_text("<!-- tested with\ndata: vatex\n--steps 9 | --steps 1\n-->\n```sh\ntrain mae --steps 8\n```\n")
+    with pytest.raises(AssertionError, match="does not show '--steps 9'"):
+        read_page(path)
+
+
+@pytest.mark.parametrize(
+    ("shown", "missing"),
+    [
+        ("10 videos, 2 new\n...\ndone in runs/first", []),
+        ("made ... encoded", []),
+        ("done in runs/first\n10 videos, 2 new", ["10 videos, 2 new"]),
+        ("10 videos", ["10 videos"]),
+    ],
+)
+def test_outputs_are_compared_in_shape(shown: str, missing: list[str]) -> None:
+    real = "8 videos,  1,200 new\nmade 3 shards: 7 encoded\nnext\ndone in runs/first\n"
+    assert missing_lines(shown, real) == missing
+
+
+def test_a_shell_block_is_read_line_by_line() -> None:
+    text = "# nothing\nprep plan \\\n    --len 15s\ncat > a.csv <<EOF\nvideo,text\nEOF\nls\n"
+    assert command_lines(text) == ["prep plan      --len 15s", "cat > a.csv <<EOF\nvideo,text\nEOF\n", "ls"]

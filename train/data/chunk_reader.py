@@ -1,8 +1,10 @@
 """`read_chunks`: whole chunks of a split, decoded, for analysis in Python (docs/python.md)."""
 
+import base64
+import html
 import os
 from collections.abc import Generator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -21,11 +23,12 @@ if TYPE_CHECKING:
     import av
 
 _STUCK_AFTER_S = 120.0
+_MAX_SHOWN, _SHOWN_PX = 8, 120
 
 
 @dataclass(frozen=True)
 class Chunk:
-    """A chunk of a video, decoded.
+    """A chunk of a video, decoded. A notebook shows up to eight of its frames.
 
     Attributes:
         key: `<video id>_<start in ms>`.
@@ -38,8 +41,18 @@ class Chunk:
     video_id: str
     begin_s: float
     end_s: float
-    frames: NDArray[np.uint8]
-    time_s: NDArray[np.float64]
+    frames: NDArray[np.uint8] = field(repr=False)
+    time_s: NDArray[np.float64] = field(repr=False)
+
+    def _repr_html_(self) -> str:
+        import cv2
+
+        shown = self.frames[np.linspace(0, len(self.frames) - 1, min(_MAX_SHOWN, len(self.frames))).round().astype(int)]
+        width_px = round(_SHOWN_PX * shown.shape[2] / shown.shape[1])
+        strip = np.concatenate([cv2.resize(frame, (width_px, _SHOWN_PX)) for frame in shown], axis=1)
+        jpeg = base64.b64encode(cv2.imencode(".jpg", strip[..., ::-1])[1]).decode()
+        text = html.escape(f"{self.key}: {self.begin_s:.2f} to {self.end_s:.2f} s, {len(self.frames)} frames")
+        return f'<img src="data:image/jpeg;base64,{jpeg}" alt="{text}"><br>{text}'
 
 
 class Chunks:

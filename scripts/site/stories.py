@@ -1,0 +1,46 @@
+"""What to do about errors that carry no hint of their own, for the page of messages.
+
+Their text says what happened. The first pattern that a message contains decides.
+"""
+
+import re
+
+_REPAIR = "`prep verify` names what is damaged, and the command that makes it again"
+_CHECK = "check the path, its permissions and the disk, and run the command again"
+STORIES: tuple[tuple[str, str], ...] = (
+    (r"run the same command again|failures are listed in|to repair, run", "the message says how to go on"),
+    (r"not finite|the … is … at step", "[the loss is not finite](troubleshooting.md#the-loss-is-not-finite)"),
+    (r"\branks? |\branks\b", "[several processes](troubleshooting.md#several-processes)"),
+    (r"another process", "wait until it has finished, or stop it"),
+    (r"no such folder|is a file, not a folder", "give the folder of the videos"),
+    (r"has no column|lists videos|does not have the lists|belong together", "give files of the same release"),
+    (
+        r"scores are of|is stale|is missing$|no … shards|no committed shards|has no chunks|no text of any video",
+        "run the `prep` command of that column; `prep status` names it",
+    ),
+    (r"cannot connect to a Ray cluster", "check the address, and that `ray status` works on this machine"),
+    (r"--min-likelihood", "choose a lower value"),
+    (r"after the warm-up|step time in", "train for more steps, or give `--step-time`"),
+    (r"would stop training", "each finding above the message has a hint"),
+    (r"out of range|has no preset|in variant", "`--help-all` states what is possible"),
+    (r"character …", "correct the expression there: [selection](data.md#selection---where)"),
+    (r"--freeze|videomae tower", "leave the flag out, or choose another part of the model"),
+    (r"not of train|of source … only", "use the evaluation and the captions that the message names"),
+    (
+        r"does not fit the model|the weights are of|holds adapters|captioner cannot be made|no tokenizer|the tokenizer",
+        "[which weights fit](weights.md)",
+    ),
+    (
+        r"no row in the relevancy|has a row in the relevancy|has a class|protocol",
+        "compare the files with the split of the data",
+    ),
+    (r"in the cache as a whole", "use a larger `--cache-size`, or another `--cache`"),
+    (r"decoded|loaded|could be had|samples? failed|could not be read|failed, more than|cannot show", _REPAIR),
+    (r"cannot|could not|holds no object|no data folder", _CHECK),
+    (r"^… failed|^evaluation of|^…: …", "the message has the reason and its hint"),
+)
+
+
+def what_to_do(message: str) -> str | None:
+    """Return what to do, in Markdown; None if no pattern fits."""
+    return next((advice for pattern, advice in STORIES if re.search(pattern, message)), None)
