@@ -59,9 +59,8 @@ def test_one_command_line_begins_a_run_and_goes_on_with_it_however_it_was_killed
 ) -> None:
     whole, killed = tmp_path / "whole", tmp_path / "killed"
     assert train(*line(command, moving, whole)) == 0
-    # While the folder is made, before there are settings, before the first checkpoint, and behind it. A run of any task
-    # is begun alike.
-    for number in (1, 2, 6, 30) if command == "dual-encoder" else (30,):
+    # While the folder is made, before there are settings, before the first checkpoint, and behind it.
+    for number in (1, 2, 6, 30):
         status = killed_at(number, run_command, *line(command, moving, killed), folder=killed)
         assert status == -signal.SIGKILL, f"change {number}"
     assert all_checkpoints(RunFolder(killed).checkpoints)
