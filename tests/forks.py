@@ -219,7 +219,7 @@ def serve(address: str) -> None:
                 connection.sendall(f"{pid}\n".encode())
             elif key.fileobj in keepers:
                 selector.unregister(key.fileobj)
-                keepers.remove(key.fileobj)
+                keepers = {other for other in keepers if other is not key.fileobj}
                 if not keepers:
                     for pid in asking:
                         os.kill(pid, signal.SIGKILL)
