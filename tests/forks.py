@@ -21,7 +21,6 @@ import subprocess
 import sys
 import tempfile
 import threading
-import time
 import traceback
 from collections.abc import Mapping, Sequence
 from multiprocessing.util import _exit_function  # type: ignore[attr-defined]
@@ -149,16 +148,17 @@ class Forks:
             self._keeper.sendall(b"+")
 
     def _start(self) -> None:
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", "TMPDIR": str(self._folder)}
+        # Without the marks by which a test finds its own processes, and ends them.
+        kept = {name: value for name, value in os.environ.items() if not name.startswith("CLIPMILL_")}
+        environment = {**kept, "OMP_NUM_THREADS": "1", "TMPDIR": str(self._folder)}
         words = [sys.executable, "-m", "tests.forks", self._address]
         log = self._folder / "forks.log"
         with log.open("wb") as file:
-            done = subprocess.run(
-                words, cwd=ROOT, env=environment, stdin=subprocess.DEVNULL, stdout=file, stderr=file, timeout=_STARTING_S
-            )
+            said: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": file, "stderr": file}
+            done = subprocess.run(words, cwd=ROOT, env=environment, timeout=_STARTING_S, **said)
         if done.returncode:
-            said = log.read_text("utf-8", "replace")
-            raise RuntimeError(f"the process that commands are forked from did not start\n{said}")
+            end = log.read_text("utf-8", "replace")
+            raise RuntimeError(f"the process that commands are forked from did not start\n{end}")
 
     def _connected(self) -> socket.socket:
         connection = socket.socket(socket.AF_UNIX)
@@ -182,18 +182,7 @@ def serve(address: str) -> None:
     with the command's process ID, and one with its exit status, negative for a signal. A command whose connection is
     closed is killed. A connection that carries none keeps the server, which ends with the last of them.
     """
-    gc.disable()
-    for name in _IMPORTED:
-        with contextlib.suppress(ImportError):
-            importlib.import_module(name)
-    gc.freeze()  # keeps memory shared with the forks
-    gc.enable()
-    listening = socket.socket(socket.AF_UNIX)
-    listening.bind(f"\0{address}")
-    listening.listen()
-    if os.fork():
-        os._exit(0)  # tells who started it that it listens
-    os.setsid()
+    listening = _listening(address)
     waking, woken = socket.socketpair()
     woken.setblocking(False)
     signal.set_wakeup_fd(woken.fileno(), warn_on_full_buffer=False)
@@ -230,7 +219,7 @@ def serve(address: str) -> None:
                 connection.sendall(f"{pid}\n".encode())
             elif key.fileobj in keepers:
                 selector.unregister(key.fileobj)
-                keepers.remove(key.fileobj)
+                keepers = {other for other in keepers if other is not key.fileobj}
                 if not keepers:
                     for pid in asking:
                         os.kill(pid, signal.SIGKILL)
@@ -239,6 +228,23 @@ def serve(address: str) -> None:
                 selector.unregister(key.fileobj)
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(key.data, signal.SIGKILL)
+
+
+def _listening(address: str) -> socket.socket:
+    """Import everything, and go on as a process of its own when the socket is there."""
+    gc.disable()
+    for name in _IMPORTED:
+        with contextlib.suppress(ImportError):
+            importlib.import_module(name)
+    gc.freeze()  # keeps memory shared with the forks
+    gc.enable()
+    listening = socket.socket(socket.AF_UNIX)
+    listening.bind(f"\0{address}")
+    listening.listen()
+    if os.fork():
+        os._exit(0)  # tells who started it that it listens
+    os.setsid()
+    return listening
 
 
 def _answer(asking: dict[int, socket.socket], selector: selectors.BaseSelector) -> None:

@@ -5,6 +5,8 @@ The imports of a rank or of a worker cost more than all that it does in a test.
 
 import multiprocessing
 import os
+import secrets
+import select
 import socket
 import threading
 from collections.abc import Callable, Mapping, Sequence
@@ -39,25 +41,28 @@ def fork_from(server: _Server) -> None:
 
     def ensure_running() -> None:
         with lock:
-            if started:
-                return
+            if started and not select.select(started, [], [], 0)[0]:
+                return  # no word of its end
+            started.clear()
             resource_tracker.ensure_running()
-            address = f"\0clipmill-workers-{os.getpid()}"
+            address = f"\0clipmill-workers-{os.getpid()}-{secrets.token_hex(4)}"
             with socket.socket(socket.AF_UNIX) as listener:
                 listener.bind(address)
                 listener.listen()
                 alive, known._forkserver_alive_fd = os.pipe()
-                started.append(
-                    server.start(
-                        __name__,
-                        [],
-                        environment={**os.environ, "OMP_NUM_THREADS": "1"},
-                        folder=Path.cwd(),
-                        descriptors=(listener.fileno(), alive, 2),
-                        limit_s=60,
-                    )
+                answer = server.start(
+                    __name__,
+                    [],
+                    environment={**os.environ, "OMP_NUM_THREADS": "1"},
+                    folder=Path.cwd(),
+                    descriptors=(listener.fileno(), alive, 2),
+                    limit_s=60,
                 )
                 os.close(alive)
+            while (character := answer.recv(1)) != b"\n":  # its process ID
+                if not character:
+                    raise RuntimeError("the process that workers are forked from did not start")
+            started.append(answer)
             known._forkserver_address = address
 
     known: Any = forkserver._forkserver

@@ -1,8 +1,6 @@
 """The loop: resuming is exact, failures are budgeted, a loss that is no number stops the run."""
 
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -14,6 +12,8 @@ import torch
 from torch import nn
 
 from manifests.errors import FailedWork, UserError
+from tests import workers
+from tests.train.distributed.runs import run_command
 from tests.train.plane import ONE, LoadedPoints, PlaneTask, Points, settings
 from train.cli import main
 from train.config.training import TrainingSettings
@@ -67,7 +67,7 @@ def test_a_run_that_is_stopped_and_resumed_is_the_undisturbed_one(
 
 
 def test_a_killed_run_resumes_to_the_same_weights(
-    repository: Path, data_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    data_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The whole program, killed without warning between two checkpoints."""
     flags = ["--model", "tiny", "--num-frames", "2", "--size-px", "32", "--batch", "4"]
@@ -83,13 +83,14 @@ def test_a_killed_run_resumes_to_the_same_weights(
         assert not left.value.code
 
     begin = ["--shards", str(data_dir), *flags]
-    program = [sys.executable, "-c", "from train.cli import main; main()"]
-    killed = subprocess.Popen([*program, *arguments("killed", *begin)], cwd=repository, stdout=subprocess.DEVNULL)
+    killed = workers.process(target=run_command, args=tuple(arguments("killed", *begin)))
+    killed.start()
     checkpoints = tmp_path / "killed" / "checkpoints"
-    while killed.poll() is None and latest_checkpoint(checkpoints) is None:
+    while killed.is_alive() and latest_checkpoint(checkpoints) is None:
         time.sleep(0.005)
-    killed.send_signal(signal.SIGKILL)
-    assert killed.wait() == -signal.SIGKILL, "it ended before it could be killed"
+    killed.kill()
+    killed.join()
+    assert killed.exitcode == -signal.SIGKILL, "it ended before it could be killed"
     run_here(arguments("killed", "--resume"))
     run_here(arguments("whole", *begin))
     expected = weights(RunFolder(tmp_path / "whole"))

@@ -20,6 +20,8 @@ PRESETS_FOLDER = Path(__file__).parents[1] / "presets"
 Settings = TypeVar("Settings", bound=TrainingSettings)
 # Of a file of settings; what exceeds these was not written as one.
 _MAX_VALUES, _MAX_DEPTH, _MAX_LETTERS = 10_000, 20, 10_000
+_MOST_PARSED = 64
+_PARSED: dict[tuple[type, bytes], Any] = {}  # settings, which are frozen, by their kind and file
 _FLAGS_HINT = "one `key: value` a line, keys spelled as the flags"
 
 
@@ -38,9 +40,25 @@ def save_settings(settings: TrainingSettings, path: Path) -> None:
 def load_settings(path: Path, kind: type[Settings]) -> Settings:
     """Reads the settings that a run saved, through the parser that reads the command line.
 
+    It takes a tenth of a second or more, so that a process parses the same content once.
+
     Raises:
         UserError: the file cannot be read, or has a key or value that `kind` does not know.
     """
+    try:
+        content = path.read_bytes()
+    except OSError:
+        return _parsed(path, kind)  # says why
+    known: Settings | None = _PARSED.get((kind, content))
+    if known is None:
+        known = _parsed(path, kind)
+        if len(_PARSED) == _MOST_PARSED:
+            _PARSED.clear()
+        _PARSED[kind, content] = known
+    return known
+
+
+def _parsed(path: Path, kind: type[Settings]) -> Settings:
     from cyclopts import App, CycloptsError
 
     app = App(exit_on_error=False, print_error=False, result_action="return_value")

@@ -28,6 +28,7 @@ class HttpFolder:
         self.hanging: set[str] = set()
         self.has_hung = threading.Event()
         self.num_bytes: Counter[str] = Counter()
+        self.counting = threading.Lock()  # each request has a thread
         handler = partial(_Handler, self, directory=str(folder))
         self._server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler)
         self.address = f"http://127.0.0.1:{self._server.server_address[1]}"
@@ -45,8 +46,10 @@ class _Handler(http.server.SimpleHTTPRequestHandler):
 
     def do_GET(self) -> None:
         folder = self._folder
-        if folder.num_failures[self.path] > 0:
-            folder.num_failures[self.path] -= 1
+        with folder.counting:
+            fails = folder.num_failures[self.path] > 0
+            folder.num_failures[self.path] -= fails
+        if fails:
             self.send_error(503)
             return
         path = Path(self.translate_path(self.path))
@@ -66,7 +69,8 @@ class _Handler(http.server.SimpleHTTPRequestHandler):
             self.send_header("Content-Range", f"bytes {begin}-{end - 1}/{len(content)}")
         if self.path in folder.cut:
             part = part[: len(part) // 2]
-        folder.num_bytes[self.path] += len(part)  # before a client can go away that has seen enough
+        with folder.counting:
+            folder.num_bytes[self.path] += len(part)  # before a client can go away that has seen enough
         self.end_headers()
         if self.path in folder.hanging:
             self.wfile.write(part[: len(part) // 2])
