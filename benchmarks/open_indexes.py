@@ -76,11 +76,9 @@ def visit(data: Path, *, kept: int) -> None:
             tables.payload(0)
         visit_us.append(round(1e6 * (time.process_time() - begin_s) / count))
     maps = Path("/proc/self/maps").read_text().count(".index.arrow")
-    first, again = (round(1e6 * one / len(shard_ids)) for one in seconds)
-    found = {"opening CPU s": round(opened_s, 2), "first visit us": first, "second visit us": again}
-    print(
-        json.dumps({**found, "private MB": round(_anonymous_mb() - base_mb), "maps": maps, "load": os.getloadavg()[0]})
-    )
+    found = {"opening CPU s": round(opened_s, 2), "first visit us": visit_us[0], "second visit us": visit_us[1]}
+    found |= {"private MB": round(_anonymous_mb() - base_mb), "maps": maps, "load": round(os.getloadavg()[0])}
+    print(json.dumps(found))
 
 
 def _anonymous_mb() -> float:

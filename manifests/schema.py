@@ -3,6 +3,7 @@
     videos.parquet     one row per video; the order of rows never changes, new videos are appended
     captions.parquet   one row per caption, ordered by caption_id; IDs are dense from 0 and never reassigned
     rejected.parquet   one row for each unusable input row, with the reason; rejected.csv has the same rows for people
+    caption_spans*     derived from large tables (manifests.caption_spans)
     manifest.json      format version, size and SHA-256 of each table, and its own; counts, and rejected rows by
                        reason, for each dataset in the manifest; further sources of captions
 

@@ -167,7 +167,7 @@ class RemoteFiles:
         """Copy the records that have changed and that no table stands for, and remove copies of all others."""
         listed = self._list_commits(folder, local)
         of_table = self._records_of_table(folder, local, listed)
-        # The table stands for folders whose records are all the same; the empty name is `commits/` itself.
+        # The table stands for folders whose records are all the same.
         by_table = {"", *map(_folder, of_table)} if of_table else set()
         if self.objects.is_writable:
             by_table -= set(map(_folder, listed.keys() ^ of_table.keys()))
@@ -177,7 +177,8 @@ class RemoteFiles:
         changed = {name for name, info in wanted.items() if not info.etag or before.get(name) != info.etag}
         changed |= {name for name in wanted if not (root / name).is_file()}
         for name in of_table.keys() & changed:
-            _publish(root / name, commit_bytes(of_table[name]))
+            (root / name).parent.mkdir(parents=True, exist_ok=True)
+            (root / name).write_bytes(commit_bytes(of_table[name]))  # not flushed: it is written again without its etag
         absent = [name for name in changed if name not in of_table]
         _at_once(lambda name: self._copy_if_there(f"{folder}/{COMMITS_FOLDER}/{name}", root / name), absent)
         for name in by_table:
@@ -185,8 +186,7 @@ class RemoteFiles:
         for path in root.rglob("*.json"):
             if path.relative_to(root).as_posix() not in wanted:
                 path.unlink(missing_ok=True)
-        etags = {name: info.etag for name, info in wanted.items() if info.etag}
-        if etags != before:
+        if (etags := {name: info.etag for name, info in wanted.items() if info.etag}) != before:
             _publish(local / _ETAGS_FILE, json.dumps(etags).encode())
         if by_table:
             folders, sha256 = commit_folders(local), listed_contents(local).files[COMMIT_TABLE_FILE]

@@ -266,11 +266,7 @@ def _blocks_of_videos(video_row: NDArray[np.integer]) -> Iterator[tuple[NDArray[
 
 @dataclass(frozen=True)
 class Clips:
-    """Clips in order of videos and time.
-
-    Attributes:
-        caption: of each entry of `runs`.
-    """
+    """Clips in order of videos and time; `caption` is that of each entry of `runs`."""
 
     spans: Spans
     runs: Runs
@@ -299,12 +295,7 @@ def _ungrouped(usable: UsableCaptions, rank: NDArray[np.int16]) -> Clips:
 
 
 class ClipGroups:
-    """Collects the clips of blocks of videos.
-
-    Args:
-        num_captions: at most so many captions come.
-        num_rows: captions are numbers below this; None for `num_captions`.
-    """
+    """Collects the clips of blocks of videos: of at most `num_captions`, numbers below `num_rows` (None: the same)."""
 
     def __init__(self, num_captions: int, *, num_chunks: int, num_rows: int | None = None) -> None:
         of_chunk, of_caption = index_type(num_chunks), index_type(num_captions)

@@ -100,6 +100,11 @@ def content(samples: VideoCaptions) -> dict[str, Any]:
     return own | _plain({**values, "sources": (found.sources.names, found.sources.weights.tolist())})
 
 
+def assert_same(found: dict[str, Any], expected: dict[str, Any]) -> None:
+    different = [name for name in expected if found[name] != expected[name]]  # a diff of all values would take minutes
+    assert not different and found.keys() == expected.keys()
+
+
 def _plain(value: Any) -> Any:
     if is_dataclass(value):
         return _plain({one.name: getattr(value, one.name) for one in fields(value)})
@@ -129,7 +134,7 @@ def test_samples_are_the_same_with_and_without_the_files(
     request.getfixturevalue("made")
     if "words" not in settings.get("where", "") and "each_caption" not in settings:
         monkeypatch.setattr(video_captions, "open_clip_captions", _fail)
-    assert content(opened(data_dir, **settings)) == expected
+    assert_same(content(opened(data_dir, **settings)), expected)
     assert len(expected["texts"]) > 300
 
 
@@ -146,7 +151,7 @@ def test_texts_of_a_manifest_that_is_used_whole_are_not_read(
     expected = content(opened(tmp_path))
     assert update_caption_spans(tmp_path)
     monkeypatch.setattr("train.data.caption_spans.TextDigest", _fail)
-    assert content(opened(tmp_path)) == expected
+    assert_same(content(opened(tmp_path)), expected)
 
 
 def _remove_texts(folder: Path) -> None:
@@ -179,7 +184,7 @@ def test_files_that_cannot_be_used_are_not(
 ) -> None:
     expected = content(opened(made))
     spoil(manifest_dir(made))
-    assert content(opened(made)) == expected
+    assert_same(content(opened(made)), expected)
     told = capsys.readouterr().err
     assert ("is damaged: its content differs" in told) == is_said and bool(told) == is_said
     if not is_said:

@@ -17,12 +17,10 @@ import pytest
 
 from manifests.errors import UserError
 from manifests.store import read_captions
-from shards import reader
 from shards.chunk_table import update_chunk_table
 from shards.merged_table import CHUNKS_FILE
 from shards.open_maps import OPEN_MAPS
 from shards.reader import Variant
-from shards.scan import scan
 from tests.train.latents.conftest import CAPTIONS, SHARDS, WITHOUT_EMBEDDING
 from tests.train.latents.written import Written, write_all
 from tests.train.tiny_data import Caption, chunks_of, write_captions, write_shard
@@ -349,26 +347,3 @@ def test_a_tar_that_is_gone_after_opening_fails_its_samples(tmp_path: Path, monk
     assert {key[0] for loaded in batches if loaded.batch for key in loaded.batch["key"]} == {"c", "e"}
     with pytest.raises(UserError, match="cannot be used"):
         LatentLoader(own.data_dir, split="train", text=False)
-
-
-def test_shards_that_are_given_up_are_opened_again_without_reading_all_of_their_indexes(
-    videos: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    expected = shown(OPEN["captions"](videos))
-    monkeypatch.setattr(reader, "MAX_KEPT_SHARDS", 1)
-    hashed: list[Path] = []
-
-    def counted(path: Path) -> Any:
-        hashed.append(path)
-        return scan(path)
-
-    monkeypatch.setattr(reader, "scan", counted)
-    samples = OPEN["captions"](videos)
-    assert shown(samples) == expected and shown(samples) == expected
-    variant = samples.chunks._variant
-    assert len(variant._opened) == 1
-    assert len(hashed) == len(set(hashed)) == 3, "each index is verified once"
-    shard = variant.shard(0)
-    shard.index_path.touch()  # it may be another file now
-    shard.require_committed_index()
-    assert hashed[3:] == [shard.index_path]
