@@ -72,8 +72,10 @@ def in_seconds(row: Row) -> Row:
             if value not in (None, ""):
                 per_s = 1000.0 if unit == "ms" else _number(row.values.get("fps"))
                 number = _number(value)
-                is_known = number is not None and per_s is not None and per_s > 0
-                found[f"{edge}_s"] = number / per_s if is_known else f"{value} ({_given(unit, row)})"
+                if number is not None and per_s is not None and per_s > 0:
+                    found[f"{edge}_s"] = number / per_s
+                else:
+                    found[f"{edge}_s"] = f"{value} ({_given(unit, row)})"
     return replace(row, values=row.values | found) if found else row
 
 

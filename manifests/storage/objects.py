@@ -10,7 +10,7 @@ must spawn its workers.
 import errno
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -255,11 +255,9 @@ class Objects:
 
         if self.scheme != "gs":
             return {"e_tag": etag}
-        try:
-            with self._errors(key):
-                found = obstore.head(self._store, key)
-        except FileNotFoundError:
-            found = {"e_tag": None}
+        found: Any = {"e_tag": None}
+        with suppress(FileNotFoundError), self._errors(key):
+            found = obstore.head(self._store, key)
         self._count(1, 0)
         if _quoted(found["e_tag"]) != etag:
             raise Conflict(errno.EEXIST, "another writer was faster", self.address_of(key))
