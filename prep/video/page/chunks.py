@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from manifests.errors import UserError
 from manifests.keys import chunk_key
 from prep.core.plan import is_readable, problems_of
+from prep.video.page.pictures import spread
 from shards.chunk_table import open_chunk_table
 from shards.damage import Damaged
 from shards.reader import Variant
@@ -165,9 +166,10 @@ def chosen(chunks: Chunks, *, num_chunks: int) -> NDArray[np.int64]:
     percent is seen too.
     """
     sizes = np.bincount(chunks.split, minlength=len(chunks.splits))
+    shares = _shares(sizes, min(num_chunks, len(chunks)))
     picked = [
-        np.flatnonzero(chunks.split == split)[(2 * np.arange(share) + 1) * sizes[split] // max(1, 2 * share)]
-        for split, share in enumerate(_shares(sizes, min(num_chunks, len(chunks))))
+        np.flatnonzero(chunks.split == split)[np.array(spread(int(sizes[split]), num_pictures=share), np.int64)]
+        for split, share in enumerate(shares)
     ]
     return np.sort(np.concatenate(picked))
 
