@@ -176,7 +176,7 @@ def chosen(chunks: Chunks, *, num_chunks: int) -> NDArray[np.int64]:
 
 def _shares(sizes: NDArray[np.int64], total: int) -> list[int]:
     """Return how many chunks to take of each split. They add up to `total`, at most the sum of `sizes`."""
-    alike = np.minimum(sizes, total // (2 * max(1, np.count_nonzero(sizes))))
+    alike = np.minimum(sizes, total // (2 * max(1, int(np.count_nonzero(sizes)))))
     left = sizes - alike
     exact = left * (total - int(alike.sum())) / max(1, int(left.sum()))
     shares = alike + np.floor(exact).astype(np.int64)
