@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from manifests.errors import UserError
 from manifests.keys import chunk_key
 from prep.core.plan import is_readable, problems_of
+from prep.video.page.pictures import spread
 from shards.chunk_table import open_chunk_table
 from shards.damage import Damaged
 from shards.reader import Variant
@@ -165,18 +166,19 @@ def chosen(chunks: Chunks, *, num_chunks: int) -> NDArray[np.int64]:
     percent is seen too.
     """
     sizes = np.bincount(chunks.split, minlength=len(chunks.splits))
+    shares = _shares(sizes, min(num_chunks, len(chunks)))
     picked = [
-        np.flatnonzero(chunks.split == split)[(2 * np.arange(share) + 1) * sizes[split] // max(1, 2 * share)]
-        for split, share in enumerate(_shares(sizes, min(num_chunks, len(chunks))))
+        np.flatnonzero(chunks.split == split)[np.array(spread(int(sizes[split]), num_pictures=share), np.int64)]
+        for split, share in enumerate(shares)
     ]
     return np.sort(np.concatenate(picked))
 
 
 def _shares(sizes: NDArray[np.int64], total: int) -> list[int]:
     """Return how many chunks to take of each split. They add up to `total`, at most the sum of `sizes`."""
-    alike = np.minimum(sizes, total // (2 * max(1, np.count_nonzero(sizes))))
+    alike = np.minimum(sizes, total // (2 * max(1, int(np.count_nonzero(sizes)))))
     left = sizes - alike
-    exact = left * (total - alike.sum()) / max(1, left.sum())
+    exact = left * (total - int(alike.sum())) / max(1, int(left.sum()))
     shares = alike + np.floor(exact).astype(np.int64)
     by_remainder = np.argsort(np.floor(exact) - exact, kind="stable")
     shares[by_remainder[: total - int(shares.sum())]] += 1

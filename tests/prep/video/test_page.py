@@ -141,7 +141,7 @@ def test_a_choice_is_spread_over_splits_and_time(num_chunks: int) -> None:
         assert shares.min() >= min(10, num_chunks // 6) and shares[0] == shares.max()
     for split, size in enumerate(splits.values()):
         if shares[split]:
-            gaps = np.diff(np.flatnonzero(chunks.split[picked] == split) * 0 + picked[chunks.split[picked] == split])
+            gaps = np.diff(picked[chunks.split[picked] == split])
             assert len(gaps) == 0 or gaps.max() <= size // shares[split] + 1
 
 
