@@ -29,6 +29,7 @@ _LAUNCH = (
 _TIMEOUT_S = 60.0
 _SETTLED_S = 0.3
 _MAX_HEIGHT_PX = 16_000  # of a picture; Chromium draws no larger ones
+_MARGIN_PX = 20  # above the element with which a picture begins
 _KEYS = {"Home": 36, "Tab": 9, "Enter": 13, "Escape": 27, " ": 32, "ArrowLeft": 37, "ArrowRight": 39}
 
 
@@ -185,6 +186,7 @@ class Tab:
         """The page as PNG, from an element on, to its end or to a height."""
         script = f"[innerWidth, document.querySelector({json.dumps(begin)}).getBoundingClientRect().top + scrollY]"
         width, top = self.value(script)
+        top = max(0, top - _MARGIN_PX)
         self.resize(width, min(self.value("document.documentElement.scrollHeight"), _MAX_HEIGHT_PX))  # draws all of it
         self.value("new Promise((done) => requestAnimationFrame(() => setTimeout(done)))")
         height = self.value("document.documentElement.scrollHeight") - top
