@@ -56,7 +56,7 @@ def test_every_page_is_opened_and_pictures_are_small(tmp_path: Path, capsys: pyt
     demo, out, pictures = (tmp_path / name for name in ("demo", "out", "pictures"))
     with pytest.raises(UserError, match="has no pages"):
         main(demo, out=out, pictures=pictures)
-    page(demo / "index.html", body="<h1>runs</h1>")
+    page(demo / "index.html", body="<main><section><p class='strips'>runs</p></section></main>")
     page(demo / "run/evaluations/captions-val.html", body="<canvas></canvas>")
     assert pages_of(demo) == [Path("index.html"), Path("run/evaluations/captions-val.html")]
     assert main(demo, out=out, pictures=pictures) == 1, "a page has a problem"

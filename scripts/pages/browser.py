@@ -29,6 +29,7 @@ _LAUNCH = (
 _TIMEOUT_S = 60.0
 _SETTLED_S = 0.3
 _MAX_HEIGHT_PX = 16_000  # of a picture; Chromium draws no larger ones
+_MARGIN_PX = 20  # above the element with which a picture begins
 _KEYS = {"Home": 36, "Tab": 9, "Enter": 13, "Escape": 27, " ": 32, "ArrowLeft": 37, "ArrowRight": 39}
 
 
@@ -181,10 +182,15 @@ class Tab:
             "Emulation.setDeviceMetricsOverride", width=width_px, height=height_px, deviceScaleFactor=1, mobile=False
         )
 
-    def screenshot(self, *, height_px: int | None = None) -> bytes:
-        """The page as PNG, from its top to its end, or to a height."""
-        width, height = self.value("[innerWidth, document.documentElement.scrollHeight]")
+    def screenshot(self, *, begin: str = "body", height_px: int | None = None) -> bytes:
+        """The page as PNG, from an element on, to its end or to a height."""
+        script = f"[innerWidth, document.querySelector({json.dumps(begin)}).getBoundingClientRect().top + scrollY]"
+        width, top = self.value(script)
+        top = max(0, top - _MARGIN_PX)
+        self.resize(width, min(self.value("document.documentElement.scrollHeight"), _MAX_HEIGHT_PX))  # draws all of it
+        self.value("new Promise((done) => requestAnimationFrame(() => setTimeout(done)))")
+        height = self.value("document.documentElement.scrollHeight") - top
         height = min(height if height_px is None else height_px, _MAX_HEIGHT_PX)
-        clip = {"x": 0, "y": 0, "width": width, "height": height, "scale": 1}
+        clip = {"x": 0, "y": top, "width": width, "height": height, "scale": 1}
         answer = self.send("Page.captureScreenshot", format="png", captureBeyondViewport=True, clip=clip)
         return base64.b64decode(answer["data"])

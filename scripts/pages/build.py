@@ -19,12 +19,13 @@ ROOT = Path(__file__).parents[2]
 WIDTHS_PX = (1400, 420)
 MAX_PICTURE_BYTES = 150_000
 _PICTURE_WIDTH_PX, _NUM_COLOURS = 1000, (128, 64, 32, 16)
-# Pictures of the documents: page of the demo, and the height that is shown of it at the width of a desktop.
+# Pictures of the documents: page of the demo, and which part of it is shown at the width of a desktop: from which
+# element on, and how much.
 PICTURES = {
-    "overview": ("index.html", 900),
-    "chunks": ("chunks.html", 900),
-    "run": ("run/index.html", 1100),
-    "search": ("search.html", 900),
+    "overview": ("index.html", "main > section:has(.strips)", 1080),
+    "chunks": ("chunks.html", "body", 900),
+    "run": ("run/index.html", "body", 1100),
+    "search": ("search.html", "body", 820),
 }
 
 
@@ -76,12 +77,12 @@ def main(demo: Path, *, out: Path, pictures: Path) -> int:
             print(f"{page}: {'ok' if not wrong else f'{len(wrong)} problems'}")
             found += wrong
         pictures.mkdir(parents=True, exist_ok=True)
-        for name, (page_name, height_px) in PICTURES.items():
-            if not (demo / page_name).exists():
+        for name, (page_name, begin, height_px) in PICTURES.items():
+            if page_name not in map(str, pages):
                 print(f"no picture {name}.png: there is no {page_name}")
                 continue
             with browser.page(demo / page_name, width_px=WIDTHS_PX[0], height_px=height_px) as tab:
-                publish_bytes(pictures / f"{name}.png", small_picture(tab.screenshot(height_px=height_px)))
+                publish_bytes(pictures / f"{name}.png", small_picture(tab.screenshot(begin=begin, height_px=height_px)))
     for problem in found:
         print(problem, file=sys.stderr)
     print(f"{len(pages)} pages; pictures of all: {out}; of the documents: {pictures}")

@@ -2,12 +2,12 @@
 
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from manifests.errors import UserError
-from train.evaluation.pages import Cell, page_title, require_page_path
+from train.evaluation.pages import Cell, Table, page_title, require_page_path
 from train.report.charts import chart_values
 from train.report.curves import overlaid
 from train.report.results import page_of, publish_page
@@ -20,10 +20,19 @@ _OF_THE_PLACE = frozenset({"out", "cache", "track.project", "workers"})
 
 @dataclass(frozen=True)
 class Compared:
-    """A column of the comparison: a metric, and its value in each run that has it."""
+    """A table of the comparison: one evaluation of the runs that have it.
+
+    Attributes:
+        title: the evaluation.
+        which: its row and split.
+        columns: names of the metrics.
+        cells: of each column, by run.
+    """
 
     title: str
-    cells: Sequence[Cell | None]
+    which: str
+    columns: tuple[str, ...]
+    cells: dict[int, Sequence[Cell]]
 
 
 def write_overview(runs: Sequence[Path], out: Path, *, links: Sequence[Path] = ()) -> None:
@@ -69,18 +78,30 @@ def _distinct(names: Sequence[str]) -> list[str]:
 
 
 def _metrics(cards: Sequence[Mapping[str, Any]]) -> list[Compared]:
-    """The metrics of the first row of each evaluation on a run's own data, as trained; one column for each."""
-    found: dict[str, list[Cell | None]] = {}
+    """The first row of each evaluation on a run's own data, as trained; a table for each."""
+    found: dict[tuple[str, str, tuple[str, ...]], Compared] = {}
     for at, card in enumerate(cards):
         for result in card["results"]:
             table = result["table"]
             if result["other_data"] or result["overridden"]:
                 continue
             row = table.rows[table.headline]
-            for column, cell in zip(table.columns, row.cells, strict=True):
-                title = f"{table.title}: {column}, {row.label} ({result['split']})"
-                found.setdefault(title, [None] * len(cards))[at] = cell
-    return [Compared(title, cells) for title, cells in found.items()]
+            which = row.label if result["split"] in row.label.split() else f"{row.label} ({result['split']})"
+            empty = Compared(table.title, which, table.columns, {})
+            found.setdefault((table.title, which, table.columns), empty).cells[at] = _with_baseline(table)
+    return list(found.values())
+
+
+def _with_baseline(table: Table) -> Sequence[Cell]:
+    """The cells of the row that represents a table, each with that of its trivial model."""
+    cells = table.rows[table.headline].cells
+    if table.baseline is None:
+        return cells
+    other = table.rows[table.baseline]
+    return [
+        replace(cell, baseline=f"{other.label} {its.text}" if its.text != "-" else "")
+        for cell, its in zip(cells, other.cells, strict=True)
+    ]
 
 
 def _differing(settings: Sequence[Mapping[str, Any]]) -> dict[str, list[str]]:

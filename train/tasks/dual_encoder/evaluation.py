@@ -299,6 +299,7 @@ def score_run(opened: OpenedRun, wanted: DualEncoderEvaluation, *, num_clips: in
     scorer = open_scorer(wanted, settings)
     samples = task.samples_of(wanted, World(), num_clips=num_clips)
     model = trained.fill(task.build_model(samples))
+    ranking: Ranking | None = None
     with trained.precision.autocast():
         batches = counted_batches(samples.evaluation_batches(), "embedding", total=samples.num_samples)
         own = embed_all(task, model, batches, device=trained.device, num_clips=num_clips)
@@ -311,7 +312,7 @@ def score_run(opened: OpenedRun, wanted: DualEncoderEvaluation, *, num_clips: in
             ranked = scorer.match(found, embed)
             values, ranking = scorer.result(ranked), scorer.ranking(ranked, found.samples)
         else:
-            values, ranking = scorer.score(found, embed), None
+            values = scorer.score(found, embed)
     if ranking is not None:
         player = open_player(settings, split=wanted.split)
         examples = retrieval_examples(ranking, samples, num_frames=settings.num_frames, player=player)
@@ -327,8 +328,11 @@ def score_run(opened: OpenedRun, wanted: DualEncoderEvaluation, *, num_clips: in
 
 def _ranking(match: Match, found: Embeddings, samples: PicturedSamples) -> Ranking:
     """Texts and clips of a protocol, for examples."""
-    sample_N, sample_M, texts = found.samples[match.clip_N], found.samples[match.row_M], match.texts
-    text = (lambda index: samples.text(int(sample_M[index]))) if texts is None else texts.__getitem__
+    sample_N, sample_M = found.samples[match.clip_N], found.samples[match.row_M]
+
+    def text(index: int) -> str:
+        return samples.text(int(sample_M[index])) if match.texts is None else match.texts[index]
+
     return Ranking(match.similarity_NM, match.is_right_NM, sample_N, text)
 
 
