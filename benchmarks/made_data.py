@@ -23,7 +23,7 @@ from manifests.publish import make_folder
 from manifests.schema import CAPTIONS
 from manifests.store import write_manifest
 from prep.core.layout import write_layout
-from prep.core.run import make_variant
+from prep.core.variant_folder import make_variant
 from prep.sources.table import PROBES, PROBES_FILE
 from prep.video.layout import layout_path
 from prep.video.plan import Plan, ShardPlan

@@ -48,8 +48,8 @@ def existing(path: Path) -> Path:
 
 def folder_gb(folder: Path) -> float:
     """Return the size of a folder in GB; 0 if it does not exist."""
-    files = (os.path.join(root, name) for root, _, names in os.walk(folder) for name in names)
-    return sum(os.lstat(path).st_size for path in files) / 1e9
+    files = (Path(root, name) for root, _, names in os.walk(folder) for name in names)
+    return sum(path.lstat().st_size for path in files) / 1e9
 
 
 if __name__ == "__main__":

@@ -5,7 +5,6 @@ write a reader in `manifests/adapters/` and add an entry here.
 """
 
 import json as json_module
-import shlex
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -326,21 +325,7 @@ def _write(
         print(json_module.dumps(values, indent=1, sort_keys=True))
     else:
         print(manifest_text.written_text(written, rejected=rejected, notes=reading.notes))
-        print(f"next: {_chunk_command(data)}")
-
-
-def _chunk_command(data: Path) -> str:
-    """Return the command that makes the chunks of the manifest, with the settings of those that exist."""
-    from prep.core.column import VIDEO, data_flags
-    from prep.registry import column_named
-    from shards.dataset import current_variant
-    from shards.reader import Variant
-
-    with suppress(UserError, OSError):  # `prep status` reports damaged records
-        if current_variant(data, VIDEO) is not None:
-            stored = Variant.open(data, column=VIDEO).recipe
-            return column_named(VIDEO).command_line(stored, data_dir=data)
-    return shlex.join(["prep", "chunk", "--len", "15s", *data_flags(data)])
+        print(f"next: {manifest_text.chunk_command(data)}")
 
 
 def _check_existing(data: Path) -> None:

@@ -1,7 +1,10 @@
 """Text and JSON output of `prep manifest`."""
 
 import os
+import shlex
 from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
@@ -9,10 +12,15 @@ import pyarrow.compute as pc
 
 from manifests.adapters.reading import Reading
 from manifests.adapters.reasons import Reason
+from manifests.errors import UserError
 from manifests.quoting import counted, on_one_line
 from manifests.store import WriteResult
 from manifests.table_files import REJECTED_LIST
+from prep.core.column import VIDEO, data_flags
 from prep.core.failure_list import FailureEntry, first_rejected, named_lines, named_values
+from prep.registry import column_named
+from shards.dataset import current_variant
+from shards.reader import Variant
 
 _INDENT = "  "
 # Advice on rows rejected for a given reason, where it is the same for all datasets.
@@ -137,3 +145,12 @@ def no_video_text(reading: Reading, dataset: str) -> tuple[str, str]:
 def rejected_of(rejected: pa.Table, dataset: str) -> pa.Table:
     """Return the rows of one dataset."""
     return rejected.filter(pc.equal(rejected["dataset"], dataset))
+
+
+def chunk_command(data: Path) -> str:
+    """Return the command that makes the chunks of the manifest, with the settings of those that exist."""
+    with suppress(UserError, OSError):  # `prep status` reports damaged records
+        if current_variant(data, VIDEO) is not None:
+            stored = Variant.open(data, column=VIDEO).recipe
+            return column_named(VIDEO).command_line(stored, data_dir=data)
+    return shlex.join(["prep", "chunk", "--len", "15s", *data_flags(data)])

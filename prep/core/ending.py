@@ -14,12 +14,13 @@ from shards.index import index_seconds
 from shards.reader import CommittedShard, Variant
 
 
-def with_ending(report: Report, column: ColumnSpec, variant_dir: Path, *, data: Path, is_last: bool) -> Report:
+def with_ending(report: Report, column: ColumnSpec, variant_dir: Path, *, data: Path, is_done: bool) -> Report:
     """Return the report of a run with the total of its variant and the next command.
 
     Args:
         data: the data folder as the user gave it.
-        is_last: False for a part that leaves the end of the run to others; no next command is given then.
+        is_done: False if too much failed, or for a part that leaves the end of the run to others; no next command is
+            given then.
     """
     variant = Variant(variant_dir)
     files = [commit.files for commit in variant.commits.values() if commit.files is not None]
@@ -32,7 +33,7 @@ def with_ending(report: Report, column: ColumnSpec, variant_dir: Path, *, data: 
         f"total    {counted(num_samples, column.sample)}{length} in {counted(len(files), 'shard')},"
         f" {size_text(num_bytes)}: {folder}"
     ]
-    words = column.next_command(data) if num_samples and is_last else []
+    words = column.next_command(data) if num_samples and is_done else []
     command = shlex.join(words) if words else None
     lines += [] if command is None else [next_line(command)]
     values = {

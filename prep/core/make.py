@@ -253,7 +253,7 @@ def make_column(column: ColumnSpec, settings: Any, request: Request) -> None:
     budget = parse_budget(request.max_failures)
     request.check()
     with Activity("planning") as now:
-        plan, summary, report, listed = _made(column, settings, request, now)
+        plan, summary, report, listed = _made(column, settings, request, now, budget)
     from prep.core.report import show
 
     show(report, json=request.json)
@@ -268,7 +268,7 @@ def make_column(column: ColumnSpec, settings: Any, request: Request) -> None:
 
 
 def _made(
-    column: ColumnSpec, settings: Any, request: Request, now: Activity
+    column: ColumnSpec, settings: Any, request: Request, now: Activity, budget: Callable[[int], float]
 ) -> "tuple[ColumnPlan, RunSummary, Report, Path]":
     """Plan and make the column; return the plan, the summary, its report, and the path of the list of failures."""
     from prep.core.data_folder import require_data_folder, writing
@@ -287,12 +287,13 @@ def _made(
         else writing_part(data_dir, part, column=column.name) as part_run
     ):
         plan = column.plan(data_dir, settings, request)
-        now.say("", what="preparing the run")
+        now.say("", what=column.doing)
         summary = column.run(plan, settings, replace(request, part_run=part_run))
         assert part_run is None or part_run.is_last is not None, f"{column.package} does not run its plan in parts"
     listed = plan.variant_dir / FAILURES_FILE
     report = column.summary_report(summary, settings, listed)
     if part_run is not None:
         report = with_part(report, part_run)
-    is_last = part_run is None or bool(part_run.is_last)
-    return plan, summary, with_ending(report, column, plan.variant_dir, data=request.data, is_last=is_last), listed
+    has_ended = part_run is None or bool(part_run.is_last)
+    is_done = has_ended and summary.gave_up is None and summary.num_failed_videos <= budget(plan.num_videos)
+    return plan, summary, with_ending(report, column, plan.variant_dir, data=request.data, is_done=is_done), listed

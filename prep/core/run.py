@@ -11,9 +11,8 @@ from pathlib import Path
 from typing import Any, Generic
 
 from manifests.errors import UserError
-from manifests.json_text import parse_json
 from manifests.progress import Activity
-from manifests.publish import publish_bytes, publish_json, read_record, remove, rename, temporary_path
+from manifests.publish import publish_bytes, remove
 from manifests.quoting import counted
 from manifests.storage.mirrors import refresh, require_locks
 from prep.core.column import ColumnSpec
@@ -26,12 +25,12 @@ from prep.core.plan import ShardPlan, ShardState, file_problems, with_work
 from prep.core.progress import RunProgress, warn_refused
 from prep.core.selection import write_selection
 from prep.core.shard_result import ShardResult, Stop, W, stopped
+from prep.core.variant_folder import make_variant
 from prep.engines import Engine, Label, Refused
 from prep.engines.admission import worker_ticket
 from shards.chunk_table import update_chunk_table
 from shards.commits import Commit, Failure, commit_path, read_commits_of
 from shards.dataset import begin_variant, set_current_variant
-from shards.format import COMMITS_FOLDER, RECIPE_FILE
 from shards.lists import finish_run
 from shards.reader import Variant
 
@@ -153,31 +152,6 @@ def _num_commits(job: Job[W], num_parts: int) -> Counter[int]:
     """Return the number of commits of the plan's shards that this node sees, by shard id modulo `num_parts`."""
     ids = (shard.shard_id for shard in job.shards)
     return Counter(shard_id % num_parts for shard_id in ids if commit_path(job.variant_dir, shard_id).is_file())
-
-
-def make_variant(folder: Path, recipe: dict[str, Any]) -> None:
-    """Create a variant's folder with its recipe, or update the recipe of an existing folder.
-
-    The folder is renamed into place once it holds the recipe, so that no other command sees a folder without one.
-    """
-    if not folder.is_dir():
-        folder.parent.mkdir(exist_ok=True)
-        temporary = temporary_path(folder)
-        temporary.mkdir()
-        write_recipe(temporary, recipe)
-        rename(temporary, folder)
-    write_recipe(folder, recipe)
-    (folder / COMMITS_FOLDER).mkdir(exist_ok=True)
-
-
-def write_recipe(folder: Path, recipe: dict[str, Any]) -> None:
-    """Publish recipe.json unless the file already has this content: a run without work modifies no file."""
-    try:
-        is_recorded = parse_json(read_record(folder / RECIPE_FILE)) == recipe
-    except (OSError, ValueError):
-        is_recorded = False
-    if not is_recorded:
-        publish_json(folder / RECIPE_FILE, recipe)
 
 
 def _results(job: Job[W], engine: Engine, summary: Summary) -> Iterator[ShardResult]:

@@ -24,6 +24,7 @@ from shards.damage import Damaged
 from shards.reader import open_shard
 
 _SPREAD = 1.3  # chunks and machines vary; one chunk says little about the others
+_SECOND = 1 / 3600
 _CPU_FRAMES, _GPU_FRAMES = 2, 16
 
 
@@ -43,7 +44,8 @@ class Trial:
         """Return the least and the most hours that encoding takes on this machine."""
         hours = num_frames * self.frame_s / 3600 / self.num_workers
         load = os.getloadavg()[0] if self.device == "cpu" else 0.0
-        return hours / _SPREAD, hours * _SPREAD * (self.num_workers + load) / self.num_workers
+        least, most = hours / _SPREAD, hours * _SPREAD * (self.num_workers + load) / self.num_workers
+        return max(least, _SECOND), max(most, _SECOND)
 
 
 def run_trial(plan: LatentsPlan) -> Trial | None:

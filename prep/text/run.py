@@ -21,8 +21,9 @@ from prep.core.part_locks import Part
 from prep.core.parts import PartRun
 from prep.core.plan import ShardPlan, with_work
 from prep.core.progress import warn_refused
-from prep.core.run import Job, execute, make_variant
+from prep.core.run import Job, execute
 from prep.core.selection import write_selection
+from prep.core.variant_folder import make_variant
 from prep.engines import Check, Engine, Label, Outcome, R, Refused, T
 from prep.engines.admission import worker_ticket
 from prep.text.bank import Bank, copy_embeddings

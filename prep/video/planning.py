@@ -20,8 +20,8 @@ from manifests.store import MANIFEST_FILE, captions_path, manifest_dir, read_vid
 from prep.core.column import VIDEO, Pending
 from prep.core.layout import read_layout, stored_or_rebuilt_layout, variants_of, write_layout
 from prep.core.plan import NUM_CHECK_THREADS, ShardPlan, stored_shards
-from prep.core.run import make_variant
 from prep.core.table_file import as_array
+from prep.core.variant_folder import make_variant
 from prep.engines.admission import worker_ticket
 from prep.sources.shot_table import SHOTS, Detection, detect_shots, read_shots
 from prep.sources.table import probe_sources, read_probes

@@ -133,6 +133,40 @@ def test_new_captions_are_written_without_encoding(made: Set) -> None:
     assert made.of_shards(0, 1, 2) == others
 
 
+def test_a_plan_says_in_words_what_happens_to_the_chunks(made: Set, write_video: Callable[..., Path]) -> None:
+    def plan() -> list[str]:
+        said = prep_here("plan", "--data", made.data, *SETTINGS).stdout
+        assert "None" not in said
+        lines = said.splitlines()
+        if lines[-1] != "nothing to do":
+            assert lines[-1].startswith("next     prep chunk --len 500ms ") and f"--data {made.data}" in lines[-1]
+        return lines
+
+    assert plan()[1:] == ["kept     58 chunks in 4 shards", "nothing to do"]
+    made.captions.write_text(CAPTIONS.replace("first words", "other words"))
+    made.manifest()
+    assert plan()[1:3] == ["kept     44 chunks in 3 shards", "to do    14 chunks copied into 1 shard: captions changed"]
+    made.captions.write_text(CAPTIONS)
+    (made.videos / "c.mp4").rename(made.videos.parent / "c.mp4")
+    made.manifest()
+    assert plan()[2] == "to do    4 chunks copied into 1 shard: 1 video removed"
+    (made.videos.parent / "c.mp4").rename(made.videos / "c.mp4")
+    made.manifest()
+    made.tar(2).unlink()
+    lines = plan()
+    assert "to do    at most 20 chunks encoded into 1 shard: files are missing" in lines
+    assert "to do    14 chunks copied into 1 shard: captions changed" in lines, "a video that returns has new captions"
+    assert {line[:8] for line in lines} >= {"shard 00", "estimate", "disk    "}
+    made.chunk()
+    write_video(made.videos / "b.mp4", seconds=12, first_number=5000)
+    assert plan()[2] == "to do    24 chunks encoded and 10 copied into 2 shards: 1 video changed"
+    values = json.loads(prep_here("plan", "--data", made.data, *SETTINGS, "--json").stdout)
+    assert [work["num_copied"] for work in values["work"]] == [0, 10]
+    assert values["estimate"]["video_hours"] * 3600 == pytest.approx(12)
+    assert values["disk"]["fits"] and values["disk"]["freed_by_gc_bytes"] == 0
+    assert prep_here("plan", "--data", made.data, *SETTINGS, "--crf", 30, "--json").summary["disk"]["freed_by_gc_bytes"]
+
+
 @pytest.mark.parametrize(
     ("lose", "shard_id", "made_again"),
     [

@@ -1,0 +1,130 @@
+"""What a command shows while it works: one line on a terminal, lines from time to time in a log."""
+
+import io
+import re
+import sys
+import time
+from collections.abc import Callable
+
+import pytest
+
+from manifests import progress
+from manifests.progress import Activity, Pace, clock
+
+
+class Screen(io.StringIO):
+    """A terminal that remembers everything that is written to it."""
+
+    def isatty(self) -> bool:
+        return True
+
+    def left(self) -> str:
+        """What can be read on it in the end."""
+        lines = [""]
+        for piece in re.split(r"(\n|\r\x1b\[K)", self.getvalue()):
+            if piece == "\n":
+                lines.append("")
+            elif piece == "\r\x1b[K":
+                lines[-1] = ""
+            else:
+                lines[-1] += piece
+        return "\n".join(lines)
+
+
+def open_screen(monkeypatch: pytest.MonkeyPatch) -> Screen:
+    """Called in tests and not a fixture: pytest replaces the streams between the two."""
+    both = Screen()
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setattr(sys, "stderr", both)
+    monkeypatch.setattr(sys, "stdout", both)
+    monkeypatch.setattr(progress, "_REDRAW_S", 0.01)
+    return both
+
+
+def open_log(monkeypatch: pytest.MonkeyPatch) -> io.StringIO:
+    stream = io.StringIO()
+    monkeypatch.setattr(sys, "stderr", stream)
+    monkeypatch.setattr(progress, "_FIRST_LINE_S", 0.02)
+    monkeypatch.setattr(progress, "_INTERVAL_S", 0.02)
+    return stream
+
+
+def wait_for(is_true: Callable[[], bool]) -> None:
+    deadline_s = time.monotonic() + 60
+    while not is_true():
+        assert time.monotonic() < deadline_s
+        time.sleep(0.005)
+
+
+def test_a_terminal_shows_the_work_at_once_and_keeps_nothing_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    screen = open_screen(monkeypatch)
+    streams = sys.stdout, sys.stderr
+    with Activity("planning"):
+        assert "planning (0:0" in screen.getvalue()
+        with Activity("looking at 7 videos") as now:
+            now.counter("looking at 7 videos")(3, 7)
+            wait_for(lambda: "━" in screen.left() and "looking at 7 videos: 3 of 7" in screen.left())
+            print("a note")
+        wait_for(lambda: "planning" in screen.left().splitlines()[-1])
+    assert screen.left() == "a note\n"
+    assert (sys.stdout, sys.stderr) == streams
+
+
+def test_an_unfinished_line_of_other_output_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    screen = open_screen(monkeypatch)
+    with Activity("planning"):
+        sys.stdout.write("one ")
+        time.sleep(0.05)
+        sys.stdout.write("line\n")
+    assert screen.left() == "one line\n"
+
+
+def test_an_error_leaves_the_terminal_clean(monkeypatch: pytest.MonkeyPatch) -> None:
+    screen = open_screen(monkeypatch)
+    with pytest.raises(ValueError, match="broken"), Activity("planning"):
+        raise ValueError("broken")
+    assert screen.left() == ""
+
+
+def test_a_narrow_terminal_gets_a_shorter_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    screen = open_screen(monkeypatch)
+    monkeypatch.setenv("COLUMNS", "12")
+    with Activity("planning for a long time"):
+        assert screen.left() == "planning f…"
+
+
+def test_a_log_gets_lines_with_the_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    log = open_log(monkeypatch)
+    with Activity("starting") as now:
+        wait_for(lambda: log.getvalue().count("\n") >= 2)
+        now.say("3 of 4", what="encoding")
+        wait_for(lambda: "encoding: 3 of 4" in log.getvalue())
+    lines = log.getvalue().splitlines()
+    assert lines[0].endswith("] starting") and all(re.match(r"\[\d+:\d\d\] ", line) for line in lines)
+    assert "\r" not in log.getvalue() and "\x1b" not in log.getvalue()
+
+
+def test_short_work_says_nothing_in_a_log(monkeypatch: pytest.MonkeyPatch) -> None:
+    stream = io.StringIO()
+    monkeypatch.setattr(sys, "stderr", stream)
+    monkeypatch.setattr(progress, "_FIRST_LINE_S", 3600.0)
+    with Activity("planning"):
+        pass
+    assert stream.getvalue() == ""
+
+
+def test_the_time_left_follows_the_present_pace(monkeypatch: pytest.MonkeyPatch) -> None:
+    now_s = 0.0
+    monkeypatch.setattr(time, "monotonic", lambda: now_s)
+    pace = Pace()
+    assert pace.text(100) == ""
+    for _ in range(600):  # nothing for ten minutes, while a model is loaded
+        now_s += 1
+        pace.add(0)
+    for done in range(1, 1201):
+        now_s += 1
+        pace.add(done)
+    assert pace.per_s == pytest.approx(1.0, rel=0.02), "what was slow long ago does not count"
+    assert pace.text(1260) == ", 1.0/s, 1:00 left" and len(pace._seen) < 250
+    assert pace.left(1200) == ""
+    assert (clock(59.6), clock(3601)) == ("1:00", "1:00:01")

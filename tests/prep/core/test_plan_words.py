@@ -1,0 +1,87 @@
+"""Plans in words: how shards are grouped, and what is said of each group."""
+
+from dataclasses import replace
+from pathlib import Path
+
+from prep.core.disk_use import DiskUse
+from prep.core.failure_list import failure_lines
+from prep.core.failures import WORDS, FailureCode
+from prep.core.plan import ShardPlan, ShardState
+from prep.core.plan_words import MAX_LISTED, Words, plan_lines
+from shards.commits import Failure
+
+WORDS_OF_SCORES = Words(verb="score")
+
+
+def shard(shard_id: int, state: ShardState, num_chunks: int, reason: str = "", copied: int | None = None) -> ShardPlan:
+    return ShardPlan(
+        shard_id=shard_id,
+        split="train",
+        state=state,
+        reason=reason,
+        plan_fingerprint="",
+        rows=range(0),
+        num_chunks=num_chunks,
+        num_copied=copied,
+    )
+
+
+def test_a_group_has_one_line_with_its_numbers() -> None:
+    shards = [
+        shard(0, ShardState.CURRENT, 20),
+        shard(1, ShardState.NEW, 1),
+        shard(2, ShardState.CHANGED, 6, copied=6),
+        shard(3, ShardState.CHANGED, 1250, copied=1000),
+        shard(4, ShardState.CHANGED, 250, copied=0),
+        shard(5, ShardState.ORPHANED, 0, "its videos are no longer in the manifest"),
+    ]
+    assert plan_lines(shards, words=Words(), reasons={2: "captions changed", 3: "1 new video", 4: "1 new video"}) == [
+        "kept     20 chunks in 1 shard",
+        "to do    1 chunk encoded into 1 shard: not made yet",
+        "to do    6 chunks copied into 1 shard: captions changed",
+        "to do    500 chunks encoded and 1,000 copied into 2 shards: 1 new video",
+        "to do    1 shard removed: its videos are no longer in the manifest",
+    ]
+
+
+def test_what_is_unknown_beforehand_is_a_limit() -> None:
+    changed = shard(0, ShardState.CHANGED, 12, "its chunks have changed")
+    assert plan_lines([changed], words=WORDS_OF_SCORES) == [
+        "to do    at most 12 chunks scored into 1 shard: its chunks have changed; what is unchanged is copied"
+    ]
+
+
+def test_damaged_shards_are_named_up_to_a_limit() -> None:
+    damaged = [shard(number, ShardState.CORRUPT, 2, "the tar is short") for number in range(MAX_LISTED + 2)]
+    lines = plan_lines(damaged, words=Words())
+    assert lines[0].startswith("to do    at most 44 chunks encoded into 22 shards: files are damaged")
+    assert lines[1] == "shard 000000  corrupt: the tar is short" and lines[-1] == "... and 2 more shards"
+
+
+def test_the_disk_is_said_to_be_too_small() -> None:
+    use = DiskUse(
+        data_bytes=5_000_000,
+        variant_bytes={"a": 3_000_000, "b": 1_000_000},
+        has_variant=False,
+        added_bytes=(2e6, 9e6),
+        freed_bytes=4_000_000,
+        free_bytes=8_000_000,
+    )
+    first, others, warning = use.lines()
+    assert (
+        first == "disk     4.0 MB in 2 variants now; 2.0 to 9.0 MB to be added; 8.0 MB free (whole data folder: 5.0 MB)"
+    )
+    assert others.strip() == "2 other variants are kept beside it; then `prep gc` frees 4.0 MB"
+    assert warning.startswith("warning  this may not fit") and not use.fits
+    assert replace(use, free_bytes=None).fits, "a bucket has no free space"
+
+
+def test_every_failure_has_words_and_advice() -> None:
+    assert set(WORDS) == set(FailureCode)
+    lines = failure_lines([Failure("clip", None, "no_video", "clip.mp3: no video stream")], listed=Path("list.jsonl"))
+    assert lines == [
+        "failed   1 x no_video: the file has no video stream",
+        "         hint: remove it, and run prep manifest again",
+        "         clip: no_video: clip.mp3: no video stream",
+        "         full list: list.jsonl",
+    ]
