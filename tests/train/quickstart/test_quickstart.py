@@ -95,7 +95,7 @@ def test_the_plan_as_json_says_what_was_found_and_measured(
 def test_a_script_is_never_asked_and_a_person_is(
     plan: Plan, quickstart: Quickstart, data_dir: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
-    found, answers = launched(monkeypatch), iter([])
+    found, answers = launched(monkeypatch), iter(list[str]())
     monkeypatch.setattr("train.commands.quickstart._plan", lambda asked: plan)
     monkeypatch.setattr("builtins.input", lambda question: next(answers))  # StopIteration if it is asked
     assert quickstart(data_dir) == 0
@@ -133,7 +133,7 @@ def propose_out(data_dir: Path) -> str:
 
 
 def test_what_does_not_fit_is_tried_with_fewer_clips(plan: Plan, monkeypatch: pytest.MonkeyPatch) -> None:
-    tried, said = [], []
+    tried, said = list[int](), list[str]()
 
     def attempt(spec: Any, settings: Any, **others: Any) -> Any:
         tried.append(settings.batch)
