@@ -188,7 +188,7 @@ def _take(measurement: Measurement, record: Record, setup: Setup) -> None:
         result = measurement.measure(setup)
         record.rows, record.notes = [dict(row) for row in result.rows], list(result.notes)
         record.targets = [asdict(target) for target in result.targets]
-    except Exception:  # noqa: BLE001  whatever it is, the others shall still be measured
+    except Exception:  # noqa: BLE001  whatever it is, the others are still measured
         record.error = traceback.format_exc()
     record.seconds = time.perf_counter() - began_s
 

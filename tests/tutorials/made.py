@@ -72,14 +72,28 @@ def ek100(folder: Path, videos: list[Video]) -> None:
     """Write `videos/` and the two retrieval lists of EPIC-KITCHENS-100."""
     header = "narration_id participant_id video_id narration_timestamp start_timestamp stop_timestamp start_frame"
     header += " stop_frame narration verb verb_class noun noun_class all_nouns all_noun_classes"
-    rows: dict[str, list[object]] = {"train": [], "test": []}
+    rows: dict[str, list[list[object]]] = {"train": [], "test": []}
     for number, video in enumerate(videos):
         name = f"P{number:02d}_101"
         _link(video.path, folder / "videos" / f"P{number:02d}" / f"{name}.MP4")
         for index, scene in enumerate(video.scenes):
             verb, noun = number % 3, number % 4
             begin, end = (f"00:00:{seconds:05.2f}" for seconds in (scene.begin_s, scene.end_s))
-            row = [f"{name}_{index}", name[:3], name, begin, begin, end, 0, 1, scene.text, "move", verb, "shape", noun]
+            row: list[object] = [
+                f"{name}_{index}",
+                name[:3],
+                name,
+                begin,
+                begin,
+                end,
+                0,
+                1,
+                scene.text,
+                "move",
+                verb,
+                "shape",
+                noun,
+            ]
             rows["test" if video.is_held_out else "train"].append([*row, "['shape']", f"[{noun}]"])
     for split, its in rows.items():
         with (folder / f"EPIC_100_retrieval_{split}.csv").open("w", newline="") as file:

@@ -50,7 +50,7 @@ class Chunk:
         shown = self.frames[np.linspace(0, len(self.frames) - 1, min(_MAX_SHOWN, len(self.frames))).round().astype(int)]
         width_px = round(_SHOWN_PX * shown.shape[2] / shown.shape[1])
         strip = np.concatenate([cv2.resize(frame, (width_px, _SHOWN_PX)) for frame in shown], axis=1)
-        jpeg = base64.b64encode(cv2.imencode(".jpg", strip[..., ::-1])[1]).decode()
+        jpeg = base64.b64encode(cv2.imencode(".jpg", strip[..., ::-1])[1].tobytes()).decode()
         text = html.escape(f"{self.key}: {self.begin_s:.2f} to {self.end_s:.2f} s, {len(self.frames)} frames")
         return f'<img src="data:image/jpeg;base64,{jpeg}" alt="{text}"><br>{text}'
 

@@ -185,7 +185,7 @@ def require_same_start(start: Start, *, store: dist.Store, world: World, hint: s
             found = store.get("found").decode()
     except RuntimeError as error:
         raise FailedWork(
-            f"rank {world.rank} of {world.size} waited in vain for another rank to start "
+            f"rank {world.rank} of {world.size} gave up waiting for another rank to start "
             f"({first_line(error)}); see its log"
         ) from error
     if found:

@@ -78,7 +78,7 @@ def open_trained_run(run: RunFolder, settings: Settings, *, checkpoint: Path | N
     facts = read_metadata(checkpoint)
     require_trained_with(checkpoint, settings, file=run.settings)
     has_averages = any(name.startswith("ema.") for name in read_table(checkpoint))
-    which = "moving average of the weights" if has_averages else "the weights themselves"
+    which = "moving average of the weights" if has_averages else "weights without averaging"
 
     def load(model: nn.Module) -> None:
         try:

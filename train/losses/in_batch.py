@@ -135,7 +135,7 @@ class MaxMargin(ContrastiveObjective):
 
 
 def _violations(similarity_bB: torch.Tensor, limit_b: torch.Tensor) -> torch.Tensor:
-    """By how much the similarities of each row exceed its limit, summed, and how many do, [2, b]."""
+    """Return the sum of what the similarities of each row exceed its limit by, and their number, [2, b]."""
     parts = []
     for rows in blocks(similarity_bB):
         over_RB = (similarity_bB[rows] - limit_b[rows, None]).clamp_(min=0)

@@ -49,7 +49,7 @@ class CaptionTokenizer:
         return found
 
     def targets(self, text: str, *, max_tokens: int) -> NDArray[np.int64]:
-        """What a decoder shall say, int64 [max_tokens]: the tokens, the end, and -100 behind it.
+        """Return the target tokens of a decoder, int64 [max_tokens]: the tokens, the end, and -100 after it.
 
         A caption that is longer is cut, and then has no end: the decoder does not learn to stop there.
         """

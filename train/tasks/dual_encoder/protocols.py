@@ -50,7 +50,7 @@ class RetrievalProtocol:
 PROTOCOLS: dict[RetrievalName, RetrievalProtocol] = {
     "retrieval": RetrievalProtocol(
         "Text-video retrieval",
-        "text to video: each distinct text among all clips, any clip with that text is right; "
+        "text to video: each distinct text among all clips, any clip with that text is correct; "
         f"video to text: each clip among the distinct texts; {_TIES}",
     ),
     "msrvtt-1ka": RetrievalProtocol(
