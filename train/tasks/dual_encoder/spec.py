@@ -154,11 +154,11 @@ def mir_table(result: dict[str, Any]) -> Table:
         )
         detail = f"{counted(scores['num_queries'], 'query', 'queries')}, {scores['gallery_size']:,} to rank"
         rows.append(Row(_DIRECTIONS[key], detail, cells))
-    cells = tuple(
+    means = tuple(
         share_cell(result["average"][name], _mean(result[key][f"chance_{name}"] for key in _DIRECTIONS))
         for name in ("mean_ap", "ndcg")
     )
-    rows.append(Row("average", "of both directions", cells))
+    rows.append(Row("average", "of both directions", means))
     protocol = protocol_of(result, result["coverage"], relevancy=result["relevancy"], left_out=_undefined(result))
     return Table("Multi-instance retrieval (EK-100 MIR)", ("mAP", "nDCG"), tuple(rows), protocol, headline=-1)
 
