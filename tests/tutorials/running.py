@@ -49,12 +49,11 @@ class Runner:
 
     async def _cell(self, text: str) -> str:
         """Run a cell in a running event loop, and show the value of its last line, as Jupyter does."""
-        *lines, last = ast.parse(text).body
-        if not isinstance(last, ast.Expr):
-            lines, last = [*lines, last], None
+        lines = ast.parse(text).body
+        last = lines.pop() if isinstance(lines[-1], ast.Expr) else None
         with redirect_stdout(StringIO()) as out:
             exec(compile(ast.Module(lines, []), "cell", "exec"), self.names)  # noqa: S102 - the program of the page
-            if last is not None:
+            if isinstance(last, ast.Expr):
                 shown = eval(compile(ast.Expression(last.value), "cell", "eval"), self.names)  # noqa: S307 - likewise
                 for form in ("_repr_html_", "_repr_png_"):
                     if hasattr(shown, form):
@@ -77,11 +76,11 @@ class Runner:
                 self.setenv(*setting.split("=", 1))
                 return ""
         path = f"{_BIN}{os.pathsep}{os.environ['PATH']}"
-        ran = subprocess.run(
+        done = subprocess.run(
             ["bash", "-euc", line], env={**os.environ, "PATH": path}, capture_output=True, text=True, check=False
         )
-        assert ran.returncode == 0, f"{line}\nstatus {ran.returncode}: {ran.stderr}"
-        return ran.stdout + ran.stderr
+        assert done.returncode == 0, f"{line}\nstatus {done.returncode}: {done.stderr}"
+        return done.stdout + done.stderr
 
     def _torchrun(self, arguments: list[str]) -> str:
         """Run as many ranks as torchrun would start on this machine; test_signals.py starts torchrun itself."""
