@@ -24,8 +24,7 @@ from prep.video.page.html import card_html
 from prep.video.page.totals import num_captions
 from prep.video.page.write import write_chunk_page
 from shards.reader import Variant
-from tests.browser import needs_chromium
-from tests.chromium import chromium
+from tests.browser import needs_chromium, shown
 from tests.object_storage.faults import Faults
 from tests.object_storage.folders import upload
 from tests.prep.running import Ran, identities, prep_here
@@ -274,11 +273,10 @@ _DRIVE = """
 @pytest.mark.usefixtures("beside")
 def test_a_browser_plays_filters_searches_and_sorts(shard_set: ShardSet, tmp_path: Path) -> None:
     write_chunk_page(Variant(shard_set.variant), PageRequest(tmp_path / "page.html"))
-    with chromium(tmp_path) as browser:
-        for width_px, is_dark, paper in ((420, True, "rgb(18, 21, 26)"), (1400, False, "rgb(245, 246, 248)")):
-            ran = browser.run(tmp_path / "page.html", _DRIVE, width_px=width_px, is_dark=is_dark)
-            assert [line for line in ran.messages if "gone.mp4" not in line] == []
-            page = ran.returned
+    for width_px, is_dark, paper in ((420, True, "rgb(18, 21, 26)"), (1400, False, "rgb(245, 246, 248)")):
+        with shown(tmp_path / "page.html", width_px=width_px, is_dark=is_dark) as tab:
+            page = tab.value(f"(async () => {{ {_DRIVE} }})()")
+            assert [line for line in tab.messages if "ERR_FILE_NOT_FOUND" not in line] == []
             assert (page["hidden"], page["before"], page["after"], page["unnamed"]) == (False, 0, 0, 0), width_px
             assert page["caption"] == ["long_000004000"] and page["none"] == [] and page["message"] is True
             assert page["split"] == KEYS[3:] and page["status"] == "2 of 5 on this page"
