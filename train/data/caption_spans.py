@@ -156,17 +156,24 @@ def _parts_of_split(files: CaptionSpans, split_row: NDArray[np.int32]) -> Iterat
             yield _Part(video, block.begin_s, block.end_s, counts, block.source, block.row, block.caption_id)
         elif is_own.any():
             captions = np.repeat(is_own, counts)
-            spans = (video[is_own], block.begin_s[is_own], block.end_s[is_own], counts[is_own])
-            yield _Part(*spans, *(array[captions] for array in (block.source, block.row, block.caption_id)))
+            yield _Part(
+                video=video[is_own],
+                begin_s=block.begin_s[is_own],
+                end_s=block.end_s[is_own],
+                counts=counts[is_own],
+                source=block.source[captions],
+                row=block.row[captions],
+                caption_id=block.caption_id[captions],
+            )
 
 
 def _clips(usable: UsableCaptions, part: _Part, rank: NDArray[np.int16]) -> tuple[Clips, Any]:
     """The clips of some spans, and which captions they have, in their order."""
-    keys = (usable.end_us, usable.begin_us, usable.first_chunk)
+    keys: tuple[NDArray[np.int64], ...] = (usable.end_us, usable.begin_us, usable.first_chunk)
     order = None if _ascend(keys) else np.lexsort(keys)
-    spans, keys = (
-        (usable.caption, keys) if order is None else (usable.caption[order], tuple(key[order] for key in keys))
-    )
+    spans = usable.caption
+    if order is not None:
+        spans, keys = spans[order], tuple(key[order] for key in keys)
     is_new = np.ones(len(spans), bool)
     is_new[1:] = np.any([key[1:] != key[:-1] for key in keys], axis=0)
     counts = part.counts[spans]
@@ -186,15 +193,16 @@ def _clips(usable: UsableCaptions, part: _Part, rank: NDArray[np.int16]) -> tupl
         clip, own_rank, row, number = clip[by_clip], own_rank[by_clip], row[by_clip], number[by_clip]
     begins = np.ones(len(clip), bool)
     begins[1:] = clip[1:] != clip[:-1]
-    first_of_clip = number[begins] if order is None else order[number[begins]]
-    clip = np.cumsum(begins, dtype=np.int32) - 1
-    found = spans_at(usable, first_of_clip)
-    return Clips(found, runs_of(clip, own_rank, num_clips=len(found)), row), which
+    first_of_clip = number[begins].astype(np.int64)
+    found = spans_at(usable, first_of_clip if order is None else order[first_of_clip])
+    clip_of_caption = np.cumsum(begins) - 1
+    return Clips(found, runs_of(clip_of_caption, own_rank, num_clips=len(found)), row), which
 
 
 def _ascend(keys: tuple[NDArray[Any], ...]) -> bool:
     """Whether rows are in the order of `np.lexsort(keys)`."""
-    is_less, is_same = False, True
+    num_pairs = max(0, len(keys[0]) - 1)
+    is_less, is_same = np.zeros(num_pairs, bool), np.ones(num_pairs, bool)
     for key in keys[::-1]:
         is_less = is_less | (is_same & (key[1:] < key[:-1]))
         is_same = is_same & (key[1:] == key[:-1])
