@@ -270,6 +270,7 @@ def _become(request: dict[str, Any], descriptors: list[int]) -> NoReturn:
         os.chdir(request["folder"])
         os.environ.clear()
         os.environ.update(request["environment"])
+        sys.dont_write_bytecode = "PYTHONDONTWRITEBYTECODE" in os.environ
         tempfile.tempdir = None
         if request.get("is_of_other_checkout"):
             for name in [name for name in sys.modules if name.partition(".")[0] in _OWN]:
