@@ -161,7 +161,8 @@ class VideoProgress:
     def say_done(self, where: str, *, following: str = "") -> None:
         """Say how much was captioned, where the captions are, and the command that may follow."""
         windows, videos = counted(self._num_windows, "window"), counted(self._num_videos, "video")
-        print(f"done: captions of {windows} of {videos}{where}; {self._rates()}", file=sys.stderr, flush=True)
+        rates = f"{self._seen_s():.0f} s of video, {self._speed()}"
+        print(f"done: captions of {windows} of {videos}{where}; {rates}", file=sys.stderr, flush=True)
         if following:
             print(f"next: {following}", file=sys.stderr, flush=True)
 
@@ -181,13 +182,14 @@ class VideoProgress:
         self._pace.add(done)
         shown = of(round(done, 1), self._num_videos, "videos")
         self._activity.say(
-            lambda: joined(shown, self._rates(), self._pace.left(self._num_videos)),
+            lambda: joined(shown, self._speed(), self._pace.left(self._num_videos)),
             what="captioning",
             share=done / self._num_videos,
         )
 
-    def _rates(self) -> str:
-        video_s = (self._before_us + self._now_us) / US_PER_S
-        elapsed_s = max(time.monotonic() - self._begin_s, 1e-9)
-        failed = f", {self._num_failed} failed" if self._num_failed else ""
-        return f"{video_s:.0f} s of video, {video_s / elapsed_s:.1f}x real time{failed}"
+    def _seen_s(self) -> float:
+        return (self._before_us + self._now_us) / US_PER_S
+
+    def _speed(self) -> str:
+        speed = self._seen_s() / max(time.monotonic() - self._begin_s, 1e-9)
+        return joined(f"{speed:.1f}x real time", f"{self._num_failed} failed" if self._num_failed else "")
