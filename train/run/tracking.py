@@ -63,10 +63,12 @@ class Progress:
     def show(self, step: int, text: str) -> None:
         """Show that `step` steps are done; in a log only the first, the last, and one now and then."""
         self._pace.add(step)
-        left = self._pace.left(self._num_steps)
         if self._activity is not None and is_terminal(sys.stderr):
             done = of(step, self._num_steps, f"{self._unit}s")
-            self._activity.say(joined(done, self._pace.rate(), left, text), share=step / self._num_steps)
+            self._activity.say(
+                lambda: joined(done, self._pace.rate(), self._pace.left(self._num_steps), text),
+                share=step / self._num_steps,
+            )
             if sys.stdout.isatty():
                 return
         else:
@@ -74,7 +76,7 @@ class Progress:
         now_s = time.monotonic()
         if step in (1, self._num_steps) or now_s - self._line_s >= log_interval(now_s - self._begin_s):
             self._line_s = now_s
-            self.say("  ".join(filter(None, (self._place(step), text, left))))
+            self.say("  ".join(filter(None, (self._place(step), text, self._pace.left(self._num_steps)))))
 
     def _place(self, step: int) -> str:
         return f"{self._unit} {step}/{self._num_steps}"
