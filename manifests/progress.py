@@ -229,9 +229,6 @@ def _show_on_terminal() -> Callable[[], object]:
 
     def close() -> None:
         with suppress(OSError, ValueError):  # the terminal may be gone
-            for stream in (sys.stdout, sys.stderr):
-                stream.flush()  # rich would lose an unfinished line
-        with suppress(OSError, ValueError):
             live.stop()
 
     with suppress(OSError, ValueError):
