@@ -20,7 +20,12 @@ class Loaded:
 
 def test_batches_are_counted_for_a_command_and_not_in_a_training_loop(monkeypatch: pytest.MonkeyPatch) -> None:
     said: list[Activity] = []
-    monkeypatch.setattr("train.run.counted_batches.Activity", lambda what: said.append(Activity(what)) or said[-1])
+
+    def noted(what: str) -> Activity:
+        said.append(Activity(what))
+        return said[-1]
+
+    monkeypatch.setattr("train.run.counted_batches.Activity", noted)
     batches: Any = [Loaded(), Loaded()]
     assert list(counted_batches(batches, "embedding", total=9)) == batches and not said
     with counting_batches():
