@@ -38,7 +38,7 @@ $(UV_READY): requirements-uv.lock
 	@"$(PYTHON)" -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))' || { \
 		echo "error: $(PYTHON) does not run as Python 3.11, 3.12 or 3.13" >&2; \
 		echo "hint: make setup PYTHON=python3.12" >&2; exit 2; }
-	@"$(PYTHON)" scripts/setup_room.py "$(VENV)"
+	@"$(PYTHON)" scripts/setup_plan.py "$(VENV)"
 	@echo "setup 1/3: uv, which installs the packages"
 	@"$(PYTHON)" -m venv $(VENV)
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --require-hashes -r requirements-uv.lock

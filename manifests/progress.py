@@ -1,12 +1,13 @@
 """Progress of long work on standard error: what a command is doing, from the first second.
 
-A terminal has one line, which is drawn again several times a second and erased at the end. A log gets a line as soon as
-the work has lasted most of a second, then one every ten seconds, and one a minute after two minutes. Each begins with
-the time since the outermost work began, in brackets: `[0:10] encoding: 12 of 24 chunks, 2.3x real time, 0:10 left`.
+A terminal has one line, which rich draws again several times a second and erases at the end. A log gets a line as soon
+as the work has lasted half a second, then one every ten seconds, and one a minute after two minutes. Each begins with
+the time since the program began, in brackets: `[0:10] encoding: 12 of 24 chunks, 2.3x real time, 0:10 left`.
+
+Only the first process of a launch speaks, by the RANK that its launcher sets.
 """
 
 import os
-import shutil
 import sys
 import time
 from collections import deque
@@ -14,15 +15,20 @@ from collections.abc import Callable
 from contextlib import suppress
 from threading import Event, RLock, Thread
 from types import TracebackType
-from typing import IO, Any, Self
+from typing import IO, TYPE_CHECKING, Self
 
-_FIRST_LINE_S = 0.7
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+_FIRST_LINE_S = 0.5
 _REDRAW_S = 0.25
 _INTERVAL_S, _LATER_INTERVAL_S, _LATER_S = 10.0, 60.0, 120.0
 _BAR_WIDTH = 16
 _MIN_WINDOW_S, _NUM_SEEN = 60.0, 100
+_PROGRAM_BEGIN_S = time.monotonic()  # both programs import this module at once
 _lock = RLock()
 _shown: list["Activity"] = []  # the innermost is the last
+_close: Callable[[], object]  # ends what shows them
 
 
 class Activity:
@@ -38,33 +44,23 @@ class Activity:
         self._share: float | None = None
         self._begin_s = time.monotonic()
         self._line_s: float | None = None  # time of its last line in a log
-        self._has_ended = Event()
-        self._ticker = Thread(target=self._tick, daemon=True)
 
     def __enter__(self) -> Self:
+        global _close
         with _lock:
             self._begin_s = time.monotonic()
-            if not _shown and is_terminal(sys.stderr):
-                _line.open()
             _shown.append(self)
-            self._draw()
-        self._ticker.start()
+            if len(_shown) == 1:
+                _close = _show()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._has_ended.set()
-        self._ticker.join()
         with _lock:
             _shown.remove(self)
             if not _shown:
-                _line.close()
-
-    @property
-    def elapsed_s(self) -> float:
-        """Seconds since the block was entered."""
-        return time.monotonic() - self._begin_s
+                _close()
 
     def say(self, details: str | Callable[[], str], *, what: str | None = None, share: float | None = None) -> None:
         """Set what is shown behind the colon.
@@ -76,58 +72,84 @@ class Activity:
         """
         self._what, self._details, self._share = what or self._what, details, share
 
-    def counter(self, what: str) -> Callable[[int, int], None]:
-        """Return a function of (number done, total) that shows them, with the rate and the time left.
+    def counter(self, what: str, *, unit: str = "") -> Callable[[int, int | None], None]:
+        """Return a function of (number done, total or None) that shows them, with the rate and the time left.
 
         Args:
             what: what is shown in place of the description of the work until all are done.
+            unit: what is counted, such as "clips".
         """
         outer, pace = self._what, Pace()
 
-        def show(done: int, total: int) -> None:
-            if done >= total:
+        def show(done: int, total: int | None) -> None:
+            if total is not None and done >= total:
                 self.say("", what=outer)
                 return
             pace.add(done)
-            self.say(lambda: f"{done:,} of {total:,}{pace.text(total)}", what=what, share=done / total)
+            share = None if total is None else done / total
+            self.say(lambda: joined(of(done, total, unit), pace.rate(), pace.left(total)), what=what, share=share)
 
         return show
 
-    def _tick(self) -> None:
-        while not self._has_ended.wait(_REDRAW_S if _line.is_open else _FIRST_LINE_S / 2):
-            with _lock:
-                self._draw()
+    def adder(self, total: int | None, *, unit: str) -> Callable[[int], None]:
+        """Return a function that is called with how many more are done, and shows them as `counter` does."""
+        show, num_done = self.counter(self._what, unit=unit), 0
 
-    def _draw(self) -> None:
-        if self._has_ended.is_set() or _shown[-1] is not self:
-            return
-        if _line.is_open:
-            _line.show(f"{self._bar()}{self._text()} ({clock(_shown[0].elapsed_s)})")
-        elif (now_s := time.monotonic()) >= self._due_s():
-            self._line_s = now_s
-            with suppress(OSError, ValueError):  # a closed stream must not end the work
-                print(f"[{clock(_shown[0].elapsed_s)}] {self._text()}", file=sys.stderr, flush=True)
+        def add(count: int) -> None:
+            nonlocal num_done
+            num_done += count
+            show(num_done, total)
 
-    def _due_s(self) -> float:
-        """Return when the next line of a log is due."""
-        if self._line_s is None:
-            return self._begin_s + _FIRST_LINE_S
-        return self._line_s + (_INTERVAL_S if _shown[0].elapsed_s < _LATER_S else _LATER_INTERVAL_S)
+        return add
 
-    def _text(self) -> str:
+    def text(self) -> str:
+        """What is shown of it."""
         details = self._details if isinstance(self._details, str) else self._details()
         return f"{self._what}: {details}" if details else self._what
 
-    def _bar(self) -> str:
+    def drawn(self) -> "RenderableType":
+        """The line of a terminal."""
+        from rich.progress_bar import ProgressBar
+        from rich.table import Table
+        from rich.text import Text
+
+        text = Text(f"{self.text()} ({_program_clock()})", no_wrap=True, overflow="ellipsis")
         if self._share is None:
-            return ""
-        filled = round(min(max(self._share, 0.0), 1.0) * _BAR_WIDTH)
-        return f"{'━' * filled}{'┄' * (_BAR_WIDTH - filled)} "
+            return text
+        line = Table.grid(padding=(0, 1, 0, 0))
+        line.add_row(ProgressBar(total=1.0, completed=self._share, width=_BAR_WIDTH), text)
+        return line
+
+    def log(self) -> None:
+        """Write a line into a log if one is due."""
+        now_s = time.monotonic()
+        elapsed_s = now_s - self._begin_s
+        if elapsed_s < _FIRST_LINE_S if self._line_s is None else now_s - self._line_s < log_interval(elapsed_s):
+            return
+        self._line_s = now_s
+        with suppress(OSError, ValueError):  # a closed stream must not end the work
+            print(f"[{_program_clock()}] {self.text()}", file=sys.stderr, flush=True)
 
 
 def is_terminal(stream: IO[str]) -> bool:
     """Return True if a stream is a terminal that can erase a line."""
     return stream.isatty() and os.environ.get("TERM", "") not in ("", "dumb")
+
+
+def log_interval(elapsed_s: float) -> float:
+    """Return the seconds between two lines of a log about work that has lasted `elapsed_s`."""
+    return _INTERVAL_S if elapsed_s < _LATER_S else _LATER_INTERVAL_S
+
+
+def joined(*parts: str) -> str:
+    """Join the parts that are not empty by commas."""
+    return ", ".join(filter(None, parts))
+
+
+def of(done: float, total: int | None, unit: str) -> str:
+    """Format how much is done: `12 of 24 chunks`, or `12 chunks` if the total is not known."""
+    shown = f"{done:,}" if total is None else f"{done:,} of {total:,}"
+    return f"{shown} {unit}".rstrip()
 
 
 def clock(seconds: float) -> str:
@@ -141,11 +163,14 @@ class Pace:
     """How fast work proceeds: over the second half of the time so far, at least the last minute.
 
     The first half holds what happens once, such as starting workers and loading a model.
+
+    Args:
+        done: how much was done before.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, done: float = 0.0) -> None:
         self._begin_s = time.monotonic()
-        self._seen = deque([(self._begin_s, 0.0)])
+        self._seen = deque([(self._begin_s, done)])
 
     def add(self, done: float) -> None:
         """Note how much is done now, in any unit."""
@@ -163,74 +188,66 @@ class Pace:
         (begin_s, before), (end_s, done) = self._seen[0], self._seen[-1]
         return (done - before) / (end_s - begin_s) if end_s - begin_s >= 1 else 0.0
 
-    def left(self, total: float) -> str:
-        """Return `, 0:42 left`, or nothing while it is unknown."""
-        end_s, done = self._seen[-1]
-        if self.per_s <= 0 or done >= total:
-            return ""
-        return f", {clock(max(0.0, (total - done) / self.per_s - (time.monotonic() - end_s)))} left"
-
-    def text(self, total: float) -> str:
-        """Return `, 12/s, 0:42 left`, or nothing while the pace is unknown."""
+    def rate(self) -> str:
+        """Return `12/s`, or nothing while it is unknown."""
         rate = self.per_s
         if rate <= 0:
             return ""
-        shown = f"{rate:,.0f}/s" if rate >= 10 else f"{rate:.1f}/s" if rate >= 1 else f"{rate * 60:.1f}/min"
-        return f", {shown}{self.left(total)}"
+        return f"{rate:,.0f}/s" if rate >= 10 else f"{rate:.1f}/s" if rate >= 1 else f"{rate * 60:.1f}/min"
+
+    def left(self, total: float | None) -> str:
+        """Return `0:42 left`, or nothing while it is unknown."""
+        end_s, done = self._seen[-1]
+        if total is None or self.per_s <= 0 or done >= total:
+            return ""
+        return f"{clock(max(0.0, (total - done) / self.per_s - (time.monotonic() - end_s)))} left"
 
 
-class _Line:
-    """The line of the terminal. While it is open, other output of this process erases it first."""
-
-    def __init__(self) -> None:
-        self.is_open = False
-        self.is_within_line = False  # of other output, which must not be erased
-        self._is_drawn = False
-        self._streams: tuple[IO[str], IO[str]] | None = None
-
-    def open(self) -> None:
-        self._streams = sys.stdout, sys.stderr
-        sys.stdout, sys.stderr = _Above(sys.stdout), _Above(sys.stderr)  # type: ignore[assignment]
-        self.is_open = True
-
-    def close(self) -> None:
-        if self._streams is not None:
-            self.erase()
-            sys.stdout, sys.stderr = self._streams
-            self._streams, self.is_open, self.is_within_line = None, False, False
-
-    def show(self, text: str) -> None:
-        if self._streams is None or self.is_within_line:
-            return
-        width = shutil.get_terminal_size().columns - 1
-        text = text if len(text) <= width else f"{text[: max(0, width - 1)]}…"
-        with suppress(OSError, ValueError):
-            self._streams[1].write(f"\r\x1b[K{text}")
-            self._streams[1].flush()
-            self._is_drawn = True
-
-    def erase(self) -> None:
-        if self._is_drawn and self._streams is not None:
-            self._is_drawn = False
-            with suppress(OSError, ValueError):
-                self._streams[1].write("\r\x1b[K")
-                self._streams[1].flush()
+def _program_clock() -> str:
+    return clock(time.monotonic() - _PROGRAM_BEGIN_S)
 
 
-class _Above:
-    """A text stream that erases the line of the terminal before anything is written to it."""
-
-    def __init__(self, stream: IO[str]) -> None:
-        self._stream = stream
-
-    def write(self, text: str) -> int:
-        with _lock:
-            _line.erase()
-            _line.is_within_line = not text.endswith("\n") if text else _line.is_within_line
-            return self._stream.write(text)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._stream, name)
+def _show() -> Callable[[], object]:
+    """Begin to show the innermost activity; return what ends it."""
+    if os.environ.get("RANK", "0") != "0":
+        return lambda: None
+    return _show_on_terminal() if is_terminal(sys.stderr) else _show_in_log()
 
 
-_line = _Line()
+def _show_on_terminal() -> Callable[[], object]:
+    from rich.console import Console
+    from rich.live import Live
+
+    console = Console(file=sys.stderr, force_terminal=True, soft_wrap=True, highlight=False, markup=False, emoji=False)
+    live = Live(
+        get_renderable=lambda: next((one.drawn() for one in _shown[-1:]), ""),
+        console=console,
+        refresh_per_second=1 / _REDRAW_S,
+        transient=True,
+        redirect_stdout=sys.stdout.isatty(),  # what is piped must not reach the terminal
+    )
+
+    def close() -> None:
+        with suppress(OSError, ValueError):  # the terminal may be gone
+            live.stop()
+
+    with suppress(OSError, ValueError):
+        live.start(refresh=True)
+    return close
+
+
+def _show_in_log() -> Callable[[], object]:
+    has_ended = Event()
+
+    def write_lines() -> None:
+        while not has_ended.wait(_FIRST_LINE_S / 2):
+            for innermost in _shown[-1:]:
+                innermost.log()
+
+    def close() -> None:
+        has_ended.set()
+        thread.join()
+
+    thread = Thread(target=write_lines, name="progress", daemon=True)
+    thread.start()
+    return close

@@ -17,7 +17,7 @@ PACKAGES = ("manifests", "shards", "prep", "train")
 
 # What a package may import from outside, beside the standard library; prep and train follow pyproject.toml.
 OUTSIDE = {
-    "manifests": {"cyclopts", "numpy", "obstore", "pyarrow"},
+    "manifests": {"cyclopts", "numpy", "obstore", "pyarrow", "rich"},
     "shards": {"numpy", "pyarrow"},
 }
 MODULES_OF_DISTRIBUTION = {

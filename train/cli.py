@@ -11,10 +11,10 @@ from cyclopts import App, CycloptsError, Parameter
 from manifests.completion import register_completion
 from manifests.errors import UserError, program_version, run_command
 from manifests.help_text import wants_help
+from manifests.progress import Activity
 from manifests.storage.waiting import tell_of_waiting
 from train.commands.training import SOURCES, name_files, parse
 from train.registry import COMMANDS, task_names
-from train.run.doing import Doing
 
 _FIRST_SPEAKS_S = 5.0
 
@@ -95,7 +95,7 @@ def overview(
     link
         Further page to link to, such as one of train search. May be repeated.
     """
-    with Doing(f"writing {out}"):
+    with Activity(f"writing {out}"):
         from train.report.overview import write_overview
 
         write_overview(runs, out, links=link or ())

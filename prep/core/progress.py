@@ -5,7 +5,7 @@ from collections import Counter
 from types import TracebackType
 from typing import Self
 
-from manifests.progress import Activity, Pace
+from manifests.progress import Activity, Pace, joined
 from manifests.quoting import counted
 from prep.engines import Refused
 
@@ -60,17 +60,16 @@ class RunProgress:
         self._activity.say(self._text, share=self._done / max(1, self._num_samples))
 
     def _text(self) -> str:
-        parts = [f"{self._done:,} of {counted(self._num_samples, self._noun)}"]
+        state = ""
         if self._done == self._num_samples:
-            parts.append("publishing the last shards")
+            state = "publishing the last shards"
         elif not self._has_begun:
-            parts.append("starting workers")
+            state = "starting workers"
         elif (speed := self._pace.per_s) > 0:
-            shown = f"{speed:,.1f}/s" if speed >= 1 else f"{speed * 60:.1f}/min"
-            parts.append(shown if self._sample_s is None else f"{speed * self._sample_s:,.1f}x real time")
-        left = self._pace.left(self._work)
+            state = self._pace.rate() if self._sample_s is None else f"{speed * self._sample_s:,.1f}x real time"
         failed = ", ".join(f"{count} x {code}" for code, count in sorted(self._failures.items()))
-        return f"{', '.join(parts)}{left}{'; failed: ' if failed else ''}{failed}"
+        text = joined(f"{self._done:,} of {counted(self._num_samples, self._noun)}", state, self._pace.left(self._work))
+        return f"{text}; failed: {failed}" if failed else text
 
 
 def warn_refused(refused: Refused) -> None:

@@ -9,36 +9,8 @@ from collections.abc import Callable
 import pytest
 
 from manifests import progress
-from manifests.progress import Activity, Pace, clock
-
-
-class Screen(io.StringIO):
-    """A terminal that remembers everything that is written to it."""
-
-    def isatty(self) -> bool:
-        return True
-
-    def left(self) -> str:
-        """What can be read on it in the end."""
-        lines = [""]
-        for piece in re.split(r"(\n|\r\x1b\[K)", self.getvalue()):
-            if piece == "\n":
-                lines.append("")
-            elif piece == "\r\x1b[K":
-                lines[-1] = ""
-            else:
-                lines[-1] += piece
-        return "\n".join(lines)
-
-
-def open_screen(monkeypatch: pytest.MonkeyPatch) -> Screen:
-    """Called in tests and not a fixture: pytest replaces the streams between the two."""
-    both = Screen()
-    monkeypatch.setenv("TERM", "xterm")
-    monkeypatch.setattr(sys, "stderr", both)
-    monkeypatch.setattr(sys, "stdout", both)
-    monkeypatch.setattr(progress, "_REDRAW_S", 0.01)
-    return both
+from manifests.progress import Activity, Pace, clock, joined, log_interval
+from tests.screens import open_screen
 
 
 def open_log(monkeypatch: pytest.MonkeyPatch) -> io.StringIO:
@@ -60,13 +32,13 @@ def test_a_terminal_shows_the_work_at_once_and_keeps_nothing_of_it(monkeypatch: 
     screen = open_screen(monkeypatch)
     streams = sys.stdout, sys.stderr
     with Activity("planning"):
-        assert "planning (0:0" in screen.getvalue()
+        assert screen.left().startswith("planning (") and not screen.has_cursor
         with Activity("looking at 7 videos") as now:
             now.counter("looking at 7 videos")(3, 7)
             wait_for(lambda: "━" in screen.left() and "looking at 7 videos: 3 of 7" in screen.left())
             print("a note")
         wait_for(lambda: "planning" in screen.left().splitlines()[-1])
-    assert screen.left() == "a note\n"
+    assert screen.left() == "a note\n" and screen.has_cursor
     assert (sys.stdout, sys.stderr) == streams
 
 
@@ -77,6 +49,9 @@ def test_an_unfinished_line_of_other_output_stays(monkeypatch: pytest.MonkeyPatc
         time.sleep(0.05)
         sys.stdout.write("line\n")
     assert screen.left() == "one line\n"
+    with Activity("planning"):
+        sys.stdout.write("not ended")
+    assert "not ended" in screen.left()
 
 
 def test_an_error_leaves_the_terminal_clean(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -90,7 +65,7 @@ def test_a_narrow_terminal_gets_a_shorter_line(monkeypatch: pytest.MonkeyPatch) 
     screen = open_screen(monkeypatch)
     monkeypatch.setenv("COLUMNS", "12")
     with Activity("planning for a long time"):
-        assert screen.left() == "planning f…"
+        assert screen.left() == "planning fo…"
 
 
 def test_a_log_gets_lines_with_the_time(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -113,11 +88,41 @@ def test_short_work_says_nothing_in_a_log(monkeypatch: pytest.MonkeyPatch) -> No
     assert stream.getvalue() == ""
 
 
+def test_other_processes_of_a_launch_are_silent(monkeypatch: pytest.MonkeyPatch) -> None:
+    log = open_log(monkeypatch)
+    monkeypatch.setenv("RANK", "1")
+    with Activity("importing torch"):
+        time.sleep(0.1)
+    assert log.getvalue() == ""
+
+
+def test_what_is_counted_is_shown_with_rate_and_time_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    now_s = 0.0
+    monkeypatch.setattr(time, "monotonic", lambda: now_s)
+    work = Activity("embedding")
+    add = work.adder(1000, unit="clips")
+    add(0)
+    assert work.text() == "embedding: 0 of 1,000 clips"
+    now_s += 10
+    add(200)
+    assert work.text() == "embedding: 200 of 1,000 clips, 20/s, 0:40 left"
+    add(800)
+    assert work.text() == "embedding"
+    add = work.adder(None, unit="clips")
+    now_s += 12
+    add(6)
+    assert work.text() == "embedding: 6 clips, 30.0/min"
+
+
+def test_lines_of_a_log_become_rarer() -> None:
+    assert [log_interval(one) for one in (0, 60, 200, 10_000)] == [10.0, 10.0, 60.0, 60.0]
+
+
 def test_the_time_left_follows_the_present_pace(monkeypatch: pytest.MonkeyPatch) -> None:
     now_s = 0.0
     monkeypatch.setattr(time, "monotonic", lambda: now_s)
     pace = Pace()
-    assert pace.text(100) == ""
+    assert joined(pace.rate(), pace.left(100)) == ""
     for _ in range(600):  # nothing for ten minutes, while a model is loaded
         now_s += 1
         pace.add(0)
@@ -125,6 +130,6 @@ def test_the_time_left_follows_the_present_pace(monkeypatch: pytest.MonkeyPatch)
         now_s += 1
         pace.add(done)
     assert pace.per_s == pytest.approx(1.0, rel=0.02), "what was slow long ago does not count"
-    assert pace.text(1260) == ", 1.0/s, 1:00 left" and len(pace._seen) < 250
+    assert joined(pace.rate(), pace.left(1260)) == "1.0/s, 1:00 left" and len(pace._seen) < 250
     assert pace.left(1200) == ""
-    assert (clock(59.6), clock(3601)) == ("1:00", "1:00:01")
+    assert [clock(one) for one in (0.4, 34, 59.6, 725, 3723)] == ["0:00", "0:34", "1:00", "12:05", "1:02:03"]

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from manifests.errors import FailedWork, UserError
+from manifests.progress import Activity
 from train.bench.communication import measure_steps
 from train.bench.operations import BatchOperations, ClipOperations
 from train.bench.rates import Rate, advice, judge
@@ -20,7 +21,6 @@ from train.distributed.world import World
 from train.engine.attention_choice import choose_attention
 from train.engine.loop import check_batch
 from train.engine.rank_consistency import open_consistent
-from train.run.doing import Doing
 from train.run.folder import machine
 from train.tasks.dual_encoder.settings import DualEncoderSettings
 from train.tasks.dual_encoder.task import DualEncoderTask, workloads_of
@@ -34,19 +34,19 @@ def run_bench(settings: DualEncoderSettings, *, seconds: float) -> dict[str, Any
         FailedWork: more samples than `settings.max_failures` could not be loaded.
     """
     task, samples, device = _open(settings, World(), seconds=seconds)
-    with Doing("measuring reading, decoding, cropping and tokens"):
+    with Activity("measuring reading, decoding, cropping and tokens"):
         clips = ClipOperations(samples, settings).measure(seconds=seconds)
-    with Doing("measuring the model"):
+    with Activity("measuring the model"):
         steps = BatchOperations(task, samples, settings, device=device)
         rates: dict[str, Rate | None] = {**clips.rates, **steps.measure(clips.samples, seconds=seconds)}
     found = {name: rate.items_per_s for name, rate in rates.items() if rate is not None}
     try:
-        with Doing("measuring the loader"):
+        with Activity("measuring the loader"):
             loader = steps.loader(seconds=seconds)
         verdict = judge(found, loader_items_per_s=loader.items_per_s)
         # Waiting shows only once the prefetched batches are used up.
         min_steps = settings.batches_ahead + 2 if verdict.bound == "data" else 1
-        with Doing("measuring whole steps"):
+        with Activity("measuring whole steps"):
             whole = steps.whole(seconds=seconds, min_steps=min_steps)
     except TooManyFailures as error:
         raise _too_many(settings, error) from error
@@ -108,7 +108,7 @@ def _measured(
     device: torch.device,
     seconds: float,
 ) -> dict[str, Any]:
-    with Doing(f"measuring steps with {settings.parallel.strategy}"):
+    with Activity(f"measuring steps with {settings.parallel.strategy}"):
         return measure_steps(task, samples, settings, world=world, device=device, seconds=seconds)
 
 
@@ -131,7 +131,7 @@ def _open(
     products = open_precision(settings.precision, device_type=device.type).products
     attention, _ = choose_attention(settings, workloads=workloads_of, device=device, products=products, world=world)
     task = DualEncoderTask(settings, attention=attention, device=device)
-    with Doing(f"opening {settings.folder}"):
+    with Activity(f"opening {settings.folder}"):
         samples = open_consistent(lambda: task.training_set(world), settings, columns=task.columns, world=world)
     if not isinstance(samples, VideoCaptions):
         raise UserError(f"train bench measures a data folder, not {settings.folder}", hint="name one: --shards DIR")

@@ -7,10 +7,10 @@ from typing import Annotated
 from cyclopts import Parameter
 
 from manifests.errors import UserError
+from manifests.progress import Activity
 from train.config import fields as groups
 from train.config.fields import FIRST_RUN
 from train.config.training import Strategy
-from train.run.doing import Doing
 from train.tasks.dual_encoder.settings import DualEncoderSettings
 
 
@@ -49,7 +49,7 @@ def bench(
     as_json
         Print one JSON object.
     """
-    with Doing("importing torch"):
+    with Activity("importing torch"):
         from train.bench.communication import print_breakdown, write_breakdown
         from train.bench.rates import print_report
         from train.bench.run import run_bench, run_breakdown

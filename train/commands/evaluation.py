@@ -10,11 +10,12 @@ from typing import Annotated, Any
 from cyclopts import App, Parameter
 
 from manifests.errors import FailedWork, UserError
+from manifests.progress import Activity
 from train.commands.training import docstring
 from train.config.data import AS_TRAINED, Overrides, Weights
 from train.config.files import read_values
 from train.registry import evaluations, evaluations_of
-from train.run.doing import Doing, counting_batches
+from train.run.counted_batches import counting_batches
 from train.run.folder import open_run, read_lines
 from train.spec import EvaluationSpec
 
@@ -43,7 +44,7 @@ def score_run(
             needed.
         FailedWork: nothing could be decoded.
     """
-    with Doing("importing torch"):
+    with Activity("importing torch"):
         from train.evaluation.opening import open_weights_as, require_weights, task_of_run
         from train.evaluation.runner import score_opened
         from train.inference.model import tasks_where
@@ -69,14 +70,14 @@ def score_run(
     with counting_batches():
         result = score_opened(opened, evaluation, wanted, out=out, written=written)
     if run is not None:
-        with Doing(f"writing {run.page}"):
+        with Activity(f"writing {run.page}"):
             write_page(run)
     return result
 
 
 def data_of(weights: str | Path) -> tuple[str | None, ...]:
     """The data to evaluate where none is named: None for a run's own, or each of the folders of a mixture."""
-    with Doing("importing torch"):
+    with Activity("importing torch"):
         from train.weights.sources import is_run
 
     if not is_run(Path(weights)):

@@ -7,10 +7,10 @@ from typing import Annotated, Literal
 from cyclopts import Parameter
 
 from manifests.errors import UserError
+from manifests.progress import Activity
 from train.commands.training import docstring
 from train.config.data import AS_TRAINED, Overrides, Weights
 from train.registry import task_named, task_names
-from train.run.doing import Doing
 from train.run.folder import RunFolder
 from train.spec import ExportRequest
 
@@ -59,7 +59,7 @@ def export_run(
         UserError: there is no checkpoint, its weights are not finite, `out` exists already, or the format cannot hold
             such a model.
     """
-    with Doing("importing torch"):
+    with Activity("importing torch"):
         from train.evaluation.record import write_record
         from train.inference.model import open_weights_for_use
         from train.report.card import CARD_FILE, model_card
@@ -117,7 +117,7 @@ def export_run(
         write_record(folder, opened)
         (folder / CARD_FILE).write_text(card)
 
-    with Doing(f"writing {out}"):
+    with Activity(f"writing {out}"):
         publish_folder(out, write)
     for remark in exported.remarks:
         say(remark)

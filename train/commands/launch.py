@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from manifests.errors import UserError
+from manifests.progress import Activity
 from manifests.publish import publish_bytes, publish_json
 from manifests.store import read_videos
 from train.config.training import ClipSettings, ParallelSettings
@@ -28,7 +29,6 @@ from train.evaluation.pages import counted
 from train.report.results import initial_weights, write_page
 from train.run.checkpoint import latest_checkpoint
 from train.run.checkpoint_writer import recover
-from train.run.doing import Doing
 from train.run.folder import Resume, RunFolder, create_run, find_run, machine, read_lines, reopen_run, sweep, versions
 from train.run.shared_folder import require_shared, wait_for_files
 from train.run.tracking import Progress, check_tracking
@@ -87,7 +87,7 @@ def _train(
     world = world.cut(settings.parallel.stages)
     precision = open_precision(settings.precision, device_type=device.type)
     old_facts = world.first(lambda: {} if old_run is None else old_run.read_facts())
-    with Doing("choosing an attention backend"):
+    with Activity("choosing an attention backend"):
         attention, how_chosen = choose_attention(
             settings,
             workloads=spec.workloads,
@@ -106,7 +106,7 @@ def _train(
     if old_run is not None:
         world.first(lambda: reopen_run(settings))
     task = spec.open(settings, attention=attention, device=device, run=old_run if has_weights else None)
-    with Doing(f"opening {', '.join(settings.folders)}"):
+    with Activity(f"opening {', '.join(settings.folders)}"):
         samples = open_consistent(
             lambda: task.training_set(world.replicas), settings, columns=task.columns, world=world
         )
@@ -150,7 +150,7 @@ def _train(
         publish_json(run.facts, facts)
     train(task, samples, settings, run=run, world=world, device=device, progress=progress)
     if world.is_first:
-        with Doing(f"writing {run.page}"):
+        with Activity(f"writing {run.page}"):
             if spec.at_end is not None:
                 spec.at_end(run, settings, progress.say)
             write_page(run)

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Literal, NoReturn
 from cyclopts import Parameter
 
 from manifests.errors import UserError
+from manifests.progress import Activity
 from train.config.training import Device
-from train.run.doing import Doing
 
 if TYPE_CHECKING:
     from train.quickstart.plan import Asked, Plan
@@ -70,7 +70,7 @@ def quickstart(
         raise UserError("--yes runs the command, and --json only prints the plan", hint="leave out one of them")
     if minutes is not None and not 0 < minutes < float("inf"):
         raise UserError(f"--minutes is {minutes}", hint="it must be more than 0")
-    with Doing("importing torch"):
+    with Activity("importing torch"):
         from train.quickstart.plan import Asked
         from train.quickstart.printed import plan_json, plan_text
 
@@ -101,7 +101,7 @@ def _say(what: str) -> None:
 
 
 def _plan(asked: "Asked") -> "Plan":
-    with Doing("importing torch"):
+    with Activity("importing torch"):
         import torch
 
         from train.device.precision import choose_device
@@ -112,7 +112,7 @@ def _plan(asked: "Asked") -> "Plan":
 
     surveys = []
     for address in asked.data:
-        with Doing(f"looking at {address}"):
+        with Activity(f"looking at {address}"):
             surveys.append(survey(address))
     chosen = choose_device(asked.device)
     proposal = propose(asked, surveys, examine_in_run(asked_device=asked.device, device_type=chosen.type))

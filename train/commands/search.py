@@ -8,9 +8,9 @@ from typing import Annotated, Literal
 from cyclopts import Parameter
 
 from manifests.errors import FailedWork, UserError
+from manifests.progress import Activity
 from manifests.quoting import counted
 from train.config.shards import DataSettings, folders_of
-from train.run.doing import Doing
 
 Device = Literal["auto", "cpu", "cuda"]
 
@@ -77,7 +77,7 @@ def embed(
             raise UserError(f"{flag} is {value}", hint="it must be 1 or more")
     if shards is None:
         shards = _own_folder(weights)
-    with Doing("importing torch"):
+    with Activity("importing torch"):
         from train.device.precision import choose_device
         from train.distributed.launch import COMMAND, open_world
         from train.engine.rank_consistency import SAME_LAUNCH
@@ -100,11 +100,11 @@ def embed(
         "--batch": batch,
     }
     with open_world(device_type=choose_device(device).type, start=start, hint=SAME_LAUNCH) as world:
-        with Doing(f"loading {weights}"):
+        with Activity(f"loading {weights}"):
             model = load_model(
                 weights, num_frames=num_frames, sampling=sampling, size_px=size_px, device=device, shards=shards
             )
-        with Doing(f"opening {shards}"):
+        with Activity(f"opening {shards}"):
             work = open_work(
                 model,
                 weights=weights,
@@ -116,7 +116,7 @@ def embed(
                 workers=workers,
                 where=where,
             )
-        progress = Progress(is_quiet=not world.is_first, unit="part")
+        progress = Progress("embedding", unit="part", is_quiet=not world.is_first)
         for remark in model.remarks:
             progress.say(remark)
         record = run(work, out, world=world, progress=progress)
@@ -132,7 +132,7 @@ def embed(
 
 def _own_folder(weights: str) -> str:
     """The data folder that a run was trained on; UserError if it is not a run, or was trained on several."""
-    with Doing("importing torch"):
+    with Activity("importing torch"):
         from train.config.files import read_values
         from train.evaluation.opening import require_weights
         from train.inference.model import tasks_where
@@ -196,7 +196,7 @@ def search(
     as_json
         Print one JSON object.
     """
-    with Doing("loading the search"):
+    with Activity("loading the search"):
         from train.evaluation.pages import require_page_path
         from train.search.folder import open_embedded
         from train.search.searching import describe, result_json, search_folder, write_search_page
@@ -209,7 +209,7 @@ def search(
     results = search_folder(embedded, queries or (), like=like or (), top=top, weights=weights, device=device)
     num_missing = 0
     if page is not None:
-        with Doing(f"writing {page}"):
+        with Activity(f"writing {page}"):
             num_missing = write_search_page(page, embedded, results, shards=shards)
     if as_json:
         print(json.dumps(result_json(embedded, results)))

@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING, Annotated
 from cyclopts import Parameter
 
 from manifests.errors import UserError, UserErrors
+from manifests.progress import Activity
 from manifests.whole_numbers import refuse_fractions
 from train.config import fields as groups
 from train.config.fields import FIRST_RUN, FLAG, Checked, deferred_checks, flags_without_effect, mistakes, refuse
 from train.config.files import load_settings, preset_path, presets_of, read_values, yaml_source
 from train.config.training import TrainingSettings, flat
 from train.registry import DEFAULT, task_named, task_names
-from train.run.doing import Doing
 from train.run.folder import Resume, RunFolder
 
 if TYPE_CHECKING:
@@ -162,7 +162,7 @@ def training_command(name: str) -> Callable[..., None]:
         config: Annotated[list[Path] | None, groups.WHERE, FIRST_RUN, Parameter(negative="")] = None,
         resume: Annotated[Resume, groups.WHERE, FIRST_RUN, Parameter(negative="")] = False,
     ) -> None:
-        with Doing("importing torch"):
+        with Activity("importing torch"):
             from train.commands.launch import launch
 
         launch(spec, settings, resume=resume)

@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from manifests.errors import FailedWork, UserError
+from manifests.progress import Activity
 from train.doctor.examined import CODECS, Examined, as_json, examine, examine_in_run, used_by_training
 from train.doctor.judge import Finding, judge
-from train.run.doing import Doing
 
 _LABEL_WIDTH = 11
 _MAX_COLUMNS = 100
@@ -33,7 +33,7 @@ def run_doctor(*, shards: Path | None, device: str, is_json: bool) -> None:
     """
     if shards is not None:
         _require_folder(shards)
-    with Doing("examining this machine, which takes about 10 s"):
+    with Activity("examining this machine, which takes about 10 s"):
         examined = examine(device=device, shards=shards)
     findings = judge(examined)
     if is_json:

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from manifests.errors import FailedWork, UserError
+from manifests.progress import Activity
 from train.config.training import ClipSettings
 from train.data.loader import TrainingSet
 from train.data.outcomes import TooManyFailures
@@ -23,7 +24,6 @@ from train.engine.out_of_memory import available_bytes, fitting
 from train.engine.state import State, new_state
 from train.engine.throughput import Throughput
 from train.quickstart.choice import first_batch
-from train.run.doing import Doing
 from train.spec import TaskSpec
 from train.weights.sources import Say, fetch_tag, open_weights
 
@@ -122,7 +122,7 @@ def _try(
         task = spec.open(settings, attention=attention, device=device)
         return task, task.training_set(world)
 
-    with Doing(f"opening {', '.join(settings.folders)}"):
+    with Activity(f"opening {', '.join(settings.folders)}"):
         task, samples = opened(settings)
     num_samples = samples.num_samples or 1
     batch = first_batch(settings.batch, num_samples=num_samples, on_gpu=device.type == "cuda")
@@ -136,7 +136,7 @@ def _try(
         )
     if source is not None:
         task.start_from(source, samples, say=_quiet)
-    with Doing(f"trying steps of {settings.batch} clips on the {device.type}"):
+    with Activity(f"trying steps of {settings.batch} clips on the {device.type}"):
         state = new_state(task, samples, settings, world=world, device=device)
         state.trained.train()
         taken = _take(state, samples, settings, world=world, device=device, seconds=seconds)

@@ -5,64 +5,54 @@ import os
 import secrets
 import sys
 import time
-from collections import deque
 from collections.abc import Sequence
 from importlib.util import find_spec
 from typing import Any, Protocol
 
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
-from rich.progress import Progress as RichProgress
-
 from manifests.errors import UserError
 from manifests.json_text import parse_json
+from manifests.progress import Activity, Pace, is_terminal, joined, log_interval, of
 from manifests.publish import publish_json
 from train.config.files import settings_yaml
 from train.config.training import ClipSettings, TrackSettings, TrainingSettings
-from train.run.doing import Doing, clock, log_interval
 from train.run.folder import RunFolder, append_lines, keep_lines, read_lines
-
-# Console output of a run: a progress bar on a terminal, plain lines elsewhere.
-
-
-_RECENT_S = 60.0  # whose rate tells how long the rest takes
-
-
-class _Console(Console):
-    def on_broken_pipe(self) -> None:
-        """Continue without output if the reader is gone; rich would exit."""
-        self.quiet = True
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 class Progress:
-    """A tracker that shows the steps of a run on stdout, or nothing if `is_quiet`, as on all ranks but the first."""
+    """A tracker that shows the steps of a run: on a terminal in its line, in a log by lines on standard output.
 
-    def __init__(self, *, is_quiet: bool = False, unit: str = "step") -> None:
-        self._console = _Console(file=sys.stdout, highlight=False, soft_wrap=True, quiet=is_quiet)
-        self._unit = unit
-        self._bar: RichProgress | None = None
-        self._begin_s = self._last_line_s = 0.0
+    Args:
+        what: a participle, such as "embedding".
+        unit: what is counted, singular.
+        is_quiet: show nothing, as on all ranks but the first.
+    """
+
+    def __init__(self, what: str = "training", *, unit: str = "step", is_quiet: bool = False) -> None:
+        self._what, self._unit, self._is_quiet = what, unit, is_quiet
+        self._begin_s = self._line_s = 0.0
         self._num_steps = 0
-        self._recent: deque[tuple[float, int]] = deque()  # when how many steps were done
-        self._starting: Doing | None = None
+        self._pace = Pace()
+        self._activity: Activity | None = None
 
     def say(self, text: str) -> None:
         """Print a line."""
-        self._console.print(text, markup=False)
+        if self._is_quiet:
+            return
+        try:
+            sys.stdout.write(f"{text}\n")
+            sys.stdout.flush()
+        except BrokenPipeError:  # continue without output if the reader is gone
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
     def begin(self, step: int, num_steps: int) -> None:
         """Begin with step `step` + 1 of `num_steps`."""
         self._num_steps = num_steps
-        self._begin_s = self._last_line_s = time.monotonic()
-        self._recent = deque([(self._begin_s, step)])
-        if self._console.is_terminal:
-            columns = (BarColumn(), MofNCompleteColumn(), TextColumn("{task.description}"), TimeRemainingColumn())
-            self._bar = RichProgress(*columns, console=self._console)
-            self._bar.add_task("", total=num_steps, completed=step)
-            self._bar.start()
-        elif step < num_steps and not self._console.quiet:
-            self._starting = Doing(f"{self._unit} {step + 1}/{num_steps} has begun").__enter__()
+        self._begin_s = self._line_s = time.monotonic()
+        self._pace = Pace(step)
+        if step < num_steps and not self._is_quiet:
+            self._activity = Activity(self._what)
+            self._activity.say(of(step, num_steps, f"{self._unit}s"), share=step / num_steps)
+            self._activity.__enter__()
 
     def log(self, line: dict[str, Any]) -> None:
         """Show a line of metrics.jsonl; evaluation metrics are always shown, on a separate line."""
@@ -71,40 +61,31 @@ class Progress:
             self.say(f"{self._place(line['step'])}  {found}")
 
     def show(self, step: int, text: str) -> None:
-        """Show that `step` steps are done; without a terminal only the first, the last, and one now and then."""
+        """Show that `step` steps are done; in a log only the first, the last, and one now and then."""
+        self._pace.add(step)
+        if self._activity is not None and is_terminal(sys.stderr):
+            done = of(step, self._num_steps, f"{self._unit}s")
+            self._activity.say(
+                lambda: joined(done, self._pace.rate(), self._pace.left(self._num_steps), text),
+                share=step / self._num_steps,
+            )
+            if sys.stdout.isatty():
+                return
+        else:
+            self.close()
         now_s = time.monotonic()
-        self._end_start()
-        left = self._left(step, now_s)
-        if self._bar is not None:
-            self._bar.update(self._bar.task_ids[0], completed=step, description=text)
-        elif step in (1, self._num_steps) or now_s - self._last_line_s > log_interval(now_s - self._begin_s):
-            self._last_line_s = now_s
-            self.say("  ".join(filter(None, (self._place(step), text, left))))
+        if step in (1, self._num_steps) or now_s - self._line_s >= log_interval(now_s - self._begin_s):
+            self._line_s = now_s
+            self.say("  ".join(filter(None, (self._place(step), text, self._pace.left(self._num_steps)))))
 
     def _place(self, step: int) -> str:
         return f"{self._unit} {step}/{self._num_steps}"
 
-    def _left(self, step: int, now_s: float) -> str:
-        """How long the rest takes at the rate of the last minute; empty before there is one, and at the end."""
-        self._recent.append((now_s, step))
-        while len(self._recent) > 2 and now_s - self._recent[0][0] > _RECENT_S:
-            self._recent.popleft()
-        since_s, before = self._recent[0]
-        if step <= before or step >= self._num_steps or now_s <= since_s:
-            return ""
-        return f"{clock((self._num_steps - step) * (now_s - since_s) / (step - before))} left"
-
-    def _end_start(self) -> None:
-        if self._starting is not None:
-            self._starting.end()
-            self._starting = None
-
     def close(self) -> None:
-        """Remove the progress bar."""
-        self._end_start()
-        if self._bar is not None:
-            self._bar.stop()
-            self._bar = None
+        """Erase the line of a terminal."""
+        if self._activity is not None:
+            self._activity.__exit__(None, None, None)
+            self._activity = None
 
 
 def evaluated(line: dict[str, Any]) -> str:

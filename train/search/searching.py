@@ -9,11 +9,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from manifests.errors import UserError
+from manifests.progress import Activity
 from manifests.publish import publish_bytes
 from manifests.quoting import on_one_line
 from train.evaluation.pages import load_template
 from train.evaluation.player import Player
-from train.run.doing import Doing
 from train.search.folder import VIDEO, Embedded, EmbeddedClip
 from train.search.nearest import nearest
 
@@ -104,8 +104,9 @@ def search_folder(
     """
     _check(embedded, texts, like=like, top=top)
     vectors = _encode(embedded, texts, weights=weights, device=device) if texts else None
-    with Doing("searching", total=embedded.num_clips, unit="clips") as doing:
-        return search(embedded, texts, like=like, top=top, encode=lambda _: cast(Vectors, vectors), say_done=doing.add)
+    with Activity("searching") as now:
+        add = now.adder(embedded.num_clips, unit="clips")
+        return search(embedded, texts, like=like, top=top, encode=lambda _: cast(Vectors, vectors), say_done=add)
 
 
 def _encode(
@@ -118,7 +119,7 @@ def _encode(
     source = str(record["source"]) if weights is None else weights
     shown = {name: clip[name] for name in ("num_frames", "sampling", "size_px")}
     try:
-        with Doing(f"loading {source}"):
+        with Activity(f"loading {source}"):
             model = load_model(source, device=device, **shown)
     except UserError as error:
         hint = f"{error.hint or 'see train embed'}; if the weights have moved, name them with --weights"

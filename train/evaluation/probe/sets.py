@@ -21,7 +21,7 @@ from train.distributed.world import World
 from train.evaluation.probe.features import ClipFeatures, Tower, extract, gathered
 from train.evaluation.probe.probing import LabelledFeatures
 from train.evaluation.runner import every_for
-from train.run.doing import counted_batches
+from train.run.counted_batches import counted_batches
 
 Labelled = LabelledClips | LabelledLatents
 

@@ -11,7 +11,7 @@ from manifests.publish import publish_json
 from train.distributed.world import World
 from train.evaluation.player import open_player
 from train.evaluation.runner import OpenedRun, Score, describe_clip, every_for
-from train.run.doing import counted_batches
+from train.run.counted_batches import counted_batches
 from train.run.folder import COCO_SUFFIX
 from train.tasks.caption.generation import captions_of, comparable, loss_of
 from train.tasks.caption.metrics.java import Meteor, check_jars

@@ -34,7 +34,7 @@ from train.engine.task import ClipTask
 from train.evaluation.runner import every_for, split_metrics
 from train.losses.objective import Objective
 from train.models.dual_encoder import size_of
-from train.run.doing import counted_batches
+from train.run.counted_batches import counted_batches
 from train.tasks.classify.evaluation import ClassResult, score_classifier
 from train.tasks.classify.model import VideoClassifier, start_of_classifier
 from train.tasks.classify.objective import SoftCrossEntropy

@@ -21,7 +21,7 @@ from train.evaluation.by_class import Predictions, most_frequent
 from train.evaluation.pages import PicturedSamples, evenly_spaced
 from train.evaluation.player import open_player
 from train.evaluation.runner import OpenedRun, Score, describe_clip, every_for, split_metrics
-from train.run.doing import counted_batches
+from train.run.counted_batches import counted_batches
 from train.tasks.dual_encoder.embeddings import (
     Embeddings,
     EmbedTexts,

@@ -18,7 +18,7 @@ from train.distributed.world import World
 from train.evaluation.pages import evenly_spaced, evenly_within, jpeg_uri, png_uri
 from train.evaluation.runner import OpenedRun, Score, describe_clip, evaluate, every_for
 from train.models.video_vit import CubeGrid
-from train.run.doing import counted_batches
+from train.run.counted_batches import counted_batches
 from train.run.folder import RunFolder
 from train.spec import EvaluationSpec, TaskSpec
 from train.tasks.mae.reconstruction import Pictures, ReconstructedClip, ToDisplay, evaluate_reconstruction

@@ -10,10 +10,10 @@ from typing import Annotated
 from cyclopts import Parameter
 
 from manifests.errors import FailedWork, UserError
+from manifests.progress import Activity
 from train.config.data import AS_TRAINED, Overrides
 from train.config.fields import Needs, Range
 from train.config.training import Device
-from train.run.doing import Doing
 from train.tasks.caption.settings import DECODING, DecodingSettings, Method
 
 _NUM_SAMPLES, _TOP_P = 5, 0.9
@@ -96,7 +96,7 @@ def caption_chunks(
     for flag, value in (("--batch", batch), ("--workers", workers)):
         if value < 1:
             raise UserError(f"{flag} is {value}", hint="it must be 1 or more")
-    with Doing("importing torch"):
+    with Activity("importing torch"):
         from train.device.precision import choose_device
         from train.distributed.launch import COMMAND, open_world
         from train.engine.rank_consistency import SAME_LAUNCH
@@ -116,7 +116,7 @@ def caption_chunks(
         **{ChunkDecoding.flag(name): value for name, value in vars(decoding).items()},
     }
     with open_world(device_type=choose_device(device).type, start=start, hint=SAME_LAUNCH) as world:
-        progress = Progress(is_quiet=as_json or not world.is_first, unit="part")
+        progress = Progress("captioning", unit="part", is_quiet=as_json or not world.is_first)
         work = open_work(
             weights,
             shards=shards,

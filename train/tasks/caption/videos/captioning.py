@@ -9,12 +9,9 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
-
+from manifests.progress import Activity, Pace, joined, of
 from manifests.quoting import counted
 from train.data.frame_sampling import US_PER_S, Sampling
-from train.run.doing import Doing, clock, log_interval
 from train.tasks.caption.tokenizer import one_line
 from train.tasks.caption.videos.clips import WindowClip, window_clips
 from train.tasks.caption.videos.source import VideoFailed, shown_name
@@ -140,7 +137,7 @@ def _captioned(group: Group, caption: CaptionClips) -> Iterator[CaptionedWindow 
 
 
 class VideoProgress:
-    """Progress on standard error: a bar on a terminal, otherwise a line now and then; failures immediately.
+    """Progress on standard error; failures immediately.
 
     Args:
         num_videos: number of videos to caption.
@@ -149,67 +146,50 @@ class VideoProgress:
     def __init__(self, *, num_videos: int) -> None:
         self._num_videos, self._num_done, self._num_failed = num_videos, 0, 0
         self._before_us = self._now_us = self._num_windows = 0
-        self._starting = Doing("decoding and captioning the first windows")
-        self._begin_s = self._line_s = time.monotonic()
-        self._console = Console(stderr=True, highlight=False, soft_wrap=True)
-        self._bar: Progress | None = None
-        if sys.stderr.isatty():
-            columns = (
-                TextColumn("videos"),
-                BarColumn(),
-                TextColumn("{task.completed:.1f}/{task.total:.0f} {task.description}", markup=False),
-                TimeRemainingColumn(),
-            )
-            # Captions that are piped must not be redirected to the terminal.
-            has_both = sys.stdout.isatty()
-            self._bar = Progress(*columns, console=self._console, redirect_stdout=has_both)
-            self._task = self._bar.add_task("", total=num_videos)
+        self._begin_s, self._pace = time.monotonic(), Pace()
+        self._activity = Activity("decoding and captioning the first windows")
 
     def __enter__(self) -> Self:
-        if self._bar is not None:
-            self._bar.start()
-        else:
-            self._starting.__enter__()
+        self._activity.__enter__()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._starting.end()
-        if self._bar is not None:
-            self._bar.stop()
+        self._activity.__exit__(kind, error, trace)
 
     def say_done(self, where: str, *, following: str = "") -> None:
         """Say how much was captioned, where the captions are, and the command that may follow."""
         windows, videos = counted(self._num_windows, "window"), counted(self._num_videos, "video")
-        print(f"done: captions of {windows} of {videos}{where}; {self._rates()}", file=sys.stderr, flush=True)
+        rates = f"{self._seen_s():.0f} s of video, {self._speed()}"
+        print(f"done: captions of {windows} of {videos}{where}; {rates}", file=sys.stderr, flush=True)
         if following:
             print(f"next: {following}", file=sys.stderr, flush=True)
 
     def show(self, event: CaptionedWindow | VideoEnd) -> None:
         """Show a captioned window, or the end of a video."""
         share = 0.0
-        self._starting.end()
         if isinstance(event, CaptionedWindow):
             self._num_windows += 1
-            self._now_us, share = event.end_us, event.end_us / event.video_us
+            self._now_us, share = event.end_us, min(event.end_us / event.video_us, 1.0)
         else:
             self._num_done += 1
             self._before_us, self._now_us = self._before_us + self._now_us, 0
             if event.failure is not None:
                 self._num_failed += 1
-                self._console.print(f"{shown_name(event.video)}: {event.failure}", markup=False)
-        if self._bar is not None:
-            self._bar.update(self._task, completed=self._num_done + min(share, 1.0), description=self._rates())
-        elif (now_s := time.monotonic()) - self._line_s >= log_interval(now_s - self._begin_s):
-            self._line_s = now_s
-            done = self._num_done + min(share, 1.0)
-            left = clock((self._num_videos - done) * (now_s - self._begin_s) / done) if done else "?"
-            line = f"videos {done:.1f}/{self._num_videos} {self._rates()}, {left} left"
-            print(line, file=sys.stderr, flush=True)
+                print(f"{shown_name(event.video)}: {event.failure}", file=sys.stderr, flush=True)
+        done = self._num_done + share
+        self._pace.add(done)
+        shown = of(round(done, 1), self._num_videos, "videos")
+        self._activity.say(
+            lambda: joined(shown, self._speed(), self._pace.left(self._num_videos)),
+            what="captioning",
+            share=done / self._num_videos,
+        )
 
-    def _rates(self) -> str:
-        video_s = (self._before_us + self._now_us) / US_PER_S
-        elapsed_s = max(time.monotonic() - self._begin_s, 1e-9)
-        failed = f", {self._num_failed} failed" if self._num_failed else ""
-        return f"{video_s:.0f} s of video, {video_s / elapsed_s:.1f}x real time{failed}"
+    def _seen_s(self) -> float:
+        return (self._before_us + self._now_us) / US_PER_S
+
+    def _speed(self) -> str:
+        speed = self._seen_s() / max(time.monotonic() - self._begin_s, 1e-9)
+        return joined(f"{speed:.1f}x real time", f"{self._num_failed} failed" if self._num_failed else "")

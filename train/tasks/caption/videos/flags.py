@@ -5,8 +5,8 @@ from typing import Annotated, Literal
 
 from cyclopts import Parameter
 
+from manifests.progress import Activity
 from train.config.data import AS_TRAINED, Overrides
-from train.run.doing import Doing
 from train.tasks.caption.settings import DECODING, DecodingSettings
 
 Format = Literal["csv", "json", "jsonl", "srt"]
@@ -49,7 +49,7 @@ def caption_video(
     decoding
         How captions are generated. Default: as in training.
     """
-    with Doing("importing torch"):
+    with Activity("importing torch"):
         from train.tasks.caption.videos.run import caption_files
 
     caption_files(weights, videos, length=len, out=out, wanted=form, batch=batch, overrides=shown, decoding=decoding)

@@ -14,6 +14,7 @@ import torch
 from numpy.typing import NDArray
 
 from manifests.errors import FailedWork, UserError
+from manifests.progress import Activity
 from train.config.data import AS_TRAINED, Overrides
 from train.config.training import Device
 from train.data.batch import Batch, to_device
@@ -22,7 +23,6 @@ from train.engine.trained_run import TrainedRun
 from train.evaluation.identity import identity_of
 from train.evaluation.opening import open_weights_as
 from train.models.captioner import Captioner
-from train.run.doing import Doing
 from train.tasks.caption.decoding import generate_captions
 from train.tasks.caption.settings import CaptionerSettings, DecodingSettings
 from train.tasks.caption.spec import TASK
@@ -110,7 +110,7 @@ def caption_files(
     if out is not None:  # a file of captions is read in other folders
         videos = [video.parent.resolve() / video.name for video in videos]
     sink = printed() if out is None else open_sink(out, videos, wanted=wanted)
-    with Doing(f"loading {weights}"):
+    with Activity(f"loading {weights}"):
         captioner = open_captioner(weights, overrides=overrides, say=partial(print, file=sys.stderr))
     settings, how = captioner.trained.settings, captioner.task.decoding(decoding)
     sampling = Sampling(num_frames=settings.num_frames, rule=settings.sampling, stride=settings.stride)

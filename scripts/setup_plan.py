@@ -1,6 +1,6 @@
 """What `make setup` will take: printed before it begins, with a check that the disk has room for it.
 
-It runs before anything is installed, with the standard library alone: `python3 scripts/setup_room.py .venv`.
+It runs before anything is installed, with the standard library alone: `python3 scripts/setup_plan.py .venv`.
 The sizes were measured on Linux, x86-64, with Python 3.11: `du -s .venv`, and what uv says it downloads into an empty
 cache.
 """
