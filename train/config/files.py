@@ -6,9 +6,11 @@ come after both and before the default, where there is a run. A run saves what t
 loads back to an equal object.
 """
 
+from collections.abc import Mapping
 from dataclasses import asdict
 from functools import cache
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, TypeVar, get_type_hints
 
 from manifests.errors import UserError
@@ -97,7 +99,37 @@ def yaml_source(path: Path) -> Any:
 
     # Keys may be spelled as the field or as the flag.
     spelled = {str(key).replace("-", "_"): value for key, value in read_values(path).items()}
-    return Dict(spelled, source=str(path), use_commands_as_keys=False)
+    source = Dict(spelled, source=str(path), use_commands_as_keys=False)
+
+    def fill(app: Any, commands: tuple[str, ...], arguments: Any) -> None:
+        source(app, commands, _by_name()(arguments))
+
+    return fill
+
+
+@cache
+def _by_name() -> type[Any]:
+    """A collection of arguments that finds one by its whole name at once.
+
+    cyclopts compares every key of a file with every argument, which is most of the time of a `train` command until it
+    begins. The arguments are those of the command; what is no whole name is left to cyclopts, errors included.
+    """
+    from cyclopts.argument import Argument, ArgumentCollection
+
+    class ByName(ArgumentCollection):
+        def __init__(self, arguments: Any = ()) -> None:
+            super().__init__(arguments)
+            self._named: dict[str, Argument] = {}
+            for argument in self:
+                for name in argument.parameter.name or () if argument.parse else ():
+                    self._named.setdefault(name.replace("_", "-"), argument)
+
+        def match(self, term: Any, **spelling: Any) -> Any:
+            if not spelling and (argument := self._named.get(str(term).replace("_", "-"))) is not None:
+                return argument, *argument.match(term)
+            return super().match(term, **spelling)
+
+    return ByName
 
 
 def read_values(path: Path) -> dict[object, Any]:
@@ -170,17 +202,18 @@ def preset_path(name: str, command: str = "") -> Path:
     raise UserError(f"there is no preset {name!r}", hint=f"presets: {', '.join(known)}")
 
 
-def presets_of(kind: type[TrainingSettings]) -> dict[str, str]:
+@cache
+def presets_of(kind: type[TrainingSettings]) -> Mapping[str, str]:
     """The presets of a command by name, and what each is for: the first line of its file.
 
-    A preset belongs to the commands that have all of its settings.
+    A preset belongs to the commands that have all of its settings. All files are read for that, once per process.
     """
     found = {}
     for path in sorted(PRESETS_FOLDER.glob("*.yaml")):
         name = path.stem.removesuffix(f"-{kind.command}")
         if preset_path(name, kind.command) == path and _fits(read_values(path), kind):
             found[name] = path.read_text().partition("\n")[0].removeprefix("# ").rstrip(".")
-    return found
+    return MappingProxyType(found)
 
 
 def _fits(values: dict[object, Any], kind: type) -> bool:

@@ -141,10 +141,13 @@ class _Stream(io.RawIOBase):
         return self._position
 
     def write(self, data: Any) -> int:
-        with self._errors_kept():
-            if self._file is not None and self._files.error is None:
+        # Tens of small writes per tensor: without a context manager.
+        if self._file is not None and self._files.error is None:
+            try:
                 self._file.write(data)
-        num_bytes = memoryview(data).nbytes
+            except OSError as error:
+                self._keep(error)
+        num_bytes = len(data) if type(data) is bytes else memoryview(data).nbytes
         self._position += num_bytes
         return num_bytes
 
@@ -160,8 +163,11 @@ class _Stream(io.RawIOBase):
         try:
             yield
         except OSError as error:
-            if self._files.error is None:
-                self._files.error = OSError(error.errno, error.strerror, str(self._path))
+            self._keep(error)
+
+    def _keep(self, error: OSError) -> None:
+        if self._files.error is None:
+            self._files.error = OSError(error.errno, error.strerror, str(self._path))
 
 
 class _Writer(dcp.FileSystemWriter):

@@ -9,6 +9,7 @@ import html
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar
 
@@ -18,7 +19,7 @@ from train.run.folder import other_data
 if TYPE_CHECKING:
     import av
     import numpy as np
-    from jinja2 import Template
+    from jinja2 import Environment, Template
     from numpy.typing import NDArray
 
     from train.spec import EvaluationSpec
@@ -181,13 +182,19 @@ def require_page_path(path: Path, *, flag: str) -> None:
 
 def load_template(path: Path) -> "Template":
     """A jinja2 template. Values are escaped; it may include the style sheet, which lies in this folder."""
+    return _environment(path.parent).get_template(path.name)
+
+
+@cache
+def _environment(folder: Path) -> "Environment":
+    """The templates of a folder, each of which is compiled once per process."""
     from jinja2 import Environment, FileSystemLoader, StrictUndefined
     from markupsafe import Markup
 
     from train.evaluation.by_class import class_view
 
     environment = Environment(
-        loader=FileSystemLoader([path.parent, Path(__file__).parent]),
+        loader=FileSystemLoader([folder, Path(__file__).parent]),
         autoescape=True,
         undefined=StrictUndefined,
         trim_blocks=True,
@@ -202,7 +209,7 @@ def load_template(path: Path) -> "Template":
         "class_view": class_view,
         "times_100": lambda value: f"{100 * value:.1f}",
     }
-    return environment.get_template(path.name)
+    return environment
 
 
 def evenly_spaced(items: Sequence[One], *, at_most: int) -> list[One]:

@@ -22,6 +22,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
+from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -56,8 +57,9 @@ def versions() -> dict[str, str]:
     return {"python": platform.python_version()} | {name: installed_version(name) for name in _DISTRIBUTIONS}
 
 
+@cache
 def installed_version(distribution: str) -> str:
-    """Version of a package, or "not installed"."""
+    """Version of a package, or "not installed". It is read once per process."""
     try:
         return version(distribution)
     except PackageNotFoundError:

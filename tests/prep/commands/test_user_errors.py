@@ -1,6 +1,7 @@
 """A user's mistake: exit status 2, one line that says what is wrong and one that says what to do."""
 
 import secrets
+import signal
 import stat
 from collections.abc import Callable
 from pathlib import Path
@@ -105,15 +106,17 @@ def test_an_ffmpeg_that_will_not_do(script: str | None, named: str, data: Path, 
 
 def test_two_commands_on_one_data_folder(tmp_path: Path, write_video: Callable[..., Path]) -> None:
     data, mark = tmp_path / "data", secrets.token_hex(8)
-    write_video(tmp_path / "videos/v.mp4", seconds=60)
+    write_video(tmp_path / "videos/v.mp4", seconds=10)
     manifest(data, tmp_path / "videos")
     slow = ("chunk", "--data", data, "--engine", "processes", "--len", "5s")
     first = start(*slow, "--preset", "veryslow", **{MARK: mark})
     try:
-        wait_until(lambda: [process for process in processes(mark) if process.is_ffmpeg])
-        error = prep(*slow, status=2).error
+        wait_until(lambda: [process for process in processes(mark) if process.is_ffmpeg] or first.poll() is not None)
+        first.send_signal(signal.SIGSTOP)  # so that it cannot end before the second one begins
+        error = prep_here(*slow, status=2).error
         assert f"process {first.pid}" in error
     finally:
+        first.send_signal(signal.SIGCONT)
         stdout, stderr = first.communicate(timeout=120)
     assert first.returncode == 0, stderr
-    assert "12 chunks encoded" in stdout
+    assert "2 chunks encoded" in stdout

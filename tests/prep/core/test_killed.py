@@ -19,7 +19,8 @@ from shards.dataset import current_variant
 from tests.prep.running import ENGINES, MARK, Process, Ran, chunk, contents, manifest, processes, start, wait_until
 
 QUICK = ("--len", "500ms", "--preset", "ultrafast", "--short-side", 32)
-SLOW = ("--len", "500ms", "--preset", "veryslow", "--fps", "60")  # an encoder pass takes a second or more
+# An encoder pass takes half a second or more.
+SLOW = ("--len", "500ms", "--preset", "veryslow", "--fps", "60", "--short-side", 192)
 
 
 @dataclass(frozen=True)
