@@ -165,9 +165,10 @@ def _require_folder(path: Path) -> None:
     if not manifest_dir(path).is_dir() and not (path / DATASET_FILE).exists():
         if not any(path.iterdir()):
             raise UserError(f"{path} is empty", hint=f"prep makes a data folder of a folder of videos: {make}")
+        make = make.replace("VIDEOS", shlex.quote(str(path)))
         raise UserError(
             f"{path} is not a data folder: it has no manifest",
-            hint=f"if it has videos, prep makes a data folder of them: {make.replace('VIDEOS', shlex.quote(str(path)))}",
+            hint=f"if it has videos, prep makes a data folder of them: {make}",
         )
 
 
