@@ -12,6 +12,7 @@ from train.quickstart.survey import Survey
 
 EPOCHS = 30  # about those of the presets for synthetic videos
 _MIN_STEPS = 200
+_FEWEST_STEPS = 20  # of a short time of which the start takes most
 NUM_CHECKPOINTS = 4
 _MOST_AT_ONCE = 256  # clips on a GPU in the first step that is tried
 _MIN_GPU_BYTES = 8 * 10**9  # a ViT-B/16 with a text tower, its gradients and AdamW's moments take 2.4 GB without clips
@@ -144,7 +145,7 @@ class Length:
 
 
 def choose_length(num_samples: int, *, batch: int, step_s: float, other_s: float, minutes: float) -> Length:
-    """The number of steps: `EPOCHS`, but at least `_MIN_STEPS`, if these fit into the time.
+    """The number of steps: `EPOCHS`, but at least `_MIN_STEPS`, if these fit into the time; `_FEWEST_STEPS` anyway.
 
     Args:
         num_samples: of an epoch.
@@ -157,8 +158,10 @@ def choose_length(num_samples: int, *, batch: int, step_s: float, other_s: float
     reason = f"{EPOCHS} epochs"
     if wanted < _MIN_STEPS:
         wanted, reason = _MIN_STEPS, "the fewest steps that show learning"
-    affordable = max(1, int((60 * minutes - other_s) / step_s))
-    if wanted > affordable:
+    affordable = int((60 * minutes - other_s) / step_s)
+    if affordable < _FEWEST_STEPS:
+        wanted, reason = _FEWEST_STEPS, f"the fewest, although --minutes is {minutes:g}"
+    elif wanted > affordable:
         wanted, reason = affordable, f"the most that --minutes {minutes:g} allows"
     epochs = wanted * batch / num_samples
     return Length(wanted, epochs, reason)

@@ -17,6 +17,7 @@ from train.cli import app, main
 from train.commands import quickstart as commands
 from train.commands.training import parse
 from train.doctor.examined import examine_in_run
+from train.quickstart import choice
 from train.quickstart import trial as trials
 from train.quickstart.choice import Asked
 from train.quickstart.plan import Plan, propose
@@ -33,6 +34,7 @@ def plan(data_dir: Path) -> Plan:
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(data_dir.parent)
         patch.setattr(commands, "_TRIAL_S", 0.0)
+        patch.setattr(choice, "_FEWEST_STEPS", 1)
         return commands._plan(Asked(data=(str(data_dir),), minutes=0.001, device="cpu"))
 
 
