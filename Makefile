@@ -87,7 +87,7 @@ demo: setup
 	@echo "Your videos as chunks: demo/videos.html"
 else
 demo: setup
-	rm -rf demo/data demo/run demo/run-* demo/embedded demo/chunks.html demo/search.html demo/index.html
+	rm -rf demo/data demo/run demo/run-* demo/embedded demo/chunks.html demo/chunks.files demo/search.html demo/index.html
 	$(BIN)/prep manifest synthetic --videos 40 --minutes 1 --data demo/data
 	$(BIN)/prep chunk --len 15s --data demo/data
 	$(BIN)/prep latents --vae tiny --size 64 --engine processes --data demo/data

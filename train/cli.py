@@ -99,7 +99,7 @@ def overview(
         from train.report.overview import write_overview
 
         write_overview(runs, out, links=link or ())
-    print(out)
+    print(f"written: {out}")
 
 
 def main() -> None:

@@ -5,6 +5,7 @@ written to build/pages/, and those of the documents, small, to docs/pictures/.
 """
 
 import io
+import json
 import sys
 from pathlib import Path
 
@@ -27,6 +28,11 @@ PICTURES = {
     "run": ("run/index.html", "body", 1100),
     "search": ("search.html", "body", 820),
 }
+# Paths of pages are absolute; the pictures of the documents show them relative to this checkout.
+_SHORTEN = """((root) => {
+  const texts = document.createTreeWalker(document.body, NodeFilter.SHOW_TEXT);
+  while (texts.nextNode()) texts.currentNode.data = texts.currentNode.data.replaceAll(root, "");
+})"""
 
 
 def pages_of(demo: Path) -> list[Path]:
@@ -82,6 +88,7 @@ def main(demo: Path, *, out: Path, pictures: Path) -> int:
                 print(f"no picture {name}.png: there is no {page_name}")
                 continue
             with browser.page(demo / page_name, width_px=WIDTHS_PX[0], height_px=height_px) as tab:
+                tab.value(f"{_SHORTEN}({json.dumps(f'{demo.parent}/')})")
                 publish_bytes(pictures / f"{name}.png", small_picture(tab.screenshot(begin=begin, height_px=height_px)))
     for problem in found:
         print(problem, file=sys.stderr)

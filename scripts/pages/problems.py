@@ -23,7 +23,7 @@ _RULES = r"""(() => {
   if (!root.lang) found.push("no language");
   const labelled = (element) => element.getAttribute("aria-label") || element.getAttribute("aria-labelledby")
     || element.title || [...(element.labels || [])].some((label) => label.textContent.trim());
-  const hasText = (element) => element.closest("[role=img][aria-label], [aria-hidden=true]");
+  const hasText = (element) => element.closest("[role=img][aria-label], [role=list][aria-label], [aria-hidden=true]");
   for (const image of all("img")) {
     const within = name(image.parentElement);
     if (!image.getAttribute("alt") && !hasText(image)) found.push(`image without alt: ${within}`);

@@ -3,6 +3,7 @@
 import json
 import os
 import sys
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal, NoReturn
 
@@ -13,7 +14,8 @@ from manifests.progress import Activity
 from train.config.training import Device
 
 if TYPE_CHECKING:
-    from train.quickstart.plan import Asked, Plan
+    from train.quickstart.choice import Asked
+    from train.quickstart.plan import Plan
 
 _TRIAL_S = 8.0
 
@@ -70,9 +72,7 @@ def quickstart(
         raise UserError("--yes runs the command, and --json only prints the plan", hint="leave out one of them")
     if minutes is not None and not 0 < minutes < float("inf"):
         raise UserError(f"--minutes is {minutes}", hint="it must be more than 0")
-    with Activity("importing torch"):
-        from train.quickstart.plan import Asked
-        from train.quickstart.printed import plan_json, plan_text
+    from train.quickstart.choice import Asked
 
     asked = Asked(
         data=tuple(data),
@@ -85,6 +85,8 @@ def quickstart(
         device=device,
     )
     plan = _plan(asked)
+    from train.quickstart.printed import plan_json, plan_text
+
     if as_json:
         print(json.dumps(plan_json(plan)))
         return
@@ -92,7 +94,7 @@ def quickstart(
     if yes or _is_confirmed():
         _run(plan)
     elif not _is_asked():
-        print("not run: run this command, or the same train quickstart with --yes")
+        print("not run: copy the command, or add --yes to train quickstart")
 
 
 def _say(what: str) -> None:
@@ -101,23 +103,27 @@ def _say(what: str) -> None:
 
 
 def _plan(asked: "Asked") -> "Plan":
+    began_s = time.perf_counter()
+    from train.quickstart.survey import survey  # before torch, so that a mistake is found at once
+
+    surveys = []
+    for address in asked.data:
+        with Activity(f"looking at {address}"):
+            surveys.append(survey(address))
     with Activity("importing torch"):
         import torch
 
         from train.device.precision import choose_device
         from train.doctor.examined import examine_in_run
         from train.quickstart.plan import make_plan, propose
-        from train.quickstart.survey import survey
         from train.quickstart.trial import try_steps
 
-    surveys = []
-    for address in asked.data:
-        with Activity(f"looking at {address}"):
-            surveys.append(survey(address))
     chosen = choose_device(asked.device)
     proposal = propose(asked, surveys, examine_in_run(asked_device=asked.device, device_type=chosen.type))
     first = torch.device("cuda", 0) if chosen.type == "cuda" else chosen
-    return make_plan(proposal, try_steps(proposal.spec, proposal.settings, device=first, seconds=_TRIAL_S, say=_say))
+    before_s = time.perf_counter() - began_s
+    trial = try_steps(proposal.spec, proposal.settings, device=first, seconds=_TRIAL_S, before_s=before_s, say=_say)
+    return make_plan(proposal, trial)
 
 
 def _is_asked() -> bool:

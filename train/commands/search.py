@@ -216,6 +216,6 @@ def search(
     else:
         print(describe(results))
         if page is not None:
-            print(page)
+            print(f"written: {page}")
     if num_missing:
         raise FailedWork(f"clips that {page} cannot show, because they could not be read or decoded: {num_missing}")

@@ -3,17 +3,34 @@
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from manifests.errors import UserError
 from manifests.quoting import counted
+from train.config.training import Device
 from train.quickstart.survey import Survey
 
 EPOCHS = 30  # about those of the presets for synthetic videos
 _MIN_STEPS = 200
-_NUM_CHECKPOINTS = 4
+_FEWEST_STEPS = 20  # of a short time of which the start takes most
+NUM_CHECKPOINTS = 4
 _MOST_AT_ONCE = 256  # clips on a GPU in the first step that is tried
 _MIN_GPU_BYTES = 8 * 10**9  # a ViT-B/16 with a text tower, its gradients and AdamW's moments take 2.4 GB without clips
 MINUTES = {"cpu": 10.0, "cuda": 60.0}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Asked:
+    """What the user has decided; None for what is to be proposed."""
+
+    data: tuple[str, ...]
+    task: str | None = None
+    label: str | None = None
+    preset: str | None = None
+    weights: str | None = None
+    minutes: float | None = None
+    out: Path | None = None
+    device: Device = "auto"
 
 
 @dataclass(frozen=True)
@@ -58,7 +75,7 @@ def choose_task(surveys: Sequence[Survey], *, split: str, asked: str | None) -> 
     num = sum(one.splits[split].num_captions for one in surveys)
     if asked is None:
         if not without:
-            return Chosen("dual-encoder", f"{counted(num, 'caption')} to train on")
+            return Chosen("dual-encoder", f"{counted(num, 'caption')}")
         where = "no captions" if len(without) == len(surveys) else f"no captions in {', '.join(without)}"
         return Chosen("mae", f"{where}: a masked autoencoder needs none")
     if asked != "mae" and without:
@@ -67,7 +84,7 @@ def choose_task(surveys: Sequence[Survey], *, split: str, asked: str | None) -> 
             hint="add a table of captions: prep manifest folder VIDEOS --captions captions.csv --data "
             f"{without[0]}; or use --task mae",
         )
-    return Chosen(asked, "asked for by --task")
+    return Chosen(asked, "--task")
 
 
 def choose_label(surveys: Sequence[Survey], *, asked: str | None) -> str:
@@ -127,22 +144,25 @@ class Length:
     reason: str
 
 
-def choose_length(num_samples: int, *, batch: int, step_s: float, start_s: float, minutes: float) -> Length:
-    """The number of steps: `EPOCHS`, but at least `_MIN_STEPS`, if these fit into the time.
+def choose_length(num_samples: int, *, batch: int, step_s: float, other_s: float, minutes: float) -> Length:
+    """The number of steps: `EPOCHS`, but at least `_MIN_STEPS`, if these fit into the time; `_FEWEST_STEPS` anyway.
 
     Args:
         num_samples: of an epoch.
         batch: on all processes.
-        step_s: time of a step; `start_s`: from the start of the run to the end of its first step.
+        step_s: time of a step.
+        other_s: time of the start, the first step included, and of the checkpoints.
         minutes: the time of the whole run.
     """
     wanted = math.ceil(EPOCHS * num_samples / batch)
     reason = f"{EPOCHS} epochs"
     if wanted < _MIN_STEPS:
         wanted, reason = _MIN_STEPS, "the fewest steps that show learning"
-    affordable = max(1, int((60 * minutes - start_s) / step_s))
-    if wanted > affordable:
-        wanted, reason = affordable, f"as many as --minutes {minutes:g} allows"
+    affordable = int((60 * minutes - other_s) / step_s)
+    if affordable < _FEWEST_STEPS:
+        wanted, reason = _FEWEST_STEPS, f"the fewest, although --minutes is {minutes:g}"
+    elif wanted > affordable:
+        wanted, reason = affordable, f"the most that --minutes {minutes:g} allows"
     epochs = wanted * batch / num_samples
     return Length(wanted, epochs, reason)
 
@@ -154,7 +174,7 @@ def warmup_steps(preset: int, *, steps: int) -> int:
 
 def checkpoint_every(preset: int, *, steps: int) -> int:
     """Number of steps between checkpoints: the preset's, at most a quarter of the run."""
-    return max(1, min(preset, math.ceil(steps / _NUM_CHECKPOINTS)))
+    return max(1, min(preset, math.ceil(steps / NUM_CHECKPOINTS)))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -167,7 +187,7 @@ class Expected:
 
 
 _SPREAD = 0.15  # that the speed of a machine varies by anyway
-_BUSY_SPREAD = 0.5  # where other processes want the same cores
+_BUSIER = 2.0  # where other processes want the same cores, they may want more of them later
 
 
 def is_busy(load: float, *, cores: float) -> bool:
@@ -176,30 +196,38 @@ def is_busy(load: float, *, cores: float) -> bool:
 
 
 def expected_time(
-    steps: int, *, step_times: Sequence[float], start_s: float, num_processes: int, busy: bool
+    steps: int,
+    *,
+    step_times: Sequence[float],
+    start_s: float,
+    checkpoints_s: float,
+    num_processes: int,
+    busy_share: float | None,
 ) -> Expected:
     """The time of a run from the times of some of its steps.
 
-    The range is that of the means of four sections of these steps, and at least `_SPREAD` to each side, or
-    `_BUSY_SPREAD` where other processes use the machine.
+    The range is that of the means of four sections of these steps, and at least `_SPREAD` to each side. Where other
+    processes use the machine, it begins at the time of a run that is alone, and ends where they use twice as much.
 
     Args:
         step_times: in seconds, at least one.
         start_s: from the start of the run to the end of its first step.
+        checkpoints_s: time of all checkpoints.
+        busy_share: share of the machine that these steps had beside other processes; None if there are none.
         num_processes: the gradients of several are averaged, which was not measured: it widens the range.
     """
     mean = sum(step_times) / len(step_times)
     size = max(1, len(step_times) // 4)
     parts = [step_times[begin : begin + size] for begin in range(0, len(step_times) - size + 1, size)]
     means = [sum(part) / len(part) for part in parts]
-    spread = _BUSY_SPREAD if busy else _SPREAD
-    least, most = min(*means, (1 - spread) * mean), max(*means, (1 + spread) * mean)
+    low, high = (1 - _SPREAD, 1 + _SPREAD) if busy_share is None else (min(busy_share, 1 - _SPREAD), _BUSIER)
+    least, most = min(*means, low * mean), max(*means, high * mean)
     communication = 1.0 if num_processes == 1 else 1.5
-    later = max(0, steps - 1)
+    later, other_s = max(0, steps - 1), start_s + checkpoints_s
     return Expected(
-        seconds=start_s + later * mean,
-        least_s=(1 - spread) * start_s + later * least,
-        most_s=(1 + spread) * start_s + later * most * communication,
+        seconds=other_s + later * mean,
+        least_s=low * other_s + later * least,
+        most_s=high * other_s + later * most * communication,
     )
 
 

@@ -1,5 +1,6 @@
 """The plan of a first run: from what was found and measured to settings and a command line."""
 
+import math
 import os
 import shlex
 import shutil
@@ -9,30 +10,17 @@ from pathlib import Path
 from typing import Any
 
 from manifests.errors import FailedWork, UserError
+from manifests.quoting import counted
 from train.config.files import load_settings, preset_path, presets_of
-from train.config.training import ClipSettings, Device
+from train.config.training import ClipSettings
 from train.doctor.examined import Examined
 from train.doctor.judge import judge
 from train.quickstart import choice
-from train.quickstart.choice import RECIPES, Chosen, Expected, Length
+from train.quickstart.choice import RECIPES, Asked, Chosen, Expected, Length
 from train.quickstart.survey import Survey, split_to_evaluate, split_to_train
-from train.quickstart.trial import Trial
+from train.quickstart.trial import Trial, existing
 from train.registry import task_named
 from train.spec import TaskSpec
-
-
-@dataclass(frozen=True, kw_only=True)
-class Asked:
-    """What the user has decided; None for what is to be proposed."""
-
-    data: tuple[str, ...]
-    task: str | None = None
-    label: str | None = None
-    preset: str | None = None
-    weights: str | None = None
-    minutes: float | None = None
-    out: Path | None = None
-    device: Device = "auto"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,6 +49,11 @@ class Proposal:
     def spec(self) -> TaskSpec:
         """The task."""
         return task_named(self.task.value)
+
+    @property
+    def is_on_gpu(self) -> bool:
+        """Whether the run trains on GPUs."""
+        return bool(self.examined.accelerator.gpus) and self.settings.device != "cpu"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,7 +99,7 @@ def propose(asked: Asked, surveys: Sequence[Survey], examined: Examined) -> Prop
     preset = choice.choose_preset(task.value, gpu_bytes=gpus)
     kind = task_named(task.value).settings
     if asked.preset is not None:
-        preset = Chosen(asked.preset, "asked for by --preset")
+        preset = Chosen(asked.preset, "--preset")
         if asked.preset not in presets_of(kind):
             hint = f"presets of train {task.value}: {', '.join(presets_of(kind))}"
             raise UserError(f"preset {asked.preset!r} is not one of train {task.value}", hint=hint)
@@ -148,7 +141,11 @@ def make_plan(proposal: Proposal, trial: Trial) -> Plan:
     before, num = proposal.settings, proposal.num_processes
     batch = trial.batch * num
     length = choice.choose_length(
-        trial.num_samples, batch=batch, step_s=trial.step_s, start_s=trial.start_s, minutes=proposal.minutes
+        trial.num_samples,
+        batch=batch,
+        step_s=trial.step_s,
+        other_s=trial.start_s + choice.NUM_CHECKPOINTS * sum(trial.checkpoint_s),
+        minutes=proposal.minutes,
     )
     settings = replace(
         before,
@@ -160,7 +157,7 @@ def make_plan(proposal: Proposal, trial: Trial) -> Plan:
     needed = choice.disk_bytes(
         trial.checkpoint_bytes, steps=settings.steps, every=settings.checkpoint_every, keep=settings.keep_checkpoints
     )
-    existing = next(one for one in (settings.out.absolute(), *settings.out.absolute().parents) if one.exists())
+    free_bytes = shutil.disk_usage(existing(settings.out)).free
     return Plan(
         proposal=proposal,
         trial=trial,
@@ -170,20 +167,36 @@ def make_plan(proposal: Proposal, trial: Trial) -> Plan:
             length.steps,
             step_times=trial.step_times,
             start_s=trial.start_s,
+            checkpoints_s=_checkpoints_s(proposal, trial, settings),
             num_processes=num,
-            busy=_is_busy(proposal),
+            busy_share=_busy_share(proposal, trial),
         ),
         disk_bytes=needed,
-        free_bytes=shutil.disk_usage(existing).free,
+        free_bytes=free_bytes,
         words=tuple(_words(proposal, settings)),
         then=tuple(_then(proposal, settings)),
-        warnings=tuple(_warnings(proposal, trial, length, needed=needed, free=shutil.disk_usage(existing).free)),
+        warnings=tuple(_warnings(proposal, trial, length, needed=needed, free=free_bytes)),
     )
 
 
 def _is_busy(proposal: Proposal) -> bool:
     host = proposal.examined.host
     return choice.is_busy(proposal.load, cores=min(host.allowed_cores, host.quota_cores or host.allowed_cores))
+
+
+def _busy_share(proposal: Proposal, trial: Trial) -> float | None:
+    """Share of the machine that the trial had beside other processes; None if there are none."""
+    if not _is_busy(proposal):
+        return None
+    return 0.5 if proposal.is_on_gpu else trial.cpu_share
+
+
+def _checkpoints_s(proposal: Proposal, trial: Trial, settings: ClipSettings) -> float:
+    """Time of all checkpoints: beside steps on a GPU they are written in the background, all but the last."""
+    copy_s, write_s = trial.checkpoint_s
+    num = math.ceil(settings.steps / settings.checkpoint_every)
+    num_waited = 1 if proposal.is_on_gpu else num
+    return num * copy_s + num_waited * write_s
 
 
 def _free_folder(parent: Path) -> Path:
@@ -242,8 +255,8 @@ def _warnings(proposal: Proposal, trial: Trial, length: Length, *, needed: int, 
         found.append(f"steps wait for data {trial.wait_share:.0%} of the time: train bench finds the bottleneck")
     if _is_busy(proposal):
         found.append(
-            f"other processes use this machine (load {proposal.load:.1f} on {proposal.examined.host.allowed_cores} "
-            "cores): the time of the run depends on them"
+            f"other processes use this machine (load {proposal.load:.0f} on "
+            f"{counted(proposal.examined.host.allowed_cores, 'core')}), and the time depends on them"
         )
     if needed > free:
         found.append(f"checkpoints take {needed / 1e9:.1f} GB, and {free / 1e9:.1f} GB are free: use another --out")

@@ -11,6 +11,7 @@ from train.quickstart.survey import describe
 
 _LABEL_WIDTH = 12
 _COLUMNS = 100
+_WORTH_SAYING = 0.05  # a share of the time
 
 
 def plan_json(plan: Plan) -> dict[str, Any]:
@@ -49,30 +50,30 @@ def plan_json(plan: Plan) -> dict[str, Any]:
 
 def plan_text(plan: Plan) -> str:
     """The plan for a person."""
-    proposal, trial, settings = plan.proposal, plan.trial, plan.settings
-    device = "GPU" if proposal.examined.accelerator.gpus and settings.device != "cpu" else "CPU"
+    proposal, trial, settings, expected = plan.proposal, plan.trial, plan.settings, plan.expected
     batch = counted(settings.batch, "clip")
     if proposal.num_processes > 1:
         batch += f" on {proposal.num_processes} GPUs, of which one was measured"
     halved = f"; {counted(trial.num_halved, 'larger size')} did not fit" if trial.num_halved else ""
-    expected = plan.expected
+    waiting = f", {trial.wait_share:.0%} of it waiting for data" if trial.wait_share >= _WORTH_SAYING else ""
     rows = [("data", line) for one in proposal.surveys for line in describe(one)]
     rows += [
         ("machine", _machine(proposal.examined)),
-        ("task", f"{proposal.task.value} ({proposal.task.reason}), on split {proposal.split}"),
-        ("preset", f"{proposal.preset.value} ({proposal.preset.reason}): {_about(proposal)}"),
-        (
-            "batch",
-            f"{batch}; measured: {counted(len(trial.step_times), 'step')} of {trial.step_s:.2f} s, "
-            f"{trial.wait_share:.0%} of it waiting for data{halved}",
-        ),
+        ("task", f"{proposal.task.value} on split {proposal.split}: {proposal.task.reason}"),
+        ("preset", f"{proposal.preset.value}, {_about(proposal)}: {proposal.preset.reason}"),
+        ("batch", f"{batch}{halved}"),
         (
             "steps",
-            f"{settings.steps:,}, {plan.length.epochs:.1f} epochs of {counted(trial.num_samples, 'sample')} "
-            f"({plan.length.reason})",
+            f"{settings.steps:,}, {plan.length.epochs:.1f} epochs of {counted(trial.num_samples, 'sample')}: "
+            f"{plan.length.reason}",
         ),
-        ("time", f"about {duration(expected.seconds)} ({duration(expected.least_s)} to {duration(expected.most_s)})"),
-        ("memory", f"{trial.memory_bytes / 1e9:.1f} GB of the {device}'s, measured"),
+        (
+            "time",
+            f"about {duration(expected.seconds)}, between {duration(expected.least_s)} and "
+            f"{duration(expected.most_s)}; measured: {trial.step_s:.2g} s per step{waiting}, {trial.start_s:.0f} s to "
+            f"start, {sum(trial.checkpoint_s):.1f} s per checkpoint",
+        ),
+        ("memory", f"{trial.memory_bytes / 1e9:.1f} GB{' of GPU memory' if proposal.is_on_gpu else ''}, measured"),
         ("disk", f"{_size(plan.disk_bytes)} for checkpoints; {_size(plan.free_bytes)} are free"),
     ]
     lines = []
@@ -97,7 +98,7 @@ def _size(size_bytes: int) -> str:
 
 def _about(proposal: Proposal) -> str:
     settings = proposal.settings
-    return f"model {settings.model}, {settings.num_frames} frames of {settings.size_px} px"
+    return f"{settings.num_frames} frames of {settings.size_px} px"
 
 
 def _machine(examined: Examined) -> str:
@@ -105,7 +106,7 @@ def _machine(examined: Examined) -> str:
     names = sorted({gpu.name for gpu in gpus})
     gpu = f"{counted(len(gpus), 'GPU')} ({', '.join(names)})" if gpus else "no GPU"
     memory = "" if host.memory_bytes is None else f", {host.memory_bytes / 1e9:.0f} GB of memory"
-    return f"{gpu}; {counted(host.allowed_cores, 'core')}{memory}; decoder libavcodec {examined.decoder.libavcodec}"
+    return f"{gpu}; {counted(host.allowed_cores, 'core')}{memory}"
 
 
 def _filled(words: str, *, label: str) -> str:

@@ -1,5 +1,6 @@
 """What a data folder has to train on: columns, splits, chunks, captions and labels. It reads the small files only."""
 
+import shlex
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -162,10 +163,12 @@ def _require_folder(path: Path) -> None:
     if not path.is_dir():
         raise UserError(f"{path} is a file, not a data folder", hint=f"prep makes a data folder: {make}")
     if not manifest_dir(path).is_dir() and not (path / DATASET_FILE).exists():
-        what = "is not a data folder: it has no manifest" if any(path.iterdir()) else "is empty"
+        if not any(path.iterdir()):
+            raise UserError(f"{path} is empty", hint=f"prep makes a data folder of a folder of videos: {make}")
+        make = make.replace("VIDEOS", shlex.quote(str(path)))
         raise UserError(
-            f"{path} {what}",
-            hint=f"from a folder of videos, prep makes a data folder: {make.replace('VIDEOS', str(path))}",
+            f"{path} is not a data folder: it has no manifest",
+            hint=f"if it has videos, prep makes a data folder of them: {make}",
         )
 
 

@@ -1,16 +1,20 @@
-"""Real steps on the real data: how long they take, and how much memory. Nothing is written."""
+"""Real steps on the real data, and a checkpoint: how long they take, and how much memory. Nothing is left on disk."""
 
 import gc
 import resource
+import shutil
 import time
 from contextlib import closing
 from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
 
 from manifests.errors import FailedWork, UserError
 from manifests.progress import Activity
+from manifests.publish import TEMPORARY_PREFIX
 from train.config.training import ClipSettings
 from train.data.loader import TrainingSet
 from train.data.outcomes import TooManyFailures
@@ -24,6 +28,7 @@ from train.engine.out_of_memory import available_bytes, fitting
 from train.engine.state import State, new_state
 from train.engine.throughput import Throughput
 from train.quickstart.choice import first_batch
+from train.run.checkpoint_writer import CheckpointWriter
 from train.spec import TaskSpec
 from train.weights.sources import Say, fetch_tag, open_weights
 
@@ -38,9 +43,11 @@ class Trial:
         batch: that fits, of this process.
         num_samples: of an epoch.
         data: description of the samples.
-        start_s: from opening the data to the end of the first step.
+        start_s: from the start of the command to the end of the first step.
         step_times: seconds of the steps after those whose batches were loaded during the first one.
+        cpu_share: share of these that the threads of PyTorch had a core; 1 if the machine was idle otherwise.
         wait_share: share of these that was spent waiting for data.
+        checkpoint_s: time of copying the state, and of writing the copy.
         memory_bytes: peak of this process; of the GPU's memory on a GPU.
         checkpoint_bytes: of model, optimizer and objective.
         num_halved: batches that did not fit.
@@ -51,7 +58,9 @@ class Trial:
     data: str
     start_s: float
     step_times: tuple[float, ...]
+    cpu_share: float
     wait_share: float
+    checkpoint_s: tuple[float, float]
     memory_bytes: int
     host_bytes: int
     checkpoint_bytes: int
@@ -77,11 +86,14 @@ class _TooLarge(Exception):
         self.batch = batch
 
 
-def try_steps(spec: TaskSpec, settings: ClipSettings, *, device: torch.device, seconds: float, say: Say) -> Trial:
+def try_steps(
+    spec: TaskSpec, settings: ClipSettings, *, device: torch.device, seconds: float, before_s: float, say: Say
+) -> Trial:
     """Take steps for about `seconds`, with smaller batches until one fits.
 
     Args:
         settings: of the run; their batch size is the first to try.
+        before_s: what the command took so far, mostly to import PyTorch, as a run does too.
 
     Raises:
         UserError: the data or the weights do not suit the task, or not even the smallest batch fits.
@@ -90,7 +102,8 @@ def try_steps(spec: TaskSpec, settings: ClipSettings, *, device: torch.device, s
     least, num_halved = 2 if spec.name == "dual-encoder" else 1, 0
     while True:
         try:
-            return _try(spec, settings, device=device, seconds=seconds, num_halved=num_halved, say=say)
+            tried = _try(spec, settings, device=device, seconds=seconds, num_halved=num_halved, say=say)
+            return replace(tried, start_s=before_s + tried.start_s)
         except _TooLarge as error:
             batch = error.batch
         gc.collect()
@@ -143,16 +156,21 @@ def _try(
     # Batches that were loaded during the first step cost no waiting: leave these steps out if others remain.
     num_ahead = 1 + settings.batches_ahead
     later = taken[1 + num_ahead :] if len(taken) > 2 * num_ahead + 1 else taken[1:] or taken
-    took_s = sum(one.step_s for one in taken[1:])
+    start_s = time.perf_counter() - began_s - sum(one.step_s for one in taken[1:])
+    with Doing("trying a checkpoint"):
+        checkpoint_s = _save(state, task, samples, settings, world=world)
+    step_s = sum(one.step_s for one in later)
     host_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     sizes = (one.numel() * one.element_size() for one in state.tensors().values())
     return Trial(
         batch=settings.batch,
         num_samples=num_samples,
         data=samples.describe(),
-        start_s=time.perf_counter() - began_s - took_s,
+        start_s=start_s,
         step_times=tuple(one.step_s for one in later),
-        wait_share=sum(one.waited_s for one in later) / sum(one.step_s for one in later),
+        cpu_share=min(1.0, sum(one.cpu_s for one in later) / step_s / torch.get_num_threads()),
+        wait_share=sum(one.waited_s for one in later) / step_s,
+        checkpoint_s=checkpoint_s,
         memory_bytes=torch.cuda.max_memory_allocated(device) if device.type == "cuda" else host_bytes,
         host_bytes=host_bytes,
         checkpoint_bytes=sum(sizes),
@@ -162,10 +180,11 @@ def _try(
 
 @dataclass(frozen=True)
 class _Taken:
-    """The time of a step, with that of waiting for its batch."""
+    """The time of a step, with that of waiting for its batch, and the CPU time of all threads."""
 
     step_s: float
     waited_s: float
+    cpu_s: float
 
 
 def _take(
@@ -185,14 +204,15 @@ def _take(
     try:
         with closing(prefetch(samples.batches(position=0, max_failures=settings.max_failures), device)) as batches:
             while len(taken) < 3 or sum(one.step_s for one in taken[1:]) < seconds:
-                began_s = time.perf_counter()
+                began_s, began_cpu_s = time.perf_counter(), time.process_time()
                 loaded = next(batches)
                 waited_s = time.perf_counter() - began_s
                 step = next_step(state, samples, settings, world=world)
                 run_step(step, state, loaded, settings, world=world, throughput=throughput, soundness=soundness)
                 if device.type == "cuda":
                     torch.cuda.synchronize(device)
-                taken.append(_Taken(time.perf_counter() - began_s, waited_s))
+                cpu_s = time.process_time() - began_cpu_s
+                taken.append(_Taken(time.perf_counter() - began_s, waited_s, cpu_s))
                 if len(taken) > 1 and sum(one.step_s for one in taken) > _LONGEST_S:
                     break
     except TooManyFailures as error:
@@ -206,6 +226,34 @@ def _take(
             raise
         raise _TooLarge(settings.batch // 2) from None
     return taken
+
+
+def _save(
+    state: State, task: Any, samples: TrainingSet, settings: ClipSettings, *, world: World
+) -> tuple[float, float]:
+    """Write a checkpoint beside where the run will be, and remove it: seconds of copying the state, and of writing it.
+
+    Where it would fill the disk, nothing is written and the times are 0; the plan warns of that.
+    """
+    parent = existing(settings.out)
+    size_bytes = sum(one.numel() * one.element_size() for one in state.tensors().values())
+    if shutil.disk_usage(parent).free < 2 * size_bytes:
+        return 0.0, 0.0
+    try:
+        folder = TemporaryDirectory(prefix=TEMPORARY_PREFIX, dir=parent)
+    except OSError as error:
+        raise UserError(f"{parent} cannot be written: {error.strerror}", hint="name another --out") from error
+    with folder as name, closing(CheckpointWriter(Path(name), world=world, keep=1, best=None)) as writer:
+        began_s = time.perf_counter()
+        writer.save(state.tensors(), state.facts(task, samples, settings, world=world, metrics={}))
+        copied_s = time.perf_counter()
+        writer.wait()
+        return copied_s - began_s, time.perf_counter() - copied_s
+
+
+def existing(path: Path) -> Path:
+    """The folder closest to a path that exists."""
+    return next(one for one in (path.absolute(), *path.absolute().parents) if one.exists())
 
 
 def _quiet(_: str) -> None:

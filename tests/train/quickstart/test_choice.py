@@ -73,24 +73,33 @@ def test_the_batch_is_a_power_of_two_that_the_data_can_fill() -> None:
 
 
 def test_the_length_is_that_of_the_epochs_within_the_time() -> None:
-    whole = choice.choose_length(6400, batch=64, step_s=0.1, start_s=5.0, minutes=10.0)
+    whole = choice.choose_length(6400, batch=64, step_s=0.1, other_s=5.0, minutes=10.0)
     assert (whole.steps, whole.epochs, whole.reason) == (3000, 30.0, "30 epochs")
-    short = choice.choose_length(64, batch=64, step_s=0.1, start_s=5.0, minutes=10.0)
+    short = choice.choose_length(64, batch=64, step_s=0.1, other_s=5.0, minutes=10.0)
     assert (short.steps, short.reason) == (200, "the fewest steps that show learning")
-    cut = choice.choose_length(10**6, batch=64, step_s=1.0, start_s=60.0, minutes=10.0)
-    assert (cut.steps, cut.reason) == (540, "as many as --minutes 10 allows") and cut.epochs < 1
-    assert choice.choose_length(9, batch=4, step_s=9.0, start_s=60.0, minutes=0.1).steps == 1
+    cut = choice.choose_length(10**6, batch=64, step_s=1.0, other_s=60.0, minutes=10.0)
+    assert (cut.steps, cut.reason) == (540, "the most that --minutes 10 allows") and cut.epochs < 1
+    least = choice.choose_length(9, batch=4, step_s=9.0, other_s=60.0, minutes=0.1)
+    assert (least.steps, least.reason) == (20, "the fewest, although --minutes is 0.1")
 
 
 def test_the_expected_time_has_a_range_that_grows_with_what_is_not_known() -> None:
-    def expected(times: list[float], *, num: int = 1, busy: bool = False) -> choice.Expected:
-        return choice.expected_time(101, step_times=times, start_s=10.0, num_processes=num, busy=busy)
+    def expected(
+        times: list[float], *, num: int = 1, share: float | None = None, checkpoints_s: float = 0.0
+    ) -> choice.Expected:
+        return choice.expected_time(
+            101, step_times=times, start_s=10.0, checkpoints_s=checkpoints_s, num_processes=num, busy_share=share
+        )
 
-    even = expected([1.0] * 8)
-    assert (even.seconds, even.least_s, even.most_s) == pytest.approx((110.0, 93.5, 126.5))
-    uneven = expected([0.5, 0.5, 1.0, 1.0, 1.0, 1.0, 1.5, 1.5])
-    assert (uneven.seconds, uneven.least_s, uneven.most_s) == pytest.approx((110.0, 58.5, 161.5))
-    assert expected([1.0] * 8, num=8).most_s > even.most_s and expected([1.0] * 8, busy=True).least_s < even.least_s
+    def values(its: choice.Expected) -> tuple[float, float, float]:
+        return its.seconds, its.least_s, its.most_s
+
+    assert values(expected([1.0] * 8)) == pytest.approx((110.0, 93.5, 126.5))
+    assert values(expected([1.0] * 8, checkpoints_s=20.0)) == pytest.approx((130.0, 110.5, 149.5))
+    assert values(expected([0.5, 0.5, 1.0, 1.0, 1.0, 1.0, 1.5, 1.5])) == pytest.approx((110.0, 58.5, 161.5))
+    assert values(expected([1.0] * 8, share=0.25)) == pytest.approx((110.0, 27.5, 220.0)), "alone, or half as much"
+    assert values(expected([1.0] * 8, share=1.0)) == pytest.approx((110.0, 93.5, 220.0))
+    assert expected([1.0] * 8, num=8).most_s > expected([1.0] * 8).most_s
     assert choice.is_busy(5.0, cores=2) and not choice.is_busy(1.2, cores=2)
 
 

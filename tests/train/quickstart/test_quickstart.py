@@ -17,8 +17,10 @@ from train.cli import app, main
 from train.commands import quickstart as commands
 from train.commands.training import parse
 from train.doctor.examined import examine_in_run
+from train.quickstart import choice
 from train.quickstart import trial as trials
-from train.quickstart.plan import Asked, Plan, propose
+from train.quickstart.choice import Asked
+from train.quickstart.plan import Plan, propose
 from train.quickstart.survey import survey
 from train.run.folder import RunFolder, read_lines
 
@@ -32,6 +34,7 @@ def plan(data_dir: Path) -> Plan:
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(data_dir.parent)
         patch.setattr(commands, "_TRIAL_S", 0.0)
+        patch.setattr(choice, "_FEWEST_STEPS", 1)
         return commands._plan(Asked(data=(str(data_dir),), minutes=0.001, device="cpu"))
 
 
@@ -145,11 +148,14 @@ def test_what_does_not_fit_is_tried_with_fewer_clips(plan: Plan, monkeypatch: py
     monkeypatch.setattr(trials, "_try", attempt)
     spec = plan.proposal.spec
     settings = plan.proposal.settings
-    assert trials.try_steps(spec, settings, device=CPU, seconds=0.0, say=said.append) is plan.trial
+    assert (
+        trials.try_steps(spec, settings, device=CPU, seconds=0.0, before_s=2.0, say=said.append).start_s
+        == plan.trial.start_s + 2
+    )
     assert tried == [64, 32, 16] and said[0] == "64 clips do not fit into memory; trying 32"
     monkeypatch.setattr(trials, "_try", lambda spec, settings, **others: (_ for _ in ()).throw(trials._TooLarge(1)))
     with pytest.raises(UserError, match="not even"):
-        trials.try_steps(spec, settings, device=CPU, seconds=0.0, say=said.append)
+        trials.try_steps(spec, settings, device=CPU, seconds=0.0, before_s=0.0, say=said.append)
 
 
 def folder_without_chunks(path: Path, *, num_videos: int) -> Path:
