@@ -38,8 +38,8 @@ def test_a_terminal_shows_the_work_at_once_and_keeps_nothing_of_it(monkeypatch: 
             wait_for(lambda: "━" in screen.left() and "looking at 7 videos: 3 of 7" in screen.left())
             print("a note")
         wait_for(lambda: "planning" in screen.left().splitlines()[-1])
-    assert screen.left() == "a note\n" and screen.has_cursor
-    assert (sys.stdout, sys.stderr) == streams
+    assert screen.left() == "a note\n"
+    assert (screen.has_cursor, sys.stdout, sys.stderr) == (True, *streams)
 
 
 def test_an_unfinished_line_of_other_output_stays(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,7 +10,6 @@ from collections.abc import Mapping
 from dataclasses import asdict
 from functools import cache
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any, TypeVar, get_type_hints
 
 from manifests.errors import UserError
@@ -202,18 +201,23 @@ def preset_path(name: str, command: str = "") -> Path:
     raise UserError(f"there is no preset {name!r}", hint=f"presets: {', '.join(known)}")
 
 
-@cache
-def presets_of(kind: type[TrainingSettings]) -> Mapping[str, str]:
+def presets_of(kind: type[TrainingSettings]) -> dict[str, str]:
     """The presets of a command by name, and what each is for: the first line of its file.
 
-    A preset belongs to the commands that have all of its settings. All files are read for that, once per process.
+    A preset belongs to the commands that have all of its settings.
     """
     found = {}
-    for path in sorted(PRESETS_FOLDER.glob("*.yaml")):
+    for path, values in _presets().items():
         name = path.stem.removesuffix(f"-{kind.command}")
-        if preset_path(name, kind.command) == path and _fits(read_values(path), kind):
+        if preset_path(name, kind.command) == path and _fits(values, kind):
             found[name] = path.read_text().partition("\n")[0].removeprefix("# ").rstrip(".")
-    return MappingProxyType(found)
+    return found
+
+
+@cache
+def _presets() -> Mapping[Path, dict[object, Any]]:
+    """The values of all presets by file."""
+    return {path: read_values(path) for path in sorted(PRESETS_FOLDER.glob("*.yaml"))}
 
 
 def _fits(values: dict[object, Any], kind: type) -> bool:

@@ -157,7 +157,7 @@ def _try(
     num_ahead = 1 + settings.batches_ahead
     later = taken[1 + num_ahead :] if len(taken) > 2 * num_ahead + 1 else taken[1:] or taken
     start_s = time.perf_counter() - began_s - sum(one.step_s for one in taken[1:])
-    with Doing("trying a checkpoint"):
+    with Activity("trying a checkpoint"):
         checkpoint_s = _save(state, task, samples, settings, world=world)
     step_s = sum(one.step_s for one in later)
     host_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
