@@ -77,7 +77,7 @@ def choose_task(surveys: Sequence[Survey], *, split: str, asked: str | None) -> 
         if not without:
             return Chosen("dual-encoder", f"{counted(num, 'caption')}")
         where = "no captions" if len(without) == len(surveys) else f"no captions in {', '.join(without)}"
-        return Chosen("mae", f"{where}: a masked autoencoder needs none")
+        return Chosen("mae", f"{where}, and a masked autoencoder needs none")
     if asked != "mae" and without:
         raise UserError(
             f"split {split!r} of {without[0]} has no captions, and train {asked} needs them",

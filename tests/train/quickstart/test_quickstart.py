@@ -12,6 +12,7 @@ import torch
 
 from manifests.errors import UserError
 from manifests.store import write_manifest
+from shards.dataset import set_current_variant
 from tests.train.data.http_folder import HttpFolder
 from train.cli import app, main
 from train.commands import quickstart as commands
@@ -183,9 +184,16 @@ def test_what_cannot_be_trained_on_is_refused_with_what_to_do(tmp_path: Path, da
         str(tmp_path / "file"): ("is a file", "prep manifest"),
         str(tmp_path / "nothing"): ("is empty", "prep chunk --data"),
         str(tmp_path / "videos"): ("it has no manifest", f"prep manifest folder {tmp_path / 'videos'}"),
-        str(folder_without_chunks(tmp_path / "manifest", num_videos=2)): ("no chunks of video yet", "prep chunk"),
+        str(folder_without_chunks(tmp_path / "manifest", num_videos=2)): ("has no chunks of video", "prep chunk"),
         str(tmp_path / "{000..003}.tar"): ("names tar files", "name the data folder"),
     }
+    latents = folder_without_chunks(tmp_path / "latents", num_videos=2)
+    set_current_variant(latents, "latents", "tiny")
+    set_current_variant(latents, "video", "gone")
+    cases[str(latents)] = (
+        "has no chunks of video; it has latents",
+        f"train mae --shards {latents} --preset mae-latents",
+    )
     for address, (why, hint) in cases.items():
         with pytest.raises(UserError, match=why) as refused:
             survey(address)
