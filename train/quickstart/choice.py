@@ -160,7 +160,7 @@ def choose_length(num_samples: int, *, batch: int, step_s: float, other_s: float
         wanted, reason = _MIN_STEPS, "the fewest steps that show learning"
     affordable = int((60 * minutes - other_s) / step_s)
     if affordable < _FEWEST_STEPS:
-        wanted, reason = _FEWEST_STEPS, f"the fewest, although --minutes is {minutes:g}"
+        wanted, reason = _FEWEST_STEPS, f"the fewest; --minutes {minutes:g} allows fewer"
     elif wanted > affordable:
         wanted, reason = affordable, f"the most that --minutes {minutes:g} allows"
     epochs = wanted * batch / num_samples

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from manifests.errors import UserError
+from manifests.publish import TEMPORARY_PREFIX
 from manifests.store import write_manifest
 from shards.dataset import set_current_variant
 from tests.train.data.http_folder import HttpFolder
@@ -93,7 +94,8 @@ def test_the_plan_as_json_says_what_was_found_and_measured(
     assert 0 < expected["least_s"] < expected["seconds"] < expected["most_s"]
     assert measured["num_samples"] == 9 and measured["num_steps"] >= 1 and measured["memory_bytes"] > 1e8
     assert found["disk_bytes"] >= measured["checkpoint_bytes"]
-    assert list(tmp_path.iterdir()) == [], "nothing is written"
+    assert min(measured["checkpoint_s"]) > 0 and 0 < measured["cpu_share"] <= 1
+    assert list(tmp_path.iterdir()) == [] == list(data_dir.parent.glob(f"{TEMPORARY_PREFIX}*")), "nothing is left"
 
 
 def test_a_script_is_never_asked_and_a_person_is(
