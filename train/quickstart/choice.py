@@ -77,7 +77,7 @@ def choose_task(surveys: Sequence[Survey], *, split: str, asked: str | None) -> 
         if not without:
             return Chosen("dual-encoder", f"{counted(num, 'caption')}")
         where = "no captions" if len(without) == len(surveys) else f"no captions in {', '.join(without)}"
-        return Chosen("mae", f"{where}: a masked autoencoder needs none")
+        return Chosen("mae", f"{where}, and a masked autoencoder needs none")
     if asked != "mae" and without:
         raise UserError(
             f"split {split!r} of {without[0]} has no captions, and train {asked} needs them",
@@ -160,7 +160,7 @@ def choose_length(num_samples: int, *, batch: int, step_s: float, other_s: float
         wanted, reason = _MIN_STEPS, "the fewest steps that show learning"
     affordable = int((60 * minutes - other_s) / step_s)
     if affordable < _FEWEST_STEPS:
-        wanted, reason = _FEWEST_STEPS, f"the fewest, although --minutes is {minutes:g}"
+        wanted, reason = _FEWEST_STEPS, f"the fewest; --minutes {minutes:g} allows fewer"
     elif wanted > affordable:
         wanted, reason = affordable, f"the most that --minutes {minutes:g} allows"
     epochs = wanted * batch / num_samples

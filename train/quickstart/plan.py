@@ -239,9 +239,9 @@ def _warnings(proposal: Proposal, trial: Trial, length: Length, *, needed: int, 
     found = [f"{one.what}; {one.hint}" for one in judge(proposal.examined) if one.level == "warning"]
     if proposal.held_out is None:
         found.append(
-            f"no split is held out: all chunks are of split {proposal.split!r}, so no evaluation can tell how the "
-            "model does on other videos. To hold some out, give them the split val in the table of captions or "
-            "videos (column split), and run prep manifest again"
+            f"all chunks are of split {proposal.split!r}, so no evaluation can tell how the model does on other "
+            "videos: give some the split val (column split of the table of captions or videos), and run prep manifest "
+            "again"
         )
     recipe = RECIPES[proposal.task.value]
     if recipe.weights and proposal.preset.value == recipe.on_gpu and proposal.settings.init.weights is None:

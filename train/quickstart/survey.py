@@ -13,9 +13,9 @@ from numpy.typing import NDArray
 from manifests.errors import UserError
 from manifests.quoting import counted
 from manifests.storage.objects import is_remote
-from manifests.store import manifest_dir, open_captions, read_videos
+from manifests.store import manifest_dir, num_captions_of, open_captions, read_videos
 from shards.damage import Damaged
-from shards.dataset import current_variant
+from shards.dataset import current_variant, variant_dir
 from shards.format import COLUMNS, DATASET_FILE
 from shards.reader import Variant
 from train.data.chunk_table import ChunkTable, chunk_table, rows_of
@@ -76,17 +76,19 @@ def survey(address: str) -> Survey:
     if not videos.num_rows:
         raise UserError(
             f"the manifest of {address} has no videos",
-            hint=f"add some: prep manifest folder VIDEOS --data {address}; then prep chunk --data {address}",
+            hint=f"add some: prep manifest folder VIDEOS --data {shlex.quote(address)}; then prep chunk",
         )
     columns = {name: variant for name in COLUMNS if (variant := current_variant(folder.path, name)) is not None}
-    if "video" not in columns:
-        others = f"; it has {', '.join(columns)}" if columns else ""
-        hint = f"make them: prep chunk --data {address}"
-        if "latents" in columns:
-            hint += "; or train on the latents: train dual-encoder --help lists the preset tiny-latents"
-        raise UserError(f"{address} has no chunks of video yet{others}", hint=hint)
-    if folder.tars is not None:
+    if "video" in columns and folder.tars is not None:
         folder.tars.files.copy_column("video")
+    if "video" not in columns or not variant_dir(folder.path, "video", columns["video"]).is_dir():
+        others = [name for name in columns if name != "video"]
+        hint = f"make them: prep chunk --data {shlex.quote(address)}"
+        if "latents" in columns:
+            hint += f"; or train on what there is: {_on_latents(address, folder.path, has_text='text' in columns)}"
+        raise UserError(
+            f"{address} has no chunks of video{'; it has ' if others else ''}{', '.join(others)}", hint=hint
+        )
     video_ids = videos["video_id"].combine_chunks()
     try:
         table = chunk_table(Variant.open(folder.path, tars=folder.tars).whole(), video_ids)
@@ -94,7 +96,8 @@ def survey(address: str) -> Survey:
         raise UserError(str(error), hint="see prep verify; prep chunk makes that shard again") from error
     if not len(table):
         raise UserError(
-            f"no chunk of {address} is of a video of its manifest", hint=f"make them: prep chunk --data {address}"
+            f"no chunk of {address} is of a video of its manifest",
+            hint=f"make them: prep chunk --data {shlex.quote(address)}",
         )
     coded = videos["split"].combine_chunks().dictionary_encode()
     codes: NDArray[np.int64] = coded.indices.to_numpy(zero_copy_only=False).astype(np.int64)
@@ -170,6 +173,14 @@ def _require_folder(path: Path) -> None:
             f"{path} is not a data folder: it has no manifest",
             hint=f"if it has videos, prep makes a data folder of them: {make}",
         )
+
+
+def _on_latents(address: str, data_dir: Path, *, has_text: bool) -> str:
+    """A first run on latents."""
+    shards = shlex.quote(address)
+    if not num_captions_of(data_dir):
+        return f"train mae --shards {shards} --preset mae-latents"
+    return f"train dual-encoder --shards {shards} --preset tiny-latents" + ("" if has_text else " --text-tower trained")
 
 
 def _seconds(table: ChunkTable) -> NDArray[np.float64]:

@@ -80,7 +80,7 @@ def test_the_length_is_that_of_the_epochs_within_the_time() -> None:
     cut = choice.choose_length(10**6, batch=64, step_s=1.0, other_s=60.0, minutes=10.0)
     assert (cut.steps, cut.reason) == (540, "the most that --minutes 10 allows") and cut.epochs < 1
     least = choice.choose_length(9, batch=4, step_s=9.0, other_s=60.0, minutes=0.1)
-    assert (least.steps, least.reason) == (20, "the fewest, although --minutes is 0.1")
+    assert (least.steps, least.reason) == (20, "the fewest; --minutes 0.1 allows fewer")
 
 
 def test_the_expected_time_has_a_range_that_grows_with_what_is_not_known() -> None:

@@ -11,7 +11,9 @@ import pytest
 import torch
 
 from manifests.errors import UserError
+from manifests.publish import TEMPORARY_PREFIX
 from manifests.store import write_manifest
+from shards.dataset import set_current_variant
 from tests.train.data.http_folder import HttpFolder
 from train.cli import app, main
 from train.commands import quickstart as commands
@@ -92,7 +94,8 @@ def test_the_plan_as_json_says_what_was_found_and_measured(
     assert 0 < expected["least_s"] < expected["seconds"] < expected["most_s"]
     assert measured["num_samples"] == 9 and measured["num_steps"] >= 1 and measured["memory_bytes"] > 1e8
     assert found["disk_bytes"] >= measured["checkpoint_bytes"]
-    assert list(tmp_path.iterdir()) == [], "nothing is written"
+    assert min(measured["checkpoint_s"]) > 0 and 0 < measured["cpu_share"] <= 1
+    assert list(tmp_path.iterdir()) == [] == list(data_dir.parent.glob(f"{TEMPORARY_PREFIX}*")), "nothing is left"
 
 
 def test_a_script_is_never_asked_and_a_person_is(
@@ -183,9 +186,16 @@ def test_what_cannot_be_trained_on_is_refused_with_what_to_do(tmp_path: Path, da
         str(tmp_path / "file"): ("is a file", "prep manifest"),
         str(tmp_path / "nothing"): ("is empty", "prep chunk --data"),
         str(tmp_path / "videos"): ("it has no manifest", f"prep manifest folder {tmp_path / 'videos'}"),
-        str(folder_without_chunks(tmp_path / "manifest", num_videos=2)): ("no chunks of video yet", "prep chunk"),
+        str(folder_without_chunks(tmp_path / "manifest", num_videos=2)): ("has no chunks of video", "prep chunk"),
         str(tmp_path / "{000..003}.tar"): ("names tar files", "name the data folder"),
     }
+    latents = folder_without_chunks(tmp_path / "latents", num_videos=2)
+    set_current_variant(latents, "latents", "tiny")
+    set_current_variant(latents, "video", "gone")
+    cases[str(latents)] = (
+        "has no chunks of video; it has latents",
+        f"train mae --shards {latents} --preset mae-latents",
+    )
     for address, (why, hint) in cases.items():
         with pytest.raises(UserError, match=why) as refused:
             survey(address)
