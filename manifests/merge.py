@@ -54,6 +54,14 @@ def video_table(dataset: str, videos: pa.Table, *, num_captions: np.ndarray, dig
     return pa.table(columns, schema=VIDEOS.append(OWN_DIGEST))
 
 
+def num_other_splits(old: pa.Table, new: pa.Table) -> int:
+    """Return the number of videos that both tables have, in different splits."""
+    rows = pc.index_in(new["video_id"].combine_chunks(), value_set=old["video_id"].combine_chunks())
+    is_known = pc.is_valid(rows)
+    before = old["split"].combine_chunks().take(rows.filter(is_known))
+    return pc.sum(pc.not_equal(before, new["split"].combine_chunks().filter(is_known))).as_py() or 0
+
+
 def replace_dataset(old: pa.Table, new: pa.Table, *, dataset: str) -> pa.Table:
     """Replace the videos of `dataset` in `old` by `new`: known videos keep their rows, others are appended."""
     position = pc.index_in(new["video_id"], value_set=old["video_id"].combine_chunks()).to_numpy(zero_copy_only=False)

@@ -20,7 +20,7 @@ from manifests.caption_digest import captions_sha256
 from manifests.checked_json import read_checked_json
 from manifests.errors import UserError
 from manifests.further_sources import FurtherCaptions, require_own_sources
-from manifests.merge import replace_dataset, rows_of, video_table, without_taken_ids
+from manifests.merge import num_other_splits, replace_dataset, rows_of, video_table, without_taken_ids
 from manifests.previous import PreviousManifest, read_previous, stable_ids
 from manifests.publication import MANIFEST_FILE, publish_manifest
 from manifests.schema import CAPTIONS, MANIFEST_FORMAT, REJECTED, VIDEOS
@@ -47,6 +47,7 @@ class WriteResult:
         num_rejected: number of rejected rows by reason.
         num_captions_removed: captions of the dataset that were in the manifest before and no longer are.
         num_videos_removed: videos of the dataset that were in the manifest before and no longer are.
+        num_splits_changed: videos of the dataset that were in the manifest before in another split.
         num_further_kept: captions of further sources in the manifest.
         num_further_removed: captions of further sources that were removed with their videos.
         splits: number of videos and of captions of the dataset, by split.
@@ -60,6 +61,7 @@ class WriteResult:
     num_rejected: dict[str, int]
     num_videos_added: int
     num_videos_removed: int
+    num_splits_changed: int
     num_captions_added: int
     num_captions_removed: int
     num_further_kept: int
@@ -271,6 +273,7 @@ def write_manifest(
         num_rejected=reasons,
         num_videos_added=videos.num_rows - num_kept,
         num_videos_removed=len(own_ids) - num_kept,
+        num_splits_changed=num_other_splits(old.videos, new),
         num_captions_added=num_added,
         num_captions_removed=max(0, num_before - (captions.num_rows - num_added)),
         num_further_kept=len(further),

@@ -1,8 +1,11 @@
 """EPIC-KITCHENS-100 (Damen et al. 2022): narrated actions with times, verb and noun classes.
 
 The annotation files are the published CSVs (EPIC_100_train.csv, EPIC_100_validation.csv, the retrieval ones).
-Only time columns are used; frame columns refer to another frame extraction. The split is derived from the file name.
-The videos are `<video_id>.<extension>`, anywhere under the folder.
+Only time columns are used; frame columns refer to another frame extraction. The split is derived from the file name,
+which must have one. The videos are `<video_id>.<extension>`, anywhere under the folder.
+
+The lists overlap: the retrieval lists repeat narrations of the others under the same narration_id. A repeated narration
+is read once; another narration with the same narration_id is rejected.
 """
 
 import re
@@ -14,14 +17,17 @@ import pyarrow as pa
 
 from manifests.adapters.reading import Reading, ReadingBuilder
 from manifests.adapters.reasons import Reason
-from manifests.adapters.splits import split_in_file_name
+from manifests.adapters.splits import split_of_list
 from manifests.adapters.tables import Row, read_csv
 from manifests.adapters.wanted import WantedVideos, begin_reading
+from manifests.errors import UserError
+from manifests.quoting import counted, quoted
 from manifests.storage.urls import Place
 
 SOURCE = "narrator"
 LABELS = {"label_verb": pa.int32(), "label_noun": pa.int32(), "label_nouns": pa.list_(pa.int32())}
 _COLUMNS = ["video_id", "start_timestamp", "stop_timestamp", "narration", "verb_class", "noun_class"]
+_CONTENT = [*_COLUMNS, "all_noun_classes"]
 _TIMESTAMP = re.compile(r"(\d{1,9}):([0-5]?\d):([0-5]?\d(?:\.\d+)?)")
 _INTEGER_LIST = re.compile(r"\[\s*(?:\d{1,9}\s*(?:,\s*\d{1,9}\s*)*)?\]")
 
@@ -32,14 +38,21 @@ def read_epic_kitchens(
     """Read EPIC-KITCHENS-100.
 
     Raises:
-        UserError: no videos are found, or an annotation file cannot be read or lacks a column.
+        UserError: no videos are found, an annotation file cannot be read, lacks a column, is one of EPIC-KITCHENS-55,
+            or has no split in its name.
     """
     builder, wanted = begin_reading(dataset, directory, skip=skip, labels=LABELS)
+    narrations = _Narrations(builder)
     for path in annotations:
         builder.begin_annotations(path)
-        split = split_in_file_name(path.name)
+        split = _split_of(path)
         for row in read_csv(path, required=_COLUMNS):
-            _add_row(builder, wanted, row, path=path, split=split)
+            _require_ek100(row, path=path)
+            if narrations.is_new(row, path=path, split=split):
+                _add_row(builder, wanted, row, path=path, split=split)
+    if narrations.num_repeated:
+        what = "was" if narrations.num_repeated == 1 else "were"
+        builder.note(f"{counted(narrations.num_repeated, 'repeated narration')} {what} read once")
     return builder.build()
 
 
@@ -53,6 +66,54 @@ def seconds_of_timestamp(text: str) -> float:
     if match is None:
         raise ValueError(f"{text!r} is not a time of the form HH:MM:SS.ss")
     return int(match[1]) * 3600 + int(match[2]) * 60 + float(match[3])
+
+
+def _split_of(path: Path) -> str:
+    if path.suffix.lower() in (".pkl", ".pickle"):
+        raise UserError(f"{path} is a pickle", hint=f"give the CSV with the same content, {path.stem}.csv")
+    return split_of_list(path, example="EPIC_100_train.csv")
+
+
+def _require_ek100(row: Row, *, path: Path) -> None:
+    if "uid" in row.values and "narration_id" not in row.values:
+        raise UserError(
+            f"{path} is a list of EPIC-KITCHENS-55, whose classes are others: it has a column uid and no narration_id",
+            hint="give the lists of EPIC-KITCHENS-100, such as EPIC_100_train.csv",
+        )
+
+
+class _Narrations:
+    """The narrations read so far, by narration_id, which a list need not have."""
+
+    def __init__(self, builder: ReadingBuilder) -> None:
+        self._builder = builder
+        self._first: dict[str, tuple[tuple[str | None, ...], str, Path]] = {}
+        self.num_repeated = 0
+
+    def is_new(self, row: Row, *, path: Path, split: str) -> bool:
+        """Return False if the narration was read before, in which case it has been counted or rejected.
+
+        A narration that two lists have in different splits is new: its video decides which one is rejected.
+        """
+        narration_id = row.values.get("narration_id")
+        if not narration_id:
+            return True
+        content = tuple(row.values.get(name) for name in _CONTENT)
+        first, first_split, first_path = self._first.setdefault(narration_id, (content, split, path))
+        if first is content:
+            return True
+        if first != content:
+            detail = f"narration_id {quoted(narration_id)} is another narration in an earlier row of {first_path.name}"
+            source_id = row.values["video_id"]
+            self._builder.reject(
+                Reason.DUPLICATE_ID, file=str(path), row=row.number, source_id=source_id, detail=detail
+            )
+            return False
+        if first_split != split:
+            return True
+        self.num_repeated += 1
+        self._builder.use_row(path)
+        return False
 
 
 def _add_row(builder: ReadingBuilder, wanted: WantedVideos, row: Row, *, path: Path, split: str) -> None:
@@ -96,6 +157,8 @@ def _labels(cells: dict[str, Any]) -> dict[str, Any]:
 
 
 def _class_number(cells: dict[str, Any], column: str) -> int:
-    if not re.fullmatch(r"\s*\d{1,9}\s*", cells[column]):
-        raise ValueError(f"{column} is {cells[column]!r}, expected a number")
-    return int(cells[column])
+    # pandas writes the whole numbers of a column with empty cells as 3.0.
+    match = re.fullmatch(r"\s*(\d{1,9})(?:\.0+)?\s*", cells[column])
+    if match is None:
+        raise ValueError(f"{column} is {cells[column]!r}, expected a whole number from 0")
+    return int(match[1])

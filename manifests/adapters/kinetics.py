@@ -61,8 +61,9 @@ def read_kinetics(
         UserError: no videos are found, or a list cannot be read.
     """
     builder = ReadingBuilder(dataset, labels=LABELS)
-    lookup = VideoLookup(builder.find_videos(lists[0].parent if videos is None else videos, skip=skip))
-    wanted = WantedVideos(builder, lookup)
+    files = builder.find_videos(lists[0].parent if videos is None else videos, skip=skip)
+    lookup = VideoLookup(files)
+    wanted = WantedVideos(builder, lookup, files)
     for path in lists:
         builder.begin_annotations(path)
         first_line = next(text_lines(path), "")

@@ -33,6 +33,7 @@ from manifests.storage.urls import Place
 
 SOURCE = "human"
 LABELS = {"label_category": pa.int32()}
+_TEST_LIST = "MSRVTT_JSFUSION_test.csv"
 _MAX_CATEGORY = 2**31 - 1
 
 
@@ -129,7 +130,7 @@ def _add_tables(
     listed: dict[str, tuple[Path, int]] = {}
     paired = set()
     for path in tables:
-        split = split_of_list(path)
+        split = split_of_list(path, example=_TEST_LIST)
         for row in read_csv(path, required=["video_id"]):
             video_id = row.values.get("video_id", "")
             if row.fault is not None:
@@ -166,7 +167,7 @@ def _add_sentence(
     if facts.reason is not None:
         builder.lose_captions(video_id, file=info.path, reason=facts.reason, why=facts.why)
         return
-    split = facts.split if listed is None else split_of_list(listed[0])
+    split = facts.split if listed is None else split_of_list(listed[0], example=_TEST_LIST)
     video = wanted.number(video_id, split=split, file=info.path, row=row)
     if video is None:
         return

@@ -27,12 +27,16 @@ def split_in_file_name(file_name: str) -> str:
     return next((_NAMES[word] for word in words if word in _NAMES), TRAIN)
 
 
-def split_of_list(path: Path) -> str:
-    """The split that the name of a list of test or training videos has; UserError if it has none."""
+def split_of_list(path: Path, *, example: str) -> str:
+    """The split that the name of a list of test or training videos has; UserError if it has none.
+
+    Args:
+        example: the published name of such a list.
+    """
     if not any(word in _NAMES for word in _WORD.findall(path.name.lower())):
         raise UserError(
             f"the name of {path} does not say of which split its videos are",
-            hint="rename it, with test, val or train as a word, such as MSRVTT_JSFUSION_test.csv",
+            hint=f"rename it, with test, val or train as a word, such as {example}",
         )
     return split_in_file_name(path.name)
 

@@ -18,6 +18,7 @@ from manifests.quoting import on_one_line, quoted
 # Lines are read whole, so a file without line ends, such as a sparse file of zeros, must not exhaust the memory.
 _MAX_LINE_CHARS = 1 << 26
 _UTF8 = "utf-8-sig"
+_OTHER_SEPARATORS = {";": "semicolons", "\t": "tabs", "|": "vertical bars"}
 # Hours, minutes and seconds, as in 00:01:02.5 and 1:02,500.
 _CLOCK = re.compile(r"(?:(\d+):)?(\d{1,2}):(\d{1,2}(?:[.,]\d+)?)")
 
@@ -43,9 +44,12 @@ def read_csv(path: Path, *, required: Sequence[str]) -> Iterator[Row]:
         header = next(reader, [])
         missing = [name for name in required if name not in header]
         if missing:
+            hint = f"the first line must contain the column names; required: {', '.join(required)}"
+            for separator, name in _OTHER_SEPARATORS.items():
+                if len(header) == 1 and separator in header[0]:
+                    hint = f"its columns are separated by {name}: save it with commas"
             raise UserError(
-                f"{path} has no column {', '.join(missing)} (its columns: {', '.join(header) or 'none'})",
-                hint=f"the first line must contain the column names; required: {', '.join(required)}",
+                f"{path} has no column {', '.join(missing)} (its columns: {', '.join(header) or 'none'})", hint=hint
             )
         require_once([name for name in header if name], path=path)
         for number, cells in enumerate(cells for cells in reader if cells):

@@ -200,14 +200,15 @@ class NearestName:
 
     Args:
         files: the videos; of very many, only names that differ in case are found.
+        max_compared: names to find similar ones of; of the others, those that differ in case are found.
     """
 
-    def __init__(self, files: Sequence[VideoFile]) -> None:
+    def __init__(self, files: Sequence[VideoFile], *, max_compared: int = _MAX_COMPARED) -> None:
         self._of_name: dict[str, str] = {}
         for file in files:
             for key in (file.source_id, PurePosixPath(file.relative).stem):
                 self._of_name.setdefault(composed(key).casefold(), file.relative)
-        self._num_left = _MAX_COMPARED if len(files) <= _MAX_NAMES else 0
+        self._num_left = max_compared if len(files) <= _MAX_NAMES else 0
 
     def find(self, name: str) -> str | None:
         """Return the relative path of the nearest file; None if there is none, or after many calls."""

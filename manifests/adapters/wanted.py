@@ -8,7 +8,7 @@ import pyarrow as pa
 
 from manifests.adapters.reading import ReadingBuilder
 from manifests.adapters.reasons import Reason
-from manifests.adapters.video_files import Ambiguous, VideoLookup, composed
+from manifests.adapters.video_files import Ambiguous, NearestName, VideoFile, VideoLookup, composed
 from manifests.storage.urls import Place
 
 
@@ -17,7 +17,8 @@ def begin_reading(
 ) -> tuple[ReadingBuilder, "WantedVideos"]:
     """A builder, and the videos of `directory` under the IDs of its annotations; UserError if there are no videos."""
     builder = ReadingBuilder(dataset, labels=labels)
-    return builder, WantedVideos(builder, VideoLookup(builder.find_videos(directory, skip=skip)))
+    files = builder.find_videos(directory, skip=skip)
+    return builder, WantedVideos(builder, VideoLookup(files), files)
 
 
 @dataclass(frozen=True)
@@ -29,9 +30,11 @@ class _Unavailable:
 class WantedVideos:
     """Adds annotated videos to a builder, under the IDs used by the annotations."""
 
-    def __init__(self, builder: ReadingBuilder, lookup: VideoLookup) -> None:
+    def __init__(self, builder: ReadingBuilder, lookup: VideoLookup, files: Sequence[VideoFile]) -> None:
         self._builder = builder
         self._lookup = lookup
+        # Numbered names such as P01_02 are not likely to be meant by P01_01, which is likely not to be there.
+        self._nearest = NearestName(files, max_compared=0)
         self._found: dict[str, int | _Unavailable] = {}
 
     def number(
@@ -76,6 +79,8 @@ class WantedVideos:
         except Ambiguous as error:
             return _Unavailable(Reason.AMBIGUOUS_VIDEO, str(error))
         if file is None:
-            return _Unavailable(Reason.MISSING_FILE, "no matching video file")
+            nearest = next((near for name in file_names if (near := self._nearest.find(name)) is not None), None)
+            why = "no matching video file"
+            return _Unavailable(Reason.MISSING_FILE, why if nearest is None else f"{why}, the nearest is {nearest}")
         number = self._builder.add_video(source_id, path=file.path, split=split, size_bytes=file.size_bytes)
         return _Unavailable(Reason.MISSING_FILE, "the video was rejected") if number is None else number

@@ -29,6 +29,8 @@ _ADVICE = {
     Reason.AMBIGUOUS_VIDEO: "give the path of each video relative to the folder, with the extension",
     Reason.MISSING_CHUNK: "if the videos have no chunks yet, such as videos that returned, run `prep chunk` first, "
     "then this command again",
+    Reason.BAD_SPLIT: "a split is train, val or test, and a video has one; use another data folder (--data) for other "
+    "splits of the same videos",
     Reason.BAD_TIME: "give times in seconds, with the end after the begin",
 }
 
@@ -43,6 +45,8 @@ def written_text(written: WriteResult, *, rejected: Sequence[FailureEntry], note
     changes = f"{written.num_videos_added:,} new"
     if written.num_videos_removed:
         changes += f", {written.num_videos_removed:,} removed"
+    if written.num_splits_changed:
+        changes += f", {written.num_splits_changed:,} in another split than before"
     of_captions = f"{written.num_captions_added:,} new"
     if written.num_captions_removed:
         of_captions += f", {written.num_captions_removed:,} removed"
@@ -50,12 +54,11 @@ def written_text(written: WriteResult, *, rejected: Sequence[FailureEntry], note
         f"{written.dataset}: {counted(written.num_videos, 'video')} ({changes}), "
         f"{counted(written.num_captions, 'caption')} ({of_captions})"
     ]
-    if len(written.splits) > 1 or "train" not in written.splits:
-        of_splits = (
-            f"{name} {counted(num_videos, 'video')} with {counted(num_captions, 'caption')}"
-            for name, (num_videos, num_captions) in written.splits.items()
-        )
-        lines.append(f"splits: {', '.join(of_splits)}")
+    of_splits = (
+        f"{name} {counted(num_videos, 'video')} with {counted(num_captions, 'caption')}"
+        for name, (num_videos, num_captions) in written.splits.items()
+    )
+    lines.append(f"splits: {', '.join(of_splits)}")
     if written.num_rejected:
         total = sum(written.num_rejected.values())
         lost = counted(written.num_captions_lost, "caption")
@@ -86,6 +89,7 @@ def written_values(
         "num_videos": written.num_videos,
         "num_videos_added": written.num_videos_added,
         "num_videos_removed": written.num_videos_removed,
+        "num_splits_changed": written.num_splits_changed,
         "num_captions": written.num_captions,
         "num_captions_added": written.num_captions_added,
         "num_captions_removed": written.num_captions_removed,

@@ -1,5 +1,6 @@
 """A plan in words: what is kept, encoded, copied and removed, and why."""
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -43,7 +44,7 @@ def plan_lines(shards: Sequence[ShardPlan], *, words: Words, reasons: Mapping[in
     """Return what a plan does, one line for each reason, and the shards that are missing or damaged.
 
     Args:
-        reasons: why single shards are made again, by shard ID; the others have the reason of their state.
+        reasons: why single shards are made again or removed, by shard ID; the others have the reason of their state.
     """
     lines = []
     kept = [shard for shard in shards if shard.state == ShardState.CURRENT]
@@ -61,9 +62,8 @@ def plan_lines(shards: Sequence[ShardPlan], *, words: Words, reasons: Mapping[in
             group.is_known &= shard.num_copied is not None or shard.state == ShardState.NEW
     lines += [f"to do    {_work(group, words)}: {reason}" for reason, group in groups.items()]
     removed = [shard for shard in shards if shard.state == ShardState.ORPHANED]
-    for reason in dict.fromkeys(shard.reason for shard in removed):
-        count = sum(shard.reason == reason for shard in removed)
-        lines.append(f"to do    {counted(count, 'shard')} removed: {reason}")
+    because = Counter((reasons or {}).get(shard.shard_id, shard.reason) for shard in removed)
+    lines += [f"to do    {counted(count, 'shard')} removed: {reason}" for reason, count in because.items()]
     listed = [shard for shard in shards if shard.state in _LISTED]
     lines += [f"shard {shard.shard_id:06d}  {shard.state}: {shard.reason}" for shard in listed[:MAX_LISTED]]
     if len(listed) > MAX_LISTED:

@@ -48,7 +48,7 @@ def states_lines(
     Args:
         sample: noun for a sample of the column, singular.
         verb: what the column does to a sample; it ends in e.
-        reasons: why single shards are made again, by shard ID; the others have the reason of their state.
+        reasons: why single shards are made again or removed, by shard ID; the others have the reason of their state.
     """
     return plan_lines(shards, words=Words(sample, verb), reasons=reasons)
 

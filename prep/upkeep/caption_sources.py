@@ -1,11 +1,16 @@
-"""Status of the sources of captions: how many captions each has, and for further sources, which model wrote them."""
+"""Status of the captions: how many each source has, which models wrote them, and how many begin after their video."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import pyarrow as pa
+
+from manifests.caption_spans import MIN_CAPTIONS, open_caption_spans
 from manifests.further_sources import source_counts
+from manifests.merge import rows_of
 from manifests.previous import FURTHER_KEY
 from manifests.store import open_captions, read_manifest
 from prep.core.column import VIDEO
@@ -53,6 +58,27 @@ def read_caption_sources(data_dir: Path) -> list[CaptionSource]:
             )
         )
     return sources
+
+
+def num_captions_beyond(data_dir: Path, videos: pa.Table, *, end_s: np.ndarray) -> int | None:
+    """Count the captions that begin at or after the end of their video; None if that would take long.
+
+    Args:
+        videos: the manifest's table.
+        end_s: end of each video in seconds, +inf if unknown, float64.
+
+    Raises:
+        UserError: the manifest is missing or damaged.
+    """
+    spans = open_caption_spans(data_dir)
+    if spans is not None:
+        return sum(int(np.diff(one.first)[one.begin_s >= end_s[one.video]].sum()) for one in spans.blocks())
+    with open_captions(data_dir, coded=["video_id"]) as file:
+        if file.metadata.num_rows >= MIN_CAPTIONS:
+            return None
+        captions = file.read(columns=["video_id", "begin_s"])
+    rows = rows_of(captions["video_id"], videos["video_id"])
+    return int((captions["begin_s"].to_numpy() >= end_s[rows])[rows >= 0].sum())
 
 
 def other_variants(models: list[Mapping[str, Any]], *, current: str | None) -> list[str]:

@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
@@ -25,7 +26,7 @@ from prep.core.run import FAILURES_FILE
 from prep.core.selection import read_selection
 from prep.registry import columns
 from prep.sources.table import read_probes
-from prep.upkeep.caption_sources import CaptionSource, read_caption_sources
+from prep.upkeep.caption_sources import CaptionSource, num_captions_beyond, read_caption_sources
 from prep.upkeep.leakage import Leakage, find_leakage
 from shards.commits import Failure
 from shards.dataset import current_variant
@@ -118,6 +119,7 @@ class VideosStatus:
         first_unusable: the first few of them.
         lost: code -> number of videos that were usable before and cannot be read now; what was made from them is kept.
         first_lost: the first few of them.
+        num_captions_beyond: captions that begin after the end of their video, among the probed ones; None if unknown.
         caption_sources: None if the table of captions is damaged.
     """
 
@@ -130,6 +132,7 @@ class VideosStatus:
     lost: dict[str, int]
     first_lost: list[FailureEntry]
     caption_sources: list[CaptionSource] | None
+    num_captions_beyond: int | None = None
 
 
 @dataclass(frozen=True)
@@ -165,7 +168,7 @@ def read_status(data_dir: Path) -> Status:
     table = read_videos(data_dir) if has_manifest else None
     probes = read_probes(data_dir)
 
-    videos = None if table is None else _videos_status(table, probes, sources=_sources(data_dir))
+    videos = None if table is None else _videos_status(data_dir, table, probes)
 
     def column_status(column: ColumnSpec) -> ColumnStatus:
         unusable = videos.first_unusable if videos is not None and column.is_first else []
@@ -228,7 +231,14 @@ def _sources(data_dir: Path) -> list[CaptionSource] | None:
         return None  # `prep verify` names the damage
 
 
-def _videos_status(videos: pa.Table, probes: pa.Table, *, sources: list[CaptionSource] | None) -> VideosStatus:
+def _num_beyond(data_dir: Path, videos: pa.Table, ends: pa.ChunkedArray) -> int | None:
+    try:
+        return num_captions_beyond(data_dir, videos, end_s=pc.fill_null(ends, np.inf).to_numpy())
+    except (UserError, OSError, pa.ArrowException):
+        return None  # `prep verify` names the damage
+
+
+def _videos_status(data_dir: Path, videos: pa.Table, probes: pa.Table) -> VideosStatus:
     rows = pc.index_in(videos["path"].combine_chunks(), value_set=probes["path"])
     mine = probes.take(rows.drop_null()).append_column("video_id", videos["video_id"].filter(pc.is_valid(rows)))
     is_usable = pc.is_valid(mine["fingerprint"])
@@ -243,7 +253,8 @@ def _videos_status(videos: pa.Table, probes: pa.Table, *, sources: list[CaptionS
         first_unusable=_first_sources(unusable),
         lost=dict(Counter[str](lost["code"].to_pylist()).most_common()),
         first_lost=_first_sources(lost),
-        caption_sources=sources,
+        caption_sources=_sources(data_dir),
+        num_captions_beyond=_num_beyond(data_dir, videos, probes["end_s"].take(rows)),
     )
 
 

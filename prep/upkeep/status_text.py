@@ -71,6 +71,9 @@ def _videos_lines(videos: VideosStatus) -> list[str]:
     if videos.num_not_probed:
         parts.append(f"{videos.num_not_probed:,} not probed yet")
     lines = [f"videos    {videos.num_videos:,}: {', '.join(parts)}", f"captions  {videos.num_captions:,}"]
+    if count := videos.num_captions_beyond:
+        begin = "begins" if count == 1 else "begin"
+        lines.append(f"{_INDENT}{count:,} {begin} after the end of the video: not used in training")
     lines += _source_lines(videos.caption_sources)
     for code, count in videos.lost.items():
         lines.append(f"lost      {counted(count, 'source')} no longer readable ({code}); existing chunks are kept")

@@ -44,11 +44,17 @@ def with_changes(plan: Plan, commits: Mapping[int, Commit], variant_dir: Path) -
     compared = [shard for shard in plan.shards if shard.state in _COMPARED and shard.shard_id in commits]
     if not compared or len(compared) > _MAX_COMPARED:
         return {}
+    moved = plan.shards_of_moved_videos(commits)
     comparing = f"comparing {counted(len(compared), 'changed shard')}"
     found: dict[int, ShardChange] = {}
     with Activity(comparing) as now, ThreadPoolExecutor(NUM_CHECK_THREADS) as pool:
         show = now.counter(comparing)
-        changes = pool.map(lambda shard: _change(plan, shard, commits[shard.shard_id], variant_dir), compared)
+        changes = pool.map(
+            lambda shard: _change(
+                plan, shard, commits[shard.shard_id], variant_dir, has_moved_videos=shard.shard_id in moved
+            ),
+            compared,
+        )
         for number, (shard, change) in enumerate(zip(compared, changes, strict=True), 1):
             show(number, len(compared))
             if change is not None:
@@ -60,7 +66,9 @@ def with_changes(plan: Plan, commits: Mapping[int, Commit], variant_dir: Path) -
     return found
 
 
-def _change(plan: Plan, shard: ShardPlan, commit: Commit, variant_dir: Path) -> ShardChange | None:
+def _change(
+    plan: Plan, shard: ShardPlan, commit: Commit, variant_dir: Path, *, has_moved_videos: bool
+) -> ShardChange | None:
     stored: set[tuple[str, str]] = set()
     has_captions = False
     if commit.files is not None:
@@ -75,10 +83,11 @@ def _change(plan: Plan, shard: ShardPlan, commit: Commit, variant_dir: Path) -> 
     wanted = {video_id for video_id, _ in keys}
     known = {video_id for video_id, _ in stored} | {failure.video_id for failure in commit.failures}
     changed = {key[0] for key in keys if key not in stored} & known - {one.video_id for one in commit.failures}
+    removed = "removed or moved to another split" if has_moved_videos else "removed"
     reasons = [
         *([counted(len(wanted - known), "new video")] if wanted - known else []),
         *([f"{counted(len(changed), 'video')} changed"] if changed else []),
-        *([f"{counted(len(known - wanted), 'video')} removed"] if known - wanted else []),
+        *([f"{counted(len(known - wanted), 'video')} {removed}"] if known - wanted else []),
     ]
     if shard.state == ShardState.RETRY:
         reasons = [shard.reason]

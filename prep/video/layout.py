@@ -6,6 +6,7 @@ after another.
 """
 
 import hashlib
+from collections.abc import Collection
 from pathlib import Path
 
 import numpy as np
@@ -86,6 +87,34 @@ def wanted_rows(
     """Return `wanted_spans` for videos with the given numbers of chunks, int64."""
     num_spans = num_chunks // SPAN_CHUNKS + (num_chunks % SPAN_CHUNKS > 0)
     return wanted_spans(layout, video_ids=video_ids, splits=splits, num_spans=num_spans)
+
+
+def shards_of_moved_videos(
+    layout: pa.Table, *, video_ids: pa.Array, splits: pa.Array, stored: Collection[int]
+) -> dict[int, bool]:
+    """Find the shards that videos leave or enter because their split has changed.
+
+    Args:
+        layout: table with schema LAYOUT, with the shards that they enter.
+        video_ids: ids of the videos, in manifest order.
+        splits: splits of the videos, in the same order.
+        stored: ids of the shards that were written.
+
+    Returns:
+        shard id -> whether all of its videos do.
+    """
+    video_rows = np.asarray(pc.fill_null(pc.index_in(as_array(layout["video_id"]), value_set=video_ids), -1))
+    is_known = video_rows >= 0
+    has_other_split = np.zeros(len(layout), bool)
+    has_other_split[is_known] = np.asarray(
+        pc.not_equal(as_array(layout["split"]).filter(pa.array(is_known)), splits.take(pa.array(video_rows[is_known])))
+    )
+    shards, shard_of_row = np.unique(np.asarray(layout["shard_id"]), return_inverse=True)
+    leaves = has_other_split & np.isin(shards, list(stored))[shard_of_row]
+    enters = is_known & ~has_other_split & np.isin(video_rows, video_rows[leaves])
+    num_moved = np.bincount(shard_of_row, weights=leaves | enters, minlength=len(shards))
+    is_whole = num_moved == np.bincount(shard_of_row, minlength=len(shards))
+    return dict(zip(shards[num_moved > 0].tolist(), is_whole[num_moved > 0].tolist(), strict=True))
 
 
 def video_layout_of_commits(

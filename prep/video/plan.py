@@ -8,7 +8,7 @@ Tables are handled by column, and a shard takes a single hash update, so that pl
 
 import hashlib
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -22,7 +22,7 @@ from prep.core.table_file import as_array
 from prep.sources.probe import SourceFacts
 from prep.sources.shot_table import ShotTask
 from prep.video.cutting import ShotCutting
-from prep.video.layout import extend_layout, wanted_rows
+from prep.video.layout import extend_layout, shards_of_moved_videos, wanted_rows
 from prep.video.recipe import SPAN_CHUNKS, ResolvedRecipe
 from prep.video.shots import VideoShots, cutting_of, frames_of
 from prep.video.spans import Span
@@ -161,6 +161,11 @@ class Plan:
             span = self.cutting.span(int(self._video_rows[row]), int(self._span_index[row]))
             keys.append((video_id, span_fingerprint(self._recipe_fingerprint, source, span)))
         return keys
+
+    def shards_of_moved_videos(self, stored: Collection[int]) -> dict[int, bool]:
+        """Return the shards of videos whose split has changed (prep.video.layout); `stored` are those on disk."""
+        ids, splits = as_array(self._videos["video_id"]), as_array(self._videos["split"])
+        return shards_of_moved_videos(self.layout, video_ids=ids, splits=splits, stored=stored)
 
     def manifest_rows(self, rows: range) -> np.ndarray:
         """Return the rows of the manifest with the videos of spans, given by their rows in the plan; int64."""

@@ -29,6 +29,14 @@ from prep.video.plan import Plan
 from prep.video.planning import Planned
 from shards.dataset import current_variant
 
+# Why shards that videos enter or leave are made or removed, by whether all of their videos do.
+_MOVED = {
+    (ShardState.NEW, True): "the split of their videos has changed",
+    (ShardState.NEW, False): "new videos, videos that have become longer, or videos whose split has changed",
+    (ShardState.ORPHANED, True): "the split of its videos has changed",
+    (ShardState.ORPHANED, False): "its videos are no longer in the manifest, or their split has changed",
+}
+
 
 def plan_report(planned: Planned) -> Report:
     """Return the report of a plan: the work by state and reason, with an estimate."""
@@ -36,8 +44,13 @@ def plan_report(planned: Planned) -> Report:
     against = _changed_settings(planned)
     lines = [f"variant  {plan.recipe.variant}", *(f"setting  {difference}" for difference in against)]
     reasons = {shard_id: change.because for shard_id, change in planned.changes.items()}
-    new = _why_new(planned)
+    new, moved = _why_new(planned), plan.shards_of_moved_videos(planned.commits)
     reasons |= {shard.shard_id: new for shard in plan.shards if shard.state == ShardState.NEW}
+    reasons |= {
+        shard.shard_id: _MOVED[shard.state, moved[shard.shard_id]]
+        for shard in plan.shards
+        if shard.shard_id in moved and shard.state in (ShardState.NEW, ShardState.ORPHANED)
+    }
     lines += states_lines(plan.shards, reasons=reasons)
     failed = list(plan.failed_sources())
     lines += failure_lines(failed, listed=None)

@@ -106,6 +106,73 @@ def test_epic_kitchens_without_a_column_says_which(make_videos: VideoMaker, tmp_
         read_epic_kitchens(make_videos("P01_01.MP4"), annotations=[path])
 
 
+EPIC_ROW = "P01_01_{number},P01,P01_01,0,00:00:01,00:00:03,1,2,{text},put,{verb},cup,13,['cup'],[13]\n"
+
+
+def epic_list(path: Path, *rows: tuple[int, str, str]) -> Path:
+    """A list with (number, narration, verb class) of some narrations of P01_01."""
+    lines = (EPIC_ROW.format(number=number, text=text, verb=verb) for number, text, verb in rows)
+    path.write_text(f"{EPIC_HEADER}\n{''.join(lines)}")
+    return path
+
+
+def test_a_narration_that_two_lists_of_epic_kitchens_have_is_one_caption(
+    make_videos: VideoMaker, tmp_path: Path
+) -> None:
+    videos = make_videos("P01_01.MP4")
+    train = epic_list(tmp_path / "EPIC_100_train.csv", (0, "open", "3"), (1, "close", "4"), (2, "", "5"))
+    retrieval = epic_list(tmp_path / "EPIC_100_retrieval_train.csv", (1, "close", "4"), (0, "shut", "3"))
+    reading = read_epic_kitchens(videos, annotations=[train, train])
+    assert [row[3] for row in rows(reading)] == ["open", "close"]
+    assert reading.notes == ("3 repeated narrations were read once",)
+    assert reasons(reading) == {"empty_caption": 1}
+    reading = read_epic_kitchens(videos, annotations=[train, retrieval])
+    assert [row[3] for row in rows(reading)] == ["open", "close"]
+    assert reading.notes == ("1 repeated narration was read once",)
+    assert reasons(reading) == {"empty_caption": 1, "duplicate_id": 1}
+    assert reading.rejected["detail"].to_pylist()[-1] == (
+        "narration_id 'P01_01_0' is another narration in an earlier row of EPIC_100_train.csv"
+    )
+    # The retrieval list repeats a list of another split: the split of the video decides, and both rows are named.
+    test = epic_list(tmp_path / "EPIC_100_retrieval_test.csv", (0, "open", "3"), (1, "close", "4"))
+    assert reasons(read_epic_kitchens(videos, annotations=[train, test])) == {"empty_caption": 1, "bad_split": 2}
+
+
+def test_class_numbers_of_epic_kitchens_are_whole_numbers_from_0(make_videos: VideoMaker, tmp_path: Path) -> None:
+    classes = ("3.0", " 4 ", "-1", "3.5", "")
+    path = epic_list(tmp_path / "train.csv", *((number, "put", name) for number, name in enumerate(classes)))
+    reading = read_epic_kitchens(make_videos("P01_01.MP4"), annotations=[path])
+    assert [row[5] for row in rows(reading)] == [3, 4]
+    assert reading.rejected["detail"][0].as_py() == "verb_class is '-1', expected a whole number from 0"
+
+
+@pytest.mark.parametrize(
+    ("name", "header", "message", "hint"),
+    [
+        ("EPIC_100.csv", EPIC_HEADER, "does not say of which split", "such as EPIC_100_train.csv"),
+        ("EPIC_train.csv", EPIC_HEADER.replace("narration_id", "uid"), "EPIC-KITCHENS-55", "EPIC_100_train.csv"),
+        ("EPIC_100_train.pkl", EPIC_HEADER, "is a pickle", "EPIC_100_train.csv"),
+        ("EPIC_100_train.csv", EPIC_HEADER.replace(",", ";"), "no column video_id", "separated by semicolons"),
+    ],
+)
+def test_files_that_are_no_list_of_epic_kitchens_100_are_refused(
+    make_videos: VideoMaker, tmp_path: Path, name: str, header: str, message: str, hint: str
+) -> None:
+    path = tmp_path / name
+    path.write_text(f"{header}\n{EPIC_ROW.format(number=0, text='put', verb=1)}")
+    with pytest.raises(UserError, match=message) as caught:
+        read_epic_kitchens(make_videos("P01_01.MP4"), annotations=[path])
+    assert hint in str(caught.value.hint)
+
+
+def test_a_video_whose_name_differs_in_case_only_is_named(make_videos: VideoMaker, tmp_path: Path) -> None:
+    path = epic_list(tmp_path / "train.csv", (0, "put", "1"))
+    reading = read_epic_kitchens(make_videos("P01_02.MP4"), annotations=[path])
+    assert reading.rejected["detail"][0].as_py() == "no matching video file; captions lost: 1"
+    reading = read_epic_kitchens(make_videos("p01_01.mp4"), annotations=[path])
+    assert reading.rejected["detail"][0].as_py().startswith("no matching video file, the nearest is p01_01.mp4;")
+
+
 @pytest.mark.parametrize(
     ("text", "expected"), [("00:00:00.00", 0.0), ("01:01:01.25", 3661.25), ("100:00:00", 360_000.0)]
 )

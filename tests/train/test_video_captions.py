@@ -123,9 +123,9 @@ def test_captions_without_their_chunks_are_counted_by_reason(tmp_path: Path) -> 
     line = samples.describe()
     assert line.startswith("3 of 8 captions of split 'train'; ")
     for remark in (
-        "1 video without chunks",
+        "1 in a video without chunks",
         "1 begins after the last chunk",
-        "3 chunk missing",
+        "3 in missing chunks",
         "1 shortened to the end of the video",
     ):
         assert f"; {remark}" in line

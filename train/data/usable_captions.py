@@ -19,6 +19,15 @@ _LONGEST_S = 1e9  # longer than any video (train.data.chunks), and far below whe
 Unusable = Literal["empty_span", "video_without_chunks", "begins_after_the_last_chunk", "chunk_missing", "not_selected"]
 
 
+_WORDS: dict[Unusable, tuple[str, str]] = {  # of one caption, and of several
+    "empty_span": ("with an empty span", "with an empty span"),
+    "video_without_chunks": ("in a video without chunks", "in videos without chunks"),
+    "begins_after_the_last_chunk": ("begins after the last chunk", "begin after the last chunk"),
+    "chunk_missing": ("in a missing chunk", "in missing chunks"),
+    "not_selected": ("not selected", "not selected"),
+}
+
+
 @dataclass(frozen=True)
 class UsableCaptions:
     """The captions that can be shown; one entry of each array per caption.
@@ -46,7 +55,7 @@ class UsableCaptions:
 
 def remarks_of(num_unusable: Mapping[Unusable, int], num_shortened: int) -> list[str]:
     """Excluded and shortened captions, by reason."""
-    parts = [f"{count:,} {reason.replace('_', ' ')}" for reason, count in num_unusable.items()]
+    parts = [f"{count:,} {_WORDS[reason][count != 1]}" for reason, count in num_unusable.items()]
     return [*parts, f"{num_shortened:,} shortened to the end of the video"] if num_shortened else parts
 
 

@@ -59,6 +59,26 @@ def test_videos_and_captions_are_counted_by_split(
     assert splits == {"train": {"num_videos": 1, "num_captions": 1}, "val": {"num_videos": 1, "num_captions": 2}}
 
 
+def test_a_changed_split_is_counted(videos: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    table = tmp_path / "captions.csv"
+    arguments = ("folder", videos, "--captions", table, "--data", tmp_path / "data")
+    for split, said in (("train", "(2 new)"), ("val", "(0 new, 1 in another split than before)"), ("val", "(0 new)")):
+        table.write_text(f"video,text,split\na,one,{split}\n")
+        assert run(*arguments) == 0
+        output = capsys.readouterr().out
+        assert said in output and "splits: " in output
+
+
+def test_other_splits_of_the_same_videos_need_another_data_folder(
+    videos: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    lists = [tmp_path / name for name in ("val.csv", "test.csv")]
+    for path in lists:
+        path.write_text("a.mp4 1\n")
+    assert run("kinetics", *lists, "--videos", videos, "--data", tmp_path / "data") == 1
+    assert "use another data folder (--data)" in capsys.readouterr().err
+
+
 def test_json_is_all_that_a_script_sees(videos: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run("folder", videos, "--data", tmp_path / "data", "--dataset", "mine", "--json") == 0
     summary = json.loads(capsys.readouterr().out)

@@ -9,10 +9,13 @@ from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.parquet as pq
+import pytest
 
+from manifests import caption_spans
 from prep.core.heartbeat import RUNNING_FOLDER, Heartbeat
 from prep.core.table_file import read_table_file, write_table_file
 from prep.sources.table import PROBES
+from prep.upkeep import caption_sources
 from prep.upkeep.status import ColumnStatus, Status, VariantStatus
 from prep.upkeep.status_text import status_text
 from shards.commits import Commit, Failure, commit_path, read_commit, write_commit
@@ -130,6 +133,26 @@ def test_a_source_that_went_away_is_told_apart_from_an_unusable_one(prep: Prep, 
     pq.write_table(table.set_column(column, table.schema.field("code"), pa.array(codes)), path)
     videos = prep("status", "--data", shard_set.data, "--json").summary["videos"]
     assert (videos["num_usable"], videos["lost"]) == (2, {"source_missing": 1})
+
+
+def test_captions_that_begin_after_the_end_of_their_video_are_counted(
+    prep: Prep, shard_set: ShardSet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = shard_set.data / "probes.parquet"
+    table = read_table_file(path, schema=PROBES)
+    assert prep("status", "--data", shard_set.data, "--json").summary["videos"]["num_captions_beyond"] == 0
+    ends = [4.0 if row["path"].endswith("long.mp4") else row["end_s"] for row in table.to_pylist()]
+    column = table.schema.get_field_index("end_s")
+    write_table_file(path, table.set_column(column, table.schema.field("end_s"), pa.array(ends)))
+    said = "3\n          1 begins after the end of the video"
+    assert said in prep("status", "--data", shard_set.data).stdout
+    # Those of a large manifest are counted in the file by span.
+    monkeypatch.setattr(caption_spans, "MIN_CAPTIONS", 1)
+    assert caption_spans.update_caption_spans(shard_set.data)
+    monkeypatch.setattr(caption_sources, "MIN_CAPTIONS", 1)
+    assert said in prep("status", "--data", shard_set.data).stdout
+    (shard_set.data / "manifest" / caption_spans.SPANS_RECORD).unlink()
+    assert "after the end" not in prep("status", "--data", shard_set.data).stdout
 
 
 def test_failures_are_named_by_every_command(prep: Prep, shard_set: ShardSet) -> None:

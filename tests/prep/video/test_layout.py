@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from manifests.errors import UserError
 from prep.core.layout import LAYOUT, read_layout, write_layout
-from prep.video.layout import MAX_SHARD_CHUNKS, extend_layout, wanted_rows
+from prep.video.layout import MAX_SHARD_CHUNKS, extend_layout, shards_of_moved_videos, wanted_rows
 from prep.video.recipe import SPAN_CHUNKS
 
 Videos = list[tuple[str, str, int]]  # video_id, split, chunks
@@ -55,6 +55,21 @@ def test_every_span_has_one_shard_and_none_ever_moves(manifests: list[Videos]) -
         shards = layout["shard_id"].to_pylist()
         assert shards == sorted(shards)
         assert len(set(zip(shards, layout["split"].to_pylist(), strict=True))) == len(set(shards))
+
+
+def test_shards_of_videos_with_another_split_are_found() -> None:
+    before = [("a", "train", 300), ("b", "train", 300), ("c", "train", 1), ("d", "train", 1)]
+    after = [("a", "val", 300), ("b", "train", 300), ("c", "val", 1), ("e", "val", 1)]
+    first = extend(LAYOUT.empty_table(), before)
+    layout = extend(first, after)
+    held: dict[int, set[str]] = {}
+    for name, shard_id in zip(layout["video_id"].to_pylist(), layout["shard_id"].to_pylist(), strict=True):
+        held.setdefault(shard_id, set()).add(name)
+    ids, splits, _ = columns(after)
+    stored = set(first["shard_id"].to_pylist())
+    moved = shards_of_moved_videos(layout, video_ids=ids, splits=splits, stored=stored)
+    assert moved == {shard_id: names <= {"a", "c"} for shard_id, names in held.items() if names & {"a", "c"}}
+    assert shards_of_moved_videos(layout, video_ids=ids, splits=splits, stored=()) == {}
 
 
 def test_shards_of_a_large_set_have_a_bounded_size_and_keep_the_order() -> None:

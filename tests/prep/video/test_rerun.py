@@ -257,6 +257,9 @@ def test_a_removed_video_leaves_the_set_and_takes_nobody_along(made: Set) -> Non
 def test_a_video_that_changes_its_split_is_in_one_shard_only(made: Set) -> None:
     made.captions.write_text("video,text,split\na,words,train\nc,words,val\n")
     made.manifest()
+    plan = prep_here("plan", "--data", made.data, *SETTINGS).stdout
+    assert "video removed or moved to another split" in plan
+    assert ": the split of their videos has changed" in plan
     made.chunk()
     shards = {shard.shard_id: shard for shard in made.variant.shards()}
     assert {shard_id: shard.split for shard_id, shard in shards.items()} == dict.fromkeys(range(4), "train") | {

@@ -160,6 +160,13 @@ def test_files_that_cannot_be_read_are_named(kitchen: Path, tmp_path: Path) -> N
             opened(kitchen, relevancy=path)
 
 
+def test_a_table_in_place_of_the_matrix_is_named(kitchen: Path, tmp_path: Path) -> None:
+    path = sentence_file(tmp_path / "EPIC_100_retrieval_test.csv", SENTENCES)
+    with pytest.raises(UserError, match="is a table of text") as caught:
+        opened(kitchen, relevancy=path)
+    assert "--sentences" in str(caught.value.hint)
+
+
 def test_captions_without_classes_cannot_be_compared(kitchen: Path, tmp_path: Path) -> None:
     write_manifest(tmp_path, "plain", videos({"z": "test"}), table([("z", 0.0, "x", None, None)], has_labels=False))
     with pytest.raises(UserError, match="no verb and noun classes") as caught:

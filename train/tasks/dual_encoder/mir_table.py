@@ -258,6 +258,11 @@ def _of_classes(captions: pa.Table, sentence_of_N: NDArray[np.int64], *, num_sen
 
 
 def _read_matrix(path: Path) -> Relevancy:
+    if path.suffix.lower() in (".csv", ".tsv", ".txt"):
+        raise UserError(
+            f"{path} is a table of text, and the relevancies are a matrix of numbers: clips x sentences",
+            hint="give the pickle or .npy file of the matrix; a list of sentences belongs to --sentences",
+        )
     if path.suffix == ".npy":
         try:
             matrix = np.load(path, mmap_mode="r", allow_pickle=False)
