@@ -25,7 +25,7 @@ from train.data.decoding.clip import ClipShape
 from train.data.decoding.reading import DecodeRule
 from train.data.frame_sampling import Sampling, moments_of, to_us
 from train.data.loader import LoaderSettings, SampleRequest
-from train.data.outcomes import FailedSample
+from train.data.outcomes import FailedSample, Unusable, remarks_of
 from train.data.video_captions import VideoCaptions
 from train.models.text import load_tokenizer
 
@@ -104,6 +104,15 @@ def test_splits_keep_to_their_own_videos(data_dir: Path) -> None:
     assert "train, val" in (caught.value.hint or "")
 
 
+def test_reasons_agree_with_their_number() -> None:
+    counts: dict[Unusable, int] = {"video_without_chunks": 15, "begins_after_the_last_chunk": 12, "chunk_missing": 1}
+    assert remarks_of(counts, 0) == [
+        "15 of videos without chunks",
+        "12 begin after the last chunk",
+        "1 with a missing chunk",
+    ]
+
+
 def test_captions_without_their_chunks_are_counted_by_reason(tmp_path: Path) -> None:
     chunks = chunks_of("a", 3 * CHUNK_FRAMES)
     write_shard(tmp_path, 0, [chunks[0], chunks[2]], split="train")
@@ -123,9 +132,9 @@ def test_captions_without_their_chunks_are_counted_by_reason(tmp_path: Path) -> 
     line = samples.describe()
     assert line.startswith("3 of 8 captions of split 'train'; ")
     for remark in (
-        "1 in a video without chunks",
+        "1 of a video without chunks",
         "1 begins after the last chunk",
-        "3 in missing chunks",
+        "3 with missing chunks",
         "1 shortened to the end of the video",
     ):
         assert f"; {remark}" in line

@@ -110,13 +110,14 @@ def _train(
         samples = open_consistent(
             lambda: task.training_set(world.replicas), settings, columns=task.columns, world=world
         )
+    # With the reasons why captions are left out, which explain a set that is too small.
+    progress.say(f"data: {samples.describe()}; {samples.variant_name}")
     check_batch(settings, samples)
     check_stages(task, samples, settings, world=world)
     start = None if source is None else task.start_from(source, samples, say=_quiet if has_weights else progress.say)
     parameters = describe_parameters(task, samples)
     # The folder is made last, so that a mistake in the flags leaves nothing behind.
     run = old_run or _create_and_hold(settings, held=held, world=world)
-    progress.say(f"data: {samples.describe()}; {samples.variant_name}")
     about = {**parameters, **task.facts()}
     if settings.freeze or settings.lora.rank:
         progress.say(f"parameters: {parameters['parameters']}")

@@ -22,13 +22,12 @@ from train.data.caption_choice import choose_sources, runs_of, same_text
 from train.data.chunks import ChunkSet
 from train.data.node_cache import Rows, index_type, scratch
 from train.data.opened_captions import OpenedCaptions, no_captions
+from train.data.outcomes import Unusable, remarks_of
 from train.data.stored_text import StoredText
 from train.data.usable_captions import (
     ClipGroups,
     Clips,
-    Unusable,
     UsableCaptions,
-    remarks_of,
     spans_at,
     usable_captions,
 )

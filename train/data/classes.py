@@ -81,9 +81,23 @@ def read_classes(*data_dirs: Path, label: str, splits: Collection[str]) -> Class
     return ClassList(label, tuple(sorted(found, key=int) if are_numbers else sorted(found)))
 
 
-def label_names(captions: pa.Table) -> list[str]:
-    """The labels that captions have."""
-    return [one.removeprefix(_PREFIX) for one in captions.column_names if one.startswith(_PREFIX)]
+def class_labels(schema: pa.Schema) -> tuple[str, ...]:
+    """The labels of captions that can be classes: not lists; `action` too where there are verbs and nouns."""
+    found = [one.name for one in schema if one.name.startswith(_PREFIX) and not pa.types.is_nested(one.type)]
+    action = [ACTION] if {_VERB, _NOUN} <= set(found) else []
+    return (*(name.removeprefix(_PREFIX) for name in found), *action)
+
+
+def proposed_label(labels: Sequence[str]) -> str:
+    """The label to propose: actions, which are scored as verbs and nouns too, or else the first."""
+    return ACTION if ACTION in labels else labels[0]
+
+
+def labels_hint(labels: Sequence[str]) -> str:
+    """What to do about a label that is missing or that there is none of."""
+    if not labels:
+        return "labels there: none; see docs/classification.md for datasets with labels"
+    return f"labels there: {', '.join(labels)}; for example --label {proposed_label(labels)}"
 
 
 def class_names_of(captions: pa.Table, *, label: str, of: str = "") -> pa.ChunkedArray:
@@ -100,10 +114,13 @@ def class_names_of(captions: pa.Table, *, label: str, of: str = "") -> pa.Chunke
         if name not in captions.column_names:
             raise UserError(
                 f"the captions{of} have no column {name} (asked for as label {label!r})",
-                hint=f"labels there: {', '.join(label_names(captions)) or 'none'}",
+                hint=labels_hint(class_labels(captions.schema)),
             )
         if pa.types.is_nested(captions[name].type):
-            raise UserError(f"captions can have several {label}, which cannot be a class", hint="use another --label")
+            raise UserError(
+                f"captions can have several {label}, which cannot be a class",
+                hint=labels_hint(class_labels(captions.schema)),
+            )
     texts = [captions[name].cast(pa.string()) for name in wanted]
     return pc.binary_join_element_wise(*texts, ":") if label == ACTION else texts[0]
 

@@ -23,7 +23,7 @@ Captions that can never be shown, because their span is empty or their chunk is 
 set excludes them when it is opened (train.data.usable_captions), and the first line of the log counts them by reason.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
@@ -32,6 +32,22 @@ from train.data.batch import Batch, BatchRing, Sample
 from train.data.order import Cursor
 
 Reason = Literal["shard_unreadable", "checksum", "undecodable", "frame_missing", "chunks_differ", "empty_span", "stuck"]
+
+Unusable = Literal["empty_span", "video_without_chunks", "begins_after_the_last_chunk", "chunk_missing", "not_selected"]
+# After "1" and after higher numbers.
+_WORDS: dict[Unusable, tuple[str, str]] = {
+    "empty_span": ("with an empty span", "with an empty span"),
+    "video_without_chunks": ("of a video without chunks", "of videos without chunks"),
+    "begins_after_the_last_chunk": ("begins after the last chunk", "begin after the last chunk"),
+    "chunk_missing": ("with a missing chunk", "with missing chunks"),
+    "not_selected": ("not selected", "not selected"),
+}
+
+
+def remarks_of(num_unusable: Mapping[Unusable, int], num_shortened: int) -> list[str]:
+    """Excluded and shortened captions, by reason."""
+    parts = [f"{count:,} {_WORDS[reason][count != 1]}" for reason, count in num_unusable.items()]
+    return [*parts, f"{num_shortened:,} shortened to the end of the video"] if num_shortened else parts
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ from pathlib import Path
 from manifests.errors import UserError
 from manifests.quoting import counted
 from train.config.training import Device
+from train.data.classes import proposed_label
 from train.quickstart.survey import Survey
 
 EPOCHS = 30  # about those of the presets for synthetic videos
@@ -93,8 +94,7 @@ def choose_label(surveys: Sequence[Survey], *, asked: str | None) -> str:
     Raises:
         UserError: there is none that all data folders have, or there are several and none is asked for.
     """
-    common = [name for name in surveys[0].labels if all(name in one.labels for one in surveys)]
-    labels = [*common, *(["action"] if {"verb", "noun"} <= set(common) else [])]
+    labels = [name for name in surveys[0].labels if all(name in one.labels for one in surveys)]
     if asked is not None and asked in labels:
         return asked
     if asked is not None:
@@ -108,7 +108,9 @@ def choose_label(surveys: Sequence[Survey], *, asked: str | None) -> str:
             hint="see docs/classification.md for datasets with labels; or use another --task",
         )
     if len(labels) > 1:
-        raise UserError(f"the captions have several labels: {', '.join(labels)}", hint=f"use --label {labels[0]}")
+        raise UserError(
+            f"the captions have several labels: {', '.join(labels)}", hint=f"use --label {proposed_label(labels)}"
+        )
     return labels[0]
 
 

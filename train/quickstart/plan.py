@@ -92,7 +92,7 @@ def propose(asked: Asked, surveys: Sequence[Survey], examined: Examined) -> Prop
         FailedWork: something on this machine would stop training.
     """
     if broken := [one for one in judge(examined) if one.level == "broken"]:
-        raise FailedWork(f"{broken[0].what}; {broken[0].hint}; see train doctor")
+        raise FailedWork(f"{broken[0].what} would stop training: {broken[0].hint}")
     split = split_to_train(surveys)
     task = choice.choose_task(surveys, split=split, asked=asked.task)
     gpus = [] if asked.device == "cpu" else [gpu.memory_bytes for gpu in examined.accelerator.gpus]
@@ -101,8 +101,10 @@ def propose(asked: Asked, surveys: Sequence[Survey], examined: Examined) -> Prop
     if asked.preset is not None:
         preset = Chosen(asked.preset, "--preset")
         if asked.preset not in presets_of(kind):
-            hint = f"presets of train {task.value}: {', '.join(presets_of(kind))}"
-            raise UserError(f"preset {asked.preset!r} is not one of train {task.value}", hint=hint)
+            raise UserError(
+                f"preset {asked.preset!r} is not one of train {task.value}",
+                hint=f"presets of train {task.value}: {', '.join(presets_of(kind))}",
+            )
     settings: Any = load_settings(preset_path(preset.value, task.value), kind)
     device = "cuda" if gpus else "cpu"
     changes: dict[str, Any] = {

@@ -19,10 +19,10 @@ from shards.dataset import current_variant, variant_dir
 from shards.format import COLUMNS, DATASET_FILE
 from shards.reader import Variant
 from train.data.chunk_table import ChunkTable, chunk_table, rows_of
+from train.data.classes import class_labels
 from train.data.remote import open_data_folder
 from train.data.streams.tars import names_tars
 
-_LABEL = "label_"
 _HELD_OUT = ("val", "validation", "test")  # in the order in which evaluations prefer them
 
 
@@ -44,7 +44,7 @@ class Survey:
         columns: current variant of each column.
         splits: by name, the largest first.
         chunk_s: median length of a chunk, in seconds.
-        labels: labels of the captions, as `--label` names them.
+        labels: labels of the captions that can be classes, as `--label` names them.
     """
 
     address: str
@@ -194,7 +194,7 @@ def _captions(
     """Number of captions of each split, and the labels."""
     count = np.zeros(int(codes.max(initial=0)) + 1, np.int64)
     with open_captions(data_dir, coded=("video_id",)) as file:
-        labels = tuple(name.removeprefix(_LABEL) for name in file.schema_arrow.names if name.startswith(_LABEL))
+        labels = class_labels(file.schema_arrow)
         for group in range(file.num_row_groups):
             row = rows_of(file.read_row_group(group, columns=["video_id"])["video_id"], video_ids)
             count += np.bincount(codes[row[row >= 0]], minlength=len(count))

@@ -164,7 +164,7 @@ def test_a_merged_table_that_is_not_whole_is_written_again(prep: Prep, scored: S
     plan = prep("plan", "scores", "--data", scored.data).stdout
     assert f"table    {path} is {what}" in plan and "nothing to do" not in plan
     said = prep("scores", "--data", scored.data, *PROCESSES).stdout.splitlines()
-    assert said[-1] == "table    chunks.arrow: written"
+    assert "table    chunks.arrow: written" in said
     assert path.read_bytes() == whole
     assert "chunks.arrow" not in prep("status", "--data", scored.data).stdout
     prep("verify", "--column", "scores", "--data", scored.data)

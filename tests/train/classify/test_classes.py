@@ -7,7 +7,15 @@ import pytest
 from manifests.errors import UserError
 from manifests.store import read_captions
 from tests.train.tiny_data import Caption, write_captions
-from train.data.classes import ClassList, class_names_of, class_numbers_of, read_classes
+from train.data.classes import (
+    ClassList,
+    class_labels,
+    class_names_of,
+    class_numbers_of,
+    proposed_label,
+    read_classes,
+)
+from train.tasks.classify.evaluation import names_of_numbers
 
 VIDEOS = {"a": "train", "b": "val", "c": "test"}
 
@@ -69,3 +77,29 @@ def test_labels_that_make_no_classes_are_named(
 ) -> None:
     with pytest.raises(UserError, match=message):
         read_classes(data_dir, label=label, splits=splits)
+
+
+def test_labels_that_can_be_classes_are_listed_and_actions_proposed(data_dir: Path) -> None:
+    found = class_labels(read_captions(data_dir).schema)
+    assert found == ("class", "mood", "noun", "verb", "action") and proposed_label(found) == "action"
+    with pytest.raises(UserError) as refused:
+        read_classes(data_dir, label="nouns", splits=("train",))
+    assert refused.value.hint == "labels there: class, mood, noun, verb, action; for example --label action"
+
+
+def test_numbers_of_verbs_nouns_and_actions_get_the_names_of_class_files(tmp_path: Path) -> None:
+    verbs, nouns = tmp_path / "verbs.csv", tmp_path / "nouns.txt"
+    verbs.write_text("id,key,instances,category\n0,take,\"['grab', 'get']\",retrieve\n1,wash,['rinse'],clean\n")
+    nouns.write_text("tap|faucet\nplate\ncup\n")
+    actions = ClassList("action", ("0:1", "1:2"))
+    found = names_of_numbers(actions, [verbs, nouns])
+    assert found["action"] == {"0:1": "take plate", "1:2": "wash cup"}
+    assert found["verb"]["1"] == "wash" and found["noun"]["0"] == "tap"
+    assert names_of_numbers(ClassList("verb", ("0", "1")), [verbs])["verb"] == {"0": "take", "1": "wash"}
+    for classes, files, message in (
+        (actions, [verbs], "--classes names 1 file, and action needs 2"),
+        (ClassList("noun", ("0", "3")), [nouns], "names 3 classes, numbered from 0, and the captions have noun 3"),
+        (ClassList("class", ("sing", "dance")), [nouns], "classes of the label 'class' are not numbers"),
+    ):
+        with pytest.raises(UserError, match=message):
+            names_of_numbers(classes, files)

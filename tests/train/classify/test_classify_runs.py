@@ -67,10 +67,16 @@ def test_it_learns_which_way_things_move_and_is_scored_by_verb_noun_and_action(
     assert result["numbers"]["action_mean_class"] == pytest.approx(result["numbers"]["action_top1"])
     views = scores(train, capsys, out, "--clips", 2, "--crops", 3)
     assert views["numbers"]["action_top1"] > 0.8 and "2 clips x 3 crops" in views["clip"]
-    assert train("eval", "classification", out) == 0
+    verbs, nouns = tmp_path / "verbs.csv", tmp_path / "nouns.txt"
+    verbs.write_text("id,key,instances,category\n1,go-right,[],move\n0,go-left,[],move\n")
+    nouns.write_text("\n".join(["night", *(f"noun {number}" for number in range(1, 10)), "snow"]))
+    assert train("eval", "classification", out, "--classes", verbs, "--classes", nouns) == 0
     table = capsys.readouterr().out
     assert "top-1" in table and "verb" in table and "T = 2 frames" in table
     page = RunFolder(out).page.read_text()
+    assert "go-right snow" in page and "go-left night" in page
+    command = json.loads(RunFolder(out).evaluation("classification-val").read_bytes())["command"]
+    assert f"--classes {verbs} --classes {nouns}" in command
     assert page.count("<h2>Classification") == 2
 
 
@@ -162,7 +168,10 @@ def test_two_clips_are_needed_to_mix_and_enough_for_a_batch(
         (("--batch", 37), "--batch is 37, and there are 36 samples"),
     ):
         assert train("classify", "--shards", moving, *TINY, *flags, "--out", tmp_path / "run") == 2
-        assert message in error_of(capsys)
+        printed = capsys.readouterr()
+        assert f"error: {message}" in printed.err
+    # Why there are no more samples is said before.
+    assert "data: 36 of 37 captions of split 'train'" in printed.out + printed.err.split("error:")[0]
 
 
 def test_one_class_for_all_is_nothing_to_learn_from(tmp_path: Path) -> None:

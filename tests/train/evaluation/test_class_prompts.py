@@ -59,16 +59,60 @@ def test_labels_that_are_numbers_are_named_by_all_their_captions(tmp_path: Path)
     assert classes.tolist() == [0, 0, 1, 1, 1, 1]
     with pytest.raises(UserError, match="several labels") as caught:
         opened(data_dir)
-    assert "noun, verb" in str(caught.value.hint)
+    assert "noun, verb, action" in str(caught.value.hint)
     with pytest.raises(UserError, match="no label 'nouns'"):
         opened(data_dir, label="nouns")
 
 
 def test_numbers_are_lines_of_a_class_file(tmp_path: Path) -> None:
     data_dir = data(tmp_path, verb=pa.array([0, 2, 0, 5, 1], pa.int32()))
-    found = opened(data_dir, classes=lines(tmp_path / "c.txt", "take | pick up", "open", "wash"))
-    assert found.names == (("take", "pick up"), ("open",), ("wash",))
-    assert found.class_of_N.tolist() == [0, 2, 0, 1] and found.num_without == 1
+    found = opened(data_dir, classes=lines(tmp_path / "c.txt", "take | pick up", "open", "wash", "cut", "mix", "pour"))
+    assert found.names == (("take", "pick up"), ("open",), ("wash",), ("cut",), ("mix",), ("pour",))
+    assert found.class_of_N.tolist() == [0, 2, 0, 5, 1] and found.num_without == 0
+    with pytest.raises(UserError, match="names 3 classes, numbered from 0, and the captions have label_verb 5"):
+        opened(data_dir, classes=lines(tmp_path / "short.txt", "take", "open", "wash"))
+
+
+def test_the_table_of_epic_kitchens_names_classes_by_their_id(tmp_path: Path) -> None:
+    data_dir = data(tmp_path, verb=pa.array([0, 2, 0, None, 1], pa.int32()))
+    rows = (
+        "2,wash,\"['clean', 'rinse']\",clean",
+        "0,take,\"['grab', 'pick-up']\",retrieve",
+        "1,turn-on,['start'],access",
+    )
+    table = lines(tmp_path / "verbs.csv", "id,key,instances,category", *rows)
+    found = opened(data_dir, classes=table)
+    assert found.names == (("take",), ("turn-on",), ("wash",)) and found.class_of_N.tolist() == [0, 2, 0, 1]
+    assert found.prompts()[0] == ["take", "turn-on", "wash"]
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "what"),
+    [
+        ("v.csv", ("verb_id,class_key,verbs", "0,take,[]"), "v.csv begins with the line 'verb_id,class_key,verbs'"),
+        ("v.csv", ("id,key,frames", "0,take,3"), "begins with the line 'id,key,frames'"),
+        ("v.csv", ("take", "wash"), "begins with the line 'take'"),
+        ("v.txt", ("id,name", "0,take"), "begins with the line 'id,name'"),
+        ("v.csv", ("id,key", "0,take", "2,wash"), "has 2 rows, and none with id 1"),
+        ("v.csv", ("id,key", "0,take", "0,wash"), "row 1: id is '0', expected a number that no other row has"),
+        ("v.csv", ("id,key", "0,take,retrieve"), "row 0: 3 cells, expected 2"),
+    ],
+)
+def test_other_tables_of_classes_are_refused(tmp_path: Path, name: str, content: tuple[str, ...], what: str) -> None:
+    with pytest.raises(UserError, match=what):
+        opened(data(tmp_path, verb=pa.array([0] * 5)), classes=lines(tmp_path / name, *content))
+
+
+def test_a_comma_makes_no_header_of_a_class(tmp_path: Path) -> None:
+    names = ("lifting one end of something, then letting it drop", "folding something")
+    found = opened(data(tmp_path, verb=pa.array([0, 1, 0, 1, 0])), classes=lines(tmp_path / "c.txt", *names))
+    assert found.names == ((names[0],), (names[1],))
+
+
+def test_actions_are_named_by_their_captions(tmp_path: Path) -> None:
+    labels = {"verb": pa.array([7, 2, 7, 2, None]), "noun": pa.array([0, 1, 0, 1, 0])}
+    found = opened(data(tmp_path, **labels), label="action")
+    assert found.names == (("wash cup",), ("take plate", "grab plate")) and found.num_without == 1
 
 
 def test_without_labels_the_caption_is_the_class(tmp_path: Path) -> None:

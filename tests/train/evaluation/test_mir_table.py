@@ -9,7 +9,9 @@ from numpy.typing import NDArray
 
 from manifests.errors import UserError
 from manifests.store import write_manifest
+from train.evaluation.pages import table_of
 from train.tasks.dual_encoder.mir_table import MirTable, open_mir_table
+from train.tasks.dual_encoder.spec import MIR
 
 # Text, verb, nouns: of the test split in the order of the annotation file; the fourth shares a span with the third.
 ROWS: list[tuple[str, float, str, int | None, list[int] | None]] = [
@@ -172,6 +174,48 @@ def test_captions_without_classes_cannot_be_compared(kitchen: Path, tmp_path: Pa
     with pytest.raises(UserError, match="no verb and noun classes") as caught:
         opened(tmp_path)
     assert "--relevancy" in str(caught.value.hint)
+
+
+def test_clips_that_are_not_scored_and_captions_that_were_rejected_are_missing(kitchen: Path, tmp_path: Path) -> None:
+    assert opened(kitchen).missing(6) == ""
+    assert opened(kitchen).missing(5) == "5 of 6 clips scored; not comparable with published numbers"
+    lists = ("EPIC_100_retrieval_test.csv", "EPIC_100_retrieval_train.csv")
+    details = ["no matching video file; captions lost: 3", "the end is not after the begin"]
+    rejected = pa.table(
+        {
+            "file": [f"/lists/{name}" for name in lists for _ in details],
+            "row": pa.array([None, 4] * 2, pa.int64()),
+            "source_id": ["c", "a"] * 2,
+            "reason": ["missing_file", "bad_time"] * 2,
+            "detail": details * 2,
+            "dataset": ["epic"] * 4,
+        }
+    )
+    write_manifest(
+        tmp_path, "epic", videos({"a": "test", "b": "test"}), table(ROWS, has_labels=True), rejected=rejected
+    )
+    missing = opened(tmp_path).missing(6)
+    assert missing == "4 captions of the split rejected by prep manifest; not comparable with published numbers"
+
+
+@pytest.mark.parametrize(
+    ("relevancy", "which"),
+    [
+        ("computed from verb and noun classes", "computed relevancy"),
+        ("relevancy computed from verb and noun classes", "computed relevancy"),  # as earlier versions wrote it
+        ("frozen.pkl", "frozen.pkl"),
+    ],
+)
+def test_results_name_their_relevancy_and_count_queries_that_have_a_score(relevancy: str, which: str) -> None:
+    scores = {"gallery_size": 8, "mean_ap": 0.5, "ndcg": 0.5, "chance_mean_ap": 0.1, "chance_ndcg": 0.1}
+    scores |= {"num_queries": 15, "num_without_ap": 7, "num_without_ndcg": 0}
+    facts = {"data": "", "variant": "", "protocol": "", "shards": "data", "step": 2, "weights": "", "clip": ""}
+    result = {**facts, "relevancy": relevancy, "coverage": "8 of 15 clips", "incomplete": "8 of 15 clips scored"}
+    result |= {"video_to_text": scores, "text_to_video": scores, "average": {"mean_ap": 0.5, "ndcg": 0.5}}
+    found = table_of(MIR, result)
+    assert found.title == f"Multi-instance retrieval (EK-100 MIR, {which}) (incomplete)"
+    assert found.rows[1].detail == "8 queries, 8 to rank" and found.rows[1].label == "text → video (incomplete)"
+    assert "relevancy" not in found.protocol["relevancy"] and found.protocol["incomplete"] == "8 of 15 clips scored"
 
 
 def test_captions_of_one_span_share_the_clip_that_shows_it(kitchen: Path) -> None:

@@ -33,10 +33,11 @@ def test_captions_decide_the_task_unless_a_flag_does() -> None:
 
 def test_a_label_is_chosen_where_there_is_one() -> None:
     assert choice.choose_label([folder(labels=("shape",))], asked=None) == "shape"
-    kitchen = folder(labels=("verb", "noun"))
+    kitchen = folder(labels=("verb", "noun", "action"))
     assert choice.choose_label([kitchen], asked="action") == "action"
-    with pytest.raises(UserError, match="several labels: verb, noun, action"):
+    with pytest.raises(UserError, match="several labels: verb, noun, action") as refused:
         choice.choose_label([kitchen], asked=None)
+    assert refused.value.hint == "use --label action"
     with pytest.raises(UserError, match="no labels"):
         choice.choose_label([kitchen, folder()], asked=None)
 

@@ -12,7 +12,7 @@ from manifests.store import read_captions
 from train.config.evaluation import ProbeEvaluation
 from train.config.training import ClipSettings
 from train.data.batch import Batch
-from train.data.classes import ClassList, label_names, read_classes
+from train.data.classes import ClassList, class_labels, read_classes
 from train.data.decoding.clip import Views
 from train.data.inputs import clip_shape, loader_settings, open_labelled_folder, open_segments
 from train.data.labelled_clips import LabelledClips
@@ -71,13 +71,13 @@ def _labelled(found: ClipFeatures, samples: Labelled) -> list[LabelledFeatures]:
     return [LabelledFeatures(features_ND, label_NL, samples.video[rows]) for features_ND in found.of_tower]
 
 
-def available_labels(settings: ClipSettings) -> list[str]:
-    """The labels that captions of the data have.
+def available_labels(settings: ClipSettings) -> tuple[str, ...]:
+    """The labels of the data's captions that can be classes.
 
     Raises:
         UserError: the data is not a folder with a manifest.
     """
-    return label_names(read_captions(open_labelled_folder(settings, column=None).path))
+    return class_labels(read_captions(open_labelled_folder(settings, column=None).path).schema)
 
 
 def open_sets(

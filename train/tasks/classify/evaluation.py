@@ -1,7 +1,8 @@
 """Score a trained classifier on a split; the classes of a run."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -10,7 +11,9 @@ from numpy.typing import NDArray
 from torch import nn
 
 from manifests.errors import FailedWork, UserError
+from manifests.quoting import counted
 from train.data.batch import Batch, to_device
+from train.data.class_file import read_class_file, require_names
 from train.data.classes import ClassList
 from train.data.decoding.clip import Views
 from train.data.outcomes import FailedSample, LoadedBatch
@@ -207,16 +210,20 @@ _PROTOCOL = "probabilities are means over views; chance: always the most frequen
 _PARTS = "; those of verbs and nouns are sums over their actions"
 
 
-def score_run(opened: OpenedRun, wanted: ClassEvaluation) -> Score:
+def score_run(opened: OpenedRun, wanted: ClassEvaluation, *, class_files: Sequence[Path] = ()) -> Score:
     """Score a run's latest checkpoint on all clips of a split.
 
+    Args:
+        class_files: names of numbered classes; see `names_of_numbers`.
+
     Raises:
-        UserError: there are no such clips.
+        UserError: there are no such clips, or the files do not fit the classes.
         FailedWork: nothing could be decoded.
     """
     opened.require_whole()
     settings, trained, task = opened.settings, opened.trained, opened.task
     classes: ClassList = task.classes
+    names = names_of_numbers(classes, class_files)
     views = Views(num_clips=wanted.clips, num_crops=wanted.crops)
     samples = task.samples(wanted.split, World(), views=views)
     model = trained.fill(task.build_model(samples))
@@ -237,10 +244,45 @@ def score_run(opened: OpenedRun, wanted: ClassEvaluation) -> Score:
             "num_samples": found.num_samples,
             "numbers": found.metrics,
             "most_frequent": {one["title"]: most_frequent(one) for one in found.by_class},
-            "by_class": found.by_class,
+            "by_class": [_named(one, names.get(one["title"], {})) for one in found.by_class],
         },
         failed=found.failed,
     )
+
+
+def names_of_numbers(classes: ClassList, files: Sequence[Path]) -> dict[str, dict[str, str]]:
+    """The names of numbered classes: by label, that of each number; of actions also those of verbs and nouns.
+
+    Args:
+        files: the class file of the label; of actions those of verbs and nouns; empty for no names.
+
+    Raises:
+        UserError: the number of files is another one, a file has no name for a class, or the classes have names.
+    """
+    parts = classes.parts or {classes.label: np.array([int(name) for name in classes.names if name.isdecimal()])}
+    if not files:
+        return {}
+    if any(len(part) < len(classes) for part in parts.values()):
+        raise UserError(f"classes of the label {classes.label!r} are not numbers", hint="leave out --classes")
+    if len(files) != len(parts):
+        raise UserError(
+            f"--classes names {counted(len(files), 'file')}, and {classes.label} needs {len(parts)}",
+            hint=f"give {' '.join(f'--classes {name.upper()}S.csv' for name in parts)}",
+        )
+    found: dict[str, dict[str, str]] = {}
+    for path, (label, part) in zip(files, parts.items(), strict=True):
+        its = read_class_file(path)
+        require_names(part, its, path=path, label=label)
+        found[label] = {str(number): names[0] for number, names in enumerate(its)}
+    if classes.parts:
+        verb, noun = found.values()
+        pairs = (name.split(":") for name in classes.names)
+        found[classes.label] = {f"{one}:{other}": f"{verb[one]} {noun[other]}" for one, other in pairs}
+    return found
+
+
+def _named(by_class: dict[str, Any], names: Mapping[str, str]) -> dict[str, Any]:
+    return {**by_class, "names": [names.get(name, name) for name in by_class["names"]]}
 
 
 def read_run_classes(run: RunFolder) -> ClassList:

@@ -4,6 +4,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
+from cyclopts import Parameter
+
 from train.config.fields import Checked
 from train.evaluation.by_class import CHANCE_KEYS
 from train.evaluation.pages import CLASSES_SECTION, FEW_CLASSES, Row, Table, counted, protocol_of, share_cell
@@ -22,6 +24,10 @@ class ClassificationFlags(Checked):
     """Number of temporal views per clip. Probabilities are averaged over all views."""
     crops: Annotated[int, VIEWS] = 1
     """Number of spatial crops per view, spread over the longer side; 1: the centre, 3: both ends and the centre."""
+
+    classes: Annotated[tuple[Path, ...], Parameter(negative="")] = ()
+    """File with names to show instead of class numbers, as of train eval zero-shot. For actions repeat it: the file of
+    the verbs, then that of the nouns."""
 
     def evaluation(self) -> ClassEvaluation:
         """The settings that training has for it."""
@@ -52,7 +58,7 @@ def _workloads(settings: Any, num_clips: int) -> Any:
 def _score(opened: Any, wanted: Any) -> Any:
     from train.tasks.classify.evaluation import score_run
 
-    return score_run(opened, wanted.evaluation())
+    return score_run(opened, wanted.evaluation(), class_files=wanted.classes)
 
 
 def _export(request: ExportRequest) -> Any:

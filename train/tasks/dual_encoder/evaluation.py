@@ -101,7 +101,8 @@ class MirScorer:
         scores = score_mir(match.similarity_NM, match.relevancy).as_json()
         num_clips, num_sentences = self.table.relevancy.shape
         coverage = f"{len(match.clip_N):,} of {num_clips:,} clips, {num_sentences:,} sentences"
-        return {**scores, "relevancy": self.table.source, "coverage": coverage}
+        incomplete = self.table.missing(len(match.clip_N))
+        return {**scores, "relevancy": self.table.source, "coverage": coverage, "incomplete": incomplete}
 
     def ranking(self, match: "MirMatch", sample_N: NDArray[np.int64]) -> Ranking:
         """Some sentences that have a clip of relevancy 1, spread evenly, for examples; `sample_N` of all embeddings."""

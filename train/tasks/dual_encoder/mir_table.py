@@ -18,9 +18,11 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
+from manifests.adapters.splits import split_in_file_name
 from manifests.adapters.tables import read_csv
 from manifests.errors import UserError
-from manifests.store import read_captions
+from manifests.quoting import counted
+from manifests.store import REJECTED_FILE, manifest_dir, read_captions, read_rejected
 from train.data.chunk_table import rows_of
 from train.data.chunks import videos_of_split
 from train.data.relevancy import Actions, NoRelevancy, Relevancy, compressed, relevancy_of_classes
@@ -152,6 +154,7 @@ class _ArrayUnpickler(pickle.Unpickler):
 
 
 _VERB, _NOUNS = "label_verb", "label_nouns"
+_LOST = re.compile(r"captions lost: (\d+)$")  # manifests.adapters.reading
 # Narrations with the same text may have different classes, so not every clip has relevancy 1 for its own sentence.
 _LEAST_OWN_SHARE = 0.5
 
@@ -167,6 +170,7 @@ class MirTable:
         span_of_N: int64, equal for captions of the same span of a video, which are one clip for the loader.
         sentence_of_N: int64, the clip's own sentence; -1 if it is not among the sentences.
         source: description of where the relevancy comes from.
+        num_rejected: captions of the split's annotation files that the manifest rejected, as far as it says.
     """
 
     relevancy: Relevancy
@@ -175,6 +179,15 @@ class MirTable:
     span_of_N: NDArray[np.int64]
     sentence_of_N: NDArray[np.int64]
     source: str
+    num_rejected: int = 0
+
+    def missing(self, num_shown: int) -> str:
+        """What a result of `num_shown` clips lacks of the split; empty for nothing."""
+        num_clips = len(self.caption_ids)
+        parts = [f"{num_shown:,} of {counted(num_clips, 'clip')} scored"] if num_shown < num_clips else []
+        if self.num_rejected:
+            parts.append(f"{counted(self.num_rejected, 'caption')} of the split rejected by prep manifest")
+        return "; ".join([*parts, "not comparable with published numbers"]) if parts else ""
 
     def rows_shown(self, caption_ids: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """The rows whose clips were embedded, ascending, and for each an index into `caption_ids` of its clip.
@@ -207,12 +220,34 @@ def open_mir_table(data_dir: Path, *, split: str, relevancy: Path | None, senten
     caption_ids = captions["caption_id"].to_numpy()
     if relevancy is None:
         matrix = _of_classes(captions, sentence_of_N, num_sentences=len(names), split=split)
-        source = "relevancy computed from verb and noun classes, a sentence's being those of its first clip"
+        source = "computed from verb and noun classes, a sentence's being those of its first clip"
     else:
         matrix = _read_matrix(relevancy)
         _require_fit(matrix, sentence_of_N, num_sentences=len(names), path=relevancy, split=split)
-        source = f"relevancy of {relevancy.name}"
-    return MirTable(matrix, tuple(names.to_pylist()), caption_ids, _spans(captions), sentence_of_N, source)
+        source = relevancy.name
+    return MirTable(
+        matrix,
+        tuple(names.to_pylist()),
+        caption_ids,
+        _spans(captions),
+        sentence_of_N,
+        source,
+        _num_rejected(data_dir, split=split),
+    )
+
+
+def _num_rejected(data_dir: Path, *, split: str) -> int:
+    """Captions of a split's annotation files that the manifest lacks; 0 of remote data, whose list is not copied."""
+    if not (manifest_dir(data_dir) / REJECTED_FILE).exists():
+        return 0
+    rows = read_rejected(data_dir).select(["file", "detail"]).to_pylist()
+    its = [row["detail"] for row in rows if _is_of_split(row["file"], split)]
+    # A row stands for all captions of a video without a file, and otherwise for one.
+    return sum(int(lost[1]) if (lost := _LOST.search(detail)) else 1 for detail in its)
+
+
+def _is_of_split(file: str, split: str) -> bool:
+    return file.endswith(".csv") and split_in_file_name(file.rsplit("/", 1)[-1]) == split
 
 
 def _spans(captions: pa.Table) -> NDArray[np.int64]:

@@ -69,7 +69,8 @@ class ZeroShotFlags(ClipFlags):
     """Flags of `train eval zero-shot`."""
 
     classes: Path | None = None
-    """Text file, one class per line, with alternative names separated by |. Default: the labels of the captions."""
+    """Text file, one class per line, with alternative names separated by |, or the table of EPIC-KITCHENS-100. Default:
+    the labels of the captions."""
     templates: Path | None = None
     """Text file, one prompt template per line, with {} for the class name. Default: the bare class name."""
     label: str | None = None
@@ -152,15 +153,20 @@ def mir_table(result: dict[str, Any]) -> Table:
             share_cell(scores["mean_ap"], scores["chance_mean_ap"]),
             share_cell(scores["ndcg"], scores["chance_ndcg"]),
         )
-        detail = f"{counted(scores['num_queries'], 'query', 'queries')}, {scores['gallery_size']:,} to rank"
+        num_scored = scores["num_queries"] - scores["num_without_ap"]
+        detail = f"{counted(num_scored, 'query', 'queries')}, {scores['gallery_size']:,} to rank"
         rows.append(Row(_DIRECTIONS[key], detail, cells))
     means = tuple(
         share_cell(result["average"][name], _mean(result[key][f"chance_{name}"] for key in _DIRECTIONS))
         for name in ("mean_ap", "ndcg")
     )
     rows.append(Row("average", "of both directions", means))
-    protocol = protocol_of(result, result["coverage"], relevancy=result["relevancy"], left_out=_undefined(result))
-    return Table("Multi-instance retrieval (EK-100 MIR)", ("mAP", "nDCG"), tuple(rows), protocol, headline=-1)
+    # Results of earlier versions repeat the word.
+    relevancy = result["relevancy"].removeprefix("relevancy of ").removeprefix("relevancy ")
+    protocol = protocol_of(result, result["coverage"], relevancy=relevancy, left_out=_undefined(result))
+    which = "computed relevancy" if relevancy.startswith("computed from ") else relevancy
+    title = f"Multi-instance retrieval (EK-100 MIR, {which})"
+    return Table(title, ("mAP", "nDCG"), tuple(rows), protocol, headline=-1)
 
 
 def zero_shot_table(result: dict[str, Any]) -> Table:

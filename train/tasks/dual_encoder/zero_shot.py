@@ -5,17 +5,16 @@ the unit-length embeddings of its prompts (each of its names in each template). 
 number of other classes that score at least as high: ties count against the model, so that constant scores are always
 wrong.
 
-A class file has one class per line, its names separated by `|`; a template file has one template per line, with {} for
-the name. Without a class file, classes and names come from a label column of the captions:
+A class file is a list or a table (train.data.class_file); a template file has one template per line, with {} for the
+name. Without a class file, classes and names come from a label of the captions:
 
-    text (Kinetics' `class`)       the label is the name
-    number (EK-100's `verb`)       the names are the distinct texts of all captions that have it
+    text (Kinetics' `class`)                the label is the name
+    number (EK-100's `verb`), or `action`   the names are the distinct texts of all captions that have it
 
-With a class file, a numeric label is the line number, from 0, and a text label must be a name in the file. Without a
-label column, the text of a caption must be.
+With a class file, a numeric label is the number of a class in it, and a text label must be a name in the file. Without
+a label, the text of a caption must be.
 """
 
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -30,8 +29,9 @@ from manifests.errors import UserError
 from manifests.store import read_captions
 from train.data.chunk_table import rows_of
 from train.data.chunks import videos_of_split
+from train.data.class_file import Names, read_class_file, require_names
+from train.data.classes import ACTION, class_labels, class_names_of
 
-_PREFIX = "label_"
 PLAIN_TEMPLATE = "{}"
 PROTOCOL = (
     "a class is the mean of the unit-length embeddings of its prompts; the nearest class by cosine; "
@@ -81,18 +81,20 @@ def open_class_prompts(
     captions = read_captions(data_dir)
     captions = captions.filter(pa.array(rows_of(captions["video_id"], videos_of_split(data_dir, split)) >= 0))
     wordings = (PLAIN_TEMPLATE,) if templates is None else read_templates(templates)
-    column = _label_column(captions, label, needed=classes is None)
-    labels = captions["text" if column is None else column]
+    label = _label_of(captions, label, needed=classes is None)
+    what = "text" if label is None else f"label_{label}"
+    is_action = label == ACTION
+    labels = class_names_of(captions, label=ACTION) if is_action else captions[what]
     num_all = captions.num_rows
     there = pc.is_valid(labels)
     captions, labels = captions.filter(there), labels.filter(there).combine_chunks()
-    what = "text" if column is None else column
     if classes is None:
-        names, class_of_N = _classes_of_labels(labels, captions["text"].combine_chunks())
+        are_names = not (is_action or pa.types.is_integer(labels.type))
+        names, class_of_N = _classes_of_labels(labels, captions["text"].combine_chunks(), are_names=are_names)
         source = f"{len(names)} classes of the captions' {what}"
     else:
-        names = read_classes(classes)
-        class_of_N = _classes_of_lines(labels, names)
+        names = read_class_file(classes)
+        class_of_N = _classes_of_lines(labels, names, path=classes, what=what)
         source = f"{len(names)} classes of {classes.name}, by the captions' {what}"
     known = class_of_N >= 0
     if not known.any():
@@ -103,22 +105,6 @@ def open_class_prompts(
         )
     caption_ids = captions["caption_id"].to_numpy()[known]
     return ClassPrompts(names, wordings, caption_ids, class_of_N[known], source, num_all - len(caption_ids))
-
-
-def read_classes(path: Path) -> tuple[tuple[str, ...], ...]:
-    """The names of each class.
-
-    Raises:
-        UserError: the file cannot be read, is empty, or has a name twice.
-    """
-    lines = [tuple(name.strip() for name in line.split("|") if name.strip()) for line in _lines(path)]
-    names = [name for line in lines for name in line]
-    if not all(lines) or not names:
-        raise UserError(f"{path} has a line without a name", hint="one class per line, its names separated by |")
-    if len(set(names)) != len(names):
-        twice = next(name for name in names if names.count(name) > 1)
-        raise UserError(f"{path} has {twice!r} twice", hint="a name belongs to one class")
-    return tuple(lines)
 
 
 def read_templates(path: Path) -> tuple[str, ...]:
@@ -140,18 +126,14 @@ def _lines(path: Path) -> list[str]:
     return [line.strip() for line in text_lines(path) if line.strip()]
 
 
-def _label_column(captions: pa.Table, label: str | None, *, needed: bool) -> str | None:
-    """The column of the requested label, or of the only one."""
-    names = [
-        field.name.removeprefix(_PREFIX)
-        for field in captions.schema
-        if field.name.startswith(_PREFIX) and not pa.types.is_list(field.type)
-    ]
+def _label_of(captions: pa.Table, label: str | None, *, needed: bool) -> str | None:
+    """The requested label, or the only one."""
+    names = class_labels(captions.schema)
     there = ", ".join(names) or "none"
     if label is not None:
         if label not in names:
             raise UserError(f"captions have no label {label!r}", hint=f"labels there: {there}")
-        return _PREFIX + label
+        return label
     if len(names) > 1:
         raise UserError(
             "captions have several labels, and one is needed",
@@ -162,13 +144,15 @@ def _label_column(captions: pa.Table, label: str | None, *, needed: bool) -> str
             "captions have no labels",
             hint="give --classes FILE (in training --evaluate.classes), whose names are the captions' texts",
         )
-    return _PREFIX + names[0] if names else None
+    return names[0] if names else None
 
 
-def _classes_of_labels(labels: pa.Array, texts: pa.Array) -> tuple[tuple[tuple[str, ...], ...], NDArray[np.int64]]:
+def _classes_of_labels(
+    labels: pa.Array, texts: pa.Array, *, are_names: bool
+) -> tuple[tuple[tuple[str, ...], ...], NDArray[np.int64]]:
     values = sorted(pc.unique(labels).to_pylist())
     class_of_N = pc.index_in(labels, value_set=pa.array(values, labels.type)).to_numpy().astype(np.int64)
-    if not pa.types.is_integer(labels.type):
+    if are_names:
         return tuple((str(value),) for value in values), class_of_N
     names: list[dict[str, None]] = [{} for _ in values]
     for number, text in zip(class_of_N.tolist(), texts.to_pylist(), strict=True):
@@ -176,11 +160,12 @@ def _classes_of_labels(labels: pa.Array, texts: pa.Array) -> tuple[tuple[tuple[s
     return tuple(tuple(its) for its in names), class_of_N
 
 
-def _classes_of_lines(labels: pa.Array, names: Sequence[Sequence[str]]) -> NDArray[np.int64]:
+def _classes_of_lines(labels: pa.Array, names: Names, *, path: Path, what: str) -> NDArray[np.int64]:
     """The class of each label; -1 for none."""
     if pa.types.is_integer(labels.type):
         numbers = labels.to_numpy().astype(np.int64)
-        return np.where((numbers >= 0) & (numbers < len(names)), numbers, -1)
+        require_names(numbers, names, path=path, label=what)
+        return np.maximum(numbers, -1)
     line_of = {name: number for number, its in enumerate(names) for name in its}
     return np.array([line_of.get(value, -1) for value in labels.to_pylist()], np.int64)
 
