@@ -23,7 +23,8 @@ def commands_of_markdown(text: str) -> list[list[str]]:
 
 
 def commands_of_makefile(text: str) -> list[list[str]]:
-    recipes = re.findall(r"^\t\$\(BIN\)/((?:prep|train) .*)$", text.replace("\\\n", " "), flags=re.MULTILINE)
+    commands = re.sub(r"\s*(?:\|\||&&|;)\s*", "\n\t", text.replace("\\\n", " "))  # those of one line, each by itself
+    recipes = re.findall(r"^\t\$\(BIN\)/((?:prep|train) .*)$", commands, flags=re.MULTILINE)
     return [shlex.split(recipe.replace("$(", "").replace(")", "")) for recipe in recipes]
 
 

@@ -76,10 +76,12 @@ def test_a_page_that_no_longer_fits_its_data_is_an_error(tmp_path: Path) -> None
         ("made ... encoded", []),
         ("done in runs/first\n10 videos, 2 new", ["10 videos, 2 new"]),
         ("10 videos", ["10 videos"]),
+        ("shape (2, 128)", []),
+        ("shape (2, 256)", ["shape (2, 256)"]),
     ],
 )
 def test_outputs_are_compared_in_shape(shown: str, missing: list[str]) -> None:
-    real = "8 videos,  1,200 new\nmade 3 shards: 7 encoded\nnext\ndone in runs/first\n"
+    real = "8 videos,  1,200 new\nmade 3 shards: 7 encoded\nnext\nshape (2, 128)\ndone in runs/first\n"
     assert missing_lines(shown, real) == missing
 
 
