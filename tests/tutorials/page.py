@@ -103,7 +103,8 @@ def command_lines(text: str) -> list[str]:
 def missing_lines(shown: str, real: str) -> list[str]:
     """Return the shown lines that a real output does not have, in this order.
 
-    Numbers and the amount of white space may differ, but not shapes such as (2, 128); `...` stands for anything, and alone on a line for other lines.
+    Numbers and the amount of white space may differ, but not shapes such as (2, 128). `...` stands for anything, and
+    alone on a line for other lines.
     """
     left = [_shape(line) for line in real.splitlines()]
     missing = []

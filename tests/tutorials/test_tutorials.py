@@ -1,6 +1,7 @@
 """The tutorials run, block by block, on a few seconds of synthetic video."""
 
 import re
+import stat
 from base64 import b64decode
 from collections.abc import Iterator
 from io import BytesIO
@@ -51,6 +52,16 @@ def test_a_tutorial_runs(path: Path, videos: list[Video], tmp_path: Path, monkey
         runner.run(block)
     if path.stem == "notebook":
         assert_shows_pictures(runner.shown)
+    assert_follows_the_umask(tmp_path)
+
+
+def assert_follows_the_umask(folder: Path) -> None:
+    """Colleagues can read what the commands have made if they can read other new files."""
+    (new := folder / "new").touch()
+    usual = stat.S_IMODE(new.stat().st_mode)
+    assert usual != stat.S_IRUSR | stat.S_IWUSR, "the umask of the tests leaves nothing to see"
+    files = [path for path in folder.rglob("*") if path.is_file() and not path.is_symlink()]
+    assert [path for path in files if stat.S_IMODE(path.stat().st_mode) & usual != usual] == []
 
 
 def assert_shows_pictures(shown: list[str | bytes]) -> None:
