@@ -94,9 +94,9 @@ def test_the_demo_of_own_videos_has_a_page_although_one_failed(
     )
     (tmp_path / "prep").chmod(0o755)
     words = ["make", "--silent", "--old-file=setup", "demo", "VIDEOS=~/my videos", f"BIN={tmp_path}"]
-    done = subprocess.run(words, cwd=ROOT, env={**os.environ, "HOME": "/home/me"}, capture_output=True, check=False)
+    done = subprocess.run(words, cwd=ROOT, env={**os.environ, "HOME": "/mine"}, capture_output=True, check=False)
     log = (tmp_path / "log").read_text().splitlines()
-    assert [line.split()[0] for line in log] == ran and log[0].startswith("manifest folder /home/me/my videos --data")
+    assert [line.split()[0] for line in log] == ran and log[0].startswith("manifest folder /mine/my videos --data")
     assert done.returncode == expected and (b"Your videos as chunks" in done.stdout) == (status < 2)
     assert (b"Some videos failed" in done.stderr) == (status == 1)
 

@@ -195,5 +195,7 @@ def require_same_work(old: Mapping[str, Any], new: Mapping[str, Any], *, path: P
         was, wanted = ("{description} ({source})".format(**plan["weights"]) for plan in (old, new))
         shown.insert(0, f"the weights were {was} and are {wanted if wanted != was else 'those of another training'}")
     if any(shown):
-        hint = f"use another --out, such as one in the folder of each run, or remove {path}"
-        raise UserError(f"{path} holds other embeddings: {'; '.join(filter(None, shown))}", hint=hint)
+        raise UserError(
+            f"{path} holds other embeddings: {'; '.join(filter(None, shown))}",
+            hint=f"use another --out, such as one in the folder of each run, or remove {path}",
+        )
