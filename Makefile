@@ -79,12 +79,19 @@ torture: setup
 		$(if $(CASE),--case '$(CASE)') $(if $(KEEP),--keep) $(if $(JSON),--json "$(JSON)")
 
 ifdef VIDEOS
+# Some shells leave the ~ of an argument NAME=~/DIR alone.
+ifneq ($(filter ~/%,$(firstword $(VIDEOS))),)
+override VIDEOS := $(patsubst ~/%,$(HOME)/%,$(VIDEOS))
+endif
+# Exit code 1 of `prep chunk`: it has named the videos that failed, and the page shows the others.
 demo: setup
 	$(BIN)/prep manifest folder "$(VIDEOS)" --data demo/videos-data
-	$(BIN)/prep chunk --len 15s --data demo/videos-data
-	$(BIN)/prep status --data demo/videos-data
-	$(BIN)/prep inspect --html demo/videos.html --data demo/videos-data
-	@echo "Your videos as chunks: demo/videos.html"
+	$(BIN)/prep chunk --len 15s --data demo/videos-data; made=$$?; \
+	[ $$made -le 1 ] || exit $$made; \
+	$(BIN)/prep status --data demo/videos-data && \
+	$(BIN)/prep inspect --html demo/videos.html --data demo/videos-data && \
+	echo "Your videos as chunks: demo/videos.html" && \
+	if [ $$made -eq 1 ]; then echo "Some videos failed: they are named above" >&2; exit 1; fi
 else
 demo: setup
 	rm -rf demo/data demo/run demo/run-* demo/embedded demo/chunks.html demo/chunks.files demo/search.html demo/index.html

@@ -90,6 +90,7 @@ def columns(begin: int, count: int) -> Iterator[Any]:
     yield np.arange(begin, begin + count)
     yield [f"{video}_{number // 4 % 4 * 15000:09d}" for video, number in zip(videos, numbers, strict=True)]
     yield videos
+    yield [f"/videos/{video}.mp4" for video in videos]
     yield np.arange(begin, begin + count) % 16 * 3.75
     yield np.arange(begin, begin + count) % 16 * 3.75 + 3.75
     yield [f"someone does the thing of number {number}" for number in numbers]

@@ -1,8 +1,10 @@
 """The commands that the README and the Makefile show are understood by the programs."""
 
 import importlib
+import os
 import re
 import shlex
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -23,7 +25,8 @@ def commands_of_markdown(text: str) -> list[list[str]]:
 
 
 def commands_of_makefile(text: str) -> list[list[str]]:
-    recipes = re.findall(r"^\t\$\(BIN\)/((?:prep|train) .*)$", text.replace("\\\n", " "), flags=re.MULTILINE)
+    commands = re.sub(r"\s*(?:\|\||&&|;)\s*", "\n\t", text.replace("\\\n", " "))  # those of one line, each by itself
+    recipes = re.findall(r"^\t\$\(BIN\)/((?:prep|train) .*)$", commands, flags=re.MULTILINE)
     return [shlex.split(recipe.replace("$(", "").replace(")", "")) for recipe in recipes]
 
 
@@ -73,6 +76,29 @@ def test_every_documented_make_target_exists() -> None:
         for words in commands_of_markdown(document.read_text()):
             if words[0] == "make":
                 assert words[1] in targets, f"{document.name}: {shlex.join(words)}"
+
+
+@pytest.mark.parametrize(
+    ("status", "ran", "expected"),
+    [
+        (0, ["manifest", "chunk", "status", "inspect"], 0),
+        (1, ["manifest", "chunk", "status", "inspect"], 2),
+        (2, ["manifest", "chunk"], 2),
+    ],
+)
+def test_the_demo_of_own_videos_has_a_page_although_one_failed(
+    tmp_path: Path, status: int, ran: list[str], expected: int
+) -> None:
+    (tmp_path / "prep").write_text(
+        f'#!/bin/sh\necho "$@" >> {tmp_path}/log\ncase $1 in chunk) exit {status};; esac\n', encoding="utf-8"
+    )
+    (tmp_path / "prep").chmod(0o755)
+    words = ["make", "--silent", "--old-file=setup", "demo", "VIDEOS=~/my videos", f"BIN={tmp_path}"]
+    done = subprocess.run(words, cwd=ROOT, env={**os.environ, "HOME": "/mine"}, capture_output=True, check=False)
+    log = (tmp_path / "log").read_text().splitlines()
+    assert [line.split()[0] for line in log] == ran and log[0].startswith("manifest folder /mine/my videos --data")
+    assert done.returncode == expected and (b"Your videos as chunks" in done.stdout) == (status < 2)
+    assert (b"Some videos failed" in done.stderr) == (status == 1)
 
 
 def test_ci_runs_the_test_command_of_the_readme() -> None:

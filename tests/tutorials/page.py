@@ -22,7 +22,7 @@ _BLOCK = re.compile(
     r"(?:^<!-- (?P<key>not run|file): (?P<value>.*?) -->\n)?^```(?P<language>\w+)\n(?P<text>.*?)^```$",
     flags=re.MULTILINE | re.DOTALL,
 )
-_NUMBER = re.compile(r"\d+(?:[.,:]\d+)*")
+_NUMBER = re.compile(r"(\((?:\d+, ?)+\d*\))|\d+(?:[.,:]\d+)*")  # the first group: a shape, which is kept
 _GAP = "..."
 
 
@@ -103,7 +103,8 @@ def command_lines(text: str) -> list[str]:
 def missing_lines(shown: str, real: str) -> list[str]:
     """Return the shown lines that a real output does not have, in this order.
 
-    Numbers and the amount of white space may differ; `...` stands for anything, and alone on a line for other lines.
+    Numbers and the amount of white space may differ, but not shapes such as (2, 128). `...` stands for anything, and
+    alone on a line for other lines.
     """
     left = [_shape(line) for line in real.splitlines()]
     missing = []
@@ -120,4 +121,4 @@ def missing_lines(shown: str, real: str) -> list[str]:
 
 
 def _shape(text: str) -> str:
-    return _NUMBER.sub("0", " ".join(text.split()))
+    return _NUMBER.sub(lambda found: found[1] or "0", " ".join(text.split()))

@@ -1,6 +1,7 @@
 """The tutorials run, block by block, on a few seconds of synthetic video."""
 
 import re
+import stat
 from base64 import b64decode
 from collections.abc import Iterator
 from io import BytesIO
@@ -51,6 +52,16 @@ def test_a_tutorial_runs(path: Path, videos: list[Video], tmp_path: Path, monkey
         runner.run(block)
     if path.stem == "notebook":
         assert_shows_pictures(runner.shown)
+    assert_follows_the_umask(tmp_path)
+
+
+def assert_follows_the_umask(folder: Path) -> None:
+    """Colleagues can read what the commands have made if they can read other new files."""
+    (new := folder / "new").touch()
+    usual = stat.S_IMODE(new.stat().st_mode)
+    assert usual != stat.S_IRUSR | stat.S_IWUSR, "the umask of the tests leaves nothing to see"
+    files = [path for path in folder.rglob("*") if path.is_file() and not path.is_symlink()]
+    assert [path for path in files if stat.S_IMODE(path.stat().st_mode) & usual != usual] == []
 
 
 def assert_shows_pictures(shown: list[str | bytes]) -> None:
@@ -76,10 +87,12 @@ def test_a_page_that_no_longer_fits_its_data_is_an_error(tmp_path: Path) -> None
         ("made ... encoded", []),
         ("done in runs/first\n10 videos, 2 new", ["10 videos, 2 new"]),
         ("10 videos", ["10 videos"]),
+        ("shape (2, 128)", []),
+        ("shape (2, 256)", ["shape (2, 256)"]),
     ],
 )
 def test_outputs_are_compared_in_shape(shown: str, missing: list[str]) -> None:
-    real = "8 videos,  1,200 new\nmade 3 shards: 7 encoded\nnext\ndone in runs/first\n"
+    real = "8 videos,  1,200 new\nmade 3 shards: 7 encoded\nnext\nshape (2, 128)\ndone in runs/first\n"
     assert missing_lines(shown, real) == missing
 
 

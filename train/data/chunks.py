@@ -114,6 +114,7 @@ class ChunkSet:
     ) -> None:
         if not data_dir.is_dir():
             raise UserError(f"there is no data folder {data_dir}", hint="name one that prep made: --shards DIR")
+        self._data_dir = data_dir
         self._variant = Variant.open(data_dir, tars=tars).whole()
         self.variant_name = self._variant.directory.name
         self.rule = rule
@@ -163,6 +164,12 @@ class ChunkSet:
         if not self._num_open:
             return ""
         return f"{self._num_open} of {self._variant.num_shards} shards decoded through the container: open GOPs"
+
+    def source_paths(self) -> pa.Array:
+        """Paths or URLs of the videos' files in the manifest, for each of `video_ids`."""
+        videos = read_videos(self._data_dir)
+        rows = pc.index_in(self.video_ids.cast(pa.string()), value_set=videos["video_id"].combine_chunks())
+        return videos["path"].combine_chunks().take(rows)
 
     @cached_property
     def _num_open(self) -> int:

@@ -140,11 +140,6 @@ def _xformers(examined: Examined) -> Iterator[Finding]:
             f"xformers is installed but cannot be loaded: {accelerator.xformers_library}",
             "training works without it; docs/models.md has versions of torch and xformers that match",
         )
-    elif accelerator.xformers_library is not None:
-        yield _note(
-            f"xformers {accelerator.xformers} cannot load its own library: {accelerator.xformers_library}",
-            "nothing to do: that library has no attention kernels; the working ones are above (docs/models.md)",
-        )
 
 
 def _cores(examined: Examined) -> Iterator[Finding]:

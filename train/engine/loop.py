@@ -197,7 +197,7 @@ def check_batch(settings: TrainingSettings, samples: TrainingSet) -> None:
     if samples.num_samples is not None and settings.batch > samples.num_samples:
         raise UserError(
             f"--batch is {settings.batch}, and there are {samples.num_samples} samples to train on",
-            hint="use a smaller --batch, or more data",
+            hint=f"use --batch {1 << (samples.num_samples.bit_length() - 1)}, or more data",
         )
 
 

@@ -1,5 +1,6 @@
 """The model card of exported weights: README.md, in the form in which the Hugging Face Hub shows it."""
 
+import json
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -30,11 +31,14 @@ _SHOWN_SETTINGS = ("model", "num_frames", "sampling", "stride", "size_px", "batc
 _FACTS = ("data", "variant", "precision", "parameters")
 
 
-def model_card(opened: OpenedRun, *, form: str, opens: str, step: int | None, remarks: Sequence[str]) -> str:
+def model_card(
+    opened: OpenedRun, *, form: str, opens: str, folder: str, step: int | None, remarks: Sequence[str]
+) -> str:
     """Return the card of exported weights, in Markdown with YAML metadata. It contains no path of this machine.
 
     Args:
         opens: the expression that opens the folder OUT in another library.
+        folder: name of the folder of weights, for the code that opens it.
         step: of the exported checkpoint; None for weights that are not a run's. Results of other steps are left out.
         remarks: what the format could not hold.
     """
@@ -42,7 +46,7 @@ def model_card(opened: OpenedRun, *, form: str, opens: str, step: int | None, re
     tables = [] if opened.run is None else _tables(opened.run, opened.spec.name, step=step)
     name = Path(opened.title).name or opened.title
     sections = {
-        "Use": _use(opens),
+        "Use": _use(opens, folder=folder),
         "Training": _training(opened, facts, step=step),
         "Evaluation": "\n\n".join(map(_table, tables))
         or "Not evaluated. `train eval` on the run, then `train export`, writes the metrics here.",
@@ -87,19 +91,20 @@ def _summary(opened: OpenedRun) -> str:
     )
 
 
-def _use(opens: str) -> str:
+def _use(opens: str, *, folder: str) -> str:
+    quoted, local = json.dumps(folder), json.dumps(f"local-dir:{folder}")
     if found := re.match(r"(\w+)\.from_pretrained", opens):
-        lines = [f"from transformers import {found[1]}", "", f'model = {found[1]}.from_pretrained("FOLDER")']
+        lines = [f"from transformers import {found[1]}", "", f"model = {found[1]}.from_pretrained({quoted})"]
     elif opens.startswith("create_model"):
         lines = [
             "import open_clip",
             "",
-            'model, _, preprocess = open_clip.create_model_and_transforms("local-dir:FOLDER")',
-            'tokenizer = open_clip.get_tokenizer("local-dir:FOLDER")',
+            f"model, _, preprocess = open_clip.create_model_and_transforms({local})",
+            f"tokenizer = open_clip.get_tokenizer({local})",
         ]
     else:
         lines = [f"# {opens}"]
-    own = ["from train.inference import load_model", "", 'model = load_model("FOLDER")']
+    own = ["from train.inference import load_model", "", f"model = load_model({quoted})"]
     return "\n".join(
         ["```python", *lines, "```", "", "With clipmill, also for clips of video:", "", "```python", *own, "```"]
     )

@@ -2,16 +2,16 @@
 
     video.npy         float32 [N, E], of unit length; pooled features [N, D] or tokens [N, L, D] as the tower gives them
     text.npy          float32 [M, E], of unit length; if the weights have a text tower and the data captions
-    clips.parquet     one row per row of video.npy: row, key, video, begin_s, end_s, text; caption, the row of that
-                      text in captions.parquet
-    captions.parquet  one row per row of text.npy: row, key, video, begin_s, end_s, text; clip, the row of its clip in
-                      clips.parquet, null if the clip failed
+    clips.parquet     one row per row of video.npy: row, key, video, path, begin_s, end_s, text; caption, the row of
+                      that text in captions.parquet
+    captions.parquet  one row per row of text.npy: row, key, video, path, begin_s, end_s, text; clip, the row of its
+                      clip in clips.parquet, null if the clip failed
     failures.jsonl    the clips that could not be read or decoded; they have no row
     embed.json        weights, data, features, and the size and SHA-256 of each file; it makes the folder valid
     parts/            finished parts of unfinished work, and plan.json, which says what the work is
 
-`key` is that of the chunk in which a clip begins. embed.json is written last, so a folder without it is unfinished: the
-same `train embed` continues it.
+`key` is that of the chunk in which a clip begins, `path` the video's file or URL in the manifest.
+embed.json is written last, so a folder without it is unfinished: the same `train embed` continues it.
 """
 
 from collections.abc import Mapping, Sequence
@@ -42,6 +42,7 @@ _COLUMNS = [
     ("row", pa.int64()),
     ("key", pa.string()),
     ("video", pa.string()),
+    ("path", pa.string()),
     ("begin_s", pa.float64()),
     ("end_s", pa.float64()),
     ("text", pa.string()),
@@ -51,13 +52,14 @@ CAPTION_SCHEMA = pa.schema([*_COLUMNS, ("clip", pa.int64())])
 
 # Where things are, and what follows from the other entries of a plan.
 _FREE = frozenset({"weights.source", "weights.description", "data.shards", "data.description", "clip.description"})
+_IDENTITY = "weights.identity"
 _MAX_NAMED = 6
 _AGAIN = "run train embed with another --out"
 
 
 @dataclass(frozen=True)
 class EmbeddedClip:
-    """A row of clips.parquet."""
+    """A row of clips.parquet; `path` is None in folders of versions that did not record it."""
 
     row: int
     key: str
@@ -65,6 +67,13 @@ class EmbeddedClip:
     begin_s: float
     end_s: float
     text: str | None
+    path: str | None = None
+
+    @property
+    def file(self) -> str:
+        """`path` for people: without the query of a URL, which may hold a key; empty if it is not known."""
+        path = self.path or ""
+        return path.partition("?")[0] if "://" in path else path
 
 
 @dataclass(frozen=True)
@@ -181,5 +190,12 @@ def read_folder_record(path: Path) -> dict[str, Any] | None:
 
 def require_same_work(old: Mapping[str, Any], new: Mapping[str, Any], *, path: Path) -> None:
     """Raise a UserError that names the differences between the work in a folder and the requested one."""
-    if shown := differences(old, new, free=_FREE):
-        raise UserError(f"{path} holds other embeddings: {shown}", hint="use another --out")
+    shown = [differences(old, new, free=_FREE | {_IDENTITY})]
+    if old["weights"]["identity"] != new["weights"]["identity"]:
+        was, wanted = ("{description} ({source})".format(**plan["weights"]) for plan in (old, new))
+        shown.insert(0, f"the weights were {was} and are {wanted if wanted != was else 'those of another training'}")
+    if any(shown):
+        raise UserError(
+            f"{path} holds other embeddings: {'; '.join(filter(None, shown))}",
+            hint=f"use another --out, such as one in the folder of each run, or remove {path}",
+        )

@@ -137,6 +137,7 @@ def _write_table(path: Path, tables: Iterable[pa.Table], *, schema: pa.Schema) -
 
 
 def _clip_tables(samples: Samples, sample_N: NDArray[np.int64]) -> Iterator[pa.Table]:
+    paths = samples.chunks.source_paths()
     for begin in range(0, len(sample_N), _ROWS_PER_GROUP):
         rows = sample_N[begin : begin + _ROWS_PER_GROUP]
         texts: Any = pa.nulls(len(rows), pa.string())
@@ -144,28 +145,30 @@ def _clip_tables(samples: Samples, sample_N: NDArray[np.int64]) -> Iterator[pa.T
         if isinstance(samples, VideoCaptions):
             captions = samples.captions.choice.first(rows)
             texts = samples.texts(captions)
-        columns = [np.arange(begin, begin + len(rows)), *_places(samples, rows), texts, captions]
+        columns = [np.arange(begin, begin + len(rows)), *_places(samples, rows, paths=paths), texts, captions]
         yield pa.table(columns, schema=CLIP_SCHEMA)
 
 
 def _caption_tables(samples: VideoCaptions, row_of_sample: NDArray[np.int64]) -> Iterator[pa.Table]:
-    clip_M = samples.captions.choice.clip_of_entry
+    clip_M, paths = samples.captions.choice.clip_of_entry, samples.chunks.source_paths()
     for begin in range(0, len(clip_M), _ROWS_PER_GROUP):
         clips = clip_M[begin : begin + _ROWS_PER_GROUP]
         entries = np.arange(begin, begin + len(clips))
         rows = row_of_sample[clips]
         row = pa.array(rows, mask=rows < 0)
-        yield pa.table([entries, *_places(samples, clips), samples.texts(entries), row], schema=CAPTION_SCHEMA)
+        places = _places(samples, clips, paths=paths)
+        yield pa.table([entries, *places, samples.texts(entries), row], schema=CAPTION_SCHEMA)
 
 
-def _places(samples: Samples, rows: NDArray[np.int64]) -> list[Any]:
-    """Keys, videos, and begins and ends in seconds, of clips."""
+def _places(samples: Samples, rows: NDArray[np.int64], *, paths: pa.Array) -> list[Any]:
+    """Keys, videos, their files, and begins and ends in seconds, of clips."""
     spans, chunks = samples.spans, samples.chunks
     first = spans.first_chunk[rows]
-    videos = chunks.video_ids.take(pa.array(chunks.table.video_row[first])).cast(pa.string())
+    video_row = pa.array(chunks.table.video_row[first])
+    videos = chunks.video_ids.take(video_row).cast(pa.string())
     starts = chunks.table.start_ms[first].tolist()
     keys = [chunk_key(video, start) for video, start in zip(videos.to_pylist(), starts, strict=True)]
-    return [keys, videos, spans.begin_us[rows] / 1e6, spans.end_us[rows] / 1e6]
+    return [keys, videos, paths.take(video_row), spans.begin_us[rows] / 1e6, spans.end_us[rows] / 1e6]
 
 
 def _facts(path: Path) -> dict[str, Any]:

@@ -170,7 +170,7 @@ def result_json(embedded: Embedded, results: Sequence[Result]) -> dict[str, Any]
 
 
 def describe(results: Sequence[Result]) -> str:
-    """Results as text: score, row, key, times and caption of each clip."""
+    """Results as text: score, key, times, caption and file of each clip."""
     lines = []
     for result in results:
         lines.append(on_one_line(result.title))
@@ -178,9 +178,8 @@ def describe(results: Sequence[Result]) -> str:
         for rank, hit in enumerate(result.found, start=1):
             clip = hit.clip
             times = f"{clip.begin_s:8.2f}-{clip.end_s:.2f} s"
-            lines.append(
-                f"{rank:4}  {hit.score:6.3f}  {clip.key:{width}}  {times:20}  {on_one_line(clip.text or '')}".rstrip()
-            )
+            words = filter(None, (on_one_line(clip.text or ""), on_one_line(clip.file)))
+            lines.append(f"{rank:4}  {hit.score:6.3f}  {clip.key:{width}}  {times:20}  {'  '.join(words)}".rstrip())
     return "\n".join(lines)
 
 

@@ -8,6 +8,7 @@ belongs to: once they have been trained on elsewhere, it does not fit them any m
 import hashlib
 import json
 import shutil
+import stat
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -79,8 +80,11 @@ def save_tensors(tensors: Tensors, path: Path, *, metadata: dict[str, str] | Non
     """Writes a safetensors file; tensors may share memory."""
     from safetensors.torch import save_file
 
+    path.touch()
+    mode = stat.S_IMODE(path.stat().st_mode)
     # Clones: safetensors refuses views of one tensor.
     save_file({name: one.detach().clone().contiguous() for name, one in tensors.items()}, path, metadata)
+    path.chmod(mode)  # safetensors renames a temporary file that only its owner can read
 
 
 def preprocessor_config(processor: str, settings: ClipSettings, *, kind: Kind) -> dict[str, Any]:

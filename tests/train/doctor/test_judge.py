@@ -120,12 +120,6 @@ def test_nothing_is_said_of_a_good_machine() -> None:
             "no fused kernel",
             "built for this GPU",
         ),
-        (
-            machine(accelerator={"xformers_library": "libcudart.so.12"}),
-            "note",
-            "own library: libcudart.so.12",
-            "no attention kernels",
-        ),
         (machine(accelerator={"xformers": "not loaded"}), "warning", "cannot be loaded", "docs/models.md"),
         (machine(accelerator={"has_triton": False}), "note", "triton", "triton"),
         (machine(host={"compiler": None}), "note", "no C compiler", "gcc"),

@@ -37,7 +37,8 @@ def test_the_files_have_a_row_per_clip_and_per_caption(embedded: Path, data_dir:
     assert [clip["row"] for clip in clips] == [clip["caption"] for clip in clips] == list(range(9))
     assert [clip["text"] for clip in clips] == [caption["text"] for caption in captions] == TEXTS
     assert clips[4] == {
-        "row": 4, "key": "b_000000000", "video": "b", "begin_s": 1.2, "end_s": 2.8, "text": TEXTS[4], "caption": 4
+        "row": 4, "key": "b_000000000", "video": "b", "path": "/videos/b.mp4", "begin_s": 1.2, "end_s": 2.8,
+        "text": TEXTS[4], "caption": 4,
     }  # fmt: skip
     assert clips[5]["key"] == "b_000002000" and clips[5]["end_s"] == 5.5  # an open end is that of the video
     assert {**captions[4], "caption": 4} == {**clips[4], "clip": 4}
@@ -128,7 +129,8 @@ def test_the_same_command_again_does_nothing_and_another_one_is_refused(
     assert "nothing to do" in capsys.readouterr().out
     assert embed(run, data_dir, out, "--num-frames", 3) == 2
     said = capsys.readouterr().err
-    assert "holds other embeddings" in said and "clip.num_frames was 2 and is 3" in said and "weights.identity" in said
+    assert "holds other embeddings" in said and "clip.num_frames was 2 and is 3" in said
+    assert f"the weights were {load_model(run, device='cpu').description} ({run}) and are" in said
     assert embed(run, data_dir, out, split="val") == 2
     assert "data.split was train and is val" in capsys.readouterr().err
     assert content(out) == before
@@ -178,7 +180,8 @@ def test_unfinished_work_is_not_continued_with_other_weights(
     assert (out / "parts" / "plan.json").is_file()
     capsys.readouterr()
     assert embed(other, data_dir, out, "--batch", 2) == 2
-    assert "weights.identity was" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert f"({run}) and are" in said and f"({other})" in said and "step 2" in said
 
 
 def test_a_folder_of_other_files_is_refused(

@@ -6,21 +6,24 @@ import json
 import re
 import shutil
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import av
 import numpy as np
+import pyarrow.parquet as pq
 import pytest
 from av.container import InputContainer
 
+from manifests.checked_json import publish_checked_json
 from prep.synthetic.frame_code import read_frame_number
 from tests.train.search.conftest import SMALL, embed, overwrite_chunk
 from tests.train.tiny_data import Caption, write_captions
 from tests.train.weights.test_export import run_train
 from train.evaluation import player
 from train.inference.model import load_model
-from train.search.folder import open_embedded
+from train.search.folder import EmbeddedClip, open_embedded
 
 
 @pytest.fixture
@@ -50,7 +53,7 @@ def test_clips_are_ordered_by_their_similarity_to_each_text(embedded: Path, run:
         found = [hit["score"] for hit in result["results"][query]["found"]]
         np.testing.assert_allclose(found, -np.sort(-similarity[query])[:4], atol=1e-6)
     first = result["results"][0]["found"][0]
-    assert set(first) == {"score", "row", "key", "video", "begin_s", "end_s", "text"}
+    assert set(first) == {"score", "row", "key", "video", "path", "begin_s", "end_s", "text"}
 
 
 def test_a_search_by_example_needs_no_weights_and_leaves_the_example_out(embedded: Path, search: Any) -> None:
@@ -98,6 +101,23 @@ def test_the_console_has_a_line_per_clip(embedded: Path, capsys: pytest.CaptureF
     title, *lines = capsys.readouterr().out.splitlines()
     assert title == "it begins" and len(lines) == 2
     assert all(re.match(rf"   {rank}  [ -]0\.\d{{3}}  [abc]_0\d+ ", line) for rank, line in enumerate(lines, start=1))
+    assert all(re.search(r"  ([abc])_0.*  /videos/\1\.mp4$", line) for line in lines)
+
+
+def test_folders_without_the_files_of_videos_are_searched(embedded: Path, tmp_path: Path, search: Any) -> None:
+    old = tmp_path / "old"
+    shutil.copytree(embedded, old)
+    pq.write_table(pq.read_table(old / "clips.parquet").drop_columns(["path"]), old / "clips.parquet")
+    record = json.loads((old / "embed.json").read_text())
+    record["files"]["clips.parquet"]["size_bytes"] = (old / "clips.parquet").stat().st_size
+    publish_checked_json(old / "embed.json", {name: value for name, value in record.items() if name != "sha256"})
+    (result,) = search(old, "--like", 0, "--top", 2)["results"]
+    assert [hit["path"] for hit in result["found"]] == [None, None]
+
+
+def test_a_file_is_shown_without_the_query_of_its_address() -> None:
+    clip = EmbeddedClip(0, "a_000000000", "a", 0.0, 1.0, None, "https://host/a.mp4?key=secret")
+    assert clip.file == "https://host/a.mp4" and replace(clip, path="/what?.mp4").file == "/what?.mp4"
 
 
 def refused(capsys: pytest.CaptureFixture[str], *words: object) -> str:
@@ -179,7 +199,7 @@ def test_the_page_plays_the_clips_and_loads_nothing(
     assert f"<dd>{weights}</dd>" in page and page.count(str(run)) == 1
     assert f"<dt>folder</dt><dd>{embedded}</dd>" in page
     videos = videos_of(page)
-    assert len(videos) == 9
+    assert len(videos) == 9 and page.count('<span class="file">/videos/') == 9
     for hit, content in zip(result["results"][0]["found"], videos, strict=True):
         with av.open(io.BytesIO(content)) as container:
             assert isinstance(container, InputContainer)

@@ -84,6 +84,8 @@ def test_open_clip_computes_what_the_run_does(run: Path, tmp_path: Path, rule: s
 
     out = tmp_path / "exported"
     assert run_train("export", run, "--format", "open_clip", "--out", out, "--frame-embedding", rule) == 0
+    modes = {path.stat().st_mode for path in out.iterdir() if path.is_file()}
+    assert len(modes) == 1, "those of the weights are not as of the others"
     model = open_clip.create_model(f"local-dir:{out}").eval()
     pictures, ids, video, text = picture_features(run, rule=rule)
     with torch.no_grad():
