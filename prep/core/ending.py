@@ -19,8 +19,8 @@ def with_ending(report: Report, column: ColumnSpec, variant_dir: Path, *, data: 
 
     Args:
         data: the data folder as the user gave it.
-        is_done: False if too much failed, or for a part that leaves the end of the run to others; no next command is
-            given then.
+        is_done: False if the run gave up or its variant is not the current one, or for a part that leaves the end of
+            the run to others; no next command is given then.
     """
     variant = Variant(variant_dir)
     files = [commit.files for commit in variant.commits.values() if commit.files is not None]
