@@ -77,8 +77,9 @@ def _run(arguments: list[str]) -> None:
             print(help_text(app, arguments))
         else:
             app(arguments, exit_on_error=False, print_error=False)
-    except KeyboardInterrupt:
-        raise KeyboardInterrupt("run the same command again to continue") from None
+    except KeyboardInterrupt as interrupt:
+        how = (*interrupt.args, "run the same command again to continue")
+        raise KeyboardInterrupt("; ".join(how)) from None
     except CycloptsError as error:
         message = " ".join(str(error).split())
         raise UserError(message[:1].lower() + message[1:], hint="see prep --help, or --help after a command") from None

@@ -1,13 +1,15 @@
 """Tables of captions as people have them: their encoding, their separator, and the names of their columns.
 
-The columns are found by the names that are common for them, in any case: `Video`, `file name` and `path` are all
-`video`. Files are UTF-8 or UTF-16, else Windows-1252 (of which Latin-1 is a part); cells are separated by commas,
-semicolons, tabs or vertical bars. What was taken is reported wherever it is not the documented form.
+The columns are found by the names that are common for them, in English, German, French and Spanish and in any case:
+`Video`, `file name` and `Datei` are all `video`. docs/datasets.md lists the names. Files are UTF-8 or UTF-16, else
+Windows-1252 (of which Latin-1 is a part); cells are separated by commas, semicolons, tabs or vertical bars. What was
+taken is reported wherever it is not the documented form.
 """
 
 import codecs
 import csv
 import re
+import unicodedata
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -18,8 +20,8 @@ from manifests.adapters.time_columns import OTHER_TIMES, as_taken, in_seconds, r
 from manifests.errors import UserError
 from manifests.quoting import on_one_line
 
-# Names of a column besides its own, compared without case, spaces and punctuation.
-_NAMES: Mapping[str, Sequence[str]] = {
+# Names of a column besides its own, compared without case, spaces, punctuation and accents.
+NAMES: Mapping[str, Sequence[str]] = {
     "video": ("videoid", "videoname", "videopath", "videofile", "file", "filename", "filepath", "path", "clip"),
     "text": ("caption", "captions", "sentence", "description", "narration", "transcript", "utterance"),
     "begin_s": ("begin", "start", "starts", "begintime", "starttime", "startsec", "startseconds", "tstart", "from"),
@@ -27,6 +29,13 @@ _NAMES: Mapping[str, Sequence[str]] = {
     "source": (),
     "likelihood": (),
     "split": ("subset", "partition"),
+}
+# German, French and Spanish names, which count only where a table has no English one for the column.
+TRANSLATED_NAMES: Mapping[str, Sequence[str]] = {
+    "video": ("datei", "dateiname", "dateipfad", "pfad", "fichier", "nomdufichier", "chemin", "archivo", "ruta"),
+    "text": ("beschreibung", "untertitel", "texte", "legende", "texto", "descripcion", "leyenda"),
+    "begin_s": ("von", "beginn", "anfang", "startzeit", "debut", "inicio", "desde"),
+    "end_s": ("bis", "ende", "endzeit", "fin", "hasta"),
 }
 _NUMBERS = ("begin_s", "end_s", "likelihood", *OTHER_TIMES)
 _SEPARATORS = {",": "commas", ";": "semicolons", "\t": "tabs", "|": "vertical bars"}
@@ -120,7 +129,7 @@ def _separator(header_line: str, *, required: Sequence[str], path: Path) -> str:
         raise UserError(
             f"{path} has no column for {missing}; its first line is: {header or 'empty'}",
             hint="the first line must name the columns, separated by commas, semicolons or tabs: video,text or "
-            "video,begin_s,end_s,text",
+            "video,begin_s,end_s,text; docs/datasets.md lists the other names that are recognized",
         )
     return best
 
@@ -138,12 +147,12 @@ def columns_of(header: Sequence[str]) -> dict[str, str]:
 
     Times in other units than those that are taken are left out.
     """
-    plain = {cell: re.sub(r"[\W_]+", "", cell.lower()) for cell in header}
-    names = {**_NAMES, **OTHER_TIMES}
-    known = {"".join(name.split("_")): name for name in names}
-    exact = {cell: known[name] for cell, name in plain.items() if name in known}
-    other = {alias: name for name, aliases in names.items() if name not in exact.values() for alias in aliases}
-    found = exact | {cell: other[name] for cell, name in plain.items() if cell not in exact and name in other}
+    plain = {cell: re.sub(r"[\W_]+", "", unicodedata.normalize("NFD", cell.lower())) for cell in header}
+    names = {**NAMES, **OTHER_TIMES}
+    found: dict[str, str] = {}
+    for tier in ({name: ("".join(name.split("_")),) for name in names}, names, TRANSLATED_NAMES):
+        known = {alias: name for name, aliases in tier.items() if name not in found.values() for alias in aliases}
+        found |= {cell: known[name] for cell, name in plain.items() if cell not in found and name in known}
     return {cell: name for cell, name in found.items() if name not in superfluous(set(found.values()))}
 
 
@@ -155,7 +164,7 @@ def _columns(header: Sequence[str], *, path: Path, note: Callable[[str], None]) 
     """
     require_once([cell for cell in header if cell], path=path)
     columns = columns_of(header)
-    for name in (*_NAMES, *OTHER_TIMES):
+    for name in (*NAMES, *OTHER_TIMES):
         cells = [cell for cell, column in columns.items() if column == name]
         if len(cells) > 1:
             raise UserError(

@@ -2,7 +2,8 @@
 
 Every video file is a video; its ID is the relative path without the extension, or with it if files differ only in their
 extension (`file_ids`). The table's columns are `video` (relative path, file name, or either without the extension; a
-name without extension that matches several files refers to the one with this ID) and `text`, and optionally `begin_s`,
+name without extension that matches several files refers to the one with this ID; a name that matches none may differ
+from one file's in separators and case) and `text`, and optionally `begin_s`,
 `end_s` (without times a caption applies to the whole video: 0 to +inf), `source`, `likelihood` and `split` (of the
 video). The split of a video defaults to the one that a parent folder is named after, otherwise to train.
 
@@ -25,9 +26,9 @@ from manifests.adapters.reasons import Reason
 from manifests.adapters.remote_videos import distinct, named_videos, normal_url
 from manifests.adapters.splits import split_named, split_of_folders
 from manifests.adapters.tables import Row, log_probability, seconds
-from manifests.adapters.video_files import Ambiguous, NearestName, VideoFile, VideoLookup, composed
+from manifests.adapters.video_files import Ambiguous, LooseLookup, NearestName, VideoFile, VideoLookup, composed
 from manifests.errors import UserError
-from manifests.quoting import quoted
+from manifests.quoting import counted, quoted
 from manifests.storage.mirrors import is_remote
 from manifests.storage.urls import Place, is_web, masked, split_url
 
@@ -112,6 +113,8 @@ def _add_captions(
     """
     builder.begin_annotations(table)
     lookup, names = VideoLookup(list(files)), NearestName(files)
+    loose = LooseLookup([] if is_named else files)
+    taken: dict[str, str] = {}  # name in the table -> the file that it refers to, written otherwise
     nearest: dict[str, str] = {}  # name in the table -> what to say
     splits_given: dict[int, str] = {}
     required = ("video",) if is_named else ("video", "text")
@@ -125,6 +128,8 @@ def _add_captions(
             continue
         try:
             file = _find(_meant(name, base=base, is_named=is_named), lookup=lookup, owners=owners)
+            if file is None and (file := _find(name, lookup=loose, owners=owners)) is not None:
+                taken[name] = file.relative
             begin_s, end_s, likelihood = _numbers(row)
             video = None if file is None else numbers.get(file.relative)
             if video is None:
@@ -134,7 +139,7 @@ def _add_captions(
                         found = names.find(name)
                         nearest[name] = "" if found is None else f", the nearest is {found}"
                     why = f"no matching video file{nearest[name]}"
-                builder.lose_captions(name, file=table, why=why)
+                builder.lose_captions(name, file=table, why=why, row=row.number)
                 continue
             source = _source(row)
             _apply_split(builder, video, row.values.get("split"), given=splits_given)
@@ -153,6 +158,12 @@ def _add_captions(
             likelihood=likelihood,
             file=table,
             row=row.number,
+        )
+    if taken:
+        written, meant = next(iter(taken.items()))
+        builder.note(
+            f"{table.name}: {counted(len(taken), 'name')} of videos taken despite other separators or case,"
+            f' such as "{written}" for "{meant}"'
         )
 
 
@@ -196,7 +207,7 @@ def _source(row: Row) -> str:
     return source
 
 
-def _find(name: str, *, lookup: VideoLookup, owners: Mapping[str, VideoFile]) -> VideoFile | None:
+def _find(name: str, *, lookup: VideoLookup | LooseLookup, owners: Mapping[str, VideoFile]) -> VideoFile | None:
     """Find the file that a row refers to by `name`; None if there is none.
 
     Raises:

@@ -65,7 +65,7 @@ class ReadingBuilder:
         self._bulk: list[pa.RecordBatch] = []
         self._num_bulk_rows = 0
         self._rejected = _Rows(REJECTED)
-        self._lost: dict[tuple[str, str, Reason, str], int] = {}
+        self._lost: dict[tuple[str, str, Reason, str], tuple[int, int | None]] = {}  # captions, first row
         self._num_rows_used: dict[Place, int] = {}
         self._example_file: str | None = None
         self._notes: list[str] = []
@@ -215,22 +215,24 @@ class ReadingBuilder:
         num_captions: int = 1,
         reason: Reason = Reason.MISSING_FILE,
         why: str = "no matching video file",
+        row: int | None = None,
     ) -> None:
-        """Count captions of an unavailable video; the video becomes one rejected row."""
+        """Count captions of an unavailable video; the video becomes one rejected row, at the first `row` given."""
         key = (source_id, str(file), reason, why)
-        self._lost[key] = self._lost.get(key, 0) + num_captions
+        num_before, first_row = self._lost.get(key, (0, row))
+        self._lost[key] = (num_before + num_captions, first_row)
 
     def build(self) -> Reading:
         """Return a Reading of everything added so far."""
-        for (source_id, file, reason, why), num_lost in self._lost.items():
-            self.reject(reason, file=file, source_id=source_id, detail=f"{why}; captions lost: {num_lost}")
+        for (source_id, file, reason, why), (num_lost, row) in self._lost.items():
+            self.reject(reason, file=file, row=row, source_id=source_id, detail=f"{why}; captions lost: {num_lost}")
         self._gather_bulk()
         videos = pa.table(self._videos, schema=_VIDEO_FIELDS)
         return Reading(
             videos=videos,
             captions=self._caption_table(videos["video_id"].combine_chunks()),
             rejected=self._rejected.table(),
-            num_captions_lost=sum(self._lost.values()),
+            num_captions_lost=sum(num_lost for num_lost, _ in self._lost.values()),
             num_rows_used={printable(str(file)): count for file, count in self._num_rows_used.items()},
             example_file=self._example_file,
             notes=tuple(self._notes),

@@ -195,6 +195,36 @@ class VideoLookup:
         raise Ambiguous(name, matches)
 
 
+class LooseLookup:
+    """Finds a file by the same names as `VideoLookup`, written with other separators or in another case of letters.
+
+    Spreadsheets and other systems change both: `Kitchen\\01.mp4` is `kitchen/01.MP4`. It is for names without an exact
+    match.
+    """
+
+    def __init__(self, files: Sequence[VideoFile]) -> None:
+        self._by_name: dict[str, list[VideoFile]] = {}
+        for file in files:
+            relative = PurePosixPath(file.relative)
+            for key in {_folded(name) for name in (file.relative, file.source_id, relative.name, relative.stem)}:
+                self._by_name.setdefault(key, []).append(file)
+
+    def find(self, name: str) -> VideoFile | None:
+        """Find the only file that `name` can refer to; None if there is none.
+
+        Raises:
+            Ambiguous: several files match, and not exactly one of them by its relative path.
+        """
+        plain = _folded(name)
+        matches = self._by_name.get(plain, [])
+        by_path = [file for file in matches if _folded(file.relative) == plain]
+        if len(matches) == 1 or len(by_path) == 1:
+            return (by_path or matches)[0]
+        if matches:
+            raise Ambiguous(name, matches)
+        return None
+
+
 class NearestName:
     """Finds the video file whose name is most like one that matches none.
 
@@ -225,6 +255,11 @@ class NearestName:
 def composed(name: str) -> str:
     """Convert `name` to Unicode's composed form (NFC), in which names are compared."""
     return name if name.isascii() else unicodedata.normalize("NFC", name)
+
+
+def _folded(name: str) -> str:
+    """Convert a name to a form without differences in separators, case and Unicode form."""
+    return composed(name.strip().replace("\\", "/").removeprefix("./")).casefold()
 
 
 def file_order(file: VideoFile) -> bytes:

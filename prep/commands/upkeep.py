@@ -114,7 +114,11 @@ def verify(
 
 def inspect(
     key: Annotated[
-        str | None, Parameter(help="Key of a sample, such as bikes_000015000. Default: show all shards.")
+        str | None,
+        Parameter(
+            help="Key of a sample, such as bikes_000015000, or a file name or the beginning of a key that only one "
+            "sample matches. Default: show all shards."
+        ),
     ] = None,
     *,
     html: Annotated[

@@ -2,16 +2,25 @@
 
 import os
 import shlex
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 
 from manifests.quoting import counted
-from prep.core.column import ColumnSpec, short_path
+from manifests.storage.mirrors import mirror_of
+from prep.core.column import ColumnSpec, data_flags, short_path
+from prep.core.disk_use import folder_bytes
 from prep.core.plan import NUM_CHECK_THREADS
 from prep.core.report import Report, hours_text, next_line, size_text
+from shards.commits import ShardFiles
 from shards.damage import Damaged
+from shards.dataset import list_variants
+from shards.format import folders_in
 from shards.index import index_seconds
 from shards.reader import CommittedShard, Variant
+
+_SHARD_ENDINGS = (".tar", ".tar.idx", ".index.arrow")
 
 
 def with_ending(report: Report, column: ColumnSpec, variant_dir: Path, *, data: Path, is_done: bool) -> Report:
@@ -19,8 +28,8 @@ def with_ending(report: Report, column: ColumnSpec, variant_dir: Path, *, data: 
 
     Args:
         data: the data folder as the user gave it.
-        is_done: False if too much failed, or for a part that leaves the end of the run to others; no next command is
-            given then.
+        is_done: False if the run gave up or its variant is not the current one, or for a part that leaves the end of
+            the run to others; no next command is given then.
     """
     variant = Variant(variant_dir)
     files = [commit.files for commit in variant.commits.values() if commit.files is not None]
@@ -35,14 +44,38 @@ def with_ending(report: Report, column: ColumnSpec, variant_dir: Path, *, data: 
     ]
     words = column.next_command(data) if num_samples and is_done else []
     command = shlex.join(words) if words else None
+    unused_bytes = _unused_bytes(variant, files, data=data, column=column.name) if is_done else 0
+    if unused_bytes:
+        gc = shlex.join(["prep", "gc", *data_flags(data)])
+        lines.append(f"unused   {size_text(unused_bytes)} of earlier shards and variants; `{gc}` frees them")
     lines += [] if command is None else [next_line(command)]
     values = {
         "variant_dir": os.fspath(variant_dir),
         "total_bytes": num_bytes,
         "total_video_s": video_s,
+        "freed_by_gc_bytes": unused_bytes,
         "next": command,
     }
     return Report("\n".join([report.text, *lines]), {**report.values, **values})
+
+
+def _unused_bytes(variant: Variant, files: Sequence[ShardFiles], *, data: Path, column: str) -> int:
+    """Return the size of what `prep gc` removes of a column: shards without a commit, and all other variants.
+
+    In a bucket, where looking at them costs requests, it is 0.
+    """
+    if mirror_of(data) is not None:
+        return 0
+    directory = variant.directory
+    named = {directory / path for one in files for path in (one.tar, one.energon_index, one.index)}
+    others = (name for name in list_variants(data, column) if name != directory.name)
+    unused_bytes = sum(folder_bytes(directory.parent / name) for name in others)
+    for folder in (directory, *folders_in(directory)):
+        for path in folder.iterdir():
+            if path.name.endswith(_SHARD_ENDINGS) and path not in named:
+                with suppress(OSError):  # removed since the folder was listed
+                    unused_bytes += path.stat().st_size
+    return unused_bytes
 
 
 def seconds_of(variant: Variant) -> float:

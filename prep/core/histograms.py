@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 from manifests.quoting import counted
 
 NUM_BINS = 32  # at most
+_NUM_LABELS, _NUM_RANGES = 8, 4  # labels of bars that stand for one whole number, and for several; at most
 _TAIL_SHARE = 0.01  # share of the values that may lie above the end of the histogram of an unbounded quantity,
 _NUM_OUTLIERS = 5  # of few values this number instead, but no more than a tenth of them,
 _TAIL_FACTOR = 1.5  # if the highest value is larger than the end by more than this factor
@@ -21,6 +22,7 @@ HISTOGRAM_STYLE = """
 .histogram .all { fill: var(--rest); }
 .histogram figcaption { display: flex; flex-direction: column; color: var(--soft); font-size: 12px; margin-top: 2px; }
 .ticks { display: flex; justify-content: space-between; font-variant-numeric: tabular-nums; }
+.bins span { display: flex; flex: 1 1 0; justify-content: center; min-width: 0; white-space: nowrap; }
 """
 
 
@@ -114,12 +116,25 @@ def histogram_html(found: Histogram, *, title: str, unit: str = "") -> Iterator[
             place = f'x="{number * 10 + 1}" y="{100 - height:.1f}" width="8" height="{height:.1f}"'
             yield f'<rect class="{name}" {place}/>'
         yield "</g>"
-    ticks = [short_number(value) for value in (found.begin, (found.begin + found.end) / 2, found.end)]
-    ticks[-1] += f"{unit} and more" if found.is_cut else unit
-    spans = "".join(f"<span>{escape(tick)}</span>" for tick in ticks)
     legend = "" if found.kept is None else "; coloured: kept"
-    yield f'</svg><figcaption><span class="ticks">{spans}</span>'
+    yield f"</svg><figcaption>{_ticks_html(found, unit=unit)}"
     yield f"<span>largest bar: {counted(top, 'chunk')}{legend}</span></figcaption></figure>"
+
+
+def _ticks_html(found: Histogram, *, unit: str) -> str:
+    """Return the labels of the axis: of whole numbers, below the middle of their bars, of others, at the borders."""
+    num_bins = len(found.counts)
+    if found.is_count:
+        is_single = found.end - found.begin == num_bins
+        step = -(-num_bins // (_NUM_LABELS if is_single else _NUM_RANGES))
+        first = 0 if is_single else step // 2
+        ticks = [found.bin_text(number) if number % step == first else "" for number in range(num_bins)]
+        ticks[num_bins - 1 - (num_bins - 1 - first) % step] += unit
+    else:
+        ticks = [short_number(value) for value in (found.begin, (found.begin + found.end) / 2, found.end)]
+        ticks[-1] += f"{unit} and more" if found.is_cut else unit
+    spans = "".join(f"<span>{escape(tick)}</span>" for tick in ticks)
+    return f'<span class="ticks{" bins" if found.is_count else ""}">{spans}</span>'
 
 
 def short_number(value: float) -> str:

@@ -253,7 +253,7 @@ def make_column(column: ColumnSpec, settings: Any, request: Request) -> None:
     budget = parse_budget(request.max_failures)
     request.check()
     with Activity("planning") as now:
-        plan, summary, report, listed = _made(column, settings, request, now, budget)
+        plan, summary, report, listed = _made(column, settings, request, now)
     from prep.core.report import show
 
     show(report, json=request.json)
@@ -268,7 +268,7 @@ def make_column(column: ColumnSpec, settings: Any, request: Request) -> None:
 
 
 def _made(
-    column: ColumnSpec, settings: Any, request: Request, now: Activity, budget: Callable[[int], float]
+    column: ColumnSpec, settings: Any, request: Request, now: Activity
 ) -> "tuple[ColumnPlan, RunSummary, Report, Path]":
     """Plan and make the column; return the plan, the summary, its report, and the path of the list of failures."""
     from prep.core.data_folder import require_data_folder, writing
@@ -277,6 +277,7 @@ def _made(
     from prep.core.parts import writing_part
     from prep.core.report import with_part
     from prep.core.run import FAILURES_FILE
+    from shards.dataset import current_variant
 
     part = None if request.part is None else Part.parse(request.part)
     data_dir = require_data_folder(request.data)
@@ -294,6 +295,7 @@ def _made(
     report = column.summary_report(summary, settings, listed)
     if part_run is not None:
         report = with_part(report, part_run)
-    has_ended = part_run is None or bool(part_run.is_last)
-    is_done = has_ended and summary.gave_up is None and summary.num_failed_videos <= budget(plan.num_videos)
+    # Videos that failed do not keep the others from being used, unless an earlier variant has stayed the current one.
+    has_ended = (part_run is None or bool(part_run.is_last)) and summary.gave_up is None
+    is_done = has_ended and current_variant(data_dir, column.name) == plan.variant_dir.name
     return plan, summary, with_ending(report, column, plan.variant_dir, data=request.data, is_done=is_done), listed

@@ -5,6 +5,7 @@ from collections import Counter
 from types import TracebackType
 from typing import Self
 
+from manifests.errors import Stopped
 from manifests.progress import Activity, Pace, joined
 from manifests.quoting import counted
 from prep.engines import Refused
@@ -19,11 +20,17 @@ class RunProgress:
         num_samples: number of samples that the run will make.
         work: the same, without those that are copied at almost no cost. The time left depends on this number alone.
         sample_s: seconds of video in a sample; None to omit the speed.
+        num_shards: number of shards that the run will make.
+
+    A KeyboardInterrupt or `Stopped` leaves it with a message on what of the run is kept, which is whole shards.
     """
 
-    def __init__(self, doing: str, *, noun: str, num_samples: int, work: float, sample_s: float | None) -> None:
+    def __init__(
+        self, doing: str, *, noun: str, num_samples: int, work: float, sample_s: float | None, num_shards: int
+    ) -> None:
         self._doing, self._noun, self._num_samples, self._sample_s = doing, noun, num_samples, sample_s
         self._work, self._work_done, self._done = work, 0.0, 0
+        self._num_shards, self._num_shards_made, self._num_kept = num_shards, 0, 0
         self._has_begun = False
         self._failures: Counter[str] = Counter()
         self._pace = Pace()
@@ -38,10 +45,19 @@ class RunProgress:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._activity.__exit__(kind, error, trace)
+        if isinstance(error, Stopped):
+            raise Stopped(f"finished work is kept; {self._kept()}; run the same command again to resume") from None
+        if isinstance(error, KeyboardInterrupt):
+            raise KeyboardInterrupt(self._kept()) from None
 
     def start(self) -> None:
         """Begin to measure: workers are ready."""
         self._pace = Pace()
+
+    def finish_shard(self, num_samples: int) -> None:
+        """Count a committed shard and its samples."""
+        self._num_shards_made += 1
+        self._num_kept += num_samples
 
     def fail(self, code: str) -> None:
         """Count one failure."""
@@ -70,6 +86,12 @@ class RunProgress:
         failed = ", ".join(f"{count} x {code}" for code, count in sorted(self._failures.items()))
         text = joined(f"{self._done:,} of {counted(self._num_samples, self._noun)}", state, self._pace.left(self._work))
         return f"{text}; failed: {failed}" if failed else text
+
+    def _kept(self) -> str:
+        made = f"{self._num_shards_made:,} of {counted(self._num_shards, 'shard')}"
+        kept = f"this run has finished {made} ({counted(self._num_kept, self._noun)})"
+        lost = self._done - self._num_kept
+        return f"{kept}; {counted(lost, self._noun)} of unfinished shards will be made again" if lost > 0 else kept
 
 
 def warn_refused(refused: Refused) -> None:

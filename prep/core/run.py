@@ -166,6 +166,7 @@ def _results(job: Job[W], engine: Engine, summary: Summary) -> Iterator[ShardRes
         num_samples=sum(num_chunks.values()),
         work=sum(num_chunks[shard_id] * share for shard_id, share in shares.items()),
         sample_s=job.chunk_s,
+        num_shards=len(work),
     )
 
     def tasks() -> Iterator[W]:
@@ -188,6 +189,8 @@ def _results(job: Job[W], engine: Engine, summary: Summary) -> Iterator[ShardRes
                 made += result.num_chunks
                 work_done += num_chunks[result.shard_id] * shares[result.shard_id]
                 running.finish(result.shard_id)
+                if result.stopped_by is None:
+                    progress.finish_shard(result.num_chunks)
                 stop_code = result.stopped_by.code if result.stopped_by is not None else None
                 for code in (*(failure.code for failure in result.failures), *([stop_code] if stop_code else [])):
                     progress.fail(code)

@@ -3,11 +3,13 @@
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
 import pyarrow.compute as pc
 
 from manifests.errors import UserError
 from manifests.keys import split_key
 from manifests.quoting import counted
+from manifests.store import read_videos
 from prep.core.column import ColumnSpec
 from prep.core.plan import is_readable, problems_of
 from prep.core.report import Report, size_text
@@ -73,7 +75,7 @@ def sample_report(variant: Variant, key: str, *, column: ColumnSpec, data_dir: P
     Raises:
         UserError: no readable shard contains the key, or the sample cannot be read.
     """
-    shard, number = find_sample(variant, key, column=column)
+    shard, number = find_sample(variant, key, column=column, data_dir=data_dir)
     if column.sample_report is not None:
         return column.sample_report(shard, number, data_dir)
     members = {
@@ -107,20 +109,58 @@ def _plain(value: Any) -> Any:
     return value.hex() if isinstance(value, bytes) else value
 
 
-def find_sample(variant: Variant, key: str, *, column: ColumnSpec) -> tuple[CommittedShard, int]:
+def find_sample(variant: Variant, name: str, *, column: ColumnSpec, data_dir: Path) -> tuple[CommittedShard, int]:
     """Return the shard and row of a sample.
 
+    Args:
+        name: its key; or the beginning of its key or the file name of its video, if no other sample matches.
+
     Raises:
-        UserError: the key does not exist; the hint lists the nearest keys.
+        UserError: no sample matches, or several do; the hint lists them, or the nearest keys.
     """
     shards = [shard for shard in variant.shards() if is_readable(shard)]
     for shard in shards:
-        row = pc.index(shard.index["key"], key).as_py()
+        row = pc.index(shard.index["key"], name).as_py()
         if row >= 0:
             return shard, row
     unread = len(variant.shards()) - len(shards) + len(variant.damaged)
-    hint = f"{counted(unread, 'shard')} cannot be read; run `prep verify`" if unread else _nearest(shards, key)
-    raise UserError(f'no {column.sample} "{key}" in variant {variant.directory.name}', hint=hint)
+    matching = _matching(shards, name, data_dir=data_dir)
+    if len(matching) == 1 and not unread:
+        return matching[0]
+    if unread:
+        hint = f"{counted(unread, 'shard')} cannot be read; run `prep verify`"
+    elif matching:
+        keys = sorted(shard.index["key"][row].as_py() for shard, row in matching)
+        more = f", and {len(keys) - _NUM_NEAREST:,} more" if len(keys) > _NUM_NEAREST else ""
+        hint = f"matching keys: {', '.join(keys[:_NUM_NEAREST])}{more}"
+    else:
+        hint = _nearest(shards, name)
+    raise UserError(f'no {column.sample} "{name}" in variant {variant.directory.name}', hint=hint)
+
+
+def _matching(shards: list[CommittedShard], name: str, *, data_dir: Path) -> list[tuple[CommittedShard, int]]:
+    """Return the shards and rows of the samples whose key begins so or whose video has this file name, in any case."""
+    video_ids = _videos_named(name, data_dir)
+    found = []
+    for shard in shards:
+        matches = pc.starts_with(shard.index["key"], pattern=name, ignore_case=True)
+        if "video_id" in shard.index.column_names:
+            matches = pc.or_(matches, pc.is_in(shard.index["video_id"], value_set=video_ids))
+        found += [(shard, row) for row in pc.indices_nonzero(matches).to_pylist()]
+    return found
+
+
+def _videos_named(name: str, data_dir: Path) -> pa.Array:
+    """Return the IDs of the videos with a file name, with or without extension."""
+    try:
+        videos = read_videos(data_dir)
+    except UserError:  # without a manifest, only keys are known
+        return pa.array([], pa.string())
+    paths = pc.utf8_lower(videos["path"])
+    with_or_without = (paths, pc.replace_substring_regex(paths, pattern=r"\.[^./]+$", replacement=""))
+    pattern = f"/{name.lower().removeprefix('/')}"
+    is_named = pc.or_(*(pc.ends_with(path, pattern=pattern) for path in with_or_without))
+    return videos["video_id"].filter(is_named).combine_chunks()
 
 
 def _nearest(shards: list[CommittedShard], key: str) -> str:

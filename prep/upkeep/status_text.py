@@ -169,4 +169,5 @@ def _next_step(status: Status) -> str | None:
         for column in columns
         if column.problems or column.stale_because or column.to_make or column.file_problems
     )
-    return next((_command_of(column, status.data_dir) for column in behind), None)
+    repair = next((_command_of(column, status.data_dir) for column in behind), None)
+    return repair or shlex.join(column_named(first.column).next_command(status.data_dir)) or None

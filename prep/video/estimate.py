@@ -39,6 +39,7 @@ class Estimate:
         num_trials: number of videos of which sections were encoded on this machine.
         num_cores: number of cores of this machine that the run may use.
         wall_hours_range: duration of the run on this machine: with all cores to itself, and with the present load.
+        idle_hours: longest duration with all cores to itself.
     """
 
     core_hours: float
@@ -49,6 +50,7 @@ class Estimate:
     num_trials: int = 0
     num_cores: int = 1
     wall_hours_range: tuple[float, float] | None = None
+    idle_hours: float | None = None
 
 
 def estimate(work: Workload, *, settings: ChunkSettings, bytes_per_second: float | None) -> Estimate:
@@ -147,8 +149,10 @@ def with_wall_time(cost: Estimate, *, num_cores: int, num_shards: int, load: flo
     low, high = cost.core_hours_range or (cost.core_hours, cost.core_hours)
     workers = min(num_cores, num_shards)
     unevenness = math.ceil(num_shards / workers) * workers / num_shards
-    share = min(workers, num_cores * workers / (workers + load))
-    return replace(cost, num_cores=num_cores, wall_hours_range=(low / workers, high * unevenness / share))
+    idle_hours = high * unevenness / workers
+    slowdown = max(1.0, (workers + load) / num_cores)
+    wall_hours_range = (low / workers, idle_hours * slowdown)
+    return replace(cost, num_cores=num_cores, wall_hours_range=wall_hours_range, idle_hours=idle_hours)
 
 
 def _rows_to_encode(planned: Planned, shard: ShardPlan) -> Sequence[int]:
@@ -180,9 +184,11 @@ def estimate_lines(cost: Estimate) -> list[str]:
     if cost.size_bytes_range is not None:
         size = between(*(size_text(round(one)) for one in cost.size_bytes_range))
     lines = [f"estimate {core_hours} of CPU time for {hours_text(cost.video_hours)} of video; {size}"]
-    if cost.wall_hours_range is not None:
-        wall = between(*map(hours_text, cost.wall_hours_range))
+    if cost.wall_hours_range is not None and cost.idle_hours is not None:
+        first, busy = map(hours_text, cost.wall_hours_range)
+        idle = hours_text(cost.idle_hours)
         trials = f"; measured by encoding 5 s of {counted(cost.num_trials, 'video')}" if cost.num_trials else ""
         cores = f"the {counted(cost.num_cores, 'core')} of this machine"
-        lines.append(f"         {wall} on {cores}, depending on what else is running{trials}")
+        load = "" if busy == idle else f", up to {busy} beside what else is running now"
+        lines.append(f"         {between(first, idle)} on {cores}{load}{trials}")
     return lines

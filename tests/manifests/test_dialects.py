@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from manifests.adapters.dialects import line_numbers
+from manifests.adapters.dialects import NAMES, TRANSLATED_NAMES, line_numbers
 from manifests.adapters.folder import read_folder
 from manifests.adapters.reading import Reading
 from manifests.errors import UserError
@@ -147,11 +147,26 @@ def test_a_time_that_no_clock_shows_is_rejected(make_videos: VideoMaker, tmp_pat
 
 def test_a_video_that_is_not_found_is_listed_with_the_nearest_name(make_videos: VideoMaker, tmp_path: Path) -> None:
     folder = make_videos("kitchen_01.mp4", "Garden.mp4", "sub/long name.mp4")
-    (tmp_path / "c.csv").write_text("video,text\nkitchen_01,x\nkitchen_02,x\ngarden,x\nlong_name,x\nzzz,x\n")
+    (tmp_path / "c.csv").write_text("video,text\nkitchen_01,x\nkitchen_02,x\ngardens,x\nlong_name,x\nzzz,x\n")
     rejected = read_folder(folder, captions=tmp_path / "c.csv").rejected.to_pylist()
     assert {row["source_id"]: row["detail"] for row in rejected} == {
         "kitchen_02": "no matching video file, the nearest is kitchen_01.mp4; captions lost: 1",
-        "garden": "no matching video file, the nearest is Garden.mp4; captions lost: 1",
+        "gardens": "no matching video file, the nearest is Garden.mp4; captions lost: 1",
         "long_name": "no matching video file, the nearest is sub/long name.mp4; captions lost: 1",
         "zzz": "no matching video file; captions lost: 1",
     }
+
+
+def test_tables_may_have_german_headers(make_videos: VideoMaker, tmp_path: Path) -> None:
+    table = tmp_path / "c.csv"
+    table.write_text("Datei;Von;Bis;Beschreibung\na;1,5;62;Überfahrt, kurz\nb;;;whole\n")
+    reading = read_folder(make_videos("a.mp4", "b.mp4"), captions=table)
+    assert captions(reading) == WANTED
+    assert "c.csv: read Datei as video, Von as begin_s, Bis as end_s, Beschreibung as text" in reading.notes
+
+
+def test_all_names_of_columns_are_documented() -> None:
+    text = (Path(__file__).parents[2] / "docs" / "datasets.md").read_text()
+    for name in NAMES:
+        others = ", ".join(f"`{other}`" for other in (*NAMES[name], *TRANSLATED_NAMES.get(name, ())))
+        assert not others or f"| `{name}` | {others} |" in text

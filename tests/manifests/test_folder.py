@@ -160,6 +160,32 @@ def test_a_table_gives_times_sources_and_splits(make_videos: VideoMaker, tmp_pat
     assert reading.videos["split"].to_pylist() == ["val", "train"]
 
 
+def test_names_in_another_case_or_with_other_separators_are_taken_if_they_are_unique(
+    make_videos: VideoMaker, tmp_path: Path
+) -> None:
+    folder = make_videos("Küche 2024/Häschen & Baum.mp4", "Trailer.MP4", "x/Same.mp4", "y/same.mp4", "x/Dog.mp4")
+    table = tmp_path / "captions.csv"
+    names = [
+        "Küche 2024\\Häschen & Baum.mp4",
+        "TRAILER",
+        "trailer.mp4",
+        ".\\X\\same.mp4",
+        "SAME.mp4",
+        "dog.mov",
+        "x/Dog",
+    ]
+    table.write_text("video,text\n" + "".join(f"{name},{number}\n" for number, name in enumerate(names)))
+    reading = read_folder(folder, captions=table)
+    assert sorted(row[3] for row in captions(reading)) == ["0", "1", "2", "3", "6"]
+    assert reading.notes == (
+        "captions.csv: 4 names of videos taken despite other separators or case, such as "
+        '"Küche 2024\\Häschen & Baum.mp4" for "Küche 2024/Häschen & Baum.mp4"',
+    )
+    ambiguous, missing = reading.rejected.to_pylist()
+    assert ambiguous["reason"] == "ambiguous_video" and "x/Same.mp4, y/same.mp4" in ambiguous["detail"]
+    assert (missing["reason"], missing["row"]) == ("missing_file", 5) and "nearest is x/Dog.mp4" in missing["detail"]
+
+
 def test_unusable_rows_are_listed_with_their_reason(make_videos: VideoMaker, tmp_path: Path) -> None:
     folder = make_videos("a.mp4", "x/same.mp4", "y/same.mp4")
     (folder / "empty.mp4").touch()
@@ -184,7 +210,7 @@ def test_unusable_rows_are_listed_with_their_reason(make_videos: VideoMaker, tmp
     reading = read_folder(folder, captions=table)
     assert [row[3] for row in captions(reading)] == ["good"]
     listed = reading.rejected.to_pylist()
-    expected = {(row, reason) for row, (_, reason) in enumerate(bad, start=1) if reason not in {None, "missing_file"}}
+    expected = {(row, reason) for row, (_, reason) in enumerate(bad, start=1) if reason is not None}
     assert {
         (row["row"], row["reason"]) for row in listed if row["file"] == str(table) and row["row"] is not None
     } == expected

@@ -145,7 +145,7 @@ def test_lost_captions_are_named_with_what_to_do(
     table.write_text("video,text\n" + "".join(f"old/{n}.mp4,text\n" for n in range(40)) + "a,one, two\n")
     assert run("folder", videos, "--captions", table, "--data", tmp_path / "data") == 1
     error = capsys.readouterr().err
-    assert "captions.csv: old/0.mp4: missing_file: no matching video file" in error
+    assert "captions.csv, line 2: old/0.mp4: missing_file: no matching video file" in error
     assert "captions.csv, line 42: malformed_row: 3 cells, expected 2" in error
     assert "and 36 more" in error
     assert "the video files have names such as a.mp4" in error and "in double quotes" in error
@@ -198,7 +198,7 @@ def test_rejected_rows_are_named_without_control_characters(
     assert run(*arguments) == 0
     output = capsys.readouterr().out
     assert "evil\\x1b[31m name.mp4: empty_file: the file is empty" in output
-    assert "captions.csv: b\\x1b[2J\\u202e: missing_file" in output
+    assert "captions.csv, line 3: b\\x1b[2J\\u202e: missing_file" in output
     assert "captions.csv, line 4: a: empty_caption" in output
     assert "\x1b" not in output and "\u202e" not in output
     assert run(*arguments, "--json") == 0

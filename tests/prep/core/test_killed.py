@@ -168,7 +168,7 @@ def test_an_interrupted_run_says_that_nothing_is_lost_and_leaves_no_process(
     wait_until(job.ffmpegs)
     process.send_signal(signal.SIGINT)
     ran = job.finish(process)
-    assert ran.status == 130 and "finished work is kept" in ran.stderr
+    assert ran.status == 130 and "finished work is kept; this run has finished " in ran.stderr
     wait_until(lambda: not job.workers(), seconds=20)
     assert job.finish(job.start("processes")).status == 0
     assert contents(job.data) == undisturbed

@@ -9,7 +9,7 @@ import pytest
 from prep.core.data_folder import writing
 from shards.commits import commit_path
 from tests.prep.running import Ran, chunk, contents
-from tests.prep.sets import LEN, ShardSet
+from tests.prep.sets import LEN, ShardSet, rerun
 
 Prep = Callable[..., Ran]
 
@@ -51,6 +51,20 @@ def test_the_old_variant_goes_and_the_current_one_stays(prep: Prep, old_and_new:
     assert contents(shard_set.variant) == kept
     assert (shard_set.data / "layout").is_dir()
     prep("verify", "--deep", "--data", shard_set.data)
+
+
+def test_the_end_of_a_run_says_what_gc_frees_and_then_what_is_next(
+    prep: Prep, old_and_new: tuple[ShardSet, Path]
+) -> None:
+    shard_set, old = old_and_new
+    earlier = shard_set.tar().with_name("000000-00000000.tar")
+    shutil.copy(shard_set.tar(), earlier)
+    old_bytes = sum(path.stat().st_size for path in old.rglob("*") if path.is_file())
+    values = rerun(prep, shard_set, *LEN, "--crf", "40")
+    assert values["freed_by_gc_bytes"] == old_bytes + earlier.stat().st_size
+    assert values["next"] == f"train quickstart {shard_set.data}", "one video failed, the others can do"
+    assert prep("gc", "--data", shard_set.data, "--json").summary["num_bytes"] == values["freed_by_gc_bytes"]
+    assert rerun(prep, shard_set, *LEN, "--crf", "40")["freed_by_gc_bytes"] == 0
 
 
 def test_strays_survive_wherever_they_are(prep: Prep, old_and_new: tuple[ShardSet, Path]) -> None:

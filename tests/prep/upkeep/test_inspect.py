@@ -49,6 +49,16 @@ def test_a_chunk_is_told_with_its_bytes(prep: Prep, shard_set: ShardSet) -> None
         assert part in text
 
 
+def test_a_file_name_or_the_beginning_of_a_key_is_enough_if_it_is_unique(prep: Prep, shard_set: ShardSet) -> None:
+    for name in ("long_000004", "LONG_000004000"):
+        assert prep("inspect", name, "--data", shard_set.data, "--json").summary["key"] == "long_000004000"
+    for name in ("short.mp4", "Short.MP4", "videos/short"):
+        ran = prep("inspect", name, "--data", shard_set.data, status=2)
+        assert "matching keys: short_000000000, short_000002000" in ran.stderr
+    shard_set.index(1).write_bytes(b"no index")
+    assert "1 shard cannot be read" in prep("inspect", "long_000004", "--data", shard_set.data, status=2).stderr
+
+
 def test_an_unknown_key_names_its_neighbours(prep: Prep, shard_set: ShardSet) -> None:
     for key in ("long_000003000", "long"):
         ran = prep("inspect", key, "--data", shard_set.data, status=2)

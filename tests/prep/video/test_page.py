@@ -212,6 +212,9 @@ def test_every_bar_of_a_histogram_has_a_text() -> None:
     ]
     counts = "".join(histogram_html(histogram(np.array([0.0, 0.0, 3.0]), is_count=True), title="Captions"))
     assert "0: 2 chunks" in counts and "3: 1 chunk" in counts
+    assert '<span class="ticks bins"><span>0</span><span>1</span><span>2</span><span>3</span></span>' in counts
+    many = "".join(histogram_html(histogram(np.array([0.0, 127.0]), is_count=True), title="Captions"))
+    assert re.findall("<span>([^<]+ to [^<]+)</span>", many) == ["16 to 19", "48 to 51", "80 to 83", "112 to 115"]
     kept = histogram(np.array([0.1, 0.9]), bounds=(0.0, 1.0), is_kept=np.array([True, False]))
     assert "1 chunk, 0 kept" in "".join(histogram_html(kept, title="Black"))
 
