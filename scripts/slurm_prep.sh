@@ -12,7 +12,8 @@
 #
 #     PARTS=16 sbatch --array 3 scripts/slurm_prep.sh chunk --data DATA --len 15s
 #
-# Give --cpus-per-task of your nodes: SLURM refuses a job that no node can hold. The same command without SLURM, `prep chunk --data DATA --len 15s`, makes whatever is left.
+# Give --cpus-per-task of your nodes: SLURM refuses a job that no node can hold. The same command without SLURM,
+# `prep chunk --data DATA --len 15s`, makes whatever is left.
 #SBATCH --job-name=clipmill-prep
 #SBATCH --ntasks=1
 #SBATCH --cpus-per-task=16

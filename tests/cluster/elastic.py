@@ -57,7 +57,7 @@ def main(names: Sequence[str]) -> int:
                 found = case(Case(root / name, root))
         except Skipped as reason:
             found = f"skipped: {reason}"
-        except Exception as error:  # also of a program that the case needs: the other cases go on
+        except Exception as error:  # noqa: BLE001 - also of a program that the case needs: the other cases go on
             num_failed += 1
             found = f"FAILED: {error if isinstance(error, AssertionError) else repr(error)}"
         print(f"{name:20} {time.monotonic() - began_s:4.0f} s  {found}", flush=True)
