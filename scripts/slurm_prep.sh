@@ -1,8 +1,9 @@
 #!/bin/bash
 # Makes a column of a data folder on many nodes, by a job array without Ray. Task K of N makes part K/N of the shards:
 #
-#     sbatch --array 1-16 scripts/slurm_prep.sh chunk --data DATA --len 15s
-#     sbatch --array 1-16 --gpus-per-node 1 scripts/slurm_prep.sh latents --data DATA --vae stabilityai/sd-vae-ft-mse
+#     sbatch --array 1-16 --cpus-per-task 8 scripts/slurm_prep.sh chunk --data DATA --len 15s
+#     sbatch --array 1-16 --cpus-per-task 8 --gpus-per-node 1 \
+#         scripts/slurm_prep.sh latents --data DATA --vae stabilityai/sd-vae-ft-mse
 #
 # The tasks share DATA and may run at any time, also some after others (--array 1-16%4). The first one probes the
 # sources while those that begin with it wait; the last one writes the lists and makes the variant the current one. A
@@ -11,7 +12,8 @@
 #
 #     PARTS=16 sbatch --array 3 scripts/slurm_prep.sh chunk --data DATA --len 15s
 #
-# The same command without SLURM, `prep chunk --data DATA --len 15s`, makes whatever is left.
+# Give --cpus-per-task of your nodes: SLURM refuses a job that no node can hold. The same command without SLURM,
+# `prep chunk --data DATA --len 15s`, makes whatever is left.
 #SBATCH --job-name=clipmill-prep
 #SBATCH --ntasks=1
 #SBATCH --cpus-per-task=16
@@ -21,8 +23,20 @@
 #SBATCH --output=%x-%A_%a.log
 set -euo pipefail
 
-# Not SLURM_ARRAY_TASK_COUNT, which is 1 for a task that is submitted again.
-parts=${PARTS:-$SLURM_ARRAY_TASK_MAX}
+if [[ -z ${SLURM_ARRAY_TASK_ID:-} ]]; then
+    echo "error: this job is not an array" >&2
+    echo "hint: submit with --array 1-N, such as sbatch --array 1-16 scripts/slurm_prep.sh $*" >&2
+    exit 2
+fi
+parts=${PARTS:-}
+if [[ -z $parts ]]; then
+    parts=$SLURM_ARRAY_TASK_MAX
+    if [[ $SLURM_ARRAY_TASK_MIN != 1 || $SLURM_ARRAY_TASK_COUNT != "$parts" ]]; then
+        echo "error: the array is not 1-N, so its numbers do not tell how many parts there are" >&2
+        echo "hint: give their number, such as PARTS=16 sbatch --array $SLURM_ARRAY_TASK_ID scripts/slurm_prep.sh $*" >&2
+        exit 2
+    fi
+fi
 
 is_out_of_time=no
 was_signalled=no

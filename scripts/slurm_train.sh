@@ -1,7 +1,10 @@
 #!/bin/bash
 # Trains on all GPUs of a SLURM job, one torchrun per node, and continues in as many jobs as the training takes:
 #
-#     sbatch --nodes 2 scripts/slurm_train.sh dual-encoder --shards DATA --preset b16-ego4d --out RUN
+#     sbatch --nodes 2 --gpus-per-node 4 --cpus-per-task 32 \
+#         scripts/slurm_train.sh dual-encoder --shards DATA --preset b16-ego4d --out RUN
+#
+# Give the GPUs and CPUs of your nodes: SLURM refuses a job that no node can hold.
 #
 # Two minutes before the time limit SLURM sends SIGUSR1 to this script: the run saves a checkpoint and the job goes back
 # into the queue. --resume auto starts a new run in the first job and resumes it in the following ones, also after a node
@@ -21,10 +24,12 @@ head_node=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
 port=$((20000 + SLURM_JOB_ID % 20000))
 
 is_out_of_time=no
+is_stopped=no
 was_signalled=no
 # The signal goes to the job's processes by scancel, which leaves this script alone: srun ends its step at once on SIGTERM.
 # shellcheck disable=SC2317 # called by the traps
 stop_training() {
+    is_stopped=yes
     was_signalled=yes
     scancel --signal=TERM "$SLURM_JOB_ID" || true # it may have ended just now
 }
@@ -51,6 +56,9 @@ while [[ $was_signalled == yes ]]; do
     wait "$training" || status=$?
 done
 
+if [[ $is_stopped == yes && $status != 0 ]]; then
+    echo "the SignalException above is torchrun's way to stop; the same command continues"
+fi
 if [[ $is_out_of_time == yes && $status != 0 ]]; then
     echo "the time limit is near: job $SLURM_JOB_ID is requeued"
     scontrol requeue "$SLURM_JOB_ID"

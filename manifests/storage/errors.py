@@ -59,7 +59,7 @@ def storage_errors(address: str, where: str, *, num_bytes: int = 0) -> Iterator[
         raise RuntimeError("object storage was used before this process was forked; start workers with spawn")
     _was_used = True
     try:
-        with awaited(where, num_bytes=num_bytes):
+        with awaited(address, num_bytes=num_bytes):
             yield
     except (BaseError, FileNotFoundError, PermissionError, ValueError) as error:
         _raise_for(error, address=address, where=where)

@@ -16,7 +16,7 @@ _PERIOD_S = 1.0
 _LIMIT = "2 minutes"  # of `stores.py`: 90 s of attempts, the last of which may take 30 s
 
 _tell: Callable[[str], object] | None = None
-_pending: dict[int, tuple[float, str]] = {}  # when a line about a request is due, and its address
+_pending: dict[int, tuple[float, str]] = {}  # when a line about a request is due, and its folder
 _numbers = itertools.count()
 _has_begun = threading.Event()
 _watcher: threading.Thread | None = None
@@ -33,7 +33,7 @@ def awaited(where: str, *, num_bytes: int) -> Iterator[None]:
     """Context manager around a request.
 
     Args:
-        where: address of the object.
+        where: address of the folder, as the user gave it; objects in it, such as locks, have names of our own.
         num_bytes: size of what is sent or received, which takes its time.
     """
     if _tell is None:

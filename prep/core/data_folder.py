@@ -27,6 +27,7 @@ SHOTS_FILE = "shots.parquet"
 # Written by every command, under the lock of the data folder.
 ROOT_FILES = frozenset({DATASET_FILE, PROBES_FILE, SHOTS_FILE})
 _NUM_TRIES, _TRY_INTERVAL_S = 20, 0.1  # before a wait is worth a message
+_SILENT_S = 5.0  # a running part touches its file every second
 RUNNING_FILE = re.compile(r"\d{6,}\.json")
 
 
@@ -198,25 +199,52 @@ def column_lock(data_dir: Path, *, column: str = VIDEO) -> Iterator[None]:
         lock.release()
 
 
-def was_killed(data_dir: Path, *, column: str) -> bool:
-    """Return True if the last command that wrote a column was killed on this machine, and so nobody writes it now.
+def has_stopped(data_dir: Path, *, column: str) -> bool:
+    """Return True if nobody writes a column of a local data folder any more, whatever its heartbeats say.
 
-    It reads what the command noted in the lock file. Trying the lock itself could refuse a command that starts at that
-    moment.
+    It reads what commands and parts have noted in their lock files. On this machine, the process that is named there
+    tells. A part on another node, which touches its file, has stopped if the file is untouched and its lock free; of a
+    command without `--part` on another node, nothing is known but its heartbeats.
     """
-    try:
-        words = lock_path(data_dir, column).read_text().split()
-    except (OSError, ValueError):
+    if mirror_of(data_dir) is not None:
         return False
+    parts = [path for path in data_dir.glob(f".{column}.part-*.lock") if part_lock_names(column).fullmatch(path.name)]
+    return not _may_run(lock_path(data_dir, column), is_free=lambda _: False) and not any(
+        _may_run(path, is_free=_is_silent) for path in parts
+    )
+
+
+def _may_run(path: Path, *, is_free: Callable[[Path], bool]) -> bool:
+    """Return whether the process that has noted itself in a lock file may run; `is_free` is asked on other nodes."""
+    words = holder_of(path).partition("\n")[0].split()
+    if not words:
+        return False  # nobody has the lock, or it has ended
     if len(words) != 4 or not words[1].isdecimal() or words[3] != os.uname().nodename:
-        return False
+        return not is_free(path)
     try:
         os.kill(int(words[1]), 0)
     except ProcessLookupError:
-        return True
+        return False
     except (OSError, OverflowError):
-        return False  # it belongs to another user
-    return False
+        pass  # it belongs to another user
+    return True
+
+
+def _is_silent(path: Path) -> bool:
+    """Return True if a part has not touched its file and its lock is free.
+
+    The lock is tried only then, and shared, so that a part which begins at that moment is not refused.
+    """
+    try:
+        with path.open("rb") as file:
+            if time.time() - os.fstat(file.fileno()).st_mtime < _SILENT_S:
+                return False
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except FileNotFoundError:
+        return True  # it has just ended
+    except OSError:
+        return False
+    return True
 
 
 def writer_of(data_dir: Path, *, column: str) -> str | None:

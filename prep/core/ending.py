@@ -28,6 +28,8 @@ def with_ending(report: Report, column: ColumnSpec, variant_dir: Path, *, data: 
 
     Args:
         data: the data folder as the user gave it.
+        report: for a part, with its `PartRun.values`: if other parts have left shards unmade, the next command is to
+            make them.
         is_done: False if the run gave up or its variant is not the current one, or for a part that leaves the end of
             the run to others; no next command is given then.
     """
@@ -42,7 +44,8 @@ def with_ending(report: Report, column: ColumnSpec, variant_dir: Path, *, data: 
         f"total    {counted(num_samples, column.sample)}{length} in {counted(len(files), 'shard')},"
         f" {size_text(num_bytes)}: {folder}"
     ]
-    words = column.next_command(data) if num_samples and is_done else []
+    rest = _missing_parts(report, column, variant, data=data)
+    words = rest or (column.next_command(data) if num_samples and is_done else [])
     command = shlex.join(words) if words else None
     unused_bytes = _unused_bytes(variant, files, data=data, column=column.name) if is_done else 0
     if unused_bytes:
@@ -76,6 +79,17 @@ def _unused_bytes(variant: Variant, files: Sequence[ShardFiles], *, data: Path, 
                 with suppress(OSError):  # removed since the folder was listed
                     unused_bytes += path.stat().st_size
     return unused_bytes
+
+
+def _missing_parts(report: Report, column: ColumnSpec, variant: Variant, *, data: Path) -> list[str]:
+    """Return the words of the command that makes what other parts have left; empty if they have left nothing."""
+    from prep.core.selection import stored_request
+
+    not_made = report.values.get("part", {}).get("not_made", {})
+    if not not_made:
+        return []
+    words = shlex.split(column.command_line(stored_request(variant), data_dir=data))
+    return [*words, "--part", *not_made] if len(not_made) == 1 else words
 
 
 def seconds_of(variant: Variant) -> float:

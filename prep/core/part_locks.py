@@ -18,6 +18,7 @@ from prep.core.data_folder import FileLock, holder_of, lock_path, part_lock_name
 _PART = re.compile(r"(-?\d{1,6})/(-?\d{1,6})", re.ASCII)
 SIGN_INTERVAL_S = 1.0  # a running part touches its file
 _NUM_MISSED_SIGNS = 5  # intervals without a sign of life after which a part is gone
+_GLANCE_S = 0.005  # `prep status` holds the lock of a silent part for less than this
 
 
 @dataclass(frozen=True, order=True)
@@ -204,6 +205,9 @@ def take_part_lock(path: Path) -> FileLock | None:
         UserError: the lock is free, although that part is running on another node.
     """
     lock = FileLock.take(path)
+    if lock is None:
+        time.sleep(_GLANCE_S)
+        lock = FileLock.take(path)
     holder = holder_of(path).partition("\n")[0]
     node, here = holder.rpartition(" on ")[2], os.uname().nodename
     if lock is None or node in ("", here):

@@ -15,7 +15,7 @@ from manifests.errors import UserError
 from manifests.storage.mirrors import is_away
 from manifests.store import MANIFEST_FILE, manifest_dir, read_videos
 from prep.core.column import MERGED_TABLE, ColumnSpec, ExtraFile, Pending
-from prep.core.data_folder import was_killed, writer_of
+from prep.core.data_folder import has_stopped, writer_of
 from prep.core.disk_use import folder_bytes
 from prep.core.ending import seconds_of
 from prep.core.failure_list import MAX_NAMED, FailureEntry, first_failures, first_few, named_values
@@ -185,7 +185,7 @@ def read_status(data_dir: Path) -> Status:
 def _column_status(data_dir: Path, column: ColumnSpec, *, unusable: list[FailureEntry]) -> ColumnStatus:
     current = current_variant(data_dir, column.name)
     variants, status = [], ColumnStatus(column.name, first_failures=unusable)
-    is_abandoned = was_killed(data_dir, column=column.name)
+    is_abandoned = has_stopped(data_dir, column=column.name)
     for opened in variants_of(data_dir, column.name):
         name, pending = opened.directory.name, _pending(data_dir, column, opened)
         if name == current:

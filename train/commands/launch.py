@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from manifests.errors import UserError
+from manifests.errors import Stopped, UserError
 from manifests.progress import Activity
 from manifests.publish import publish_bytes, publish_json
 from manifests.store import read_videos
@@ -50,7 +50,11 @@ def launch(spec: TaskSpec, settings: ClipSettings, *, resume: Resume) -> None:
         old_run = world.first(lambda: _find_and_hold(settings.out, resume, held=held))
         if old_run is not None:
             require_shared(old_run.path, world=world)
-        _train(spec, settings, old_run=old_run, held=held, world=world, device=device)
+        try:
+            _train(spec, settings, old_run=old_run, held=held, world=world, device=device)
+        except Stopped as stop:
+            again = f"go on with --resume --out {shlex.quote(str(settings.out))}"
+            raise Stopped(f"{stop}, {'the same command goes on' if resume == 'auto' else again}") from None
 
 
 def _find_and_hold(path: Path, resume: Resume, *, held: ExitStack) -> RunFolder | None:

@@ -158,7 +158,7 @@ def train(
                 log.settle()
                 save({})
                 writer.wait()
-                raise Stopped(f"step {state.step} is saved, go on with --resume --out {shlex.quote(str(run.path))}")
+                raise Stopped(f"step {state.step} is saved")
             step = next_step(state, samples, settings, world=world)
             loaded = _on_device(agreed.loaded, device, world=world)
             with explain_out_of_memory(settings, world.replicas, device=device):

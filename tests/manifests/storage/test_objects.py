@@ -120,7 +120,7 @@ def test_a_server_that_does_not_answer_is_named_once(
         assert objects.read("k") == CONTENT
     finally:
         waiting.tell_of_waiting(None)
-    assert told == [f"waiting for {bucket}/k, which has not answered for 0.2 s; giving up after 2 minutes"]
+    assert told == [f"waiting for {bucket}, which has not answered for 0.2 s; giving up after 2 minutes"]
 
 
 @pytest.mark.parametrize(

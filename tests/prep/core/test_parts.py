@@ -148,6 +148,7 @@ def test_parts_at_once_that_are_killed_and_run_again_leave_the_bytes_of_one_comm
 def test_a_command_without_part_finishes_what_parts_have_begun(data: Path, undisturbed: dict[str, str]) -> None:
     first = prep_here("chunk", "--data", data, *HERE, "--part", "1/2", *SLOW, status=1).summary
     assert (first["num_shards_made"], first["part"]["not_made"]) == (2, {"2/2": 1})
+    assert first["next"].startswith("prep chunk --len 500ms ") and first["next"].endswith(" --part 2/2")
     missing = prep_here("status", "--data", data, "--json").summary["columns"]["video"]
     new = [variant for variant in missing["variants"] if variant["name"] == first["variant"]]
     assert new[0]["num_shards"] == 2 and new[0]["num_wanted"] > new[0]["num_samples"]
@@ -301,7 +302,9 @@ def test_columns_in_parts_have_the_bytes_of_one_command(column: str, begun: Path
     command = (column, *flags.get(column, ()), *HERE, "--data")
     shutil.copytree(begun, tmp_path / "other")
     prep_here(*command, tmp_path / "other")
-    ran = [prep_here(*command, data, "--part", part).summary["part"] for part in ("3/3", "1/3", "2/3")]
-    assert [len(one["not_made"]) for one in ran] == [2, 1, 0]
+    ran = [prep_here(*command, data, "--part", part).summary for part in ("3/3", "1/3", "2/3")]
+    assert [len(one["part"]["not_made"]) for one in ran] == [2, 1, 0]
+    assert ran[0]["next"].startswith(f"prep {column} ") and "--part" not in ran[0]["next"]  # it makes both
+    assert ran[1]["next"].endswith(" --part 2/3") and "--part" not in (ran[2]["next"] or "")
     assert contents(data / column) == contents(tmp_path / "other" / column)
     assert current_variant(data, column) == current_variant(tmp_path / "other", column)

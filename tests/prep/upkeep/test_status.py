@@ -1,9 +1,11 @@
 """`prep status` says what is there, what is wrong and what to do next."""
 
+import fcntl
 import json
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -12,6 +14,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from manifests import caption_spans
+from prep.core.data_folder import column_lock
 from prep.core.heartbeat import RUNNING_FOLDER, Heartbeat
 from prep.core.table_file import read_table_file, write_table_file
 from prep.sources.table import PROBES
@@ -89,7 +92,7 @@ def test_missing_and_damaged_shards_fail_with_a_command_that_mends_them(prep: Pr
 def test_a_running_command_is_seen_with_how_far_it_is(prep: Prep, shard_set: ShardSet) -> None:
     (shard_set.variant / "contents.json").unlink()  # as in a first run
     commit_path(shard_set.variant, 0).unlink()
-    with Heartbeat(shard_set.variant, 0, num_chunks=3) as beat:
+    with column_lock(shard_set.data), Heartbeat(shard_set.variant, 0, num_chunks=3) as beat:
         beat._written_s = 0.0
         beat.show(2)
         ran = prep("status", "--data", shard_set.data)
@@ -114,6 +117,36 @@ def test_a_command_that_was_killed_is_not_in_progress(prep: Prep, shard_set: Sha
         lock.write_text(f"process {killed.pid} on {os.uname().nodename}\n")
         said = prep("status", "--data", shard_set.data).stdout
     assert "in progress" not in said and f"next      prep chunk --len {LEN[1]}" in said
+
+
+def test_parts_that_have_stopped_are_not_in_progress_though_heartbeats_are_left(
+    prep: Prep, shard_set: ShardSet
+) -> None:
+    (shard_set.variant / "contents.json").unlink()  # as in a first run
+    commit_path(shard_set.variant, 0).unlink()
+    killed = subprocess.Popen([sys.executable, "-S", "-c", ""])
+    killed.wait()
+    lock = shard_set.data / ".video.part-1-of-2.lock"
+
+    def said(holder: str, *, silent_s: float = 0.0) -> str:
+        lock.write_text(holder)
+        touched_s = time.time() - silent_s
+        os.utime(lock, (touched_s, touched_s))
+        return prep("status", "--data", shard_set.data).stdout
+
+    with Heartbeat(shard_set.variant, 0, num_chunks=3):
+        assert "in progress" in said(f"process {os.getpid()} on {os.uname().nodename}\nh264\n")
+        assert "in progress" in said("process 7 on another-node\nh264\n")
+        with lock.open("rb") as held:
+            fcntl.flock(held, fcntl.LOCK_EX)
+            assert "in progress" in said("process 7 on another-node\nh264\n", silent_s=10)
+        for stopped in (
+            said("process 7 on another-node\nh264\n", silent_s=10),
+            said(f"process {killed.pid} on {os.uname().nodename}\nh264\n"),
+            said(""),
+        ):
+            assert "in progress" not in stopped and "shards to make: 1 missing" in stopped
+            assert f"next      prep chunk --len {LEN[1]}" in stopped
 
 
 def test_other_variants_are_listed_after_the_current_one(prep: Prep, shard_set: ShardSet) -> None:
