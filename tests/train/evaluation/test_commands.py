@@ -116,6 +116,20 @@ def test_every_protocol_stands_beside_its_numbers(
     assert page.count("<video ") >= 2 and "media-src data:" in page
 
 
+def test_a_part_of_a_split_is_incomplete_in_title_result_and_text(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    own = shutil.copytree(run, tmp_path / "run")
+    capsys.readouterr()
+    assert call("eval", "mir", own, "--split", "train", "--where", "'begins' in text") == 0
+    said = "3 of 9 clips scored; not comparable with published numbers"
+    printed = capsys.readouterr().out
+    assert f"incomplete: {said}" in printed and "average (incomplete)" in printed
+    found = [json.loads(path.read_bytes())["incomplete"] for path in (own / "evaluations").glob("mir-train*.json")]
+    assert said in found
+    assert "(EK-100 MIR, computed relevancy) (incomplete)" in RunFolder(own).page.read_text()
+
+
 def test_a_relevancy_of_another_split_names_both_shapes(
     run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

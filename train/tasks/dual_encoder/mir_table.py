@@ -22,7 +22,7 @@ from manifests.adapters.splits import split_in_file_name
 from manifests.adapters.tables import read_csv
 from manifests.errors import UserError
 from manifests.quoting import counted
-from manifests.store import REJECTED_FILE, manifest_dir, read_captions, read_rejected
+from manifests.store import REJECTED_FILE, manifest_dir, read_captions, read_rejected, read_videos
 from train.data.chunk_table import rows_of
 from train.data.chunks import videos_of_split
 from train.data.relevancy import Actions, NoRelevancy, Relevancy, compressed, relevancy_of_classes
@@ -232,16 +232,20 @@ def open_mir_table(data_dir: Path, *, split: str, relevancy: Path | None, senten
         _spans(captions),
         sentence_of_N,
         source,
-        _num_rejected(data_dir, split=split),
+        _num_rejected(data_dir, captions, split=split),
     )
 
 
-def _num_rejected(data_dir: Path, *, split: str) -> int:
+def _num_rejected(data_dir: Path, captions: pa.Table, *, split: str) -> int:
     """Captions of a split's annotation files that the manifest lacks; 0 of remote data, whose list is not copied."""
     if not (manifest_dir(data_dir) / REJECTED_FILE).exists():
         return 0
-    rows = read_rejected(data_dir).select(["file", "detail"]).to_pylist()
-    its = [row["detail"] for row in rows if _is_of_split(row["file"], split)]
+    videos, rejected = read_videos(data_dir), read_rejected(data_dir)
+    shown = pc.is_in(videos["video_id"], value_set=pc.unique(captions["video_id"].cast(pa.string())))
+    datasets = set(videos.filter(shown)["dataset"].to_pylist())
+    its = [
+        row["detail"] for row in rejected.to_pylist() if row["dataset"] in datasets and _is_of_split(row["file"], split)
+    ]
     # A row stands for all captions of a video without a file, and otherwise for one.
     return sum(int(lost[1]) if (lost := _LOST.search(detail)) else 1 for detail in its)
 
