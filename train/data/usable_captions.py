@@ -1,31 +1,21 @@
 """Which captions can be shown, those whose whole span lies in existing chunks, and the clips they make. Arrays only."""
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Any, Literal, get_args
+from typing import Any, get_args
 
 import numpy as np
 from numpy.typing import NDArray
 
 from train.data.caption_choice import CaptionChoice, Runs, Sources, choice_of, runs_of, smallest
+from train.data.caption_remarks import Unusable, remarks_of
 from train.data.chunk_table import ChunkTable
 from train.data.frame_sampling import START_ROUNDING_US, US_PER_S
 from train.data.node_cache import Rows, index_type, scratch
 
 _BLOCK = 1 << 20  # captions at a time
 _LONGEST_S = 1e9  # longer than any video (train.data.chunks), and far below where microseconds overflow
-
-Unusable = Literal["empty_span", "video_without_chunks", "begins_after_the_last_chunk", "chunk_missing", "not_selected"]
-
-
-_WORDS: dict[Unusable, tuple[str, str]] = {  # of one caption, and of several
-    "empty_span": ("with an empty span", "with an empty span"),
-    "video_without_chunks": ("in a video without chunks", "in videos without chunks"),
-    "begins_after_the_last_chunk": ("begins after the last chunk", "begin after the last chunk"),
-    "chunk_missing": ("in a missing chunk", "in missing chunks"),
-    "not_selected": ("not selected", "not selected"),
-}
 
 
 @dataclass(frozen=True)
@@ -51,12 +41,6 @@ class UsableCaptions:
     def remarks(self) -> list[str]:
         """Excluded and shortened captions, by reason."""
         return remarks_of(self.num_unusable, self.num_shortened)
-
-
-def remarks_of(num_unusable: Mapping[Unusable, int], num_shortened: int) -> list[str]:
-    """Excluded and shortened captions, by reason."""
-    parts = [f"{count:,} {_WORDS[reason][count != 1]}" for reason, count in num_unusable.items()]
-    return [*parts, f"{num_shortened:,} shortened to the end of the video"] if num_shortened else parts
 
 
 def usable_captions(
