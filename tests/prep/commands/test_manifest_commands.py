@@ -66,7 +66,7 @@ def test_a_changed_split_is_counted(videos: Path, tmp_path: Path, capsys: pytest
         table.write_text(f"video,text,split\na,one,{split}\n")
         assert run(*arguments) == 0
         output = capsys.readouterr().out
-        assert said in output and "splits: " in output
+        assert f"folder: 2 videos {said}, " in output and "\nsplits: " in output
 
 
 def test_other_splits_of_the_same_videos_need_another_data_folder(
