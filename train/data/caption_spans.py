@@ -19,7 +19,6 @@ from manifests.caption_digest import TextDigest
 from manifests.caption_spans import CaptionSpans
 from manifests.store import read_videos
 from train.data.caption_choice import choose_sources, runs_of, same_text
-from train.data.caption_remarks import Unusable, remarks_of
 from train.data.chunks import ChunkSet
 from train.data.node_cache import Rows, index_type, scratch
 from train.data.opened_captions import OpenedCaptions, no_captions

@@ -9,7 +9,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from train.data.caption_choice import CaptionChoice, Runs, Sources, choice_of, runs_of, smallest
-from train.data.caption_remarks import Unusable, remarks_of
 from train.data.chunk_table import ChunkTable
 from train.data.frame_sampling import START_ROUNDING_US, US_PER_S
 from train.data.node_cache import Rows, index_type, scratch
