@@ -93,11 +93,11 @@ def proposed_label(labels: Sequence[str]) -> str:
     return ACTION if ACTION in labels else labels[0]
 
 
-def labels_hint(labels: Sequence[str]) -> str:
-    """What to do about a label that is missing or that there is none of."""
+def listed(labels: Sequence[str]) -> str:
+    """Labels and a proposal, for hints."""
     if not labels:
-        return "labels there: none; see docs/classification.md for datasets with labels"
-    return f"labels there: {', '.join(labels)}; for example --label {proposed_label(labels)}"
+        return "none; see docs/classification.md for datasets with labels"
+    return f"{', '.join(labels)}; for example --label {proposed_label(labels)}"
 
 
 def class_names_of(captions: pa.Table, *, label: str, of: str = "") -> pa.ChunkedArray:
@@ -114,12 +114,12 @@ def class_names_of(captions: pa.Table, *, label: str, of: str = "") -> pa.Chunke
         if name not in captions.column_names:
             raise UserError(
                 f"the captions{of} have no column {name} (asked for as label {label!r})",
-                hint=labels_hint(class_labels(captions.schema)),
+                hint=f"labels there: {listed(class_labels(captions.schema))}",
             )
         if pa.types.is_nested(captions[name].type):
             raise UserError(
                 f"captions can have several {label}, which cannot be a class",
-                hint=labels_hint(class_labels(captions.schema)),
+                hint=f"labels there: {listed(class_labels(captions.schema))}",
             )
     texts = [captions[name].cast(pa.string()) for name in wanted]
     return pc.binary_join_element_wise(*texts, ":") if label == ACTION else texts[0]

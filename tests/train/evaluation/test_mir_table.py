@@ -214,6 +214,8 @@ def test_results_name_their_relevancy_and_count_queries_that_have_a_score(releva
     result |= {"video_to_text": scores, "text_to_video": scores, "average": {"mean_ap": 0.5, "ndcg": 0.5}}
     found = table_of(MIR, result)
     assert found.title == f"Multi-instance retrieval (EK-100 MIR, {which}) (incomplete)"
+    of_file = "" if which == "computed relevancy" else f", {which}"
+    assert found.rows[found.headline].label == f"average{of_file} (incomplete)"  # of its tile
     assert found.rows[1].detail == "8 queries, 8 to rank" and found.rows[1].label == "text → video (incomplete)"
     assert "relevancy" not in found.protocol["relevancy"] and found.protocol["incomplete"] == "8 of 15 clips scored"
 

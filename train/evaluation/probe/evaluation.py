@@ -9,7 +9,7 @@ from manifests.errors import UserError
 from train.config.evaluation import PROBE_NUMBERS, ProbeEvaluation
 from train.config.training import ClipSettings
 from train.data.batch import Batch
-from train.data.classes import labels_hint
+from train.data.classes import listed
 from train.distributed.world import World
 from train.evaluation.probe.features import tower_of
 from train.evaluation.probe.probing import probe
@@ -76,7 +76,7 @@ def score_features(opened: OpenedRun, wanted: ProbeFlags) -> Score:
     features, settings, trained, how = opened.spec.features, opened.settings, opened.trained, wanted.evaluation()
     assert features is not None  # of every task that lists this evaluation
     if not wanted.label:
-        raise UserError("--label is missing", hint=labels_hint(available_labels(settings)))
+        raise UserError("--label is missing", hint=f"labels there: {listed(available_labels(settings))}")
     device = trained.device
     sets = open_sets(settings, how, bank_split=wanted.train_split, world=World(), device=device, is_whole=True)
     towers = {name: tower_of(model) for name, model in _models(opened, split=wanted.split).items()}

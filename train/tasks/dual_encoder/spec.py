@@ -160,12 +160,12 @@ def mir_table(result: dict[str, Any]) -> Table:
         share_cell(result["average"][name], _mean(result[key][f"chance_{name}"] for key in _DIRECTIONS))
         for name in ("mean_ap", "ndcg")
     )
-    rows.append(Row("average", "of both directions", means))
     # Results of earlier versions repeat the word.
     relevancy = result["relevancy"].removeprefix("relevancy of ").removeprefix("relevancy ")
+    is_computed = relevancy.startswith("computed from ")
+    rows.append(Row("average" if is_computed else f"average, {relevancy}", "of both directions", means))
     protocol = protocol_of(result, result["coverage"], relevancy=relevancy, left_out=_undefined(result))
-    which = "computed relevancy" if relevancy.startswith("computed from ") else relevancy
-    title = f"Multi-instance retrieval (EK-100 MIR, {which})"
+    title = f"Multi-instance retrieval (EK-100 MIR, {'computed relevancy' if is_computed else relevancy})"
     return Table(title, ("mAP", "nDCG"), tuple(rows), protocol, headline=-1)
 
 
