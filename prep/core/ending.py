@@ -18,9 +18,9 @@ def with_ending(report: Report, column: ColumnSpec, variant_dir: Path, *, data: 
     """Return the report of a run with the total of its variant and the next command.
 
     Args:
-        data: the data folder as the user gave it.
         report: for a part, with its `PartRun.values`: if other parts have left shards unmade, the next command is to
             make them.
+        data: the data folder as the user gave it.
         is_done: False if too much failed, or for a part that leaves the end of the run to others; no next command is
             given then.
     """
@@ -48,17 +48,6 @@ def with_ending(report: Report, column: ColumnSpec, variant_dir: Path, *, data: 
     return Report("\n".join([report.text, *lines]), {**report.values, **values})
 
 
-def _missing_parts(report: Report, column: ColumnSpec, variant: Variant, *, data: Path) -> list[str]:
-    """Return the words of the command that makes what other parts have left; empty if they have left nothing."""
-    from prep.core.selection import stored_request
-
-    not_made = report.values.get("part", {}).get("not_made", {})
-    if not not_made:
-        return []
-    words = shlex.split(column.command_line(stored_request(variant), data_dir=data))
-    return [*words, "--part", *not_made] if len(not_made) == 1 else words
-
-
 def seconds_of(variant: Variant) -> float:
     """Return the seconds of video in a variant; shards whose index cannot be read are left out."""
     known = variant.known_seconds()
@@ -72,3 +61,14 @@ def _seconds(shard: CommittedShard) -> float:
         return index_seconds(shard.index_path)
     except (Damaged, OSError):
         return 0.0
+
+
+def _missing_parts(report: Report, column: ColumnSpec, variant: Variant, *, data: Path) -> list[str]:
+    """Return the words of the command that makes what other parts have left; empty if they have left nothing."""
+    from prep.core.selection import stored_request
+
+    not_made = report.values.get("part", {}).get("not_made", {})
+    if not not_made:
+        return []
+    words = shlex.split(column.command_line(stored_request(variant), data_dir=data))
+    return [*words, "--part", *not_made] if len(not_made) == 1 else words
