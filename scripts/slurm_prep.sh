@@ -31,6 +31,7 @@ fi
 parts=${PARTS:-}
 if [[ -z $parts ]]; then
     parts=$SLURM_ARRAY_TASK_MAX
+    # shellcheck disable=SC2153 # SLURM sets it
     if [[ $SLURM_ARRAY_TASK_MIN != 1 || $SLURM_ARRAY_TASK_COUNT != "$parts" ]]; then
         echo "error: the array is not 1-N, so its numbers do not tell how many parts there are" >&2
         echo "hint: give their number, such as PARTS=16 sbatch --array $SLURM_ARRAY_TASK_ID scripts/slurm_prep.sh $*" >&2

@@ -27,9 +27,9 @@ def with_ending(report: Report, column: ColumnSpec, variant_dir: Path, *, data: 
     """Return the report of a run with the total of its variant and the next command.
 
     Args:
-        data: the data folder as the user gave it.
         report: for a part, with its `PartRun.values`: if other parts have left shards unmade, the next command is to
             make them.
+        data: the data folder as the user gave it.
         is_done: False if the run gave up or its variant is not the current one, or for a part that leaves the end of
             the run to others; no next command is given then.
     """

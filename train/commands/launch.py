@@ -54,7 +54,7 @@ def launch(spec: TaskSpec, settings: ClipSettings, *, resume: Resume) -> None:
             _train(spec, settings, old_run=old_run, held=held, world=world, device=device)
         except Stopped as stop:
             again = f"go on with --resume --out {shlex.quote(str(settings.out))}"
-            raise Stopped(f"{stop}, {'the same command goes on' if resume == 'auto' else again}") from None
+            raise Stopped(f"{stop}, {'the same command continues' if resume == 'auto' else again}") from None
 
 
 def _find_and_hold(path: Path, resume: Resume, *, held: ExitStack) -> RunFolder | None:

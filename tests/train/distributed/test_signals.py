@@ -172,7 +172,8 @@ def test_the_slurm_script_launches_one_torchrun_a_node(
         assert process.returncode != 0
         before, (*older, stopped_at) = stopped_at, all_checkpoints(RunFolder(out).checkpoints)
         assert stopped_at > before and (older == [] or number == signal.SIGUSR1)
-        assert f"stopped: step {stopped_at} is saved" in said
+        assert f"stopped: step {stopped_at} is saved, the same command continues" in said
+        assert "the SignalException above is torchrun's way to stop" in said
         assert '"processes": "2, ddp"' in RunFolder(out).facts.read_text()
         # A job that was cancelled or preempted is SLURM's to requeue.
         assert requeued.exists() == (number == signal.SIGUSR1)
