@@ -88,7 +88,7 @@ def test_runs_are_compared_by_metrics_settings_and_curves(tmp_path: Path) -> Non
     write_overview([run.path for run in runs], out)
     page = out.read_text()
     comparison = page.split("<h2>Comparison</h2>")[1].split("</section>")[0]
-    assert "Text-video retrieval: R@1, text → video" in comparison and "chance 25.0 %" in comparison
+    assert "Text-video retrieval: R@1, text → video" in comparison and "chance 25.0\N{NO-BREAK SPACE}%" in comparison
     assert "1 different setting" in comparison and "<td>lr</td>" in comparison and "0.5</td>" in comparison
     charts = json.loads(page.split('id="charts">')[1].split("</script>")[0])
     loss = next(chart for chart in charts if chart["title"] == "Loss")

@@ -122,7 +122,8 @@ def moments(job: Job, engine: str) -> Iterator[Callable[[], object]]:
         yield job.ffmpegs
         for seconds in (0.3, 0.9):
             yield partial(_has_come, time.monotonic() + seconds)
-        yield lambda: any(Path(f"/proc/{p.pid}/cwd/000002.mp4").exists() for p in job.ffmpegs())
+        # With the first commit, the third chunk has come and gone between two looks.
+        yield lambda: job.commits() or any(Path(f"/proc/{p.pid}/cwd/000002.mp4").exists() for p in job.ffmpegs())
     yield lambda: job.commits() and job.ffmpegs()
 
 
