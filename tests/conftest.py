@@ -19,6 +19,9 @@ from tests.workers import ForkedContext, fork_from, fsync_at_once
 sys.dont_write_bytecode = False
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
+# Processes of several tests share the cores: threads of numpy and torch that wait for each other would keep them busy.
+os.environ |= {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
+
 # Imports and the collection make millions of objects that stay; see `pytest_collection_finish`.
 gc.disable()
 
@@ -34,6 +37,8 @@ LONG = (
     "test_loop.py",
     "test_stages.py",
 )
+# Folders whose tests do not train.
+WITHOUT_TRAINING = ("manifests", "prep", "shards")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -57,10 +62,18 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: LONG.index(item.path.name) if item.path.name in LONG else len(LONG))
 
 
-def pytest_collection_finish() -> None:
-    """Keeps the garbage collector from looking, again and again, at what stays until the end."""
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Makes the tiny model smaller for tests that may train it, which is not worth the import of torch to the others.
+
+    Keeps the garbage collector from looking, again and again, at what stays until the end, or for long.
+    """
+    if any(item.path.relative_to(ROOT / "tests").parts[0] not in WITHOUT_TRAINING for item in session.items):
+        from tests.narrow_text import narrow
+
+        narrow()
     gc.freeze()
     gc.enable()
+    gc.set_threshold(20_000, 20, 50)
 
 
 def pytest_unconfigure() -> None:

@@ -89,17 +89,6 @@ def cuda(device: torch.device) -> torch.device:
     return device
 
 
-@pytest.fixture(scope="session", autouse=True)
-def _one_thread() -> Iterator[None]:
-    """Steps this small are faster on one thread of the CPU, and add numbers up in one order."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    with pytest.MonkeyPatch.context() as environment:
-        environment.setenv("OMP_NUM_THREADS", "1")  # for the processes that tests start
-        yield
-    torch.set_num_threads(before)
-
-
 @pytest.fixture(scope="session")
 def clips_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Videos of bars that move, with captions and labels: 37 captions in split train, 12 in val."""

@@ -2,8 +2,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import torch
 
+from tests.narrow_text import narrow, whole
 from tests.train.full_disk import small_disk
 from tests.train.tiny_data import Caption, chunks_of, write_captions, write_shard
 from train.tasks.caption.metrics.java import MetricUnavailable
@@ -14,15 +14,12 @@ WITH_JAVA = ("test_java_metrics.py",)
 VIDEOS = {"a": "train", "b": "train", "c": "train", "d": "val"}
 
 
-@pytest.fixture(scope="session", autouse=True)
-def _one_thread() -> Iterator[None]:
-    """Steps this small are faster on one thread, and threads of torch that share a busy core crawl."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    with pytest.MonkeyPatch.context() as environment:
-        environment.setenv("OMP_NUM_THREADS", "1")  # for the programs that tests start
-        yield
-    torch.set_num_threads(before)
+@pytest.fixture(scope="module")
+def whole_text_tower() -> Iterator[None]:
+    """The model `tiny` as users have it, for numbers and weights that are recorded."""
+    whole()
+    yield
+    narrow()
 
 
 @pytest.fixture(scope="module", autouse=True)

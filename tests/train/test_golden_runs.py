@@ -13,6 +13,7 @@ from tests.train.classify.moving import write_moving
 from train.cli import main
 from train.run.folder import RunFolder, read_lines
 
+pytestmark = pytest.mark.usefixtures("whole_text_tower")
 GOLDEN = Path(__file__).with_name("golden_runs.json")
 SMALL = "--model tiny --num-frames 2 --size-px 32 --warmup-steps 2 --lr 1e-3 --steps 6 --workers 1 --device cpu"
 FINE_TUNING = (

@@ -38,6 +38,7 @@ from train.report.card import CARD_FILE
 __all__ = ["train"]
 
 Train = Callable[..., int]
+pytestmark = pytest.mark.usefixtures("whole_text_tower")
 RESIZED = "infonce"
 TOLERANCE = 5e-3
 ALIKE = ("loss", "grad_norm", "lr", "epoch", "num_failed")  # of a step; evaluations are alike too, times are not

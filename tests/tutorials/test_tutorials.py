@@ -8,7 +8,6 @@ from io import BytesIO
 from pathlib import Path
 
 import pytest
-import torch
 from PIL import Image
 
 from tests.conftest import ROOT
@@ -21,19 +20,15 @@ PAGES = [ROOT / "docs/start.md", *sorted((ROOT / "docs/tutorials").glob("*.md"))
 
 
 @pytest.fixture(scope="module", autouse=True)
-def _small_machine() -> Iterator[None]:
-    """One thread, and no Java, which takes longer to start than a tutorial."""
+def _no_java() -> Iterator[None]:
+    """No Java, which takes longer to start than a tutorial."""
 
     def java() -> None:
         raise MetricUnavailable("left out of this test")
 
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("OMP_NUM_THREADS", "1")
         patch.setattr("train.tasks.caption.metrics.java.java", java)
         yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="module")

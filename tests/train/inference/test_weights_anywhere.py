@@ -257,6 +257,7 @@ def renamed(model: nn.Module, roots: dict[str, str], parts: dict[str, str]) -> d
     return state
 
 
+@pytest.mark.usefixtures("whole_text_tower")
 @pytest.mark.parametrize(("project", "roots", "is_divided"), [("AVION", AVION, False), ("LaViLa", LAVILA, True)])
 def test_a_file_of_avion_or_lavila_is_scored_and_embedded_as_its_model(
     moving: Path,

@@ -1,0 +1,231 @@
+"""The process that `tests.forks` starts, which has imported the modules of the commands and forks for each of them.
+
+It is two processes: one without torch, which takes the requests, and one with it, which the first hands on to.
+"""
+
+import atexit
+import contextlib
+import gc
+import importlib
+import json
+import multiprocessing
+import os
+import runpy
+import selectors
+import signal
+import socket
+import sys
+import tempfile
+import threading
+import traceback
+from collections.abc import Mapping, Sequence
+from multiprocessing.util import _exit_function  # type: ignore[attr-defined]
+from pathlib import Path
+from typing import Any, NoReturn
+
+from tests.workers import fsync_at_once
+
+ROOT = Path(__file__).parent.parent
+# Of `prep`: a hundred megabytes.
+_LIGHT = (
+    *("prep.cli", "prep.engines.processes", "prep.latents.worker", "prep.latents.vae", "prep.video.worker"),
+    *("prep.latents.plan", "prep.text.run", "prep.text.tower", "prep.text.plan"),
+    *("prep.video.planning", "prep.video.report", "prep.video.check", "prep.latents.sample", "prep.text.check"),
+    *("prep.core.run", "prep.upkeep.garbage", "prep.upkeep.status", "prep.upkeep.texts", "prep.synthetic.make"),
+    *("manifests.adapters.folder", "manifests.store"),
+)
+# Of all others, with torch: a gigabyte, whose page tables cost a tenth of a second to copy and to free.
+_HEAVY = (
+    # Of the processes of `tests.workers`. `torch._dynamo` is what a first step imports by itself.
+    *("tests.train.distributed.runs", "tests.train.distributed.stage_runs", "tests.train.killed", "torch._dynamo"),
+    *("tests.train.losses.runs", "tests.train.optim.sharded_steps", "train.tasks.mae.evaluation"),
+    *("train.cli", "train.commands.launch", "train.engine.loop", "train.report.results"),
+    *("torch.distributed.checkpoint", "torch.utils.flop_counter"),
+    *("diffusers.models.autoencoders.autoencoder_tiny", "open_clip"),
+)
+# Packages of the checkout. A command that has another checkout on its PYTHONPATH imports them from there.
+_OWN = ("benchmarks", "manifests", "prep", "scripts", "shards", "tests", "train")
+
+
+class Server:
+    """Forks for each request.
+
+    A request is a connection with a byte that carries three descriptors, and a line of JSON. It is answered by a line
+    with the command's process ID, and one with its exit status, negative for a signal. A command whose connection is
+    closed is killed. A connection that carries none keeps the server, which ends with the last of them.
+
+    Args:
+        listening: where connections come from, or those that were handed on.
+        heavy: where requests that need torch are handed on to; None where they are served.
+    """
+
+    def __init__(self, listening: socket.socket, heavy: socket.socket | None) -> None:
+        self._listening, self._heavy = listening, heavy
+        self._selector = selectors.DefaultSelector()
+        self._asking: dict[int, socket.socket] = {}
+        self._keepers: set[socket.socket] = set()
+        self._waking, self._woken = socket.socketpair()
+        self._woken.setblocking(False)
+
+    def serve(self) -> NoReturn:
+        """Answer until there is nobody to keep it."""
+        signal.set_wakeup_fd(self._woken.fileno(), warn_on_full_buffer=False)
+        signal.signal(signal.SIGCHLD, lambda *_: None)
+        self._selector.register(self._listening, selectors.EVENT_READ)
+        self._selector.register(self._waking, selectors.EVENT_READ)
+        while True:
+            for key, _ in self._selector.select():
+                if key.fileobj is self._waking:
+                    self._waking.recv(4096)
+                    self._answer()
+                elif key.fileobj is self._listening:
+                    (self._take_over if self._heavy is None else self._accept)()
+                elif key.fileobj in self._keepers:
+                    self._selector.unregister(key.fileobj)
+                    self._keepers = {other for other in self._keepers if other is not key.fileobj}
+                    if not self._keepers:
+                        self._end()
+                else:
+                    self._selector.unregister(key.fileobj)
+                    with contextlib.suppress(ProcessLookupError):
+                        os.kill(key.data, signal.SIGKILL)
+
+    def _accept(self) -> None:
+        connection, _ = self._listening.accept()
+        _, descriptors, _, _ = socket.recv_fds(connection, 1, 3)
+        if not descriptors:
+            self._keepers.add(connection)
+            self._selector.register(connection, selectors.EVENT_READ)
+            return
+        line = connection.makefile("rb").readline()
+        request = json.loads(line)
+        if _is_light(request):
+            self._fork(connection, descriptors, request)
+        else:
+            assert self._heavy is not None
+            socket.send_fds(self._heavy, [line], [connection.fileno(), *descriptors])
+            connection.close()
+            _close(descriptors)
+
+    def _take_over(self) -> None:
+        line, descriptors, _, _ = socket.recv_fds(self._listening, 1 << 20, 4)
+        if not line:  # the other process has ended
+            self._end()
+        self._fork(socket.socket(fileno=descriptors.pop(0)), descriptors, json.loads(line))
+
+    def _fork(self, connection: socket.socket, descriptors: list[int], request: dict[str, Any]) -> None:
+        if pid := os.fork():
+            self._asking[pid] = connection
+            self._selector.register(connection, selectors.EVENT_READ, pid)
+            connection.sendall(f"{pid}\n".encode())
+            _close(descriptors)
+            return
+        signal.set_wakeup_fd(-1)
+        own = (self._listening, self._heavy, self._waking, self._woken, connection)
+        for other in (*own, *self._keepers, *self._asking.values()):
+            if other is not None:
+                other.close()
+        self._selector.close()
+        _become(request, descriptors)
+
+    def _answer(self) -> None:
+        for pid in list(self._asking):
+            ended, status = os.waitpid(pid, os.WNOHANG)
+            if ended:
+                with contextlib.suppress(KeyError):
+                    self._selector.unregister(self._asking[pid])
+                with contextlib.suppress(OSError), self._asking.pop(pid) as connection:
+                    connection.sendall(f"{os.waitstatus_to_exitcode(status)}\n".encode())
+
+    def _end(self) -> NoReturn:
+        for pid in self._asking:
+            os.kill(pid, signal.SIGKILL)
+        os._exit(0)
+
+
+def servers(address: str) -> Server:
+    """Import everything, and go on as two processes of their own when there is an abstract Unix socket."""
+    gc.disable()
+    _import(_LIGHT)
+    listening = socket.socket(socket.AF_UNIX)
+    listening.bind(f"\0{address}")
+    listening.listen()
+    if os.fork():
+        os._exit(0)  # tells who started it that it listens
+    os.setsid()
+    handed_on, heavy = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    is_light = bool(os.fork())
+    (handed_on if is_light else heavy).close()
+    if not is_light:
+        listening.close()
+        _import(_HEAVY)
+        importlib.import_module("tests.narrow_text").narrow()
+    gc.freeze()  # keeps memory shared with the forks
+    gc.enable()
+    return Server(listening, heavy) if is_light else Server(handed_on, None)
+
+
+def _close(descriptors: Sequence[int]) -> None:
+    for descriptor in descriptors:
+        os.close(descriptor)
+
+
+def _import(names: Sequence[str]) -> None:
+    for name in names:
+        with contextlib.suppress(ImportError):
+            importlib.import_module(name)
+
+
+def _is_light(request: Mapping[str, Any]) -> bool:
+    return request["module"] == "prep.cli" and request["arguments"][:1] not in (["latents"], ["text"])
+
+
+def _become(request: dict[str, Any], descriptors: list[int]) -> NoReturn:
+    """Run the module in this fork, and exit."""
+    code = 1
+    try:
+        os.setsid()
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        for number, descriptor in enumerate(descriptors):
+            os.dup2(descriptor, number)
+            os.close(descriptor)
+        os.chdir(request["folder"])
+        os.environ.clear()
+        os.environ.update(request["environment"])
+        sys.dont_write_bytecode = "PYTHONDONTWRITEBYTECODE" in os.environ
+        tempfile.tempdir = None
+        if request.get("is_of_other_checkout"):
+            for name in [name for name in sys.modules if name.partition(".")[0] in _OWN]:
+                del sys.modules[name]
+            sys.path[:] = [path for path in sys.path if path != str(ROOT)]
+            sys.path[:0] = request["environment"]["PYTHONPATH"].split(os.pathsep)
+            sys.path_importer_cache.clear()
+            sys.executable = request["python"]
+        processes: Any = importlib.import_module("prep.engines.processes")
+        processes._CONTEXT = multiprocessing.get_context("fork")
+        os.fsync = fsync_at_once  # type: ignore[assignment]
+        if "CLIPMILL_TORTURE_WATCH" in os.environ:
+            from tests.torture.interposer.calls import install
+
+            install()
+        sys.argv = [request["module"], *request["arguments"]]
+        sys.modules.pop(request["module"], None)  # it becomes __main__, as in an interpreter of its own
+        runpy.run_module(request["module"], run_name="__main__", alter_sys=True)
+        code = 0
+    except SystemExit as end:
+        code = end.code if isinstance(end.code, int) else int(end.code is not None)
+    except BaseException:  # noqa: BLE001 - as the interpreter does it
+        traceback.print_exc()
+    with contextlib.suppress(Exception):
+        threading._shutdown()  # type: ignore[attr-defined]
+        _exit_function()
+        atexit._run_exitfuncs()
+        sys.stdout.flush()
+        sys.stderr.flush()
+    os._exit(code)
+
+
+if __name__ == "__main__":
+    sys.path[0] = str(ROOT)
+    servers(sys.argv[1]).serve()
