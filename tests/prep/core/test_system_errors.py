@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.prep.running import Ran, contents
+from tests.prep.running import Ran, contents, messages
 from tests.prep.sets import LEN, ShardSet
 
 Prep = Callable[..., Ran]
@@ -48,7 +48,7 @@ def test_a_record_that_cannot_be_written_is_named(prep: Prep, shard_set: ShardSe
         assert f"{path}" in ran.stderr and os.strerror(error) in ran.stderr
         assert "Traceback" not in ran.stderr
         # A layout that is missing is said to be rebuilt.
-        assert len(ran.stderr.splitlines()) == status + record.startswith("layout")
+        assert len(messages(ran.stderr)) == status + record.startswith("layout")
     chunk_again(prep, shard_set.data, status=1)  # for its text that poses as a video
     assert contents(shard_set.data) == before
 
