@@ -57,11 +57,12 @@ def add_files(app: "App", commands: tuple[str, ...], arguments: "ArgumentCollect
     `--resume auto` from all of them.
     """
 
-    if all(argument.name != "--config" for argument in arguments):
+    tokens = {argument.name: argument.tokens for argument in arguments}
+    if "--config" not in tokens:
         return  # not a command of settings; train quickstart has a preset as a name
 
     def given(name: str) -> list[str]:
-        return [token.value for argument in arguments if argument.name == name for token in argument.tokens]
+        return [token.value for token in tokens.get(name, ())]
 
     def fill(path: Path) -> None:
         yaml_source(path)(app, commands, arguments)
