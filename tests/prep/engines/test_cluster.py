@@ -1,13 +1,15 @@
 """Clusters of nodes that die while they work, or must not work at all."""
 
-import os
+import ctypes
 import secrets
 import shlex
 import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -20,31 +22,52 @@ from tests.prep.running import MARK, Ran, chunk, contents, manifest, messages, p
 SETTINGS = ("--len", "500ms", "--preset", "veryslow")
 
 
-@pytest.fixture
-def mark(monkeypatch: pytest.MonkeyPatch) -> str:
-    """In the environment of the cluster's processes, which are to see a dead node soon."""
+# A head without what only a user would look at: each of these is a process.
+HEAD = {"num_cpus": 1, "include_dashboard": False, "include_log_monitor": False, "no_monitor": True}
+
+
+@contextmanager
+def marked() -> Iterator[str]:
+    """A mark in the environment of the cluster's processes, which are to see a dead node soon."""
     mark = secrets.token_hex(8)
-    for name, value in {
-        MARK: mark,
-        "PYTHONPATH": str(ROOT),
-        "RAY_AUTH_MODE": "disabled",
-        "RAY_USAGE_STATS_ENABLED": "0",
-        "RAY_health_check_initial_delay_ms": "500",
-        "RAY_health_check_period_ms": "500",
-        "RAY_health_check_failure_threshold": "3",
-    }.items():
-        monkeypatch.setenv(name, value)
-    return mark
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in {
+            MARK: mark,
+            "PYTHONPATH": str(ROOT),
+            "RAY_AUTH_MODE": "disabled",
+            "RAY_USAGE_STATS_ENABLED": "0",
+            "RAY_health_check_initial_delay_ms": "500",
+            "RAY_health_check_period_ms": "500",
+            "RAY_health_check_failure_threshold": "3",
+        }.items():
+            patch.setenv(name, value)
+        yield mark
 
 
 @pytest.fixture
-def cluster(mark: str) -> Iterator[Any]:
-    """A head with one CPU."""
+def mark() -> Iterator[str]:
+    """Of a test with a Ray of its own."""
+    with marked() as mark:
+        yield mark
+
+
+@pytest.fixture(scope="module")
+def head() -> Iterator[Any]:
+    """A cluster of one CPU, for the tests that leave it so."""
     from ray.cluster_utils import Cluster
 
-    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False})
+    with marked():
+        cluster = Cluster(initialize_head=True, head_node_args=HEAD)
     yield cluster
     cluster.shutdown()
+
+
+@pytest.fixture
+def cluster(head: Any, mark: str) -> Iterator[Any]:
+    """The shared head, and the nodes that a test adds, which have its mark."""
+    yield head
+    for node in list(head.worker_nodes):
+        head.remove_node(node)
 
 
 def test_a_run_outlives_one_of_two_nodes(
@@ -57,10 +80,8 @@ def test_a_run_outlives_one_of_two_nodes(
     shutil.copytree(data, tmp_path / "undisturbed")
     chunk(tmp_path / "undisturbed", *SETTINGS)
 
-    before = {process.pid for process in processes(mark)}
     second = cluster.add_node(num_cpus=1)
-    cluster.wait_for_nodes()
-    node = {process.pid for process in processes(mark)} - before
+    node = {process.pid for process in processes(mark)}
     run = start("chunk", "--data", data, "--json", "--address", cluster.address, *SETTINGS)
 
     def parents_of_encoders() -> set[int]:
@@ -76,37 +97,27 @@ def test_a_run_outlives_one_of_two_nodes(
     assert contents(data) == contents(tmp_path / "undisturbed")
 
 
-Node = Callable[..., "subprocess.Popen[bytes]"]
+AddNode = Callable[..., None]
+_CLONE_NEWNS = 0x00020000  # of <sched.h>; `os.unshare` comes with Python 3.12
 
 
 @pytest.fixture
-def add_node(cluster: Any, mark: str) -> Iterator[Node]:
-    """Starts a node of one CPU after a shell command, of whose mounts nobody else sees anything."""
-    nodes = []
+def add_node(cluster: Any, monkeypatch: pytest.MonkeyPatch) -> AddNode:
+    """Adds a node of one CPU after some mounts, of which nobody else sees anything."""
+    # Only the main thread may say what to do at the end. The nodes end with the head at the latest.
+    monkeypatch.setattr(cluster, "_shutdown_at_exit", False)
 
-    def add(*, first: str) -> "subprocess.Popen[bytes]":
-        ray = [os.fspath(Path(sys.executable).with_name("ray")), "start", "--address", cluster.address]
-        command = f"{first} && exec {shlex.join([*ray, '--num-cpus', '1', '--block'])}"
-        there = num_alive()
-        nodes.append(
-            subprocess.Popen(
-                ["unshare", "--mount", "sh", "-c", command],
-                stdout=subprocess.DEVNULL,
-                stderr=subprocess.DEVNULL,
-            )
-        )
-        # One after another: raylets that start at once may choose the same port.
-        wait_until(lambda: num_alive() > there)
-        return nodes[-1]
+    def start(mounts: Sequence[Sequence[object]]) -> None:
+        assert ctypes.CDLL(None).unshare(_CLONE_NEWNS) == 0
+        for words in (["--make-rprivate", "/"], *mounts):
+            subprocess.run(["mount", *map(str, words)], check=True)
+        cluster.add_node(num_cpus=1)
 
-    def num_alive() -> int:
-        return sum(node["Alive"] for node in cluster.global_state.node_table())
+    def add(*mounts: Sequence[object]) -> None:
+        with ThreadPoolExecutor(1) as thread:  # which can have mounts of its own, and hands them on
+            thread.submit(start, mounts).result()
 
-    yield add
-    for node in nodes:
-        node.send_signal(signal.SIGTERM)
-    for node in nodes:
-        node.wait()
+    return add
 
 
 def require_private_mounts() -> None:
@@ -125,25 +136,38 @@ def other_source(folder: Path) -> Path:
 
 
 def test_nodes_that_cannot_do_the_work_are_named_and_get_none(
-    cluster: Any, add_node: Node, tmp_path: Path, write_video: Callable[..., Path]
+    cluster: Any, add_node: AddNode, tmp_path: Path, write_video: Callable[..., Path]
 ) -> None:
     require_private_mounts()
     videos, data = tmp_path / "videos", tmp_path / "data"
-    for number in range(8):
-        write_video(videos / f"{number}.mp4", seconds=4, first_number=1000 * number)
+    for number in range(4):  # of a shard each, so that each node would get one
+        write_video(videos / f"{number}.mp4", seconds=1.6, first_number=1000 * number)
     manifest(data, videos)
+    settings = ("--len", "100ms", "--preset", "ultrafast")
     shutil.copytree(data, tmp_path / "undisturbed")
-    chunk(tmp_path / "undisturbed", *SETTINGS)
-    add_node(first=shlex.join(["mount", "-t", "tmpfs", "tmpfs", os.fspath(data)]))
+    assert chunk(tmp_path / "undisturbed", *settings)["num_shards"] == 4
+    arguments = ("--json", "--address", cluster.address, *settings)
+    add_node(["-t", "tmpfs", "tmpfs", data])
+
+    # A data folder that the driver alone sees.
+    alone = tmp_path / "alone"
+    alone.mkdir()
+    command = [sys.executable, "-m", "prep.cli", *map(str, ("chunk", "--data", alone, *arguments))]
+    mounted = f"mount -t tmpfs tmpfs {alone} && cp -r {data}/manifest {alone} && exec {shlex.join(command)}"
+    ended = subprocess.run(
+        ["unshare", "--mount", "sh", "-c", mounted], cwd=ROOT, capture_output=True, text=True, timeout=120
+    )
+    error, hint = ended.stderr.splitlines()[-2:]
+    assert ended.returncode == 2 and hint.startswith("hint: each node needs "), ended.stderr
+    assert error.startswith("error: no usable workers: node ") and error.count(" on ") == 2
+    assert "Traceback" not in ended.stderr and list(alone.iterdir()) == []
+
     copy = other_source(tmp_path / "copy")
     # Ray lets workers see the modules that the driver sees, where they are.
-    add_node(first=shlex.join(["mount", "--bind", os.fspath(copy / "prep"), os.fspath(ROOT / "prep")]))
+    add_node(["--bind", copy / "prep", ROOT / "prep"])
+    add_node(*(["-t", "tmpfs", "tmpfs", ROOT / package] for package in ("manifests", "shards", "prep")))
 
-    packages = [ROOT / package for package in ("manifests", "shards", "prep")]
-    add_node(first=" && ".join(shlex.join(["mount", "-t", "tmpfs", "tmpfs", os.fspath(path)]) for path in packages))
-
-    arguments = ("chunk", "--data", data, "--json", "--address", cluster.address, *SETTINGS)
-    ran = prep(*arguments)
+    ran = prep("chunk", "--data", data, *arguments)
     reasons = [refused["reason"] for refused in ran.summary["refused_workers"]]
     assert sorted(reason.split(" (source ")[0].split(":")[0] for reason in reasons) == [
         f"clipmill {version('clipmill')}",
@@ -155,19 +179,6 @@ def test_nodes_that_cannot_do_the_work_are_named_and_get_none(
     assert ran.summary["failures"] == {} and ran.summary["num_chunks"] == 64
     assert contents(data) == contents(tmp_path / "undisturbed")
 
-    # A data folder that the driver alone sees.
-    alone = tmp_path / "alone"
-    alone.mkdir()
-    command = [sys.executable, "-m", "prep.cli", *map(str, ("chunk", "--data", alone, *arguments[3:]))]
-    mounted = f"mount -t tmpfs tmpfs {alone} && cp -r {data}/manifest {alone} && exec {shlex.join(command)}"
-    ended = subprocess.run(
-        ["unshare", "--mount", "sh", "-c", mounted], cwd=ROOT, capture_output=True, text=True, timeout=120
-    )
-    error, hint = ended.stderr.splitlines()[-2:]
-    assert ended.returncode == 2 and hint.startswith("hint: each node needs "), ended.stderr
-    assert error.startswith("error: no usable workers: node ") and error.count(" on ") >= 3
-    assert "Traceback" not in ended.stderr and list(alone.iterdir()) == []
-
 
 def test_a_cluster_that_is_lost_is_one_line(
     mark: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, write_video: Callable[..., Path]
@@ -175,10 +186,10 @@ def test_a_cluster_that_is_lost_is_one_line(
     from ray.cluster_utils import Cluster
 
     monkeypatch.setenv("RAY_gcs_rpc_server_reconnect_timeout_s", "2")
-    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False})
+    cluster = Cluster(initialize_head=True, head_node_args=HEAD)
     address = cluster.address
     try:
-        write_video(tmp_path / "videos" / "a.mp4", seconds=60)
+        write_video(tmp_path / "videos" / "a.mp4", seconds=12)
         manifest(tmp_path / "data", tmp_path / "videos")
         run = start("chunk", "--data", tmp_path / "data", "--address", cluster.address, *SETTINGS)
         wait_until(lambda: any(process.is_ffmpeg for process in processes(mark)))
@@ -200,7 +211,7 @@ def test_ray_that_is_told_to_stop_says_one_line_and_leaves_no_process(
     mark: str, tmp_path: Path, write_video: Callable[..., Path]
 ) -> None:
     for name in "ab":
-        write_video(tmp_path / "videos" / f"{name}.mp4", seconds=30)
+        write_video(tmp_path / "videos" / f"{name}.mp4", seconds=10)
     manifest(tmp_path / "data", tmp_path / "videos")
     run = start("chunk", "--data", tmp_path / "data", "--workers", 1, *SETTINGS)
     wait_until(lambda: list((tmp_path / "data").glob("video/*/commits/*.json")) or run.poll() is not None)

@@ -24,7 +24,7 @@ def make_here(data: Path) -> Summary:
 
 def is_worker(process: Process) -> bool:
     """Whether it may still write a shard."""
-    return any(name in " ".join(process.arguments) for name in ("ray::_Actor", "multiprocessing.spawn"))
+    return any(name in " ".join(process.arguments) for name in ("ray::latents", "multiprocessing.spawn"))
 
 
 @pytest.fixture(scope="module")
