@@ -40,6 +40,5 @@ def first_of(subjects: Subjects, num_cases: int) -> Subjects:
     def first(draw: Callable[[], Iterator[Case]]) -> Iterator[Case]:
         return islice(draw(), num_cases)
 
-    return {
-        name: partial(first, draw) for name, draw in subjects.items() if name not in TOO_LONG and name not in LIKE_OTHERS
-    }
+    left_out = TOO_LONG | LIKE_OTHERS
+    return {name: partial(first, draw) for name, draw in subjects.items() if name not in left_out}
