@@ -32,6 +32,7 @@ from tests.object_storage.server import S3Server, s3_server
 OBJECT_BYTES = 190_000
 NUM_OBJECTS = 50
 BUCKET = "benchmark"
+NUM_WORKERS = 2
 LEN = ("--len", "500ms", "--preset", "ultrafast", "--short-side", "96")
 
 
@@ -113,7 +114,9 @@ def measure_prep(
             data = str(folder / f"data-{number}") if address is None else f"{address}-{number}"
             made = ("--videos", str(num_videos), "--minutes", "0.5", "--out", folder / "videos", "--data", data)
             run_measured(prep_command("manifest", "synthetic", *made))
-            chunk = prep_command("chunk", *LEN, "--engine", "processes", "--workers", "2", "--data", data, "--json")
+            chunk = prep_command(
+                "chunk", *LEN, "--engine", "processes", "--workers", str(NUM_WORKERS), "--data", data, "--json"
+            )
             for what in ("all to do", "nothing to do"):
                 proxy.set(latency_s=delay_s)
                 usage = run_measured(chunk)

@@ -38,6 +38,7 @@ from prep.synthetic.frame_numbers import write_frame_number_video
 from tests.object_storage.faults import Faults, faulty
 from tests.object_storage.server import s3_server
 
+NUM_WORKERS = 2
 QUICK = ("--preset", "ultrafast", "--short-side", "96", "--len", "2s")
 
 
@@ -186,7 +187,7 @@ def run_steps(
         run_measured(prep_command("manifest", "folder", places[name], "--data", str(data / name)))
     yield measured("plan", "plan", "--data", str(data / "often"))
     yield measured("replan", "plan", "--data", str(data / "often"))
-    engine = ("--engine", "processes", "--workers", "2")
+    engine = ("--engine", "processes", "--workers", str(NUM_WORKERS))
     yield measured("chunk", "chunk", *settings, *engine, "--data", str(data / "once"))
     shutil.rmtree(data)
 

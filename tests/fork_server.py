@@ -203,7 +203,8 @@ def _become(request: dict[str, Any], descriptors: list[int]) -> NoReturn:
             sys.path_importer_cache.clear()
             sys.executable = request["python"]
         processes: Any = importlib.import_module("prep.engines.processes")
-        processes._CONTEXT = multiprocessing.get_context("fork")
+        if "AWS_ENDPOINT_URL" not in os.environ:  # object storage does not survive a fork: those workers are spawned
+            processes._CONTEXT = multiprocessing.get_context("fork")
         os.fsync = fsync_at_once  # type: ignore[assignment]
         if "CLIPMILL_TORTURE_WATCH" in os.environ:
             from tests.torture.interposer.calls import install

@@ -70,6 +70,8 @@ TINY = {
     ],
     "vit": ["--rounds", "1", "--variants", "naive", "fused, checkpointed", "open_clip", "--device", "cpu"],
 }
+# Constants of the modules: lengths of a turn, workers of a command.
+SMALLER = {"AT_LEAST_S": 0.05, "LOADER_AT_LEAST_S": 0.05, "LATENT_EPOCHS": 2, "CLIPS_PER_PIECE": 20, "NUM_WORKERS": 1}
 NOT_BENCHMARKS = {
     "__init__",
     "allocated",
@@ -111,15 +113,18 @@ def flat_pictures(random: np.random.Generator) -> Iterator[np.ndarray]:
 def test_a_benchmark_prints_a_table_and_writes_the_same_as_json(
     name: str, tmp_path: Path, forks: Forks, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    from benchmarks.decode_peers.chunk_sets import CLOSED, OWN, RECIPES
+
     json_path = tmp_path / "figures.json"
     # Its programs are forked, for some of which a table of the module has the interpreter.
-    if name not in ("object_storage", "remote_sources"):  # object storage does not survive a fork
-        monkeypatch.setattr(sys, "executable", str(forks.python()))
+    monkeypatch.setattr(sys, "executable", str(forks.python()))
     monkeypatch.delitem(sys.modules, f"benchmarks.{name}", raising=False)
     module = importlib.import_module(f"benchmarks.{name}")
     monkeypatch.setattr("benchmarks.decode_peers.pieces.made_pictures", flat_pictures)
-    for length_of_a_turn in {"AT_LEAST_S", "LOADER_AT_LEAST_S"} & vars(module).keys():
-        monkeypatch.setattr(module, length_of_a_turn, 0.05)
+    for constant in SMALLER.keys() & vars(module).keys():
+        monkeypatch.setattr(module, constant, SMALLER[constant])
+    for recipe in (OWN, CLOSED):
+        monkeypatch.setitem(RECIPES, recipe, (*RECIPES[recipe], "--preset", "ultrafast"))
     monkeypatch.setattr(sys, "argv", [name, *TINY[name], "--json", str(json_path)])
     module.main()
     figures = json.loads(json_path.read_text())

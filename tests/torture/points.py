@@ -117,7 +117,7 @@ def _walk(
 
 def _check_rerun(subject: Subject, workspace: Workspace, undisturbed: Mapping[str, str], folder: Path) -> None:
     """Check that the command, run again without faults, produces the expected result."""
-    watched = subject.watched_again(workspace, folder)
+    watched = subject.watched_last(workspace, folder)
     ended_well(watched.undisturbed(workspace.commands), status=subject.status)
     same_contents(subject.kept(folder), undisturbed)
     no_litter(folder / "data", folder / "run")
