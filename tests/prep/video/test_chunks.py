@@ -18,6 +18,7 @@ from shards.verify import verify_shard
 from tests.prep.numbered import frame_numbers
 from tests.prep.running import chunk, manifest, prep_here
 
+QUICK = ("--preset", "ultrafast")
 CAPTIONS = """video,text,begin_s,end_s
 long,starts in the first and ends in the third,1.5,4.25
 long,a moment of the second,2.5,2.6
@@ -43,7 +44,7 @@ def data(tmp_path_factory: pytest.TempPathFactory, write_video: Callable[..., Pa
     write_video(folder / "videos/val/a.b c.mp4", seconds=4, first_number=1000)
     (folder / "captions.csv").write_text(CAPTIONS)
     manifest(folder / "data", folder / "videos", "--captions", folder / "captions.csv")
-    chunk(folder / "data", "--len", "2s")
+    chunk(folder / "data", "--len", "2s", *QUICK)
     return folder / "data"
 
 
@@ -99,12 +100,12 @@ def test_tails_are_dropped_or_merged(
 ) -> None:
     own = tmp_path / "data"
     manifest(own, data.parent / "videos")
-    chunk(own, "--len", "2s", "--tail", tail)
+    chunk(own, "--len", "2s", "--tail", tail, *QUICK)
     found: dict[str, list[int]] = {}
     for key, sample in sorted(samples(own).items()):
         found.setdefault(key.split("_")[0], []).append(len(frame_numbers(sample["mp4"])))
     assert found == frames
-    plan = json.loads(prep_here("plan", "--data", own, "--len", "2s", "--tail", tail, "--json").stdout)
+    plan = json.loads(prep_here("plan", "--data", own, "--len", "2s", "--tail", tail, "--json", *QUICK).stdout)
     assert plan["num_chunks"] == sum(map(len, frames.values())) and plan["work"] == []
 
 
@@ -137,7 +138,7 @@ def test_audio_is_kept_on_request_and_dropped_otherwise(tmp_path: Path, write_vi
     manifest(tmp_path / "data", tmp_path / "videos")
     streams: dict[str, set[str]] = {}
     for audio in ("drop", "keep"):
-        chunk(tmp_path / "data", "--len", "2s", "--audio", audio)
+        chunk(tmp_path / "data", "--len", "2s", "--audio", audio, *QUICK)
         for key, sample in samples(tmp_path / "data").items():
             assert len(frame_numbers(sample["mp4"])) == 60
             with av.open(BytesIO(sample["mp4"]), "r") as container:

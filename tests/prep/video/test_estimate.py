@@ -25,9 +25,10 @@ def data(prep: Prep, tmp_path: Path) -> Path:
     """A data folder with two videos of 8 s, and one that has been cut off since it was read."""
     videos = tmp_path / "videos"
     videos.mkdir()
-    for name, size in (("small", "320x180"), ("large", "640x360"), ("cut", "640x360")):
+    for name, size in (("small", "160x90"), ("large", "320x180"), ("cut", "320x180")):
         source = f"testsrc2=size={size}:rate=25:duration=8"
-        command = [find_ffmpeg().path, "-loglevel", "error", "-f", "lavfi", "-i", source, "-g", "25"]
+        command = [find_ffmpeg().path, "-loglevel", "error", "-f", "lavfi", "-i", source]
+        command += ["-g", "25", "-preset", "ultrafast"]
         subprocess.run([*command, str(videos / f"{name}.mp4")], check=True)
     prep("manifest", "folder", videos, "--data", tmp_path / "data")
     prep("plan", "--data", tmp_path / "data")

@@ -70,11 +70,11 @@ def towers(out: Path, data_dir: Path, **changes: Any) -> DualEncoderSettings:
         input="latents",
         text_tower="frozen",
         segment="2s",
-        steps=6,
+        steps=4,
         batch=8,
         lr=1e-3,
         warmup_steps=2,
-        checkpoint_every=3,
+        checkpoint_every=2,
         model="tiny",
         num_frames=2,
         loss=Loss(kind="fastclip-v3"),
@@ -92,7 +92,7 @@ def adapted(out: Path, data_dir: Path, *, source: Path, **changes: Any) -> DualE
 
 def locked(out: Path, data_dir: Path, **changes: Any) -> DualEncoderSettings:
     """Settings of a dual encoder with a frozen video tower and a trained text tower, in microbatches."""
-    tuned = {"text_tower": "trained", "freeze": ("video",), "loss": Loss(), "microbatch": 3, "steps": 4}
+    tuned = {"text_tower": "trained", "freeze": ("video",), "loss": Loss(), "microbatch": 3}
     return towers(out, data_dir, **tuned, **changes)
 
 
@@ -124,17 +124,17 @@ def masked(out: Path, data_dir: Path, **changes: Any) -> MaeSettings:
         out=out,
         input="latents",
         segment="2s",
-        steps=6,
+        steps=4,
         batch=8,
         lr=1e-2,
         warmup_steps=2,
-        checkpoint_every=3,
+        checkpoint_every=2,
         model="tiny",
         num_frames=4,
         mask_ratio=0.75,
         decoder_mask="random",
         decoder_depth=1,
-        evaluate=ProbeEvaluation(every=3, labels=("pattern",), methods=("knn", "linear"), neighbours=6, max_bank=30),
+        evaluate=ProbeEvaluation(every=2, labels=("pattern",), methods=("knn", "linear"), neighbours=6, max_bank=30),
         best="val/pattern_linear_top1",
     )
     return replace(base, **changes)
