@@ -11,13 +11,14 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from contextlib import ExitStack
 from pathlib import Path
 
 from manifests.errors import FailedWork, UserError, run_command
 from scripts.gpu_kit.machine import MISSING, Devices, Package, conflicts, find_devices, find_packages, unpack_missing
 from scripts.gpu_kit.parts import GRACE_S, PARTS, Part, Verdict, command_of, run_part
 from scripts.gpu_kit.requirements import EVERYTHING, needs_of
-from scripts.gpu_kit.signals import stopping
+from scripts.gpu_kit.signals import postponing, stopping
 
 LOG = "run.log"
 SITE = "site"
@@ -96,8 +97,10 @@ def run_kit(kit: Path, *, out: Path, parts: list[Part], minutes: float | None, i
     except OSError as error:
         raise UserError(f"results cannot be written to {out}: {error.strerror}", hint=_GIVE_FOLDER) from None
     # Outside of OUT, which is copied back, and of the kit, which may be read-only.
-    with tempfile.TemporaryDirectory(prefix="gpu-kit-", ignore_cleanup_errors=True) as folder:
-        scratch = Path(folder)
+    with ExitStack() as stack:
+        with postponing():
+            folder = tempfile.TemporaryDirectory(prefix="gpu-kit-", ignore_cleanup_errors=True)
+            scratch = Path(stack.enter_context(folder))
         commit = (kit / "checkout" / "COMMIT").read_text().strip()
         say(f"clipmill {commit}, Python {sys.version.split()[0]} ({sys.executable}){', dry run' * is_dry_run}")
         _prepare(kit, site=scratch / SITE, is_dry_run=is_dry_run, say=say)

@@ -4,12 +4,16 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
 import pytest
 
+from manifests.errors import Stopped
 from scripts.gpu_kit.build import copy_checkout
+from scripts.gpu_kit.run import run_kit
+from scripts.gpu_kit.signals import stopping
 
 
 @pytest.fixture(scope="module")
@@ -94,4 +98,23 @@ def test_a_run_that_is_stopped_leaves_no_work_folder(
     _, said = running.communicate()
     assert running.returncode == status, said
     assert len(said.splitlines()) == 1 and "was terminated" in said
+    assert not any(scratch.iterdir())
+
+
+def test_a_stop_while_the_work_folder_is_made_leaves_none(
+    kit: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mkdtemp = tempfile.mkdtemp
+
+    def make_and_be_stopped(*arguments: str | None) -> str:
+        folder = mkdtemp(*arguments)
+        os.kill(os.getpid(), signal.SIGTERM)
+        return folder
+
+    scratch = tmp_path / "scratch"
+    scratch.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(scratch))
+    monkeypatch.setattr(tempfile, "mkdtemp", make_and_be_stopped)
+    with pytest.raises(Stopped, match="was terminated"), stopping():
+        run_kit(kit, out=tmp_path / "out", parts=[], minutes=None, is_dry_run=True)
     assert not any(scratch.iterdir())
