@@ -108,7 +108,7 @@ def test_a_killed_run_leaves_no_process_and_a_task_of_the_next_outlives_its_work
         for ffmpeg in job.ffmpegs():
             os.kill(ffmpeg.pid, signal.SIGSTOP)  # so that it cannot just come to its end
         process.send_signal(signal.SIGKILL)
-        process.communicate()
+        process.communicate(timeout=60)
         wait_until(lambda: not job.workers(), seconds=20)
         assert current_variant(job.data, "video") == job.quick, "an unfinished variant became the current one"
     assert job.commits()
