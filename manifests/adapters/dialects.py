@@ -15,7 +15,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from manifests.adapters.annotation_file import not_utf8, open_annotations
-from manifests.adapters.tables import Row, json_rows, require_once, text_lines
+from manifests.adapters.tables import Row, csv_rows, json_rows, require_once, text_lines
 from manifests.adapters.time_columns import OTHER_TIMES, as_taken, in_seconds, require_frame_rate, superfluous
 from manifests.errors import UserError
 from manifests.quoting import on_one_line
@@ -191,19 +191,16 @@ def _separated_rows(
     separator = _separator(header_line, required=required, path=path)
     if separator != ",":
         note(f"{path.name}: cells separated by {_SEPARATORS[separator]}")
-    reader = csv.reader(text_lines(path, encoding=encoding), delimiter=separator)
-    try:
-        header = next(cells for cells in reader if cells)
-        columns = _columns(header, path=path, note=note)
-        for number, cells in enumerate(cells for cells in reader if cells):
-            if len(cells) != len(header):
-                yield Row(number, {}, f"{len(cells)} cells, expected {len(header)} (one per column)")
-                continue
-            given = zip(header, cells, strict=True)
-            row = Row(number, {columns[name]: cell for name, cell in given if name in columns})
-            yield in_seconds(row if separator == "," else _with_points(row))
-    except csv.Error as error:
-        raise UserError(f"{path}, line {reader.line_num}: {error}", hint="give a valid CSV file") from error
+    rows = csv_rows(text_lines(path, encoding=encoding), path=path, separator=separator)
+    header = next(rows)
+    columns = _columns(header, path=path, note=note)
+    for number, cells in enumerate(rows):
+        if len(cells) != len(header):
+            yield Row(number, {}, f"{len(cells)} cells, expected {len(header)} (one per column)")
+            continue
+        given = zip(header, cells, strict=True)
+        row = Row(number, {columns[name]: cell for name, cell in given if name in columns})
+        yield in_seconds(row if separator == "," else _with_points(row))
 
 
 def _with_points(row: Row) -> Row:

@@ -4,7 +4,7 @@ import csv
 import json
 import re
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from math import isfinite, isnan, nan
@@ -38,27 +38,59 @@ def read_csv(path: Path, *, required: Sequence[str]) -> Iterator[Row]:
     Raises:
         UserError: the file cannot be read as text, lacks a required column, or has two columns of the same name.
     """
-    lines = text_lines(path)
-    reader = csv.reader(lines)
-    try:
-        header = next(reader, [])
-        missing = [name for name in required if name not in header]
-        if missing:
-            hint = f"the first line must contain the column names; required: {', '.join(required)}"
-            for separator, name in _OTHER_SEPARATORS.items():
-                if len(header) == 1 and separator in header[0]:
-                    hint = f"its columns are separated by {name}: save it with commas"
-            raise UserError(
-                f"{path} has no column {', '.join(missing)} (its columns: {', '.join(header) or 'none'})", hint=hint
-            )
-        require_once([name for name in header if name], path=path)
-        for number, cells in enumerate(cells for cells in reader if cells):
-            if len(cells) != len(header):
-                yield Row(number, {}, f"{len(cells)} cells, expected {len(header)} (one per column)")
-            else:
-                yield Row(number, dict(zip(header, cells, strict=True)))
-    except csv.Error as error:
-        raise UserError(f"{path}, line {reader.line_num}: {error}", hint="give a valid CSV file") from error
+    rows = csv_rows(text_lines(path), path=path)
+    header = next(rows, [])
+    missing = [name for name in required if name not in header]
+    if missing:
+        hint = f"the first line must contain the column names; required: {', '.join(required)}"
+        for separator, name in _OTHER_SEPARATORS.items():
+            if len(header) == 1 and separator in header[0]:
+                hint = f"its columns are separated by {name}: save it with commas"
+        raise UserError(
+            f"{path} has no column {', '.join(missing)} (its columns: {', '.join(header) or 'none'})", hint=hint
+        )
+    require_once([name for name in header if name], path=path)
+    for number, cells in enumerate(rows):
+        if len(cells) != len(header):
+            yield Row(number, {}, f"{len(cells)} cells, expected {len(header)} (one per column)")
+        else:
+            yield Row(number, dict(zip(header, cells, strict=True)))
+
+
+def csv_rows(lines: Iterable[str], *, path: Path, separator: str = ",") -> Iterator[list[str]]:
+    """Iterate over the cells of each row of a CSV file, blank lines left out.
+
+    Raises:
+        UserError: a cell is longer than csv allows, or its quotation mark is not closed in its line, nor at the end of
+            a cell of a later line: it would swallow the rows between.
+    """
+    read: list[str] = []
+
+    def noted() -> Iterator[str]:
+        for line in lines:
+            read.append(line)
+            yield line
+
+    reader = csv.reader(noted(), delimiter=separator)
+    while True:
+        begin = reader.line_num + 1
+        read.clear()
+        try:
+            cells = next(reader, None)
+            if len(read) > 1:
+                list(csv.reader(read, delimiter=separator, strict=True))
+        except csv.Error as error:
+            if len(read) > 1:
+                raise UserError(
+                    f"{path}, line {begin}: a quotation mark that opens a cell here is not closed, and line "
+                    f"{reader.line_num} would belong to the same cell",
+                    hint="close it, or write it twice in a cell between quotation marks",
+                ) from error
+            raise UserError(f"{path}, line {begin}: {error}", hint="give a valid CSV file") from error
+        if cells is None:
+            return
+        if cells:
+            yield cells
 
 
 def require_once(columns: Sequence[str], *, path: Path) -> None:

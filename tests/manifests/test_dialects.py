@@ -77,6 +77,28 @@ def test_a_table_is_read_in_the_dialect_that_it_has_and_what_was_taken_is_said(
     assert list(reading.notes) == expected
 
 
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ('a;0;1;"never closed\nb;0;1;lost\nb;0;1;lost\n', "line 2: .* line 4 would belong"),
+        ('a;0;1;whole\na;0;1;"never closed\nb;0;1;lost\nb;0;1;"of another cell"\n', "line 3: .* line 5 would belong"),
+        ('"a;0;1;never closed\nb;0;1;lost\n', "line 2: .* line 3 would belong"),
+    ],
+)
+def test_a_quotation_mark_that_is_not_closed_swallows_no_rows(
+    make_videos: VideoMaker, tmp_path: Path, text: str, message: str
+) -> None:
+    (tmp_path / "c.csv").write_text(f"video;begin_s;end_s;text\n{text}")
+    with pytest.raises(UserError, match=message):
+        read_folder(make_videos("a.mp4", "b.mp4"), captions=tmp_path / "c.csv")
+
+
+def test_a_cell_between_quotation_marks_may_have_lines(make_videos: VideoMaker, tmp_path: Path) -> None:
+    (tmp_path / "c.csv").write_text('video,begin_s,end_s,text\na,0,1,"a sign\nsays ""stop"""\nb,0,1,"so" he said\n')
+    reading = read_folder(make_videos("a.mp4", "b.mp4"), captions=tmp_path / "c.csv")
+    assert [text.split() for *_, text in captions(reading)] == [["a", "sign", "says", '"stop"'], ["so", "he", "said"]]
+
+
 def test_a_column_with_the_documented_name_is_taken_before_others(make_videos: VideoMaker, tmp_path: Path) -> None:
     (tmp_path / "c.csv").write_text("caption,video,text,file\nno,a,yes,b\n")
     reading = read_folder(make_videos("a.mp4", "b.mp4"), captions=tmp_path / "c.csv")

@@ -72,14 +72,14 @@ class StopSignal:
 
 
 @contextmanager
-def resume_hint(run: RunFolder) -> Iterator[None]:
-    """Add to a KeyboardInterrupt (Ctrl-C) how to resume the run."""
+def resume_hint(run: RunFolder, *, command: str) -> Iterator[None]:
+    """Add to a KeyboardInterrupt (Ctrl-C) how to resume the run with `train COMMAND`."""
     try:
         yield
     except KeyboardInterrupt as interrupt:
         step = "the latest checkpoint" if latest_checkpoint(run.checkpoints) else "its begin: it has no checkpoint yet"
-        out = shlex.quote(str(run.path))
-        raise KeyboardInterrupt(f"--resume --out {out} goes on from {step}") from interrupt
+        words = ("train", *filter(None, [command]), "--resume", "--out", str(run.path))
+        raise KeyboardInterrupt(f"{shlex.join(words)} goes on from {step}") from interrupt
 
 
 def train(
@@ -140,7 +140,7 @@ def train(
     state.trained.train()
     # However the loop ends: join the threads of loader and writer, and log the last metrics.
     with (
-        resume_hint(run),
+        resume_hint(run, command=settings.command),
         closing(trackers),
         closing(log),
         closing(writer),

@@ -156,7 +156,8 @@ def open_embedded(path: Path) -> Embedded:
                 f"the embeddings in {path} are unfinished", hint="run the same train embed again: it continues"
             )
         problem = f"{path} holds no embeddings: it has no {RECORD}" if path.is_dir() else f"there is no folder {path}"
-        raise UserError(problem, hint=f"make embeddings: train embed WEIGHTS --shards DATA --out {path}")
+        out = f"{path}-embedded" if path.is_dir() else path
+        raise UserError(problem, hint=f"make embeddings: train embed WEIGHTS --shards DATA --out {out}")
     require_whole_files(path, record)
     return Embedded(path, record)
 

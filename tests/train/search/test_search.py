@@ -159,7 +159,8 @@ def test_texts_are_not_compared_with_embeddings_of_other_weights(
 def test_folders_without_searchable_embeddings_are_refused(
     embedded: Path, masked: Path, data_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert "holds no embeddings" in refused(capsys, tmp_path, "it begins")
+    said = refused(capsys, tmp_path, "it begins")
+    assert "holds no embeddings" in said and f"--out {tmp_path}-embedded" in said
     assert "there is no folder" in refused(capsys, tmp_path / "nowhere", "it begins")
     unfinished, cut, damaged = tmp_path / "unfinished", tmp_path / "cut", tmp_path / "damaged"
     (unfinished / "parts").mkdir(parents=True)
