@@ -52,9 +52,9 @@ training set; indexes are needed for the packet tables of `video` only when a cl
 The schema's metadata has `commits_sha256`, a digest of the commits that the table was made of: a table of other commits
 is stale, and readers use the indexes. `shard_ids` and `index_sha256` (16 hexadecimal digits each, concatenated) say
 which indexes its rows are from, so that the next run reads only new ones; `open_gops` lists the shards of `video` whose
-first chunk cannot be decoded from single packets. Each column's metadata has the CRC-32 of its values
-(shards.merged_table). A table that is missing, stale or damaged is written again by the next run of its column. Sets
-without one were written by an older version, or by a run that was killed.
+first chunk cannot be decoded from single packets. Each column's metadata has the CRC-32 of its values, and
+`schema_crc32` that of the schema (shards.merged_table). A table that is missing, stale or damaged is written again by
+the next run of its column. Sets without one were written by an older version, or by a run that was killed.
 
 Index columns of every sample: `key`, and for each extension `<ext>_offset` (u64, of the payload in the tar),
 `<ext>_size` (u64) and `<ext>_crc32` (u32). Data columns add their own fields (VIDEO_FIELDS for `video`).

@@ -2,8 +2,9 @@
 
 The file has a single batch, so that every column is one array and all processes of a machine share its pages. The
 schema's metadata has a digest of the commits that the table was made of, so that a table of other commits is recognised
-as stale; the metadata of each column has the CRC-32 of its values, so that a reader verifies what it uses. Tables are
-derived from the indexes: one that is missing, stale or damaged is made again, and never a reason to lose data.
+as stale. Readers verify what they use: the metadata of each column has the CRC-32 of its values, and the schema that of
+itself, so that names, types and these checksums are covered too. Tables are derived from the indexes: one that is
+missing, stale or damaged is made again, and never a reason to lose data.
 
 shards.format says which columns the table of each column has.
 """
@@ -25,6 +26,7 @@ from shards.table_commits import TableCommits, marks_digest
 CHUNKS_FILE = "chunks.arrow"
 _DIGEST_KEY = b"commits_sha256"
 _CRC_KEY = b"crc32"
+_SCHEMA_CRC_KEY = b"schema_crc32"
 _FILE_MARK = b"ARROW1\0\0"
 _MAX_SCHEMA_BYTES = 1 << 30
 _BLOCK_ROWS = 1 << 20  # checksummed at a time, since serializing a block copies it
@@ -52,23 +54,26 @@ def write_merged_table(
     """
     fields = [field.with_metadata({_CRC_KEY: _crc32(table[field.name], _BLOCK_ROWS)}) for field in table.schema]
     schema = pa.schema(fields, metadata={**metadata, _DIGEST_KEY: commits_digest(commits)})
+    schema = schema.with_metadata({**schema.metadata, _SCHEMA_CRC_KEY: _schema_crc32(schema)})
     with published(path) as temporary, pa.ipc.new_file(temporary, schema) as writer:
         if len(table):
             writer.write_batch(pa.record_batch([column.chunk(0) for column in table.columns], schema=schema))
 
 
 def open_merged_table(path: Path) -> pa.Table:
-    """Map a merged table. Its columns are zero-copy views of the file, with one chunk each, and are not verified.
+    """Map a merged table and verify its schema. The columns are zero-copy views of the file, with one chunk each.
 
     Raises:
         FileNotFoundError: there is no table.
-        DamagedTable: it is not a readable table.
+        DamagedTable: it is not a readable table, or its schema differs from its checksum.
     """
     try:
         descriptor = open_regular(path)
         try:
             with pa.memory_map(str(path)) as mapped:
-                table = pa.ipc.open_file(mapped).read_all()
+                file = pa.ipc.open_file(mapped)
+                _require_schema(file.schema, path)
+                table = file.read_all()
         finally:
             os.close(descriptor)
     except (FileNotFoundError, TimeoutError):
@@ -110,16 +115,18 @@ def read_away_schema(path: Path) -> pa.Schema:
     An Arrow file begins with 8 bytes of a mark, and the schema: 4 bytes of another mark, and its size in 4 bytes.
 
     Raises:
-        DamagedTable: the file does not begin so.
+        DamagedTable: the file does not begin so, or the schema differs from its checksum.
         OSError: it cannot be read.
     """
     try:
         size = int.from_bytes(read_range(path, len(_FILE_MARK) + 4, 4), "little", signed=True)
         if not 0 < size <= _MAX_SCHEMA_BYTES:
             raise ValueError(f"a schema of {size} bytes")
-        return pa.ipc.read_schema(pa.py_buffer(read_range(path, len(_FILE_MARK), 8 + size)))
+        schema = pa.ipc.read_schema(pa.py_buffer(read_range(path, len(_FILE_MARK), 8 + size)))
+        _require_schema(schema, path)
     except (pa.ArrowException, ValueError) as error:
         raise _unreadable(path, error) from error
+    return schema
 
 
 def merged_mark(variant_dir: Path, commits: Mapping[int, Commit]) -> tuple[object, ...]:
@@ -147,6 +154,19 @@ def _matches(column: pa.ChunkedArray, field: pa.Field) -> bool:
     recorded = (field.metadata or {}).get(_CRC_KEY)
     # Tables of scores of older versions have the checksum of the column as one block.
     return _crc32(column, _BLOCK_ROWS) == recorded or _crc32(column, len(column)) == recorded
+
+
+def _require_schema(schema: pa.Schema, path: Path) -> None:
+    """Raise DamagedTable unless a schema agrees with its checksum; tables of older versions have none."""
+    if (schema.metadata or {}).get(_SCHEMA_CRC_KEY) not in (None, _schema_crc32(schema)):
+        raise DamagedTable(path, "its schema differs from its checksum")
+
+
+def _schema_crc32(schema: pa.Schema) -> bytes:
+    """CRC-32 (hex) of all fields and metadata of a schema but the entry of this checksum."""
+    fields = [(one.name, str(one.type), one.nullable, sorted((one.metadata or {}).items())) for one in schema]
+    others = sorted(item for item in (schema.metadata or {}).items() if item[0] != _SCHEMA_CRC_KEY)
+    return f"{zlib.crc32(repr((fields, others)).encode()):08x}".encode()
 
 
 def _crc32(column: pa.ChunkedArray, block_rows: int) -> bytes:

@@ -16,6 +16,7 @@ from shards.commits import commit_path, read_commits
 from shards.dataset import current_variant
 from shards.format import SCORES_FIELDS
 from shards.lists import finish_run
+from shards.merged_table import open_merged_table, write_merged_table
 from shards.reader import Variant
 from shards.scores import CHUNKS_FILE, has_score_table, open_scores
 from tests.prep.running import Ran, contents, identities
@@ -154,7 +155,7 @@ def test_a_merged_table_that_is_not_whole_is_written_again(prep: Prep, scored: S
         flip(path, whole.index(b"long") + 1)
         assert CHUNKS_FILE in prep("verify", "--data", scored.data, status=1).stdout
     else:
-        path.write_bytes(whole.replace(b"commits_sha256", b"commits_sha257"))
+        write_merged_table(path, open_merged_table(path), commits={}, metadata={})
     assert not has_score_table(Variant(folder_of(scored.data)))
     what = {"removed": "missing", "flipped": "damaged", "of other commits": "stale"}[damage]
     verified = prep("verify", "--column", "scores", "--data", scored.data, status=1)

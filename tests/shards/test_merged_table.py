@@ -1,0 +1,48 @@
+"""Merged tables: no damaged byte of a schema gives values another name, type or source."""
+
+from pathlib import Path
+from random import Random
+
+import pyarrow as pa
+
+from shards.merged_table import DamagedTable, is_table_of, open_merged_table, verified, write_merged_table
+
+
+def test_no_flipped_bit_of_a_schema_is_served(tmp_path: Path) -> None:
+    path = tmp_path / "chunks.arrow"
+    columns = {
+        "video_id": pa.DictionaryArray.from_arrays(pa.array([0, 0, 1], pa.int32()), pa.array(["a", "b"])),
+        "motion": pa.array([1.0, None, 3.0], pa.float32()),
+        "cut_times_s": pa.array([[1.0], [], None], pa.list_(pa.float32())),
+        "cuts": pa.array([1, 2, 3], pa.int32()),
+    }
+    write_merged_table(path, pa.table(columns), commits={}, metadata={b"member": b"mp4"})
+    whole = verified(open_merged_table(path), path)
+    content = path.read_bytes()
+    footer_bytes = int.from_bytes(content[-10:-6], "little")
+    noticed = 0
+    for at in range(len(content) - 10 - footer_bytes, len(content)):
+        damaged = bytearray(content)
+        damaged[at] ^= 1 << Random(at).randrange(8)
+        path.write_bytes(damaged)
+        try:
+            found = verified(open_merged_table(path), path)
+        except DamagedTable:
+            noticed += 1
+            continue
+        if is_table_of(found, {}):  # otherwise it is stale, and not used
+            assert found.equals(whole) and found.schema.equals(whole.schema), f"byte {at}"
+            assert found.schema.metadata[b"member"] == b"mp4", f"byte {at}"
+    assert noticed > footer_bytes // 4
+
+
+def test_a_table_without_a_checksum_of_its_schema_is_read(tmp_path: Path) -> None:
+    """As older versions wrote it."""
+    path, old = tmp_path / "chunks.arrow", tmp_path / "old.arrow"
+    write_merged_table(path, pa.table({"cuts": [1, 2]}), commits={}, metadata={})
+    table = open_merged_table(path)
+    metadata = {key: value for key, value in table.schema.metadata.items() if key != b"schema_crc32"}
+    assert len(metadata) < len(table.schema.metadata)
+    with pa.ipc.new_file(old, table.schema.with_metadata(metadata)) as writer:
+        writer.write_table(table)
+    assert verified(open_merged_table(old), old).to_pydict() == {"cuts": [1, 2]}
