@@ -190,10 +190,11 @@ def folder_lock(folder: Path) -> Iterator[None]:
 
 
 def sync(path: Path) -> None:
-    """Flush a file's content, or a folder's entries, to disk."""
+    """Flush a file's content, or a folder's entries, to disk; an OSError names it."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
-        os.fsync(descriptor)
+        with naming(path):
+            os.fsync(descriptor)
     finally:
         os.close(descriptor)
 
