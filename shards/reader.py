@@ -173,6 +173,11 @@ def open_shard(variant_directory: Path, commit: Commit) -> CommittedShard:
     return CommittedShard(variant_directory, commit=commit, files=commit.files, tars=LocalTars(), verified={})
 
 
+def _how_to_make(column: str, data_dir: Path) -> str:
+    flags = {"video": "chunk", "latents": "latents --vae NAME", "text": "text --clip NAME"}
+    return f"run prep {flags.get(column, column)} --data {shlex.quote(str(data_dir))}"
+
+
 class Variant:
     """A snapshot of one variant of one column: the commits at the time of opening.
 
@@ -206,11 +211,9 @@ class Variant:
         """Open a variant of `column`: the current one by default.
 
         Raises:
-            UserError: the variant does not exist, or has no committed shards.
+            UserError: the variant does not exist.
         """
-        flags = {"video": "chunk", "latents": "latents --vae NAME", "text": "text --clip NAME"}
-        command = flags.get(column, column)
-        hint = f"run prep {command} --data {shlex.quote(str(data_dir))}"
+        hint = _how_to_make(column, data_dir)
         name = variant or current_variant(data_dir, column)
         if name is None:
             raise UserError(f"{data_dir} has no {column} shards", hint=hint)
@@ -220,17 +223,17 @@ class Variant:
             raise UserError(
                 f"{data_dir} has no variant {name!r} of {column}", hint=f"available variants: {known}; or {hint}"
             )
-        opened = cls(directory, tars=tars)
-        if not opened.commits and not opened.damaged:
-            raise UserError(f"{directory} has no committed shards", hint=hint)
-        return opened
+        return cls(directory, tars=tars)
 
     def whole(self) -> "Variant":
-        """Return self if no commit is damaged or missing.
+        """Return self if it can be read: it has commits, and none of them is damaged or missing.
 
         Raises:
-            UserError: a commit is damaged or missing, and the samples of its shard would be dropped silently.
+            UserError: there are no commits, or the samples of some shard would be dropped silently.
         """
+        if not self.commits and not self.damaged:
+            hint = _how_to_make(self.directory.parent.name, self.directory.parent.parent)
+            raise UserError(f"{self.directory} has no committed shards", hint=hint)
         if self.damaged:
             num_more = len(self.damaged) - 1
             more = f"; {counted(num_more, 'more damaged commit record')}" if num_more else ""

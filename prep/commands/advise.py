@@ -90,7 +90,7 @@ def advise(
     if bitrate is not None and column != "video":
         raise UserError(f"--bitrate has no effect on {column}", hint="leave it out, or use --column video")
     data_dir = require_data_folder(data)
-    variant = Variant.open(data_dir, column=column)
+    variant = Variant.open(data_dir, column=column).whole()
     step = _step(step_time, batch, run, num_gpus=None if nodes is None and gpus is None else (nodes or 1) * (gpus or 1))
     mirror = mirror_of(data_dir)
     try:

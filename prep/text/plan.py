@@ -68,7 +68,7 @@ def make_text_plan(
         retry_codes: failure codes to try again even if nothing changed.
 
     Raises:
-        UserError: there is no manifest, the layout is damaged, or the recipe's `where` selects no video.
+        UserError: there is no manifest, the layout is damaged, or there is no caption to encode.
     """
     videos = read_videos(data_dir)
     of_videos, of_captions = _conditions(recipe.where)
@@ -80,6 +80,10 @@ def make_text_plan(
         num_captions = np.where(of_videos.mask(videos), num_captions, 0)
         if not num_captions.any():
             raise nothing_selected(of_videos, what=f"{counted(len(videos), 'video')}, or only some without captions")
+    if not num_captions.any() and not stored.commits:
+        raise UserError(
+            f"the manifest in {data_dir} has no captions", hint="add some: prep manifest folder VIDEOS --captions TABLE"
+        )
     wanted = {
         "video_ids": as_array(videos["video_id"]),
         "splits": as_array(videos["split"]),

@@ -42,6 +42,13 @@ def data(tmp_path: Path) -> Path:
     return folder
 
 
+def test_a_manifest_without_captions_makes_no_variant(prep: Command, tmp_path: Path) -> None:
+    write_captions(tmp_path, {"video": []}, splits={"video": "train"})
+    error, hint = messages(prep("text", "--clip", "tiny", "--data", tmp_path, status=2).stderr)
+    assert error == f"error: the manifest in {tmp_path} has no captions" and "prep manifest" in hint
+    assert not (tmp_path / "text").exists() and not (tmp_path / "dataset.json").exists()
+
+
 @pytest.mark.parametrize(
     ("clip", "message"),
     [

@@ -10,7 +10,10 @@ from typing import Any
 
 import pytest
 
+from prep.core.column import recipe_fingerprint
+from prep.core.variant_folder import make_variant
 from shards.commits import commit_path, write_commit
+from shards.dataset import begin_variant
 from shards.format import VIDEO_FIELDS
 from shards.reader import Variant
 from shards.verify import quick_check
@@ -32,6 +35,18 @@ def test_a_sound_set_passes_with_one_line(prep: Prep, shard_set: ShardSet) -> No
 
 def test_a_set_without_chunks_is_an_error(prep: Prep, tmp_path: Path) -> None:
     assert "no video shards" in prep("verify", "--data", tmp_path, status=2).error
+
+
+def test_a_column_without_shards_keeps_no_other_from_being_verified(prep: Prep, shard_set: ShardSet) -> None:
+    """As a run leaves it that is killed before its first commit."""
+    recipe = {"column": "text", "clip": "tiny"}
+    name = f"tiny-{recipe_fingerprint(recipe)[:8]}"
+    make_variant(shard_set.data / "text" / name, recipe)
+    begin_variant(shard_set.data, "text", name)
+    assert f"text {name}: 0 videos in 0 shards" in prep("verify", "--data", shard_set.data).stdout
+    assert "0 videos in 0 shards" in prep("inspect", "--column", "text", "--data", shard_set.data).stdout
+    flip(Variant(shard_set.variant).shards()[0].tar_path, 1000)
+    assert "shard 000000  member_checksum" in prep("verify", "--data", shard_set.data, status=1).stdout
 
 
 @pytest.mark.parametrize("where", ["payload", "tar header", "index", "energon index"])
