@@ -12,7 +12,7 @@ from html import escape
 from pathlib import Path
 
 from manifests.errors import UserError
-from manifests.publish import publish_bytes
+from manifests.publish import folder_lock, publish_bytes, remove_temporaries
 
 
 @dataclass(frozen=True)
@@ -40,14 +40,16 @@ def require_page_path(path: Path) -> None:
 
 
 def publish_page(path: Path, lines: Iterable[str]) -> int:
-    """Publish a page; return its size in bytes.
+    """Publish a page, and remove what killed commands have left of it; return its size in bytes.
 
     Raises:
         UserError: it cannot be written.
     """
     content = ("\n".join(lines) + "\n").encode("utf-8", "replace")
     try:
-        publish_bytes(path, content)
+        with folder_lock(path.parent):
+            remove_temporaries(path.parent, of=path.name.__eq__)
+            publish_bytes(path, content)
     except OSError as error:
         raise UserError(f"--html {path} cannot be written: {error.strerror}", hint="give another file") from None
     return len(content)

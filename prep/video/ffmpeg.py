@@ -88,7 +88,13 @@ def find_ffmpeg() -> Ffmpeg:
             "no ffmpeg program found",
             hint=f"install clipmill[prep], which includes one, or set ${PROGRAM_VARIABLE} to a program",
         ) from None
-    shipped = imageio_ffmpeg.get_ffmpeg_exe()
+    try:
+        shipped = imageio_ffmpeg.get_ffmpeg_exe()
+    except RuntimeError as error:  # its trial run has failed
+        raise UserError(
+            f"the ffmpeg program of the imageio-ffmpeg package does not run: {error}",
+            hint=f"run the same command again, or set ${PROGRAM_VARIABLE} to a working program",
+        ) from None
     return Ffmpeg(shipped, _version(shipped, where="the imageio-ffmpeg package"), passed_over=passed_over)
 
 
@@ -130,11 +136,9 @@ def require_encoder(ffmpeg: Ffmpeg, codec_name: str) -> None:
         UserError: the program lacks the encoder, or the encoder lacks its hardware.
     """
     encoder = CODECS[codec_name].encoder
-    listed = subprocess.run(
-        [ffmpeg.path, "-hide_banner", "-encoders"], capture_output=True, text=True, check=True
-    ).stdout
     asked = f'"{encoder}" (asked for by --codec {codec_name})'
-    if not any(line.split()[1:2] == [encoder] for line in listed.splitlines()):
+    listed = subprocess.run([ffmpeg.path, "-hide_banner", "-encoders"], capture_output=True, text=True)
+    if listed.returncode == 0 and not any(line.split()[1:2] == [encoder] for line in listed.stdout.splitlines()):
         raise UserError(
             f"ffmpeg {ffmpeg.version} has no encoder {asked}",
             hint=f"use --codec h264, or set ${PROGRAM_VARIABLE} to an ffmpeg built with this encoder",
@@ -153,7 +157,7 @@ def require_encoder(ffmpeg: Ffmpeg, codec_name: str) -> None:
     ]
     tried = subprocess.run([*trial, "-c:v", encoder, "-f", "null", "-"], capture_output=True, text=True)
     if tried.returncode:
-        last_line = (tried.stderr.strip().splitlines() or ["no message"])[-1]
+        last_line = (tried.stderr.strip().splitlines() or [f"exit status {tried.returncode}"])[-1]
         raise UserError(
             f"the encoder {asked} does not work on this machine: {last_line}",
             hint="use --codec h264, or a machine with the required hardware",

@@ -17,6 +17,7 @@ from tests.torture.workspace import Workspace, copy
 ENGINE = ("--engine", "processes", "--workers", 1)
 RAY = ("--engine", "ray", "--workers", 1)
 CHUNK = ("chunk", "--len", "500ms", "--preset", "ultrafast", "--short-side", 32)
+SHOTS = (*CHUNK, "--cut", "shots")
 LATENTS = ("latents", "--vae", "tiny", "--size", 32, "--num-gpus", 0)
 TEXT = ("text", "--clip", "tiny", "--num-gpus", 0)
 # Without a text tower, whose token embedding would add 90 MB to each checkpoint.
@@ -50,7 +51,7 @@ def prep(workspace: Workspace, folder: Path, *arguments: object, status: int = 0
 
 
 def videos(workspace: Workspace) -> Path:
-    """Create videos a and b of 2 and 1 s with captions.csv, and `later`: a and c with other captions."""
+    """Create `first`, videos a and b of 2 and 1 s with captions and subtitles, and `later`: a and c with other captions."""
     return workspace.made("videos", _write_videos)
 
 
@@ -65,12 +66,19 @@ def _write_videos(folder: Path) -> None:
     for name, rows in (("first", _CAPTIONS), ("later", _LATER_CAPTIONS)):
         lines = ["video,text,begin_s,end_s,split", *(",".join(map(str, row)) for row in rows)]
         (folder / f"{name}.csv").write_text("\n".join(lines) + "\n")
+    (folder / "further.csv").write_text("video,text,likelihood\na,a model's words,-0.5\nb,other words,-1.5\n")
+    (folder / "first" / "a.srt").write_text("1\n00:00:00,500 --> 00:00:01,000\na word\n")
 
 
 def manifest_arguments(workspace: Workspace, *, which: str = "first") -> tuple[object, ...]:
     """Return the arguments of `prep manifest folder` for the first or the later videos."""
     folder = videos(workspace)
     return ("manifest", "folder", folder / which, "--captions", folder / f"{which}.csv")
+
+
+def captions_arguments(workspace: Workspace) -> tuple[object, ...]:
+    """Return the arguments of `prep manifest captions` for captions of a further source."""
+    return ("manifest", "captions", videos(workspace) / "further.csv", "--source", "model")
 
 
 def with_manifest(workspace: Workspace) -> Path:
@@ -81,6 +89,33 @@ def with_manifest(workspace: Workspace) -> Path:
 def with_chunks(workspace: Workspace) -> Path:
     """As `with_manifest`, with chunks: six in two shards."""
     return workspace.made("chunks", lambda folder: _then(workspace, folder, *CHUNK, *ENGINE, after=with_manifest))
+
+
+def with_other_part(workspace: Workspace) -> Path:
+    """As `with_manifest`, with the second of two parts of the chunks."""
+    part = (*CHUNK, *ENGINE, "--part", "2/2")
+    return workspace.made("other-part", lambda folder: _then(workspace, folder, *part, after=with_manifest))
+
+
+def with_scores(workspace: Workspace) -> Path:
+    """Captions of two sources, chunks cut at shots, and their scores."""
+
+    def make(folder: Path) -> None:
+        _then(workspace, folder, *captions_arguments(workspace), after=with_manifest)
+        prep(workspace, folder, *SHOTS, *ENGINE)
+        prep(workspace, folder, "scores", *ENGINE)
+
+    return workspace.made("scores", make)
+
+
+def with_page_folder(workspace: Workspace) -> Path:
+    """As `with_chunks`, with an empty folder for a page."""
+
+    def make(folder: Path) -> None:
+        copy(with_chunks(workspace), folder)
+        (folder / "run").mkdir()
+
+    return workspace.made("page-folder", make)
 
 
 def with_columns(workspace: Workspace) -> Path:

@@ -20,6 +20,7 @@ from tests.torture.workspace import Workspace
 
 PART = "points"
 _NUM_WALKS, _WALK_STEPS = 20, 3
+_OF_WORKERS = ("kill-worker", "kill-each", "kill-started")  # the command goes on
 # The number of heartbeats depends on the duration of the work.
 _UNSTEADY = re.compile(r"/\.tmp-running/.*#(?!1$)")
 
@@ -88,7 +89,7 @@ def _try(
     if not was_there:
         raise Broken(f"it did not come to this point: {ran.described()}")
     _check_end(ran, subject, point, fault, folder)
-    if ran.status == subject.status and fault != "kill-worker":
+    if ran.status == subject.status:
         # The command reports success, so the result must be complete; files it could not remove are left to the next
         # run.
         same_contents(_without_temporaries(subject.kept(folder)), undisturbed)
@@ -135,8 +136,8 @@ def _check_end(ran: Ran, subject: Subject, point: Point, fault: str, folder: Pat
         ended_well(ran, status=-9)
     elif fault == "short":
         ended_well(ran, status=own)
-    elif fault == "kill-worker":
-        ended_well(ran, status={*own, 1})
+    elif fault in _OF_WORKERS:
+        ended_well(ran, status={*own, 1, 2} if fault == "kill-started" else {*own, 1})
     else:
         # A failed fsync must not be reported as success; other operations may be dispensable.
         ended_well(ran, status={1, 2} if point.operation == "fsync" else {*own, 1, 2})

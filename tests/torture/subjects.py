@@ -49,7 +49,8 @@ class Subject:
     def watched(self, workspace: Workspace, folder: Path) -> Watched:
         """Return the command in a folder, for tracing or fault injection."""
         arguments = self.arguments(workspace, folder)
-        return Watched(self.program, arguments, folder, term=self.term, is_fresh=self.is_fresh)
+        sources = bases.videos(workspace) if self.program == "prep" else None
+        return Watched(self.program, arguments, folder, sources=sources, term=self.term, is_fresh=self.is_fresh)
 
     def begin(self, workspace: Workspace, folder: Path) -> None:
         """Copy the command's input to the folder of a case."""
@@ -74,6 +75,22 @@ def _prep(*arguments: object) -> Callable[[Workspace, Path], Sequence[object]]:
 
 def _manifest(workspace: Workspace, folder: Path, *, which: str) -> Sequence[object]:
     return (*bases.manifest_arguments(workspace, which=which), "--data", folder / "data")
+
+
+def _captions(workspace: Workspace, folder: Path) -> Sequence[object]:
+    return (*bases.captions_arguments(workspace), "--data", folder / "data")
+
+
+def _subtitles(workspace: Workspace, folder: Path) -> Sequence[object]:
+    return ("manifest", "folder", bases.videos(workspace) / "first", "--subtitles", "--data", folder / "data")
+
+
+def _inspect(_: Workspace, folder: Path) -> Sequence[object]:
+    return ("inspect", "--html", folder / "run" / "chunks.html", "--data", folder / "data")
+
+
+def _page_contents(folder: Path) -> dict[str, str]:
+    return {f"{name}/{path}": digest for name in ("data", "run") for path, digest in contents(folder / name).items()}
 
 
 def _train(_: Workspace, folder: Path) -> Sequence[object]:
@@ -153,6 +170,12 @@ SUBJECTS = (
         last=_prep(*bases.CHUNK, *bases.ENGINE),
         max_cases=25,
     ),
+    Subject("chunk-shots", _prep(*bases.SHOTS, *bases.ENGINE), bases.with_manifest),
+    Subject("chunk-part", _prep(*bases.CHUNK, *bases.ENGINE, "--part", "1/2"), bases.with_other_part),
+    Subject("captions", _captions, bases.with_manifest),
+    Subject("subtitles", _subtitles, None),
+    Subject("scores", _prep("scores", *bases.ENGINE), bases.with_chunks),
+    Subject("inspect", _inspect, bases.with_page_folder, kept=_page_contents),
     Subject("latents", _prep(*bases.LATENTS, *bases.ENGINE), bases.with_chunks),
     Subject("text", _prep(*bases.TEXT, *bases.ENGINE), bases.with_manifest),
     Subject("text-again", _prep(*bases.TEXT, *bases.ENGINE), bases.with_later_manifest),

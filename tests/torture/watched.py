@@ -15,6 +15,8 @@ _KILLS = ("kill", "kill-after")
 _FAULTS = {
     "write": ("kill", "eio", "enospc", "cut", "short"),
     "fsync": ("kill", "eio", "enospc"),
+    "read": ("kill",),
+    "start": ("kill-started",),
 }
 _OTHER_FAULTS = (*_KILLS, "eio", "enospc")
 
@@ -38,7 +40,9 @@ class Point:
     def faults(self) -> tuple[str, ...]:
         """Faults that can be injected here, by their names in `interposer.watch`."""
         faults = _FAULTS.get(self.operation, _OTHER_FAULTS)
-        return faults if self.is_driver else (*faults, "kill-worker")
+        if self.is_driver or self.operation == "start":
+            return faults
+        return (*faults, "kill-worker", "kill-each") if self.operation == "read" else (*faults, "kill-worker")
 
 
 def points_of(lines: Sequence[str]) -> list[Point]:
@@ -81,6 +85,7 @@ class Watched:
     """A command in a case's folder, with `data`, `run` and the scratch folder watched.
 
     Attributes:
+        sources: folder of the source videos, whose readers are watched.
         term: point at which the command receives SIGTERM, in addition to any fault.
         is_fresh: see `Commands.run`.
     """
@@ -88,6 +93,7 @@ class Watched:
     program: str
     arguments: Sequence[object]
     folder: Path
+    sources: Path | None = None
     term: str | None = None
     is_fresh: bool = False
 
@@ -116,9 +122,10 @@ class Watched:
     def _run(self, commands: Commands, environment: dict[str, str]) -> Ran:
         flags = self.folder / "flags"
         flags.mkdir(exist_ok=True)
-        folders = (("", "data"), ("run/", "run"), (SCRATCH, "tmp"))
+        folders = [("", self.folder / "data"), ("run/", self.folder / "run"), (SCRATCH, self.folder / "tmp")]
+        folders += [] if self.sources is None else [(watch.SOURCES, self.sources)]
         environment |= {
-            watch.WATCH: "\n".join(f"{label}={self.folder / name}" for label, name in folders),
+            watch.WATCH: "\n".join(f"{label}={folder}" for label, folder in folders),
             watch.FLAGS: str(flags),
         }
         if self.term is not None:

@@ -1,20 +1,23 @@
 """Wrappers around a process's file operations, each of which calls `watch.visit`.
 
 They cover the functions of `os`, which pathlib, shutil and tempfile use as well, and writes to files returned by
-`open`. Arrow's Parquet writer (C++) is redirected to such a file. Other programs (ffmpeg) are not intercepted.
+`open`, opening source videos for reading, and the start of ffmpeg. Arrow's Parquet writer (C++) is redirected to such a
+file. What other programs (ffmpeg) read and write is not intercepted.
 """
 
 import builtins
 import io
 import os
 import stat
+import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import FrameType
 from typing import Any, cast
 
 from tests.torture.interposer import parquet
-from tests.torture.interposer.watch import begin, is_watched, visit
+from tests.torture.interposer.watch import begin, is_source, is_watched, read, started, visit
 
 _real: dict[str, Any] = {
     name: getattr(os, name)
@@ -24,6 +27,7 @@ _real: dict[str, Any] = {
     )
 }
 _real_open = io.open
+_real_popen = subprocess.Popen.__init__
 
 
 def _where(target: Any, folder: int | None = None) -> str | None:
@@ -161,8 +165,11 @@ def _open(
     closefd: bool = True,
     opener: Any = None,
 ) -> Any:
-    path = _where(file) if set(mode) & set("wax+") else None
-    if not is_watched(path):
+    writes = bool(set(mode) & set("wax+"))
+    path = _where(file) if writes or isinstance(file, (str, os.PathLike)) else None
+    if not writes and path is not None and is_source(path):
+        read(path, module=_reader())
+    if not writes or not is_watched(path):
         return _real_open(file, mode, buffering, encoding, errors, newline, closefd, opener)
     raw_mode = "".join(letter for letter in mode if letter in "rwax+")
 
@@ -181,6 +188,22 @@ def _open(
     text = io.TextIOWrapper(buffered, encoding, errors, newline, buffering == 1)
     text.mode = mode  # type: ignore[misc]
     return text
+
+
+def _reader() -> str:
+    """Return the name of the module that opens a source, as `probe` or `shots`."""
+    frame: FrameType | None = sys._getframe(2)
+    while frame is not None and (name := frame.f_globals.get("__name__", "")) in ("prep.sources.access", "contextlib"):
+        frame = frame.f_back
+    return name.rpartition(".")[2]
+
+
+def _popen(process: Any, arguments: Any, *others: Any, **named: Any) -> None:
+    """`subprocess.Popen.__init__`, after which a started ffmpeg is a point."""
+    _real_popen(process, arguments, *others, **named)
+    program = Path(arguments if isinstance(arguments, (str, os.PathLike)) else arguments[0]).name
+    if program.startswith("ffmpeg"):
+        started("ffmpeg", process.pid)
 
 
 def install() -> None:
@@ -211,6 +234,7 @@ def install() -> None:
                 known.add(function)
         setattr(os, name, function)
     builtins.open = io.open = _open  # type: ignore[assignment]
+    subprocess.Popen.__init__ = _popen  # type: ignore[assignment]
     if (module := sys.modules.get("pyarrow.parquet.core")) is not None:
         parquet.write_through(module)
     else:

@@ -8,6 +8,8 @@ The configuration is passed in environment variables, which nested worker proces
     CLIPMILL_TORTURE_FAULT   kind of fault:
                              kill, kill-after  the command is killed (SIGKILL) before or after the operation
                              kill-worker       only the process at the point is killed, before the operation
+                             kill-each         as kill-worker, of every process that comes to the point
+                             kill-started      the program that was started at the point is killed
                              eio, enospc       the operation fails with this error
                              cut               half of a write is written, and the command is killed
                              short             half of a write is written, and the call returns that size
@@ -16,7 +18,8 @@ The configuration is passed in environment variables, which nested worker proces
     CLIPMILL_TORTURE_DRIVER  process ID of the command, set by its first process
 
 A *point* is `operation:path#n`: the n-th time that a process applies this operation to this path, relative to the
-watched folder, with `*` for the parts that differ between runs.
+watched folder, with `*` for the parts that differ between runs. Of source videos, only opening for reading is an
+operation: `read:source/PATH@MODULE#n`, with the module that reads. `start:PROGRAM#n` is the start of a program.
 """
 
 import errno
@@ -38,6 +41,7 @@ WATCH, LOG, POINT, FAULT, TERM, FLAGS, DRIVER = (
     PREFIX + name for name in ("WATCH", "LOG", "POINT", "FAULT", "TERM", "FLAGS", "DRIVER")
 )
 ERRORS = {"eio": errno.EIO, "enospc": errno.ENOSPC}
+SOURCES = "source/"  # label of the folder of source videos
 # Temporary names of `manifests.publish`, fingerprints at the end of a name, and names drawn by `tempfile`.
 _RANDOM = (
     (re.compile(r"(?<=\.tmp-)[0-9a-f]{12}(?=-)"), "*"),
@@ -91,8 +95,10 @@ class Watch:
             source: the file that is renamed or linked to `path`.
         """
         name = self.name_of(path)
-        if name is None:
-            return None
+        return None if name is None else self.count(operation, name, source=source)
+
+    def count(self, operation: str, name: str, *, source: str | None = None) -> str:
+        """Count and return the current point of a name; see `point`."""
         with self.lock:
             self.counts[f"{operation}:{name}"] += 1
             point = f"{operation}:{name}#{self.counts[f'{operation}:{name}']}"
@@ -113,6 +119,12 @@ class Watch:
         except FileExistsError:
             return False
         return True
+
+    def is_at_fault(self, point: str) -> bool:
+        """Return True if the fault is to be injected here."""
+        if point != self.faulty:
+            return False
+        return self.claims("fault") or self.fault == "kill-each"
 
     def kill(self, *, driver: bool) -> None:
         if driver and os.getpid() != self.driver:
@@ -139,7 +151,7 @@ def visit(
         return act()
     if point == watch.term and watch.claims("term"):
         os.kill(os.getpid(), signal.SIGTERM)
-    if point != watch.faulty or not watch.claims("fault"):
+    if not watch.is_at_fault(point):
         return act()
     fault = watch.fault
     if fault in ERRORS:
@@ -154,8 +166,22 @@ def visit(
         done = act_in_part()
         if fault == "short":
             return done
-    watch.kill(driver=fault != "kill-worker")
+    watch.kill(driver=fault not in ("kill-worker", "kill-each"))
     raise AssertionError("unreachable")
+
+
+def read(path: str, *, module: str) -> None:
+    """Come to the point at which `module` opens a source video for reading."""
+    watch = _watch
+    name = watch.name_of(path) if watch is not None else None
+    if watch is not None and name is not None and watch.is_at_fault(watch.count("read", f"{name}@{module}")):
+        watch.kill(driver=watch.fault == "kill")
+
+
+def started(program: str, pid: int) -> None:
+    """Come to the point at which `program` has been started as a process."""
+    if _watch is not None and _watch.is_at_fault(_watch.count("start", program)):
+        os.kill(pid, signal.SIGKILL)
 
 
 def _remember_random_names(watch: Watch) -> None:
@@ -191,3 +217,9 @@ def begin() -> Watch:
 def is_watched(path: str | None) -> bool:
     """Return True if operations on `path` are counted."""
     return path is not None and _watch is not None and any(path.startswith(f"{f}/") for _, f in _watch.folders)
+
+
+def is_source(path: str | None) -> bool:
+    """Return True if `path` is below the folder of source videos."""
+    folders = dict(_watch.folders) if _watch is not None else {}
+    return path is not None and SOURCES in folders and path.startswith(f"{folders[SOURCES]}/")
