@@ -23,7 +23,6 @@ PACKAGES := manifests shards prep train benchmarks scripts
 # pip believes the certificates of the system; uv shall too.
 export UV_SYSTEM_CERTS ?= 1
 
-MINUTES ?= 60
 SEED ?= 1
 
 .DEFAULT_GOAL := help
@@ -75,8 +74,8 @@ pytest: setup
 	$(BIN)/python -m pytest --numprocesses $$(($$(nproc) + 1)) --maxprocesses 4 --dist worksteal $(PYTEST_FLAGS)
 
 torture: setup
-	$(BIN)/python -m tests.torture --minutes $(MINUTES) --seed $(SEED) $(if $(PART),--part $(PART)) \
-		$(if $(CASE),--case '$(CASE)') $(if $(KEEP),--keep) $(if $(JSON),--json "$(JSON)")
+	$(BIN)/python -m tests.torture --seed $(SEED) $(if $(MINUTES),--minutes $(MINUTES)) $(if $(CASES),--cases $(CASES)) \
+		$(if $(PART),--part $(PART)) $(if $(CASE),--case '$(CASE)') $(if $(KEEP),--keep) $(if $(JSON),--json "$(JSON)")
 
 ifdef VIDEOS
 # Some shells leave the ~ of an argument NAME=~/DIR alone.

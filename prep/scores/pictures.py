@@ -48,7 +48,7 @@ class Chunks:
         return chunk_key(self.table["video_id"][row].as_py(), self.table["start_ms"][row].as_py())
 
     def duration_s(self, row: int) -> float | None:
-        """Return the duration of a chunk; None if it is not in the video column any more."""
+        """Return the duration of a chunk; None if it is not in the video column, or damaged."""
         found = self._find(row)
         if found is None:
             return None
@@ -79,7 +79,7 @@ class Chunks:
     def _of_chunk(self, row: int, wanted: Sequence[float | None]) -> dict[float | None, Thumbnail]:
         found = self._find(row)
         if found is None:
-            return dict.fromkeys(wanted, Thumbnail(None, problem="not in the video column any more"))
+            return dict.fromkeys(wanted, Thumbnail(None, problem="not in the video column, or damaged there"))
         shard, number = found
         index, fps = shard.index, frame_rate(shard.index, number)
         last = index["num_frames"][number].as_py() - 1

@@ -3,11 +3,14 @@
 import argparse
 import importlib
 import json
+import math
 import shutil
 import subprocess
 import sys
 import tempfile
+import time
 from collections import Counter
+from collections.abc import Collection
 from pathlib import Path
 
 from tests.conftest import ROOT
@@ -17,7 +20,7 @@ from tests.torture.workspace import Workspace
 # Modules of this folder; each provides `cases(seed, workspace)`.
 PARTS = {
     "points": ("points",),
-    "damage": ("damage",),
+    "damage": ("damage", "readers"),
     "hostile": ("hostile_sources", "hostile_annotations", "hostile_training"),
 }
 
@@ -25,75 +28,90 @@ PARTS = {
 def main() -> None:
     """Run a campaign; exit with 1 if any case failed."""
     parser = argparse.ArgumentParser(prog="python -m tests.torture", description="A seeded campaign of faults.")
-    parser.add_argument("--minutes", type=float, default=60.0, help="when no more cases are begun")
-    parser.add_argument("--seed", type=int, default=1, help="decides which cases are drawn, and in which order")
+    parser.add_argument("--minutes", type=float, help="when no more cases are begun; 60, or no limit with --cases")
+    parser.add_argument(
+        "--seed", type=int, nargs="+", default=[1], help="decides which cases are drawn, in which order"
+    )
     parser.add_argument("--part", choices=sorted(PARTS), help="one part only")
     parser.add_argument("--case", help="one case by its name, or those whose names begin so")
-    parser.add_argument("--max-cases", type=int, help="the most cases to try")
+    parser.add_argument("--cases", nargs="+", default=[], help="PART=N: this part only, with N cases of each seed")
     parser.add_argument("--keep", action="store_true", help="leave the folders of cases that failed, and say where")
     parser.add_argument("--json", type=Path, help="file for the same figures, and all reasons")
     chosen = parser.parse_args()
+    num_cases = {name: int(number) for name, _, number in (item.partition("=") for item in chosen.cases)}
+    wanted = [chosen.part] if chosen.part else list(num_cases or PARTS)
+    minutes = chosen.minutes or (math.inf if num_cases else 60.0)
+    end_s = time.monotonic() + 60 * minutes
     folder = Path(tempfile.mkdtemp(prefix="torture-"))
+    result = Result()
     try:
         with Workspace(folder) as workspace:
-            parts = parts_of(chosen.part, seed=chosen.seed, workspace=workspace)
-            result = run_campaign(
-                parts,
-                workspace,
-                seconds=60 * chosen.minutes,
-                only=chosen.case,
-                keeps=chosen.keep,
-                max_cases=chosen.max_cases,
-                say=lambda line: print(line, flush=True),
-            )
+            for seed in chosen.seed:
+                of_seed = run_campaign(
+                    parts_of(wanted, seed=seed, workspace=workspace),
+                    workspace,
+                    seed=seed,
+                    seconds=end_s - time.monotonic(),
+                    only=chosen.case,
+                    keeps=chosen.keep,
+                    num_cases=num_cases,
+                    say=lambda line: print(line, flush=True),
+                )
+                result.outcomes += of_seed.outcomes
+                result.num_left += of_seed.num_left
     finally:
         if not chosen.keep:
             shutil.rmtree(folder, ignore_errors=True)
     if not result.outcomes:
-        sys.exit(f"no case was tried: none of seed {chosen.seed} is called {chosen.case}, or the time was too short")
+        sys.exit(f"no case was tried: none is called {chosen.case}, or the time was too short")
     commit = subprocess.run(["git", "describe", "--always", "--dirty"], cwd=ROOT, capture_output=True, text=True)
-    print(report(result, seed=chosen.seed, commit=commit.stdout.strip()))
+    print(report(result, commit=commit.stdout.strip()))
     if chosen.json is not None:
-        chosen.json.write_text(json.dumps(as_json(result, seed=chosen.seed, commit=commit.stdout.strip()), indent=1))
+        chosen.json.write_text(json.dumps(as_json(result, commit=commit.stdout.strip()), indent=1))
     sys.exit(bool(result.failed))
 
 
-def parts_of(part: str | None, *, seed: int, workspace: Workspace) -> dict[str, Subjects]:
-    """Return the subjects of one part, or of all parts."""
-    chosen = {name: modules for name, modules in PARTS.items() if part in (None, name)}
+def parts_of(names: Collection[str], *, seed: int, workspace: Workspace) -> dict[str, Subjects]:
+    """Return the subjects of some parts."""
     found: dict[str, Subjects] = {}
-    for name, modules in chosen.items():
-        for module in modules:
+    for name in names:
+        for module in PARTS[name]:
             module_cases = importlib.import_module(f"tests.torture.{module}").cases
             found.setdefault(name, {}).update(module_cases(seed, workspace))
     return found
 
 
-def report(result: Result, *, seed: int, commit: str) -> str:
+def report(result: Result, *, commit: str) -> str:
     """Format a Markdown table of counts, and for each failure a description and the command that reproduces it."""
-    lines = ["", f"commit {commit}, seed {seed}: {len(result.outcomes)} cases, {len(result.failed)} failed"]
-    lines += [f"{result.num_left} cases were left when the time was up"] if result.num_left else []
-    lines += ["", "| part | of | tried | held | failed | faults tried |", "|---|---|---|---|---|---|"]
+    seeds = " and ".join(str(seed) for seed in dict.fromkeys(one.seed for one in result.outcomes))
+    lines = ["", f"Seed {seeds}, commit {commit}: {len(result.outcomes)} cases, of which {len(result.failed)} failed."]
+    lines += [f"{result.num_left} cases were left when the time was up."] if result.num_left else []
+    lines += ["", "| part | of | tried | held | faults |", "|---|---|---|---|---|"]
     for key in sorted({(one.case.part, one.case.subject) for one in result.outcomes}):
         mine = [one for one in result.outcomes if (one.case.part, one.case.subject) == key]
-        num_failed = sum(one.reason is not None for one in mine)
+        num_held = sum(one.reason is None for one in mine)
         faults = sorted(Counter(one.case.fault for one in mine).items())
-        counts = len(mine), len(mine) - num_failed, num_failed
         described = ", ".join(f"{fault} {count}" for fault, count in faults)
-        lines.append(f"| {' | '.join(map(str, (*key, *counts)))} | {described} |")
+        lines.append(f"| {' | '.join(map(str, (*key, len(mine), num_held)))} | {described} |")
     for one in result.failed:
         lines += ["", f"FAILED {one.case.name}", *(f"    {line}" for line in (one.reason or "").splitlines())]
-        lines += [f"    make torture SEED={seed} CASE='{one.case.name}'"]
+        lines += [f"    make torture SEED={one.seed} CASE='{one.case.name}'"]
     return "\n".join(lines)
 
 
-def as_json(result: Result, *, seed: int, commit: str) -> dict[str, object]:
+def as_json(result: Result, *, commit: str) -> dict[str, object]:
     """Return the same report as a JSON object."""
     outcomes = [
-        {"name": one.case.name, "fault": one.case.fault, "reason": one.reason, "seconds": round(one.seconds, 2)}
+        {
+            "seed": one.seed,
+            "name": one.case.name,
+            "fault": one.case.fault,
+            "reason": one.reason,
+            "seconds": round(one.seconds, 2),
+        }
         for one in result.outcomes
     ]
-    return {"commit": commit, "seed": seed, "num_left": result.num_left, "cases": outcomes}
+    return {"commit": commit, "num_left": result.num_left, "cases": outcomes}
 
 
 if __name__ == "__main__":

@@ -51,7 +51,7 @@ def prep(workspace: Workspace, folder: Path, *arguments: object, status: int = 0
 
 
 def videos(workspace: Workspace) -> Path:
-    """Create `first`, videos a and b of 2 and 1 s with captions and subtitles, and `later`: a and c with other captions."""
+    """Create `first`: videos a and b of 2 and 1 s with captions; and `later`: a and c with other captions."""
     return workspace.made("videos", _write_videos)
 
 

@@ -1,13 +1,15 @@
 """Runs cases, two at a time, until all are done or the time is up, and collects the outcomes."""
 
+import math
 import shutil
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import islice
 from pathlib import Path
 
 from tests.torture.cases import Broken, Case, taken_in_turns
@@ -22,6 +24,7 @@ Subjects = dict[str, Callable[[], Iterator[Case]]]
 class Outcome:
     """The outcome of a case; `reason` is None if it passed."""
 
+    seed: int
     case: Case
     reason: str | None
     seconds: float
@@ -43,30 +46,35 @@ def run_campaign(
     parts: dict[str, Subjects],
     workspace: Workspace,
     *,
-    seconds: float,
+    seed: int,
+    seconds: float = math.inf,
     only: str | None = None,
     keeps: bool = False,
-    max_cases: int | None = None,
+    num_cases: Mapping[str, int] | None = None,
     say: Callable[[str], None] = lambda _: None,
 ) -> Result:
     """Run one case of each part and subject in turn.
 
     Args:
+        seed: that the cases are drawn from.
         seconds: time after which no more cases are started.
         only: name of the case to run, or a common prefix of several names.
         keeps: keep the folders of failed cases.
-        max_cases: maximum number of cases.
+        num_cases: maximum number of cases of a part; all of the parts that are not given.
         say: callback for the progress lines.
     """
     deadline_s = time.monotonic() + seconds
     result, lock = Result(), threading.Lock()
-    lists, broken = _listed(parts, only=only)
+    lists, broken = _listed(parts, seed=seed, only=only)
     for outcome in broken:
         say(_line(outcome, 0, 0))
     result.outcomes.extend(broken)
-    in_parts = [taken_in_turns([iter(cases) for cases in subjects]) for subjects in lists]
-    waiting = list(taken_in_turns(in_parts))[:max_cases]
-    num_cases, position = len(waiting), iter(range(len(waiting)))
+    in_parts: list[Iterator[Case]] = [
+        islice(taken_in_turns([iter(cases) for cases in subjects]), (num_cases or {}).get(part))
+        for part, subjects in zip(parts, lists, strict=True)
+    ]
+    waiting = list(taken_in_turns(in_parts))
+    position = iter(range(len(waiting)))
 
     def work() -> None:
         while time.monotonic() < deadline_s:
@@ -74,19 +82,20 @@ def run_campaign(
                 number = next(position, None)
             if number is None:
                 return
-            outcome = _tried(waiting[number], workspace.folder / "cases" / f"{number:05d}", keeps=keeps)
+            folder = workspace.folder / "cases" / f"{seed}-{number:05d}"
+            outcome = Outcome(seed, waiting[number], *_tried(waiting[number], folder, keeps=keeps))
             with lock:
                 result.outcomes.append(outcome)
-                say(_line(outcome, len(result.outcomes), num_cases))
+                say(_line(outcome, len(result.outcomes), len(waiting)))
 
     with ThreadPoolExecutor(NUM_AT_ONCE) as pool:
         for done in [pool.submit(work) for _ in range(NUM_AT_ONCE)]:
             done.result()
-    result.num_left = num_cases + len(broken) - len(result.outcomes)
+    result.num_left = len(waiting) + len(broken) - len(result.outcomes)
     return result
 
 
-def _listed(parts: dict[str, Subjects], *, only: str | None) -> tuple[list[list[list[Case]]], list[Outcome]]:
+def _listed(parts: dict[str, Subjects], *, seed: int, only: str | None) -> tuple[list[list[list[Case]]], list[Outcome]]:
     """List the cases of each part and subject. A subject that fails even without faults is returned as a failure."""
     broken: list[Outcome] = []
 
@@ -99,7 +108,7 @@ def _listed(parts: dict[str, Subjects], *, only: str | None) -> tuple[list[list[
             return [case for case in found if case.name == only] or [one for one in found if one.name.startswith(only)]
         except Exception as error:  # noqa: BLE001 - of one subject; the others go on
             case = Case(f"{part}/{subject}/undisturbed", "none", lambda _: None)
-            broken.append(Outcome(case, _reason(error), time.monotonic() - begin_s))
+            broken.append(Outcome(seed, case, _reason(error), time.monotonic() - begin_s))
             return []
 
     with ThreadPoolExecutor(NUM_AT_ONCE) as pool:
@@ -114,7 +123,8 @@ def _listed(parts: dict[str, Subjects], *, only: str | None) -> tuple[list[list[
         return [[cases.result() for cases in subjects] for subjects in waiting], broken
 
 
-def _tried(case: Case, folder: Path, *, keeps: bool) -> Outcome:
+def _tried(case: Case, folder: Path, *, keeps: bool) -> tuple[str | None, float]:
+    """Run a case; return why it failed, or None, and the seconds that it took."""
     folder.mkdir(parents=True)
     begin_s, reason = time.monotonic(), None
     try:
@@ -125,7 +135,7 @@ def _tried(case: Case, folder: Path, *, keeps: bool) -> Outcome:
         shutil.rmtree(folder, ignore_errors=True)
     else:
         reason += f"\nkept in {folder}"
-    return Outcome(case, reason, time.monotonic() - begin_s)
+    return reason, time.monotonic() - begin_s
 
 
 def _reason(error: Exception) -> str:
@@ -135,8 +145,3 @@ def _reason(error: Exception) -> str:
 def _line(outcome: Outcome, number: int, of: int) -> str:
     state = "held" if outcome.reason is None else "FAILED"
     return f"{number}/{of}  {state}  {outcome.case.name}  {outcome.seconds:.1f} s"
-
-
-def subjects_of(result: Result) -> Sequence[str]:
-    """List the subjects that were run, as part/subject."""
-    return sorted({f"{outcome.case.part}/{outcome.case.subject}" for outcome in result.outcomes})

@@ -58,7 +58,6 @@ def _with_walks(cases: Iterator[Case], others: list[Case]) -> Iterator[Case]:
 
 def _traced(subject: Subject, workspace: Workspace) -> tuple[Mapping[str, str], list[str]]:
     """Trace a run without faults; return the contents that it ends with, and its log of operations."""
-    trace: list[str] = []
 
     def make(folder: Path) -> None:
         subject.begin(workspace, folder)
@@ -69,10 +68,10 @@ def _traced(subject: Subject, workspace: Workspace) -> tuple[Mapping[str, str], 
             ended_well(subject.watched_again(workspace, folder).undisturbed(workspace.commands), status=subject.status)
         no_litter(folder / "data", folder / "run")
         nothing_in(watched.scratch)
-        trace.extend(lines)
+        (folder / "trace.txt").write_text("\n".join(lines))
 
     folder = workspace.made(f"undisturbed-{subject.name}", make)
-    return subject.kept(folder), trace
+    return subject.kept(folder), (folder / "trace.txt").read_text().splitlines()
 
 
 def _check_order(trace: list[str], _: Path) -> None:

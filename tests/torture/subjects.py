@@ -168,7 +168,7 @@ SUBJECTS = (
         bases.with_manifest,
         is_fresh=True,
         last=_prep(*bases.CHUNK, *bases.ENGINE),
-        max_cases=25,
+        max_cases=8,
     ),
     Subject("chunk-shots", _prep(*bases.SHOTS, *bases.ENGINE), bases.with_manifest),
     Subject("chunk-part", _prep(*bases.CHUNK, *bases.ENGINE, "--part", "1/2"), bases.with_other_part),

@@ -25,10 +25,10 @@ NUM_CASES = {"points": 1, "damage": 1, "hostile": 2}  # of each subject
 @pytest.mark.timeout(1200)  # on a shared machine; it takes a minute on an idle one
 def test_nothing_of_a_slice_is_lost_left_behind_or_served_wrong(tmp_path: Path, forks: Forks) -> None:
     with Workspace(tmp_path, forks) as workspace:
-        drawn = parts_of(None, seed=SEED, workspace=workspace)
+        drawn = parts_of(PARTS, seed=SEED, workspace=workspace)
         parts = {part: first_of(subjects, NUM_CASES[part]) for part, subjects in drawn.items()}
-        result = run_campaign(parts, workspace, seconds=1100)
-    assert not result.failed, report(result, seed=SEED, commit="here")
+        result = run_campaign(parts, workspace, seed=SEED, seconds=1100)
+    assert not result.failed, report(result, commit="here")
     tried = {(one.case.part, one.case.subject) for one in result.outcomes}
     assert {part for part, _ in tried} == set(PARTS)
     assert tried >= {("points", subject.name) for subject in SUBJECTS if subject.name not in TOO_LONG}

@@ -1,0 +1,118 @@
+"""Damage that a reader meets: flips in every packet that a training reads, and damage under `prep inspect`.
+
+A training that reads every packet of its chunks names each chunk with a flipped one. Pages and lists of `prep inspect`
+are those of intact data, or name what is damaged.
+"""
+
+import json
+import re
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from random import Random
+
+from shards.reader import CommittedShard, Variant
+from tests.torture import bases
+from tests.torture.cases import Broken, Case, drawn
+from tests.torture.checks import ended_well
+from tests.torture.commands import Ran
+from tests.torture.damage import PART
+from tests.torture.decay import FAULTS, Decay, draw_decay
+from tests.torture.workspace import Workspace, copy
+
+# As many frames as the span of a caption has, so that each of them is read.
+_ALL_FRAMES = (*bases.TRAIN[:3], "--num-frames", 30, *bases.TRAIN[5:7], "--batch", 2, "--max-failures", 9)
+_READ_ALL = (*_ALL_FRAMES, *bases.TRAIN[11:13], "--steps", 1, "--workers", 1, "--device", "cpu")
+_DRAWS = 8
+_WORDS = re.compile(r"damaged|missing|corrupt|cannot be|stale|Not shown")
+_INSPECT: dict[str, tuple[str, ...]] = {
+    "list": (),
+    "page": ("--html", "page.html"),
+    "where": ("--html", "where.html", "--where", "brightness >= 0 and frozen <= 1"),
+    "scores": ("--column", "scores"),
+    "score-page": ("--column", "scores", "--html", "scores.html"),
+}
+
+
+def cases(seed: int, workspace: Workspace) -> dict[str, Callable[[], Iterator[Case]]]:
+    """Return the cases of trainings and of pages, in an order determined by `seed`."""
+    return {"packets": partial(_packets, seed, workspace), "inspect": partial(_inspections, seed, workspace)}
+
+
+def _packets(seed: int, workspace: Workspace) -> Iterator[Case]:
+    """One case for each packet of a chunk: a bit of it is flipped in one chunk of each caption.
+
+    The captions of the split are of one second, which is two chunks.
+    """
+    (shard,) = Variant.open(bases.with_columns(workspace) / "data").shards("train")
+    numbers = [
+        (first, packet)
+        for first in range(2)
+        for packet in range(min(len(shard.packet_tables.of_row(row).offset) for row in range(shard.num_samples)))
+    ]
+    for first, packet in drawn(numbers, seed=f"{seed}/packets", kinds=()):
+        rows = range(first, shard.num_samples, 2)
+        name = f"{PART}/packets/{packet}@{'+'.join(map(str, rows))}"
+        yield Case(name, "flip", partial(_in_packets, workspace, f"{seed}/{name}", shard, rows, packet))
+
+
+def _in_packets(workspace: Workspace, seed: str, shard: CommittedShard, rows: range, packet: int, folder: Path) -> None:
+    whole, random = bases.with_columns(workspace), Random(seed)
+    copy(whole, folder)
+    tar = folder / shard.tar_path.relative_to(whole)
+    content = bytearray(tar.read_bytes())
+    for row in rows:
+        table, (begin, _) = shard.packet_tables.of_row(row), shard.packet_tables.payload(row)
+        at = begin + int(table.offset[packet]) + random.randrange(int(table.size[packet]))
+        content[at] ^= 1 << random.randrange(8)
+    tar.write_bytes(content)
+    where = ("--shards", folder / "data", "--out", folder / "run")
+    ran = ended_well(workspace.commands.run("train", [*_READ_ALL, *where], scratch=folder / "tmp"))
+    lines = (folder / "run" / "failures.jsonl").read_text().splitlines()
+    damaged = {shard.index["key"][row].as_py() for row in rows}
+    if unnoticed := damaged - {json.loads(line)["key"] for line in lines}:
+        raise Broken(f"packet {packet} of {', '.join(sorted(unnoticed))} was read without a word: {ran.described()}")
+
+
+def _inspections(seed: int, workspace: Workspace) -> Iterator[Case]:
+    whole, random = bases.with_scores(workspace), Random(f"{seed}/inspect")
+    paths = sorted(path.relative_to(whole) for path in whole.glob("data/*/*/**/*") if path.is_file())
+    decays = [draw_decay(random, whole, fault, paths=paths, partners=paths) for fault in FAULTS for _ in range(_DRAWS)]
+    different = list({decay.name: decay for decay in decays if decay is not None}.values())
+    for decay in drawn(different, seed=f"{seed}/inspect", kinds=[lambda decay: decay.fault]):
+        yield Case(f"{PART}/inspect/{decay.name}", decay.fault, partial(_in_pages, workspace, decay))
+
+
+def _in_pages(workspace: Workspace, decay: Decay, folder: Path) -> None:
+    sound = workspace.made("inspected", partial(_inspected_whole, workspace))
+    copy(bases.with_scores(workspace), folder)
+    decay.do(folder)
+    (folder / "run").mkdir()
+    for name in _INSPECT:
+        ran = _inspected(workspace, folder, name)
+        served = _shown(folder / "run", ran.stdout.replace(str(folder), ""))
+        expected = _shown(sound / name, (sound / f"{name}.txt").read_text())
+        if ran.status == 0 and served != expected and len(_WORDS.findall(served)) <= len(_WORDS.findall(expected)):
+            raise Broken(f"not what it shows of intact data, and no word of damage: {ran.described()}")
+        for path in (folder / "run").iterdir():
+            path.unlink()
+
+
+def _shown(folder: Path, printed: str) -> str:
+    return "\n".join([printed, *(path.read_text("utf-8", "replace") for path in sorted(folder.iterdir()))])
+
+
+def _inspected_whole(workspace: Workspace, folder: Path) -> None:
+    copy(bases.with_scores(workspace), folder)
+    (folder / "run").mkdir()
+    for name in _INSPECT:
+        ran = ended_well(_inspected(workspace, folder, name), status=0)
+        (folder / f"{name}.txt").write_text(ran.stdout.replace(str(folder), ""))
+        (folder / "run").rename(folder / name)
+        (folder / "run").mkdir()
+
+
+def _inspected(workspace: Workspace, folder: Path, name: str) -> Ran:
+    words = [folder / "run" / word if word.endswith(".html") else word for word in _INSPECT[name]]
+    arguments = ("inspect", *words, "--data", folder / "data")
+    return ended_well(workspace.commands.run("prep", arguments, scratch=folder / "tmp"))
