@@ -121,7 +121,7 @@ def _record_if_held(objects: Objects, info: ObjectInfo, *, now_s: float) -> dict
     found = leases.read(objects, info.key)
     if found and (leases.is_abandoned(found) or now_s - info.modified_s >= leases.EXPIRY_S):
         try:
-            leases.release(objects, info.key, etag=info.etag)
+            objects.write(info.key, leases.released(), replaces=info.etag)
         except Conflict:  # renewed, released or removed meanwhile
             return leases.read(objects, info.key)
         return {}

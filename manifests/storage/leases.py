@@ -179,7 +179,7 @@ class Lease:
         with self._lock:
             if self._lost_to is None:
                 with suppress(OSError):  # it expires
-                    release(self._objects, self.key, etag=self._etag)
+                    self._replaced_own(released())
 
     def _renew_until_released(self) -> None:
         while not self._released.wait(RENEWAL_S):
@@ -192,20 +192,24 @@ class Lease:
     def _renew(self) -> None:
         begun_s = now_s()
         self._num_renewals += 1
-        content, etag = self._content(), self._etag
+        if self._replaced_own(self._content()):
+            self._renewed_s = begun_s
+
+    def _replaced_own(self, content: bytes) -> bool:
+        """Write the object if this process holds the lease; otherwise note who does, and return False."""
         for is_last in (False, True):
             try:
-                self._etag = self._objects.write(self.key, content, replaces=etag)
-                self._renewed_s = begun_s
-                return
+                self._etag = self._objects.write(self.key, content, replaces=self._etag)
+                break
             except Conflict:
                 found, info = read_info(self._objects, self.key)
                 if info is None or found.get("token") != self.token:
                     self._lost_to = name_of(found) or "another process, which has finished"
-                    return
+                    return False
                 if is_last:
                     raise
-                etag = info.etag  # some servers name another one in their answer to a write
+                self._etag = info.etag  # some servers name another one in their answer to a write
+        return True
 
     def _content(self) -> bytes:
         record = {
@@ -266,13 +270,9 @@ def server_time_s(objects: Objects) -> float:
             objects.delete(key)
 
 
-def release(objects: Objects, key: str, *, etag: str) -> None:
-    """Let others take the lease whose object has an etag.
-
-    Raises:
-        Conflict: it has been renewed, released or taken meanwhile.
-    """
-    objects.write(key, secrets.token_hex(_RELEASED_BYTES // 2).encode(), replaces=etag)
+def released() -> bytes:
+    """Return what is written into a lease that nobody holds."""
+    return secrets.token_hex(_RELEASED_BYTES // 2).encode()
 
 
 def is_released(info: ObjectInfo) -> bool:
