@@ -3,13 +3,15 @@
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 
 import pytest
 
+from manifests.errors import UserError
 from manifests.publish import publish_bytes, remove
-from manifests.storage import mirrors
+from manifests.storage import mirrors, stores
 from manifests.storage.errors import Conflict
 from manifests.storage.leases import Lease, LeaseHeld, LeaseLost
 from manifests.storage.objects import Objects, open_objects
@@ -65,8 +67,7 @@ def in_thread(work: Callable[[], object]) -> Iterator[Future[object]]:
         yield pool.submit(work)
 
 
-@pytest.mark.parametrize("kind", ["hang", "late"])
-@pytest.mark.parametrize("method", ["PUT", "POST"])
+@pytest.mark.parametrize(("kind", "method"), [("hang", "PUT"), ("late", "PUT"), ("hang", "POST")])
 def test_a_writer_that_is_cut_off_in_the_middle_of_a_request_changes_nothing_of_its_successor(
     kind: str,
     method: str,
@@ -99,8 +100,7 @@ def test_a_writer_that_is_cut_off_in_the_middle_of_a_request_changes_nothing_of_
         faults.set()  # the network is back
         with pytest.raises(LeaseLost):
             late.result()
-    if (kind, method) != ("late", "POST"):  # a deletion has no condition
-        assert objects.read(RECORD) == b"of the successor"
+    assert objects.read(RECORD) == b"of the successor"
 
 
 def test_a_command_whose_request_for_the_lock_is_late_does_not_begin_with_an_old_listing(
@@ -155,6 +155,36 @@ def test_a_server_that_names_another_etag_after_a_write_is_no_other_writer(
     lease = Lease(objects, ".lock", what="it")
     lease.acquire()
     lease.release()
+
+
+def test_changes_outlast_a_server_that_fails_for_long(
+    bucket: str, faults: Faults, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    backoff = {"init_backoff": timedelta(milliseconds=5), "max_backoff": timedelta(milliseconds=20), "base": 3}
+    for settings in (stores._RETRY, stores._WRITE_RETRY):
+        monkeypatch.setitem(settings, "backoff", backoff)
+    monkeypatch.setitem(stores._WRITE_RETRY, "retry_timeout", timedelta(milliseconds=50))
+    monkeypatch.setattr("manifests.storage.changes._LAST_PAUSE_S", 0.1)
+    objects = open_objects(bucket)
+    for fault in (Fault("error"), Fault("error", status=429, code="TooManyRequests"), Fault("reset")):
+        for change in (
+            lambda: objects.write("k", b"1"),
+            lambda: objects.write("k", b"2", replaces=objects.info("k").etag),
+            lambda: objects.copy("k", "l"),
+            lambda: objects.delete("k", "l"),
+        ):
+            faults.set(replace(fault, for_s=0.4))
+            change()
+            assert faults.seen().num_faults > 1
+    assert not list(objects.list())
+
+
+def test_a_server_without_conditional_writes_is_refused(bucket: str, faults: Faults) -> None:
+    lease = Lease(open_objects(bucket), ".lock", what="it")
+    faults.set(Fault("error", method="PUT", status=501, code="NotImplemented"))
+    with pytest.raises(UserError, match="does not support this request") as refused:
+        lease.acquire()
+    assert "If-None-Match" in (refused.value.hint or "")
 
 
 def test_each_attempt_asks_its_guard(bucket: str, faults: Faults, few_retries: None) -> None:
