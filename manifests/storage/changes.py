@@ -49,19 +49,9 @@ class Changes:
 
     def __init__(self, objects: "Objects", *, count: Callable[[int, int], object]) -> None:
         self._objects, self._count = objects, count
-        self._opened: Any = None
-
-    @property
-    def _store(self) -> Any:
-        if self._opened is None:
-            address, scheme = self._objects.address, self._objects.scheme
-            if not self._objects.is_writable:
-                raise UserError(
-                    f"{address} is read-only: objects can be written to s3://, gs:// and az://",
-                    hint="give an address of a bucket",
-                )
-            self._opened = open_store(address, scheme=scheme, is_written=True)
-        return self._opened
+        self._store: Any = None
+        if objects.is_writable:
+            self._store = open_store(objects.address, scheme=objects.scheme, is_written=True)
 
     def put(self, key: str, content: bytes | Path, *, guard: Guard, mode: Any = "overwrite") -> str:
         """Write an object and return its etag."""
@@ -137,6 +127,11 @@ class Changes:
 
     def _repeated(self, key: str, request: Callable[[], _T], guard: Guard, *, num_bytes: int = 0) -> _T:
         """Return the answer of a request; repeat it while it fails in passing, and the guard allows it."""
+        if self._store is None:
+            raise UserError(
+                f"{self._objects.address} is read-only: objects can be written to s3://, gs:// and az://",
+                hint="give an address of a bucket",
+            )
         end_s, pause_s = time.monotonic() + RETRY_S, _FIRST_PAUSE_S
         with awaited(self._objects.address, num_bytes=num_bytes):
             while True:

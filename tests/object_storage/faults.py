@@ -38,6 +38,7 @@ class Fault:
         times: number of requests that it happens to; None for all.
         every: it happens to each `every`-th matching request.
         for_s: how long it goes on after the first request that it happened to; None for ever.
+        spreads: from the first request that it happened to, it happens to all requests.
     """
 
     kind: Literal["delay", "error", "cut", "lost", "hang", "late", "reset", "etag"]
@@ -47,6 +48,7 @@ class Fault:
     times: int | None = None
     every: int = 1
     for_s: float | None = None
+    spreads: bool = False
     delay_s: float = 0.0
     status: int = 503
     code: str = "SlowDown"
@@ -143,6 +145,7 @@ class Proxy:
     rules: list[Fault] = field(default_factory=list)
     matches: Counter[int] = field(default_factory=Counter)
     began_s: dict[int, float] = field(default_factory=dict)  # when a fault first happened, by its number
+    spreading: Fault | None = None
     are_replaced: asyncio.Event = field(default_factory=asyncio.Event)  # the faults of now
     latency_s: float = 0.0
     bytes_per_s: float | None = None
@@ -237,6 +240,8 @@ class Proxy:
         await writer.drain()
 
     def _fault_of(self, method: str, path: str) -> Fault | None:
+        if self.spreading is not None:
+            return self.spreading
         for number, fault in enumerate(self.rules):
             if fault.method not in (None, method) or not re.search(fault.path, path):
                 continue
@@ -248,6 +253,7 @@ class Proxy:
             if fault.for_s is not None and now_s > self.began_s.setdefault(number, now_s) + fault.for_s:
                 continue
             self.num_faults += 1
+            self.spreading = fault if fault.spreads else None
             return fault
         return None
 
@@ -257,7 +263,7 @@ class Proxy:
             self.rules = [Fault(**fault) for fault in rules["faults"]]
             self.latency_s, self.bytes_per_s = rules["latency_s"], rules["bytes_per_s"]
             self.matches, self.requests, self.num_bytes, self.num_faults = Counter(), [], 0, 0
-            self.began_s = {}
+            self.began_s, self.spreading = {}, None
             self.are_replaced.set()
             self.are_replaced = asyncio.Event()
         found = {"requests": self.requests, "bytes": self.num_bytes, "faults": self.num_faults}

@@ -42,7 +42,6 @@ def machine(objects: Objects, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
         monkeypatch.setenv("AWS_ENDPOINT_URL", endpoint)
         (folder := tmp_path / name).mkdir()
         mirrors.register(copy := WorkingCopy(objects.address, folder))
-        copy.objects.delete("none")  # with the endpoint of now
         copy.sync()
         return copy
 
