@@ -99,7 +99,7 @@ class Point:
         return Fault(
             "late" if kind == "late" else "hang",
             method=found[1],
-            path=f"^/[^/]+{path}$",
+            path=f"^/[^/?]+{path}$",
             skip=int(found[3]) - 1,
             times=1,
             spreads=kind == "cut-off",
@@ -129,9 +129,8 @@ def _cases_of(subject: Subject, seed: int, workspace: Workspace) -> Iterator[Cas
 
 def _points_of(requests: Sequence[tuple[str, str]], column_lock: str) -> list[Point]:
     """Return the requests of a command while it holds its lock."""
-    named = [
-        (method, re.sub(r"\.tmp-[0-9a-f]{12}", ".tmp-*", f"/{path.split('/', 2)[2]}")) for method, path in requests
-    ]
+    keys = (re.sub(r"\.tmp-[0-9a-f]{12}", ".tmp-*", re.sub("^/[^/?]+", "", path)) for _, path in requests)
+    named = [(method, key) for (method, _), key in zip(requests, keys, strict=True)]
     locks = [
         number for number, (method, key) in enumerate(named) if method == "PUT" and key.endswith(f"/{column_lock}")
     ]
