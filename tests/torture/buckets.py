@@ -42,6 +42,7 @@ from tests.torture.workspace import Workspace
 PART = "buckets"
 SHORT_LEASES = Path(__file__).parent / "short_leases"
 _CHANGING = ("PUT", "POST", "DELETE")
+_OWN_END = re.compile(r"\.lock$|\.tmp-")
 _LIMIT_S = 120.0
 _lock = threading.Lock()
 
@@ -134,11 +135,10 @@ def _points_of(requests: Sequence[tuple[str, str]], column_lock: str) -> list[Po
     locks = [
         number for number, (method, key) in enumerate(named) if method == "PUT" and key.endswith(f"/{column_lock}")
     ]
-    last = max(
-        number
-        for number, (method, key) in enumerate(named)
-        if method in _CHANGING and not re.search(r"\.lock$|\.tmp-|\?delete", key)
-    )
+    changes = [number for number, (method, key) in enumerate(named) if method in _CHANGING and not _OWN_END.search(key)]
+    # The end of a command deletes its token; a command that writes nothing is there to delete.
+    written = [number for number in changes if named[number][0] == "PUT"]
+    last = max(written or changes)
     counts: Counter[str] = Counter()
     points = []
     for number, (method, key) in enumerate(named):
