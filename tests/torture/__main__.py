@@ -19,6 +19,7 @@ PARTS = {
     "points": ("points",),
     "damage": ("damage",),
     "hostile": ("hostile_sources", "hostile_annotations", "hostile_training"),
+    "buckets": ("buckets",),
 }
 
 
