@@ -14,11 +14,11 @@ from manifests.quoting import counted
 from manifests.store import read_videos
 from shards.chunk_table import open_chunk_table
 from shards.merged_table import verified
+from shards.moments import Moments
 from shards.reader import Variant
 from shards.scores import open_scores
 from shards.where import Where
 
-_MS_PER_VIDEO = 1 << 40  # video and start are searched as one number
 _OF_VIDEOS = ("dataset", "split", "num_captions")
 _OF_CHUNKS = ("duration_s", "width", "height")
 _OF_CAPTIONS = ("text", "source", "likelihood")
@@ -141,10 +141,12 @@ def find_chunks(
         return np.full(len(video_row), -1)
     coded = table["video_id"].chunk(0)
     row_of_code = pc.fill_null(pc.index_in(coded.dictionary, value_set=video_ids), -1).to_numpy().astype(np.int64)
-    keys = row_of_code[coded.indices.to_numpy()] * _MS_PER_VIDEO + table["start_ms"].to_numpy()
+    table_row, table_ms = row_of_code[coded.indices.to_numpy()], table["start_ms"].to_numpy()
+    moments = Moments.of(table_row, table_ms)
+    keys = moments.numbers(table_row, table_ms)
     is_sorted = bool((keys[1:] > keys[:-1]).all())
     order = None if is_sorted else np.argsort(keys, kind="stable")
-    wanted = video_row.astype(np.int64) * _MS_PER_VIDEO + start_ms
+    wanted = moments.numbers(video_row, start_ms)
     found = np.searchsorted(keys, wanted, sorter=order)
     found = np.minimum(found, len(keys) - 1)
     rows = found if order is None else order[found]

@@ -11,11 +11,10 @@ from numpy.typing import NDArray
 
 from shards.chunk_table import open_chunk_table
 from shards.damage import DamagedIndex
+from shards.moments import Moments, order_of
 from shards.reader import CommittedShard, Variant
 from train.data.frame_sampling import START_ROUNDING_US, US_PER_S, ChunkTimes
 
-# Video and start are searched as one number; no video lasts 2**40 ms (35 years).
-_MS_PER_VIDEO = 1 << 40
 _INDEX_COLUMNS = ("start_ms", "num_frames", "fps_num", "fps_den")
 CHUNK_COLUMNS = (*_INDEX_COLUMNS, "shard", "row", "crc32")
 
@@ -93,13 +92,14 @@ class ChunkSearch:
 
     def __init__(self, table: ChunkTable) -> None:
         self._video_row = table.video_row
-        self._starts = table.video_row.astype(np.int64) * _MS_PER_VIDEO + table.start_ms
+        self._moments = Moments.of(table.video_row, table.start_ms)
+        self._starts = self._moments.numbers(table.video_row, table.start_ms)
         self.end_us: NDArray[np.int64] = table.end_us
         self.num_gaps: NDArray[np.int64] = np.cumsum(_gaps(table, self.end_us))
 
     def last_started(self, video_row: NDArray[np.int64], at_ms: NDArray[np.int64]) -> NDArray[np.int64]:
         """For each (video, time) the last chunk that has begun; -1 or another video's chunk if none has."""
-        return np.searchsorted(self._starts, video_row * _MS_PER_VIDEO + at_ms, side="right") - 1
+        return np.searchsorted(self._starts, self._moments.numbers(video_row, at_ms), side="right") - 1
 
     def last_of(self, video_row: NDArray[np.int64]) -> NDArray[np.int64]:
         """For each video its last chunk; -1 or another video's chunk if it has none."""
@@ -136,9 +136,7 @@ def own_in_order(
     """The rows with a video (not -1), None for all; and their order by video and start, None if they are in it."""
     found = None if bool((video_row >= 0).all()) else np.flatnonzero(video_row >= 0)
     rows: Any = slice(None) if found is None else found
-    keys = video_row[rows].astype(np.int64) * _MS_PER_VIDEO + start_ms[rows]
-    is_sorted = bool((keys[1:] >= keys[:-1]).all())
-    return found, None if is_sorted else np.argsort(keys, kind="stable")
+    return found, order_of(video_row[rows], start_ms[rows])
 
 
 def _indexes(shards: Sequence[CommittedShard]) -> Iterator[tuple[int, pa.Table]]:
