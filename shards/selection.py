@@ -12,8 +12,8 @@ from numpy.typing import NDArray
 from manifests.errors import UserError
 from manifests.quoting import counted
 from manifests.store import read_videos
-from shards.chunk_table import open_chunk_table
-from shards.merged_table import verified
+from shards.chunk_table import read_chunk_rows
+from shards.damage import Damaged
 from shards.moments import Moments
 from shards.reader import Variant
 from shards.scores import open_scores
@@ -121,13 +121,14 @@ def _chunk_fields(data_dir: Path) -> pa.Table:
     """Duration and size of the chunks of the current variant of `video`."""
     names = ["video_id", "start_ms", "num_frames", "fps_num", "fps_den", "width", "height"]
     variant = Variant.open(data_dir).whole()
-    merged = open_chunk_table(variant)
-    if merged is not None:
-        found = verified(merged.table, merged.path, columns=names)
-    else:
-        found = pa.concat_tables([shard.index.select(names) for shard in variant.shards()])
+    try:
+        rows = read_chunk_rows(variant, columns=names)
+    except (Damaged, OSError) as error:
+        raise UserError(str(error), hint="see prep verify; prep chunk makes the table or the shard again") from error
+    found = rows.table
     num_frames, fps_num, fps_den = (found[name].to_numpy() for name in ("num_frames", "fps_num", "fps_den"))
-    coded = found["video_id"].combine_chunks().dictionary_encode()
+    entries, codes = rows.coded("video_id")
+    coded = pa.DictionaryArray.from_arrays(pa.array(codes), entries)
     duration_s = pa.array(num_frames.astype(np.int64) * fps_den / fps_num)
     place = found.column_names.index("video_id")
     return found.set_column(place, "video_id", coded).append_column("duration_s", duration_s)

@@ -8,12 +8,14 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from prep.core.column import VIDEO
-from prep.core.plan import is_readable
 from prep.sources.table import read_probes
+from shards.chunk_table import read_chunk_rows
+from shards.damage import Damaged
 from shards.dataset import current_variant, variant_dir
 from shards.moments import Moments
 from shards.reader import Variant
 
+_TIMES = ("start_ms", "num_frames", "fps_num", "fps_den")
 _LONGEST_MS = 1e15  # longer than any video
 
 
@@ -38,19 +40,21 @@ def chunk_finder(data_dir: Path, videos: pa.Table) -> Callable[[np.ndarray, np.n
         videos: schema.VIDEOS.
     """
     name = current_variant(data_dir, VIDEO)
-    shards = [] if name is None else Variant(variant_dir(data_dir, VIDEO, name)).shards()
-    if not shards or not all(map(is_readable, shards)):
+    if name is None:
+        return None
+    try:
+        chunks = read_chunk_rows(Variant(variant_dir(data_dir, VIDEO, name)), columns=("video_id", *_TIMES))
+    except (Damaged, OSError):
+        return None
+    if not len(chunks.table):
         return None
     ids = videos["video_id"].combine_chunks()
-    of_shards = []
-    for shard in shards:
-        rows = pc.index_in(shard.index["video_id"].combine_chunks(), value_set=ids).fill_null(-1).to_numpy()
-        start_ms, frames, fps_num, fps_den = (
-            shard.index[column].to_numpy().astype(np.int64)
-            for column in ("start_ms", "num_frames", "fps_num", "fps_den")
-        )
-        of_shards.append(np.stack([rows, start_ms, start_ms + frames * fps_den * 1000 // fps_num])[:, rows >= 0])
-    video_rows, begin_ms, end_ms = np.concatenate(of_shards, axis=1)
+    entries, codes = chunks.coded("video_id")
+    video_rows = pc.index_in(entries, value_set=ids).fill_null(-1).to_numpy().astype(np.int64)[codes]
+    begin_ms, frames, fps_num, fps_den = (chunks.table[name].to_numpy().astype(np.int64) for name in _TIMES)
+    end_ms = begin_ms + frames * fps_den * 1000 // fps_num
+    is_known = video_rows >= 0
+    video_rows, begin_ms, end_ms = video_rows[is_known], begin_ms[is_known], end_ms[is_known]
     moments = Moments.of(video_rows, begin_ms, end_ms)
     order = np.lexsort((begin_ms, video_rows))
     begin, end = (moments.numbers(video_rows, times)[order] for times in (begin_ms, end_ms))
