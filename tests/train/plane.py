@@ -52,9 +52,9 @@ class Points:
 
 
 class LoadedPoints:
-    """Points in batches, as settings say."""
+    """Points in batches, as settings say; `group` of them are loaded together."""
 
-    def __init__(self, points: Points, chosen: TrainingSettings, world: World = ONE) -> None:
+    def __init__(self, points: Points, chosen: TrainingSettings, world: World = ONE, *, group: int = 1) -> None:
         self._points, self.fingerprint = points, points.fingerprint
         batch = chosen.batch // world.size
         self._loader = Loader(
@@ -64,6 +64,7 @@ class LoadedPoints:
                 num_threads=chosen.workers,
                 num_ahead=2 * batch,
                 seed=chosen.seed,
+                group=group,
                 rank=world.rank,
                 num_ranks=world.size,
             ),
