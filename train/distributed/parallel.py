@@ -52,10 +52,10 @@ def wrap_model(
             fully_shard(unit, mesh=mesh, mp_policy=policy)
         fully_shard(model, mesh=mesh, mp_policy=policy)
         return model
-    return _Replicated(model, device_ids=[device] if device.type == "cuda" else None, gradient_as_bucket_view=True)
+    return Replicated(model, device_ids=[device] if device.type == "cuda" else None, gradient_as_bucket_view=True)
 
 
-class _Replicated(DistributedDataParallel):
+class Replicated(DistributedDataParallel):
     """DDP with the same buckets in every step of every process.
 
     The order in which ranks sum an element depends on its place in a bucket. DDP itself lays out new buckets after the
