@@ -56,6 +56,7 @@ class LoadedPoints:
 
     def __init__(self, points: Points, chosen: TrainingSettings, world: World = ONE, *, group: int = 1) -> None:
         self._points, self.fingerprint = points, points.fingerprint
+        self.num_samples: int | None = len(points)
         batch = chosen.batch // world.size
         self._loader = Loader(
             points,
@@ -69,10 +70,6 @@ class LoadedPoints:
                 num_ranks=world.size,
             ),
         )
-
-    @property
-    def num_samples(self) -> int:
-        return len(self._points)
 
     def describe(self) -> str:
         return self._points.describe()

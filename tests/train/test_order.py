@@ -31,6 +31,12 @@ def test_a_jump_into_a_billion_samples_gives_what_walking_gives() -> None:
     assert len(set(alone)) == 64 and max(alone) < 1_000_000_007
 
 
+@pytest.mark.parametrize("of_nothing", [{"num_samples": 0}, {"num_samples": 4, "group": 0}])
+def test_an_order_of_nothing_is_refused(of_nothing: dict[str, int]) -> None:
+    with pytest.raises(ValueError, match="needs at least one sample"):
+        SampleOrder(seed=0, **of_nothing)
+
+
 def test_positions_run_on_into_the_next_epoch() -> None:
     order = SampleOrder(num_samples=10, seed=0)
     samples = order.at(np.arange(30))
