@@ -8,7 +8,7 @@ import pytest
 from manifests.errors import UserError
 from train.config.shards import folder_names, parse_mix
 from train.data.mixture import MixedOrder
-from train.data.order import Cursor
+from train.data.order import Share
 
 CASES = [
     ((100, 37), None, 1),
@@ -91,7 +91,7 @@ def test_each_rank_gets_the_proportions(num_ranks: int) -> None:
     for sizes, mix in (((100, 100), "1,1"), ((100,) * 8, None), ((100, 50, 50), "2,1,1"), ((101, 299), None)):
         order = made(sizes, mix, 1)
         for rank in range(num_ranks):
-            own = order.folder_of(order.at(Cursor(0).positions(0, 600, rank=rank, num_ranks=num_ranks)))
+            own = order.folder_of(order.at(Share(rank, num_ranks).at(np.arange(600))))
             shares = np.bincount(own, minlength=len(sizes)) / len(own)
             assert np.abs(shares - np.array(order.shares) / sum(order.shares)).max() < 0.05
 
