@@ -13,6 +13,7 @@ from pathlib import Path
 
 from manifests.errors import UserError
 from manifests.publish import publish_bytes
+from manifests.quoting import visible
 
 
 @dataclass(frozen=True)
@@ -40,12 +41,12 @@ def require_page_path(path: Path) -> None:
 
 
 def publish_page(path: Path, lines: Iterable[str]) -> int:
-    """Publish a page; return its size in bytes.
+    """Publish a page, in which hidden characters become visible; return its size in bytes.
 
     Raises:
         UserError: it cannot be written.
     """
-    content = ("\n".join(lines) + "\n").encode("utf-8", "replace")
+    content = visible("\n".join(lines) + "\n").encode()
     try:
         publish_bytes(path, content)
     except OSError as error:
