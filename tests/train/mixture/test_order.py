@@ -1,6 +1,7 @@
 """The order of a mixture: proportions, epochs of each folder, access at any position."""
 
 from fractions import Fraction
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -9,6 +10,7 @@ from manifests.errors import UserError
 from train.config.shards import folder_names, parse_mix
 from train.data.mixture import MixedOrder
 from train.data.order import Cursor
+from train.tasks.dual_encoder.settings import DualEncoderSettings
 
 CASES = [
     ((100, 37), None, 1),
@@ -120,3 +122,10 @@ def test_folders_have_names_that_tell_them_apart() -> None:
     assert folder_names(("/x/data", "/y/data")) == ("x-data", "y-data")
     assert folder_names(("s3://bucket/my data", "/a/b")) == ("my-data", "b")
     assert folder_names(("/a/x y", "/a/x-y")) == ("a-x-y-1", "a-x-y-2")
+
+
+def test_a_loop_of_links_is_compared_like_a_folder_that_is_not_there(tmp_path: Path) -> None:
+    (tmp_path / "loop").symlink_to(tmp_path / "loop")
+    with pytest.raises(UserError, match="which are the same folder"):
+        DualEncoderSettings(shards=(f"{tmp_path}/loop", f"{tmp_path}/b/../loop"))
+    assert folder_names((f"{tmp_path}/loop", "/x/b")) == ("loop", "b")
