@@ -71,7 +71,7 @@ def _on_bus_error(_number: int, info: int, _context: int) -> None:
     try:
         path = _file_at(ctypes.c_uint64.from_address(info + _ADDRESS_AT).value)
     finally:
-        if path is None:
+        if path is None and _before is not None:
             # Not of a file, or sent by another process: it does what it did without this handler.
             _libc.sigaction(signal.SIGBUS, ctypes.byref(_before), None)
             signal.raise_signal(signal.SIGBUS)
@@ -79,7 +79,7 @@ def _on_bus_error(_number: int, info: int, _context: int) -> None:
         return
     name = on_one_line(path, max_chars=_MAX_PATH_CHARS)
     text = (
-        f"failed: {name} cannot be read any more: another program has truncated it, or its disk fails\n"
+        f"failed: {name} became unreadable while in use: another program truncated it, or its disk failed or is full\n"
         "hint: prep verify lists all damage; replace files of a data folder by new ones, do not change them in place\n"
     )
     with suppress(OSError):

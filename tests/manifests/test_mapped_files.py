@@ -36,7 +36,9 @@ def test_an_index_that_is_cut_while_it_is_open_ends_the_process_with_its_name(tm
 
     status, said = forked(read)
     assert status == 1
-    assert said.splitlines()[0].startswith(f"failed: {tmp_path}/000000\\u202e.index.arrow cannot be read any more")
+    assert said.splitlines()[0].startswith(
+        f"failed: {tmp_path}/000000\\u202e.index.arrow became unreadable while in use"
+    )
     assert said.splitlines()[1].startswith("hint: prep verify")
 
 
@@ -56,7 +58,7 @@ def test_threads_without_the_interpreter_lock_may_meet_the_lost_page(tmp_path: P
 
     status, said = forked(read)
     assert status == 1 and set(said.splitlines()[::2]) == {
-        f"failed: {path} cannot be read any more: another program has truncated it, or its disk fails"
+        f"failed: {path} became unreadable while in use: another program truncated it, or its disk failed or is full"
     }
 
 

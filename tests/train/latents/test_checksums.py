@@ -193,7 +193,7 @@ def test_a_tar_that_is_cut_short_after_it_was_verified_ends_the_process_with_its
         list(running.evaluation_batches())
 
     status, said = forked(run)
-    assert status == 1 and said.startswith(f"failed: {tar} cannot be read any more"), (status, said)
+    assert status == 1 and said.startswith(f"failed: {tar} became unreadable while in use"), (status, said)
 
 
 def test_pictures_of_damaged_latents_are_not_shown(own: Written) -> None:
