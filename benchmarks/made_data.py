@@ -16,6 +16,7 @@ from unittest import mock
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from manifests.keys import chunk_key
@@ -43,23 +44,22 @@ _NO_SHA256 = "0" * 64
 
 def make_videos(data: Path, *, num_videos: int, chunks_per_video: int, recipe: ResolvedRecipe) -> None:
     """Write the manifest, empty source files, and probes that describe non-empty videos."""
-    names = [f"video-{number:07d}" for number in range(num_videos)]
-    paths = [
-        data / "sources" / f"{number // _VIDEOS_PER_FOLDER:04d}" / f"{name}.mp4" for number, name in enumerate(names)
-    ]
+    numbers = np.arange(num_videos)
+    names = pc.binary_join_element_wise("video", _digits(numbers, 7), "-")
+    folders = pc.binary_join_element_wise(f"{data}/sources", _digits(numbers // _VIDEOS_PER_FOLDER, 4), "/")
+    paths = pc.binary_join_element_wise(folders, pc.binary_join_element_wise(names, "mp4", "."), "/")
     mtimes_ns = np.empty(num_videos, np.int64)
-    for number, path in enumerate(paths):
-        if number % _VIDEOS_PER_FOLDER == 0:
-            path.parent.mkdir(parents=True)
-        os.close(os.open(path, os.O_CREAT | os.O_WRONLY))
-        mtimes_ns[number] = path.stat().st_mtime_ns
-    path_array = pa.array(map(os.fspath, paths), pa.string())
-    name_array = pa.array(names, pa.string())
+    for begin in range(0, num_videos, _VIDEOS_PER_FOLDER):
+        Path(folders[begin].as_py()).mkdir(parents=True)
+        for number, path in enumerate(paths.slice(begin, _VIDEOS_PER_FOLDER).to_pylist(), begin):
+            descriptor = os.open(path, os.O_CREAT | os.O_WRONLY)
+            mtimes_ns[number] = os.fstat(descriptor).st_mtime_ns
+            os.close(descriptor)
     videos = pa.table(
         {
-            "video_id": name_array,
-            "source_id": name_array,
-            "path": path_array,
+            "video_id": names,
+            "source_id": names,
+            "path": paths,
             "split": pa.repeat("train", num_videos).cast(pa.string()),
         }
     )
@@ -67,12 +67,12 @@ def make_videos(data: Path, *, num_videos: int, chunks_per_video: int, recipe: R
     write_manifest(data, "made", videos, captions)
     end_s = float(chunks_per_video * recipe.settings.len_s)
     values = {
-        "path": path_array,
+        "path": paths,
         "size_bytes": np.zeros(num_videos, np.int64),
         "mtime_ns": mtimes_ns,
         "code": pa.nulls(num_videos),
         "message": pa.nulls(num_videos),
-        "fingerprint": [f"{number:064x}" for number in range(num_videos)],
+        "fingerprint": _digits(numbers, 64),
         "end_s": np.full(num_videos, end_s),
         "fps": np.full(num_videos, 30.0),
         "key_gap_s": np.full(num_videos, 5.0),
@@ -82,6 +82,10 @@ def make_videos(data: Path, *, num_videos: int, chunks_per_video: int, recipe: R
     }
     columns = [pa.array(values[field.name]).cast(field.type) for field in PROBES]
     pq.write_table(pa.table(columns, schema=PROBES), data / PROBES_FILE)
+
+
+def _digits(numbers: np.ndarray, width: int) -> pa.Array:
+    return pc.utf8_lpad(pa.array(numbers).cast(pa.string()), width, "0")
 
 
 def commit_everything(data: Path, *, recipe: ResolvedRecipe, num_real_shards: int | None = None) -> int:

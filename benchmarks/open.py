@@ -1,8 +1,9 @@
 """The cost of opening a training set, by the number of chunks: CPU time and memory of one rank and of eight.
 
-    python -m benchmarks.open [--chunks 10000 1000000 10000000] [--captions 35000000] [--folder DIR] [--json FILE]
+    python -m benchmarks.open [--chunks 10000 10000000] [--chunks-per-video 1] [--captions 35000000] [--json FILE]
 
-The data are made (benchmarks.open_data): ten chunks a video, 240 a shard, no videos. `first` is a rank that finds an
+The data are made (benchmarks.open_data): ten chunks a video unless --chunks-per-video is given, 240 a shard, no
+videos. `first` is a rank that finds an
 empty cache and computes what all ranks of the machine share; `next` opens the same set afterwards; `8 ranks` open it at
 the same time with an empty cache, and figures are those of all of them together. Each rank is a process of its own, and
 opens the set, computes its fingerprint, describes it, and asks for the first positions of the order.
@@ -11,7 +12,8 @@ CPU is that of opening, after the imports. `private` is anonymous memory beyond 
 `peak` its highest value while it was opened, sampled every 50 ms. `PSS` and `USS` (smaps_rollup, beyond the imports)
 count pages of mapped files too: PSS by the number of processes that map them, USS those that one process alone has
 touched; the kernel reclaims these when memory is short. `merge` is the cost of writing the merged table from indexes,
-`indexes` of opening without it, and `captions.parquet` of opening without the captions by span.
+`merge, one part` of writing the last of its parts, with the others verified, `indexes` of opening without it, and
+`captions.parquet` of opening without the captions by span.
 """
 
 import argparse
@@ -39,6 +41,7 @@ def main() -> None:
     """Run the benchmark and print its table."""
     parser = parser_for(__doc__ or "")
     parser.add_argument("--chunks", type=int, nargs="+", default=[10**4, 10**5, 10**6, 10**7])
+    parser.add_argument("--chunks-per-video", type=int, default=10)
     parser.add_argument("--captions", type=int, help="number of captions; default: 3.5 per chunk")
     parser.add_argument("--sets", nargs="+", choices=SETS, default=list(SETS))
     parser.add_argument("--ranks", type=int, default=NUM_RANKS)
@@ -71,9 +74,10 @@ def measure(folder: Path, num_chunks: int, arguments: argparse.Namespace) -> lis
 
     data, has_indexes = folder / "data", num_chunks <= arguments.indexes_up_to
     num_captions = arguments.captions or num_chunks * 7 // 2
-    write_manifest_of(data, num_chunks=num_chunks, num_captions=num_captions)
+    shape = {"num_chunks": num_chunks, "chunks_per_video": arguments.chunks_per_video}
+    write_manifest_of(data, num_captions=num_captions, **shape)
     for column in ("video", "latents"):
-        write_column(data, column, num_chunks=num_chunks, has_indexes=has_indexes and column == "video")
+        write_column(data, column, has_indexes=has_indexes and column == "video", **shape)
     rows: list[dict[str, object]] = []
 
     def add(name: str, ranks: str, figures: dict[str, Any]) -> None:
@@ -96,13 +100,22 @@ def measure(folder: Path, num_chunks: int, arguments: argparse.Namespace) -> lis
         add("captions", "first, captions.parquet", run_ranks(data, "captions", 1, cache=folder / "cache"))
         shutil.rmtree(folder / "cache", ignore_errors=True)
     if has_indexes:
-        (table,) = data.glob("video/*/chunks.arrow")
-        table.unlink()
+        parts = [*data.glob("video/*/chunks.arrow"), *data.glob("video/*/*/chunks.arrow")]
+        for path in parts:
+            path.unlink()
         add("chunks", "first, indexes", run_ranks(data, "chunks", 1, cache=folder / "cache"))
-        command = [sys.executable, "-m", "benchmarks.open", "--merge", str(data)]
-        found = subprocess.run(command, capture_output=True, text=True, check=True, cwd=REPOSITORY)
-        add("chunks", "merge", json.loads(found.stdout.splitlines()[-1]))
+        add("chunks", "merge", run_merge(data))
+        parts[-1].unlink()
+        add("chunks", "merge, one part", run_merge(data))
     return rows
+
+
+def run_merge(data: Path) -> dict[str, Any]:
+    """Write the parts of the merged table that are missing; return what it cost."""
+    command = [sys.executable, "-m", "benchmarks.open", "--merge", str(data)]
+    found = subprocess.run(command, capture_output=True, text=True, check=True, cwd=REPOSITORY)
+    figures: dict[str, Any] = json.loads(found.stdout.splitlines()[-1])
+    return figures
 
 
 def run_ranks(data: Path, name: str, num_ranks: int, *, cache: Path) -> dict[str, Any]:

@@ -7,6 +7,7 @@ table alone, as in a copy of a folder. Tars are files of the right length that t
 
 import hashlib
 import json
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -34,11 +35,12 @@ from shards.format import (
 )
 from shards.index import index_bytes, index_schema
 from shards.merged_table import CHUNKS_FILE, write_merged_table
-from shards.table_commits import open_table_commits
+from shards.table_commits import commits_by_folder, index_sha256_of, open_table_commits
 
 CHUNKS_PER_VIDEO, CHUNKS_PER_SHARD, CHUNK_MS, FPS = 10, 240, 15_000, 30
 VARIANTS = {"video": "made-video-00000000", "latents": "made-latents-00000000"}
 CHUNK_BYTES = {"video": 190_000, "latents": 512 + 60 * 128}  # latents: 60 frames of 4 x 4 x 4 float16
+_MEMBERS = {"video": "mp4", "latents": "latents.npy"}
 _FINGERPRINT = "0" * 64
 _ROWS = 131_072
 _WORDS = 9  # of a narration, with its 45 bytes
@@ -50,11 +52,13 @@ def video_ids(first: int, count: int) -> pa.Array:
     return pc.binary_join_element_wise("video", numbers, "-")
 
 
-def write_manifest_of(data: Path, *, num_chunks: int, num_captions: int) -> None:
-    """Write videos of ten chunks each and their captions: one narrator, and rewritten narrations after them."""
+def write_manifest_of(
+    data: Path, *, num_chunks: int, num_captions: int, chunks_per_video: int = CHUNKS_PER_VIDEO
+) -> None:
+    """Write videos of as many chunks each and their captions: one narrator, and rewritten narrations after them."""
     folder = data / "manifest"
     folder.mkdir(parents=True)
-    num_videos = -(-num_chunks // CHUNKS_PER_VIDEO)
+    num_videos = -(-num_chunks // chunks_per_video)
     names, count = video_ids(0, num_videos), pa.array(np.zeros(num_videos, np.int32))
     text = pa.array(["made"] * num_videos)
     columns = [names, names, names, pa.array(["train"] * num_videos), text, count, text]
@@ -66,7 +70,7 @@ def write_manifest_of(data: Path, *, num_chunks: int, num_captions: int) -> None
     with pq.ParquetWriter(
         folder / CAPTIONS_FILE, schema, compression="zstd", use_dictionary=["video_id", "source", "label_class"]
     ) as writer:
-        for table in _captions(num_captions, num_videos):
+        for table in _captions(num_captions, num_videos, length_s=chunks_per_video * CHUNK_MS / 1000):
             writer.write_table(table.cast(schema), row_group_size=_ROWS)
     tables = {name: describe(folder / name) for name in (VIDEOS_FILE, CAPTIONS_FILE)}
     entry = {"num_videos": num_videos, "num_captions": num_captions, "num_captions_lost": 0, "num_rejected": {}}
@@ -75,10 +79,9 @@ def write_manifest_of(data: Path, *, num_chunks: int, num_captions: int) -> None
     update_caption_spans(data)
 
 
-def _captions(num_captions: int, num_videos: int) -> Iterator[pa.Table]:
+def _captions(num_captions: int, num_videos: int, *, length_s: float) -> Iterator[pa.Table]:
     """A seventh are narrations, in the order of videos and times; then come six rewritten ones of each."""
     num_narrations = max(-(-num_captions // 7), 1)
-    length_s = CHUNKS_PER_VIDEO * CHUNK_MS / 1000
     for first in range(0, num_captions, _ROWS):
         ids = np.arange(first, min(first + _ROWS, num_captions))
         narration = ids % num_narrations
@@ -113,6 +116,7 @@ def write_column(
     num_chunks: int,
     has_indexes: bool = False,
     chunks_per_shard: int = CHUNKS_PER_SHARD,
+    chunks_per_video: int = CHUNKS_PER_VIDEO,
 ) -> None:
     """Write a column: commits, tars that take no room, its merged table, and its indexes if they are asked for."""
     folder = variant_dir(data, column, VARIANTS[column])
@@ -133,7 +137,7 @@ def write_column(
             file.truncate(tar_bytes)
         index_size, sha256 = 0, hashlib.sha256(name.tar.encode()).hexdigest()
         if has_indexes:
-            content = index_bytes(_index(shard_id * chunks_per_shard, count))
+            content = index_bytes(_index(shard_id * chunks_per_shard, count, chunks_per_video))
             index_size, sha256 = len(content), hashlib.sha256(content).hexdigest()
             (folder / name.index).write_bytes(content)
         values = (name.tar, tar_bytes, name.index, index_size, sha256, count)
@@ -151,49 +155,53 @@ def write_column(
     write_contents(folder, Contents(frozenset(range(num_shards)), files))
     confirm(folder, sha256=sha256, folders=commit_folders(folder))
     set_current_variant(data, column, VARIANTS[column])
-    _write_table(folder, column, num_chunks, chunks_per_shard)
+    commits = open_table_commits(folder)
+    assert commits is not None, "the table of commits does not count"
+    for name, of_folder in commits_by_folder(commits):
+        first, last = min(of_folder), max(of_folder)
+        number = np.arange(first * chunks_per_shard, min((last + 1) * chunks_per_shard, num_chunks))
+        metadata = chunk_table_metadata(_MEMBERS[column], index_sha256_of(of_folder), open_gops=())
+        table = _part(column, number, chunks_per_shard, chunks_per_video)
+        write_merged_table(folder / name / CHUNKS_FILE, table, commits=of_folder, metadata=metadata)
 
 
 def _stride(column: str) -> int:
     return -(-(CHUNK_BYTES[column] + 128) // 512) * 512 + 512
 
 
-def _write_table(folder: Path, column: str, num_chunks: int, chunks_per_shard: int) -> None:
-    commits = open_table_commits(folder)
-    assert commits is not None, "the table of commits does not count"
-    number = np.arange(num_chunks)
+def _part(column: str, number: np.ndarray, chunks_per_shard: int, chunks_per_video: int) -> pa.Table:
+    """The rows of some chunks, by their numbers, in a merged table."""
     row = (number % chunks_per_shard).astype(np.int32)
-    codes = pa.array((number // CHUNKS_PER_VIDEO).astype(np.int32))
+    video = number // chunks_per_video
+    codes = pa.array((video - video[0]).astype(np.int32))
     is_video = column == "video"
 
     def filled(value: int) -> np.ndarray:
-        return np.full(num_chunks, value, np.int32)
+        return np.full(len(number), value, np.int32)
 
     columns: dict[str, object] = {
-        "video_id": pa.DictionaryArray.from_arrays(codes, video_ids(0, -(-num_chunks // CHUNKS_PER_VIDEO))),
-        "start_ms": (number % CHUNKS_PER_VIDEO) * CHUNK_MS,
+        "video_id": pa.DictionaryArray.from_arrays(codes, video_ids(int(video[0]), int(video[-1] - video[0]) + 1)),
+        "start_ms": (number % chunks_per_video) * CHUNK_MS,
         "num_frames": filled(FPS * CHUNK_MS // 1000 if is_video else 60),
         "fps_num": filled(FPS if is_video else 4),
         "fps_den": filled(1),
         "width": filled(512 if is_video else 4),
         "height": filled(288 if is_video else 4),
         "offset": (row.astype(np.uint64) * np.uint64(_stride(column)) + np.uint64(512)),
-        "size": np.full(num_chunks, CHUNK_BYTES[column], np.uint64),
+        "size": np.full(len(number), CHUNK_BYTES[column], np.uint64),
         "crc32": (number % 1_000_003).astype(np.uint32),
         "shard": (number // chunks_per_shard).astype(np.int32),
         "row": row,
     }
     if not is_video:
         columns["channels"] = filled(4)
-        columns["dtype"] = pa.DictionaryArray.from_arrays(pa.array(np.zeros(num_chunks, np.int32)), ["float16"])
-    marks = dict(zip(commits, commits.rows["index_sha256"].to_pylist(), strict=True))
-    metadata = chunk_table_metadata("mp4" if is_video else "latents.npy", marks, open_gops=())
-    write_merged_table(folder / CHUNKS_FILE, pa.table(columns), commits=commits, metadata=metadata)
+        columns["dtype"] = pa.DictionaryArray.from_arrays(pa.array(filled(0)), ["float16"])
+    return pa.table(columns)
 
 
-def _index(first: int, count: int) -> pa.Table:
+def _index(first: int, count: int, chunks_per_video: int) -> pa.Table:
     number = first + np.arange(count)
-    video, start = number // CHUNKS_PER_VIDEO, number % CHUNKS_PER_VIDEO * CHUNK_MS
+    video, start = number // chunks_per_video, number % chunks_per_video * CHUNK_MS
     names = video_ids(int(video[0]), int(video[-1] - video[0]) + 1).take(pa.array(video - video[0]))
     keys = pc.binary_join_element_wise(names, pc.utf8_lpad(pa.array(start).cast(pa.string()), 9, "0"), "_")
     packets = np.arange(0, 2 * count + 1, 2, dtype=np.int32)
@@ -224,6 +232,8 @@ def _index(first: int, count: int) -> pa.Table:
 
 def describe_sizes(data: Path) -> str:
     """The sizes of the tables, for the notes."""
-    paths = [path for path in data.rglob("*") if path.name in (CHUNKS_FILE, CAPTIONS_FILE, VIDEOS_FILE)]
-    sizes = {str(path.relative_to(data)): path.stat().st_size >> 20 for path in paths}
+    sizes: Counter[str] = Counter()
+    for path in data.rglob("*"):
+        if path.name in (CHUNKS_FILE, CAPTIONS_FILE, VIDEOS_FILE):
+            sizes["/".join(path.relative_to(data).parts[:2])] += path.stat().st_size >> 20
     return json.dumps(sizes)

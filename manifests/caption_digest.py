@@ -72,10 +72,11 @@ class TextDigest:
 
 
 def _windows(bounds: np.ndarray) -> list[tuple[int, int]]:
-    """Divide the videos into ranges of about _ROWS_AT_ONCE captions each, up to the last video with captions."""
+    """Divide the videos into ranges of about _ROWS_AT_ONCE captions each; the first video of a range has captions."""
     windows = []
     first, num_videos = 0, len(bounds) - 1
     while first < num_videos and bounds[first] < bounds[-1]:
+        first = int(np.searchsorted(bounds, bounds[first], side="right")) - 1
         last = int(np.searchsorted(bounds, bounds[first] + _ROWS_AT_ONCE, side="right")) - 1
         last = min(max(last, first + 1), num_videos)
         windows.append((first, last))

@@ -29,6 +29,7 @@ from numpy.typing import NDArray
 from manifests.caption_digest import TextDigest
 from manifests.checked_json import publish_checked_json, read_checked_json
 from manifests.errors import UserError
+from manifests.mapped_files import map_arrow_file
 from manifests.publish import folder_lock, published, remove, remove_temporaries
 from manifests.storage.mirrors import mirror_of
 from manifests.store import manifest_dir, open_captions, read_manifest, read_videos
@@ -106,7 +107,7 @@ class CaptionSpans:
 
     def blocks(self) -> Iterator[SpanBlock]:
         """The spans in order."""
-        with pa.memory_map(str(self.spans_path)) as mapped:
+        with map_arrow_file(self.spans_path) as mapped:
             reader = pa.ipc.open_file(mapped)
             for number in range(reader.num_record_batches):
                 batch = reader.get_batch(number)
@@ -117,7 +118,7 @@ class CaptionSpans:
 
     def texts(self) -> pa.ChunkedArray:
         """The texts by row of captions.parquet, mapped."""
-        with pa.memory_map(str(self.texts_path)) as mapped:
+        with map_arrow_file(self.texts_path) as mapped:
             return pa.ipc.open_file(mapped).read_all()["text"]
 
 
@@ -206,8 +207,8 @@ def _remove_files(folder: Path, *, keep: Iterable[str]) -> None:
 
 
 def _crc32(path: Path) -> int:
-    with path.open("rb") as file, mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ) as mapped:
-        return zlib.crc32(mapped)
+    with map_arrow_file(path) as mapped:
+        return zlib.crc32(mapped.read_buffer())
 
 
 def _write_texts(path: Path, file: pq.ParquetFile) -> str:

@@ -22,6 +22,7 @@ from manifests.caption_table import ROWS_PER_GROUP, Selection, kept_batches
 from manifests.errors import UserError
 from manifests.merge import rows_of
 from manifests.previous import PreviousManifest
+from manifests.quoting import quoted
 from manifests.schema import CAPTIONS, LIKELIHOOD, OWN_DIGEST
 
 # Names that `--captions.sources` can give: it has `=`, `,` and shell patterns.
@@ -39,6 +40,13 @@ def source_name(source: str) -> str:
 def is_source_name(source: str) -> bool:
     """Return True if captions can be added under this name, which has no version of a model."""
     return _NAME.fullmatch(source) is not None
+
+
+def source_fault(source: str) -> str | None:
+    """Return why captions cannot have a source, which may have the version of a model; None if they can."""
+    if is_source_name(source_name(source)):
+        return None
+    return f"source is {quoted(source)}, expected {SOURCE_CHARS}"
 
 
 def of_sources(names: Iterable[str]) -> Selection:

@@ -24,6 +24,7 @@ from manifests.table_files import (
     VIDEOS_FILE,
     describe,
     promote,
+    require_numbers,
     staged_path,
 )
 
@@ -60,6 +61,7 @@ def publish_manifest(
         videos = videos.drop_columns([OWN_DIGEST.name])
     fingerprint = tables_fingerprint(videos, rejected)
     old.require_same(fingerprint)
+    require_numbers(folder / VIDEOS_FILE, num_rows=len(videos), videos=videos)
     metadata = {FINGERPRINT_KEY: fingerprint.encode()}
     staged = {name: staged_path(folder, name, fingerprint=fingerprint) for name in TABLE_FILES}
     write_caption_table(
@@ -71,6 +73,7 @@ def publish_manifest(
         keep_labels=keep_labels,
         metadata=metadata,
     )
+    require_numbers(folder / CAPTIONS_FILE, num_rows=pq.read_metadata(staged[CAPTIONS_FILE]).num_rows)
     for name, table in ((REJECTED_FILE, rejected), (VIDEOS_FILE, videos)):
         with published(staged[name]) as temporary:
             pq.write_table(table.replace_schema_metadata(metadata), temporary, compression="zstd")

@@ -1,11 +1,17 @@
-"""Formatting for messages: counts, and untrusted values and names (short, on one line, without control characters)."""
+"""Formatting of counts and of untrusted texts: values and names in messages, short and on one line; texts in pages."""
 
+import re
 import reprlib
 
 MAX_VALUE_CHARS = 80
 MAX_LINE_CHARS = 240
 _repr = reprlib.Repr()
 _repr.maxstring = _repr.maxother = _repr.maxlong = MAX_VALUE_CHARS
+
+
+# Control characters except white space, line separators, surrogates, and what overrides the writing direction. The
+# joiners of emoji and the marks of right-to-left scripts are parts of texts.
+_HIDDEN = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
 
 
 def counted(number: int, noun: str) -> str:
@@ -22,6 +28,11 @@ def quoted(value: object) -> str:
         return f"{_repr.repr(value):.{MAX_VALUE_CHARS}}"
     except (ValueError, RecursionError):
         return f"<{type(value).__name__}>"
+
+
+def visible(text: str) -> str:
+    """Return a text or a whole page with the characters that a reader would not see, or be misled by, as escapes."""
+    return _HIDDEN.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
 
 
 def on_one_line(text: str, *, max_chars: int = MAX_LINE_CHARS) -> str:

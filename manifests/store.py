@@ -31,6 +31,7 @@ from manifests.table_files import (
     REPAIR_HINT,
     VIDEOS_FILE,
     DamagedManifest,
+    require_numbers,
     table_path,
 )
 
@@ -78,9 +79,11 @@ def read_videos(data_dir: Path) -> pa.Table:
     """Read the videos, schema.VIDEOS.
 
     Raises:
-        UserError: there is no manifest, or a write of it was interrupted.
+        UserError: there is no manifest, a write of it was interrupted, or it has too many videos.
     """
-    return _read(data_dir, VIDEOS_FILE, VIDEOS).select(VIDEOS.names)
+    videos = _read(data_dir, VIDEOS_FILE, VIDEOS).select(VIDEOS.names)
+    require_numbers(manifest_dir(data_dir) / VIDEOS_FILE, num_rows=len(videos), videos=videos)
+    return videos
 
 
 def read_captions(data_dir: Path) -> pa.Table:
@@ -111,6 +114,7 @@ def open_captions(data_dir: Path, *, coded: Sequence[str] = ()) -> pq.ParquetFil
         file = pq.ParquetFile(path, pre_buffer=False, read_dictionary=list(coded))
         try:
             _require_parts(path, file.schema_arrow, manifest=manifest, schema=CAPTIONS)
+            require_numbers(path, num_rows=file.metadata.num_rows)
         except UserError:
             file.close()
             raise
@@ -307,6 +311,7 @@ def _read(data_dir: Path, name: str, schema: pa.Schema, *, coded: list[str] | No
     def read(manifest: dict[str, Any]) -> pa.Table:
         path = table_path(manifest_dir(data_dir), name, manifest=manifest)
         with pq.ParquetFile(path, read_dictionary=coded) as file:
+            require_numbers(path, num_rows=file.metadata.num_rows)
             table = file.read()  # one chunk per row group, while `read_table` returns many
         _require_parts(path, table.schema, manifest=manifest, schema=schema)
         return table

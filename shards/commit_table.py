@@ -26,6 +26,7 @@ from typing import Any
 
 import pyarrow as pa
 
+from manifests.mapped_files import map_arrow_file
 from shards.format import COMMIT_TABLE_FILE, COMMITS_FOLDER, FORMAT_VERSION, folders_in
 from shards.opening import open_regular
 
@@ -94,7 +95,7 @@ def open_commit_table(variant_dir: Path, *, sha256: str | None) -> CommitTable |
     try:
         descriptor = open_regular(path)
         try:
-            with pa.memory_map(str(path)) as mapped:
+            with map_arrow_file(path) as mapped:
                 content = mapped.read_buffer()
                 if hashlib.sha256(content).hexdigest() != sha256:
                     return None

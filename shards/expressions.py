@@ -195,7 +195,7 @@ class _Parser:
             return _constant(node, "condition", value)
         if isinstance(value, int | float) and abs(value) < 1 << 64 and math.isfinite(value):
             return _constant(node, "number", value)
-        if isinstance(value, str):
+        if isinstance(value, str) and not any("\ud800" <= letter <= "\udfff" for letter in value):
             return _constant(node, "text", value)
         hint = "ask for unknown values by `NAME is None`" if value is None else None
         self._refuse(
@@ -304,6 +304,8 @@ def _comparable(array: Value, other: Value) -> tuple[Value, Value]:
     """An array and what it is compared with, in one type."""
     if not isinstance(other, bool | int | float | str):
         return (array, other) if array.type == other.type else (_as_float64(array), _as_float64(other))
+    if pa.types.is_floating(array.type):  # of whole numbers, Arrow takes only those that the type has exactly
+        return array, pa.scalar(float(other), array.type)
     if isinstance(array, pa.Scalar) or not pa.types.is_integer(array.type):
         return array, pa.scalar(other, array.type)
     try:

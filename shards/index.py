@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
+from manifests.mapped_files import map_arrow_file
 from shards.damage import DamagedIndex
 from shards.format import BLOCK_BYTES, FORMAT_VERSION
 from shards.opening import open_regular
@@ -101,7 +102,7 @@ def open_index_content(path: Path, *, columns: Sequence[str] | None = None) -> t
         # By now the path is known to open without blocking and to be a regular file, so Arrow may open it by name.
         descriptor = open_regular(path)
         try:
-            with pa.memory_map(str(path)) as mapped:
+            with map_arrow_file(path) as mapped:
                 content = mapped.read_buffer()
         finally:
             os.close(descriptor)

@@ -60,6 +60,11 @@ class CommittedShard:
         """Path of the tar."""
         return self._directory / self._files.tar
 
+    @property
+    def tar_name(self) -> str:
+        """The tar in messages: its path, or its address."""
+        return self._tars.name(self.tar_path)
+
     @cached_property
     def index_path(self) -> Path:
         """Path of the index."""

@@ -12,13 +12,13 @@ from numpy.typing import NDArray
 from manifests.errors import UserError
 from manifests.quoting import counted
 from manifests.store import read_videos
-from shards.chunk_table import open_chunk_table
-from shards.merged_table import verified
+from shards.chunk_table import read_chunk_rows
+from shards.damage import Damaged
+from shards.moments import Moments
 from shards.reader import Variant
 from shards.scores import open_scores
 from shards.where import Where
 
-_MS_PER_VIDEO = 1 << 40  # video and start are searched as one number
 _OF_VIDEOS = ("dataset", "split", "num_captions")
 _OF_CHUNKS = ("duration_s", "width", "height")
 _OF_CAPTIONS = ("text", "source", "likelihood")
@@ -121,13 +121,14 @@ def _chunk_fields(data_dir: Path) -> pa.Table:
     """Duration and size of the chunks of the current variant of `video`."""
     names = ["video_id", "start_ms", "num_frames", "fps_num", "fps_den", "width", "height"]
     variant = Variant.open(data_dir).whole()
-    merged = open_chunk_table(variant)
-    if merged is not None:
-        found = verified(merged.table, merged.path, columns=names)
-    else:
-        found = pa.concat_tables([shard.index.select(names) for shard in variant.shards()])
+    try:
+        rows = read_chunk_rows(variant, columns=names)
+    except (Damaged, OSError) as error:
+        raise UserError(str(error), hint="see prep verify; prep chunk makes the table or the shard again") from error
+    found = rows.table
     num_frames, fps_num, fps_den = (found[name].to_numpy() for name in ("num_frames", "fps_num", "fps_den"))
-    coded = found["video_id"].combine_chunks().dictionary_encode()
+    entries, codes = rows.coded("video_id")
+    coded = pa.DictionaryArray.from_arrays(pa.array(codes), entries)
     duration_s = pa.array(num_frames.astype(np.int64) * fps_den / fps_num)
     place = found.column_names.index("video_id")
     return found.set_column(place, "video_id", coded).append_column("duration_s", duration_s)
@@ -141,10 +142,12 @@ def find_chunks(
         return np.full(len(video_row), -1)
     coded = table["video_id"].chunk(0)
     row_of_code = pc.fill_null(pc.index_in(coded.dictionary, value_set=video_ids), -1).to_numpy().astype(np.int64)
-    keys = row_of_code[coded.indices.to_numpy()] * _MS_PER_VIDEO + table["start_ms"].to_numpy()
+    table_row, table_ms = row_of_code[coded.indices.to_numpy()], table["start_ms"].to_numpy()
+    moments = Moments.of(table_row, table_ms)
+    keys = moments.numbers(table_row, table_ms)
     is_sorted = bool((keys[1:] > keys[:-1]).all())
     order = None if is_sorted else np.argsort(keys, kind="stable")
-    wanted = video_row.astype(np.int64) * _MS_PER_VIDEO + start_ms
+    wanted = moments.numbers(video_row, start_ms)
     found = np.searchsorted(keys, wanted, sorter=order)
     found = np.minimum(found, len(keys) - 1)
     rows = found if order is None else order[found]

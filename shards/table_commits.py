@@ -9,6 +9,7 @@ import json
 from collections.abc import ItemsView, Iterable, Iterator, Mapping, ValuesView
 from dataclasses import fields
 from functools import cached_property
+from itertools import groupby
 from pathlib import Path
 
 import numpy as np
@@ -19,7 +20,7 @@ from numpy.typing import NDArray
 from shards.commit_table import commit_folders, date_of, open_commit_table
 from shards.commits import Commit, Failure, ShardFiles, read_commits
 from shards.contents import listed_contents
-from shards.format import COMMIT_TABLE_FILE
+from shards.format import COMMIT_TABLE_FILE, folder_of
 
 _OF_FILES = tuple(one.name for one in fields(ShardFiles))
 
@@ -77,6 +78,27 @@ def marks_digest(marks: Iterable[tuple[int, str | None, list[str | None]]]) -> b
     for shard_id, index_sha256, failed in marks:
         digest.update(f"{shard_id} {index_sha256} {failed}\n".encode())
     return digest.hexdigest().encode()
+
+
+def index_sha256_of(commits: Mapping[int, Commit]) -> dict[int, str]:
+    """Return the SHA-256 of the index (hex) of each shard with files, by shard ID, without making commits."""
+    if isinstance(commits, TableCommits):
+        rows = commits.with_files()
+        return dict(zip(rows["shard_id"].to_pylist(), rows["index_sha256"].to_pylist(), strict=True))
+    return {shard_id: commit.files.index_sha256 for shard_id, commit in commits.items() if commit.files is not None}
+
+
+def commits_by_folder(commits: Mapping[int, Commit]) -> Iterator[tuple[str, Mapping[int, Commit]]]:
+    """Yield the commits of the shards of each folder (shards.format.folder_of), in order, with the folder's name."""
+    if not isinstance(commits, TableCommits):
+        for folder, shard_ids in groupby(sorted(commits), key=folder_of):
+            yield folder, {shard_id: commits[shard_id] for shard_id in shard_ids}
+        return
+    begin = 0
+    for folder, of_folder in groupby(commits, key=folder_of):
+        count = sum(1 for _ in of_folder)
+        yield folder, TableCommits(commits.rows.slice(begin, count))
+        begin += count
 
 
 def open_table_commits(variant_dir: Path) -> TableCommits | None:

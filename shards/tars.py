@@ -27,6 +27,10 @@ class TarBytes(Protocol):
 
     gap_bytes: int
 
+    def name(self, path: Path) -> str:
+        """Return what people know the tar at `path` by: its path, or its address."""
+        ...
+
     def read(self, path: Path, offset: int, size: int) -> bytes:
         """Read `size` bytes of the tar at `path`, starting at `offset`.
 
@@ -71,6 +75,10 @@ class LocalTars:
         self._tars: OrderedDict[Path, _OpenTar] = OrderedDict()
         self._locks: dict[Path, threading.Lock] = {}
         self._lock = threading.Lock()
+
+    def name(self, path: Path) -> str:
+        """See `TarBytes`."""
+        return str(path)
 
     def read(self, path: Path, offset: int, size: int) -> bytes:
         """See `TarBytes`."""

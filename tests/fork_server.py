@@ -210,6 +210,8 @@ def _become(request: dict[str, Any], descriptors: list[int]) -> NoReturn:
             from tests.torture.interposer.calls import install
 
             install()
+        if "CLIPMILL_SHORT_LEASES" in os.environ:
+            importlib.import_module("tests.torture.short_leases.sitecustomize").shorten()
         sys.argv = [request["module"], *request["arguments"]]
         sys.modules.pop(request["module"], None)  # it becomes __main__, as in an interpreter of its own
         runpy.run_module(request["module"], run_name="__main__", alter_sys=True)

@@ -45,6 +45,7 @@ _HEAD_BYTES = 4096
 _MAX_PART_BYTES = 1 << 20  # of a line, which may be as long as the file
 _MAX_FORMS = 20  # sets of keys of JSON rows that are remembered, and of notes on them
 _BINARY = re.compile(rb"[\x00-\x08\x0e-\x1a\x1c-\x1f]")
+_NAMED_SEPARATOR = re.compile(r'"?sep=([,;\t|])"?[\r\n]*', re.IGNORECASE)
 _DECIMAL_COMMA = re.compile(r"-?\d+,\d+")
 _TEXT_SUFFIXES = frozenset({".csv", ".tsv", ".tab", ".txt"})
 _JSON_SUFFIXES = frozenset({".jsonl", ".ndjson"})
@@ -115,14 +116,17 @@ def encoding_of(path: Path) -> str:
     return "cp1252"
 
 
-def _separator(header_line: str, *, required: Sequence[str], path: Path) -> str:
-    """Return the separator that splits the header into the most columns with a known name.
+def _head(path: Path, *, encoding: str) -> tuple[str, str | None]:
+    """Return the header of a table, and the separator that a line above it names for Excel (`sep=;`)."""
+    lines = (line for line in text_lines(path, encoding=encoding) if line.strip())
+    first = next(lines, "")
+    named = _NAMED_SEPARATOR.fullmatch(first)
+    return (first, None) if named is None else (next(lines, ""), named[1])
 
-    Raises:
-        UserError: with none of them there are all of the required columns.
-    """
-    best = _best_separator(header_line, required=required)
-    names = columns_of(next(csv.reader([header_line], delimiter=best), []))
+
+def _require_columns(header_line: str, separator: str, *, required: Sequence[str], path: Path) -> None:
+    """Raise UserError if a header lacks a required column."""
+    names = columns_of(next(csv.reader([header_line], delimiter=separator), []))
     if not set(required) <= set(names.values()):
         header = on_one_line(header_line.strip())
         missing = " and ".join(name for name in required if name not in names.values())
@@ -131,10 +135,11 @@ def _separator(header_line: str, *, required: Sequence[str], path: Path) -> str:
             hint="the first line must name the columns, separated by commas, semicolons or tabs: video,text or "
             "video,begin_s,end_s,text; docs/datasets.md lists the other names that are recognized",
         )
-    return best
 
 
 def _best_separator(header_line: str, *, required: Sequence[str]) -> str:
+    """Return the separator that splits the header into the most columns with a known name, required ones first."""
+
     def found(separator: str) -> tuple[int, int]:
         names = columns_of(next(csv.reader([header_line], delimiter=separator), []))
         return len(set(required).intersection(names.values())), len(names)
@@ -187,11 +192,14 @@ def _columns(header: Sequence[str], *, path: Path, note: Callable[[str], None]) 
 def _separated_rows(
     path: Path, *, encoding: str, required: Sequence[str], note: Callable[[str], None]
 ) -> Iterator[Row]:
-    header_line = next((line for line in text_lines(path, encoding=encoding) if line.strip()), "")
-    separator = _separator(header_line, required=required, path=path)
+    header_line, named = _head(path, encoding=encoding)
+    separator = named or _best_separator(header_line, required=required)
+    _require_columns(header_line, separator, required=required, path=path)
     if separator != ",":
         note(f"{path.name}: cells separated by {_SEPARATORS[separator]}")
     rows = csv_rows(text_lines(path, encoding=encoding), path=path, separator=separator)
+    if named:
+        next(rows)
     header = next(rows)
     columns = _columns(header, path=path, note=note)
     for number, cells in enumerate(rows):
@@ -240,10 +248,11 @@ def line_numbers(path: Path, rows: Collection[int]) -> dict[int, int]:
     if path.suffix.lower() in _JSON_SUFFIXES:
         lines = (number for number, line in enumerate(text_lines(path, encoding=encoding), start=1) if line.strip())
         return {row: number for row, number in enumerate(lines) if row in left}
-    header_line = next((line for line in text_lines(path, encoding=encoding) if line.strip()), "")
-    reader = csv.reader(text_lines(path, encoding=encoding), delimiter=_best_separator(header_line, required=()))
+    header_line, named = _head(path, encoding=encoding)
+    separator = named or _best_separator(header_line, required=())
+    reader = csv.reader(text_lines(path, encoding=encoding), delimiter=separator)
     found: dict[int, int] = {}
-    row = -2  # before the header
+    row = -3 if named else -2  # before the header
     try:
         while left - found.keys():
             begin, cells = reader.line_num + 1, next(reader)

@@ -28,6 +28,7 @@ from manifests.adapters.splits import split_named, split_of_folders
 from manifests.adapters.tables import Row, log_probability, seconds
 from manifests.adapters.video_files import Ambiguous, LooseLookup, NearestName, VideoFile, VideoLookup, composed
 from manifests.errors import UserError
+from manifests.further_sources import source_fault
 from manifests.quoting import counted, quoted
 from manifests.storage.mirrors import is_remote
 from manifests.storage.urls import Place, is_web, masked, split_url
@@ -204,6 +205,8 @@ def _source(row: Row) -> str:
     source = row.values.get("source") or DEFAULT_SOURCE
     if not isinstance(source, str):
         raise _Unusable(Reason.MALFORMED_ROW, f"source is {quoted(source)}, expected a string")
+    if fault := source_fault(source):
+        raise _Unusable(Reason.BAD_SOURCE, fault)
     return source
 
 

@@ -22,8 +22,8 @@ from manifests.adapters.reading import Reading, ReadingBuilder, interval_fault, 
 from manifests.adapters.reasons import Reason
 from manifests.adapters.video_files import Ambiguous, VideoFile, VideoLookup
 from manifests.errors import UserError
-from manifests.further_sources import SOURCE_CHARS, is_source_name, source_name
-from manifests.quoting import counted, quoted
+from manifests.further_sources import source_fault
+from manifests.quoting import counted
 from manifests.schema import CAPTIONS, LIKELIHOOD
 from manifests.storage.urls import Place, place_name, place_of
 
@@ -228,11 +228,11 @@ class _Reader:
         )
         reject(_is_blank(rows["source"]), Reason.MALFORMED_ROW, lambda index: "it has no source: give --source NAME")
         sources = rows["source"].combine_chunks()
-        unusable = [name for name in pc.unique(sources).to_pylist() if name and not is_source_name(source_name(name))]
+        unusable = [name for name in pc.unique(sources).to_pylist() if name and source_fault(name)]
         reject(
             pc.is_in(sources, value_set=pa.array(unusable, pa.string())).to_numpy(zero_copy_only=False),
             Reason.BAD_SOURCE,
-            lambda index: f"source is {quoted(sources[index].as_py())}, expected {SOURCE_CHARS}: give --source NAME",
+            lambda index: f"{source_fault(sources[index].as_py())}: give --source NAME",
         )
 
         videos = np.where(is_usable, self._videos.rows(rows["video"].combine_chunks()), -1)

@@ -18,7 +18,7 @@ class Reason(StrEnum):
     EMPTY_CAPTION = "empty_caption"
     BAD_TIME = "bad_time"  # not a number, negative, or an end that is not after the begin
     BAD_LIKELIHOOD = "bad_likelihood"  # not a number, or more than 0: it is the logarithm of a probability
-    BAD_SOURCE = "bad_source"  # a further source with other characters than letters, digits, ".", "-" and "_"
+    BAD_SOURCE = "bad_source"  # a source with other characters than letters, digits, ".", "-" and "_"
     BAD_SPLIT = "bad_split"  # not train, val or test, or different from the split the video already has
     BAD_LABEL = "bad_label"
     NO_INTERVAL = "no_interval"  # a timestamp that the interval rule cannot expand

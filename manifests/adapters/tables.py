@@ -61,32 +61,25 @@ def csv_rows(lines: Iterable[str], *, path: Path, separator: str = ",") -> Itera
     """Iterate over the cells of each row of a CSV file, blank lines left out.
 
     Raises:
-        UserError: a cell is longer than csv allows, or its quotation mark is not closed in its line, nor at the end of
-            a cell of a later line: it would swallow the rows between.
+        UserError: a cell is longer than csv allows, or between quotation marks that are followed by further text, or
+            are not closed in its line, nor at the end of a cell of a later line: it would swallow the rows between.
     """
-    read: list[str] = []
-
-    def noted() -> Iterator[str]:
-        for line in lines:
-            read.append(line)
-            yield line
-
-    reader = csv.reader(noted(), delimiter=separator)
+    reader = csv.reader(lines, delimiter=separator, strict=True)
     while True:
         begin = reader.line_num + 1
-        read.clear()
         try:
             cells = next(reader, None)
-            if len(read) > 1:
-                list(csv.reader(read, delimiter=separator, strict=True))
         except csv.Error as error:
-            if len(read) > 1:
+            if reader.line_num > begin:
                 raise UserError(
                     f"{path}, line {begin}: a quotation mark that opens a cell here is not closed, and line "
                     f"{reader.line_num} would belong to the same cell",
                     hint="close it, or write it twice in a cell between quotation marks",
                 ) from error
-            raise UserError(f"{path}, line {begin}: {error}", hint="give a valid CSV file") from error
+            raise UserError(
+                f"{path}, line {begin}: {error}",
+                hint='give a valid CSV file: a cell with quotation marks is written as "say ""stop"" twice"',
+            ) from error
         if cells is None:
             return
         if cells:

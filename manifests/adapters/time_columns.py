@@ -4,6 +4,7 @@ A time in seconds is preferred to the same time in milliseconds, and this to one
 a column `fps`, since the videos are not opened when a table is read.
 """
 
+import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from math import isfinite
@@ -22,6 +23,7 @@ _UNITS: Mapping[str, Sequence[str]] = {
     "ms": ("ms", "msec", "millis", "milliseconds"),
     "frame": ("frame", "frameidx", "frameindex", "framenumber"),
 }
+_RATIO = re.compile(r"(\d{1,9}) ?/ ?(\d{1,9})")
 _WORDS = {"ms": "milliseconds", "frame": "frames"}
 # Column -> its names, as in `dialects`.
 OTHER_TIMES: Mapping[str, Sequence[str]] = {
@@ -70,7 +72,7 @@ def in_seconds(row: Row) -> Row:
         for unit in _UNITS:
             value = row.values.get(f"{edge}_{unit}")
             if value not in (None, ""):
-                per_s = 1000.0 if unit == "ms" else _number(row.values.get("fps"))
+                per_s = 1000.0 if unit == "ms" else _rate(row.values.get("fps"))
                 number = _number(value)
                 if number is not None and per_s is not None and per_s > 0:
                     found[f"{edge}_s"] = number / per_s
@@ -81,6 +83,14 @@ def in_seconds(row: Row) -> Row:
 
 def _given(unit: str, row: Row) -> str:
     return _WORDS[unit] if unit == "ms" else f"frames at {row.values.get('fps') or 'an unknown number'} a second"
+
+
+def _rate(value: object) -> float | None:
+    """A frame rate, which may be written as a fraction: 30000/1001."""
+    ratio = _RATIO.fullmatch(value.strip()) if isinstance(value, str) else None
+    if ratio is None:
+        return _number(value)
+    return int(ratio[1]) / int(ratio[2]) if int(ratio[2]) else None
 
 
 def _number(value: object) -> float | None:

@@ -89,9 +89,9 @@ def attach_worker(access: tuple[str, ...]) -> WorkingCopy:
         copy = WorkingCopy(address, path)
         register(copy)
     assert isinstance(copy, WorkingCopy)
-    if not copy.fences:  # of a worker, not of the command itself
+    if not copy.leases.fences:  # of a worker, not of the command itself
         for key, token in zip(leases[::2], leases[1::2], strict=True):
-            copy.fence(key, token)
+            copy.leases.fence(key, token)
     return copy
 
 

@@ -22,6 +22,8 @@ _METADATA_PATHS = ("/latest/api/token", "/latest/meta-data", "/computeMetadata/"
 _NO_BUCKET_CODES = ("NoSuchBucket", "ContainerNotFound")
 _BAD_NAME_CODES = ("InvalidBucketName", "InvalidResourceName", "OutOfRangeInput")
 _CUT = "the answer ended early, again and again"
+_NO_ANSWER = "the server does not answer"
+_PASSING = re.compile(r"5\d\d|429|408", re.ASCII)
 
 _was_used = False
 _is_forked = False
@@ -31,7 +33,14 @@ class Conflict(FileExistsError):
     """A conditional write found that another writer was faster: the object exists, or is not the expected one."""
 
 
-class CutAnswer(OSError):
+class NoAnswer(OSError):
+    """A request failed in passing (no answer, 5xx, 429 or 408), and repeating it for a while has not helped.
+
+    If it was to change an object, it may have done so.
+    """
+
+
+class CutAnswer(NoAnswer):
     """The body of an answer ended early. obstore resumes the content of objects, and leaves other answers to us."""
 
 
@@ -101,7 +110,14 @@ def _raise_for(error: Exception, *, address: str, where: str) -> NoReturn:
             f"{where}: access denied ({code or reason})",
             hint="grant this account access to the bucket, or check its credentials",
         ) from None
-    raise (CutAnswer if reason == _CUT else OSError)(errno.EIO, reason, where) from error
+    if code == "NotImplemented" or reason.startswith("501"):
+        raise UserError(
+            f"{where}: the server does not support this request ({code or reason})",
+            hint="write to a server with conditional writes (If-None-Match and If-Match)",
+        ) from None
+    is_passing = reason == _NO_ANSWER or _PASSING.match(reason)
+    kind = CutAnswer if reason == _CUT else NoAnswer if is_passing else OSError
+    raise kind(errno.EIO, reason, where) from error
 
 
 def _code(error: Exception) -> str:
@@ -117,7 +133,7 @@ def _reason(error: Exception) -> str:
         code = _code(error)
         return f"{found[1]} ({code})" if code else found[1]
     if "error sending request" in text:
-        return "the server does not answer"
+        return _NO_ANSWER
     if "body error" in text:
         return _CUT
     return first_line(error)

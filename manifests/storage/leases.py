@@ -1,21 +1,23 @@
 """Locks in a bucket: an object that one process at a time holds, and that expires when its holder has died.
 
 The holder writes the object under the condition that nobody else has (If-None-Match for a new object, If-Match for a
-released one), writes it again every `RENEWAL_S` seconds, and empties it at the end. A lease that has not been renewed
-for `EXPIRY_S` seconds may be taken over. Its age is the difference of two times of the server, so that the clocks of
-the machines do not matter. A holder that was stopped or cut off for so long renews its lease under the same condition
-before it publishes anything; if another process has taken it over, it raises `LeaseLost` instead.
+released one), writes it again every `RENEWAL_S` seconds, and at the end leaves a random number in it. No two states of
+the object have the same content, and so none has the etag of an earlier one. A lease that has not been renewed for
+`EXPIRY_S` seconds may be taken over. Its age is the difference of two times of the server, so that the clocks of the
+machines do not matter.
+
+`require` is the guard of all requests that change something (`changes.py`): a lease is trusted as long as a request
+that begins now has ended before the lease can be taken over. After that, the holder renews it first, under the same
+condition; if another process has taken it over, `LeaseLost` is raised instead.
 """
 
 import json
 import os
 import random
-import re
 import secrets
 import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -24,13 +26,13 @@ from manifests.errors import FailedWork, UserError
 from manifests.publish import TEMPORARY_PREFIX
 from manifests.storage.errors import Conflict
 from manifests.storage.objects import ObjectInfo, Objects
+from manifests.storage.stores import WRITE_LIMIT_S
 
 RENEWAL_S = 15.0
 EXPIRY_S = 60.0
-_MARGIN_S = 10.0
-_CHECK_S = 5.0  # a worker asks at most this often whether its command still holds the lease
-_FIRST_POLL_S, _LAST_POLL_S = 0.25, 4.0  # who waits asks less and less often
-_NUM_THREADS = 32
+_MARGIN_S = 6.0  # the times of a server may be whole seconds
+_FIRST_POLL_S, LAST_POLL_S = 0.25, 4.0  # who waits asks less and less often
+_RELEASED_BYTES = 32  # size of what a released lease holds: hexadecimal digits; nothing, by older versions
 
 
 class LeaseHeld(UserError):
@@ -51,11 +53,15 @@ class Lease:
         key: key of the object.
         what: what the lease protects, for messages.
         note: text for others who look at the lease.
+
+    Attributes:
+        replaced: the released or expired lease that was found when it was taken; None if there was none.
     """
 
     def __init__(self, objects: Objects, key: str, *, what: str, note: str = "") -> None:
         self._objects, self.key, self._what, self._note = objects, key, what, note
         self.token = secrets.token_hex(16)
+        self.replaced: ObjectInfo | None = None
         self._etag = ""
         self._num_renewals = 0
         self._renewed_s = 0.0
@@ -71,14 +77,16 @@ class Lease:
             LeaseHeld: another process holds it.
             AccessRefused: the bucket is not writable.
         """
-        etag = self._etag_if_free()
-        begun_s = _now_s()
+        free = self._found_free()
+        begun_s = now_s()
         self._since = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime())
         try:
-            self._etag = self._objects.write(self.key, self._content(), only_new=etag is None, replaces=etag)
+            self._etag = self._objects.write(
+                self.key, self._content(), only_new=free is None, replaces=free.etag if free else None
+            )
         except Conflict:  # another process that found it free was faster
-            raise self._held(_read(self._objects, self.key)) from None
-        self._renewed_s = begun_s
+            raise self._held(read(self._objects, self.key)) from None
+        self._renewed_s, self.replaced = begun_s, free
         threading.Thread(target=self._renew_until_released, name=f"lease {self.key}", daemon=True).start()
 
     def wait(self, *, on_wait: Callable[[str], object] = lambda note: None) -> None:
@@ -120,13 +128,13 @@ class Lease:
                 if first is None:
                     first = state
                     on_wait(held.holder)
-            time.sleep(_LAST_POLL_S)
+            time.sleep(LAST_POLL_S)
 
     def _await_change(self) -> None:
         """Wait until somebody writes the object; return in time as well to see whether the holder has died."""
         before = self._state()
         interval_s = _FIRST_POLL_S
-        while before is not None and before.size_bytes and interval_s <= _LAST_POLL_S:
+        while before is not None and not is_released(before) and interval_s <= LAST_POLL_S:
             time.sleep(interval_s * random.uniform(0.5, 1.0))
             if self._state() != before:
                 return
@@ -139,11 +147,11 @@ class Lease:
             return None
 
     def require(self) -> None:
-        """Raise LeaseLost if another process may hold the lease; call it before anything is published."""
+        """Raise LeaseLost if another process may hold the lease before a request has ended; see `changes.Guard`."""
         with self._lock:
-            if self._lost_to is None and _now_s() - self._renewed_s > EXPIRY_S - _MARGIN_S:
+            if self._lost_to is None and not is_trusted(self._renewed_s):
                 self._renew()
-            self._require_not_lost()
+            self.require_not_lost()
 
     def note(self, text: str) -> None:
         """Replace the note.
@@ -155,9 +163,10 @@ class Lease:
             self._note = text
             if self._lost_to is None:
                 self._renew()
-            self._require_not_lost()
+            self.require_not_lost()
 
-    def _require_not_lost(self) -> None:
+    def require_not_lost(self) -> None:
+        """Raise LeaseLost if the lease is known to be lost."""
         if self._lost_to is not None:
             raise LeaseLost(
                 f"the lock of {self._what} was taken over by {self._lost_to}, because it was not renewed for "
@@ -165,29 +174,42 @@ class Lease:
             )
 
     def release(self) -> None:
-        """Empty the object, if this process still holds the lease."""
+        """Let others take the lease, if this process still holds it."""
         self._released.set()
         with self._lock:
             if self._lost_to is None:
-                with suppress(Conflict, OSError):  # it expires
-                    self._objects.write(self.key, b"", replaces=self._etag)
+                with suppress(OSError):  # it expires
+                    self._replaced_own(released())
 
     def _renew_until_released(self) -> None:
         while not self._released.wait(RENEWAL_S):
             with self._lock:
                 if self._released.is_set() or self._lost_to is not None:
                     return
-                with suppress(OSError):  # tried again later; `require` notices if it stays so
+                with suppress(OSError, UserError):  # tried again later; `require` notices if it stays so
                     self._renew()
 
     def _renew(self) -> None:
-        begun_s = _now_s()
+        begun_s = now_s()
         self._num_renewals += 1
-        try:
-            self._etag = self._objects.write(self.key, self._content(), replaces=self._etag)
+        if self._replaced_own(self._content()):
             self._renewed_s = begun_s
-        except (Conflict, FileNotFoundError):
-            self._lost_to = _name_of(_read(self._objects, self.key)) or "another process, which has finished"
+
+    def _replaced_own(self, content: bytes) -> bool:
+        """Write the object if this process holds the lease; otherwise note who does, and return False."""
+        for is_last in (False, True):
+            try:
+                self._etag = self._objects.write(self.key, content, replaces=self._etag)
+                break
+            except Conflict:
+                found, info = read_info(self._objects, self.key)
+                if info is None or found.get("token") != self.token:
+                    self._lost_to = name_of(found) or "another process, which has finished"
+                    return False
+                if is_last:
+                    raise
+                self._etag = info.etag  # some servers name another one in their answer to a write
+        return True
 
     def _content(self) -> bytes:
         record = {
@@ -202,91 +224,30 @@ class Lease:
         }
         return (json.dumps(record, indent=1) + "\n").encode()
 
-    def _etag_if_free(self) -> str | None:
-        """Return the etag of the object if it is released, abandoned or expired; None if it does not exist."""
+    def _found_free(self) -> ObjectInfo | None:
+        """Return the object if it is released, abandoned or expired; None if it does not exist."""
         try:
             info = self._objects.info(self.key)
         except FileNotFoundError:
             return None
-        found = _read(self._objects, self.key) if info.size_bytes else {}
+        found = {} if is_released(info) else read(self._objects, self.key)
         if found and not is_abandoned(found):
             age_s = server_time_s(self._objects) - info.modified_s
             if age_s < EXPIRY_S:
                 raise self._held(found, expires_in_s=EXPIRY_S - age_s)
-        return info.etag
+        return info
 
     def _held(self, found: dict[str, Any], *, expires_in_s: float | None = None) -> LeaseHeld:
         since = f" since {found['since']}" if found.get("since") else ""
         expiry = "" if expires_in_s is None else f"; if it was killed, its lock expires in {max(1, expires_in_s):.0f} s"
         held = LeaseHeld(
-            f"another command is writing to {self._what} ({_name_of(found) or 'unknown'}{since})",
+            f"another command is writing to {self._what} ({name_of(found) or 'unknown'}{since})",
             hint=f"wait until it finishes, or stop it{expiry}",
         )
         held.is_alive = found.get("machine") == _machine()
-        held.holder = _name_of(found) or "unknown"
+        held.holder = name_of(found) or "unknown"
         held.note = str(found.get("note") or held.holder)
         return held
-
-
-class Fence:
-    """Check of a worker that its command still holds a lease."""
-
-    def __init__(self, objects: Objects, key: str, token: str) -> None:
-        self._objects, self._key, self._token = objects, key, token
-        self._checked_s = -_CHECK_S
-
-    def require(self) -> None:
-        """Raise LeaseLost if the command does not hold the lease any more."""
-        if _now_s() - self._checked_s < _CHECK_S:
-            return
-        found = _read(self._objects, self._key)
-        if found.get("token") != self._token:
-            raise LeaseLost(f"the command of this worker has lost its lock; now held by {_name_of(found) or 'nobody'}")
-        self._checked_s = _now_s()
-
-
-def holder_of(objects: Objects, info: ObjectInfo) -> str | None:
-    """Return who holds a lease and since when; None if it is released, abandoned or expired.
-
-    Without permission to write, the time of the server is unknown, and an expired lease counts as held.
-    """
-    found = _read(objects, info.key) if info.size_bytes else {}
-    if not found or is_abandoned(found):
-        return None
-    with suppress(OSError):
-        if server_time_s(objects) - info.modified_s >= EXPIRY_S:
-            return None
-    return f"{_name_of(found)} since {found.get('since')}"
-
-
-def held_leases(objects: Objects, keys: re.Pattern[str], *, but: str = "") -> dict[str, dict[str, Any]]:
-    """Return the records of the leases directly in the folder that processes hold, by key; leave out the key `but`.
-
-    The leases of processes that have died are released, so that none of these can publish after this has returned.
-
-    Raises:
-        OSError: the bucket cannot be read, or not written.
-    """
-    listed = (info for info in objects.list(recursive=False) if info.key != but and keys.fullmatch(info.key))
-    found = [info for info in listed if info.size_bytes]
-    if not found:
-        return {}
-    now_s = server_time_s(objects)
-    with ThreadPoolExecutor(_NUM_THREADS) as pool:
-        records = list(pool.map(lambda info: _record_if_held(objects, info, now_s=now_s), found))
-    return {info.key: record for info, record in zip(found, records, strict=True) if record}
-
-
-def _record_if_held(objects: Objects, info: ObjectInfo, *, now_s: float) -> dict[str, Any]:
-    """Return the record of a lease; release it and return nothing if its holder has died."""
-    found = _read(objects, info.key)
-    if found and (is_abandoned(found) or now_s - info.modified_s >= EXPIRY_S):
-        try:
-            objects.write(info.key, b"", replaces=info.etag)
-        except (Conflict, FileNotFoundError):  # renewed, released or removed meanwhile
-            return _read(objects, info.key)
-        return {}
-    return found
 
 
 def is_abandoned(found: dict[str, Any]) -> bool:
@@ -309,11 +270,33 @@ def server_time_s(objects: Objects) -> float:
             objects.delete(key)
 
 
-def _read(objects: Objects, key: str) -> dict[str, Any]:
+def released() -> bytes:
+    """Return what is written into a lease that nobody holds."""
+    return secrets.token_hex(_RELEASED_BYTES // 2).encode()
+
+
+def is_released(info: ObjectInfo) -> bool:
+    """Return True if nobody holds the lease."""
+    return info.size_bytes <= _RELEASED_BYTES
+
+
+def is_trusted(renewed_s: float) -> bool:
+    """Return True if a request that begins now ends before a lease that was renewed at a time can be taken over."""
+    return now_s() - renewed_s <= EXPIRY_S - WRITE_LIMIT_S - _MARGIN_S
+
+
+def read(objects: Objects, key: str) -> dict[str, Any]:
+    """Return the record of a lease; empty if it is released or does not exist."""
+    return read_info(objects, key)[0]
+
+
+def read_info(objects: Objects, key: str) -> tuple[dict[str, Any], ObjectInfo | None]:
+    """Return the record of a lease, as `read` does, and its object."""
     try:
-        return _parsed(objects.read(key))
+        content, info = objects.read_version(key)
     except FileNotFoundError:
-        return {}
+        return {}, None
+    return _parsed(content), info
 
 
 def _parsed(content: bytes) -> dict[str, Any]:
@@ -324,11 +307,12 @@ def _parsed(content: bytes) -> dict[str, Any]:
     return found if isinstance(found, dict) else {}
 
 
-def _name_of(found: dict[str, Any]) -> str:
+def name_of(found: dict[str, Any]) -> str:
+    """Return the name of the holder in the record of a lease."""
     return str(found.get("holder") or "")
 
 
-def _now_s() -> float:
+def now_s() -> float:
     """Return seconds since the start of the machine, including those in which it was suspended."""
     return time.clock_gettime(time.CLOCK_BOOTTIME)
 

@@ -2,30 +2,30 @@
 
 Credentials and endpoint come from the variables that the tools of each provider use (`clouds.py`).
 
-Answers that fail in passing (5xx, 429, no answer, a body that ends early) are retried by obstore with exponential
-backoff; a body is resumed where it ended. obstore's threads do not survive a fork: a process that has used this module
-must spawn its workers.
+Reading requests that fail in passing (5xx, 429, no answer, a body that ends early) are repeated by obstore for 90 s
+with exponential backoff; a body is resumed where it ended. Those that change objects are in `changes.py`. obstore's
+threads do not survive a fork: a process that has used this module must spawn its workers.
 """
 
 import errno
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, suppress
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
 from manifests.errors import UserError
 from manifests.publish import naming, temporary_path
-from manifests.storage.clouds import cloud_of
-from manifests.storage.errors import AccessRefused, Conflict, CutAnswer, storage_errors
+from manifests.storage.changes import Changes, Guard, quoted, unguarded
+from manifests.storage.errors import AccessRefused as AccessRefused
+from manifests.storage.errors import CutAnswer, storage_errors
 from manifests.storage.mirrors import is_remote as is_remote
 from manifests.storage.stores import open_store, scheme_of
 
-_PART_BYTES = 8 * 2**20  # of a multipart upload
 _STREAM_BYTES = 4 * 2**20
 _GAP_BYTES = 256 * 2**10  # ranges with smaller gaps are one request
-_MAX_ATTEMPTS = 4  # at what obstore does not repeat: conditional writes, and answers without resumable content
+_MAX_ATTEMPTS = 4  # at what obstore does not repeat: answers without resumable content
 
 _T = TypeVar("_T")
 
@@ -74,6 +74,7 @@ class Objects:
         self.num_bytes = 0
         self._count_lock = threading.Lock()
         self._store = open_store(self.address, scheme=self.scheme)
+        self._changes = Changes(self, count=self._count)
 
     def __reduce__(self) -> tuple[type["Objects"], tuple[str]]:
         return Objects, (self.address,)
@@ -89,12 +90,17 @@ class Objects:
 
     def read(self, key: str) -> bytes:
         """Return the content of an object."""
+        return self.read_version(key)[0]
+
+    def read_version(self, key: str) -> tuple[bytes, ObjectInfo]:
+        """Return the content of an object, and its size, version and time."""
         import obstore
 
         with self._errors(key):
-            content = bytes(obstore.get(self._store, key).bytes())
+            answer = obstore.get(self._store, key)
+            content = bytes(answer.bytes())
         self._count(1, len(content))
-        return content
+        return content, _info({**answer.meta, "path": key})
 
     def read_range(self, key: str, offset: int, size: int) -> bytes:
         """Return `size` bytes of an object from `offset`; an OSError if it has fewer."""
@@ -200,7 +206,15 @@ class Objects:
             temporary.unlink(missing_ok=True)
         self._count(1, num_bytes)
 
-    def write(self, key: str, content: bytes | Path, *, only_new: bool = False, replaces: str | None = None) -> str:
+    def write(
+        self,
+        key: str,
+        content: bytes | Path,
+        *,
+        only_new: bool = False,
+        replaces: str | None = None,
+        guard: Guard = unguarded,
+    ) -> str:
         """Write a whole object and return its etag; readers see the old object or the new one.
 
         A conditional write whose answer was lost is repeated, and then finds its own object: a conflict with an object
@@ -210,97 +224,23 @@ class Objects:
             content: bytes, or the path of a file.
             only_new: write only if the object does not exist.
             replaces: write only if the object still has this etag.
+            guard: see `changes`.
 
         Raises:
             Conflict: the condition does not hold.
         """
-        if not self.is_writable:
-            raise UserError(
-                f"{self.address} is read-only: objects can be written to s3://, gs:// and az://",
-                hint="give an address of a bucket",
-            )
-        num_bytes = len(content) if isinstance(content, bytes) else content.stat().st_size
         if not only_new and replaces is None:
-            etag = self._put(key, content, mode="overwrite", num_bytes=num_bytes)
-        else:
-            mode = "create" if only_new else self._precondition(key, replaces or "")
-            etag = self._put_if(key, content if isinstance(content, bytes) else content.read_bytes(), mode=mode)
-        return etag
+            return self._changes.put(key, content, guard=guard)
+        content = content if isinstance(content, bytes) else content.read_bytes()
+        return self._changes.put_if(key, content, replaces=None if only_new else replaces, guard=guard)
 
-    def copy(self, source: str, target: str) -> None:
+    def copy(self, source: str, target: str, *, guard: Guard = unguarded) -> None:
         """Copy an object within the bucket, without sending its content through this machine."""
-        import obstore
+        self._changes.copy(source, target, guard=guard)
 
-        self._uncut(source, lambda: obstore.copy(self._store, source, target))
-        self._count(1, 0)
-
-    def delete(self, *keys: str) -> None:
+    def delete(self, *keys: str, guard: Guard = unguarded) -> None:
         """Delete objects; those that do not exist are not an error."""
-        import obstore
-
-        if not self.is_writable:
-            raise UserError(f"{self.address} is read-only", hint="give an address of a bucket")
-        if not keys:
-            return
-        self._count(-(-len(keys) // cloud_of(self.address).num_deleted), 0)
-        try:
-            self._uncut(keys[0], lambda: obstore.delete(self._store, [*keys]))
-        except FileNotFoundError:  # of one of them, by Azure and Google; nobody says whether the others are gone
-            for key in keys if len(keys) > 1 else ():
-                self.delete(key)
-
-    def _precondition(self, key: str, etag: str) -> Any:
-        """Return obstore's condition that an object still has an etag; Google compares generations instead."""
-        import obstore
-
-        if self.scheme != "gs":
-            return {"e_tag": etag}
-        found: Any = {"e_tag": None}
-        with suppress(FileNotFoundError), self._errors(key):
-            found = obstore.head(self._store, key)
-        self._count(1, 0)
-        if _quoted(found["e_tag"]) != etag:
-            raise Conflict(errno.EEXIST, "another writer was faster", self.address_of(key))
-        return {"e_tag": etag, "version": found["version"]}
-
-    def _put_if(self, key: str, content: bytes, *, mode: Any) -> str:
-        for attempt in range(_MAX_ATTEMPTS):
-            try:
-                return self._put(key, content, mode=mode, num_bytes=len(content))
-            except Conflict:
-                if etag := self._etag_of_same(key, content):
-                    return etag
-                raise
-            except (AccessRefused, FileNotFoundError):
-                raise
-            except OSError:  # a write that may have taken effect
-                if etag := self._etag_of_same(key, content):
-                    return etag
-                if attempt == _MAX_ATTEMPTS - 1:
-                    raise
-        raise AssertionError("not reached")
-
-    def _etag_of_same(self, key: str, content: bytes) -> str | None:
-        """Return the etag of an object if it has this content."""
-        import obstore
-
-        with self._errors(key):
-            try:
-                answer = obstore.get(self._store, key)
-            except FileNotFoundError:
-                return None
-            found, etag = bytes(answer.bytes()), answer.meta["e_tag"]
-        self._count(1, len(found))
-        return _quoted(etag) if found == content else None
-
-    def _put(self, key: str, content: bytes | Path, *, mode: Any, num_bytes: int) -> str:
-        import obstore
-
-        with self._errors(key, num_bytes=num_bytes):
-            written = obstore.put(self._store, key, content, mode=mode, chunk_size=_PART_BYTES, max_concurrency=4)
-        num_parts = -(-num_bytes // _PART_BYTES)
-        self._count(1 if num_parts <= 1 or mode != "overwrite" else num_parts + 2, num_bytes)
-        return _quoted(written["e_tag"])
+        self._changes.delete(keys, guard=guard)
 
     def _uncut(self, key: str, request: Callable[[], _T]) -> _T:
         """Return the answer of a request that can be repeated; repeat it if the body of the answer ends early."""
@@ -323,12 +263,7 @@ class Objects:
 
 
 def _info(found: Any) -> ObjectInfo:
-    return ObjectInfo(found["path"], found["size"], _quoted(found["e_tag"]), found["last_modified"].timestamp())
-
-
-def _quoted(etag: str | None) -> str:
-    """Return an etag in quotes; Azure's listings leave them out."""
-    return f'"{etag}"' if etag and not etag.endswith('"') else etag or ""
+    return ObjectInfo(found["path"], found["size"], quoted(found["e_tag"]), found["last_modified"].timestamp())
 
 
 def _num_requests(ranges: Sequence[tuple[int, int]]) -> int:

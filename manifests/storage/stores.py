@@ -11,16 +11,28 @@ from typing import Any
 from manifests.errors import UserError, first_line
 from manifests.storage.clouds import CLOUDS
 
+RETRY_S = 90.0  # how long a request is repeated that fails in passing; the last attempt begins within this time
+# obstore waits a random time between the first backoff and `base` times the one before; with a base of 2 or less, the
+# waits hardly grow, and a number of attempts says nothing about the time that they take.
 _RETRY: dict[str, Any] = {
-    "max_retries": 8,
-    "retry_timeout": timedelta(seconds=90),
-    "backoff": {"init_backoff": timedelta(milliseconds=100), "max_backoff": timedelta(seconds=5), "base": 2},
+    "max_retries": 10_000,
+    "retry_timeout": timedelta(seconds=RETRY_S),
+    "backoff": {"init_backoff": timedelta(milliseconds=100), "max_backoff": timedelta(seconds=5), "base": 3},
 }
 _TIMEOUTS: dict[str, Any] = {
     "connect_timeout": timedelta(seconds=10),
     "read_timeout": timedelta(seconds=30),  # without a single byte
     "timeout": timedelta(minutes=15),  # for a whole object
 }
+# Requests that change objects are repeated by us (`changes.py`), because the right to do so may end. obstore repeats
+# them only for so long that a failed part does not cost the upload of a tar.
+_WRITE_RETRY: dict[str, Any] = {
+    "max_retries": 10_000,
+    "retry_timeout": timedelta(seconds=3),
+    "backoff": {"init_backoff": timedelta(milliseconds=100), "max_backoff": timedelta(seconds=1), "base": 3},
+}
+_WRITE_TIMEOUTS: dict[str, Any] = {**_TIMEOUTS, "timeout": timedelta(seconds=30)}  # for an object, or a part of it
+WRITE_LIMIT_S = 34.0  # a call of obstore that writes an object in one part has ended by then: 3 + 1 + 30
 _ADDRESS = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://(.*)", re.DOTALL)
 
 
@@ -57,8 +69,8 @@ def scheme_of(address: str, *, is_written: bool = False) -> str:
     return scheme
 
 
-def open_store(address: str, *, scheme: str) -> Any:
-    """Return obstore's store for an address."""
+def open_store(address: str, *, scheme: str, is_written: bool = False) -> Any:
+    """Return obstore's store for an address: for requests that read, or for those that change objects."""
     from obstore.exceptions import BaseError
     from obstore.store import from_url
 
@@ -76,7 +88,8 @@ def open_store(address: str, *, scheme: str) -> Any:
             )
     try:
         opened: Any = from_url  # its types know the options of each provider, not those common to all
-        return opened(address, retry_config=_RETRY, client_options={**_TIMEOUTS, "allow_http": allows_http})
+        retry, timeouts = (_WRITE_RETRY, _WRITE_TIMEOUTS) if is_written else (_RETRY, _TIMEOUTS)
+        return opened(address, retry_config=retry, client_options={**timeouts, "allow_http": allows_http})
     except (BaseError, ValueError) as error:
         raise UserError(
             f"{address} cannot be opened: {first_line(error)}",

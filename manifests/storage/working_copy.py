@@ -14,20 +14,24 @@ file whose content is only in the bucket is fetched when it is opened; a tar is 
 
 Writing: an object is written before the local file appears, in the order in which files are published (tar, indexes,
 commit), so that a killed command leaves at most objects that no commit names. Locks are leases (`leases.py`), which are
-checked before each write.
+checked before each attempt of a request that changes something. A record is replaced only if it is the one that this
+command has seen. Tars and indexes are named by their plan, and tables that are merged of them name their commits, so
+that writing one again late does no harm.
 """
 
 import errno
 import os
 import re
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from manifests.publish import TEMPORARY_PREFIX, temporary_path
-from manifests.storage.leases import Fence, Lease, LeaseHeld, held_leases, holder_of
+from manifests.storage.changes import PART_BYTES, replace_record
+from manifests.storage.lease_holders import HeldLeases, held_leases, holder_of
+from manifests.storage.leases import Lease, LeaseHeld
 from manifests.storage.local_files import (
     holds,
     is_below,
@@ -55,9 +59,7 @@ class WorkingCopy:
         self.address, self.folder = address, folder
         self.objects: Objects = open_objects(address)
         self._found: dict[str, ObjectInfo] | None = None  # by key, as of the last listing; None in a worker
-        self._guards: list[Callable[[], None]] = []  # each raises LeaseLost
-        self.fences: list[tuple[str, str]] = []  # key and token of the leases that this process holds
-        self._fenced: set[tuple[str, str]] = set()  # of those that the command of this worker holds
+        self.leases = HeldLeases(self.objects)
 
     # Reading
 
@@ -206,9 +208,15 @@ class WorkingCopy:
         key = self.key_of(path)
         if TEMPORARY_PREFIX in key:
             return
-        self.require_locks()
-        etag = self.objects.write(key, temporary)
-        info = ObjectInfo(key, temporary.stat().st_size, etag, time.time())
+        size_bytes = temporary.stat().st_size
+        if is_eager(key) and size_bytes <= PART_BYTES:
+            seen: ObjectInfo | None = None
+            with suppress(FileNotFoundError):
+                seen = self._info(path)
+            etag = replace_record(self.objects, key, temporary.read_bytes(), seen, path, guard=self.require_locks)
+        else:
+            etag = self.objects.write(key, temporary, guard=self.require_locks)
+        info = ObjectInfo(key, size_bytes, etag, time.time())
         if self._found is not None:
             self._found[key] = info
         if key.endswith(".tar"):
@@ -224,8 +232,7 @@ class WorkingCopy:
             if TEMPORARY_PREFIX in key or TEMPORARY_PREFIX in self.key_of(to):
                 self.upload(path, to)
                 continue
-            self.require_locks()
-            self.objects.copy(key, self.key_of(to))
+            self.objects.copy(key, self.key_of(to), guard=self.require_locks)
             info = self.objects.info(self.key_of(to))
             if self._found is not None:
                 self._found[info.key] = info
@@ -241,8 +248,7 @@ class WorkingCopy:
             inside = [known for known in self._found if known.startswith(folders)] if folders else []
             keys = [*(key for key in keys if key in self._found), *inside]
         if keys:
-            self.require_locks()
-            self.objects.delete(*keys)
+            self.objects.delete(*keys, guard=self.require_locks)
             for known in keys:
                 (self._found or {}).pop(known, None)
 
@@ -250,7 +256,7 @@ class WorkingCopy:
         """See `Mirror`."""
         info = self._info(path)
         with self.local_copy(path):
-            etag = self.objects.write(info.key, path.read_bytes(), replaces=info.etag)
+            etag = self.objects.write(info.key, path.read_bytes(), replaces=info.etag, guard=self.require_locks)
             newer = ObjectInfo(info.key, info.size_bytes, etag, time.time())
             if self._found is not None:
                 self._found[info.key] = newer
@@ -263,12 +269,11 @@ class WorkingCopy:
         """See `Mirror`."""
         self.require_listed()
         before = (self._found or {}).get(name)
-        with suppress(FileNotFoundError):
-            if before != self.objects.info(name):  # another command has written since the listing
-                self.sync()
         lease = Lease(self.objects, name, what=self.address)
         lease.acquire()
-        with self.held(lease):
+        with self.leases.held(lease):
+            if lease.replaced != before:  # another command has written since the listing
+                self.sync()
             if unless is not None:
                 self._exclude(unless)
             yield
@@ -297,42 +302,22 @@ class WorkingCopy:
         """See `Mirror`."""
         lease = Lease(self.objects, _ROOT_LOCK, what=self.address)
         lease.wait()
-        with self.held(lease):
+        with self.leases.held(lease):
             self._refresh("", recursive=False)
             yield
-
-    @contextmanager
-    def held(self, lease: Lease) -> Iterator[None]:
-        """Check a lease, which has been acquired, before each write; release it at the end."""
-        fence = (lease.key, lease.token)
-        self._guards.append(lease.require)
-        self.fences.append(fence)
-        try:
-            yield
-        finally:
-            self._guards.remove(lease.require)
-            self.fences.remove(fence)
-            lease.release()
 
     def publish_token(self, path: Path) -> tuple[str, ...]:
         """See `Mirror`."""
         key = self.key_of(path)
-        self.objects.write(key, path.read_bytes())
+        self.objects.write(key, path.read_bytes(), guard=self.require_locks)
         if self._found is not None:
             self._found[key] = self.objects.info(key)
-        leases = (text for fence in self.fences for text in fence)
+        leases = (text for fence in self.leases.fences for text in fence)
         return (self.address, os.fspath(self.folder), run_of(self.folder), *leases)
-
-    def fence(self, key: str, token: str) -> None:
-        """Check before each write that the command of this worker still holds a lease."""
-        if (key, token) not in self._fenced:
-            self._fenced.add((key, token))
-            self._guards.append(Fence(self.objects, key, token).require)
 
     def require_locks(self) -> None:
         """See `Mirror`."""
-        for require in tuple(self._guards):
-            require()
+        self.leases.require()
 
     def key_of(self, path: Path) -> str:
         """Return the key of the object of a file in the folder."""

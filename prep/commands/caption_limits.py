@@ -8,12 +8,15 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from prep.core.column import VIDEO
-from prep.core.plan import is_readable
 from prep.sources.table import read_probes
+from shards.chunk_table import read_chunk_rows
+from shards.damage import Damaged
 from shards.dataset import current_variant, variant_dir
+from shards.moments import Moments
 from shards.reader import Variant
 
-_MS_BITS = 40  # of a time within a video, beside the number of the video: 34 years
+_TIMES = ("start_ms", "num_frames", "fps_num", "fps_den")
+_LONGEST_MS = 1e15  # longer than any video
 
 
 def ends_of_videos(data_dir: Path, videos: pa.Table) -> np.ndarray:
@@ -37,29 +40,28 @@ def chunk_finder(data_dir: Path, videos: pa.Table) -> Callable[[np.ndarray, np.n
         videos: schema.VIDEOS.
     """
     name = current_variant(data_dir, VIDEO)
-    shards = [] if name is None else Variant(variant_dir(data_dir, VIDEO, name)).shards()
-    if not shards or not all(map(is_readable, shards)):
+    if name is None:
+        return None
+    try:
+        chunks = read_chunk_rows(Variant(variant_dir(data_dir, VIDEO, name)), columns=("video_id", *_TIMES))
+    except (Damaged, OSError):
+        return None
+    if not len(chunks.table):
         return None
     ids = videos["video_id"].combine_chunks()
-    begins, ends = [], []
-    for shard in shards:
-        rows = pc.index_in(shard.index["video_id"].combine_chunks(), value_set=ids).fill_null(-1).to_numpy()
-        start_ms, frames, fps_num, fps_den = (
-            shard.index[column].to_numpy().astype(np.int64)
-            for column in ("start_ms", "num_frames", "fps_num", "fps_den")
-        )
-        is_known = rows >= 0
-        first = (rows.astype(np.int64) << _MS_BITS) + start_ms
-        begins.append(first[is_known])
-        ends.append((first + frames * fps_den * 1000 // fps_num)[is_known])
-    begin, end = np.concatenate(begins), np.concatenate(ends)
-    order = np.argsort(begin)
-    begin, end = begin[order], end[order]
+    entries, codes = chunks.coded("video_id")
+    video_rows = pc.index_in(entries, value_set=ids).fill_null(-1).to_numpy().astype(np.int64)[codes]
+    begin_ms, frames, fps_num, fps_den = (chunks.table[name].to_numpy().astype(np.int64) for name in _TIMES)
+    end_ms = begin_ms + frames * fps_den * 1000 // fps_num
+    is_known = video_rows >= 0
+    video_rows, begin_ms, end_ms = video_rows[is_known], begin_ms[is_known], end_ms[is_known]
+    moments = Moments.of(video_rows, begin_ms, end_ms)
+    order = np.lexsort((begin_ms, video_rows))
+    begin, end = (moments.numbers(video_rows, times)[order] for times in (begin_ms, end_ms))
 
     def has_chunk(rows: np.ndarray, begin_s: np.ndarray, end_s: np.ndarray) -> np.ndarray:
-        base = rows.astype(np.int64) << _MS_BITS
-        last_ms = (1 << _MS_BITS) - 1
-        low, high = (base + np.minimum(times * 1000, last_ms).astype(np.int64) for times in (begin_s, end_s))
+        times_ms = (np.minimum(times * 1000, _LONGEST_MS).astype(np.int64) for times in (begin_s, end_s))
+        low, high = (moments.numbers(rows, times) for times in times_ms)
         # The last chunk that begins before the end of the caption; chunks of a video do not overlap.
         found = np.searchsorted(begin, high) - 1
         return (found >= 0) & (end[np.maximum(found, 0)] > low) if len(begin) else np.zeros(len(rows), bool)

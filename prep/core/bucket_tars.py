@@ -22,6 +22,10 @@ class BucketTars:
     def __init__(self, mirror: Mirror) -> None:
         self._mirror = mirror
 
+    def name(self, path: Path) -> str:
+        """See `TarBytes`. The commands show addresses in place of the folders that mirror them."""
+        return str(path)
+
     def read(self, path: Path, offset: int, size: int) -> bytes:
         """See `TarBytes`."""
         content = self._mirror.read_range(path, offset, size)

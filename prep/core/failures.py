@@ -14,7 +14,7 @@ class FailureCode(StrEnum):
     NO_VIDEO = "no_video"
     ZERO_DURATION = "zero_duration"
     BAD_TIMESTAMPS = "bad_timestamps"  # a raw stream without timestamps, or impossible timestamps
-    PROBE_FAILED = "probe_failed"  # reading the source terminated the probe process: a crash or a bug
+    PROBE_FAILED = "probe_failed"  # reading the source crashed its process, also when that ran alone
     DECODE_ERRORS = "decode_errors"  # the source contains damaged frames
     FRAMES_DIFFER = "frames_differ"  # the chunk does not contain the planned frames
     ENCODE_FAILED = "encode_failed"
@@ -26,7 +26,7 @@ class FailureCode(StrEnum):
     OUT_OF_MEMORY = "out_of_memory"
     DISK_FULL = "disk_full"
     IO_ERROR = "io_error"
-    WORKER_LOST = "worker_lost"
+    WORKER_LOST = "worker_lost"  # a process was killed from outside each time that it was tried
     SHARD_MISSING = "shard_missing"  # the run ended without the planned commit
 
 
@@ -61,7 +61,10 @@ WORDS: dict[str, tuple[str, str]] = {
     FailureCode.OUT_OF_MEMORY: ("out of memory", "give fewer --workers, then run the same command again"),
     FailureCode.DISK_FULL: ("the disk is full", "free some space, then run the same command again"),
     FailureCode.IO_ERROR: ("reading or writing failed", "check the disk or mount, then run the same command again"),
-    FailureCode.WORKER_LOST: ("the worker died", "run the same command again, with fewer --workers if memory is short"),
+    FailureCode.WORKER_LOST: (
+        "a process of the run was killed",
+        "run the same command again, with fewer --workers if memory is short",
+    ),
     FailureCode.SHARD_MISSING: ("the shard was not made", "run the same command again"),
 }
 

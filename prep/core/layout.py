@@ -94,8 +94,16 @@ def write_layout(path: Path, layout: pa.Table) -> None:
     write_table_file(path, layout)
 
 
+def video_rows_of(layout: pa.Table, video_ids: pa.Array) -> np.ndarray:
+    """Return the row in `video_ids` of the video of each row of `layout`, int64; -1 if it is not among them."""
+    if not len(layout):
+        return np.zeros(0, np.int64)
+    found = pc.index_in(as_array(layout["video_id"]), value_set=video_ids)
+    return np.asarray(pc.fill_null(found, -1)).astype(np.int64)
+
+
 def wanted_spans(
-    layout: pa.Table, *, video_ids: pa.Array, splits: pa.Array, num_spans: np.ndarray
+    layout: pa.Table, *, video_rows: np.ndarray, splits: pa.Array, num_spans: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
     """Return the rows of `layout` whose span is still wanted, in layout order, and the row of the video for each.
 
@@ -103,14 +111,12 @@ def wanted_spans(
 
     Args:
         layout: table with schema LAYOUT.
-        video_ids: ids of the videos, in manifest order.
-        splits: splits of the videos, in the same order.
+        video_rows: result of `video_rows_of`.
+        splits: splits of the videos, in manifest order.
         num_spans: number of spans of each video, int64.
     """
     if not len(layout):
         return np.zeros(0, np.int64), np.zeros(0, np.int64)
-    found = pc.index_in(as_array(layout["video_id"]), value_set=video_ids)
-    video_rows = np.asarray(pc.fill_null(found, -1)).astype(np.int64)
     known = video_rows >= 0
     same_split = np.zeros(len(layout), bool)
     same_split[known] = np.asarray(

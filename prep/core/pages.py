@@ -13,6 +13,7 @@ from pathlib import Path
 
 from manifests.errors import UserError
 from manifests.publish import folder_lock, publish_bytes, remove_temporaries
+from manifests.quoting import visible
 
 
 @dataclass(frozen=True)
@@ -40,12 +41,15 @@ def require_page_path(path: Path) -> None:
 
 
 def publish_page(path: Path, lines: Iterable[str]) -> int:
-    """Publish a page, and remove what killed commands have left of it; return its size in bytes.
+    """Publish a page, in which hidden characters become visible, and remove what killed commands have left of it.
+
+    Returns:
+        Its size in bytes.
 
     Raises:
         UserError: it cannot be written.
     """
-    content = ("\n".join(lines) + "\n").encode("utf-8", "replace")
+    content = visible("\n".join(lines) + "\n").encode()
     try:
         with folder_lock(path.parent):
             remove_temporaries(path.parent, of=path.name.__eq__)

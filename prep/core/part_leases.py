@@ -11,7 +11,8 @@ from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from pathlib import Path
 
-from manifests.storage.leases import EXPIRY_S, Lease, LeaseHeld, held_leases
+from manifests.storage.lease_holders import held_leases
+from manifests.storage.leases import EXPIRY_S, Lease, LeaseHeld
 from manifests.storage.mirrors import mirror_of
 from manifests.storage.working_copy import WorkingCopy
 from prep.core.data_folder import lock_path, part_lock_names
@@ -45,7 +46,7 @@ class PartLeases:
             self._copy.objects, f".{self._column}.parts.lock", what=f"parts of {self._copy.address}", note=doing
         )
         turn.wait(on_wait=on_wait)
-        self._turn_held.enter_context(self._copy.held(turn))
+        self._turn_held.enter_context(self._copy.leases.held(turn))
         self._turn = turn
         return ""
 
@@ -66,7 +67,7 @@ class PartLeases:
             self._own.take_over(on_wait=self._tell)
         except LeaseHeld as held:
             return held.holder
-        self._own_held.enter_context(self._copy.held(self._own))
+        self._own_held.enter_context(self._copy.leases.held(self._own))
         self._is_held = True
         self.lock_column()
         return None

@@ -181,9 +181,15 @@ class PartRun:
             time.sleep(_LAG_INTERVAL_S)
 
     def leave(self) -> None:
-        """Release all locks."""
-        self._locks.release()
-        self._leave_turn()
+        """Release all locks.
+
+        Raises:
+            LeaseLost: one in a bucket was taken over.
+        """
+        try:
+            self._locks.release()
+        finally:
+            self._leave_turn()
 
     def own(self, shards: Sequence[S]) -> list[S]:
         """Return the shards of this part."""

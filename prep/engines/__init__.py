@@ -99,6 +99,13 @@ def worker_threads() -> int:
     return int(os.environ.get(THREADS_VARIABLE, "1"))
 
 
+def exit_reason(exit_code: int | None) -> str:
+    """Return how a process ended, for messages: its exit status, or the signal that killed it."""
+    if exit_code is None or exit_code >= 0:
+        return f"exit status {exit_code}"
+    return f"signal {-exit_code}{' (out of memory?)' if exit_code == -signal.SIGKILL else ''}"
+
+
 _libc = ctypes.CDLL(None, use_errno=True) if os.name == "posix" else None
 
 

@@ -17,7 +17,7 @@ from typing import Any, Protocol
 
 from manifests.errors import ClipmillError, FailedWork
 from manifests.progress import Activity
-from prep.engines import TICK_S, Check, Label, Outcome, R, Refused, T, die_with_parent
+from prep.engines import TICK_S, Check, Label, Outcome, R, Refused, T, die_with_parent, exit_reason
 
 _CONTEXT = multiprocessing.get_context("spawn")
 _GRACE_S = 15.0  # for the engine to stop what it started
@@ -140,7 +140,7 @@ def _end(process: SpawnProcess) -> None:
 
 def _ended(name: str, exit_code: int | None) -> FailedWork:
     return FailedWork(
-        f"{name} is lost ({_exit_reason(exit_code)}); finished work is kept; run the same command again to resume"
+        f"{name} is lost ({exit_reason(exit_code)}); finished work is kept; run the same command again to resume"
     )
 
 
@@ -240,7 +240,3 @@ def _send(pipe: Connection, kind: str, value: Any) -> None:
         pipe.send((kind, value))
     except OSError:
         raise _Disconnected from None
-
-
-def _exit_reason(exit_code: int | None) -> str:
-    return f"signal {-exit_code}" if exit_code is not None and exit_code < 0 else f"exit status {exit_code}"

@@ -15,7 +15,19 @@ from multiprocessing.connection import Connection, wait
 from multiprocessing.context import SpawnProcess
 from typing import Any
 
-from prep.engines import MAX_TRIES, TICK_S, Check, Label, Outcome, R, Refused, T, die_with_parent, no_worker_left
+from prep.engines import (
+    MAX_TRIES,
+    TICK_S,
+    Check,
+    Label,
+    Outcome,
+    R,
+    Refused,
+    T,
+    die_with_parent,
+    exit_reason,
+    no_worker_left,
+)
 
 # A forked child would inherit locks held by the caller's threads; a spawned child does not.
 _CONTEXT = multiprocessing.get_context("spawn")
@@ -81,7 +93,8 @@ class ProcessEngine:
                         if worker.tries < MAX_TRIES:
                             retries.append((worker.task, worker.tries))
                         else:
-                            yield Outcome(worker.task, None, lost=_exit_reason(worker.process.exitcode))
+                            reason = exit_reason(worker.process.exitcode)
+                            yield Outcome(worker.task, None, lost=f"its worker ended with {reason} {MAX_TRIES} times")
                         continue
                     if error is not None:
                         raise error
@@ -126,7 +139,7 @@ def _work(function: Callable[[Any], Any], check: Check | None, pipe: Connection,
     while True:
         try:
             task = pipe.recv()
-        except EOFError:  # the driver has exited
+        except (EOFError, ConnectionResetError):  # the driver has exited
             return
         if task is None:
             return
@@ -134,10 +147,5 @@ def _work(function: Callable[[Any], Any], check: Check | None, pipe: Connection,
             pipe.send((None, function(task)))
         except Exception as error:  # noqa: BLE001 - raised again by the driver
             error.add_note(f"raised in a worker process by task {task!r:.500}")
-            pipe.send((error, None))
-
-
-def _exit_reason(exit_code: int | None) -> str:
-    if exit_code is not None and exit_code < 0:
-        return f"the worker was killed by signal {-exit_code} in {MAX_TRIES} attempts"
-    return f"the worker exited with code {exit_code} in {MAX_TRIES} attempts"
+            with suppress(BrokenPipeError):  # likewise
+                pipe.send((error, None))

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -152,6 +153,10 @@ def _described(name: str, source: str, directory: Path | None, sha256: str, conf
     blocks = config.get("block_out_channels", [64])
     shift = config.get("shift_factor")
     try:
+        scaling_factor = float(config.get("scaling_factor", 0.18215))
+        shift_factor = None if shift is None else float(shift)
+        if not (0 < scaling_factor < math.inf and math.isfinite(shift_factor or 0)):
+            raise ValueError(f"its scaling_factor is {scaling_factor:g}, its shift_factor {shift_factor}")
         return Vae(
             name=name,
             source=source,
@@ -159,8 +164,8 @@ def _described(name: str, source: str, directory: Path | None, sha256: str, conf
             sha256=sha256,
             channels=int(config.get("latent_channels", 4)),
             factor=2 ** (len(blocks) - 1),
-            scaling_factor=float(config.get("scaling_factor", 0.18215)),
-            shift_factor=None if shift is None else float(shift),
+            scaling_factor=scaling_factor,
+            shift_factor=shift_factor,
         )
     except (TypeError, ValueError) as error:
         raise UserError(f"the configuration of the VAE {name} is damaged: {error}", hint=_SUGGESTION) from None

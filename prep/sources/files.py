@@ -68,7 +68,7 @@ def _stat_local(paths: pa.ChunkedArray, *, num_threads: int) -> FileStates:
     ended: SimpleQueue[_Slice] = SimpleQueue()
     begins = range(0, len(paths), _SLICE)
     for begin in begins:
-        waiting.put(_Slice(begin, paths.slice(begin, _SLICE).to_pylist()))
+        waiting.put(_Slice(begin, paths.slice(begin, _SLICE)))
     working: set[_Slice] = set()
     slow_folders: set[str] = set()
     for _ in range(min(num_threads, len(begins))):
@@ -85,18 +85,26 @@ def _stat_local(paths: pa.ChunkedArray, *, num_threads: int) -> FileStates:
                 continue
             done = stuck
             rest = done.abandon()
-            slow_folders.add(os.path.dirname(rest.paths[0]))  # noqa: PTH120 - as in `is_overdue`
+            slow_folders.add(os.path.dirname(rest.given[0].as_py()))  # noqa: PTH120 - as in `is_overdue`
             states.failures[rest.begin] = SourceFailure(
                 FailureCode.TIMEOUT, "the file system does not respond", is_lasting=False
             )
-            waiting.put(_Slice(rest.begin + 1, rest.paths[1:]))
+            waiting.put(_Slice(rest.begin + 1, rest.given.slice(1)))
             num_left += 1
             _start(waiting, working, ended)
         num_left -= 1
         working.discard(done)
+        _record_all(states, done)
+    return states
+
+
+def _record_all(states: FileStates, done: "_Slice") -> None:
+    if any(isinstance(found, SourceFailure) for found in done.found):
         for row, found in enumerate(done.found, done.begin):
             _record(states, row, found)
-    return states
+    elif done.found:
+        part = slice(done.begin, done.begin + len(done.found))
+        states.size_bytes[part], states.mtime_ns[part] = np.array(done.found, np.int64).T
 
 
 def _record(states: FileStates, row: int, found: tuple[int, int] | SourceFailure) -> None:
@@ -136,13 +144,15 @@ class _Slice:
     """A slice of the paths, beginning at row `begin`, with the results so far."""
 
     begin: int
-    paths: list[str]
+    given: pa.ChunkedArray
+    paths: list[str] = field(default_factory=list)  # as long as they are being checked: those of all slices are large
     found: list[tuple[int, int] | SourceFailure] = field(default_factory=list)
     since_s: float = 0.0
     is_abandoned: bool = False
 
     def stat_all(self) -> None:
         mine = self.found  # `abandon` assigns a new list
+        self.paths = self.given.to_pylist()
         for path in self.paths:
             self.since_s = time.monotonic()
             found: tuple[int, int] | SourceFailure
@@ -166,7 +176,7 @@ class _Slice:
         """Abandon the thread blocked on a path; return that path and those after it as a new slice."""
         self.is_abandoned = True
         self.found = self.found[:]
-        return _Slice(self.begin + len(self.found), self.paths[len(self.found) :])
+        return _Slice(self.begin + len(self.found), self.given.slice(len(self.found)))
 
 
 def _start(waiting: "SimpleQueue[_Slice]", working: set[_Slice], ended: "SimpleQueue[_Slice]") -> None:

@@ -1,9 +1,10 @@
 """Probing many sources in separate processes, so that a problem with one source does not affect the others.
 
 A hostile or damaged file can make its reader block for ever (a dead mount), crash, or use all memory. A reader without
-a heartbeat for `SILENCE_LIMIT_S` is killed. When a reader is killed or exits, its current source gets a failure code
-and a new reader takes the remaining ones. A process that even SIGKILL cannot terminate (blocked inside the kernel) is
-abandoned.
+a heartbeat for `SILENCE_LIMIT_S` is killed, and its current source fails with a timeout. When a reader ends by itself
+or is killed by others, its source may not be to blame: memory may have been short. That source is read again when all
+others have been read and nothing else runs, and fails only if it ends its reader there as well, twice. A new reader
+takes the sources behind it. A process that even SIGKILL cannot terminate (blocked inside the kernel) is abandoned.
 
 `serve` runs in the reader. It reads paths as lines of JSON strings and writes lines of JSON objects: heartbeats and, as
 the last line for each path, an object with `facts` or `failure`. It imports nothing but libav, which takes 0.1 s.
@@ -12,6 +13,7 @@ the last line for each path, an object with `facts` or `failure`. It imports not
 import json
 import os
 import resource
+import signal
 import subprocess
 import sys
 import time
@@ -23,7 +25,7 @@ from multiprocessing.connection import wait
 from typing import Any
 
 from prep.core.failures import FailureCode, SourceFailure
-from prep.engines import die_with_parent
+from prep.engines import die_with_parent, exit_reason
 from prep.sources.probe import SourceFacts, probe
 
 SILENCE_LIMIT_S = 60.0  # longer than the kernel lets a lease block an `open` (45 s)
@@ -31,6 +33,8 @@ MEMORY_LIMIT_BYTES = 4 << 30  # address space: enough for a 16k frame and its re
 _HEARTBEAT_S = 1.0
 _QUEUE_LENGTH = 4  # so that a reader always has its next source
 _SPAWN_DELAY_S = 0.1  # delay before another reader is started while all are busy
+# Signals that a process causes itself, by a bug in libav that its source triggers. Others come from outside.
+_CRASHES = frozenset({signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT, signal.SIGFPE, signal.SIGILL})
 _PROGRAM = "import sys; sys.path[:] = sys.argv[1:]; from prep.sources.probe_processes import serve; serve()"
 
 
@@ -40,6 +44,28 @@ def probe_each(paths: Sequence[str], *, max_processes: int) -> Iterator[tuple[in
     Args:
         max_processes: maximum number of readers; fewer are started while answers arrive quickly.
     """
+    suspects = []
+    for number, outcome in _probe_side_by_side(paths, max_processes=max_processes):
+        if isinstance(outcome, _ReaderEnded):
+            suspects.append(number)
+        else:
+            yield number, outcome
+    for number in suspects:
+        yield number, _probe_alone(paths[number])
+
+
+def _probe_alone(path: str) -> SourceFacts | SourceFailure:
+    """Probe a source, and once more if its reader ends again."""
+    ((_, outcome),) = _probe_side_by_side([path], max_processes=1)
+    if isinstance(outcome, _ReaderEnded):
+        ((_, outcome),) = _probe_side_by_side([path], max_processes=1)
+    return outcome
+
+
+def _probe_side_by_side(
+    paths: Sequence[str], *, max_processes: int
+) -> Iterator[tuple[int, SourceFacts | SourceFailure]]:
+    """Do what `probe_each` does, but try no source again."""
     waiting, retries = iter(enumerate(paths)), deque[tuple[int, str]]()
     readers: list[_Reader] = []
     num_answered = 0
@@ -77,6 +103,19 @@ def probe_each(paths: Sequence[str], *, max_processes: int) -> Iterator[tuple[in
 
 def _next(retries: deque[tuple[int, str]], waiting: Iterator[tuple[int, str]]) -> tuple[int, str] | None:
     return retries.popleft() if retries else next(waiting, None)
+
+
+class _ReaderEnded(SourceFailure):
+    """The reader of a source has ended without an answer."""
+
+    def __init__(self, exit_code: int | None, last_line: str) -> None:
+        is_crash = exit_code is None or exit_code >= 0 or -exit_code in _CRASHES
+        said = f": {last_line}" if last_line else ""
+        super().__init__(
+            FailureCode.PROBE_FAILED if is_crash else FailureCode.WORKER_LOST,
+            f"the process that read it ended with {exit_reason(exit_code)}, twice while nothing else ran{said}",
+            is_lasting=False,
+        )
 
 
 class _Reader:
@@ -126,17 +165,14 @@ class _Reader:
     def _answered(self, outcome: SourceFacts | SourceFailure) -> tuple[int, SourceFacts | SourceFailure]:
         return self.given.popleft()[0], outcome
 
-    def _ended(self) -> SourceFailure:
+    def _ended(self) -> _ReaderEnded:
         with suppress(subprocess.TimeoutExpired):
             self._process.wait(timeout=1.0)
         status, stderr = self._process.returncode, b""
         if status is not None and self._process.stderr is not None:
             stderr = self._process.stderr.read()
         self.end()
-        last_line = (stderr.decode("utf-8", "replace").strip().splitlines() or ["no message"])[-1]
-        reason = f"signal {-status}" if status is not None and status < 0 else f"exit status {status}"
-        message = f"the probe process ended with {reason}: {last_line}"
-        return SourceFailure(FailureCode.PROBE_FAILED, message, is_lasting=False)
+        return _ReaderEnded(status, (stderr.decode("utf-8", "replace").strip().splitlines() or [""])[-1])
 
     def end(self) -> None:
         """Terminate the process, if that is possible."""

@@ -8,7 +8,7 @@ that the machine may have caused are tried again by every run.
 
 import sys
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -22,7 +22,7 @@ from prep.core.failures import FailureCode, SourceFailure
 from prep.core.progress import warn_refused
 from prep.core.shard_result import cpu_s
 from prep.core.table_file import as_array, read_table_file, write_table_file
-from prep.engines import Check, Engine, Label, Refused
+from prep.engines import Check, Engine, Label, Outcome, Refused
 from prep.sources.detector import Detector
 from prep.sources.files import current_fingerprint
 
@@ -173,7 +173,7 @@ def detect_shots(
     longest_first = sorted(tasks, key=lambda task: (-task.num_frames, task.fingerprint))
     num_saved = 0
     try:
-        for outcome in engine.run(find_shots, longest_first, check=check, label=_label):
+        for outcome in _searched(engine, longest_first, check=check):
             if isinstance(outcome, Refused):
                 refused.append(outcome)
                 warn_refused(outcome)
@@ -190,6 +190,23 @@ def detect_shots(
         if len(stored) > num_saved:
             save()
     return Detection(_joined(kept, [*stored, *passing]), len(tasks), total_cpu_s, tuple(refused))
+
+
+def _searched(
+    engine: Engine, tasks: list[ShotTask], *, check: Check
+) -> Iterator[Outcome[ShotTask, FoundShots] | Refused | None]:
+    """Run `find_shots`; sources whose workers were lost are searched again, one at a time, once all others are done.
+
+    Without the shots of a source its chunks are unknown, and chunks of later runs are assigned to further shards.
+    """
+    lost = []
+    for outcome in engine.run(find_shots, tasks, check=check, label=_label):
+        if isinstance(outcome, Outcome) and outcome.lost is not None:
+            lost.append(outcome.task)
+        else:
+            yield outcome
+    for task in lost:
+        yield from engine.run(find_shots, [task], check=check, label=_label)
 
 
 def _label(task: ShotTask) -> Label:

@@ -15,6 +15,7 @@ from pathlib import Path
 import numpy as np
 import pyarrow as pa
 
+from manifests.mapped_files import map_arrow_file
 from manifests.publish import publish_bytes, remove, remove_temporaries
 from manifests.storage.mirrors import refresh
 from prep.text.digests import DIGEST_BYTES, DIGESTS, from_arrow, positions_in
@@ -80,7 +81,7 @@ class Bank:
             if not is_whole_block(path):
                 remove(path)
                 continue
-            with pa.memory_map(str(path)) as file:
+            with map_arrow_file(path) as file:
                 added.append(from_arrow(pa.ipc.open_file(file).read_all()["digest"].combine_chunks()).copy())
             self._files.append(path)
             self._begins.append(self._begins[-1] + len(added[-1]))
@@ -130,7 +131,7 @@ class Bank:
             self.folder.rmdir()
 
     def _read(self, path: Path, rows: np.ndarray) -> np.ndarray:
-        with pa.memory_map(str(path)) as file:
+        with map_arrow_file(path) as file:
             column = pa.ipc.open_file(file).read_all()["row"].combine_chunks()
             stored = np.frombuffer(column.buffers()[1], np.float16).reshape(-1, self._width)
             return np.asarray(stored[rows])

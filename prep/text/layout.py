@@ -11,7 +11,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from prep.core.layout import LAYOUT, LAYOUT_FOLDER, SpanId, layout_of_commits, variants_of, wanted_spans
+from prep.core.layout import LAYOUT, LAYOUT_FOLDER, SpanId, layout_of_commits, variants_of, video_rows_of, wanted_spans
 from prep.text.recipe import TEXT
 
 LAYOUT_FILE = f"{TEXT}.parquet"
@@ -65,7 +65,8 @@ def wanted_text_rows(
 
     The second array holds the row of the video for each of them.
     """
-    return wanted_spans(layout, video_ids=video_ids, splits=splits, num_spans=(num_captions > 0).astype(np.int64))
+    rows = video_rows_of(layout, video_ids)
+    return wanted_spans(layout, video_rows=rows, splits=splits, num_spans=(num_captions > 0).astype(np.int64))
 
 
 def text_layout_of_commits(data_dir: Path, *, video_ids: pa.Array) -> pa.Table:

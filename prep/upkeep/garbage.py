@@ -18,7 +18,7 @@ from manifests.publish import remove as remove_file
 from manifests.publish import remove_all, rename, target_of, temporaries_in, temporary_path
 from manifests.quoting import counted
 from manifests.store import manifest_dir
-from prep.core.column import ColumnSpec, recipe_fingerprint
+from prep.core.column import MERGED_TABLE, ColumnSpec, recipe_fingerprint
 from prep.core.data_folder import ROOT_FILES, RUNNING_FILE, incomplete_variants
 from prep.core.heartbeat import RUNNING_FOLDER
 from prep.core.layout import LAYOUT_FOLDER
@@ -39,6 +39,7 @@ from shards.format import (
 from shards.reader import Variant
 
 _SHARD_FILE = re.compile(r"\d{6,}-[0-9a-f]{8}\.(tar|tar\.idx|index\.arrow)")
+_FOLDER_FILE = re.compile(rf"{_SHARD_FILE.pattern}|{re.escape(MERGED_TABLE.name)}")  # in a folder of shards
 _COMMIT_FILE = re.compile(r"\d{6,}\.json")
 _LIST_FILE = re.compile(r"shards(-[A-Za-z0-9_-]+)?\.txt")
 _DATA_FILES = (_SHARD_FILE, _LIST_FILE, *(re.compile(re.escape(name)) for name in (FAILURES_FILE, SELECTION_FILE)))
@@ -265,7 +266,7 @@ def _sorted_files(folder: Path, *, needed: Collection[str] = ()) -> tuple[dict[s
             kind, names = parts[entry.name]
             _sort_part(entry, names, known=known[kind], unknown=unknown)
         elif is_folder and FOLDER.fullmatch(entry.name):
-            _sort_part(entry, _SHARD_FILE, known=known["data"], unknown=unknown, needed=needed)
+            _sort_part(entry, _FOLDER_FILE, known=known["data"], unknown=unknown, needed=needed)
         elif is_folder and entry.name == RUNNING_FOLDER:
             unknown.extend(sign.path for sign in _entries(entry) if not RUNNING_FILE.fullmatch(sign.name))
         elif is_folder or is_link:
@@ -301,11 +302,11 @@ def _sort_part(
 
 
 def _is_at_home(folder: str, name: str) -> bool:
-    """Return True if `folder` is the one for the shard that the file is named after, or no folder of shards."""
+    """Return True if `folder` is the one for the shard that the file is named after, if it is named after one."""
     if not FOLDER.fullmatch(folder):
         return True
     number = re.match(r"\d+", name)
-    return number is not None and folder_of(int(number[0])) == folder
+    return number is None or folder_of(int(number[0])) == folder
 
 
 def _entries(folder: "Path | os.DirEntry[str]") -> list["os.DirEntry[str]"]:

@@ -13,6 +13,7 @@ import numpy as np
 import pyarrow as pa
 
 from prep.video.spans import Span, chunks_of, num_chunks_of, span_of
+from shards.moments import Moments
 
 
 @dataclass(frozen=True)
@@ -190,7 +191,8 @@ class ShotCutting:
     def span_index(self, videos: np.ndarray, first_frame: np.ndarray) -> np.ndarray:
         """Return the span of the chunks that begin at these frames, int64; -1 if no chunk begins there."""
         owners = np.repeat(np.arange(len(self.begins) - 1), self.num_chunks)
-        codes, wanted = owners << 40 | self.first_frame, videos << 40 | first_frame
+        moments = Moments.of(owners, self.first_frame)
+        codes, wanted = moments.numbers(owners, self.first_frame), moments.numbers(videos, first_frame)
         rows = np.minimum(np.searchsorted(codes, wanted), max(0, len(codes) - 1))
         is_found = codes[rows] == wanted if len(codes) else np.zeros(len(wanted), bool)
         return np.where(is_found, (rows - self.begins[videos]) // self.span_chunks, -1)

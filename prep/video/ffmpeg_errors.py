@@ -8,8 +8,10 @@ GOP after a seek), so that only those in `_LOSSES` make a run with exit status 0
 import errno
 import os
 import re
+import signal
 
 from prep.core.failures import FailureCode, SourceFailure
+from prep.engines import exit_reason
 from prep.video.ffmpeg import Outcome
 
 # Missing or unreadable data, whatever the exit status: pattern and code. The first match decides.
@@ -52,6 +54,7 @@ _CONTEXTS = re.compile(r"^(?:\[[^\]]*\]\s*)+")
 _CONTEXT_NAME = re.compile(r"\[(?:[^\]]*[/:])?([^\]/:@]*?)\s*(?:@ 0x[0-9a-f]+)?\]")
 _ADDRESS = re.compile(r"\b0x[0-9a-f]{6,}\b")
 _LONGEST_MESSAGE = 300
+_STOPPED = 255  # exit status of ffmpeg after SIGTERM, SIGINT or SIGHUP
 
 
 def require_success(outcome: Outcome, *, limit_s: float) -> None:
@@ -66,14 +69,26 @@ def require_success(outcome: Outcome, *, limit_s: float) -> None:
     text = outcome.stderr
     if outcome.timed_out:
         raise SourceFailure(FailureCode.TIMEOUT, f"ffmpeg did not finish within {limit_s:.0f} s")
-    if outcome.return_code in (-9, 137):
-        raise SourceFailure(FailureCode.OUT_OF_MEMORY, "ffmpeg was killed, probably because memory ran out")
+    if (killed_by := _signal(outcome)) is not None:
+        raise SourceFailure(FailureCode.WORKER_LOST, f"ffmpeg ended with {exit_reason(-killed_by)}")
     marks = _LOSSES if outcome.return_code == 0 else (*_REFUSALS, *_DAMAGE)
     for mark, code in marks:
         if re.search(mark, text):
             raise SourceFailure(code, cause(text))
     if outcome.return_code:
         raise SourceFailure(FailureCode.ENCODE_FAILED, f"ffmpeg exited with {outcome.return_code}: {cause(text)}")
+
+
+def _signal(outcome: Outcome) -> int | None:
+    """Return the signal that ended ffmpeg, or a program that started it; None if it ended by itself.
+
+    On SIGTERM, ffmpeg finishes its files and exits with 255, without a message.
+    """
+    if outcome.return_code < 0:
+        return -outcome.return_code
+    if outcome.return_code == _STOPPED and not outcome.stderr:
+        return signal.SIGTERM
+    return signal.SIGKILL if outcome.return_code == 128 + signal.SIGKILL else None
 
 
 def cause(text: str) -> str:

@@ -7,6 +7,7 @@ after another.
 
 import hashlib
 from collections.abc import Collection
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -15,7 +16,7 @@ import pyarrow.compute as pc
 
 from manifests.errors import UserError
 from prep.core.column import VIDEO
-from prep.core.layout import LAYOUT, LAYOUT_FOLDER, SpanId, layout_of_commits, variants_of, wanted_spans
+from prep.core.layout import LAYOUT, LAYOUT_FOLDER, SpanId, layout_of_commits, variants_of, video_rows_of, wanted_spans
 from prep.core.table_file import as_array
 from prep.video.cutting import Cutting, ShotCutting
 from prep.video.recipe import SPAN_CHUNKS, recipe_from_dict
@@ -41,33 +42,48 @@ def layout_file(settings: ChunkSettings) -> str:
     return f"{settings.len}-{settings.cut}-{hashlib.sha256(values.encode()).hexdigest()[:8]}.parquet"
 
 
-def extend_layout(layout: pa.Table, *, video_ids: pa.Array, splits: pa.Array, num_chunks: np.ndarray) -> pa.Table:
-    """Assign every span of the given videos that has no shard yet.
+@dataclass(frozen=True)
+class ExtendedLayout:
+    """A layout in which every wanted span has a shard.
+
+    Attributes:
+        table: schema LAYOUT; the table that was extended, if it had all of them.
+        video_rows: the video of each of its rows in the manifest, int64; -1 if it is not there.
+        wanted: its rows with wanted spans, ascending, int64.
+    """
+
+    table: pa.Table
+    video_rows: np.ndarray
+    wanted: np.ndarray
+
+
+def extend_layout(layout: pa.Table, *, video_ids: pa.Array, splits: pa.Array, num_chunks: np.ndarray) -> ExtendedLayout:
+    """Assign every span of the given videos that has no shard yet, in rows behind those of `layout`.
 
     Args:
         layout: table with schema LAYOUT.
         video_ids: ids of the videos, in manifest order.
         splits: splits of the videos, in the same order.
         num_chunks: number of chunks of each video (0 if it is unusable), int64.
-
-    Returns:
-        `layout` with the new rows appended; `layout` itself if there are none.
     """
+    rows_of_layout = video_rows_of(layout, video_ids)
+    wanted, videos = wanted_rows(layout, video_rows=rows_of_layout, splits=splits, num_chunks=num_chunks)
     spans_per_video = -(-num_chunks // SPAN_CHUNKS)
-    video_rows = np.repeat(np.arange(len(num_chunks)), spans_per_video)
     first = np.cumsum(spans_per_video) - spans_per_video
-    span_index = np.arange(len(video_rows)) - first[video_rows]
-    span_chunks = np.minimum(num_chunks[video_rows] - span_index * SPAN_CHUNKS, SPAN_CHUNKS)
-    is_new = ~np.isin(_codes(video_rows, span_index), _assigned_codes(layout, video_ids=video_ids, splits=splits))
+    is_new = np.ones(int(spans_per_video.sum()), bool)
+    is_new[first[videos] + np.asarray(layout["span_index"])[wanted]] = False
     if not is_new.any():
-        return layout
-    target = int(np.clip(-(-span_chunks[is_new].sum() // MIN_SHARDS), SPAN_CHUNKS, MAX_SHARD_CHUNKS))
+        return ExtendedLayout(layout, rows_of_layout, wanted)
+    video_rows = np.repeat(np.arange(len(num_chunks)), spans_per_video)[is_new]
+    span_index = np.flatnonzero(is_new) - first[video_rows]
+    span_chunks = np.minimum(num_chunks[video_rows] - span_index * SPAN_CHUNKS, SPAN_CHUNKS)
+    target = int(np.clip(-(-span_chunks.sum() // MIN_SHARDS), SPAN_CHUNKS, MAX_SHARD_CHUNKS))
     next_shard = pc.max(layout["shard_id"]).as_py() + 1 if len(layout) else 0
-    added = []
+    tables, rows = [layout], [rows_of_layout]
     for split in sorted(pc.unique(splits).to_pylist()):
-        mine = np.flatnonzero(is_new & np.asarray(pc.equal(splits, split))[video_rows])
+        mine = np.flatnonzero(np.asarray(pc.equal(splits, split))[video_rows])
         shard_of, next_shard = _pack(span_chunks[mine], target=target, first_shard=next_shard)
-        added.append(
+        tables.append(
             pa.table(
                 [
                     pa.array(shard_of, pa.int32()),
@@ -78,32 +94,34 @@ def extend_layout(layout: pa.Table, *, video_ids: pa.Array, splits: pa.Array, nu
                 schema=LAYOUT,
             )
         )
-    return pa.concat_tables([layout, *added]).combine_chunks()
+        rows.append(video_rows[mine])
+    extended = pa.concat_tables(tables).combine_chunks()
+    wanted = np.concatenate([wanted, np.arange(len(layout), len(extended))])
+    return ExtendedLayout(extended, np.concatenate(rows), wanted)
 
 
 def wanted_rows(
-    layout: pa.Table, *, video_ids: pa.Array, splits: pa.Array, num_chunks: np.ndarray
+    layout: pa.Table, *, video_rows: np.ndarray, splits: pa.Array, num_chunks: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
     """Return `wanted_spans` for videos with the given numbers of chunks, int64."""
     num_spans = num_chunks // SPAN_CHUNKS + (num_chunks % SPAN_CHUNKS > 0)
-    return wanted_spans(layout, video_ids=video_ids, splits=splits, num_spans=num_spans)
+    return wanted_spans(layout, video_rows=video_rows, splits=splits, num_spans=num_spans)
 
 
 def shards_of_moved_videos(
-    layout: pa.Table, *, video_ids: pa.Array, splits: pa.Array, stored: Collection[int]
+    layout: pa.Table, *, video_rows: np.ndarray, splits: pa.Array, stored: Collection[int]
 ) -> dict[int, bool]:
     """Find the shards that videos leave or enter because their split has changed.
 
     Args:
         layout: table with schema LAYOUT, with the shards that they enter.
-        video_ids: ids of the videos, in manifest order.
-        splits: splits of the videos, in the same order.
+        video_rows: result of `prep.core.layout.video_rows_of`.
+        splits: splits of the videos, in manifest order.
         stored: ids of the shards that were written.
 
     Returns:
         shard id -> whether all of its videos do.
     """
-    video_rows = np.asarray(pc.fill_null(pc.index_in(as_array(layout["video_id"]), value_set=video_ids), -1))
     is_known = video_rows >= 0
     has_other_split = np.zeros(len(layout), bool)
     has_other_split[is_known] = np.asarray(
@@ -157,16 +175,6 @@ def video_layout_of_commits(
 
     variants = [variant for variant in variants_of(data_dir, VIDEO) if shares_layout(variant)]
     return layout_of_commits(variants, video_ids, spans=spans, span_of_failure=span_of_failure)
-
-
-def _assigned_codes(layout: pa.Table, *, video_ids: pa.Array, splits: pa.Array) -> np.ndarray:
-    everything = np.full(len(video_ids), np.iinfo(np.int64).max)
-    rows, video_rows = wanted_rows(layout, video_ids=video_ids, splits=splits, num_chunks=everything)
-    return _codes(video_rows, np.asarray(layout["span_index"])[rows])
-
-
-def _codes(video_rows: np.ndarray, span_index: np.ndarray) -> np.ndarray:
-    return video_rows.astype(np.int64) << 32 | span_index.astype(np.int64)
 
 
 def _pack(span_chunks: np.ndarray, *, target: int, first_shard: int) -> tuple[np.ndarray, int]:

@@ -112,8 +112,9 @@ class Plan:
         self.cutting = cutting_of(recipe.settings, self._num_frames, shots)
         self._num_chunks = self.cutting.num_chunks
         ids, splits = as_array(videos["video_id"]), as_array(videos["split"])
-        self.layout = extend_layout(layout, video_ids=ids, splits=splits, num_chunks=self._num_chunks)
-        rows, self._video_rows = wanted_rows(self.layout, video_ids=ids, splits=splits, num_chunks=self._num_chunks)
+        extended = extend_layout(layout, video_ids=ids, splits=splits, num_chunks=self._num_chunks)
+        self.layout, self._layout_videos, rows = extended.table, extended.video_rows, extended.wanted
+        self._video_rows = self._layout_videos[rows]
         self._span_index = np.asarray(self.layout["span_index"])[rows]
         self.unusable = Counter(probes["code"].filter(pa.array(self._is_unusable)).to_pylist())
         if shots is not None:
@@ -164,8 +165,8 @@ class Plan:
 
     def shards_of_moved_videos(self, stored: Collection[int]) -> dict[int, bool]:
         """Return the shards of videos whose split has changed (prep.video.layout); `stored` are those on disk."""
-        ids, splits = as_array(self._videos["video_id"]), as_array(self._videos["split"])
-        return shards_of_moved_videos(self.layout, video_ids=ids, splits=splits, stored=stored)
+        splits = as_array(self._videos["split"])
+        return shards_of_moved_videos(self.layout, video_rows=self._layout_videos, splits=splits, stored=stored)
 
     def manifest_rows(self, rows: range) -> np.ndarray:
         """Return the rows of the manifest with the videos of spans, given by their rows in the plan; int64."""
@@ -278,9 +279,8 @@ class Plan:
         is_unknown = self._is_unusable if self.shots is None else self._is_unusable | ~self.shots.is_known
         if not is_unknown.any():
             return frozenset()
-        ids, splits = as_array(self._videos["video_id"]), as_array(self._videos["split"])
-        unknown = np.where(is_unknown, np.iinfo(np.int64).max, 0)
-        rows, _ = wanted_rows(self.layout, video_ids=ids, splits=splits, num_chunks=unknown)
+        splits, unknown = as_array(self._videos["split"]), np.where(is_unknown, np.iinfo(np.int64).max, 0)
+        rows, _ = wanted_rows(self.layout, video_rows=self._layout_videos, splits=splits, num_chunks=unknown)
         return frozenset(np.asarray(self.layout["shard_id"])[rows].tolist())
 
     def _span_chunk_counts(self) -> np.ndarray:

@@ -18,7 +18,7 @@ from manifests.progress import Activity
 from manifests.quoting import counted
 from manifests.store import MANIFEST_FILE, captions_path, manifest_dir, read_videos
 from prep.core.column import VIDEO, Pending
-from prep.core.layout import read_layout, stored_or_rebuilt_layout, variants_of, write_layout
+from prep.core.layout import read_layout, stored_or_rebuilt_layout, variants_of, video_rows_of, write_layout
 from prep.core.plan import NUM_CHECK_THREADS, ShardPlan, stored_shards
 from prep.core.table_file import as_array
 from prep.core.variant_folder import make_variant
@@ -266,7 +266,8 @@ def wanted_chunks(
     layout = read_layout(layout_path(data_dir, recipe.settings))
     ids, splits = videos["video_id"].combine_chunks(), videos["split"].combine_chunks()
     for_ever = np.where(is_known, num_chunks, np.iinfo(np.int64).max)
-    layout_rows, _ = wanted_rows(layout, video_ids=ids, splits=splits, num_chunks=for_ever)
+    layout_videos = video_rows_of(layout, ids)
+    layout_rows, _ = wanted_rows(layout, video_rows=layout_videos, splits=splits, num_chunks=for_ever)
     return WantedChunks(
         num_chunks=int(num_chunks.sum()),
         shard_ids=frozenset(np.asarray(layout["shard_id"])[layout_rows].tolist()),

@@ -7,6 +7,7 @@ this machine.
 
 import argparse
 import os
+import secrets
 import shutil
 import subprocess
 import sys
@@ -18,7 +19,7 @@ from manifests.errors import FailedWork, UserError, run_command
 from scripts.gpu_kit.machine import MISSING, Devices, Package, conflicts, find_devices, find_packages, unpack_missing
 from scripts.gpu_kit.parts import GRACE_S, PARTS, Part, Verdict, command_of, run_part
 from scripts.gpu_kit.requirements import EVERYTHING, needs_of
-from scripts.gpu_kit.signals import postponing, stopping
+from scripts.gpu_kit.signals import stopping
 
 LOG = "run.log"
 SITE = "site"
@@ -98,9 +99,10 @@ def run_kit(kit: Path, *, out: Path, parts: list[Part], minutes: float | None, i
         raise UserError(f"results cannot be written to {out}: {error.strerror}", hint=_GIVE_FOLDER) from None
     # Outside of OUT, which is copied back, and of the kit, which may be read-only.
     with ExitStack() as stack:
-        with postponing():
-            folder = tempfile.TemporaryDirectory(prefix="gpu-kit-", ignore_cleanup_errors=True)
-            scratch = Path(stack.enter_context(folder))
+        # Removal is arranged before there is anything to remove: a stop may come at any moment.
+        scratch = Path(tempfile.gettempdir(), f"gpu-kit-{secrets.token_hex(8)}")
+        stack.callback(shutil.rmtree, scratch, ignore_errors=True)
+        scratch.mkdir(mode=0o700)
         commit = (kit / "checkout" / "COMMIT").read_text().strip()
         say(f"clipmill {commit}, Python {sys.version.split()[0]} ({sys.executable}){', dry run' * is_dry_run}")
         _prepare(kit, site=scratch / SITE, is_dry_run=is_dry_run, say=say)

@@ -37,13 +37,3 @@ def stopping() -> Iterator[None]:
     finally:
         for one, handler in before.items():
             signal.signal(one, handler)
-
-
-@contextmanager
-def postponing() -> Iterator[None]:
-    """Let stop requests wait until what is begun here can be undone."""
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)

@@ -31,7 +31,7 @@ def run(kit: Path, out: Path, *words: str, python: str = sys.executable) -> subp
     return subprocess.run([kit / "run.sh", out, *words], env=environment, capture_output=True, text=True)
 
 
-@pytest.mark.timeout(1800)
+@pytest.mark.timeout(3600)
 def test_all_parts_pass_in_a_dry_run(kit: Path, tmp_path: Path, forks: Forks, monkeypatch: pytest.MonkeyPatch) -> None:
     natural = tmp_path / "natural.mp4"
     natural.write_bytes(encode_chunk(0, 40))
@@ -43,9 +43,9 @@ def test_all_parts_pass_in_a_dry_run(kit: Path, tmp_path: Path, forks: Forks, mo
         with (kit / "checkout" / package / "__init__.py").open("a") as file:
             file.write(f"\nopen({str(tmp_path / 'imported' / package)!r}, 'w').close()\n")
     before = sorted(kit.rglob("*"))
-    # They take two minutes; a machine that does much else may need longer than the parts have on a GPU.
+    # They take a minute; on a machine that does much else, any limit of their own would be a matter of luck.
     python = forks.python(is_of_other_checkout=True)
-    done = run(kit, tmp_path / "out", "--dry-run", "--minutes", "10", python=str(python))
+    done = run(kit, tmp_path / "out", "--dry-run", "--minutes", "60", python=str(python))
     assert done.returncode == 0, f"{done.stdout}{done.stderr}{logs(tmp_path / 'out')}"
     assert "all parts passed" in done.stdout.splitlines()[-1]
     for part in PARTS[1:]:

@@ -7,6 +7,7 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -104,17 +105,17 @@ def test_a_run_that_is_stopped_leaves_no_work_folder(
 def test_a_stop_while_the_work_folder_is_made_leaves_none(
     kit: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    mkdtemp = tempfile.mkdtemp
+    mkdir = Path.mkdir
 
-    def make_and_be_stopped(*arguments: str | None) -> str:
-        folder = mkdtemp(*arguments)
-        os.kill(os.getpid(), signal.SIGTERM)
-        return folder
+    def make_and_be_stopped(path: Path, *arguments: Any, **settings: Any) -> None:
+        mkdir(path, *arguments, **settings)
+        if path.parent == scratch:
+            os.kill(os.getpid(), signal.SIGTERM)
 
     scratch = tmp_path / "scratch"
     scratch.mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(scratch))
-    monkeypatch.setattr(tempfile, "mkdtemp", make_and_be_stopped)
+    monkeypatch.setattr(Path, "mkdir", make_and_be_stopped)
     with pytest.raises(Stopped, match="was terminated"), stopping():
         run_kit(kit, out=tmp_path / "out", parts=[], minutes=None, is_dry_run=True)
     assert not any(scratch.iterdir())

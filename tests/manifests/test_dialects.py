@@ -83,6 +83,7 @@ def test_a_table_is_read_in_the_dialect_that_it_has_and_what_was_taken_is_said(
         ('a;0;1;"never closed\nb;0;1;lost\nb;0;1;lost\n', "line 2: .* line 4 would belong"),
         ('a;0;1;whole\na;0;1;"never closed\nb;0;1;lost\nb;0;1;"of another cell"\n', "line 3: .* line 5 would belong"),
         ('"a;0;1;never closed\nb;0;1;lost\n', "line 2: .* line 3 would belong"),
+        ('a;0;1;whole\na;0;1;"never closed', "line 3: unexpected end of data"),
     ],
 )
 def test_a_quotation_mark_that_is_not_closed_swallows_no_rows(
@@ -93,10 +94,37 @@ def test_a_quotation_mark_that_is_not_closed_swallows_no_rows(
         read_folder(make_videos("a.mp4", "b.mp4"), captions=tmp_path / "c.csv")
 
 
+@pytest.mark.parametrize("cell", [r'"a \"q\" b"', '"a" b', r'"a \"q\", b"', '"a"b"', '"a" "b"'])
+def test_a_cell_with_text_beyond_its_quotation_marks_is_refused(
+    make_videos: VideoMaker, tmp_path: Path, cell: str
+) -> None:
+    (tmp_path / "c.csv").write_text(f"video,text,split\na,whole,val\na,{cell},val\nb,whole,val\n")
+    with pytest.raises(UserError, match=r"c\.csv, line 3: ',' expected after '\"'") as caught:
+        read_folder(make_videos("a.mp4", "b.mp4"), captions=tmp_path / "c.csv")
+    assert '""stop""' in (caught.value.hint or "")
+
+
 def test_a_cell_between_quotation_marks_may_have_lines(make_videos: VideoMaker, tmp_path: Path) -> None:
-    (tmp_path / "c.csv").write_text('video,begin_s,end_s,text\na,0,1,"a sign\nsays ""stop"""\nb,0,1,"so" he said\n')
+    text = 'video,begin_s,end_s,text\na,0,1,"a sign\nsays ""stop"""\nb,0,1,he said "so"\nb,1,2,a \\"q\\" b\n'
+    (tmp_path / "c.csv").write_text(text)
     reading = read_folder(make_videos("a.mp4", "b.mp4"), captions=tmp_path / "c.csv")
-    assert [text.split() for *_, text in captions(reading)] == [["a", "sign", "says", '"stop"'], ["so", "he", "said"]]
+    assert [text for *_, text in captions(reading)] == ['a sign\nsays "stop"', 'he said "so"', r"a \"q\" b"]
+
+
+@pytest.mark.parametrize("first", ["sep=;\r\n", "\nSEP=;\n", '"sep=;"\n', "\ufeffsep=;\n"])
+def test_a_line_that_names_the_separator_for_excel_is_no_header(
+    make_videos: VideoMaker, tmp_path: Path, first: str
+) -> None:
+    table = tmp_path / "c.csv"
+    table.write_text(f'{first}video;begin_s;text\na;1,5;"one, two"\nb;x;three\n', newline="")
+    reading = read_folder(make_videos("a.mp4", "b.mp4"), captions=table)
+    assert captions(reading) == [("a", 1.5, inf, "one, two")]
+    assert reading.notes == ("c.csv: cells separated by semicolons",)
+    [row] = reading.rejected["row"].to_pylist()
+    assert line_numbers(table, [row]) == {row: 3 + first.count("\n")}
+    table.write_text("sep=|\nvideo;text\na;b\n")
+    with pytest.raises(UserError, match="no column for video and text; its first line is: video;text"):
+        read_folder(make_videos("a.mp4", "b.mp4"), captions=table)
 
 
 def test_a_column_with_the_documented_name_is_taken_before_others(make_videos: VideoMaker, tmp_path: Path) -> None:
@@ -111,6 +139,12 @@ def test_a_column_with_the_documented_name_is_taken_before_others(make_videos: V
     [
         ("video,start_ms,end_ms,text", "a,1500,62000,t", (1.5, 62.0), ["start_ms as begin_s, from milliseconds"]),
         ("video,Start Frame,end_frame,FPS,text", "a,30,90,30,t", (1.0, 3.0), ["Start Frame as begin_s, from frames"]),
+        (
+            "video,start_frame,end_frame,fps,text",
+            "a,30,90,30000/1001,t",
+            (30 / (30000 / 1001), 90 / (30000 / 1001)),
+            [],
+        ),
         ("video,begin_s,begin_ms,end,end_frame,fps,text", "a,1,5,2,9,3,t", (1.0, 2.0), ["begin_ms, end_frame, fps"]),
         ("video,begin_ms,text", "a,,t", (0.0, inf), []),
     ],
@@ -129,9 +163,11 @@ def test_frames_need_a_frame_rate(make_videos: VideoMaker, tmp_path: Path) -> No
     with pytest.raises(UserError, match="start_frame cannot be converted to seconds") as refused:
         read_folder(make_videos("a.mp4"), captions=tmp_path / "c.csv")
     assert "a column fps" in (refused.value.hint or "")
-    (tmp_path / "c.csv").write_text("video,start_frame,fps,text\na,30,0,t\na,x,30,t\na,30,,t\n")
+    (tmp_path / "c.csv").write_text(
+        "video,start_frame,fps,text\na,30,0,t\na,x,30,t\na,30,,t\na,30,30/0,t\na,30,1/2/3,t\n"
+    )
     reading = read_folder(make_videos("a.mp4"), captions=tmp_path / "c.csv")
-    assert reading.rejected["reason"].to_pylist() == ["bad_time"] * 3
+    assert reading.rejected["reason"].to_pylist() == ["bad_time"] * 5
 
 
 def test_rows_are_found_on_the_lines_of_the_file(tmp_path: Path) -> None:

@@ -160,6 +160,16 @@ def test_a_table_gives_times_sources_and_splits(make_videos: VideoMaker, tmp_pat
     assert reading.videos["split"].to_pylist() == ["val", "train"]
 
 
+def test_sources_have_the_names_that_further_ones_may_have(make_videos: VideoMaker, tmp_path: Path) -> None:
+    names = ["two words", "x@y", "a\n", "été_2.en-GB", "captioner@1f2e3d4c", ""]
+    table = tmp_path / "captions.jsonl"
+    table.write_text("\n".join(json.dumps({"video": "a", "text": name or "x", "source": name}) for name in names))
+    reading = read_folder(make_videos("a.mp4"), captions=table)
+    assert reading.rejected["reason"].to_pylist() == ["bad_source"] * 3
+    assert "source is 'two words', expected letters, digits," in reading.rejected["detail"][0].as_py()
+    assert [source for *_, source in captions(reading)] == ["été_2.en-GB", "captioner@1f2e3d4c", "human"]
+
+
 def test_names_in_another_case_or_with_other_separators_are_taken_if_they_are_unique(
     make_videos: VideoMaker, tmp_path: Path
 ) -> None:

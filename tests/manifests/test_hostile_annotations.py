@@ -43,7 +43,7 @@ NESTED = "[" * 900 + "]" * 900
         ('{"video": "a", "text": "x", "end_s": NaN}', "bad_time"),
         ('{"video": "a", "text": "x", "end_s": true}', "bad_time"),
         (f'{{"video": "a", "text": "x", "source": {NESTED}}}', "malformed_row"),
-        ('{"video": "a", "text": "x", "source": "\\ud800"}', "malformed_row"),
+        ('{"video": "a", "text": "x", "source": "\\ud800"}', "bad_source"),
         (f'{{"video": "a", "text": "x", "split": {NESTED}}}', "bad_split"),
         ('{"video": "a", "text": "x", "split": "\\ud800"}', "bad_split"),
         ('{"video": "\\ud800", "text": "x"}', "missing_file"),

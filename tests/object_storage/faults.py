@@ -1,4 +1,4 @@
-"""An HTTP proxy with faults, in a process of its own: latency, bandwidth, errors, cut answers, keys that vanish.
+"""An HTTP proxy with faults, in a process of its own: latency, bandwidth, errors, cut answers, a network that fails.
 
 `faulty(port)` starts one in front of a server. The faults are set, and requests counted, over its own path `/_faults`,
 so that benchmarks and tests control it from any process.
@@ -28,20 +28,27 @@ class Fault:
     Attributes:
         kind: "delay" by `delay_s`; "error": answered with `status` and the error `code` of S3, unseen by the server;
             "cut": the connection is closed after half of the answer's body; "lost": the server does the work, and its
-            answer is lost; "hang": no answer until the client gives up.
+            answer is lost; "hang": packets are dropped, and there is no answer until the client gives up or the faults
+            are replaced; "late": as "hang", but the server gets the request when the faults are replaced, whether the
+            client still waits or not; "reset": the connection is reset, unseen by the server; "etag": the answer names
+            another etag than the object has.
         method: GET, PUT, ...; any if None.
         path: regular expression that is searched for in path and query.
         skip: number of matching requests that pass before.
         times: number of requests that it happens to; None for all.
         every: it happens to each `every`-th matching request.
+        for_s: how long it goes on after the first request that it happened to; None for ever.
+        spreads: from the first request that it happened to, it happens to all requests.
     """
 
-    kind: Literal["delay", "error", "cut", "lost", "hang"]
+    kind: Literal["delay", "error", "cut", "lost", "hang", "late", "reset", "etag"]
     method: str | None = None
     path: str = ""
     skip: int = 0
     times: int | None = None
     every: int = 1
+    for_s: float | None = None
+    spreads: bool = False
     delay_s: float = 0.0
     status: int = 503
     code: str = "SlowDown"
@@ -137,6 +144,9 @@ class Proxy:
     upstream_port: int
     rules: list[Fault] = field(default_factory=list)
     matches: Counter[int] = field(default_factory=Counter)
+    began_s: dict[int, float] = field(default_factory=dict)  # when a fault first happened, by its number
+    spreading: Fault | None = None
+    are_replaced: asyncio.Event = field(default_factory=asyncio.Event)  # the faults of now
     latency_s: float = 0.0
     bytes_per_s: float | None = None
     free_from_s: float = 0.0  # when the line is free again
@@ -156,8 +166,11 @@ class Proxy:
                     continue
                 self.requests.append((method, path))
                 fault = self._fault_of(method, path)
-                if fault is not None and fault.kind == "hang":
-                    await reader.read()
+                if fault is not None and fault.kind == "reset":
+                    writer.transport.abort()
+                    break
+                if fault is not None and fault.kind in ("hang", "late"):
+                    await self._held_back(request, method, fault, reader, writer)
                     break
                 if fault is not None and fault.kind == "error":
                     answer = error_answer(fault.status, fault.code)
@@ -169,6 +182,8 @@ class Proxy:
                 await asyncio.sleep(self.latency_s + (fault.delay_s if fault is not None else 0.0))
                 if fault is not None and fault.kind == "lost":
                     break
+                if fault is not None and fault.kind == "etag":
+                    answer = replace(answer, head=re.sub(rb'(?i)\r\netag: *"', rb"\g<0>other-", answer.head))
                 cut = fault is not None and fault.kind == "cut"
                 await self._send(writer, answer, len(answer.body) // 2 if cut else len(answer.body))
                 if cut or not request.stays_open:
@@ -176,6 +191,26 @@ class Proxy:
         for one in (writer, upstream[1] if upstream else None):
             if one is not None:
                 one.close()
+
+    async def _held_back(
+        self, request: Message, method: str, fault: Fault, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+    ) -> None:
+        """Wait until the client gives up, or the faults are replaced; a late request goes on then in any case."""
+        replaced = self.are_replaced
+        waits = [asyncio.ensure_future(replaced.wait())]
+        if fault.kind == "hang":
+            waits.append(asyncio.ensure_future(reader.read()))
+        await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+        for one in waits:
+            one.cancel()
+        if fault.kind == "late":
+            upstream = await asyncio.open_connection("127.0.0.1", self.upstream_port)
+            answer, left = await self.forwarded(request, method, upstream)
+            if left is not None:
+                left[1].close()
+            writer.write(answer.head + answer.body)
+            await writer.drain()
+        writer.transport.abort()
 
     async def forwarded(
         self, request: Message, method: str, upstream: tuple[asyncio.StreamReader, asyncio.StreamWriter]
@@ -205,6 +240,8 @@ class Proxy:
         await writer.drain()
 
     def _fault_of(self, method: str, path: str) -> Fault | None:
+        if self.spreading is not None:
+            return self.spreading
         for number, fault in enumerate(self.rules):
             if fault.method not in (None, method) or not re.search(fault.path, path):
                 continue
@@ -212,7 +249,11 @@ class Proxy:
             self.matches[number] += 1
             if before < 0 or before % fault.every or (fault.times is not None and before // fault.every >= fault.times):
                 continue
+            now_s = asyncio.get_running_loop().time()
+            if fault.for_s is not None and now_s > self.began_s.setdefault(number, now_s) + fault.for_s:
+                continue
             self.num_faults += 1
+            self.spreading = fault if fault.spreads else None
             return fault
         return None
 
@@ -222,6 +263,9 @@ class Proxy:
             self.rules = [Fault(**fault) for fault in rules["faults"]]
             self.latency_s, self.bytes_per_s = rules["latency_s"], rules["bytes_per_s"]
             self.matches, self.requests, self.num_bytes, self.num_faults = Counter(), [], 0, 0
+            self.began_s, self.spreading = {}, None
+            self.are_replaced.set()
+            self.are_replaced = asyncio.Event()
         found = {"requests": self.requests, "bytes": self.num_bytes, "faults": self.num_faults}
         content = json.dumps(found).encode()
         return b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n%s" % (len(content), content)

@@ -47,8 +47,10 @@ def few_retries(monkeypatch: pytest.MonkeyPatch) -> None:
     """Clients of this process give up after two retries within a second."""
     backoff = {"init_backoff": timedelta(milliseconds=10), "max_backoff": timedelta(milliseconds=50), "base": 2}
     settings = {"max_retries": 2, "retry_timeout": timedelta(seconds=5), "backoff": backoff}
-    monkeypatch.setattr("manifests.storage.stores._RETRY", settings)
-    monkeypatch.setattr("manifests.storage.stores._TIMEOUTS", {"read_timeout": timedelta(seconds=1)})
+    for kind in ("", "_WRITE"):
+        monkeypatch.setattr(f"manifests.storage.stores.{kind}_RETRY", settings)
+        monkeypatch.setattr(f"manifests.storage.stores.{kind}_TIMEOUTS", {"read_timeout": timedelta(seconds=1)})
+    monkeypatch.setattr("manifests.storage.changes.RETRY_S", 2.0)
 
 
 @pytest.fixture

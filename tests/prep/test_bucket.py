@@ -24,6 +24,7 @@ from prep.engines import Check, Outcome, R, T
 from prep.scores.plan import make_scores_plan, scores_job
 from prep.scores.recipe import ScoresSettings, resolve
 from prep.video.worker import ShardTask
+from shards.contents import Contents, write_contents
 from shards.dataset import current_variant
 from tests.object_storage.faults import Fault, Faults, vanished
 from tests.object_storage.folders import contents_of, upload
@@ -243,6 +244,20 @@ def test_a_run_that_lost_its_lock_stops_and_publishes_nothing_more(
     assert "taken over by process 7 on node1" in ran.stderr and "run the same command again" in ran.stderr
     left = {key for key in contents_of(data) if "/.tmp-" not in key}  # the next run removes the token of this one
     assert left == contents(chunks).keys() - {*commits}
+
+
+def test_a_run_that_lost_its_lock_at_its_end_does_not_end_well(data: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    objects = open_objects(data)
+
+    def taken_over(variant_dir: Path, contents: Contents) -> None:
+        write_contents(variant_dir, contents)
+        objects.write(".lock", b'{"holder": "process 7 on node1"}')
+        monkeypatch.setattr("manifests.storage.leases.EXPIRY_S", 0.0)
+
+    monkeypatch.setattr("shards.lists.write_contents", taken_over)
+    objects.delete(next(info.key for info in objects.list() if info.key.endswith("/chunks.arrow")))
+    ran = prep_here("chunk", *LEN, "--workers", 1, "--data", data, status=1)
+    assert f"failed: the lock of {data} was taken over by process 7 on node1" in ran.stderr
 
 
 def test_synthetic_videos_need_a_local_folder(bucket: str) -> None:

@@ -72,9 +72,13 @@ def running(data: Path, part: str, *, makes: str = "a") -> Iterator[PartRun]:
         yield run
 
 
-def locks_of(bucket: str) -> dict[str, int]:
-    """Size in bytes of the leases of parts, by name."""
-    return {info.key: info.size_bytes for info in open_objects(bucket).list() if info.key.startswith(".video.part")}
+def locks_of(bucket: str) -> dict[str, bool]:
+    """Whether the leases of parts are held, by name."""
+    return {
+        info.key: not leases.is_released(info)
+        for info in open_objects(bucket).list()
+        if info.key.startswith(".video.part")
+    }
 
 
 def is_elsewhere(bucket: str, key: str, *, sign: int = 0) -> None:
@@ -131,7 +135,7 @@ def test_of_a_part_and_a_command_without_one_the_second_is_refused(machine: Mach
     with running(machine("a"), "1/2"):
         with pytest.raises(UserError, match=r"another command is writing .*process .* with \.video\.part-1-of-2\.lock"):
             column_lock(machine("b")).__enter__()
-        assert open_objects(bucket).info(".lock").size_bytes == 0, "the refused command kept its lock"
+        assert leases.is_released(open_objects(bucket).info(".lock")), "the refused command kept its lock"
         with column_lock(machine("b"), column="latents"):
             pass  # columns do not exclude each other
     with column_lock(machine("a")):
@@ -211,13 +215,13 @@ def test_a_part_that_died_on_another_machine_does_not_block_and_cannot_publish(
     next_command: str, machine: Machine, bucket: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     key = ".video.part-1-of-2.lock"
-    with running(machine("a"), "1/2") as dead:
+    with pytest.raises(LeaseLost), running(machine("a"), "1/2") as dead:
         is_elsewhere(bucket, key)
         assert (writer_of(machine("c"), column="video") or "").startswith("part 1/2, process 7 on node1 since 20")
         monkeypatch.setattr(leases, "EXPIRY_S", 0.0)
         with running(machine("b"), "2/2") if next_command == "part" else column_lock(machine("b")) as other:
             assert other is None or (other.is_first and other.end())
-            assert locks_of(bucket)[key] == 0
+            assert not locks_of(bucket)[key]
             with pytest.raises(LeaseLost):  # it was only suspended
                 publish_bytes(machine("a") / "dataset.json", b"{}")
             with pytest.raises(LeaseLost):
@@ -228,7 +232,7 @@ def test_a_part_that_was_killed_on_another_machine_and_is_run_again_waits_until_
     machine: Machine, bucket: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     key = ".video.part-1-of-2.lock"
-    monkeypatch.setattr(leases, "_LAST_POLL_S", 0.05)
+    monkeypatch.setattr(leases, "LAST_POLL_S", 0.05)
     with running(machine("a"), "1/2"):
         is_elsewhere(bucket, key)
         alive = iter(range(10**6))

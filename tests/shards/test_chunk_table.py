@@ -8,9 +8,10 @@ import pyarrow as pa
 import pytest
 
 from manifests.errors import UserError
-from shards.chunk_table import chunk_table_problem, open_chunk_table, update_chunk_table
+from shards.chunk_table import chunk_table_problem, missing_parts, read_chunk_rows, update_chunk_table
 from shards.commits import commit_path, read_commits
 from shards.contents import Contents, write_contents
+from shards.format import COMMITS_FOLDER
 from shards.merged_table import CHUNKS_FILE, commits_digest
 from shards.reader import Variant
 from shards.table_commits import TableCommits, committed_tars, open_table_commits
@@ -36,18 +37,19 @@ def data(made: Path, tmp_path: Path) -> Path:
 def merged(data: Path, column: str = "video") -> pa.Table:
     variant = Variant.open(data, column=column)
     update_chunk_table(variant, column=column)
-    rows = open_chunk_table(variant)
-    assert rows is not None
-    return rows.verified()
+    assert not missing_parts(variant)
+    return read_chunk_rows(variant).table
 
 
 @pytest.mark.parametrize("column", COLUMNS)
 def test_a_table_has_the_values_of_all_indexes(data: Path, column: str) -> None:
     variant = Variant.open(data, column=column)
-    assert open_chunk_table(variant) is None
+    assert missing_parts(variant) == [CHUNKS_FILE]
+    of_indexes = read_chunk_rows(variant).table.to_pylist()
     assert update_chunk_table(variant, column=column)
     assert not update_chunk_table(variant, column=column), "it was up to date"
     table = merged(data, column)
+    assert table.to_pylist() == of_indexes
     member = {"video": "mp4", "latents": "latents.npy", "text": "text.npy"}[column]
     found = {(row["shard"], row["row"]): row for row in table.to_pylist()}
     assert len(found) == len(table) == variant.num_samples
@@ -58,8 +60,7 @@ def test_a_table_has_the_values_of_all_indexes(data: Path, column: str) -> None:
                 assert own[name] == row[f"{member}_{name}"]
             rest = own.keys() - {"shard", "row", "offset", "size", "crc32"}
             assert {name: own[name] for name in rest} == {name: row[name] for name in rest}
-    keys = [(row["video_id"], row.get("start_ms")) for row in table.to_pylist()]
-    assert keys == sorted(keys)
+    assert list(found) == sorted(found)
 
 
 def test_a_table_of_other_commits_is_not_used(data: Path) -> None:
@@ -70,7 +71,7 @@ def test_a_table_of_other_commits_is_not_used(data: Path) -> None:
     commit_path(variant.directory, gone.shard_id).unlink()
     write_contents(variant.directory, Contents(frozenset(set(variant.commits) - {gone.shard_id}), {}))
     fewer = Variant.open(data)
-    assert open_chunk_table(fewer) is None and chunk_table_problem(fewer) is None
+    assert missing_parts(fewer) and chunk_table_problem(fewer) is None
     assert len(merged(data)) == len(before) - gone.num_samples
 
 
@@ -89,6 +90,48 @@ def test_only_new_indexes_are_read(data: Path) -> None:
     (variant.directory / CHUNKS_FILE).unlink()
     with pytest.raises(UserError, match=r"chunks\.arrow was not written"):
         merged(data)
+
+
+def test_a_change_writes_only_the_parts_of_its_shards(data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("shards.format.SHARDS_PER_FOLDER", 1)  # one shard in a part
+    everything = merged(data)
+    variant = Variant.open(data)
+    first = variant.shards()[0]
+    parts = [variant.directory / name for name in (CHUNKS_FILE, f"001/{CHUNKS_FILE}")]
+    whole, own = (path.read_bytes() for path in parts)
+    kept = parts[0].stat()
+    assert read_chunk_rows(variant).table["shard"].num_chunks == 2
+    record = variant.directory / COMMITS_FOLDER / "000001.json"
+    content = record.read_bytes()
+    record.unlink()
+    write_contents(variant.directory, Contents(frozenset({first.shard_id}), {}))
+    assert {row["shard"] for row in merged(data).to_pylist()} == {first.shard_id}
+    assert not parts[1].exists(), "its shards are gone"
+    record.write_bytes(content)
+    first.index_path.unlink()
+    assert missing_parts(variant) == [f"001/{CHUNKS_FILE}"]
+    assert read_chunk_rows(variant).table.to_pylist() == everything.to_pylist(), (
+        "one from the table, one from its index"
+    )
+    assert merged(data).to_pylist() == everything.to_pylist()
+    assert [path.read_bytes() for path in parts] == [whole, own]
+    assert (parts[0].stat().st_ino, parts[0].stat().st_mtime_ns) == (kept.st_ino, kept.st_mtime_ns), "not written again"
+
+
+def test_the_bytes_of_a_part_do_not_depend_on_how_it_was_made(data: Path) -> None:
+    merged(data)
+    variant = Variant.open(data)
+    path = variant.directory / CHUNKS_FILE
+    whole = path.read_bytes()
+    first, second = variant.shards()
+    record = commit_path(variant.directory, first.shard_id)
+    content = record.read_bytes()
+    record.unlink()
+    write_contents(variant.directory, Contents(frozenset({second.shard_id}), {}))
+    merged(data)
+    record.write_bytes(content)  # its rows come before those that the table has
+    merged(data)
+    assert path.read_bytes() == whole
 
 
 @pytest.mark.parametrize("kind", ["flipped", "short", "empty"])

@@ -22,6 +22,7 @@ PARTS = {
     "points": ("points",),
     "damage": ("damage", "readers"),
     "hostile": ("hostile_sources", "hostile_annotations", "hostile_training"),
+    "buckets": ("buckets",),
 }
 
 

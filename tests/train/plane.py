@@ -52,10 +52,11 @@ class Points:
 
 
 class LoadedPoints:
-    """Points in batches, as settings say."""
+    """Points in batches, as settings say; `group` of them are loaded together."""
 
-    def __init__(self, points: Points, chosen: TrainingSettings, world: World = ONE) -> None:
+    def __init__(self, points: Points, chosen: TrainingSettings, world: World = ONE, *, group: int = 1) -> None:
         self._points, self.fingerprint = points, points.fingerprint
+        self.num_samples: int | None = len(points)
         batch = chosen.batch // world.size
         self._loader = Loader(
             points,
@@ -64,14 +65,11 @@ class LoadedPoints:
                 num_threads=chosen.workers,
                 num_ahead=2 * batch,
                 seed=chosen.seed,
+                group=group,
                 rank=world.rank,
                 num_ranks=world.size,
             ),
         )
-
-    @property
-    def num_samples(self) -> int:
-        return len(self._points)
 
     def describe(self) -> str:
         return self._points.describe()

@@ -17,7 +17,7 @@ from tests.train.distributed.runs import run_command
 from tests.train.plane import ONE, LoadedPoints, PlaneTask, Points, settings
 from train.cli import main
 from train.config.training import TrainingSettings
-from train.engine.loop import train
+from train.engine.loop import check_batch, train
 from train.run.checkpoint import latest_checkpoint, read_weights
 from train.run.folder import RunFolder, append_lines, create_run, keep_lines, read_lines, reopen_run
 from train.run.tracking import Progress
@@ -97,6 +97,18 @@ def test_a_killed_run_resumes_to_the_same_weights(
     found = weights(RunFolder(tmp_path / "killed"))
     assert found.keys() == expected.keys()
     assert all(torch.equal(value, expected[name]) for name, value in found.items())
+
+
+@pytest.mark.parametrize(("batch", "num_samples", "fitting"), [(21, 20, 16), (64, 16, 16), (2, 1, 1)])
+def test_a_batch_of_more_than_all_samples_is_refused_with_one_that_fits(
+    tmp_path: Path, batch: int, num_samples: int, fitting: int
+) -> None:
+    samples = LoadedPoints(Points(), settings(tmp_path))
+    samples.num_samples = num_samples
+    with pytest.raises(UserError, match=f"--batch is {batch}, and there are {num_samples} samples") as raised:
+        check_batch(settings(tmp_path, batch=batch), samples)
+    assert raised.value.hint == f"use --batch {fitting}, or more data"
+    check_batch(settings(tmp_path, batch=fitting), samples)
 
 
 def test_settings_that_were_edited_by_hand_are_no_settings_of_the_checkpoint(tmp_path: Path) -> None:

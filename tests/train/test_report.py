@@ -21,7 +21,8 @@ from train.report.results import write_page
 from train.run.folder import RunFolder, append_lines
 from train.tasks.dual_encoder.settings import DualEncoderSettings
 
-HOSTILE = "<script>alert('x')</script>"
+HIDDEN = "\x1b[31m\u202e\u2066"
+HOSTILE = f"<script>alert('x')</script>{HIDDEN}"
 PIXEL = "data:image/gif;base64,R0lGODlhAQABAAAAACwAAAAAAQABAAA="
 
 
@@ -94,6 +95,7 @@ def test_nothing_from_outside_becomes_markup_and_nothing_is_loaded(tmp_path: Pat
     assert_own_scripts_only(page)
     assert page.count("&lt;script&gt;") >= 10
     assert set(tags.loaded) == {PIXEL}
+    assert not set(HIDDEN) & set(page) - set("[31m") and page.count(r"\x1b[31m\u202e\u2066") >= 10
 
 
 def test_the_page_shows_what_the_run_reached(tmp_path: Path) -> None:
@@ -293,8 +295,9 @@ def test_charts_and_tables_obey_a_keyboard(tmp_path: Path) -> None:
 
 def test_many_points_become_the_extremes_and_means_of_equal_parts() -> None:
     points = [(float(step), 5.0 if step == 777 else float(step % 2)) for step in range(50_000)]
-    [chart] = json.loads(chart_values([Curve("Loss", "", "", lines=(Line(points, "raw"),))])["json"])
+    [chart] = json.loads(chart_values([Curve("Loss", "", "", lines=(Line(points, "raw", "a\u202e"),))])["json"])
     [line] = chart["lines"]
+    assert line["label"] == r"a\u202e"
     assert len(line["x"]) <= 2000 and 5.0 in line["y"] and {0.0, 1.0} <= set(line["y"])
     assert sum(line["count"]) == len(points)
     total = sum(mean * count for mean, count in zip(line["mean"], line["count"], strict=True))

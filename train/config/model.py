@@ -23,6 +23,10 @@ _TUBELETS: dict[Kind, int] = {"clip": 1, "videomae": 2, "timesformer": 1}
 _OF_CLIP_ALONE = {"embedding_width": None, "patch_dropout": 0.0}
 _WIDEST = 65_536
 SIZE = Range(1, _WIDEST)
+# Of values that are set, or read from the configuration of other weights.
+EPS_RANGE = Range(above=0, below=1)
+PIXEL_MEAN = Range(0, 1, hint="three numbers from 0 to 1, for R, G and B")
+PIXEL_STD = Range(1e-3, 1, hint="three numbers from 0.001 to 1, for R, G and B")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,7 +45,7 @@ class Towers(Checked):
     """Width of the joint embedding space (AVION: 256). Default: CLIP's."""
     activation: Activation | None = None
     """Activation of the MLPs. Default: that of --init.weights, else gelu (OpenAI's CLIP: quick_gelu)."""
-    video_norm_eps: Annotated[float | None, Range(above=0, below=1)] = None
+    video_norm_eps: Annotated[float | None, EPS_RANGE] = None
     """Epsilon of the video tower's layer norms. Default: that of --init.weights, else 1e-5 for clip (AVION:
     1e-6), 1e-12 for videomae, 1e-6 for timesformer."""
     packed_text: bool = True
@@ -115,14 +119,10 @@ class Init(Checked):
     """Format of --init.weights. auto: detected from the tensor names; hf_timesformer: for train caption only."""
     allow: tuple[str, ...] = ()
     """Patterns of tensors that may be missing, unexpected or of another shape, such as `video.proj` or `visual.*`."""
-    pixel_mean: Annotated[
-        tuple[float, float, float] | None, Range(0, 1, hint="three numbers from 0 to 1, for R, G and B")
-    ] = None
+    pixel_mean: Annotated[tuple[float, float, float] | None, PIXEL_MEAN] = None
     """Mean of R, G and B for normalisation. Default: that of --init.weights, else CLIP's (videomae:
     ImageNet's)."""
-    pixel_std: Annotated[
-        tuple[float, float, float] | None, Range(1e-3, 1, hint="three numbers from 0.001 to 1, for R, G and B")
-    ] = None
+    pixel_std: Annotated[tuple[float, float, float] | None, PIXEL_STD] = None
     """Standard deviation of R, G and B for normalisation. Default: see --init.pixel-mean."""
 
     def rules(self) -> Iterator[UserError]:

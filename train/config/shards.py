@@ -1,5 +1,6 @@
 """`--shards` and `--mix`: the data folders of a run, their names and proportions."""
 
+import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -28,9 +29,9 @@ def absolute(address: str) -> str:
 
 
 def normalised(address: str) -> str:
-    """An address as it is compared with others."""
+    """An address as it is compared with others; a loop of links stays as it is."""
     parts = address.split("::")
-    return "::".join(one.rstrip("/") if is_remote(one) else str(Path(one).resolve()) for one in parts)
+    return "::".join(one.rstrip("/") if is_remote(one) else os.path.realpath(one) for one in parts)
 
 
 def folders_of(shards: Shards) -> tuple[str, ...]:

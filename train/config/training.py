@@ -180,7 +180,8 @@ class TrainingSettings(DataSettings):
     def on(self, shards: str) -> Self:
         """The settings for an evaluation on other data, or on one of the data folders of the run, with all settings."""
         is_own = normalised(shards) in map(normalised, self.folders)
-        return replace(self, shards=shards, **({} if is_own else self.of_other_data))
+        # --best names a metric of the run, whose evaluations are those of all of its folders.
+        return replace(self, shards=shards, best=None, **({} if is_own else self.of_other_data))
 
     def evaluated(self) -> tuple[EvaluatedData, ...]:
         """The data of each evaluation in the loop; of several data folders, each has its own unless others are named.

@@ -1,6 +1,5 @@
 """Chunks of the `video` column as arrays, ordered by video and start, and finding the chunks of moments."""
 
-from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -9,13 +8,12 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
-from shards.chunk_table import open_chunk_table
-from shards.damage import DamagedIndex
-from shards.reader import CommittedShard, Variant
+from shards.chunk_table import read_chunk_rows
+from shards.moments import Moments, order_of
+from shards.reader import Variant
 from train.data.frame_sampling import START_ROUNDING_US, US_PER_S, ChunkTimes
+from train.data.node_cache import scratch
 
-# Video and start are searched as one number; no video lasts 2**40 ms (35 years).
-_MS_PER_VIDEO = 1 << 40
 _INDEX_COLUMNS = ("start_ms", "num_frames", "fps_num", "fps_den")
 CHUNK_COLUMNS = (*_INDEX_COLUMNS, "shard", "row", "crc32")
 
@@ -93,41 +91,45 @@ class ChunkSearch:
 
     def __init__(self, table: ChunkTable) -> None:
         self._video_row = table.video_row
-        self._starts = table.video_row.astype(np.int64) * _MS_PER_VIDEO + table.start_ms
+        self._moments = Moments.of(table.video_row, table.start_ms)
+        self._starts = self._moments.numbers(table.video_row, table.start_ms)
         self.end_us: NDArray[np.int64] = table.end_us
         self.num_gaps: NDArray[np.int64] = np.cumsum(_gaps(table, self.end_us))
 
     def last_started(self, video_row: NDArray[np.int64], at_ms: NDArray[np.int64]) -> NDArray[np.int64]:
         """For each (video, time) the last chunk that has begun; -1 or another video's chunk if none has."""
-        return np.searchsorted(self._starts, video_row * _MS_PER_VIDEO + at_ms, side="right") - 1
+        return np.searchsorted(self._starts, self._moments.numbers(video_row, at_ms), side="right") - 1
 
     def last_of(self, video_row: NDArray[np.int64]) -> NDArray[np.int64]:
         """For each video its last chunk; -1 or another video's chunk if it has none."""
         return np.searchsorted(self._video_row, video_row.astype(self._video_row.dtype), side="right") - 1
 
 
-def chunk_table(variant: Variant, video_ids: pa.Array) -> ChunkTable:
-    """Collect the chunks of the videos `video_ids` of a variant, from its merged table or else from its indexes.
+def chunk_table(variant: Variant, video_ids: pa.Array) -> tuple[ChunkTable, frozenset[int] | None]:
+    """Collect the chunks of the videos `video_ids` of a variant, and its shards with open GOPs, None if unknown.
 
     Raises:
         Damaged: a file is not an index of chunks, or the merged table differs from its checksums.
         OSError: it cannot be read.
     """
-    merged = open_chunk_table(variant)
-    if merged is not None:
-        table = merged.verified()
-        coded = table["video_id"].chunk(0)
-        codes, arrays = coded.indices.to_numpy(), {name: table[name].to_numpy() for name in CHUNK_COLUMNS}
-        entries = coded.dictionary
-    else:
-        entries, codes, arrays = of_indexes(_indexes(variant.shards()), (*_INDEX_COLUMNS, "mp4_crc32"))
-        arrays["crc32"] = arrays.pop("mp4_crc32").astype(np.uint32)
+    found_rows = read_chunk_rows(variant, columns=("video_id", *CHUNK_COLUMNS))
+    entries, codes = found_rows.coded("video_id")
+    arrays = {name: column_of(found_rows.table[name]) for name in CHUNK_COLUMNS}
     video_row = index_in(entries, video_ids).astype(np.int32)[codes]
     found, order = own_in_order(video_row, arrays["start_ms"])
-    if found is None and order is None:
-        return ChunkTable(video_row=video_row, **arrays)
-    rows = found if order is None else order if found is None else found[order]
-    return ChunkTable(video_row=video_row[rows], **{name: array[rows] for name, array in arrays.items()})
+    if found is not None or order is not None:
+        rows = found if order is None else order if found is None else found[order]
+        video_row, arrays = video_row[rows], {name: array[rows] for name, array in arrays.items()}
+    return ChunkTable(video_row=video_row, **arrays), found_rows.open_gops
+
+
+def column_of(column: pa.ChunkedArray) -> NDArray[Any]:
+    """The values of a column without nulls: a view of a single chunk, or a scratch array."""
+    parts = [chunk.to_numpy() for chunk in column.chunks]
+    if len(parts) == 1:
+        return parts[0]
+    kind = column.type.to_pandas_dtype()
+    return np.concatenate(parts, out=scratch(len(column), kind)) if parts else np.empty(0, kind)
 
 
 def own_in_order(
@@ -136,44 +138,7 @@ def own_in_order(
     """The rows with a video (not -1), None for all; and their order by video and start, None if they are in it."""
     found = None if bool((video_row >= 0).all()) else np.flatnonzero(video_row >= 0)
     rows: Any = slice(None) if found is None else found
-    keys = video_row[rows].astype(np.int64) * _MS_PER_VIDEO + start_ms[rows]
-    is_sorted = bool((keys[1:] >= keys[:-1]).all())
-    return found, None if is_sorted else np.argsort(keys, kind="stable")
-
-
-def _indexes(shards: Sequence[CommittedShard]) -> Iterator[tuple[int, pa.Table]]:
-    for shard in shards:
-        if missing := {"video_id", "mp4_crc32", *_INDEX_COLUMNS}.difference(shard.index.column_names):
-            raise DamagedIndex(shard.index_path, f"not an index of chunks: it has no {', '.join(sorted(missing))}")
-        yield shard.shard_id, shard.index
-        shard.close()
-
-
-def of_indexes(
-    indexes: Iterator[tuple[int, pa.Table]], names: Sequence[str]
-) -> tuple[pa.Array, NDArray[np.int32], dict[str, NDArray[Any]]]:
-    """Columns of the indexes of shards, with `shard` and `row`; and `video_id` as entries and codes.
-
-    Ids are collected as a dictionary and compared once by the caller: looking them up shard by shard would hash all
-    videos again for each shard.
-    """
-    entries: list[pa.Array] = [pa.array([], pa.string())]
-    num_entries = 0
-    parts: dict[str, list[NDArray[Any]]] = {name: [np.empty(0, np.int64)] for name in names}
-    parts |= {name: [np.empty(0, np.int32)] for name in ("codes", "shard", "row")}
-    for shard_id, index in indexes:
-        coded = index["video_id"].combine_chunks().dictionary_encode()
-        coded = coded.chunk(0) if isinstance(coded, pa.ChunkedArray) else coded
-        # Copied, since a view would keep the index mapped.
-        entries.append(pa.array(coded.dictionary.to_pylist(), pa.string()))
-        parts["codes"].append(coded.indices.to_numpy() + np.int32(num_entries))
-        num_entries += len(coded.dictionary)
-        parts["shard"].append(np.full(index.num_rows, shard_id, np.int32))
-        parts["row"].append(np.arange(index.num_rows, dtype=np.int32))
-        for name in names:
-            parts[name].append(index[name].to_numpy().astype(np.int64))
-    arrays = {name: np.concatenate(parts.pop(name)) for name in list(parts)}
-    return pa.concat_arrays(entries), arrays.pop("codes"), arrays
+    return found, order_of(video_row[rows], start_ms[rows])
 
 
 def rows_of(values: pa.ChunkedArray, among: pa.Array) -> NDArray[np.int64]:

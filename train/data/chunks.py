@@ -1,7 +1,7 @@
 """The chunks of a split in the `video` column: opening, reading and decoding them."""
 
 from collections.abc import Collection
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
@@ -13,11 +13,10 @@ from numpy.typing import NDArray
 from manifests.errors import UserError
 from manifests.keys import chunk_key
 from manifests.store import manifest_dir, read_manifest, read_videos
-from shards.chunk_table import ChunkRows, open_chunk_table
 from shards.damage import Damaged
 from shards.merged_table import merged_mark
 from shards.reader import CommittedShard, Variant
-from train.data.chunk_table import CHUNK_COLUMNS, ChunkTable, chunk_table
+from train.data.chunk_table import ChunkTable, chunk_table
 from train.data.decoding.decoders import ChunkDecoder
 from train.data.decoding.reading import ChunkBytes, DecodeRule, read_chunk
 from train.data.node_cache import shared
@@ -40,36 +39,20 @@ def videos_of_split(data_dir: Path, split: str) -> pa.Array:
 
 @dataclass(frozen=True)
 class _OpenedChunks:
-    """The videos of a split and their chunks.
-
-    Attributes:
-        table: None if it is the merged table of the variant: all of it, in its order.
-    """
+    """The videos of a split and their chunks, and how many shards have open GOPs; None if this is unknown."""
 
     video_ids: pa.Array
-    table: ChunkTable | None
+    table: ChunkTable
+    num_open: int | None
 
 
 def _open_chunks(variant: Variant, data_dir: Path, *, split: str) -> _OpenedChunks:
     video_ids = videos_of_split(data_dir, split)
     try:
-        table = chunk_table(variant, video_ids)
+        table, open_gops = chunk_table(variant, video_ids)
     except (Damaged, OSError) as error:
         raise UserError(str(error), hint="see prep verify; prep chunk makes that shard again") from error
-    merged = open_chunk_table(variant)
-    is_merged = merged is not None and len(table) == len(merged.table) and _is_same(table, _views(merged))
-    return _OpenedChunks(video_ids, None if is_merged else table)
-
-
-def _views(merged: ChunkRows | None) -> ChunkTable:
-    """The merged table as it is mapped."""
-    assert merged is not None
-    columns = {name: merged.table[name].to_numpy() for name in CHUNK_COLUMNS}
-    return ChunkTable(video_row=merged.table["video_id"].chunk(0).indices.to_numpy(), **columns)
-
-
-def _is_same(table: ChunkTable, other: ChunkTable) -> bool:
-    return all(np.array_equal(getattr(table, one.name), getattr(other, one.name)) for one in fields(ChunkTable))
+    return _OpenedChunks(video_ids, table, None if open_gops is None else len(open_gops))
 
 
 def manifest_mark(data_dir: Path) -> tuple[object, ...]:
@@ -135,8 +118,8 @@ class ChunkSet:
             column="chunks",
         )
         self.video_ids: pa.Array = opened.video_ids
-        self._merged = open_chunk_table(self._variant)
-        self.table: ChunkTable = opened.table if opened.table is not None else _views(self._merged)
+        self.table: ChunkTable = opened.table
+        self._known_open = opened.num_open
         self.selection: Selection = Selection(
             where,
             data_dir,
@@ -176,8 +159,8 @@ class ChunkSet:
         """Number of shards whose first chunk cannot be decoded from packets; a shard's chunks share a recipe."""
         if self.rule != "packets":
             return 0
-        if self._merged is not None:
-            return len(self._merged.open_gops)
+        if self._known_open is not None:
+            return self._known_open
         return sum(not _has_closed_gops(shard) for shard in self._variant.shards())
 
 

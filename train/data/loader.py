@@ -8,13 +8,14 @@ same batches (train.data.outcomes).
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass
+from itertools import chain, count, groupby
 from typing import Any, Protocol, cast
 
 import numpy as np
 from numpy.typing import NDArray
 
 from train.data.batch import Sample
-from train.data.order import Cursor, LoaderState, Resumable, SampleOrder
+from train.data.order import Cursor, LoaderState, Resumable, SampleOrder, Share
 from train.data.outcomes import BatchBuilder, FailedSample, LoadedBatch
 from train.data.workers import Stuck, in_order
 from train.device.random import Positions
@@ -114,6 +115,11 @@ class LoaderSettings:
         if min(self.batch, self.num_threads, self.num_ahead, self.group) < 1 or not 0 <= self.rank < self.num_ranks:
             raise ValueError(f"out of range: {self}")
 
+    @property
+    def share(self) -> Share:
+        """The positions of this rank."""
+        return Share(self.rank, self.num_ranks, self.group)
+
 
 class BatchLoader(Resumable):
     """Batches of samples in training order for one rank. Subclasses load the samples."""
@@ -136,11 +142,10 @@ class BatchLoader(Resumable):
         loading = self._loading
         begin = self.cursor if position is None else Cursor(position)
         building = self._builder(max_failures)
-        ranks = {"rank": loading.rank, "num_ranks": loading.num_ranks, "group": loading.group}
         for num_own, outcome in enumerate(self._training_outcomes(begin), start=1):
             if building.add(outcome):
                 num_common = building.num_batches * loading.batch
-                self.cursor = begin.after(num_common, num_own, **ranks)
+                self.cursor = begin.after(num_common, num_own, loading.share)
                 yield building.take(self.cursor)
 
     def _builder(self, max_failures: int | None) -> BatchBuilder:
@@ -152,12 +157,9 @@ class BatchLoader(Resumable):
         raise NotImplementedError
 
     def _positions(self, begin: Cursor) -> Iterator[NDArray[np.int64]]:
-        """This rank's positions from `begin` on, in blocks of whole groups."""
-        loading, taken = self._loading, 0
-        count = -(-_BLOCK // loading.group) * loading.group
-        while True:
-            yield begin.positions(taken, count, rank=loading.rank, num_ranks=loading.num_ranks, group=loading.group)
-            taken += count
+        """This rank's positions from `begin` on, in blocks."""
+        for taken in count(0, _BLOCK):
+            yield begin.positions(taken, _BLOCK, self._loading.share)
 
 
 class Order(Protocol):
@@ -234,13 +236,13 @@ class Loader(BatchLoader):
     def _training_requests(self, begin: Cursor) -> Iterator[list[SampleRequest | None]]:
         """This rank's requests in groups; None for an empty position of the order."""
         seed, group = self._loading.seed, self._loading.group
-        for positions in self._positions(begin):
-            requests = [
-                SampleRequest(sample, at, seed) if sample >= 0 else None
-                for at, sample in zip(positions.tolist(), self._order.at(positions).tolist(), strict=True)
-            ]
-            for first in range(0, len(requests), group):
-                yield requests[first : first + group]
+        numbered = chain.from_iterable(
+            zip(positions.tolist(), self._order.at(positions).tolist(), strict=True)
+            for positions in self._positions(begin)
+        )
+        # A run that is resumed inside a group loads the rest of it first.
+        for _, members in groupby(numbered, lambda one: one[0] // group):
+            yield [SampleRequest(sample, at, seed) if sample >= 0 else None for at, sample in members]
 
     def _outcomes(self, groups: Iterator[list[SampleRequest | None]]) -> Iterator[Sample | FailedSample | None]:
         """The outcome of each request, in order; None for an empty position."""

@@ -2,11 +2,9 @@
 
 Nothing is read before it is used, and the kernel reclaims pages when memory is short, so that a set may be larger than
 memory. The length of every file is compared with its commit before it is mapped. A page that cannot be read, because
-the disk fails or another program has truncated the file, ends the process (SIGBUS) where it is accessed; `read_ahead`
-requests pages in a way that raises an error instead.
-
-`mmap.mmap` is not used because it keeps a file descriptor for each file, and a large set has more shards than a process
-may have open files.
+the disk fails or another program has truncated the file, ends the process with the file's name where it is accessed
+(manifests.mapped_files); `read_ahead` requests pages in a way that raises an error instead. `mmap.mmap` is not used
+because it keeps a file descriptor for each file, and a large set has more shards than a process may have open files.
 
 A member is verified against its checksum once per process, when it is first needed. A member that is changed later on
 is not noticed, and one that does not match stays bad until the process ends.
@@ -142,9 +140,12 @@ class MappedTars:
         if code not in (0, errno.EINVAL):
             raise OSError(code, "the disk fails, or the file was truncated after it was opened")
 
-    def path_at(self, address: int) -> Path:
-        """The tar that contains an address."""
-        return self._path(self._number_at(address))
+    def name_at(self, address: int) -> str:
+        """The tar that contains an address, in messages."""
+        return self._name_of(self._number_at(address))
+
+    def _name_of(self, number: int) -> str:
+        return str(self._path(number))
 
     def bytes_at(self, address: int, size: int) -> memoryview:
         """A view of `size` bytes from `address`; it must not outlive this object."""
@@ -237,9 +238,9 @@ class JoinedTars(MappedTars):
     def __init__(self, parts: Sequence[MappedTars]) -> None:
         self.parts = self._parts = sorted(parts, key=lambda part: part.begin)
 
-    def path_at(self, address: int) -> Path:
-        """The tar that contains an address."""
-        return self._part_at(address).path_at(address)
+    def name_at(self, address: int) -> str:
+        """See `MappedTars`."""
+        return self._part_at(address).name_at(address)
 
     def bytes_at(self, address: int, size: int) -> memoryview:
         """A view of `size` bytes from `address`; it must not outlive this object."""
@@ -337,7 +338,7 @@ class VerifiedMembers:
         return Problem("shard_unreadable", f"{self._where(member)} cannot be read: {error.strerror or error}")
 
     def _where(self, member: int) -> str:
-        return f"{self._what} ({self._tars.path_at(self._payload(member).address)})"
+        return f"{self._what} ({self._tars.name_at(self._payload(member).address)})"
 
     def record(self, member: int, found: Problem | Stuck | None) -> None:
         """Record the result of verifying a member."""

@@ -1,66 +1,34 @@
 """Where the members of samples lie in the mapped tars, from the merged table of a variant or else from its indexes."""
 
-from collections.abc import Sequence
+from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
 from manifests.errors import UserError
-from shards.chunk_table import collect_rows, open_chunk_table
+from shards.chunk_table import ChunkRows, read_chunk_rows
 from shards.damage import Damaged, DamagedIndex
 from shards.format import BLOCK_BYTES
-from shards.index import open_index
 from shards.reader import CommittedShard, Variant
 from train.data.mapped_tars import unusable
 
 
-def verified_index(shard: CommittedShard, *, members: Sequence[str]) -> tuple[pa.Table, str]:
-    """The shard's index, verified against its commit, so that its checksums of the tar can be trusted; and a member.
-
-    It is opened each time, so that the indexes of thousands of shards do not stay mapped.
-
-    Args:
-        members: extensions, of which its samples must have one, which is returned too.
+def member_rows(variant: Variant) -> ChunkRows:
+    """The rows of a variant's merged table, verified, or else of its verified indexes.
 
     Raises:
-        UserError: the index is damaged or not the committed one, or its samples lack the member.
-    """
-    try:
-        shard.require_committed_index()
-        index = open_index(shard.index_path)
-    except (DamagedIndex, OSError) as error:
-        raise unusable(shard.index_path, shard.commit.column, str(error)) from error
-    for member in members:
-        if f"{member}_offset" in index.column_names:
-            return index, member
-    raise unusable(shard.index_path, shard.commit.column, f"its samples have no member {members[0]}")
-
-
-def member_rows(variant: Variant, *, members: Sequence[str], order: pa.Array) -> tuple[pa.Table, str]:
-    """The rows of a variant's merged table, verified, or else of its verified indexes; and which member they are of.
-
-    Args:
-        members: extensions, of which its samples must have one.
-        order: ids of videos, in the order of the rows that are read from indexes.
-
-    Raises:
-        UserError: an index is damaged or not the committed one, or its samples lack the member.
+        UserError: the table or an index is damaged, or an index is not the committed one.
     """
     column = variant.directory.parent.name
     try:
-        merged = open_chunk_table(variant)
-        if merged is not None:
-            return merged.verified(), merged.member
-    except Damaged as error:
-        raise UserError(str(error), hint=f"run prep {column}, which makes the table again") from error
-    try:
-        collected = collect_rows(
-            variant, column=column, check=lambda shard: verified_index(shard, members=members), order=order
-        )
+        return read_chunk_rows(variant)
     except DamagedIndex as error:
         raise unusable(error.path, column, error.why) from error
-    return collected.table, collected.member
+    except Damaged as error:
+        raise UserError(str(error), hint=f"run prep {column}, which makes the table again") from error
+    except OSError as error:
+        raise unusable(Path(error.filename or variant.directory), column, str(error)) from error
 
 
 def addresses_of(

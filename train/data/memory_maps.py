@@ -4,6 +4,8 @@ import ctypes
 import mmap
 import os
 
+from manifests.mapped_files import report_lost_pages
+
 MADV_DONTNEED, MADV_NOHUGEPAGE = 4, 15
 MADV_POPULATE_READ = 22  # Linux 5.14
 _MAP_FIXED, _MAP_NORESERVE = 0x10, 0x4000
@@ -32,6 +34,7 @@ def map_memory(size: int, *, at: int | None = None, is_writable: bool = False) -
 
 def map_file(address: int, size: int, descriptor: int) -> None:
     """Map a file over addresses that are mapped, read-only; raises OSError."""
+    report_lost_pages()
     _map(address, size, protection=mmap.PROT_READ, flags=mmap.MAP_SHARED | _MAP_FIXED, descriptor=descriptor)
 
 

@@ -10,6 +10,9 @@ the weights w_k, whole numbers with the sum W, in two stages:
    groups, or of 16 of a longer period. Otherwise a rank could get all of its samples from one folder, which may be
    slower than the others.
 
+With D levels of the tree, numbering is off by at most D / 2 at the ends of a block. Within one, all groups of a folder
+with the share p may come first, which are 16 p (1 - p) <= 4 more. A window has two ends, and is off by at most 8 + D.
+
 The n-th group of folder k is the n-th group of that folder's own `SampleOrder`: when all of its samples have been
 visited, its next epoch begins, whatever the other folders have come to. Without weights, w_k is in proportion to the
 number of groups of folder k, and an epoch of the mixture is one of each folder.

@@ -14,7 +14,7 @@ positions are empty.
 
 import hashlib
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypedDict
 
 import numpy as np
@@ -61,13 +61,30 @@ class SampleOrder:
         return samples
 
 
-def positions_of_rank(begin: int, count: int, *, rank: int, num_ranks: int, group: int = 1) -> Positions:
-    """The `count` positions that a rank takes after its first `begin`, relative to the common start of all ranks.
+@dataclass(frozen=True)
+class Share:
+    """The positions of a rank: every `num_ranks`-th group of the order, starting with the `rank`-th.
 
-    Rank r takes every num_ranks-th group, starting with the r-th: the shares are equal and cover every position.
+    The shares of all ranks are equal and cover every position. They are counted from the first position of the order,
+    wherever a run is resumed, so that the same number of ranks goes on with the same shares.
+
+    Attributes:
+        rank: or an array, for the shares of several ranks at once.
     """
-    groups, members = np.divmod(begin + np.arange(count, dtype=np.int64), group)
-    return (groups * num_ranks + rank) * group + members
+
+    rank: int | Positions = 0
+    num_ranks: int = 1
+    group: int = 1
+
+    def at(self, numbers: Positions) -> Positions:
+        """The positions with these numbers in the share, which count from 0."""
+        return (numbers // self.group * self.num_ranks + self.rank) * self.group + numbers % self.group
+
+    def count_before(self, positions: int | Positions) -> Positions:
+        """The number of positions of the share that are before each of `positions`."""
+        rows, rest = np.divmod(np.asarray(positions, dtype=np.int64), self.group * self.num_ranks)
+        before: Positions = rows * self.group + np.clip(rest - self.rank * self.group, 0, self.group)
+        return before
 
 
 def permute(positions: Positions, num_samples: int, *, seed: int, epoch: int) -> Positions:
@@ -109,9 +126,9 @@ def _round_keys(seed: int, epoch: int) -> NDArray[np.uint64]:
 
 # Resume cursor: how far a run has come in the endless sample order, for any batch size and number of ranks.
 #
-# As long as nothing fails, the cursor is one number: all positions before it have been taken. A rank whose sample
-# fails takes its next position and is then one ahead of the other ranks; positions taken early are recorded, so that
-# no rank takes them again after a resume.
+# As long as nothing fails and groups divide a rank's batch, the cursor is one number: all positions before it have been
+# taken. A rank whose sample fails takes the next position of its share and is then ahead of the other ranks; positions
+# taken early are recorded, so that no rank takes them again after a resume.
 
 
 _SEPARATOR = "-"
@@ -137,27 +154,35 @@ class Cursor:
         """Return True if `position` has been taken."""
         return position < self.position or position in self.ahead
 
-    def positions(self, begin: int, count: int, *, rank: int, num_ranks: int, group: int = 1) -> NDArray[np.int64]:
-        """The `count` positions that a rank takes after its first `begin`, in order.
+    def positions(self, begin: int, count: int, share: Share) -> Positions:
+        """The `count` positions that a rank takes after its first `begin`, in order: the rest of its share."""
+        first, taken = int(share.count_before(self.position)), self._taken(share)
+        numbers = begin + np.arange(count, dtype=np.int64)
+        left_before = taken - first - np.arange(len(taken))
+        return share.at(first + numbers + np.searchsorted(left_before, numbers, side="right"))
 
-        Of the positions not yet taken, rank r takes every num_ranks-th `group`, starting with the r-th.
-        """
-        return self._nth_free(positions_of_rank(begin, count, rank=rank, num_ranks=num_ranks, group=group))
-
-    def after(self, num_common: int, num_own: int, *, rank: int, num_ranks: int, group: int = 1) -> "Cursor":
+    def after(self, num_common: int, num_own: int, share: Share) -> "Cursor":
         """The cursor after every rank has taken `num_common` positions and this one `num_own` (at least as many)."""
-        whole = num_common // group * group  # positions of an unfinished group are not contiguous across ranks
-        position = int(self._nth_free(np.array([whole * num_ranks]))[0])
-        early = self.positions(whole, num_own - whole, rank=rank, num_ranks=num_ranks, group=group).tolist()
+        position = self._after_all(num_common, share)
+        num_before = int(share.count_before(position) - share.count_before(self.position))
+        num_before -= int(np.searchsorted(share.at(self._taken(share)), position))
+        early = self.positions(num_before, num_own - num_before, share).tolist()
         cursor = Cursor(position, tuple(sorted({at for at in self.ahead if at > position}.union(early))))
         # Ranks with different failures must still report the same position, by which `merge_cursors` matches them.
-        return cursor if num_ranks > 1 else merge_cursors([cursor])
+        return cursor if share.num_ranks > 1 else merge_cursors([cursor])
 
-    def _nth_free(self, numbers: NDArray[np.int64]) -> NDArray[np.int64]:
-        if not self.ahead:
-            return self.position + numbers
-        free_before = np.array(self.ahead) - self.position - np.arange(len(self.ahead))
-        return self.position + numbers + np.searchsorted(free_before, numbers, side="right")
+    def _after_all(self, num_common: int, share: Share) -> int:
+        """The first position that some rank has left after every rank has taken `num_common`."""
+        everyone = replace(share, rank=np.arange(share.num_ranks))
+        lefts = everyone.at(everyone.count_before(self.position) + num_common)
+        for rank in {at // share.group % share.num_ranks for at in self.ahead}:
+            lefts[rank] = self.positions(num_common, 1, replace(share, rank=rank))[0]
+        return int(lefts.min())
+
+    def _taken(self, share: Share) -> Positions:
+        """Numbers of the positions in `ahead` that are of the share, ascending."""
+        ahead = np.array(self.ahead, dtype=np.int64)
+        return share.count_before(ahead[ahead // share.group % share.num_ranks == share.rank])
 
 
 def merge_cursors(cursors: Iterable[Cursor]) -> Cursor:

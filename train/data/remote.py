@@ -130,6 +130,10 @@ class RemoteTars:
         """The object that a path below the copy stands for."""
         return path.relative_to(self.files.copy).as_posix()
 
+    def name(self, path: Path) -> str:
+        """See `shards.tars.TarBytes`."""
+        return self.objects.address_of(self.key(path))
+
     def read(self, path: Path, offset: int, size: int) -> bytes:
         """See `shards.tars.TarBytes`."""
         return self.read_ranges(path, [(offset, size)])[0]

@@ -26,11 +26,10 @@ from manifests.publish import publish_bytes
 from manifests.storage.objects import ObjectInfo, Objects
 from manifests.store import MANIFEST_FILE, MANIFEST_FOLDER
 from manifests.table_files import CAPTIONS_FILE, VIDEOS_FILE, describe, staged_path
-from shards.chunk_table import shards_to_merge, update_chunk_table
+from shards.chunk_table import MEMBERS, missing_parts, shards_to_merge, update_chunk_table
 from shards.commit_table import MIN_COMMITS, commit_folders, confirm, open_commit_table
 from shards.commits import Commit, commit_bytes, commits_in
 from shards.contents import listed_contents
-from shards.damage import Damaged
 from shards.dataset import current_variant
 from shards.format import (
     COMMIT_TABLE_FILE,
@@ -41,9 +40,9 @@ from shards.format import (
     commit_name,
     in_folder,
 )
-from shards.merged_table import CHUNKS_FILE, is_table_of, open_merged_table, verified
 from shards.reader import Variant
 from shards.scan import scan
+from shards.scores import CHUNKS_FILE, score_table_problem
 
 NUM_AT_ONCE = 32
 _ETAGS_FILE = ".etags.json"  # of the records that were copied
@@ -154,14 +153,16 @@ class RemoteFiles:
                 update_chunk_table(variant, column=folder.partition("/")[0])
 
     def _copy_chunk_table(self, folder: str, local: Path) -> bool:
-        """Copy the merged table of chunks, unless it is here; False if it is of other commits, or there is none."""
+        """Copy the parts of the merged table that are not here; False if one is of other commits, or missing."""
         variant = Variant(local)
-        if not _has_table(variant):
-            try:
-                self.objects.fetch(f"{folder}/{CHUNKS_FILE}", local / CHUNKS_FILE)
-            except FileNotFoundError:
-                return False
-        return _has_table(variant)
+
+        def fetch(part: str) -> None:
+            (local / part).parent.mkdir(exist_ok=True)
+            with suppress(FileNotFoundError):
+                self.objects.fetch(f"{folder}/{part}", local / part)
+
+        _at_once(fetch, _missing_parts(variant))
+        return not _missing_parts(variant)
 
     def _copy_commits(self, folder: str, local: Path) -> None:
         """Copy the records that have changed and that no table stands for, and remove copies of all others."""
@@ -322,12 +323,11 @@ def _is_record(info: ObjectInfo, commit: Commit) -> bool:
     return info.size_bytes == len(content) and info.etag.strip('"') == md5
 
 
-def _has_table(variant: Variant) -> bool:
-    path = variant.directory / CHUNKS_FILE
-    try:
-        return is_table_of(verified(open_merged_table(path), path), variant.commits)
-    except (OSError, Damaged):
-        return False
+def _missing_parts(variant: Variant) -> list[str]:
+    """The files of the merged table that are not up to date, relative to the variant's folder."""
+    if variant.directory.parent.name in MEMBERS:
+        return missing_parts(variant)
+    return [] if score_table_problem(variant) is None else [CHUNKS_FILE]
 
 
 def _read_etags(local: Path) -> dict[str, str]:

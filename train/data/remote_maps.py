@@ -192,6 +192,9 @@ class RemoteMaps(MappedTars):
                 if last > first + 1:
                     advise((first + 1) * _PAGE, (last - first - 1) * _PAGE, MADV_DONTNEED)
 
+    def _name_of(self, number: int) -> str:
+        return self._tars.name(self._path(number))
+
     def repair(self, address: int, size: int) -> bool:
         """See `MappedTars`: of a copy on disk that is damaged; fetched from the object."""
         number = self._number_at(address)

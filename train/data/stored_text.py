@@ -22,7 +22,6 @@ from train.data.outcomes import SampleFailed
 from train.data.remote import RemoteTars
 from train.data.remote_maps import open_maps
 
-_MEMBER = "text.npy"
 _ITEM_BYTES = 2  # of float16
 
 
@@ -110,7 +109,8 @@ def read_text_rows(variant: Variant, *, starts: NDArray[np.int64], video_ids: pa
     Raises:
         UserError: embeddings differ in width, or an index does not match its tar.
     """
-    tars, table = variant.tar_files, member_rows(variant, members=[_MEMBER], order=video_ids)[0]
+    tars, rows = variant.tar_files, member_rows(variant)
+    table = rows.table
     shard_of = np.searchsorted(tars.shard_ids, table["shard"].to_numpy())
     in_order = np.lexsort((table["row"].to_numpy(), shard_of))
     widths = table["width"].to_numpy()
@@ -126,10 +126,10 @@ def read_text_rows(variant: Variant, *, starts: NDArray[np.int64], video_ids: pa
     address, header_bytes = addresses_of(
         variant, table, starts=starts, shard_of=shard_of, array_bytes=num_rows * row_bytes
     )
-    coded = table["video_id"].chunk(0)
-    video_row = index_in(coded.dictionary, video_ids).astype(np.int32)[coded.indices.to_numpy()]
+    entries, codes = rows.coded("video_id")
+    video_row = index_in(entries, video_ids).astype(np.int32)[codes]
     caption_row, caption_id = (pc.list_flatten(table[name]).to_numpy() for name in ("caption_row", "caption_id"))
-    member = pc.list_parent_indices(table["caption_row"]).to_numpy()
+    member = np.repeat(np.arange(len(table)), pc.list_value_length(table["caption_row"]).to_numpy())
     same_lists = pc.all(pc.equal(pc.list_value_length(table["caption_row"]), pc.list_value_length(table["caption_id"])))
     wrong = (caption_row < 0) | (caption_row >= num_rows[member])
     if not same_lists.as_py() or wrong.any():

@@ -8,7 +8,7 @@ fsdp       sharded      sharded      sharded
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -52,9 +52,26 @@ def wrap_model(
             fully_shard(unit, mesh=mesh, mp_policy=policy)
         fully_shard(model, mesh=mesh, mp_policy=policy)
         return model
-    return DistributedDataParallel(
-        model, device_ids=[device] if device.type == "cuda" else None, gradient_as_bucket_view=True
-    )
+    return Replicated(model, device_ids=[device] if device.type == "cuda" else None, gradient_as_bucket_view=True)
+
+
+class Replicated(DistributedDataParallel):
+    """DDP with the same buckets in every step of every process.
+
+    The order in which ranks sum an element depends on its place in a bucket. DDP itself lays out new buckets after the
+    first backward pass of a process, so that a run which is resumed would sum the gradients of its next step in another
+    order than the undisturbed run. Here they are laid out once, before the first step, from the last parameter to the
+    first: models define modules in the order in which they use them.
+    """
+
+    def __init__(self, *arguments: Any, **settings: Any) -> None:
+        super().__init__(*arguments, **settings)
+        self.reducer._push_all_rebuilt_params()
+        self.reducer._rebuild_buckets()
+
+    def _build_params_for_reducer(self) -> tuple[list[nn.Parameter], list[bool]]:
+        parameters, are_sparse = super()._build_params_for_reducer()
+        return parameters[::-1], are_sparse[::-1]
 
 
 @contextmanager

@@ -165,7 +165,7 @@ def train(
                 metrics = run_step(
                     step, state, loaded, settings, world=world, throughput=throughput, soundness=soundness
                 )
-            passed = {"epoch": _epoch(state, samples)} if samples.num_samples else {}
+            passed = {"epoch": _epoch(state, samples, settings)} if samples.num_samples else {}
             pending = PendingStep(
                 step=step,
                 metrics=LateMetrics(metrics | passed, device),
@@ -210,7 +210,7 @@ def next_step(state: State, samples: TrainingSet, settings: TrainingSettings, *,
     """What an objective knows of the step after those of `state`."""
     return Step(
         number=state.step + 1,
-        epoch=_epoch(state, samples),
+        epoch=_epoch(state, samples, settings),
         world=world.replicas,
         seed=settings.seed,
         microbatch=settings.microbatch,
@@ -275,5 +275,6 @@ def _evaluate(task: Task, state: State, settings: TrainingSettings, *, world: Wo
     return found
 
 
-def _epoch(state: State, samples: TrainingSet) -> float:
-    return state.cursor.position / samples.num_samples if samples.num_samples else 0.0
+def _epoch(state: State, samples: TrainingSet, settings: TrainingSettings) -> float:
+    # Not of the cursor's position: what a rank knows of the others' failures depends on where the run was resumed.
+    return state.step * settings.batch / samples.num_samples if samples.num_samples else 0.0

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar
 
 from manifests.errors import UserError
+from manifests.quoting import visible
 from train.run.folder import other_data
 
 if TYPE_CHECKING:
@@ -181,7 +182,7 @@ def require_page_path(path: Path, *, flag: str) -> None:
 
 
 def load_template(path: Path) -> "Template":
-    """A jinja2 template. Values are escaped; it may include the style sheet, which lies in this folder."""
+    """A jinja2 template, which may include the style sheet here. It escapes values, and shows hidden characters."""
     return _environment(path.parent).get_template(path.name)
 
 
@@ -196,6 +197,7 @@ def _environment(folder: Path) -> "Environment":
     environment = Environment(
         loader=FileSystemLoader([folder, Path(__file__).parent]),
         autoescape=True,
+        finalize=lambda value: Markup(visible(value)) if isinstance(value, Markup) else visible(str(value)),
         undefined=StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,

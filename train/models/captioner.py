@@ -32,9 +32,9 @@ class Captioner(nn.Module):
     def __init__(self, video: nn.Module, decoder: Gpt2) -> None:
         super().__init__()
         self.video = video
-        self.decoder = decoder
         widths = tower_of(self).size.trunk.width, decoder.size.trunk.width
         self.projection = None if widths[0] == widths[1] else nn.Linear(*widths)
+        self.decoder = decoder
 
     def forward(self, video_VCTHW: Tensor, tokens: Tensor) -> Tensor:
         """Logits [R, L, K] of the token after each of `tokens`, int64 [V, L] or [V, n, L] for n captions per video."""

@@ -104,7 +104,7 @@ class DualEncoder(nn.Module):
     ) -> None:
         super().__init__()
         trunk = size.video.trunk
-        self.video = VideoViT(
+        video = VideoViT(
             size.video,
             image_px=image_px,
             num_frames=num_frames,
@@ -114,11 +114,14 @@ class DualEncoder(nn.Module):
             patch_dropout=towers.patch_dropout,
             drop_path=drop_path_of(towers.drop_path, depth=trunk.depth, is_rising=towers.drop_path_rule == "rising"),
         )
+        # Registered in the order of `forward`, so that ranks exchange gradients during the backward pass; drawn from
+        # the seed after the video tower.
         self.text = None
         if has_text_tower:
             self.text = TextTower(
                 size.text, embedding_width=size.embedding_width, attend=attend, is_packed=towers.packed_text
             )
+        self.video = video
         if towers.activation_checkpointing:
             checkpoint_blocks(self)
 

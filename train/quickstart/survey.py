@@ -91,7 +91,7 @@ def survey(address: str) -> Survey:
         )
     video_ids = videos["video_id"].combine_chunks()
     try:
-        table = chunk_table(Variant.open(folder.path, tars=folder.tars).whole(), video_ids)
+        table, _ = chunk_table(Variant.open(folder.path, tars=folder.tars).whole(), video_ids)
     except (Damaged, OSError) as error:
         raise UserError(str(error), hint="see prep verify; prep chunk makes that shard again") from error
     if not len(table):

@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from manifests.errors import UserError
+from manifests.mapped_files import report_lost_pages
 
 # Read in one piece and scored while it is still in the processor's cache.
 _BLOCK_BYTES = 1 << 22
@@ -120,6 +121,7 @@ def _header(path: Path, *, width: int) -> tuple[int, int]:
 
 def open_matrix(path: Path) -> NDArray[np.float32]:
     """Map an npy file of float32 rows; UserError if it is missing, cut short or of another kind."""
+    report_lost_pages()
     try:
         mapped: NDArray[np.float32] = np.load(path, mmap_mode="r", allow_pickle=False)
     except (OSError, ValueError) as error:

@@ -21,9 +21,11 @@ import torch
 from manifests.errors import UserError
 from manifests.json_text import parse_json
 from shards.opening import open_regular
+from train.config.fields import Range
+from train.config.model import EPS_RANGE, PIXEL_MEAN, PIXEL_STD
 from train.weights.conversion import Mean
 
-# Configuration files beside weights: reads JSON, checks the types of the values used, builds transformers' classes.
+# Configuration files beside weights: reads JSON, checks the values used, builds transformers' classes.
 
 
 _DAMAGED = "correct it, or get the folder again"
@@ -34,7 +36,7 @@ def read_config(path: Path) -> dict[str, Any] | None:
     """The JSON object in a file; None if there is no such file.
 
     Raises:
-        UserError: it cannot be read, or a value has a type that its key does not take.
+        UserError: it cannot be read, or a value has a type or is in a range that its key does not take.
     """
     if not path.is_file():
         return None
@@ -104,8 +106,11 @@ def _is_side(value: Any) -> bool:
     return all(map(_is_size, value)) if isinstance(value, list) else _is_size(value)
 
 
-def _is_triple(value: Any) -> bool:
-    return value is None or (isinstance(value, list) and len(value) == _COLOURS and all(map(_is_number, value)))
+def _is_triple(value: Any, within: Range) -> bool:
+    if value is None:
+        return True
+    is_triple = isinstance(value, list) and len(value) == _COLOURS and all(map(_is_number, value))
+    return is_triple and all(map(within.holds, value))
 
 
 def _is_text(value: Any) -> bool:
@@ -137,12 +142,13 @@ _TYPES: tuple[tuple[frozenset[str], Callable[[Any], bool], str], ...] = (
     (_OBJECTS, lambda value: value is None or isinstance(value, dict), "an object"),
     (_SIZES, _is_size, "a whole number of at least 1"),
     (frozenset({"image_size", "patch_size"}), _is_side, "a whole number of at least 1"),
-    (_EPS, _is_number, "a finite number"),
+    (_EPS, lambda value: _is_number(value) and EPS_RANGE.holds(value), f"a number {EPS_RANGE}"),
     (_TOKENS, lambda value: value is None or _is_integer(value), "a whole number"),
     (_SWITCHES, lambda value: isinstance(value, bool), "true or false"),
     (frozenset({"hidden_act", "activation_function", "model_type"}), _is_text, "a text"),
     (frozenset({"architectures"}), _are_texts, "a list of texts"),
-    (frozenset({"image_mean", "image_std", "mean", "std"}), _is_triple, "three finite numbers"),
+    (frozenset({"image_mean", "mean"}), lambda value: _is_triple(value, PIXEL_MEAN), PIXEL_MEAN.hint),
+    (frozenset({"image_std", "std"}), lambda value: _is_triple(value, PIXEL_STD), PIXEL_STD.hint),
 )
 
 

@@ -12,8 +12,9 @@ from manifests.errors import UserError
 from manifests.keys import chunk_key
 from prep.core.plan import is_readable, problems_of
 from prep.video.page.pictures import spread
-from shards.chunk_table import open_chunk_table
+from shards.chunk_table import read_chunk_rows
 from shards.damage import Damaged
+from shards.moments import order_of
 from shards.reader import Variant
 from shards.selection import selected_chunks
 from shards.where import parse_where
@@ -105,21 +106,21 @@ def read_chunks(variant: Variant) -> Chunks:
         for shard_id, (_, why) in problems_of(variant).items()
     }
     split_of = {commit.shard_id: commit.split for commit in variant.commits.values() if commit.files is not None}
-    table = None if len(holes) >= len(split_of) + len(variant.damaged) else _merged(variant)
-    if table is None:
-        table = _collected(variant, holes)
-    if table is None:
+    found = None if len(holes) >= len(split_of) + len(variant.damaged) else _merged(variant)
+    if found is None:
+        found = _collected(variant, holes)
+    if found is None:
         raise UserError(f"no readable shards in {variant.directory}", hint="run `prep verify` to find what is damaged")
+    video_ids, video, table = found
     columns = {name: table[name].to_numpy() for name in _COLUMNS}
-    found = set(split_of.values())
-    splits = (*(name for name in _SPLITS if name in found), *sorted(found.difference(_SPLITS)))
+    names = set(split_of.values())
+    splits = (*(name for name in _SPLITS if name in names), *sorted(names.difference(_SPLITS)))
     code_of_shard = np.full(max(split_of) + 1, -1, np.int32)
     for shard_id, split in split_of.items():
         code_of_shard[shard_id] = splits.index(split)
-    coded = table["video_id"].chunk(0)
     return Chunks(
-        video_ids=coded.dictionary,
-        video=coded.indices.to_numpy(),
+        video_ids=video_ids,
+        video=video,
         start_ms=columns["start_ms"],
         duration_s=columns["num_frames"] * columns["fps_den"].astype(np.float64) / columns["fps_num"],
         size_bytes=columns["size"].astype(np.int64),
@@ -131,15 +132,30 @@ def read_chunks(variant: Variant) -> Chunks:
     )
 
 
-def _merged(variant: Variant) -> pa.Table | None:
+_Rows = tuple[
+    pa.Array, NDArray[np.int32], pa.Table
+]  # distinct ids of videos; the video of each chunk; its other columns
+
+
+def _merged(variant: Variant) -> _Rows | None:
     try:
-        rows = open_chunk_table(variant)
-        return None if rows is None else rows.verified()
+        rows = read_chunk_rows(variant, columns=("video_id", *_COLUMNS))
     except (Damaged, OSError):
-        return None  # its indexes have the same
+        return None  # the readable indexes have as much
+    return _in_order(*rows.coded("video_id"), rows.table)
 
 
-def _collected(variant: Variant, holes: dict[int, Hole]) -> pa.Table | None:
+def _in_order(ids: pa.Array, codes: NDArray[np.int32], table: pa.Table) -> _Rows:
+    """Order the chunks by video, as they occur in the table, and start; `ids` may occur several times."""
+    distinct = ids.dictionary_encode()
+    video = distinct.indices.to_numpy()[codes]
+    order = order_of(video, table["start_ms"].to_numpy())
+    rows = slice(None) if order is None else order
+    table = table.select(_COLUMNS)
+    return distinct.dictionary, video[rows], table if order is None else table.take(pa.array(order))
+
+
+def _collected(variant: Variant, holes: dict[int, Hole]) -> _Rows | None:
     parts = []
     for shard in variant.shards():
         if not is_readable(shard):
@@ -155,8 +171,9 @@ def _collected(variant: Variant, holes: dict[int, Hole]) -> pa.Table | None:
         shard.close()
     if not parts:
         return None
-    rows = pa.concat_tables(parts).sort_by([("video_id", "ascending"), ("start_ms", "ascending")]).combine_chunks()
-    return rows.set_column(0, "video_id", rows["video_id"].combine_chunks().dictionary_encode()).combine_chunks()
+    rows = pa.concat_tables(parts)
+    coded = rows["video_id"].combine_chunks().dictionary_encode()
+    return _in_order(coded.dictionary, coded.indices.to_numpy(), rows)
 
 
 def chosen(chunks: Chunks, *, num_chunks: int) -> NDArray[np.int64]:

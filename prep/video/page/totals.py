@@ -12,12 +12,13 @@ from numpy.typing import NDArray
 from manifests.store import open_captions
 from prep.core.histograms import Histogram, histogram
 from prep.video.page.chunks import Chunks
+from shards.moments import Moments
 from shards.scores import open_scores
 from shards.selection import find_chunks
 
 SHOWN_SCORES = ("motion", "sharpness", "brightness", "cuts", "speech")
-_MS_PER_VIDEO = 1 << 40
 _BATCH_CAPTIONS = 1 << 18
+_LONGEST_MS = 1e15  # longer than any video
 
 
 @dataclass(frozen=True)
@@ -85,18 +86,19 @@ def num_captions(chunks: Chunks, data_dir: Path) -> NDArray[np.int64]:
     Raises:
         UserError: there is no manifest, or it is damaged.
     """
-    begin = chunks.video.astype(np.int64) * _MS_PER_VIDEO + chunks.start_ms
-    end = begin + np.ceil(chunks.duration_s * 1000).astype(np.int64)
+    end_ms = chunks.start_ms + np.ceil(chunks.duration_s * 1000).astype(np.int64)
+    moments = Moments.of(chunks.video, chunks.start_ms, end_ms)
+    begin, end = (moments.numbers(chunks.video, times) for times in (chunks.start_ms, end_ms))
     change = np.zeros(len(chunks) + 1, np.int64)
     with closing(open_captions(data_dir, coded=["video_id"])) as file:
         for batch in file.iter_batches(_BATCH_CAPTIONS, columns=["video_id", "begin_s", "end_s"]):
             coded = batch.column(0)
             known = pc.fill_null(pc.index_in(coded.dictionary, value_set=chunks.video_ids), -1).to_numpy()
             video = known[coded.indices.to_numpy()].astype(np.int64)
-            times = (np.clip(batch.column(name).to_numpy() * 1000, 0, _MS_PER_VIDEO / 2) for name in (1, 2))
-            begin_ms, end_ms = (time.astype(np.int64) + video * _MS_PER_VIDEO for time in times)
-            first = np.searchsorted(end, begin_ms, side="right")
-            last = np.searchsorted(begin, end_ms, side="left")
+            times = (np.clip(batch.column(name).to_numpy() * 1000, 0, _LONGEST_MS) for name in (1, 2))
+            begins, ends = (moments.numbers(video, time.astype(np.int64)) for time in times)
+            first = np.searchsorted(end, begins, side="right")
+            last = np.searchsorted(begin, ends, side="left")
             overlaps = (video >= 0) & (last > first)
             change += np.bincount(first[overlaps], minlength=len(change))
             change -= np.bincount(last[overlaps], minlength=len(change))

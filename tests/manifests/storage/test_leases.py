@@ -10,7 +10,8 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from manifests.storage import leases
-from manifests.storage.leases import Fence, Lease, LeaseHeld, LeaseLost, holder_of
+from manifests.storage.lease_holders import Fence, holder_of
+from manifests.storage.leases import Lease, LeaseHeld, LeaseLost, is_released
 from manifests.storage.objects import Objects, open_objects
 from tests.object_storage.faults import Fault, Faults
 
@@ -35,10 +36,10 @@ def lease_of(objects: Objects) -> Lease:
     return Lease(objects, KEY, what=objects.address)
 
 
-def of_another_machine(objects: Objects) -> None:
+def of_another_machine(objects: Objects, **changes: object) -> None:
     """Make the holder a process of a machine of which nothing is known here."""
-    record = json.loads(objects.read(KEY))
-    objects.write(KEY, json.dumps({**record, "machine": "other", "holder": "process 7 on node1"}).encode())
+    record = {**json.loads(objects.read(KEY)), "machine": "other", "holder": "process 7 on node1"}
+    objects.write(KEY, json.dumps({**record, **changes}).encode())
 
 
 def test_the_second_is_refused_and_told_who_holds_it_since_when(objects: Objects, lease: Lease) -> None:
@@ -49,9 +50,9 @@ def test_the_second_is_refused_and_told_who_holds_it_since_when(objects: Objects
     assert "expires in" in (refused.value.hint or "")
 
 
-def test_a_released_lease_leaves_an_empty_object_and_can_be_taken(objects: Objects, lease: Lease) -> None:
+def test_a_released_lease_leaves_a_small_object_and_can_be_taken(objects: Objects, lease: Lease) -> None:
     lease.release()
-    assert objects.read(KEY) == b""
+    assert is_released(objects.info(KEY))
     again = lease_of(objects)
     again.acquire()
     again.release()
@@ -117,13 +118,12 @@ def test_a_holder_that_lost_its_lease_learns_it_before_it_publishes(
     lease.acquire()
     fence = Fence(objects, KEY, lease.token)
     fence.require()
-    of_another_machine(objects)  # which has taken it over while this process was stopped
-    now_s = leases._now_s
+    of_another_machine(objects, token="another")  # which has taken it over while this process was stopped
+    now_s = leases.now_s
     lease.require()
-    monkeypatch.setattr(leases, "_now_s", lambda: now_s() + 55)
+    monkeypatch.setattr(leases, "now_s", lambda: now_s() + 55)
     with pytest.raises(LeaseLost, match="taken over by process 7 on node1"):
         lease.require()
-    of_another_machine(objects)
     objects.write(KEY, b"{}")
     with pytest.raises(LeaseLost):
         fence.require()
@@ -159,15 +159,15 @@ def test_a_holder_that_was_cut_off_renews_its_lease(
     objects = open_objects(f"{bucket}/data")
     lease = lease_of(objects)
     lease.acquire()
-    now_s = leases._now_s
-    monkeypatch.setattr(leases, "_now_s", lambda: now_s() + 500)
+    now_s = leases.now_s
+    monkeypatch.setattr(leases, "now_s", lambda: now_s() + 500)
     faults.set(Fault("error"))
     with pytest.raises(OSError, match="503"):
         lease.require()
     faults.set(Fault("lost", method="PUT", times=1))  # the renewal takes effect, and its answer is lost
     lease.require()
     lease.release()
-    assert objects.read(KEY) == b""
+    assert is_released(objects.info(KEY))
 
 
 def test_a_lease_is_renewed_while_its_holder_works(objects: Objects, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -178,4 +178,4 @@ def test_a_lease_is_renewed_while_its_holder_works(objects: Objects, monkeypatch
         time.sleep(0.01)
     lease.require()
     lease.release()
-    assert objects.read(KEY) == b""
+    assert is_released(objects.info(KEY))

@@ -126,7 +126,7 @@ def test_whoever_lost_the_lock_publishes_nothing(
     address: str, objects: Objects, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder, copy = copy_of(address)
-    with copy.column_lock(".lock"):
+    with pytest.raises(LeaseLost), copy.column_lock(".lock"):
         publish_bytes(folder / "dataset.json", b"mine")
         monkeypatch.setattr("manifests.storage.leases.EXPIRY_S", 0.0)
         objects.write(".lock", b'{"holder": "another"}')

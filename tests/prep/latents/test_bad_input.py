@@ -1,6 +1,7 @@
 """Weights that are missing, wrong or broken, and chunks that are damaged: named, counted, never stored."""
 
 import json
+import math
 from collections.abc import Callable
 from pathlib import Path
 
@@ -59,6 +60,8 @@ def test_what_is_no_vae_is_refused_before_any_work(prep: Prep, shard_set: ShardS
     assert "describes UNet2DModel, not an AutoencoderKL" in told(_class_name="UNet2DModel")
     assert "expects 4 input channels, but videos have 3" in told(in_channels=4)
     assert "is damaged" in told(scaling_factor="much")
+    assert "is damaged: its scaling_factor is 0" in told(scaling_factor=0)
+    assert "its shift_factor nan" in told(shift_factor=math.nan)
     (copy / "config.json").write_text("{")
     assert "is damaged" in error(prep, shard_set, "--vae", copy)
     (copy / "config.json").write_text(json.dumps(config))

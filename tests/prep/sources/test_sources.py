@@ -1,15 +1,12 @@
-"""What one source does to its reader befalls that source alone, and a file that breaks off is found out."""
+"""Sources that cannot be read now fail by name and are read again, and a file that breaks off is found out."""
 
-import fcntl
 import json
 import os
 import random
-import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from fractions import Fraction
 from pathlib import Path
 
@@ -18,26 +15,16 @@ import pytest
 
 from prep.core.failures import FailureCode, SourceFailure
 from prep.sources import files as source_files
-from prep.sources import probe_processes
 from prep.sources import table as sources
-from prep.sources.files import NO_FILE, current_fingerprint, stat_files
-from prep.sources.probe import SourceFacts, probe
+from prep.sources.files import NO_FILE, stat_files
+from prep.sources.probe import probe
 from prep.sources.table import probe_sources, read_probes
 from prep.video.ffmpeg import find_ffmpeg
 from shards.reader import Variant
 from tests.conftest import ROOT
 from tests.prep.numbered import Source
-from tests.prep.running import chunk, manifest, wait_until
+from tests.prep.running import manifest
 
-# Holds a lease on a file: everybody else's `open` of it waits until the lease is given up (45 s at most).
-HOLD = """
-import fcntl, os, signal, sys
-signal.signal(signal.SIGIO, signal.SIG_IGN)
-file = os.open(sys.argv[1], os.O_RDWR)
-fcntl.fcntl(file, fcntl.F_SETLEASE, fcntl.F_WRLCK)
-print("held", flush=True)
-sys.stdin.read()
-"""
 COPY = ["-c", "copy"]
 VP9 = ["-c:v", "libvpx-vp9", "-deadline", "realtime", "-cpu-used", "8"]
 # Containers whose structure says how long they are.
@@ -57,120 +44,10 @@ SIZED = {
 }
 
 
-@contextmanager
-def lease(path: Path) -> Iterator[None]:
-    """A file that cannot be opened as long as this lasts."""
-    holder = subprocess.Popen(
-        [sys.executable, "-c", HOLD, path], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    )
-    assert holder.stdout is not None and holder.stdout.readline() == "held\n"
-    try:
-        yield
-    finally:
-        holder.kill()
-        holder.communicate()
-
-
-@pytest.fixture
-def leasable(tmp_path: Path) -> Path:
-    """A folder whose file system knows leases."""
-    path = tmp_path / "leasable"
-    path.touch()
-    with path.open("r+b") as file:
-        try:
-            fcntl.fcntl(file, fcntl.F_SETLEASE, fcntl.F_WRLCK)
-        except OSError:
-            pytest.skip("this file system has no leases")
-        fcntl.fcntl(file, fcntl.F_SETLEASE, fcntl.F_UNLCK)
-    return tmp_path
-
-
 def failures(data: Path) -> dict[str, str]:
     """Code of each source that failed, by its name."""
     listed = (Variant.open(data).directory / "failures.jsonl").read_text().splitlines()
     return {one["video_id"]: one["code"] for one in map(json.loads, listed)}
-
-
-def test_a_source_that_cannot_be_opened_holds_up_no_other_and_is_tried_again(
-    leasable: Path, write_video: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    videos, data = leasable / "videos", leasable / "data"
-    for number, name in enumerate(("a", "held", "z")):
-        write_video(videos / f"{name}.mp4", seconds=1, first_number=100 * number)
-    manifest(data, videos)
-    monkeypatch.setattr(probe_processes, "SILENCE_LIMIT_S", 4.0)
-    with lease(videos / "held.mp4"):
-        chunk(data, "--len", "1s", status=1)
-        assert failures(data) == {"held": "timeout"}
-        assert {sample["__key__"] for sample in Variant.open(data).iterate()} == {"a_000000000", "z_000000000"}
-    assert chunk(data, "--len", "1s")["num_encoded"] == 1
-
-
-def test_a_source_that_ends_its_reader_has_failed_and_the_others_are_read(
-    leasable: Path, write_video: Callable[..., Path]
-) -> None:
-    paths = [write_video(leasable / f"{number}.mp4", seconds=1) for number in range(3)]
-    outcomes: dict[int, SourceFacts | SourceFailure] = {}
-
-    def read() -> None:
-        outcomes.update(probe_processes.probe_each([*map(str, paths)], max_processes=2))
-
-    waiting: list[int] = []
-
-    def is_waiting() -> bool:
-        waiting.extend(_waits_for_lease(os.getpid()))  # which not every look sees
-        return bool(waiting)
-
-    with lease(paths[0]):
-        reading = threading.Thread(target=read)
-        reading.start()
-        wait_until(is_waiting)
-        os.kill(waiting[0], signal.SIGKILL)
-        reading.join(timeout=60)
-    assert isinstance(outcomes[1], SourceFacts) and isinstance(outcomes[2], SourceFacts)
-    failed = outcomes[0]
-    assert isinstance(failed, SourceFailure) and failed.code == FailureCode.PROBE_FAILED and not failed.is_lasting
-    assert "signal 9" in failed.message
-
-
-def _waits_for_lease(parent: int) -> list[int]:
-    """Readers among the children of a process that wait inside the kernel for a lease to be given up."""
-    found = []
-    for task in Path(f"/proc/{parent}/task").iterdir():
-        for child in map(int, (task / "children").read_text().split()):
-            arguments = Path(f"/proc/{child}/cmdline").read_bytes()
-            waiting_in = Path(f"/proc/{child}/wchan").read_text()
-            if b"probe_processes" in arguments and "break_lease" in waiting_in:
-                found.append(child)
-    return found
-
-
-def test_a_reader_has_only_so_much_memory(
-    tmp_path: Path, write_video: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    program = probe_processes._PROGRAM.replace(
-        "serve()", "import prep.sources.probe_processes as reader; reader.MEMORY_LIMIT_BYTES = 260 << 20; serve()"
-    )
-    monkeypatch.setattr(probe_processes, "_PROGRAM", program)
-    wide, good = tmp_path / "wide.avi", write_video(tmp_path / "good.mp4", seconds=1)
-    size = ["-f", "lavfi", "-i", "color=size=12000x12000:rate=1", "-frames:v", "1"]
-    subprocess.run([find_ffmpeg().path, "-v", "error", *size, "-c:v", "mjpeg", wide], check=True)
-    outcomes = dict(probe_processes.probe_each([str(wide), str(good)], max_processes=1))
-    failed = outcomes[0]
-    assert isinstance(failed, SourceFailure) and failed.code == FailureCode.OUT_OF_MEMORY, failed
-    assert isinstance(outcomes[1], SourceFacts)
-
-
-def test_a_span_whose_source_cannot_be_opened_any_more_is_given_up(
-    leasable: Path, write_video: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    path = write_video(leasable / "v.mp4", seconds=1)
-    fingerprint = current_fingerprint(path)
-    assert fingerprint == probe(path).fingerprint
-    monkeypatch.setattr(source_files, "STAT_LIMIT_S", 0.3)
-    with lease(path), pytest.raises(SourceFailure) as caught:
-        current_fingerprint(path)
-    assert caught.value.code == FailureCode.TIMEOUT
 
 
 def test_a_mount_that_does_not_answer_costs_its_own_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -301,22 +178,3 @@ def test_timestamps_that_jump_by_hours_are_refused(whole: dict[str, Path], tmp_p
     with pytest.raises(SourceFailure, match=r"the timestamps jump by 4\.7 hours") as caught:
         probe(tmp_path / "jump.flv")
     assert caught.value.code == FailureCode.BAD_TIMESTAMPS
-
-
-def test_readers_do_not_outlive_the_driver(leasable: Path, write_video: Callable[..., Path]) -> None:
-    path = write_video(leasable / "v.mp4", seconds=1)
-    program = f"from prep.sources.probe_processes import probe_each; list(probe_each([{str(path)!r}], max_processes=1))"
-    with lease(path):
-        driver = subprocess.Popen([sys.executable, "-c", program], cwd=ROOT)
-        wait_until(lambda: _waits_for_lease(driver.pid))
-        (reader,) = _waits_for_lease(driver.pid)
-        driver.kill()
-        driver.wait()
-        wait_until(lambda: not Path(f"/proc/{reader}").exists() or _is_zombie(reader))
-
-
-def _is_zombie(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
-    except OSError:
-        return True

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from manifests.errors import UserError
-from prep.core.layout import LAYOUT, read_layout, write_layout
+from prep.core.layout import LAYOUT, read_layout, video_rows_of, write_layout
 from prep.video.layout import MAX_SHARD_CHUNKS, extend_layout, shards_of_moved_videos, wanted_rows
 from prep.video.recipe import SPAN_CHUNKS
 
@@ -28,12 +28,17 @@ def columns(videos: Videos) -> tuple[pa.Array, pa.Array, np.ndarray]:
 
 def extend(layout: pa.Table, videos: Videos) -> pa.Table:
     ids, splits, chunks = columns(videos)
-    return extend_layout(layout, video_ids=ids, splits=splits, num_chunks=chunks)
+    extended = extend_layout(layout, video_ids=ids, splits=splits, num_chunks=chunks)
+    assert extended.video_rows.tolist() == video_rows_of(extended.table, ids).tolist()
+    rows, _ = wanted_rows(extended.table, video_rows=extended.video_rows, splits=splits, num_chunks=chunks)
+    assert extended.wanted.tolist() == rows.tolist()
+    return extended.table
 
 
 def wanted_spans(layout: pa.Table, videos: Videos) -> list[tuple[str, int]]:
     ids, splits, chunks = columns(videos)
-    rows, video_rows = wanted_rows(layout, video_ids=ids, splits=splits, num_chunks=chunks)
+    of_layout = video_rows_of(layout, ids)
+    rows, video_rows = wanted_rows(layout, video_rows=of_layout, splits=splits, num_chunks=chunks)
     assert layout["video_id"].take(rows).to_pylist() == [videos[row][0] for row in video_rows]
     return list(zip(*(layout[name].take(rows).to_pylist() for name in ("video_id", "span_index")), strict=True))
 
@@ -67,9 +72,10 @@ def test_shards_of_videos_with_another_split_are_found() -> None:
         held.setdefault(shard_id, set()).add(name)
     ids, splits, _ = columns(after)
     stored = set(first["shard_id"].to_pylist())
-    moved = shards_of_moved_videos(layout, video_ids=ids, splits=splits, stored=stored)
+    rows = video_rows_of(layout, ids)
+    moved = shards_of_moved_videos(layout, video_rows=rows, splits=splits, stored=stored)
     assert moved == {shard_id: names <= {"a", "c"} for shard_id, names in held.items() if names & {"a", "c"}}
-    assert shards_of_moved_videos(layout, video_ids=ids, splits=splits, stored=()) == {}
+    assert shards_of_moved_videos(layout, video_rows=rows, splits=splits, stored=()) == {}
 
 
 def test_shards_of_a_large_set_have_a_bounded_size_and_keep_the_order() -> None:

@@ -15,7 +15,7 @@ import pyarrow as pa
 import pytest
 
 from prep.core.histograms import histogram, histogram_html
-from prep.core.pages import PageRequest
+from prep.core.pages import PageRequest, publish_page
 from prep.synthetic.frame_code import read_frame_number
 from prep.video.page import clips, write
 from prep.video.page.cards import CaptionLine, Card
@@ -188,9 +188,10 @@ def test_an_expression_chooses_the_chunks(prep: Prep, shard_set: ShardSet, tmp_p
         assert error in prep("inspect", *arguments, "--data", shard_set.data, status=2).error
 
 
-def test_any_text_of_a_chunk_is_shown_as_text() -> None:
+def test_any_text_of_a_chunk_is_shown_as_text(tmp_path: Path) -> None:
     long = "x" * 5000
-    texts = [NASTY, "مرحبا", "👩‍👩‍👧", long, *[f"caption {number}" for number in range(400)]]
+    hidden = "👩‍👩‍👧 a\x07b\u202ec\u2066d\ud800"
+    texts = [NASTY, "مرحبا", hidden, long, *[f"caption {number}" for number in range(400)]]
     captions = tuple(CaptionLine(text, 0.0, None) for text in texts)
     odd = f'"{NASTY}'
     card = Card(
@@ -200,6 +201,9 @@ def test_any_text_of_a_chunk_is_shown_as_text() -> None:
     text = "\n".join(card_html(card, order=0, inside=""))
     assert "<script" not in text and 'id="&quot;&lt;script' in text and "0:00 to 1:02:05.5" in text
     assert text.count('dir="auto"') == 3 + 100 and "and 401 more captions" in text and "and 301 more" in text
+    publish_page(tmp_path / "page.html", text.splitlines())
+    page = (tmp_path / "page.html").read_text(encoding="utf-8")
+    assert r"a\x07b\u202ec\u2066d\ud800" in page and not re.search("[\x07\u202e\u2066]", page) and "👩‍👩‍👧" in page
     assert long[:1001] not in text and "(5,000 characters)" in text and "مرحبا" in text and len(text) < 30_000
 
 

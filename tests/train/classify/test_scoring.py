@@ -1,3 +1,5 @@
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -90,10 +92,19 @@ def test_a_tie_is_not_a_hit_and_is_taken_for_the_other_class() -> None:
     assert found.predicted_N.tolist() == [1, 0]
 
 
+def each_taken_for_the_next(num_classes: int) -> dict[str, Any]:
+    """Results of classes with one clip, two clips and so on."""
+    label = torch.arange(num_classes).repeat_interleave(torch.arange(1, num_classes + 1))
+    found = Predictions(label, (label + 1) % num_classes, torch.ones_like(label, dtype=torch.bool))
+    return found.by_class([f"c{number}" for number in range(num_classes)], title="class")
+
+
+def test_the_first_five_are_shown_of_more_than_five_classes() -> None:
+    assert [class_view(each_taken_for_the_next(number))["has_among"] for number in (5, 6)] == [False, True]
+
+
 def test_of_many_classes_the_matrix_has_the_most_frequent() -> None:
-    label = torch.arange(40).repeat_interleave(torch.arange(1, 41))
-    found = Predictions(label, (label + 1) % 40, torch.ones_like(label, dtype=torch.bool))
-    view = class_view(found.by_class([f"c{number}" for number in range(40)], title="class"))
+    view = class_view(each_taken_for_the_next(40))
     assert [row["name"] for row in view["matrix"]] == [f"c{number}" for number in range(39, 27, -1)]
     assert view["matrix"][0]["others"] == 40 and view["matrix"][1]["cells"][0]["count"] == 39
     assert len(view["rows"]) == 40 and view["pairs"][0]["count"] == 40

@@ -67,7 +67,7 @@ def test_a_read_that_fails_twice_and_then_works_gives_the_right_bytes(served: Ht
     assert np.array_equal(sample["video"], before["video"])
 
 
-@pytest.mark.parametrize("trouble", ["fails for good", "comes short", "is gone"])
+@pytest.mark.parametrize("trouble", ["fails for good", "comes short", "is gone", "is wrong"])
 def test_a_read_that_never_works_is_a_failed_sample(served: HttpFolder, tmp_path: Path, trouble: str) -> None:
     samples = open_set(f"{served.address}/data", tmp_path / "cache")
     path = tar_of(samples, tmp_path / "served")
@@ -76,11 +76,14 @@ def test_a_read_that_never_works_is_a_failed_sample(served: HttpFolder, tmp_path
         served.num_failures[tar] = 1000
     elif trouble == "comes short":
         served.cut.add(tar)
+    elif trouble == "is wrong":
+        path.write_bytes(bytes(255 - byte for byte in path.read_bytes()))
     else:
         path.unlink()
     [failed] = samples.load([SampleRequest(0, 5, None)])
-    assert isinstance(failed, FailedSample) and failed.reason == "shard_unreadable" and failed.position == 5
-    assert path.name in failed.detail
+    reason = "checksum" if trouble == "is wrong" else "shard_unreadable"
+    assert isinstance(failed, FailedSample) and failed.reason == reason and failed.position == 5
+    assert (f"in {served.address}{tar} do not match" if trouble == "is wrong" else path.name) in failed.detail
 
 
 def test_an_index_is_copied_once_and_a_changed_one_refused(served: HttpFolder, tmp_path: Path) -> None:

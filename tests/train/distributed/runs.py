@@ -3,11 +3,13 @@
 import io
 import json
 import os
+import shutil
 import sys
 import threading
 from collections.abc import Sequence
 from contextlib import redirect_stderr, suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +36,7 @@ from train.models.attention import open_attention
 from train.models.dual_encoder import DualEncoder
 from train.models.masked_autoencoder import MaskedAutoencoder
 from train.run import shared_folder
+from train.run.checkpoint import all_checkpoints
 from train.run.folder import RunFolder, create_run
 from train.run.tracking import Progress
 from train.tasks.dual_encoder.settings import DualEncoderSettings
@@ -96,9 +99,9 @@ def locked(out: Path, data_dir: Path, **changes: Any) -> DualEncoderSettings:
     return towers(out, data_dir, **tuned, **changes)
 
 
-def train_towers(chosen: DualEncoderSettings, world: World) -> nn.Module:
+def train_towers(chosen: DualEncoderSettings, world: World, *, of: type[DualEncoderTask] = ExactTask) -> nn.Module:
     """A run of the dual encoder, from its latest checkpoint if it has one."""
-    task = ExactTask(chosen, attention=open_attention("sdpa", device_type="cpu"), device=CPU)
+    task = of(chosen, attention=open_attention("sdpa", device_type="cpu"), device=CPU)
     samples = task.training_set(world)
     if (source := open_weights(chosen.init)) is not None:
         task.start_from(source, samples, say=lambda _: None)
@@ -170,10 +173,15 @@ class LateNanTask(PlaneTask):
 
 
 def train_plane(
-    chosen: TrainingSettings, world: World, points: Points | None = None, *, task: PlaneTask | None = None
+    chosen: TrainingSettings,
+    world: World,
+    points: Points | None = None,
+    *,
+    task: PlaneTask | None = None,
+    group: int = 1,
 ) -> nn.Module:
     """A run of the small task, from its latest checkpoint if it has one."""
-    samples = LoadedPoints(points or Points(), chosen, world)
+    samples = LoadedPoints(points or Points(), chosen, world, group=group)
     task = task or PlaneTask(dropout=0.0, dtype=torch.float64)
     return train(
         task, samples, chosen, run=_run(chosen, world), world=world, device=CPU, progress=Progress(is_quiet=True)
@@ -214,6 +222,35 @@ def _all_runs(folder: Path, data_dir: Path, source: Path, world: World) -> None:
     except FailedWork as error:
         shown["not-finite"] = str(error)
     (folder / f"shown-{world.rank}.json").write_text(json.dumps(shown))
+
+
+def run_and_resume(folder: Path, data_dir: Path) -> None:
+    """One rank of several: under each strategy, runs in float32, and the same from their second step on."""
+    torch.set_num_threads(1)
+    with open_world(device_type="cpu") as world:
+        for strategy in STRATEGIES:
+            changes = {"batch": 12, "steps": 5, "checkpoint_every": 2, "keep_checkpoints": 9, **spread_over(strategy)}
+
+            def train_in(place: Path, changes: dict[str, Any] = changes) -> None:
+                points = Points(failing=FAILING)
+                # Groups that divide no rank's share, and ranks that failures set apart.
+                train_plane(settings(place / "plane", **changes), world, points, task=PlaneTask(), group=5)
+                chosen = towers(place / "towers", data_dir, text_tower="trained", **changes)
+                train_towers(chosen, world, of=DualEncoderTask)
+
+            whole, resumed = folder / "whole" / strategy, folder / "resumed" / strategy
+            train_in(whole)
+            world.first(partial(_copy_begun, whole, resumed))
+            train_in(resumed)
+
+
+def _copy_begun(whole: Path, begun: Path) -> None:
+    """Copies runs as they were when they were killed after their second step."""
+    shutil.copytree(whole, begun)
+    for run in begun.iterdir():
+        for step, path in all_checkpoints(RunFolder(run).checkpoints).items():
+            if step > 2:
+                shutil.rmtree(path)
 
 
 def run_command(*arguments: str) -> None:

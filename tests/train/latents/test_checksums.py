@@ -11,6 +11,7 @@ import pytest
 
 from manifests.keys import split_key
 from shards.reader import Variant
+from tests.forked import forked
 from tests.train.latents.written import Caption, Chunk, Written, write_all
 from train.data.latents.loader import CaptionedLatents, LatentLoader
 from train.data.outcomes import LoadedBatch, TooManyFailures
@@ -180,6 +181,19 @@ def test_a_tar_that_is_cut_short_after_it_was_opened_is_a_named_failure(own: Wri
     assert {one.reason for one in failed.values()} == {"shard_unreadable"}
     assert all(str(tar) in one.detail for one in failed.values())
     assert {key for loaded in batches if loaded.batch for key in loaded.batch["key"]} == {"c_000015000", "e_000000000"}
+
+
+def test_a_tar_that_is_cut_short_after_it_was_verified_ends_the_process_with_its_name(own: Written) -> None:
+    running = loader(own, text=False)
+    tar = Variant.open(own.data_dir, column="latents").shards()[0].tar_path
+
+    def run() -> None:
+        list(running.evaluation_batches())
+        os.truncate(tar, 0)
+        list(running.evaluation_batches())
+
+    status, said = forked(run)
+    assert status == 1 and said.startswith(f"failed: {tar} became unreadable while in use"), (status, said)
 
 
 def test_pictures_of_damaged_latents_are_not_shown(own: Written) -> None:

@@ -1,6 +1,5 @@
 """Ranks, batch sizes and resuming: every sample of an epoch exactly once, whatever they are."""
 
-from collections import Counter
 from itertools import chain, islice
 from typing import Any
 
@@ -11,7 +10,6 @@ from hypothesis import strategies as st
 from manifests.errors import UserError
 from tests.train.latents.written import Written
 from train.data.latents.loader import LatentLoader
-from train.data.order import Cursor, merge_cursors
 
 SEED = 11
 
@@ -119,28 +117,3 @@ def test_states_of_different_steps_do_not_belong_together(written: Written) -> N
     states.append(running.state_dict())
     with pytest.raises(UserError, match="are of different steps"):
         loader(written).load_state_dict(*states)
-
-
-@settings(max_examples=200, deadline=None)
-@given(
-    begin=st.integers(0, 50),
-    ahead=st.sets(st.integers(1, 30)),
-    batch=st.integers(1, 4),
-    num_batches=st.integers(0, 4),
-    num_failed=st.lists(st.integers(0, 3), min_size=1, max_size=4),
-)
-def test_ranks_that_took_more_than_others_leave_exactly_the_rest(
-    begin: int, ahead: set[int], batch: int, num_batches: int, num_failed: list[int]
-) -> None:
-    place = Cursor(begin, tuple(sorted(begin + further for further in ahead)))
-    num_ranks = len(num_failed)
-    taken = Counter(place.ahead)
-    places = []
-    for rank, failed in enumerate(num_failed):
-        num_own = num_batches * batch + failed
-        taken.update(place.positions(0, num_own, rank=rank, num_ranks=num_ranks).tolist())
-        places.append(place.after(num_batches * batch, num_own, rank=rank, num_ranks=num_ranks))
-    rest = merge_cursors(places)
-    taken.update(rest.positions(0, 100, rank=0, num_ranks=1).tolist())
-    assert set(taken.values()) == {1}
-    assert sorted(taken) == list(range(begin, max(taken) + 1))

@@ -11,10 +11,12 @@ import torch
 
 from manifests.errors import UserError
 from manifests.storage.objects import Objects
+from shards.reader import Variant
 from tests.object_storage.faults import Fault, Faults, vanished
 from tests.object_storage.upload import upload
 from tests.train.full_disk import fill
 from tests.train.latents.conftest import SHARDS
+from tests.train.latents.test_checksums import flip
 from tests.train.latents.written import Written, write_latents
 from train.data.interface import open_latents
 from train.data.latents.loader import CaptionedLatents, LatentLoader
@@ -187,6 +189,15 @@ def test_a_tar_that_vanishes_is_failures_by_name(
     }
     assert all("000001-" in failure.detail for failure in failures)
     assert sum(len(one.batch.get("key", ())) for one in batches) + len(failures) == len(samples)
+
+
+def test_wrong_bytes_of_an_object_are_reported_under_its_address(own: Written, bucket: str, tmp_path: Path) -> None:
+    flip(own.data_dir, column="latents", key="c_000015000")
+    tar = Variant.open(own.data_dir, column="latents").find("c_000015000")[0].tar_path.relative_to(own.data_dir)
+    samples = loader(opened(upload(own.data_dir, f"{bucket}/data").address, tmp_path, size=str(size_of_text(own))))
+    failed = [one for loaded in samples.evaluation_batches() for one in loaded.failed]
+    assert {(one.key, one.reason) for one in failed} == {("c_000015000", "checksum")}
+    assert f"({bucket}/data/{tar}) do not match their checksum" in failed[0].detail
 
 
 def test_text_that_does_not_fit_is_the_users_mistake(written: Written, remote: Objects, tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
 """The order of a mixture: proportions, epochs of each folder, access at any position."""
 
 from fractions import Fraction
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -8,7 +9,8 @@ import pytest
 from manifests.errors import UserError
 from train.config.shards import folder_names, parse_mix
 from train.data.mixture import MixedOrder
-from train.data.order import Cursor
+from train.data.order import Share
+from train.tasks.dual_encoder.settings import DualEncoderSettings
 
 CASES = [
     ((100, 37), None, 1),
@@ -18,6 +20,8 @@ CASES = [
     ((10, 20), "1,100", 1),
     ((997, 1009, 13), "1000,1,7", 2),
     (tuple(range(100, 110)), None, 1),
+    (tuple(range(100, 110)), "7,10,3,10,10,1,50,1,2,50", 1),
+    ((50, 60, 70), "101,2,101", 1),
 ]
 LENGTH = 9_600  # positions; whole groups in all cases
 
@@ -34,15 +38,14 @@ def walked(order: MixedOrder) -> tuple[np.ndarray, np.ndarray]:
 
 @pytest.mark.parametrize(("sizes", "mix", "group"), CASES)
 def test_every_window_has_the_proportions(sizes: tuple[int, ...], mix: str | None, group: int) -> None:
-    """Give or take six groups, and exactly after each period."""
+    """Give or take as many groups as docs/data.md says, and exactly after each period."""
     order = made(sizes, mix, group)
     folder = walked(order)[1].reshape(-1, group)[:, 0]  # the first position of a group is never empty
     period = sum(order.shares)
     for number, share in enumerate(order.shares):
         before = np.cumsum(np.r_[0, folder == number])
-        for length in (1, 7, 32, 100, 1000):
-            counts = before[length:] - before[:-length]
-            assert np.abs(counts - length * share / period).max() <= 6, (number, length)
+        surplus = before - np.arange(len(before)) * share / period  # of windows of any length: its differences
+        assert np.ptp(surplus) <= 8 + (len(sizes) - 1).bit_length(), number
         ends = np.arange(0, len(before), order.period)
         assert (before[ends] * period == share * ends).all()
 
@@ -91,7 +94,7 @@ def test_each_rank_gets_the_proportions(num_ranks: int) -> None:
     for sizes, mix in (((100, 100), "1,1"), ((100,) * 8, None), ((100, 50, 50), "2,1,1"), ((101, 299), None)):
         order = made(sizes, mix, 1)
         for rank in range(num_ranks):
-            own = order.folder_of(order.at(Cursor(0).positions(0, 600, rank=rank, num_ranks=num_ranks)))
+            own = order.folder_of(order.at(Share(rank, num_ranks).at(np.arange(600))))
             shares = np.bincount(own, minlength=len(sizes)) / len(own)
             assert np.abs(shares - np.array(order.shares) / sum(order.shares)).max() < 0.05
 
@@ -120,3 +123,10 @@ def test_folders_have_names_that_tell_them_apart() -> None:
     assert folder_names(("/x/data", "/y/data")) == ("x-data", "y-data")
     assert folder_names(("s3://bucket/my data", "/a/b")) == ("my-data", "b")
     assert folder_names(("/a/x y", "/a/x-y")) == ("a-x-y-1", "a-x-y-2")
+
+
+def test_a_loop_of_links_is_compared_like_a_folder_that_is_not_there(tmp_path: Path) -> None:
+    (tmp_path / "loop").symlink_to(tmp_path / "loop")
+    with pytest.raises(UserError, match="which are the same folder"):
+        DualEncoderSettings(shards=(f"{tmp_path}/loop", f"{tmp_path}/b/../loop"))
+    assert folder_names((f"{tmp_path}/loop", "/x/b")) == ("loop", "b")

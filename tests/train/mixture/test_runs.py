@@ -15,7 +15,7 @@ from tests.train.plane import ONE
 from tests.train.test_cli import train, two_lines
 from train.config.files import load_settings
 from train.engine.rank_consistency import _content
-from train.run.checkpoint import latest_checkpoint, read_weights
+from train.run.checkpoint import all_checkpoints, latest_checkpoint, read_metadata, read_weights
 from train.run.folder import RunFolder, read_lines
 from train.tasks.dual_encoder.settings import DualEncoderSettings
 
@@ -25,6 +25,7 @@ Train = Callable[..., int]
 SMALL = ("--model", "tiny", "--num-frames", 2, "--size-px", 32, "--batch", 6, "--workers", 1, "--device", "cpu")
 STEPS = ("--warmup-steps", 1, "--lr", 1e-3, "--steps", 4, "--checkpoint-every", 2)
 SHOWN = ("--captions.sources", "test=1")
+BEST = ("--best", "far/text_to_video_r5")
 
 
 def shards(*folders: Path) -> tuple[object, ...]:
@@ -37,7 +38,7 @@ def finished(near: Path, far: Path, tmp_path_factory: pytest.TempPathFactory) ->
     out = tmp_path_factory.mktemp("runs") / "mixed"
     words = ("dual-encoder", *shards(near, far), "--mix", "2,1", *SMALL, *STEPS, *SHOWN, "--loss.kind", "fastclip-v3")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("sys.argv", ["train", *map(str, words), "--evaluate.every", "4", "--out", str(out)])
+        patch.setattr("sys.argv", ["train", *map(str, words), "--evaluate.every", "3", "--out", str(out), *BEST])
         with pytest.raises(SystemExit) as left:
             from train.cli import main
 
@@ -69,6 +70,19 @@ def test_a_run_records_its_folders_and_counts_their_samples(finished: Path, near
     settings = load_settings(run.settings, DualEncoderSettings)
     assert settings.shards == (str(near), str(far)) and settings.mix == "2,1"
     assert settings == replace(settings, shards=settings.folders)
+
+
+def test_the_best_checkpoint_is_chosen_by_a_metric_of_one_folder(
+    train: Train, finished: Path, near: Path, far: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    lines = [line for line in read_lines(RunFolder(finished).metrics) if BEST[1] in line]
+    assert [line["step"] for line in lines] == [3, 4]
+    stored = all_checkpoints(RunFolder(finished).checkpoints)
+    assert max(lines, key=lambda line: line[BEST[1]])["step"] in stored and read_metadata(stored[3]).numbers
+    words = ("dual-encoder", *shards(near, far), *SMALL, *STEPS, "--evaluate.every", 1, "--out", tmp_path / "run")
+    assert train(*words, "--best", "val/text_to_video_r5") == 2
+    error, hint = two_lines(capsys)
+    assert "--best val/text_to_video_r5 is no number of the evaluation" in error and BEST[1] in hint
 
 
 def test_a_run_that_is_killed_ends_with_the_same_weights(train: Train, finished: Path, tmp_path: Path) -> None:

@@ -181,6 +181,16 @@ def test_clipping_equals_torchs_whatever_the_loss_was_scaled_by(max_norm: float,
         torch.testing.assert_close(one.grad, other.grad)
 
 
+def test_a_weight_that_another_stage_counts_is_clipped_and_not_counted_again() -> None:
+    weights = [nn.Parameter(torch.zeros(2)) for _ in range(3)]
+    for number, one in enumerate(weights, start=1):
+        one.grad = torch.full((2,), 10.0**number)
+    norm = clip_gradients(weights, max_norm=1.0, repeated=weights[1:2])
+    assert norm == pytest.approx((2 * (10.0**2 + 1000.0**2)) ** 0.5)
+    for number, one in enumerate(weights, start=1):
+        torch.testing.assert_close(one.grad, torch.full((2,), 10.0**number / norm.item()))
+
+
 def test_a_norm_says_that_a_gradient_is_no_number() -> None:
     model = Net()
     for one in model.parameters():

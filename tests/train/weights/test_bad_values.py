@@ -22,6 +22,7 @@ from train.weights.hf_caption import read_caption_folder
 from train.weights.loading import fit_to
 from train.weights.open_clip import to_open_clip
 
+EPS = "a number more than 0 and less than 1"
 SMALL = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4, "intermediate_size": 64}
 
 
@@ -47,18 +48,21 @@ def changed(folder: Path, to: Path, state: Callable[[State], State]) -> Path:
 @pytest.mark.parametrize(
     ("model", "key", "value", "kind"),
     [
-        ("videomae", "layer_norm_eps", "x", "a finite number"),
-        ("videomae", "layer_norm_eps", float("nan"), "a finite number"),
+        ("videomae", "layer_norm_eps", "x", EPS),
+        ("videomae", "layer_norm_eps", float("nan"), EPS),
+        ("videomae", "layer_norm_eps", 0, EPS),
         ("videomae", "architectures", 5, "a list of texts"),
         ("videomae", "decoder_num_attention_heads", 0, "a whole number of at least 1"),
         ("clip", "vision_config", "large", "an object"),
-        ("clip", "vision_config.layer_norm_eps", [1], "a finite number"),
+        ("clip", "vision_config.layer_norm_eps", [1], EPS),
+        ("clip", "text_config.layer_norm_eps", -1, EPS),
         ("clip", "vision_config.hidden_act", ["gelu"], "a text"),
         ("clip", "text_config.num_attention_heads", "four", "a whole number of at least 1"),
         ("caption", "encoder.num_hidden_layers", "four", "a whole number of at least 1"),
         ("caption", "encoder.hidden_size", None, "a whole number of at least 1"),
         ("caption", "decoder.n_embd", True, "a whole number of at least 1"),
-        ("caption", "decoder.layer_norm_epsilon", "x", "a finite number"),
+        ("caption", "decoder.layer_norm_epsilon", "x", EPS),
+        ("caption", "encoder.layer_norm_eps", -1e-6, EPS),
     ],
 )
 def test_a_value_of_another_kind_is_named_with_its_key_and_file(
@@ -81,10 +85,26 @@ def test_a_value_of_another_kind_is_named_with_its_key_and_file(
 
 def test_three_colours_are_asked_for(folders: dict[str, Path], tmp_path: Path) -> None:
     folder = changed(folders["videomae"], tmp_path, dict)
-    for value in (0.5, [0.5, 0.5], ["a", "b", "c"]):
+    for value in (0.5, [0.5, 0.5], ["a", "b", "c"], [0.5, 0.5, 1e9], [0.5, 0.5, -0.1]):
         (folder / "preprocessor_config.json").write_text(json.dumps({"image_mean": value}))
-        with pytest.raises(UserError, match=r"preprocessor_config\.json: image_mean is .*, which is not three finite"):
+        with pytest.raises(UserError, match=r"preprocessor_config\.json: image_mean is .*, which is not three numbers"):
             opened(folder)
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"preprocess_cfg": {"std": [0, 0, 0]}},
+        {"preprocess_cfg": {"std": [0.2, -0.2, 0.2]}},
+        {"preprocess_cfg": {"mean": [1e9, 0, 0]}},
+        {"model_cfg": {"vision_cfg": {"norm_kwargs": {"eps": -1}}}},
+    ],
+)
+def test_numbers_that_no_picture_can_be_normalised_with_are_refused(tmp_path: Path, changed: Any) -> None:
+    torch.save(to_open_clip(our_model().state_dict()), tmp_path / "open_clip_pytorch_model.bin")
+    (tmp_path / "open_clip_config.json").write_text(json.dumps(changed))
+    with pytest.raises(UserError, match=r"open_clip_config\.json: \w+cfg\..* is .*, which is not (three|a) number"):
+        opened(tmp_path)
 
 
 QUERY = "videomae.encoder.layer.0.attention.attention.query.weight"

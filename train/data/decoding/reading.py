@@ -108,4 +108,4 @@ def _read_whole(shard: CommittedShard, row: int, *, key: str) -> bytes:
 
 def _verify(content: bytes | memoryview, crc32: int, *, shard: CommittedShard, key: str) -> None:
     if zlib.crc32(content) != crc32:
-        raise SampleFailed(key, reason="checksum", detail=f"its bytes in {shard.tar_path} do not match their checksum")
+        raise SampleFailed(key, reason="checksum", detail=f"its bytes in {shard.tar_name} do not match their checksum")

@@ -17,7 +17,7 @@ from train.data.latents.requests import SegmentRequests
 from train.data.latents.segment_set import SegmentSet
 from train.data.latents.segments import FrameShape, Tails, times_us
 from train.data.loader import Order
-from train.data.order import Cursor, Resumable, SampleOrder
+from train.data.order import Cursor, Resumable, SampleOrder, Share
 from train.data.outcomes import LoadedBatch, SampleFailed
 from train.data.remote import RemoteTars
 from train.data.remote_maps import remote_parts
@@ -177,7 +177,7 @@ class LatentLoader(Resumable):
         for num_batches, (batch, failed, num_own) in enumerate(filled, start=1):
             num_common = num_batches * self._batch
             if begin.ahead or num_own != num_common:
-                cursor = begin.after(num_common, num_own, rank=self._rank, num_ranks=self._num_ranks)
+                cursor = begin.after(num_common, num_own, self._share)
             else:
                 cursor = Cursor(begin.position + num_common * self._num_ranks)
             self.cursor = cursor
@@ -215,13 +215,17 @@ class LatentLoader(Resumable):
         checksums = self._checksums if self._verify or remote_parts(self.samples.tars) else None
         return fill(blocks, self._gather, checksums, batch=self._batch, max_failures=max_failures)
 
+    @property
+    def _share(self) -> Share:
+        return Share(self._rank, self._num_ranks)
+
     def _training_blocks(self, cursor: Cursor) -> Iterator[RequestBlock]:
         """This rank's requests from `cursor` on, in blocks of whole batches."""
         largest = max(_BLOCK // self._batch, 1)
         begin, num_batches = 0, 1
         while True:
             count = num_batches * self._batch
-            positions = cursor.positions(begin, count, rank=self._rank, num_ranks=self._num_ranks)
+            positions = cursor.positions(begin, count, self._share)
             yield self._block(self._order.at(positions), positions, seed=self._seed)
             begin += count
             num_batches = min(num_batches * _GROWTH, largest)

@@ -24,7 +24,7 @@ from train.data.member_rows import addresses_of, member_rows
 
 Tails = Literal["drop", "pad"]
 
-_MEMBERS = (_MEMBER, _COMPRESSED) = ("latents.npy", "latents.npy.zst")
+_COMPRESSED = "latents.npy.zst"
 _ITEM_BYTES = 2  # of float16 and of bfloat16
 _SHAPE_COLUMNS = ("channels", "height", "width", "dtype", "fps_num", "fps_den")
 _DURATION = re.compile(r"(\d+(?:\.\d+)?)\s*s?")
@@ -116,11 +116,11 @@ def read_records(
     """
     if not variant.num_shards:
         return None
-    table, member = member_rows(variant, members=_MEMBERS, order=known_ids)
-    coded = table["video_id"].chunk(0)
-    codes = coded.indices.to_numpy()
-    num_unknown = int((index_in(coded.dictionary, known_ids) < 0)[codes].sum())
-    video_row = index_in(coded.dictionary, video_ids).astype(np.int32)[codes]
+    rows = member_rows(variant)
+    entries, codes = rows.coded("video_id")
+    table, member = rows.table.drop_columns("video_id"), rows.member
+    num_unknown = int((index_in(entries, known_ids) < 0)[codes].sum())
+    video_row = index_in(entries, video_ids).astype(np.int32)[codes]
     found, order = own_in_order(video_row, table["start_ms"].to_numpy())
     if found is not None:
         table, video_row = table.take(pa.array(found)), video_row[found]

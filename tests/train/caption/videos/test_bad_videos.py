@@ -199,11 +199,13 @@ def test_folders_are_searched_by_suffix_and_files_come_once(tmp_path: Path) -> N
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).touch()
     (tmp_path / "again.mp4").symlink_to(tmp_path / "a.mkv")
+    (tmp_path / "loop.mp4").symlink_to(tmp_path / "loop.mp4")
     found = find_videos([tmp_path / "notes.txt", tmp_path, tmp_path / "b.MP4"])
     assert [video.relative_to(tmp_path).as_posix() for video in found] == [
         "notes.txt",
         "a.mkv",
         "b.MP4",
+        "loop.mp4",  # which fails by name
         "deeper/c.webm",
     ]
     with pytest.raises(UserError, match=r"there is no .*gone"):

@@ -232,7 +232,7 @@ def find_videos(paths: Iterable[Path]) -> list[Path]:
     Raises:
         UserError: there is no such file or folder, or a folder holds no videos.
     """
-    found: dict[Path, Path] = {}
+    found: dict[str, Path] = {}
     for path in paths:
         if not path.exists():
             raise UserError(f"there is no {shown_name(path)}", hint="name videos, or folders of videos")
@@ -243,7 +243,7 @@ def find_videos(paths: Iterable[Path]) -> list[Path]:
                 hint=f"videos are recognised by their suffixes: {' '.join(sorted(SUFFIXES))}",
             )
         for video in videos:
-            found.setdefault(video.resolve(), video)
+            found.setdefault(os.path.realpath(video), video)
     if not found:
         raise UserError("no video is named", hint="name videos, or folders of videos")
     return list(found.values())

@@ -1,0 +1,226 @@
+"""The processes that read sources: what kills one, holds it up or fills its memory befalls its own source alone."""
+
+import fcntl
+import multiprocessing
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pyarrow as pa
+import pytest
+
+from prep.core.failures import FailureCode, SourceFailure
+from prep.engines import MAX_TRIES
+from prep.engines.processes import ProcessEngine
+from prep.sources import files as source_files
+from prep.sources import probe_processes
+from prep.sources.files import current_fingerprint
+from prep.sources.probe import SourceFacts, probe
+from prep.video.ffmpeg import find_ffmpeg
+from prep.video.planning import Planned, make_plan, with_shots
+from prep.video.recipe import Recipe, resolve
+from shards.reader import Variant
+from tests.conftest import ROOT
+from tests.prep.running import chunk, manifest, wait_until
+from tests.prep.scenes import RECIPE, write_scenes
+from tests.prep.sources.test_sources import failures
+
+# Holds a lease on a file: everybody else's `open` of it waits until the lease is given up (45 s at most).
+HOLD = """
+import fcntl, os, signal, sys
+signal.signal(signal.SIGIO, signal.SIG_IGN)
+file = os.open(sys.argv[1], os.O_RDWR)
+fcntl.fcntl(file, fcntl.F_SETLEASE, fcntl.F_WRLCK)
+print("held", flush=True)
+sys.stdin.read()
+"""
+
+
+@contextmanager
+def lease(path: Path) -> Iterator[None]:
+    """A file that cannot be opened as long as this lasts."""
+    holder = subprocess.Popen(
+        [sys.executable, "-c", HOLD, path], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    assert holder.stdout is not None and holder.stdout.readline() == "held\n"
+    try:
+        yield
+    finally:
+        holder.kill()
+        holder.communicate()
+
+
+@pytest.fixture
+def leasable(tmp_path: Path) -> Path:
+    """A folder whose file system knows leases."""
+    path = tmp_path / "leasable"
+    path.touch()
+    with path.open("r+b") as file:
+        try:
+            fcntl.fcntl(file, fcntl.F_SETLEASE, fcntl.F_WRLCK)
+        except OSError:
+            pytest.skip("this file system has no leases")
+        fcntl.fcntl(file, fcntl.F_SETLEASE, fcntl.F_UNLCK)
+    return tmp_path
+
+
+def test_a_source_that_cannot_be_opened_holds_up_no_other_and_is_tried_again(
+    leasable: Path, write_video: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    videos, data = leasable / "videos", leasable / "data"
+    for number, name in enumerate(("a", "held", "z")):
+        write_video(videos / f"{name}.mp4", seconds=1, first_number=100 * number)
+    manifest(data, videos)
+    monkeypatch.setattr(probe_processes, "SILENCE_LIMIT_S", 4.0)
+    with lease(videos / "held.mp4"):
+        chunk(data, "--len", "1s", status=1)
+        assert failures(data) == {"held": "timeout"}
+        assert {sample["__key__"] for sample in Variant.open(data).iterate()} == {"a_000000000", "z_000000000"}
+    assert chunk(data, "--len", "1s")["num_encoded"] == 1
+
+
+@pytest.mark.parametrize(
+    ("signals", "code"),
+    [
+        ([signal.SIGKILL, signal.SIGSEGV], None),
+        ([signal.SIGKILL] * 3, FailureCode.WORKER_LOST),
+        ([signal.SIGSEGV] * 3, FailureCode.PROBE_FAILED),
+    ],
+)
+def test_a_source_whose_reader_is_killed_is_read_again_alone_and_fails_when_it_is_killed_there_too(
+    signals: list[signal.Signals], code: FailureCode | None, leasable: Path, write_video: Callable[..., Path]
+) -> None:
+    paths = [write_video(leasable / f"{number}.mp4", seconds=1) for number in range(3)]
+    outcomes: dict[int, SourceFacts | SourceFailure] = {}
+
+    def read() -> None:
+        outcomes.update(probe_processes.probe_each([*map(str, paths)], max_processes=2))
+
+    with lease(paths[0]):
+        reading = threading.Thread(target=read)
+        reading.start()
+        for one in signals:
+            _end_waiting(one, lambda: readers(os.getpid()))
+    reading.join(timeout=60)
+    assert isinstance(outcomes[1], SourceFacts) and isinstance(outcomes[2], SourceFacts)
+    assert list(outcomes)[-1] == 0, "it is read again when the others are done"
+    found = outcomes[0]
+    if code is None:
+        assert isinstance(found, SourceFacts)
+    else:
+        assert isinstance(found, SourceFailure) and found.code == code and not found.is_lasting
+        assert f"signal {signals[-1]}" in found.message
+
+
+def test_a_killed_reader_does_not_change_the_shards_of_videos(leasable: Path, write_video: Callable[..., Path]) -> None:
+    """Before, the run went on without the video, and a later one appended it in a further shard."""
+    for name in ("a", "b"):
+        write_video(leasable / f"videos/{name}.mp4", seconds=1)
+    recipe = resolve(Recipe(len="1s"), ffmpeg_version=find_ffmpeg().version)
+    layouts: list[pa.Table] = []
+    for data in (leasable / "undisturbed", leasable / "killed"):
+        manifest(data, leasable / "videos")
+        planning = threading.Thread(target=lambda data=data: layouts.append(make_plan(data, recipe).plan.layout))
+        if data.name == "killed":
+            with lease(leasable / "videos/a.mp4"):
+                planning.start()
+                _end_waiting(signal.SIGKILL, lambda: readers(os.getpid()))
+        else:
+            planning.start()
+        planning.join(timeout=60)
+    assert len(layouts[0]) == 2 and layouts[0].equals(layouts[1])
+
+
+def test_a_killed_detector_does_not_change_the_chunks_of_a_video(leasable: Path) -> None:
+    path = write_scenes(leasable / "videos/video.mp4", [40, 50])
+    manifest(leasable / "data", path.parent)
+    plan = make_plan(leasable / "data", RECIPE)
+    found: list[Planned] = []
+    with lease(path):
+        detecting = threading.Thread(target=lambda: found.append(with_shots(plan, ProcessEngine(num_workers=1))))
+        detecting.start()
+        for _ in range(MAX_TRIES):  # as often as an engine tries a task beside the others
+            _end_waiting(signal.SIGKILL, lambda: [int(one.pid or 0) for one in multiprocessing.active_children()])
+    detecting.join(timeout=60)
+    assert found[0].plan.num_chunks == 2 and not found[0].plan.unusable
+
+
+def _end_waiting(by: signal.Signals, among: Callable[[], Iterable[int]]) -> None:
+    """Kills one of some processes that waits for a lease, as soon as there is one."""
+    waiting: list[int] = []
+
+    def is_waiting() -> bool:
+        waiting.extend(filter(_waits_for_lease, among()))  # which not every look sees
+        return bool(waiting)
+
+    wait_until(is_waiting)
+    os.kill(waiting[0], by)
+    wait_until(lambda: _has_ended(waiting[0]))
+
+
+def readers(parent: int) -> list[int]:
+    """The readers among the children of a process."""
+    tasks = Path(f"/proc/{parent}/task").iterdir()
+    children = [int(child) for task in tasks for child in (task / "children").read_text().split()]
+    return [child for child in children if b"probe_processes" in Path(f"/proc/{child}/cmdline").read_bytes()]
+
+
+def _waits_for_lease(pid: int) -> bool:
+    """Whether a thread of a process waits inside the kernel for a lease to be given up."""
+    try:
+        return any("break_lease" in path.read_text() for path in Path(f"/proc/{pid}/task").glob("*/wchan"))
+    except OSError:  # it has ended
+        return False
+
+
+def test_a_reader_has_only_so_much_memory(
+    tmp_path: Path, write_video: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    program = probe_processes._PROGRAM.replace(
+        "serve()", "import prep.sources.probe_processes as reader; reader.MEMORY_LIMIT_BYTES = 260 << 20; serve()"
+    )
+    monkeypatch.setattr(probe_processes, "_PROGRAM", program)
+    wide, good = tmp_path / "wide.avi", write_video(tmp_path / "good.mp4", seconds=1)
+    size = ["-f", "lavfi", "-i", "color=size=12000x12000:rate=1", "-frames:v", "1"]
+    subprocess.run([find_ffmpeg().path, "-v", "error", *size, "-c:v", "mjpeg", wide], check=True)
+    outcomes = dict(probe_processes.probe_each([str(wide), str(good)], max_processes=1))
+    failed = outcomes[0]
+    assert isinstance(failed, SourceFailure) and failed.code == FailureCode.OUT_OF_MEMORY, failed
+    assert isinstance(outcomes[1], SourceFacts)
+
+
+def test_a_span_whose_source_cannot_be_opened_any_more_is_given_up(
+    leasable: Path, write_video: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = write_video(leasable / "v.mp4", seconds=1)
+    fingerprint = current_fingerprint(path)
+    assert fingerprint == probe(path).fingerprint
+    monkeypatch.setattr(source_files, "STAT_LIMIT_S", 0.3)
+    with lease(path), pytest.raises(SourceFailure) as caught:
+        current_fingerprint(path)
+    assert caught.value.code == FailureCode.TIMEOUT
+
+
+def test_readers_do_not_outlive_the_driver(leasable: Path, write_video: Callable[..., Path]) -> None:
+    path = write_video(leasable / "v.mp4", seconds=1)
+    program = f"from prep.sources.probe_processes import probe_each; list(probe_each([{str(path)!r}], max_processes=1))"
+    with lease(path):
+        driver = subprocess.Popen([sys.executable, "-c", program], cwd=ROOT)
+        wait_until(lambda: any(map(_waits_for_lease, readers(driver.pid))))
+        (reader,) = readers(driver.pid)
+        driver.kill()
+        driver.wait()
+        wait_until(lambda: _has_ended(reader))
+
+
+def _has_ended(pid: int) -> bool:
+    """Whether a process is gone, or a zombie."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+    except OSError:
+        return True

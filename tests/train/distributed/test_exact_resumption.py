@@ -1,0 +1,86 @@
+"""Ranks that resume a run end with the bits of ranks that were never stopped, however many there are."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from itertools import groupby
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from tests.train.distributed.forked import end_well, fork_ranks
+from tests.train.distributed.runs import STRATEGIES, run_and_resume
+from tests.train.models import small_captioners, small_towers
+from tests.train.test_latents_training import write_columns
+from train.distributed.parallel import Replicated
+from train.models.attention import attend_with_sdpa
+from train.models.captioner import Captioner
+from train.models.gpt2 import Gpt2, Gpt2Size
+from train.models.timesformer import TimeSformer
+from train.models.transformer import TransformerSize
+from train.run.checkpoint import all_checkpoints, read_metadata, read_weights
+from train.run.folder import RunFolder, read_lines
+
+
+@pytest.mark.parametrize("num_ranks", [3, 4])
+def test_ranks_that_resume_a_run_end_with_its_bits(tmp_path: Path, num_ranks: int) -> None:
+    """Two ranks sum in one order only; three do not."""
+    end_well(fork_ranks(run_and_resume, tmp_path, write_columns(tmp_path / "columns"), size=num_ranks, folder=tmp_path))
+    for run in [f"{strategy}/{name}" for strategy in STRATEGIES for name in ("plane", "towers")]:
+        whole, resumed = RunFolder(tmp_path / "whole" / run), RunFolder(tmp_path / "resumed" / run)
+        found, expected = (read_weights(all_checkpoints(one.checkpoints)[5]) for one in (resumed, whole))
+        assert [name for name, value in found.items() if not torch.equal(value, expected[name])] == [], run
+        for name in ("step", "loss", "epoch", "num_failed"):
+            assert [line[name] for line in read_lines(resumed.metrics)] == [
+                line[name] for line in read_lines(whole.metrics)
+            ]
+    begun = read_metadata(all_checkpoints(RunFolder(tmp_path / "resumed" / "ddp" / "plane").checkpoints)[2])
+    assert any(one["ahead"] for one in begun.loader), "no rank was ahead: the test shows less than it says"
+
+
+def dual_encoder() -> tuple[nn.Module, tuple[torch.Tensor, ...]]:
+    return small_towers.small_encoder(), (small_towers.clips(2), small_towers.captions(3, 5))
+
+
+def captioner() -> tuple[nn.Module, tuple[torch.Tensor, ...]]:
+    """Of towers of two widths, with a projection between them."""
+    trunks = [TransformerSize(width=width, depth=2, num_heads=4) for width in (32, 24)]
+    size = replace(small_towers.small_size().video, trunk=trunks[0])
+    tower = TimeSformer(size, image_px=32, num_frames=4, attend=attend_with_sdpa)
+    decoder = Gpt2(Gpt2Size(trunk=trunks[1], vocabulary_size=61), attend=attend_with_sdpa)
+    return Captioner(tower, decoder).double(), (small_towers.clips(2), small_captioners.targets(3, 3))
+
+
+@pytest.mark.parametrize("make", [dual_encoder, captioner])
+def test_buckets_are_those_of_the_first_step_and_fill_in_the_order_of_the_backward_pass(
+    make: Callable[[], tuple[nn.Module, tuple[torch.Tensor, ...]]],
+) -> None:
+    """Gradients are sent while others are computed, if the parts of a model are defined in the order of their use."""
+    model, inputs = make()
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    ready: list[str] = []
+    for parameter in model.parameters():
+        parameter.register_post_accumulate_grad_hook(lambda one: ready.append(names[id(one)].partition(".")[0]))
+    steps: list[list[str]] = []
+
+    def note(_: None, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+        steps[-1] += [names[id(one)] for one in bucket.parameters()]
+        done = torch.futures.Future[torch.Tensor]()
+        done.set_result(bucket.buffer())
+        return done
+
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        replicated = Replicated(model)
+        replicated.register_comm_hook(None, note)
+        for _ in range(3):
+            steps.append([])
+            found = replicated(*inputs)
+            sum(one.sum() for one in (found if isinstance(found, tuple) else (found,))).backward()
+    finally:
+        dist.destroy_process_group()
+    assert steps[0] == steps[1] == steps[2] == [*names.values()][::-1]
+    parts = [part for part, _ in groupby(name.partition(".")[0] for name in steps[0])]
+    assert [part for part, _ in groupby(ready)] == 3 * parts
