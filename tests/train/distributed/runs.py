@@ -4,6 +4,7 @@ import io
 import json
 import os
 import shutil
+import signal
 import sys
 import threading
 from collections.abc import Sequence
@@ -26,7 +27,7 @@ from train.config.optim import OptimizerSettings
 from train.config.training import ParallelSettings, Strategy, TrainingSettings
 from train.config.tuning import Lora
 from train.data.batch import Batch
-from train.distributed import heartbeat
+from train.distributed import heartbeat, launch
 from train.distributed.launch import open_world
 from train.distributed.world import World
 from train.engine.loop import train
@@ -263,6 +264,13 @@ def run_impatient_command(*arguments: str) -> None:
     """One rank of the whole program, which gives up silent ranks within seconds."""
     heartbeat.BEAT_S, heartbeat.SILENT_S = 0.2, 2.0
     run_command(*arguments)
+
+
+def run_command_of_two(*arguments: str) -> None:
+    """One rank of the whole program, impatient; the second is killed as soon as both have met."""
+    if os.environ["RANK"] == "1":
+        launch.require_same_start = lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL)
+    run_impatient_command(*arguments)
 
 
 def run_own_commands(folder: Path, cases: list[tuple[Sequence[str], ...]], ports: list[int]) -> None:
