@@ -41,11 +41,15 @@ def test_a_program_that_hangs_is_ended_with_its_children(tmp_path: Path) -> None
 def test_ffmpeg_that_is_killed_is_a_failure_that_is_tried_again(killed_by: signal.Signals, tmp_path: Path) -> None:
     endless = "-v error -nostdin -f lavfi -i color=size=16x16 -progress made -f null -"
 
+    killed: list[int] = []
+
     def poll() -> None:
-        if (tmp_path / "made").exists():
-            for link in Path("/proc").glob("[0-9]*/cwd"):
-                if _is_in(link, tmp_path):
-                    os.kill(int(link.parent.name), killed_by)
+        running = (tmp_path / "made").exists() and not killed
+        killed.extend(
+            int(link.parent.name) for link in Path("/proc").glob("[0-9]*/cwd") if running and _is_in(link, tmp_path)
+        )
+        if running:
+            os.kill(killed[0], killed_by)
 
     outcome = run([find_ffmpeg().path, *endless.split()], folder=tmp_path, limit_s=60, on_poll=poll)
     with pytest.raises(SourceFailure, match=f"signal {killed_by}") as caught:
