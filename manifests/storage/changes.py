@@ -16,6 +16,7 @@ import random
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -93,9 +94,10 @@ class Changes:
         per_request = cloud_of(self._objects.address).num_deleted
         self._count(-(-len(keys) // per_request), 0)
         num_at_once = per_request * _NUM_BATCHES
-        for some in (keys[begin : begin + num_at_once] for begin in range(0, len(keys), num_at_once)):
+        for begin in range(0, len(keys), num_at_once):
+            some = list(keys[begin : begin + num_at_once])
             try:
-                self._repeated(some[0], lambda some=some: obstore.delete(self._store, [*some]), guard)
+                self._repeated(some[0], partial(obstore.delete, self._store, some), guard)
             except FileNotFoundError:  # of one of them, by Azure and Google; nobody says whether the others are gone
                 for key in some if len(some) > 1 else ():
                     self.delete([key], guard=guard)
