@@ -75,7 +75,9 @@ def make_videos(data: Path, *, num_videos: int, chunks_per_video: int, recipe: R
         "mtime_ns": mtimes_ns,
         "code": pa.nulls(num_videos),
         "message": pa.nulls(num_videos),
-        "fingerprint": _digits(numbers, 64),
+        "fingerprint": pa.chunked_array(
+            [_digits(part, 64) for part in np.array_split(numbers, -(-num_videos // 10**6))]
+        ),
         "end_s": np.full(num_videos, end_s),
         "fps": np.full(num_videos, 30.0),
         "key_gap_s": np.full(num_videos, 5.0),
@@ -83,7 +85,12 @@ def make_videos(data: Path, *, num_videos: int, chunks_per_video: int, recipe: R
         "height": np.full(num_videos, 720),
         "codec": pa.repeat("h264", num_videos),
     }
-    columns = [pa.array(values[field.name]).cast(field.type) for field in PROBES]
+    columns = [
+        value.cast(field.type)
+        if isinstance(value := values[field.name], pa.ChunkedArray)
+        else pa.array(value, field.type)
+        for field in PROBES
+    ]
     pq.write_table(pa.table(columns, schema=PROBES), data / PROBES_FILE)
 
 
