@@ -1,4 +1,4 @@
-"""Merged tables, `<variant>/chunks.arrow`: all samples of a variant in one Arrow file that readers map into memory.
+"""Merged tables, `chunks.arrow`: the samples of many shards in one Arrow file that readers map into memory.
 
 The file has a single batch, so that every column is one array and all processes of a machine share its pages. The
 schema's metadata has a digest of the commits that the table was made of, so that a table of other commits is recognised
