@@ -56,9 +56,9 @@ shards: a file of other commits is stale, and readers use the indexes of these s
 (16 hexadecimal digits each, concatenated) say which indexes the rows of a part are from, so that the next run reads
 only new ones; `open_gops` lists the shards of `video` whose first chunk cannot be decoded from single packets. Each
 column's metadata has the CRC-32 of its values, and `schema_crc32` that of the schema (shards.merged_table). The bytes
-of a part are a function of the commits of its shards. A part that is missing, stale or damaged is written again by the next run of its column, and the others
-are left as they are. Sets without them were written by an older version, or by a run that was killed; a chunks.arrow of
-an older version, with all samples of a larger variant, is stale.
+of a part are a function of the commits of its shards. A part that is missing, stale or damaged is written again by the
+next run of its column, and the others are left as they are. Sets without them were written by an older version, or by a
+run that was killed; a chunks.arrow of an older version, with all samples of a larger variant, is stale.
 
 Index columns of every sample: `key`, and for each extension `<ext>_offset` (u64, of the payload in the tar),
 `<ext>_size` (u64) and `<ext>_crc32` (u32). Data columns add their own fields (VIDEO_FIELDS for `video`).
