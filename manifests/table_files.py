@@ -35,6 +35,11 @@ class DamagedManifest(UserError):
         self.path = path
 
 
+def is_table_file(name: str) -> bool:
+    """Return True for the name of a table file, staged or not."""
+    return name in TABLE_FILES or _STAGED.fullmatch(name) is not None
+
+
 def staged_path(folder: Path, name: str, *, fingerprint: str) -> Path:
     """Return the path of table `name` of the write `fingerprint` before it is renamed to its plain name."""
     path = folder / name

@@ -11,7 +11,6 @@ import errno
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -19,31 +18,17 @@ from manifests.errors import UserError
 from manifests.publish import naming, temporary_path
 from manifests.storage.clouds import cloud_of
 from manifests.storage.errors import AccessRefused, Conflict, CutAnswer, storage_errors
+from manifests.storage.listing import MAX_ATTEMPTS, Listing, info_of, quoted_etag
+from manifests.storage.listing import ObjectInfo as ObjectInfo
 from manifests.storage.mirrors import is_remote as is_remote
+from manifests.storage.s3_requests import OpenUpload, S3Requests
 from manifests.storage.stores import open_store, scheme_of
 
 _PART_BYTES = 8 * 2**20  # of a multipart upload
 _STREAM_BYTES = 4 * 2**20
 _GAP_BYTES = 256 * 2**10  # ranges with smaller gaps are one request
-_MAX_ATTEMPTS = 4  # at what obstore does not repeat: conditional writes, and answers without resumable content
 
 _T = TypeVar("_T")
-
-
-@dataclass(frozen=True)
-class ObjectInfo:
-    """An object without its content.
-
-    Attributes:
-        key: name relative to the address that it was listed from.
-        etag: version of the content, as the server names it, in quotes; empty if the server gives none.
-        modified_s: time of the last write in seconds since the epoch, by the server's clock.
-    """
-
-    key: str
-    size_bytes: int
-    etag: str
-    modified_s: float
 
 
 def open_objects(address: str) -> "Objects":
@@ -74,6 +59,7 @@ class Objects:
         self.num_bytes = 0
         self._count_lock = threading.Lock()
         self._store = open_store(self.address, scheme=self.scheme)
+        self._listing = Listing(self.address, self._store, scheme=self.scheme, errors=self._errors)
 
     def __reduce__(self) -> tuple[type["Objects"], tuple[str]]:
         return Objects, (self.address,)
@@ -131,10 +117,10 @@ class Objects:
         with self._errors(key):
             found = obstore.head(self._store, key)
         self._count(1, 0)
-        return _info({**found, "path": key})
+        return info_of({**found, "path": key})
 
     def list(self, prefix: str = "", *, recursive: bool = True) -> Iterator[ObjectInfo]:
-        """Yield the objects in the folder `prefix`, in no particular order.
+        """Yield the objects in the folder `prefix`, in no particular order, but for those in `odd_names`.
 
         Args:
             recursive: also yield the objects in folders below it.
@@ -142,38 +128,25 @@ class Objects:
         Raises:
             UserError: a web server cannot be listed.
         """
-        import obstore
-
         if not self.is_writable:
             raise UserError(f"{self.address} cannot be listed", hint="give an address with s3://, gs:// or az://")
-        if not recursive:
-            found = self._uncut(prefix, lambda: obstore.list_with_delimiter(self._store, prefix or None)["objects"])
+        for page in self._listing.pages(prefix, recursive=recursive):
             self._count(1, 0)
-            yield from map(_info, found)
-            return
-        last: str | None = None  # listings are in the order of keys, and can be continued after any of them
-        pages, num_cut = self._pages(prefix, after=last), 0
-        while True:
-            try:
-                with self._errors(prefix):
-                    page = next(pages, None)
-            except CutAnswer:
-                num_cut += 1
-                if num_cut == _MAX_ATTEMPTS:
-                    raise
-                pages = self._pages(prefix, after=last)
-                continue
-            if page is None:
-                return
-            self._count(1, 0)
-            begin = last or ""  # Azure's emulator lists everything again
-            yield from (_info(found) for found in page if found["path"] > begin)
-            last, num_cut = page[-1]["path"], 0
+            yield from page
 
-    def _pages(self, prefix: str, *, after: str | None) -> Iterator[Any]:
-        import obstore
+    @property
+    def odd_names(self) -> set[str]:
+        """Keys that listings have met and that cannot be asked for: with `//`, `/../`, `/./`, or unprintable."""
+        return self._listing.odd_names
 
-        return iter(obstore.list(self._store, prefix or None, offset=after, chunk_size=1000))
+    def open_uploads(self) -> Iterator[OpenUpload]:
+        """Yield the multipart uploads below the address that are not complete; none but in S3 (`s3_requests`)."""
+        if self.scheme == "s3":
+            yield from S3Requests(self.address, self._store).open_uploads()
+
+    def abort(self, upload: OpenUpload) -> None:
+        """Give up a multipart upload."""
+        S3Requests(self.address, self._store).abort(upload)
 
     def fetch(self, key: str, path: Path) -> None:
         """Copy a whole object to `path`, which appears only when it is complete."""
@@ -259,12 +232,12 @@ class Objects:
         with suppress(FileNotFoundError), self._errors(key):
             found = obstore.head(self._store, key)
         self._count(1, 0)
-        if _quoted(found["e_tag"]) != etag:
+        if quoted_etag(found["e_tag"]) != etag:
             raise Conflict(errno.EEXIST, "another writer was faster", self.address_of(key))
         return {"e_tag": etag, "version": found["version"]}
 
     def _put_if(self, key: str, content: bytes, *, mode: Any) -> str:
-        for attempt in range(_MAX_ATTEMPTS):
+        for attempt in range(MAX_ATTEMPTS):
             try:
                 return self._put(key, content, mode=mode, num_bytes=len(content))
             except Conflict:
@@ -276,7 +249,7 @@ class Objects:
             except OSError:  # a write that may have taken effect
                 if etag := self._etag_of_same(key, content):
                     return etag
-                if attempt == _MAX_ATTEMPTS - 1:
+                if attempt == MAX_ATTEMPTS - 1:
                     raise
         raise AssertionError("not reached")
 
@@ -291,7 +264,7 @@ class Objects:
                 return None
             found, etag = bytes(answer.bytes()), answer.meta["e_tag"]
         self._count(1, len(found))
-        return _quoted(etag) if found == content else None
+        return quoted_etag(etag) if found == content else None
 
     def _put(self, key: str, content: bytes | Path, *, mode: Any, num_bytes: int) -> str:
         import obstore
@@ -300,16 +273,16 @@ class Objects:
             written = obstore.put(self._store, key, content, mode=mode, chunk_size=_PART_BYTES, max_concurrency=4)
         num_parts = -(-num_bytes // _PART_BYTES)
         self._count(1 if num_parts <= 1 or mode != "overwrite" else num_parts + 2, num_bytes)
-        return _quoted(written["e_tag"])
+        return quoted_etag(written["e_tag"])
 
     def _uncut(self, key: str, request: Callable[[], _T]) -> _T:
         """Return the answer of a request that can be repeated; repeat it if the body of the answer ends early."""
-        for attempt in range(_MAX_ATTEMPTS):
+        for attempt in range(MAX_ATTEMPTS):
             try:
                 with self._errors(key):
                     return request()
             except CutAnswer:
-                if attempt == _MAX_ATTEMPTS - 1:
+                if attempt == MAX_ATTEMPTS - 1:
                     raise
         raise AssertionError("not reached")
 
@@ -320,15 +293,6 @@ class Objects:
 
     def _errors(self, key: str, *, num_bytes: int = 0) -> AbstractContextManager[None]:
         return storage_errors(self.address, self.address_of(key), num_bytes=num_bytes)
-
-
-def _info(found: Any) -> ObjectInfo:
-    return ObjectInfo(found["path"], found["size"], _quoted(found["e_tag"]), found["last_modified"].timestamp())
-
-
-def _quoted(etag: str | None) -> str:
-    """Return an etag in quotes; Azure's listings leave them out."""
-    return f'"{etag}"' if etag and not etag.endswith('"') else etag or ""
 
 
 def _num_requests(ranges: Sequence[tuple[int, int]]) -> int:
