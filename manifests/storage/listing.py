@@ -10,12 +10,15 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from datetime import datetime
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from manifests.errors import UserError
 from manifests.storage.errors import CutAnswer, OddName
-from manifests.storage.s3_requests import PAGE, S3Requests
 
+if TYPE_CHECKING:
+    from manifests.storage.s3_requests import S3Requests
+
+PAGE = 1000  # objects of an answer, at most
 MAX_ATTEMPTS = 4  # at answers without resumable content, which obstore does not repeat
 _UNPRINTABLE = re.compile(r"[\x00-\x1f\x7f]")
 
@@ -72,6 +75,8 @@ class Listing:
                         f"{self._address} has an object that this client cannot list: {odd.strerror}",
                         hint="rename or remove it with a tool of the provider",
                     ) from None
+                from manifests.storage.s3_requests import S3Requests
+
                 self._s3 = S3Requests(self._address, self._store)
                 source = self._source(prefix, recursive=recursive, after=last)
                 continue
@@ -85,7 +90,7 @@ class Listing:
         import obstore
 
         if self._s3 is not None:
-            yield from self._signed_pages(self._s3.list(prefix, recursive=recursive, after=after))
+            yield from self._signed_pages(self._s3.list(prefix, recursive=recursive, after=after, at_once=PAGE))
             return
         if not recursive:
             with self._errors(prefix):

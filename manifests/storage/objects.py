@@ -12,7 +12,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, suppress
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from manifests.errors import UserError
 from manifests.publish import naming, temporary_path
@@ -21,8 +21,10 @@ from manifests.storage.errors import AccessRefused, Conflict, CutAnswer, storage
 from manifests.storage.listing import MAX_ATTEMPTS, Listing, info_of, quoted_etag
 from manifests.storage.listing import ObjectInfo as ObjectInfo
 from manifests.storage.mirrors import is_remote as is_remote
-from manifests.storage.s3_requests import OpenUpload, S3Requests
 from manifests.storage.stores import open_store, scheme_of
+
+if TYPE_CHECKING:
+    from manifests.storage.s3_requests import OpenUpload
 
 _PART_BYTES = 8 * 2**20  # of a multipart upload
 _STREAM_BYTES = 4 * 2**20
@@ -139,13 +141,17 @@ class Objects:
         """Keys that listings have met and that cannot be asked for: with `//`, `/../`, `/./`, or unprintable."""
         return self._listing.odd_names
 
-    def open_uploads(self) -> Iterator[OpenUpload]:
+    def open_uploads(self) -> Iterator["OpenUpload"]:
         """Yield the multipart uploads below the address that are not complete; none but in S3 (`s3_requests`)."""
+        from manifests.storage.s3_requests import S3Requests
+
         if self.scheme == "s3":
             yield from S3Requests(self.address, self._store).open_uploads()
 
-    def abort(self, upload: OpenUpload) -> None:
+    def abort(self, upload: "OpenUpload") -> None:
         """Give up a multipart upload."""
+        from manifests.storage.s3_requests import S3Requests
+
         S3Requests(self.address, self._store).abort(upload)
 
     def fetch(self, key: str, path: Path) -> None:

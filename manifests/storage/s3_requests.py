@@ -20,7 +20,6 @@ from xml.etree import ElementTree
 
 from manifests.storage.errors import Unanswered, storage_errors
 
-PAGE = 1000  # objects of an answer, at most
 _VALID = timedelta(minutes=15)
 _TIMEOUT_S = 30.0
 _WAITS_S = (0.1, 0.2, 0.4, 0.8, 1.6, 3.2, 5.0, 5.0)  # before the next attempt
@@ -54,14 +53,15 @@ class S3Requests:
         self._address, self._store = address, store
         self._prefix = f"{store.prefix}/" if store.prefix else ""
 
-    def list(self, prefix: str, *, recursive: bool, after: str | None) -> Iterator[list[dict[str, str]]]:
+    def list(self, prefix: str, *, recursive: bool, after: str | None, at_once: int) -> Iterator[list[dict[str, str]]]:
         """Yield the fields of the objects in the folder `prefix`, page by page, by the names that S3 has for them.
 
         Args:
             after: key, relative to the address, after which to begin.
+            at_once: objects of a page, at most.
         """
         folder = f"{prefix.rstrip('/')}/" if prefix else ""
-        query = {"list-type": "2", "encoding-type": "url", "prefix": self._prefix + folder, "max-keys": str(PAGE)}
+        query = {"list-type": "2", "encoding-type": "url", "prefix": self._prefix + folder, "max-keys": str(at_once)}
         if not recursive:
             query["delimiter"] = "/"
         if after is not None:

@@ -205,7 +205,7 @@ def gc(
     """Remove variants that are not current, unreferenced shards, and temporary files of killed commands.
 
     Files that do not belong to the format are never removed. Variants and shards of a column are kept while its current
-    variant is incomplete, damaged or stale.
+    variant is incomplete, damaged or stale, and so is a variant whose run has not finished.
 
     Example:
 

@@ -70,8 +70,8 @@ def failure_text(found: Verified, variant: Variant, *, column: ColumnSpec, data_
         more = f" and {len(by_hand) - 5} more" if len(by_hand) > 5 else ""
         parts.append(f"to remake shards whose damage only verify detects, first remove their commits: {paths}{more}")
     if found.inaccessible:
-        num_shards = counted(len(found.inaccessible), "shard")
-        parts.append(f"{num_shards} of {name} cannot be accessed; nothing is known to be wrong with them: verify again")
+        shards = counted(len(found.inaccessible), "shard")
+        parts.append(f"{shards} of {name} cannot be accessed, which is no sign of damage: verify again later")
     return "; ".join(parts)
 
 

@@ -26,7 +26,7 @@ ODD = ["a//b", "x/../y", "x/./y", "..", "/", "/k", "line\x01"]
 def test_names_that_obstore_refuses_are_set_aside_and_all_others_listed(
     s3: S3Server, bucket: str, faults: Faults, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("manifests.storage.s3_requests.PAGE", 2)
+    monkeypatch.setattr("manifests.storage.listing.PAGE", 2)
     for key in (*PLAIN, *ODD):
         s3.put(f"{bucket}/some folder", key)
     objects = open_objects(f"{bucket}/some folder")
