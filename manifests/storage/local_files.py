@@ -52,11 +52,15 @@ def sorted_out(listed: Iterable[ObjectInfo]) -> tuple[dict[str, ObjectInfo], set
         if not info.size_bytes and (key in folders or not is_format_name(key)):
             continue
         is_hidden = (key in folders and key not in files) or (files and not files.isdisjoint(parents_of(key)))
-        if is_hidden or any(len(name.encode()) > _MAX_NAME_BYTES for name in key.split("/")):
+        if is_hidden or (len(encoded := key.encode()) > _MAX_NAME_BYTES and _has_long_name(encoded)):
             foreign.add(key)
         else:
             kept[key] = info
     return kept, foreign
+
+
+def _has_long_name(key: bytes) -> bool:
+    return max(map(len, key.split(b"/"))) > _MAX_NAME_BYTES
 
 
 def parents_of(key: str) -> Iterator[str]:
