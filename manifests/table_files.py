@@ -39,6 +39,11 @@ class DamagedManifest(UserError):
         self.path = path
 
 
+def is_table_file(name: str) -> bool:
+    """Return True for the name of a table file, staged or not."""
+    return name in TABLE_FILES or _STAGED.fullmatch(name) is not None
+
+
 def require_numbers(path: Path, *, num_rows: int, videos: pa.Table | None = None) -> None:
     """Refuse a table that is too large for row numbers and offsets of 32 bits.
 

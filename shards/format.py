@@ -1,6 +1,6 @@
 """The shard set format. This text is the specification that writer, reader, verifier and index implement.
 
-    <data>/dataset.json                                    which variant of each column is current
+    <data>/dataset.json                                    which variant of each column is current, and which unfinished
     <data>/<column>/<variant>/recipe.json                  the settings that made the variant
     <data>/<column>/<variant>/000003-1f2e3d4c.tar          a shard: USTAR, uncompressed, mtime 0, never empty
     <data>/<column>/<variant>/000003-1f2e3d4c.tar.idx      Megatron-Energon's index: u64 offsets of samples, N + 1
