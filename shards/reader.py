@@ -72,10 +72,10 @@ class CommittedShard:
 
     @property
     def index(self) -> pa.Table:
-        """The index, memory-mapped on first use. Columns are documented in `shards.format`.
+        """The index, verified against the commit and memory-mapped on first use. `shards.format` has its columns.
 
         Raises:
-            DamagedIndex: the file is not an index of this format.
+            DamagedIndex: the file is not the committed one, or not an index of this format.
             OSError: the file cannot be read.
         """
         index = self._index
@@ -83,7 +83,7 @@ class CommittedShard:
             with open_lock(self._lock, self.index_path):
                 index = self._index
                 if index is None:
-                    self._tars.provide(self.index_path, size_bytes=self._files.index_bytes)
+                    self.require_committed_index()
                     index = self._index = open_index(self.index_path)
         OPEN_MAPS.used(self)
         return index

@@ -13,6 +13,7 @@ from fractions import Fraction
 from pathlib import Path
 
 import pyarrow as pa
+import pyarrow.compute as pc
 
 from prep.core.failures import FailureCode, SourceFailure
 from prep.core.plan import NUM_CHECK_THREADS, WantedShard
@@ -83,8 +84,12 @@ def _read_chunk_shard(
 ) -> ChunkShard | tuple[int, Failure] | None:
     if commit.files is None:
         return None
+    path = video_dir / commit.files.index
     try:
-        index = open_index(video_dir / commit.files.index, columns=_COLUMNS)
+        # Its checksum is verified by the worker that reads chunks: a plan reads few columns of all indexes.
+        index = open_index(path, columns=_COLUMNS)
+        if not pc.min(index["fps_den"]).as_py():
+            raise DamagedIndex(path, "a frame rate is not a number")
     except (DamagedIndex, OSError) as error:
         name = f"shard {commit.shard_id:06d}"
         return commit.shard_id, Failure(name, None, str(FailureCode.CHUNK_DAMAGED), str(error))

@@ -1,9 +1,11 @@
 """Invariants after a command, whatever fault was injected; each check raises `Broken`."""
 
+import hashlib
 from collections.abc import Collection, Mapping
 from pathlib import Path
 
 from manifests.publish import TEMPORARY_PREFIX
+from shards.reader import Variant
 from tests.prep.running import contents
 from tests.torture.cases import Broken
 from tests.torture.commands import Ran
@@ -35,6 +37,16 @@ def same_contents(found: Mapping[str, str], expected: Mapping[str, str]) -> None
     ]
     if differences:
         raise Broken(f"not what an undisturbed run makes: {_some(differences)}")
+
+
+def samples(data: Path, *, column: str = "video") -> dict[str, str]:
+    """Return the SHA-256 of all members of a column by their names."""
+    return {
+        f"{sample['__key__']}.{extension}": hashlib.sha256(content).hexdigest()
+        for sample in Variant.open(data, column=column).whole().iterate()
+        for extension, content in sample.items()
+        if isinstance(content, bytes)
+    }
 
 
 def no_litter(*folders: Path) -> None:

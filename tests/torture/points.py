@@ -6,7 +6,6 @@ faults: the result must be byte-identical to that of a run without any fault. A 
 is left out of the first run, and may be in further shards: its samples must be the same.
 """
 
-import hashlib
 import re
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
@@ -14,9 +13,8 @@ from itertools import islice
 from pathlib import Path
 from random import Random
 
-from shards.reader import Variant
 from tests.torture.cases import Broken, Case, drawn
-from tests.torture.checks import ended_well, no_litter, nothing_in, same_contents
+from tests.torture.checks import ended_well, no_litter, nothing_in, same_contents, samples
 from tests.torture.commands import Ran
 from tests.torture.subjects import SUBJECTS, Subject
 from tests.torture.watched import Point, not_yet_on_the_disk, points_of
@@ -24,7 +22,7 @@ from tests.torture.workspace import Workspace
 
 PART = "points"
 _NUM_WALKS, _WALK_STEPS = 20, 3
-_OF_WORKERS = ("kill-worker", "kill-each", "kill-started")  # the command goes on
+_OF_WORKERS = ("kill-worker", "kill-2", "kill-3", "kill-each", "kill-started")  # the command goes on
 # The number of heartbeats depends on the duration of the work.
 _UNSTEADY = re.compile(r"/\.tmp-running/.*#(?!1$)")
 
@@ -98,20 +96,10 @@ def _try(
         same_contents(_without_temporaries(subject.kept(folder)), undisturbed)
     if fault == "kill-each":
         ended_well(subject.watched_last(workspace, folder).undisturbed(workspace.commands), status=subject.status)
-        same_contents(_samples(folder), _samples(workspace.folder / "made" / f"undisturbed-{subject.name}"))
+        undisturbed_folder = workspace.folder / "made" / f"undisturbed-{subject.name}"
+        same_contents(samples(folder / "data"), samples(undisturbed_folder / "data"))
     else:
         _check_rerun(subject, workspace, undisturbed, folder)
-
-
-def _samples(folder: Path) -> dict[str, str]:
-    """Return the SHA-256 of all members of all chunks by their names."""
-    samples = Variant.open(folder / "data").whole().iterate()
-    return {
-        f"{sample['__key__']}.{extension}": hashlib.sha256(content).hexdigest()
-        for sample in samples
-        for extension, content in sample.items()
-        if isinstance(content, bytes)
-    }
 
 
 def _walk(

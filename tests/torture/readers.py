@@ -1,7 +1,8 @@
-"""Damage that a reader meets: flips in every packet that a training reads, and damage under `prep inspect`.
+"""Damage that a reader meets before `prep verify`: of packets in training, of chunks under columns, of pages.
 
-A training that reads every packet of its chunks names each chunk with a flipped one. Pages and lists of `prep inspect`
-are those of intact data, or name what is damaged.
+A training that reads every packet of its chunks names each chunk with a flipped one. Latents and scores of damaged
+chunks are those of intact ones, or are not made. Pages and lists of `prep inspect` are those of intact data, or name
+what is damaged.
 """
 
 import json
@@ -14,7 +15,7 @@ from random import Random
 from shards.reader import CommittedShard, Variant
 from tests.torture import bases
 from tests.torture.cases import Broken, Case, drawn
-from tests.torture.checks import ended_well
+from tests.torture.checks import ended_well, same_contents, samples
 from tests.torture.commands import Ran
 from tests.torture.damage import PART
 from tests.torture.decay import FAULTS, Decay, draw_decay
@@ -23,6 +24,7 @@ from tests.torture.workspace import Workspace, copy
 # As many frames as the span of a caption has, so that each of them is read.
 _ALL_FRAMES = (*bases.TRAIN[:3], "--num-frames", 30, *bases.TRAIN[5:7], "--batch", 2, "--max-failures", 9)
 _READ_ALL = (*_ALL_FRAMES, *bases.TRAIN[11:13], "--steps", 1, "--workers", 1, "--device", "cpu")
+_OF_CHUNKS = (("scores", *bases.ENGINE), (*bases.LATENTS, *bases.ENGINE))
 _DRAWS = 8
 _WORDS = re.compile(r"damaged|missing|corrupt|cannot be|stale|Not shown")
 _INSPECT: dict[str, tuple[str, ...]] = {
@@ -36,7 +38,29 @@ _INSPECT: dict[str, tuple[str, ...]] = {
 
 def cases(seed: int, workspace: Workspace) -> dict[str, Callable[[], Iterator[Case]]]:
     """Return the cases of trainings and of pages, in an order determined by `seed`."""
-    return {"packets": partial(_packets, seed, workspace), "inspect": partial(_inspections, seed, workspace)}
+    of_pages = partial(_decays, seed, "inspect", bases.with_scores, "data/*/*/**/*", _in_pages)
+    of_columns = partial(_decays, seed, "columns", bases.with_chunks, "data/video/*/000*", _under_columns)
+    return {
+        "packets": partial(_packets, seed, workspace),
+        "columns": partial(of_columns, workspace),
+        "inspect": partial(of_pages, workspace),
+    }
+
+
+def _decays(
+    seed: int,
+    name: str,
+    base: Callable[[Workspace], Path],
+    pattern: str,
+    check: Callable[[Workspace, Decay, Path], None],
+    workspace: Workspace,
+) -> Iterator[Case]:
+    whole, random = base(workspace), Random(f"{seed}/{name}")
+    paths = sorted(path.relative_to(whole) for path in whole.glob(pattern) if path.is_file())
+    decays = [draw_decay(random, whole, fault, paths=paths, partners=paths) for fault in FAULTS for _ in range(_DRAWS)]
+    different = list({decay.name: decay for decay in decays if decay is not None}.values())
+    for decay in drawn(different, seed=f"{seed}/{name}", kinds=[lambda decay: decay.fault]):
+        yield Case(f"{PART}/{name}/{decay.name}", decay.fault, partial(check, workspace, decay))
 
 
 def _packets(seed: int, workspace: Workspace) -> Iterator[Case]:
@@ -74,13 +98,25 @@ def _in_packets(workspace: Workspace, seed: str, shard: CommittedShard, rows: ra
         raise Broken(f"packet {packet} of {', '.join(sorted(unnoticed))} was read without a word: {ran.described()}")
 
 
-def _inspections(seed: int, workspace: Workspace) -> Iterator[Case]:
-    whole, random = bases.with_scores(workspace), Random(f"{seed}/inspect")
-    paths = sorted(path.relative_to(whole) for path in whole.glob("data/*/*/**/*") if path.is_file())
-    decays = [draw_decay(random, whole, fault, paths=paths, partners=paths) for fault in FAULTS for _ in range(_DRAWS)]
-    different = list({decay.name: decay for decay in decays if decay is not None}.values())
-    for decay in drawn(different, seed=f"{seed}/inspect", kinds=[lambda decay: decay.fault]):
-        yield Case(f"{PART}/inspect/{decay.name}", decay.fault, partial(_in_pages, workspace, decay))
+def _under_columns(workspace: Workspace, decay: Decay, folder: Path) -> None:
+    sound = workspace.made("columns-of-chunks", partial(_with_columns_of_chunks, workspace))
+    copy(bases.with_chunks(workspace), folder)
+    decay.do(folder)
+    for arguments in _OF_CHUNKS:
+        scratch, column = folder / "tmp", str(arguments[0])
+        ran = ended_well(workspace.commands.run("prep", [*arguments, "--data", folder / "data"], scratch=scratch))
+        expected = samples(sound / "data", column=column)
+        found = samples(folder / "data", column=column) if any(folder.glob(f"data/{column}/*/commits/*.json")) else {}
+        if wrong := [name for name, digest in found.items() if expected.get(name) != digest]:
+            raise Broken(f"made of damaged chunks: {', '.join(wrong[:6])}: {ran.described()}")
+        if ran.status == 0:
+            same_contents(found, expected)
+
+
+def _with_columns_of_chunks(workspace: Workspace, folder: Path) -> None:
+    copy(bases.with_chunks(workspace), folder)
+    for arguments in _OF_CHUNKS:
+        bases.prep(workspace, folder, *arguments)
 
 
 def _in_pages(workspace: Workspace, decay: Decay, folder: Path) -> None:

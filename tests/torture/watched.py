@@ -42,7 +42,9 @@ class Point:
         faults = _FAULTS.get(self.operation, _OTHER_FAULTS)
         if self.is_driver or self.operation == "start":
             return faults
-        return (*faults, "kill-worker", "kill-each") if self.operation == "read" else (*faults, "kill-worker")
+        if self.operation == "read":  # as often as it is tried: by a probe, and by a worker before it is tried alone
+            return (*faults, "kill-worker", "kill-2" if "@probe#" in self.name else "kill-3", "kill-each")
+        return (*faults, "kill-worker")
 
 
 def points_of(lines: Sequence[str]) -> list[Point]:
@@ -111,7 +113,8 @@ class Watched:
 
     def disturbed(self, commands: Commands, point: Point, fault: str) -> tuple[Ran, bool]:
         """Run the command with a fault; return its outcome, and whether it reached the point."""
-        (self.folder / "flags" / "fault").unlink(missing_ok=True)
+        for flag in (self.folder / "flags").glob("fault*"):
+            flag.unlink()
         ran = self._run(commands, {watch.POINT: point.name, watch.FAULT: fault})
         return ran, (self.folder / "flags" / "fault").exists()
 

@@ -168,7 +168,8 @@ def _open(
     writes = bool(set(mode) & set("wax+"))
     path = _where(file) if writes or isinstance(file, (str, os.PathLike)) else None
     if not writes and path is not None and is_source(path):
-        read(path, module=_reader())
+        module = _caller("prep.sources.access", "contextlib").f_globals.get("__name__", "")
+        read(path, module=module.rpartition(".")[2])
     if not writes or not is_watched(path):
         return _real_open(file, mode, buffering, encoding, errors, newline, closefd, opener)
     raw_mode = "".join(letter for letter in mode if letter in "rwax+")
@@ -190,12 +191,13 @@ def _open(
     return text
 
 
-def _reader() -> str:
-    """Return the name of the module that opens a source, as `probe` or `shots`."""
-    frame: FrameType | None = sys._getframe(2)
-    while frame is not None and (name := frame.f_globals.get("__name__", "")) in ("prep.sources.access", "contextlib"):
+def _caller(*modules: str) -> FrameType:
+    """Return the innermost frame that is of none of `modules`, nor of this one."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_globals.get("__name__", "") in (__name__, *modules):
         frame = frame.f_back
-    return name.rpartition(".")[2]
+    assert frame is not None
+    return frame
 
 
 def _popen(process: Any, arguments: Any, *others: Any, **named: Any) -> None:
@@ -203,7 +205,7 @@ def _popen(process: Any, arguments: Any, *others: Any, **named: Any) -> None:
     _real_popen(process, arguments, *others, **named)
     program = Path(arguments if isinstance(arguments, (str, os.PathLike)) else arguments[0]).name
     if program.startswith("ffmpeg"):
-        started("ffmpeg", process.pid)
+        started("ffmpeg", process.pid, function=_caller("subprocess").f_code.co_name)
 
 
 def install() -> None:

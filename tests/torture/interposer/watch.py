@@ -8,6 +8,7 @@ The configuration is passed in environment variables, which nested worker proces
     CLIPMILL_TORTURE_FAULT   kind of fault:
                              kill, kill-after  the command is killed (SIGKILL) before or after the operation
                              kill-worker       only the process at the point is killed, before the operation
+                             kill-2, kill-3    as kill-worker, of the first processes that come to the point
                              kill-each         as kill-worker, of every process that comes to the point
                              kill-started      the program that was started at the point is killed
                              eio, enospc       the operation fails with this error
@@ -19,7 +20,8 @@ The configuration is passed in environment variables, which nested worker proces
 
 A *point* is `operation:path#n`: the n-th time that a process applies this operation to this path, relative to the
 watched folder, with `*` for the parts that differ between runs. Of source videos, only opening for reading is an
-operation: `read:source/PATH@MODULE#n`, with the module that reads. `start:PROGRAM#n` is the start of a program.
+operation: `read:source/PATH@MODULE#n`, with the module that reads. `start:PROGRAM@FUNCTION#n`: a function starts a
+program.
 """
 
 import errno
@@ -51,6 +53,7 @@ _RANDOM = (
     (re.compile(r"(?<=/)[0-9a-f]{12}(?=[./]|$)"), "*"),
     (re.compile(r"(?<=/tmp)[a-z0-9_]{8}(?=/|$)"), "*"),
 )
+_NUM_KILLS = {"kill-2": 2, "kill-3": 3}
 _MIN_DRAWN = 8  # shorter ones may occur in names by coincidence
 # The original functions, for the bookkeeping, which must not be intercepted itself.
 _open, _write = os.open, os.write
@@ -124,7 +127,9 @@ class Watch:
         """Return True if the fault is to be injected here."""
         if point != self.faulty:
             return False
-        return self.claims("fault") or self.fault == "kill-each"
+        if self.claims("fault") or self.fault == "kill-each":
+            return True
+        return any(self.claims(f"fault-{number}") for number in range(2, 1 + _NUM_KILLS.get(self.fault, 1)))
 
     def kill(self, *, driver: bool) -> None:
         if driver and os.getpid() != self.driver:
@@ -166,7 +171,7 @@ def visit(
         done = act_in_part()
         if fault == "short":
             return done
-    watch.kill(driver=fault not in ("kill-worker", "kill-each"))
+    watch.kill(driver=fault != "kill-worker")
     raise AssertionError("unreachable")
 
 
@@ -178,9 +183,9 @@ def read(path: str, *, module: str) -> None:
         watch.kill(driver=watch.fault == "kill")
 
 
-def started(program: str, pid: int) -> None:
-    """Come to the point at which `program` has been started as a process."""
-    if _watch is not None and _watch.is_at_fault(_watch.count("start", program)):
+def started(program: str, pid: int, *, function: str) -> None:
+    """Come to the point at which `function` has started `program` as a process."""
+    if _watch is not None and _watch.is_at_fault(_watch.count("start", f"{program}@{function}")):
         os.kill(pid, signal.SIGKILL)
 
 
