@@ -4,7 +4,6 @@
 #   make demo VIDEOS=DIR             shards and a contact sheet from your own videos
 #   make test PYTHON=python3.13 VENV=.venv-313
 #   make torture MINUTES=60 SEED=1   faults on purpose: see tests/torture
-#   make gpu-kit                     what a GPU is needed for, in build/gpu-kit/: see docs/gpu_kit.md (VIDEOS=DIR: with yours)
 #   make docs                        the documentation site, in build/site/
 #   make pages                       opens the pages of `make demo` in Chromium, checks them, and takes the pictures of the documents
 #   make peers                       what the benchmarks `decode`, `latents` and `search` compare with, in .venv-peers
@@ -27,7 +26,7 @@ MINUTES ?= 60
 SEED ?= 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup lint style types test pytest torture demo docs pages gpu-kit peers benchmarks lock clean
+.PHONY: help setup lint style types test pytest torture demo docs pages peers benchmarks lock clean
 
 help:
 	@sed -n 's/^#   //p' Makefile
@@ -116,9 +115,6 @@ demo: setup
 		--out demo/index.html
 	@echo "The chunks: demo/chunks.html    The results: demo/index.html    A search: demo/search.html"
 endif
-
-gpu-kit: setup
-	$(BIN)/python -m scripts.gpu_kit.build $(if $(VIDEOS),--videos "$(VIDEOS)") $(if $(PIECES),--pieces $(PIECES))
 
 docs: setup
 	$(BIN)/python -m scripts.site.build

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from benchmarks.gpu.feeding_steps import device_ms
-from benchmarks.gpu.parts import Result, Setup
+from benchmarks.gpu.measurements import Result, Setup
 from train.device.precision import open_precision
 from train.models.attention import open_attention, pack
 from train.models.text import TextTower, TextTowerSize, load_tokenizer

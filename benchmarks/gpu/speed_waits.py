@@ -22,7 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks.environment import REPOSITORY
 from benchmarks.gpu.implementations import release
-from benchmarks.gpu.parts import Result, Setup, Target, one_line
+from benchmarks.gpu.measurements import Result, Setup, Target, one_line
 from manifests.caption_table import LABEL_PREFIX
 from manifests.store import read_captions
 from train.config.training import ClipSettings
