@@ -16,7 +16,7 @@ pytestmark = pytest.mark.timeout(900)
 
 def run(forks: Forks, repository: Path, folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
     environment = {**os.environ, "TMPDIR": str(folder), "HF_HUB_OFFLINE": "1"}
-    command = [forks.python(), "-m", *words]
+    command = [str(forks.python()), "-m", *words]
     return subprocess.run(command, cwd=repository, env=environment, capture_output=True, text=True)
 
 
