@@ -19,9 +19,7 @@ the old one; a commit names exactly one tar and one index, with size and SHA-256
 
 Folders hold at most 1,000 shards: shards 0 to 999 are in the variant's folder, shards 1000 to 1999 in its folder `001`,
 and so on; their commits are in `commits/` and `commits/001/`. Commits and lists of shards name files relative to the
-variant's folder (`001/001234-1f2e3d4c.tar`). Older versions kept all files in `<variant>/` and `commits/`. They are
-read from there, and a run adds its new shards in folders; if a shard has a commit in both places, the one in the folder
-counts.
+variant's folder (`001/001234-1f2e3d4c.tar`).
 
 Inside a tar, every sample has the same members in the same order, `<key>.<extension>`, adjacent. Keys contain no dot;
 member names are at most 100 bytes long. The array of a `.npy` member begins on a 512-byte boundary of the tar (its npy
@@ -33,7 +31,7 @@ only. A commit without a shard records that all its samples failed. Tars, indexe
 was written: no times, hosts or paths. A commit contains the SHA-256 of its own canonical JSON, and so do contents.json
 and dataset.json. A run writes contents.json when it finishes: a listed shard without a commit is damage; a commit that
 is not listed yet belongs to a run that was killed. Before a run removes commits that are no longer wanted, it removes
-them from the list. Sets without contents.json were written by an older version.
+them from the list. Only a set whose first run has not ended lacks it.
 
 A run with 100 commits or more ends by writing commits.arrow, so that readers open one file instead of one per shard;
 shards.commit_table defines it and when it counts. It is derived from the commits and replaces none of them.
@@ -53,8 +51,8 @@ The schema's metadata has `commits_sha256`, a digest of the commits that the tab
 is stale, and readers use the indexes. `shard_ids` and `index_sha256` (16 hexadecimal digits each, concatenated) say
 which indexes its rows are from, so that the next run reads only new ones; `open_gops` lists the shards of `video` whose
 first chunk cannot be decoded from single packets. Each column's metadata has the CRC-32 of its values
-(shards.merged_table). A table that is missing, stale or damaged is written again by the next run of its column. Sets
-without one were written by an older version, or by a run that was killed.
+(shards.merged_table). A table that is missing, stale or damaged is written again by the next run of its column. A
+set without one is of a run that was killed.
 
 Index columns of every sample: `key`, and for each extension `<ext>_offset` (u64, of the payload in the tar),
 `<ext>_size` (u64) and `<ext>_crc32` (u32). Data columns add their own fields (VIDEO_FIELDS for `video`).

@@ -25,7 +25,7 @@ def write_table_file(path: Path, table: pa.Table) -> None:
 
 
 def read_table_file(path: Path, *, schema: pa.Schema) -> pa.Table:
-    """Read the table at `path`, with one chunk per column. Files written by older versions have no checksum.
+    """Read the table at `path`, with one chunk per column.
 
     Raises:
         FileNotFoundError: the file does not exist.
@@ -49,7 +49,9 @@ def read_table_file(path: Path, *, schema: pa.Schema) -> pa.Table:
     metadata = dict(table.schema.metadata or {})
     recorded = metadata.pop(_CHECKSUM_KEY, None)
     table = table.replace_schema_metadata(metadata or None)
-    if recorded is not None and recorded != _sha256(path.name, table):
+    if recorded is None:
+        raise ValueError("it has no checksum")
+    if recorded != _sha256(path.name, table):
         raise ValueError("its checksum does not match its content")
     return table
 

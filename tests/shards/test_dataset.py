@@ -86,6 +86,8 @@ def test_a_damaged_file_is_written_again_where_the_folders_tell_what_it_said(tmp
         begin_variant(tmp_path, "video", "h264-11111111")
 
 
-def test_a_file_without_checksum_is_read(tmp_path: Path) -> None:
+def test_a_file_without_checksum_is_refused(tmp_path: Path) -> None:
     (tmp_path / "dataset.json").write_text('{"clipmill_format": 2, "columns": {"video": {"current": "old"}}}')
-    assert current_variant(tmp_path, "video") == "old"
+    with pytest.raises(UserError, match=r"dataset\.json .*it has no checksum") as caught:
+        current_variant(tmp_path, "video")
+    assert caught.value.hint
