@@ -16,7 +16,7 @@ UV := $(BIN)/uv
 COMPILE := $(UV) pip compile --quiet --universal --python-version 3.11 --generate-hashes \
 	--no-annotate --no-emit-index-url --custom-compile-command "make lock" $(LOCK_FLAGS)
 PYTEST_FLAGS ?=
-BENCHMARKS ?= caption caption_data caption_learning caption_pipeline chunk decode driver encoding latents losses mae mae_learning manifest memory plan recipes rerun search small_batches
+BENCHMARKS ?= caption caption_pipeline chunk decode encoding latents losses mae manifest memory plan rerun search
 PEERS_VENV := .venv-peers
 PACKAGES := manifests shards prep train benchmarks scripts
 # pip believes the certificates of the system; uv shall too.

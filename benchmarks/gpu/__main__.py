@@ -73,7 +73,6 @@ MEASUREMENTS = (
     _measurement("Latents to the device", "feeding_latents", "measure_latents", estimated_s=60),
     _measurement("ViT-B/16, 4 frames, compiled", "speed_vit", "measure_compiled", estimated_s=60),
     _measurement("Encoding text", "speed_columns", "measure_texts", estimated_s=25),
-    _measurement("Packing captions", "feeding_text", "measure_text", estimated_s=30),
 )
 
 
