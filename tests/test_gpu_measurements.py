@@ -3,8 +3,6 @@
 import json
 import subprocess
 import sys
-import threading
-import warnings
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -175,34 +173,3 @@ def test_a_plain_mistake_is_said_before_anything_is_measured(
 def test_the_measurements_fit_into_their_minutes() -> None:
     assert sum(one.estimated_s for one in MEASUREMENTS) <= 15 * 60
     assert len({one.name for one in MEASUREMENTS}) == len(MEASUREMENTS)
-
-
-def test_only_what_the_training_thread_reads_in_the_steps_that_count_is_a_wait() -> None:
-    from benchmarks.gpu.speed_waits import Waits, counted
-
-    waits, number = Waits(), torch.ones(())
-    with counted(waits, CPU):
-        number.item()
-        waits.is_counting = True
-        float(number), int(number), number + 1
-        other = threading.Thread(target=waits.add, args=(waits.operations,))
-        other.start()
-        other.join()
-    assert waits.operations == {"elsewhere": 2}
-    assert waits.a_step(5) == {"waits a step": 1.0, "by operations": 1.0, "for events": 0.0}
-
-
-def test_what_torch_warns_of_is_a_wait_and_so_is_an_event_that_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    from benchmarks.gpu.speed_waits import Waits, counted
-
-    modes: list[str] = []
-    monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", modes.append)
-    monkeypatch.setattr(torch.cuda.Event, "synchronize", lambda event: None)
-    waits = Waits()
-    waits.is_counting = True
-    with counted(waits, torch.device("cuda")):
-        for _ in range(3):
-            warnings.warn("called a synchronizing CUDA operation", stacklevel=1)
-        warnings.warn("of something else", stacklevel=1)
-        torch.cuda.Event.synchronize(object())  # type: ignore[arg-type]
-    assert (waits.operations.total(), waits.events.total(), modes) == (3, 1, ["warn", "default"])

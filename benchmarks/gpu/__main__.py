@@ -61,7 +61,6 @@ MEASUREMENTS = (
     _measurement("Waiting for data", "feeding_steps", "measure_waits", estimated_s=140),
     _measurement("Attention by shape", "speed_attention", "measure_attention", estimated_s=70),
     _measurement("ViT-B/16, 4 frames, largest batch in 24 GB", "speed_vit", "measure_largest", estimated_s=50),
-    _measurement("Waits of the host", "speed_waits", "measure_waits", estimated_s=50),
     _measurement("Loader threads", "feeding_threads", "measure_threads", estimated_s=50),
     _measurement("VideoMAE-B", "speed_towers", "measure_videomae", estimated_s=30),
     _measurement("TimeSformer-B", "speed_towers", "measure_timesformer", estimated_s=35),
