@@ -17,13 +17,13 @@ from unittest import mock
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
-import pyarrow.parquet as pq
 
 from manifests.keys import chunk_key
 from manifests.publish import make_folder
 from manifests.schema import CAPTIONS
 from manifests.store import write_manifest
 from prep.core.layout import write_layout
+from prep.core.table_file import write_table_file
 from prep.core.variant_folder import make_variant
 from prep.sources.table import PROBES, PROBES_FILE
 from prep.video.layout import layout_path
@@ -91,7 +91,7 @@ def make_videos(data: Path, *, num_videos: int, chunks_per_video: int, recipe: R
         else pa.array(value, field.type)
         for field in PROBES
     ]
-    pq.write_table(pa.table(columns, schema=PROBES), data / PROBES_FILE)
+    write_table_file(data / PROBES_FILE, pa.table(columns, schema=PROBES))
 
 
 def _digits(numbers: np.ndarray, width: int) -> pa.Array:

@@ -89,8 +89,6 @@ def promote(folder: Path, *, fingerprint: str) -> None:
 def table_path(folder: Path, name: str, *, manifest: Mapping[str, Any]) -> Path:
     """Return the path of the valid table `name`, after verifying its size and checksum against manifest.json.
 
-    Tables of older versions have no checksum.
-
     Args:
         manifest: content of manifest.json.
 
@@ -102,12 +100,14 @@ def table_path(folder: Path, name: str, *, manifest: Mapping[str, Any]) -> Path:
     staged = staged_path(folder, name, fingerprint=manifest["fingerprint"])
     path = staged if staged.exists() else folder / name
     recorded = manifest.get("tables", {}).get(name)
+    if recorded is None:
+        raise DamagedManifest(folder / "manifest.json", f"it has no checksum of {name}")
     try:
         require_regular(path, path=path)
         size_bytes = path.stat().st_size
-        if recorded is not None and size_bytes != recorded["bytes"]:
+        if size_bytes != recorded["bytes"]:
             raise DamagedManifest(path, f"it has {size_bytes} bytes, but {recorded['bytes']} in manifest.json")
-        if recorded is not None and describe(path)["sha256"] != recorded["sha256"]:
+        if describe(path)["sha256"] != recorded["sha256"]:
             raise DamagedManifest(path, "its checksum does not match manifest.json")
     except FileNotFoundError as error:
         raise DamagedManifest(path, "the file is missing") from error

@@ -20,9 +20,7 @@ the old one; a commit names exactly one tar and one index, with size and SHA-256
 
 Folders hold at most 1,000 shards: shards 0 to 999 are in the variant's folder, shards 1000 to 1999 in its folder `001`,
 and so on; their commits are in `commits/` and `commits/001/`. Commits and lists of shards name files relative to the
-variant's folder (`001/001234-1f2e3d4c.tar`). Older versions kept all files in `<variant>/` and `commits/`. They are
-read from there, and a run adds its new shards in folders; if a shard has a commit in both places, the one in the folder
-counts.
+variant's folder (`001/001234-1f2e3d4c.tar`).
 
 Inside a tar, every sample has the same members in the same order, `<key>.<extension>`, adjacent. Keys contain no dot;
 member names are at most 100 bytes long. The array of a `.npy` member begins on a 512-byte boundary of the tar (its npy
@@ -34,7 +32,7 @@ only. A commit without a shard records that all its samples failed. Tars, indexe
 was written: no times, hosts or paths. A commit contains the SHA-256 of its own canonical JSON, and so do contents.json
 and dataset.json. A run writes contents.json when it finishes: a listed shard without a commit is damage; a commit that
 is not listed yet belongs to a run that was killed. Before a run removes commits that are no longer wanted, it removes
-them from the list. Sets without contents.json were written by an older version.
+them from the list. Only a set whose first run has not ended lacks it.
 
 A run with 100 commits or more ends by writing commits.arrow, so that readers open one file instead of one per shard;
 shards.commit_table defines it and when it counts. It is derived from the commits and replaces none of them.
@@ -57,8 +55,7 @@ shards: a file of other commits is stale, and readers use the indexes of these s
 only new ones; `open_gops` lists the shards of `video` whose first chunk cannot be decoded from single packets. Each
 column's metadata has the CRC-32 of its values, and `schema_crc32` that of the schema (shards.merged_table). The bytes
 of a part are a function of the commits of its shards. A part that is missing, stale or damaged is written again by the
-next run of its column, and the others are left as they are. Sets without them were written by an older version, or by a
-run that was killed; a chunks.arrow of an older version, with all samples of a larger variant, is stale.
+next run of its column, and the others are left as they are. A set without parts is of a run that was killed.
 
 Index columns of every sample: `key`, and for each extension `<ext>_offset` (u64, of the payload in the tar),
 `<ext>_size` (u64) and `<ext>_crc32` (u32). Data columns add their own fields (VIDEO_FIELDS for `video`).

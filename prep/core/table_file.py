@@ -28,7 +28,7 @@ def write_table_file(path: Path, table: pa.Table) -> None:
 
 
 def read_table_file(path: Path, *, schema: pa.Schema, columns: Collection[str] | None = None) -> pa.Table:
-    """Read the table at `path`. Files written by older versions have no checksum.
+    """Read the table at `path`.
 
     Columns are read and verified one after another, so that those that are not wanted take memory one at a time.
 
@@ -65,7 +65,9 @@ def read_table_file(path: Path, *, schema: pa.Schema, columns: Collection[str] |
         raise ValueError(str(error)) from error  # from Thrift, which reports a broken footer as an input error
     except pa.ArrowException as error:
         raise ValueError(str(error)) from error
-    if recorded is not None and recorded != sha256:
+    if recorded is None:
+        raise ValueError("it has no checksum")
+    if recorded != sha256:
         raise ValueError("its checksum does not match its content")
     fields = [schema.field(name) for name in kept]
     return pa.table(kept, schema=pa.schema(fields, metadata=metadata or None))

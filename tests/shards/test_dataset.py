@@ -97,6 +97,8 @@ def test_the_variant_of_an_unfinished_run_is_known_until_a_run_of_the_column_has
         assert (tmp_path / "dataset.json").read_bytes() == first
 
 
-def test_a_file_without_checksum_is_read(tmp_path: Path) -> None:
+def test_a_file_without_checksum_is_refused(tmp_path: Path) -> None:
     (tmp_path / "dataset.json").write_text('{"clipmill_format": 2, "columns": {"video": {"current": "old"}}}')
-    assert current_variant(tmp_path, "video") == "old"
+    with pytest.raises(UserError, match=r"dataset\.json .*it has no checksum") as caught:
+        current_variant(tmp_path, "video")
+    assert caught.value.hint
