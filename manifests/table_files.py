@@ -56,7 +56,9 @@ def require_numbers(path: Path, *, num_rows: int, videos: pa.Table | None = None
     hint = "divide the videos among several data folders, which `train` takes together: --shards A --shards B"
     if num_rows > MAX_ROWS:
         raise UserError(f"{path} would have {num_rows:,} rows, but at most {MAX_ROWS:,} are supported", hint=hint)
-    for name in () if videos is None else videos.column_names:
+    if videos is None:
+        return
+    for name in videos.column_names:
         if pa.types.is_string(videos[name].type):
             size = pc.sum(pc.binary_length(videos[name]).cast(pa.int64())).as_py() or 0
             if size > MAX_TEXT_BYTES:
