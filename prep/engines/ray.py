@@ -77,12 +77,12 @@ class RayEngine:
         with redirect_stdout(sys.stderr):
             # The number of actors with GPUs is limited by the GPUs, not by the CPUs.
             num_cpus = None if self._need.gpus or not self._num_workers else ceil(self._num_workers * self._need.cpus)
-            connect(ray, self._address, num_cpus=num_cpus)
             wait_s = self._execution.wait_for_nodes if self._address is not None else 0.0
-            nodes = Nodes(ray, self._need, where=where, wait_s=wait_s, notify=notify)
             is_compared = self._execution.straggler_factor and self._address is not None and not self._is_actor
-            board = Board(ray) if is_compared else None
             try:
+                connect(ray, self._address, num_cpus=num_cpus)
+                nodes = Nodes(ray, self._need, where=where, wait_s=wait_s, notify=notify)
+                board = Board(ray) if is_compared else None
                 nodes.require_one(at_once=True)
                 work = Work(ray, function, check, need=self._need, board=board)
                 if check is not None and self._address is not None:

@@ -6,7 +6,7 @@ import re
 import socket
 from typing import Any
 
-from manifests.errors import UserError, first_line
+from manifests.errors import FailedWork, UserError, first_line
 
 _ANSWER_LIMIT_S = 10.0
 _START_HINT = "start one with `ray start --head`, or omit --address to start Ray on this machine"
@@ -34,7 +34,8 @@ def connect(ray: Any, address: str | None, *, num_cpus: int | None = None) -> No
     """Start a private instance with `num_cpus` CPUs, or connect to the cluster at `address`.
 
     Raises:
-        UserError: Ray cannot start, nothing answers at the address, or the cluster has another version.
+        UserError: Ray cannot start here, nothing answers at the address, or the cluster has another version.
+        FailedWork: Ray did not start, for example because one of its processes was killed.
     """
     quiet = {"log_to_driver": False, "logging_level": logging.ERROR}
     if address is None:
@@ -42,10 +43,14 @@ def connect(ray: Any, address: str | None, *, num_cpus: int | None = None) -> No
         os.environ.setdefault("RAY_AUTH_MODE", "disabled")
         try:
             ray.init(address="local", num_cpus=num_cpus, include_dashboard=False, **quiet)
-        except OSError as error:  # for example, socket paths are limited to 107 bytes
-            raise UserError(
-                f"Ray cannot start on this machine: {error}",
-                hint="set RAY_TMPDIR to a writable folder with a short path, or use --engine processes",
+        except Exception as error:  # noqa: BLE001 - Ray raises plain ones, too
+            if isinstance(error, OSError) and not isinstance(error, ConnectionError | TimeoutError):
+                raise UserError(  # for example, socket paths are limited to 107 bytes
+                    f"Ray cannot start on this machine: {error}",
+                    hint="set RAY_TMPDIR to a writable folder with a short path, or use --engine processes",
+                ) from None
+            raise FailedWork(  # for example, one of its processes was killed
+                f"Ray did not start on this machine: {first_line(error)}; run the same command again"
             ) from None
         return
     try:

@@ -19,9 +19,7 @@ BLACK_LEVEL = 25  # a pixel is black up to here: 0.10 of the range, as in ffmpeg
 BLACK_PIXELS = 0.98  # share of such pixels in a black frame, as there
 BAR_LEVEL = 9.3  # mean luma of a line of a bar: 24 in limited range, as in ffmpeg's cropdetect
 STILL_DIFFERENCE = 3.0  # mean absolute difference in any block of a frozen picture, in levels; compression makes 0.9
-# A key frame is encoded anew, and what nothing has moved in differs everywhere: at most in any block by this many times
-# the median of all blocks, and this much (2.9 levels at CRF 24, 6.8 at CRF 32).
-_ANEW_FACTOR, _ANEW_DIFFERENCE = 4.0, 8.0
+MAX_ANEW = 2.0  # levels by which all blocks of a still picture may differ behind a key frame, which is encoded anew
 _BLOCK_PX = 8  # of small luma, which has 16 of them along its long side
 MIN_FROZEN_S = 1.0  # shorter standstills do not count
 _HASH_SIDE, _PICTURE_SIDE = 8, 32
@@ -82,12 +80,16 @@ def frozen_frames(looks: Sequence[Look], *, num_frames: int, min_frames: float, 
 
 
 def _is_still(before: Luma, after: Luma, *, is_anew: bool = False) -> bool:
-    """Return True if nothing has moved between two frames; `is_anew`: if there is a key frame between them."""
+    """Return True if nothing has moved between two frames.
+
+    Args:
+        is_anew: there is a key frame between them. The median of all blocks then counts as compression.
+    """
     difference = cv2.absdiff(before, after).astype(np.float32)
     size = (max(1, before.shape[1] // _BLOCK_PX), max(1, before.shape[0] // _BLOCK_PX))
     blocks = cv2.resize(difference, size, interpolation=cv2.INTER_AREA)
-    anew = min(_ANEW_FACTOR * float(np.median(blocks)), _ANEW_DIFFERENCE) if is_anew else 0.0
-    return bool(blocks.max() <= max(STILL_DIFFERENCE, anew))
+    anew = min(float(np.median(blocks)), MAX_ANEW) if is_anew else 0.0
+    return bool(blocks.max() <= STILL_DIFFERENCE + anew)
 
 
 def sharpness(luma: Luma) -> float:

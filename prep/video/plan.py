@@ -189,6 +189,12 @@ class Plan:
         columns = (np.asarray(self._probes[name])[videos] for name in ("width", "height", "fps"))
         return Workload(frames / float(self.recipe.settings.fps_exact), *columns)
 
+    def source_bytes_per_s(self, rows: np.ndarray) -> np.ndarray:
+        """Return the bytes per second of the sources of the spans in the given rows, float64."""
+        videos = self._video_rows[rows]
+        size_bytes, end_s = (np.asarray(self._probes[name])[videos] for name in ("size_bytes", "end_s"))
+        return np.asarray(size_bytes / end_s)
+
     @property
     def mean_chunk_s(self) -> float:
         """Mean length of a chunk in seconds; with `--cut even`, that of a full chunk."""

@@ -1,6 +1,6 @@
 """Trial encodes: what the encoder costs on this machine with these videos, for the estimate of a plan.
 
-Of up to three videos, a short and a longer section are encoded. The difference of the two is the cost of their
+Of up to four videos, a short and a longer section are encoded. The difference of the two is the cost of their
 additional seconds alone: starting the program and decoding up to the first frame count in neither.
 """
 
@@ -17,7 +17,7 @@ from prep.video.ffmpeg import find_ffmpeg
 from prep.video.plan import Plan, SpanPlan, Workload
 from prep.video.spans import Span
 
-_NUM_VIDEOS = 3
+_NUM_VIDEOS = 3  # and the heaviest one
 _SHORT_S, _LONG_S = 1.0, 4.0
 
 
@@ -35,16 +35,21 @@ class Trial:
 
 
 def run_trials(plan: Plan, rows: np.ndarray, work: Workload) -> list[Trial]:
-    """Encode sections of videos that a plan has work for: a cheap one, a medium one and an expensive one.
+    """Encode sections of videos that a plan has work for: a small one, a medium one, a large one and the heaviest one.
 
-    Videos that cannot be encoded, or are too short, are left out; nothing is kept.
+    The heaviest one has the most bytes per second at the size of the chunks: what took much in its source, such as
+    grain and fast motion, takes much in chunks as well. Its costs are the upper end of the range. Videos that cannot be
+    encoded, or are too short, are left out; nothing is kept.
 
     Args:
         rows: rows of the layout with work, int64[N].
         work: `plan.workload(rows)`.
     """
     order = np.argsort(work.width * work.height * work.fps, kind="stable")
-    chosen = sorted({int(order[(2 * part + 1) * len(order) // (2 * _NUM_VIDEOS)]) for part in range(_NUM_VIDEOS)})
+    scale = np.minimum(1.0, plan.recipe.settings.short_side / np.maximum(1, np.minimum(work.width, work.height)))
+    heaviest = int(np.argmax(plan.source_bytes_per_s(rows) * scale**2))
+    by_size = (int(order[(2 * part + 1) * len(order) // (2 * _NUM_VIDEOS)]) for part in range(_NUM_VIDEOS))
+    chosen = sorted({heaviest, *by_size})
     found = []
     for index, span in zip(chosen, plan.spans([int(rows[index]) for index in chosen]), strict=True):
         try:

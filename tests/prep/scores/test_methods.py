@@ -116,11 +116,34 @@ def test_every_frame_of_the_time_belongs_to_one_look() -> None:
 
 def test_slow_changes_and_short_standstills_are_not_frozen() -> None:
     fading = looks(*((frame, 2 * frame) for frame in range(0, 60, 5)))
-    assert frozen_frames(fading, num_frames=60, min_frames=30) == 0
+    assert frozen_frames(fading, num_frames=60, min_frames=30, key_frames=[0]) == 0
     still = looks((0, 9), (5, 9), (10, 90), (15, 90), (20, 90), (60, 9))
-    assert frozen_frames(still, num_frames=61, min_frames=30) == pytest.approx(32.5)
-    assert frozen_frames(looks((0, 9), (1, 9)), num_frames=2, min_frames=30) == 2
-    assert frozen_frames(looks((0, 9), (40, 90)), num_frames=80, min_frames=30) == 0, "nothing was seen to stand still"
+    assert frozen_frames(still, num_frames=61, min_frames=30, key_frames=[0]) == pytest.approx(32.5)
+    assert frozen_frames(looks((0, 9), (1, 9)), num_frames=2, min_frames=30, key_frames=[0]) == 2
+    assert frozen_frames(looks((0, 9), (40, 90)), num_frames=80, min_frames=30, key_frames=[0]) == 0, (
+        "nothing was seen to stand still"
+    )
+
+
+@pytest.mark.parametrize(
+    ("everywhere", "in_a_block", "behind_a_key_frame", "frozen"),
+    [
+        (1, 4, True, 60),  # encoded anew
+        (1, 4, False, 0),  # frames between key frames copy what stands still
+        (0, 4, True, 0),  # something small has moved
+        (9, 12, True, 0),  # all has changed
+    ],
+)
+def test_a_standstill_lasts_across_key_frames(
+    everywhere: int, in_a_block: int, behind_a_key_frame: bool, frozen: int
+) -> None:
+    before = np.full((72, 128), 100, np.uint8)
+    after = before + np.uint8(everywhere)
+    after[8:16, 8:16] = 100 + in_a_block
+    pictures = [before] * 3 + [after] * 3
+    seen = [Look.of(10 * number, picture) for number, picture in enumerate(pictures)]
+    keys = [0, 30] if behind_a_key_frame else [0]
+    assert frozen_frames(seen, num_frames=60, min_frames=40, key_frames=keys) == frozen
 
 
 @pytest.mark.parametrize("zoom", [1.0, 1.04])

@@ -56,6 +56,19 @@ def test_a_plan_measures_this_machine_and_these_videos(
     assert re.search(r"measured by encoding 5 s of \d video", text) and " to " in text and "None" not in text
 
 
+def test_the_size_lies_in_the_range_though_one_video_takes_more_than_the_others(prep: Prep, tmp_path: Path) -> None:
+    (tmp_path / "videos").mkdir()
+    for name in "abcd":  # by size alone, b is not tried
+        pattern = "noise=alls=60:allf=t" if name == "b" else "noise=alls=2:allf=t"
+        source = f"testsrc=size=64x64:rate=10:duration=5,{pattern}"
+        command = [find_ffmpeg().path, "-loglevel", "error", "-f", "lavfi", "-i", source, "-preset", "ultrafast"]
+        subprocess.run([*command, str(tmp_path / f"videos/{name}.mp4")], check=True)
+    prep("manifest", "folder", tmp_path / "videos", "--data", tmp_path / "data")
+    settings = ("--data", tmp_path / "data", "--preset", "ultrafast", "--json")
+    low, high = prep("plan", *settings).summary["estimate"]["size_bytes_range"]
+    assert low < prep("chunk", "--engine", "processes", "--workers", 1, *settings).summary["num_bytes_written"] < high
+
+
 def workload(*, seconds: float = 10.0) -> Workload:
     return Workload(*(np.full(2, value) for value in (seconds, 640.0, 360.0, 25.0)))
 
