@@ -4,7 +4,6 @@
 #   make demo VIDEOS=DIR             shards and a contact sheet from your own videos
 #   make test PYTHON=python3.13 VENV=.venv-313
 #   make torture MINUTES=60 SEED=1   faults on purpose: see tests/torture
-#   make gpu-kit                     what a GPU is needed for, in build/gpu-kit/: see docs/gpu_kit.md (VIDEOS=DIR: with yours)
 #   make docs                        the documentation site, in build/site/
 #   make pages                       opens the pages of `make demo` in Chromium, checks them, and takes the pictures of the documents
 #   make peers                       what the benchmarks `decode`, `latents` and `search` compare with, in .venv-peers
@@ -17,7 +16,7 @@ UV := $(BIN)/uv
 COMPILE := $(UV) pip compile --quiet --universal --python-version 3.11 --generate-hashes \
 	--no-annotate --no-emit-index-url --custom-compile-command "make lock" $(LOCK_FLAGS)
 PYTEST_FLAGS ?=
-BENCHMARKS ?= caption caption_data caption_learning caption_pipeline chunk decode driver encoding latents losses mae mae_learning manifest memory plan recipes rerun search small_batches
+BENCHMARKS ?= caption caption_pipeline chunk decode encoding latents losses mae manifest memory plan rerun search
 PEERS_VENV := .venv-peers
 PACKAGES := manifests shards prep train benchmarks scripts
 # pip believes the certificates of the system; uv shall too.
@@ -26,7 +25,7 @@ export UV_SYSTEM_CERTS ?= 1
 SEED ?= 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup lint style types test pytest torture demo docs pages gpu-kit peers benchmarks lock clean
+.PHONY: help setup lint style types test pytest torture demo docs pages peers benchmarks lock clean
 
 help:
 	@sed -n 's/^#   //p' Makefile
@@ -115,9 +114,6 @@ demo: setup
 		--out demo/index.html
 	@echo "The chunks: demo/chunks.html    The results: demo/index.html    A search: demo/search.html"
 endif
-
-gpu-kit: setup
-	$(BIN)/python -m scripts.gpu_kit.build $(if $(VIDEOS),--videos "$(VIDEOS)") $(if $(PIECES),--pieces $(PIECES))
 
 docs: setup
 	$(BIN)/python -m scripts.site.build

@@ -9,8 +9,6 @@ from pathlib import Path
 from manifests.errors import UserError
 
 REPOSITORY = Path(__file__).resolve().parent.parent
-# For copies without git history, such as the GPU kit: the commit name recorded when the copy was made.
-COMMIT_FILE = "COMMIT"
 
 
 def machine() -> str:
@@ -22,11 +20,7 @@ def machine() -> str:
 
 
 def commit() -> str:
-    """Return the commit; `-dirty` if files differ from it, `unknown` in a copy without the information."""
-    # Checked first, because git would find the history of a repository that contains the copy.
-    written = REPOSITORY / COMMIT_FILE
-    if written.is_file():
-        return written.read_text().strip()
+    """Return the commit; `-dirty` if files differ from it, `unknown` in a copy without its history."""
     command = ["git", "-C", str(REPOSITORY), "describe", "--always", "--dirty"]
     described = subprocess.run(command, capture_output=True, text=True)
     return described.stdout.strip() if described.returncode == 0 else "unknown"

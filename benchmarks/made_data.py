@@ -17,13 +17,13 @@ from unittest import mock
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
-import pyarrow.parquet as pq
 
 from manifests.keys import chunk_key
 from manifests.publish import make_folder
 from manifests.schema import CAPTIONS
 from manifests.store import write_manifest
 from prep.core.layout import write_layout
+from prep.core.table_file import write_table_file
 from prep.core.variant_folder import make_variant
 from prep.sources.table import PROBES, PROBES_FILE
 from prep.video.layout import layout_path
@@ -43,18 +43,21 @@ _NO_SHA256 = "0" * 64
 
 
 def make_videos(data: Path, *, num_videos: int, chunks_per_video: int, recipe: ResolvedRecipe) -> None:
-    """Write the manifest, empty source files, and probes that describe non-empty videos."""
+    """Write the manifest, empty source files and links to them, and probes that describe non-empty videos."""
     numbers = np.arange(num_videos)
     names = pc.binary_join_element_wise("video", _digits(numbers, 7), "-")
+    # All folders are links to the first: ten million files would take as many inodes.
     folders = pc.binary_join_element_wise(f"{data}/sources", _digits(numbers // _VIDEOS_PER_FOLDER, 4), "/")
-    paths = pc.binary_join_element_wise(folders, pc.binary_join_element_wise(names, "mp4", "."), "/")
-    mtimes_ns = np.empty(num_videos, np.int64)
-    for begin in range(0, num_videos, _VIDEOS_PER_FOLDER):
-        Path(folders[begin].as_py()).mkdir(parents=True)
-        for number, path in enumerate(paths.slice(begin, _VIDEOS_PER_FOLDER).to_pylist(), begin):
-            descriptor = os.open(path, os.O_CREAT | os.O_WRONLY)
-            mtimes_ns[number] = os.fstat(descriptor).st_mtime_ns
-            os.close(descriptor)
+    files = pc.binary_join_element_wise(_digits(numbers % _VIDEOS_PER_FOLDER, 3), "mp4", ".")
+    paths = pc.binary_join_element_wise(folders, files, "/")
+    first = data / "sources" / "0000"
+    first.mkdir(parents=True)
+    for name in files.slice(0, _VIDEOS_PER_FOLDER).to_pylist():
+        (first / name).touch()
+    for number in range(1, -(-num_videos // _VIDEOS_PER_FOLDER)):
+        first.with_name(f"{number:04d}").symlink_to(first)
+    of_folder = [(first / name).stat().st_mtime_ns for name in files.slice(0, _VIDEOS_PER_FOLDER).to_pylist()]
+    mtimes_ns = np.array(of_folder, np.int64)[numbers % _VIDEOS_PER_FOLDER]
     videos = pa.table(
         {
             "video_id": names,
@@ -72,7 +75,9 @@ def make_videos(data: Path, *, num_videos: int, chunks_per_video: int, recipe: R
         "mtime_ns": mtimes_ns,
         "code": pa.nulls(num_videos),
         "message": pa.nulls(num_videos),
-        "fingerprint": _digits(numbers, 64),
+        "fingerprint": pa.chunked_array(
+            [_digits(part, 64) for part in np.array_split(numbers, -(-num_videos // 10**6))]
+        ),
         "end_s": np.full(num_videos, end_s),
         "fps": np.full(num_videos, 30.0),
         "key_gap_s": np.full(num_videos, 5.0),
@@ -80,8 +85,13 @@ def make_videos(data: Path, *, num_videos: int, chunks_per_video: int, recipe: R
         "height": np.full(num_videos, 720),
         "codec": pa.repeat("h264", num_videos),
     }
-    columns = [pa.array(values[field.name]).cast(field.type) for field in PROBES]
-    pq.write_table(pa.table(columns, schema=PROBES), data / PROBES_FILE)
+    columns = [
+        value.cast(field.type)
+        if isinstance(value := values[field.name], pa.ChunkedArray)
+        else pa.array(value, field.type)
+        for field in PROBES
+    ]
+    write_table_file(data / PROBES_FILE, pa.table(columns, schema=PROBES))
 
 
 def _digits(numbers: np.ndarray, width: int) -> pa.Array:

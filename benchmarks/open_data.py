@@ -157,12 +157,12 @@ def write_column(
     set_current_variant(data, column, VARIANTS[column])
     commits = open_table_commits(folder)
     assert commits is not None, "the table of commits does not count"
-    for name, of_folder in commits_by_folder(commits):
+    for part, of_folder in commits_by_folder(commits):
         first, last = min(of_folder), max(of_folder)
         number = np.arange(first * chunks_per_shard, min((last + 1) * chunks_per_shard, num_chunks))
         metadata = chunk_table_metadata(_MEMBERS[column], index_sha256_of(of_folder), open_gops=())
         table = _part(column, number, chunks_per_shard, chunks_per_video)
-        write_merged_table(folder / name / CHUNKS_FILE, table, commits=of_folder, metadata=metadata)
+        write_merged_table(folder / part / CHUNKS_FILE, table, commits=of_folder, metadata=metadata)
 
 
 def _stride(column: str) -> int:

@@ -42,10 +42,10 @@ def print_report(
         f"{where['machine']}; Python {where['python']}, ffmpeg {where['ffmpeg']}; "
         f"commit {where['commit']}, {where['date']}\n"
     )
-    _print_table(rows)
+    print("\n".join(table(rows)))
     for other_title, other_rows in (further or {}).items():
         print(f"\n#### {other_title}\n")
-        _print_table(other_rows)
+        print("\n".join(table(other_rows)))
     print("".join(f"\n{note}" for note in notes), flush=True)
     if json_path is not None:
         content: dict[str, object] = {"benchmark": title, **where, **(figures or {})}
@@ -55,17 +55,21 @@ def print_report(
         json_path.write_text(json.dumps(content, indent=1) + "\n")
 
 
-def _print_table(rows: Rows) -> None:
-    columns = list(rows[0])
-    headings = ["variant" if column == "way" else column for column in columns]
-    print(f"| {' | '.join(headings)} |\n|{'---|' * len(columns)}")
-    for row in rows:
-        print(f"| {' | '.join(_cell(row[column]) for column in columns)} |")
+def table(rows: Rows) -> list[str]:
+    """Format a Markdown table with the columns of all rows, except columns without any value."""
+    columns = list(dict.fromkeys(key for row in rows for key in row))
+    columns = [key for key in columns if any(row.get(key) is not None for row in rows)]
+    headings = ["variant" if key == "way" else key for key in columns]
+    lines = [f"| {' | '.join(headings)} |", f"|{'---|' * len(columns)}"]
+    return lines + [f"| {' | '.join(cell(row.get(key)) for key in columns)} |" for row in rows]
 
 
-def _cell(value: object) -> str:
+def cell(value: object) -> str:
+    """Format a table cell: at least three digits of a number, and an empty cell for None."""
     if value is None:
         return ""
+    if isinstance(value, bool):
+        return "yes" if value else "no"
     if isinstance(value, float):
-        return f"{value:.2f}"
-    return f"{value:,}" if isinstance(value, int) else str(value)
+        return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}" if abs(value) < 1 else f"{value:.2f}"
+    return f"{value:,}" if isinstance(value, int) else " ".join(str(value).split()).replace("|", "\\|")

@@ -157,7 +157,7 @@ def open_caption_spans(data_dir: Path) -> CaptionSpans | None:
 def update_caption_spans(data_dir: Path) -> bool:
     """Write the files of the current manifest unless they are there; return whether they were written.
 
-    Folders in a bucket, and manifests without checksums, have none.
+    Folders in a bucket have none.
 
     Raises:
         UserError: the manifest cannot be read.

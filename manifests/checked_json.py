@@ -23,16 +23,18 @@ def publish_checked_json(path: Path, record: dict[str, Any]) -> None:
 
 
 def read_checked_json(path: Path) -> dict[str, Any]:
-    """Read the record at `path` and remove its checksum; records without one (written by older versions) are accepted.
+    """Read the record at `path` and remove its checksum.
 
     Raises:
         OSError: the file cannot be read; the exception has the file name.
-        ValueError: the content is not a JSON object, or its checksum does not match.
+        ValueError: the content is not a JSON object, or its checksum is missing or does not match.
     """
     record = parse_json(read_record(path))
     if not isinstance(record, dict):
         raise ValueError("not a JSON object")
     checksum = record.pop(CHECKSUM_KEY, None)
-    if checksum is not None and checksum != record_sha256(record):
+    if checksum is None:
+        raise ValueError("it has no checksum")
+    if checksum != record_sha256(record):
         raise ValueError("its checksum does not match its content")
     return record

@@ -3,6 +3,7 @@
     ClipmillError
     ├── UserError      the request is invalid                         exit 2, `error:` and `hint:` lines
     │   └── UserErrors several mistakes in one request                exit 2, two lines for each
+    ├── Inaccessible   a bucket refuses a file, or does not answer    as the OSError that it wraps
     ├── FailedWork     some of the work failed                        exit 1, a summary and the path of the list
     └── Stopped        stopped by SIGTERM after saving the work       exit 143, how to continue
 
@@ -23,6 +24,7 @@ EXIT_USER_ERROR = 2
 EXIT_INTERRUPTED = 130
 EXIT_STOPPED = 143
 
+_MAX_CHARS, _NUM_FIRST_CHARS = 200, 60  # of a line of a library
 _PERMISSION_ERRORS = frozenset({errno.EACCES, errno.EPERM})
 # Errors of a full or failing disk: neither an invalid request nor a bug.
 DISK_ERRORS = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG})
@@ -56,6 +58,24 @@ class UserErrors(UserError):
         super().__init__("\n".join(map(str, self.errors)), hint="\n".join(hints) or None)
 
 
+class Inaccessible(ClipmillError):
+    """A file of a bucket cannot be read now, which says nothing about its content.
+
+    It is no OSError, so that code which takes one for a damaged or missing file does not see it.
+
+    Attributes:
+        cause: what the storage says.
+    """
+
+    def __init__(self, cause: OSError) -> None:
+        super().__init__(cause)
+        self.cause = cause
+
+    def __str__(self) -> str:
+        where = f": {self.cause.filename}" if self.cause.filename else ""
+        return f"{self.cause.strerror or self.cause}{where}"
+
+
 class FailedWork(ClipmillError):
     """Some of the work failed; the message says how much, and names the list of failures."""
 
@@ -73,7 +93,10 @@ def run_command(command: Callable[[], object], *, has_daemons: bool = False) -> 
     """
     _open_closed_streams()
     try:
-        command()
+        try:
+            command()
+        except Inaccessible as error:
+            raise error.cause from error
         sys.stdout.flush()
     except UserError as error:
         for one in error.errors if isinstance(error, UserErrors) else (error,):
@@ -150,8 +173,16 @@ def _places_of(where: str) -> str:
 
 
 def first_line(error: BaseException) -> str:
-    """Return the first line of an error's message, or the error's type if the message is empty."""
-    return (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
+    """Return the first line of an error's message, or the error's type if the message is empty.
+
+    A long line loses its middle: libraries put what they did first, and the cause last.
+    """
+    line = (str(error).strip().splitlines() or [type(error).__name__])[0]
+    return (
+        line
+        if len(line) <= _MAX_CHARS
+        else f"{line[:_NUM_FIRST_CHARS]} ... {line[_NUM_FIRST_CHARS + 5 - _MAX_CHARS :]}"
+    )
 
 
 def program_version() -> str:

@@ -118,8 +118,6 @@ def stable_ids(
 
 
 def _read(folder: Path, manifest: Mapping[str, Any]) -> PreviousManifest:
-    if "tables" not in manifest:
-        return _read_without_checksums(folder, manifest)
     paths = {name: table_path(folder, name, manifest=manifest) for name in TABLE_FILES}
     return PreviousManifest(
         videos=_with_own_digest(pq.read_table(paths[VIDEOS_FILE]).replace_schema_metadata()),
@@ -129,25 +127,6 @@ def _read(folder: Path, manifest: Mapping[str, Any]) -> PreviousManifest:
         datasets=manifest["datasets"],
         further=manifest.get(FURTHER_KEY, {}),
     )
-
-
-def _read_without_checksums(folder: Path, manifest: Mapping[str, Any]) -> PreviousManifest:
-    """Read tables of an older version, which published them one by one: they may be from an interrupted write."""
-    tables = {}
-    for name, schema in ((VIDEOS_FILE, VIDEOS), (REJECTED_FILE, REJECTED)):
-        path = folder / name
-        tables[name] = pq.read_table(path).replace_schema_metadata() if path.exists() else schema.empty_table()
-    next_id = manifest.get("next_caption_id", 0)
-    captions: Path | None = folder / CAPTIONS_FILE
-    if captions is not None and captions.exists():
-        with pq.ParquetFile(captions) as file:
-            if file.num_row_groups:
-                ids = file.read_row_group(file.num_row_groups - 1, columns=["caption_id"])["caption_id"]
-                next_id = max(next_id, ids[-1].as_py() + 1)
-    else:
-        captions = None
-    videos, rejected = _with_own_digest(tables[VIDEOS_FILE]), tables[REJECTED_FILE]
-    return PreviousManifest(videos, rejected, captions, next_id, manifest.get("datasets", {}))
 
 
 def _with_own_digest(videos: pa.Table) -> pa.Table:

@@ -75,13 +75,13 @@ def manifest_dir(data_dir: Path) -> Path:
     return data_dir / MANIFEST_FOLDER
 
 
-def read_videos(data_dir: Path) -> pa.Table:
-    """Read the videos, schema.VIDEOS.
+def read_videos(data_dir: Path, *, columns: Sequence[str] = VIDEOS.names) -> pa.Table:
+    """Read the videos: columns of schema.VIDEOS.
 
     Raises:
         UserError: there is no manifest, a write of it was interrupted, or it has too many videos.
     """
-    videos = _read(data_dir, VIDEOS_FILE, VIDEOS).select(VIDEOS.names)
+    videos = _read(data_dir, VIDEOS_FILE, VIDEOS, columns=columns)
     require_numbers(manifest_dir(data_dir) / VIDEOS_FILE, num_rows=len(videos), videos=videos)
     return videos
 
@@ -307,14 +307,21 @@ def previous_manifest(data_dir: Path) -> PreviousManifest:
         return read_previous(folder, None, damage=damage)
 
 
-def _read(data_dir: Path, name: str, schema: pa.Schema, *, coded: list[str] | None = None) -> pa.Table:
+def _read(
+    data_dir: Path,
+    name: str,
+    schema: pa.Schema,
+    *,
+    coded: list[str] | None = None,
+    columns: Sequence[str] | None = None,
+) -> pa.Table:
     def read(manifest: dict[str, Any]) -> pa.Table:
         path = table_path(manifest_dir(data_dir), name, manifest=manifest)
         with pq.ParquetFile(path, read_dictionary=coded) as file:
             require_numbers(path, num_rows=file.metadata.num_rows)
-            table = file.read()  # one chunk per row group, while `read_table` returns many
-        _require_parts(path, table.schema, manifest=manifest, schema=schema)
-        return table
+            _require_parts(path, file.schema_arrow, manifest=manifest, schema=schema)
+            table = file.read(columns=columns)  # one chunk per row group, while `read_table` returns many
+        return table if columns is None else table.select(columns)
 
     return _read_consistently(data_dir, read).replace_schema_metadata().unify_dictionaries()
 

@@ -39,6 +39,11 @@ class DamagedManifest(UserError):
         self.path = path
 
 
+def is_table_file(name: str) -> bool:
+    """Return True for the name of a table file, staged or not."""
+    return name in TABLE_FILES or _STAGED.fullmatch(name) is not None
+
+
 def require_numbers(path: Path, *, num_rows: int, videos: pa.Table | None = None) -> None:
     """Refuse a table that is too large for row numbers and offsets of 32 bits.
 
@@ -51,7 +56,9 @@ def require_numbers(path: Path, *, num_rows: int, videos: pa.Table | None = None
     hint = "divide the videos among several data folders, which `train` takes together: --shards A --shards B"
     if num_rows > MAX_ROWS:
         raise UserError(f"{path} would have {num_rows:,} rows, but at most {MAX_ROWS:,} are supported", hint=hint)
-    for name in () if videos is None else videos.column_names:
+    if videos is None:
+        return
+    for name in videos.column_names:
         if pa.types.is_string(videos[name].type):
             size = pc.sum(pc.binary_length(videos[name]).cast(pa.int64())).as_py() or 0
             if size > MAX_TEXT_BYTES:
@@ -84,8 +91,6 @@ def promote(folder: Path, *, fingerprint: str) -> None:
 def table_path(folder: Path, name: str, *, manifest: Mapping[str, Any]) -> Path:
     """Return the path of the valid table `name`, after verifying its size and checksum against manifest.json.
 
-    Tables of older versions have no checksum.
-
     Args:
         manifest: content of manifest.json.
 
@@ -97,12 +102,14 @@ def table_path(folder: Path, name: str, *, manifest: Mapping[str, Any]) -> Path:
     staged = staged_path(folder, name, fingerprint=manifest["fingerprint"])
     path = staged if staged.exists() else folder / name
     recorded = manifest.get("tables", {}).get(name)
+    if recorded is None:
+        raise DamagedManifest(folder / "manifest.json", f"it has no checksum of {name}")
     try:
         require_regular(path, path=path)
         size_bytes = path.stat().st_size
-        if recorded is not None and size_bytes != recorded["bytes"]:
+        if size_bytes != recorded["bytes"]:
             raise DamagedManifest(path, f"it has {size_bytes} bytes, but {recorded['bytes']} in manifest.json")
-        if recorded is not None and describe(path)["sha256"] != recorded["sha256"]:
+        if describe(path)["sha256"] != recorded["sha256"]:
             raise DamagedManifest(path, "its checksum does not match manifest.json")
     except FileNotFoundError as error:
         raise DamagedManifest(path, "the file is missing") from error

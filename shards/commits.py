@@ -16,10 +16,9 @@ from typing import Any, NamedTuple
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from manifests.checked_json import record_sha256
+from manifests.checked_json import read_checked_json, record_sha256
 from manifests.errors import UserError
-from manifests.json_text import parse_json
-from manifests.publish import make_folder, publish_bytes, read_record
+from manifests.publish import make_folder, publish_bytes
 from shards.commit_table import CommitTable, commit_folders, date_of, open_commit_table, table_bytes
 from shards.contents import listed_contents
 from shards.damage import DamagedCommit
@@ -93,7 +92,6 @@ class Records:
         folders: modification time in ns of each folder of commits, from before its records were read.
         table: the variant's table of commits; None if there is none that counts.
         from_table: names of the folders whose records were read from the table.
-        misplaced: IDs of shards whose records are in `commits/` itself, where older versions wrote all of them.
     """
 
     commits: dict[int, Commit]
@@ -101,7 +99,6 @@ class Records:
     folders: Mapping[str, int] = field(default_factory=dict)
     table: CommitTable | None = None
     from_table: frozenset[str] = frozenset()
-    misplaced: frozenset[int] = frozenset()
 
     @property
     def is_table_current(self) -> bool:
@@ -128,7 +125,7 @@ class Records:
         files = [commit.files for commit in self.commits.values()]
         columns: dict[str, list[Any]] = {
             "shard_id": list(self.commits),
-            "folder": ["" if number in self.misplaced else folder_of(number) for number in self.commits],
+            "folder": [folder_of(number) for number in self.commits],
             "failures": [
                 json.dumps([asdict(failure) for failure in commit.failures]) if commit.failures else None
                 for commit in self.commits.values()
@@ -146,11 +143,8 @@ _FILE_FIELDS = tuple(one.name for one in fields(ShardFiles))
 
 
 def commit_path(variant_dir: Path, shard_id: int) -> Path:
-    """Return the path of the commit record of `shard_id`, which stays where an older version has written it."""
-    root, name = variant_dir / COMMITS_FOLDER, commit_name(shard_id)
-    path = root / in_folder(shard_id, name)
-    is_misplaced = path.parent != root and not path.exists() and (root / name).exists()
-    return root / name if is_misplaced else path
+    """Return the path of the commit record of `shard_id`."""
+    return variant_dir / COMMITS_FOLDER / in_folder(shard_id, commit_name(shard_id))
 
 
 def write_commit(variant_dir: Path, commit: Commit) -> None:
@@ -178,12 +172,9 @@ def read_commit(path: Path) -> Commit:
         FileNotFoundError: the file does not exist.
     """
     try:
-        record = parse_json(read_record(path))
-        checksum = record.pop("sha256")
-    except (ValueError, KeyError, AttributeError, TypeError) as error:
+        record = read_checked_json(path)
+    except ValueError as error:
         raise DamagedCommit(path, f"not a commit record ({error})") from error
-    if checksum != record_sha256(record):
-        raise DamagedCommit(path, "its checksum does not match its content")
     if (version := record.pop("clipmill_format", None)) != FORMAT_VERSION:
         raise UserError(
             f"{path} has format {version!r}, but this version of clipmill reads format {FORMAT_VERSION}",
@@ -210,9 +201,9 @@ def read_commit(path: Path) -> Commit:
 
 
 def _is_file_of(shard_id: int, name: str) -> bool:
-    """Return True if a tar or an index is in the place of this version or of older ones."""
+    """Return True if a tar or an index is in its place."""
     base = Path(name).name
-    return shard_id_of(base) == shard_id and name in (base, in_folder(shard_id, base))
+    return shard_id_of(base) == shard_id and name == in_folder(shard_id, base)
 
 
 def read_commits(variant_dir: Path) -> Commits:
@@ -264,18 +255,16 @@ def _records(variant_dir: Path, *, table_sha256: str | None) -> Records:
     from_table = frozenset(name for name in folders if table is not None and folders[name] == date_of(table.sha256))
     of_table = commits_in(table.rows) if table is not None and from_table else {}
     found: dict[int, Commit | DamagedCommit] = {}
-    misplaced: set[int] = set()
-    for name in folders:  # `commits/` itself first: if a shard has two records, the one in a folder counts
-        records = of_table.get(name, {}) if name in from_table else _read_folder(variant_dir / COMMITS_FOLDER / name)
-        found |= records
-        misplaced = misplaced.difference(records) if name else {number for number in records if folder_of(number)}
+    for name in folders:
+        found |= of_table.get(name, {}) if name in from_table else _read_folder(variant_dir / COMMITS_FOLDER, name)
     commits = {number: one for number, one in sorted(found.items()) if isinstance(one, Commit)}
     damaged = tuple(one for _, one in sorted(found.items()) if isinstance(one, DamagedCommit))
-    return Records(commits, damaged, folders, table, from_table, frozenset(misplaced))
+    return Records(commits, damaged, folders, table, from_table)
 
 
-def _read_folder(folder: Path) -> dict[int, Commit | DamagedCommit]:
-    """Read the records in one folder, by shard ID."""
+def _read_folder(root: Path, name_of_folder: str) -> dict[int, Commit | DamagedCommit]:
+    """Read the records of the shards that belong in one folder, by shard ID."""
+    folder = root / name_of_folder
     found: dict[int, Commit | DamagedCommit] = {}
     try:
         with os.scandir(folder) as entries:
@@ -284,7 +273,7 @@ def _read_folder(folder: Path) -> dict[int, Commit | DamagedCommit]:
         return found
     for name in names:
         match = _COMMIT_FILE.fullmatch(name)
-        if match is None or folder.name not in (COMMITS_FOLDER, folder_of(int(match[1]))):
+        if match is None or folder_of(int(match[1])) != name_of_folder:
             continue
         try:
             found[int(match[1])] = read_commit(folder / name)

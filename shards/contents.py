@@ -28,7 +28,7 @@ class Contents:
 
 
 def read_contents(variant_dir: Path) -> Contents | None:
-    """Read the contents of a variant; None during its first run, or if an older version wrote it.
+    """Read the contents of a variant; None during its first run.
 
     Raises:
         DamagedContents: the file is damaged.

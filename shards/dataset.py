@@ -1,4 +1,4 @@
-"""The variants of each column on disk, and which of them is current (`dataset.json`)."""
+"""The variants of each column on disk, which of them is current, and which one is being made (`dataset.json`)."""
 
 from pathlib import Path
 from typing import Any
@@ -52,36 +52,50 @@ def current_variant(data_dir: Path, column: str) -> str | None:
     return str(variant) if variant is not None else None
 
 
+def unfinished_variant(data_dir: Path, column: str) -> str | None:
+    """Return the name of the variant that the last run of `column` has begun beside the current one, and not finished.
+
+    Raises:
+        UserError: dataset.json is damaged or uses another format.
+    """
+    variant = _read(data_dir)["columns"].get(column, {}).get("making")
+    return str(variant) if variant is not None else None
+
+
 def set_current_variant(data_dir: Path, column: str, variant: str) -> None:
     """Make `variant` the current variant of `column`. Other columns are unchanged.
 
     Raises:
         UserError: dataset.json uses another format, or it is damaged and another column has several variants.
     """
-    with folder_lock(data_dir):  # concurrent commands for different columns must not overwrite each other's entry
-        try:
-            dataset = _read(data_dir)
-        except DamagedDataset as damage:
-            dataset = _rebuilt(data_dir, own=column, damage=damage)
-        entry = dataset["columns"].setdefault(column, {})
-        if entry.get("current") == variant:
-            return
-        entry["current"] = variant
-        publish_checked_json(data_dir / DATASET_FILE, dataset)
+    _record(data_dir, column, {"current": variant})
 
 
 def begin_variant(data_dir: Path, column: str, variant: str) -> None:
-    """Make `variant` the current variant of `column` if it has none, or if dataset.json is damaged.
+    """Record that a run makes `variant`; it is the current variant if there is none, or if dataset.json is damaged.
 
     Raises:
         UserError: see `set_current_variant`.
     """
     try:
-        has_current = current_variant(data_dir, column) is not None
+        entry = _read(data_dir)["columns"].get(column, {})
     except DamagedDataset:
-        has_current = False
-    if not has_current:
-        set_current_variant(data_dir, column, variant)
+        entry = {}
+    current = entry.get("current") or variant
+    wanted = {"current": current} if current == variant else {"current": current, "making": variant}
+    if entry != wanted:
+        _record(data_dir, column, wanted)
+
+
+def _record(data_dir: Path, column: str, entry: dict[str, str]) -> None:
+    with folder_lock(data_dir):  # concurrent commands for different columns must not overwrite each other's entry
+        try:
+            dataset = _read(data_dir)
+        except DamagedDataset as damage:
+            dataset = _rebuilt(data_dir, own=column, damage=damage)
+        if dataset["columns"].get(column) != entry:
+            dataset["columns"][column] = entry
+            publish_checked_json(data_dir / DATASET_FILE, dataset)
 
 
 def _rebuilt(data_dir: Path, *, own: str, damage: DamagedDataset) -> dict[str, Any]:

@@ -1,6 +1,6 @@
 """The shard set format. This text is the specification that writer, reader, verifier and index implement.
 
-    <data>/dataset.json                                    which variant of each column is current
+    <data>/dataset.json                                    which variant of each column is current, and which unfinished
     <data>/<column>/<variant>/recipe.json                  the settings that made the variant
     <data>/<column>/<variant>/000003-1f2e3d4c.tar          a shard: USTAR, uncompressed, mtime 0, never empty
     <data>/<column>/<variant>/000003-1f2e3d4c.tar.idx      Megatron-Energon's index: u64 offsets of samples, N + 1
@@ -8,7 +8,8 @@
     <data>/<column>/<variant>/commits/000003.json          the commit, without which the shard does not exist
     <data>/<column>/<variant>/012/012345-1f2e3d4c.tar ...  files of shard 12345, and commits/012/012345.json: see below
     <data>/<column>/<variant>/commits.arrow        all commits of a large variant in one table, derived from them
-    <data>/<column>/<variant>/chunks.arrow         all samples of the variant in one table, derived from the indexes
+    <data>/<column>/<variant>/chunks.arrow         samples of shards 0 to 999 in one table, derived from their indexes
+    <data>/<column>/<variant>/012/chunks.arrow     the same of shards 12000 to 12999
     <data>/<column>/<variant>/shards.txt, shards-<split>.txt   committed tars, one name per line, for other tools
     <data>/<column>/<variant>/contents.json        which shards are committed, checksums of recipe.json and lists
 
@@ -19,9 +20,7 @@ the old one; a commit names exactly one tar and one index, with size and SHA-256
 
 Folders hold at most 1,000 shards: shards 0 to 999 are in the variant's folder, shards 1000 to 1999 in its folder `001`,
 and so on; their commits are in `commits/` and `commits/001/`. Commits and lists of shards name files relative to the
-variant's folder (`001/001234-1f2e3d4c.tar`). Older versions kept all files in `<variant>/` and `commits/`. They are
-read from there, and a run adds its new shards in folders; if a shard has a commit in both places, the one in the folder
-counts.
+variant's folder (`001/001234-1f2e3d4c.tar`).
 
 Inside a tar, every sample has the same members in the same order, `<key>.<extension>`, adjacent. Keys contain no dot;
 member names are at most 100 bytes long. The array of a `.npy` member begins on a 512-byte boundary of the tar (its npy
@@ -33,28 +32,30 @@ only. A commit without a shard records that all its samples failed. Tars, indexe
 was written: no times, hosts or paths. A commit contains the SHA-256 of its own canonical JSON, and so do contents.json
 and dataset.json. A run writes contents.json when it finishes: a listed shard without a commit is damage; a commit that
 is not listed yet belongs to a run that was killed. Before a run removes commits that are no longer wanted, it removes
-them from the list. Sets without contents.json were written by an older version.
+them from the list. Only a set whose first run has not ended lacks it.
 
 A run with 100 commits or more ends by writing commits.arrow, so that readers open one file instead of one per shard;
 shards.commit_table defines it and when it counts. It is derived from the commits and replaces none of them.
 
-A run of `video`, `latents`, `text` or `scores` also ends by bringing chunks.arrow up to date: an Arrow IPC file of one
-batch, uncompressed, one row per sample, ordered by video (as in the manifest) and start, to be mapped by all processes
-of a machine. With commits.arrow, contents.json, recipe.json and the manifest it is all that is needed to open a
-training set; indexes are needed for the packet tables of `video` only when a clip is read. Columns:
-- all: `video_id` (a dictionary whose codes ascend); `shard` (i32, the shard ID) and `row` (i32, in the shard's index);
+A run of `video`, `latents` or `text` also ends by bringing the parts of its merged table up to date: the chunks.arrow
+of each folder of shards, an Arrow IPC file of one batch, uncompressed, one row per sample, ordered by shard and row.
+With commits.arrow, contents.json, recipe.json and the manifest they are all that is needed to open a training set;
+indexes are needed for the packet tables of `video` only when a clip is read. A run of `scores` writes a single
+chunks.arrow, ordered by video (as in the manifest) and start. Columns:
+- all: `video_id` (a dictionary); but for `scores`, `shard` (i32, the shard ID) and `row` (i32, in the shard's index);
 - `video`, `latents`, `text`: `offset`, `size` (u64) and `crc32` (u32) of one member's payload in its tar, that of the
   extension in the schema's metadata `member` (`mp4`, `latents.npy` or `latents.npy.zst`, `text.npy`);
 - `video`, `latents`: `start_ms`, `num_frames`, `fps_num`, `fps_den`, `width`, `height`; `latents`: `channels`, `dtype`
   (a dictionary). The npy header of an array is `size` less the bytes of the array;
 - `text`: `num_rows`, `width`, and the lists `caption_id` and `caption_row`;
 - `scores`: in place of shard, row and member the values of its index rows (shards.scores).
-The schema's metadata has `commits_sha256`, a digest of the commits that the table was made of: a table of other commits
-is stale, and readers use the indexes. `shard_ids` and `index_sha256` (16 hexadecimal digits each, concatenated) say
-which indexes its rows are from, so that the next run reads only new ones; `open_gops` lists the shards of `video` whose
-first chunk cannot be decoded from single packets. Each column's metadata has the CRC-32 of its values, and
-`schema_crc32` that of the schema (shards.merged_table). A table that is missing, stale or damaged is written again by
-the next run of its column. Sets without one were written by an older version, or by a run that was killed.
+The schema's metadata has `commits_sha256`, a digest of the commits that the file was made of, for a part those of its
+shards: a file of other commits is stale, and readers use the indexes of these shards. `shard_ids` and `index_sha256`
+(16 hexadecimal digits each, concatenated) say which indexes the rows of a part are from, so that the next run reads
+only new ones; `open_gops` lists the shards of `video` whose first chunk cannot be decoded from single packets. Each
+column's metadata has the CRC-32 of its values, and `schema_crc32` that of the schema (shards.merged_table). The bytes
+of a part are a function of the commits of its shards. A part that is missing, stale or damaged is written again by the
+next run of its column, and the others are left as they are. A set without parts is of a run that was killed.
 
 Index columns of every sample: `key`, and for each extension `<ext>_offset` (u64, of the payload in the tar),
 `<ext>_size` (u64) and `<ext>_crc32` (u32). Data columns add their own fields (VIDEO_FIELDS for `video`).

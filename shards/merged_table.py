@@ -1,4 +1,4 @@
-"""Merged tables, `<variant>/chunks.arrow`: all samples of a variant in one Arrow file that readers map into memory.
+"""Merged tables, `chunks.arrow`: the samples of many shards in one Arrow file that readers map into memory.
 
 The file has a single batch, so that every column is one array and all processes of a machine share its pages. The
 schema's metadata has a digest of the commits that the table was made of, so that a table of other commits is recognised
@@ -16,6 +16,7 @@ from pathlib import Path
 
 import pyarrow as pa
 
+from manifests.mapped_files import map_arrow_file
 from manifests.publish import published
 from manifests.storage.mirrors import read_range
 from shards.commits import Commit
@@ -52,7 +53,7 @@ def write_merged_table(
     Args:
         metadata: further metadata of the schema.
     """
-    fields = [field.with_metadata({_CRC_KEY: _crc32(table[field.name], _BLOCK_ROWS)}) for field in table.schema]
+    fields = [field.with_metadata({_CRC_KEY: _crc32(table[field.name])}) for field in table.schema]
     schema = pa.schema(fields, metadata={**metadata, _DIGEST_KEY: commits_digest(commits)})
     schema = schema.with_metadata({**schema.metadata, _SCHEMA_CRC_KEY: _schema_crc32(schema)})
     with published(path) as temporary, pa.ipc.new_file(temporary, schema) as writer:
@@ -70,7 +71,7 @@ def open_merged_table(path: Path) -> pa.Table:
     try:
         descriptor = open_regular(path)
         try:
-            with pa.memory_map(str(path)) as mapped:
+            with map_arrow_file(path) as mapped:
                 file = pa.ipc.open_file(mapped)
                 _require_schema(file.schema, path)
                 table = file.read_all()
@@ -151,14 +152,12 @@ def _marks(commits: Mapping[int, Commit]) -> Iterator[tuple[int, str | None, lis
 
 
 def _matches(column: pa.ChunkedArray, field: pa.Field) -> bool:
-    recorded = (field.metadata or {}).get(_CRC_KEY)
-    # Tables of scores of older versions have the checksum of the column as one block.
-    return _crc32(column, _BLOCK_ROWS) == recorded or _crc32(column, len(column)) == recorded
+    return _crc32(column) == (field.metadata or {}).get(_CRC_KEY)
 
 
 def _require_schema(schema: pa.Schema, path: Path) -> None:
-    """Raise DamagedTable unless a schema agrees with its checksum; tables of older versions have none."""
-    if (schema.metadata or {}).get(_SCHEMA_CRC_KEY) not in (None, _schema_crc32(schema)):
+    """Raise DamagedTable unless a schema agrees with its checksum."""
+    if (schema.metadata or {}).get(_SCHEMA_CRC_KEY) != _schema_crc32(schema):
         raise DamagedTable(path, "its schema differs from its checksum")
 
 
@@ -169,12 +168,12 @@ def _schema_crc32(schema: pa.Schema) -> bytes:
     return f"{zlib.crc32(repr((fields, others)).encode()):08x}".encode()
 
 
-def _crc32(column: pa.ChunkedArray, block_rows: int) -> bytes:
+def _crc32(column: pa.ChunkedArray) -> bytes:
     """CRC-32 (hex) of a column of one chunk, dictionary included, block by block."""
     crc = 0
     for chunk in column.chunks:
         for part in [chunk.indices, chunk.dictionary] if pa.types.is_dictionary(chunk.type) else [chunk]:
-            for begin in range(0, max(len(part), 1), max(block_rows, 1)):
-                block = pa.record_batch([part.slice(begin, block_rows)], names=["values"])
+            for begin in range(0, max(len(part), 1), _BLOCK_ROWS):
+                block = pa.record_batch([part.slice(begin, _BLOCK_ROWS)], names=["values"])
                 crc = zlib.crc32(block.serialize(), crc)
     return f"{crc:08x}".encode()

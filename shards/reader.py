@@ -145,11 +145,7 @@ class CommittedShard:
         return self.read_range(*self.member_range(row, extension))
 
     def read_range(self, offset: int, size: int) -> bytes:
-        """Read `size` bytes of the tar, starting at `offset`.
-
-        Raises:
-            DamagedTar: the tar is too short.
-        """
+        """Read `size` bytes of the tar, starting at `offset`; raises DamagedTar if it is too short."""
         return self._tars.read(self.tar_path, offset, size)
 
     def read_ranges(self, ranges: Sequence[tuple[int, int]]) -> list[bytes]:

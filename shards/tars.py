@@ -48,7 +48,8 @@ class TarBytes(Protocol):
         """Make sure that the index of a tar is at the path `index`, with this size and digest.
 
         Raises:
-            OSError: it cannot be fetched, or is another file.
+            Inaccessible: a bucket does not give it.
+            OSError: it cannot be written, or is another file.
         """
         ...
 

@@ -29,7 +29,7 @@ ROOT = Path(__file__).parent.parent
 # Files with tests that take half a minute or more. They run first, because at the end of the suite the other cores
 # would wait for them.
 LONG = (
-    "test_dry_run.py",
+    "test_gpu_dry_run.py",
     "test_slice.py",
     "test_signals.py",
     "test_benchmarks.py",
@@ -48,12 +48,6 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         choices=("auto", "cuda", "cpu"),
         default="auto",
         help="Device of tests/gpu: auto skips them where there is no GPU, cuda fails there, cpu is a dry run.",
-    )
-    parser.addoption(
-        "--gpu-until",
-        type=float,
-        metavar="S",
-        help="Seconds since the epoch: tests of tests/gpu that have not begun by then are skipped.",
     )
 
 

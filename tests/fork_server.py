@@ -43,8 +43,6 @@ _HEAVY = (
     *("torch.distributed.checkpoint", "torch.utils.flop_counter"),
     *("diffusers.models.autoencoders.autoencoder_tiny", "open_clip"),
 )
-# Packages of the checkout. A command that has another checkout on its PYTHONPATH imports them from there.
-_OWN = ("benchmarks", "manifests", "prep", "scripts", "shards", "tests", "train")
 
 
 class Server:
@@ -195,13 +193,6 @@ def _become(request: dict[str, Any], descriptors: list[int]) -> NoReturn:
         os.environ.update(request["environment"])
         sys.dont_write_bytecode = "PYTHONDONTWRITEBYTECODE" in os.environ
         tempfile.tempdir = None
-        if request.get("is_of_other_checkout"):
-            for name in [name for name in sys.modules if name.partition(".")[0] in _OWN]:
-                del sys.modules[name]
-            sys.path[:] = [path for path in sys.path if path != str(ROOT)]
-            sys.path[:0] = request["environment"]["PYTHONPATH"].split(os.pathsep)
-            sys.path_importer_cache.clear()
-            sys.executable = request["python"]
         processes: Any = importlib.import_module("prep.engines.processes")
         if "AWS_ENDPOINT_URL" not in os.environ:  # object storage does not survive a fork: those workers are spawned
             processes._CONTEXT = multiprocessing.get_context("fork")

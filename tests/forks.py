@@ -29,8 +29,8 @@ if words[:1] != ["-m"]:
     os.execv({python!r}, [{python!r}, *sys.argv[1:]])
 with socket.socket(socket.AF_UNIX) as server:
     server.connect("\\0{address}")
-    request = {{"module": words[1], "arguments": words[2:], "is_of_other_checkout": {is_of_other_checkout}}}
-    request |= {{"environment": dict(os.environ), "folder": os.getcwd(), "python": sys.argv[0]}}
+    request = {{"module": words[1], "arguments": words[2:]}}
+    request |= {{"environment": dict(os.environ), "folder": os.getcwd()}}
     rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [0, 1, 2]))]
     server.sendmsg([b"-"], rights)
     lines = server.makefile("rw")
@@ -60,20 +60,12 @@ class Forks:
         self._address = address or f"clipmill-forks-{os.getpid()}-{id(self)}"
         self._keeper: socket.socket | None = None
 
-    def python(self, *, is_of_other_checkout: bool = False) -> Path:
-        """Return a Python interpreter whose `-m MODULE` is forked; for other arguments it is the real one.
-
-        Args:
-            is_of_other_checkout: import this project from PYTHONPATH, in processes of the program too; only what it
-                stands on is there already.
-        """
-        path = self._folder / f"python-{os.getpid()}{'-of-other-checkout' * is_of_other_checkout}"
+    def python(self) -> Path:
+        """Return a Python interpreter whose `-m MODULE` is forked; for other arguments it is the real one."""
+        path = self._folder / f"python-{os.getpid()}"
         if not path.exists():
             self._keep()
-            program = _LAUNCHER.format(
-                python=sys.executable, address=self._address, is_of_other_checkout=is_of_other_checkout
-            )
-            path.write_text(program)
+            path.write_text(_LAUNCHER.format(python=sys.executable, address=self._address))
             path.chmod(0o755)
         return path
 

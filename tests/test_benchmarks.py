@@ -15,15 +15,9 @@ from tests.forks import Forks
 
 TINY = {
     "caption": ["--shape", "tiny", "--rounds", "1", "--captions", "2", "--device", "cpu"],
-    "caption_data": ["--pieces", "1", "--rounds", "1"],
-    "caption_learning": [
-        *("--seeds", "1", "--videos", "5", "--minutes", "0.26", "--steps", "1", "--batch", "4"),
-        *("--warmup-steps", "1", "--evaluate.every", "0"),
-    ],
     "caption_pipeline": ["--microbatches", "2", "--rounds", "1", "--schedules", "1f1b"],
     "chunk": ["--synthetic", "1", "--minutes", "0.05", "--rounds", "1", "--variants", "prep chunk", "bare ffmpeg"],
     "decode": ["--pieces", "1", "--clips", "2", "--rounds", "1", "--variants", "clipmill", "libavcodec"],
-    "driver": ["--tasks", "20", "--workers", "1", "--engines", "processes"],
     "encoding": ["--rounds", "1", "--cases", "tiny"],
     "latents": [
         *("--segments", "26", "--videos", "4", "--batches", "3", "--rounds", "1", "--copies", "2"),
@@ -31,43 +25,22 @@ TINY = {
     ],
     "losses": ["--rounds", "1", "--pairs", "32", "--width", "8"],
     "mae": ["--parts", "model", "--model", "tiny", "--size-px", "32", "--rounds", "1", "--steps", "1"],
-    "mae_learning": [
-        *("--seeds", "1", "--videos", "5", "--minutes", "0.26", "--neighbours", "2"),
-        *("--steps", "1", "--batch", "4", "--warmup-steps", "1"),
-    ],
     "manifest": ["--narrations", "400"],
     "memory": ["--minutes", "0.05"],
     "mixture": ["--pieces", "2", "--folders", "2", "--epochs", "1", "--rounds", "1"],
     "object_storage": ["--requests", "2", "--videos", "1", "--rounds", "1", "--latency-ms", "1"],
     "open": ["--chunks", "300", "--ranks", "1", "--sets", "chunks", "--indexes-up-to", "0"],
-    "open_indexes": ["--shards", "20", "--kept", "5"],
     "plan": ["--chunks", "80", "--runs", "1"],
-    "pseudo_captions": [
-        *("--seeds", "1", "--videos", "5", "--minutes", "0.17", "--caption-steps", "1", "--steps", "1"),
-        *("--batch", "2", "--warmup-steps", "1", "--size-px", "32", "--num-frames", "2"),
-    ],
     "python_loader": ["--pieces", "1", "--batch", "2", "--batches", "1", "--segments", "80", "--rounds", "1"],
-    "recipes": ["--rounds", "1", "--only", "balanced", "scaler area"],
     "remote": [
         *("--pieces", "1", "--batches", "1", "--segments", "40", "--rounds", "1"),
         *("--cached-epochs", "1", "--latency", "0.001"),
     ],
-    "remote_sources": ["--copies", "1", "--rounds", "1", "--latencies-ms", "0"],
     "rerun": ["--chunks", "80", "--runs", "1"],
     "scores": ["--rounds", "1"],
     "search": ["--rows", "300", "--rounds", "1"],
     "selection": ["--chunks", "2000", "--rounds", "1"],
-    "selection_learning": [
-        *("--videos", "5", "--chunks", "1", "--seeds", "1", "--steps", "1", "--batch", "4"),
-        *("--variants", "selected"),
-    ],
-    "shots": ["--rounds", "1", "--seconds", "1"],
-    "small_batches": ["--seeds", "1", "--steps", "2", "--points", "1"],
     "text_tower": ["--model", "tiny", "--captions", "4", "--rounds", "1", "--device", "cpu"],
-    "tuning": [
-        *("--rounds", "1", "--model", "tiny", "--batch", "4", "--size-px", "32"),
-        *("--variants", "whole", "--freeze video"),
-    ],
     "vit": ["--rounds", "1", "--variants", "naive", "fused, checkpointed", "open_clip", "--device", "cpu"],
 }
 # Constants of the modules: lengths of a turn, workers of a command.
@@ -78,13 +51,11 @@ NOT_BENCHMARKS = {
     "caption_steps",
     "environment",
     "launch",
-    "learning",
     "made_data",
     "mae_data",
     "mae_steps",
     "measure",
     "plain_loops",
-    "recipe_trial",
     "report",
     "object_storage_peers",
     "search_peers",
@@ -93,7 +64,6 @@ NOT_BENCHMARKS = {
     "vit_steps",
     "peer_process",
     "open_data",
-    "worker_memory",  # whose models have their full size
 }
 
 

@@ -7,7 +7,7 @@ import torch
 
 from benchmarks.caption import SHAPES
 from benchmarks.caption_steps import Shape, captioners
-from benchmarks.gpu.parts import Setup
+from benchmarks.gpu.measurements import Setup
 from train.models.captioner import Captioner
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pyarrow as pa
 
-from benchmarks.gpu.parts import Setup
+from benchmarks.gpu.measurements import Setup
 from manifests.schema import CAPTIONS
 from manifests.store import read_captions, read_videos, write_manifest
 from shards.commits import Commit, ShardFiles, write_commit

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from benchmarks.gpu.feeding_threads import ratio
-from benchmarks.gpu.parts import Result, Setup, Target
+from benchmarks.gpu.measurements import Result, Setup, Target
 from benchmarks.latent_peers.latent_data import SPLIT, write_columns
 from benchmarks.latent_peers.segment_set import (
     SEGMENT_BYTES,

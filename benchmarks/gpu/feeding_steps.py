@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 from benchmarks.gpu.feeding_data import require_repeated
-from benchmarks.gpu.parts import Result, Setup, Target, one_line
+from benchmarks.gpu.measurements import Result, Setup, Target, one_line
 from manifests.errors import UserError
 from train.commands.launch import launch
 from train.config.data import Augment

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from benchmarks.gpu.parts import Setup, one_line
+from benchmarks.gpu.measurements import Setup, one_line
 from benchmarks.timing import seconds_of, turns
 from train.engine.throughput import Throughput, peak_flops
 

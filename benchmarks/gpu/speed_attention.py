@@ -16,7 +16,7 @@ from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks.gpu.implementations import Implementation, Timings, faster_than, flops_columns, release, take_turns
-from benchmarks.gpu.parts import Result, Setup, Target, one_line
+from benchmarks.gpu.measurements import Result, Setup, Target, one_line
 from train.models.attention import Attend, Packing, attend_naively, attend_with_sdpa, open_attention, pack
 
 AUTO, NAIVE, XFORMERS = "auto", "naive", "xformers"

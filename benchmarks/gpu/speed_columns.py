@@ -8,7 +8,7 @@ import torch
 
 from benchmarks.encoding import CLIP, TEXTS, make_vae, words_of
 from benchmarks.gpu.implementations import Implementation, Opening, faster_than, rows_of, take_turns
-from benchmarks.gpu.parts import Result, Setup, Target
+from benchmarks.gpu.measurements import Result, Setup, Target
 from benchmarks.plain_loops import encode_pictures, encode_texts
 from prep.latents.vae import Encoder, Precision, tiny_vae
 from prep.latents.weights import Vae

@@ -9,7 +9,7 @@ from benchmarks.caption import HF, METHODS, OURS, check_logits
 from benchmarks.caption_steps import generate, write
 from benchmarks.gpu.captioners import opened_captioners, shape_of
 from benchmarks.gpu.implementations import Implementation, Opening, faster_than, rows_of, take_turns
-from benchmarks.gpu.parts import Result, Setup, Target
+from benchmarks.gpu.measurements import Result, Setup, Target
 from benchmarks.losses import BASE, OPEN_CLIP, openings_of
 from train.engine.throughput import FlopCounter
 from train.tasks.caption.settings import DecodingSettings, max_tokens_of

@@ -11,7 +11,7 @@ from benchmarks.caption import OURS as CAPTION_OURS
 from benchmarks.caption_steps import Shape
 from benchmarks.gpu.captioners import opened_captioners, shape_of
 from benchmarks.gpu.implementations import Implementation, Opening, Timings, faster_than, rows_of, take_turns
-from benchmarks.gpu.parts import Result, Setup, Target
+from benchmarks.gpu.measurements import Result, Setup, Target
 from benchmarks.mae_steps import HF, NUM_FRAMES, OURS, HfSteps, OurSteps, Steps, take
 from benchmarks.text_tower import SETS, captions, check_equal, text_towers
 from benchmarks.text_tower import take as take_text

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from benchmarks.gpu.implementations import GIB, Implementation, Opening, faster_than, release, rows_of, take_turns
-from benchmarks.gpu.parts import Result, Setup, Target, one_line
+from benchmarks.gpu.measurements import Result, Setup, Target, one_line
 from benchmarks.gpu.speed_attention import attentions
 from benchmarks.vit import CPU_SETUP, GPU_SETUP, largest_batch, limit_memory
 from benchmarks.vit_steps import NAIVE, OPEN_CLIP, Steps, TowerVariant

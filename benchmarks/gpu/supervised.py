@@ -1,4 +1,4 @@
-"""Runs a part in a separate process, and starts another for the rest if it exits or hangs.
+"""Runs the measurements in a separate process, and starts another for the rest if it exits or hangs.
 
 After an illegal memory access a process can no longer use its GPU, a kernel built for another version of torch may
 crash it, and a compiler may hang. The measurement in progress is then recorded as failed, and the remaining ones run.
@@ -14,19 +14,23 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.gpu.parts import DeviceLost, Measurement, Record, Setup, run_part, say, skip_rest, write
+from benchmarks.gpu.measurements import DeviceLost, Measurement, Record, Setup, run_measurements, say, skip_rest, write
 
-# Set for the measuring process: the end of the part's time, in seconds since the epoch.
-_ENDS = "CLIPMILL_PART_ENDS"
+# Set for the measuring process: the end of its time, in seconds since the epoch.
+_ENDS = "CLIPMILL_GPU_ENDS"
 _LOST_STATUS = 3
 _LOOKS_EVERY_S = 0.5
 _SLOWER = 3.0  # a measurement is aborted after this multiple of its estimated time
 _LEAST_S = 90.0
-_GRACE_S = 10.0  # after the end of the part's time; shorter than the kit's own grace period (scripts/gpu_kit/parts.py)
+_GRACE_S = 20.0  # after the end of the time, for a measurement that takes longer than estimated
+
+
+def is_measuring() -> bool:
+    """Return True in the measuring process."""
+    return _ENDS in os.environ
 
 
 def run_supervised(
-    part: str,
     measurements: Sequence[Measurement],
     *,
     setup: Callable[[], Setup],
@@ -34,7 +38,7 @@ def run_supervised(
     minutes: float,
     path: Path,
 ) -> bool:
-    """Call `run_part` in a new process of this program with the same arguments; a dry run stays in this process.
+    """Call `run_measurements` in a new process of this program with the same arguments; a dry run stays in this one.
 
     Args:
         setup: called in the measuring process, so that no other process uses the GPU.
@@ -43,21 +47,21 @@ def run_supervised(
         True if all measurements that were run succeeded.
     """
     if is_dry_run:
-        return run_part(part, measurements, setup=setup(), minutes=minutes, path=path)
-    if _ENDS in os.environ:
+        return run_measurements(measurements, setup=setup(), minutes=minutes, path=path)
+    if is_measuring():
         minutes_left = (float(os.environ[_ENDS]) - time.time()) / 60
         taken = [Record(**one) for one in _read(path).get("measurements", [])]
         try:
-            return run_part(part, measurements, setup=setup(), minutes=minutes_left, path=path, taken=taken)
+            return run_measurements(measurements, setup=setup(), minutes=minutes_left, path=path, taken=taken)
         except DeviceLost as lost:
-            print(f"{part}: the GPU is lost for this process: {lost}", file=sys.stderr, flush=True)
+            print(f"the GPU is lost for this process: {lost}", file=sys.stderr, flush=True)
             os._exit(_LOST_STATUS)  # destructors would access the GPU
     path.unlink(missing_ok=True)
     signal.signal(signal.SIGTERM, _end)
-    return _supervise(part, measurements, path=path, ends_s=time.time() + 60 * minutes)
+    return _supervise(measurements, path=path, ends_s=time.time() + 60 * minutes)
 
 
-def _supervise(part: str, measurements: Sequence[Measurement], *, path: Path, ends_s: float) -> bool:
+def _supervise(measurements: Sequence[Measurement], *, path: Path, ends_s: float) -> bool:
     limits_s = {one.name: max(_LEAST_S, _SLOWER * one.estimated_s) for one in measurements}
     environment = {**os.environ, _ENDS: str(ends_s)}
     # At most one process per measurement, whatever terminates them.
@@ -65,8 +69,8 @@ def _supervise(part: str, measurements: Sequence[Measurement], *, path: Path, en
         try:
             why, status = _watched(environment, path, limits_s=limits_s, ends_s=ends_s)
         except (KeyboardInterrupt, _TimeIsOver) as end:
-            if not _cut(part, measurements, path=path):
-                print(f"{part}: the time limit was reached before any measurement", file=sys.stderr, flush=True)
+            if not _cut(measurements, path=path):
+                print("the time limit was reached before any measurement", file=sys.stderr, flush=True)
                 return False
             if isinstance(end, KeyboardInterrupt):
                 raise
@@ -80,23 +84,23 @@ def _supervise(part: str, measurements: Sequence[Measurement], *, path: Path, en
             record = Record(name=running, error=why)
             records.append(record)
             write(path, content, records)
-            say(part, record)
+            say(record)
         elif not records:
-            print(f"{part}: {why} before any measurement", file=sys.stderr, flush=True)
+            print(f"{why} before any measurement", file=sys.stderr, flush=True)
             return False
         if len(records) == len(measurements):
             break
         if time.time() >= ends_s:
-            _cut(part, measurements, path=path)
+            _cut(measurements, path=path)
             break
     return False
 
 
 class _TimeIsOver(Exception):
-    """The part's time is over during a measurement."""
+    """The time is over during a measurement."""
 
 
-def _cut(part: str, measurements: Sequence[Measurement], *, path: Path) -> bool:
+def _cut(measurements: Sequence[Measurement], *, path: Path) -> bool:
     """Record the measurement in progress and those not started; return False if there is no file yet."""
     content = _read(path)
     if not content:
@@ -106,7 +110,7 @@ def _cut(part: str, measurements: Sequence[Measurement], *, path: Path) -> bool:
     skip_rest(records, measurements, running=content.pop("running", None))
     write(path, content, records)
     for record in records[num_taken:]:
-        say(part, record)
+        say(record)
     return True
 
 

@@ -10,7 +10,7 @@ class Reason(StrEnum):
     MISSING_CHUNK = "missing_chunk"  # a model's caption of a chunk that no longer exists
     AMBIGUOUS_VIDEO = "ambiguous_video"  # the name matches several files
     DUPLICATE_ID = "duplicate_id"  # another video or narration already has this ID
-    BAD_NAME = "bad_name"  # the file name is not valid Unicode
+    BAD_NAME = "bad_name"  # the file name is not valid Unicode, or an object with such a name cannot be read
     EMPTY_FILE = "empty_file"  # a video of zero bytes
     NOT_A_FILE = "not_a_file"  # has the name of a video, but is a folder, a pipe, a socket or a device
     UNREADABLE = "unreadable"  # the file or folder is inaccessible: a broken or circular link, or no permission

@@ -54,6 +54,10 @@ def scan_bucket(folder: str, *, skip: str | None = None, beside: frozenset[str] 
         raise UserError(
             f"cannot list {masked(folder)}: {error.strerror or error}", hint="check the address and the network"
         ) from error
+    odd = (key for key in sorted(objects.odd_names) if PurePosixPath(key).suffix.lower() in VIDEO_SUFFIXES)
+    faults = [
+        Fault(objects.address_of(key), Reason.BAD_NAME, "an object with such a name cannot be read") for key in odd
+    ]
     if not files and num_skipped:
         raise UserError(
             f"all videos in {masked(folder)} are in the data folder {masked(str(skip))}, where sources are not read",
@@ -61,7 +65,7 @@ def scan_bucket(folder: str, *, skip: str | None = None, beside: frozenset[str] 
         )
     if not files:
         raise no_videos(folder, [])
-    return Scan(sorted(files, key=file_order), [], sorted(others, key=file_order))
+    return Scan(sorted(files, key=file_order), faults, sorted(others, key=file_order))
 
 
 def require_listable(folder: str) -> None:

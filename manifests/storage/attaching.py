@@ -12,10 +12,11 @@ from contextlib import suppress
 from pathlib import Path
 
 from manifests.errors import UserError
+from manifests.storage.local_files import run_of
 from manifests.storage.mirrors import mirror_of, register
 from manifests.storage.objects import open_objects
 from manifests.storage.stores import scheme_of
-from manifests.storage.working_copy import WorkingCopy, run_of
+from manifests.storage.working_copy import WorkingCopy
 
 _SHARED_FOLDERS = ("manifest", "layout")  # what a worker on another node reads beside its shards
 

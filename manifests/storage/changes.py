@@ -16,17 +16,20 @@ import random
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from manifests.errors import UserError
 from manifests.storage.clouds import cloud_of
 from manifests.storage.errors import Conflict, NoAnswer, storage_errors
+from manifests.storage.listing import quoted_etag
 from manifests.storage.stores import RETRY_S, open_store
 from manifests.storage.waiting import awaited
 
 if TYPE_CHECKING:
-    from manifests.storage.objects import ObjectInfo, Objects
+    from manifests.storage.listing import ObjectInfo
+    from manifests.storage.objects import Objects
 
 _FIRST_PAUSE_S, _LAST_PAUSE_S = 0.1, 5.0
 _NUM_BATCHES = 20  # of deletions that obstore sends at once
@@ -59,7 +62,7 @@ class Changes:
         num_parts = 1 if mode != "overwrite" else -(-num_bytes // PART_BYTES)
         written = self._repeated(key, lambda: self._put_once(key, content, mode=mode), guard, num_bytes=num_bytes)
         self._count(1 if num_parts <= 1 else num_parts + 2, num_bytes)
-        return quoted(written["e_tag"])
+        return quoted_etag(written["e_tag"])
 
     def put_if(self, key: str, content: bytes, *, replaces: str | None, guard: Guard) -> str:
         """Write an object that does not exist (None), or that has the etag `replaces`; return the new etag.
@@ -93,9 +96,10 @@ class Changes:
         per_request = cloud_of(self._objects.address).num_deleted
         self._count(-(-len(keys) // per_request), 0)
         num_at_once = per_request * _NUM_BATCHES
-        for some in (keys[begin : begin + num_at_once] for begin in range(0, len(keys), num_at_once)):
+        for begin in range(0, len(keys), num_at_once):
+            some = list(keys[begin : begin + num_at_once])
             try:
-                self._repeated(some[0], lambda some=some: obstore.delete(self._store, [*some]), guard)
+                self._repeated(some[0], partial(obstore.delete, self._store, some), guard)
             except FileNotFoundError:  # of one of them, by Azure and Google; nobody says whether the others are gone
                 for key in some if len(some) > 1 else ():
                     self.delete([key], guard=guard)
@@ -113,7 +117,7 @@ class Changes:
             return {"e_tag": etag}
         found = obstore.head(self._store, key)
         self._count(1, 0)
-        if quoted(found["e_tag"]) != etag:
+        if quoted_etag(found["e_tag"]) != etag:
             raise conflict(self._objects.address_of(key))
         return {"e_tag": etag, "version": found["version"]}
 
@@ -178,8 +182,3 @@ def replace_record(
 def conflict(address: str) -> Conflict:
     """Return the error of a conditional write whose condition does not hold."""
     return Conflict(errno.EEXIST, "another writer was faster", address)
-
-
-def quoted(etag: str | None) -> str:
-    """Return an etag in quotes; Azure's listings leave them out."""
-    return f'"{etag}"' if etag and not etag.endswith('"') else etag or ""

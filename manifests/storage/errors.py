@@ -7,12 +7,19 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import NoReturn
 
-from manifests.errors import UserError, first_line
+from manifests.errors import Inaccessible, UserError, first_line
+from manifests.quoting import on_one_line
 from manifests.storage.clouds import cloud_of
 from manifests.storage.waiting import awaited
 
 _CODE = re.compile(r"<Code>(\w+)</Code>")
 _STATUS = re.compile(r"status code: (\d{3} [\w '-]+)")
+_ODD_NAME = re.compile(r'path: "(.*)"')
+_OTHER_REGION = re.compile(
+    "incorrectly configured region|"
+    "<Code>(?:PermanentRedirect|AuthorizationHeaderMalformed|IllegalLocationConstraintException)</Code>"
+)
+_REGION = re.compile(r"<Region>([\w-]+)</Region>")
 _CLOCK_CODES = ("RequestTimeTooSkewed", "RequestExpired")
 _CREDENTIAL_CODES = (
     *("InvalidAccessKeyId", "SignatureDoesNotMatch", "InvalidToken", "ExpiredToken"),
@@ -33,7 +40,11 @@ class Conflict(FileExistsError):
     """A conditional write found that another writer was faster: the object exists, or is not the expected one."""
 
 
-class NoAnswer(OSError):
+class Unanswered(OSError):
+    """The server gives no usable answer; nothing is known about the object."""
+
+
+class NoAnswer(Unanswered):
     """A request failed in passing (no answer, 5xx, 429 or 408), and repeating it for a while has not helped.
 
     If it was to change an object, it may have done so.
@@ -46,6 +57,19 @@ class CutAnswer(NoAnswer):
 
 class AccessRefused(UserError, PermissionError):
     """The server refuses the credentials or the request."""
+
+
+class OddName(OSError):
+    """A listing has an object whose name obstore does not take: with `//`, `.` or `..` as a folder, or unprintable."""
+
+
+@contextmanager
+def no_damage() -> Iterator[None]:
+    """Context manager around reads of files whose content may be damaged: a server that gives none is Inaccessible."""
+    try:
+        yield
+    except (AccessRefused, Unanswered) as error:
+        raise Inaccessible(error) from error
 
 
 @contextmanager
@@ -83,7 +107,7 @@ os.register_at_fork(after_in_child=_note_fork)
 
 
 def _raise_for(error: Exception, *, address: str, where: str) -> NoReturn:
-    from obstore.exceptions import AlreadyExistsError, PreconditionError, UnauthenticatedError
+    from obstore.exceptions import AlreadyExistsError, InvalidPathError, PreconditionError, UnauthenticatedError
 
     code, reason, cloud = _code(error), _reason(error), cloud_of(address)
     if code in _NO_BUCKET_CODES:
@@ -95,6 +119,15 @@ def _raise_for(error: Exception, *, address: str, where: str) -> NoReturn:
         raise Conflict(errno.EEXIST, "another writer was faster", where) from None
     if isinstance(error, FileNotFoundError):
         raise FileNotFoundError(errno.ENOENT, "no such object", where) from None
+    if isinstance(error, InvalidPathError):
+        found = _ODD_NAME.search(str(error))
+        raise OddName(errno.EINVAL, on_one_line(found[1] if found else first_line(error)), where) from None
+    if _OTHER_REGION.search(str(error)):
+        region = _REGION.search(str(error))
+        message = f"the bucket of {address} is in another region than the requests are sent to"
+        raise UserError(
+            message, hint=f"set AWS_REGION={region[1] if region else 'REGION, that of the bucket'}"
+        ) from None
     if code in _CLOCK_CODES:
         message = f"{where}: the clock of this machine differs too much from the server's ({code})"
         raise AccessRefused(message, hint="set the clock, for example with NTP") from None
@@ -116,7 +149,7 @@ def _raise_for(error: Exception, *, address: str, where: str) -> NoReturn:
             hint="write to a server with conditional writes (If-None-Match and If-Match)",
         ) from None
     is_passing = reason == _NO_ANSWER or _PASSING.match(reason)
-    kind = CutAnswer if reason == _CUT else NoAnswer if is_passing else OSError
+    kind = CutAnswer if reason == _CUT else NoAnswer if is_passing else Unanswered
     raise kind(errno.EIO, reason, where) from error
 
 

@@ -7,7 +7,7 @@ nanoseconds, and is fetched again.
 
 import hashlib
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from pathlib import Path
 
@@ -17,6 +17,7 @@ from manifests.storage.objects import ObjectInfo
 _LAZY_SUFFIXES = (".tar", ".tar.idx", ".index.arrow", "/chunks.arrow")  # fetched when they are opened
 _EAGER_SUFFIXES = (".json", ".jsonl", ".parquet", ".txt", ".arrow")
 _SECOND_NS = 1_000_000_000
+_MAX_NAME_BYTES = 255 - len(temporary_path(Path()).name)  # file systems allow 255; a file is written under another name
 
 
 def is_eager(key: str) -> bool:
@@ -29,6 +30,37 @@ def is_eager(key: str) -> bool:
 def is_lock(key: str) -> bool:
     """Return True for a lease, which is not mirrored."""
     return key.endswith(".lock")
+
+
+def is_format_name(key: str) -> bool:
+    """Return True if the name of a file may be one of the format."""
+    return is_eager(key) or key.endswith(_LAZY_SUFFIXES)
+
+
+def sorted_out(listed: Iterable[ObjectInfo]) -> tuple[dict[str, ObjectInfo], set[str]]:
+    """Return the objects that have local files, by key, and the keys of those that can have none.
+
+    Left out are the markers of folders that consoles and FUSE tools make: objects without content that have the name of
+    a folder, or one without a suffix of the format.
+    """
+    found = {info.key: info for info in listed}
+    folders = {parent for key in found for parent in parents_of(key)}
+    # Of a file and a folder with the same name, that which is of the format.
+    files = {key for key in folders & found.keys() if found[key].size_bytes and is_format_name(key)}
+    kept, foreign = {}, set()
+    for key, info in found.items():
+        if not info.size_bytes and (key in folders or not is_format_name(key)):
+            continue
+        is_hidden = (key in folders and key not in files) or (files and not files.isdisjoint(parents_of(key)))
+        if is_hidden or (len(encoded := key.encode()) > _MAX_NAME_BYTES and _has_long_name(encoded)):
+            foreign.add(key)
+        else:
+            kept[key] = info
+    return kept, foreign
+
+
+def _has_long_name(key: bytes) -> bool:
+    return max(map(len, key.split(b"/"))) > _MAX_NAME_BYTES
 
 
 def parents_of(key: str) -> Iterator[str]:
@@ -93,3 +125,11 @@ def make_placeholder(path: Path, info: ObjectInfo) -> None:
         file.truncate(info.size_bytes)
     set_stamp(temporary, info, is_content=False)
     temporary.replace(path)
+
+
+def run_of(folder: Path) -> str:
+    """Return the random number of the run that a local folder belongs to; empty if it belongs to none."""
+    try:
+        return (folder.parent / f"{folder.name}.lock").read_text()
+    except OSError:
+        return ""

@@ -9,41 +9,26 @@ threads do not survive a fork: a process that has used this module must spawn it
 
 import errno
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING
 
 from manifests.errors import UserError
 from manifests.publish import naming, temporary_path
-from manifests.storage.changes import Changes, Guard, quoted, unguarded
+from manifests.storage.changes import Changes, Guard, unguarded
 from manifests.storage.errors import AccessRefused as AccessRefused
-from manifests.storage.errors import CutAnswer, storage_errors
+from manifests.storage.errors import storage_errors
+from manifests.storage.listing import Listing, info_of
+from manifests.storage.listing import ObjectInfo as ObjectInfo
 from manifests.storage.mirrors import is_remote as is_remote
 from manifests.storage.stores import open_store, scheme_of
 
+if TYPE_CHECKING:
+    from manifests.storage.s3_requests import OpenUpload
+
 _STREAM_BYTES = 4 * 2**20
 _GAP_BYTES = 256 * 2**10  # ranges with smaller gaps are one request
-_MAX_ATTEMPTS = 4  # at what obstore does not repeat: answers without resumable content
-
-_T = TypeVar("_T")
-
-
-@dataclass(frozen=True)
-class ObjectInfo:
-    """An object without its content.
-
-    Attributes:
-        key: name relative to the address that it was listed from.
-        etag: version of the content, as the server names it, in quotes; empty if the server gives none.
-        modified_s: time of the last write in seconds since the epoch, by the server's clock.
-    """
-
-    key: str
-    size_bytes: int
-    etag: str
-    modified_s: float
 
 
 def open_objects(address: str) -> "Objects":
@@ -75,6 +60,7 @@ class Objects:
         self._count_lock = threading.Lock()
         self._store = open_store(self.address, scheme=self.scheme)
         self._changes = Changes(self, count=self._count)
+        self._listing = Listing(self.address, self._store, scheme=self.scheme, errors=self._errors)
 
     def __reduce__(self) -> tuple[type["Objects"], tuple[str]]:
         return Objects, (self.address,)
@@ -100,7 +86,7 @@ class Objects:
             answer = obstore.get(self._store, key)
             content = bytes(answer.bytes())
         self._count(1, len(content))
-        return content, _info({**answer.meta, "path": key})
+        return content, info_of({**answer.meta, "path": key})
 
     def read_range(self, key: str, offset: int, size: int) -> bytes:
         """Return `size` bytes of an object from `offset`; an OSError if it has fewer."""
@@ -137,10 +123,10 @@ class Objects:
         with self._errors(key):
             found = obstore.head(self._store, key)
         self._count(1, 0)
-        return _info({**found, "path": key})
+        return info_of({**found, "path": key})
 
     def list(self, prefix: str = "", *, recursive: bool = True) -> Iterator[ObjectInfo]:
-        """Yield the objects in the folder `prefix`, in no particular order.
+        """Yield the objects in the folder `prefix`, in no particular order, but for those in `odd_names`.
 
         Args:
             recursive: also yield the objects in folders below it.
@@ -148,38 +134,29 @@ class Objects:
         Raises:
             UserError: a web server cannot be listed.
         """
-        import obstore
-
         if not self.is_writable:
             raise UserError(f"{self.address} cannot be listed", hint="give an address with s3://, gs:// or az://")
-        if not recursive:
-            found = self._uncut(prefix, lambda: obstore.list_with_delimiter(self._store, prefix or None)["objects"])
+        for page in self._listing.pages(prefix, recursive=recursive):
             self._count(1, 0)
-            yield from map(_info, found)
-            return
-        last: str | None = None  # listings are in the order of keys, and can be continued after any of them
-        pages, num_cut = self._pages(prefix, after=last), 0
-        while True:
-            try:
-                with self._errors(prefix):
-                    page = next(pages, None)
-            except CutAnswer:
-                num_cut += 1
-                if num_cut == _MAX_ATTEMPTS:
-                    raise
-                pages = self._pages(prefix, after=last)
-                continue
-            if page is None:
-                return
-            self._count(1, 0)
-            begin = last or ""  # Azure's emulator lists everything again
-            yield from (_info(found) for found in page if found["path"] > begin)
-            last, num_cut = page[-1]["path"], 0
+            yield from page
 
-    def _pages(self, prefix: str, *, after: str | None) -> Iterator[Any]:
-        import obstore
+    @property
+    def odd_names(self) -> set[str]:
+        """Keys that listings have met and that cannot be asked for: with `//`, `/../`, `/./`, or unprintable."""
+        return self._listing.odd_names
 
-        return iter(obstore.list(self._store, prefix or None, offset=after, chunk_size=1000))
+    def open_uploads(self) -> Iterator["OpenUpload"]:
+        """Yield the multipart uploads below the address that are not complete; none but in S3 (`s3_requests`)."""
+        from manifests.storage.s3_requests import S3Requests
+
+        if self.scheme == "s3":
+            yield from S3Requests(self.address, self._store).open_uploads()
+
+    def abort(self, upload: "OpenUpload") -> None:
+        """Give up a multipart upload."""
+        from manifests.storage.s3_requests import S3Requests
+
+        S3Requests(self.address, self._store).abort(upload)
 
     def fetch(self, key: str, path: Path) -> None:
         """Copy a whole object to `path`, which appears only when it is complete."""
@@ -242,17 +219,6 @@ class Objects:
         """Delete objects; those that do not exist are not an error."""
         self._changes.delete(keys, guard=guard)
 
-    def _uncut(self, key: str, request: Callable[[], _T]) -> _T:
-        """Return the answer of a request that can be repeated; repeat it if the body of the answer ends early."""
-        for attempt in range(_MAX_ATTEMPTS):
-            try:
-                with self._errors(key):
-                    return request()
-            except CutAnswer:
-                if attempt == _MAX_ATTEMPTS - 1:
-                    raise
-        raise AssertionError("not reached")
-
     def _count(self, num_requests: int, num_bytes: int) -> None:
         with self._count_lock:
             self.num_requests += num_requests
@@ -260,10 +226,6 @@ class Objects:
 
     def _errors(self, key: str, *, num_bytes: int = 0) -> AbstractContextManager[None]:
         return storage_errors(self.address, self.address_of(key), num_bytes=num_bytes)
-
-
-def _info(found: Any) -> ObjectInfo:
-    return ObjectInfo(found["path"], found["size"], quoted(found["e_tag"]), found["last_modified"].timestamp())
 
 
 def _num_requests(ranges: Sequence[tuple[int, int]]) -> int:

@@ -30,6 +30,7 @@ from pathlib import Path
 
 from manifests.publish import TEMPORARY_PREFIX, temporary_path
 from manifests.storage.changes import PART_BYTES, replace_record
+from manifests.storage.errors import no_damage
 from manifests.storage.lease_holders import HeldLeases, held_leases, holder_of
 from manifests.storage.leases import Lease, LeaseHeld
 from manifests.storage.local_files import (
@@ -39,8 +40,9 @@ from manifests.storage.local_files import (
     is_lock,
     local_files,
     make_placeholder,
-    parents_of,
+    run_of,
     set_stamp,
+    sorted_out,
 )
 from manifests.storage.objects import ObjectInfo, Objects, open_objects
 
@@ -59,6 +61,7 @@ class WorkingCopy:
         self.address, self.folder = address, folder
         self.objects: Objects = open_objects(address)
         self._found: dict[str, ObjectInfo] | None = None  # by key, as of the last listing; None in a worker
+        self._foreign: set[str] = set()  # keys that cannot be those of local files
         self.leases = HeldLeases(self.objects)
 
     # Reading
@@ -87,13 +90,19 @@ class WorkingCopy:
         self.require_listed()
         return not any(not key.startswith(".") for key in self._found or ())
 
+    def foreign_keys(self) -> list[str]:
+        """Return the keys of the objects that cannot be local files, and that nothing but a listing meets."""
+        self.require_listed()
+        return sorted(self._foreign | self.objects.odd_names)
+
     def refresh(self, folder: Path) -> None:
         """See `Mirror`."""
         self._refresh(self.key_of(folder))
 
     def _refresh(self, prefix: str, *, recursive: bool = True) -> None:
         for is_last in (False, False, True):
-            found = self._listed(prefix, recursive=recursive)
+            found, foreign = sorted_out(self.objects.list(prefix, recursive=recursive))
+            self._foreign |= foreign
             try:
                 self._mirror(found, prefix, recursive=recursive)
             except FileNotFoundError:  # an object was removed meanwhile
@@ -106,11 +115,6 @@ class WorkingCopy:
         else:
             kept = {key: info for key, info in self._found.items() if not is_below(key, prefix, recursive=recursive)}
             self._found = kept | found
-
-    def _listed(self, prefix: str, *, recursive: bool) -> dict[str, ObjectInfo]:
-        found = {info.key: info for info in self.objects.list(prefix, recursive=recursive)}
-        folders = {parent for key in found for parent in parents_of(key)}
-        return {key: info for key, info in found.items() if key not in folders}  # markers of folders
 
     def _mirror(self, found: dict[str, ObjectInfo], prefix: str, *, recursive: bool) -> None:
         local = dict(local_files(self.folder, prefix, recursive=recursive))
@@ -146,18 +150,23 @@ class WorkingCopy:
         """See `Mirror`."""
         if not self.is_away(path):
             return None
+        if not path.name.endswith(".tar"):
+            self._provide(path)
+            return None
+        # Without a name, the copy vanishes with its last user, even if that is killed.
+        nameless = temporary_path(path)
+        with no_damage():
+            self.objects.fetch(self._info(path).key, nameless)
+        try:
+            return os.open(nameless, os.O_RDONLY | os.O_CLOEXEC)
+        finally:
+            nameless.unlink()
+
+    @no_damage()
+    def _provide(self, path: Path) -> None:
         info = self._info(path)
-        if path.name.endswith(".tar"):
-            # Without a name, the copy vanishes with its last user, even if that is killed.
-            nameless = temporary_path(path)
-            self.objects.fetch(info.key, nameless)
-            try:
-                return os.open(nameless, os.O_RDONLY | os.O_CLOEXEC)
-            finally:
-                nameless.unlink()
         path.parent.mkdir(parents=True, exist_ok=True)
         self._fetch(info)
-        return None
 
     @contextmanager
     def local_copy(self, path: Path) -> Iterator[None]:
@@ -165,20 +174,20 @@ class WorkingCopy:
         if not self.is_away(path):
             yield
             return
-        info = self._info(path)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        self._fetch(info)
+        self._provide(path)
         try:
             yield
         finally:
             if path.name.endswith(".tar"):
                 make_placeholder(path, self._info(path))
 
+    @no_damage()
     def state(self, path: Path) -> tuple[int, int]:
         """See `Mirror`."""
         info = self._info(path)
         return info.size_bytes, int(info.modified_s * 1e9)
 
+    @no_damage()
     def read_range(self, path: Path, offset: int, size: int) -> bytes:
         """See `Mirror`."""
         return self.objects.read_range(self.key_of(path), offset, size)
@@ -322,11 +331,3 @@ class WorkingCopy:
     def key_of(self, path: Path) -> str:
         """Return the key of the object of a file in the folder."""
         return os.fspath(path)[len(os.fspath(self.folder)) + 1 :]
-
-
-def run_of(folder: Path) -> str:
-    """Return the random number of the run that a local folder belongs to; empty if it belongs to none."""
-    try:
-        return (folder.parent / f"{folder.name}.lock").read_text()
-    except OSError:
-        return ""

@@ -11,7 +11,6 @@ from cyclopts import Parameter
 from manifests.errors import UserError
 from manifests.quoting import counted
 from prep.core.make import Data, Json
-from prep.video.settings import require_bitrate_unit
 
 _Positive = Parameter(allow_leading_hyphen=True)
 _MAX_NODES, _MAX_GPUS = 100_000, 1_000
@@ -53,7 +52,6 @@ def advise(
         Parameter(
             help="Bitrate of the chunks in bit/s, such as 800k or 2M. Default: that of the existing chunks.",
             allow_leading_hyphen=True,
-            validator=require_bitrate_unit,
         ),
     ] = None,
     data: Data = Path("data"),

@@ -8,7 +8,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from prep.core.column import VIDEO
-from prep.sources.table import read_probes
+from prep.sources.table import probes_of, read_probes
 from shards.chunk_table import read_chunk_rows
 from shards.damage import Damaged
 from shards.dataset import current_variant, variant_dir
@@ -25,10 +25,10 @@ def ends_of_videos(data_dir: Path, videos: pa.Table) -> np.ndarray:
     Args:
         videos: schema.VIDEOS.
     """
-    probes = read_probes(data_dir)
-    rows = pc.index_in(videos["path"].combine_chunks(), value_set=probes["path"].combine_chunks())
-    ends_s = probes["end_s"].combine_chunks().take(rows)
-    return np.asarray(pc.fill_null(ends_s, np.inf).to_numpy(zero_copy_only=False))
+    probes, is_known = probes_of(videos["path"], read_probes(data_dir, columns=["path", "end_s"]))
+    ends_s = np.full(len(videos), np.inf)
+    ends_s[is_known] = pc.fill_null(probes["end_s"], np.inf).to_numpy()
+    return ends_s
 
 
 def chunk_finder(data_dir: Path, videos: pa.Table) -> Callable[[np.ndarray, np.ndarray, np.ndarray], np.ndarray] | None:

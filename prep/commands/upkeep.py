@@ -205,7 +205,7 @@ def gc(
     """Remove variants that are not current, unreferenced shards, and temporary files of killed commands.
 
     Files that do not belong to the format are never removed. Variants and shards of a column are kept while its current
-    variant is incomplete, damaged or stale.
+    variant is incomplete, damaged or stale, and so is a variant whose run has not finished.
 
     Example:
 
@@ -216,6 +216,7 @@ def gc(
     from manifests.progress import Activity
     from manifests.publish import folder_lock
     from prep.core.data_folder import column_lock, require_data_folder
+    from prep.upkeep.bucket_garbage import abort, find_in_bucket
     from prep.upkeep.garbage import find_garbage, remove
     from prep.upkeep.texts import garbage_text, garbage_values
 
@@ -225,14 +226,15 @@ def gc(
             held.enter_context(column_lock(data_dir, column=column.name))
         held.enter_context(folder_lock(data_dir))
         with Activity("looking for files that are no longer needed"):
-            garbage = find_garbage(data_dir)
+            garbage, in_bucket = find_garbage(data_dir), find_in_bucket(data_dir)
         removing = f"removing {counted(len(garbage.items), 'file')}"
         with Activity(removing) as now:
             removed = None if dry_run else remove(garbage, on_item=now.counter(removing))
+            abort([] if dry_run else in_bucket.uploads, data_dir)
     if json:
-        print(json_module.dumps(garbage_values(garbage, removed), indent=1))
+        print(json_module.dumps(garbage_values(garbage, in_bucket, removed), indent=1))
     else:
-        print(garbage_text(garbage, removed, data_dir=data_dir))
+        print(garbage_text(garbage, in_bucket, removed, data_dir=data_dir))
     if removed is not None and removed.failed:
         path, why = removed.failed[0]
         raise FailedWork(f"{counted(len(removed.failed), 'file')} could not be removed; the first: {path}: {why}")

@@ -10,7 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Generic
 
-from manifests.errors import UserError
+from manifests.errors import Inaccessible, UserError
 from manifests.progress import Activity
 from manifests.publish import publish_bytes, remove
 from manifests.quoting import counted
@@ -260,7 +260,7 @@ def _merge_indexes(job: Job[W]) -> None:
     """Bring the merged table of a variant up to date; without it, training reads the indexes, which takes longer."""
     try:
         update_chunk_table(Variant(job.variant_dir), column=job.column.name)
-    except UserError as error:
+    except (UserError, Inaccessible) as error:
         sys.stderr.write(f"warning: {error}\n")
 
 

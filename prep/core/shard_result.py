@@ -8,6 +8,7 @@ from typing import Protocol, TypeVar
 
 import pyarrow as pa
 
+from manifests.errors import Inaccessible
 from prep.core.failures import FailureCode
 from shards.commits import Failure
 
@@ -60,13 +61,15 @@ def stopped(work: ShardWork, code: FailureCode, message: str) -> ShardResult:
 
 
 def system_errors_as_results(make: Callable[[W], ShardResult], work: W) -> ShardResult:
-    """Return `make(work)`; errors of the machine (disk full, out of memory, unreadable file) become a result."""
+    """Return `make(work)`; errors of machine and bucket (disk full, out of memory, unreadable file) become a result."""
     try:
         return make(work)
     except OSError as error:
         code = FailureCode.DISK_FULL if error.errno in (errno.ENOSPC, errno.EDQUOT) else FailureCode.IO_ERROR
         where = f": {error.filename}" if error.filename else ""
         return stopped(work, code, f"{error.strerror or error}{where}")
+    except Inaccessible as error:
+        return stopped(work, FailureCode.IO_ERROR, str(error))
     except pa.ArrowException as error:
         return stopped(work, FailureCode.IO_ERROR, f"a table cannot be read: {error}")
     except MemoryError as error:

@@ -5,6 +5,7 @@ files are in manifest.json; layouts and probes are replaced independently of it,
 """
 
 import hashlib
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 
 import numpy as np
@@ -19,13 +20,20 @@ _CHECKSUM_KEY = b"clipmill_sha256"
 
 def write_table_file(path: Path, table: pa.Table) -> None:
     """Publish `table` (columns of strings, numbers and lists of numbers) and its metadata with their checksum."""
-    metadata = {**(table.schema.metadata or {}), _CHECKSUM_KEY: _sha256(path.name, table)}
+    given = table.schema.metadata or {}
+    columns = ((name, table[name]) for name in table.column_names)
+    metadata = {**given, _CHECKSUM_KEY: _sha256(path.name, table.num_rows, metadata=given, columns=columns)}
     with published(path) as temporary:
         pq.write_table(table.replace_schema_metadata(metadata), temporary)
 
 
-def read_table_file(path: Path, *, schema: pa.Schema) -> pa.Table:
-    """Read the table at `path`, with one chunk per column. Files written by older versions have no checksum.
+def read_table_file(path: Path, *, schema: pa.Schema, columns: Collection[str] | None = None) -> pa.Table:
+    """Read the table at `path`.
+
+    Columns are read and verified one after another, so that those that are not wanted take memory one at a time.
+
+    Args:
+        columns: names of the columns to return; None for all.
 
     Raises:
         FileNotFoundError: the file does not exist.
@@ -35,7 +43,20 @@ def read_table_file(path: Path, *, schema: pa.Schema) -> pa.Table:
     try:
         require_regular(path, path=path)
         with naming(path), pq.ParquetFile(path) as file:
-            table = file.read()  # one chunk per column, unlike `read_table`
+            if not file.schema_arrow.equals(schema):
+                raise ValueError(f"unexpected columns: {', '.join(file.schema_arrow.names)}")
+            metadata = dict(file.schema_arrow.metadata or {})
+            recorded = metadata.pop(_CHECKSUM_KEY, None)
+            kept: dict[str, pa.ChunkedArray] = {}
+
+            def read() -> Iterator[tuple[str, pa.ChunkedArray]]:
+                for name in schema.names:
+                    column = file.read(columns=[name])[name]  # one chunk if it is small, unlike `read_table`
+                    if columns is None or name in columns:
+                        kept[name] = column
+                    yield name, column
+
+            sha256 = _sha256(path.name, file.metadata.num_rows, metadata=metadata, columns=read())
     except FileNotFoundError:
         raise
     except OSError as error:
@@ -44,14 +65,12 @@ def read_table_file(path: Path, *, schema: pa.Schema) -> pa.Table:
         raise ValueError(str(error)) from error  # from Thrift, which reports a broken footer as an input error
     except pa.ArrowException as error:
         raise ValueError(str(error)) from error
-    if not table.schema.equals(schema):
-        raise ValueError(f"unexpected columns: {', '.join(table.schema.names)}")
-    metadata = dict(table.schema.metadata or {})
-    recorded = metadata.pop(_CHECKSUM_KEY, None)
-    table = table.replace_schema_metadata(metadata or None)
-    if recorded is not None and recorded != _sha256(path.name, table):
+    if recorded is None:
+        raise ValueError("it has no checksum")
+    if recorded != sha256:
         raise ValueError("its checksum does not match its content")
-    return table
+    fields = [schema.field(name) for name in kept]
+    return pa.table(kept, schema=pa.schema(fields, metadata=metadata or None))
 
 
 def as_array(column: pa.ChunkedArray) -> pa.Array:
@@ -59,16 +78,22 @@ def as_array(column: pa.ChunkedArray) -> pa.Array:
     return column.chunk(0) if column.num_chunks == 1 else column.combine_chunks()
 
 
-def _sha256(file_name: str, table: pa.Table) -> bytes:
+def _sha256(
+    file_name: str,
+    num_rows: int,
+    *,
+    metadata: Mapping[bytes, bytes],
+    columns: Iterable[tuple[str, pa.ChunkedArray]],
+) -> bytes:
     """Return the checksum (hex) of all columns (types, nulls and values), of the table's metadata and of the file name.
 
     The file name is included to detect files of the same schema, such as layouts, that were swapped.
     """
-    digest = hashlib.sha256(f"{file_name}\0{table.num_rows}".encode())
-    for key, value in sorted((table.schema.metadata or {}).items()):
+    digest = hashlib.sha256(f"{file_name}\0{num_rows}".encode())
+    for key, value in sorted(metadata.items()):
         digest.update(b"\0" + key + b"\0" + value)
-    for name in table.column_names:
-        column = pa.concat_arrays(table[name].chunks) if table[name].num_chunks else pa.array([], table[name].type)
+    for name, chunks in columns:
+        column = as_array(chunks)
         digest.update(f"\0{name}\0{column.type}\0".encode())
         if column.null_count:
             digest.update(np.packbits(np.asarray(pc.is_valid(column))).tobytes())

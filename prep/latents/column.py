@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 Settings = Annotated[LatentsSettings, Parameter(name="*")]
 Batch = Annotated[int, EXECUTION, FIRST_RUN, Parameter(help="Batch size of the VAE in frames, 1 or more.")]
-_WORKER_GB = 3.5  # benchmarks.worker_memory: Stable Diffusion's VAE, batch of 16 on a CPU: 3.0 GB
+_WORKER_GB = 3.5  # measured (benchmarks/README.md): Stable Diffusion's VAE, batch of 16 on a CPU: 3.0 GB
 _BATCH = 16
 
 

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from prep.scores.report import ScoresSummary
     from shards.reader import Variant
 
-_WORKER_GB = 0.5  # benchmarks.worker_memory: 0.16 GB
+_WORKER_GB = 0.5  # measured (benchmarks/README.md): 0.16 GB
 Settings = Annotated[ScoresSettings, Parameter(name="*")]
 _DEFAULTS = ScoresSettings()
 _TABLE_FILE = "chunks.arrow"  # shards.scores.CHUNKS_FILE; importing it would make `prep --help` slow

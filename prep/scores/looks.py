@@ -3,6 +3,7 @@
 All functions take full-range luma (`prep.scores.frames.full_luma`).
 """
 
+from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -17,7 +18,10 @@ from prep.scores.frames import Luma, small_luma
 BLACK_LEVEL = 25  # a pixel is black up to here: 0.10 of the range, as in ffmpeg's blackdetect
 BLACK_PIXELS = 0.98  # share of such pixels in a black frame, as there
 BAR_LEVEL = 9.3  # mean luma of a line of a bar: 24 in limited range, as in ffmpeg's cropdetect
-STILL_DIFFERENCE = 3.0  # mean absolute difference in any block of a frozen picture, in levels: key frames make 1.5
+STILL_DIFFERENCE = 3.0  # mean absolute difference in any block of a frozen picture, in levels; compression makes 0.9
+# A key frame is encoded anew, and what nothing has moved in differs everywhere: at most in any block by this many times
+# the median of all blocks, and this much (2.9 levels at CRF 24, 6.8 at CRF 32).
+_ANEW_FACTOR, _ANEW_DIFFERENCE = 4.0, 8.0
 _BLOCK_PX = 8  # of small luma, which has 16 of them along its long side
 MIN_FROZEN_S = 1.0  # shorter standstills do not count
 _HASH_SIDE, _PICTURE_SIDE = 8, 32
@@ -49,28 +53,41 @@ def shown_frames(looks: Sequence[Look], *, num_frames: int) -> NDArray[np.float6
     return np.diff(borders)
 
 
-def frozen_frames(looks: Sequence[Look], *, num_frames: int, min_frames: float) -> float:
+def frozen_frames(looks: Sequence[Look], *, num_frames: int, min_frames: float, key_frames: Sequence[int]) -> float:
     """Return how many frames belong to standstills of at least `min_frames` frames.
 
     As in ffmpeg's freezedetect, a standstill lasts while frames look like its first one, so that slow changes end it.
-    Unlike there, a change in a single block ends it too: something small moves, while compression changes all blocks.
+    Unlike there, a change in a single block ends it too: something small moves. Behind a key frame, where compression
+    changes all blocks, frames are also compared with the first one behind it.
+
+    Args:
+        key_frames: indices of the key frames, ascending.
     """
     borders = np.concatenate([[0.0], np.cumsum(shown_frames(looks, num_frames=num_frames))])
-    found, begin = 0.0, 0
+    groups = [bisect_right(key_frames, look.frame) for look in looks]
+    found, begin, first = 0.0, 0, 0  # look with which the standstill begins, and the first one of its last group
     for number in range(1, len(looks) + 1):
-        if number < len(looks) and _is_still(looks[begin].luma, looks[number].luma):
-            continue
+        if number < len(looks):
+            is_same_group = groups[number] == groups[first]
+            if (not is_same_group or _is_still(looks[first].luma, looks[number].luma)) and (
+                groups[number] == groups[begin] or _is_still(looks[begin].luma, looks[number].luma, is_anew=True)
+            ):
+                first = first if is_same_group else number
+                continue
         length = float(borders[number] - borders[begin])
         if number - begin > 1 and length >= min(min_frames, num_frames):
             found += length
-        begin = number
+        begin = first = number
     return found
 
 
-def _is_still(before: Luma, after: Luma) -> bool:
+def _is_still(before: Luma, after: Luma, *, is_anew: bool = False) -> bool:
+    """Return True if nothing has moved between two frames; `is_anew`: if there is a key frame between them."""
     difference = cv2.absdiff(before, after).astype(np.float32)
-    blocks = (max(1, before.shape[1] // _BLOCK_PX), max(1, before.shape[0] // _BLOCK_PX))
-    return bool(cv2.resize(difference, blocks, interpolation=cv2.INTER_AREA).max() <= STILL_DIFFERENCE)
+    size = (max(1, before.shape[1] // _BLOCK_PX), max(1, before.shape[0] // _BLOCK_PX))
+    blocks = cv2.resize(difference, size, interpolation=cv2.INTER_AREA)
+    anew = min(_ANEW_FACTOR * float(np.median(blocks)), _ANEW_DIFFERENCE) if is_anew else 0.0
+    return bool(blocks.max() <= max(STILL_DIFFERENCE, anew))
 
 
 def sharpness(luma: Luma) -> float:

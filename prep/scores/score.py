@@ -26,6 +26,7 @@ from prep.scores.looks import (
 )
 from prep.scores.motion import Motion, optical_flow, split_motion, textured
 from prep.scores.speech import speech_s
+from shards.format import PACKET_KEY
 
 NUM_SHARP = 12  # samples whose sharpness is measured, evenly spaced
 _DECIMALS = 6
@@ -160,7 +161,9 @@ def _frozen(looks: list[Look], chunk: ChunkFile) -> float | None:
     if chunk.num_frames == 1:
         return None
     min_frames = MIN_FROZEN_S * float(chunk.fps)
-    return frozen_frames(looks, num_frames=chunk.num_frames, min_frames=min_frames) / chunk.num_frames
+    keys = [frame for frame, flags in zip(chunk.packet_frame, chunk.packet_flags, strict=True) if flags & PACKET_KEY]
+    found = frozen_frames(looks, num_frames=chunk.num_frames, min_frames=min_frames, key_frames=sorted(keys))
+    return found / chunk.num_frames
 
 
 def _speech(chunk: ChunkFile) -> float | None:

@@ -127,7 +127,7 @@ def _read_all(
     container: InputContainer, video: VideoStream, *, start_s: Fraction, on_read: Callable[[], None]
 ) -> _Seen:
     frame_s = 1 / (video.average_rate or video.guessed_rate or Fraction(30))
-    seen, last_s, last_key_s = _Seen(start_s, start_s), None, None
+    seen, last_s, last_key_s, last_shown_s = _Seen(start_s, start_s), None, None, start_s
     for packet in container.demux():
         on_read()
         if not packet.size:
@@ -147,7 +147,9 @@ def _read_all(
             if last_s is not None:
                 seen.longest_step_s = max(seen.longest_step_s, abs(begin_s - last_s))
             last_s = begin_s
-            seen.video_end_s = max(seen.video_end_s, begin_s + length_s)
+            if begin_s >= last_shown_s:
+                # Of earlier frames the duration is not used: MP4 measures it in decoding order, and a copy keeps it.
+                last_shown_s, seen.video_end_s = begin_s, begin_s + length_s
             if packet.is_keyframe:
                 if last_key_s is not None:
                     seen.key_gap_s = max(seen.key_gap_s, begin_s - last_key_s)

@@ -7,7 +7,7 @@ it are kept, although the file may be gone.
 """
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -51,16 +51,27 @@ PROBES = pa.schema(
 )
 
 
-def read_probes(data_dir: Path) -> pa.Table:
+def read_probes(data_dir: Path, *, columns: Collection[str] | None = None) -> pa.Table:
     """Return the stored probes (schema PROBES); empty if they are missing or damaged. No source is read.
+
+    Args:
+        columns: names of the columns to return; None for all.
 
     Raises:
         OSError: the file exists but cannot be read now; discarding it would lose what is known of vanished sources.
     """
     try:
-        return read_table_file(data_dir / PROBES_FILE, schema=PROBES)
+        return read_table_file(data_dir / PROBES_FILE, schema=PROBES, columns=columns)
     except (FileNotFoundError, ValueError):
-        return PROBES.empty_table()
+        return PROBES.empty_table().select(PROBES.names if columns is None else list(columns))
+
+
+def probes_of(paths: pa.ChunkedArray, probes: pa.Table) -> tuple[pa.Table, np.ndarray]:
+    """Return the probes of those of `paths` that have been probed, in this order, and which these are, bool[N]."""
+    if probes["path"].equals(paths):
+        return probes, np.ones(len(paths), bool)
+    rows = _rows_of(paths, known=probes["path"])
+    return probes.take(pa.array(rows[rows >= 0])), rows >= 0
 
 
 def probe_sources(
@@ -82,6 +93,8 @@ def probe_sources(
     sizes, mtimes = states.size_bytes, states.mtime_ns
     known = read_probes(data_dir)
     rows = _rows_of(paths, known=known["path"])
+    if known["path"].equals(paths):
+        known = known.set_column(0, PROBES.field("path"), paths)  # held once
     hit = rows >= 0
     hit[hit] &= np.asarray(known["size_bytes"])[rows[hit]] == sizes[hit]
     hit[hit] &= np.asarray(known["mtime_ns"])[rows[hit]] == mtimes[hit]

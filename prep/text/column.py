@@ -39,7 +39,7 @@ Batch = Annotated[
     EXECUTION,
     Parameter(help="Batch size of the text encoder, 1 or more. Default: 32 on a CPU, 256 on a GPU."),
 ]
-_WORKER_GB = 2.5  # benchmarks.worker_memory: CLIP ViT-B-32, batch of 32 on a CPU: 2.1 GB
+_WORKER_GB = 2.5  # measured (benchmarks/README.md): CLIP ViT-B-32, batch of 32 on a CPU: 2.1 GB
 _CPU_BATCH, _GPU_BATCH = 32, 256  # batches are padded to full size, which on a CPU costs more than larger batches gain
 
 

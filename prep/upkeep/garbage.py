@@ -13,36 +13,28 @@ from functools import partial
 from itertools import groupby, islice
 from pathlib import Path
 
-from manifests.json_text import parse_json
 from manifests.publish import remove as remove_file
 from manifests.publish import remove_all, rename, target_of, temporaries_in, temporary_path
 from manifests.quoting import counted
 from manifests.store import manifest_dir
-from prep.core.column import MERGED_TABLE, ColumnSpec, recipe_fingerprint
+from prep.core.column import ColumnSpec
 from prep.core.data_folder import ROOT_FILES, RUNNING_FILE, incomplete_variants
 from prep.core.heartbeat import RUNNING_FOLDER
 from prep.core.layout import LAYOUT_FOLDER
 from prep.core.plan import problems_of
-from prep.core.run import FAILURES_FILE
-from prep.core.selection import SELECTION_FILE
 from prep.registry import columns
-from shards.dataset import current_variant, list_variants, variant_dir
+from prep.upkeep.own_names import DATA_FILES, FOLDER_FILE, SHARD_FILE, is_at_home, is_variant, parts_of_variants
+from shards.dataset import current_variant, list_variants, unfinished_variant, variant_dir
 from shards.format import (
     COMMIT_TABLE_FILE,
     COMMITS_FOLDER,
     CONTENTS_FILE,
     FOLDER,
     RECIPE_FILE,
-    folder_of,
     folders_in,
 )
 from shards.reader import Variant
 
-_SHARD_FILE = re.compile(r"\d{6,}-[0-9a-f]{8}\.(tar|tar\.idx|index\.arrow)")
-_FOLDER_FILE = re.compile(rf"{_SHARD_FILE.pattern}|{re.escape(MERGED_TABLE.name)}")  # in a folder of shards
-_COMMIT_FILE = re.compile(r"\d{6,}\.json")
-_LIST_FILE = re.compile(r"shards(-[A-Za-z0-9_-]+)?\.txt")
-_DATA_FILES = (_SHARD_FILE, _LIST_FILE, *(re.compile(re.escape(name)) for name in (FAILURES_FILE, SELECTION_FILE)))
 _BATCH = 1000  # objects that S3 deletes with one request
 _LEFTOVER = "temporary file of a killed command"
 
@@ -72,7 +64,7 @@ class Garbage:
         folders: folders to remove if they are empty afterwards, innermost first; the folders of variants are not
             included.
         unknown: files and folders that do not belong to the format.
-        kept_because: column -> reason why all of its variants and shards are kept.
+        kept_because: reason why all variants and shards of a column are kept, or one variant (`column/variant`).
     """
 
     items: list[Item]
@@ -114,16 +106,20 @@ def _find_in_column(data_dir: Path, column: ColumnSpec, garbage: Garbage) -> Non
     for entry in sorted((data_dir / column.name).iterdir()):
         if target_of(entry.name) is None and (entry.name.startswith(".") or not entry.is_dir()):
             garbage.unknown.append(entry)
+    unfinished = unfinished_variant(data_dir, column.name)
     for name in list_variants(data_dir, column.name):
         folder = variant_dir(data_dir, column.name, name)
-        if name != current and not _is_variant(folder):
+        if name != current and not is_variant(folder):
             garbage.unknown.append(folder)
+            continue
+        if name == unfinished:
+            garbage.kept_because[f"{column.name}/{name}"] = "the run that makes it has not finished"
             continue
         if name == current:
             stored = [commit.files for commit in Variant(folder).commits.values() if commit.files is not None]
             named = {path for file in stored for path in (file.tar, file.energon_index, file.index)}
             known, unknown = _sorted_files(folder, needed=named)
-            stray = (Path(path) for path in known["data"] if _SHARD_FILE.fullmatch(path.rpartition("/")[2]))
+            stray = (Path(path) for path in known["data"] if SHARD_FILE.fullmatch(path.rpartition("/")[2]))
             garbage.items.extend(Item(path, _size(path), "not referenced by a commit") for path in stray)
         else:
             known, unknown = _sorted_files(folder)
@@ -132,14 +128,8 @@ def _find_in_column(data_dir: Path, column: ColumnSpec, garbage: Garbage) -> Non
                 found = (Item(path, _size(path), why, variant=variant, kind=kind) for path in map(Path, paths))
                 garbage.items.extend(found)
             garbage.folders.extend([*folders_in(folder), *folders_in(folder / COMMITS_FOLDER)])
-            garbage.folders.extend(folder / part for part in _parts())
+            garbage.folders.extend(folder / part for part in parts_of_variants())
         garbage.unknown.extend(map(Path, unknown))
-
-
-def _parts() -> dict[str, tuple[str, re.Pattern[str]]]:
-    """Return the folders that a variant's folder may contain, with the kind and the name pattern of their files."""
-    extra = {part.name: ("data", part.file_names) for column in columns() for part in column.extra_folders}
-    return {COMMITS_FOLDER: ("commit", _COMMIT_FILE), **extra}
 
 
 def remove(garbage: Garbage, *, on_item: Callable[[int, int], None] = lambda done, total: None) -> Removed:
@@ -237,16 +227,6 @@ def _reason_to_keep_all(data_dir: Path, column: ColumnSpec, current: str | None)
     return None
 
 
-def _is_variant(folder: Path) -> bool:
-    """Return True if prep made the folder: its name ends in the fingerprint of the recipe in it."""
-    try:
-        recipe = parse_json((folder / RECIPE_FILE).read_bytes())
-        made_here = "schema" in recipe and folder.name.endswith(f"-{recipe_fingerprint(recipe)[:8]}")
-    except (OSError, ValueError, TypeError):
-        return False
-    return made_here and not folder.is_symlink()
-
-
 def _sorted_files(folder: Path, *, needed: Collection[str] = ()) -> tuple[dict[str, list[str]], list[str]]:
     """Return the files of a variant by kind, in the order in which these can be removed, and the unknown files.
 
@@ -256,7 +236,7 @@ def _sorted_files(folder: Path, *, needed: Collection[str] = ()) -> tuple[dict[s
     # The list of commits is removed before the commits.
     known: dict[str, list[str]] = {"contents": [], "commit table": [], "commit": [], "data": [], "recipe": []}
     unknown: list[str] = []
-    parts = _parts()
+    parts = parts_of_variants()
     derived = {file.name for column in columns() for file in column.extra_files}
     for entry in _entries(folder):
         is_folder, is_link = entry.is_dir(follow_symlinks=False), entry.is_symlink()
@@ -266,7 +246,7 @@ def _sorted_files(folder: Path, *, needed: Collection[str] = ()) -> tuple[dict[s
             kind, names = parts[entry.name]
             _sort_part(entry, names, known=known[kind], unknown=unknown)
         elif is_folder and FOLDER.fullmatch(entry.name):
-            _sort_part(entry, _FOLDER_FILE, known=known["data"], unknown=unknown, needed=needed)
+            _sort_part(entry, FOLDER_FILE, known=known["data"], unknown=unknown, needed=needed)
         elif is_folder and entry.name == RUNNING_FOLDER:
             unknown.extend(sign.path for sign in _entries(entry) if not RUNNING_FILE.fullmatch(sign.name))
         elif is_folder or is_link:
@@ -275,7 +255,7 @@ def _sorted_files(folder: Path, *, needed: Collection[str] = ()) -> tuple[dict[s
             known["contents" if entry.name == CONTENTS_FILE else "commit table"].append(entry.path)
         elif entry.name == RECIPE_FILE:
             known["recipe"].append(entry.path)
-        elif entry.name in derived or any(names.fullmatch(entry.name) for names in _DATA_FILES):
+        elif entry.name in derived or any(names.fullmatch(entry.name) for names in DATA_FILES):
             known["data"].append(entry.path)
         else:
             unknown.append(entry.path)
@@ -297,16 +277,8 @@ def _sort_part(
         if folder.name == COMMITS_FOLDER and FOLDER.fullmatch(entry.name) and entry.is_dir(follow_symlinks=False):
             _sort_part(entry, names, known=known, unknown=unknown)
             continue
-        is_known = names.fullmatch(entry.name) and _is_at_home(folder.name, entry.name) and entry.is_file()
+        is_known = names.fullmatch(entry.name) and is_at_home(folder.name, entry.name) and entry.is_file()
         (known if is_known else unknown).append(entry.path)
-
-
-def _is_at_home(folder: str, name: str) -> bool:
-    """Return True if `folder` is the one for the shard that the file is named after, if it is named after one."""
-    if not FOLDER.fullmatch(folder):
-        return True
-    number = re.match(r"\d+", name)
-    return number is None or folder_of(int(number[0])) == folder
 
 
 def _entries(folder: "Path | os.DirEntry[str]") -> list["os.DirEntry[str]"]:
@@ -328,7 +300,12 @@ def _find_temporaries(data_dir: Path, garbage: Garbage) -> None:
             if not (folder / RECIPE_FILE).is_file():
                 continue  # prep did not make the folder
             commits = folder / COMMITS_FOLDER
-            for part in (folder, *folders_in(folder), *folders_in(commits), *(folder / part for part in _parts())):
+            for part in (
+                folder,
+                *folders_in(folder),
+                *folders_in(commits),
+                *(folder / part for part in parts_of_variants()),
+            ):
                 _add_temporaries(part, garbage)
             for path in sorted((folder / RUNNING_FOLDER).glob("*")):
                 if RUNNING_FILE.fullmatch(path.name):

@@ -25,7 +25,7 @@ from prep.core.plan import problems_of
 from prep.core.run import FAILURES_FILE
 from prep.core.selection import read_selection
 from prep.registry import columns
-from prep.sources.table import read_probes
+from prep.sources.table import probes_of, read_probes
 from prep.upkeep.caption_sources import CaptionSource, num_captions_beyond, read_caption_sources
 from prep.upkeep.leakage import Leakage, find_leakage
 from shards.commits import Failure
@@ -165,10 +165,7 @@ def read_status(data_dir: Path) -> Status:
         UserError: a record is unreadable or of another version.
     """
     has_manifest = (manifest_dir(data_dir) / MANIFEST_FILE).exists()
-    table = read_videos(data_dir) if has_manifest else None
-    probes = read_probes(data_dir)
-
-    videos = None if table is None else _videos_status(data_dir, table, probes)
+    videos = _videos_status(data_dir) if has_manifest else None
 
     def column_status(column: ColumnSpec) -> ColumnStatus:
         unusable = videos.first_unusable if videos is not None and column.is_first else []
@@ -231,16 +228,21 @@ def _sources(data_dir: Path) -> list[CaptionSource] | None:
         return None  # `prep verify` names the damage
 
 
-def _num_beyond(data_dir: Path, videos: pa.Table, ends: pa.ChunkedArray) -> int | None:
+def _num_beyond(data_dir: Path, videos: pa.Table, ends_s: np.ndarray) -> int | None:
     try:
-        return num_captions_beyond(data_dir, videos, end_s=pc.fill_null(ends, np.inf).to_numpy())
+        return num_captions_beyond(data_dir, videos, end_s=ends_s)
     except (UserError, OSError, pa.ArrowException):
         return None  # `prep verify` names the damage
 
 
-def _videos_status(data_dir: Path, videos: pa.Table, probes: pa.Table) -> VideosStatus:
-    rows = pc.index_in(videos["path"].combine_chunks(), value_set=probes["path"])
-    mine = probes.take(rows.drop_null()).append_column("video_id", videos["video_id"].filter(pc.is_valid(rows)))
+def _videos_status(data_dir: Path) -> VideosStatus:
+    videos = read_videos(data_dir, columns=["video_id", "path", "num_captions"])
+    probes = read_probes(data_dir, columns=["path", "code", "message", "fingerprint", "end_s"])
+    mine, is_known = probes_of(videos["path"], probes)
+    ids = videos["video_id"] if is_known.all() else videos["video_id"].filter(pa.array(is_known))
+    mine = mine.append_column("video_id", ids)
+    ends_s = np.full(len(videos), np.inf)
+    ends_s[is_known] = pc.fill_null(mine["end_s"], np.inf).to_numpy()
     is_usable = pc.is_valid(mine["fingerprint"])
     unusable = mine.filter(pc.invert(is_usable))
     lost = mine.filter(pc.and_(is_usable, pc.is_valid(mine["code"])))
@@ -254,7 +256,7 @@ def _videos_status(data_dir: Path, videos: pa.Table, probes: pa.Table) -> Videos
         lost=dict(Counter[str](lost["code"].to_pylist()).most_common()),
         first_lost=_first_sources(lost),
         caption_sources=_sources(data_dir),
-        num_captions_beyond=_num_beyond(data_dir, videos, probes["end_s"].take(rows)),
+        num_captions_beyond=_num_beyond(data_dir, videos, ends_s),
     )
 
 

@@ -6,10 +6,11 @@ from pathlib import Path
 from typing import Any
 
 from manifests.errors import UserError
-from manifests.quoting import counted
+from manifests.quoting import counted, on_one_line
 from prep.core.column import ColumnSpec
 from prep.core.report import size_text
 from prep.core.selection import stored_request
+from prep.upkeep.bucket_garbage import BucketGarbage
 from prep.upkeep.garbage import Garbage, Item, Removed
 from prep.upkeep.records import RecordFinding
 from prep.upkeep.verify import Verified
@@ -19,7 +20,7 @@ from shards.reader import Variant
 
 def verified_text(found: Verified, *, column: ColumnSpec, max_findings: int) -> str:
     """Return the findings, one per line, and a summary of what was checked."""
-    listed = [*found.findings, *found.deep_findings]
+    listed = [*found.findings, *found.deep_findings, *found.inaccessible]
     lines = [
         f"shard {finding.shard_id:06d}  {finding.code}  {finding.key or '-'}  "
         f"{finding.message.removeprefix(f'{finding.key}: ')}"
@@ -29,10 +30,8 @@ def verified_text(found: Verified, *, column: ColumnSpec, max_findings: int) -> 
         lines.append(f"... and {len(listed) - max_findings:,} more; use --json for the full list")
     total = f"{counted(found.num_samples, column.sample)} in {counted(found.num_shards, 'shard')}"
     deep = f", {counted(found.num_deep, column.checked_noun)}" if found.num_deep else ""
-    lines.append(
-        f"{column.name} {found.variant}: {total}, {size_text(found.num_bytes)} read{deep}:"
-        f" {'damaged' if found.num_problems else 'OK'}"
-    )
+    state = "damaged" if found.num_damaged else "not read completely" if found.inaccessible else "OK"
+    lines.append(f"{column.name} {found.variant}: {total}, {size_text(found.num_bytes)} read{deep}: {state}")
     return "\n".join(lines)
 
 
@@ -53,9 +52,11 @@ def repairs_text(records: list[RecordFinding]) -> list[str]:
 
 
 def failure_text(found: Verified, variant: Variant, *, column: ColumnSpec, data_dir: Path) -> str:
-    """Return how much is damaged, and how to repair it."""
+    """Return how much is damaged and how to repair it, and how much the bucket does not give."""
     num_shards = len({finding.shard_id for finding in (*found.findings, *found.deep_findings)})
-    parts = [f"{counted(found.num_problems, 'problem')} in {counted(num_shards, 'shard')} of {variant.directory.name}"]
+    name, parts = variant.directory.name, []
+    if found.num_damaged:
+        parts.append(f"{counted(found.num_damaged, 'problem')} in {counted(num_shards, 'shard')} of {name}")
     if found.findings:
         try:
             command = column.command_line(stored_request(variant), data_dir=data_dir)
@@ -68,10 +69,13 @@ def failure_text(found: Verified, variant: Variant, *, column: ColumnSpec, data_
         paths = ", ".join(str(commit_path(variant.directory, shard_id)) for shard_id in by_hand[:5])
         more = f" and {len(by_hand) - 5} more" if len(by_hand) > 5 else ""
         parts.append(f"to remake shards whose damage only verify detects, first remove their commits: {paths}{more}")
+    if found.inaccessible:
+        shards = counted(len(found.inaccessible), "shard")
+        parts.append(f"{shards} of {name} cannot be accessed, which is no sign of damage: verify again later")
     return "; ".join(parts)
 
 
-def garbage_text(garbage: Garbage, removed: Removed | None, *, data_dir: Path) -> str:
+def garbage_text(garbage: Garbage, in_bucket: BucketGarbage, removed: Removed | None, *, data_dir: Path) -> str:
     """Return what is removed, with sizes (one line per variant), and what is kept, with reasons.
 
     `removed` is None in a dry run.
@@ -88,10 +92,17 @@ def garbage_text(garbage: Garbage, removed: Removed | None, *, data_dir: Path) -
             listed = list(items)
             files = counted(len(listed), "file")
             lines.append(f"{verb:<11}{variant} ({files}, {_total(listed)}): {listed[0].reason}")
-    lines += [f"{'ignored':<11}{_name(path, data_dir)}: not part of the format" for path in garbage.unknown]
-    for column, why in garbage.kept_because.items():
-        lines.append(f"{'kept':<11}all variants and shards of {column}: {why}")
-    if not (garbage.items if removed is None else removed.num_files):
+    lines += [
+        f"{verb:<11}{upload.key} (begun {upload.begun or 'at an unknown time'}): upload of a killed command"
+        for upload in in_bucket.uploads
+    ]
+    left = [*(_name(path, data_dir) for path in garbage.unknown), *in_bucket.foreign]
+    lines += [f"{'left':<11}{on_one_line(name)}: not part of the format" for name in left]
+    if in_bucket.unknown_because is not None:
+        lines.append(f"{'kept':<11}unfinished uploads, which cannot be listed: {in_bucket.unknown_because}")
+    for what, why in garbage.kept_because.items():
+        lines.append(f"{'kept':<11}{what if '/' in what else f'all variants and shards of {what}'}: {why}")
+    if not (in_bucket.uploads or (garbage.items if removed is None else removed.num_files)):
         lines.append("nothing to remove")
     elif removed is None:
         lines.append(f"{_total(garbage.items)} would be freed")
@@ -100,7 +111,7 @@ def garbage_text(garbage: Garbage, removed: Removed | None, *, data_dir: Path) -
     return "\n".join(lines)
 
 
-def garbage_values(garbage: Garbage, removed: Removed | None) -> dict[str, Any]:
+def garbage_values(garbage: Garbage, in_bucket: BucketGarbage, removed: Removed | None) -> dict[str, Any]:
     """Return the content of `garbage_text` as JSON values."""
     return {
         "dry_run": removed is None,
@@ -113,7 +124,8 @@ def garbage_values(garbage: Garbage, removed: Removed | None) -> dict[str, Any]:
             }
             for item in garbage.items
         ],
-        "unknown": [os.fspath(path) for path in garbage.unknown],
+        "uploads": [upload.key for upload in in_bucket.uploads],
+        "unknown": [*map(os.fspath, garbage.unknown), *in_bucket.foreign],
         "kept_because": garbage.kept_because,
         "num_bytes": sum(item.size_bytes for item in garbage.items) if removed is None else removed.num_bytes,
         "failed": [] if removed is None else [{"path": os.fspath(path), "why": why} for path, why in removed.failed],

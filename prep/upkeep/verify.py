@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from manifests.errors import Inaccessible
 from manifests.storage.mirrors import file_state, local_copy, touched
 from prep.core.column import CheckedSample, ColumnSpec, DeepCode, imported
 from prep.engines import Outcome
@@ -26,7 +27,7 @@ from shards.reader import Variant
 from shards.verify import Code, Problem, damaged_commit, quick_check, verify_shard
 
 _INDEX_CODES = frozenset({Code.INDEX_CHECKSUM, Code.INDEX_FORMAT, Code.ENERGON_INDEX})
-_WORKER_LOST = "worker_lost"
+_WORKER_LOST, _INACCESSIBLE = "worker_lost", "inaccessible"
 
 
 @dataclass(frozen=True)
@@ -48,6 +49,7 @@ class Verified:
         findings: differences from the committed bytes, in shard order.
         unseen: ids of damaged shards that could not be marked, so that the next run would not notice the damage.
         deep_findings: problems of samples whose bytes match the commit.
+        inaccessible: shards that a bucket does not give now; nothing is known about them.
     """
 
     variant: str
@@ -58,10 +60,15 @@ class Verified:
     findings: tuple[Finding, ...]
     unseen: tuple[int, ...]
     deep_findings: tuple[Finding, ...]
+    inaccessible: tuple[Finding, ...] = ()
+
+    @property
+    def num_damaged(self) -> int:
+        return len(self.findings) + len(self.deep_findings)
 
     @property
     def num_problems(self) -> int:
-        return len(self.findings) + len(self.deep_findings)
+        return self.num_damaged + len(self.inaccessible)
 
 
 @dataclass(frozen=True)
@@ -99,22 +106,32 @@ def verify_variant(
         on_deep_shard: called likewise during the deep check.
     """
     problems = {damaged.shard_id: [damaged] for damaged in map(damaged_commit, variant.damaged)}
+    refused: dict[int, Finding] = {}
     for done, (commit, found) in enumerate(_verify_bytes(variant, num_threads=num_workers), 1):
         on_shard(done, len(variant.commits))
-        if found:
+        if isinstance(found, Inaccessible):
+            refused[commit.shard_id] = Finding(commit.shard_id, None, _INACCESSIBLE, str(found))
+        elif found:
             problems[commit.shard_id] = found
     unseen = [
         shard_id
         for shard_id, found in problems.items()
         if (commit_of := variant.commits.get(shard_id)) and not mark(variant.directory, commit_of, found)
     ]
-    whole = [commit for shard_id, commit in variant.commits.items() if shard_id not in problems and commit.files]
+    tried = problems.keys() | refused.keys()
+    whole = [commit for shard_id, commit in variant.commits.items() if shard_id not in tried and commit.files]
     results = []
     if deep:
         for result in _check_deep(variant, whole, column=column, num_workers=num_workers):
             results.append(result)
             on_deep_shard(len(results), len(whole))
     files = [commit.files for commit in variant.commits.values() if commit.files is not None]
+    deep_findings = [
+        Finding(result.shard_id, key, code, message)
+        for result in sorted(results, key=lambda result: result.shard_id)
+        for key, code, message in result.findings
+    ]
+    refused |= {finding.shard_id: finding for finding in deep_findings if finding.code == _INACCESSIBLE}
     return Verified(
         variant=variant.directory.name,
         num_shards=len(files),
@@ -127,11 +144,8 @@ def verify_variant(
             for problem in found
         ),
         unseen=tuple(sorted(unseen)),
-        deep_findings=tuple(
-            Finding(result.shard_id, key, code, message)
-            for result in sorted(results, key=lambda result: result.shard_id)
-            for key, code, message in result.findings
-        ),
+        deep_findings=tuple(finding for finding in deep_findings if finding.code != _INACCESSIBLE),
+        inaccessible=tuple(refused[shard_id] for shard_id in sorted(refused)),
     )
 
 
@@ -142,21 +156,24 @@ def mark(folder: Path, commit: Commit, problems: list[Problem]) -> bool:
             distrust(commit_path(folder, commit.shard_id))
             return True
         return False
-    if commit.files is None or quick_check(folder, commit):
+    if commit.files is None:
         return True
     is_index = all(problem.code in _INDEX_CODES for problem in problems)
     # The quick check reads again files that are newer than their commit. A flipped bit does not change the modification
     # time by itself, and neither does copying a file with its times preserved.
-    with suppress(OSError):
+    with suppress(OSError, Inaccessible):
+        if quick_check(folder, commit):
+            return True
         committed_ns = file_state(commit_path(folder, commit.shard_id))[1]
         now_ns = max(time.time_ns(), committed_ns + 1_000_000_000)
         energon = all(problem.code == Code.ENERGON_INDEX for problem in problems)
         name = commit.files.energon_index if energon else commit.files.index if is_index else commit.files.tar
         touched(folder / name, time_ns=now_ns)
-    return bool(quick_check(folder, commit))
+        return bool(quick_check(folder, commit))
+    return False
 
 
-def _verify_bytes(variant: Variant, *, num_threads: int) -> Iterator[tuple[Commit, list[Problem]]]:
+def _verify_bytes(variant: Variant, *, num_threads: int) -> Iterator[tuple[Commit, list[Problem] | Inaccessible]]:
     with ThreadPoolExecutor(num_threads) as pool:
         running = {pool.submit(_verify_one, variant.directory, commit): commit for commit in variant.commits.values()}
         try:
@@ -166,9 +183,12 @@ def _verify_bytes(variant: Variant, *, num_threads: int) -> Iterator[tuple[Commi
             pool.shutdown(cancel_futures=True)
 
 
-def _verify_one(variant_dir: Path, commit: Commit) -> list[Problem]:
-    # The commit may come from the table of commits.
-    return check_record(variant_dir, commit) or verify_shard(variant_dir, commit)
+def _verify_one(variant_dir: Path, commit: Commit) -> list[Problem] | Inaccessible:
+    try:
+        # The commit may come from the table of commits.
+        return check_record(variant_dir, commit) or verify_shard(variant_dir, commit)
+    except Inaccessible as error:
+        return error
 
 
 def _check_deep(
@@ -195,6 +215,8 @@ def check_deep(task: DeepTask) -> DeepResult:
             findings += [(row["key"], str(code), message) for code, message in checked.differences]
     except (Damaged, OSError) as error:
         findings.append((None, str(DeepCode.UNREADABLE), str(error)))
+    except Inaccessible as error:
+        findings.append((None, _INACCESSIBLE, str(error)))
     return DeepResult(task.commit.shard_id, num_checked, tuple(findings))
 
 

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from prep.video.planning import Planned
     from shards.reader import CommittedShard, Variant
 
-_WORKER_GB = 0.5  # benchmarks.worker_memory: a source of 2160 lines takes 0.27 GB
+_WORKER_GB = 0.5  # measured (benchmarks/README.md): a source of 2160 lines takes 0.27 GB
 Settings = Annotated[Recipe, Parameter(name="*")]
 
 

@@ -1,34 +1,39 @@
 """One encoder pass over a span: the filter graph, the arguments, the process, and the check of the encoded frames.
 
 ffmpeg seeks to a point shortly before the span. The fps filter then drops everything before the span's first frame; a
-seek alone could miss the source frame that is visible at that moment. The segment muxer cuts at forced key frames, one
+seek alone could miss the source frame that is visible at that moment. If that frame began before the point, as in
+slides and screen recordings, the seek has dropped it too: the pass is stopped at its first frame, and another one seeks
+to an earlier point. The segment muxer cuts at forced key frames, one
 per chunk. Frames between two chunks that belong to none are encoded too, into a segment that is not kept. ffmpeg also
 records the source timestamp of every encoded frame (`-stats_enc_pre`).
 """
 
 import math
+import tempfile
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from fractions import Fraction
-from itertools import accumulate
+from itertools import accumulate, count
 from pathlib import Path
 from typing import Any
 
 import ffmpeg
 import numpy as np
 
-from prep.core.failures import FailureCode, SourceFailure
 from prep.sources.probe import DEMUXERS, PROTOCOLS, SourceFacts
 from prep.video.codecs import codec_named
 from prep.video.ffmpeg import run
 from prep.video.ffmpeg_errors import require_success
 from prep.video.recipe import ResolvedRecipe
 from prep.video.settings import ChunkSettings
+from prep.video.source_times import TIMES_FORMAT, check_source_times, is_late, source_times
 from prep.video.spans import Span
 
 _TIMES_FILE = "times.txt"
 _PROGRESS_FILE = "progress.txt"
 _MIN_LIMIT_S = 120.0
+_FURTHER = 32  # times as far before the span, each time that its first source frame began even earlier
 _LIMIT_PER_VIDEO_S = 60.0  # a pass slower than 1/60 of real time is considered stuck
 
 
@@ -39,7 +44,7 @@ class EncodedSpan:
     Attributes:
         segments: files of the span's pieces, in order: its chunks, and what was left out between them.
         source_times_s: float64 [frames]: timestamp in seconds of the source frame shown by each output frame
-            (`read_source_times`).
+            (`source_times`).
         cpu_s: user and system CPU time of the encoder in seconds.
     """
 
@@ -68,7 +73,7 @@ def encode_span(
     folder: Path,
     on_frames: Callable[[int], None] = lambda frames: None,
 ) -> EncodedSpan:
-    """Encode the chunks of `span` into `folder` and check their frames.
+    """Encode the chunks of `span` into a new folder below `folder`, and check their frames.
 
     Args:
         on_frames: called periodically with the number of frames encoded so far.
@@ -77,24 +82,52 @@ def encode_span(
         SourceFailure: the pass failed, or its frames are not those of the span.
     """
     fps = recipe.settings.fps_exact
-    arguments = span_arguments(source_path, source=source, span=span, recipe=recipe, program=program)
     limit_s = max(_MIN_LIMIT_S, _LIMIT_PER_VIDEO_S * float(span.num_frames / fps))
-    outcome = run(
-        arguments, folder=folder, limit_s=limit_s, on_poll=lambda: on_frames(_encoded_frames(folder / _PROGRESS_FILE))
-    )
-    require_success(outcome, limit_s=limit_s)
-    times_s = read_source_times(folder / _TIMES_FILE, offset_s=_seek_s(span, fps=fps, source=source))
-    check_source_times(times_s, span=span, fps=fps, source_frame_s=1 / source.fps if source.fps else 0.0)
-    return EncodedSpan(segments=sorted(folder.glob("[0-9]*.mp4")), source_times_s=times_s, cpu_s=outcome.cpu_s)
+
+    def encode(folder: Path, *, reach: int) -> EncodedSpan:
+        times_file, seek_s = folder / _TIMES_FILE, _seek_s(span, fps=fps, source=source, reach=reach)
+
+        def require_first(times_s: np.ndarray) -> None:
+            if seek_s and is_late(times_s[:1], span=span, fps=fps).any():
+                raise _FirstFrameDropped
+
+        def poll() -> None:
+            with suppress(FileNotFoundError), times_file.open() as file:
+                if (line := file.readline()).endswith("\n"):
+                    require_first(source_times([line], offset_s=seek_s))
+            on_frames(_encoded_frames(folder / _PROGRESS_FILE))
+
+        arguments = span_arguments(source_path, source=source, span=span, recipe=recipe, program=program, reach=reach)
+        outcome = run(arguments, folder=folder, limit_s=limit_s, on_poll=poll)
+        require_success(outcome, limit_s=limit_s)
+        times_s = source_times(times_file.read_text().splitlines(), offset_s=seek_s)
+        require_first(times_s if len(times_s) else np.full(1, np.inf))
+        check_source_times(times_s, span=span, fps=fps, source_frame_s=1 / source.fps if source.fps else 0.0)
+        return EncodedSpan(segments=sorted(folder.glob("[0-9]*.mp4")), source_times_s=times_s, cpu_s=outcome.cpu_s)
+
+    for number in count():
+        try:
+            return encode(Path(tempfile.mkdtemp(dir=folder)), reach=_FURTHER**number)
+        except _FirstFrameDropped:
+            continue
+    raise AssertionError("a pass that begins with the source has its first frame")
+
+
+class _FirstFrameDropped(Exception):
+    """The source frame that the first output frame has to show begins before the point to which ffmpeg seeks."""
 
 
 def span_arguments(
-    source_path: Path, *, source: SourceFacts, span: Span, recipe: ResolvedRecipe, program: str
+    source_path: Path, *, source: SourceFacts, span: Span, recipe: ResolvedRecipe, program: str, reach: int = 1
 ) -> list[str]:
-    """Return the ffmpeg command for one span; run it in an empty folder."""
+    """Return the ffmpeg command for one span; run it in an empty folder.
+
+    Args:
+        reach: how much further before the span than usual the pass starts reading, as a factor.
+    """
     settings, codec = recipe.settings, codec_named(recipe.settings.codec)
-    stream, video = scaled_frames(source_path, source=source, span=span, settings=settings)
-    margin_s = _margin_s(span, fps=settings.fps_exact, source=source)
+    stream, video = scaled_frames(source_path, source=source, span=span, settings=settings, reach=reach)
+    margin_s = _margin_s(span, fps=settings.fps_exact, source=source, reach=reach)
     length_s = _microseconds(span.num_frames / settings.fps_exact)
     streams = [video]
     options: dict[str, str | int | None] = {"an": None}
@@ -148,15 +181,17 @@ def _key_frames(settings: ChunkSettings, borders: list[int]) -> str:
     return "expr:" + "+".join(f"eq(n,{frame})" for frame in (0, *borders))
 
 
-def scaled_frames(source_path: Path, *, source: SourceFacts, span: Span, settings: ChunkSettings) -> tuple[Any, Any]:
+def scaled_frames(
+    source_path: Path, *, source: SourceFacts, span: Span, settings: ChunkSettings, reach: int = 1
+) -> tuple[Any, Any]:
     """Return (source stream, frames that the encoder of `span` receives) as streams of ffmpeg-python.
 
     The frames have the size and frame rate of the chunks and begin at time 0. The output options limit their number.
     """
     fps = settings.fps_exact
     width, height = output_size(source, short_side=settings.short_side)
-    seek_s = _seek_s(span, fps=fps, source=source)
-    margin_s = _margin_s(span, fps=fps, source=source)
+    seek_s = _seek_s(span, fps=fps, source=source, reach=reach)
+    margin_s = _margin_s(span, fps=fps, source=source, reach=reach)
     input_options = {"ss": _microseconds(seek_s)} if seek_s else {}
     stream = ffmpeg.input(
         f"file:{source_path}",
@@ -174,20 +209,31 @@ def scaled_frames(source_path: Path, *, source: SourceFacts, span: Span, setting
         video = video.filter("scale", *resize, **resize_options).filter("fps", **rate_options)
     else:
         video = video.filter("fps", **rate_options).filter("scale", *resize, **resize_options)
-    return stream, video.filter("format", "yuv420p").filter("setsar", "1").filter("setpts", f"PTS-{margin_s}/TB")
+    return stream, video.filter("format", "yuv420p").filter("setsar", "1").filter("setpts", _minus(margin_s, fps=fps))
 
 
-def _seek_s(span: Span, *, fps: Fraction, source: SourceFacts) -> Fraction:
+def _minus(margin_s: Fraction, *, fps: Fraction) -> str:
+    """Return the expression that subtracts a margin from timestamps in output frames.
+
+    ffmpeg computes with doubles and truncates the result. Where `margin_s / TB` is not exact (31/30 s at 30 fps), the
+    second frame would become the first.
+    """
+    frames = margin_s * fps
+    is_exact = margin_s.numerator / margin_s.denominator / (fps.denominator / fps.numerator) == frames
+    return f"PTS-{margin_s}/TB" if is_exact else f"PTS-{frames}"
+
+
+def _seek_s(span: Span, *, fps: Fraction, source: SourceFacts, reach: int) -> Fraction:
     """Return the time at which the pass starts reading, on the grid of output frames.
 
-    It is one second and one key frame interval before the span.
+    It is `reach` times one second and one key frame interval before the span.
     """
-    return Fraction(max(0, span.first_frame - math.ceil((1 + Fraction(source.key_gap_s)) * fps))) / fps
+    return Fraction(max(0, span.first_frame - reach * math.ceil((1 + Fraction(source.key_gap_s)) * fps))) / fps
 
 
-def _margin_s(span: Span, *, fps: Fraction, source: SourceFacts) -> Fraction:
+def _margin_s(span: Span, *, fps: Fraction, source: SourceFacts, reach: int) -> Fraction:
     """Return how many seconds before the span the pass starts reading."""
-    return Fraction(span.first_frame) / fps - _seek_s(span, fps=fps, source=source)
+    return Fraction(span.first_frame) / fps - _seek_s(span, fps=fps, source=source, reach=reach)
 
 
 def _microseconds(seconds: Fraction) -> str:
@@ -215,60 +261,3 @@ def _encoded_frames(progress: Path) -> int:
         return 0
     counts = [line.removeprefix("frame=").strip() for line in lines if line.startswith("frame=")]
     return int(counts[-1]) if counts and counts[-1].isdigit() else 0
-
-
-TIMES_FORMAT = "{ptsi} {tbi}"  # for -stats_enc_pre: timestamp and time base of the source frame
-_ROUNDING_S = 2e-6  # ffmpeg seeks with microsecond precision
-
-
-def read_source_times(path: Path, *, offset_s: Fraction) -> np.ndarray:
-    """Return the source time of each output frame in seconds from the start of the video: float64 [frames].
-
-    Args:
-        path: file with one line in TIMES_FORMAT per output frame.
-        offset_s: time at which the pass started reading; ffmpeg's timestamps are relative to it.
-
-    Raises:
-        SourceFailure: io_error, if a line is truncated.
-    """
-    lines = path.read_text().splitlines()
-    if not lines:
-        return np.zeros(0)
-    try:
-        unit_s = Fraction(lines[0].split()[1])  # there is one stream, hence one time base
-        counts = np.array([line.split()[0] for line in lines], np.int64)
-    except (ValueError, IndexError):
-        raise SourceFailure(FailureCode.IO_ERROR, "ffmpeg's list of frame times is truncated") from None
-    return counts * unit_s.numerator / unit_s.denominator + float(offset_s)
-
-
-def check_source_times(times_s: np.ndarray, *, span: Span, fps: Fraction, source_frame_s: float) -> None:
-    """Compare the source frames that were encoded with the span's plan.
-
-    Every output frame must show the source frame visible at its time: one that begins at most half an output frame
-    later. If a video begins with a gap, its first output frames may show a later source frame. The last span may end
-    earlier than the header announced, by two output frames or one source frame, whichever is longer.
-
-    Args:
-        times_s: float64 [frames], from `read_source_times`.
-
-    Raises:
-        SourceFailure: source_truncated, or frames_differ.
-    """
-    slack_frames = max(2, math.ceil(source_frame_s * fps) + 1) if span.is_last else 0
-    if len(times_s) < span.num_frames - slack_frames or not len(times_s):
-        raise SourceFailure(
-            FailureCode.SOURCE_TRUNCATED,
-            f"truncated: span {span.index} has {len(times_s)} of the {span.num_frames} frames that the header implies",
-        )
-    due_s = (span.first_frame + np.arange(len(times_s))) * fps.denominator / fps.numerator
-    is_late = times_s > due_s + float(1 / (2 * fps)) + _ROUNDING_S
-    if span.index == 0:
-        is_late &= times_s != times_s[0]
-    if is_late.any():
-        first = int(np.argmax(is_late))
-        raise SourceFailure(
-            FailureCode.FRAMES_DIFFER,
-            f"output frame {span.first_frame + first} shows the source at {times_s[first]:.4f} s,"
-            f" expected {due_s[first]:.4f} s",
-        )

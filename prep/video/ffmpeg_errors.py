@@ -9,6 +9,7 @@ import errno
 import os
 import re
 import signal
+from itertools import chain
 
 from prep.core.failures import FailureCode, SourceFailure
 from prep.engines import exit_reason
@@ -82,11 +83,11 @@ def require_success(outcome: Outcome, *, limit_s: float) -> None:
 def _signal(outcome: Outcome) -> int | None:
     """Return the signal that ended ffmpeg, or a program that started it; None if it ended by itself.
 
-    On SIGTERM, ffmpeg finishes its files and exits with 255, without a message.
+    On SIGTERM, ffmpeg finishes its files and exits with 255.
     """
     if outcome.return_code < 0:
         return -outcome.return_code
-    if outcome.return_code == _STOPPED and not outcome.stderr:
+    if outcome.return_code == _STOPPED and (not outcome.stderr or "Immediate exit requested" in outcome.stderr):
         return signal.SIGTERM
     return signal.SIGKILL if outcome.return_code == 128 + signal.SIGKILL else None
 
@@ -94,8 +95,9 @@ def _signal(outcome: Outcome) -> int | None:
 def cause(text: str) -> str:
     """Return the line of ffmpeg's standard error that states the cause, without parts that vary between runs.
 
-    This is the first line about damage or an error of the operating system, otherwise the first line that is not merely
-    a consequence of another, otherwise the last line. Memory addresses are removed: `[in#0/mpegts @ 0x5616b5]` becomes
+    This is the first line about damage or an error of the operating system that is not merely a consequence of another,
+    otherwise any line that is no consequence, otherwise a consequence (a decoder may conceal damage without a word). Of
+    several, it is the first one. Memory addresses are removed: `[in#0/mpegts @ 0x5616b5]` becomes
     `mpegts`.
     """
     lines = [line.strip() for line in text.splitlines() if line.strip()]
@@ -103,8 +105,7 @@ def cause(text: str) -> str:
         return "no message"
     causes = [line for line in lines if not _CONSEQUENCES.search(line)]
     telling = re.compile("|".join(mark for mark, _ in (*_REFUSALS, *_DAMAGE)))
-    chosen = next(filter(telling.search, causes), None) or next(iter(causes), lines[-1])
-    return _plain(chosen)
+    return _plain(next(chain(filter(telling.search, causes), causes, filter(telling.search, lines), lines)))
 
 
 def _plain(line: str) -> str:

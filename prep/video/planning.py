@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.compute as pc
 
 from manifests.errors import UserError
 from manifests.progress import Activity
@@ -24,7 +23,7 @@ from prep.core.table_file import as_array
 from prep.core.variant_folder import make_variant
 from prep.engines.admission import worker_ticket
 from prep.sources.shot_table import SHOTS, Detection, detect_shots, read_shots
-from prep.sources.table import probe_sources, read_probes
+from prep.sources.table import probe_sources, probes_of, read_probes
 from prep.video.captions import caption_groups
 from prep.video.changes import ShardChange, with_changes
 from prep.video.column import COLUMN
@@ -249,15 +248,13 @@ def wanted_chunks(
     """Return what the manifest requires of `videos` (manifests.schema.VIDEOS), as far as their probes are known.
 
     Args:
-        probes: the stored probes (prep.sources.table.PROBES).
+        probes: the stored probes: path, fingerprint and end_s (prep.sources.table.PROBES).
         shots: the stored shots (prep.sources.shot_table.SHOTS).
 
     Raises:
         UserError: the layout is damaged.
     """
-    rows = np.asarray(pc.fill_null(pc.index_in(videos["path"].combine_chunks(), value_set=probes["path"]), -1))
-    is_known = rows >= 0
-    of_videos = probes.take(pa.array(rows[is_known]))
+    of_videos, is_known = probes_of(videos["path"], probes)
     known_shots = shots_of(recipe, of_videos, shots=shots, retry_failed=False)
     num_chunks = np.zeros(len(videos), np.int64)
     num_chunks[is_known] = cutting_of(recipe.settings, frames_of(recipe, of_videos), known_shots).num_chunks
@@ -288,7 +285,8 @@ def pending_chunks(data_dir: Path, variant: Variant) -> Pending:
         )
     recipe = stored_recipe(variant.recipe)
     shots = read_shots(data_dir) if recipe.settings.cut == "shots" else SHOTS.empty_table()
-    videos, probes = read_videos(data_dir), read_probes(data_dir)
+    videos = read_videos(data_dir, columns=["video_id", "path", "split"])
+    probes = read_probes(data_dir, columns=["path", "fingerprint", "end_s"])
     chunks = wanted_chunks(data_dir, recipe, videos=videos, probes=probes, shots=shots)
     missing = len(chunks.shard_ids - variant.commits.keys())
     to_make = {"missing": missing} if missing else {}

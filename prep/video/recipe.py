@@ -26,7 +26,6 @@ from prep.video.settings import (
     Tail,
     canonical_length,
     default_min_len,
-    require_bitrate_unit,
 )
 
 RECIPE_SCHEMA = 1  # incremented when the same settings begin to produce different bytes
@@ -62,7 +61,7 @@ class Recipe:
     """Constant rate factor; lower values give better quality. Range: 1 to 51 for H.264 and HEVC, 1 to 63 for AV1 and
     VP9; for MJPEG, the quantiser scale, 2 to 31. Default: the recipe's, 24 for balanced."""
 
-    bitrate: Annotated[str | None, ENCODING, FIRST_RUN, Parameter(validator=require_bitrate_unit)] = None
+    bitrate: Annotated[str | None, ENCODING, FIRST_RUN] = None
     """Average bitrate in bit/s, such as 800k or 2M. It replaces --crf."""
 
     preset: Annotated[str | None, ENCODING] = None

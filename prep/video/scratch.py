@@ -75,8 +75,7 @@ def remove_abandoned() -> None:
 
 
 def _root() -> Path:
-    # If $TMPDIR is unusable, gettempdir() silently returns another directory. Older versions remove every `clipmill-*`
-    # in $TMPDIR and may be running on this machine.
+    # If $TMPDIR is unusable, gettempdir() silently returns another directory.
     return Path(os.environ.get("TMPDIR") or tempfile.gettempdir()) / f"scratch-{_PROGRAM}-{os.geteuid()}"
 
 

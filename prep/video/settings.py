@@ -11,7 +11,7 @@ from prep.sources.detector import Detector, DetectorName
 from prep.video.codecs import INTRA, MAX_CONSECUTIVE_B_FRAMES, STAR, codec_named
 
 _LENGTH = re.compile(r"(?P<number>\d+(\.\d+)?)(?P<unit>s|ms)", re.ASCII)
-_BITRATE = re.compile(r"[1-9]\d*[kM]?", re.ASCII)
+_BITRATE = re.compile(r"[1-9]\d*[kM]", re.ASCII)
 _SUFFIXES = {"k": 1e3, "M": 1e6}
 
 Gop = Literal["comb", "star", "closed", "intra"]
@@ -194,23 +194,15 @@ def default_min_len(length: str) -> str:
     return f"{min(2000, half_ms)}ms"
 
 
-def require_bitrate_unit(_type: object, bitrate: str | None) -> None:
-    """Validate `--bitrate` on the command line; only recipes stored by older versions may omit the unit.
-
-    Raises:
-        UserError: the value is a number without a unit.
-    """
-    if bitrate is not None and bitrate.isdecimal() and int(bitrate):
-        meant = f"{int(bitrate) // 1000}k" if int(bitrate) >= 10_000 else f"{int(bitrate)}k"
-        raise UserError(f'--bitrate "{bitrate}" has no unit', hint=f"write --bitrate {meant} (bits per second)")
-
-
 def bits_per_second(bitrate: str) -> float:
     """Parse the value of `--bitrate` into bits per second.
 
     Raises:
-        UserError: the value is not a bitrate.
+        UserError: the value is not a bitrate, or has no unit.
     """
+    if bitrate.isdecimal() and int(bitrate):
+        meant = f"{int(bitrate) // 1000}k" if int(bitrate) >= 10_000 else f"{int(bitrate)}k"
+        raise UserError(f'--bitrate "{bitrate}" has no unit', hint=f"write --bitrate {meant} (bits per second)")
     if not _BITRATE.fullmatch(bitrate):
         raise UserError(f'--bitrate "{bitrate}" is not a bitrate', hint="write 800k or 2M (bits per second)")
-    return float(bitrate.rstrip("kM")) * _SUFFIXES.get(bitrate[-1], 1.0)
+    return float(bitrate[:-1]) * _SUFFIXES[bitrate[-1]]

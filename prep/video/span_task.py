@@ -4,7 +4,6 @@ If one chunk fails, the whole span fails. Intact chunks of an encoder pass that 
 """
 
 import json
-import tempfile
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -53,7 +52,7 @@ def make_span(
     folder: Path,
     on_frames: Callable[[int], None],
 ) -> list[ReadyChunk]:
-    """Encode a span into a new folder below `folder`.
+    """Encode a span into new folders below `folder`.
 
     Args:
         sources: local copies of remote sources.
@@ -63,7 +62,6 @@ def make_span(
         SourceFailure: the span cannot be made.
     """
     for tries_left in reversed(range(_TRIES)):
-        attempt = Path(tempfile.mkdtemp(dir=folder))
         try:
             encoded = encode_span(
                 _checked_source(plan, sources=sources),
@@ -71,7 +69,7 @@ def make_span(
                 span=plan.span,
                 recipe=recipe,
                 program=program,
-                folder=attempt,
+                folder=folder,
                 on_frames=on_frames,
             )
             return _checked(encoded, plan, recipe=recipe)

@@ -48,7 +48,6 @@ SECTIONS: dict[str, tuple[str, ...]] = {
         "docs/cluster.md",
         "docs/distributed.md",
         "docs/doctor.md",
-        "docs/gpu_kit.md",
     ),
     "Reference": ("docs/commands.md", "docs/data_folder.md"),
     "Troubleshooting": ("docs/troubleshooting.md",),

@@ -1,14 +1,9 @@
 """What needs a GPU, on the one that is there: `pytest tests/gpu -m gpu --gpu-device cuda`.
 
 With `--gpu-device cpu` the same tests run at tiny sizes on a CPU, so that they do not rot; what needs CUDA by nature is
-skipped there by name. With `--gpu-until TIME`, tests that have not begun by then are skipped, and so is the one that is
-interrupted (SIGINT) after that. A plain `pytest` skips everything here where torch finds no CUDA device.
+skipped there by name. A plain `pytest` skips everything here where torch finds no CUDA device.
 """
 
-import signal
-import time
-from collections.abc import Generator, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -20,46 +15,10 @@ from tests.train.classify.moving import write_moving
 
 # Minutes of a GPU may be over before the last test: those that compile take longest and come last.
 _LAST = "test_compiled.py"
-_NO_TIME = "no time was left"  # scripts/gpu_kit/parts.py looks for it
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: item.path.name == _LAST)
-
-
-@pytest.hookimpl(wrapper=True, trylast=True)  # within those of pytest, which tear down what they have set up
-def pytest_runtest_setup(item: pytest.Item) -> Generator[None, object, object]:
-    if _is_over(item.config):
-        pytest.skip(_NO_TIME)
-    with _interruption_skips(item.config):
-        return (yield)
-
-
-@pytest.hookimpl(wrapper=True, tryfirst=True)
-def pytest_runtest_call(item: pytest.Item) -> Generator[None, object, object]:
-    with _interruption_skips(item.config):
-        return (yield)
-
-
-def _is_over(config: pytest.Config) -> bool:
-    ends_s: float | None = config.getoption("--gpu-until")
-    return ends_s is not None and time.time() > ends_s
-
-
-@contextmanager
-def _interruption_skips(config: pytest.Config) -> Iterator[None]:
-    """Makes SIGINT end the test alone where the time is over, so that the others and their results are kept."""
-
-    def interrupt(number: int, frame: object) -> None:
-        if _is_over(config):
-            pytest.skip(f"{_NO_TIME} to finish it")
-        raise KeyboardInterrupt
-
-    before = signal.signal(signal.SIGINT, interrupt)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, before)
 
 
 @pytest.fixture(scope="session", autouse=True)

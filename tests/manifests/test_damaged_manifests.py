@@ -10,7 +10,6 @@ import pytest
 
 from manifests.checked_json import publish_checked_json
 from manifests.errors import UserError
-from manifests.schema import CAPTIONS
 from manifests.store import captions_path, open_captions, read_captions, read_manifest, read_rejected, read_videos
 from manifests.table_files import TABLE_FILES, DamagedManifest
 from tests.manifests.test_store import file_hashes, reading_of, write
@@ -100,13 +99,15 @@ def test_tables_of_two_writes_that_are_exchanged_are_refused(data: Path, tmp_pat
     values(data)
 
 
-def test_tables_without_checksums_are_read_as_before(data: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["tables", "sha256"])
+def test_a_manifest_without_checksums_is_refused_with_what_to_do(data: Path, name: str) -> None:
     path = data / "manifest" / "manifest.json"
-    record = json.loads(path.read_bytes())
-    for name in ("tables", "sha256"):
+    record = read_manifest(data)
+    if name == "tables":
         del record[name]
-    path.write_text(json.dumps(record))
-    assert read_captions(data).schema.equals(CAPTIONS)
-    write(data, reading_of(tmp_path, ["v", "w"], [("w", 0.0, 1.0, "two"), ("w", 5.0, 6.0, "four")]))
-    assert read_captions(data)["caption_id"].to_pylist() == [1, 3]
-    assert set(read_manifest(data)["tables"]) == set(TABLE_FILES)
+        publish_checked_json(path, record)
+    else:
+        path.write_text(json.dumps(record))
+    with pytest.raises(UserError, match=r"manifest\.json is damaged: .*it has no checksum") as caught:
+        read_captions(data)
+    assert "prep manifest" in (caught.value.hint or "")

@@ -4,6 +4,7 @@ import json
 from collections.abc import Iterator
 from pathlib import Path
 
+import pyarrow.compute as pc
 import pytest
 
 from manifests.adapters.folder import read_folder
@@ -15,6 +16,7 @@ from manifests.adapters.vatex import read_vatex
 from manifests.errors import UserError
 from manifests.storage.objects import open_objects
 from tests.object_storage.faults import Fault, Faults
+from tests.object_storage.server import S3Server
 from tests.train.data.http_folder import HttpFolder
 
 FILES = {
@@ -163,3 +165,12 @@ def test_further_captions_name_videos_by_their_urls(tmp_path: Path, there: str) 
     videos = read_folder(there).videos
     read = read_caption_tables([table], videos=videos, dataset="further", source="model")
     assert read.reading.captions["text"].to_pylist() == ["one", "two"]
+
+
+def test_a_video_whose_name_cannot_be_asked_for_is_rejected(there: str, s3: S3Server) -> None:
+    for name in ("odd//v.mp4", "odd/../v.mp4", "odd//notes.txt"):
+        s3.put(there, name, b"9")
+    read = read_folder(there)
+    rejected = read.rejected.filter(pc.equal(read.rejected["reason"], "bad_name"))
+    assert rejected["file"].to_pylist() == [f"{there}/odd/../v.mp4", f"{there}/odd//v.mp4"]
+    assert read.videos.num_rows == 5

@@ -10,6 +10,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from manifests.adapters.reading import Reading, ReadingBuilder
+from manifests.checked_json import publish_checked_json
 from manifests.errors import UserError
 from manifests.schema import CAPTIONS, REJECTED, VIDEOS
 from manifests.store import WriteResult, read_captions, read_manifest, read_rejected, read_videos, write_manifest
@@ -223,7 +224,7 @@ def test_row_groups_do_not_depend_on_the_history(tmp_path: Path, monkeypatch: py
 
 def test_a_manifest_of_another_format_is_refused(tmp_path: Path) -> None:
     (tmp_path / "manifest").mkdir()
-    (tmp_path / "manifest" / "manifest.json").write_text('{"format": 99}')
+    publish_checked_json(tmp_path / "manifest" / "manifest.json", {"format": 99})
     with pytest.raises(UserError, match="format 99"):
         read_videos(tmp_path)
 

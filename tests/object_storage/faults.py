@@ -197,7 +197,7 @@ class Proxy:
     ) -> None:
         """Wait until the client gives up, or the faults are replaced; a late request goes on then in any case."""
         replaced = self.are_replaced
-        waits = [asyncio.ensure_future(replaced.wait())]
+        waits: list[asyncio.Future[Any]] = [asyncio.ensure_future(replaced.wait())]
         if fault.kind == "hang":
             waits.append(asyncio.ensure_future(reader.read()))
         await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)

@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import re
 import subprocess
 import sys
 import threading
@@ -10,6 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote, unquote
 
 _ROOT = Path(__file__).parent.parent.parent
 ACCESS_KEY, SECRET_KEY = "test-key", "test-secret"
@@ -47,12 +49,21 @@ class S3Server:
         """Refuse credentials that the server does not know, which are all, or accept any again."""
         self._ask("POST", "/moto-api/reset-auth", b"0.0" if required else b"inf")
 
-    def _ask(self, method: str, path: str, content: bytes) -> None:
+    def put(self, address: str, key: str, content: bytes = b"") -> None:
+        """Write an object with any name below an address, as programs do that know nothing of this one."""
+        self._ask("PUT", quote(f"/{address.removeprefix('s3://')}/{key}"), content)
+
+    def keys(self, bucket: str) -> set[str]:
+        """The names of all objects in a bucket, at most 1,000."""
+        answer = self._ask("GET", f"/{bucket.removeprefix('s3://')}?list-type=2&encoding-type=url", None).decode()
+        return {unquote(key) for key in re.findall("<Key>(.*?)</Key>", answer)}
+
+    def _ask(self, method: str, path: str, content: bytes | None) -> bytes:
         request = urllib.request.Request(
             self.endpoint + path, data=content, method=method, headers={"Content-Type": "text/plain"}
         )
         with urllib.request.urlopen(request, timeout=30) as answer:
-            answer.read()
+            return bytes(answer.read())
 
 
 @contextlib.contextmanager

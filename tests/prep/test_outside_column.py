@@ -168,7 +168,7 @@ def test_a_changed_recipe_makes_a_variant_and_gc_drops_the_old_one(
     foreign = data / "brightness" / "notes.txt"
     foreign.write_text("mine")
     gone = run("gc", "--data", data).stdout
-    assert f"removed    brightness/{old}" in gone and "ignored    brightness/notes.txt" in gone
+    assert f"removed    brightness/{old}" in gone and "left       brightness/notes.txt" in gone
     assert not (data / "brightness" / old).exists() and foreign.exists()
     rerun(prep, shard_set, *LEN, "--crf", 30)  # clipmill without the column leaves it alone
     assert "stale" in run("status", "--data", data, "--json").stdout

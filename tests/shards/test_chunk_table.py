@@ -1,7 +1,7 @@
 """Merged tables of video, latents and text: what they hold, when they count, and what becomes of them otherwise."""
 
 import shutil
-import tarfile
+from fractions import Fraction
 from pathlib import Path
 
 import pyarrow as pa
@@ -11,22 +11,37 @@ from manifests.errors import UserError
 from shards.chunk_table import chunk_table_problem, missing_parts, read_chunk_rows, update_chunk_table
 from shards.commits import commit_path, read_commits
 from shards.contents import Contents, write_contents
-from shards.format import COMMITS_FOLDER
+from shards.format import RECIPE_FILE
 from shards.merged_table import CHUNKS_FILE, commits_digest
 from shards.reader import Variant
 from shards.table_commits import TableCommits, committed_tars, open_table_commits
-from tests.conftest import ROOT
+from tests.train.latents.written import Chunk, Written, write_latents, write_text
+from tests.train.tiny_data import VARIANT, Caption, encode_chunk, video_sample, write_captions, write_shard
 
 COLUMNS = ("video", "latents", "text")
 
 
+def make(data: Path) -> Path:
+    """Make a data folder with two shards of each column, in two splits, and without merged tables."""
+    starts_ms = (0, 1000)
+    splits = {"first": "train", "other": "val"}
+    for shard_id, (name, split) in enumerate(splits.items()):
+        payload = encode_chunk(0, 30, fps=30)
+        samples = [video_sample(name, start_ms, payload, fps=30) for start_ms in starts_ms]
+        write_shard(data, shard_id, samples, split=split)
+    chunks = [[Chunk(name, start_ms, 30, fps=Fraction(30)) for start_ms in starts_ms] for name in splits]
+    captions = [Caption(name, begin_s, begin_s + 1, f"{name} {begin_s}") for name in splits for begin_s in (0, 1)]
+    write_captions(data, splits, captions)
+    (data / "video" / VARIANT / RECIPE_FILE).write_text("{}")
+    written = Written(data)
+    write_latents(written, chunks)
+    write_text(written, captions, videos_per_shard=1)
+    return data
+
+
 @pytest.fixture(scope="session")
 def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A data folder with two shards of each column, in two splits, and without merged tables."""
-    folder = tmp_path_factory.mktemp("old")
-    with tarfile.open(ROOT / "tests" / "old_data_folder.tar.xz") as archive:
-        archive.extractall(folder, filter="data")
-    return folder / "data"
+    return make(tmp_path_factory.mktemp("made"))
 
 
 @pytest.fixture
@@ -92,8 +107,9 @@ def test_only_new_indexes_are_read(data: Path) -> None:
         merged(data)
 
 
-def test_a_change_writes_only_the_parts_of_its_shards(data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_change_writes_only_the_parts_of_its_shards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("shards.format.SHARDS_PER_FOLDER", 1)  # one shard in a part
+    data = make(tmp_path)
     everything = merged(data)
     variant = Variant.open(data)
     first = variant.shards()[0]
@@ -101,7 +117,7 @@ def test_a_change_writes_only_the_parts_of_its_shards(data: Path, monkeypatch: p
     whole, own = (path.read_bytes() for path in parts)
     kept = parts[0].stat()
     assert read_chunk_rows(variant).table["shard"].num_chunks == 2
-    record = variant.directory / COMMITS_FOLDER / "000001.json"
+    record = commit_path(variant.directory, 1)
     content = record.read_bytes()
     record.unlink()
     write_contents(variant.directory, Contents(frozenset({first.shard_id}), {}))

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from manifests.checked_json import publish_checked_json
 from manifests.errors import UserError
 from manifests.publish import publish_json
 from shards.commits import Commit, commit_path, read_commits
@@ -156,6 +157,6 @@ def test_a_set_without_contents_is_read_as_before(variant: Path) -> None:
 def test_contents_of_another_version_are_refused(variant: Path) -> None:
     record = json.loads((variant / "contents.json").read_bytes())
     del record["sha256"]
-    (variant / "contents.json").write_text(json.dumps({**record, "clipmill_format": 99}))
+    publish_checked_json(variant / "contents.json", {**record, "clipmill_format": 99})
     with pytest.raises(UserError, match="format 99"):
         Variant(variant)

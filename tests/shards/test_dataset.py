@@ -9,6 +9,7 @@ from shards.dataset import (
     current_variant,
     list_variants,
     set_current_variant,
+    unfinished_variant,
     variant_dir,
 )
 
@@ -78,14 +79,26 @@ def test_a_damaged_file_is_written_again_where_the_folders_tell_what_it_said(tmp
     damage(tmp_path)
     begin_variant(tmp_path, "video", "h264-11111111")
     assert (tmp_path / "dataset.json").read_bytes() == before
-    begin_variant(tmp_path, "video", "h264-33333333")
-    assert (tmp_path / "dataset.json").read_bytes() == before
     variant_dir(tmp_path, "latents", "other-44444444").mkdir()
     damage(tmp_path)
     with pytest.raises(DamagedDataset):
         begin_variant(tmp_path, "video", "h264-11111111")
 
 
-def test_a_file_without_checksum_is_read(tmp_path: Path) -> None:
+def test_the_variant_of_an_unfinished_run_is_known_until_a_run_of_the_column_has_ended(tmp_path: Path) -> None:
+    begin_variant(tmp_path, "video", "h264-11111111")
+    first = (tmp_path / "dataset.json").read_bytes()
+    assert (current_variant(tmp_path, "video"), unfinished_variant(tmp_path, "video")) == ("h264-11111111", None)
+    for end in (begin_variant, set_current_variant):  # a run that goes back to the current variant, and the end of one
+        begin_variant(tmp_path, "video", "h264-33333333")
+        assert current_variant(tmp_path, "video") == "h264-11111111"
+        assert unfinished_variant(tmp_path, "video") == "h264-33333333"
+        end(tmp_path, "video", "h264-11111111")
+        assert (tmp_path / "dataset.json").read_bytes() == first
+
+
+def test_a_file_without_checksum_is_refused(tmp_path: Path) -> None:
     (tmp_path / "dataset.json").write_text('{"clipmill_format": 2, "columns": {"video": {"current": "old"}}}')
-    assert current_variant(tmp_path, "video") == "old"
+    with pytest.raises(UserError, match=r"dataset\.json .*it has no checksum") as caught:
+        current_variant(tmp_path, "video")
+    assert caught.value.hint

@@ -4,6 +4,7 @@ from pathlib import Path
 from random import Random
 
 import pyarrow as pa
+import pytest
 
 from shards.merged_table import DamagedTable, is_table_of, open_merged_table, verified, write_merged_table
 
@@ -36,8 +37,7 @@ def test_no_flipped_bit_of_a_schema_is_served(tmp_path: Path) -> None:
     assert noticed > footer_bytes // 4
 
 
-def test_a_table_without_a_checksum_of_its_schema_is_read(tmp_path: Path) -> None:
-    """As older versions wrote it."""
+def test_a_table_without_a_checksum_of_its_schema_is_damaged(tmp_path: Path) -> None:
     path, old = tmp_path / "chunks.arrow", tmp_path / "old.arrow"
     write_merged_table(path, pa.table({"cuts": [1, 2]}), commits={}, metadata={})
     table = open_merged_table(path)
@@ -45,4 +45,5 @@ def test_a_table_without_a_checksum_of_its_schema_is_read(tmp_path: Path) -> Non
     assert len(metadata) < len(table.schema.metadata)
     with pa.ipc.new_file(old, table.schema.with_metadata(metadata)) as writer:
         writer.write_table(table)
-    assert verified(open_merged_table(old), old).to_pydict() == {"cuts": [1, 2]}
+    with pytest.raises(DamagedTable, match="its schema differs"):
+        open_merged_table(old)

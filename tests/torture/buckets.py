@@ -69,15 +69,15 @@ _CHUNK, _SCORES = (*bases.CHUNK, *bases.ENGINE), ("scores", *bases.ENGINE)
 _ALL = ("frozen", "cut-off", "late")
 SUBJECTS = (
     Subject(
-        "manifest",
+        "late-manifest",
         bases.with_chunks,
         partial(bases.manifest_arguments, which="later"),
         partial(bases.manifest_arguments, which="first"),
     ),
-    Subject("gc", bases.with_garbage, lambda _: ("gc",), lambda _: _CHUNK),
-    Subject("gc-twice", bases.with_garbage, lambda _: ("gc",), lambda _: ("gc",), _ALL),
-    Subject("chunk", bases.with_manifest, lambda _: _CHUNK, lambda _: _CHUNK, _ALL),
-    Subject("scores", bases.with_chunks, lambda _: _SCORES, lambda _: _SCORES, _ALL, ".scores.lock"),
+    Subject("late-gc", bases.with_garbage, lambda _: ("gc",), lambda _: _CHUNK),
+    Subject("late-gc-twice", bases.with_garbage, lambda _: ("gc",), lambda _: ("gc",), _ALL),
+    Subject("late-chunk", bases.with_manifest, lambda _: _CHUNK, lambda _: _CHUNK, _ALL),
+    Subject("late-scores", bases.with_chunks, lambda _: _SCORES, lambda _: _SCORES, _ALL, ".scores.lock"),
 )
 
 

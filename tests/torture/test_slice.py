@@ -15,12 +15,12 @@ from tests.torture.subjects import SUBJECTS
 from tests.torture.workspace import Workspace
 
 SEED = 1
-# They import torch in each new process, which takes longer than everything else together.
-TOO_LONG = {"text-fresh"}
+# They import much in each new process, or wait for leases, which takes longer than everything else together.
+TOO_LONG = {"text-fresh", "late-chunk", "late-gc", "late-gc-twice", "late-scores"}
 # Their files have the format, the reader and the repair of another subject's.
 LIKE_OTHERS = {"probes", "contents", "latents-tars", "latents-indexes", "text-indexes"}
 LIKE_OTHERS |= {"merged-tables", "scores-tars", "scores-indexes", "subtitles"}
-NUM_CASES = {"points": 1, "damage": 1, "hostile": 2}  # of each subject
+NUM_CASES = {"points": 1, "damage": 1, "hostile": 2, "buckets": 1}  # of each subject
 
 
 @pytest.mark.timeout(1200)  # on a shared machine; it takes a minute on an idle one

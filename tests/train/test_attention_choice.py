@@ -107,12 +107,9 @@ def test_a_run_begins_with_what_was_measured_and_goes_on_with_it(monkeypatch: py
     assert (again.name, again.reason, kept_again) == ("cudnn", "as when the run began", kept)
 
 
-def test_a_run_of_before_there_was_a_measurement_goes_on_with_xformers() -> None:
-    pytest.importorskip("xformers.ops")
-    attention = as_before({"attention": "xformers (the device is a cuda one)"}, device_type="cuda")
-    assert attention is not None and attention.name == "xformers"
-    for facts in ({}, {"attention": "sdpa (xformers has no attention for a CPU)"}, {"attention_choice": {"name": "?"}}):
-        assert as_before(facts, device_type="cuda") is None
+@pytest.mark.parametrize("facts", [{}, {"attention": "sdpa"}, {"attention_choice": {"name": "?"}}])
+def test_a_run_that_names_no_kernel_that_is_here_is_measured(facts: dict[str, Any]) -> None:
+    assert as_before(facts, device_type="cuda") is None
 
 
 def test_the_kernels_of_a_run_are_named() -> None:

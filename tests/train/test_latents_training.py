@@ -13,12 +13,11 @@ from numpy.typing import NDArray
 
 from tests.train.latents.test_checksums import flip
 from tests.train.latents.written import Caption, Chunk, Written, write_latents, write_text
-from tests.train.test_checkpoint import reseal
 from tests.train.test_cli import train
 from tests.train.tiny_data import write_captions
 from train.data.frame_sampling import spread_frames
 from train.device.random import uniform
-from train.run.checkpoint import latest_checkpoint, read_metadata, read_weights
+from train.run.checkpoint import latest_checkpoint, read_weights
 from train.run.folder import RunFolder, read_lines
 
 __all__ = ["train"]
@@ -116,27 +115,6 @@ def test_a_resumed_run_ends_with_the_same_weights(train: Callable[..., int], col
     assert losses(tmp_path / "broken") == losses(tmp_path / "whole")
 
 
-def test_temperatures_that_began_by_the_older_rule_are_evaluated_and_not_resumed(
-    train: Callable[..., int], columns: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Such a run has the state of the paper's convention, and says fast_clip."""
-    out = tmp_path / "run"
-    loss = ("--loss.kind", "fastclip-v2", "--loss.convention", "paper")
-    assert train("dual-encoder", "--shards", columns, "--out", out, *FLAGS, *STEPS, "--steps", 2, *loss) == 0
-    settings = RunFolder(out).settings.read_text()
-    assert "convention: paper" in settings
-    RunFolder(out).settings.write_text(settings.replace("convention: paper", "convention: fast_clip"))
-    path = latest_checkpoint(RunFolder(out).checkpoints)
-    assert path is not None
-    reseal(path, settings={**read_metadata(path).settings, "loss.convention": "fast_clip"})
-    capsys.readouterr()
-    assert train("dual-encoder", "--resume", "--out", out) == 2
-    said = capsys.readouterr().err
-    assert "step_000002 has temperatures of fastclip-v2 that moved by an older rule" in said
-    assert "--init.weights" in said
-    assert train("eval", "retrieval", out) == 0
-
-
 def test_latents_train_a_text_tower_too_without_a_column_of_text(
     train: Callable[..., int], columns: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -199,7 +177,7 @@ def test_settings_that_do_not_fit_are_two_lines_and_leave_nothing(
     part: str,
 ) -> None:
     assert train("dual-encoder", "--shards", columns, "--out", tmp_path / "run", *flags) == 2
-    error, hint = [line for line in capsys.readouterr().err.splitlines() if not line.startswith("attention")]
+    error, hint = capsys.readouterr().err.splitlines()[-2:]  # before them, what a slow machine is at
     assert error.startswith("error: ") and part in error and hint.startswith("hint: ")
     assert not (tmp_path / "run").exists()
 

@@ -10,7 +10,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
-from manifests.errors import UserError
+from manifests.errors import Inaccessible, UserError
 from manifests.keys import chunk_key
 from manifests.store import manifest_dir, read_manifest, read_videos
 from shards.damage import Damaged
@@ -167,7 +167,7 @@ class ChunkSet:
 def _has_closed_gops(shard: CommittedShard) -> bool:
     try:
         return shard.packet_tables.has_closed_gops(0)
-    except (OSError, Damaged, ValueError):
+    except (OSError, Damaged, Inaccessible, ValueError):
         return True  # reading the chunk reports the damage
 
 

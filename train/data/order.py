@@ -210,7 +210,7 @@ def set_fingerprint(order: str, content: str) -> str:
 
     Args:
         order: hash of the samples and their order.
-        content: hash of what a sample contains beside its frames. Runs of older versions lack this part.
+        content: hash of what a sample contains beside its frames.
     """
     return f"{order}{_SEPARATOR}{content}"
 
@@ -253,7 +253,7 @@ class Resumable:
         order, _, content = self.fingerprint.partition(_SEPARATOR)
         for state in states:
             old_order, _, old_content = state["samples"].partition(_SEPARATOR)
-            if old_order == order and old_content and old_content != content:
+            if old_order == order and old_content != content:
                 raise UserError(
                     f"the captions of {self.describe()} differ in text or source from those the run was trained with",
                     hint="resume with the original captions, or start a new run with another --out",

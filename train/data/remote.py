@@ -14,6 +14,7 @@ from pathlib import Path
 
 from manifests.errors import UserError
 from manifests.storage.cache import CachedFile, ObjectCache, parse_size
+from manifests.storage.errors import no_damage
 from manifests.storage.objects import Objects, is_remote, open_objects
 from shards.format import DATASET_FILE
 from shards.reader import CommittedShard
@@ -152,7 +153,8 @@ class RemoteTars:
     def provide(self, index: Path, *, size_bytes: int, sha256: str | None = None) -> None:
         """See `shards.tars.TarBytes`."""
         try:
-            self.files.copy_file(self.key(index), size_bytes=size_bytes, sha256=sha256)
+            with no_damage():
+                self.files.copy_file(self.key(index), size_bytes=size_bytes, sha256=sha256)
         except OSError as error:
             if is_local(error):
                 raise cache_unusable(self.files.copy, self.objects.address_of(self.key(index)), error) from error

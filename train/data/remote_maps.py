@@ -28,6 +28,7 @@ from numpy.typing import NDArray
 
 from manifests.errors import UserError
 from manifests.storage.cache import CachedFile, NoRoom, shown_size
+from manifests.storage.errors import Unanswered
 from shards.open_maps import MAX_OPEN_MAPS
 from shards.reader import Variant
 from train.data.mapped_tars import JoinedTars, MappedTars, mapped_tars
@@ -241,7 +242,8 @@ class RemoteMaps(MappedTars):
         except OSError as error:
             if is_local(error):
                 raise cache_unusable(cache.folder, f"the {column} column", error) from error
-            raise UserError(f"the {column} column cannot be fetched: {error}", hint="see prep verify") from error
+            hint = "check the network, and start again" if isinstance(error, Unanswered) else "see prep verify"
+            raise UserError(f"the {column} column cannot be fetched: {error}", hint=hint) from error
 
     def _chosen(self) -> NDArray[np.bool_]:
         """The tars that samples are in and that fit into the cache."""

@@ -11,6 +11,7 @@ call of the store never returns, so a second thread times the calls of the first
 import os
 import sys
 import threading
+from collections.abc import Mapping
 from datetime import timedelta
 from time import monotonic
 
@@ -28,7 +29,7 @@ _LEFT, _FAILED = "left", "failed: "
 
 
 class Heartbeat:
-    """Sends heartbeats until `end`."""
+    """Sends heartbeats until `end`, from the moment at which the ranks have agreed on the name of their attempt."""
 
     def __init__(self, world: World, *, host: str, port: int, attempt: str) -> None:
         self._world = world
@@ -65,13 +66,18 @@ class Heartbeat:
 
     def _run(self) -> None:
         watch = Watch(self._world)
+        ranks = range(self._world.size)
+        joined: list[int] = []
         number = 0
         while not self._is_over.wait(BEAT_S):
             number += 1
             self._called_s = self._clock.now_s
             try:
                 self._store.set(str(self._world.rank), str(number))
-                said = [text.decode() for text in self._store.multi_get(list(map(str, range(self._world.size))))]
+                if len(joined) < len(ranks):
+                    joined = [rank for rank in ranks if self._store.check([str(rank)])]
+                texts = self._store.multi_get(list(map(str, joined)))
+                said = {rank: text.decode() for rank, text in zip(joined, texts, strict=True)}
             except RuntimeError:
                 said = None
             self._called_s = None
@@ -119,13 +125,17 @@ class Watch:
         self._failed_s: float | None = None
         self._reached_s: float | None = None
 
-    def reason_to_stop(self, said: list[str] | None, *, now_s: float) -> str | None:
-        """Why this rank should stop, given the last message of each rank (None if the store does not answer)."""
+    def reason_to_stop(self, said: Mapping[int, str] | None, *, now_s: float) -> str | None:
+        """Why this rank should stop, given the last message of each rank that has sent one.
+
+        Args:
+            said: None if the store does not answer.
+        """
         if said is None:
             self._reached_s = now_s if self._reached_s is None else self._reached_s
             return _unanswered() if now_s - self._reached_s >= SILENT_S else None
         self._reached_s = now_s
-        for rank, text in enumerate(said):
+        for rank, text in said.items():
             if rank == self._world.rank or text == _LEFT:
                 continue
             if text.startswith(_FAILED):

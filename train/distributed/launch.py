@@ -29,7 +29,8 @@ _VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 # Words in gloo's and NCCL's errors after the loss of another process or of the connection to it.
 _MAX_SHOWN = 6
 _POLL_S = 0.02
-_TIMEOUT = timedelta(minutes=30)  # torch's own for a process group
+_JOIN_TIMEOUT = timedelta(minutes=10)  # torchrun's own; a machine may have to load everything over a network first
+_TIMEOUT = timedelta(minutes=30)  # torch's own for a process group; until then, heartbeats tell who is lost
 _REMIND_S = 60.0
 # Rank 0 may host the store and then leaves last, but does not wait longer for ranks that are gone.
 _LEAVE_TIMEOUT = timedelta(seconds=10)
@@ -58,7 +59,7 @@ def open_world(*, device_type: str, start: Start | None = None, hint: str = "") 
     # The store is hosted by torchrun, or by rank 0 under other launchers.
     try:
         with _reminding(world, lambda: "the other ranks"):
-            store, _, _ = next(dist.rendezvous("env://"))
+            store, _, _ = next(dist.rendezvous("env://", timeout=_JOIN_TIMEOUT))
         attempt = name_attempt(store, world)
     except RuntimeError as error:
         raise FailedWork(
@@ -66,12 +67,14 @@ def open_world(*, device_type: str, start: Start | None = None, hint: str = "") 
             f"{os.environ['MASTER_PORT']} ({first_line(error)}); see their logs"
         ) from error
     store = dist.PrefixStore(attempt, store)
-    if start is not None and world.size > 1:
-        require_same_start(start, store=store, world=world, hint=hint)
-    backend = "cpu:gloo,cuda:nccl" if device_type == "cuda" else "gloo"
-    dist.init_process_group(backend, store=dist.PrefixStore("clipmill", store), rank=world.rank, world_size=world.size)
     heartbeat = Heartbeat(world, host=os.environ["MASTER_ADDR"], port=int(os.environ["MASTER_PORT"]), attempt=attempt)
     try:
+        if start is not None and world.size > 1:
+            require_same_start(start, store=store, world=world, hint=hint)
+        backend = "cpu:gloo,cuda:nccl" if device_type == "cuda" else "gloo"
+        store = dist.PrefixStore("clipmill", store)
+        store.set_timeout(_TIMEOUT)
+        dist.init_process_group(backend, store=store, rank=world.rank, world_size=world.size)
         yield world
         # No rank leaves before all are done, since one of the processes may host the store.
         world.gather(torch.zeros(1))
@@ -130,12 +133,12 @@ def name_attempt(store: dist.Store, world: World) -> str:
         store.set(f"asks/{world.rank}", own)
         answer = f"answer/{own}"
         with _reminding(world, lambda: "rank 0"):
-            store.wait([answer], _TIMEOUT)
+            store.wait([answer], _JOIN_TIMEOUT)
         name = str(store.get(answer).decode())
         store.set(f"knows/{name}/{world.rank}", "")
         return name
     missing, answered = set(range(1, world.size)), dict[int, str]()
-    latest_s = time.monotonic() + _TIMEOUT.total_seconds()
+    latest_s = time.monotonic() + _JOIN_TIMEOUT.total_seconds()
     with _reminding(world, lambda: _named(sorted(missing))):
         while missing:
             for rank in sorted(missing):
@@ -147,7 +150,9 @@ def name_attempt(store: dist.Store, world: World) -> str:
                     store.set(f"answer/{asked}", own)
                     answered[rank] = asked
             if missing and time.monotonic() > latest_s:
-                raise FailedWork(f"rank {min(missing)} of {world.size} did not join within {_TIMEOUT}")
+                raise FailedWork(
+                    f"rank {min(missing)} of {world.size} did not join within {_JOIN_TIMEOUT}; see its log"
+                )
             time.sleep(_POLL_S if missing else 0)
     return own
 

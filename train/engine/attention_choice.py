@@ -80,8 +80,6 @@ def choose_attention(
 def as_before(facts: dict[str, Any], *, device_type: str) -> AttentionBackend | None:
     """The backend that a run on a GPU started with, by its run.json; None if it names none that is available here."""
     name = facts.get(CHOICE_FACT, {}).get("name")
-    if name is None and str(facts.get("attention", "")).startswith("xformers ("):
-        name = "xformers"  # what auto meant on every GPU in runs before backends were measured
     if name not in _CANDIDATES:
         return None
     try:

@@ -120,10 +120,6 @@ class State:
         require_same(facts.settings, shaping(settings), where=str(path))
         samples.load_state_dict(*facts.loader)
         table = read_table(path)
-        sizes = {
-            name.removeprefix("objective."): entry["size"] for name, entry in _starting(table, "objective.").items()
-        }
-        self.objective.check_resumable(sizes, where=str(path))
         wanted = {name: one for name, one in self.tensors().items() if not name.startswith("optimizer.")}
         for prefix in ("model.", "ema.", "objective."):
             check_fits(path, table, _on_all_stages(_starting(wanted, prefix), world.stages), prefix=prefix)

@@ -1,12 +1,10 @@
 """The global contrastive losses, by temperature: one for all (SogCLR, FastCLIP v0, v1, v3), or each sample its own."""
 
 import math
-from collections.abc import Mapping, Sequence
 
 import torch
 from torch import nn
 
-from manifests.errors import UserError
 from train.device.transfer import Scalar
 from train.distributed.world import Step, World
 from train.losses.contrastive import DatasetSize, Inputs
@@ -124,19 +122,6 @@ class SampleTemperature(GlobalContrast):
     def __init__(self, settings: Loss, *, inputs: Inputs, dataset: DatasetSize | None, world: World) -> None:
         state = (settings.number("temperature"), 0.0, 0.0, 0.0)[: _NUM_COLUMNS[settings.convention] - 1]
         super().__init__(settings, inputs=inputs, dataset=dataset, world=world, further_state=state)
-
-    def check_resumable(self, sizes: Mapping[str, Sequence[int]], *, where: str) -> None:
-        """Raise a UserError for state that began when `fast_clip` was the public code before October 2024.
-
-        That one divided by the mean square rather than by its root; clipmill kept the number of visits beside it.
-        """
-        if self._is_code and list(sizes.get("clips.rows", ()))[1:] == [_NUM_COLUMNS["paper"]]:
-            raise UserError(
-                f"{where} has temperatures of {self._settings.kind} that moved by an older rule of --loss.convention "
-                "fast_clip, which divided by the mean square of the gradient and not by its root",
-                hint="begin a new run with another --out (--init.weights takes the weights of this one), or finish it "
-                "with the version of clipmill that began it",
-            )
 
     def temperatures(self, state_BC: torch.Tensor) -> torch.Tensor:
         """Each its own."""

@@ -1,6 +1,6 @@
 """The training objective: the part of a task that the loop knows besides the model."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import nn
@@ -29,13 +29,6 @@ class Objective(nn.Module):
             there, as zero-dimensional tensors that nobody modifies.
         """
         raise NotImplementedError
-
-    def check_resumable(self, sizes: Mapping[str, Sequence[int]], *, where: str) -> None:
-        """Raise a UserError if a checkpoint has state that the objective cannot continue from.
-
-        Args:
-            sizes: shapes of the objective's tensors in the checkpoint `where`, by their names in `state_dict`.
-        """
 
     def learning_rate(self, scheduled: float) -> Scalar:
         """Learning rate of the objective's parameters in a step whose schedule gives the model the rate `scheduled`.

@@ -225,6 +225,17 @@ def test_refusals_are_explained_at_once(code: str, says: str, faults: Faults, bu
     assert len(faults.seen().requests) == 3
 
 
+@pytest.mark.parametrize(("status", "code"), [(301, "PermanentRedirect"), (400, "AuthorizationHeaderMalformed")])
+def test_a_bucket_of_another_region_is_told(status: int, code: str, faults: Faults, bucket: str) -> None:
+    address = f"{bucket}/{'a-long-name-of-a-folder/' * 4}data"
+    objects = open_objects(address)
+    faults.set(Fault("error", status=status, code=code))
+    for use in (lambda: objects.read("k"), lambda: objects.write("k", b"1"), lambda: list(objects.list())):
+        with pytest.raises(UserError, match=f"the bucket of {address} is in another region") as told:
+            use()
+        assert "AWS_REGION" in (told.value.hint or "")
+
+
 def test_a_web_server_is_read_only(s3: S3Server, tmp_path: Path) -> None:
     objects: Objects = open_objects(f"{s3.endpoint}/some")
     with pytest.raises(UserError, match="read-only"):

@@ -145,7 +145,9 @@ def test_parts_at_once_that_are_killed_and_run_again_leave_the_bytes_of_one_comm
     assert contents(data) == undisturbed
 
 
-def test_a_command_without_part_finishes_what_parts_have_begun(data: Path, undisturbed: dict[str, str]) -> None:
+def test_gc_keeps_what_parts_have_begun_and_a_command_without_part_finishes_it(
+    data: Path, undisturbed: dict[str, str]
+) -> None:
     first = prep_here("chunk", "--data", data, *HERE, "--part", "1/2", *SLOW, status=1).summary
     assert (first["num_shards_made"], first["part"]["not_made"]) == (2, {"2/2": 1})
     assert first["next"].startswith("prep chunk --len 500ms ") and first["next"].endswith(" --part 2/2")
@@ -153,6 +155,8 @@ def test_a_command_without_part_finishes_what_parts_have_begun(data: Path, undis
     new = [variant for variant in missing["variants"] if variant["name"] == first["variant"]]
     assert new[0]["num_shards"] == 2 and new[0]["num_wanted"] > new[0]["num_samples"]
     assert "incomplete: 1 shard not made yet: prep chunk --len " in prep_here("status", "--data", data).stdout
+    kept = prep_here("gc", "--data", data).stdout
+    assert f"kept       video/{first['variant']}: the run that makes it has not finished\nnothing to remove" in kept
     rest = chunk(data, *SLOW, status=1)
     assert (rest["num_shards_made"], rest["num_shards"]) == (1, 3)
     assert contents(data) == undisturbed

@@ -48,8 +48,9 @@ def test_files_of_one_schema_that_were_exchanged_are_refused(tmp_path: Path) -> 
         read_table_file(tmp_path / "other.parquet", schema=TABLE.schema)
 
 
-def test_a_table_without_checksum_is_read(tmp_path: Path) -> None:
+def test_a_table_without_checksum_or_of_other_columns_is_refused(tmp_path: Path) -> None:
     pq.write_table(TABLE, tmp_path / "t.parquet")
-    assert read_table_file(tmp_path / "t.parquet", schema=TABLE.schema).num_rows == 4
+    with pytest.raises(ValueError, match="it has no checksum"):
+        read_table_file(tmp_path / "t.parquet", schema=TABLE.schema)
     with pytest.raises(ValueError, match="unexpected columns: name"):
         read_table_file(tmp_path / "t.parquet", schema=pa.schema([("name", pa.string())]))

@@ -1,15 +1,17 @@
 """What both engines promise to functions that keep something, such as a model, from one task to the next."""
 
 import functools
+import multiprocessing
 import os
 import signal
+import time
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
 from manifests.errors import UserError
-from prep.engines import Engine, Outcome
+from prep.engines import Engine, Outcome, processes
 from prep.engines.admission import worker_ticket
 from prep.engines.processes import ProcessEngine
 from prep.engines.ray import RayEngine
@@ -80,3 +82,23 @@ def test_a_worker_without_the_package_of_a_column_is_refused(tmp_path: Path, mon
         assert ticket() is None
         with pytest.raises(UserError, match="the column's package hidden_column is not installed"):
             list(engine.run(work, [Task(0, tmp_path)], check=ticket))
+
+
+def answer_late(parent_end: Path) -> str:
+    while not parent_end.exists():
+        time.sleep(0.01)
+    return "nobody hears it"
+
+
+def test_a_worker_whose_driver_is_gone_when_it_answers_ends_in_silence(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    ours, theirs = multiprocessing.Pipe()
+    worker = processes._CONTEXT.Process(target=processes._work, args=(answer_late, None, theirs, None))
+    worker.start()
+    theirs.close()
+    ours.send(tmp_path / "gone")
+    ours.close()  # as the kernel closes the pipe of a killed driver, before it kills the worker
+    (tmp_path / "gone").touch()
+    worker.join(60)
+    assert worker.exitcode == 0 and capfd.readouterr().err == ""

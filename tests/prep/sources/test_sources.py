@@ -14,6 +14,7 @@ import pyarrow as pa
 import pytest
 
 from prep.core.failures import FailureCode, SourceFailure
+from prep.core.table_file import write_table_file
 from prep.sources import files as source_files
 from prep.sources import table as sources
 from prep.sources.files import NO_FILE, stat_files
@@ -110,7 +111,7 @@ def test_failures_of_older_rules_are_looked_into_again_and_good_sources_are_not(
     rows = read_probes(tmp_path).to_pylist()
     rows[1] |= {"code": "source_truncated", "message": "its header promises 18.60 s, the packets end at 11.30 s"}
     older = pa.Table.from_pylist(rows, schema=sources.PROBES.remove_metadata())
-    pa.parquet.write_table(older, tmp_path / sources.PROBES_FILE)
+    write_table_file(tmp_path / sources.PROBES_FILE, older)
     found = probe_sources(tmp_path, paths, num_workers=2, on_progress=lambda done, total: told.append(total))
     assert found["code"].to_pylist() == [None, None] and told == [1]
     probe_sources(tmp_path, paths, num_workers=2, on_progress=lambda done, total: told.append(total))

@@ -10,7 +10,6 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 
 from manifests import caption_spans
@@ -161,11 +160,11 @@ def test_other_variants_are_listed_after_the_current_one(prep: Prep, shard_set: 
 
 def test_a_source_that_went_away_is_told_apart_from_an_unusable_one(prep: Prep, shard_set: ShardSet) -> None:
     path = shard_set.data / "probes.parquet"
-    table = pq.read_table(path).replace_schema_metadata()  # which holds a checksum
+    table = read_table_file(path, schema=PROBES)
     rows = table.to_pylist()
     codes = ["source_missing" if row["path"].endswith("long.mp4") else row["code"] for row in rows]
     column = table.schema.get_field_index("code")
-    pq.write_table(table.set_column(column, table.schema.field("code"), pa.array(codes)), path)
+    write_table_file(path, table.set_column(column, table.schema.field("code"), pa.array(codes)))
     videos = prep("status", "--data", shard_set.data, "--json").summary["videos"]
     assert (videos["num_usable"], videos["lost"]) == (2, {"source_missing": 1})
 

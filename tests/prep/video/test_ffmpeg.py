@@ -1,8 +1,14 @@
+import os
+import signal
 import sys
 import time
 from pathlib import Path
 
-from prep.video.ffmpeg import run
+import pytest
+
+from prep.core.failures import TRANSIENT, SourceFailure
+from prep.video.ffmpeg import find_ffmpeg, run
+from prep.video.ffmpeg_errors import require_success
 
 TALKS = "import sys\nfor n in range(20000): print('line', n, 'x' * 20, file=sys.stderr)\nsys.exit(3)"
 STAYS = "import subprocess, time\nsubprocess.Popen(['sleep', '99'])\ntime.sleep(99)"
@@ -29,6 +35,26 @@ def test_a_program_that_hangs_is_ended_with_its_children(tmp_path: Path) -> None
     while any(_is_in(path, tmp_path) for path in Path("/proc").glob("[0-9]*/cwd")):
         assert time.monotonic() < until
         time.sleep(0.05)
+
+
+@pytest.mark.parametrize("killed_by", [signal.SIGKILL, signal.SIGTERM, signal.SIGSEGV])
+def test_ffmpeg_that_is_killed_is_a_failure_that_is_tried_again(killed_by: signal.Signals, tmp_path: Path) -> None:
+    endless = "-v error -nostdin -f lavfi -i color=size=16x16 -progress made -f null -"
+
+    killed: list[int] = []
+
+    def poll() -> None:
+        running = (tmp_path / "made").exists() and not killed
+        killed.extend(
+            int(link.parent.name) for link in Path("/proc").glob("[0-9]*/cwd") if running and _is_in(link, tmp_path)
+        )
+        if running:
+            os.kill(killed[0], killed_by)
+
+    outcome = run([find_ffmpeg().path, *endless.split()], folder=tmp_path, limit_s=60, on_poll=poll)
+    with pytest.raises(SourceFailure, match=f"signal {killed_by}") as caught:
+        require_success(outcome, limit_s=60)
+    assert caught.value.code in TRANSIENT and not outcome.timed_out
 
 
 def _is_in(link: Path, folder: Path) -> bool:

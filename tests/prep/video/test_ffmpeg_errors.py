@@ -17,6 +17,12 @@ CUT_WMV = """
 [vist#0:0/wmv2 @ 0x561f795bbdc0] [dec:wmv2 @ 0x561f795f24c0] Error processing packet in decoder: Invalid data found
 [vist#0:0/wmv2 @ 0x561f795bbdc0] [dec:wmv2 @ 0x561f795f24c0] Terminating thread with return code -1094995529
 """
+CONCEALED_MPEG4 = """
+[vist#0:0/mpeg4 @ 0x56157588f900] [dec:mpeg4 @ 0x56157586fe40] corrupt decoded frame
+[vist#0:0/mpeg4 @ 0x56157588f900] [dec:mpeg4 @ 0x56157586fe40] Error processing packet in decoder: Invalid data found
+[vist#0:0/mpeg4 @ 0x56157588f900] [dec:mpeg4 @ 0x56157586fe40] Task finished with error code: -1094995529 (Invalid data)
+[vist#0:0/mpeg4 @ 0x56157588f900] [dec:mpeg4 @ 0x56157586fe40] Terminating thread with return code -1094995529
+"""
 CUT_FLV = """
 [in#0/flv @ 0x56105d3cf180] Attempted to read next track in single-track mode.
 [h264 @ 0x56105d3d05c0] Invalid NAL unit size (92 > 87).
@@ -60,6 +66,7 @@ JOINED_LATE = """
     [
         (183, CUT_MPEG, FailureCode.DECODE_ERRORS, "mpeg: corrupt input packet in stream 0"),
         (183, CUT_WMV, FailureCode.DECODE_ERRORS, "wmv2: Error at MB: 59"),
+        (183, CONCEALED_MPEG4, FailureCode.DECODE_ERRORS, "mpeg4: corrupt decoded frame"),
         (183, CUT_FLV, FailureCode.DECODE_ERRORS, "flv: corrupt input packet in stream 0"),
         (183, CUT_RM, FailureCode.DECODE_ERRORS, "rm: Error during demuxing: Invalid data found when processing input"),
         (254, GONE, FailureCode.SOURCE_MISSING, "in#0: Error opening input: No such file or directory"),
@@ -81,7 +88,8 @@ JOINED_LATE = """
         (1, "Segmentation\nfault at 0x7f00deadbeef", FailureCode.ENCODE_FAILED, "ffmpeg exited with 1: Segmentation"),
         (1, "at 0x7f00deadbeef", FailureCode.ENCODE_FAILED, "ffmpeg exited with 1: at 0x..."),
         (1, "", FailureCode.ENCODE_FAILED, "ffmpeg exited with 1: no message"),
-        (-9, "", FailureCode.OUT_OF_MEMORY, "ffmpeg was killed, probably because memory ran out"),
+        (-9, "", FailureCode.WORKER_LOST, "ffmpeg ended with signal 9 (out of memory?)"),
+        (137, "", FailureCode.WORKER_LOST, "ffmpeg ended with signal 9 (out of memory?)"),
         (0, JOINED_LATE, None, ""),
         (0, "", None, ""),
     ],

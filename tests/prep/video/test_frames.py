@@ -44,6 +44,12 @@ SOURCES = [
     Source("offset-wmv.wmv", Fraction(30), 321, tick_s=0.001, options={"codec": "wmv2", "start_offset_s": 7.3}),
     Source("avi.avi", Fraction(25), 269, options={"codec": "mpeg4"}),
     Source("ts.ts", Fraction(30), 321, tick_s=2e-5),
+    Source("ts-intra.ts", Fraction(30), 321, tick_s=2e-5, options={"gop": 1}),  # read from 31 or 32 frames before
+    # Slides and screen recordings: one frame is shown from 6 to 10.5 s, or the last one from 8 to 16 s.
+    Source("screen.mp4", Fraction(1, 3), 4, options={"variable_rate": True}),
+    Source("screen-mkv.mkv", Fraction(1, 3), 4, tick_s=0.001, options={"variable_rate": True}),
+    Source("screen-webm.webm", Fraction(1, 3), 4, tick_s=0.001, options={"codec": "libvpx-vp9", "variable_rate": True}),
+    Source("slides.mp4", Fraction(1, 8), 2),
     Source("ts-hevc.ts", Fraction(30), 321, tick_s=2e-5, options={"codec": "libx265", "open_gop": True, "gop": 100}),
 ]
 

@@ -19,7 +19,7 @@ from shards.commit_table import MIN_COMMITS
 from shards.commits import commit_path
 from shards.lists import finish_run
 from shards.reader import Variant
-from tests.object_storage.faults import Faults
+from tests.object_storage.faults import Fault, Faults
 from tests.object_storage.server import S3Server
 from tests.train.data.test_remote import open_set
 from tests.train.full_disk import fill
@@ -94,6 +94,15 @@ def test_a_disk_that_fills_after_opening_is_named_and_no_sample_is_blamed(remote
     fill(tiny_disk)
     with pytest.raises(UserError, match=r"cannot take a copy of s3://.*/000007-\w+\.index\.arrow: No space left"):
         samples.load([SampleRequest(7, 7, None)])
+
+
+def test_an_index_that_a_bucket_refuses_fails_its_samples_and_is_no_damage(
+    remote: Objects, faults: Faults, tmp_path: Path
+) -> None:
+    samples = open_set(remote.address, tmp_path)
+    faults.set(Fault("error", path=r"index\.arrow", status=403, code="AccessDenied"))
+    [failed] = samples.load([SampleRequest(7, 7, None)])
+    assert isinstance(failed, FailedSample) and failed.reason == "shard_unreadable" and "access denied" in failed.detail
 
 
 def test_a_change_that_is_newer_than_the_tables_counts(many: Path, remote: Objects, tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ import io
 import json
 import os
 import shutil
+import signal
 import sys
 import threading
 from collections.abc import Sequence
@@ -26,7 +27,7 @@ from train.config.optim import OptimizerSettings
 from train.config.training import ParallelSettings, Strategy, TrainingSettings
 from train.config.tuning import Lora
 from train.data.batch import Batch
-from train.distributed import heartbeat
+from train.distributed import heartbeat, launch
 from train.distributed.launch import open_world
 from train.distributed.world import World
 from train.engine.loop import train
@@ -99,9 +100,9 @@ def locked(out: Path, data_dir: Path, **changes: Any) -> DualEncoderSettings:
     return towers(out, data_dir, **tuned, **changes)
 
 
-def train_towers(chosen: DualEncoderSettings, world: World, *, of: type[DualEncoderTask] = ExactTask) -> nn.Module:
+def train_towers(chosen: DualEncoderSettings, world: World) -> nn.Module:
     """A run of the dual encoder, from its latest checkpoint if it has one."""
-    task = of(chosen, attention=open_attention("sdpa", device_type="cpu"), device=CPU)
+    task = ExactTask(chosen, attention=open_attention("sdpa", device_type="cpu"), device=CPU)
     samples = task.training_set(world)
     if (source := open_weights(chosen.init)) is not None:
         task.start_from(source, samples, say=lambda _: None)
@@ -224,33 +225,26 @@ def _all_runs(folder: Path, data_dir: Path, source: Path, world: World) -> None:
     (folder / f"shown-{world.rank}.json").write_text(json.dumps(shown))
 
 
-def run_and_resume(folder: Path, data_dir: Path) -> None:
-    """One rank of several: under each strategy, runs in float32, and the same from their second step on."""
+def run_and_resume(folder: Path) -> None:
+    """One rank of several: under each strategy, a run in float32, and the same from its second step on.
+
+    Groups of samples divide no rank's share, and failures set the ranks apart.
+    """
     torch.set_num_threads(1)
     with open_world(device_type="cpu") as world:
         for strategy in STRATEGIES:
-            changes = {"batch": 12, "steps": 5, "checkpoint_every": 2, "keep_checkpoints": 9, **spread_over(strategy)}
-
-            def train_in(place: Path, changes: dict[str, Any] = changes) -> None:
-                points = Points(failing=FAILING)
-                # Groups that divide no rank's share, and ranks that failures set apart.
-                train_plane(settings(place / "plane", **changes), world, points, task=PlaneTask(), group=5)
-                chosen = towers(place / "towers", data_dir, text_tower="trained", **changes)
-                train_towers(chosen, world, of=DualEncoderTask)
-
+            changes = {"batch": 12, "steps": 4, "checkpoint_every": 2, "keep_checkpoints": 9, **spread_over(strategy)}
             whole, resumed = folder / "whole" / strategy, folder / "resumed" / strategy
-            train_in(whole)
-            world.first(partial(_copy_begun, whole, resumed))
-            train_in(resumed)
+            for out in (whole, resumed):
+                if out == resumed:
+                    world.first(partial(_copy_begun, whole, resumed))
+                train_plane(settings(out, **changes), world, Points(failing=FAILING), task=PlaneTask(), group=5)
 
 
 def _copy_begun(whole: Path, begun: Path) -> None:
-    """Copies runs as they were when they were killed after their second step."""
+    """Copies a run as it was when it was killed after its second step."""
     shutil.copytree(whole, begun)
-    for run in begun.iterdir():
-        for step, path in all_checkpoints(RunFolder(run).checkpoints).items():
-            if step > 2:
-                shutil.rmtree(path)
+    shutil.rmtree(all_checkpoints(RunFolder(begun).checkpoints)[4])
 
 
 def run_command(*arguments: str) -> None:
@@ -263,6 +257,13 @@ def run_impatient_command(*arguments: str) -> None:
     """One rank of the whole program, which gives up silent ranks within seconds."""
     heartbeat.BEAT_S, heartbeat.SILENT_S = 0.2, 2.0
     run_command(*arguments)
+
+
+def run_command_of_two(*arguments: str) -> None:
+    """One rank of the whole program, impatient; the second is killed as soon as both have met."""
+    if os.environ["RANK"] == "1":
+        launch.require_same_start = lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL)
+    run_impatient_command(*arguments)
 
 
 def run_own_commands(folder: Path, cases: list[tuple[Sequence[str], ...]], ports: list[int]) -> None:

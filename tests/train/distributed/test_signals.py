@@ -14,7 +14,7 @@ import torch
 from tests.forks import Forks
 from tests.train.distributed.conftest import slurm_environment
 from tests.train.distributed.forked import end_well, fork_ranks
-from tests.train.distributed.runs import run_command, run_impatient_command
+from tests.train.distributed.runs import run_command, run_command_of_two, run_impatient_command
 from tests.train.test_latents_training import FLAGS, write_columns
 from tests.train.weights.test_export import run_train
 from train.run.checkpoint import all_checkpoints, latest_checkpoint, read_weights
@@ -91,6 +91,16 @@ def test_a_frozen_rank_0_is_noticed_though_it_keeps_the_store(columns: Path, tmp
         os.kill(pid, signal.SIGCONT)
     status, error = first.end(within_s=60)
     assert status == 1 and "failed: " in error and "Traceback" not in error
+
+
+def test_a_rank_that_dies_before_the_first_collective_is_noticed(columns: Path, tmp_path: Path) -> None:
+    """Nothing launched them: no agent ends the other one."""
+    command = [*TRAIN, "--shards", str(columns), "--out", str(tmp_path / "run"), "--steps", "100000"]
+    first, second = fork_ranks(run_command_of_two, *command, size=2, folder=tmp_path)
+    status, error = first.end(within_s=60)
+    assert second.end(within_s=60)[0] == -signal.SIGKILL
+    assert status == 1 and "failed: rank 1 has sent no heartbeat for 2 s; rank 0 stops too" in error, error
+    assert "Traceback" not in error
 
 
 def weights(out: Path) -> dict[str, torch.Tensor]:

@@ -39,8 +39,8 @@ def test_an_environment_that_is_half_there_is_named(monkeypatch: pytest.MonkeyPa
 def test_a_rank_that_falls_silent_is_noticed_within_a_minute() -> None:
     watch = Watch(World(rank=0, size=3))
     for second in range(0, 100, 5):
-        assert watch.reason_to_stop([str(second), str(second), "left"], now_s=second) is None
-    quiet = [watch.reason_to_stop([str(second), "95", "left"], now_s=second) for second in range(100, 160, 5)]
+        assert watch.reason_to_stop({0: str(second), 1: str(second), 2: "left"}, now_s=second) is None
+    quiet = [watch.reason_to_stop({0: str(second), 1: "95", 2: "left"}, now_s=second) for second in range(100, 160, 5)]
     noticed = next(index for index, reason in enumerate(quiet) if reason is not None)
     assert quiet[noticed] == f"rank 1 has sent no heartbeat for {SILENT_S:g} s"
     assert 5 * noticed < 60
@@ -48,16 +48,16 @@ def test_a_rank_that_falls_silent_is_noticed_within_a_minute() -> None:
 
 def test_a_rank_that_says_why_it_stops_is_quoted_after_a_moment() -> None:
     watch = Watch(World(rank=1, size=2))
-    said = ["failed: UserError: out of GPU memory", "7"]
+    said = {0: "failed: UserError: out of GPU memory", 1: "7"}
     assert watch.reason_to_stop(said, now_s=3.0) is None, "it may notice by itself"
     assert watch.reason_to_stop(said, now_s=14.0) == "rank 0 has stopped: UserError: out of GPU memory"
 
 
 def test_a_store_that_does_not_answer_is_given_up() -> None:
     watch = Watch(World(rank=1, size=2))
-    assert watch.reason_to_stop(["1", "1"], now_s=0.0) is None
+    assert watch.reason_to_stop({0: "1", 1: "1"}, now_s=0.0) is None
     assert watch.reason_to_stop(None, now_s=SILENT_S - 1) is None
-    assert watch.reason_to_stop(["2", "2"], now_s=SILENT_S) is None
+    assert watch.reason_to_stop({0: "2", 1: "2"}, now_s=SILENT_S) is None
     reason = watch.reason_to_stop(None, now_s=2 * SILENT_S + 1)
     assert reason is not None and "the machine of rank 0 has not answered" in reason
 

@@ -5,6 +5,7 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Literal
 
+from manifests.errors import Inaccessible
 from shards.damage import Damaged
 from shards.packets import PacketTable
 from shards.reader import CommittedShard
@@ -57,7 +58,7 @@ def read_chunk(shard: CommittedShard, row: int, frames: Collection[int], *, rule
             packets=packets,
             whole=b"" if by_packets else _read_whole(shard, row, key=key),
         )
-    except (OSError, Damaged) as error:
+    except (OSError, Damaged, Inaccessible) as error:
         raise SampleFailed(key, reason="shard_unreadable", detail=str(error)) from error
     except ValueError as error:
         raise SampleFailed(key, reason="undecodable", detail=str(error)) from error

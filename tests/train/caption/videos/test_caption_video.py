@@ -1,7 +1,7 @@
 """`train caption-video` from outside, on a captioner that has learned a little."""
 
-import csv
 import json
+import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from fractions import Fraction
@@ -43,34 +43,16 @@ def test_lines_are_printed_for_each_window(
     assert all(row[2] == " ".join(row[2].split()) for row in rows)
 
 
-def test_a_file_has_the_same_whatever_the_batch_and_the_format(
-    train: Train, captioner_run: Path, films: Path, tmp_path: Path
-) -> None:
+def test_a_file_has_the_same_whatever_the_batch(train: Train, captioner_run: Path, films: Path, tmp_path: Path) -> None:
     common = ("caption-video", captioner_run, films, "--len", "1s")
-    assert train(*common, "--out", tmp_path / "new/c.csv", "--batch", 1) == 0
+    assert train(*common, "--out", tmp_path / "new/c.json", "--batch", 1) == 0
     assert train(*common, "--out", tmp_path / "c.json", "--batch", 5) == 0
-    with (tmp_path / "new/c.csv").open(newline="") as file:
-        rows = list(csv.DictReader(file))
-    objects = json.loads((tmp_path / "c.json").read_bytes())
-    assert len(rows) == len(objects) == 8
-    assert [row["caption"] for row in rows] == [one["caption"] for one in objects]
-    assert [float(row["end_s"]) for row in rows] == [one["end_s"] for one in objects]
-
-
-def test_a_manifest_takes_the_file_as_its_captions(
-    train: Train, captioner_run: Path, films: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(films.parent)  # a relative name of the folder, which means nothing elsewhere
-    for name in ("c.csv", "c.jsonl"):
-        flags = ("--len", "1s", "--decoding.min-tokens", 2, "--out", tmp_path / name)
-        assert train("caption-video", captioner_run, films.name, *flags) == 0
-        reading = read_folder(films, captions=tmp_path / name)
-        assert reading.num_captions_lost == 0 and not reading.rejected.num_rows
-        captions = reading.captions.to_pylist()
-        assert [(one["begin_s"], one["end_s"]) for one in captions] == [(n, n + 1.0) for n in (0, 1, 2, 0, 1, 2, 3, 4)]
-        assert {one["source"] for one in captions} == {f"run@{load_model(captioner_run).identity[:8]}"}
-    likelihoods = [json.loads(line)["likelihood"] for line in (tmp_path / "c.jsonl").read_text().splitlines()]
-    assert len(likelihoods) == 8 and max(likelihoods) < 0
+    objects = [json.loads(path.read_bytes()) for path in (tmp_path / "new/c.json", tmp_path / "c.json")]
+    kept = [[(one["video"], one["begin_s"], one["end_s"], one["text"]) for one in found] for found in objects]
+    assert kept[0] == kept[1] and len(kept[0]) == 8
+    assert [one[1:3] for one in kept[0]] == [(n, n + 1.0) for n in (0, 1, 2, 0, 1, 2, 3, 4)]
+    assert {one["source"] for one in objects[0]} == {f"run@{load_model(captioner_run).identity[:8]}"}
+    assert max(one["likelihood"] for one in objects[0]) < 0
 
 
 def test_subtitles_of_several_videos_are_files_in_a_folder(
@@ -82,6 +64,11 @@ def test_subtitles_of_several_videos_are_files_in_a_folder(
     assert sorted(path.name for path in (tmp_path / "srt").iterdir()) == ["a.srt", "b.srt"]
     assert train("caption-video", captioner_run, films / "a.mp4", *common[3:], "--out", tmp_path / "a.srt") == 0
     assert (tmp_path / "a.srt").read_bytes() == (tmp_path / "srt/a.srt").read_bytes()
+    (tmp_path / "videos").mkdir()
+    for path in (films / "a.mp4", tmp_path / "a.srt"):
+        shutil.copy(path, tmp_path / "videos")
+    captions = read_folder(tmp_path / "videos", subtitles=True).captions.to_pylist()
+    assert [(one["begin_s"], one["end_s"]) for one in captions] == [(n, n + 1.0) for n in range(3)]
     assert train(*common, "--out", tmp_path / "all.srt") == 2
     assert "name a folder" in capsys.readouterr().err
 
@@ -107,9 +94,9 @@ def test_a_damaged_video_is_named_and_the_others_are_written(
         (["{films}", "--len", "10"], '--len "10" is not a length'),
         (["{films}", "--batch", "0"], "--batch is 0"),
         (["{films}", "--out", "c.txt"], "without --out, lines of text are printed"),
-        (["{films}", "--format", "csv"], "--format csv is the format of a file"),
-        (["{films}", "--out", "{films}", "--format", "csv"], "is a folder"),
-        (["{films}", "--out", "{films}/notes.txt/c.csv"], "cannot be made"),
+        (["{films}", "--format", "json"], "--format json is the format of a file"),
+        (["{films}", "--out", "{films}", "--format", "json"], "is a folder"),
+        (["{films}", "--out", "{films}/notes.txt/c.json"], "cannot be made"),
         (["{films}", "--decoding.top-k", "3"], "--decoding.top-k 3 does nothing"),
     ],
 )

@@ -1,4 +1,3 @@
-import csv
 import json
 import re
 from pathlib import Path
@@ -39,28 +38,10 @@ def written(path: Path, form: Format, captions: list[str] = CAPTIONS) -> str:
         return file.read()
 
 
-def test_csv_reads_back_and_holds_no_formula(tmp_path: Path) -> None:
-    written(tmp_path / "c.csv", "csv")
-    with (tmp_path / "c.csv").open(encoding="utf-8", newline="") as file:
-        rows = list(csv.DictReader(file))
-    assert list(rows[0]) == ["video", "begin_s", "end_s", "text", "source", "likelihood", "caption"]
-    assert [row["text"] for row in rows] == [row["caption"] for row in rows]
-    assert [row["caption"].removeprefix("'") for row in rows] == CAPTIONS
-    assert not any(row["caption"].startswith(("=", "+", "-", "@")) for row in rows)
-    assert sum(row["caption"].startswith("'") for row in rows) == 4
-    assert (rows[1]["video"], rows[1]["begin_s"], rows[1]["end_s"]) == ("a, b/v.mp4", "2.500", "5.000")
-
-
-def test_a_video_by_the_name_of_a_formula_is_none(tmp_path: Path) -> None:
-    with WRITERS["csv"](tmp_path / "c.csv") as write:
-        write(CaptionedWindow(Path("=cmd|' /C calc'!A0.mp4"), 0, 1, "a", 1))
-    assert "\n'=cmd" in (tmp_path / "c.csv").read_text()
-
-
 @pytest.mark.parametrize("captions", [CAPTIONS, CAPTIONS[:1], []])
 def test_json_reads_back(tmp_path: Path, captions: list[str]) -> None:
     found = json.loads(written(tmp_path / "c.json", "json", captions))
-    assert [one["caption"] for one in found] == captions
+    assert [one["text"] for one in found] == captions
     assert [(one["begin_s"], one["end_s"]) for one in found] == [(2.5 * n, 2.5 * n + 2.5) for n in range(len(captions))]
 
 
@@ -88,7 +69,7 @@ def test_times_of_subtitles() -> None:
     assert srt_time(100 * 3600 * 10**6) == "100:00:00,000"
 
 
-@pytest.mark.parametrize("form", ["csv", "json", "srt"])
+@pytest.mark.parametrize("form", ["json", "srt"])
 def test_what_breaks_off_leaves_the_old_file(tmp_path: Path, form: Format) -> None:
     path = tmp_path / f"c.{form}"
     path.write_text("old")
@@ -99,7 +80,7 @@ def test_what_breaks_off_leaves_the_old_file(tmp_path: Path, form: Format) -> No
 
 
 def test_formats_are_named_by_suffix() -> None:
-    assert format_of(Path("a.CSV"), None) == "csv"
+    assert format_of(Path("a.SRT"), None) == "srt"
     assert format_of(Path("folder"), "srt") == "srt"
     with pytest.raises(UserError, match="no known format"):
         format_of(Path("captions.txt"), None)
@@ -109,13 +90,13 @@ def test_formats_are_named_by_suffix() -> None:
 
 
 @pytest.mark.parametrize(
-    "out", ["/sys/kernel/c.srt", "/proc/c.csv", "/dev/null", "/proc", "/etc/passwd/c.csv", "x" * 250 + ".csv"]
+    "out", ["/sys/kernel/c.srt", "/proc/c.json", "/dev/null", "/proc", "/etc/passwd/c.json", "x" * 250 + ".json"]
 )
 def test_a_place_that_takes_no_files_is_named_before_the_work(
     out: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    form: Format = "csv" if out.endswith("csv") else "srt"
+    form: Format = "json" if out.endswith("json") else "srt"
     with pytest.raises(UserError, match=f"--out {out} ") as error:
         open_sink(Path(out), [Path("a.mp4")], wanted=form)
     assert error.value.hint and not list(tmp_path.iterdir())
@@ -124,8 +105,7 @@ def test_a_place_that_takes_no_files_is_named_before_the_work(
 @pytest.mark.parametrize(
     ("out", "videos", "there"),
     [
-        ("c.csv", ["a", "b"], "c.csv"),
-        ("c.json", ["a"], "c.json"),
+        ("c.json", ["a", "b"], "c.json"),
         ("a.srt", ["a"], "a.srt"),
         ("a", ["a", "b"], "a/b.srt"),
     ],
@@ -141,7 +121,7 @@ def test_a_file_that_is_there_is_not_replaced(tmp_path: Path, out: str, videos: 
 
 
 def test_a_place_that_goes_away_fails_the_work(tmp_path: Path) -> None:
-    sink = open_sink(tmp_path / "new/c.csv", [Path("a.mp4")], wanted=None)
+    sink = open_sink(tmp_path / "new/c.json", [Path("a.mp4")], wanted=None)
     (tmp_path / "new").rmdir()
     with pytest.raises(FailedWork, match="captions cannot be written"), sink:
         pass

@@ -158,13 +158,11 @@ class VideoProgress:
     ) -> None:
         self._activity.__exit__(kind, error, trace)
 
-    def say_done(self, where: str, *, following: str = "") -> None:
-        """Say how much was captioned, where the captions are, and the command that may follow."""
+    def say_done(self, where: str) -> None:
+        """Say how much was captioned, and where the captions are."""
         windows, videos = counted(self._num_windows, "window"), counted(self._num_videos, "video")
         rates = f"{self._seen_s():.0f} s of video, {self._speed()}"
         print(f"done: captions of {windows} of {videos}{where}; {rates}", file=sys.stderr, flush=True)
-        if following:
-            print(f"next: {following}", file=sys.stderr, flush=True)
 
     def show(self, event: CaptionedWindow | VideoEnd) -> None:
         """Show a captioned window, or the end of a video."""

@@ -9,7 +9,7 @@ from manifests.progress import Activity
 from train.config.data import AS_TRAINED, Overrides
 from train.tasks.caption.settings import DECODING, DecodingSettings
 
-Format = Literal["csv", "json", "jsonl", "srt"]
+Format = Literal["json", "srt"]
 
 
 def caption_video(
@@ -29,7 +29,7 @@ def caption_video(
     Examples:
 
         train caption-video runs/captions holiday.mp4
-        train caption-video runs/captions films --len 5s --out captions.csv
+        train caption-video runs/captions films --len 5s --out captions.json
 
     Parameters
     ----------
@@ -40,8 +40,7 @@ def caption_video(
     len
         Window length. A remainder shorter than a quarter of it is merged into the last window.
     out
-        New file to write; prep manifest takes .csv, .jsonl and .srt. Default: lines on standard output. For subtitles
-        of several videos, a folder.
+        New file to write. Default: lines on standard output. For subtitles of several videos, a folder.
     form
         Output format. Default: by the suffix of --out.
     batch

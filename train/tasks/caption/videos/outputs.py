@@ -1,14 +1,10 @@
-"""Write captions of windows to standard output, or to CSV, JSON and SRT files, each of which is published whole.
+"""Write captions of windows to standard output, or to JSON and SRT files, each of which is published whole.
 
-CSV    video, begin_s, end_s, text, source, likelihood, as `prep manifest` reads them; and `caption`: the text by its
-       earlier name. An apostrophe precedes cells that a spreadsheet would interpret as a formula.
-JSONL  an object with the same keys per line; captions are not changed.
-JSON   a list of these objects.
+JSON   a list of objects: video, begin_s, end_s, text, source, likelihood.
 SRT    subtitles of one video. An invisible word joiner (U+2060) keeps players from interpreting markup in captions;
        windows without a caption have no subtitle.
 """
 
-import csv
 import json
 import sys
 import tempfile
@@ -25,30 +21,10 @@ from train.tasks.caption.videos.captioning import CaptionedWindow, VideoEnd
 from train.tasks.caption.videos.flags import Format
 from train.tasks.caption.videos.source import shown_name
 
-COLUMNS = ("video", "begin_s", "end_s", "text", "source", "likelihood", "caption")
-
 Write = Callable[[CaptionedWindow], None]
 Event = CaptionedWindow | VideoEnd
 Take = Callable[[Event], None]
-# First characters of cells that spreadsheets interpret as formulas.
-_FORMULA = ("=", "+", "-", "@", "\t", "\r", "\uff1d", "\uff0b", "\uff0d", "\uff20")
 _JOINER = "\u2060"
-
-
-@contextmanager
-def csv_writer(path: Path) -> Iterator[Write]:
-    """A file of all videos; published at the end of the block."""
-    with _text_file(path) as file:
-        table = csv.writer(file)
-        table.writerow(COLUMNS)
-
-        def write(window: CaptionedWindow) -> None:
-            row = _row(window)
-            times = {name: f"{row[name]:.3f}" for name in ("begin_s", "end_s")}
-            texts = {name: _cell(row[name]) for name in ("video", "text", "source", "caption")}
-            table.writerow((row | times | texts).values())
-
-        yield write
 
 
 @contextmanager
@@ -64,13 +40,6 @@ def json_writer(path: Path) -> Iterator[Write]:
 
         yield write
         file.write("[]\n" if separator == "[" else "\n]\n")
-
-
-@contextmanager
-def json_lines_writer(path: Path) -> Iterator[Write]:
-    """A file of all videos; published at the end of the block."""
-    with _text_file(path) as file:
-        yield lambda window: print(json.dumps(_row(window), ensure_ascii=False), file=file)
 
 
 @contextmanager
@@ -91,9 +60,7 @@ def srt_writer(path: Path) -> Iterator[Write]:
 
 
 WRITERS: dict[Format, Callable[[Path], AbstractContextManager[Write]]] = {
-    "csv": csv_writer,
     "json": json_writer,
-    "jsonl": json_lines_writer,
     "srt": srt_writer,
 }
 
@@ -122,7 +89,7 @@ def format_of(path: Path, wanted: Format | None) -> Format:
         return form
     raise UserError(
         f"--out {path} has no known format",
-        hint="end it in .csv, .json, .jsonl or .srt, or add --format; without --out, lines of text are printed",
+        hint="end it in .json or .srt, or add --format; without --out, lines of text are printed",
     )
 
 
@@ -151,20 +118,14 @@ def _text_file(path: Path) -> Iterator[TextIO]:
 
 
 def _row(window: CaptionedWindow) -> dict[str, Any]:
-    values = (
-        shown_name(window.video),
-        window.begin_us / US_PER_S,
-        window.end_us / US_PER_S,
-        window.caption,
-        window.source,
-        window.likelihood,
-        window.caption,
-    )
-    return dict(zip(COLUMNS, values, strict=True))
-
-
-def _cell(text: str) -> str:
-    return f"'{text}" if text.startswith(_FORMULA) else text
+    return {
+        "video": shown_name(window.video),
+        "begin_s": window.begin_us / US_PER_S,
+        "end_s": window.end_us / US_PER_S,
+        "text": window.caption,
+        "source": window.source,
+        "likelihood": window.likelihood,
+    }
 
 
 def _subtitle(caption: str) -> str:

@@ -1,8 +1,6 @@
 """Caption video files with a trained captioner: what `train caption-video` runs."""
 
-import os
 import re
-import shlex
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -35,7 +33,6 @@ from train.tasks.caption.videos.source import find_videos, shown_name
 from train.weights.sources import Say
 
 _MAX_NAMED = 5
-_READ_BY_PREP = (".csv", ".jsonl")
 
 
 @dataclass(frozen=True)
@@ -128,11 +125,7 @@ def caption_files(
             progress.show(event)
             if isinstance(event, VideoEnd) and event.failure is not None:
                 failed.append(event)
-    following = ""
-    if out is not None and out.suffix in _READ_BY_PREP:
-        folder = os.path.commonpath([video.parent for video in videos])
-        following = f"prep manifest folder {shlex.quote(folder)} --captions {shlex.quote(str(out))}"
-    progress.say_done("" if out is None else f" in {out}", following=following)
+    progress.say_done("" if out is None else f" in {out}")
     if failed:
         named = ", ".join(shown_name(one.video) for one in failed[:_MAX_NAMED])
         more = f" and {len(failed) - _MAX_NAMED} more" if len(failed) > _MAX_NAMED else ""

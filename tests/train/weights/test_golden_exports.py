@@ -1,4 +1,4 @@
-"""Exports hold what they held when old_exports.json was written: tensors bit for bit, each value of a configuration.
+"""Exports hold what golden_exports.json says: tensors bit for bit, each value of a configuration.
 
 Configurations may have more keys: those of transformers' own classes.
 """
@@ -38,7 +38,7 @@ from train.weights.hf_videomae import exported_videomae, to_hf_videomae
 from train.weights.open_clip import open_clip_config, to_open_clip
 from train.weights.videomae import to_videomae
 
-OLD = json.loads(Path(__file__).with_name("old_exports.json").read_text())
+GOLDEN = json.loads(Path(__file__).with_name("golden_exports.json").read_text())
 SETTINGS = ClipSettings(model="tiny", size_px=32, num_frames=4, towers=Towers(kind="videomae", video_norm_eps=1e-9))
 CAPTION_TOWER = VideoViTSize(trunk=TransformerSize(width=32, depth=2, num_heads=4, norm_eps=1e-6), patch_px=8)
 DECODER = Gpt2Size(trunk=TransformerSize(width=24, depth=2, num_heads=4), vocabulary_size=61, context_length=40)
@@ -84,8 +84,8 @@ def digest(state: Mapping[str, torch.Tensor]) -> str:
         ("hf_caption", lambda: to_hf_caption(counted(small_captioner()))),
     ],
 )
-def test_tensors_are_those_of_before(name: str, written: Callable[[], dict[str, torch.Tensor]]) -> None:
-    assert digest(written()) == OLD["tensors"][name]
+def test_tensors_are_golden(name: str, written: Callable[[], dict[str, torch.Tensor]]) -> None:
+    assert digest(written()) == GOLDEN["tensors"][name]
 
 
 def videomae_config(folder: Path, model: Mapping[str, Any], *, is_latent: bool = False) -> Any:
@@ -97,8 +97,8 @@ def videomae_config(folder: Path, model: Mapping[str, Any], *, is_latent: bool =
     return json.loads((folder / "config.json").read_text())
 
 
-@pytest.mark.parametrize("name", OLD["configs"])
-def test_configurations_have_each_value_of_before(name: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", GOLDEN["configs"])
+def test_configurations_have_each_golden_value(name: str, tmp_path: Path) -> None:
     decoder = decoder_size(TransformerSize(width=128, depth=4, num_heads=4, has_key_bias=False), depth=2)
     shape = TimeSformerShape(size=CAPTION_TOWER, image_px=32, num_frames=4)
     init = Init(pixel_mean=(0.42, 0.46, 0.41))
@@ -118,12 +118,12 @@ def test_configurations_have_each_value_of_before(name: str, tmp_path: Path) -> 
             for method, decoding in DECODINGS.items()
         },
     }
-    assert lost_from(json.loads(json.dumps(configs[name]())), OLD["configs"][name]) == []
+    assert lost_from(json.loads(json.dumps(configs[name]())), GOLDEN["configs"][name]) == []
 
 
 def lost_from(new: Any, old: Any, key: str = "") -> list[str]:
     """The keys of `old` that are not in `new`, or have another value there."""
     if not isinstance(old, dict):
-        return [] if new == old and type(new) is type(old) else [f"{key}: {new!r}, before {old!r}"]
+        return [] if new == old and type(new) is type(old) else [f"{key}: {new!r}, golden {old!r}"]
     found = new if isinstance(new, dict) else {}
     return [one for name in old for one in lost_from(found.get(name, "missing"), old[name], f"{key}.{name}")]

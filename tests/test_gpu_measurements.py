@@ -1,10 +1,8 @@
-"""A part of the GPU's measurements loses nothing to what fails in it: an exception, a variant, a whole process."""
+"""The measurements of a GPU lose nothing to what fails in it: an exception, a variant, a whole process."""
 
 import json
 import subprocess
 import sys
-import threading
-import warnings
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,9 +10,9 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks.gpu.command import Request, require_possible
+from benchmarks.gpu.__main__ import MEASUREMENTS, Request, require_possible
 from benchmarks.gpu.implementations import Implementation, faster_than, rows_of, take_turns
-from benchmarks.gpu.parts import Measurement, Result, Setup, Target, run_part
+from benchmarks.gpu.measurements import Measurement, Result, Setup, Target, run_measurements
 from manifests.errors import UserError
 
 CPU = torch.device("cpu")
@@ -38,7 +36,7 @@ def failing(setup: Setup) -> Result:
 
 
 def test_a_measurement_that_fails_does_not_cost_the_others_and_each_is_on_disk_before_the_next(tmp_path: Path) -> None:
-    path, seen = tmp_path / "speed.json", []
+    path, seen = tmp_path / "gpu.json", []
 
     def looking(setup: Setup) -> Result:
         seen.append(figures(path))
@@ -49,7 +47,7 @@ def test_a_measurement_that_fails_does_not_cost_the_others_and_each_is_on_disk_b
         Measurement(name="second", measure=failing, estimated_s=1),
         Measurement(name="third", measure=looking, estimated_s=1),
     ]
-    assert not run_part("speed", measurements, setup=setup(tmp_path), minutes=1, path=path)
+    assert not run_measurements(measurements, setup=setup(tmp_path), minutes=1, path=path)
     assert [one["name"] for one in seen[0]["measurements"]] == ["first", "second"]
     assert seen[0]["running"] == "third"
     first, second, third = figures(path)["measurements"]
@@ -60,16 +58,16 @@ def test_a_measurement_that_fails_does_not_cost_the_others_and_each_is_on_disk_b
 
 
 def test_what_the_time_does_not_suffice_for_is_skipped_and_said(tmp_path: Path) -> None:
-    path = tmp_path / "speed.json"
+    path = tmp_path / "gpu.json"
     measurements = [
         Measurement(name="long", measure=failing, estimated_s=120),
         Measurement(name="short", measure=measured, estimated_s=10),
     ]
-    assert run_part("speed", measurements, setup=setup(tmp_path), minutes=1, path=path)
+    assert run_measurements(measurements, setup=setup(tmp_path), minutes=1, path=path)
     long, short = figures(path)["measurements"]
     assert long["skipped"].startswith("takes about 120 s, and ") and short["skipped"] is None
     # A dry run leaves nothing out.
-    assert not run_part("speed", measurements, setup=setup(tmp_path, is_dry_run=True), minutes=0, path=path)
+    assert not run_measurements(measurements, setup=setup(tmp_path, is_dry_run=True), minutes=0, path=path)
     assert [one["skipped"] for one in figures(path)["measurements"]] == [None, None]
 
 
@@ -108,7 +106,7 @@ PROGRAM = """
 import os, sys, time
 from pathlib import Path
 import torch
-from benchmarks.gpu.parts import DeviceLost, Measurement, Result, Setup
+from benchmarks.gpu.measurements import DeviceLost, Measurement, Result, Setup
 from benchmarks.gpu.supervised import run_supervised
 
 folder = Path(sys.argv[1])
@@ -118,7 +116,7 @@ def fine(setup): return Result(rows=[{"process": os.getpid()}])
 measurements = [Measurement(name=one.__name__ + str(at), measure=one, estimated_s=1)
                 for at, one in enumerate([fine, ended, fine, fine])]
 def setup(): return Setup(device=torch.device("cpu"), is_dry_run=False, data=folder, scratch=folder)
-sys.exit(not run_supervised("speed", measurements, setup=setup, is_dry_run=False, minutes=2, path=folder / "f.json"))
+sys.exit(not run_supervised(measurements, setup=setup, is_dry_run=False, minutes=2, path=folder / "f.json"))
 """
 
 
@@ -140,12 +138,12 @@ def test_what_an_interruption_cuts_is_named_and_on_disk(tmp_path: Path) -> None:
     def interrupted(setup: Setup) -> Result:
         raise KeyboardInterrupt
 
-    path = tmp_path / "speed.json"
+    path = tmp_path / "gpu.json"
     measurements = [
         Measurement(name=one.__name__, measure=one, estimated_s=1) for one in (measured, interrupted, failing)
     ]
     with pytest.raises(KeyboardInterrupt):
-        run_part("speed", measurements, setup=setup(tmp_path), minutes=1, path=path)
+        run_measurements(measurements, setup=setup(tmp_path), minutes=1, path=path)
     first, second, third = figures(path)["measurements"]
     assert (first["skipped"], first["error"]) == (None, None)
     assert (second["skipped"], third["skipped"]) == (
@@ -160,51 +158,18 @@ def test_what_an_interruption_cuts_is_named_and_on_disk(tmp_path: Path) -> None:
     [
         ({"minutes": -1.0}, "--minutes -1 is out of range"),
         ({"data": Path("/nowhere")}, "the data folder /nowhere does not exist"),
-        ({"json": Path("/nowhere/speed.json")}, "the folder /nowhere for speed.json does not exist"),
+        ({"json": Path("/nowhere/gpu.json")}, "the folder /nowhere for gpu.json does not exist"),
     ],
 )
 def test_a_plain_mistake_is_said_before_anything_is_measured(
     tmp_path: Path, mistake: dict[str, Any], problem: str
 ) -> None:
-    request = Request(json=tmp_path / "speed.json", data=tmp_path, minutes=1, is_dry_run=True)
+    request = Request(json=tmp_path / "gpu.json", data=tmp_path, minutes=1, is_dry_run=True)
     require_possible(request)
     with pytest.raises(UserError, match=problem):
         require_possible(replace(request, **mistake))
 
 
-def test_the_measurements_of_speed_are_there_and_fit_into_their_minutes() -> None:
-    from benchmarks.gpu.speed import MEASUREMENTS
-
-    assert sum(one.estimated_s for one in MEASUREMENTS) <= 9 * 60
+def test_the_measurements_fit_into_their_minutes() -> None:
+    assert sum(one.estimated_s for one in MEASUREMENTS) <= 15 * 60
     assert len({one.name for one in MEASUREMENTS}) == len(MEASUREMENTS)
-
-
-def test_only_what_the_training_thread_reads_in_the_steps_that_count_is_a_wait() -> None:
-    from benchmarks.gpu.speed_waits import Waits, counted
-
-    waits, number = Waits(), torch.ones(())
-    with counted(waits, CPU):
-        number.item()
-        waits.is_counting = True
-        float(number), int(number), number + 1
-        other = threading.Thread(target=waits.add, args=(waits.operations,))
-        other.start()
-        other.join()
-    assert waits.operations == {"elsewhere": 2}
-    assert waits.a_step(5) == {"waits a step": 1.0, "by operations": 1.0, "for events": 0.0}
-
-
-def test_what_torch_warns_of_is_a_wait_and_so_is_an_event_that_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    from benchmarks.gpu.speed_waits import Waits, counted
-
-    modes: list[str] = []
-    monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", modes.append)
-    monkeypatch.setattr(torch.cuda.Event, "synchronize", lambda event: None)
-    waits = Waits()
-    waits.is_counting = True
-    with counted(waits, torch.device("cuda")):
-        for _ in range(3):
-            warnings.warn("called a synchronizing CUDA operation", stacklevel=1)
-        warnings.warn("of something else", stacklevel=1)
-        torch.cuda.Event.synchronize(object())  # type: ignore[arg-type]
-    assert (waits.operations.total(), waits.events.total(), modes) == (3, 1, ["warn", "default"])

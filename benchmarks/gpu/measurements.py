@@ -1,8 +1,8 @@
-"""Runs the measurements of one part within a time limit; each result is on disk before the next one starts.
+"""Runs measurements within a time limit; each result is on disk before the next one starts.
 
-The JSON file of a part:
+The JSON file:
 
-    {"part": "speed", "environment": {machine, gpu, torch, commit, ...}, "is_dry_run": false,
+    {"environment": {machine, gpu, torch, commit, ...}, "is_dry_run": false,
      "measurements": [{"name", "seconds", "rows": [{column: value}], "notes": [text],
                        "targets": [{"what", "figure", "goal", "is_at_most"}],
                        "error": text or null, "skipped": text or null}],
@@ -36,12 +36,12 @@ class DeviceLost(Exception):
 
 @dataclass(frozen=True, kw_only=True)
 class Setup:
-    """Settings that all measurements of a part share.
+    """Settings that all measurements share.
 
     Attributes:
         device: device of the models; a CPU in a dry run only.
         is_dry_run: tiny sizes and one round, to test the program; the figures are meaningless.
-        data: the data folder with chunks, latents and text embeddings.
+        data: the data folder with captioned chunks.
         scratch: folder for temporary files.
     """
 
@@ -105,8 +105,7 @@ class Record:
     skipped: str | None = None
 
 
-def run_part(
-    part: str,
+def run_measurements(
     measurements: Sequence[Measurement],
     *,
     setup: Setup,
@@ -126,7 +125,7 @@ def run_part(
         DeviceLost: an error has left the GPU unusable in this process.
     """
     ends_s = time.monotonic() + 60 * minutes
-    content: dict[str, Any] = {"part": part, "environment": _environment(setup), "is_dry_run": setup.is_dry_run}
+    content: dict[str, Any] = {"environment": _environment(setup), "is_dry_run": setup.is_dry_run}
     records = list(taken)
     done = {record.name for record in records}
     for measurement in measurements:
@@ -146,7 +145,7 @@ def run_part(
                 raise
         records.append(record)
         write(path, content, records)
-        say(part, record)
+        say(record)
         if lost := _device_error(setup):
             raise DeviceLost(lost)
     return not any(one.error for one in records)
@@ -168,10 +167,10 @@ def write(path: Path, content: dict[str, Any], records: Sequence[Record], *, run
         temporary.write_text(json.dumps(whole, indent=1) + "\n")
 
 
-def say(part: str, record: Record) -> None:
+def say(record: Record) -> None:
     """Report the outcome of a measurement on stderr."""
     outcome = record.skipped or (record.error or "done").strip().splitlines()[-1]
-    print(f"{part}: {record.name}: {outcome} ({record.seconds:.1f} s)", file=sys.stderr, flush=True)
+    print(f"{record.name}: {outcome} ({record.seconds:.1f} s)", file=sys.stderr, flush=True)
 
 
 def one_line(error: BaseException, *, most_chars: int = 300) -> str:

@@ -1,0 +1,153 @@
+"""GPU benchmarks: the speed of models and encoders, and of the input pipeline that feeds them.
+
+    python -m benchmarks.gpu --json FILE [--data demo/data] [--minutes 15] [--dry-run]
+
+The most important figures come first. Each is in FILE before the next one is measured, and all are printed at the end,
+as a page of Markdown. benchmarks/gpu/README.md describes the methods. --data is a data folder with captioned chunks,
+which are repeated to a few thousand clips; `make demo` makes demo/data. --dry-run runs the program with tiny sizes on a
+CPU; its figures are meaningless.
+"""
+
+import argparse
+import logging
+import os
+import sys
+import tempfile
+import warnings
+from contextlib import redirect_stdout
+from dataclasses import dataclass
+from functools import partial
+from importlib import import_module
+from pathlib import Path
+
+import torch
+
+from benchmarks.gpu.measurements import Measurement, Result, Setup
+from benchmarks.gpu.supervised import is_measuring, run_supervised
+from benchmarks.gpu.tables import page_of
+from manifests.errors import FailedWork, UserError, run_command
+
+
+@dataclass(frozen=True, kw_only=True)
+class Request:
+    """The options of the command line.
+
+    Attributes:
+        json: path of the results.
+        data: the data folder.
+        minutes: time limit of all measurements together.
+        is_dry_run: tiny sizes on a CPU.
+    """
+
+    json: Path
+    data: Path
+    minutes: float
+    is_dry_run: bool
+
+
+def _measure(module: str, function: str, setup: Setup) -> Result:
+    """Run a measurement whose module is imported now, so that a missing dependency affects only this one."""
+    found: Result = getattr(import_module(f"benchmarks.gpu.{module}"), function)(setup)
+    return found
+
+
+def _measurement(name: str, module: str, function: str, *, estimated_s: float) -> Measurement:
+    return Measurement(name=name, measure=partial(_measure, module, function), estimated_s=estimated_s)
+
+
+# In order of importance. Estimated from FLOPs and the duration of imports and compilation, not measured.
+MEASUREMENTS = (
+    _measurement("ViT-B/16, 4 frames, training step", "speed_vit", "measure_steps", estimated_s=60),
+    _measurement("Waiting for data", "feeding_steps", "measure_waits", estimated_s=140),
+    _measurement("Attention by shape", "speed_attention", "measure_attention", estimated_s=70),
+    _measurement("ViT-B/16, 4 frames, largest batch in 24 GB", "speed_vit", "measure_largest", estimated_s=50),
+    _measurement("Loader threads", "feeding_threads", "measure_threads", estimated_s=50),
+    _measurement("VideoMAE-B", "speed_towers", "measure_videomae", estimated_s=30),
+    _measurement("TimeSformer-B", "speed_towers", "measure_timesformer", estimated_s=35),
+    _measurement("Text tower", "speed_towers", "measure_text", estimated_s=30),
+    _measurement("Augmentation pass", "feeding_steps", "measure_augmentation", estimated_s=70),
+    _measurement("Losses", "speed_outputs", "measure_losses", estimated_s=15),
+    _measurement("Decoding", "speed_outputs", "measure_decoding", estimated_s=40),
+    _measurement("Encoding latents", "speed_columns", "measure_latents", estimated_s=35),
+    _measurement("Latents to the device", "feeding_latents", "measure_latents", estimated_s=60),
+    _measurement("ViT-B/16, 4 frames, compiled", "speed_vit", "measure_compiled", estimated_s=60),
+    _measurement("Encoding text", "speed_columns", "measure_texts", estimated_s=25),
+)
+
+
+def main() -> None:
+    """Run the measurements, and print their tables."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", type=Path, required=True, metavar="FILE", help="JSON file for the results")
+    parser.add_argument("--minutes", type=float, default=15.0, help="time for all measurements (default 15)")
+    parser.add_argument(
+        "--data", type=Path, default=Path("demo/data"), metavar="DIR", help="data folder (default demo/data)"
+    )
+    parser.add_argument("--dry-run", action="store_true", help="tiny sizes on a CPU")
+    found = parser.parse_args()
+    request = Request(
+        json=found.json.absolute(), data=found.data.absolute(), minutes=found.minutes, is_dry_run=found.dry_run
+    )
+    run_command(lambda: run(request))
+
+
+def run(request: Request) -> None:
+    """Run the measurements, and print their tables, also of those that were taken before an interruption.
+
+    Raises:
+        UserError: as `require_possible`.
+        FailedWork: a measurement failed.
+    """
+    require_possible(request)
+    logging.getLogger("xformers").setLevel(logging.ERROR)
+    warnings.filterwarnings("ignore", category=FutureWarning)
+    if request.is_dry_run:
+        torch.set_num_threads(1)
+    with tempfile.TemporaryDirectory() as scratch:
+
+        def setup() -> Setup:
+            device = torch.device("cpu") if request.is_dry_run else torch.device("cuda", 0)
+            return Setup(device=device, is_dry_run=request.is_dry_run, data=request.data, scratch=Path(scratch))
+
+        try:
+            with redirect_stdout(sys.stderr):  # of training runs: stdout is for the page
+                has_succeeded = run_supervised(
+                    MEASUREMENTS, setup=setup, is_dry_run=request.is_dry_run, minutes=request.minutes, path=request.json
+                )
+        finally:
+            if request.json.exists() and not is_measuring():
+                print(page_of(request.json), flush=True)
+    if not has_succeeded:
+        raise FailedWork(f"some measurements failed; {request.json} has the reasons")
+
+
+def require_possible(request: Request) -> None:
+    """Check requirements that all measurements share.
+
+    Raises:
+        UserError: no time, no data, no GPU, or no writable path for the results.
+    """
+    if not request.minutes > 0:
+        raise UserError(
+            f"--minutes {request.minutes:g} is out of range", hint="give a number greater than 0 (default 15)"
+        )
+    if not request.data.is_dir():
+        raise UserError(
+            f"the data folder {request.data} does not exist",
+            hint="give a data folder of prep with --data, or make demo/data by `make demo`",
+        )
+    folder = request.json.parent
+    if not folder.is_dir():
+        raise UserError(f"the folder {folder} for {request.json.name} does not exist", hint="create it first")
+    if request.json.is_dir() or not os.access(folder, os.W_OK):
+        raise UserError(f"{request.json} cannot be written", hint="give another file with --json")
+    # Detecting a GPU does not open it, so a measuring process has it to itself.
+    if not request.is_dry_run and not torch.cuda.is_available():
+        raise UserError(
+            f"torch {torch.__version__} finds no GPU",
+            hint="run `nvidia-smi` to check the driver; --dry-run runs the same program on a CPU, at tiny sizes",
+        )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,51 @@
+"""What is for a GPU runs at tiny sizes on a CPU, in whole: its tests and its benchmarks."""
+
+import json
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.forks import Forks
+from tests.train.classify.moving import write_moving
+
+pytestmark = pytest.mark.timeout(900)
+
+
+def run(forks: Forks, repository: Path, folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "TMPDIR": str(folder), "HF_HUB_OFFLINE": "1"}
+    command = [str(forks.python()), "-m", *words]
+    return subprocess.run(command, cwd=repository, env=environment, capture_output=True, text=True)
+
+
+def test_the_tests_of_a_gpu_pass_in_a_dry_run(forks: Forks, repository: Path, tmp_path: Path) -> None:
+    words = ("tests/gpu", "-m", "gpu", "--gpu-device", "cpu", "-q", "-p", "no:cacheprovider")
+    done = run(forks, repository, tmp_path, "pytest", *words)
+    assert done.returncode == 0, f"{done.stdout[-5000:]}{done.stderr}"
+    assert " passed" in done.stdout
+
+
+def test_every_benchmark_of_a_gpu_measures_in_a_dry_run(forks: Forks, repository: Path, tmp_path: Path) -> None:
+    data, results = tmp_path / "data", tmp_path / "gpu.json"
+    data.mkdir()
+    write_moving(data)
+    words = ("--json", str(results), "--data", str(data), "--dry-run")
+    done = run(forks, repository, tmp_path, "benchmarks.gpu", *words)
+    assert done.returncode == 0, f"{done.stdout[-5000:]}{done.stderr[-5000:]}"
+    found = json.loads(results.read_text())
+    assert found["is_dry_run"] and found["running"] is None
+    assert all(one["rows"] and not any("error" in row for row in one["rows"]) for one in found["measurements"])
+    assert done.stdout.startswith("# Dry run\n") and "## Losses\n" in done.stdout
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_without_a_gpu_nothing_is_measured_and_the_reason_is_given(
+    forks: Forks, repository: Path, tmp_path: Path
+) -> None:
+    results = tmp_path / "gpu.json"
+    done = run(forks, repository, tmp_path, "benchmarks.gpu", "--json", str(results), "--data", str(tmp_path))
+    assert done.returncode == 2
+    assert "finds no GPU" in done.stderr and "--dry-run" in done.stderr
+    assert not results.exists()
