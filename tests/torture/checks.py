@@ -5,7 +5,9 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 
 from manifests.publish import TEMPORARY_PREFIX
+from shards.commits import commit_path, read_commits
 from shards.reader import Variant
+from shards.verify import verify_shard
 from tests.prep.running import contents
 from tests.torture.cases import Broken
 from tests.torture.commands import Ran
@@ -47,6 +49,14 @@ def samples(data: Path, *, column: str = "video") -> dict[str, str]:
         for extension, content in sample.items()
         if isinstance(content, bytes)
     }
+
+
+def whole_shards(data: Path) -> None:
+    """Check that each commit is of files with the bytes that it records: a reader relies on nothing else."""
+    for folder in sorted(data.glob("*/*/commits")):
+        for commit in read_commits(folder.parent).commits.values():
+            if problems := verify_shard(folder.parent, commit):
+                raise Broken(f"committed, but not whole: {commit_path(folder.parent, commit.shard_id)}: {problems[0]}")
 
 
 def no_litter(*folders: Path) -> None:

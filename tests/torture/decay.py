@@ -1,15 +1,17 @@
-"""File corruption: flipped bits, overwritten and zeroed ranges, truncation, deletion, and exchange with another file.
+"""File corruption: flipped bits, also of names, overwritten and zeroed ranges, truncation, deletion, and exchange.
 
 The modification time is preserved, as on a disk that loses bits; comparing sizes and times misses most of it.
 """
 
 import os
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from random import Random
 
 _BLANK_BYTES = 512
+_NAME = re.compile(rb"[a-z][a-z0-9_]{3,}")  # of a column or a key, as far as the content tells
 
 
 @dataclass(frozen=True)
@@ -54,6 +56,13 @@ def draw_decay(random: Random, folder: Path, fault: str, *, paths: list[Path], p
     if not content:
         return None
     at, damaged = random.randrange(len(content)), bytearray(content)
+    if fault == "rename":
+        words = {match[0]: match.start() for match in _NAME.finditer(content)}
+        if not words:
+            return None
+        name = random.choice(sorted(words))
+        at = words[name] + random.randrange(len(name))
+        damaged[at] ^= 1 << random.randrange(3)
     if fault == "cut":
         damaged = damaged[:at]
     elif fault == "flip":
@@ -67,7 +76,7 @@ def draw_decay(random: Random, folder: Path, fault: str, *, paths: list[Path], p
     return Decay(fault, path, str(at), lambda target: _write_in_place(target / path, bytes(damaged)))
 
 
-FAULTS = ("flip", "overwrite", "blank", "cut", "lose", "exchange")
+FAULTS = ("flip", "rename", "overwrite", "blank", "cut", "lose", "exchange")
 
 
 def _write_in_place(path: Path, content: bytes) -> None:
