@@ -25,6 +25,7 @@ REJECTED_LIST = "rejected.csv"  # the same rows for people; nothing reads it
 TABLE_FILES = (CAPTIONS_FILE, REJECTED_FILE, VIDEOS_FILE)
 FINGERPRINT_KEY = b"clipmill_manifest"  # in the metadata of each table: the fingerprint of the write that created it
 _STAGED = re.compile(r"(captions|rejected|videos)-[0-9a-f]{16}\.parquet")
+_TOO_LARGE = "divide the videos among several data folders, which `train` takes together: --shards A --shards B"
 MAX_ROWS = MAX_TEXT_BYTES = 2**31 - 1  # of a table, of the texts of a column: row numbers and offsets have 32 bits
 REPAIR_HINT = (
     "run the `prep manifest` command of the dataset again; it rewrites the tables, or reports why that is impossible"
@@ -53,9 +54,8 @@ def require_numbers(path: Path, *, num_rows: int, videos: pa.Table | None = None
     Raises:
         UserError: it has too many rows, or too long texts.
     """
-    hint = "divide the videos among several data folders, which `train` takes together: --shards A --shards B"
     if num_rows > MAX_ROWS:
-        raise UserError(f"{path} would have {num_rows:,} rows, but at most {MAX_ROWS:,} are supported", hint=hint)
+        raise UserError(f"{path} would have {num_rows:,} rows, but at most {MAX_ROWS:,} are supported", hint=_TOO_LARGE)
     if videos is None:
         return
     for name in videos.column_names:
@@ -63,7 +63,7 @@ def require_numbers(path: Path, *, num_rows: int, videos: pa.Table | None = None
             size = pc.sum(pc.binary_length(videos[name]).cast(pa.int64())).as_py() or 0
             if size > MAX_TEXT_BYTES:
                 message = f"the column {name} of {path} has {size:,} bytes for {num_rows:,} videos"
-                raise UserError(f"{message}, but at most {MAX_TEXT_BYTES:,} are supported", hint=hint)
+                raise UserError(f"{message}, but at most {MAX_TEXT_BYTES:,} are supported", hint=_TOO_LARGE)
 
 
 def staged_path(folder: Path, name: str, *, fingerprint: str) -> Path:

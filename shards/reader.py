@@ -1,5 +1,6 @@
 """Reading a variant: its committed shards, the members of its samples, and lookup by key."""
 
+import os
 import shlex
 import threading
 from collections.abc import Iterator, Mapping, Sequence
@@ -23,7 +24,7 @@ from shards.format import CONTENTS_FILE, RECIPE_FILE
 from shards.index import extensions_of, open_index, open_index_content
 from shards.key_lookup import KeyLookup
 from shards.open_maps import OPEN_MAPS
-from shards.opening import open_lock
+from shards.opening import open_lock, open_regular
 from shards.packets import PacketTables
 from shards.scan import scan
 from shards.table_commits import TableCommits, open_table_commits
@@ -96,12 +97,7 @@ class CommittedShard:
 
     @property
     def packet_tables(self) -> PacketTables:
-        """The packet tables of a `video` shard, after the index has been verified against its commit.
-
-        Raises:
-            DamagedIndex: the index is not the committed file.
-            OSError: the index cannot be read.
-        """
+        """The packet tables of a `video` shard, after the index has been verified; raises as `index` does."""
         tables = self._packet_tables
         if tables is not None:
             OPEN_MAPS.used(self)
@@ -159,7 +155,8 @@ class CommittedShard:
 
 
 def _identity(path: Path) -> int:
-    found = path.stat()
+    with os.fdopen(open_regular(path), "rb") as file:  # which fetches it from a bucket
+        found = os.fstat(file.fileno())
     return hash((found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns))
 
 

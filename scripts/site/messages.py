@@ -15,7 +15,7 @@ _PACKAGES = {
     "prep": "prep",
     "train": "train",
 }
-_ERRORS = frozenset({"UserError", "FailedWork"})
+_ERRORS = frozenset({"UserError", "FailedWork", "AccessRefused"})
 _GAP = "…"
 _INTRO = """# Error messages
 
