@@ -124,9 +124,9 @@ def _raise_for(error: Exception, *, address: str, where: str) -> NoReturn:
         raise OddName(errno.EINVAL, on_one_line(found[1] if found else first_line(error)), where) from None
     if _OTHER_REGION.search(str(error)):
         region = _REGION.search(str(error))
-        message = f"the bucket of {address} is in another region than the requests are sent to"
         raise UserError(
-            message, hint=f"set AWS_REGION={region[1] if region else 'REGION, that of the bucket'}"
+            f"the bucket of {address} is in another region than the requests are sent to",
+            hint=f"set AWS_REGION={region[1] if region else 'REGION, that of the bucket'}",
         ) from None
     if code in _CLOCK_CODES:
         message = f"{where}: the clock of this machine differs too much from the server's ({code})"
