@@ -34,7 +34,7 @@ from tests.torture.workspace import Workspace, copy
 
 PART = "damage"
 _DRAWS = 8  # for each combination of fault and kind
-_TRAIN_ON_LATENTS = (*bases.TRAIN[:5], "--batch", 2, "--input", "latents", "--segment", "500ms", *bases.TRAIN[9:])
+_TRAIN_ON_LATENTS = (*bases.TRAIN[:5], "--batch", 2, "--input", "latents", "--segment", "0.5s", *bases.TRAIN[9:])
 
 
 @dataclass(frozen=True)
@@ -111,7 +111,7 @@ KINDS = {
     "shots": Kind("data/shots.parquet", "data/*.parquet", made=SCORES, is_cache=True),
     "further-captions": Kind("data/manifest/*", "data/manifest/*", made=SCORES),
 }
-_TRAININGS = {"chunks": bases.TRAIN, "latents": _TRAIN_ON_LATENTS}
+TRAININGS = {"chunks": bases.TRAIN, "latents": _TRAIN_ON_LATENTS}
 
 
 def cases(seed: int, workspace: Workspace) -> dict[str, Callable[[], Iterator[Case]]]:
@@ -206,9 +206,10 @@ def _names(ran: Ran, decay: Decay) -> None:
 
 def _trained_right(workspace: Workspace, folder: Path, what: str) -> None:
     """Check that a training run rejects the data, reports the failures, or gives the same result as on intact data."""
+    sound = _sound_run(workspace, what)
     ran = _train(workspace, folder, what)
     if ran.status == 0 and not (folder / "run" / "failures.jsonl").read_bytes():
-        if _run_contents(folder) != _run_contents(_sound_run(workspace, what)):
+        if _run_contents(folder) != _run_contents(sound):
             raise Broken(f"trained on damage: {ran.described()}")
     elif not ran.output.strip():
         raise Broken(f"no word of what is wrong: {ran.described()}")
@@ -217,7 +218,7 @@ def _trained_right(workspace: Workspace, folder: Path, what: str) -> None:
 
 def _train(workspace: Workspace, folder: Path, what: str) -> Ran:
     where = ("--shards", folder / "data", "--out", folder / "run")
-    return ended_well(workspace.commands.run("train", [*_TRAININGS[what], *where], scratch=folder / "tmp"))
+    return ended_well(workspace.commands.run("train", [*TRAININGS[what], *where], scratch=folder / "tmp"))
 
 
 def _sound_run(workspace: Workspace, what: str) -> Path:

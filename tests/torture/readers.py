@@ -1,13 +1,13 @@
-"""Damage that a reader meets before `prep verify`: of packets in training, of chunks under columns, of pages.
+"""Damage that a reader meets before `prep verify`: in packets and arrays, under columns, under pages.
 
-A training that reads every packet of its chunks names each chunk with a flipped one. Latents and scores of damaged
-chunks are those of intact ones, or are not made. Pages and lists of `prep inspect` are those of intact data, or name
-what is damaged.
+A training that reads every packet of its chunks names each chunk with a flipped one, and one on latents or stored text
+each sample with a flipped array. Latents and scores of damaged chunks are those of intact ones, or are not made. Pages
+and lists of `prep inspect` are those of intact data, or name what is damaged.
 """
 
 import json
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from random import Random
@@ -17,12 +17,12 @@ from tests.torture import bases
 from tests.torture.cases import Broken, Case, drawn
 from tests.torture.checks import ended_well, same_contents, samples
 from tests.torture.commands import Ran
-from tests.torture.damage import PART
+from tests.torture.damage import PART, TRAININGS
 from tests.torture.decay import FAULTS, Decay, draw_decay
 from tests.torture.workspace import Workspace, copy
 
 # As many frames as the span of a caption has, so that each of them is read.
-_ALL_FRAMES = (*bases.TRAIN[:3], "--num-frames", 30, *bases.TRAIN[5:7], "--batch", 2, "--max-failures", 9)
+_ALL_FRAMES = (*bases.TRAIN[:3], "--num-frames", 30, *bases.TRAIN[5:7], "--batch", 2)
 _READ_ALL = (*_ALL_FRAMES, *bases.TRAIN[11:13], "--steps", 1, "--workers", 1, "--device", "cpu")
 _OF_CHUNKS = (("scores", *bases.ENGINE), (*bases.LATENTS, *bases.ENGINE))
 _DRAWS = 8
@@ -42,6 +42,7 @@ def cases(seed: int, workspace: Workspace) -> dict[str, Callable[[], Iterator[Ca
     of_columns = partial(_decays, seed, "columns", bases.with_chunks, "data/video/*/000*", _under_columns)
     return {
         "packets": partial(_packets, seed, workspace),
+        "arrays": partial(_arrays, seed, workspace),
         "columns": partial(of_columns, workspace),
         "inspect": partial(of_pages, workspace),
     }
@@ -90,12 +91,43 @@ def _in_packets(workspace: Workspace, seed: str, shard: CommittedShard, rows: ra
         at = begin + int(table.offset[packet]) + random.randrange(int(table.size[packet]))
         content[at] ^= 1 << random.randrange(8)
     tar.write_bytes(content)
-    where = ("--shards", folder / "data", "--out", folder / "run")
-    ran = ended_well(workspace.commands.run("train", [*_READ_ALL, *where], scratch=folder / "tmp"))
-    lines = (folder / "run" / "failures.jsonl").read_text().splitlines()
     damaged = {shard.index["key"][row].as_py() for row in rows}
-    if unnoticed := damaged - {json.loads(line)["key"] for line in lines}:
-        raise Broken(f"packet {packet} of {', '.join(sorted(unnoticed))} was read without a word: {ran.described()}")
+    _names_all(damaged, _trained(workspace, folder, _READ_ALL), folder)
+
+
+def _arrays(seed: int, workspace: Workspace) -> Iterator[Case]:
+    """A bit of one array is flipped, and all arrays are read."""
+    whole = bases.with_columns(workspace)
+    for column, extension, what in (("latents", "latents.npy", "latents"), ("text", "text.npy", "chunks")):
+        (shard,) = Variant.open(whole / "data", column=column).shards("train")
+        for row in range(shard.num_samples):
+            begin, size = shard.member_range(row, extension)
+            for at in Random(f"{seed}/{column}/{row}").sample(range(size), _DRAWS):
+                check = partial(_in_array, workspace, shard, row, begin + at, what)
+                yield Case(f"{PART}/arrays/{column}-{row}@{at}", "flip", check)
+
+
+def _in_array(workspace: Workspace, shard: CommittedShard, row: int, at: int, what: str, folder: Path) -> None:
+    whole = bases.with_columns(workspace)
+    copy(whole, folder)
+    tar = folder / shard.tar_path.relative_to(whole)
+    content = bytearray(tar.read_bytes())
+    content[at] ^= 1
+    tar.write_bytes(content)
+    # The embeddings of a video's captions are those of clips of it, whose keys begin with its ID.
+    _names_all({shard.index["key"][row].as_py()}, _trained(workspace, folder, TRAININGS[what]), folder)
+
+
+def _trained(workspace: Workspace, folder: Path, arguments: Sequence[object]) -> Ran:
+    where = ("--shards", folder / "data", "--out", folder / "run", "--max-failures", 9)
+    return ended_well(workspace.commands.run("train", [*arguments, *where], scratch=folder / "tmp"))
+
+
+def _names_all(damaged: Collection[str], ran: Ran, folder: Path) -> None:
+    """Check that a training has named all damaged samples, which it has read."""
+    named = [json.loads(line)["key"] for line in (folder / "run" / "failures.jsonl").read_text().splitlines()]
+    if unnoticed := [key for key in sorted(damaged) if not any(one.startswith(key) for one in named)]:
+        raise Broken(f"{', '.join(unnoticed)} was read without a word: {ran.described()}")
 
 
 def _under_columns(workspace: Workspace, decay: Decay, folder: Path) -> None:
