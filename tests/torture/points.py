@@ -93,10 +93,13 @@ def _try(
     whole_shards(folder / "data")
     if ran.status == subject.status:
         # The command reports success, so the result must be complete; files it could not remove are left to the next
-        # run, and a warning names derived files that it could not write.
+        # run, and a warning names derived files that it could not write: those of before may be there.
         unwritten = {name for name in undisturbed if f"{name} was not written" in ran.output}
-        expected = {name: digest for name, digest in undisturbed.items() if name not in unwritten}
-        same_contents(_without_temporaries(subject.kept(folder)), expected)
+        found, expected = (
+            {name: digest for name, digest in contents.items() if name not in unwritten}
+            for contents in (_without_temporaries(subject.kept(folder)), undisturbed)
+        )
+        same_contents(found, expected)
     if fault == "kill-each":
         ended_well(subject.watched_last(workspace, folder).undisturbed(workspace.commands), status=subject.status)
         undisturbed_folder = workspace.folder / "made" / f"undisturbed-{subject.name}"
