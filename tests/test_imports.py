@@ -35,7 +35,7 @@ INTERFACES = {"torch.distributed": {"train/distributed/"}, "torch.utils.tensorbo
 TORCH_IN_PREP = {"prep/latents/vae.py", "prep/text/tower.py", "prep/engines/choice.py"}
 # Programs are started in one place of each side, which has the time limit and ends the whole process group.
 MAY_START_PROGRAMS = {
-    *("prep/video/ffmpeg.py", "prep/sources/probe_processes.py", "prep/video/staging.py"),
+    *("prep/video/ffmpeg.py", "prep/sources/probe_processes.py", "prep/video/staging.py", "prep/engines/ray_agents.py"),
     *("train/tasks/caption/metrics/java.py", "train/doctor/accelerator.py"),
 }
 # They accept plain containers, or a plain array, only; elsewhere a pickle from outside would be a program from outside.

@@ -7,6 +7,7 @@ import socket
 from typing import Any
 
 from manifests.errors import FailedWork, UserError, first_line
+from prep.engines.ray_agents import end_agents_with_this_process
 
 _ANSWER_LIMIT_S = 10.0
 _START_HINT = "start one with `ray start --head`, or omit --address to start Ray on this machine"
@@ -52,6 +53,7 @@ def connect(ray: Any, address: str | None, *, num_cpus: int | None = None) -> No
             raise FailedWork(  # for example, one of its processes was killed
                 f"Ray did not start on this machine: {first_line(error)}; run the same command again"
             ) from None
+        end_agents_with_this_process(ray)
         return
     try:
         _require_answer(ray, address)

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from prep.engines.ray_agents import running_processes
 from prep.synthetic.frame_numbers import write_frame_number_video
 from shards.dataset import current_variant
 from tests.prep.running import ENGINES, MARK, Process, Ran, chunk, contents, manifest, processes, start, wait_until
@@ -51,6 +52,11 @@ class Job:
         starters = ("ray::chunk", "multiprocessing.spawn")
         found = processes(self.mark)
         return [p for p in found if p.is_ffmpeg or any(name in " ".join(p.arguments) for name in starters)]
+
+    def agents(self) -> list[Path]:
+        """Folders in /proc of what Ray's raylet has started: its agents overwrite the mark in their environment."""
+        raylets = {process.pid for process in processes(self.mark) if process.arguments[0].endswith("/raylet")}
+        return [Path("/proc", str(pid)) for pid, parent, _ in running_processes() if parent in raylets]
 
     def commits(self) -> list[Path]:
         return [path for path in self.data.glob("video/*/commits/*.json") if path.parent.parent.name != self.quick]
@@ -107,9 +113,12 @@ def test_a_killed_run_leaves_no_process_and_a_task_of_the_next_outlives_its_work
         assert process.poll() is None, f"the run ended before it could be killed: {process.communicate()}"
         for ffmpeg in job.ffmpegs():
             os.kill(ffmpeg.pid, signal.SIGSTOP)  # so that it cannot just come to its end
+        agents = job.agents()
+        assert bool(agents) == (engine == "ray")
         process.send_signal(signal.SIGKILL)
         process.communicate(timeout=60)
         wait_until(lambda: not job.workers(), seconds=20)
+        wait_until(partial(_are_gone, agents), seconds=30)  # Ray would end them after a minute
         assert current_variant(job.data, "video") == job.quick, "an unfinished variant became the current one"
     assert job.commits()
     for path in job.commits():
@@ -153,6 +162,10 @@ def moments(job: Job, engine: str) -> Iterator[Callable[[], object]]:
     # With the first commit, the third chunk has come and gone between two looks.
     yield lambda: job.commits() or any(Path(f"/proc/{p.pid}/cwd/000002.mp4").exists() for p in job.ffmpegs())
     yield lambda: job.commits() and job.ffmpegs()
+
+
+def _are_gone(folders: list[Path]) -> bool:
+    return not any(folder.exists() for folder in folders)
 
 
 def _has_come_or_ended(moment: Callable[[], object], process: "subprocess.Popen[str]") -> bool:
