@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
-from manifests.errors import UserError
-from prep.engines import die_with_parent
+from manifests.errors import FailedWork, UserError
+from prep.engines import die_with_parent, exit_reason
 from prep.video.codecs import CODECS
 
 PROGRAM_VARIABLE = "CLIPMILL_FFMPEG"
@@ -134,6 +134,7 @@ def require_encoder(ffmpeg: Ffmpeg, codec_name: str) -> None:
 
     Raises:
         UserError: the program lacks the encoder, or the encoder lacks its hardware.
+        FailedWork: the program was killed.
     """
     encoder = CODECS[codec_name].encoder
     asked = f'"{encoder}" (asked for by --codec {codec_name})'
@@ -156,6 +157,11 @@ def require_encoder(ffmpeg: Ffmpeg, codec_name: str) -> None:
         "4",
     ]
     tried = subprocess.run([*trial, "-c:v", encoder, "-f", "null", "-"], capture_output=True, text=True)
+    if tried.returncode < 0:
+        raise FailedWork(
+            f"ffmpeg was ended by {exit_reason(tried.returncode)} while the encoder {asked} was tried; "
+            "run the same command again"
+        )
     if tried.returncode:
         last_line = (tried.stderr.strip().splitlines() or [f"exit status {tried.returncode}"])[-1]
         raise UserError(

@@ -6,8 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from manifests.errors import FailedWork
 from prep.core.failures import TRANSIENT, SourceFailure
-from prep.video.ffmpeg import find_ffmpeg, run
+from prep.video.ffmpeg import Ffmpeg, find_ffmpeg, require_encoder, run
 from prep.video.ffmpeg_errors import require_success
 
 TALKS = "import sys\nfor n in range(20000): print('line', n, 'x' * 20, file=sys.stderr)\nsys.exit(3)"
@@ -35,6 +36,14 @@ def test_a_program_that_hangs_is_ended_with_its_children(tmp_path: Path) -> None
     while any(_is_in(path, tmp_path) for path in Path("/proc").glob("[0-9]*/cwd")):
         assert time.monotonic() < until
         time.sleep(0.05)
+
+
+def test_a_trial_of_an_encoder_that_is_killed_says_nothing_about_the_encoder(tmp_path: Path) -> None:
+    program = tmp_path / "ffmpeg"
+    program.write_text("#!/bin/sh\nkill -9 $$\n")
+    program.chmod(0o755)
+    with pytest.raises(FailedWork, match=r"was ended by signal 9 \(out of memory\?\).*run the same command again"):
+        require_encoder(Ffmpeg(path=str(program), version="8.0"), "h264")
 
 
 @pytest.mark.parametrize("killed_by", [signal.SIGKILL, signal.SIGTERM, signal.SIGSEGV])
