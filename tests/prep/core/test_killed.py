@@ -7,6 +7,7 @@ import signal
 import subprocess
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import partial
@@ -112,7 +113,8 @@ def test_a_killed_run_leaves_no_process_and_a_task_of_the_next_outlives_its_work
         wait_until(partial(_has_come_or_ended, moment, process), seconds=120)
         assert process.poll() is None, f"the run ended before it could be killed: {process.communicate()}"
         for ffmpeg in job.ffmpegs():
-            os.kill(ffmpeg.pid, signal.SIGSTOP)  # so that it cannot just come to its end
+            with suppress(ProcessLookupError):
+                os.kill(ffmpeg.pid, signal.SIGSTOP)  # so that it cannot just come to its end
         agents = job.agents()
         assert bool(agents) == (engine == "ray")
         process.send_signal(signal.SIGKILL)
