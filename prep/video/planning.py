@@ -242,34 +242,40 @@ class WantedChunks:
     num_undetected: int
 
 
-def wanted_chunks(
-    data_dir: Path, recipe: ResolvedRecipe, *, videos: pa.Table, probes: pa.Table, shots: pa.Table
-) -> WantedChunks:
-    """Return what the manifest requires of `videos` (manifests.schema.VIDEOS), as far as their probes are known.
-
-    Args:
-        probes: the stored probes: path, fingerprint and end_s (prep.sources.table.PROBES).
-        shots: the stored shots (prep.sources.shot_table.SHOTS).
+def wanted_chunks(data_dir: Path, recipe: ResolvedRecipe) -> WantedChunks:
+    """Return what the manifest requires, as far as the probes and shots of its videos are known.
 
     Raises:
-        UserError: the layout is damaged.
+        UserError: the manifest or the layout is damaged.
     """
-    of_videos, is_known = probes_of(videos["path"], probes)
-    known_shots = shots_of(recipe, of_videos, shots=shots, retry_failed=False)
-    num_chunks = np.zeros(len(videos), np.int64)
-    num_chunks[is_known] = cutting_of(recipe.settings, frames_of(recipe, of_videos), known_shots).num_chunks
-    undetected = known_shots.undetected if known_shots is not None else np.zeros(0, np.int64)
-    is_known[np.flatnonzero(is_known)[undetected]] = False
+    num_chunks, is_known, num_undetected = _known_chunks(data_dir, recipe)
     layout = read_layout(layout_path(data_dir, recipe.settings))
-    ids, splits = videos["video_id"].combine_chunks(), videos["split"].combine_chunks()
+    videos = read_videos(data_dir, columns=["video_id", "split"])
+    ids, splits = as_array(videos["video_id"]), as_array(videos["split"])
     for_ever = np.where(is_known, num_chunks, np.iinfo(np.int64).max)
     layout_videos = video_rows_of(layout, ids)
     layout_rows, _ = wanted_rows(layout, video_rows=layout_videos, splits=splits, num_chunks=for_ever)
     return WantedChunks(
         num_chunks=int(num_chunks.sum()),
         shard_ids=frozenset(np.asarray(layout["shard_id"])[layout_rows].tolist()),
-        num_undetected=len(undetected),
+        num_undetected=num_undetected,
     )
+
+
+def _known_chunks(data_dir: Path, recipe: ResolvedRecipe) -> tuple[np.ndarray, np.ndarray, int]:
+    """Return the number of chunks of each video, which of these are known, and how many videos lack their shots.
+
+    Paths and probes are held by this function alone: those of millions of videos take gigabytes.
+    """
+    probes = read_probes(data_dir, columns=["path", "fingerprint", "end_s"])
+    of_videos, is_known = probes_of(read_videos(data_dir, columns=["path"])["path"], probes)
+    shots = read_shots(data_dir) if recipe.settings.cut == "shots" else SHOTS.empty_table()
+    known_shots = shots_of(recipe, of_videos, shots=shots, retry_failed=False)
+    num_chunks = np.zeros(len(is_known), np.int64)
+    num_chunks[is_known] = cutting_of(recipe.settings, frames_of(recipe, of_videos), known_shots).num_chunks
+    undetected = known_shots.undetected if known_shots is not None else np.zeros(0, np.int64)
+    is_known[np.flatnonzero(is_known)[undetected]] = False
+    return num_chunks, is_known, len(undetected)
 
 
 def pending_chunks(data_dir: Path, variant: Variant) -> Pending:
@@ -284,10 +290,7 @@ def pending_chunks(data_dir: Path, variant: Variant) -> Pending:
             hint="create it again with `prep manifest`",
         )
     recipe = stored_recipe(variant.recipe)
-    shots = read_shots(data_dir) if recipe.settings.cut == "shots" else SHOTS.empty_table()
-    videos = read_videos(data_dir, columns=["video_id", "path", "split"])
-    probes = read_probes(data_dir, columns=["path", "fingerprint", "end_s"])
-    chunks = wanted_chunks(data_dir, recipe, videos=videos, probes=probes, shots=shots)
+    chunks = wanted_chunks(data_dir, recipe)
     missing = len(chunks.shard_ids - variant.commits.keys())
     to_make = {"missing": missing} if missing else {}
     if chunks.num_undetected:  # what the variant should hold is unknown, and so is whether it is complete
