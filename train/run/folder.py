@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from manifests.errors import UserError
 from manifests.json_text import parse_json
-from manifests.publish import TEMPORARY_PREFIX, publish_bytes, publish_json
+from manifests.publish import TEMPORARY_PREFIX, naming, publish_bytes, publish_json
 from train.config.files import load_settings, read_values, save_settings
 from train.config.shards import Shards, absolute, folders_of, normalised
 from train.config.training import TrainingSettings, require_same, shaping
@@ -272,7 +272,7 @@ def read_object(path: Path) -> dict[str, Any]:
 def append_lines(path: Path, objects: Iterable[dict[str, Any]]) -> None:
     """Append objects to a .jsonl file, one per line."""
     lines = "".join(json.dumps(value) + "\n" for value in objects)
-    with path.open("a", encoding="utf-8") as file:
+    with naming(path), path.open("a", encoding="utf-8") as file:
         file.write(lines)
 
 
