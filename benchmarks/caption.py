@@ -29,9 +29,9 @@ from benchmarks.allocated import peak_bytes
 from benchmarks.caption_steps import Shape, captioners, generate, take, write
 from benchmarks.report import Rows, parser_for, print_report
 from benchmarks.timing import seconds_of
-from train.models.captioner import Captioner
-from train.models.transformer import Stack
-from train.tasks.caption.settings import DecodingSettings, max_tokens_of
+from clipmill.train.models.captioner import Captioner
+from clipmill.train.models.transformer import Stack
+from clipmill.train.tasks.caption.settings import DecodingSettings, max_tokens_of
 
 MB = 1024**2
 ENCODER, DECODING = "encoder", "decoding"

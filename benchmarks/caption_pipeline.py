@@ -31,20 +31,20 @@ from torch import nn
 
 from benchmarks.environment import REPOSITORY
 from benchmarks.report import parser_for, print_report
-from train.config.training import ParallelSettings, Schedule
-from train.data.batch import Batch
-from train.distributed.launch import open_world
-from train.distributed.pipeline import Pipeline
-from train.distributed.stages import partition
-from train.distributed.world import Step, World
-from train.models.attention import attend_with_sdpa
-from train.models.captioner import Captioner
-from train.models.gpt2 import Gpt2, Gpt2Size
-from train.models.timesformer import TimeSformer
-from train.models.transformer import TransformerSize
-from train.models.video_vit import VideoViTSize
-from train.tasks.caption.objective import CaptionLoss
-from train.tasks.caption.stages import layers_of, part_of
+from clipmill.train.config.training import ParallelSettings, Schedule
+from clipmill.train.data.batch import Batch
+from clipmill.train.distributed.launch import open_world
+from clipmill.train.distributed.pipeline import Pipeline
+from clipmill.train.distributed.stages import partition
+from clipmill.train.distributed.world import Step, World
+from clipmill.train.models.attention import attend_with_sdpa
+from clipmill.train.models.captioner import Captioner
+from clipmill.train.models.gpt2 import Gpt2, Gpt2Size
+from clipmill.train.models.timesformer import TimeSformer
+from clipmill.train.models.transformer import TransformerSize
+from clipmill.train.models.video_vit import VideoViTSize
+from clipmill.train.tasks.caption.objective import CaptionLoss
+from clipmill.train.tasks.caption.stages import layers_of, part_of
 
 NUM_FRAMES, IMAGE_PX, VOCABULARY, NUM_TOKENS, MICROBATCH = 4, 112, 1000, 16, 2
 DEPTH = 8

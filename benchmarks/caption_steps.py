@@ -7,16 +7,16 @@ from typing import Any
 import torch
 from torch import nn
 
-from train.models.attention import open_attention
-from train.models.captioner import Captioner
-from train.models.gpt2 import GPT2_SIZES, Gpt2, Gpt2Name, TextCache
-from train.models.timesformer import NORM_EPS, TimeSformer
-from train.models.transformer import TransformerSize
-from train.models.video_vit import VideoViTSize
-from train.tasks.caption.decoding import generate_captions
-from train.tasks.caption.settings import DecodingSettings, max_tokens_of
-from train.weights.hf_caption import to_hf_caption
-from train.weights.hf_caption_config import TimeSformerShape, hf_caption_config
+from clipmill.train.models.attention import open_attention
+from clipmill.train.models.captioner import Captioner
+from clipmill.train.models.gpt2 import GPT2_SIZES, Gpt2, Gpt2Name, TextCache
+from clipmill.train.models.timesformer import NORM_EPS, TimeSformer
+from clipmill.train.models.transformer import TransformerSize
+from clipmill.train.models.video_vit import VideoViTSize
+from clipmill.train.tasks.caption.decoding import generate_captions
+from clipmill.train.tasks.caption.settings import DecodingSettings, max_tokens_of
+from clipmill.train.weights.hf_caption import to_hf_caption
+from clipmill.train.weights.hf_caption_config import TimeSformerShape, hf_caption_config
 
 END = 0
 

@@ -36,12 +36,12 @@ from pathlib import Path
 from benchmarks.measure import prep_command, run_measured
 from benchmarks.report import parser_for, print_report
 from benchmarks.tree import run_watched
-from prep.video.codecs import codec_named
-from prep.video.encode import output_size, span_arguments
-from prep.video.ffmpeg import PROGRAM_VARIABLE, find_ffmpeg
-from prep.video.plan import SpanPlan
-from prep.video.planning import Planned, make_plan
-from prep.video.recipe import Recipe, ResolvedRecipe, resolve
+from clipmill.prep.video.codecs import codec_named
+from clipmill.prep.video.encode import output_size, span_arguments
+from clipmill.prep.video.ffmpeg import PROGRAM_VARIABLE, find_ffmpeg
+from clipmill.prep.video.plan import SpanPlan
+from clipmill.prep.video.planning import Planned, make_plan
+from clipmill.prep.video.recipe import Recipe, ResolvedRecipe, resolve
 
 PREP, BARE = "prep chunk", "bare ffmpeg"
 # Wrapper for ffmpeg that records the cost of each encoder pass.

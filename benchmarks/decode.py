@@ -84,7 +84,7 @@ from benchmarks.decode_peers.pieces import pieces_of
 from benchmarks.decode_peers.torchcodec_reader import links_to_libraries
 from benchmarks.peer_process import PEERS_PYTHON, NotInstalled, PeerProcess
 from benchmarks.report import Rows, parser_for, print_report
-from prep.video.ffmpeg import find_ffmpeg
+from clipmill.prep.video.ffmpeg import find_ffmpeg
 
 AT_LEAST_S, LOADER_AT_LEAST_S = 0.5, 1.0
 NUM_LOADER_TURNS = 3  # per round: other load on the machine changes from second to second
@@ -133,7 +133,7 @@ def draw_clips(folder: Path, name: str, *, num_chunks: int, num_clips: int) -> d
     """Draw about equally many clips from each chunk; half as many of 16 frames."""
     import av
 
-    from train.data.decoding.pictures import rectangle_of
+    from clipmill.train.data.decoding.pictures import rectangle_of
 
     sizes = []
     for chunk in range(num_chunks):

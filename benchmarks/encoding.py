@@ -27,7 +27,7 @@ import numpy as np
 
 from benchmarks.measure import prep_command, run_measured
 from benchmarks.report import parser_for, print_report
-from shards.reader import Variant
+from clipmill.shards.reader import Variant
 
 BATCH = 16
 TEXT_BATCH = 32

@@ -6,7 +6,7 @@ import subprocess
 from datetime import UTC, datetime
 from pathlib import Path
 
-from manifests.errors import UserError
+from clipmill.manifests.errors import UserError
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 
@@ -28,7 +28,7 @@ def commit() -> str:
 
 def ffmpeg_version() -> str:
     """Return the version of the ffmpeg used by `prep`; `none` on a machine without it."""
-    from prep.video.ffmpeg import find_ffmpeg
+    from clipmill.prep.video.ffmpeg import find_ffmpeg
 
     try:
         return find_ffmpeg().version

@@ -18,11 +18,11 @@ from torch import nn
 
 from benchmarks.report import parser_for, print_report
 from benchmarks.timing import seconds_of
-from train.data.batch import Batch
-from train.distributed.world import Step, World
-from train.losses.contrastive import DatasetSize
-from train.losses.registry import LOSSES, build_contrast
-from train.losses.settings import Loss
+from clipmill.train.data.batch import Batch
+from clipmill.train.distributed.world import Step, World
+from clipmill.train.losses.contrastive import DatasetSize
+from clipmill.train.losses.registry import LOSSES, build_contrast
+from clipmill.train.losses.settings import Loss
 
 BASE = "infonce"
 OPEN_CLIP = "infonce, open_clip"

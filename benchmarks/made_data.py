@@ -18,23 +18,23 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from manifests.keys import chunk_key
-from manifests.publish import make_folder
-from manifests.schema import CAPTIONS
-from manifests.store import write_manifest
-from prep.core.layout import write_layout
-from prep.core.table_file import write_table_file
-from prep.core.variant_folder import make_variant
-from prep.sources.table import PROBES, PROBES_FILE
-from prep.video.layout import layout_path
-from prep.video.plan import Plan, ShardPlan
-from prep.video.planning import make_plan
-from prep.video.recipe import ResolvedRecipe
-from shards.commits import Commit, ShardFiles, write_commit
-from shards.dataset import set_current_variant, variant_dir
-from shards.format import PACKET_KEY, PACKET_REFERENCE, VIDEO_FIELDS, ShardName
-from shards.lists import finish_run
-from shards.writer import Sample, ShardWriter
+from clipmill.manifests.keys import chunk_key
+from clipmill.manifests.publish import make_folder
+from clipmill.manifests.schema import CAPTIONS
+from clipmill.manifests.store import write_manifest
+from clipmill.prep.core.layout import write_layout
+from clipmill.prep.core.table_file import write_table_file
+from clipmill.prep.core.variant_folder import make_variant
+from clipmill.prep.sources.table import PROBES, PROBES_FILE
+from clipmill.prep.video.layout import layout_path
+from clipmill.prep.video.plan import Plan, ShardPlan
+from clipmill.prep.video.planning import make_plan
+from clipmill.prep.video.recipe import ResolvedRecipe
+from clipmill.shards.commits import Commit, ShardFiles, write_commit
+from clipmill.shards.dataset import set_current_variant, variant_dir
+from clipmill.shards.format import PACKET_KEY, PACKET_REFERENCE, VIDEO_FIELDS, ShardName
+from clipmill.shards.lists import finish_run
+from clipmill.shards.writer import Sample, ShardWriter
 
 COLUMN = "video"
 _VIDEOS_PER_FOLDER = 1000

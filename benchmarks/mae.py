@@ -39,9 +39,9 @@ from benchmarks.decode_peers.clip_set import data_folder
 from benchmarks.mae_data import LATENT_PX, LATENT_SEGMENT, DataSteps, make_folders
 from benchmarks.mae_steps import HF, NUM_FRAMES, OURS, HfSteps, OurSteps, Steps, peak_bytes_of_pass, seconds, take
 from benchmarks.report import Rows, parser_for, print_report
-from prep.video.ffmpeg import find_ffmpeg
-from train.config.data import Augment
-from train.tasks.mae.settings import MaeSettings
+from clipmill.prep.video.ffmpeg import find_ffmpeg
+from clipmill.train.config.data import Augment
+from clipmill.train.tasks.mae.settings import MaeSettings
 
 MB = 1024**2
 MODEL, DATA, LATENTS = "model", "data", "latents"

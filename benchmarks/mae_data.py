@@ -13,22 +13,22 @@ from benchmarks.decode_peers.clip_set import FPS, chunk_path, data_folder
 from benchmarks.decode_peers.pieces import pieces_of
 from benchmarks.measure import prep_command, run_measured
 from benchmarks.vit_steps import wait_for
-from manifests.keys import chunk_key
-from manifests.store import read_videos
-from prep.video.packets import read_chunk
-from shards.commits import Commit, write_commit
-from shards.dataset import set_current_variant
-from shards.format import VIDEO_FIELDS
-from shards.writer import Sample, ShardWriter
-from train.data.batch import Batch, to_device
-from train.data.outcomes import LoadedBatch
-from train.data.prefetch import prefetch
-from train.device.precision import open_precision
-from train.distributed.world import Step, World
-from train.models.attention import open_attention
-from train.optim.optimizer import make_optimizer
-from train.tasks.mae.settings import MaeSettings
-from train.tasks.mae.task import MaeTask
+from clipmill.manifests.keys import chunk_key
+from clipmill.manifests.store import read_videos
+from clipmill.prep.video.packets import read_chunk
+from clipmill.shards.commits import Commit, write_commit
+from clipmill.shards.dataset import set_current_variant
+from clipmill.shards.format import VIDEO_FIELDS
+from clipmill.shards.writer import Sample, ShardWriter
+from clipmill.train.data.batch import Batch, to_device
+from clipmill.train.data.outcomes import LoadedBatch
+from clipmill.train.data.prefetch import prefetch
+from clipmill.train.device.precision import open_precision
+from clipmill.train.distributed.world import Step, World
+from clipmill.train.models.attention import open_attention
+from clipmill.train.optim.optimizer import make_optimizer
+from clipmill.train.tasks.mae.settings import MaeSettings
+from clipmill.train.tasks.mae.task import MaeTask
 
 LATENT_PX, LATENT_SEGMENT = 224, "5s"
 _VARIANT, _FINGERPRINT = "h264-x264-default-00000000", "00" * 32

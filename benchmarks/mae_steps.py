@@ -7,13 +7,13 @@ from torch import nn
 
 from benchmarks.allocated import peak_bytes
 from benchmarks.timing import seconds_of
-from train.config.model import ModelName, Towers
-from train.models.attention import open_attention
-from train.models.dual_encoder import size_of
-from train.models.masked_autoencoder import MaskedAutoencoder, predicted_cubes
-from train.tasks.mae.objective import normalised_cubes, reconstruction_loss, tube_masks
-from train.weights.conversion import IMAGENET_STD
-from train.weights.hf_videomae import to_hf_videomae
+from clipmill.train.config.model import ModelName, Towers
+from clipmill.train.models.attention import open_attention
+from clipmill.train.models.dual_encoder import size_of
+from clipmill.train.models.masked_autoencoder import MaskedAutoencoder, predicted_cubes
+from clipmill.train.tasks.mae.objective import normalised_cubes, reconstruction_loss, tube_masks
+from clipmill.train.weights.conversion import IMAGENET_STD
+from clipmill.train.weights.hf_videomae import to_hf_videomae
 
 OURS, HF = "clipmill", "transformers"
 NUM_FRAMES, MASK_RATIO = 16, 0.9

@@ -55,4 +55,4 @@ def run_measured(command: Sequence[str], *, folder: Path | None = None) -> Usage
 
 def prep_command(*arguments: str | Path) -> list[str]:
     """Return the command line of `prep`, run with this Python from this checkout."""
-    return [sys.executable, "-m", "prep.cli", *map(str, arguments)]
+    return [sys.executable, "-m", "clipmill.prep.cli", *map(str, arguments)]

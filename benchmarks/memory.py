@@ -26,7 +26,7 @@ def role_of(process: Process) -> str:
         return "ffmpeg"
     if "multiprocessing.spawn" in words:
         return "worker"
-    return "driver" if "prep.cli" in words else "other"
+    return "driver" if "clipmill.prep.cli" in words else "other"
 
 
 def measure_length(folder: Path, *, minutes: float) -> dict[str, object]:

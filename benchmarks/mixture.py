@@ -26,13 +26,13 @@ from benchmarks.decode_peers.pieces import pieces_of
 from benchmarks.measure import prep_command, run_measured
 from benchmarks.report import parser_for, print_report
 from benchmarks.timing import turns
-from prep.video.ffmpeg import find_ffmpeg
-from train.data.loader import TrainingSet
-from train.data.prefetch import prefetch
-from train.distributed.world import World
-from train.models.attention import open_attention
-from train.tasks.dual_encoder.settings import DualEncoderSettings
-from train.tasks.dual_encoder.task import DualEncoderTask
+from clipmill.prep.video.ffmpeg import find_ffmpeg
+from clipmill.train.data.loader import TrainingSet
+from clipmill.train.data.prefetch import prefetch
+from clipmill.train.distributed.world import World
+from clipmill.train.models.attention import open_attention
+from clipmill.train.tasks.dual_encoder.settings import DualEncoderSettings
+from clipmill.train.tasks.dual_encoder.task import DualEncoderTask
 
 CPU = torch.device("cpu")
 NUM_FRAMES, SIZE_PX, WORKERS = 4, 224, 2

@@ -25,7 +25,7 @@ from typing import Any
 from benchmarks.measure import Usage, prep_command, run_measured
 from benchmarks.peer_process import PEERS_PYTHON, NotInstalled, PeerProcess
 from benchmarks.report import parser_for, print_report
-from manifests.storage.objects import open_objects
+from clipmill.manifests.storage.objects import open_objects
 from tests.object_storage.faults import Faults, faulty
 from tests.object_storage.server import S3Server, s3_server
 

@@ -18,7 +18,7 @@ Read = Callable[[str], bytes]
 
 def open_clipmill(bucket: str) -> Read:
     """Return the client of clipmill, over obstore."""
-    from manifests.storage.objects import open_objects
+    from clipmill.manifests.storage.objects import open_objects
 
     return open_objects(f"s3://{bucket}").read
 

@@ -192,15 +192,15 @@ def open_as_rank(data: Path, name: str) -> None:
     """Open a set as a rank does, between two lines of standard input."""
     import numpy as np
 
-    from train.data.chunk_clips import ChunkClips
-    from train.data.classes import ClassList
-    from train.data.decoding.clip import ClipShape, Views
-    from train.data.frame_sampling import Sampling
-    from train.data.labelled_clips import LabelledClips
-    from train.data.latents.loader import LatentLoader
-    from train.data.loader import LoaderSettings
-    from train.data.order import SampleOrder
-    from train.data.video_captions import VideoCaptions
+    from clipmill.train.data.chunk_clips import ChunkClips
+    from clipmill.train.data.classes import ClassList
+    from clipmill.train.data.decoding.clip import ClipShape, Views
+    from clipmill.train.data.frame_sampling import Sampling
+    from clipmill.train.data.labelled_clips import LabelledClips
+    from clipmill.train.data.latents.loader import LatentLoader
+    from clipmill.train.data.loader import LoaderSettings
+    from clipmill.train.data.order import SampleOrder
+    from clipmill.train.data.video_captions import VideoCaptions
 
     sampling = Sampling(num_frames=4, rule="uniform", stride=4)
     shape = ClipShape(
@@ -234,8 +234,8 @@ def merge(data: Path) -> None:
     """Write the merged table of `video` from its indexes, and print what it cost."""
     import resource
 
-    from shards.chunk_table import update_chunk_table
-    from shards.reader import Variant
+    from clipmill.shards.chunk_table import update_chunk_table
+    from clipmill.shards.reader import Variant
 
     base_mb = _anonymous_mb(os.getpid())
     begin_s = time.process_time()

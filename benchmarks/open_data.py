@@ -16,16 +16,16 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from manifests.caption_spans import update_caption_spans
-from manifests.checked_json import publish_checked_json
-from manifests.publish import publish_bytes, publish_json
-from manifests.schema import CAPTIONS, MANIFEST_FORMAT, VIDEOS
-from manifests.table_files import CAPTIONS_FILE, FINGERPRINT_KEY, VIDEOS_FILE, describe
-from shards.chunk_table import chunk_table_metadata
-from shards.commit_table import commit_folders, confirm, table_bytes
-from shards.contents import Contents, file_sha256, write_contents
-from shards.dataset import set_current_variant, variant_dir
-from shards.format import (
+from clipmill.manifests.caption_spans import update_caption_spans
+from clipmill.manifests.checked_json import publish_checked_json
+from clipmill.manifests.publish import publish_bytes, publish_json
+from clipmill.manifests.schema import CAPTIONS, MANIFEST_FORMAT, VIDEOS
+from clipmill.manifests.table_files import CAPTIONS_FILE, FINGERPRINT_KEY, VIDEOS_FILE, describe
+from clipmill.shards.chunk_table import chunk_table_metadata
+from clipmill.shards.commit_table import commit_folders, confirm, table_bytes
+from clipmill.shards.contents import Contents, file_sha256, write_contents
+from clipmill.shards.dataset import set_current_variant, variant_dir
+from clipmill.shards.format import (
     COMMIT_TABLE_FILE,
     COMMITS_FOLDER,
     RECIPE_FILE,
@@ -33,9 +33,9 @@ from shards.format import (
     ShardName,
     folder_of,
 )
-from shards.index import index_bytes, index_schema
-from shards.merged_table import CHUNKS_FILE, write_merged_table
-from shards.table_commits import commits_by_folder, index_sha256_of, open_table_commits
+from clipmill.shards.index import index_bytes, index_schema
+from clipmill.shards.merged_table import CHUNKS_FILE, write_merged_table
+from clipmill.shards.table_commits import commits_by_folder, index_sha256_of, open_table_commits
 
 CHUNKS_PER_VIDEO, CHUNKS_PER_SHARD, CHUNK_MS, FPS = 10, 240, 15_000, 30
 VARIANTS = {"video": "made-video-00000000", "latents": "made-latents-00000000"}

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from manifests.store import read_captions
-from shards.reader import Variant
+from clipmill.manifests.store import read_captions
+from clipmill.shards.reader import Variant
 
 if TYPE_CHECKING:
     import torch
@@ -95,7 +95,7 @@ def _vae(name: str):  # type: ignore[no-untyped-def]
     if name != "tiny":
         model = AutoencoderKL.from_pretrained(name)
     else:
-        from prep.latents.vae import tiny_vae
+        from clipmill.prep.latents.vae import tiny_vae
 
         model = tiny_vae()
     model.decoder = None

@@ -30,17 +30,17 @@ from pathlib import Path
 from benchmarks.made_data import COLUMN, commit_everything, make_videos
 from benchmarks.measure import Usage, prep_command, run_measured
 from benchmarks.report import parser_for, print_report
-from prep.video.ffmpeg import find_ffmpeg
-from prep.video.recipe import Recipe, ResolvedRecipe, resolve
-from shards.dataset import variant_dir
-from shards.format import COMMIT_TABLE_FILE
+from clipmill.prep.video.ffmpeg import find_ffmpeg
+from clipmill.prep.video.recipe import Recipe, ResolvedRecipe, resolve
+from clipmill.shards.dataset import variant_dir
+from clipmill.shards.format import COMMIT_TABLE_FILE
 
 LONG_CHUNKS = 40
 _QUICK_CHECK = """
 import sys
 from pathlib import Path
-from prep.core.plan import problems_of
-from shards.reader import Variant
+from clipmill.prep.core.plan import problems_of
+from clipmill.shards.reader import Variant
 assert not problems_of(Variant.open(Path(sys.argv[1])))
 """
 

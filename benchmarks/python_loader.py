@@ -34,16 +34,16 @@ from benchmarks.latent_peers.latent_data import write_columns
 from benchmarks.latent_peers.segment_set import make_segment_set, open_segment_set
 from benchmarks.report import parser_for, print_report
 from benchmarks.timing import turns
-from prep.video.ffmpeg import find_ffmpeg
-from train.augment.pictures import to_rgb_uint8
-from train.data import Batches, open_clips, open_latents
-from train.data.latents.loader import LatentLoader
-from train.data.loader import TrainingSet
-from train.data.prefetch import prefetch
-from train.distributed.world import World
-from train.models.attention import open_attention
-from train.tasks.dual_encoder.settings import DualEncoderSettings
-from train.tasks.dual_encoder.task import DualEncoderTask
+from clipmill import Batches, open_clips, open_latents
+from clipmill.prep.video.ffmpeg import find_ffmpeg
+from clipmill.train.augment.pictures import to_rgb_uint8
+from clipmill.train.data.latents.loader import LatentLoader
+from clipmill.train.data.loader import TrainingSet
+from clipmill.train.data.prefetch import prefetch
+from clipmill.train.distributed.world import World
+from clipmill.train.models.attention import open_attention
+from clipmill.train.tasks.dual_encoder.settings import DualEncoderSettings
+from clipmill.train.tasks.dual_encoder.task import DualEncoderTask
 
 CPU = torch.device("cpu")
 NUM_FRAMES, SIZE_PX, WORKERS = 4, 224, 2
@@ -100,7 +100,7 @@ def _make_latents(folder: Path, *, num_segments: int) -> Path:
 
 
 def _num_latent_batches(batch: int) -> int:
-    """The batches of four whole blocks of requests, so that none is made in vain (train.data.latents.loader)."""
+    """The batches of four whole blocks of requests, so that none is made in vain (latents/loader)."""
     return sum(min(8**number, 2**14 // batch) for number in range(4))
 
 

@@ -34,20 +34,20 @@ from benchmarks.latent_peers.latent_data import write_columns
 from benchmarks.latent_peers.segment_set import make_segment_set, open_segment_set
 from benchmarks.report import parser_for, print_report
 from benchmarks.timing import turns
-from manifests.storage.objects import Objects
-from prep.video.ffmpeg import find_ffmpeg
+from clipmill.manifests.storage.objects import Objects
+from clipmill.prep.video.ffmpeg import find_ffmpeg
+from clipmill.train.data.latents.loader import LatentLoader
+from clipmill.train.data.loader import TrainingSet
+from clipmill.train.data.prefetch import prefetch
+from clipmill.train.data.remote import RemoteTars, open_data_folder
+from clipmill.train.data.remote_maps import remote_parts
+from clipmill.train.distributed.world import World
+from clipmill.train.models.attention import open_attention
+from clipmill.train.tasks.dual_encoder.settings import DualEncoderSettings
+from clipmill.train.tasks.dual_encoder.task import DualEncoderTask
 from tests.object_storage.faults import Faults, faulty
 from tests.object_storage.server import S3Server, s3_server
 from tests.object_storage.upload import upload
-from train.data.latents.loader import LatentLoader
-from train.data.loader import TrainingSet
-from train.data.prefetch import prefetch
-from train.data.remote import RemoteTars, open_data_folder
-from train.data.remote_maps import remote_parts
-from train.distributed.world import World
-from train.models.attention import open_attention
-from train.tasks.dual_encoder.settings import DualEncoderSettings
-from train.tasks.dual_encoder.task import DualEncoderTask
 
 CPU = torch.device("cpu")
 NUM_FRAMES, SIZE_PX, BATCH = 4, 224, 16

@@ -29,8 +29,8 @@ import pyarrow.parquet as pq
 from benchmarks.measure import run_measured
 from benchmarks.peer_process import PEERS_PYTHON, NotInstalled, PeerProcess
 from benchmarks.report import parser_for, print_report
-from manifests.checked_json import publish_checked_json
-from train.search.folder import CLIP_SCHEMA, CLIPS, FORMAT, RECORD, VIDEO
+from clipmill.manifests.checked_json import publish_checked_json
+from clipmill.train.search.folder import CLIP_SCHEMA, CLIPS, FORMAT, RECORD, VIDEO
 
 WAYS = {"clipmill": Path(sys.executable), "faiss": PEERS_PYTHON}
 COMMAND = "train search"
@@ -168,7 +168,7 @@ def available_bytes() -> int:
 
 def command_turn(folder: Path) -> dict[str, Any]:
     """Run `train search` with a query by example."""
-    usage = run_measured([sys.executable, "-m", "train", "search", str(folder), "--like", "0", "--json"])
+    usage = run_measured([sys.executable, "-m", "clipmill.train.cli", "search", str(folder), "--like", "0", "--json"])
     assert len(json.loads(usage.stdout)["results"][0]["found"]) == 10
     return {"seconds": usage.wall_s, "cpu_s": usage.cpu_s, "peak_bytes": usage.peak_bytes}
 

@@ -4,7 +4,7 @@
     {"do": "search", "queries": 1}       the best 10 of the first queries: {"rows": ..., "seconds": ..., "cpu_s": ...}
     {"do": "memory"}                     {"peak_bytes": ...}
 
-faiss is installed in the peers' environment, without clipmill; `train.search.nearest` needs NumPy alone.
+faiss is installed in the peers' environment, without clipmill; `clipmill.train.search.nearest` needs NumPy alone.
 """
 
 import argparse
@@ -23,7 +23,7 @@ Search = Callable[[np.ndarray], np.ndarray]
 
 def open_clipmill(folder: Path) -> Search:
     """Return a search in blocks of the file."""
-    from train.search.nearest import nearest
+    from clipmill.train.search.nearest import nearest
 
     return lambda queries: nearest(folder / "video.npy", queries, count=TOP).row_QK
 

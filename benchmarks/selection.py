@@ -26,15 +26,15 @@ import pyarrow as pa
 
 from benchmarks.measure import run_measured
 from benchmarks.report import parser_for, print_report
-from manifests.publish import publish_json
-from manifests.store import write_manifest
-from shards.commits import Commit, write_commit
-from shards.dataset import set_current_variant, variant_dir
-from shards.format import SCORES_FIELDS
-from shards.reader import Variant
-from shards.scores import CHUNKS_FILE, SCORES, open_scores, write_score_table
-from shards.selection import selected_chunks
-from shards.where import parse_where
+from clipmill.manifests.publish import publish_json
+from clipmill.manifests.store import write_manifest
+from clipmill.shards.commits import Commit, write_commit
+from clipmill.shards.dataset import set_current_variant, variant_dir
+from clipmill.shards.format import SCORES_FIELDS
+from clipmill.shards.reader import Variant
+from clipmill.shards.scores import CHUNKS_FILE, SCORES, open_scores, write_score_table
+from clipmill.shards.selection import selected_chunks
+from clipmill.shards.where import parse_where
 
 VARIANT = "scores-00000000"
 CHUNKS_PER_VIDEO = 20

@@ -24,9 +24,9 @@ from torch import nn
 
 from benchmarks.report import parser_for, print_report
 from benchmarks.timing import seconds_of
-from train.models.attention import Attend, open_attention
-from train.models.dual_encoder import SIZES
-from train.models.text import CONTEXT_LENGTH, VOCABULARY_SIZE, TextTower
+from clipmill.train.models.attention import Attend, open_attention
+from clipmill.train.models.dual_encoder import SIZES
+from clipmill.train.models.text import CONTEXT_LENGTH, VOCABULARY_SIZE, TextTower
 
 SETS: dict[str, Callable[[int], list[int]]] = {
     "12 tokens": lambda count: [12] * count,

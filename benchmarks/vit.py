@@ -36,7 +36,7 @@ import torch
 from benchmarks.allocated import peak_bytes
 from benchmarks.report import parser_for, print_report
 from benchmarks.vit_steps import NAIVE, OPEN_CLIP, VARIANTS, Setup, Steps, TowerVariant, wait_for
-from train.models.attention import open_attention
+from clipmill.train.models.attention import open_attention
 
 GB, MB = 1024**3, 1024**2
 WARM_STEPS = 3

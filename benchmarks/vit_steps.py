@@ -6,10 +6,10 @@ import torch
 from torch import nn
 
 from benchmarks.timing import seconds_of
-from train.models.attention import Attend, AttentionChoice, open_attention
-from train.models.dual_encoder import SIZES
-from train.models.transformer import checkpoint_blocks, compile_blocks
-from train.models.video_vit import VideoViT
+from clipmill.train.models.attention import Attend, AttentionChoice, open_attention
+from clipmill.train.models.dual_encoder import SIZES
+from clipmill.train.models.transformer import checkpoint_blocks, compile_blocks
+from clipmill.train.models.video_vit import VideoViT
 
 NAIVE, OPEN_CLIP = "naive", "open_clip"
 TIMED_STEPS = 5

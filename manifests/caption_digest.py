@@ -7,8 +7,8 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from manifests.caption_table import take_rows
-from manifests.schema import LIKELIHOOD
+from clipmill.manifests.caption_table import take_rows
+from clipmill.manifests.schema import LIKELIHOOD
 
 _ROWS_AT_ONCE = 131_072
 

@@ -4,7 +4,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from manifests.caption_identity import caption_hashes
+from clipmill.manifests.caption_identity import caption_hashes
 
 _SPACE = r"[\s\p{Z}]+"
 

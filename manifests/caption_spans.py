@@ -26,14 +26,14 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
-from manifests.caption_digest import TextDigest
-from manifests.checked_json import publish_checked_json, read_checked_json
-from manifests.errors import UserError
-from manifests.mapped_files import map_arrow_file
-from manifests.publish import folder_lock, published, remove, remove_temporaries
-from manifests.storage.mirrors import mirror_of
-from manifests.store import manifest_dir, open_captions, read_manifest, read_videos
-from manifests.table_files import CAPTIONS_FILE, VIDEOS_FILE
+from clipmill.manifests.caption_digest import TextDigest
+from clipmill.manifests.checked_json import publish_checked_json, read_checked_json
+from clipmill.manifests.errors import UserError
+from clipmill.manifests.mapped_files import map_arrow_file
+from clipmill.manifests.publish import folder_lock, published, remove, remove_temporaries
+from clipmill.manifests.storage.mirrors import mirror_of
+from clipmill.manifests.store import manifest_dir, open_captions, read_manifest, read_videos
+from clipmill.manifests.table_files import CAPTIONS_FILE, VIDEOS_FILE
 
 SPANS_RECORD = "caption_spans.json"
 MIN_CAPTIONS = 200_000  # fewer are opened in less than a second without these files

@@ -7,9 +7,9 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from manifests.errors import UserError
-from manifests.publish import published
-from manifests.schema import CAPTIONS, LIKELIHOOD
+from clipmill.manifests.errors import UserError
+from clipmill.manifests.publish import published
+from clipmill.manifests.schema import CAPTIONS, LIKELIHOOD
 
 LABEL_PREFIX = "label_"
 _PLAIN_COLUMNS = frozenset({"caption_id", "begin_s", "end_s", "text", LIKELIHOOD.name})  # not dictionary-encoded

@@ -5,8 +5,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-from manifests.json_text import parse_json
-from manifests.publish import publish_json, read_record
+from clipmill.manifests.json_text import parse_json
+from clipmill.manifests.publish import publish_json, read_record
 
 CHECKSUM_KEY = "sha256"
 

@@ -4,7 +4,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 from cyclopts import Parameter
 
-from manifests.errors import UserError
+from clipmill.manifests.errors import UserError
 
 if TYPE_CHECKING:
     from cyclopts import App

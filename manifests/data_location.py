@@ -2,9 +2,9 @@
 
 from pathlib import Path
 
-from manifests.errors import UserError
-from manifests.storage.mirrors import mirror_of
-from manifests.storage.urls import Place
+from clipmill.manifests.errors import UserError
+from clipmill.manifests.storage.mirrors import mirror_of
+from clipmill.manifests.storage.urls import Place
 
 _PACKAGE = Path(__file__).resolve().parent
 

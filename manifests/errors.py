@@ -17,7 +17,7 @@ import sys
 from collections.abc import Callable, Iterable
 from typing import NoReturn
 
-from manifests.storage.clouds import CLOUDS
+from clipmill.manifests.storage.clouds import CLOUDS
 
 EXIT_FAILED_WORK = 1
 EXIT_USER_ERROR = 2

@@ -17,13 +17,13 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from manifests.caption_digest import captions_sha256
-from manifests.caption_table import ROWS_PER_GROUP, Selection, kept_batches
-from manifests.errors import UserError
-from manifests.merge import rows_of
-from manifests.previous import PreviousManifest
-from manifests.quoting import quoted
-from manifests.schema import CAPTIONS, LIKELIHOOD, OWN_DIGEST
+from clipmill.manifests.caption_digest import captions_sha256
+from clipmill.manifests.caption_table import ROWS_PER_GROUP, Selection, kept_batches
+from clipmill.manifests.errors import UserError
+from clipmill.manifests.merge import rows_of
+from clipmill.manifests.previous import PreviousManifest
+from clipmill.manifests.quoting import quoted
+from clipmill.manifests.schema import CAPTIONS, LIKELIHOOD, OWN_DIGEST
 
 # Names that `--captions.sources` can give: it has `=`, `,` and shell patterns.
 SOURCE_CHARS = "letters, digits, '.', '-' and '_'"

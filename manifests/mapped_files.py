@@ -19,8 +19,8 @@ from typing import Any
 
 import pyarrow as pa
 
-from manifests.errors import EXIT_FAILED_WORK
-from manifests.quoting import on_one_line
+from clipmill.manifests.errors import EXIT_FAILED_WORK
+from clipmill.manifests.quoting import on_one_line
 
 _SA_SIGINFO = 4
 _ADDRESS_AT = 16  # of si_addr in siginfo_t

@@ -6,8 +6,8 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from manifests.adapters.reasons import Reason
-from manifests.schema import OWN_DIGEST, REJECTED, VIDEOS
+from clipmill.manifests.adapters.reasons import Reason
+from clipmill.manifests.schema import OWN_DIGEST, REJECTED, VIDEOS
 
 
 def without_taken_ids(

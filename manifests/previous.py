@@ -13,11 +13,11 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from manifests.caption_identity import assign_ids, caption_hashes
-from manifests.caption_table import Selection, kept_batches
-from manifests.errors import UserError
-from manifests.schema import CAPTIONS, OWN_DIGEST, REJECTED, VIDEOS
-from manifests.table_files import (
+from clipmill.manifests.caption_identity import assign_ids, caption_hashes
+from clipmill.manifests.caption_table import Selection, kept_batches
+from clipmill.manifests.errors import UserError
+from clipmill.manifests.schema import CAPTIONS, OWN_DIGEST, REJECTED, VIDEOS
+from clipmill.manifests.table_files import (
     CAPTIONS_FILE,
     FINGERPRINT_KEY,
     REJECTED_FILE,
@@ -37,7 +37,7 @@ class PreviousManifest:
     Attributes:
         videos: schema.VIDEOS and schema.OWN_DIGEST.
         captions_path: the valid caption table, or None if there is none.
-        further: name -> record of each further source of captions (manifests.further_sources).
+        further: name -> record of each further source of captions (clipmill.manifests.further_sources).
         damage: why the tables of an existing manifest cannot be read; all other fields are then empty.
         fingerprint: fingerprint of that manifest, if known.
     """

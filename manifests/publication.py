@@ -9,13 +9,13 @@ import pyarrow as pa
 import pyarrow.csv as csv
 import pyarrow.parquet as pq
 
-from manifests.caption_table import Selection, write_caption_table
-from manifests.checked_json import publish_checked_json
-from manifests.merge import tables_fingerprint
-from manifests.previous import FURTHER_KEY, PreviousManifest
-from manifests.publish import published
-from manifests.schema import MANIFEST_FORMAT, OWN_DIGEST
-from manifests.table_files import (
+from clipmill.manifests.caption_table import Selection, write_caption_table
+from clipmill.manifests.checked_json import publish_checked_json
+from clipmill.manifests.merge import tables_fingerprint
+from clipmill.manifests.previous import FURTHER_KEY, PreviousManifest
+from clipmill.manifests.publish import published
+from clipmill.manifests.schema import MANIFEST_FORMAT, OWN_DIGEST
+from clipmill.manifests.table_files import (
     CAPTIONS_FILE,
     FINGERPRINT_KEY,
     REJECTED_FILE,

@@ -5,7 +5,7 @@ temporary name is `.tmp-<12 hex>-<name>`. If a process is killed, the name tells
 next process that holds the lock for that file removes it.
 
 In a data folder in a bucket, the object is written before the file appears, and deleted before the file is removed
-(`manifests.storage.mirrors`).
+(`clipmill.manifests.storage.mirrors`).
 """
 
 import errno
@@ -20,7 +20,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from manifests.storage.mirrors import mirror_of
+from clipmill.manifests.storage.mirrors import mirror_of
 
 TEMPORARY_PREFIX = ".tmp-"
 _TEMPORARY = re.compile(rf"{re.escape(TEMPORARY_PREFIX)}[0-9a-f]{{12}}-(.+)", re.DOTALL)

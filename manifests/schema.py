@@ -3,7 +3,7 @@
     videos.parquet     one row per video; the order of rows never changes, new videos are appended
     captions.parquet   one row per caption, ordered by caption_id; IDs are dense from 0 and never reassigned
     rejected.parquet   one row for each unusable input row, with the reason; rejected.csv has the same rows for people
-    caption_spans*     derived from large tables (manifests.caption_spans)
+    caption_spans*     derived from large tables (clipmill.manifests.caption_spans)
     manifest.json      format version, size and SHA-256 of each table, and its own; counts, and rejected rows by
                        reason, for each dataset in the manifest; further sources of captions
 
@@ -21,7 +21,7 @@ MANIFEST_FORMAT = 1
 
 VIDEOS = pa.schema(
     [
-        pa.field("video_id", pa.string(), nullable=False),  # safe in keys, unique (manifests.keys)
+        pa.field("video_id", pa.string(), nullable=False),  # safe in keys, unique (clipmill.manifests.keys)
         pa.field("source_id", pa.string(), nullable=False),  # the dataset's own id
         pa.field("path", pa.string(), nullable=False),  # absolute path or URL of the source file
         pa.field("split", pa.string(), nullable=False),  # train, val or test
@@ -55,7 +55,7 @@ REJECTED = pa.schema(
         pa.field("file", pa.string(), nullable=False),  # the annotation file, or the video
         pa.field("row", pa.int64()),  # 0-based row or entry in the file, if it has rows
         pa.field("source_id", pa.string()),
-        pa.field("reason", pa.string(), nullable=False),  # a code of manifests.adapters.reasons
+        pa.field("reason", pa.string(), nullable=False),  # a code of clipmill.manifests.adapters.reasons
         pa.field("detail", pa.string(), nullable=False),
     ]
 )

@@ -1,8 +1,8 @@
-"""Reading and writing the manifest of a data folder; manifests.schema defines its tables.
+"""Reading and writing the manifest of a data folder; clipmill.manifests.schema defines its tables.
 
 A write replaces one dataset and keeps the others. The result depends only on the given rows and the last complete
 manifest: remains of an interrupted write are never read. Publishing manifest.json makes the new tables valid
-(manifests.table_files); each table carries the fingerprint of the whole manifest.
+(clipmill.manifests.table_files); each table carries the fingerprint of the whole manifest.
 """
 
 import shlex
@@ -16,15 +16,15 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from manifests.caption_digest import captions_sha256
-from manifests.checked_json import read_checked_json
-from manifests.errors import UserError
-from manifests.further_sources import FurtherCaptions, require_own_sources
-from manifests.merge import num_other_splits, replace_dataset, rows_of, video_table, without_taken_ids
-from manifests.previous import PreviousManifest, read_previous, stable_ids
-from manifests.publication import MANIFEST_FILE, publish_manifest
-from manifests.schema import CAPTIONS, MANIFEST_FORMAT, REJECTED, VIDEOS
-from manifests.table_files import (
+from clipmill.manifests.caption_digest import captions_sha256
+from clipmill.manifests.checked_json import read_checked_json
+from clipmill.manifests.errors import UserError
+from clipmill.manifests.further_sources import FurtherCaptions, require_own_sources
+from clipmill.manifests.merge import num_other_splits, replace_dataset, rows_of, video_table, without_taken_ids
+from clipmill.manifests.previous import PreviousManifest, read_previous, stable_ids
+from clipmill.manifests.publication import MANIFEST_FILE, publish_manifest
+from clipmill.manifests.schema import CAPTIONS, MANIFEST_FORMAT, REJECTED, VIDEOS
+from clipmill.manifests.table_files import (
     CAPTIONS_FILE,
     FINGERPRINT_KEY,
     REJECTED_FILE,

@@ -15,8 +15,8 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from manifests.errors import UserError
-from manifests.publish import remove, rename, require_regular
+from clipmill.manifests.errors import UserError
+from clipmill.manifests.publish import remove, rename, require_regular
 
 VIDEOS_FILE = "videos.parquet"
 CAPTIONS_FILE = "captions.parquet"

@@ -3,7 +3,7 @@
 from collections.abc import Iterable
 from typing import Any
 
-from manifests.errors import UserError
+from clipmill.manifests.errors import UserError
 
 
 def refuse_fractions(_app: Any, _commands: tuple[str, ...], arguments: Iterable[Any]) -> None:

@@ -6,15 +6,15 @@ from contextlib import redirect_stderr, redirect_stdout
 
 from cyclopts import App, CycloptsError
 
-from manifests.completion import register_completion
-from manifests.errors import Stopped, UserError, program_version, run_command
-from manifests.help_text import help_text, wants_help
-from manifests.storage.mirrors import AddressStream
-from manifests.storage.waiting import tell_of_waiting
-from manifests.whole_numbers import refuse_fractions
-from prep.commands import advise, manifest, retry, upkeep
-from prep.core.make import OPTIONS
-from prep.registry import columns
+from clipmill.manifests.completion import register_completion
+from clipmill.manifests.errors import Stopped, UserError, program_version, run_command
+from clipmill.manifests.help_text import help_text, wants_help
+from clipmill.manifests.storage.mirrors import AddressStream
+from clipmill.manifests.storage.waiting import tell_of_waiting
+from clipmill.manifests.whole_numbers import refuse_fractions
+from clipmill.prep.commands import advise, manifest, retry, upkeep
+from clipmill.prep.core.make import OPTIONS
+from clipmill.prep.registry import columns
 
 HELP = """Turn long videos into training shards, incrementally: each run makes only what is new, changed or damaged.
 

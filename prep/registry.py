@@ -3,27 +3,27 @@
 To add a column from outside clipmill, write a program that registers the column's spec and then runs `prep`. Workers
 need no registration: they import what they run by its path.
 
-    from prep.registry import register
+    from clipmill.prep.registry import register
     from loudness.column import COLUMN
 
     register(COLUMN)
 
-    from prep.cli import main
+    from clipmill.prep.cli import main
 
     main()
 """
 
-from prep.core.column import ColumnSpec
-from prep.latents.column import COLUMN as LATENTS
-from prep.scores.column import COLUMN as SCORES
-from prep.text.column import COLUMN as TEXT
-from prep.video.column import COLUMN as VIDEO
+from clipmill.prep.core.column import ColumnSpec
+from clipmill.prep.latents.column import COLUMN as LATENTS
+from clipmill.prep.scores.column import COLUMN as SCORES
+from clipmill.prep.text.column import COLUMN as TEXT
+from clipmill.prep.video.column import COLUMN as VIDEO
 
 _COLUMNS = {column.name: column for column in (VIDEO, LATENTS, TEXT, SCORES)}
 
 
 def register(column: ColumnSpec) -> None:
-    """Add a column; call it before importing `prep.cli`, whose flags list the columns.
+    """Add a column; call it before importing `clipmill.prep.cli`, whose flags list the columns.
 
     Raises:
         ValueError: the name is taken or invalid.

@@ -1,9 +1,9 @@
 """The merged tables of `video`, `latents` and `text`: what training needs of every sample to open a variant.
 
-A table has a part for each folder of shards (shards.format): `chunks.arrow` in that folder, made of the indexes of its
-up to 1,000 shards, in the order of shards and rows. A part depends on nothing but the commits of its shards, so that a
-run writes only the parts in which something has changed, and reads only the indexes that are new. Where a part is
-missing or stale, readers take the indexes of its shards.
+A table has a part for each folder of shards (clipmill.shards.format): `chunks.arrow` in that folder, made of the
+indexes of its up to 1,000 shards, in the order of shards and rows. A part depends on nothing but the commits of its
+shards, so that a run writes only the parts in which something has changed, and reads only the indexes that are new.
+Where a part is missing or stale, readers take the indexes of its shards.
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -14,13 +14,13 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from manifests.errors import UserError
-from manifests.publish import make_folder, remove
-from manifests.storage.mirrors import is_away
-from shards.commits import Commit
-from shards.damage import Damaged, DamagedIndex
-from shards.format import FORMAT_VERSION, folders_in
-from shards.merged_table import (
+from clipmill.manifests.errors import UserError
+from clipmill.manifests.publish import make_folder, remove
+from clipmill.manifests.storage.mirrors import is_away
+from clipmill.shards.commits import Commit
+from clipmill.shards.damage import Damaged, DamagedIndex
+from clipmill.shards.format import FORMAT_VERSION, folders_in
+from clipmill.shards.merged_table import (
     CHUNKS_FILE,
     DamagedTable,
     is_table_of,
@@ -29,8 +29,8 @@ from shards.merged_table import (
     verified,
     write_merged_table,
 )
-from shards.reader import CommittedShard, Variant
-from shards.table_commits import commits_by_folder, index_sha256_of
+from clipmill.shards.reader import CommittedShard, Variant
+from clipmill.shards.table_commits import commits_by_folder, index_sha256_of
 
 MEMBERS = {"video": ("mp4",), "latents": ("latents.npy", "latents.npy.zst"), "text": ("text.npy",)}
 _NUMBERS = {name: pa.int32() for name in ("num_frames", "fps_num", "fps_den", "width", "height")}

@@ -1,8 +1,8 @@
 """All commits of a variant in one table, `<variant>/commits.arrow`, so that readers open one file instead of thousands.
 
 An Arrow IPC file of one batch, one row per intact commit, ascending by shard ID (columns: SCHEMA). It is derived from
-the commit records, and only they make a shard exist. `shards.lists.finish_run` writes it before contents.json, which
-records its SHA-256. Like the records, its bytes depend on nothing but the commits.
+the commit records, and only they make a shard exist. `clipmill.shards.lists.finish_run` writes it before contents.json,
+which records its SHA-256. Like the records, its bytes depend on nothing but the commits.
 
 The table counts if its bytes are the recorded ones. It then stands for the records of each folder of commits whose
 modification time is the one that belongs to the table: a date between 2001 and 2004, computed from its SHA-256. The
@@ -13,7 +13,7 @@ has confirmed the table.
 
 A record that is damaged in place, as by a failing disk, leaves its folder as it is, and readers do not need it.
 `prep verify` reads every record, and touches the folder of a damaged one. Plans and status read the records that are
-newer than the table (shards.verify).
+newer than the table (clipmill.shards.verify).
 """
 
 import hashlib
@@ -26,9 +26,9 @@ from typing import Any
 
 import pyarrow as pa
 
-from manifests.mapped_files import map_arrow_file
-from shards.format import COMMIT_TABLE_FILE, COMMITS_FOLDER, FORMAT_VERSION, folders_in
-from shards.opening import open_regular
+from clipmill.manifests.mapped_files import map_arrow_file
+from clipmill.shards.format import COMMIT_TABLE_FILE, COMMITS_FOLDER, FORMAT_VERSION, folders_in
+from clipmill.shards.opening import open_regular
 
 MIN_COMMITS = 100  # reading fewer records takes milliseconds
 _FORMAT_KEY = b"clipmill_format"

@@ -1,7 +1,7 @@
 """Commit records: a shard exists only once it has one.
 
 Each is a small JSON file with its own checksum, and records neither times nor hosts. The records of a large variant are
-read from one table as far as it holds them (shards.commit_table).
+read from one table as far as it holds them (clipmill.shards.commit_table).
 """
 
 import json
@@ -16,13 +16,13 @@ from typing import Any, NamedTuple
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from manifests.checked_json import read_checked_json, record_sha256
-from manifests.errors import UserError
-from manifests.publish import make_folder, publish_bytes
-from shards.commit_table import CommitTable, commit_folders, date_of, open_commit_table, table_bytes
-from shards.contents import listed_contents
-from shards.damage import DamagedCommit
-from shards.format import (
+from clipmill.manifests.checked_json import read_checked_json, record_sha256
+from clipmill.manifests.errors import UserError
+from clipmill.manifests.publish import make_folder, publish_bytes
+from clipmill.shards.commit_table import CommitTable, commit_folders, date_of, open_commit_table, table_bytes
+from clipmill.shards.contents import listed_contents
+from clipmill.shards.damage import DamagedCommit
+from clipmill.shards.format import (
     COMMIT_TABLE_FILE,
     COMMITS_FOLDER,
     CONTENTS_FILE,

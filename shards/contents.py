@@ -8,10 +8,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from manifests.checked_json import publish_checked_json, read_checked_json
-from manifests.errors import UserError
-from shards.damage import DamagedContents
-from shards.format import CONTENTS_FILE, FORMAT_VERSION
+from clipmill.manifests.checked_json import publish_checked_json, read_checked_json
+from clipmill.manifests.errors import UserError
+from clipmill.shards.damage import DamagedContents
+from clipmill.shards.format import CONTENTS_FILE, FORMAT_VERSION
 
 
 @dataclass(frozen=True)

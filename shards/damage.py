@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from manifests.errors import ClipmillError
+from clipmill.manifests.errors import ClipmillError
 
 
 class Damaged(ClipmillError):

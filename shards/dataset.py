@@ -3,10 +3,10 @@
 from pathlib import Path
 from typing import Any
 
-from manifests.checked_json import publish_checked_json, read_checked_json
-from manifests.errors import UserError
-from manifests.publish import folder_lock
-from shards.format import COLUMNS, DATASET_FILE, FORMAT_VERSION, RECIPE_FILE
+from clipmill.manifests.checked_json import publish_checked_json, read_checked_json
+from clipmill.manifests.errors import UserError
+from clipmill.manifests.publish import folder_lock
+from clipmill.shards.format import COLUMNS, DATASET_FILE, FORMAT_VERSION, RECIPE_FILE
 
 
 class DamagedDataset(UserError):

@@ -27,7 +27,7 @@ from typing import Any, Literal, NoReturn
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from manifests.errors import UserError
+from clipmill.manifests.errors import UserError
 
 MAX_CHARS = 10_000
 MAX_DEPTH = 50

@@ -35,7 +35,7 @@ is not listed yet belongs to a run that was killed. Before a run removes commits
 them from the list. Only a set whose first run has not ended lacks it.
 
 A run with 100 commits or more ends by writing commits.arrow, so that readers open one file instead of one per shard;
-shards.commit_table defines it and when it counts. It is derived from the commits and replaces none of them.
+clipmill.shards.commit_table defines it and when it counts. It is derived from the commits and replaces none of them.
 
 A run of `video`, `latents` or `text` also ends by bringing the parts of its merged table up to date: the chunks.arrow
 of each folder of shards, an Arrow IPC file of one batch, uncompressed, one row per sample, ordered by shard and row.
@@ -48,14 +48,15 @@ chunks.arrow, ordered by video (as in the manifest) and start. Columns:
 - `video`, `latents`: `start_ms`, `num_frames`, `fps_num`, `fps_den`, `width`, `height`; `latents`: `channels`, `dtype`
   (a dictionary). The npy header of an array is `size` less the bytes of the array;
 - `text`: `num_rows`, `width`, and the lists `caption_id` and `caption_row`;
-- `scores`: in place of shard, row and member the values of its index rows (shards.scores).
+- `scores`: in place of shard, row and member the values of its index rows (clipmill.shards.scores).
 The schema's metadata has `commits_sha256`, a digest of the commits that the file was made of, for a part those of its
 shards: a file of other commits is stale, and readers use the indexes of these shards. `shard_ids` and `index_sha256`
 (16 hexadecimal digits each, concatenated) say which indexes the rows of a part are from, so that the next run reads
 only new ones; `open_gops` lists the shards of `video` whose first chunk cannot be decoded from single packets. Each
-column's metadata has the CRC-32 of its values, and `schema_crc32` that of the schema (shards.merged_table). The bytes
-of a part are a function of the commits of its shards. A part that is missing, stale or damaged is written again by the
-next run of its column, and the others are left as they are. A set without parts is of a run that was killed.
+column's metadata has the CRC-32 of its values, and `schema_crc32` that of the schema (clipmill.shards.merged_table).
+The bytes of a part are a function of the commits of its shards. A part that is missing, stale or damaged is written
+again by the next run of its column, and the others are left as they are. A set without parts is of a run that was
+killed.
 
 Index columns of every sample: `key`, and for each extension `<ext>_offset` (u64, of the payload in the tar),
 `<ext>_size` (u64) and `<ext>_crc32` (u32). Data columns add their own fields (VIDEO_FIELDS for `video`).

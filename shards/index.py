@@ -8,10 +8,10 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from manifests.mapped_files import map_arrow_file
-from shards.damage import DamagedIndex
-from shards.format import BLOCK_BYTES, FORMAT_VERSION
-from shards.opening import open_regular
+from clipmill.manifests.mapped_files import map_arrow_file
+from clipmill.shards.damage import DamagedIndex
+from clipmill.shards.format import BLOCK_BYTES, FORMAT_VERSION
+from clipmill.shards.opening import open_regular
 
 _FORMAT_KEY = b"clipmill_format"
 _EXTENSIONS_KEY = b"extensions"
@@ -89,7 +89,7 @@ def open_index(path: Path, *, columns: Sequence[str] | None = None) -> pa.Table:
 
     Raises:
         DamagedIndex: the file is not an index of this format, or its structure is broken. Changed values in an
-            intact structure are detected only by the commit's checksum (shards.verify).
+            intact structure are detected only by the commit's checksum (clipmill.shards.verify).
         FileNotFoundError: the file does not exist.
         TimeoutError: the file could not be opened in time.
     """

@@ -7,7 +7,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 if TYPE_CHECKING:
-    from shards.reader import CommittedShard
+    from clipmill.shards.reader import CommittedShard
 
 
 class KeyLookup:

@@ -9,13 +9,13 @@ from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
-from manifests.publish import naming, publish_bytes, remove
-from shards.commit_table import MIN_COMMITS, confirm, open_commit_table
-from shards.commits import Commit, Records, commit_path, read_records
-from shards.contents import Contents, file_sha256, read_contents, write_contents
-from shards.damage import Damaged, DamagedContents
-from shards.format import COMMIT_TABLE_FILE, COMMITS_FOLDER, RECIPE_FILE
-from shards.index import index_seconds
+from clipmill.manifests.publish import naming, publish_bytes, remove
+from clipmill.shards.commit_table import MIN_COMMITS, confirm, open_commit_table
+from clipmill.shards.commits import Commit, Records, commit_path, read_records
+from clipmill.shards.contents import Contents, file_sha256, read_contents, write_contents
+from clipmill.shards.damage import Damaged, DamagedContents
+from clipmill.shards.format import COMMIT_TABLE_FILE, COMMITS_FOLDER, RECIPE_FILE
+from clipmill.shards.index import index_seconds
 
 ALL_SHARDS_FILE = "shards.txt"
 _SPLIT = re.compile(r"[A-Za-z0-9_-]+")

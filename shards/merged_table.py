@@ -6,7 +6,7 @@ as stale. Readers verify what they use: the metadata of each column has the CRC-
 itself, so that names, types and these checksums are covered too. Tables are derived from the indexes: one that is
 missing, stale or damaged is made again, and never a reason to lose data.
 
-shards.format says which columns the table of each column has.
+clipmill.shards.format says which columns the table of each column has.
 """
 
 import os
@@ -16,13 +16,13 @@ from pathlib import Path
 
 import pyarrow as pa
 
-from manifests.mapped_files import map_arrow_file
-from manifests.publish import published
-from manifests.storage.mirrors import read_range
-from shards.commits import Commit
-from shards.damage import Damaged
-from shards.opening import open_regular
-from shards.table_commits import TableCommits, marks_digest
+from clipmill.manifests.mapped_files import map_arrow_file
+from clipmill.manifests.publish import published
+from clipmill.manifests.storage.mirrors import read_range
+from clipmill.shards.commits import Commit
+from clipmill.shards.damage import Damaged
+from clipmill.shards.opening import open_regular
+from clipmill.shards.table_commits import TableCommits, marks_digest
 
 CHUNKS_FILE = "chunks.arrow"
 _DIGEST_KEY = b"commits_sha256"

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from manifests.errors import UserError
+from clipmill.manifests.errors import UserError
 
 _MAX = 2**63 - 1
 

@@ -7,7 +7,7 @@ import numpy as np
 import pyarrow as pa
 from numpy.lib import format as npy_format
 
-from shards.format import BLOCK_BYTES
+from clipmill.shards.format import BLOCK_BYTES
 
 _MAGIC = b"\x93NUMPY\x01\x00"
 _PREFIX_BYTES = len(_MAGIC) + 2

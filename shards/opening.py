@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from manifests.storage.mirrors import mirror_of
+from clipmill.manifests.storage.mirrors import mirror_of
 
 OPEN_LIMIT_S = 60.0  # shorter than a data loader's timeout for a sample
 _MAX_BLOCKED = 4  # limit of blocked threads per folder

@@ -11,7 +11,7 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from shards.format import PACKET_KEY, PACKET_REFERENCE
+from clipmill.shards.format import PACKET_KEY, PACKET_REFERENCE
 
 _PACKET_COLUMNS = ("packet_offset", "packet_size", "packet_frame", "packet_flags", "packet_crc32")
 _PAYLOAD_COLUMNS = ("mp4_offset", "mp4_size", "mp4_crc32")
@@ -25,7 +25,7 @@ class PacketTable:
     Attributes:
         offset, size: byte range of the packet in the mp4 payload.
         frame: presentation index of the frame in the packet.
-        flags: PACKET_KEY and PACKET_REFERENCE of shards.format.
+        flags: PACKET_KEY and PACKET_REFERENCE of clipmill.shards.format.
         crc32: CRC-32 of the packet's bytes.
     """
 

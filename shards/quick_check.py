@@ -5,11 +5,11 @@ from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from shards.commit_table import table_written_ns
-from shards.commits import Commit, commit_path, read_commit
-from shards.damage import DamagedCommit
-from shards.format import COMMIT_TABLE_FILE, COMMITS_FOLDER, commit_name, folder_of
-from shards.verify import Code, Problem, damaged_commit, quick_check
+from clipmill.shards.commit_table import table_written_ns
+from clipmill.shards.commits import Commit, commit_path, read_commit
+from clipmill.shards.damage import DamagedCommit
+from clipmill.shards.format import COMMIT_TABLE_FILE, COMMITS_FOLDER, commit_name, folder_of
+from clipmill.shards.verify import Code, Problem, damaged_commit, quick_check
 
 _NUM_THREADS = 8  # on a network disk, each file takes a request
 _MIN_LISTED = 50  # for fewer shards of a folder, their files are looked up one by one
@@ -18,7 +18,8 @@ States = dict[str, tuple[int, int]]  # file name -> size in bytes, modification 
 
 
 def quick_problems(variant_dir: Path, commits: Iterable[Commit]) -> dict[int, list[Problem]]:
-    """Return what `shards.verify.quick_check` finds for the shards of a variant, by the IDs of those with problems.
+    """Return what `clipmill.shards.verify.quick_check` finds for the shards of a variant, by the IDs of those with
+    problems.
 
     In addition, a commit record that is newer than the table of commits is read and compared with the commit.
     """

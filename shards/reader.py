@@ -12,23 +12,23 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from manifests.errors import UserError
-from manifests.json_text import parse_json
-from manifests.publish import read_record
-from manifests.quoting import counted
-from shards.commits import Commit, Records, ShardFiles, read_records
-from shards.contents import file_sha256, read_contents
-from shards.damage import DamagedCommit, DamagedContents, DamagedIndex
-from shards.dataset import current_variant, list_variants, variant_dir
-from shards.format import CONTENTS_FILE, RECIPE_FILE
-from shards.index import extensions_of, open_index, open_index_content
-from shards.key_lookup import KeyLookup
-from shards.open_maps import OPEN_MAPS
-from shards.opening import open_lock, open_regular
-from shards.packets import PacketTables
-from shards.scan import scan
-from shards.table_commits import TableCommits, open_table_commits
-from shards.tars import LocalTars, TarBytes, TarFiles
+from clipmill.manifests.errors import UserError
+from clipmill.manifests.json_text import parse_json
+from clipmill.manifests.publish import read_record
+from clipmill.manifests.quoting import counted
+from clipmill.shards.commits import Commit, Records, ShardFiles, read_records
+from clipmill.shards.contents import file_sha256, read_contents
+from clipmill.shards.damage import DamagedCommit, DamagedContents, DamagedIndex
+from clipmill.shards.dataset import current_variant, list_variants, variant_dir
+from clipmill.shards.format import CONTENTS_FILE, RECIPE_FILE
+from clipmill.shards.index import extensions_of, open_index, open_index_content
+from clipmill.shards.key_lookup import KeyLookup
+from clipmill.shards.open_maps import OPEN_MAPS
+from clipmill.shards.opening import open_lock, open_regular
+from clipmill.shards.packets import PacketTables
+from clipmill.shards.scan import scan
+from clipmill.shards.table_commits import TableCommits, open_table_commits
+from clipmill.shards.tars import LocalTars, TarBytes, TarFiles
 
 # Of a variant, kept for random access; beyond, those that were opened first are given up, with their maps. 2.5 kB each.
 MAX_KEPT_SHARDS = 4096
@@ -73,7 +73,8 @@ class CommittedShard:
 
     @property
     def index(self) -> pa.Table:
-        """The index, verified against the commit and memory-mapped on first use. `shards.format` has its columns.
+        """The index, verified against the commit and memory-mapped on first use. `clipmill.shards.format` has its
+        columns.
 
         Raises:
             DamagedIndex: the file is not the committed one, or not an index of this format.
@@ -137,7 +138,7 @@ class CommittedShard:
         return offset, self.index.column(f"{extension}_size")[row].as_py()
 
     def read(self, row: int, extension: str) -> bytes:
-        """Read the payload of one member, without verifying its checksum (see shards.verify)."""
+        """Read the payload of one member, without verifying its checksum (see clipmill.shards.verify)."""
         return self.read_range(*self.member_range(row, extension))
 
     def read_range(self, offset: int, size: int) -> bytes:

@@ -12,11 +12,11 @@ from typing import Any
 
 import pyarrow as pa
 
-from manifests.storage.mirrors import local_copy
-from shards.commits import Commit, ShardFiles
-from shards.damage import DamagedIndex
-from shards.index import extensions_of, member_columns, open_index
-from shards.scan import scan
+from clipmill.manifests.storage.mirrors import local_copy
+from clipmill.shards.commits import Commit, ShardFiles
+from clipmill.shards.damage import DamagedIndex
+from clipmill.shards.index import extensions_of, member_columns, open_index
+from clipmill.shards.scan import scan
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
-from shards.opening import open_regular
+from clipmill.shards.opening import open_regular
 
 _PIECE_BYTES = 1 << 20
 

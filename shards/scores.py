@@ -3,9 +3,9 @@
 It is an Arrow IPC file of one batch, ordered by video (as in the manifest) and start; readers map it into memory.
 Columns: SCORES_FIELDS without `chunk_fingerprint`, `video_id` as a dictionary whose codes ascend; `duplicate_of`, the
 row of the first chunk of an earlier video that looks alike, or -1; `has_look_alike`, whether any chunk of another video
-does (shards.look_alikes). A chunk whose scores could not be computed has a row of unknown values.
+does (clipmill.shards.look_alikes). A chunk whose scores could not be computed has a row of unknown values.
 
-shards.merged_table has how the file tells that it is stale or damaged.
+clipmill.shards.merged_table has how the file tells that it is stale or damaged.
 """
 
 import shlex
@@ -17,14 +17,14 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from manifests.errors import UserError
-from manifests.keys import split_key
-from manifests.store import read_videos
-from shards.damage import Damaged
-from shards.dataset import current_variant
-from shards.format import SCORES_FIELDS
-from shards.look_alikes import first_alike, is_comparable
-from shards.merged_table import (
+from clipmill.manifests.errors import UserError
+from clipmill.manifests.keys import split_key
+from clipmill.manifests.store import read_videos
+from clipmill.shards.damage import Damaged
+from clipmill.shards.dataset import current_variant
+from clipmill.shards.format import SCORES_FIELDS
+from clipmill.shards.look_alikes import first_alike, is_comparable
+from clipmill.shards.merged_table import (
     CHUNKS_FILE,
     DamagedTable,
     is_table_of,
@@ -32,7 +32,7 @@ from shards.merged_table import (
     verified,
     write_merged_table,
 )
-from shards.reader import Variant
+from clipmill.shards.reader import Variant
 
 SCORES = "scores"
 _STALE = "shards of scores have changed since it was written"

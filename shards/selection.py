@@ -9,15 +9,15 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
-from manifests.errors import UserError
-from manifests.quoting import counted
-from manifests.store import read_videos
-from shards.chunk_table import read_chunk_rows
-from shards.damage import Damaged
-from shards.moments import Moments
-from shards.reader import Variant
-from shards.scores import open_scores
-from shards.where import Where
+from clipmill.manifests.errors import UserError
+from clipmill.manifests.quoting import counted
+from clipmill.manifests.store import read_videos
+from clipmill.shards.chunk_table import read_chunk_rows
+from clipmill.shards.damage import Damaged
+from clipmill.shards.moments import Moments
+from clipmill.shards.reader import Variant
+from clipmill.shards.scores import open_scores
+from clipmill.shards.where import Where
 
 _OF_VIDEOS = ("dataset", "split", "num_captions")
 _OF_CHUNKS = ("duration_s", "width", "height")

@@ -1,4 +1,5 @@
-"""The commits of a variant as its table has them (shards.commit_table), made one by one when they are asked for.
+"""The commits of a variant as its table has them (clipmill.shards.commit_table), made one by one when they are asked
+for.
 
 Training opens a few shards at a time: with tens of thousands of them, an object for each commit in every rank would
 take more memory than everything else that opening needs.
@@ -17,10 +18,10 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
-from shards.commit_table import commit_folders, date_of, open_commit_table
-from shards.commits import Commit, Failure, ShardFiles, read_commits
-from shards.contents import listed_contents
-from shards.format import COMMIT_TABLE_FILE, folder_of
+from clipmill.shards.commit_table import commit_folders, date_of, open_commit_table
+from clipmill.shards.commits import Commit, Failure, ShardFiles, read_commits
+from clipmill.shards.contents import listed_contents
+from clipmill.shards.format import COMMIT_TABLE_FILE, folder_of
 
 _OF_FILES = tuple(one.name for one in fields(ShardFiles))
 
@@ -89,7 +90,7 @@ def index_sha256_of(commits: Mapping[int, Commit]) -> dict[int, str]:
 
 
 def commits_by_folder(commits: Mapping[int, Commit]) -> Iterator[tuple[str, Mapping[int, Commit]]]:
-    """Yield the commits of the shards of each folder (shards.format.folder_of), in order, with the folder's name."""
+    """Yield the commits of the shards of each folder (`folder_of`), in order, with the folder's name."""
     if not isinstance(commits, TableCommits):
         for folder, shard_ids in groupby(sorted(commits), key=folder_of):
             yield folder, {shard_id: commits[shard_id] for shard_id in shard_ids}

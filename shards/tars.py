@@ -12,8 +12,8 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from shards.damage import DamagedTar
-from shards.opening import open_lock, open_regular
+from clipmill.shards.damage import DamagedTar
+from clipmill.shards.opening import open_lock, open_regular
 
 _MAX_OPEN_TARS = 128
 
@@ -67,7 +67,7 @@ class _OpenTar:
 class LocalTars:
     """Tars on local or mounted file systems. The `_MAX_OPEN_TARS` most recently used ones stay open.
 
-    Opening a tar blocks only the threads that read from it, for at most `shards.opening.OPEN_LIMIT_S` seconds.
+    Opening a tar blocks only the threads that read from it, for at most `clipmill.shards.opening.OPEN_LIMIT_S` seconds.
     """
 
     gap_bytes = 1 << 14

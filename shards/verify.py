@@ -10,11 +10,11 @@ from pathlib import Path
 import numpy as np
 import pyarrow as pa
 
-from manifests.storage.mirrors import file_state, local_copy, touched
-from shards.commits import Commit, ShardFiles, commit_path
-from shards.damage import DamagedCommit, DamagedIndex
-from shards.index import energon_index_bytes, extensions_of, member_columns, open_index
-from shards.scan import scan
+from clipmill.manifests.storage.mirrors import file_state, local_copy, touched
+from clipmill.shards.commits import Commit, ShardFiles, commit_path
+from clipmill.shards.damage import DamagedCommit, DamagedIndex
+from clipmill.shards.index import energon_index_bytes, extensions_of, member_columns, open_index
+from clipmill.shards.scan import scan
 
 
 class Code(StrEnum):

@@ -1,4 +1,4 @@
-"""`--where`: which chunks and captions to use, by conditions on their fields. The grammar is in shards.expressions."""
+"""`--where`: which chunks and captions to use, by conditions on their fields. Its grammar: `expressions`."""
 
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
@@ -9,9 +9,9 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
-from manifests.errors import UserError
-from shards.expressions import Expression, Kind, parse_conditions
-from shards.format import SCORES_FIELDS
+from clipmill.manifests.errors import UserError
+from clipmill.shards.expressions import Expression, Kind, parse_conditions
+from clipmill.shards.format import SCORES_FIELDS
 
 _FLAG = "--where"
 _BLOCK_ROWS = 1 << 17  # evaluated at a time, so that intermediate arrays stay small

@@ -15,12 +15,12 @@ from typing import Any, Self
 
 import pyarrow as pa
 
-from manifests.publish import make_folder, published, replace, sync, temporary_path
-from shards.commits import ShardFiles
-from shards.format import BLOCK_BYTES, MAX_MEMBER_NAME_BYTES, ShardName, folder_of
-from shards.index import IndexBuilder, energon_index_bytes, index_bytes, index_schema, member_columns, padded
-from shards.npy import data_offset
-from shards.scan import Scan, scan
+from clipmill.manifests.publish import make_folder, published, replace, sync, temporary_path
+from clipmill.shards.commits import ShardFiles
+from clipmill.shards.format import BLOCK_BYTES, MAX_MEMBER_NAME_BYTES, ShardName, folder_of
+from clipmill.shards.index import IndexBuilder, energon_index_bytes, index_bytes, index_schema, member_columns, padded
+from clipmill.shards.npy import data_offset
+from clipmill.shards.scan import Scan, scan
 
 _KEY = re.compile(r"[A-Za-z0-9_-]+")
 # Lower case, because WebDataset converts extensions to lower case.
@@ -48,7 +48,7 @@ class ShardWriter:
             expected one.
         shard_id: ID of the shard.
         extensions: members of every sample, in order.
-        fields: column-specific index fields (`shards.format.VIDEO_FIELDS` for `video`).
+        fields: column-specific index fields (`clipmill.shards.format.VIDEO_FIELDS` for `video`).
     """
 
     def __init__(
@@ -176,7 +176,8 @@ class ShardWriter:
                 raise ValueError(f"member name {name!r} is longer than {MAX_MEMBER_NAME_BYTES} bytes")
             if extension.endswith("npy") and data_offset(payload) % BLOCK_BYTES:
                 raise ValueError(
-                    f"{name}: the array does not begin on a {BLOCK_BYTES}-byte boundary; use shards.npy.npy_bytes"
+                    f"{name}: the array does not begin on a {BLOCK_BYTES}-byte boundary; "
+                    "use clipmill.shards.npy.npy_bytes"
                 )
 
     def _read_again(self, table: pa.Table) -> Scan:

@@ -104,7 +104,7 @@ def _workers_are_forked(forks: Forks) -> Iterator[None]:
     """Workers of `prep` in this process are forked; those of commands in processes of their own are spawned."""
     fork_from(forks)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("prep.engines.processes._CONTEXT", ForkedContext())
+        patch.setattr("clipmill.prep.engines.processes._CONTEXT", ForkedContext())
         yield
 
 

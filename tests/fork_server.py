@@ -28,18 +28,41 @@ from tests.workers import fsync_at_once
 ROOT = Path(__file__).parent.parent
 # Of `prep`: a hundred megabytes.
 _LIGHT = (
-    *("prep.cli", "prep.engines.processes", "prep.latents.worker", "prep.latents.vae", "prep.video.worker"),
-    *("prep.latents.plan", "prep.text.run", "prep.text.tower", "prep.text.plan"),
-    *("prep.video.planning", "prep.video.report", "prep.video.check", "prep.latents.sample", "prep.text.check"),
-    *("prep.core.run", "prep.upkeep.garbage", "prep.upkeep.status", "prep.upkeep.texts", "prep.synthetic.make"),
-    *("manifests.adapters.folder", "manifests.store"),
+    *(
+        "clipmill.prep.cli",
+        "clipmill.prep.engines.processes",
+        "clipmill.prep.latents.worker",
+        "clipmill.prep.latents.vae",
+        "clipmill.prep.video.worker",
+    ),
+    *("clipmill.prep.latents.plan", "clipmill.prep.text.run", "clipmill.prep.text.tower", "clipmill.prep.text.plan"),
+    *(
+        "clipmill.prep.video.planning",
+        "clipmill.prep.video.report",
+        "clipmill.prep.video.check",
+        "clipmill.prep.latents.sample",
+        "clipmill.prep.text.check",
+    ),
+    *(
+        "clipmill.prep.core.run",
+        "clipmill.prep.upkeep.garbage",
+        "clipmill.prep.upkeep.status",
+        "clipmill.prep.upkeep.texts",
+        "clipmill.prep.synthetic.make",
+    ),
+    *("clipmill.manifests.adapters.folder", "clipmill.manifests.store"),
 )
 # Of all others, with torch: a gigabyte, whose page tables cost a tenth of a second to copy and to free.
 _HEAVY = (
     # Of the processes of `tests.workers`. `torch._dynamo` is what a first step imports by itself.
     *("tests.train.distributed.runs", "tests.train.distributed.stage_runs", "tests.train.killed", "torch._dynamo"),
-    *("tests.train.losses.runs", "tests.train.optim.sharded_steps", "train.tasks.mae.evaluation"),
-    *("train.cli", "train.commands.launch", "train.engine.loop", "train.report.results"),
+    *("tests.train.losses.runs", "tests.train.optim.sharded_steps", "clipmill.train.tasks.mae.evaluation"),
+    *(
+        "clipmill.train.cli",
+        "clipmill.train.commands.launch",
+        "clipmill.train.engine.loop",
+        "clipmill.train.report.results",
+    ),
     *("torch.distributed.checkpoint", "torch.utils.flop_counter"),
     *("diffusers.models.autoencoders.autoencoder_tiny", "open_clip"),
 )
@@ -175,7 +198,7 @@ def _import(names: Sequence[str]) -> None:
 
 
 def _is_light(request: Mapping[str, Any]) -> bool:
-    return request["module"] == "prep.cli" and request["arguments"][:1] not in (["latents"], ["text"])
+    return request["module"] == "clipmill.prep.cli" and request["arguments"][:1] not in (["latents"], ["text"])
 
 
 def _become(request: dict[str, Any], descriptors: list[int]) -> NoReturn:
@@ -193,7 +216,7 @@ def _become(request: dict[str, Any], descriptors: list[int]) -> NoReturn:
         os.environ.update(request["environment"])
         sys.dont_write_bytecode = "PYTHONDONTWRITEBYTECODE" in os.environ
         tempfile.tempdir = None
-        processes: Any = importlib.import_module("prep.engines.processes")
+        processes: Any = importlib.import_module("clipmill.prep.engines.processes")
         if "AWS_ENDPOINT_URL" not in os.environ:  # object storage does not survive a fork: those workers are spawned
             processes._CONTEXT = multiprocessing.get_context("fork")
         os.fsync = fsync_at_once  # type: ignore[assignment]

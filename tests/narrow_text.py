@@ -6,7 +6,7 @@ of the time of the tests that train.
 
 from dataclasses import replace
 
-from train.models.dual_encoder import SIZES
+from clipmill.train.models.dual_encoder import SIZES
 
 _WHOLE = SIZES["tiny"]
 _NARROW = replace(_WHOLE.text.trunk, width=32, num_heads=1)

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from manifests import progress
+from clipmill.manifests import progress
 
 _PIECES = re.compile(r"\n|\r|\x1b\[[?\d;]*[A-Za-z]|[^\n\r\x1b]+")
 

@@ -210,7 +210,7 @@ def test_ratios_are_of_the_same_round_and_over_the_better_seed() -> None:
 
 def test_memcpy_has_as_many_buffers_as_the_loader_that_is_measured_by_it() -> None:
     from benchmarks.latent_peers.memcpy import RING_BATCHES
-    from train.data.latents.loader import LatentLoader
+    from clipmill.train.data.latents.loader import LatentLoader
 
     assert inspect.signature(LatentLoader).parameters["depth"].default == RING_BATCHES
 

@@ -13,15 +13,15 @@ from pathlib import Path
 
 import torch
 
-from manifests.storage.objects import open_objects
-from prep.synthetic.frame_numbers import write_frame_number_video
+from clipmill.manifests.storage.objects import open_objects
+from clipmill.prep.synthetic.frame_numbers import write_frame_number_video
+from clipmill.train.cli import main
+from clipmill.train.run.checkpoint import all_checkpoints, read_weights
+from clipmill.train.run.folder import RunFolder
 from tests import workers
 from tests.object_storage.faults import Fault, Faults
 from tests.object_storage.folders import contents_of, upload
 from tests.prep.running import MARK, contents, prep_here, processes, start, wait_until
-from train.cli import main
-from train.run.checkpoint import all_checkpoints, read_weights
-from train.run.folder import RunFolder
 
 VIDEOS = {"a.mp4": 6, "b.mp4": 5, "val/c.mp4": 4}  # seconds of each
 CHUNKS = ("chunk", "--len", "1s", "--preset", "ultrafast", "--short-side", 64, "--engine", "processes", "--workers", 1)

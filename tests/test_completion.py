@@ -33,9 +33,7 @@ def shell_of_home(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempP
     shell, home = str(request.param), tmp_path_factory.mktemp("home")
     require(shell)
     for program in ("prep", "train"):
-        command = [sys.executable, "-m", f"{program}.cli", "--install-completion", "--shell", shell]
-        if program == "train":
-            command[2] = "train"
+        command = [sys.executable, "-m", f"clipmill.{program}.cli", "--install-completion", "--shell", shell]
         ran = subprocess.run(command, cwd=ROOT, env={**os.environ, "HOME": str(home)}, capture_output=True, text=True)
         assert ran.returncode == 0, ran.stderr
         assert f"completion of {program}: {home}" in ran.stdout
@@ -68,7 +66,7 @@ def test_a_shell_completes_commands_flags_and_values(
 
 def test_zsh_accepts_what_is_written_for_it(tmp_path: Path) -> None:
     zsh = require("zsh")
-    command = [sys.executable, "-m", "prep.cli", "--install-completion", "--shell", "zsh"]
+    command = [sys.executable, "-m", "clipmill.prep.cli", "--install-completion", "--shell", "zsh"]
     subprocess.run(command, cwd=ROOT, env={**os.environ, "HOME": str(tmp_path)}, check=True, capture_output=True)
     subprocess.run([zsh, "-n", tmp_path / ".zsh/completions/_cyclopts_prep"], check=True)
     # As a user has it who loads completions at all.
@@ -81,7 +79,7 @@ def test_zsh_accepts_what_is_written_for_it(tmp_path: Path) -> None:
 
 
 def test_a_home_that_cannot_be_written_is_named() -> None:
-    command = [sys.executable, "-m", "prep.cli", "--install-completion", "--shell", "fish"]
+    command = [sys.executable, "-m", "clipmill.prep.cli", "--install-completion", "--shell", "fish"]
     ran = subprocess.run(command, cwd=ROOT, env={**os.environ, "HOME": "/dev/null"}, capture_output=True, text=True)
     assert ran.returncode == 2
     assert "cannot write /dev/null" in ran.stderr and "Traceback" not in ran.stderr

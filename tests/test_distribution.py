@@ -19,6 +19,9 @@ def built(tmp_path_factory: pytest.TempPathFactory, repository_files: list[Path]
     for path in repository_files:
         (source / path).parent.mkdir(parents=True, exist_ok=True)
         (source / path).write_bytes((ROOT / path).read_bytes())
+    for path in (ROOT / "clipmill").iterdir():
+        if path.is_symlink():
+            (source / "clipmill" / path.name).symlink_to(path.readlink())
     for kind in ("wheel", "sdist"):
         command = [sys.executable, "-m", "hatchling", "build", "--target", kind, "--directory", str(out)]
         subprocess.run(command, cwd=source, check=True, capture_output=True)
@@ -59,15 +62,16 @@ def test_a_distribution_installs_and_runs_without_the_repository(built: Path, tm
         [unpacked] = (tmp_path / "unpacked").iterdir()
         wheel = wheel_of(unpacked, out=tmp_path / "again")
     python = installed(wheel, tmp_path / "environment")
-    where = run(python, "-I", "-c", "import prep, train; print(train.__file__, prep.__file__)", cwd=tmp_path)
+    code = "from clipmill import prep, train; print(train.__file__, prep.__file__)"
+    where = run(python, "-I", "-c", code, cwd=tmp_path)
     assert str(ROOT) not in where and where.count(str(tmp_path)) == 2
-    for program in ("prep.cli", "train"):
-        assert "Commands:" in run(python, "-I", "-m", program, "--help", cwd=tmp_path)
+    for program in ("prep", "train"):
+        assert "Commands:" in run(python, "-I", "-m", f"clipmill.{program}.cli", "--help", cwd=tmp_path)
     # Scripts and styles of pages are files beside the code.
-    code = "from train.report.charts import chart_values; print(len(chart_values([])['scripts']))"
+    code = "from clipmill.train.report.charts import chart_values; print(len(chart_values([])['scripts']))"
     assert run(python, "-I", "-c", code, cwd=tmp_path) == "2\n"
     synthetic = ("manifest", "synthetic", "--videos", "1", "--minutes", "0.05", "--data", "data")
-    assert "1 video" in run(python, "-I", "-m", "prep.cli", *synthetic, cwd=tmp_path)
+    assert "1 video" in run(python, "-I", "-m", "clipmill.prep.cli", *synthetic, cwd=tmp_path)
 
 
 def test_the_wheel_has_the_programs_licences_and_files_beside_the_code(built: Path) -> None:
@@ -75,11 +79,11 @@ def test_the_wheel_has_the_programs_licences_and_files_beside_the_code(built: Pa
     with zipfile.ZipFile(wheel) as archive:
         names = set(archive.namelist())
         entry_points = next(name for name in names if name.endswith("entry_points.txt"))
-        assert {"prep = prep.cli:main", "train = train.cli:main"} <= set(
+        assert {"prep = clipmill.prep.cli:main", "train = clipmill.train.cli:main"} <= set(
             archive.read(entry_points).decode().splitlines()
         )
     assert any(name.endswith("licenses/LICENSE") for name in names)
-    for name in ("train/report/uplot/LICENSE", "train/report/charts.js", "train/evaluation/page.css.j2"):
-        assert name in names
-    assert any(name.startswith("train/presets/") and name.endswith(".yaml") for name in names)
-    assert not any(name.startswith(("tests/", "benchmarks/", "scripts/")) for name in names)
+    for name in ("report/uplot/LICENSE", "report/charts.js", "evaluation/page.css.j2"):
+        assert f"clipmill/train/{name}" in names
+    assert any(name.startswith("clipmill/train/presets/") and name.endswith(".yaml") for name in names)
+    assert {name.partition("/")[0] for name in names} == {"clipmill", entry_points.partition("/")[0]}

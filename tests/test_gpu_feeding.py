@@ -7,13 +7,13 @@ import pytest
 from benchmarks.gpu.feeding_data import num_copies_for, repeat_chunks
 from benchmarks.gpu.feeding_steps import batch_for, wait_row
 from benchmarks.gpu.feeding_threads import thread_counts
-from manifests.store import read_captions
-from shards.reader import Variant
+from clipmill.manifests.store import read_captions
+from clipmill.shards.reader import Variant
+from clipmill.train.data.decoding.clip import ClipShape
+from clipmill.train.data.frame_sampling import Sampling
+from clipmill.train.data.loader import LoaderSettings
+from clipmill.train.data.video_captions import VideoCaptions
 from tests.train.tiny_data import Caption, encode_chunk, video_sample, write_captions, write_shard
-from train.data.decoding.clip import ClipShape
-from train.data.frame_sampling import Sampling
-from train.data.loader import LoaderSettings
-from train.data.video_captions import VideoCaptions
 
 GIB = 1024**3
 SIZE_PX, NUM_FRAMES, BATCH = 32, 2, 5

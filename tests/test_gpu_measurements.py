@@ -13,7 +13,7 @@ import torch
 from benchmarks.gpu.__main__ import MEASUREMENTS, Request, require_possible
 from benchmarks.gpu.implementations import Implementation, faster_than, rows_of, take_turns
 from benchmarks.gpu.measurements import Measurement, Result, Setup, Target, run_measurements
-from manifests.errors import UserError
+from clipmill.manifests.errors import UserError
 
 CPU = torch.device("cpu")
 

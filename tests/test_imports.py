@@ -71,10 +71,17 @@ def modules_from_outside(repository: Path, package: str) -> set[str]:
 
 @pytest.mark.parametrize("package", PACKAGES)
 def test_a_package_imports_only_what_its_machine_has(repository: Path, package: str) -> None:
-    allowed = sys.stdlib_module_names | modules_from_outside(repository, package) | set(PACKAGES)
+    allowed = sys.stdlib_module_names | modules_from_outside(repository, package) | {"clipmill"}
     for path in python_files(repository, package):
         roots = {name.partition(".")[0] for name in imported_names(path)}
         assert roots <= allowed, f"{path.relative_to(repository)} imports {sorted(roots - allowed)}"
+
+
+@pytest.mark.parametrize("folder", [*PACKAGES, "tests", "benchmarks", "scripts"])
+def test_a_package_is_imported_by_its_full_name(repository: Path, folder: str) -> None:
+    for path in python_files(repository, folder):
+        short = {name for name in imported_names(path) if name.partition(".")[0] in PACKAGES}
+        assert not short, f"{path.relative_to(repository)}: {sorted(short)[0]} is clipmill.{sorted(short)[0]}"
 
 
 @pytest.mark.parametrize("module", INTERFACES)
@@ -101,7 +108,7 @@ def test_only_the_plain_unpickler_knows_pickle(repository: Path) -> None:
 def test_help_loads_neither_torch_nor_ray(repository: Path, program: str) -> None:
     script = (
         "import sys\n"
-        f"from {program}.cli import main\n"
+        f"from clipmill.{program}.cli import main\n"
         f"sys.argv = ['{program}', '--help']\n"
         "try:\n"
         "    main()\n"
@@ -119,15 +126,15 @@ def test_help_loads_neither_torch_nor_ray(repository: Path, program: str) -> Non
 @pytest.mark.parametrize(
     ("package", "absent"),
     [
-        ("prep", ["torch", "torchvision", "xformers", "open_clip", "diffusers", "safetensors", "train"]),
-        ("train", ["ray", "ffmpeg", "imageio_ffmpeg", "prep"]),
+        ("prep", ["torch", "torchvision", "xformers", "open_clip", "diffusers", "safetensors", "clipmill.train"]),
+        ("train", ["ray", "ffmpeg", "imageio_ffmpeg", "clipmill.prep"]),
     ],
 )
 def test_a_package_loads_on_a_machine_without_the_other_sides_parts(
     repository: Path, package: str, absent: list[str]
 ) -> None:
     files = [path.relative_to(repository) for path in python_files(repository, package)]
-    modules = [".".join(path.with_suffix("").parts).removesuffix(".__init__") for path in files]
+    modules = [".".join(("clipmill", *path.with_suffix("").parts)).removesuffix(".__init__") for path in files]
     script = (
         "import importlib, sys\n"
         f"sys.modules.update(dict.fromkeys({absent!r}))\n"  # None in sys.modules: the import fails
@@ -142,15 +149,15 @@ def test_a_run_loads_no_other_task_and_at_most_235_modules(repository: Path, tmp
     script = (
         "import sys\n"
         f"sys.argv = ['train', 'dual-encoder', '--shards', {str(tmp_path)!r}, '--device', 'cpu']\n"
-        "from train.cli import main\n"
-        "from train.registry import task_named\n"
+        "from clipmill.train.cli import main\n"
+        "from clipmill.train.registry import task_named\n"
         "try:\n"
         "    main()\n"  # which loads all that training needs before it looks for data
         "except SystemExit as exit:\n"
         "    assert exit.code == 2, exit.code\n"
-        "import train.report.results, train.tasks.dual_encoder.evaluation\n"
-        "ours = [name for name in sys.modules if name.partition('.')[0] in ('train', 'shards', 'manifests', 'prep')]\n"
-        "tasks = {name.split('.')[2] for name in ours if name.count('.') > 1 and name.startswith('train.tasks.')}\n"
+        "import clipmill.train.report.results, clipmill.train.tasks.dual_encoder.evaluation\n"
+        "ours = [name for name in sys.modules if name.startswith('clipmill.')]\n"
+        "tasks = {name.split('.')[3] for name in ours if name.startswith('clipmill.train.tasks.')}\n"
         "print(len(ours), *sorted(tasks))\n"
     )
     ran = subprocess.run([sys.executable, "-c", script], cwd=repository, capture_output=True, text=True)

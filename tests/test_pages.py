@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from manifests.errors import UserError
+from clipmill.manifests.errors import UserError
 from scripts.pages.build import MAX_PICTURE_BYTES, main, pages_of, small_picture
 from tests.browser import needs_chromium, opened
 

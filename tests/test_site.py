@@ -6,11 +6,11 @@ from pathlib import Path
 import pytest
 import yaml
 
-from prep.cli import app as prep
+from clipmill.prep.cli import app as prep
+from clipmill.train.cli import app as train
 from scripts.site import build
 from scripts.site.messages import Message, messages_of, messages_page
 from scripts.site.reference import reference_pages
-from train.cli import app as train
 
 
 def test_every_document_has_a_place_in_the_navigation() -> None:

@@ -89,7 +89,7 @@ def _run(target: Callable[..., object], args: tuple[Any, ...], environment: dict
 
 
 class ForkedContext:
-    """What `prep.engines` use of a context of `multiprocessing`."""
+    """What `clipmill.prep.engines` use of a context of `multiprocessing`."""
 
     def Pipe(self) -> tuple[Connection, Connection]:
         return _CONTEXT.Pipe()

@@ -8,13 +8,13 @@ from typing import Annotated, Literal
 
 from cyclopts import App, CycloptsError, Parameter
 
-from manifests.completion import register_completion
-from manifests.errors import UserError, program_version, run_command
-from manifests.help_text import wants_help
-from manifests.progress import Activity
-from manifests.storage.waiting import tell_of_waiting
-from train.commands.training import SOURCES, name_files, parse
-from train.registry import COMMANDS, task_names
+from clipmill.manifests.completion import register_completion
+from clipmill.manifests.errors import UserError, program_version, run_command
+from clipmill.manifests.help_text import wants_help
+from clipmill.manifests.progress import Activity
+from clipmill.manifests.storage.waiting import tell_of_waiting
+from clipmill.train.commands.training import SOURCES, name_files, parse
+from clipmill.train.registry import COMMANDS, task_names
 
 _FIRST_SPEAKS_S = 5.0
 
@@ -30,13 +30,13 @@ app = App(
 )
 # By import path: a command is loaded when it is called, or when the help lists them all.
 for _name in task_names():
-    app.command(f"train.commands.training:{_name.replace('-', '_')}", name=_name)
-app.command("train.commands.quickstart:quickstart", name="quickstart")
-app.command("train.commands.evaluation:evaluate", name="eval")
-app.command("train.commands.bench:bench", name="bench")
-app.command("train.commands.export:export", name="export")
-app.command("train.commands.search:embed", name="embed")
-app.command("train.commands.search:search", name="search")
+    app.command(f"clipmill.train.commands.training:{_name.replace('-', '_')}", name=_name)
+app.command("clipmill.train.commands.quickstart:quickstart", name="quickstart")
+app.command("clipmill.train.commands.evaluation:evaluate", name="eval")
+app.command("clipmill.train.commands.bench:bench", name="bench")
+app.command("clipmill.train.commands.export:export", name="export")
+app.command("clipmill.train.commands.search:embed", name="embed")
+app.command("clipmill.train.commands.search:search", name="search")
 for _name, _path in COMMANDS.items():
     app.command(_path, name=_name)
 register_completion(app)
@@ -67,7 +67,7 @@ def doctor(
     as_json
         Print one JSON object.
     """
-    from train.doctor.commands import run_doctor
+    from clipmill.train.doctor.commands import run_doctor
 
     run_doctor(shards=shards, device=device, is_json=as_json)
 
@@ -96,7 +96,7 @@ def overview(
         Further page to link to, such as one of train search. May be repeated.
     """
     with Activity(f"writing {out}"):
-        from train.report.overview import write_overview
+        from clipmill.train.report.overview import write_overview
 
         write_overview(runs, out, links=link or ())
     print(f"written: {out}")
@@ -113,7 +113,7 @@ def _call() -> None:
     words = sys.argv[1:]
     try:
         if wants_help(app, words):
-            from train.commands.help import help_text
+            from clipmill.train.commands.help import help_text
 
             print(help_text(app, words))
         else:

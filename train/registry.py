@@ -6,7 +6,7 @@ A task from outside of clipmill is a row too: a program of its own registers the
 
     register(TASK)
 
-    from train.cli import main
+    from clipmill.train.cli import main
 
     main()
 """
@@ -14,25 +14,25 @@ A task from outside of clipmill is a row too: a program of its own registers the
 import importlib
 import re
 
-from train.spec import EvaluationSpec, TaskSpec
+from clipmill.train.spec import EvaluationSpec, TaskSpec
 
 # The module of each task's spec, which is loaded when it is asked for: a run loads no other task.
 _TASKS: dict[str, str | TaskSpec] = {
-    "dual-encoder": "train.tasks.dual_encoder.spec",
-    "classify": "train.tasks.classify.spec",
-    "mae": "train.tasks.mae.spec",
-    "caption": "train.tasks.caption.spec",
+    "dual-encoder": "clipmill.train.tasks.dual_encoder.spec",
+    "classify": "clipmill.train.tasks.classify.spec",
+    "mae": "clipmill.train.tasks.mae.spec",
+    "caption": "clipmill.train.tasks.caption.spec",
 }
 # Commands of tasks besides training, evaluations and export, by their import paths.
 COMMANDS = {
-    "caption-video": "train.tasks.caption.videos.flags:caption_video",
-    "caption-chunks": "train.tasks.caption.chunks.flags:caption_chunks",
+    "caption-video": "clipmill.train.tasks.caption.videos.flags:caption_video",
+    "caption-chunks": "clipmill.train.tasks.caption.chunks.flags:caption_chunks",
 }
 DEFAULT = "dual-encoder"  # the task of runs that do not name theirs
 
 
 def register(task: TaskSpec) -> None:
-    """Adds a task; call it before `train.cli` is imported, which lists the tasks.
+    """Adds a task; call it before `clipmill.train.cli` is imported, which lists the tasks.
 
     Raises:
         ValueError: there is a task of that name, or the name is none.

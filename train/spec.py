@@ -1,8 +1,8 @@
 """A task and an evaluation as every command knows them: `TaskSpec` and `EvaluationSpec`.
 
-`train.registry` lists the tasks. The command line, the training loop, `train eval`, `train export` and the pages take a
-task's spec and ask it; nothing outside of a task's folder names the task. A spec is loaded before a command's flags are
-read, so its functions import what takes long in their bodies.
+`clipmill.train.registry` lists the tasks. The command line, the training loop, `train eval`, `train export` and the
+pages take a task's spec and ask it; nothing outside of a task's folder names the task. A spec is loaded before a
+command's flags are read, so its functions import what takes long in their bodies.
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ from typing import TYPE_CHECKING, Any, Literal
 if TYPE_CHECKING:
     import torch
 
-    from train.config.training import ClipSettings
-    from train.data.batch import Batch
-    from train.engine.task import StartableTask
-    from train.evaluation.pages import Table
-    from train.evaluation.runner import OpenedRun, Score
-    from train.models.attention_kernels import Workload
-    from train.models.dual_encoder import ModelShape
-    from train.run.folder import RunFolder
-    from train.weights.exported import Exported
-    from train.weights.sources import Say, Source
+    from clipmill.train.config.training import ClipSettings
+    from clipmill.train.data.batch import Batch
+    from clipmill.train.engine.task import StartableTask
+    from clipmill.train.evaluation.pages import Table
+    from clipmill.train.evaluation.runner import OpenedRun, Score
+    from clipmill.train.models.attention_kernels import Workload
+    from clipmill.train.models.dual_encoder import ModelShape
+    from clipmill.train.run.folder import RunFolder
+    from clipmill.train.weights.exported import Exported
+    from clipmill.train.weights.sources import Say, Source
 
 
 @dataclass(frozen=True)

@@ -43,7 +43,7 @@ def make_set(name: str, *, pieces: Path, captions: Path, folder: Path, program: 
 
 
 def _prep_chunks(name: str, *, pieces: Path, captions: Path, folder: Path) -> None:
-    from shards.reader import Variant
+    from clipmill.shards.reader import Variant
 
     data = data_folder(folder, name)
     run_measured(prep_command("manifest", "folder", pieces, "--captions", captions, "--data", data))

@@ -15,11 +15,11 @@ import numpy as np
 
 from benchmarks.decode_peers.clip_set import MIN_AREA, SIZE_PX, data_folder
 from benchmarks.peer_process import answer_requests
-from train.data.decoding.clip import ClipShape
-from train.data.frame_sampling import Sampling
-from train.data.loader import LoaderSettings
-from train.data.outcomes import LoadedBatch
-from train.data.video_captions import VideoCaptions
+from clipmill.train.data.decoding.clip import ClipShape
+from clipmill.train.data.frame_sampling import Sampling
+from clipmill.train.data.loader import LoaderSettings
+from clipmill.train.data.outcomes import LoadedBatch
+from clipmill.train.data.video_captions import VideoCaptions
 
 BATCH, NUM_AHEAD = 8, 32
 SPLIT = "train"

@@ -25,7 +25,7 @@ import torch
 from benchmarks.gpu.measurements import Measurement, Result, Setup
 from benchmarks.gpu.supervised import is_measuring, run_supervised
 from benchmarks.gpu.tables import page_of
-from manifests.errors import FailedWork, UserError, run_command
+from clipmill.manifests.errors import FailedWork, UserError, run_command
 
 
 @dataclass(frozen=True, kw_only=True)

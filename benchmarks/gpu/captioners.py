@@ -8,7 +8,7 @@ import torch
 from benchmarks.caption import SHAPES
 from benchmarks.caption_steps import Shape, captioners
 from benchmarks.gpu.measurements import Setup
-from train.models.captioner import Captioner
+from clipmill.train.models.captioner import Captioner
 
 
 def shape_of(setup: Setup) -> Shape:

@@ -13,13 +13,13 @@ from pathlib import Path
 import pyarrow as pa
 
 from benchmarks.gpu.measurements import Setup
-from manifests.schema import CAPTIONS
-from manifests.store import read_captions, read_videos, write_manifest
-from shards.commits import Commit, ShardFiles, write_commit
-from shards.dataset import set_current_variant, variant_dir
-from shards.format import RECIPE_FILE, ShardName
-from shards.index import index_bytes
-from shards.reader import CommittedShard, Variant
+from clipmill.manifests.schema import CAPTIONS
+from clipmill.manifests.store import read_captions, read_videos, write_manifest
+from clipmill.shards.commits import Commit, ShardFiles, write_commit
+from clipmill.shards.dataset import set_current_variant, variant_dir
+from clipmill.shards.format import RECIPE_FILE, ShardName
+from clipmill.shards.index import index_bytes
+from clipmill.shards.reader import CommittedShard, Variant
 
 SPLIT = "train"
 COLUMN = "video"

@@ -23,9 +23,9 @@ from benchmarks.latent_peers.segment_set import (
     make_segment_set,
     open_segment_set,
 )
-from train.data.batch import Batch, to_device
-from train.data.latents.loader import LatentLoader
-from train.data.prefetch import prefetch
+from clipmill.train.data.batch import Batch, to_device
+from clipmill.train.data.latents.loader import LatentLoader
+from clipmill.train.data.prefetch import prefetch
 
 _GOAL = 0.9
 _BYTES = SEGMENT_BYTES + 2 * TEXT_WIDTH

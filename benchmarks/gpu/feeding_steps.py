@@ -21,23 +21,23 @@ from torch import nn
 
 from benchmarks.gpu.feeding_data import require_repeated
 from benchmarks.gpu.measurements import Result, Setup, Target, one_line
-from manifests.errors import UserError
-from train.commands.launch import launch
-from train.config.data import Augment
-from train.config.training import ClipSettings
-from train.data.batch import Batch, to_device
-from train.device.precision import open_precision
-from train.distributed.world import Step, World
-from train.models.attention import open_attention
-from train.optim.optimizer import make_optimizer
-from train.registry import task_named
-from train.run.folder import read_lines
-from train.tasks.caption.settings import CaptionerSettings, DecoderSettings
-from train.tasks.caption.task import CaptionTask
-from train.tasks.dual_encoder.settings import DualEncoderSettings
-from train.tasks.dual_encoder.task import DualEncoderTask
-from train.tasks.mae.settings import MaeSettings
-from train.tasks.mae.task import MaeTask
+from clipmill.manifests.errors import UserError
+from clipmill.train.commands.launch import launch
+from clipmill.train.config.data import Augment
+from clipmill.train.config.training import ClipSettings
+from clipmill.train.data.batch import Batch, to_device
+from clipmill.train.device.precision import open_precision
+from clipmill.train.distributed.world import Step, World
+from clipmill.train.models.attention import open_attention
+from clipmill.train.optim.optimizer import make_optimizer
+from clipmill.train.registry import task_named
+from clipmill.train.run.folder import read_lines
+from clipmill.train.tasks.caption.settings import CaptionerSettings, DecoderSettings
+from clipmill.train.tasks.caption.task import CaptionTask
+from clipmill.train.tasks.dual_encoder.settings import DualEncoderSettings
+from clipmill.train.tasks.dual_encoder.task import DualEncoderTask
+from clipmill.train.tasks.mae.settings import MaeSettings
+from clipmill.train.tasks.mae.task import MaeTask
 
 _GOAL_WAIT, _GOAL_AUGMENT = 0.01, 0.03
 _WARM_STEPS = 8

@@ -12,12 +12,12 @@ import torch
 
 from benchmarks.gpu.feeding_data import require_repeated
 from benchmarks.gpu.measurements import Result, Setup
-from train.data.loader import Loader, LoaderSettings
-from train.data.video_captions import VideoCaptions
-from train.distributed.world import World
-from train.models.attention import open_attention
-from train.tasks.dual_encoder.settings import DualEncoderSettings
-from train.tasks.dual_encoder.task import DualEncoderTask
+from clipmill.train.data.loader import Loader, LoaderSettings
+from clipmill.train.data.video_captions import VideoCaptions
+from clipmill.train.distributed.world import World
+from clipmill.train.models.attention import open_attention
+from clipmill.train.tasks.dual_encoder.settings import DualEncoderSettings
+from clipmill.train.tasks.dual_encoder.task import DualEncoderTask
 
 _NUMBERS = (1, 2, 4, 8, 16)
 _WARM_BATCHES = 2

@@ -25,7 +25,7 @@ from typing import Any
 import torch
 
 from benchmarks.environment import describe_environment
-from manifests.publish import published
+from clipmill.manifests.publish import published
 
 PACKAGES = ("torchvision", "transformers", "xformers", "open_clip_torch", "diffusers", "triton", "numpy")
 

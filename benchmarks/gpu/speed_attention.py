@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks.gpu.implementations import Implementation, Timings, faster_than, flops_columns, release, take_turns
 from benchmarks.gpu.measurements import Result, Setup, Target, one_line
-from train.models.attention import Attend, Packing, attend_naively, attend_with_sdpa, open_attention, pack
+from clipmill.train.models.attention import Attend, Packing, attend_naively, attend_with_sdpa, open_attention, pack
 
 AUTO, NAIVE, XFORMERS = "auto", "naive", "xformers"
 PRECISIONS = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}

@@ -10,10 +10,10 @@ from benchmarks.encoding import CLIP, TEXTS, make_vae, words_of
 from benchmarks.gpu.implementations import Implementation, Opening, faster_than, rows_of, take_turns
 from benchmarks.gpu.measurements import Result, Setup, Target
 from benchmarks.plain_loops import encode_pictures, encode_texts
-from prep.latents.vae import Encoder, Precision, tiny_vae
-from prep.latents.weights import Vae
-from prep.text.tower import TINY, TINY_SHA256, Tower, load_tower
-from train.engine.throughput import FlopCounter
+from clipmill.prep.latents.vae import Encoder, Precision, tiny_vae
+from clipmill.prep.latents.weights import Vae
+from clipmill.prep.text.tower import TINY, TINY_SHA256, Tower, load_tower
+from clipmill.train.engine.throughput import FlopCounter
 
 PREP, PLAIN, MODEL = "prep", "plain loop", "the model alone"
 _SCALING = 0.18215  # of Stable Diffusion

@@ -11,8 +11,8 @@ from benchmarks.gpu.captioners import opened_captioners, shape_of
 from benchmarks.gpu.implementations import Implementation, Opening, faster_than, rows_of, take_turns
 from benchmarks.gpu.measurements import Result, Setup, Target
 from benchmarks.losses import BASE, OPEN_CLIP, openings_of
-from train.engine.throughput import FlopCounter
-from train.tasks.caption.settings import DecodingSettings, max_tokens_of
+from clipmill.train.engine.throughput import FlopCounter
+from clipmill.train.tasks.caption.settings import DecodingSettings, max_tokens_of
 
 _PAIRS, _WIDTH, _CAPTIONS = 2048, 512, 32
 _FASTCLIP = "fastclip-v3"

@@ -15,7 +15,7 @@ from benchmarks.gpu.measurements import Result, Setup, Target
 from benchmarks.mae_steps import HF, NUM_FRAMES, OURS, HfSteps, OurSteps, Steps, take
 from benchmarks.text_tower import SETS, captions, check_equal, text_towers
 from benchmarks.text_tower import take as take_text
-from train.models.attention import open_attention
+from clipmill.train.models.attention import open_attention
 
 _CLOSE = 1e-3  # tolerance of the losses in bfloat16
 _CLIPS, _TIMESFORMER_CLIPS, _CAPTIONS = 32, 16, 256

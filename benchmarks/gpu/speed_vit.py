@@ -17,7 +17,7 @@ from benchmarks.gpu.speed_attention import attentions
 from benchmarks.vit import CPU_SETUP, GPU_SETUP, largest_batch, limit_memory
 from benchmarks.vit_steps import NAIVE, OPEN_CLIP, Steps, TowerVariant
 from benchmarks.vit_steps import Setup as Tower
-from train.models.attention import open_attention
+from clipmill.train.models.attention import open_attention
 
 AUTO, CHECKPOINTED, OPEN_CLIP_CHECKPOINTED = "auto", "auto, checkpointed", "open_clip, checkpointed"
 _MEMORY_GB = 24.0  # the GPUs in AVION's paper

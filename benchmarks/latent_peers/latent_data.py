@@ -18,16 +18,16 @@ import numpy as np
 import pyarrow as pa
 
 from benchmarks.latent_peers.segment_set import SEGMENT_SHAPE, TEXT_WIDTH, SegmentSet
-from manifests.keys import chunk_key
-from manifests.publish import publish_json
-from manifests.schema import CAPTIONS
-from manifests.store import read_captions, write_manifest
-from shards.commits import Commit, ShardFiles, write_commit
-from shards.dataset import set_current_variant, variant_dir
-from shards.format import LATENTS_FIELDS, RECIPE_FILE, TEXT_FIELDS, ShardName
-from shards.index import index_bytes, open_index
-from shards.npy import npy_bytes
-from shards.writer import Sample, ShardWriter
+from clipmill.manifests.keys import chunk_key
+from clipmill.manifests.publish import publish_json
+from clipmill.manifests.schema import CAPTIONS
+from clipmill.manifests.store import read_captions, write_manifest
+from clipmill.shards.commits import Commit, ShardFiles, write_commit
+from clipmill.shards.dataset import set_current_variant, variant_dir
+from clipmill.shards.format import LATENTS_FIELDS, RECIPE_FILE, TEXT_FIELDS, ShardName
+from clipmill.shards.index import index_bytes, open_index
+from clipmill.shards.npy import npy_bytes
+from clipmill.shards.writer import Sample, ShardWriter
 
 FPS = 4
 SPLIT = "train"

@@ -16,7 +16,7 @@ class OurLoader(NothingToClose):
     """Endless batches, as in training: an epoch may end within a batch, whose rest begins the next epoch."""
 
     def __init__(self, data: Path, batch: int) -> None:
-        from train.data.latents.loader import LatentLoader
+        from clipmill.train.data.latents.loader import LatentLoader
 
         self._loader = LatentLoader(data, split=SPLIT, batch=batch)
         self._batches = self._loader.batches(position=0)
@@ -44,7 +44,7 @@ class FirstVisits(OurLoader):
 
     def epoch(self, number: int) -> Batches:
         """See `PeerLoader.epoch`."""
-        from train.data.latents.filling import Checksums
+        from clipmill.train.data.latents.filling import Checksums
 
         self._loader._checksums = Checksums(self._loader.samples)
         self._batches, self._rest = self._loader.batches(position=number * len(self._loader)), None

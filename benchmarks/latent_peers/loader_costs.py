@@ -34,8 +34,8 @@ def measure(data: Path) -> dict[str, Any]:
     """Measure anonymous memory before the loader is created and after an epoch, and then the time of seeks."""
     import torch  # noqa: F401 - the memory of libraries is not the loader's
 
-    from train.data.latents.loader import LatentLoader
-    from train.data.order import SampleOrder
+    from clipmill.train.data.latents.loader import LatentLoader
+    from clipmill.train.data.order import SampleOrder
 
     before = anonymous_bytes()
     loader = LatentLoader(data, split=SPLIT, batch=BATCH)

@@ -14,14 +14,14 @@ from math import inf
 from pathlib import Path
 from typing import Any
 
-from manifests.adapters.json_stream import object_items
-from manifests.adapters.reading import Reading, ReadingBuilder
-from manifests.adapters.reasons import Reason
-from manifests.adapters.splits import split_in_file_name
-from manifests.adapters.tables import seconds
-from manifests.adapters.wanted import WantedVideos, begin_reading
-from manifests.quoting import quoted
-from manifests.storage.urls import Place
+from clipmill.manifests.adapters.json_stream import object_items
+from clipmill.manifests.adapters.reading import Reading, ReadingBuilder
+from clipmill.manifests.adapters.reasons import Reason
+from clipmill.manifests.adapters.splits import split_in_file_name
+from clipmill.manifests.adapters.tables import seconds
+from clipmill.manifests.adapters.wanted import WantedVideos, begin_reading
+from clipmill.manifests.quoting import quoted
+from clipmill.manifests.storage.urls import Place
 
 SOURCE = "human"
 SECOND_SOURCE = "human-2"

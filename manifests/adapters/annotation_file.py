@@ -7,7 +7,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any
 
-from manifests.errors import UserError
+from clipmill.manifests.errors import UserError
 
 _MAX_PART_BYTES = 1 << 20  # of a line, which may be as long as the file
 

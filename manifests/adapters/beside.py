@@ -13,9 +13,9 @@ from collections import defaultdict
 from collections.abc import Collection, Container, Mapping, Sequence
 from pathlib import PurePosixPath
 
-from manifests.adapters.reading import ReadingBuilder
-from manifests.adapters.reasons import Reason
-from manifests.adapters.subtitles import (
+from clipmill.manifests.adapters.reading import ReadingBuilder
+from clipmill.manifests.adapters.reasons import Reason
+from clipmill.manifests.adapters.subtitles import (
     Cue,
     Unreadable,
     decoded,
@@ -24,10 +24,10 @@ from manifests.adapters.subtitles import (
     read_json,
     read_segments,
 )
-from manifests.adapters.video_files import VideoFile, composed
-from manifests.errors import UserError
-from manifests.quoting import counted, on_one_line
-from manifests.storage.urls import Place, place_name
+from clipmill.manifests.adapters.video_files import VideoFile, composed
+from clipmill.manifests.errors import UserError
+from clipmill.manifests.quoting import counted, on_one_line
+from clipmill.manifests.storage.urls import Place, place_name
 
 SUBTITLES, ASR = "subtitles", "asr"
 _SUBTITLE_SUFFIXES = frozenset({".srt", ".vtt"})

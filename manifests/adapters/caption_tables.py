@@ -15,14 +15,14 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from manifests.adapters.annotation_file import open_annotations
-from manifests.adapters.dialects import TABLE_SUFFIXES, columns_of, read_caption_rows
-from manifests.adapters.reading import ROWS_PER_CHUNK, encodable
-from manifests.adapters.reasons import Reason
-from manifests.adapters.tables import Row, log_probability, require_once, seconds
-from manifests.errors import UserError
-from manifests.json_text import parse_json
-from manifests.quoting import quoted
+from clipmill.manifests.adapters.annotation_file import open_annotations
+from clipmill.manifests.adapters.dialects import TABLE_SUFFIXES, columns_of, read_caption_rows
+from clipmill.manifests.adapters.reading import ROWS_PER_CHUNK, encodable
+from clipmill.manifests.adapters.reasons import Reason
+from clipmill.manifests.adapters.tables import Row, log_probability, require_once, seconds
+from clipmill.manifests.errors import UserError
+from clipmill.manifests.json_text import parse_json
+from clipmill.manifests.quoting import quoted
 
 PSEUDO_CAPTIONS = "pseudo-captions"  # kind of a table that a model wrote
 _METADATA_KEY = "clipmill"

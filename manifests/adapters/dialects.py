@@ -14,11 +14,11 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from manifests.adapters.annotation_file import not_utf8, open_annotations
-from manifests.adapters.tables import Row, csv_rows, json_rows, require_once, text_lines
-from manifests.adapters.time_columns import OTHER_TIMES, as_taken, in_seconds, require_frame_rate, superfluous
-from manifests.errors import UserError
-from manifests.quoting import on_one_line
+from clipmill.manifests.adapters.annotation_file import not_utf8, open_annotations
+from clipmill.manifests.adapters.tables import Row, csv_rows, json_rows, require_once, text_lines
+from clipmill.manifests.adapters.time_columns import OTHER_TIMES, as_taken, in_seconds, require_frame_rate, superfluous
+from clipmill.manifests.errors import UserError
+from clipmill.manifests.quoting import on_one_line
 
 # Names of a column besides its own, compared without case, spaces, punctuation and accents.
 NAMES: Mapping[str, Sequence[str]] = {

@@ -19,14 +19,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from manifests.adapters.json_stream import array_items
-from manifests.adapters.reading import Reading, ReadingBuilder
-from manifests.adapters.reasons import Reason
-from manifests.adapters.splits import split_in_file_name
-from manifests.adapters.tables import text_lines
-from manifests.adapters.wanted import WantedVideos, begin_reading
-from manifests.quoting import quoted
-from manifests.storage.urls import Place
+from clipmill.manifests.adapters.json_stream import array_items
+from clipmill.manifests.adapters.reading import Reading, ReadingBuilder
+from clipmill.manifests.adapters.reasons import Reason
+from clipmill.manifests.adapters.splits import split_in_file_name
+from clipmill.manifests.adapters.tables import text_lines
+from clipmill.manifests.adapters.wanted import WantedVideos, begin_reading
+from clipmill.manifests.quoting import quoted
+from clipmill.manifests.storage.urls import Place
 
 SOURCE = "human"
 SEGMENT_S = 5.0

@@ -23,15 +23,15 @@ from typing import Any, TypeGuard
 import numpy as np
 import pyarrow as pa
 
-from manifests.adapters.json_stream import object_items
-from manifests.adapters.plain_pickle import load_plain_pickle
-from manifests.adapters.reading import Reading, ReadingBuilder, encodable, printable
-from manifests.adapters.reasons import Reason
-from manifests.adapters.splits import TRAIN, split_in_file_name
-from manifests.adapters.wanted import WantedVideos, begin_reading
-from manifests.errors import UserError
-from manifests.quoting import quoted
-from manifests.storage.urls import Place
+from clipmill.manifests.adapters.json_stream import object_items
+from clipmill.manifests.adapters.plain_pickle import load_plain_pickle
+from clipmill.manifests.adapters.reading import Reading, ReadingBuilder, encodable, printable
+from clipmill.manifests.adapters.reasons import Reason
+from clipmill.manifests.adapters.splits import TRAIN, split_in_file_name
+from clipmill.manifests.adapters.wanted import WantedVideos, begin_reading
+from clipmill.manifests.errors import UserError
+from clipmill.manifests.quoting import quoted
+from clipmill.manifests.storage.urls import Place
 
 PASSES = ("narration_pass_1", "narration_pass_2")
 REDACTED_STATUS = "redacted"

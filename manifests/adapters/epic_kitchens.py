@@ -15,14 +15,14 @@ from typing import Any
 
 import pyarrow as pa
 
-from manifests.adapters.reading import Reading, ReadingBuilder
-from manifests.adapters.reasons import Reason
-from manifests.adapters.splits import split_of_list
-from manifests.adapters.tables import Row, read_csv
-from manifests.adapters.wanted import WantedVideos, begin_reading
-from manifests.errors import UserError
-from manifests.quoting import counted, quoted
-from manifests.storage.urls import Place
+from clipmill.manifests.adapters.reading import Reading, ReadingBuilder
+from clipmill.manifests.adapters.reasons import Reason
+from clipmill.manifests.adapters.splits import split_of_list
+from clipmill.manifests.adapters.tables import Row, read_csv
+from clipmill.manifests.adapters.wanted import WantedVideos, begin_reading
+from clipmill.manifests.errors import UserError
+from clipmill.manifests.quoting import counted, quoted
+from clipmill.manifests.storage.urls import Place
 
 SOURCE = "narrator"
 LABELS = {"label_verb": pa.int32(), "label_noun": pa.int32(), "label_nouns": pa.list_(pa.int32())}

@@ -4,7 +4,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import PurePosixPath
 
-from manifests.adapters.video_files import VideoFile
+from clipmill.manifests.adapters.video_files import VideoFile
 
 
 def file_ids(files: Sequence[VideoFile], *, known: Mapping[str, str]) -> list[str]:

@@ -18,20 +18,27 @@ from collections.abc import Mapping, Sequence
 from math import inf
 from pathlib import Path
 
-from manifests.adapters.beside import SUFFIXES, add_files_beside, note_unread
-from manifests.adapters.dialects import read_caption_rows
-from manifests.adapters.file_ids import file_ids
-from manifests.adapters.reading import Reading, ReadingBuilder
-from manifests.adapters.reasons import Reason
-from manifests.adapters.remote_videos import distinct, named_videos, normal_url
-from manifests.adapters.splits import split_named, split_of_folders
-from manifests.adapters.tables import Row, log_probability, seconds
-from manifests.adapters.video_files import Ambiguous, LooseLookup, NearestName, VideoFile, VideoLookup, composed
-from manifests.errors import UserError
-from manifests.further_sources import source_fault
-from manifests.quoting import counted, quoted
-from manifests.storage.mirrors import is_remote
-from manifests.storage.urls import Place, is_web, masked, split_url
+from clipmill.manifests.adapters.beside import SUFFIXES, add_files_beside, note_unread
+from clipmill.manifests.adapters.dialects import read_caption_rows
+from clipmill.manifests.adapters.file_ids import file_ids
+from clipmill.manifests.adapters.reading import Reading, ReadingBuilder
+from clipmill.manifests.adapters.reasons import Reason
+from clipmill.manifests.adapters.remote_videos import distinct, named_videos, normal_url
+from clipmill.manifests.adapters.splits import split_named, split_of_folders
+from clipmill.manifests.adapters.tables import Row, log_probability, seconds
+from clipmill.manifests.adapters.video_files import (
+    Ambiguous,
+    LooseLookup,
+    NearestName,
+    VideoFile,
+    VideoLookup,
+    composed,
+)
+from clipmill.manifests.errors import UserError
+from clipmill.manifests.further_sources import source_fault
+from clipmill.manifests.quoting import counted, quoted
+from clipmill.manifests.storage.mirrors import is_remote
+from clipmill.manifests.storage.urls import Place, is_web, masked, split_url
 
 DEFAULT_SOURCE = "human"
 

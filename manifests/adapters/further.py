@@ -16,16 +16,16 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from manifests.adapters.annotation_file import reading, stat_kind
-from manifests.adapters.caption_tables import Batch, OpenTable, open_caption_table
-from manifests.adapters.reading import Reading, ReadingBuilder, interval_fault, printable
-from manifests.adapters.reasons import Reason
-from manifests.adapters.video_files import Ambiguous, VideoFile, VideoLookup
-from manifests.errors import UserError
-from manifests.further_sources import source_fault
-from manifests.quoting import counted
-from manifests.schema import CAPTIONS, LIKELIHOOD
-from manifests.storage.urls import Place, place_name, place_of
+from clipmill.manifests.adapters.annotation_file import reading, stat_kind
+from clipmill.manifests.adapters.caption_tables import Batch, OpenTable, open_caption_table
+from clipmill.manifests.adapters.reading import Reading, ReadingBuilder, interval_fault, printable
+from clipmill.manifests.adapters.reasons import Reason
+from clipmill.manifests.adapters.video_files import Ambiguous, VideoFile, VideoLookup
+from clipmill.manifests.errors import UserError
+from clipmill.manifests.further_sources import source_fault
+from clipmill.manifests.quoting import counted
+from clipmill.manifests.schema import CAPTIONS, LIKELIHOOD
+from clipmill.manifests.storage.urls import Place, place_name, place_of
 
 TABLE = "table"  # kind of the records of tables without a model
 # From rows of videos, begin_s and end_s to booleans: arrays of the same length.

@@ -9,8 +9,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Any
 
-from manifests.adapters.annotation_file import not_utf8, open_annotations
-from manifests.errors import UserError
+from clipmill.manifests.adapters.annotation_file import not_utf8, open_annotations
+from clipmill.manifests.errors import UserError
 
 _WINDOW_CHARS = 1 << 22
 # An error this close to the end of the window may only be due to truncation; an error further away is a syntax error.

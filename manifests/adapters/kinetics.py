@@ -25,13 +25,13 @@ from pathlib import Path, PurePosixPath
 
 import pyarrow as pa
 
-from manifests.adapters.reading import Reading, ReadingBuilder
-from manifests.adapters.reasons import Reason
-from manifests.adapters.splits import split_in_file_name, split_named
-from manifests.adapters.tables import Row, read_csv, seconds, text_lines
-from manifests.adapters.video_files import VIDEO_SUFFIXES, Ambiguous, VideoLookup
-from manifests.adapters.wanted import WantedVideos
-from manifests.storage.urls import Place
+from clipmill.manifests.adapters.reading import Reading, ReadingBuilder
+from clipmill.manifests.adapters.reasons import Reason
+from clipmill.manifests.adapters.splits import split_in_file_name, split_named
+from clipmill.manifests.adapters.tables import Row, read_csv, seconds, text_lines
+from clipmill.manifests.adapters.video_files import VIDEO_SUFFIXES, Ambiguous, VideoLookup
+from clipmill.manifests.adapters.wanted import WantedVideos
+from clipmill.manifests.storage.urls import Place
 
 SOURCE = "class"
 LABELS = {"label_class": pa.string()}

@@ -21,15 +21,15 @@ from typing import Any
 
 import pyarrow as pa
 
-from manifests.adapters.json_stream import object_items
-from manifests.adapters.reading import Reading, ReadingBuilder
-from manifests.adapters.reasons import Reason
-from manifests.adapters.splits import split_named, split_of_list
-from manifests.adapters.tables import read_csv
-from manifests.adapters.wanted import WantedVideos, begin_reading
-from manifests.errors import UserError
-from manifests.quoting import quoted
-from manifests.storage.urls import Place
+from clipmill.manifests.adapters.json_stream import object_items
+from clipmill.manifests.adapters.reading import Reading, ReadingBuilder
+from clipmill.manifests.adapters.reasons import Reason
+from clipmill.manifests.adapters.splits import split_named, split_of_list
+from clipmill.manifests.adapters.tables import read_csv
+from clipmill.manifests.adapters.wanted import WantedVideos, begin_reading
+from clipmill.manifests.errors import UserError
+from clipmill.manifests.quoting import quoted
+from clipmill.manifests.storage.urls import Place
 
 SOURCE = "human"
 LABELS = {"label_category": pa.int32()}

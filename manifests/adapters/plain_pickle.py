@@ -4,8 +4,8 @@ import pickle
 from pathlib import Path
 from typing import Any
 
-from manifests.adapters.annotation_file import open_annotations
-from manifests.errors import UserError
+from clipmill.manifests.adapters.annotation_file import open_annotations
+from clipmill.manifests.errors import UserError
 
 # Old pickle protocols encode an empty set as a call of its class.
 _PLAIN = {

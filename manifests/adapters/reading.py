@@ -9,14 +9,14 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from manifests.adapters.annotation_file import stat_kind
-from manifests.adapters.reasons import Reason
-from manifests.adapters.remote_videos import scan_bucket
-from manifests.adapters.video_files import Scan, VideoFile, scan_videos
-from manifests.keys import safe_video_id
-from manifests.quoting import quoted
-from manifests.schema import CAPTIONS, LIKELIHOOD, REJECTED, VIDEOS
-from manifests.storage.urls import Place
+from clipmill.manifests.adapters.annotation_file import stat_kind
+from clipmill.manifests.adapters.reasons import Reason
+from clipmill.manifests.adapters.remote_videos import scan_bucket
+from clipmill.manifests.adapters.video_files import Scan, VideoFile, scan_videos
+from clipmill.manifests.keys import safe_video_id
+from clipmill.manifests.quoting import quoted
+from clipmill.manifests.schema import CAPTIONS, LIKELIHOOD, REJECTED, VIDEOS
+from clipmill.manifests.storage.urls import Place
 
 ROWS_PER_CHUNK = 65_536
 WHOLE_VIDEO = (0.0, inf)

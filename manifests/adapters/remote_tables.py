@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pyarrow as pa
 
-from manifests.adapters.reading import Reading
-from manifests.errors import UserError
-from manifests.storage.objects import open_objects
-from manifests.storage.urls import Place, masked, place_name, split_url
+from clipmill.manifests.adapters.reading import Reading
+from clipmill.manifests.errors import UserError
+from clipmill.manifests.storage.objects import open_objects
+from clipmill.manifests.storage.urls import Place, masked, place_name, split_url
 
 
 def read_with_local_tables(tables: Sequence[Place], read: Callable[[list[Path]], Reading]) -> Reading:

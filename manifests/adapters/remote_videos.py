@@ -8,13 +8,13 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import PurePosixPath
 from urllib.parse import quote
 
-from manifests.adapters.reasons import Reason
-from manifests.adapters.video_files import VIDEO_SUFFIXES, Fault, Scan, VideoFile, file_order, no_videos
-from manifests.errors import UserError
-from manifests.storage.errors import AccessRefused
-from manifests.storage.mirrors import is_remote
-from manifests.storage.objects import Objects, open_objects
-from manifests.storage.urls import is_web, masked, split_url, url_below
+from clipmill.manifests.adapters.reasons import Reason
+from clipmill.manifests.adapters.video_files import VIDEO_SUFFIXES, Fault, Scan, VideoFile, file_order, no_videos
+from clipmill.manifests.errors import UserError
+from clipmill.manifests.storage.errors import AccessRefused
+from clipmill.manifests.storage.mirrors import is_remote
+from clipmill.manifests.storage.objects import Objects, open_objects
+from clipmill.manifests.storage.urls import is_web, masked, split_url, url_below
 
 _NUM_REQUESTS = 32  # in parallel
 

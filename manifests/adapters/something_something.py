@@ -15,14 +15,14 @@ from typing import Any
 
 import pyarrow as pa
 
-from manifests.adapters.json_stream import array_items, object_items
-from manifests.adapters.reading import Reading, ReadingBuilder, encodable
-from manifests.adapters.reasons import Reason
-from manifests.adapters.splits import split_in_file_name
-from manifests.adapters.tables import text_lines
-from manifests.adapters.wanted import WantedVideos, begin_reading
-from manifests.quoting import quoted
-from manifests.storage.urls import Place
+from clipmill.manifests.adapters.json_stream import array_items, object_items
+from clipmill.manifests.adapters.reading import Reading, ReadingBuilder, encodable
+from clipmill.manifests.adapters.reasons import Reason
+from clipmill.manifests.adapters.splits import split_in_file_name
+from clipmill.manifests.adapters.tables import text_lines
+from clipmill.manifests.adapters.wanted import WantedVideos, begin_reading
+from clipmill.manifests.quoting import quoted
+from clipmill.manifests.storage.urls import Place
 
 SOURCE = "human"
 CLASS_SOURCE = "class"

@@ -3,7 +3,7 @@
 import re
 from pathlib import Path
 
-from manifests.errors import UserError
+from clipmill.manifests.errors import UserError
 
 TRAIN = "train"
 VAL = "val"

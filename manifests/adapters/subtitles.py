@@ -14,14 +14,14 @@ from math import isfinite, nan
 from pathlib import Path
 from typing import Any
 
-from manifests.adapters.reading import interval_fault
-from manifests.adapters.reasons import Reason
-from manifests.adapters.tables import log_probability, seconds
-from manifests.json_text import parse_json
-from manifests.publish import read_record
-from manifests.quoting import quoted
-from manifests.storage.objects import open_objects
-from manifests.storage.urls import Place, split_url
+from clipmill.manifests.adapters.reading import interval_fault
+from clipmill.manifests.adapters.reasons import Reason
+from clipmill.manifests.adapters.tables import log_probability, seconds
+from clipmill.manifests.json_text import parse_json
+from clipmill.manifests.publish import read_record
+from clipmill.manifests.quoting import quoted
+from clipmill.manifests.storage.objects import open_objects
+from clipmill.manifests.storage.urls import Place, split_url
 
 MAX_FILE_BYTES = 1 << 28
 _MARKS = ((codecs.BOM_UTF8, "utf-8-sig"), (codecs.BOM_UTF16_LE, "utf-16"), (codecs.BOM_UTF16_BE, "utf-16"))

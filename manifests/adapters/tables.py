@@ -11,9 +11,9 @@ from math import isfinite, isnan, nan
 from pathlib import Path
 from typing import Any
 
-from manifests.adapters.annotation_file import not_utf8, open_annotations
-from manifests.errors import UserError
-from manifests.quoting import on_one_line, quoted
+from clipmill.manifests.adapters.annotation_file import not_utf8, open_annotations
+from clipmill.manifests.errors import UserError
+from clipmill.manifests.quoting import on_one_line, quoted
 
 # Lines are read whole, so a file without line ends, such as a sparse file of zeros, must not exhaust the memory.
 _MAX_LINE_CHARS = 1 << 26

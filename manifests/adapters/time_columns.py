@@ -11,9 +11,9 @@ from math import isfinite
 from pathlib import Path
 from typing import Any
 
-from manifests.adapters.tables import Row
-from manifests.errors import UserError
-from manifests.quoting import on_one_line
+from clipmill.manifests.adapters.tables import Row
+from clipmill.manifests.errors import UserError
+from clipmill.manifests.quoting import on_one_line
 
 _EDGES: Mapping[str, Sequence[str]] = {
     "begin": ("start", "begintime", "starttime"),

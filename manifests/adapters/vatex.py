@@ -8,12 +8,12 @@ file.
 from collections.abc import Sequence
 from pathlib import Path
 
-from manifests.adapters.json_stream import array_items
-from manifests.adapters.reading import Reading, ReadingBuilder
-from manifests.adapters.reasons import Reason
-from manifests.adapters.splits import split_in_file_name
-from manifests.adapters.wanted import WantedVideos, begin_reading
-from manifests.storage.urls import Place
+from clipmill.manifests.adapters.json_stream import array_items
+from clipmill.manifests.adapters.reading import Reading, ReadingBuilder
+from clipmill.manifests.adapters.reasons import Reason
+from clipmill.manifests.adapters.splits import split_in_file_name
+from clipmill.manifests.adapters.wanted import WantedVideos, begin_reading
+from clipmill.manifests.storage.urls import Place
 
 SOURCE = "human-en"
 

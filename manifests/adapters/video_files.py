@@ -12,10 +12,10 @@ from dataclasses import dataclass
 from heapq import heappop, heappush
 from pathlib import Path, PurePosixPath
 
-from manifests.adapters.reasons import Reason
-from manifests.errors import UserError
-from manifests.quoting import on_one_line
-from manifests.storage.urls import Place
+from clipmill.manifests.adapters.reasons import Reason
+from clipmill.manifests.errors import UserError
+from clipmill.manifests.quoting import on_one_line
+from clipmill.manifests.storage.urls import Place
 
 VIDEO_SUFFIXES = frozenset(
     {".mp4", ".mov", ".mkv", ".webm", ".avi", ".m4v", ".mpg", ".mpeg", ".ts", ".flv", ".wmv"}

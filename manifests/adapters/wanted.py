@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pyarrow as pa
 
-from manifests.adapters.reading import ReadingBuilder
-from manifests.adapters.reasons import Reason
-from manifests.adapters.video_files import Ambiguous, NearestName, VideoFile, VideoLookup, composed
-from manifests.storage.urls import Place
+from clipmill.manifests.adapters.reading import ReadingBuilder
+from clipmill.manifests.adapters.reasons import Reason
+from clipmill.manifests.adapters.video_files import Ambiguous, NearestName, VideoFile, VideoLookup, composed
+from clipmill.manifests.storage.urls import Place
 
 
 def begin_reading(

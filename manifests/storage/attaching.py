@@ -11,12 +11,12 @@ import tempfile
 from contextlib import suppress
 from pathlib import Path
 
-from manifests.errors import UserError
-from manifests.storage.local_files import run_of
-from manifests.storage.mirrors import mirror_of, register
-from manifests.storage.objects import open_objects
-from manifests.storage.stores import scheme_of
-from manifests.storage.working_copy import WorkingCopy
+from clipmill.manifests.errors import UserError
+from clipmill.manifests.storage.local_files import run_of
+from clipmill.manifests.storage.mirrors import mirror_of, register
+from clipmill.manifests.storage.objects import open_objects
+from clipmill.manifests.storage.stores import scheme_of
+from clipmill.manifests.storage.working_copy import WorkingCopy
 
 _SHARED_FOLDERS = ("manifest", "layout")  # what a worker on another node reads beside its shards
 

@@ -25,8 +25,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from manifests.errors import UserError
-from manifests.publish import TEMPORARY_PREFIX, published, remove_temporaries, target_of
+from clipmill.manifests.errors import UserError
+from clipmill.manifests.publish import TEMPORARY_PREFIX, published, remove_temporaries, target_of
 
 FREE_SHARE = 0.8  # of the free disk, and of what the cache already holds: the limit if none is chosen
 _NUM_LOCKS = 256

@@ -20,16 +20,16 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from manifests.errors import UserError
-from manifests.storage.clouds import cloud_of
-from manifests.storage.errors import Conflict, NoAnswer, storage_errors
-from manifests.storage.listing import quoted_etag
-from manifests.storage.stores import RETRY_S, open_store
-from manifests.storage.waiting import awaited
+from clipmill.manifests.errors import UserError
+from clipmill.manifests.storage.clouds import cloud_of
+from clipmill.manifests.storage.errors import Conflict, NoAnswer, storage_errors
+from clipmill.manifests.storage.listing import quoted_etag
+from clipmill.manifests.storage.stores import RETRY_S, open_store
+from clipmill.manifests.storage.waiting import awaited
 
 if TYPE_CHECKING:
-    from manifests.storage.listing import ObjectInfo
-    from manifests.storage.objects import Objects
+    from clipmill.manifests.storage.listing import ObjectInfo
+    from clipmill.manifests.storage.objects import Objects
 
 _FIRST_PAUSE_S, _LAST_PAUSE_S = 0.1, 5.0
 _NUM_BATCHES = 20  # of deletions that obstore sends at once

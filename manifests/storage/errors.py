@@ -7,10 +7,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import NoReturn
 
-from manifests.errors import Inaccessible, UserError, first_line
-from manifests.quoting import on_one_line
-from manifests.storage.clouds import cloud_of
-from manifests.storage.waiting import awaited
+from clipmill.manifests.errors import Inaccessible, UserError, first_line
+from clipmill.manifests.quoting import on_one_line
+from clipmill.manifests.storage.clouds import cloud_of
+from clipmill.manifests.storage.waiting import awaited
 
 _CODE = re.compile(r"<Code>(\w+)</Code>")
 _STATUS = re.compile(r"status code: (\d{3} [\w '-]+)")

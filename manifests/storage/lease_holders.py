@@ -8,9 +8,9 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from typing import Any
 
-from manifests.storage import leases, stores
-from manifests.storage.errors import Conflict
-from manifests.storage.objects import ObjectInfo, Objects
+from clipmill.manifests.storage import leases, stores
+from clipmill.manifests.storage.errors import Conflict
+from clipmill.manifests.storage.objects import ObjectInfo, Objects
 
 _NUM_THREADS = 32
 

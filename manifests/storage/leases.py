@@ -22,11 +22,11 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from manifests.errors import FailedWork, UserError
-from manifests.publish import TEMPORARY_PREFIX
-from manifests.storage.errors import Conflict
-from manifests.storage.objects import ObjectInfo, Objects
-from manifests.storage.stores import WRITE_LIMIT_S
+from clipmill.manifests.errors import FailedWork, UserError
+from clipmill.manifests.publish import TEMPORARY_PREFIX
+from clipmill.manifests.storage.errors import Conflict
+from clipmill.manifests.storage.objects import ObjectInfo, Objects
+from clipmill.manifests.storage.stores import WRITE_LIMIT_S
 
 RENEWAL_S = 15.0
 EXPIRY_S = 60.0

@@ -12,11 +12,11 @@ from dataclasses import dataclass
 from datetime import datetime
 from typing import TYPE_CHECKING, Any
 
-from manifests.errors import UserError
-from manifests.storage.errors import CutAnswer, OddName
+from clipmill.manifests.errors import UserError
+from clipmill.manifests.storage.errors import CutAnswer, OddName
 
 if TYPE_CHECKING:
-    from manifests.storage.s3_requests import S3Requests
+    from clipmill.manifests.storage.s3_requests import S3Requests
 
 PAGE = 1000  # objects of an answer, at most
 MAX_ATTEMPTS = 4  # at answers without resumable content, which obstore does not repeat
@@ -75,7 +75,7 @@ class Listing:
                         f"{self._address} has an object that this client cannot list: {odd.strerror}",
                         hint="rename or remove it with a tool of the provider",
                     ) from None
-                from manifests.storage.s3_requests import S3Requests
+                from clipmill.manifests.storage.s3_requests import S3Requests
 
                 self._s3 = S3Requests(self._address, self._store)
                 source = self._source(prefix, recursive=recursive, after=last)

@@ -11,8 +11,8 @@ from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from pathlib import Path
 
-from manifests.publish import temporary_path
-from manifests.storage.objects import ObjectInfo
+from clipmill.manifests.publish import temporary_path
+from clipmill.manifests.storage.objects import ObjectInfo
 
 _LAZY_SUFFIXES = (".tar", ".tar.idx", ".index.arrow", "/chunks.arrow")  # fetched when they are opened
 _EAGER_SUFFIXES = (".json", ".jsonl", ".parquet", ".txt", ".arrow")

@@ -1,9 +1,9 @@
 """Local folders that mirror a folder of a bucket, and which of them a path belongs to.
 
-`manifests.publish` and `shards.opening` ask here for every durable file that they write, remove or open. Without a data
-folder in a bucket, nothing is registered and nothing else of this package is imported. Worker processes on the same
-machine find the mirrors of their command in an environment variable; those of other nodes attach themselves with their
-ticket (`prep.engines.admission`).
+`clipmill.manifests.publish` and `clipmill.shards.opening` ask here for every durable file that they write, remove or
+open. Without a data folder in a bucket, nothing is registered and nothing else of this package is imported. Worker
+processes on the same machine find the mirrors of their command in an environment variable; those of other nodes attach
+themselves with their ticket (`clipmill.prep.engines.admission`).
 """
 
 import json
@@ -14,7 +14,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import IO, Any, Protocol
 
-from manifests.errors import UserError
+from clipmill.manifests.errors import UserError
 
 _ADDRESS = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://.*", re.DOTALL)
 _ONE_SLASH = re.compile(r"(s3|gs|az|abfs|https?):/(?!/)([^/]*)")
@@ -211,6 +211,6 @@ def _inherit() -> None:
     _is_inherited = True
     for folder, address in json.loads(os.environ.get(VARIABLE) or "{}").items():
         if folder not in _mirrors and Path(folder).is_dir():
-            from manifests.storage.working_copy import WorkingCopy
+            from clipmill.manifests.storage.working_copy import WorkingCopy
 
             _mirrors[folder] = WorkingCopy(address, Path(folder))

@@ -14,18 +14,18 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from manifests.errors import UserError
-from manifests.publish import naming, temporary_path
-from manifests.storage.changes import Changes, Guard, unguarded
-from manifests.storage.errors import AccessRefused as AccessRefused
-from manifests.storage.errors import storage_errors
-from manifests.storage.listing import Listing, info_of
-from manifests.storage.listing import ObjectInfo as ObjectInfo
-from manifests.storage.mirrors import is_remote as is_remote
-from manifests.storage.stores import open_store, scheme_of
+from clipmill.manifests.errors import UserError
+from clipmill.manifests.publish import naming, temporary_path
+from clipmill.manifests.storage.changes import Changes, Guard, unguarded
+from clipmill.manifests.storage.errors import AccessRefused as AccessRefused
+from clipmill.manifests.storage.errors import storage_errors
+from clipmill.manifests.storage.listing import Listing, info_of
+from clipmill.manifests.storage.listing import ObjectInfo as ObjectInfo
+from clipmill.manifests.storage.mirrors import is_remote as is_remote
+from clipmill.manifests.storage.stores import open_store, scheme_of
 
 if TYPE_CHECKING:
-    from manifests.storage.s3_requests import OpenUpload
+    from clipmill.manifests.storage.s3_requests import OpenUpload
 
 _STREAM_BYTES = 4 * 2**20
 _GAP_BYTES = 256 * 2**10  # ranges with smaller gaps are one request
@@ -147,14 +147,14 @@ class Objects:
 
     def open_uploads(self) -> Iterator["OpenUpload"]:
         """Yield the multipart uploads below the address that are not complete; none but in S3 (`s3_requests`)."""
-        from manifests.storage.s3_requests import S3Requests
+        from clipmill.manifests.storage.s3_requests import S3Requests
 
         if self.scheme == "s3":
             yield from S3Requests(self.address, self._store).open_uploads()
 
     def abort(self, upload: "OpenUpload") -> None:
         """Give up a multipart upload."""
-        from manifests.storage.s3_requests import S3Requests
+        from clipmill.manifests.storage.s3_requests import S3Requests
 
         S3Requests(self.address, self._store).abort(upload)
 

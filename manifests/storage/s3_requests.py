@@ -18,7 +18,7 @@ from typing import Any
 from urllib.parse import quote, unquote_plus, urlencode
 from xml.etree import ElementTree
 
-from manifests.storage.errors import Unanswered, storage_errors
+from clipmill.manifests.storage.errors import Unanswered, storage_errors
 
 _VALID = timedelta(minutes=15)
 _TIMEOUT_S = 30.0
@@ -43,7 +43,7 @@ class OpenUpload:
 class S3Requests:
     """Requests to the bucket of an address such as `s3://bucket/folder`; keys are relative to it.
 
-    All methods raise what those of `manifests.storage.objects.Objects` raise.
+    All methods raise what those of `clipmill.manifests.storage.objects.Objects` raise.
 
     Args:
         store: obstore's store of the address.
@@ -127,7 +127,7 @@ class S3Requests:
 
 
 def _answer(method: str, url: str) -> ElementTree.Element:
-    """Return the body of an answer; errors are worded as obstore words them (`manifests.storage.errors`)."""
+    """Return the body of an answer; errors are worded as obstore words them (`clipmill.manifests.storage.errors`)."""
     from obstore.exceptions import GenericError
 
     try:

@@ -8,8 +8,8 @@ import re
 from datetime import timedelta
 from typing import Any
 
-from manifests.errors import UserError, first_line
-from manifests.storage.clouds import CLOUDS
+from clipmill.manifests.errors import UserError, first_line
+from clipmill.manifests.storage.clouds import CLOUDS
 
 RETRY_S = 90.0  # how long a request is repeated that fails in passing; the last attempt begins within this time
 # obstore waits a random time between the first backoff and `base` times the one before; with a base of 2 or less, the

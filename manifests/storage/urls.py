@@ -2,7 +2,7 @@
 
 In URLs of buckets everything after the bucket is the key, literally. In `http(s)` URLs, the path is percent-encoded.
 They must not have a user, a password or a query string: a manifest would store them, and a signed URL expires.
-Credentials are taken from the environment (`manifests.storage.objects`).
+Credentials are taken from the environment (`clipmill.manifests.storage.objects`).
 """
 
 import os
@@ -10,8 +10,8 @@ import re
 from pathlib import Path, PurePosixPath
 from urllib.parse import quote, unquote
 
-from manifests.errors import UserError
-from manifests.storage.mirrors import is_remote, require_not_mistyped
+from clipmill.manifests.errors import UserError
+from clipmill.manifests.storage.mirrors import is_remote, require_not_mistyped
 
 Place = Path | str  # a local path, or a URL
 

@@ -28,12 +28,12 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from manifests.publish import TEMPORARY_PREFIX, temporary_path
-from manifests.storage.changes import PART_BYTES, replace_record
-from manifests.storage.errors import no_damage
-from manifests.storage.lease_holders import HeldLeases, held_leases, holder_of
-from manifests.storage.leases import Lease, LeaseHeld
-from manifests.storage.local_files import (
+from clipmill.manifests.publish import TEMPORARY_PREFIX, temporary_path
+from clipmill.manifests.storage.changes import PART_BYTES, replace_record
+from clipmill.manifests.storage.errors import no_damage
+from clipmill.manifests.storage.lease_holders import HeldLeases, held_leases, holder_of
+from clipmill.manifests.storage.leases import Lease, LeaseHeld
+from clipmill.manifests.storage.local_files import (
     holds,
     is_below,
     is_eager,
@@ -44,7 +44,7 @@ from manifests.storage.local_files import (
     set_stamp,
     sorted_out,
 )
-from manifests.storage.objects import ObjectInfo, Objects, open_objects
+from clipmill.manifests.storage.objects import ObjectInfo, Objects, open_objects
 
 _ROOT_LOCK = ".folder.lock"
 _NUM_THREADS = 32

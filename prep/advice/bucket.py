@@ -23,9 +23,9 @@ from itertools import cycle
 from statistics import median
 from typing import Any
 
-from manifests.quoting import counted
-from manifests.storage.objects import Objects
-from prep.advice.equation import Load, bytes_text
+from clipmill.manifests.quoting import counted
+from clipmill.manifests.storage.objects import Objects
+from clipmill.prep.advice.equation import Load, bytes_text
 
 GAP_BYTES = 1 << 18  # train reads a gap up to this size along, rather than send another request
 READERS = 32  # threads by which a process of train reads clips ahead

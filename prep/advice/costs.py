@@ -6,11 +6,11 @@ from random import Random
 
 import numpy as np
 
-from manifests.quoting import counted
-from manifests.storage.objects import Objects
-from prep.advice.bucket import GAP_BYTES, measure
-from prep.advice.equation import bytes_text
-from prep.advice.reading_costs import (
+from clipmill.manifests.quoting import counted
+from clipmill.manifests.storage.objects import Objects
+from clipmill.prep.advice.bucket import GAP_BYTES, measure
+from clipmill.prep.advice.equation import bytes_text
+from clipmill.prep.advice.reading_costs import (
     SEGMENT_S,
     ClipRead,
     clip_reads,
@@ -22,8 +22,8 @@ from prep.advice.reading_costs import (
     spread,
     video_bytes_per_s,
 )
-from prep.video.recipe import recipe_from_dict
-from shards.reader import CommittedShard, Variant
+from clipmill.prep.video.recipe import recipe_from_dict
+from clipmill.shards.reader import CommittedShard, Variant
 
 
 @dataclass(frozen=True, kw_only=True)

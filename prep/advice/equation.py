@@ -15,7 +15,7 @@ one node measures and N times that speed.
 from dataclasses import dataclass
 from typing import Any
 
-from manifests.quoting import counted
+from clipmill.manifests.quoting import counted
 
 _SOURCE = "AVION, arXiv:2309.16669, equation 3"
 

@@ -9,10 +9,10 @@ from random import Random
 import numpy as np
 from numpy.typing import NDArray
 
-from manifests.errors import UserError
-from manifests.storage.mirrors import mirror_of
-from shards.packets import PacketTable
-from shards.reader import CommittedShard
+from clipmill.manifests.errors import UserError
+from clipmill.manifests.storage.mirrors import mirror_of
+from clipmill.shards.packets import PacketTable
+from clipmill.shards.reader import CommittedShard
 
 _MAX_SHARDS = 64  # number of shards sampled, spread over the set
 _CHUNKS_PER_SHARD, _CLIPS_PER_CHUNK, _CLIP_FRAMES = 8, 4, 4

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from manifests.errors import UserError
+from clipmill.manifests.errors import UserError
 
 METRICS_FILE, SETTINGS_FILE, FACTS_FILE = "metrics.jsonl", "settings.yaml", "run.json"
 _WARM_UP_SHARE = 0.1

@@ -8,9 +8,9 @@ from typing import Annotated, Literal
 
 from cyclopts import Parameter
 
-from manifests.errors import UserError
-from manifests.quoting import counted
-from prep.core.make import Data, Json
+from clipmill.manifests.errors import UserError
+from clipmill.manifests.quoting import counted
+from clipmill.prep.core.make import Data, Json
 
 _Positive = Parameter(allow_leading_hyphen=True)
 _MAX_NODES, _MAX_GPUS = 100_000, 1_000
@@ -68,16 +68,16 @@ def advise(
         prep advise --step-time 0.5 --batch 64
         prep advise --run runs/first --nodes 16 --gpus 8
     """
-    from manifests.progress import Activity
-    from manifests.storage.mirrors import mirror_of
-    from manifests.storage.objects import open_objects
-    from prep.advice.bucket import BucketLoad, bucket_text, bucket_values
-    from prep.advice.costs import measure_costs
-    from prep.advice.equation import Load, Origin, advice_text, advice_values
-    from prep.core.data_folder import require_data_folder
-    from prep.video.settings import bits_per_second
-    from shards.damage import Damaged
-    from shards.reader import Variant
+    from clipmill.manifests.progress import Activity
+    from clipmill.manifests.storage.mirrors import mirror_of
+    from clipmill.manifests.storage.objects import open_objects
+    from clipmill.prep.advice.bucket import BucketLoad, bucket_text, bucket_values
+    from clipmill.prep.advice.costs import measure_costs
+    from clipmill.prep.advice.equation import Load, Origin, advice_text, advice_values
+    from clipmill.prep.core.data_folder import require_data_folder
+    from clipmill.prep.video.settings import bits_per_second
+    from clipmill.shards.damage import Damaged
+    from clipmill.shards.reader import Variant
 
     _positive("--step-time", step_time, unit="seconds")
     _positive("--batch", batch, unit="clips")
@@ -156,7 +156,7 @@ class _Step:
 
 def _step(step_s: float | None, batch: int | None, run: Path | None, *, num_gpus: int | None) -> _Step:
     """Duration and batch size of a step, as given or of a run; the run's batch size is scaled to `num_gpus`."""
-    from prep.advice.run_steps import read_run_steps
+    from clipmill.prep.advice.run_steps import read_run_steps
 
     origin = "given by --step-time"
     if run is not None:

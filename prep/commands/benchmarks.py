@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:
-    from manifests.adapters.reading import Reading
+    from clipmill.manifests.adapters.reading import Reading
 
 
 @dataclass(frozen=True)
@@ -14,7 +14,7 @@ class Adapter:
 
     Attributes:
         kind: name of the command, and default name of the dataset.
-        reader: `module:function` of its reader in `manifests.adapters`.
+        reader: `module:function` of its reader in `clipmill.manifests.adapters`.
         takes: input of the reader: "captions" for a folder of videos and one table of captions, "annotations" for a
             folder of videos and annotation files, "lists" for lists of clips.
         text: help text of the command and its parameters.
@@ -28,7 +28,7 @@ class Adapter:
     def read(self, *arguments: Any, **options: Any) -> "Reading":
         """Call the reader."""
         module, _, function = self.reader.partition(":")
-        found: Reading = getattr(importlib.import_module(f"manifests.adapters.{module}"), function)(
+        found: Reading = getattr(importlib.import_module(f"clipmill.manifests.adapters.{module}"), function)(
             *arguments, **options
         )
         return found

@@ -7,13 +7,13 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from prep.core.column import VIDEO
-from prep.sources.table import probes_of, read_probes
-from shards.chunk_table import read_chunk_rows
-from shards.damage import Damaged
-from shards.dataset import current_variant, variant_dir
-from shards.moments import Moments
-from shards.reader import Variant
+from clipmill.prep.core.column import VIDEO
+from clipmill.prep.sources.table import probes_of, read_probes
+from clipmill.shards.chunk_table import read_chunk_rows
+from clipmill.shards.damage import Damaged
+from clipmill.shards.dataset import current_variant, variant_dir
+from clipmill.shards.moments import Moments
+from clipmill.shards.reader import Variant
 
 _TIMES = ("start_ms", "num_frames", "fps_num", "fps_den")
 _LONGEST_MS = 1e15  # longer than any video

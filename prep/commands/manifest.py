@@ -12,18 +12,18 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 from cyclopts import App, Parameter, Token
 
-from manifests.data_location import address_of, check_data_dir
-from manifests.errors import FailedWork, UserError
-from manifests.quoting import counted, on_one_line
-from manifests.storage.mirrors import mirror_of
-from manifests.storage.urls import folder_of, place_of
-from prep.commands import manifest_captions
-from prep.commands.benchmarks import BENCHMARKS, Adapter
-from prep.core.make import OPTIONS, Data
+from clipmill.manifests.data_location import address_of, check_data_dir
+from clipmill.manifests.errors import FailedWork, UserError
+from clipmill.manifests.quoting import counted, on_one_line
+from clipmill.manifests.storage.mirrors import mirror_of
+from clipmill.manifests.storage.urls import folder_of, place_of
+from clipmill.prep.commands import manifest_captions
+from clipmill.prep.commands.benchmarks import BENCHMARKS, Adapter
+from clipmill.prep.core.make import OPTIONS, Data
 
 if TYPE_CHECKING:
-    from manifests.adapters.reading import Reading
-    from manifests.storage.urls import Place
+    from clipmill.manifests.adapters.reading import Reading
+    from clipmill.manifests.storage.urls import Place
 else:
     Place = Path  # with a converter: flags are local paths or URLs
 
@@ -132,7 +132,7 @@ def _with_captions(adapter: Adapter) -> Callable[..., None]:
         name = dataset or adapter.kind
 
         def read(tables: list[Path]) -> "Reading":
-            from manifests.store import known_files
+            from clipmill.manifests.store import known_files
 
             known = known_files(data, name)
             table = tables[0] if tables else None
@@ -226,8 +226,8 @@ def synthetic(
 
         prep manifest synthetic --videos 24 --minutes 1
     """
-    from manifests.progress import Activity
-    from prep.synthetic.make import Mode, make_synthetic
+    from clipmill.manifests.progress import Activity
+    from clipmill.prep.synthetic.make import Mode, make_synthetic
 
     if videos < 1:
         raise UserError(f"--videos {videos} is out of range", hint="give 1 or more")
@@ -276,15 +276,15 @@ def _write(
         tables: annotation files.
         videos: folder of the videos, or None if the tables name them.
     """
-    from manifests.adapters.reading import encodable
-    from manifests.adapters.remote_tables import read_with_local_tables
-    from manifests.errors import DISK_ERRORS
-    from manifests.progress import Activity
-    from manifests.quoting import quoted
-    from manifests.store import read_rejected, write_manifest
-    from prep.commands import manifest_text
-    from prep.core.data_folder import keep_caption_spans, writing
-    from prep.core.failure_list import first_rejected
+    from clipmill.manifests.adapters.reading import encodable
+    from clipmill.manifests.adapters.remote_tables import read_with_local_tables
+    from clipmill.manifests.errors import DISK_ERRORS
+    from clipmill.manifests.progress import Activity
+    from clipmill.manifests.quoting import quoted
+    from clipmill.manifests.store import read_rejected, write_manifest
+    from clipmill.prep.commands import manifest_text
+    from clipmill.prep.core.data_folder import keep_caption_spans, writing
+    from clipmill.prep.core.failure_list import first_rejected
 
     check_data_dir(data, videos=videos)
     _check_existing(data)
@@ -330,8 +330,8 @@ def _write(
 
 def _check_existing(data: Path) -> None:
     """Raise an error for a manifest of another format before the work begins rather than at its end."""
-    from manifests.store import read_manifest
-    from manifests.table_files import DamagedManifest
+    from clipmill.manifests.store import read_manifest
+    from clipmill.manifests.table_files import DamagedManifest
 
     if (data / "manifest" / "manifest.json").exists():
         with suppress(DamagedManifest):  # writing the manifest repairs it, or fails with the reason

@@ -9,16 +9,16 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from cyclopts import Parameter
 
-from manifests.errors import FailedWork, UserError
-from manifests.quoting import counted, on_one_line, quoted
-from prep.core.make import Data
+from clipmill.manifests.errors import FailedWork, UserError
+from clipmill.manifests.quoting import counted, on_one_line, quoted
+from clipmill.prep.core.make import Data
 
 if TYPE_CHECKING:
     import pyarrow as pa
 
-    from manifests.adapters.reading import Reading
-    from manifests.further_write import FurtherResult
-    from prep.core.failure_list import FailureEntry
+    from clipmill.manifests.adapters.reading import Reading
+    from clipmill.manifests.further_write import FurtherResult
+    from clipmill.prep.core.failure_list import FailureEntry
 
 
 def captions(
@@ -59,18 +59,18 @@ def captions(
         Parquet, CSV or JSON-lines files with the columns video and text, and optionally begin_s, end_s (in seconds),
         source and likelihood.
     """
-    from manifests.adapters.further import Limits, read_caption_tables
-    from manifests.further_sources import SOURCE_CHARS, is_source_name
-    from manifests.further_write import FURTHER, write_further_captions
-    from manifests.progress import Activity
-    from manifests.store import read_rejected, read_videos
-    from prep.commands import manifest_text
-    from prep.commands.caption_limits import chunk_finder, ends_of_videos
-    from prep.core.column import VIDEO
-    from prep.core.data_folder import keep_caption_spans, require_data_folder, writing
-    from prep.core.failure_list import first_rejected, named_values
-    from prep.upkeep.caption_sources import other_variants
-    from shards.dataset import current_variant
+    from clipmill.manifests.adapters.further import Limits, read_caption_tables
+    from clipmill.manifests.further_sources import SOURCE_CHARS, is_source_name
+    from clipmill.manifests.further_write import FURTHER, write_further_captions
+    from clipmill.manifests.progress import Activity
+    from clipmill.manifests.store import read_rejected, read_videos
+    from clipmill.prep.commands import manifest_text
+    from clipmill.prep.commands.caption_limits import chunk_finder, ends_of_videos
+    from clipmill.prep.core.column import VIDEO
+    from clipmill.prep.core.data_folder import keep_caption_spans, require_data_folder, writing
+    from clipmill.prep.core.failure_list import first_rejected, named_values
+    from clipmill.prep.upkeep.caption_sources import other_variants
+    from clipmill.shards.dataset import current_variant
 
     if min_likelihood is not None and not (isfinite(min_likelihood) and min_likelihood <= 0):
         raise UserError(
@@ -123,7 +123,7 @@ def _select(
     import pyarrow as pa
     import pyarrow.compute as pc
 
-    from manifests.caption_selection import is_duplicate, is_unlikely
+    from clipmill.manifests.caption_selection import is_duplicate, is_unlikely
 
     num_dropped, kept = {}, captions
     if min_likelihood is not None:
@@ -168,10 +168,10 @@ def _values(written: "FurtherResult", *, reading: "Reading", num_dropped: dict[s
 
 
 def _lines(written: "FurtherResult", values: dict[str, Any], *, rejected: "Sequence[FailureEntry]") -> Iterator[str]:
-    from manifests.adapters.reasons import Reason
-    from manifests.table_files import REJECTED_LIST
-    from prep.commands.manifest_text import advice_on
-    from prep.core.failure_list import named_lines
+    from clipmill.manifests.adapters.reasons import Reason
+    from clipmill.manifests.table_files import REJECTED_LIST
+    from clipmill.prep.commands.manifest_text import advice_on
+    from clipmill.prep.core.failure_list import named_lines
 
     for name, count in written.num_captions.items():
         changes = f"{written.num_added[name]:,} new"

@@ -10,17 +10,17 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from manifests.adapters.reading import Reading
-from manifests.adapters.reasons import Reason
-from manifests.errors import UserError
-from manifests.quoting import counted, on_one_line
-from manifests.store import WriteResult
-from manifests.table_files import REJECTED_LIST
-from prep.core.column import VIDEO, data_flags
-from prep.core.failure_list import FailureEntry, first_rejected, named_lines, named_values
-from prep.registry import column_named
-from shards.dataset import current_variant
-from shards.reader import Variant
+from clipmill.manifests.adapters.reading import Reading
+from clipmill.manifests.adapters.reasons import Reason
+from clipmill.manifests.errors import UserError
+from clipmill.manifests.quoting import counted, on_one_line
+from clipmill.manifests.store import WriteResult
+from clipmill.manifests.table_files import REJECTED_LIST
+from clipmill.prep.core.column import VIDEO, data_flags
+from clipmill.prep.core.failure_list import FailureEntry, first_rejected, named_lines, named_values
+from clipmill.prep.registry import column_named
+from clipmill.shards.dataset import current_variant
+from clipmill.shards.reader import Variant
 
 _INDENT = "  "
 # Advice on rows rejected for a given reason, where it is the same for all datasets.

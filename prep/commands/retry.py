@@ -5,8 +5,8 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 from cyclopts import Parameter
 
-from manifests.errors import UserError
-from prep.core.make import (
+from clipmill.manifests.errors import UserError
+from clipmill.prep.core.make import (
     Address,
     Data,
     EngineName,
@@ -17,8 +17,8 @@ from prep.core.make import (
     ScratchSize,
     Workers,
 )
-from prep.engines.execution import Execution
-from prep.registry import column_named, column_names
+from clipmill.prep.engines.execution import Execution
+from clipmill.prep.registry import column_named, column_names
 
 if TYPE_CHECKING:
     AnyColumn = str
@@ -55,10 +55,10 @@ def retry(
 
         prep retry --only timeout
     """
-    from prep.core.data_folder import require_data_folder
-    from prep.core.failures import FailureCode
-    from prep.core.selection import stored_request
-    from shards.reader import Variant
+    from clipmill.prep.core.data_folder import require_data_folder
+    from clipmill.prep.core.failures import FailureCode
+    from clipmill.prep.core.selection import stored_request
+    from clipmill.shards.reader import Variant
 
     codes = frozenset(only or FailureCode)
     if unknown := sorted(codes - set(FailureCode)):

@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 from cyclopts import Parameter
 
-from manifests.errors import FailedWork, UserError
-from manifests.quoting import counted
-from prep.core.column import VIDEO
-from prep.core.make import Data, Json
-from prep.registry import column_named, column_names, columns
+from clipmill.manifests.errors import FailedWork, UserError
+from clipmill.manifests.quoting import counted
+from clipmill.prep.core.column import VIDEO
+from clipmill.prep.core.make import Data, Json
+from clipmill.prep.registry import column_named, column_names, columns
 
 VariantName = Annotated[
     str | None, Parameter(name="--variant", help="Variant name, as shown by prep status. Default: the current variant.")
@@ -33,10 +33,10 @@ def status(*, data: Data = Path("data"), json: Json = False) -> None:
 
         prep status
     """
-    from manifests.progress import Activity
-    from prep.core.data_folder import require_data_folder
-    from prep.upkeep.status import read_status
-    from prep.upkeep.status_text import repair_command, status_text
+    from clipmill.manifests.progress import Activity
+    from clipmill.prep.core.data_folder import require_data_folder
+    from clipmill.prep.upkeep.status import read_status
+    from clipmill.prep.upkeep.status_text import repair_command, status_text
 
     with Activity("reading the records"):
         found = read_status(require_data_folder(data))
@@ -62,13 +62,13 @@ def verify(
 
         prep verify --deep
     """
-    from manifests.progress import Activity
-    from prep.core.data_folder import require_data_folder
-    from prep.upkeep.records import check_folder_records, check_variant_records
-    from prep.upkeep.texts import failure_text, records_text, repairs_text, verified_text
-    from prep.upkeep.verify import verify_variant
-    from shards.dataset import DamagedDataset, current_variant
-    from shards.reader import Variant
+    from clipmill.manifests.progress import Activity
+    from clipmill.prep.core.data_folder import require_data_folder
+    from clipmill.prep.upkeep.records import check_folder_records, check_variant_records
+    from clipmill.prep.upkeep.texts import failure_text, records_text, repairs_text, verified_text
+    from clipmill.prep.upkeep.verify import verify_variant
+    from clipmill.shards.dataset import DamagedDataset, current_variant
+    from clipmill.shards.reader import Variant
 
     data_dir = require_data_folder(data)
     reading = "reading the records"
@@ -158,17 +158,17 @@ def inspect(
         prep inspect --html val.html --chunks 1000 --where "split == 'val'"
         prep inspect --column scores --html scores.html --where "cuts == 0"
     """
-    from manifests.progress import Activity
-    from prep.core.bucket_tars import tars_of
-    from prep.core.data_folder import require_data_folder
-    from prep.core.report import show
-    from prep.upkeep.inspection import sample_report, set_report
-    from shards.reader import Variant
+    from clipmill.manifests.progress import Activity
+    from clipmill.prep.core.bucket_tars import tars_of
+    from clipmill.prep.core.data_folder import require_data_folder
+    from clipmill.prep.core.report import show
+    from clipmill.prep.upkeep.inspection import sample_report, set_report
+    from clipmill.shards.reader import Variant
 
     data_dir, known = require_data_folder(data), column_named(column)
     opened = Variant.open(data_dir, column=column, variant=variant, tars=tars_of(data_dir))
     if html is not None:
-        from prep.core.pages import PageRequest
+        from clipmill.prep.core.pages import PageRequest
 
         if key is not None:
             raise UserError(
@@ -213,12 +213,12 @@ def gc(
     """
     from contextlib import ExitStack
 
-    from manifests.progress import Activity
-    from manifests.publish import folder_lock
-    from prep.core.data_folder import column_lock, require_data_folder
-    from prep.upkeep.bucket_garbage import abort, find_in_bucket
-    from prep.upkeep.garbage import find_garbage, remove
-    from prep.upkeep.texts import garbage_text, garbage_values
+    from clipmill.manifests.progress import Activity
+    from clipmill.manifests.publish import folder_lock
+    from clipmill.prep.core.data_folder import column_lock, require_data_folder
+    from clipmill.prep.upkeep.bucket_garbage import abort, find_in_bucket
+    from clipmill.prep.upkeep.garbage import find_garbage, remove
+    from clipmill.prep.upkeep.texts import garbage_text, garbage_values
 
     data_dir = require_data_folder(data)
     with ExitStack() as held:

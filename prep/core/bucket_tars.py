@@ -3,9 +3,9 @@
 from collections.abc import Sequence
 from pathlib import Path
 
-from manifests.storage.mirrors import Mirror, mirror_of
-from shards.damage import DamagedTar
-from shards.tars import TarBytes
+from clipmill.manifests.storage.mirrors import Mirror, mirror_of
+from clipmill.shards.damage import DamagedTar
+from clipmill.shards.tars import TarBytes
 
 
 def tars_of(data_dir: Path) -> TarBytes | None:

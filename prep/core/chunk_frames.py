@@ -8,8 +8,8 @@ import av
 import av.error
 from av.video.frame import VideoFrame
 
-from prep.core.failures import FailureCode, SourceFailure
-from shards.format import PACKET_REFERENCE
+from clipmill.prep.core.failures import FailureCode, SourceFailure
+from clipmill.shards.format import PACKET_REFERENCE
 
 
 def decode_frames(
@@ -19,7 +19,7 @@ def decode_frames(
 
     Args:
         fps: frame rate of the chunk.
-        packet_frame, packet_flags: packet table of the chunk, in decoding order (shards.format.VIDEO_FIELDS).
+        packet_frame, packet_flags: packet table of the chunk, in decoding order (clipmill.shards.format.VIDEO_FIELDS).
 
     Raises:
         SourceFailure: decode_errors, or frames_differ if the decoder does not return a wanted frame.

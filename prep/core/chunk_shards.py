@@ -15,13 +15,13 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from prep.core.failures import FailureCode, SourceFailure
-from prep.core.plan import NUM_CHECK_THREADS, WantedShard
-from shards.commits import Commit, Failure
-from shards.damage import Damaged, DamagedIndex
-from shards.index import extensions_of, open_index
-from shards.reader import CommittedShard, open_shard
-from shards.writer import Sample
+from clipmill.prep.core.failures import FailureCode, SourceFailure
+from clipmill.prep.core.plan import NUM_CHECK_THREADS, WantedShard
+from clipmill.shards.commits import Commit, Failure
+from clipmill.shards.damage import Damaged, DamagedIndex
+from clipmill.shards.index import extensions_of, open_index
+from clipmill.shards.reader import CommittedShard, open_shard
+from clipmill.shards.writer import Sample
 
 _FINGERPRINT_COLUMNS = ["key", "span_fingerprint", "mp4_size", "mp4_crc32"]
 _COLUMNS = [*_FINGERPRINT_COLUMNS, "video_id", "num_frames", "fps_num", "fps_den"]

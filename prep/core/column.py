@@ -1,8 +1,8 @@
 """`ColumnSpec`: everything that the commands need to know about a column.
 
-`prep.registry` lists the columns. Code that plans, makes, shows, verifies, retries or removes a column receives its
-spec and calls the functions in it; no code outside a column's own folder refers to the column by name. Specs are loaded
-whenever `prep` starts, so their functions import slow modules inside their bodies.
+`clipmill.prep.registry` lists the columns. Code that plans, makes, shows, verifies, retries or removes a column
+receives its spec and calls the functions in it; no code outside a column's own folder refers to the column by name.
+Specs are loaded whenever `prep` starts, so their functions import slow modules inside their bodies.
 """
 
 import hashlib
@@ -19,12 +19,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
-    from prep.core.make import Request
-    from prep.core.pages import PageRequest
-    from prep.core.plan import ShardPlan
-    from prep.core.report import Report
-    from shards.commits import Failure
-    from shards.reader import CommittedShard, Variant
+    from clipmill.prep.core.make import Request
+    from clipmill.prep.core.pages import PageRequest
+    from clipmill.prep.core.plan import ShardPlan
+    from clipmill.prep.core.report import Report
+    from clipmill.shards.commits import Failure
+    from clipmill.shards.reader import CommittedShard, Variant
 
 DATA_VARIABLE = "CLIPMILL_DATA"
 VIDEO = "video"  # made from the source videos; all other columns are made from it or from the manifest
@@ -118,12 +118,12 @@ class ExtraFile:
 
 
 def _merged_table_problem(variant: "Variant") -> str | None:
-    from shards.chunk_table import chunk_table_problem
+    from clipmill.shards.chunk_table import chunk_table_problem
 
     return chunk_table_problem(variant)
 
 
-# Of columns that training reads; shards.merged_table.CHUNKS_FILE, whose import would make `prep --help` slow.
+# Of columns that training reads; clipmill.shards.merged_table.CHUNKS_FILE, whose import would make `prep --help` slow.
 MERGED_TABLE = ExtraFile("chunks.arrow", _merged_table_problem)
 
 

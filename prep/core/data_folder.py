@@ -11,16 +11,16 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from manifests.caption_spans import update_caption_spans
-from manifests.errors import UserError
-from manifests.publish import folder_lock, naming, remove_temporaries, target_of
-from manifests.storage.mirrors import mirror_of
-from manifests.store import manifest_dir
-from prep.core.column import VIDEO
-from prep.core.heartbeat import RUNNING_FOLDER
-from prep.core.layout import LAYOUT_FOLDER, owner_of_layout
-from shards.dataset import list_variants, variant_dir
-from shards.format import COMMITS_FOLDER, DATASET_FILE, RECIPE_FILE, folders_in
+from clipmill.manifests.caption_spans import update_caption_spans
+from clipmill.manifests.errors import UserError
+from clipmill.manifests.publish import folder_lock, naming, remove_temporaries, target_of
+from clipmill.manifests.storage.mirrors import mirror_of
+from clipmill.manifests.store import manifest_dir
+from clipmill.prep.core.column import VIDEO
+from clipmill.prep.core.heartbeat import RUNNING_FOLDER
+from clipmill.prep.core.layout import LAYOUT_FOLDER, owner_of_layout
+from clipmill.shards.dataset import list_variants, variant_dir
+from clipmill.shards.format import COMMITS_FOLDER, DATASET_FILE, RECIPE_FILE, folders_in
 
 PROBES_FILE = "probes.parquet"
 SHOTS_FILE = "shots.parquet"
@@ -250,7 +250,7 @@ def _is_silent(path: Path) -> bool:
 def writer_of(data_dir: Path, *, column: str) -> str | None:
     """Return which command writes a column of a data folder in a bucket, on any machine, and since when.
 
-    Return None if none does, or if the data folder is local: its heartbeats tell more (`prep.core.heartbeat`).
+    Return None if none does, or if the data folder is local: its heartbeats tell more (`clipmill.prep.core.heartbeat`).
     """
     mirror = mirror_of(data_dir)
     if mirror is None:
@@ -268,7 +268,7 @@ def lock_path(data_dir: Path, column: str) -> Path:
 
 
 def part_lock_names(column: str) -> re.Pattern[str]:
-    """Return the pattern of the names of the locks of a column's parts (`prep.core.part_locks`): number and count."""
+    """Return the pattern of the names of the locks of a column's parts (`part_locks`): number and count."""
     return re.compile(rf"\.{re.escape(column)}\.part-(\d+)-of-(\d+)\.lock", re.ASCII)
 
 

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from manifests.quoting import counted
-from manifests.storage.mirrors import mirror_of
-from prep.core.report import between, size_text
-from shards.dataset import list_variants, variant_dir
+from clipmill.manifests.quoting import counted
+from clipmill.manifests.storage.mirrors import mirror_of
+from clipmill.prep.core.report import between, size_text
+from clipmill.shards.dataset import list_variants, variant_dir
 
 
 @dataclass(frozen=True)

@@ -7,18 +7,18 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 
-from manifests.quoting import counted
-from manifests.storage.mirrors import mirror_of
-from prep.core.column import ColumnSpec, data_flags, short_path
-from prep.core.disk_use import folder_bytes
-from prep.core.plan import NUM_CHECK_THREADS
-from prep.core.report import Report, hours_text, next_line, size_text
-from shards.commits import ShardFiles
-from shards.damage import Damaged
-from shards.dataset import list_variants
-from shards.format import folders_in
-from shards.index import index_seconds
-from shards.reader import CommittedShard, Variant
+from clipmill.manifests.quoting import counted
+from clipmill.manifests.storage.mirrors import mirror_of
+from clipmill.prep.core.column import ColumnSpec, data_flags, short_path
+from clipmill.prep.core.disk_use import folder_bytes
+from clipmill.prep.core.plan import NUM_CHECK_THREADS
+from clipmill.prep.core.report import Report, hours_text, next_line, size_text
+from clipmill.shards.commits import ShardFiles
+from clipmill.shards.damage import Damaged
+from clipmill.shards.dataset import list_variants
+from clipmill.shards.format import folders_in
+from clipmill.shards.index import index_seconds
+from clipmill.shards.reader import CommittedShard, Variant
 
 _SHARD_ENDINGS = (".tar", ".tar.idx", ".index.arrow")
 
@@ -83,7 +83,7 @@ def _unused_bytes(variant: Variant, files: Sequence[ShardFiles], *, data: Path, 
 
 def _missing_parts(report: Report, column: ColumnSpec, variant: Variant, *, data: Path) -> list[str]:
     """Return the words of the command that makes what other parts have left; empty if they have left nothing."""
-    from prep.core.selection import stored_request
+    from clipmill.prep.core.selection import stored_request
 
     not_made = report.values.get("part", {}).get("not_made", {})
     if not not_made:

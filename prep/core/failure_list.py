@@ -12,11 +12,11 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from manifests.adapters.dialects import TABLE_SUFFIXES, line_numbers
-from manifests.errors import UserError
-from manifests.quoting import on_one_line
-from prep.core.failures import WORDS
-from shards.commits import Failure
+from clipmill.manifests.adapters.dialects import TABLE_SUFFIXES, line_numbers
+from clipmill.manifests.errors import UserError
+from clipmill.manifests.quoting import on_one_line
+from clipmill.prep.core.failures import WORDS
+from clipmill.shards.commits import Failure
 
 MAX_NAMED = 5
 _CUES = (".srt", ".vtt")  # which number their entries from 1
@@ -59,7 +59,7 @@ def failure_values(failures: Sequence[Failure], *, listed: Path) -> dict[str, An
 
 
 def first_rejected(rejected: pa.Table) -> list[FailureEntry]:
-    """Return the first few rows of a table with schema manifests.schema.REJECTED, named by file, place and value."""
+    """Return the first few rows of a table with schema REJECTED, named by file, place and value."""
     rows: list[dict[str, Any]] = []
     for reason in pc.unique(rejected["reason"]):
         rows += rejected.filter(pc.equal(rejected["reason"], reason)).slice(0, MAX_NAMED).to_pylist()

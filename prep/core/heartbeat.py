@@ -13,8 +13,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from manifests.json_text import parse_json
-from manifests.publish import TEMPORARY_PREFIX
+from clipmill.manifests.json_text import parse_json
+from clipmill.manifests.publish import TEMPORARY_PREFIX
 
 RUNNING_FOLDER = f"{TEMPORARY_PREFIX}running"
 _INTERVAL_S = 0.5

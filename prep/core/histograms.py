@@ -7,7 +7,7 @@ from html import escape
 import numpy as np
 from numpy.typing import NDArray
 
-from manifests.quoting import counted
+from clipmill.manifests.quoting import counted
 
 NUM_BINS = 32  # at most
 _NUM_LABELS, _NUM_RANGES = 8, 4  # labels of bars that stand for one whole number, and for several; at most

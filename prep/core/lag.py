@@ -10,9 +10,9 @@ from collections.abc import Callable, Iterable
 from contextlib import suppress
 from pathlib import Path
 
-from manifests.errors import UserError
-from shards.commits import commit_path, read_commit
-from shards.damage import Damaged
+from clipmill.manifests.errors import UserError
+from clipmill.shards.commits import commit_path, read_commit
+from clipmill.shards.damage import Damaged
 
 LIMIT_S = 60.0
 _INTERVAL_S = 0.5

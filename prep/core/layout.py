@@ -15,15 +15,15 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from manifests.errors import UserError
-from prep.core.column import VIDEO, command_for
-from prep.core.table_file import as_array, read_table_file, write_table_file
-from shards.commits import Commit, Failure
-from shards.damage import Damaged
-from shards.dataset import list_variants, variant_dir
-from shards.format import COLUMNS, RECIPE_FILE
-from shards.index import open_index
-from shards.reader import Variant
+from clipmill.manifests.errors import UserError
+from clipmill.prep.core.column import VIDEO, command_for
+from clipmill.prep.core.table_file import as_array, read_table_file, write_table_file
+from clipmill.shards.commits import Commit, Failure
+from clipmill.shards.damage import Damaged
+from clipmill.shards.dataset import list_variants, variant_dir
+from clipmill.shards.format import COLUMNS, RECIPE_FILE
+from clipmill.shards.index import open_index
+from clipmill.shards.reader import Variant
 
 LAYOUT_FOLDER = "layout"
 SpanId = tuple[str, int]  # (video id, number of the span within its video)

@@ -12,21 +12,21 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from cyclopts import Group, Parameter, Token
 
-from manifests.errors import FailedWork, UserError
-from manifests.help_text import FIRST_RUN
-from manifests.progress import Activity
-from manifests.quoting import counted
-from manifests.storage.mirrors import is_remote, require_not_mistyped
-from prep.core.column import DATA_VARIABLE, ColumnPlan, ColumnSpec, RunSummary
-from prep.core.lag import LIMIT_S
-from prep.engines.execution import Execution
+from clipmill.manifests.errors import FailedWork, UserError
+from clipmill.manifests.help_text import FIRST_RUN
+from clipmill.manifests.progress import Activity
+from clipmill.manifests.quoting import counted
+from clipmill.manifests.storage.mirrors import is_remote, require_not_mistyped
+from clipmill.prep.core.column import DATA_VARIABLE, ColumnPlan, ColumnSpec, RunSummary
+from clipmill.prep.core.lag import LIMIT_S
+from clipmill.prep.engines.execution import Execution
 
 _CLUSTER = re.compile(r"auto|local|(ray://)?[^\s/]+:\d{1,5}", re.ASCII)
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)([kMGT])B", re.ASCII)
 
 if TYPE_CHECKING:
-    from prep.core.parts import PartRun
-    from prep.core.report import Report
+    from clipmill.prep.core.parts import PartRun
+    from clipmill.prep.core.report import Report
 
 EXECUTION = Parameter(group=Group("Execution", sort_key=8))
 OPTIONS = Group("Options", sort_key=9)  # of flags without another group
@@ -38,7 +38,7 @@ def _data_folder(_type: Any, tokens: Sequence[Token]) -> Path:
     if not is_remote(value):
         require_not_mistyped(value)
         return Path(value)
-    from manifests.storage.attaching import open_data
+    from clipmill.manifests.storage.attaching import open_data
 
     return open_data(value)
 
@@ -123,7 +123,7 @@ class Request:
         only_variant: name of the variant that the settings must produce, or None.
         scratch_size: limit of the copies of remote videos on a node, such as 200GB; None for most of the free space.
         part: value of `--part`, or None.
-        part_run: set while a part runs; columns pass it to `prep.core.run.execute`.
+        part_run: set while a part runs; columns pass it to `clipmill.prep.core.run.execute`.
     """
 
     data: Path
@@ -160,7 +160,7 @@ class Request:
     @property
     def cluster(self) -> str | None:
         """Address of the Ray cluster that does the work; None for this machine."""
-        from prep.engines.ray_connection import cluster_address
+        from clipmill.prep.engines.ray_connection import cluster_address
 
         return cluster_address(self.address) if self.engine == "ray" else None
 
@@ -235,8 +235,8 @@ def parse_budget(text: str) -> Callable[[int], float]:
 def plan_column(column: ColumnSpec, settings: Any, *, data: Path, json: bool) -> None:
     """Print what making the column would do, and why."""
     with Activity("planning"):
-        from prep.core.data_folder import require_data_folder
-        from prep.core.report import show
+        from clipmill.prep.core.data_folder import require_data_folder
+        from clipmill.prep.core.report import show
 
         plan = column.plan(require_data_folder(data), settings, Request(data=data))
         report = column.plan_report(plan)
@@ -254,7 +254,7 @@ def make_column(column: ColumnSpec, settings: Any, request: Request) -> None:
     request.check()
     with Activity("planning") as now:
         plan, summary, report, listed = _made(column, settings, request, now)
-    from prep.core.report import show
+    from clipmill.prep.core.report import show
 
     show(report, json=request.json)
     if summary.gave_up is not None:
@@ -271,13 +271,13 @@ def _made(
     column: ColumnSpec, settings: Any, request: Request, now: Activity
 ) -> "tuple[ColumnPlan, RunSummary, Report, Path]":
     """Plan and make the column; return the plan, the summary, its report, and the path of the list of failures."""
-    from prep.core.data_folder import require_data_folder, writing
-    from prep.core.ending import with_ending
-    from prep.core.part_locks import Part
-    from prep.core.parts import writing_part
-    from prep.core.report import with_part
-    from prep.core.run import FAILURES_FILE
-    from shards.dataset import current_variant
+    from clipmill.prep.core.data_folder import require_data_folder, writing
+    from clipmill.prep.core.ending import with_ending
+    from clipmill.prep.core.part_locks import Part
+    from clipmill.prep.core.parts import writing_part
+    from clipmill.prep.core.report import with_part
+    from clipmill.prep.core.run import FAILURES_FILE
+    from clipmill.shards.dataset import current_variant
 
     part = None if request.part is None else Part.parse(request.part)
     data_dir = require_data_folder(request.data)

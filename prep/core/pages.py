@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from html import escape
 from pathlib import Path
 
-from manifests.errors import UserError
-from manifests.publish import folder_lock, publish_bytes, remove_temporaries
-from manifests.quoting import visible
+from clipmill.manifests.errors import UserError
+from clipmill.manifests.publish import folder_lock, publish_bytes, remove_temporaries
+from clipmill.manifests.quoting import visible
 
 
 @dataclass(frozen=True)
@@ -22,7 +22,7 @@ class PageRequest:
 
     Attributes:
         path: HTML file to write.
-        where: expression (shards.where), or None.
+        where: expression (clipmill.shards.where), or None.
         num_samples: number of samples to show; None for the default of the page.
         on_sample: called with (number of samples read, number to read).
     """

@@ -11,16 +11,16 @@ from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from pathlib import Path
 
-from manifests.storage.lease_holders import held_leases
-from manifests.storage.leases import EXPIRY_S, Lease, LeaseHeld
-from manifests.storage.mirrors import mirror_of
-from manifests.storage.working_copy import WorkingCopy
-from prep.core.data_folder import lock_path, part_lock_names
-from prep.core.part_locks import Part, RunningPart, column_is_written
+from clipmill.manifests.storage.lease_holders import held_leases
+from clipmill.manifests.storage.leases import EXPIRY_S, Lease, LeaseHeld
+from clipmill.manifests.storage.mirrors import mirror_of
+from clipmill.manifests.storage.working_copy import WorkingCopy
+from clipmill.prep.core.data_folder import lock_path, part_lock_names
+from clipmill.prep.core.part_locks import Part, RunningPart, column_is_written
 
 
 class PartLeases:
-    """See `prep.core.part_locks.PartLocks`."""
+    """See `clipmill.prep.core.part_locks.PartLocks`."""
 
     def __init__(self, data_dir: Path, column: str, part: Part) -> None:
         copy = mirror_of(data_dir)

@@ -1,6 +1,6 @@
 """The locks by which the parts of a run know each other: a file in the data folder for each part that is running.
 
-`prep.core.part_leases` has the same for a data folder in a bucket.
+`clipmill.prep.core.part_leases` has the same for a data folder in a bucket.
 """
 
 import os
@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from manifests.errors import UserError
-from prep.core.data_folder import FileLock, holder_of, lock_path, part_lock_names, this_process
+from clipmill.manifests.errors import UserError
+from clipmill.prep.core.data_folder import FileLock, holder_of, lock_path, part_lock_names, this_process
 
 _PART = re.compile(r"(-?\d{1,6})/(-?\d{1,6})", re.ASCII)
 SIGN_INTERVAL_S = 1.0  # a running part touches its file

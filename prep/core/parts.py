@@ -22,8 +22,8 @@ alone. A running part therefore touches the file of its lock, and a part that ca
 changing is refused. Network file systems may show a new commit late: a part that ends notes in the file of the turn,
 which a lock keeps up to date, how much it has made, and the last one waits until it sees all of it.
 
-In a bucket, locks are leases, which expire when a part is killed (`prep.core.part_leases`). What others have published
-is seen at once, and fetched at the two turns.
+In a bucket, locks are leases, which expire when a part is killed (`clipmill.prep.core.part_leases`). What others have
+published is seen at once, and fetched at the two turns.
 """
 
 import re
@@ -38,13 +38,13 @@ from pathlib import Path
 from threading import Event, Thread
 from typing import Any, TypeVar
 
-from manifests.errors import UserError
-from manifests.quoting import counted
-from manifests.storage.mirrors import mirror_of, refresh
-from prep.core.data_folder import remove_leftovers, this_process
-from prep.core.part_locks import SIGN_INTERVAL_S, Part, PartFiles, PartLocks
-from prep.core.shard_result import ShardWork
-from prep.engines.admission import source_sha256
+from clipmill.manifests.errors import UserError
+from clipmill.manifests.quoting import counted
+from clipmill.manifests.storage.mirrors import mirror_of, refresh
+from clipmill.prep.core.data_folder import remove_leftovers, this_process
+from clipmill.prep.core.part_locks import SIGN_INTERVAL_S, Part, PartFiles, PartLocks
+from clipmill.prep.core.shard_result import ShardWork
+from clipmill.prep.engines.admission import source_sha256
 
 S = TypeVar("S", bound=ShardWork)
 
@@ -79,7 +79,7 @@ class PartRun:
         if mirror_of(self.data_dir) is None:
             self._locks = PartFiles(self.data_dir, self.column, self.part)
         else:
-            from prep.core.part_leases import PartLeases
+            from clipmill.prep.core.part_leases import PartLeases
 
             self._locks = PartLeases(self.data_dir, self.column, self.part)
 
@@ -115,7 +115,7 @@ class PartRun:
         else:
             self._leave_turn()
 
-    def agree(self, variant: str, *, where: str | None, package: str = "prep") -> None:
+    def agree(self, variant: str, *, where: str | None, package: str = "clipmill.prep") -> None:
         """Record what the part makes, and by which source code.
 
         Args:

@@ -6,13 +6,13 @@ from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 
-from prep.core.column import Pending
-from prep.core.failures import SOURCE_AWAY, TRANSIENT
-from shards.commits import Commit, read_commits
-from shards.damage import Damaged
-from shards.quick_check import quick_problems
-from shards.reader import CommittedShard, Variant
-from shards.verify import Code
+from clipmill.prep.core.column import Pending
+from clipmill.prep.core.failures import SOURCE_AWAY, TRANSIENT
+from clipmill.shards.commits import Commit, read_commits
+from clipmill.shards.damage import Damaged
+from clipmill.shards.quick_check import quick_problems
+from clipmill.shards.reader import CommittedShard, Variant
+from clipmill.shards.verify import Code
 
 _MISSING = frozenset({Code.TAR_MISSING, Code.INDEX_MISSING})
 NUM_CHECK_THREADS = 8  # checking files is I/O-bound

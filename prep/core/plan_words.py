@@ -4,8 +4,8 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from manifests.quoting import counted
-from prep.core.plan import ShardPlan, ShardState
+from clipmill.manifests.quoting import counted
+from clipmill.prep.core.plan import ShardPlan, ShardState
 
 MAX_LISTED = 20
 _REASONS = {

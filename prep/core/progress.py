@@ -5,10 +5,10 @@ from collections import Counter
 from types import TracebackType
 from typing import Self
 
-from manifests.errors import Stopped
-from manifests.progress import Activity, Pace, joined
-from manifests.quoting import counted
-from prep.engines import Refused
+from clipmill.manifests.errors import Stopped
+from clipmill.manifests.progress import Activity, Pace, joined
+from clipmill.manifests.quoting import counted
+from clipmill.prep.engines import Refused
 
 
 class RunProgress:

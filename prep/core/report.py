@@ -7,15 +7,15 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from manifests.quoting import counted
-from prep.core.column import recipe_differences
-from prep.core.failure_list import failure_lines, failure_values
-from prep.core.parts import PartRun
-from prep.core.plan import ShardPlan, ShardState
-from prep.core.plan_words import Words, plan_lines
-from prep.core.run import Summary
-from shards.dataset import current_variant
-from shards.reader import Variant
+from clipmill.manifests.quoting import counted
+from clipmill.prep.core.column import recipe_differences
+from clipmill.prep.core.failure_list import failure_lines, failure_values
+from clipmill.prep.core.parts import PartRun
+from clipmill.prep.core.plan import ShardPlan, ShardState
+from clipmill.prep.core.plan_words import Words, plan_lines
+from clipmill.prep.core.run import Summary
+from clipmill.shards.dataset import current_variant
+from clipmill.shards.reader import Variant
 
 
 @dataclass(frozen=True)

@@ -10,29 +10,29 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Generic
 
-from manifests.errors import Inaccessible, UserError
-from manifests.progress import Activity
-from manifests.publish import publish_bytes, remove
-from manifests.quoting import counted
-from manifests.storage.mirrors import refresh, require_locks
-from prep.core.column import ColumnSpec
-from prep.core.data_folder import keep_caption_spans, remove_variant_temporaries
-from prep.core.failures import FailureCode
-from prep.core.heartbeat import RunningChunks
-from prep.core.lag import is_committed, wait_until_seen
-from prep.core.parts import PartRun
-from prep.core.plan import ShardPlan, ShardState, file_problems, with_work
-from prep.core.progress import RunProgress, warn_refused
-from prep.core.selection import write_selection
-from prep.core.shard_result import ShardResult, Stop, W, stopped
-from prep.core.variant_folder import make_variant
-from prep.engines import Engine, Label, Refused
-from prep.engines.admission import worker_ticket
-from shards.chunk_table import update_chunk_table
-from shards.commits import Commit, Failure, commit_path, read_commits_of
-from shards.dataset import begin_variant, set_current_variant
-from shards.lists import finish_run
-from shards.reader import Variant
+from clipmill.manifests.errors import Inaccessible, UserError
+from clipmill.manifests.progress import Activity
+from clipmill.manifests.publish import publish_bytes, remove
+from clipmill.manifests.quoting import counted
+from clipmill.manifests.storage.mirrors import refresh, require_locks
+from clipmill.prep.core.column import ColumnSpec
+from clipmill.prep.core.data_folder import keep_caption_spans, remove_variant_temporaries
+from clipmill.prep.core.failures import FailureCode
+from clipmill.prep.core.heartbeat import RunningChunks
+from clipmill.prep.core.lag import is_committed, wait_until_seen
+from clipmill.prep.core.parts import PartRun
+from clipmill.prep.core.plan import ShardPlan, ShardState, file_problems, with_work
+from clipmill.prep.core.progress import RunProgress, warn_refused
+from clipmill.prep.core.selection import write_selection
+from clipmill.prep.core.shard_result import ShardResult, Stop, W, stopped
+from clipmill.prep.core.variant_folder import make_variant
+from clipmill.prep.engines import Engine, Label, Refused
+from clipmill.prep.engines.admission import worker_ticket
+from clipmill.shards.chunk_table import update_chunk_table
+from clipmill.shards.commits import Commit, Failure, commit_path, read_commits_of
+from clipmill.shards.dataset import begin_variant, set_current_variant
+from clipmill.shards.lists import finish_run
+from clipmill.shards.reader import Variant
 
 FAILURES_FILE = "failures.jsonl"
 _MAX_FULL_DISKS = 3  # number of consecutive shards that may fail with a full disk before the run gives up
@@ -85,7 +85,7 @@ class Job(Generic[W]):
         chunk_s: seconds of video in a full chunk, for the progress bar; None to omit the speed.
         where: condition on the samples that the plan wants, which the variant's records keep; None for all.
         lag_limit_s: how long to wait for commits that workers report and that are not visible here.
-        needs: requirements on the worker's machine (`prep.engines.admission.Ticket`); None if there are none.
+        needs: requirements on the worker's machine (`clipmill.prep.engines.admission.Ticket`); None if there are none.
     """
 
     column: ColumnSpec
@@ -110,7 +110,7 @@ class Job(Generic[W]):
 def execute(job: Job[W], engine: Engine, *, part_run: PartRun | None = None) -> Summary:
     """Make every shard of the job that needs work, and update the variant's records.
 
-    Call it while holding the lock of the column (`prep.core.data_folder.writing`).
+    Call it while holding the lock of the column (`clipmill.prep.core.data_folder.writing`).
 
     Args:
         part_run: the part whose shards to make (`Request.part_run`); None for all. The last part updates the records.

@@ -8,12 +8,12 @@ recipe.json is recorded at the end of a run, while status and plans must know th
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from manifests.checked_json import publish_checked_json, read_checked_json
-from manifests.errors import UserError
-from manifests.publish import remove
+from clipmill.manifests.checked_json import publish_checked_json, read_checked_json
+from clipmill.manifests.errors import UserError
+from clipmill.manifests.publish import remove
 
 if TYPE_CHECKING:
-    from shards.reader import Variant
+    from clipmill.shards.reader import Variant
 
 SELECTION_FILE = "selection.json"
 WHERE = "where"
@@ -22,7 +22,7 @@ WHERE = "where"
 def check_where(where: str | None) -> None:
     """Raise a UserError if `where` is not an expression."""
     if where is not None:
-        from shards.where import parse_where  # slow
+        from clipmill.shards.where import parse_where  # slow
 
         parse_where(where)
 

@@ -8,9 +8,9 @@ from typing import Protocol, TypeVar
 
 import pyarrow as pa
 
-from manifests.errors import Inaccessible
-from prep.core.failures import FailureCode
-from shards.commits import Failure
+from clipmill.manifests.errors import Inaccessible
+from clipmill.prep.core.failures import FailureCode
+from clipmill.shards.commits import Failure
 
 
 class ShardWork(Protocol):

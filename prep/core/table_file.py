@@ -13,7 +13,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from manifests.publish import naming, published, require_regular
+from clipmill.manifests.publish import naming, published, require_regular
 
 _CHECKSUM_KEY = b"clipmill_sha256"
 

@@ -3,9 +3,9 @@
 from pathlib import Path
 from typing import Any
 
-from manifests.json_text import parse_json
-from manifests.publish import publish_json, read_record, rename, temporary_path
-from shards.format import COMMITS_FOLDER, RECIPE_FILE
+from clipmill.manifests.json_text import parse_json
+from clipmill.manifests.publish import publish_json, read_record, rename, temporary_path
+from clipmill.shards.format import COMMITS_FOLDER, RECIPE_FILE
 
 
 def make_variant(folder: Path, recipe: dict[str, Any]) -> None:

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
 
-from manifests.errors import UserError
+from clipmill.manifests.errors import UserError
 
 T = TypeVar("T")
 R = TypeVar("R")

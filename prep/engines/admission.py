@@ -21,7 +21,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-_PACKAGES = ("manifests", "prep", "shards")
+_PACKAGES = ("clipmill.manifests", "clipmill.prep", "clipmill.shards")
 _TOKEN_NAME = "workers"
 _LAG_LIMIT_S = 5.0  # for the token to become visible on other machines; a shared disk may lag behind
 
@@ -37,7 +37,7 @@ class Ticket:
         package: package of the column's code.
         needs: import path `package.module:function` of a function that returns why a machine must not work, or None;
             and its argument. None if there are no such requirements.
-        bucket: what `manifests.storage.attaching.attach_worker` needs if the data folder is in a bucket.
+        bucket: what `clipmill.manifests.storage.attaching.attach_worker` needs if the data folder is in a bucket.
     """
 
     host: str
@@ -52,7 +52,7 @@ class Ticket:
     def __call__(self) -> str | None:
         found = source_sha256(self.package)
         if found is None:
-            missing = "clipmill" if source_sha256("prep") is None else f"the column's package {self.package}"
+            missing = "clipmill" if source_sha256("clipmill.prep") is None else f"the column's package {self.package}"
             return f"{missing} is not installed"
         if found != self.source_sha256:
             return (
@@ -64,7 +64,7 @@ class Ticket:
     def _folder_problem(self) -> str | None:
         folder = self.token_file.parent
         if self.bucket:
-            from manifests.storage.attaching import bucket_problem
+            from clipmill.manifests.storage.attaching import bucket_problem
 
             return bucket_problem(self.bucket, self.token_file, self.token)
         deadline_s = time.monotonic() + (_LAG_LIMIT_S if os.uname().nodename != self.host else 0.0)
@@ -93,8 +93,8 @@ class Ticket:
 @contextmanager
 def worker_ticket(variant_dir: Path, *, package: str, needs: tuple[str, str] | None = None) -> Iterator[Ticket]:
     """Publish the token of a run and remove it when the block ends; call it while holding the lock of the column."""
-    from manifests.publish import naming, remove, sync, temporary_path
-    from manifests.storage.mirrors import mirror_of
+    from clipmill.manifests.publish import naming, remove, sync, temporary_path
+    from clipmill.manifests.storage.mirrors import mirror_of
 
     # With a temporary name, the token of a killed driver is removed with its other temporary files.
     token_file = temporary_path(variant_dir / _TOKEN_NAME)
@@ -117,7 +117,7 @@ def worker_ticket(variant_dir: Path, *, package: str, needs: tuple[str, str] | N
 def source_sha256(column_package: str) -> str | None:
     """Return a hash of the source files of the packages that a worker runs; None if a package is not installed."""
     digest = hashlib.sha256()
-    is_ours = column_package.partition(".")[0] in _PACKAGES
+    is_ours = column_package.startswith("clipmill.")
     for package in _PACKAGES if is_ours else (*_PACKAGES, column_package):
         try:
             found = importlib.util.find_spec(package)

@@ -3,10 +3,10 @@
 import os
 import sys
 
-from manifests.errors import UserError
-from manifests.quoting import counted
-from prep.engines import Engine
-from prep.engines.execution import Execution, need_of
+from clipmill.manifests.errors import UserError
+from clipmill.manifests.quoting import counted
+from clipmill.prep.engines import Engine
+from clipmill.prep.engines.execution import Execution, need_of
 
 
 def open_engine(
@@ -29,7 +29,7 @@ def open_engine(
         UserError: there are fewer GPUs than one worker needs.
     """
     if name == "ray":
-        from prep.engines.ray import isolated_ray_engine
+        from clipmill.prep.engines.ray import isolated_ray_engine
 
         return isolated_ray_engine(
             num_workers=workers,
@@ -39,7 +39,7 @@ def open_engine(
             need=need_of(execution, gpus=gpus_per_worker, default_memory_gb=memory_gb if address is not None else 0.0),
             execution=execution,
         )
-    from prep.engines.processes import ProcessEngine
+    from clipmill.prep.engines.processes import ProcessEngine
 
     if not gpus_per_worker:
         return ProcessEngine(num_workers=workers or num_cores())
@@ -63,7 +63,7 @@ def resolve_gpus_per_worker(asked: float | None, *, address: str | None) -> floa
         return asked
     if address is None:
         return float(count_gpus() > 0)
-    from prep.engines.ray import count_cluster_gpus
+    from clipmill.prep.engines.ray import count_cluster_gpus
 
     has_gpu = count_cluster_gpus(address) > 0
     if not has_gpu:
@@ -74,7 +74,8 @@ def resolve_gpus_per_worker(asked: float | None, *, address: str | None) -> floa
 def threads_per_worker(
     workers: int | None, *, gpus_per_worker: float, address: str | None, execution: Execution
 ) -> int | None:
-    """Return the number of threads per worker; None if the worker's machine decides (`prep.engines.worker_threads`).
+    """Return the number of threads per worker; None if the worker's machine decides
+    (`clipmill.prep.engines.worker_threads`).
 
     On a CPU it is the number of cores that the worker reserves; on a GPU it is the worker's share of the cores.
     """

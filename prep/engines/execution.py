@@ -5,8 +5,8 @@ from typing import Annotated
 
 from cyclopts import Group, Parameter
 
-from manifests.errors import UserError
-from manifests.help_text import RARE
+from clipmill.manifests.errors import UserError
+from clipmill.manifests.help_text import RARE
 
 CLUSTER = Parameter(group=Group("Ray", sort_key=8.5))
 _MAX_WAIT_S = 7 * 24 * 3600.0

@@ -15,9 +15,9 @@ from multiprocessing.connection import Connection
 from multiprocessing.context import SpawnProcess
 from typing import Any, Protocol
 
-from manifests.errors import ClipmillError, FailedWork
-from manifests.progress import Activity
-from prep.engines import TICK_S, Check, Label, Outcome, R, Refused, T, die_with_parent, exit_reason
+from clipmill.manifests.errors import ClipmillError, FailedWork
+from clipmill.manifests.progress import Activity
+from clipmill.prep.engines import TICK_S, Check, Label, Outcome, R, Refused, T, die_with_parent, exit_reason
 
 _CONTEXT = multiprocessing.get_context("spawn")
 _GRACE_S = 15.0  # for the engine to stop what it started
@@ -35,7 +35,7 @@ class NotifyingEngine(Protocol):
         label: Callable[[T], Label] | None = None,
         notify: Callable[[str], None] = ...,
     ) -> Iterator[Outcome[T, R] | Refused | None]:
-        """See `prep.engines.Engine`."""
+        """See `clipmill.prep.engines.Engine`."""
         ...
 
 
@@ -58,7 +58,7 @@ class IsolatedEngine:
         check: Check | None = None,
         label: Callable[[T], Label] | None = None,
     ) -> Iterator[Outcome[T, R] | Refused | None]:
-        """See `prep.engines.Engine`."""
+        """See `clipmill.prep.engines.Engine`."""
         waiting = enumerate(tasks)
         given = dict[int, T]()
         starting = ExitStack()

@@ -15,7 +15,7 @@ from multiprocessing.connection import Connection, wait
 from multiprocessing.context import SpawnProcess
 from typing import Any
 
-from prep.engines import (
+from clipmill.prep.engines import (
     MAX_TRIES,
     TICK_S,
     Check,
@@ -67,7 +67,7 @@ class ProcessEngine:
         check: Check | None = None,
         label: Callable[[T], Label] | None = None,
     ) -> Iterator[Outcome[T, R] | Refused | None]:
-        """See `prep.engines.Engine`."""
+        """See `clipmill.prep.engines.Engine`."""
         waiting, retries = iter(tasks), deque[tuple[T, int]]()
         busy: list[_Worker] = []
         idle: list[_Worker] = []

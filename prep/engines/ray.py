@@ -15,17 +15,17 @@ from contextlib import redirect_stdout
 from math import ceil
 from typing import Any
 
-from manifests.errors import FailedWork, UserError, first_line
-from manifests.progress import Activity
-from prep.engines import Check, Engine, Label, Outcome, R, Refused, T
-from prep.engines.execution import Execution, Need
-from prep.engines.isolated import IsolatedEngine, call_isolated
-from prep.engines.ray_actors import ActorRun
-from prep.engines.ray_connection import connect, name_of_cluster, starting_text
-from prep.engines.ray_flights import Session
-from prep.engines.ray_nodes import Nodes, Notify
-from prep.engines.ray_tasks import TaskRun
-from prep.engines.ray_work import Board, Work
+from clipmill.manifests.errors import FailedWork, UserError, first_line
+from clipmill.manifests.progress import Activity
+from clipmill.prep.engines import Check, Engine, Label, Outcome, R, Refused, T
+from clipmill.prep.engines.execution import Execution, Need
+from clipmill.prep.engines.isolated import IsolatedEngine, call_isolated
+from clipmill.prep.engines.ray_actors import ActorRun
+from clipmill.prep.engines.ray_connection import connect, name_of_cluster, starting_text
+from clipmill.prep.engines.ray_flights import Session
+from clipmill.prep.engines.ray_nodes import Nodes, Notify
+from clipmill.prep.engines.ray_tasks import TaskRun
+from clipmill.prep.engines.ray_work import Board, Work
 
 _MAX_PENDING_PER_WORKER = 2  # enough to keep every core busy; few enough that a lost driver leaves little behind
 _ANSWER_LIMIT_S = 10.0
@@ -64,7 +64,7 @@ class RayEngine:
         label: Callable[[T], Label] | None = None,
         notify: Notify = lambda line: None,
     ) -> Iterator[Outcome[T, R] | Refused | None]:
-        """See `prep.engines.Engine`.
+        """See `clipmill.prep.engines.Engine`.
 
         Args:
             notify: called with lines for the user, for example while the engine waits for nodes.

@@ -6,9 +6,9 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from typing import Any
 
-from manifests.errors import first_line
-from prep.engines import TICK_S, Outcome, Refused
-from prep.engines.ray_flights import (
+from clipmill.manifests.errors import first_line
+from clipmill.prep.engines import TICK_S, Outcome, Refused
+from clipmill.prep.engines.ray_flights import (
     Actor,
     Flight,
     Given,
@@ -44,7 +44,7 @@ class ActorRun:
         self._pace = Pace(session.execution.straggler_factor)
 
     def outcomes(self, given: Given) -> Events:
-        """Run the tasks; see `prep.engines.Engine.run`."""
+        """Run the tasks; see `clipmill.prep.engines.Engine.run`."""
         new, nodes = flights_of(given), self._session.nodes
         while True:
             self._idle = [actor for actor in self._idle if not self._is_given_a_task(actor, new)]

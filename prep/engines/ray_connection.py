@@ -4,10 +4,12 @@ import logging
 import os
 import re
 import socket
+import sys
+from contextlib import chdir
 from typing import Any
 
-from manifests.errors import FailedWork, UserError, first_line
-from prep.engines.ray_agents import end_agents_with_this_process
+from clipmill.manifests.errors import FailedWork, UserError, first_line
+from clipmill.prep.engines.ray_agents import end_agents_with_this_process
 
 _ANSWER_LIMIT_S = 10.0
 _START_HINT = "start one with `ray start --head`, or omit --address to start Ray on this machine"
@@ -38,12 +40,11 @@ def connect(ray: Any, address: str | None, *, num_cpus: int | None = None) -> No
         UserError: Ray cannot start here, nothing answers at the address, or the cluster has another version.
         FailedWork: Ray did not start, for example because one of its processes was killed.
     """
-    quiet = {"log_to_driver": False, "logging_level": logging.ERROR}
     if address is None:
         # A private instance on this machine needs no token file in the user's home directory.
         os.environ.setdefault("RAY_AUTH_MODE", "disabled")
         try:
-            ray.init(address="local", num_cpus=num_cpus, include_dashboard=False, **quiet)
+            _init(ray, address="local", num_cpus=num_cpus, include_dashboard=False)
         except Exception as error:  # noqa: BLE001 - Ray raises plain ones, too
             if isinstance(error, OSError) and not isinstance(error, ConnectionError | TimeoutError):
                 raise UserError(  # for example, socket paths are limited to 107 bytes
@@ -57,12 +58,21 @@ def connect(ray: Any, address: str | None, *, num_cpus: int | None = None) -> No
         return
     try:
         _require_answer(ray, address)
-        ray.init(address=address, **quiet)
+        _init(ray, address=address)
     except (OSError, RuntimeError, ValueError) as error:
         raise UserError(
             f'cannot connect to a Ray cluster at "{address}": {_reason(error)}',
             hint=_VERSION_HINT if "Version mismatch" in str(error) else _START_HINT,
         ) from None
+
+
+def _init(ray: Any, **options: Any) -> None:
+    """Call `ray.init` from a folder without Python files.
+
+    Workers import from the folder that it is called from before all others: a `numpy.py` of the user would be run.
+    """
+    with chdir(sys.prefix):
+        ray.init(log_to_driver=False, logging_level=logging.ERROR, **options)
 
 
 def _require_answer(ray: Any, address: str) -> None:

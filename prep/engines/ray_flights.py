@@ -12,12 +12,12 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
-from manifests.errors import UserError, first_line
-from manifests.quoting import on_one_line
-from prep.engines import Label
-from prep.engines.execution import Execution
-from prep.engines.ray_nodes import Nodes
-from prep.engines.ray_work import Board, Work
+from clipmill.manifests.errors import UserError, first_line
+from clipmill.manifests.quoting import on_one_line
+from clipmill.prep.engines import Label
+from clipmill.prep.engines.execution import Execution
+from clipmill.prep.engines.ray_nodes import Nodes
+from clipmill.prep.engines.ray_work import Board, Work
 
 _MIN_FINISHED = 5  # tasks before a median means anything
 _REMEMBERED = 500

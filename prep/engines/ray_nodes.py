@@ -5,10 +5,10 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
-from manifests.errors import FailedWork, UserError, first_line
-from manifests.quoting import counted
-from prep.engines import Refused, no_worker_left
-from prep.engines.execution import Need
+from clipmill.manifests.errors import FailedWork, UserError, first_line
+from clipmill.manifests.quoting import counted
+from clipmill.prep.engines import Refused, no_worker_left
+from clipmill.prep.engines.execution import Need
 
 Notify = Callable[[str], None]  # shows a line to the user
 

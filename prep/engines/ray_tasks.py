@@ -5,9 +5,9 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from manifests.errors import first_line
-from prep.engines import TICK_S, Outcome, Refused
-from prep.engines.ray_flights import Flight, Given, Pace, Session, answer_of, flights_of, stragglers
+from clipmill.manifests.errors import first_line
+from clipmill.prep.engines import TICK_S, Outcome, Refused
+from clipmill.prep.engines.ray_flights import Flight, Given, Pace, Session, answer_of, flights_of, stragglers
 
 _STRAGGLER_INTERVAL_S = 5.0
 
@@ -31,7 +31,7 @@ class TaskRun:
         self._compared_s = time.monotonic()
 
     def outcomes(self, given: Given) -> Events:
-        """Run the tasks; see `prep.engines.Engine.run`."""
+        """Run the tasks; see `clipmill.prep.engines.Engine.run`."""
         new, nodes = flights_of(given), self._session.nodes
         while True:
             while len(self._pending) < self._window():

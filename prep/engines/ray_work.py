@@ -9,8 +9,8 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from prep.engines import THREADS_VARIABLE, Check, admission
-from prep.engines.execution import Need
+from clipmill.prep.engines import THREADS_VARIABLE, Check, admission
+from clipmill.prep.engines.execution import Need
 
 _NAMESPACE = b"clipmill"
 
@@ -71,7 +71,7 @@ class Work:
             if not passed and (refused := refusal()) is not None:
                 return refused, None, 0.0
             passed.append(True)
-            from prep.engines import die_with_parent
+            from clipmill.prep.engines import die_with_parent
 
             # A worker whose node has exited, as happens when a driver is killed, would otherwise continue its task for
             # a while.
@@ -105,7 +105,7 @@ class Work:
                 return node_id, check() if check is not None else None
 
             def work(self, packed: bytes) -> Any:
-                from prep.engines import die_with_parent
+                from clipmill.prep.engines import die_with_parent
 
                 die_with_parent()
                 begin_s = time.monotonic()

@@ -8,8 +8,8 @@ from typing import Generic, Protocol, Self, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from prep.core.failures import SourceFailure
-from prep.latents.pieces import Piece
+from clipmill.prep.core.failures import SourceFailure
+from clipmill.prep.latents.pieces import Piece
 
 C = TypeVar("C")
 P = TypeVar("P", bound="Pictures")

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from cyclopts import Parameter
 
-from manifests.errors import UserError
-from manifests.help_text import FIRST_RUN
-from prep.core.column import MERGED_TABLE, VIDEO, ColumnSpec, Pending, changed_flags
-from prep.core.make import (
+from clipmill.manifests.errors import UserError
+from clipmill.manifests.help_text import FIRST_RUN
+from clipmill.prep.core.column import MERGED_TABLE, VIDEO, ColumnSpec, Pending, changed_flags
+from clipmill.prep.core.make import (
     EXECUTION,
     Address,
     Data,
@@ -26,14 +26,14 @@ from prep.core.make import (
     make_column,
     plan_column,
 )
-from prep.engines.execution import Execution
-from prep.latents.recipe import LATENTS, LatentsSettings, latents_recipe_from_dict
+from clipmill.prep.engines.execution import Execution
+from clipmill.prep.latents.recipe import LATENTS, LatentsSettings, latents_recipe_from_dict
 
 if TYPE_CHECKING:
-    from prep.core.report import Report
-    from prep.core.run import Summary
-    from prep.latents.plan import LatentsPlan
-    from shards.reader import Variant
+    from clipmill.prep.core.report import Report
+    from clipmill.prep.core.run import Summary
+    from clipmill.prep.latents.plan import LatentsPlan
+    from clipmill.shards.reader import Variant
 
 Settings = Annotated[LatentsSettings, Parameter(name="*")]
 Batch = Annotated[int, EXECUTION, FIRST_RUN, Parameter(help="Batch size of the VAE in frames, 1 or more.")]
@@ -101,9 +101,9 @@ def _retry(stored: Mapping[str, Any], weights: str | None, request: Request) -> 
 
 
 def _plan(data_dir: Path, settings: LatentsSettings, request: Request) -> "LatentsPlan":
-    from prep.latents.plan import make_latents_plan
-    from prep.latents.recipe import resolve
-    from shards.dataset import current_variant
+    from clipmill.prep.latents.plan import make_latents_plan
+    from clipmill.prep.latents.recipe import resolve
+    from clipmill.shards.dataset import current_variant
 
     video = current_variant(data_dir, VIDEO)
     if video is None:
@@ -115,9 +115,9 @@ def _plan(data_dir: Path, settings: LatentsSettings, request: Request) -> "Laten
 
 
 def _run(plan: "LatentsPlan", settings: LatentsSettings, request: Request) -> "Summary":
-    from prep.core.run import execute
-    from prep.engines.choice import open_engine, resolve_gpus_per_worker, threads_per_worker
-    from prep.latents.plan import latents_job
+    from clipmill.prep.core.run import execute
+    from clipmill.prep.engines.choice import open_engine, resolve_gpus_per_worker, threads_per_worker
+    from clipmill.prep.latents.plan import latents_job
 
     # Detecting GPUs takes seconds, so a run without work skips it.
     gpus_per_worker = 0.0
@@ -146,13 +146,13 @@ def _run(plan: "LatentsPlan", settings: LatentsSettings, request: Request) -> "S
 
 
 def _plan_report(plan: "LatentsPlan") -> "Report":
-    from prep.latents.report import latents_report
+    from clipmill.prep.latents.report import latents_report
 
     return latents_report(plan)
 
 
 def _summary_report(summary: "Summary", settings: LatentsSettings, listed: Path) -> "Report":
-    from prep.latents.report import latents_summary
+    from clipmill.prep.latents.report import latents_summary
 
     return latents_summary(summary, vae=settings.vae, listed=listed)
 
@@ -163,13 +163,13 @@ def _flags(stored: Mapping[str, Any]) -> list[str]:
 
 
 def _pending(data_dir: Path, variant: "Variant") -> Pending:
-    from prep.latents.plan import pending_latents
+    from clipmill.prep.latents.plan import pending_latents
 
     return pending_latents(data_dir, variant)
 
 
 def _next_step(data: Path) -> list[str]:
-    from manifests.store import num_captions_of
+    from clipmill.manifests.store import num_captions_of
 
     task = "dual-encoder" if num_captions_of(data) else "mae"
     return ["train", task, "--shards", str(data), "--input", "latents", "--out", "runs/latents"]
@@ -177,7 +177,7 @@ def _next_step(data: Path) -> list[str]:
 
 COLUMN = ColumnSpec(
     name=LATENTS,
-    package="prep.latents",
+    package="clipmill.prep.latents",
     make_command=latents,
     plan_command=plan_latents,
     plan=_plan,
@@ -187,7 +187,7 @@ COLUMN = ColumnSpec(
     flags=_flags,
     retry=_retry,
     pending=_pending,
-    check_sample="prep.latents.sample:check_latents",
+    check_sample="clipmill.prep.latents.sample:check_latents",
     extra_files=(MERGED_TABLE,),
     next_step=_next_step,
 )

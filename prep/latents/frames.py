@@ -9,7 +9,7 @@ from fractions import Fraction
 
 import numpy as np
 
-from prep.latents.recipe import LatentsSettings
+from clipmill.prep.latents.recipe import LatentsSettings
 
 # For chunks of the default height of 288 pixels, this gives crops of 256 pixels, which need no resizing.
 _RANDOM_SIDE = (8, 9)

@@ -19,9 +19,9 @@ from typing import Generic, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from prep.core.chunk_frames import decode_frames
-from prep.core.failures import SourceFailure
-from prep.latents.frames import Square
+from clipmill.prep.core.chunk_frames import decode_frames
+from clipmill.prep.core.failures import SourceFailure
+from clipmill.prep.latents.frames import Square
 
 PIECE_FRAMES = 16
 _PIECES_AHEAD = 4  # queue length per chunk: with 60 frames, the whole chunk

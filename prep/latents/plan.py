@@ -13,27 +13,27 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pyarrow as pa
 
-from manifests.errors import UserError
-from manifests.quoting import counted
-from prep.core.chunk_shards import ChunkShard, read_chunk_shards
-from prep.core.column import VIDEO, Pending
-from prep.core.plan import ShardPlan, pending_of, plan_shards, stored_shards
-from prep.core.selection import stored_request
-from prep.latents.column import COLUMN
-from prep.latents.frames import frames_on_screen
-from prep.latents.recipe import LATENTS, LatentsRecipe, latents_recipe_from_dict
-from shards.commits import Commit, Failure, read_commits
-from shards.damage import DamagedIndex
-from shards.dataset import current_variant, variant_dir
-from shards.index import open_index
-from shards.reader import Variant
-from shards.selection import nothing_selected, selected_chunks
-from shards.where import Where, parse_where
+from clipmill.manifests.errors import UserError
+from clipmill.manifests.quoting import counted
+from clipmill.prep.core.chunk_shards import ChunkShard, read_chunk_shards
+from clipmill.prep.core.column import VIDEO, Pending
+from clipmill.prep.core.plan import ShardPlan, pending_of, plan_shards, stored_shards
+from clipmill.prep.core.selection import stored_request
+from clipmill.prep.latents.column import COLUMN
+from clipmill.prep.latents.frames import frames_on_screen
+from clipmill.prep.latents.recipe import LATENTS, LatentsRecipe, latents_recipe_from_dict
+from clipmill.shards.commits import Commit, Failure, read_commits
+from clipmill.shards.damage import DamagedIndex
+from clipmill.shards.dataset import current_variant, variant_dir
+from clipmill.shards.index import open_index
+from clipmill.shards.reader import Variant
+from clipmill.shards.selection import nothing_selected, selected_chunks
+from clipmill.shards.where import Where, parse_where
 
 if TYPE_CHECKING:
-    from prep.core.run import Job
-    from prep.latents.vae import Device
-    from prep.latents.worker import LatentsTask
+    from clipmill.prep.core.run import Job
+    from clipmill.prep.latents.vae import Device
+    from clipmill.prep.latents.worker import LatentsTask
 
 
 @dataclass(frozen=True)
@@ -117,8 +117,8 @@ def make_latents_plan(
 
 def latents_job(plan: LatentsPlan, *, device: "Device", batch: int, num_threads: int | None) -> "Job[LatentsTask]":
     """Return the plan as a job for the driver; see `LatentsTask` for the arguments."""
-    from prep.core.run import Job
-    from prep.latents.worker import LatentsTask, make_latents
+    from clipmill.prep.core.run import Job
+    from clipmill.prep.latents.worker import LatentsTask, make_latents
 
     def task(shard: ShardPlan) -> "LatentsTask":
         video_commit = plan.video_commits[shard.shard_id]

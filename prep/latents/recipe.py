@@ -8,11 +8,11 @@ from typing import Annotated, Any, Literal
 
 from cyclopts import Group, Parameter
 
-from manifests.errors import UserError
-from manifests.help_text import FIRST_RUN
-from prep.core.column import recipe_fingerprint
-from prep.core.selection import check_where
-from prep.latents.weights import Vae, find_vae
+from clipmill.manifests.errors import UserError
+from clipmill.manifests.help_text import FIRST_RUN
+from clipmill.prep.core.column import recipe_fingerprint
+from clipmill.prep.core.selection import check_where
+from clipmill.prep.latents.weights import Vae, find_vae
 
 LATENTS = "latents"
 MODEL = Parameter(group=Group("Latents", sort_key=1))
@@ -180,7 +180,8 @@ def resolve(settings: LatentsSettings, *, video: str) -> LatentsRecipe:
 
 
 def latents_recipe_from_dict(stored: Mapping[str, Any]) -> LatentsRecipe:
-    """Return the recipe of a variant (`prep.core.selection.stored_request`), without searching for the weights.
+    """Return the recipe of a variant (`clipmill.prep.core.selection.stored_request`), without searching for the
+    weights.
 
     Raises:
         UserError: the recipe was written with another version of the recipe schema.

@@ -3,14 +3,22 @@
 from math import prod
 from pathlib import Path
 
-from manifests.quoting import counted
-from prep.core.disk_use import disk_use
-from prep.core.report import Report, changed_settings, next_line, size_text, states_lines, states_values, summary_report
-from prep.core.run import Summary
-from prep.latents.column import COLUMN
-from prep.latents.plan import LatentsPlan
-from prep.latents.recipe import LATENTS
-from prep.latents.trial import run_trial, time_lines, time_values
+from clipmill.manifests.quoting import counted
+from clipmill.prep.core.disk_use import disk_use
+from clipmill.prep.core.report import (
+    Report,
+    changed_settings,
+    next_line,
+    size_text,
+    states_lines,
+    states_values,
+    summary_report,
+)
+from clipmill.prep.core.run import Summary
+from clipmill.prep.latents.column import COLUMN
+from clipmill.prep.latents.plan import LatentsPlan
+from clipmill.prep.latents.recipe import LATENTS
+from clipmill.prep.latents.trial import run_trial, time_lines, time_values
 
 _BYTES_PER_NUMBER = 2
 

@@ -10,18 +10,18 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from prep.core.chunk_shards import frame_rate, read_chunk
-from prep.core.column import CheckedSample, DeepCode
-from prep.latents.frames import Square, as_numbers, frames_on_screen, segment_squares
-from prep.latents.pieces import ChunkVideo
-from prep.latents.recipe import LatentsSettings
-from shards.format import BLOCK_BYTES
-from shards.npy import compressed, decompressed, load_npy, npy_bytes
-from shards.reader import CommittedShard
-from shards.writer import Sample
+from clipmill.prep.core.chunk_shards import frame_rate, read_chunk
+from clipmill.prep.core.column import CheckedSample, DeepCode
+from clipmill.prep.latents.frames import Square, as_numbers, frames_on_screen, segment_squares
+from clipmill.prep.latents.pieces import ChunkVideo
+from clipmill.prep.latents.recipe import LatentsSettings
+from clipmill.shards.format import BLOCK_BYTES
+from clipmill.shards.npy import compressed, decompressed, load_npy, npy_bytes
+from clipmill.shards.reader import CommittedShard
+from clipmill.shards.writer import Sample
 
 _BFLOAT16_EXPONENT = 0x7F80
-_ITEM_BYTES = 2  # of both types; the header of so small an array is one block (shards.npy)
+_ITEM_BYTES = 2  # of both types; the header of so small an array is one block (clipmill.shards.npy)
 _STORED = {"float16": "<f2", "bfloat16": "<u2"}
 EXTENSION = "latents.npy"
 COMPRESSED = f"{EXTENSION}.zst"

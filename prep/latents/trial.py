@@ -10,18 +10,18 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from manifests.errors import UserError
-from manifests.progress import Activity
-from manifests.quoting import counted
-from prep.core.failures import SourceFailure
-from prep.core.report import between, hours_text
-from prep.engines.choice import count_gpus, num_cores
-from prep.latents.pieces import cut
-from prep.latents.plan import LatentsPlan
-from prep.latents.sample import read_chunk_video
-from prep.latents.vae import Device, open_encoder
-from shards.damage import Damaged
-from shards.reader import open_shard
+from clipmill.manifests.errors import UserError
+from clipmill.manifests.progress import Activity
+from clipmill.manifests.quoting import counted
+from clipmill.prep.core.failures import SourceFailure
+from clipmill.prep.core.report import between, hours_text
+from clipmill.prep.engines.choice import count_gpus, num_cores
+from clipmill.prep.latents.pieces import cut
+from clipmill.prep.latents.plan import LatentsPlan
+from clipmill.prep.latents.sample import read_chunk_video
+from clipmill.prep.latents.vae import Device, open_encoder
+from clipmill.shards.damage import Damaged
+from clipmill.shards.reader import open_shard
 
 _SPREAD = 1.3  # chunks and machines vary; one chunk says little about the others
 _SECOND = 1 / 3600

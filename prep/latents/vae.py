@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from manifests.errors import UserError
-from prep.latents.frames import generator
-from prep.latents.weights import TINY_CONFIG, Vae
+from clipmill.manifests.errors import UserError
+from clipmill.prep.latents.frames import generator
+from clipmill.prep.latents.weights import TINY_CONFIG, Vae
 
 if TYPE_CHECKING:
     import torch

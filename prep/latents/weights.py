@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from manifests.errors import UserError
-from manifests.json_text import parse_json
+from clipmill.manifests.errors import UserError
+from clipmill.manifests.json_text import parse_json
 
 TINY = "tiny"  # the small VAE with seeded weights; needs no download
 CONFIG_FILE = "config.json"
@@ -17,7 +17,7 @@ _CLASS = "AutoencoderKL"
 _PIECE_BYTES = 1 << 20
 _SUGGESTION = "give a folder with an AutoencoderKL, a model such as stabilityai/sd-vae-ft-mse, or tiny"
 
-# Identifies the tiny VAE: change this name whenever the code that makes it (prep.latents.vae) changes.
+# Identifies the tiny VAE: change this name whenever the code that makes it (clipmill.prep.latents.vae) changes.
 _TINY_SHA256 = hashlib.sha256(b"clipmill tiny VAE, version 1").hexdigest()
 TINY_CONFIG: dict[str, Any] = {
     "_class_name": _CLASS,

@@ -14,30 +14,30 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from manifests.errors import UserError
-from prep.core.chunk_shards import OldSamples, chunk_fingerprints, seconds_of
-from prep.core.failures import FailureCode, SourceFailure
-from prep.core.heartbeat import Heartbeat
-from prep.core.shard_result import ShardResult, cpu_s, stopped, system_errors_as_results
-from prep.engines import worker_threads
-from prep.latents.batches import Part, encoded_chunks
-from prep.latents.frames import generator
-from prep.latents.pieces import pieces_in_order
-from prep.latents.recipe import LATENTS, LatentsRecipe
-from prep.latents.sample import (
+from clipmill.manifests.errors import UserError
+from clipmill.prep.core.chunk_shards import OldSamples, chunk_fingerprints, seconds_of
+from clipmill.prep.core.failures import FailureCode, SourceFailure
+from clipmill.prep.core.heartbeat import Heartbeat
+from clipmill.prep.core.shard_result import ShardResult, cpu_s, stopped, system_errors_as_results
+from clipmill.prep.engines import worker_threads
+from clipmill.prep.latents.batches import Part, encoded_chunks
+from clipmill.prep.latents.frames import generator
+from clipmill.prep.latents.pieces import pieces_in_order
+from clipmill.prep.latents.recipe import LATENTS, LatentsRecipe
+from clipmill.prep.latents.sample import (
     as_stored,
     extension_of,
     is_finite,
     latents_sample,
     read_chunk_video,
 )
-from prep.latents.vae import Device, Encoder, open_encoder
-from prep.latents.weights import find_vae
-from shards.commits import Commit, Failure, write_commit
-from shards.damage import Damaged
-from shards.format import LATENTS_FIELDS
-from shards.reader import CommittedShard, open_shard
-from shards.writer import Sample, ShardWriter
+from clipmill.prep.latents.vae import Device, Encoder, open_encoder
+from clipmill.prep.latents.weights import find_vae
+from clipmill.shards.commits import Commit, Failure, write_commit
+from clipmill.shards.damage import Damaged
+from clipmill.shards.format import LATENTS_FIELDS
+from clipmill.shards.reader import CommittedShard, open_shard
+from clipmill.shards.writer import Sample, ShardWriter
 
 
 @dataclass(frozen=True)

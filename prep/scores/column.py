@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from cyclopts import Parameter
 
-from manifests.errors import UserError
-from prep.core.column import VIDEO, ColumnSpec, ExtraFile, Pending, changed_flags, data_flags
-from prep.core.make import (
+from clipmill.manifests.errors import UserError
+from clipmill.prep.core.column import VIDEO, ColumnSpec, ExtraFile, Pending, changed_flags, data_flags
+from clipmill.prep.core.make import (
     Address,
     Data,
     EngineName,
@@ -23,21 +23,21 @@ from prep.core.make import (
     make_column,
     plan_column,
 )
-from prep.engines.execution import Execution
-from prep.scores.recipe import SCORES, ScoresSettings, scores_recipe_from_dict
+from clipmill.prep.engines.execution import Execution
+from clipmill.prep.scores.recipe import SCORES, ScoresSettings, scores_recipe_from_dict
 
 if TYPE_CHECKING:
-    from prep.core.pages import PageRequest
-    from prep.core.report import Report
-    from prep.core.run import Summary
-    from prep.scores.plan import ScoresPlan
-    from prep.scores.report import ScoresSummary
-    from shards.reader import Variant
+    from clipmill.prep.core.pages import PageRequest
+    from clipmill.prep.core.report import Report
+    from clipmill.prep.core.run import Summary
+    from clipmill.prep.scores.plan import ScoresPlan
+    from clipmill.prep.scores.report import ScoresSummary
+    from clipmill.shards.reader import Variant
 
 _WORKER_GB = 0.5  # measured (benchmarks/README.md): 0.16 GB
 Settings = Annotated[ScoresSettings, Parameter(name="*")]
 _DEFAULTS = ScoresSettings()
-_TABLE_FILE = "chunks.arrow"  # shards.scores.CHUNKS_FILE; importing it would make `prep --help` slow
+_TABLE_FILE = "chunks.arrow"  # clipmill.shards.scores.CHUNKS_FILE; importing it would make `prep --help` slow
 
 
 def scores(
@@ -90,9 +90,9 @@ def _retry(stored: Mapping[str, Any], weights: str | None, request: Request) -> 
 
 
 def _plan(data_dir: Path, settings: ScoresSettings, request: Request) -> "ScoresPlan":
-    from prep.scores.plan import make_scores_plan
-    from prep.scores.recipe import resolve
-    from shards.dataset import current_variant
+    from clipmill.prep.scores.plan import make_scores_plan
+    from clipmill.prep.scores.recipe import resolve
+    from clipmill.shards.dataset import current_variant
 
     video = current_variant(data_dir, VIDEO)
     if video is None:
@@ -104,9 +104,9 @@ def _plan(data_dir: Path, settings: ScoresSettings, request: Request) -> "Scores
 
 
 def _run(plan: "ScoresPlan", settings: ScoresSettings, request: Request) -> "ScoresSummary":
-    from prep.core.run import execute
-    from prep.engines.choice import open_engine
-    from prep.scores.plan import scores_job
+    from clipmill.prep.core.run import execute
+    from clipmill.prep.engines.choice import open_engine
+    from clipmill.prep.scores.plan import scores_job
 
     engine = open_engine(
         request.engine,
@@ -124,16 +124,16 @@ def _run(plan: "ScoresPlan", settings: ScoresSettings, request: Request) -> "Sco
 
 def without_table(summary: "Summary") -> "ScoresSummary":
     """Return the summary of a run that leaves the merged table to another part."""
-    from prep.scores.report import ScoresSummary
+    from clipmill.prep.scores.report import ScoresSummary
 
     return ScoresSummary(**vars(summary))
 
 
 def publish_table(summary: "Summary", folder: Path) -> "ScoresSummary":
     """Write the merged table of a variant at the end of a run, unless it is up to date."""
-    from prep.scores.report import ScoresSummary
-    from shards.reader import Variant
-    from shards.scores import publish_score_table
+    from clipmill.prep.scores.report import ScoresSummary
+    from clipmill.shards.reader import Variant
+    from clipmill.shards.scores import publish_score_table
 
     variant = Variant(folder)
     is_needed = table_problem(variant) is not None
@@ -144,19 +144,19 @@ def publish_table(summary: "Summary", folder: Path) -> "ScoresSummary":
 
 def table_problem(variant: "Variant") -> str | None:
     """Return why the merged table cannot be used; None if it can, or if the variant has no scores to merge."""
-    from shards.scores import score_table_problem
+    from clipmill.shards.scores import score_table_problem
 
     return score_table_problem(variant) if any(commit.files for commit in variant.commits.values()) else None
 
 
 def _plan_report(plan: "ScoresPlan") -> "Report":
-    from prep.scores.report import scores_report
+    from clipmill.prep.scores.report import scores_report
 
     return scores_report(plan)
 
 
 def _summary_report(summary: "ScoresSummary", settings: ScoresSettings, listed: Path) -> "Report":
-    from prep.scores.report import scores_summary
+    from clipmill.prep.scores.report import scores_summary
 
     return scores_summary(summary, listed=listed)
 
@@ -166,13 +166,13 @@ def _flags(stored: Mapping[str, Any]) -> list[str]:
 
 
 def _pending(data_dir: Path, variant: "Variant") -> Pending:
-    from prep.scores.plan import pending_scores
+    from clipmill.prep.scores.plan import pending_scores
 
     return pending_scores(data_dir, variant)
 
 
 def _write_page(variant: "Variant", request: "PageRequest") -> "Report":
-    from prep.scores.page import write_scores_page
+    from clipmill.prep.scores.page import write_scores_page
 
     return write_scores_page(variant, request)
 
@@ -183,7 +183,7 @@ def _next_step(data: Path) -> list[str]:
 
 COLUMN = ColumnSpec(
     name=SCORES,
-    package="prep.scores",
+    package="clipmill.prep.scores",
     verb="score",
     has_hours=False,
     make_command=scores,
@@ -195,7 +195,7 @@ COLUMN = ColumnSpec(
     flags=_flags,
     retry=_retry,
     pending=_pending,
-    check_sample="prep.scores.sample:check_scores",
+    check_sample="clipmill.prep.scores.sample:check_scores",
     write_page=_write_page,
     next_step=_next_step,
     extra_files=(ExtraFile(_TABLE_FILE, table_problem),),

@@ -3,7 +3,7 @@
     samples      reference frames about half a second apart, which the decoder needs anyway, and the last frame
     neighbours   the frame a tenth of a second after each sample, for motion
     middle       the middle frame, for the perceptual hash
-    refined      all frames between two samples that differ by as much as a cut might (prep.scores.cuts)
+    refined      all frames between two samples that differ by as much as a cut might (clipmill.prep.scores.cuts)
 
 All values use full-range luma (0 black, 255 white), whatever the range that the codec stores.
 """
@@ -19,7 +19,7 @@ from av.video.frame import VideoFrame
 from av.video.reformatter import ColorRange
 from numpy.typing import NDArray
 
-from shards.format import PACKET_REFERENCE
+from clipmill.shards.format import PACKET_REFERENCE
 
 SAMPLE_STEP_S = Fraction(8, 15)  # 16 frames at 30 frames per second: the distance of the P frames in a comb
 NEIGHBOUR_STEP_S = Fraction(1, 10)  # a source of 10 frames per second still moves between the two
@@ -49,7 +49,7 @@ class Chosen:
 def choose_frames(
     num_frames: int, *, fps: Fraction, packet_frame: Sequence[int], packet_flags: Sequence[int]
 ) -> Chosen:
-    """Choose the frames of a chunk to analyse, from its packet table (shards.format.VIDEO_FIELDS).
+    """Choose the frames of a chunk to analyse, from its packet table (clipmill.shards.format.VIDEO_FIELDS).
 
     The frame after a sample is the last reference frame within SAMPLE_STEP_S; else the first one within twice that
     time; else the frame at that time, whatever it costs.

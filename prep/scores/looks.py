@@ -1,6 +1,6 @@
 """What frames look like: sharpness, brightness, black and frozen shares, bars, and the perceptual hash.
 
-All functions take full-range luma (`prep.scores.frames.full_luma`).
+All functions take full-range luma (`clipmill.prep.scores.frames.full_luma`).
 """
 
 from bisect import bisect_right
@@ -13,7 +13,7 @@ import cv2
 import numpy as np
 from numpy.typing import NDArray
 
-from prep.scores.frames import Luma, small_luma
+from clipmill.prep.scores.frames import Luma, small_luma
 
 BLACK_LEVEL = 25  # a pixel is black up to here: 0.10 of the range, as in ffmpeg's blackdetect
 BLACK_PIXELS = 0.98  # share of such pixels in a black frame, as there

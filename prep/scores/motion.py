@@ -16,7 +16,7 @@ import cv2
 import numpy as np
 from numpy.typing import NDArray
 
-from prep.scores.frames import Luma
+from clipmill.prep.scores.frames import Luma
 
 Flow = NDArray[np.float32]  # [H, W, 2]: x and y in pixels
 Mask = NDArray[np.bool_]  # [H, W]

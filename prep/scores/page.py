@@ -14,17 +14,17 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from manifests.errors import UserError
-from manifests.quoting import counted
-from prep.core.histograms import HISTOGRAM_STYLE, histogram, histogram_html, short_number
-from prep.core.pages import PageRequest, page_head, publish_page, require_page_path
-from prep.core.report import Report
-from prep.scores.distribution import evenly, landmarks
-from prep.scores.pictures import Chunks, Thumbnail
-from shards.reader import Variant
-from shards.scores import open_scores
-from shards.selection import selected_chunks
-from shards.where import parse_where
+from clipmill.manifests.errors import UserError
+from clipmill.manifests.quoting import counted
+from clipmill.prep.core.histograms import HISTOGRAM_STYLE, histogram, histogram_html, short_number
+from clipmill.prep.core.pages import PageRequest, page_head, publish_page, require_page_path
+from clipmill.prep.core.report import Report
+from clipmill.prep.scores.distribution import evenly, landmarks
+from clipmill.prep.scores.pictures import Chunks, Thumbnail
+from clipmill.shards.reader import Variant
+from clipmill.shards.scores import open_scores
+from clipmill.shards.selection import selected_chunks
+from clipmill.shards.where import parse_where
 
 NUM_SELECTED = 12  # pictures of chunks that a selection keeps, and of those that it drops
 NUM_CUT_CHUNKS = 8  # chunks whose cuts are shown: those with the most

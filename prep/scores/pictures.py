@@ -9,12 +9,12 @@ import cv2
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from manifests.keys import chunk_key
-from prep.core.chunk_frames import decode_frames
-from prep.core.chunk_shards import frame_rate, read_chunk, seconds_of
-from prep.core.failures import SourceFailure
-from prep.core.plan import is_readable
-from shards.reader import CommittedShard, Variant
+from clipmill.manifests.keys import chunk_key
+from clipmill.prep.core.chunk_frames import decode_frames
+from clipmill.prep.core.chunk_shards import frame_rate, read_chunk, seconds_of
+from clipmill.prep.core.failures import SourceFailure
+from clipmill.prep.core.plan import is_readable
+from clipmill.shards.reader import CommittedShard, Variant
 
 _HEIGHT_PX = 108
 _JPEG_QUALITY = 80
@@ -31,7 +31,7 @@ class Thumbnail:
 
 
 class Chunks:
-    """The rows of the merged table (shards.scores), and the chunks behind them.
+    """The rows of the merged table (clipmill.shards.scores), and the chunks behind them.
 
     Args:
         table: the merged table.

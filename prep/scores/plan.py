@@ -10,19 +10,19 @@ from typing import TYPE_CHECKING
 
 import pyarrow as pa
 
-from manifests.errors import UserError
-from prep.core.chunk_shards import ChunkShard, read_chunk_shards
-from prep.core.column import VIDEO, Pending
-from prep.core.plan import ShardPlan, pending_of, plan_shards, stored_shards
-from prep.scores.column import COLUMN
-from prep.scores.recipe import SCORES, ScoresRecipe, scores_recipe_from_dict
-from shards.commits import Commit, Failure, read_commits
-from shards.dataset import current_variant, variant_dir
-from shards.reader import Variant
+from clipmill.manifests.errors import UserError
+from clipmill.prep.core.chunk_shards import ChunkShard, read_chunk_shards
+from clipmill.prep.core.column import VIDEO, Pending
+from clipmill.prep.core.plan import ShardPlan, pending_of, plan_shards, stored_shards
+from clipmill.prep.scores.column import COLUMN
+from clipmill.prep.scores.recipe import SCORES, ScoresRecipe, scores_recipe_from_dict
+from clipmill.shards.commits import Commit, Failure, read_commits
+from clipmill.shards.dataset import current_variant, variant_dir
+from clipmill.shards.reader import Variant
 
 if TYPE_CHECKING:
-    from prep.core.run import Job
-    from prep.scores.worker import ScoresTask
+    from clipmill.prep.core.run import Job
+    from clipmill.prep.scores.worker import ScoresTask
 
 
 @dataclass(frozen=True)
@@ -80,8 +80,8 @@ def make_scores_plan(data_dir: Path, recipe: ScoresRecipe, *, retry_codes: froze
 
 def scores_job(plan: ScoresPlan) -> "Job[ScoresTask]":
     """Return the plan as a job for the driver."""
-    from prep.core.run import Job
-    from prep.scores.worker import ScoresTask, make_scores
+    from clipmill.prep.core.run import Job
+    from clipmill.prep.scores.worker import ScoresTask, make_scores
 
     def task(shard: ShardPlan) -> "ScoresTask":
         return ScoresTask(
@@ -105,7 +105,7 @@ def scores_job(plan: ScoresPlan) -> "Job[ScoresTask]":
         video_ids=lambda shard: plan.chunk_shards[shard.shard_id].video_ids.to_pylist(),
         failed_before=plan.unreadable,
         chunk_s=None,
-        needs=("prep.scores.recipe:version_mismatch", plan.recipe.libraries),
+        needs=("clipmill.prep.scores.recipe:version_mismatch", plan.recipe.libraries),
     )
 
 

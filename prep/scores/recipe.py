@@ -7,9 +7,9 @@ from typing import Annotated, Any
 
 from cyclopts import Group, Parameter
 
-from manifests.errors import UserError
-from manifests.help_text import FIRST_RUN
-from prep.core.column import recipe_fingerprint
+from clipmill.manifests.errors import UserError
+from clipmill.manifests.help_text import FIRST_RUN
+from clipmill.prep.core.column import recipe_fingerprint
 
 SCORES = "scores"
 SCORES_SCHEMA = 2  # incremented when the same settings begin to produce other values: methods, frames, thresholds

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from pathlib import Path
 
-from prep.core.report import (
+from clipmill.prep.core.report import (
     Report,
     changed_settings,
     hours_text,
@@ -12,12 +12,12 @@ from prep.core.report import (
     states_values,
     summary_report,
 )
-from prep.core.run import Summary
-from prep.scores.column import COLUMN, table_problem
-from prep.scores.plan import ScoresPlan
-from prep.scores.recipe import SCORES
-from shards.reader import Variant
-from shards.scores import CHUNKS_FILE
+from clipmill.prep.core.run import Summary
+from clipmill.prep.scores.column import COLUMN, table_problem
+from clipmill.prep.scores.plan import ScoresPlan
+from clipmill.prep.scores.recipe import SCORES
+from clipmill.shards.reader import Variant
+from clipmill.shards.scores import CHUNKS_FILE
 
 
 @dataclass

@@ -6,14 +6,14 @@ from typing import Any
 
 import pyarrow as pa
 
-from manifests.json_text import parse_json
-from prep.core.chunk_shards import frame_rate, read_chunk
-from prep.core.column import CheckedSample, DeepCode
-from prep.core.failures import FailureCode, SourceFailure
-from prep.scores.score import ChunkFile, score_chunk
-from shards.format import SCORES_FIELDS
-from shards.reader import CommittedShard
-from shards.writer import Sample
+from clipmill.manifests.json_text import parse_json
+from clipmill.prep.core.chunk_shards import frame_rate, read_chunk
+from clipmill.prep.core.column import CheckedSample, DeepCode
+from clipmill.prep.core.failures import FailureCode, SourceFailure
+from clipmill.prep.scores.score import ChunkFile, score_chunk
+from clipmill.shards.format import SCORES_FIELDS
+from clipmill.shards.reader import CommittedShard
+from clipmill.shards.writer import Sample
 
 EXTENSION = "scores.json"
 SHARES = ("brightness", "black", "frozen", "letterbox", "speech")  # values from 0 to 1

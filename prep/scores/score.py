@@ -10,10 +10,10 @@ import numpy as np
 from av.video.frame import VideoFrame
 from av.video.reformatter import VideoReformatter
 
-from prep.core.chunk_frames import decode_frames
-from prep.scores.cuts import Picture, analysis_picture, find_cuts, intervals_to_refine
-from prep.scores.frames import Chosen, Luma, choose_frames, full_luma
-from prep.scores.looks import (
+from clipmill.prep.core.chunk_frames import decode_frames
+from clipmill.prep.scores.cuts import Picture, analysis_picture, find_cuts, intervals_to_refine
+from clipmill.prep.scores.frames import Chosen, Luma, choose_frames, full_luma
+from clipmill.prep.scores.looks import (
     MIN_FROZEN_S,
     Active,
     Lines,
@@ -24,9 +24,9 @@ from prep.scores.looks import (
     sharpness,
     shown_frames,
 )
-from prep.scores.motion import Motion, optical_flow, split_motion, textured
-from prep.scores.speech import speech_s
-from shards.format import PACKET_KEY
+from clipmill.prep.scores.motion import Motion, optical_flow, split_motion, textured
+from clipmill.prep.scores.speech import speech_s
+from clipmill.shards.format import PACKET_KEY
 
 NUM_SHARP = 12  # samples whose sharpness is measured, evenly spaced
 _DECIMALS = 6
@@ -34,7 +34,7 @@ _DECIMALS = 6
 
 @dataclass(frozen=True)
 class ChunkFile:
-    """A chunk: the bytes of the MP4 file, and what its index row says of it (shards.format.VIDEO_FIELDS)."""
+    """A chunk: the bytes of the MP4 file, and what its index row says of it (clipmill.shards.format.VIDEO_FIELDS)."""
 
     content: bytes
     num_frames: int
@@ -69,7 +69,7 @@ class _Seen:
 
 
 def score_chunk(chunk: ChunkFile, *, cut_threshold: float) -> dict[str, Any]:
-    """Return the scores of a chunk: the fields of shards.format.SCORES_FIELDS from `motion` to `phash`.
+    """Return the scores of a chunk: the fields of clipmill.shards.format.SCORES_FIELDS from `motion` to `phash`.
 
     Numbers are rounded to six decimals; unknown values are None.
 

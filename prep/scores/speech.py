@@ -15,7 +15,7 @@ import numpy as np
 import webrtcvad
 from numpy.typing import NDArray
 
-from prep.core.failures import FailureCode, SourceFailure
+from clipmill.prep.core.failures import FailureCode, SourceFailure
 
 RATE_HZ = 16_000
 WINDOW_MS = 30

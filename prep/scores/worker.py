@@ -8,17 +8,17 @@ import hashlib
 from dataclasses import dataclass
 from pathlib import Path
 
-from prep.core.chunk_shards import OldSamples, chunk_fingerprints, seconds_of
-from prep.core.failures import FailureCode, SourceFailure
-from prep.core.heartbeat import Heartbeat
-from prep.core.shard_result import ShardResult, cpu_s, stopped, system_errors_as_results
-from prep.scores.recipe import SCORES
-from prep.scores.sample import EXTENSION, scores_sample
-from shards.commits import Commit, Failure, write_commit
-from shards.damage import Damaged
-from shards.format import SCORES_FIELDS
-from shards.reader import open_shard
-from shards.writer import ShardWriter
+from clipmill.prep.core.chunk_shards import OldSamples, chunk_fingerprints, seconds_of
+from clipmill.prep.core.failures import FailureCode, SourceFailure
+from clipmill.prep.core.heartbeat import Heartbeat
+from clipmill.prep.core.shard_result import ShardResult, cpu_s, stopped, system_errors_as_results
+from clipmill.prep.scores.recipe import SCORES
+from clipmill.prep.scores.sample import EXTENSION, scores_sample
+from clipmill.shards.commits import Commit, Failure, write_commit
+from clipmill.shards.damage import Damaged
+from clipmill.shards.format import SCORES_FIELDS
+from clipmill.shards.reader import open_shard
+from clipmill.shards.writer import ShardWriter
 
 
 @dataclass(frozen=True)

@@ -9,10 +9,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import BinaryIO
 
-from manifests.storage.mirrors import is_remote
-from manifests.storage.urls import Place
-from prep.core.failures import FailureCode, SourceFailure
-from prep.sources.remote import RemoteFile
+from clipmill.manifests.storage.mirrors import is_remote
+from clipmill.manifests.storage.urls import Place
+from clipmill.prep.core.failures import FailureCode, SourceFailure
+from clipmill.prep.sources.remote import RemoteFile
 
 _FINGERPRINT_BYTES = 1 << 20
 SourceBytes = BinaryIO | RemoteFile

@@ -14,10 +14,10 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from manifests.storage.urls import Place
-from prep.core.failures import FailureCode, SourceFailure
-from prep.sources.access import access_failure, source_fingerprint
-from prep.sources.remote import remote_states
+from clipmill.manifests.storage.urls import Place
+from clipmill.prep.core.failures import FailureCode, SourceFailure
+from clipmill.prep.sources.access import access_failure, source_fingerprint
+from clipmill.prep.sources.remote import remote_states
 
 STAT_LIMIT_S = 60.0  # timeout per file
 _SHORT_LIMIT_S = 1.0  # timeout for other files in a folder where one timed out: a dead mount may hold thousands
@@ -33,7 +33,7 @@ class FileStates:
     Attributes:
         size_bytes: int64 [files]; NO_FILE if the file could not be checked.
         mtime_ns: modification time, int64 [files]; 0 if the file could not be checked. That of an object also depends
-            on its etag (`prep.sources.remote.object_state`).
+            on its etag (`clipmill.prep.sources.remote.object_state`).
         failures: row -> why the file could not be checked.
     """
 

@@ -8,8 +8,8 @@ import av
 from av.container import InputContainer
 from av.video.stream import VideoStream
 
-from manifests.quoting import counted
-from prep.core.failures import FailureCode, SourceFailure
+from clipmill.manifests.quoting import counted
+from clipmill.prep.core.failures import FailureCode, SourceFailure
 
 # Containers round and pad the durations in their headers; truncation that loses less than this cannot be detected.
 _HEADER_SLACK_S = Fraction(1)

@@ -6,10 +6,10 @@ size and rotation.
 
 Files are opened only with the demuxers in `DEMUXERS` and through the file protocol: a playlist or concat script
 disguised as a video is refused, so that it cannot make libav read other files. Objects are read by ranges
-(`prep.sources.remote`), with the same result.
+(`clipmill.prep.sources.remote`), with the same result.
 
-`prep.sources.probe_processes` runs this in separate processes: a file that hangs or crashes its reader, or exhausts its
-memory, affects only that process.
+`clipmill.prep.sources.probe_processes` runs this in separate processes: a file that hangs or crashes its reader, or
+exhausts its memory, affects only that process.
 """
 
 import errno
@@ -23,12 +23,12 @@ import av.error
 from av.container import InputContainer
 from av.video.stream import VideoStream
 
-from manifests.storage.urls import Place
-from prep.core.failures import FailureCode, SourceFailure
-from prep.sources.access import OpenSource, fingerprint_of, open_source
-from prep.sources.packet_times import demuxed_times, indexed_times, is_indexed
-from prep.sources.truncation import truncation
-from shards.containers import CONTAINERS, FILE_PROTOCOLS
+from clipmill.manifests.storage.urls import Place
+from clipmill.prep.core.failures import FailureCode, SourceFailure
+from clipmill.prep.sources.access import OpenSource, fingerprint_of, open_source
+from clipmill.prep.sources.packet_times import demuxed_times, indexed_times, is_indexed
+from clipmill.prep.sources.truncation import truncation
+from clipmill.shards.containers import CONTAINERS, FILE_PROTOCOLS
 
 DEMUXERS = f"{CONTAINERS},h264,hevc"
 PROTOCOLS = FILE_PROTOCOLS

@@ -24,9 +24,9 @@ from dataclasses import asdict
 from multiprocessing.connection import wait
 from typing import Any
 
-from prep.core.failures import FailureCode, SourceFailure
-from prep.engines import die_with_parent, exit_reason
-from prep.sources.probe import SourceFacts, probe
+from clipmill.prep.core.failures import FailureCode, SourceFailure
+from clipmill.prep.engines import die_with_parent, exit_reason
+from clipmill.prep.sources.probe import SourceFacts, probe
 
 SILENCE_LIMIT_S = 60.0  # longer than the kernel lets a lease block an `open` (45 s)
 MEMORY_LIMIT_BYTES = 4 << 30  # address space: enough for a 16k frame and its reference frames
@@ -35,7 +35,7 @@ _QUEUE_LENGTH = 4  # so that a reader always has its next source
 _SPAWN_DELAY_S = 0.1  # delay before another reader is started while all are busy
 # Signals that a process causes itself, by a bug in libav that its source triggers. Others come from outside.
 _CRASHES = frozenset({signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT, signal.SIGFPE, signal.SIGILL})
-_PROGRAM = "import sys; sys.path[:] = sys.argv[1:]; from prep.sources.probe_processes import serve; serve()"
+_PROGRAM = "import sys; sys.path[:] = sys.argv[1:]; from clipmill.prep.sources.probe_processes import serve; serve()"
 
 
 def probe_each(paths: Sequence[str], *, max_processes: int) -> Iterator[tuple[int, SourceFacts | SourceFailure]]:

@@ -2,7 +2,7 @@
 
 A source is read through a `RemoteFile`, with the same results as a local file: its fingerprint, its probe, its shots.
 libav reads it through Python and never opens a connection itself. Only the encoder needs a local copy
-(`prep.video.staging`).
+(`clipmill.prep.video.staging`).
 """
 
 import errno
@@ -17,10 +17,10 @@ from functools import lru_cache
 from itertools import islice
 from pathlib import PurePosixPath
 
-from manifests.errors import UserError
-from manifests.storage.objects import AccessRefused, ObjectInfo, Objects, open_objects
-from manifests.storage.urls import is_web, masked, split_url
-from prep.core.failures import FailureCode, SourceFailure
+from clipmill.manifests.errors import UserError
+from clipmill.manifests.storage.objects import AccessRefused, ObjectInfo, Objects, open_objects
+from clipmill.manifests.storage.urls import is_web, masked, split_url
+from clipmill.prep.core.failures import FailureCode, SourceFailure
 
 _MIB = 1 << 20
 _FIRST_BYTES = 256 << 10  # read at a new position; doubled as long as the reading goes on from there

@@ -16,15 +16,15 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from manifests.publish import folder_lock, remove_temporaries
-from prep.core.data_folder import SHOTS_FILE
-from prep.core.failures import FailureCode, SourceFailure
-from prep.core.progress import warn_refused
-from prep.core.shard_result import cpu_s
-from prep.core.table_file import as_array, read_table_file, write_table_file
-from prep.engines import Check, Engine, Label, Outcome, Refused
-from prep.sources.detector import Detector
-from prep.sources.files import current_fingerprint
+from clipmill.manifests.publish import folder_lock, remove_temporaries
+from clipmill.prep.core.data_folder import SHOTS_FILE
+from clipmill.prep.core.failures import FailureCode, SourceFailure
+from clipmill.prep.core.progress import warn_refused
+from clipmill.prep.core.shard_result import cpu_s
+from clipmill.prep.core.table_file import as_array, read_table_file, write_table_file
+from clipmill.prep.engines import Check, Engine, Label, Outcome, Refused
+from clipmill.prep.sources.detector import Detector
+from clipmill.prep.sources.files import current_fingerprint
 
 _SAVING_SHARE = 0.05  # of the time of a run may be spent on saving, so that a killed run loses little
 
@@ -96,7 +96,7 @@ class FoundShots:
 
 def find_shots(task: ShotTask) -> FoundShots:
     """Detect the shots of one source, in a worker."""
-    from prep.sources.shots import detect_cuts
+    from clipmill.prep.sources.shots import detect_cuts
 
     begin_s = cpu_s()
     try:

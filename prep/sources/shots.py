@@ -15,11 +15,11 @@ from av.video.frame import VideoFrame
 from av.video.reformatter import Interpolation, VideoReformatter
 from av.video.stream import VideoStream
 
-from manifests.storage.urls import Place
-from prep.core.failures import FailureCode, SourceFailure
-from prep.sources.access import open_source
-from prep.sources.detector import PICTURE_PX, Detector
-from prep.sources.probe import as_failure, first_video, opened
+from clipmill.manifests.storage.urls import Place
+from clipmill.prep.core.failures import FailureCode, SourceFailure
+from clipmill.prep.sources.access import open_source
+from clipmill.prep.sources.detector import PICTURE_PX, Detector
+from clipmill.prep.sources.probe import as_failure, first_video, opened
 
 # Exact arithmetic, so that every machine compares the same pixels.
 _SCALER = Interpolation.AREA | Interpolation.ACCURATE_RND | Interpolation.BITEXACT

@@ -16,14 +16,14 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from manifests.publish import folder_lock, remove_temporaries
-from prep.core.data_folder import PROBES_FILE
-from prep.core.failures import FailureCode, SourceFailure
-from prep.core.table_file import read_table_file, write_table_file
-from prep.sources.files import NO_FILE, stat_files
+from clipmill.manifests.publish import folder_lock, remove_temporaries
+from clipmill.prep.core.data_folder import PROBES_FILE
+from clipmill.prep.core.failures import FailureCode, SourceFailure
+from clipmill.prep.core.table_file import read_table_file, write_table_file
+from clipmill.prep.sources.files import NO_FILE, stat_files
 
 if TYPE_CHECKING:
-    from prep.sources.probe import SourceFacts
+    from clipmill.prep.sources.probe import SourceFacts
 
 _SAVE_INTERVAL_S = 30.0
 _MAX_SAVING = 0.03  # of the time may be spent on saving, which takes longer the more is known
@@ -158,7 +158,7 @@ def _outcomes(
     yield from ((row, failures[row]) for row in todo if row in failures)
     readable = [row for row in todo if row not in failures]
     if readable:
-        from prep.sources.probe_processes import probe_each
+        from clipmill.prep.sources.probe_processes import probe_each
 
         # Size and modification time are those from before the probe: if the file grew meanwhile, the next run notices
         # it.

@@ -5,7 +5,7 @@ reading. MPEG-TS, MPEG-PS and raw streams contain no sizes: if such a file is tr
 unnoticed.
 """
 
-from prep.sources.access import OpenSource, SourceBytes
+from clipmill.prep.sources.access import OpenSource, SourceBytes
 
 _SEGMENT, _CLUSTER = 0x18538067, 0x1F43B675
 _ASF_DATA = bytes.fromhex("3626b2758e66cf11a6d900aa0062ce6c")

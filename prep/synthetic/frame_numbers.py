@@ -9,9 +9,9 @@ from pathlib import Path
 
 import numpy as np
 
-from manifests.publish import published
-from prep.synthetic.encode import TICKS_PER_FRAME, encode_video, set_rotation
-from prep.synthetic.frame_code import draw_frame_number
+from clipmill.manifests.publish import published
+from clipmill.prep.synthetic.encode import TICKS_PER_FRAME, encode_video, set_rotation
+from clipmill.prep.synthetic.frame_code import draw_frame_number
 
 # Frame durations of a variable-frame-rate video in ticks, repeated; their mean is TICKS_PER_FRAME.
 VARIABLE_DURATIONS = (4, 4, 6, 2, 8, 3, 1, 4)

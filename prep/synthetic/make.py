@@ -11,12 +11,12 @@ from pathlib import Path
 
 import pyarrow as pa
 
-from manifests.adapters.reading import Reading, ReadingBuilder
-from manifests.adapters.splits import TRAIN, VAL
-from manifests.publish import folder_lock, published, remove_temporaries
-from prep.synthetic.encode import TICKS_PER_FRAME, encode_video
-from prep.synthetic.frame_numbers import write_frame_number_video
-from prep.synthetic.shapes import HEIGHT, WIDTH, Scene, draw_scenes, plan_scenes
+from clipmill.manifests.adapters.reading import Reading, ReadingBuilder
+from clipmill.manifests.adapters.splits import TRAIN, VAL
+from clipmill.manifests.publish import folder_lock, published, remove_temporaries
+from clipmill.prep.synthetic.encode import TICKS_PER_FRAME, encode_video
+from clipmill.prep.synthetic.frame_numbers import write_frame_number_video
+from clipmill.prep.synthetic.shapes import HEIGHT, WIDTH, Scene, draw_scenes, plan_scenes
 
 LABELS = {f"label_{name}": pa.string() for name in ("colour", "shape", "motion")}
 # Part of every file name: increment it when the same settings produce different pictures.

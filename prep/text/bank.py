@@ -15,14 +15,14 @@ from pathlib import Path
 import numpy as np
 import pyarrow as pa
 
-from manifests.mapped_files import map_arrow_file
-from manifests.publish import publish_bytes, remove, remove_temporaries
-from manifests.storage.mirrors import refresh
-from prep.text.digests import DIGEST_BYTES, DIGESTS, from_arrow, positions_in
-from prep.text.recipe import BLOCK_FILE, MEMBER
-from shards.damage import Damaged
-from shards.npy import data_offset
-from shards.reader import CommittedShard, Variant
+from clipmill.manifests.mapped_files import map_arrow_file
+from clipmill.manifests.publish import publish_bytes, remove, remove_temporaries
+from clipmill.manifests.storage.mirrors import refresh
+from clipmill.prep.text.digests import DIGEST_BYTES, DIGESTS, from_arrow, positions_in
+from clipmill.prep.text.recipe import BLOCK_FILE, MEMBER
+from clipmill.shards.damage import Damaged
+from clipmill.shards.npy import data_offset
+from clipmill.shards.reader import CommittedShard, Variant
 
 _ROWS_PER_BLOCK = 4096
 

@@ -8,10 +8,10 @@ from pathlib import Path
 import numpy as np
 import pyarrow as pa
 
-from prep.core.failures import FailureCode
-from prep.text.bank import write_block
-from prep.text.captions import CaptionReader
-from prep.text.digests import digests_of, positions_in
+from clipmill.prep.core.failures import FailureCode
+from clipmill.prep.text.bank import write_block
+from clipmill.prep.text.captions import CaptionReader
+from clipmill.prep.text.digests import digests_of, positions_in
 
 MAX_BLOCK_TEXTS = 2048
 _MAX_BLOCK_CHARS = 1 << 20  # limits what is sent to a worker, since some texts may be very long
@@ -63,7 +63,7 @@ class BlockResult:
 
 def encode_block(block: Block) -> BlockResult:
     """Encode the texts of a block and publish their embeddings in the bank."""
-    from prep.text import tower
+    from clipmill.prep.text import tower
 
     use = block.tower
     if use.device == "cpu":

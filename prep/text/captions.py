@@ -9,10 +9,10 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from manifests.errors import UserError
-from manifests.store import open_captions
-from shards.selection import caption_columns, selected_captions
-from shards.where import Where
+from clipmill.manifests.errors import UserError
+from clipmill.manifests.store import open_captions
+from clipmill.shards.selection import caption_columns, selected_captions
+from clipmill.shards.where import Where
 
 _COLUMNS = ["caption_id", "video_id", "text"]
 

@@ -4,11 +4,11 @@ from typing import Any
 
 import numpy as np
 
-from manifests.json_text import parse_json
-from prep.core.column import CheckedSample, DeepCode
-from prep.text.digests import text_digest
-from prep.text.recipe import MEMBER
-from shards.npy import load_npy
+from clipmill.manifests.json_text import parse_json
+from clipmill.prep.core.column import CheckedSample, DeepCode
+from clipmill.prep.text.digests import text_digest
+from clipmill.prep.text.recipe import MEMBER
+from clipmill.shards.npy import load_npy
 
 _MAX_LENGTH_ERROR = 0.01  # far more than the rounding of a unit vector to float16
 

@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from cyclopts import Parameter
 
-from manifests.errors import UserError
-from prep.core.column import MERGED_TABLE, ColumnSpec, ExtraFolder, Pending
-from prep.core.make import (
+from clipmill.manifests.errors import UserError
+from clipmill.prep.core.column import MERGED_TABLE, ColumnSpec, ExtraFolder, Pending
+from clipmill.prep.core.make import (
     EXECUTION,
     Address,
     Data,
@@ -24,14 +24,14 @@ from prep.core.make import (
     make_column,
     plan_column,
 )
-from prep.engines.execution import Execution
-from prep.text.recipe import BANK_FOLDER, BLOCK_FILE, TEXT, TextRecipe, text_recipe_from_dict
+from clipmill.prep.engines.execution import Execution
+from clipmill.prep.text.recipe import BANK_FOLDER, BLOCK_FILE, TEXT, TextRecipe, text_recipe_from_dict
 
 if TYPE_CHECKING:
-    from prep.core.report import Report
-    from prep.text.plan import TextPlan
-    from prep.text.report import TextSummary
-    from shards.reader import Variant
+    from clipmill.prep.core.report import Report
+    from clipmill.prep.text.plan import TextPlan
+    from clipmill.prep.text.report import TextSummary
+    from clipmill.shards.reader import Variant
 
 Settings = Annotated[TextRecipe, Parameter(name="*")]
 Batch = Annotated[
@@ -100,8 +100,8 @@ def _retry(stored: Mapping[str, Any], weights: str | None, request: Request) -> 
 
 
 def _plan(data_dir: Path, recipe: TextRecipe, request: Request) -> "TextPlan":
-    from prep.text.plan import make_text_plan
-    from prep.text.recipe import resolve
+    from clipmill.prep.text.plan import make_text_plan
+    from clipmill.prep.text.recipe import resolve
 
     resolved = resolve(recipe)
     request.require_variant(resolved.variant, command=f"prep text --clip {recipe.clip}")
@@ -109,9 +109,9 @@ def _plan(data_dir: Path, recipe: TextRecipe, request: Request) -> "TextPlan":
 
 
 def _run(plan: "TextPlan", recipe: TextRecipe, request: Request) -> "TextSummary":
-    from prep.engines.choice import open_engine, resolve_gpus_per_worker
-    from prep.text.blocks import TowerUse
-    from prep.text.run import run_text
+    from clipmill.prep.engines.choice import open_engine, resolve_gpus_per_worker
+    from clipmill.prep.text.blocks import TowerUse
+    from clipmill.prep.text.run import run_text
 
     # Detecting GPUs takes seconds, so a run without work skips it.
     gpus_per_worker = 0.0
@@ -141,13 +141,13 @@ def _run(plan: "TextPlan", recipe: TextRecipe, request: Request) -> "TextSummary
 
 
 def _plan_report(plan: "TextPlan") -> "Report":
-    from prep.text.report import text_report
+    from clipmill.prep.text.report import text_report
 
     return text_report(plan)
 
 
 def _summary_report(summary: "TextSummary", recipe: TextRecipe, listed: Path) -> "Report":
-    from prep.text.report import text_summary
+    from clipmill.prep.text.report import text_summary
 
     return text_summary(summary, listed=listed)
 
@@ -158,7 +158,7 @@ def _flags(stored: Mapping[str, Any]) -> list[str]:
 
 
 def _pending(data_dir: Path, variant: "Variant") -> Pending:
-    from prep.text.plan import pending_text
+    from clipmill.prep.text.plan import pending_text
 
     return pending_text(data_dir, variant)
 
@@ -168,7 +168,7 @@ def _layout_file(stored: Mapping[str, Any]) -> str:
 
 
 def _is_whole_block(path: Path) -> bool:
-    from prep.text.bank import is_whole_block
+    from clipmill.prep.text.bank import is_whole_block
 
     return is_whole_block(path)
 
@@ -179,7 +179,7 @@ def _next_step(data: Path) -> list[str]:
 
 COLUMN = ColumnSpec(
     name=TEXT,
-    package="prep.text",
+    package="clipmill.prep.text",
     sample="video",
     has_hours=False,
     make_command=text,
@@ -191,7 +191,7 @@ COLUMN = ColumnSpec(
     flags=_flags,
     retry=_retry,
     pending=_pending,
-    check_sample="prep.text.check:check_text",
+    check_sample="clipmill.prep.text.check:check_text",
     layout_file=_layout_file,
     extra_folders=(ExtraFolder(BANK_FOLDER, BLOCK_FILE, _is_whole_block),),
     extra_files=(MERGED_TABLE,),

@@ -2,7 +2,7 @@
 
 An assignment never changes: adding videos does not move existing ones. The layout is stored in
 `<data>/layout/text.parquet` and shared by all text towers. The table has the same schema as that of `video`
-(prep.core.layout), with a single span per video. Only videos with captions are in it.
+(clipmill.prep.core.layout), with a single span per video. Only videos with captions are in it.
 """
 
 from pathlib import Path
@@ -11,8 +11,16 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from prep.core.layout import LAYOUT, LAYOUT_FOLDER, SpanId, layout_of_commits, variants_of, video_rows_of, wanted_spans
-from prep.text.recipe import TEXT
+from clipmill.prep.core.layout import (
+    LAYOUT,
+    LAYOUT_FOLDER,
+    SpanId,
+    layout_of_commits,
+    variants_of,
+    video_rows_of,
+    wanted_spans,
+)
+from clipmill.prep.text.recipe import TEXT
 
 LAYOUT_FILE = f"{TEXT}.parquet"
 
@@ -31,7 +39,7 @@ def extend_text_layout(
     """Assign every video with captions that has no shard yet; new videos go into new shards, one split after another.
 
     Args:
-        layout: table with schema prep.core.layout.LAYOUT.
+        layout: table with schema clipmill.prep.core.layout.LAYOUT.
         video_ids: ids of the videos, in manifest order.
         splits: splits of the videos, in the same order.
         num_captions: number of captions of each video, int.

@@ -14,21 +14,21 @@ from pathlib import Path
 import numpy as np
 import pyarrow as pa
 
-from manifests.errors import UserError
-from manifests.quoting import counted
-from manifests.store import MANIFEST_FILE, manifest_dir, read_videos
-from prep.core.column import Pending
-from prep.core.layout import stored_or_rebuilt_layout
-from prep.core.plan import ShardPlan, WantedShard, pending_of, plan_shards, stored_shards
-from prep.core.selection import stored_request
-from prep.core.table_file import as_array
-from prep.text.layout import extend_text_layout, text_layout_of_commits, text_layout_path, wanted_text_rows
-from prep.text.recipe import TEXT, ResolvedTextRecipe, text_recipe_from_dict
-from shards.commits import Commit
-from shards.dataset import current_variant, variant_dir
-from shards.reader import Variant
-from shards.selection import nothing_selected
-from shards.where import Where, parse_where
+from clipmill.manifests.errors import UserError
+from clipmill.manifests.quoting import counted
+from clipmill.manifests.store import MANIFEST_FILE, manifest_dir, read_videos
+from clipmill.prep.core.column import Pending
+from clipmill.prep.core.layout import stored_or_rebuilt_layout
+from clipmill.prep.core.plan import ShardPlan, WantedShard, pending_of, plan_shards, stored_shards
+from clipmill.prep.core.selection import stored_request
+from clipmill.prep.core.table_file import as_array
+from clipmill.prep.text.layout import extend_text_layout, text_layout_of_commits, text_layout_path, wanted_text_rows
+from clipmill.prep.text.recipe import TEXT, ResolvedTextRecipe, text_recipe_from_dict
+from clipmill.shards.commits import Commit
+from clipmill.shards.dataset import current_variant, variant_dir
+from clipmill.shards.reader import Variant
+from clipmill.shards.selection import nothing_selected
+from clipmill.shards.where import Where, parse_where
 
 
 @dataclass(frozen=True)

@@ -15,10 +15,10 @@ from typing import Annotated, Any
 
 from cyclopts import Group, Parameter
 
-from manifests.errors import UserError
-from manifests.json_text import parse_json
-from prep.core.column import recipe_fingerprint
-from prep.core.selection import WHERE, check_where
+from clipmill.manifests.errors import UserError
+from clipmill.manifests.json_text import parse_json
+from clipmill.prep.core.column import recipe_fingerprint
+from clipmill.prep.core.selection import WHERE, check_where
 
 SAFETENSORS = ".safetensors"
 _PIECE_BYTES = 1 << 24
@@ -106,7 +106,7 @@ def resolve(recipe: TextRecipe) -> ResolvedTextRecipe:
     Raises:
         UserError: the model, tag or file does not exist, or the file belongs to another model.
     """
-    from prep.text import tower
+    from clipmill.prep.text import tower
 
     if recipe.clip == TINY:
         return ResolvedTextRecipe(clip=TINY, clip_sha256=tower.TINY_SHA256, width=tower.TINY_WIDTH, where=recipe.where)
@@ -121,7 +121,7 @@ def resolve(recipe: TextRecipe) -> ResolvedTextRecipe:
 
 
 def text_recipe_from_dict(stored: Mapping[str, Any]) -> ResolvedTextRecipe:
-    """Return the recipe of a variant (`prep.core.selection.stored_request`).
+    """Return the recipe of a variant (`clipmill.prep.core.selection.stored_request`).
 
     Raises:
         UserError: the recipe was written with another version of the recipe schema.

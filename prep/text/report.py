@@ -3,15 +3,15 @@
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from manifests.quoting import counted
-from prep.core.disk_use import disk_use
-from prep.core.failure_list import failure_lines, failure_values
-from prep.core.report import Report, changed_settings, next_line, size_text, states_lines, states_values
-from prep.engines import Refused
-from prep.text.column import COLUMN
-from prep.text.plan import TextPlan
-from prep.text.recipe import TEXT
-from shards.commits import Failure
+from clipmill.manifests.quoting import counted
+from clipmill.prep.core.disk_use import disk_use
+from clipmill.prep.core.failure_list import failure_lines, failure_values
+from clipmill.prep.core.report import Report, changed_settings, next_line, size_text, states_lines, states_values
+from clipmill.prep.engines import Refused
+from clipmill.prep.text.column import COLUMN
+from clipmill.prep.text.plan import TextPlan
+from clipmill.prep.text.recipe import TEXT
+from clipmill.shards.commits import Failure
 
 _BYTES_PER_NUMBER = 2
 

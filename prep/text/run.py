@@ -13,30 +13,30 @@ from dataclasses import dataclass, replace
 import numpy as np
 import pyarrow as pa
 
-from manifests.progress import Activity
-from prep.core.failures import FailureCode
-from prep.core.lag import wait_until_seen
-from prep.core.layout import write_layout
-from prep.core.part_locks import Part
-from prep.core.parts import PartRun
-from prep.core.plan import ShardPlan, with_work
-from prep.core.progress import warn_refused
-from prep.core.run import Job, execute
-from prep.core.selection import write_selection
-from prep.core.variant_folder import make_variant
-from prep.engines import Check, Engine, Label, Outcome, R, Refused, T
-from prep.engines.admission import worker_ticket
-from prep.text.bank import Bank, copy_embeddings
-from prep.text.blocks import Block, BlockResult, TowerUse, blocks_of, encode_block
-from prep.text.captions import CaptionReader
-from prep.text.column import COLUMN
-from prep.text.digests import DigestSet, digests_of, owners_of
-from prep.text.layout import text_layout_path
-from prep.text.plan import TextPlan
-from prep.text.recipe import BANK_FOLDER, TEXT
-from prep.text.report import TextSummary
-from prep.text.worker import ShardMaker, TextShardTask
-from shards.dataset import begin_variant
+from clipmill.manifests.progress import Activity
+from clipmill.prep.core.failures import FailureCode
+from clipmill.prep.core.lag import wait_until_seen
+from clipmill.prep.core.layout import write_layout
+from clipmill.prep.core.part_locks import Part
+from clipmill.prep.core.parts import PartRun
+from clipmill.prep.core.plan import ShardPlan, with_work
+from clipmill.prep.core.progress import warn_refused
+from clipmill.prep.core.run import Job, execute
+from clipmill.prep.core.selection import write_selection
+from clipmill.prep.core.variant_folder import make_variant
+from clipmill.prep.engines import Check, Engine, Label, Outcome, R, Refused, T
+from clipmill.prep.engines.admission import worker_ticket
+from clipmill.prep.text.bank import Bank, copy_embeddings
+from clipmill.prep.text.blocks import Block, BlockResult, TowerUse, blocks_of, encode_block
+from clipmill.prep.text.captions import CaptionReader
+from clipmill.prep.text.column import COLUMN
+from clipmill.prep.text.digests import DigestSet, digests_of, owners_of
+from clipmill.prep.text.layout import text_layout_path
+from clipmill.prep.text.plan import TextPlan
+from clipmill.prep.text.recipe import BANK_FOLDER, TEXT
+from clipmill.prep.text.report import TextSummary
+from clipmill.prep.text.worker import ShardMaker, TextShardTask
+from clipmill.shards.dataset import begin_variant
 
 
 def run_text(

@@ -16,9 +16,9 @@ from typing import Any
 
 import numpy as np
 
-from manifests.errors import UserError
-from prep.text.recipe import SAFETENSORS, TINY, TextRecipe, file_sha256, safetensors_shapes
-from prep.text.tokens import tokens_of
+from clipmill.manifests.errors import UserError
+from clipmill.prep.text.recipe import SAFETENSORS, TINY, TextRecipe, file_sha256, safetensors_shapes
+from clipmill.prep.text.tokens import tokens_of
 
 TINY_WIDTH = 256  # embedding dimension: a row takes 512 bytes
 _TINY_VERSION = "seeded text tower: width 64, 2 heads, 2 layers, embedding 256, RandomState(0), version 1"

@@ -8,19 +8,19 @@ from dataclasses import dataclass
 import numpy as np
 import pyarrow as pa
 
-from manifests.quoting import counted
-from prep.core.failures import FailureCode
-from prep.core.heartbeat import Heartbeat
-from prep.core.shard_result import ShardResult, stopped, system_errors_as_results
-from prep.text.bank import Bank
-from prep.text.captions import CaptionReader
-from prep.text.digests import digests_of
-from prep.text.plan import TextPlan
-from prep.text.recipe import MEMBER, TEXT
-from shards.commits import Commit, Failure, write_commit
-from shards.format import TEXT_FIELDS
-from shards.npy import npy_bytes
-from shards.writer import Sample, ShardWriter
+from clipmill.manifests.quoting import counted
+from clipmill.prep.core.failures import FailureCode
+from clipmill.prep.core.heartbeat import Heartbeat
+from clipmill.prep.core.shard_result import ShardResult, stopped, system_errors_as_results
+from clipmill.prep.text.bank import Bank
+from clipmill.prep.text.captions import CaptionReader
+from clipmill.prep.text.digests import digests_of
+from clipmill.prep.text.plan import TextPlan
+from clipmill.prep.text.recipe import MEMBER, TEXT
+from clipmill.shards.commits import Commit, Failure, write_commit
+from clipmill.shards.format import TEXT_FIELDS
+from clipmill.shards.npy import npy_bytes
+from clipmill.shards.writer import Sample, ShardWriter
 
 EXTENSIONS = (MEMBER, "json")
 

@@ -8,13 +8,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from manifests.errors import UserError
-from manifests.storage.mirrors import mirror_of
-from prep.upkeep.own_names import is_ours
+from clipmill.manifests.errors import UserError
+from clipmill.manifests.storage.mirrors import mirror_of
+from clipmill.prep.upkeep.own_names import is_ours
 
 if TYPE_CHECKING:
-    from manifests.storage.s3_requests import OpenUpload
-    from manifests.storage.working_copy import WorkingCopy
+    from clipmill.manifests.storage.s3_requests import OpenUpload
+    from clipmill.manifests.storage.working_copy import WorkingCopy
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ def abort(uploads: Sequence["OpenUpload"], data_dir: Path) -> None:
 def _copy_of(data_dir: Path) -> "WorkingCopy | None":
     if (mirror := mirror_of(data_dir)) is None:
         return None
-    from manifests.storage.working_copy import WorkingCopy
+    from clipmill.manifests.storage.working_copy import WorkingCopy
 
     assert isinstance(mirror, WorkingCopy)
     return mirror

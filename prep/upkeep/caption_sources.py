@@ -8,13 +8,13 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from manifests.caption_spans import MIN_CAPTIONS, open_caption_spans
-from manifests.further_sources import source_counts
-from manifests.merge import rows_of
-from manifests.previous import FURTHER_KEY
-from manifests.store import open_captions, read_manifest
-from prep.core.column import VIDEO
-from shards.dataset import current_variant
+from clipmill.manifests.caption_spans import MIN_CAPTIONS, open_caption_spans
+from clipmill.manifests.further_sources import source_counts
+from clipmill.manifests.merge import rows_of
+from clipmill.manifests.previous import FURTHER_KEY
+from clipmill.manifests.store import open_captions, read_manifest
+from clipmill.prep.core.column import VIDEO
+from clipmill.shards.dataset import current_variant
 
 
 @dataclass(frozen=True)

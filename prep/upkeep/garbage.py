@@ -13,19 +13,26 @@ from functools import partial
 from itertools import groupby, islice
 from pathlib import Path
 
-from manifests.publish import remove as remove_file
-from manifests.publish import remove_all, rename, target_of, temporaries_in, temporary_path
-from manifests.quoting import counted
-from manifests.store import manifest_dir
-from prep.core.column import ColumnSpec
-from prep.core.data_folder import ROOT_FILES, RUNNING_FILE, incomplete_variants
-from prep.core.heartbeat import RUNNING_FOLDER
-from prep.core.layout import LAYOUT_FOLDER
-from prep.core.plan import problems_of
-from prep.registry import columns
-from prep.upkeep.own_names import DATA_FILES, FOLDER_FILE, SHARD_FILE, is_at_home, is_variant, parts_of_variants
-from shards.dataset import current_variant, list_variants, unfinished_variant, variant_dir
-from shards.format import (
+from clipmill.manifests.publish import remove as remove_file
+from clipmill.manifests.publish import remove_all, rename, target_of, temporaries_in, temporary_path
+from clipmill.manifests.quoting import counted
+from clipmill.manifests.store import manifest_dir
+from clipmill.prep.core.column import ColumnSpec
+from clipmill.prep.core.data_folder import ROOT_FILES, RUNNING_FILE, incomplete_variants
+from clipmill.prep.core.heartbeat import RUNNING_FOLDER
+from clipmill.prep.core.layout import LAYOUT_FOLDER
+from clipmill.prep.core.plan import problems_of
+from clipmill.prep.registry import columns
+from clipmill.prep.upkeep.own_names import (
+    DATA_FILES,
+    FOLDER_FILE,
+    SHARD_FILE,
+    is_at_home,
+    is_variant,
+    parts_of_variants,
+)
+from clipmill.shards.dataset import current_variant, list_variants, unfinished_variant, variant_dir
+from clipmill.shards.format import (
     COMMIT_TABLE_FILE,
     COMMITS_FOLDER,
     CONTENTS_FILE,
@@ -33,7 +40,7 @@ from shards.format import (
     RECIPE_FILE,
     folders_in,
 )
-from shards.reader import Variant
+from clipmill.shards.reader import Variant
 
 _BATCH = 1000  # objects that S3 deletes with one request
 _LEFTOVER = "temporary file of a killed command"

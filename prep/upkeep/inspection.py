@@ -6,14 +6,14 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from manifests.errors import UserError
-from manifests.keys import split_key
-from manifests.quoting import counted
-from manifests.store import read_videos
-from prep.core.column import ColumnSpec
-from prep.core.plan import is_readable, problems_of
-from prep.core.report import Report, size_text
-from shards.reader import CommittedShard, Variant
+from clipmill.manifests.errors import UserError
+from clipmill.manifests.keys import split_key
+from clipmill.manifests.quoting import counted
+from clipmill.manifests.store import read_videos
+from clipmill.prep.core.column import ColumnSpec
+from clipmill.prep.core.plan import is_readable, problems_of
+from clipmill.prep.core.report import Report, size_text
+from clipmill.shards.reader import CommittedShard, Variant
 
 _MAX_SHARD_ROWS = 30
 _MAX_VALUE_CHARS = 80

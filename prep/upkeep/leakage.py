@@ -1,4 +1,4 @@
-"""Leakage: pairs of chunks of different splits that look alike (shards.look_alikes).
+"""Leakage: pairs of chunks of different splits that look alike (clipmill.shards.look_alikes).
 
 It is computed from the merged scores and the splits of the manifest, for the chunks that look like one of another video
 at all.
@@ -12,13 +12,13 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from manifests.errors import UserError
-from manifests.keys import chunk_key
-from manifests.quoting import counted
-from manifests.store import read_videos
-from shards.dataset import current_variant
-from shards.look_alikes import first_of_each_part
-from shards.scores import SCORES, open_scores
+from clipmill.manifests.errors import UserError
+from clipmill.manifests.keys import chunk_key
+from clipmill.manifests.quoting import counted
+from clipmill.manifests.store import read_videos
+from clipmill.shards.dataset import current_variant
+from clipmill.shards.look_alikes import first_of_each_part
+from clipmill.shards.scores import SCORES, open_scores
 
 MAX_PAIRS = 1000
 _MAX_SHOWN = 3

@@ -3,16 +3,16 @@
 import re
 from pathlib import Path
 
-from manifests.json_text import parse_json
-from manifests.store import MANIFEST_FOLDER
-from manifests.table_files import is_table_file
-from prep.core.column import MERGED_TABLE, recipe_fingerprint
-from prep.core.data_folder import ROOT_FILES
-from prep.core.run import FAILURES_FILE
-from prep.core.selection import SELECTION_FILE
-from prep.registry import columns
-from shards.dataset import variant_dir
-from shards.format import COMMIT_TABLE_FILE, COMMITS_FOLDER, FOLDER, RECIPE_FILE, folder_of
+from clipmill.manifests.json_text import parse_json
+from clipmill.manifests.store import MANIFEST_FOLDER
+from clipmill.manifests.table_files import is_table_file
+from clipmill.prep.core.column import MERGED_TABLE, recipe_fingerprint
+from clipmill.prep.core.data_folder import ROOT_FILES
+from clipmill.prep.core.run import FAILURES_FILE
+from clipmill.prep.core.selection import SELECTION_FILE
+from clipmill.prep.registry import columns
+from clipmill.shards.dataset import variant_dir
+from clipmill.shards.format import COMMIT_TABLE_FILE, COMMITS_FOLDER, FOLDER, RECIPE_FILE, folder_of
 
 SHARD_FILE = re.compile(r"\d{6,}-[0-9a-f]{8}\.(tar|tar\.idx|index\.arrow)")
 FOLDER_FILE = re.compile(rf"{SHARD_FILE.pattern}|{re.escape(MERGED_TABLE.name)}")  # in a folder of shards

@@ -1,7 +1,7 @@
 """Checks of the small records of a data folder and of each variant.
 
 Those of the folder are manifest, probes, shots, layouts and dataset.json. Shards and their commits are checked in
-shards.verify. Each finding names the command that repairs the record.
+clipmill.shards.verify. Each finding names the command that repairs the record.
 """
 
 import shlex
@@ -12,21 +12,21 @@ from pathlib import Path
 
 import pyarrow as pa
 
-from manifests.errors import UserError
-from manifests.store import MANIFEST_FILE, manifest_dir, open_captions, read_rejected, read_videos
-from manifests.table_files import TABLE_FILES
-from prep.core.column import VIDEO, ColumnSpec, Stored, command_for, recipe_fingerprint
-from prep.core.data_folder import PROBES_FILE, SHOTS_FILE
-from prep.core.layout import LAYOUT_FOLDER, DamagedLayout, owner_of_layout, read_layout, variants_of
-from prep.core.selection import SELECTION_FILE, read_selection, stored_request
-from prep.core.table_file import read_table_file
-from prep.registry import column_named, columns
-from prep.sources.shot_table import SHOTS
-from prep.sources.table import PROBES
-from shards.dataset import current_variant, list_variants, variant_dir
-from shards.format import DATASET_FILE, RECIPE_FILE
-from shards.lists import damaged_lists
-from shards.reader import Variant
+from clipmill.manifests.errors import UserError
+from clipmill.manifests.store import MANIFEST_FILE, manifest_dir, open_captions, read_rejected, read_videos
+from clipmill.manifests.table_files import TABLE_FILES
+from clipmill.prep.core.column import VIDEO, ColumnSpec, Stored, command_for, recipe_fingerprint
+from clipmill.prep.core.data_folder import PROBES_FILE, SHOTS_FILE
+from clipmill.prep.core.layout import LAYOUT_FOLDER, DamagedLayout, owner_of_layout, read_layout, variants_of
+from clipmill.prep.core.selection import SELECTION_FILE, read_selection, stored_request
+from clipmill.prep.core.table_file import read_table_file
+from clipmill.prep.registry import column_named, columns
+from clipmill.prep.sources.shot_table import SHOTS
+from clipmill.prep.sources.table import PROBES
+from clipmill.shards.dataset import current_variant, list_variants, variant_dir
+from clipmill.shards.format import DATASET_FILE, RECIPE_FILE
+from clipmill.shards.lists import damaged_lists
+from clipmill.shards.reader import Variant
 
 
 @dataclass(frozen=True)

@@ -11,26 +11,26 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from manifests.errors import UserError
-from manifests.storage.mirrors import is_away
-from manifests.store import MANIFEST_FILE, manifest_dir, read_videos
-from prep.core.column import MERGED_TABLE, ColumnSpec, ExtraFile, Pending
-from prep.core.data_folder import has_stopped, writer_of
-from prep.core.disk_use import folder_bytes
-from prep.core.ending import seconds_of
-from prep.core.failure_list import MAX_NAMED, FailureEntry, first_failures, first_few, named_values
-from prep.core.heartbeat import ShardProgress, running_shards
-from prep.core.layout import DamagedLayout, variants_of
-from prep.core.plan import problems_of
-from prep.core.run import FAILURES_FILE
-from prep.core.selection import read_selection
-from prep.registry import columns
-from prep.sources.table import probes_of, read_probes
-from prep.upkeep.caption_sources import CaptionSource, num_captions_beyond, read_caption_sources
-from prep.upkeep.leakage import Leakage, find_leakage
-from shards.commits import Failure
-from shards.dataset import current_variant
-from shards.reader import Variant
+from clipmill.manifests.errors import UserError
+from clipmill.manifests.storage.mirrors import is_away
+from clipmill.manifests.store import MANIFEST_FILE, manifest_dir, read_videos
+from clipmill.prep.core.column import MERGED_TABLE, ColumnSpec, ExtraFile, Pending
+from clipmill.prep.core.data_folder import has_stopped, writer_of
+from clipmill.prep.core.disk_use import folder_bytes
+from clipmill.prep.core.ending import seconds_of
+from clipmill.prep.core.failure_list import MAX_NAMED, FailureEntry, first_failures, first_few, named_values
+from clipmill.prep.core.heartbeat import ShardProgress, running_shards
+from clipmill.prep.core.layout import DamagedLayout, variants_of
+from clipmill.prep.core.plan import problems_of
+from clipmill.prep.core.run import FAILURES_FILE
+from clipmill.prep.core.selection import read_selection
+from clipmill.prep.registry import columns
+from clipmill.prep.sources.table import probes_of, read_probes
+from clipmill.prep.upkeep.caption_sources import CaptionSource, num_captions_beyond, read_caption_sources
+from clipmill.prep.upkeep.leakage import Leakage, find_leakage
+from clipmill.shards.commits import Failure
+from clipmill.shards.dataset import current_variant
+from clipmill.shards.reader import Variant
 
 
 @dataclass(frozen=True)

@@ -4,17 +4,17 @@ import shlex
 from collections import Counter
 from pathlib import Path
 
-from manifests.errors import UserError
-from manifests.quoting import counted, on_one_line
-from manifests.storage.mirrors import mirror_of
-from prep.core.failure_list import named_lines
-from prep.core.report import size_text
-from prep.core.selection import stored_request
-from prep.registry import column_named
-from prep.upkeep.caption_sources import CaptionSource
-from prep.upkeep.status import ColumnStatus, Status, VariantStatus, VideosStatus
-from shards.dataset import variant_dir
-from shards.reader import Variant
+from clipmill.manifests.errors import UserError
+from clipmill.manifests.quoting import counted, on_one_line
+from clipmill.manifests.storage.mirrors import mirror_of
+from clipmill.prep.core.failure_list import named_lines
+from clipmill.prep.core.report import size_text
+from clipmill.prep.core.selection import stored_request
+from clipmill.prep.registry import column_named
+from clipmill.prep.upkeep.caption_sources import CaptionSource
+from clipmill.prep.upkeep.status import ColumnStatus, Status, VariantStatus, VideosStatus
+from clipmill.shards.dataset import variant_dir
+from clipmill.shards.reader import Variant
 
 _MAX_LISTED = 20
 _INDENT = " " * 10

@@ -5,17 +5,17 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from manifests.errors import UserError
-from manifests.quoting import counted, on_one_line
-from prep.core.column import ColumnSpec
-from prep.core.report import size_text
-from prep.core.selection import stored_request
-from prep.upkeep.bucket_garbage import BucketGarbage
-from prep.upkeep.garbage import Garbage, Item, Removed
-from prep.upkeep.records import RecordFinding
-from prep.upkeep.verify import Verified
-from shards.commits import commit_path
-from shards.reader import Variant
+from clipmill.manifests.errors import UserError
+from clipmill.manifests.quoting import counted, on_one_line
+from clipmill.prep.core.column import ColumnSpec
+from clipmill.prep.core.report import size_text
+from clipmill.prep.core.selection import stored_request
+from clipmill.prep.upkeep.bucket_garbage import BucketGarbage
+from clipmill.prep.upkeep.garbage import Garbage, Item, Removed
+from clipmill.prep.upkeep.records import RecordFinding
+from clipmill.prep.upkeep.verify import Verified
+from clipmill.shards.commits import commit_path
+from clipmill.shards.reader import Variant
 
 
 def verified_text(found: Verified, *, column: ColumnSpec, max_findings: int) -> str:

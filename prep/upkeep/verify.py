@@ -1,8 +1,8 @@
 """Verification of a variant: every byte of the committed shards and, on request, every frame or number of the samples.
 
 Damage found here has to be repaired by the next run, which checks only sizes and modification times
-(shards.verify.quick_check). A damaged file that would pass that check is therefore marked by making it newer than its
-commit.
+(clipmill.shards.verify.quick_check). A damaged file that would pass that check is therefore marked by making it newer
+than its commit.
 """
 
 import time
@@ -13,18 +13,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from manifests.errors import Inaccessible
-from manifests.storage.mirrors import file_state, local_copy, touched
-from prep.core.column import CheckedSample, ColumnSpec, DeepCode, imported
-from prep.engines import Outcome
-from prep.engines.processes import ProcessEngine
-from shards.commit_table import distrust
-from shards.commits import Commit, commit_path
-from shards.damage import Damaged
-from shards.index import extensions_of, open_index
-from shards.quick_check import check_record
-from shards.reader import Variant
-from shards.verify import Code, Problem, damaged_commit, quick_check, verify_shard
+from clipmill.manifests.errors import Inaccessible
+from clipmill.manifests.storage.mirrors import file_state, local_copy, touched
+from clipmill.prep.core.column import CheckedSample, ColumnSpec, DeepCode, imported
+from clipmill.prep.engines import Outcome
+from clipmill.prep.engines.processes import ProcessEngine
+from clipmill.shards.commit_table import distrust
+from clipmill.shards.commits import Commit, commit_path
+from clipmill.shards.damage import Damaged
+from clipmill.shards.index import extensions_of, open_index
+from clipmill.shards.quick_check import check_record
+from clipmill.shards.reader import Variant
+from clipmill.shards.verify import Code, Problem, damaged_commit, quick_check, verify_shard
 
 _INDEX_CODES = frozenset({Code.INDEX_CHECKSUM, Code.INDEX_FORMAT, Code.ENERGON_INDEX})
 _WORKER_LOST, _INACCESSIBLE = "worker_lost", "inaccessible"

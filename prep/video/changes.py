@@ -9,13 +9,13 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from manifests.progress import Activity
-from manifests.quoting import counted
-from prep.core.plan import NUM_CHECK_THREADS, ShardPlan, ShardState
-from prep.video.plan import Plan
-from shards.commits import Commit
-from shards.damage import Damaged
-from shards.index import open_index
+from clipmill.manifests.progress import Activity
+from clipmill.manifests.quoting import counted
+from clipmill.prep.core.plan import NUM_CHECK_THREADS, ShardPlan, ShardState
+from clipmill.prep.video.plan import Plan
+from clipmill.shards.commits import Commit
+from clipmill.shards.damage import Damaged
+from clipmill.shards.index import open_index
 
 _COMPARED = (ShardState.CHANGED, ShardState.RETRY)
 _MAX_COMPARED = 5_000  # shards, about a minute; of more shards the plan says less

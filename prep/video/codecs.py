@@ -20,7 +20,7 @@ import json
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from manifests.errors import UserError
+from clipmill.manifests.errors import UserError
 
 COMB, STAR, CLOSED, INTRA = "comb", "star", "closed", "intra"
 DEFAULT_KEYINT = {COMB: 90, STAR: 16, CLOSED: 30, INTRA: 1}

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from cyclopts import Parameter
 
-from manifests.help_text import FIRST_RUN
-from prep.core.column import MERGED_TABLE, VIDEO, ColumnSpec, Pending, changed_flags
-from prep.core.make import (
+from clipmill.manifests.help_text import FIRST_RUN
+from clipmill.prep.core.column import MERGED_TABLE, VIDEO, ColumnSpec, Pending, changed_flags
+from clipmill.prep.core.make import (
     Address,
     Data,
     EngineName,
@@ -24,17 +24,17 @@ from prep.core.make import (
     make_column,
     plan_column,
 )
-from prep.engines.execution import Execution
-from prep.sources.detector import DEFAULT_DETECTOR
-from prep.video.recipe import NAMED_RECIPES, Recipe, recipe_from_dict, settings_line
-from prep.video.settings import SHOT_SETTINGS
+from clipmill.prep.engines.execution import Execution
+from clipmill.prep.sources.detector import DEFAULT_DETECTOR
+from clipmill.prep.video.recipe import NAMED_RECIPES, Recipe, recipe_from_dict, settings_line
+from clipmill.prep.video.settings import SHOT_SETTINGS
 
 if TYPE_CHECKING:
-    from prep.core.pages import PageRequest
-    from prep.core.report import Report
-    from prep.core.run import Summary
-    from prep.video.planning import Planned
-    from shards.reader import CommittedShard, Variant
+    from clipmill.prep.core.pages import PageRequest
+    from clipmill.prep.core.report import Report
+    from clipmill.prep.core.run import Summary
+    from clipmill.prep.video.planning import Planned
+    from clipmill.shards.reader import CommittedShard, Variant
 
 _WORKER_GB = 0.5  # measured (benchmarks/README.md): a source of 2160 lines takes 0.27 GB
 Settings = Annotated[Recipe, Parameter(name="*")]
@@ -96,9 +96,9 @@ def plan(
     if explain is None:
         plan_column(COLUMN, recipe, data=data, json=json)
         return
-    from prep.core.data_folder import require_data_folder
-    from prep.core.report import show
-    from prep.video.report import explanation
+    from clipmill.prep.core.data_folder import require_data_folder
+    from clipmill.prep.core.report import show
+    from clipmill.prep.video.report import explanation
 
     planned = _plan(require_data_folder(data), recipe, Request(data=data))
     show(explanation(planned, explain), json=json)
@@ -109,7 +109,7 @@ def _retry(stored: Mapping[str, Any], weights: str | None, request: Request) -> 
 
 
 def _require(recipe: Recipe) -> None:
-    from prep.video.ffmpeg import find_ffmpeg, require_encoder
+    from clipmill.prep.video.ffmpeg import find_ffmpeg, require_encoder
 
     ffmpeg = find_ffmpeg()
     if ffmpeg.passed_over:
@@ -118,20 +118,20 @@ def _require(recipe: Recipe) -> None:
 
 
 def _plan(data_dir: Path, recipe: Recipe, request: Request) -> "Planned":
-    from prep.video.ffmpeg import find_ffmpeg
-    from prep.video.planning import make_plan
-    from prep.video.recipe import resolve
+    from clipmill.prep.video.ffmpeg import find_ffmpeg
+    from clipmill.prep.video.planning import make_plan
+    from clipmill.prep.video.recipe import resolve
 
     resolved = resolve(recipe, ffmpeg_version=find_ffmpeg().version)
     return make_plan(data_dir, resolved, retry_codes=request.retry_codes)
 
 
 def _run(plan: "Planned", recipe: Recipe, request: Request) -> "Summary":
-    from prep.core.run import execute
-    from prep.engines.choice import open_engine
-    from prep.video.planning import chunk_job, with_shots
-    from prep.video.report import with_cutting
-    from prep.video.scratch import remove_abandoned
+    from clipmill.prep.core.run import execute
+    from clipmill.prep.engines.choice import open_engine
+    from clipmill.prep.video.planning import chunk_job, with_shots
+    from clipmill.prep.video.report import with_cutting
+    from clipmill.prep.video.scratch import remove_abandoned
 
     engine = open_engine(
         request.engine,
@@ -148,13 +148,13 @@ def _run(plan: "Planned", recipe: Recipe, request: Request) -> "Summary":
 
 
 def _plan_report(plan: "Planned") -> "Report":
-    from prep.video.report import plan_report
+    from clipmill.prep.video.report import plan_report
 
     return plan_report(plan)
 
 
 def _summary_report(summary: "Summary", recipe: Recipe, listed: Path) -> "Report":
-    from prep.video.report import chunk_summary
+    from clipmill.prep.video.report import chunk_summary
 
     return chunk_summary(summary, listed=listed)
 
@@ -175,25 +175,25 @@ def _flags(stored: Mapping[str, Any]) -> list[str]:
 
 
 def _pending(data_dir: Path, variant: "Variant") -> Pending:
-    from prep.video.planning import pending_chunks
+    from clipmill.prep.video.planning import pending_chunks
 
     return pending_chunks(data_dir, variant)
 
 
 def _layout_file(stored: Mapping[str, Any]) -> str:
-    from prep.video.layout import layout_file
+    from clipmill.prep.video.layout import layout_file
 
     return layout_file(recipe_from_dict(stored).settings())
 
 
 def _sample_report(shard: "CommittedShard", row: int, data_dir: Path) -> "Report":
-    from prep.video.inspection import chunk_report
+    from clipmill.prep.video.inspection import chunk_report
 
     return chunk_report(shard, row, data_dir=data_dir)
 
 
 def _write_page(variant: "Variant", request: "PageRequest") -> "Report":
-    from prep.video.page.write import write_chunk_page
+    from clipmill.prep.video.page.write import write_chunk_page
 
     return write_chunk_page(variant, request)
 
@@ -204,7 +204,7 @@ def _next_step(data: Path) -> list[str]:
 
 COLUMN = ColumnSpec(
     name=VIDEO,
-    package="prep.video",
+    package="clipmill.prep.video",
     checked_noun="decoded frame",
     make_command=chunk,
     plan_command=plan,
@@ -217,7 +217,7 @@ COLUMN = ColumnSpec(
     settings_line=settings_line,
     retry=_retry,
     pending=_pending,
-    check_sample="prep.video.check:check_video",
+    check_sample="clipmill.prep.video.check:check_video",
     layout_file=_layout_file,
     sample_report=_sample_report,
     write_page=_write_page,

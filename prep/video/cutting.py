@@ -12,8 +12,8 @@ from typing import Any, Protocol
 import numpy as np
 import pyarrow as pa
 
-from prep.video.spans import Span, chunks_of, num_chunks_of, span_of
-from shards.moments import Moments
+from clipmill.prep.video.spans import Span, chunks_of, num_chunks_of, span_of
+from clipmill.shards.moments import Moments
 
 
 @dataclass(frozen=True)

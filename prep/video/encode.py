@@ -21,14 +21,14 @@ from typing import Any
 import ffmpeg
 import numpy as np
 
-from prep.sources.probe import DEMUXERS, PROTOCOLS, SourceFacts
-from prep.video.codecs import codec_named
-from prep.video.ffmpeg import run
-from prep.video.ffmpeg_errors import require_success
-from prep.video.recipe import ResolvedRecipe
-from prep.video.settings import ChunkSettings
-from prep.video.source_times import TIMES_FORMAT, check_source_times, is_late, source_times
-from prep.video.spans import Span
+from clipmill.prep.sources.probe import DEMUXERS, PROTOCOLS, SourceFacts
+from clipmill.prep.video.codecs import codec_named
+from clipmill.prep.video.ffmpeg import run
+from clipmill.prep.video.ffmpeg_errors import require_success
+from clipmill.prep.video.recipe import ResolvedRecipe
+from clipmill.prep.video.settings import ChunkSettings
+from clipmill.prep.video.source_times import TIMES_FORMAT, check_source_times, is_late, source_times
+from clipmill.prep.video.spans import Span
 
 _TIMES_FILE = "times.txt"
 _PROGRESS_FILE = "progress.txt"

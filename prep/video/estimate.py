@@ -2,8 +2,8 @@
 
 Bytes are estimated from shards that are already committed, otherwise from the bitrate or from measured averages.
 Core-hours come from a model with two terms: reading is proportional to the source's pixels, writing to the output's.
-Both were fitted to runs on natural videos; trial encodes (`prep.video.trial`) correct them for this machine and these
-videos.
+Both were fitted to runs on natural videos; trial encodes (`clipmill.prep.video.trial`) correct them for this machine
+and these videos.
 """
 
 import math
@@ -13,17 +13,17 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from manifests.quoting import counted
-from prep.core.plan import ShardPlan, ShardState
-from prep.core.report import between, hours_text, size_text
-from prep.engines.choice import num_cores
-from prep.video.codecs import codec_named
-from prep.video.plan import Workload
-from prep.video.planning import Planned
-from prep.video.settings import ChunkSettings, bits_per_second
-from prep.video.trial import Trial, factor_range, run_trials
-from shards.damage import DamagedIndex
-from shards.index import open_index
+from clipmill.manifests.quoting import counted
+from clipmill.prep.core.plan import ShardPlan, ShardState
+from clipmill.prep.core.report import between, hours_text, size_text
+from clipmill.prep.engines.choice import num_cores
+from clipmill.prep.video.codecs import codec_named
+from clipmill.prep.video.plan import Workload
+from clipmill.prep.video.planning import Planned
+from clipmill.prep.video.settings import ChunkSettings, bits_per_second
+from clipmill.prep.video.trial import Trial, factor_range, run_trials
+from clipmill.shards.damage import DamagedIndex
+from clipmill.shards.index import open_index
 
 # Core-seconds per megapixel, measured on an x86-64 server core at about 3 GHz.
 _DECODE_S_PER_MEGAPIXEL = 0.0029

@@ -14,9 +14,9 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
-from manifests.errors import FailedWork, UserError
-from prep.engines import die_with_parent, exit_reason
-from prep.video.codecs import CODECS
+from clipmill.manifests.errors import FailedWork, UserError
+from clipmill.prep.engines import die_with_parent, exit_reason
+from clipmill.prep.video.codecs import CODECS
 
 PROGRAM_VARIABLE = "CLIPMILL_FFMPEG"
 MIN_VERSION = (6, 1)  # the first with -stats_enc_pre, which reports the timestamp of every frame

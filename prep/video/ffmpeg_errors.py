@@ -11,9 +11,9 @@ import re
 import signal
 from itertools import chain
 
-from prep.core.failures import FailureCode, SourceFailure
-from prep.engines import exit_reason
-from prep.video.ffmpeg import Outcome
+from clipmill.prep.core.failures import FailureCode, SourceFailure
+from clipmill.prep.engines import exit_reason
+from clipmill.prep.video.ffmpeg import Outcome
 
 # Missing or unreadable data, whatever the exit status: pattern and code. The first match decides.
 _LOSSES = (

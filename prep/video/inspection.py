@@ -8,13 +8,13 @@ from typing import Any
 import numpy as np
 import pyarrow.compute as pc
 
-from manifests.errors import UserError
-from manifests.quoting import counted
-from manifests.store import MANIFEST_FILE, manifest_dir, read_videos
-from prep.core.report import Report
-from shards.damage import DamagedTar
-from shards.format import PACKET_KEY, PACKET_REFERENCE
-from shards.reader import CommittedShard
+from clipmill.manifests.errors import UserError
+from clipmill.manifests.quoting import counted
+from clipmill.manifests.store import MANIFEST_FILE, manifest_dir, read_videos
+from clipmill.prep.core.report import Report
+from clipmill.shards.damage import DamagedTar
+from clipmill.shards.format import PACKET_KEY, PACKET_REFERENCE
+from clipmill.shards.reader import CommittedShard
 
 _MAX_CAPTIONS = 20
 _MAX_PATTERN = 32  # longest GOP in frames that is printed in full

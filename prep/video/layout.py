@@ -14,15 +14,23 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from manifests.errors import UserError
-from prep.core.column import VIDEO
-from prep.core.layout import LAYOUT, LAYOUT_FOLDER, SpanId, layout_of_commits, variants_of, video_rows_of, wanted_spans
-from prep.core.table_file import as_array
-from prep.video.cutting import Cutting, ShotCutting
-from prep.video.recipe import SPAN_CHUNKS, recipe_from_dict
-from prep.video.settings import ChunkSettings
-from shards.commits import Failure
-from shards.reader import Variant
+from clipmill.manifests.errors import UserError
+from clipmill.prep.core.column import VIDEO
+from clipmill.prep.core.layout import (
+    LAYOUT,
+    LAYOUT_FOLDER,
+    SpanId,
+    layout_of_commits,
+    variants_of,
+    video_rows_of,
+    wanted_spans,
+)
+from clipmill.prep.core.table_file import as_array
+from clipmill.prep.video.cutting import Cutting, ShotCutting
+from clipmill.prep.video.recipe import SPAN_CHUNKS, recipe_from_dict
+from clipmill.prep.video.settings import ChunkSettings
+from clipmill.shards.commits import Failure
+from clipmill.shards.reader import Variant
 
 MAX_SHARD_CHUNKS = 256  # about half a gigabyte at the default settings
 MIN_SHARDS = 16  # so that even a small set keeps all cores of a server busy
@@ -115,7 +123,7 @@ def shards_of_moved_videos(
 
     Args:
         layout: table with schema LAYOUT, with the shards that they enter.
-        video_rows: result of `prep.core.layout.video_rows_of`.
+        video_rows: result of `clipmill.prep.core.layout.video_rows_of`.
         splits: splits of the videos, in manifest order.
         stored: ids of the shards that were written.
 

@@ -13,8 +13,8 @@ import av
 import av.error
 from av.packet import Packet
 
-from prep.core.failures import FailureCode, SourceFailure
-from shards.format import PACKET_KEY, PACKET_REFERENCE
+from clipmill.prep.core.failures import FailureCode, SourceFailure
+from clipmill.shards.format import PACKET_KEY, PACKET_REFERENCE
 
 _H264_SLICE_TYPES = frozenset({1, 2, 3, 4, 5})
 _HEVC_LAST_SLICE_TYPE = 31
@@ -29,7 +29,7 @@ class ChunkFacts:
         packet_offset: byte offset of each packet in the file.
         packet_size: size of each packet in bytes.
         packet_frame: presentation index of each packet; 0 is the first frame shown.
-        packet_flags: PACKET_KEY and PACKET_REFERENCE of shards.format.
+        packet_flags: PACKET_KEY and PACKET_REFERENCE of clipmill.shards.format.
         packet_crc32: CRC-32 of each packet's bytes.
     """
 

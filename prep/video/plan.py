@@ -17,16 +17,16 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from prep.core.plan import Problems, ShardPlan, WantedShard, plan_shards
-from prep.core.table_file import as_array
-from prep.sources.probe import SourceFacts
-from prep.sources.shot_table import ShotTask
-from prep.video.cutting import ShotCutting
-from prep.video.layout import extend_layout, shards_of_moved_videos, wanted_rows
-from prep.video.recipe import SPAN_CHUNKS, ResolvedRecipe
-from prep.video.shots import VideoShots, cutting_of, frames_of
-from prep.video.spans import Span
-from shards.commits import Commit, Failure
+from clipmill.prep.core.plan import Problems, ShardPlan, WantedShard, plan_shards
+from clipmill.prep.core.table_file import as_array
+from clipmill.prep.sources.probe import SourceFacts
+from clipmill.prep.sources.shot_table import ShotTask
+from clipmill.prep.video.cutting import ShotCutting
+from clipmill.prep.video.layout import extend_layout, shards_of_moved_videos, wanted_rows
+from clipmill.prep.video.recipe import SPAN_CHUNKS, ResolvedRecipe
+from clipmill.prep.video.shots import VideoShots, cutting_of, frames_of
+from clipmill.prep.video.spans import Span
+from clipmill.shards.commits import Commit, Failure
 
 _ROWS_AT_ONCE = 1 << 16
 _HELD = "kept, because a source cannot be read and its duration is unknown"
@@ -96,9 +96,9 @@ class Plan:
         """Compute the plan.
 
         Args:
-            videos: the manifest's table (manifests.schema.VIDEOS).
-            probes: one row per video, in the same order (prep.sources.table.PROBES).
-            layout: the stored layout (prep.core.layout.LAYOUT).
+            videos: the manifest's table (clipmill.manifests.schema.VIDEOS).
+            probes: one row per video, in the same order (clipmill.prep.sources.table.PROBES).
+            layout: the stored layout (clipmill.prep.core.layout.LAYOUT).
             commits: commits of the variant, by shard id.
             problems: problems found by checking the committed files.
             shots: the known shots of the videos; required by `--cut shots`.
@@ -164,7 +164,7 @@ class Plan:
         return keys
 
     def shards_of_moved_videos(self, stored: Collection[int]) -> dict[int, bool]:
-        """Return the shards of videos whose split has changed (prep.video.layout); `stored` are those on disk."""
+        """Return the shards of videos whose split has changed (`layout`); `stored` are those on disk."""
         splits = as_array(self._videos["split"])
         return shards_of_moved_videos(self.layout, video_rows=self._layout_videos, splits=splits, stored=stored)
 

@@ -12,33 +12,33 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pyarrow as pa
 
-from manifests.errors import UserError
-from manifests.progress import Activity
-from manifests.quoting import counted
-from manifests.store import MANIFEST_FILE, captions_path, manifest_dir, read_videos
-from prep.core.column import VIDEO, Pending
-from prep.core.layout import read_layout, stored_or_rebuilt_layout, variants_of, video_rows_of, write_layout
-from prep.core.plan import NUM_CHECK_THREADS, ShardPlan, stored_shards
-from prep.core.table_file import as_array
-from prep.core.variant_folder import make_variant
-from prep.engines.admission import worker_ticket
-from prep.sources.shot_table import SHOTS, Detection, detect_shots, read_shots
-from prep.sources.table import probe_sources, probes_of, read_probes
-from prep.video.captions import caption_groups
-from prep.video.changes import ShardChange, with_changes
-from prep.video.column import COLUMN
-from prep.video.layout import layout_path, video_layout_of_commits, wanted_rows
-from prep.video.plan import Plan
-from prep.video.recipe import ResolvedRecipe, stored_recipe
-from prep.video.shots import cutting_of, detector_key, frames_of, shots_of
-from shards.commits import Commit
-from shards.dataset import variant_dir
-from shards.reader import Variant
+from clipmill.manifests.errors import UserError
+from clipmill.manifests.progress import Activity
+from clipmill.manifests.quoting import counted
+from clipmill.manifests.store import MANIFEST_FILE, captions_path, manifest_dir, read_videos
+from clipmill.prep.core.column import VIDEO, Pending
+from clipmill.prep.core.layout import read_layout, stored_or_rebuilt_layout, variants_of, video_rows_of, write_layout
+from clipmill.prep.core.plan import NUM_CHECK_THREADS, ShardPlan, stored_shards
+from clipmill.prep.core.table_file import as_array
+from clipmill.prep.core.variant_folder import make_variant
+from clipmill.prep.engines.admission import worker_ticket
+from clipmill.prep.sources.shot_table import SHOTS, Detection, detect_shots, read_shots
+from clipmill.prep.sources.table import probe_sources, probes_of, read_probes
+from clipmill.prep.video.captions import caption_groups
+from clipmill.prep.video.changes import ShardChange, with_changes
+from clipmill.prep.video.column import COLUMN
+from clipmill.prep.video.layout import layout_path, video_layout_of_commits, wanted_rows
+from clipmill.prep.video.plan import Plan
+from clipmill.prep.video.recipe import ResolvedRecipe, stored_recipe
+from clipmill.prep.video.shots import cutting_of, detector_key, frames_of, shots_of
+from clipmill.shards.commits import Commit
+from clipmill.shards.dataset import variant_dir
+from clipmill.shards.reader import Variant
 
 if TYPE_CHECKING:
-    from prep.core.run import Job
-    from prep.engines import Engine
-    from prep.video.worker import ShardTask
+    from clipmill.prep.core.run import Job
+    from clipmill.prep.engines import Engine
+    from clipmill.prep.video.worker import ShardTask
 
 
 @dataclass(frozen=True)
@@ -46,9 +46,9 @@ class Planned:
     """A plan and its inputs.
 
     Attributes:
-        videos: the manifest's table (manifests.schema.VIDEOS).
-        probes: one row per video, in the same order (prep.sources.table.PROBES).
-        shots: the stored shots (prep.sources.shot_table.SHOTS); empty with `--cut even`.
+        videos: the manifest's table (clipmill.manifests.schema.VIDEOS).
+        probes: one row per video, in the same order (clipmill.prep.sources.table.PROBES).
+        shots: the stored shots (clipmill.prep.sources.shot_table.SHOTS); empty with `--cut even`.
         changes: how shards that are written again differ from the stored ones, by shard ID.
         detection: result of `with_shots`, if it had anything to do.
     """
@@ -144,7 +144,7 @@ def with_shots(planned: Planned, engine: "Engine") -> Planned:
         return planned
     # The worker's ticket and, through the recipe, the detector that is in use are in the folder of the variant.
     make_variant(planned.variant_dir, recipe.as_dict())
-    needs = ("prep.sources.detector:version_mismatch", str(recipe.scenedetect))
+    needs = ("clipmill.prep.sources.detector:version_mismatch", str(recipe.scenedetect))
     detecting = "detecting shots"
     with (
         worker_ticket(planned.variant_dir, package=COLUMN.package, needs=needs) as ticket,
@@ -189,8 +189,8 @@ def chunk_job(planned: Planned, *, scratch_bytes: int | None = None) -> "Job[Sha
     Args:
         scratch_bytes: limit of the copies of remote sources on a node; None for most of the free space.
     """
-    from prep.core.run import Job
-    from prep.video.worker import ShardTask, make_shard
+    from clipmill.prep.core.run import Job
+    from clipmill.prep.video.worker import ShardTask, make_shard
 
     plan = planned.plan
     write_layout(layout_path(planned.data_dir, plan.recipe.settings), plan.layout)
@@ -223,7 +223,7 @@ def chunk_job(planned: Planned, *, scratch_bytes: int | None = None) -> "Job[Sha
         video_ids=lambda shard: [span.video_id for span in plan.spans(shard.rows)],
         failed_before=list(plan.failed_sources()),
         chunk_s=plan.mean_chunk_s,
-        needs=("prep.video.ffmpeg:version_mismatch", plan.recipe.ffmpeg),
+        needs=("clipmill.prep.video.ffmpeg:version_mismatch", plan.recipe.ffmpeg),
     )
 
 

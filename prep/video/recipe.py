@@ -11,12 +11,12 @@ from typing import Annotated, Any, Literal
 
 from cyclopts import Group, Parameter
 
-from manifests.errors import UserError
-from manifests.help_text import FIRST_RUN
-from prep.core.column import recipe_fingerprint
-from prep.sources.detector import DEFAULT_DETECTOR, DEFAULT_THRESHOLD, DetectorName, scenedetect_version
-from prep.video.codecs import DEFAULT_KEYINT, INTRA, changed_arguments, codec_named
-from prep.video.settings import (
+from clipmill.manifests.errors import UserError
+from clipmill.manifests.help_text import FIRST_RUN
+from clipmill.prep.core.column import recipe_fingerprint
+from clipmill.prep.sources.detector import DEFAULT_DETECTOR, DEFAULT_THRESHOLD, DetectorName, scenedetect_version
+from clipmill.prep.video.codecs import DEFAULT_KEYINT, INTRA, changed_arguments, codec_named
+from clipmill.prep.video.settings import (
     SHOT_SETTINGS,
     Audio,
     ChunkSettings,

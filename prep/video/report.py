@@ -5,14 +5,14 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from manifests.errors import UserError
-from manifests.keys import split_key
-from manifests.quoting import counted, on_one_line
-from prep.core.column import VIDEO
-from prep.core.disk_use import disk_use
-from prep.core.failure_list import MAX_NAMED, failure_lines
-from prep.core.plan import ShardState
-from prep.core.report import (
+from clipmill.manifests.errors import UserError
+from clipmill.manifests.keys import split_key
+from clipmill.manifests.quoting import counted, on_one_line
+from clipmill.prep.core.column import VIDEO
+from clipmill.prep.core.disk_use import disk_use
+from clipmill.prep.core.failure_list import MAX_NAMED, failure_lines
+from clipmill.prep.core.plan import ShardState
+from clipmill.prep.core.report import (
     Report,
     changed_settings,
     hours_text,
@@ -21,13 +21,13 @@ from prep.core.report import (
     states_values,
     summary_report,
 )
-from prep.core.run import Summary
-from prep.video.column import COLUMN
-from prep.video.cutting import ShotCutting
-from prep.video.estimate import detection_core_s, estimate_lines, estimate_of
-from prep.video.plan import Plan
-from prep.video.planning import Planned
-from shards.dataset import current_variant
+from clipmill.prep.core.run import Summary
+from clipmill.prep.video.column import COLUMN
+from clipmill.prep.video.cutting import ShotCutting
+from clipmill.prep.video.estimate import detection_core_s, estimate_lines, estimate_of
+from clipmill.prep.video.plan import Plan
+from clipmill.prep.video.planning import Planned
+from clipmill.shards.dataset import current_variant
 
 # Why shards that videos enter or leave are made or removed, by whether all of their videos do.
 _MOVED = {

@@ -5,13 +5,13 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from fractions import Fraction
 
-from manifests.keys import chunk_key
-from prep.video.captions import Caption
-from prep.video.plan import SpanPlan
-from prep.video.settings import ChunkSettings
-from prep.video.span_task import ReadyChunk
-from prep.video.spans import start_ms
-from shards.writer import Sample
+from clipmill.manifests.keys import chunk_key
+from clipmill.prep.video.captions import Caption
+from clipmill.prep.video.plan import SpanPlan
+from clipmill.prep.video.settings import ChunkSettings
+from clipmill.prep.video.span_task import ReadyChunk
+from clipmill.prep.video.spans import start_ms
+from clipmill.shards.writer import Sample
 
 
 def video_sample(

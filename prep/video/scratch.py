@@ -25,7 +25,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from manifests.json_text import parse_json
+from clipmill.manifests.json_text import parse_json
 
 _PROGRAM, _FORMAT = "clipmill", 1
 _MARKER = "clipmill-scratch.json"

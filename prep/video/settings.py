@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import Literal
 
-from manifests.errors import UserError
-from prep.sources.detector import Detector, DetectorName
-from prep.video.codecs import INTRA, MAX_CONSECUTIVE_B_FRAMES, STAR, codec_named
+from clipmill.manifests.errors import UserError
+from clipmill.prep.sources.detector import Detector, DetectorName
+from clipmill.prep.video.codecs import INTRA, MAX_CONSECUTIVE_B_FRAMES, STAR, codec_named
 
 _LENGTH = re.compile(r"(?P<number>\d+(\.\d+)?)(?P<unit>s|ms)", re.ASCII)
 _BITRATE = re.compile(r"[1-9]\d*[kM]", re.ASCII)
@@ -24,7 +24,7 @@ SHOT_SETTINGS = ("detector", "threshold", "min_scene_len", "min_len")  # None un
 
 @dataclass(frozen=True, kw_only=True)
 class ChunkSettings:
-    """Every setting that affects the bytes of chunks; see `prep.video.recipe.Recipe` for their meaning.
+    """Every setting that affects the bytes of chunks; see `clipmill.prep.video.recipe.Recipe` for their meaning.
 
     Attributes:
         crf: None if `bitrate` is given.

@@ -6,12 +6,12 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from prep.core.table_file import as_array
-from prep.sources.shot_table import shot_rows
-from prep.video.cutting import Cutting, EvenCutting, shot_cutting
-from prep.video.recipe import SPAN_CHUNKS, ResolvedRecipe
-from prep.video.settings import ChunkSettings
-from prep.video.spans import num_output_frames
+from clipmill.prep.core.table_file import as_array
+from clipmill.prep.sources.shot_table import shot_rows
+from clipmill.prep.video.cutting import Cutting, EvenCutting, shot_cutting
+from clipmill.prep.video.recipe import SPAN_CHUNKS, ResolvedRecipe
+from clipmill.prep.video.settings import ChunkSettings
+from clipmill.prep.video.spans import num_output_frames
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ def frames_of(recipe: ResolvedRecipe, probes: pa.Table) -> np.ndarray:
     """Return the number of output frames of each video, int64; 0 if it is unusable.
 
     Args:
-        probes: probes of the videos (prep.sources.table.PROBES).
+        probes: probes of the videos (clipmill.prep.sources.table.PROBES).
     """
     ends_s = np.asarray(pc.fill_null(probes["end_s"], 0.0))
     num_frames = num_output_frames(ends_s, fps=recipe.settings.fps_exact)
@@ -49,8 +49,8 @@ def shots_of(recipe: ResolvedRecipe, probes: pa.Table, *, shots: pa.Table, retry
     """Look up the shots of videos; return None with `--cut even`.
 
     Args:
-        probes: probes of the videos (prep.sources.table.PROBES).
-        shots: the stored shots (prep.sources.shot_table.SHOTS).
+        probes: probes of the videos (clipmill.prep.sources.table.PROBES).
+        shots: the stored shots (clipmill.prep.sources.shot_table.SHOTS).
         retry_failed: whether a failed detection is to be tried again.
     """
     if recipe.settings.cut == "even":

@@ -6,8 +6,8 @@ from fractions import Fraction
 
 import numpy as np
 
-from prep.core.failures import FailureCode, SourceFailure
-from prep.video.spans import Span
+from clipmill.prep.core.failures import FailureCode, SourceFailure
+from clipmill.prep.video.spans import Span
 
 TIMES_FORMAT = "{ptsi} {tbi}"  # for -stats_enc_pre: timestamp and time base of the source frame
 _ROUNDING_S = 2e-6  # ffmpeg seeks with microsecond precision

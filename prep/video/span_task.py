@@ -11,18 +11,18 @@ from typing import Any
 
 import numpy as np
 
-from manifests.keys import split_key
-from prep.core.failures import TRANSIENT, FailureCode, SourceFailure
-from prep.sources.files import current_fingerprint
-from prep.video.codecs import codec_named
-from prep.video.encode import EncodedSpan, encode_span, output_size
-from prep.video.packets import ChunkFacts, check_chunk, read_chunk
-from prep.video.plan import SpanPlan
-from prep.video.recipe import ResolvedRecipe
-from prep.video.spans import start_ms
-from prep.video.staging import StagedSources
-from shards.commits import Commit
-from shards.salvage import readable_rows
+from clipmill.manifests.keys import split_key
+from clipmill.prep.core.failures import TRANSIENT, FailureCode, SourceFailure
+from clipmill.prep.sources.files import current_fingerprint
+from clipmill.prep.video.codecs import codec_named
+from clipmill.prep.video.encode import EncodedSpan, encode_span, output_size
+from clipmill.prep.video.packets import ChunkFacts, check_chunk, read_chunk
+from clipmill.prep.video.plan import SpanPlan
+from clipmill.prep.video.recipe import ResolvedRecipe
+from clipmill.prep.video.spans import start_ms
+from clipmill.prep.video.staging import StagedSources
+from clipmill.shards.commits import Commit
+from clipmill.shards.salvage import readable_rows
 
 _TRIES = 2  # attempts at a span with a transient failure
 _NOT_AGAIN = frozenset({FailureCode.DISK_FULL, FailureCode.SOURCE_TOO_LARGE})  # transient, but not that soon
@@ -100,8 +100,8 @@ def checked_chunk(
 
 
 def _checked(encoded: EncodedSpan, plan: SpanPlan, *, recipe: ResolvedRecipe) -> list[ReadyChunk]:
-    # Only the last span of a video may be shorter than planned (prep.video.encode): its last chunk is shorter or
-    # missing.
+    # Only the last span of a video may be shorter than planned (clipmill.prep.video.encode): its last chunk is shorter
+    # or missing.
     times_s, pieces = encoded.source_times_s, []
     for planned, is_chunk in plan.span.pieces():
         if len(times_s):

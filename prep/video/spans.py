@@ -1,7 +1,8 @@
 """The division of a video into chunks and spans: pure arithmetic on frame counts.
 
 With `--cut even`, a video of `F` output frames (at the recipe's frame rate) has full chunks of `n` frames and, if F is
-not a multiple of n, a tail. With `--cut shots`, chunks begin and end at shot boundaries (`prep.video.cutting`).
+not a multiple of n, a tail. With `--cut shots`, chunks begin and end at shot boundaries
+(`clipmill.prep.video.cutting`).
 
 A span is a run of `span_chunks` chunks that one encoder pass makes. Its bytes depend on where it begins, so that spans
 never move: span `s` begins with chunk `s * span_chunks`, whatever the length of the video.

@@ -6,10 +6,10 @@
         <32 hex>.size                    its (sparse) length reserves that many bytes; locked while the copy is fetched
         <32 hex>.part                    the part of the copy that has been fetched
 
-ffmpeg may not use the network (`prep.sources.probe.PROTOCOLS`), so it gets a copy of the whole file. A copy stays while
-there is room, since the spans of a long video lie in several shards: the node then fetches it once. Copies that no
-worker reads are removed to make room, the least recently used first. If that is not enough, a worker waits for others
-to finish; a worker that waits holds no copy itself.
+ffmpeg may not use the network (`clipmill.prep.sources.probe.PROTOCOLS`), so it gets a copy of the whole file. A copy
+stays while there is room, since the spans of a long video lie in several shards: the node then fetches it once. Copies
+that no worker reads are removed to make room, the least recently used first. If that is not enough, a worker waits for
+others to finish; a worker that waits holds no copy itself.
 
 The first process to use the folder starts a sweeper: a small process that waits until no process uses the folder any
 more, however they end, and removes it. If the sweeper is killed too, the next process that would use the folder finds
@@ -32,10 +32,10 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from manifests.storage.mirrors import is_remote
-from manifests.storage.objects import Objects
-from prep.core.failures import FailureCode, SourceFailure
-from prep.sources.remote import as_source_failure, object_state, objects_of
+from clipmill.manifests.storage.mirrors import is_remote
+from clipmill.manifests.storage.objects import Objects
+from clipmill.prep.core.failures import FailureCode, SourceFailure
+from clipmill.prep.sources.remote import as_source_failure, object_state, objects_of
 
 _OWN_FILE = re.compile(r"lock|[0-9a-f]{32}(\.size|\.part)?")
 _SWEEPER = f"""

@@ -11,11 +11,11 @@ from pathlib import Path
 
 import numpy as np
 
-from prep.core.failures import SourceFailure
-from prep.video.encode import encode_span
-from prep.video.ffmpeg import find_ffmpeg
-from prep.video.plan import Plan, SpanPlan, Workload
-from prep.video.spans import Span
+from clipmill.prep.core.failures import SourceFailure
+from clipmill.prep.video.encode import encode_span
+from clipmill.prep.video.ffmpeg import find_ffmpeg
+from clipmill.prep.video.plan import Plan, SpanPlan, Workload
+from clipmill.prep.video.spans import Span
 
 _NUM_VIDEOS = 3  # and the heaviest one
 _SHORT_S, _LONG_S = 1.0, 4.0

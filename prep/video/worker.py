@@ -11,23 +11,23 @@ from bisect import bisect_right
 from dataclasses import dataclass
 from pathlib import Path
 
-from manifests.keys import chunk_key
-from prep.core.column import VIDEO
-from prep.core.failures import FailureCode, SourceFailure
-from prep.core.heartbeat import Heartbeat
-from prep.core.shard_result import ShardResult, cpu_s, stopped, system_errors_as_results
-from prep.video.captions import captions_of
-from prep.video.ffmpeg import Ffmpeg, find_ffmpeg
-from prep.video.plan import SpanPlan
-from prep.video.recipe import ResolvedRecipe
-from prep.video.sample import video_sample
-from prep.video.scratch import scratch_folder
-from prep.video.span_task import OldChunks, SpanChunks, make_span
-from prep.video.spans import start_ms
-from prep.video.staging import StagedSources
-from shards.commits import Commit, Failure, write_commit
-from shards.format import VIDEO_FIELDS
-from shards.writer import ShardWriter
+from clipmill.manifests.keys import chunk_key
+from clipmill.prep.core.column import VIDEO
+from clipmill.prep.core.failures import FailureCode, SourceFailure
+from clipmill.prep.core.heartbeat import Heartbeat
+from clipmill.prep.core.shard_result import ShardResult, cpu_s, stopped, system_errors_as_results
+from clipmill.prep.video.captions import captions_of
+from clipmill.prep.video.ffmpeg import Ffmpeg, find_ffmpeg
+from clipmill.prep.video.plan import SpanPlan
+from clipmill.prep.video.recipe import ResolvedRecipe
+from clipmill.prep.video.sample import video_sample
+from clipmill.prep.video.scratch import scratch_folder
+from clipmill.prep.video.span_task import OldChunks, SpanChunks, make_span
+from clipmill.prep.video.spans import start_ms
+from clipmill.prep.video.staging import StagedSources
+from clipmill.shards.commits import Commit, Failure, write_commit
+from clipmill.shards.format import VIDEO_FIELDS
+from clipmill.shards.writer import ShardWriter
 
 
 @dataclass(frozen=True)

@@ -11,8 +11,8 @@ from pathlib import Path
 
 from PIL import Image
 
-from manifests.errors import UserError
-from manifests.publish import publish_bytes
+from clipmill.manifests.errors import UserError
+from clipmill.manifests.publish import publish_bytes
 from scripts.pages.browser import Browser, chromium
 from scripts.pages.problems import problems
 

@@ -4,7 +4,7 @@ import html
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING
 
-from manifests.help_text import CommandHelp, command_help
+from clipmill.manifests.help_text import CommandHelp, command_help
 
 if TYPE_CHECKING:
     from cyclopts import App
@@ -12,9 +12,9 @@ if TYPE_CHECKING:
 
 def reference_pages() -> Mapping[str, Mapping[str, str]]:
     """Return program -> command -> page in Markdown."""
-    from prep.cli import app as prep
-    from train.cli import app as train
-    from train.commands.help import command_help as train_help
+    from clipmill.prep.cli import app as prep
+    from clipmill.train.cli import app as train
+    from clipmill.train.commands.help import command_help as train_help
 
     def prep_help(command: "App", name: str) -> CommandHelp:
         return command_help(command, name, everything=True)

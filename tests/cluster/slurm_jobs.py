@@ -48,7 +48,7 @@ class Trial:
 
     def prep(self, *words: object) -> str:
         """Run `prep` without SLURM; return its output."""
-        command = [sys.executable, "-m", "prep.cli", *map(str, words)]
+        command = [sys.executable, "-m", "clipmill.prep.cli", *map(str, words)]
         return subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True).stdout
 
     def begin(self) -> None:
@@ -215,8 +215,8 @@ def try_training(trial: Trial) -> None:
 
 def weights_of(run: Path) -> dict[str, Any]:
     """Read the weights of a run's last checkpoint."""
-    from train.run.checkpoint import latest_checkpoint, read_weights  # slow
-    from train.run.folder import RunFolder
+    from clipmill.train.run.checkpoint import latest_checkpoint, read_weights  # slow
+    from clipmill.train.run.folder import RunFolder
 
     path = latest_checkpoint(RunFolder(run).checkpoints)
     assert path is not None

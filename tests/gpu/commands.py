@@ -5,8 +5,8 @@ import sys
 
 import torch
 
+from clipmill.train.distributed import launch
 from tests.gpu.runs import run_train
-from train.distributed import launch
 
 
 def train_alone(command: list[str]) -> None:

@@ -15,7 +15,7 @@ import torch
 
 from tests.train.distributed.forked import Rank
 
-_IMPORTS = ["tests.gpu.commands", "train.commands.launch", "train.report.results", "torch._dynamo"]
+_IMPORTS = ["tests.gpu.commands", "clipmill.train.commands.launch", "clipmill.train.report.results", "torch._dynamo"]
 
 
 def start(run: Callable[..., None], *arguments: Any, said: Path, environment: dict[str, str] | None = None) -> Rank:

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from train.cli import main
-from train.run.checkpoint import latest_checkpoint, read_weights
-from train.run.folder import RunFolder, read_lines
+from clipmill.train.cli import main
+from clipmill.train.run.checkpoint import latest_checkpoint, read_weights
+from clipmill.train.run.folder import RunFolder, read_lines
 
 SMALL = "--model tiny --num-frames 2 --size-px 32 --batch 8 --lr 1e-3 --warmup-steps 4 --workers 2"
 JITTER = "--augment.flip 0.5 --augment.brightness 0.2 --augment.hue 0.1 --augment.blur 0.3"

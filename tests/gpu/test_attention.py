@@ -9,10 +9,10 @@ import pytest
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from manifests.errors import UserError
+from clipmill.manifests.errors import UserError
+from clipmill.train.models.attention import Attend, Packing, attend_naively, attend_with_sdpa, open_attention, pack
 from tests.gpu.kernels import kernels_of, xformers_operators
 from tests.train.models.test_attention import formula, masks, own_past
-from train.models.attention import Attend, Packing, attend_naively, attend_with_sdpa, open_attention, pack
 
 pytestmark = pytest.mark.gpu
 

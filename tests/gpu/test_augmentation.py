@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 import torch
 
+from clipmill.train.augment.draws import OPERATIONS, Draw, draw
+from clipmill.train.augment.pictures import to_model_input, to_rgb_uint8
+from clipmill.train.augment.rand_augment import change
+from clipmill.train.config.data import Augment
 from tests.train.augment import reference
 from tests.train.augment.planes import Bytes, mild_planes, random_planes
-from train.augment.draws import OPERATIONS, Draw, draw
-from train.augment.pictures import to_model_input, to_rgb_uint8
-from train.augment.rand_augment import change
-from train.config.data import Augment
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(60)]
 

@@ -7,14 +7,14 @@ from pathlib import Path
 import pytest
 import torch
 
+from clipmill.train.distributed.world import World
+from clipmill.train.engine.trained_run import open_trained_run, read_settings
+from clipmill.train.run.folder import open_run
+from clipmill.train.tasks.caption.decoder import read_decoder_parts
+from clipmill.train.tasks.caption.settings import CaptionerSettings, DecodingSettings
+from clipmill.train.tasks.caption.task import CaptionTask
+from clipmill.train.tasks.caption.videos.run import TrainedCaptioner
 from tests.gpu.runs import Runs
-from train.distributed.world import World
-from train.engine.trained_run import open_trained_run, read_settings
-from train.run.folder import open_run
-from train.tasks.caption.decoder import read_decoder_parts
-from train.tasks.caption.settings import CaptionerSettings, DecodingSettings
-from train.tasks.caption.task import CaptionTask
-from train.tasks.caption.videos.run import TrainedCaptioner
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(120)]
 

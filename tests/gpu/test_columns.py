@@ -11,20 +11,20 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
-from prep.core.data_folder import VIDEO, writing
-from prep.core.run import execute
-from prep.engines import Check, Outcome, R, T
-from prep.latents.plan import latents_job, make_latents_plan
-from prep.latents.recipe import LatentsSettings
-from prep.latents.recipe import resolve as resolve_latents
-from prep.latents.vae import Device, Precision
-from prep.text.blocks import TowerUse
-from prep.text.plan import make_text_plan
-from prep.text.recipe import TextRecipe
-from prep.text.recipe import resolve as resolve_text
-from prep.text.run import run_text
-from shards.dataset import current_variant
-from shards.reader import Variant
+from clipmill.prep.core.data_folder import VIDEO, writing
+from clipmill.prep.core.run import execute
+from clipmill.prep.engines import Check, Outcome, R, T
+from clipmill.prep.latents.plan import latents_job, make_latents_plan
+from clipmill.prep.latents.recipe import LatentsSettings
+from clipmill.prep.latents.recipe import resolve as resolve_latents
+from clipmill.prep.latents.vae import Device, Precision
+from clipmill.prep.text.blocks import TowerUse
+from clipmill.prep.text.plan import make_text_plan
+from clipmill.prep.text.recipe import TextRecipe
+from clipmill.prep.text.recipe import resolve as resolve_text
+from clipmill.prep.text.run import run_text
+from clipmill.shards.dataset import current_variant
+from clipmill.shards.reader import Variant
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(150)]
 
@@ -140,7 +140,7 @@ def test_the_commands_find_the_gpu_by_themselves(
     on_a_cpu: Path, clips_dir: Path, cuda: torch.device, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Worker processes, each with a GPU of its own: one here."""
-    from prep.cli import main
+    from clipmill.prep.cli import main
 
     data_dir = tmp_path / "data"
     shutil.copytree(clips_dir, data_dir)

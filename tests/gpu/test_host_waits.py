@@ -9,16 +9,16 @@ from typing import Any
 import pytest
 import torch
 
-from manifests.errors import FailedWork
+from clipmill.manifests.errors import FailedWork
+from clipmill.train.config.optim import OptimizerSettings
+from clipmill.train.device.transfer import DeviceEvent, LateMetrics
+from clipmill.train.engine.failure_log import FailureLog, SyncedBatch
+from clipmill.train.run.checkpoint import all_checkpoints
+from clipmill.train.run.folder import RunFolder, read_lines
 from tests.gpu.runs import TASKS, Runs, run_train
 from tests.train.device_reads import device_reads
 from tests.train.plane import settings
 from tests.train.test_late_numbers import SAID, Fault, FaultyTask, steps, train_plane
-from train.config.optim import OptimizerSettings
-from train.device.transfer import DeviceEvent, LateMetrics
-from train.engine.failure_log import FailureLog, SyncedBatch
-from train.run.checkpoint import all_checkpoints
-from train.run.folder import RunFolder, read_lines
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(120)]
 
@@ -125,7 +125,7 @@ def test_a_number_that_is_not_finite_ends_the_run_at_its_step(
 def test_fp16_leaves_a_step_out(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, device: torch.device, name: Any
 ) -> None:
-    monkeypatch.setattr("train.device.precision._FIRST_SCALE", 1024.0)
+    monkeypatch.setattr("clipmill.train.device.precision._FIRST_SCALE", 1024.0)
     chosen = settings(tmp_path / "run", precision="fp16", optimizer=OptimizerSettings(name=name), lr=0.01)
     run = train_plane(chosen, FaultyTask({6: ["gradient"]}), device=device)
     lines = read_lines(run.metrics)

@@ -6,10 +6,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from clipmill.train.engine.out_of_memory import available_bytes
 from tests.gpu.commands import train_and_say_peak, train_within
 from tests.gpu.processes import start
 from tests.gpu.runs import Runs
-from train.engine.out_of_memory import available_bytes
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(200)]
 

@@ -8,13 +8,13 @@ import numpy as np
 import pytest
 import torch
 
-from train.data import open_clips
-from train.data import prefetch as prefetch_module
-from train.data.batch import Batch, BatchRing, Sample, to_device
-from train.data.latents.loader import LatentLoader
-from train.data.order import Cursor
-from train.data.outcomes import LoadedBatch
-from train.data.prefetch import prefetch
+from clipmill import open_clips
+from clipmill.train.data import prefetch as prefetch_module
+from clipmill.train.data.batch import Batch, BatchRing, Sample, to_device
+from clipmill.train.data.latents.loader import LatentLoader
+from clipmill.train.data.order import Cursor
+from clipmill.train.data.outcomes import LoadedBatch
+from clipmill.train.data.prefetch import prefetch
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(120)]
 

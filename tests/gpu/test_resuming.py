@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 import torch
 
+from clipmill.train.run.checkpoint import latest_checkpoint
 from tests.gpu.commands import train_alone
 from tests.gpu.processes import start
 from tests.gpu.runs import Runs, deviation, losses, run_train
 from tests.gpu.test_tasks import ALL, Record
-from train.run.checkpoint import latest_checkpoint
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(150)]
 

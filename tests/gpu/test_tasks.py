@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import nn
 
+from clipmill.train.device import precision
+from clipmill.train.optim.parameters import Ema
 from tests.gpu.runs import TASKS, Runs, deviation, losses, numbers, weights
-from train.device import precision
-from train.optim.parameters import Ema
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(120)]
 

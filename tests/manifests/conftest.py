@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from manifests.adapters.reading import Reading
+from clipmill.manifests.adapters.reading import Reading
 
 VideoMaker = Callable[..., Path]
 

@@ -9,12 +9,12 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 import pytest
 
-from manifests.adapters.folder import read_folder
-from manifests.adapters.further import FurtherReading
-from manifests.caption_selection import is_duplicate, is_unlikely
-from manifests.errors import UserError
-from manifests.further_write import FURTHER
-from manifests.store import read_rejected
+from clipmill.manifests.adapters.folder import read_folder
+from clipmill.manifests.adapters.further import FurtherReading
+from clipmill.manifests.caption_selection import is_duplicate, is_unlikely
+from clipmill.manifests.errors import UserError
+from clipmill.manifests.further_write import FURTHER
+from clipmill.manifests.store import read_rejected
 from tests.manifests.conftest import VideoMaker
 from tests.manifests.test_further_sources import OWN, Row, add, pseudo, read
 from tests.manifests.test_store import reading_of, write

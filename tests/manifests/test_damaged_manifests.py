@@ -8,10 +8,17 @@ from typing import Any
 
 import pytest
 
-from manifests.checked_json import publish_checked_json
-from manifests.errors import UserError
-from manifests.store import captions_path, open_captions, read_captions, read_manifest, read_rejected, read_videos
-from manifests.table_files import TABLE_FILES, DamagedManifest
+from clipmill.manifests.checked_json import publish_checked_json
+from clipmill.manifests.errors import UserError
+from clipmill.manifests.store import (
+    captions_path,
+    open_captions,
+    read_captions,
+    read_manifest,
+    read_rejected,
+    read_videos,
+)
+from clipmill.manifests.table_files import TABLE_FILES, DamagedManifest
 from tests.manifests.test_store import file_hashes, reading_of, write
 
 NUM_FLIPS = 150  # of each file

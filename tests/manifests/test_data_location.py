@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from manifests.data_location import check_data_dir
-from manifests.errors import UserError
+from clipmill.manifests.data_location import check_data_dir
+from clipmill.manifests.errors import UserError
 
 
 def test_the_source_tree_and_its_packages_are_refused(repository: Path) -> None:

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from manifests.adapters.dialects import NAMES, TRANSLATED_NAMES, line_numbers
-from manifests.adapters.folder import read_folder
-from manifests.adapters.reading import Reading
-from manifests.errors import UserError
+from clipmill.manifests.adapters.dialects import NAMES, TRANSLATED_NAMES, line_numbers
+from clipmill.manifests.adapters.folder import read_folder
+from clipmill.manifests.adapters.reading import Reading
+from clipmill.manifests.errors import UserError
 from tests.manifests.conftest import VideoMaker
 
 Rows = list[tuple[str, float, float, str]]

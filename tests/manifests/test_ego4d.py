@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from manifests.adapters.ego4d import read_ego4d
-from manifests.adapters.reading import Reading
-from manifests.errors import UserError
+from clipmill.manifests.adapters.ego4d import read_ego4d
+from clipmill.manifests.adapters.reading import Reading
+from clipmill.manifests.errors import UserError
 from tests.manifests.conftest import VideoMaker
 
 

@@ -5,8 +5,8 @@ from pathlib import Path
 import pyarrow as pa
 import pytest
 
-from manifests.adapters.epic_kitchens import read_epic_kitchens, seconds_of_timestamp
-from manifests.errors import UserError
+from clipmill.manifests.adapters.epic_kitchens import read_epic_kitchens, seconds_of_timestamp
+from clipmill.manifests.errors import UserError
 from tests.manifests.conftest import VideoMaker
 from tests.manifests.test_labelled_adapters import reasons, rows
 

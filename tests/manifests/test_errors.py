@@ -7,14 +7,14 @@ from pathlib import Path
 
 import pytest
 
-from manifests.errors import run_command
+from clipmill.manifests.errors import run_command
 
 
 def test_a_disk_that_takes_no_more_is_failed_work_and_leaves_no_rest(tmp_path: Path) -> None:
     program = f"""
 from pathlib import Path
-from manifests.errors import run_command
-from manifests.publish import publish_bytes
+from clipmill.manifests.errors import run_command
+from clipmill.manifests.publish import publish_bytes
 run_command(lambda: publish_bytes(Path({str(tmp_path / "table")!r}), bytes(10_000)))
 """
     ran = subprocess.run(
@@ -30,7 +30,7 @@ run_command(lambda: publish_bytes(Path({str(tmp_path / "table")!r}), bytes(10_00
 
 
 def test_memory_that_does_not_suffice_is_failed_work() -> None:
-    program = "from manifests.errors import run_command; run_command(lambda: bytes(1 << 60))"
+    program = "from clipmill.manifests.errors import run_command; run_command(lambda: bytes(1 << 60))"
     ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
     assert ran.returncode == 1 and ran.stderr.startswith("failed: out of memory")
 
@@ -55,7 +55,7 @@ def test_a_closed_stream_is_the_null_device(tmp_path: Path, closed: str, body: s
     file = tmp_path / "written"
     program = f"""
 import os, sys
-from manifests.errors import UserError, run_command
+from clipmill.manifests.errors import UserError, run_command
 def fail():
     raise UserError("no", hint="none")
 def command():

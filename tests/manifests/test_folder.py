@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from manifests.adapters.folder import read_folder
-from manifests.adapters.reading import Reading
-from manifests.errors import UserError
-from manifests.keys import chunk_key, split_key
+from clipmill.manifests.adapters.folder import read_folder
+from clipmill.manifests.adapters.reading import Reading
+from clipmill.manifests.errors import UserError
+from clipmill.manifests.keys import chunk_key, split_key
 from tests.manifests.conftest import VideoMaker
 
 STRANGE = [

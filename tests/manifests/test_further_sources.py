@@ -13,11 +13,11 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from manifests.adapters.further import FurtherReading, read_caption_tables
-from manifests.errors import UserError
-from manifests.further_write import FURTHER, FurtherResult, write_further_captions
-from manifests.schema import CAPTIONS, VIDEOS
-from manifests.store import read_captions, read_manifest, read_videos, write_manifest
+from clipmill.manifests.adapters.further import FurtherReading, read_caption_tables
+from clipmill.manifests.errors import UserError
+from clipmill.manifests.further_write import FURTHER, FurtherResult, write_further_captions
+from clipmill.manifests.schema import CAPTIONS, VIDEOS
+from clipmill.manifests.store import read_captions, read_manifest, read_videos, write_manifest
 from tests.manifests.test_interrupted_writes import Killed, stop_at
 from tests.manifests.test_store import digests, file_hashes, ids_by_text, reading_of, write
 

@@ -14,9 +14,9 @@ from typing import Any
 
 import pytest
 
-from manifests.errors import UserError
-from manifests.store import captions_path, open_captions, read_captions, read_rejected, read_videos
-from manifests.table_files import CAPTIONS_FILE, REJECTED_LIST, TABLE_FILES
+from clipmill.manifests.errors import UserError
+from clipmill.manifests.store import captions_path, open_captions, read_captions, read_rejected, read_videos
+from clipmill.manifests.table_files import CAPTIONS_FILE, REJECTED_LIST, TABLE_FILES
 from tests.conftest import ROOT
 from tests.manifests.test_store import Reading, file_hashes, ids_by_text, reading_of, write
 
@@ -130,7 +130,7 @@ def test_a_killed_process_leaves_the_old_manifest(tmp_path: Path, readings: list
     program = (
         "import itertools, os, sys\n"
         "from pathlib import Path\n"
-        "from prep.cli import main\n"
+        "from clipmill.prep.cli import main\n"
         "count, replace = itertools.count(1), os.replace\n"
         "def dying(*names, **options):\n"
         "    replace(*names, **options)\n"
@@ -142,7 +142,7 @@ def test_a_killed_process_leaves_the_old_manifest(tmp_path: Path, readings: list
     killed = subprocess.run([sys.executable, "-c", program, *command], cwd=ROOT, capture_output=True, check=False)
     assert killed.returncode == -signal.SIGKILL, killed.stderr
     assert len(list((data / "manifest").glob("*.parquet"))) == 2
-    subprocess.run([sys.executable, "-m", "prep.cli", *command], cwd=ROOT, capture_output=True, check=True)
+    subprocess.run([sys.executable, "-m", "clipmill.prep.cli", *command], cwd=ROOT, capture_output=True, check=True)
     assert ids_by_text(data) == {"first": 0}
     assert sorted(path.name for path in (data / "manifest").iterdir()) == sorted(
         ["manifest.json", REJECTED_LIST, *TABLE_FILES]

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from manifests.adapters.json_stream import array_items, object_items
-from manifests.errors import UserError
+from clipmill.manifests.adapters.json_stream import array_items, object_items
+from clipmill.manifests.errors import UserError
 
 VALUES = {
     'text "quoted" \\ é🎬': [1, -2.5e-3, True, None, {"a": []}, ""],
@@ -22,7 +22,7 @@ VALUES = {
 def test_entries_are_those_of_the_whole_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, window_chars: int, indent: int | None
 ) -> None:
-    monkeypatch.setattr("manifests.adapters.json_stream._WINDOW_CHARS", window_chars)
+    monkeypatch.setattr("clipmill.manifests.adapters.json_stream._WINDOW_CHARS", window_chars)
     path = tmp_path / "x.json"
     path.write_text("\ufeff" + json.dumps(VALUES, indent=indent) + "\n", encoding="utf-8")
     expected = [(key, value) for key, value in VALUES.items() if key != "videos"]

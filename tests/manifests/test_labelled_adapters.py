@@ -6,13 +6,13 @@ from pathlib import Path
 
 import pytest
 
-from manifests.adapters.epic_kitchens import read_epic_kitchens
-from manifests.adapters.kinetics import read_kinetics
-from manifests.adapters.reading import Reading
-from manifests.adapters.something_something import read_something_something
-from manifests.adapters.splits import split_in_file_name
-from manifests.adapters.vatex import read_vatex
-from manifests.errors import UserError
+from clipmill.manifests.adapters.epic_kitchens import read_epic_kitchens
+from clipmill.manifests.adapters.kinetics import read_kinetics
+from clipmill.manifests.adapters.reading import Reading
+from clipmill.manifests.adapters.something_something import read_something_something
+from clipmill.manifests.adapters.splits import split_in_file_name
+from clipmill.manifests.adapters.vatex import read_vatex
+from clipmill.manifests.errors import UserError
 from tests.manifests.conftest import VideoMaker
 
 

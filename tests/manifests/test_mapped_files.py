@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from manifests import mapped_files
-from manifests.mapped_files import map_arrow_file, report_lost_pages
-from shards.index import IndexBuilder, index_bytes, index_schema, open_index
+from clipmill.manifests import mapped_files
+from clipmill.manifests.mapped_files import map_arrow_file, report_lost_pages
+from clipmill.shards.index import IndexBuilder, index_bytes, index_schema, open_index
 from tests.forked import forked
 
 SIZE = 16 * mmap.PAGESIZE

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from manifests.adapters.msrvtt import read_msrvtt
-from manifests.errors import UserError
+from clipmill.manifests.adapters.msrvtt import read_msrvtt
+from clipmill.manifests.errors import UserError
 from tests.manifests.conftest import VideoMaker, of_splits, write_json
 from tests.manifests.test_labelled_adapters import reasons, rows
 

@@ -8,8 +8,8 @@ from collections.abc import Callable
 
 import pytest
 
-from manifests import progress
-from manifests.progress import Activity, Pace, clock, joined, log_interval
+from clipmill.manifests import progress
+from clipmill.manifests.progress import Activity, Pace, clock, joined, log_interval
 from tests.screens import open_screen
 
 

@@ -7,14 +7,14 @@ from pathlib import Path
 import pyarrow.compute as pc
 import pytest
 
-from manifests.adapters.folder import read_folder
-from manifests.adapters.further import read_caption_tables
-from manifests.adapters.kinetics import read_kinetics
-from manifests.adapters.reading import Reading
-from manifests.adapters.remote_tables import read_with_local_tables
-from manifests.adapters.vatex import read_vatex
-from manifests.errors import UserError
-from manifests.storage.objects import open_objects
+from clipmill.manifests.adapters.folder import read_folder
+from clipmill.manifests.adapters.further import read_caption_tables
+from clipmill.manifests.adapters.kinetics import read_kinetics
+from clipmill.manifests.adapters.reading import Reading
+from clipmill.manifests.adapters.remote_tables import read_with_local_tables
+from clipmill.manifests.adapters.vatex import read_vatex
+from clipmill.manifests.errors import UserError
+from clipmill.manifests.storage.objects import open_objects
 from tests.object_storage.faults import Fault, Faults
 from tests.object_storage.server import S3Server
 from tests.train.data.http_folder import HttpFolder

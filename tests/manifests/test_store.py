@@ -9,11 +9,18 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from manifests.adapters.reading import Reading, ReadingBuilder
-from manifests.checked_json import publish_checked_json
-from manifests.errors import UserError
-from manifests.schema import CAPTIONS, REJECTED, VIDEOS
-from manifests.store import WriteResult, read_captions, read_manifest, read_rejected, read_videos, write_manifest
+from clipmill.manifests.adapters.reading import Reading, ReadingBuilder
+from clipmill.manifests.checked_json import publish_checked_json
+from clipmill.manifests.errors import UserError
+from clipmill.manifests.schema import CAPTIONS, REJECTED, VIDEOS
+from clipmill.manifests.store import (
+    WriteResult,
+    read_captions,
+    read_manifest,
+    read_rejected,
+    read_videos,
+    write_manifest,
+)
 
 Caption = tuple[str, float, float, str]
 
@@ -207,7 +214,7 @@ def test_the_same_write_again_gives_the_same_bytes(tmp_path: Path) -> None:
 
 
 def test_row_groups_do_not_depend_on_the_history(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("manifests.caption_table.ROWS_PER_GROUP", 4)
+    monkeypatch.setattr("clipmill.manifests.caption_table.ROWS_PER_GROUP", 4)
     for dataset in ("a", "b", "a"):
         videos = [f"{dataset}{n}" for n in range(3)]
         captions = [(video, 0.0, 1.0 + n, f"{video} {n}") for video in videos for n in range(5)]

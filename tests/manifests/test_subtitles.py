@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from manifests.adapters.folder import read_folder
-from manifests.adapters.reading import Reading
-from manifests.adapters.subtitles import Cue, Unreadable, decoded, read_cues, read_segments
-from manifests.errors import UserError
+from clipmill.manifests.adapters.folder import read_folder
+from clipmill.manifests.adapters.reading import Reading
+from clipmill.manifests.adapters.subtitles import Cue, Unreadable, decoded, read_cues, read_segments
+from clipmill.manifests.errors import UserError
 from tests.manifests.conftest import VideoMaker
 
 SRT = """1

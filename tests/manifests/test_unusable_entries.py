@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from manifests.adapters.folder import read_folder
-from manifests.adapters.reading import Reading
-from manifests.adapters.vatex import read_vatex
-from manifests.errors import UserError
+from clipmill.manifests.adapters.folder import read_folder
+from clipmill.manifests.adapters.reading import Reading
+from clipmill.manifests.adapters.vatex import read_vatex
+from clipmill.manifests.errors import UserError
 from tests.manifests.conftest import VideoMaker
 
 

@@ -12,7 +12,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from manifests.storage.objects import open_objects
+from clipmill.manifests.storage.objects import open_objects
 from tests.object_storage.azure import AzureServer, azure_server
 from tests.object_storage.faults import Fault, Faults, faulty
 from tests.object_storage.folders import contents_of, upload
@@ -131,7 +131,7 @@ def _step(*words: object) -> Ran:
 
 def _step_of_training(name: str, flags: tuple[object, ...], data: str, folder: Path) -> None:
     words = ("dual-encoder", *flags, "--shards", data, "--out", folder / name, "--cache", folder / "cache")
-    command = [sys.executable, "-m", "train.cli", *map(str, words)]
+    command = [sys.executable, "-m", "clipmill.train.cli", *map(str, words)]
     ran = subprocess.run(command, capture_output=True, text=True, check=False)
     assert ran.returncode == 0, ran.stderr
     print(f"train dual-encoder, {name}: {_last(ran.stdout + ran.stderr)}", flush=True)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from manifests.storage import mirrors
+from clipmill.manifests.storage import mirrors
 from tests.object_storage.faults import Faults, faulty
 from tests.object_storage.server import S3Server, s3_server
 
@@ -48,9 +48,11 @@ def few_retries(monkeypatch: pytest.MonkeyPatch) -> None:
     backoff = {"init_backoff": timedelta(milliseconds=10), "max_backoff": timedelta(milliseconds=50), "base": 2}
     settings = {"max_retries": 2, "retry_timeout": timedelta(seconds=5), "backoff": backoff}
     for kind in ("", "_WRITE"):
-        monkeypatch.setattr(f"manifests.storage.stores.{kind}_RETRY", settings)
-        monkeypatch.setattr(f"manifests.storage.stores.{kind}_TIMEOUTS", {"read_timeout": timedelta(seconds=1)})
-    monkeypatch.setattr("manifests.storage.changes.RETRY_S", 2.0)
+        monkeypatch.setattr(f"clipmill.manifests.storage.stores.{kind}_RETRY", settings)
+        monkeypatch.setattr(
+            f"clipmill.manifests.storage.stores.{kind}_TIMEOUTS", {"read_timeout": timedelta(seconds=1)}
+        )
+    monkeypatch.setattr("clipmill.manifests.storage.changes.RETRY_S", 2.0)
 
 
 @pytest.fixture

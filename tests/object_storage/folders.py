@@ -3,7 +3,7 @@
 import hashlib
 from pathlib import Path
 
-from manifests.storage.objects import open_objects
+from clipmill.manifests.storage.objects import open_objects
 
 
 def upload(folder: Path, address: str) -> None:

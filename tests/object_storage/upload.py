@@ -3,7 +3,7 @@
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from manifests.storage.objects import Objects, open_objects
+from clipmill.manifests.storage.objects import Objects, open_objects
 
 
 def upload(folder: Path, address: str) -> Objects:

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from prep.synthetic.frame_numbers import write_frame_number_video
+from clipmill.prep.synthetic.frame_numbers import write_frame_number_video
 from tests.prep.sets import made_set, prep, shard_set
 
 __all__ = ["made_set", "prep", "shard_set", "write_video"]

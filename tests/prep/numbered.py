@@ -9,8 +9,8 @@ from typing import Any
 import av
 import numpy as np
 
-from prep.synthetic.frame_code import read_frame_number
-from prep.synthetic.frame_numbers import frame_times_s, write_frame_number_video
+from clipmill.prep.synthetic.frame_code import read_frame_number
+from clipmill.prep.synthetic.frame_numbers import frame_times_s, write_frame_number_video
 
 
 @dataclass(frozen=True)

@@ -15,8 +15,8 @@ from io import StringIO
 from pathlib import Path
 from typing import Any
 
-from manifests.errors import run_command
-from prep import cli
+from clipmill.manifests.errors import run_command
+from clipmill.prep import cli
 from tests.conftest import ROOT
 
 MARK = "CLIPMILL_TEST_MARK"
@@ -62,7 +62,7 @@ def prep(*arguments: object, status: int | None = 0, **environment: str) -> Ran:
 def start(*arguments: object, **environment: str) -> "subprocess.Popen[str]":
     """Starts `prep` and does not wait."""
     return subprocess.Popen(
-        [sys.executable, "-m", "prep.cli", *map(str, arguments)],
+        [sys.executable, "-m", "clipmill.prep.cli", *map(str, arguments)],
         cwd=ROOT,
         env={**os.environ, "RAY_AUTH_MODE": "disabled", **environment},
         stdin=subprocess.DEVNULL,

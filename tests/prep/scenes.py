@@ -8,12 +8,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from prep.engines import Outcome, choice
-from prep.synthetic.encode import encode_video, set_rotation
-from prep.synthetic.frame_code import draw_frame_number, read_frame_number
-from prep.synthetic.frame_numbers import frame_ticks
-from prep.video.ffmpeg import find_ffmpeg
-from prep.video.recipe import Recipe, resolve
+from clipmill.prep.engines import Outcome, choice
+from clipmill.prep.synthetic.encode import encode_video, set_rotation
+from clipmill.prep.synthetic.frame_code import draw_frame_number, read_frame_number
+from clipmill.prep.synthetic.frame_numbers import frame_ticks
+from clipmill.prep.video.ffmpeg import find_ffmpeg
+from clipmill.prep.video.recipe import Recipe, resolve
 from tests.prep.running import prep_here
 
 WIDTH, HEIGHT = 160, 120

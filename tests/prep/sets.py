@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 
-from manifests.errors import run_command
-from prep import cli
-from prep.synthetic.frame_numbers import write_frame_number_video
-from shards.commits import Commit, read_commits
-from shards.dataset import current_variant
+from clipmill.manifests.errors import run_command
+from clipmill.prep import cli
+from clipmill.prep.synthetic.frame_numbers import write_frame_number_video
+from clipmill.shards.commits import Commit, read_commits
+from clipmill.shards.dataset import current_variant
 from tests.prep.running import Ran, chunk, manifest
 
 LEN = ("--len", "2s", "--preset", "ultrafast", "--short-side", "96")

@@ -12,20 +12,20 @@ from pathlib import Path
 
 import pytest
 
-from manifests.storage import mirrors
-from manifests.storage.attaching import open_data
-from manifests.storage.mirrors import AddressStream
-from manifests.storage.objects import open_objects
-from prep.core.data_folder import require_data_folder, writing
-from prep.core.failures import FailureCode
-from prep.core.run import execute
-from prep.core.shard_result import ShardResult, stopped
-from prep.engines import Check, Outcome, R, T
-from prep.scores.plan import make_scores_plan, scores_job
-from prep.scores.recipe import ScoresSettings, resolve
-from prep.video.worker import ShardTask
-from shards.contents import Contents, write_contents
-from shards.dataset import current_variant
+from clipmill.manifests.storage import mirrors
+from clipmill.manifests.storage.attaching import open_data
+from clipmill.manifests.storage.mirrors import AddressStream
+from clipmill.manifests.storage.objects import open_objects
+from clipmill.prep.core.data_folder import require_data_folder, writing
+from clipmill.prep.core.failures import FailureCode
+from clipmill.prep.core.run import execute
+from clipmill.prep.core.shard_result import ShardResult, stopped
+from clipmill.prep.engines import Check, Outcome, R, T
+from clipmill.prep.scores.plan import make_scores_plan, scores_job
+from clipmill.prep.scores.recipe import ScoresSettings, resolve
+from clipmill.prep.video.worker import ShardTask
+from clipmill.shards.contents import Contents, write_contents
+from clipmill.shards.dataset import current_variant
 from tests.object_storage.faults import Fault, Faults, vanished
 from tests.object_storage.folders import contents_of, upload
 from tests.object_storage.server import S3Server
@@ -155,7 +155,7 @@ def test_tables_of_a_variant_are_written_replaced_and_removed_in_the_bucket(
     shutil.copytree(chunks, local := tmp_path / "local")
     found = []
     for min_commits in (2, 3):  # there are two shards
-        monkeypatch.setattr("shards.lists.MIN_COMMITS", min_commits)
+        monkeypatch.setattr("clipmill.shards.lists.MIN_COMMITS", min_commits)
         for folder in (local, data):
             other_machine()
             prep_here(*command, folder)
@@ -235,11 +235,11 @@ def test_a_run_that_lost_its_lock_stops_and_publishes_nothing_more(
 
     def taken_over(task: ShardTask) -> ShardResult:
         objects.write(".lock", b'{"holder": "process 7 on node1"}')
-        monkeypatch.setattr("manifests.storage.leases.EXPIRY_S", 0.0)
+        monkeypatch.setattr("clipmill.manifests.storage.leases.EXPIRY_S", 0.0)
         return stopped(task, FailureCode.WORKER_LOST, "")
 
-    monkeypatch.setattr("prep.video.worker.make_shard", taken_over)
-    monkeypatch.setattr("prep.engines.processes.ProcessEngine", lambda num_workers: Here())
+    monkeypatch.setattr("clipmill.prep.video.worker.make_shard", taken_over)
+    monkeypatch.setattr("clipmill.prep.engines.processes.ProcessEngine", lambda num_workers: Here())
     ran = prep_here("chunk", *LEN, "--workers", 1, "--data", data, status=1)
     assert "taken over by process 7 on node1" in ran.stderr and "run the same command again" in ran.stderr
     left = {key for key in contents_of(data) if "/.tmp-" not in key}  # the next run removes the token of this one
@@ -252,9 +252,9 @@ def test_a_run_that_lost_its_lock_at_its_end_does_not_end_well(data: str, monkey
     def taken_over(variant_dir: Path, contents: Contents) -> None:
         write_contents(variant_dir, contents)
         objects.write(".lock", b'{"holder": "process 7 on node1"}')
-        monkeypatch.setattr("manifests.storage.leases.EXPIRY_S", 0.0)
+        monkeypatch.setattr("clipmill.manifests.storage.leases.EXPIRY_S", 0.0)
 
-    monkeypatch.setattr("shards.lists.write_contents", taken_over)
+    monkeypatch.setattr("clipmill.shards.lists.write_contents", taken_over)
     objects.delete(next(info.key for info in objects.list() if info.key.endswith("/chunks.arrow")))
     ran = prep_here("chunk", *LEN, "--workers", 1, "--data", data, status=1)
     assert f"failed: the lock of {data} was taken over by process 7 on node1" in ran.stderr

@@ -6,11 +6,11 @@ from pathlib import Path
 import obstore
 import pytest
 
-from manifests.publish import publish_bytes
-from manifests.storage.attaching import open_data
-from manifests.storage.objects import open_objects
-from prep.core.data_folder import require_data_folder
-from shards.dataset import current_variant
+from clipmill.manifests.publish import publish_bytes
+from clipmill.manifests.storage.attaching import open_data
+from clipmill.manifests.storage.objects import open_objects
+from clipmill.prep.core.data_folder import require_data_folder
+from clipmill.shards.dataset import current_variant
 from tests.object_storage.faults import Fault, Faults
 from tests.object_storage.folders import contents_of, upload
 from tests.object_storage.server import S3Server
@@ -83,7 +83,7 @@ def test_what_a_bucket_refuses_is_neither_damaged_nor_made_again(
 def test_a_chunk_that_a_bucket_does_not_give_is_no_damaged_chunk(
     data: str, faults: Faults, few_retries: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("prep.engines.processes.ProcessEngine", lambda num_workers: Here())
+    monkeypatch.setattr("clipmill.prep.engines.processes.ProcessEngine", lambda num_workers: Here())
     faults.set(Fault("error", method="GET", path=r"000000-\w+\.tar$"))
     ran = prep_here("scores", "--engine", "processes", "--json", "--data", data, status=1)
     assert set(ran.summary["failures"]) == {"io_error"}

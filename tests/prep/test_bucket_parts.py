@@ -12,16 +12,16 @@ from threading import Event, Thread
 
 import pytest
 
-from manifests.errors import UserError
-from manifests.publish import publish_bytes
-from manifests.storage import leases, mirrors
-from manifests.storage.leases import LeaseLost
-from manifests.storage.objects import Objects, open_objects
-from manifests.storage.working_copy import WorkingCopy
-from prep.core.data_folder import column_lock, writer_of
-from prep.core.part_locks import Part
-from prep.core.parts import PartRun, writing_part
-from prep.synthetic.frame_numbers import write_frame_number_video
+from clipmill.manifests.errors import UserError
+from clipmill.manifests.publish import publish_bytes
+from clipmill.manifests.storage import leases, mirrors
+from clipmill.manifests.storage.leases import LeaseLost
+from clipmill.manifests.storage.objects import Objects, open_objects
+from clipmill.manifests.storage.working_copy import WorkingCopy
+from clipmill.prep.core.data_folder import column_lock, writer_of
+from clipmill.prep.core.part_locks import Part
+from clipmill.prep.core.parts import PartRun, writing_part
+from clipmill.prep.synthetic.frame_numbers import write_frame_number_video
 from tests.object_storage.faults import Fault, Faults
 from tests.object_storage.folders import contents_of, upload
 from tests.prep.running import contents, prep_here, start, wait_until

@@ -14,10 +14,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from prep.core.column import DeepCode, imported
-from prep.registry import column_names, register
-from shards.dataset import current_variant
-from shards.reader import Variant
+from clipmill.prep.core.column import DeepCode, imported
+from clipmill.prep.registry import column_names, register
+from clipmill.shards.dataset import current_variant
+from clipmill.shards.reader import Variant
 from tests.conftest import ROOT
 from tests.prep.brightness.column import COLUMN
 from tests.prep.brightness.work import PAUSE, measure

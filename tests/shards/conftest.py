@@ -6,9 +6,9 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from shards.commits import Commit, ShardFiles, write_commit
-from shards.npy import npy_bytes
-from shards.writer import Sample, ShardWriter
+from clipmill.shards.commits import Commit, ShardFiles, write_commit
+from clipmill.shards.npy import npy_bytes
+from clipmill.shards.writer import Sample, ShardWriter
 
 EXTENSIONS = ("mp4", "json", "latents.npy")
 FIELDS = [pa.field("start_ms", pa.int64(), nullable=False), pa.field("packet_size", pa.list_(pa.uint32()))]

@@ -7,14 +7,14 @@ from typing import Any
 
 import numpy as np
 
-from manifests.keys import split_key
-from manifests.publish import publish_json
-from shards.commits import Commit, Failure, write_commit
-from shards.dataset import current_variant, set_current_variant, variant_dir
-from shards.format import SCORES_FIELDS
-from shards.reader import Variant
-from shards.scores import publish_score_table
-from shards.writer import Sample, ShardWriter
+from clipmill.manifests.keys import split_key
+from clipmill.manifests.publish import publish_json
+from clipmill.shards.commits import Commit, Failure, write_commit
+from clipmill.shards.dataset import current_variant, set_current_variant, variant_dir
+from clipmill.shards.format import SCORES_FIELDS
+from clipmill.shards.reader import Variant
+from clipmill.shards.scores import publish_score_table
+from clipmill.shards.writer import Sample, ShardWriter
 
 VARIANT = "scores-01234567"
 _KNOWN = ("video_id", "start_ms")

@@ -7,14 +7,14 @@ from pathlib import Path
 import pyarrow as pa
 import pytest
 
-from manifests.errors import UserError
-from shards.chunk_table import chunk_table_problem, missing_parts, read_chunk_rows, update_chunk_table
-from shards.commits import commit_path, read_commits
-from shards.contents import Contents, write_contents
-from shards.format import RECIPE_FILE
-from shards.merged_table import CHUNKS_FILE, commits_digest
-from shards.reader import Variant
-from shards.table_commits import TableCommits, committed_tars, open_table_commits
+from clipmill.manifests.errors import UserError
+from clipmill.shards.chunk_table import chunk_table_problem, missing_parts, read_chunk_rows, update_chunk_table
+from clipmill.shards.commits import commit_path, read_commits
+from clipmill.shards.contents import Contents, write_contents
+from clipmill.shards.format import RECIPE_FILE
+from clipmill.shards.merged_table import CHUNKS_FILE, commits_digest
+from clipmill.shards.reader import Variant
+from clipmill.shards.table_commits import TableCommits, committed_tars, open_table_commits
 from tests.train.latents.written import Chunk, Written, write_latents, write_text
 from tests.train.tiny_data import VARIANT, Caption, encode_chunk, video_sample, write_captions, write_shard
 
@@ -108,7 +108,7 @@ def test_only_new_indexes_are_read(data: Path) -> None:
 
 
 def test_a_change_writes_only_the_parts_of_its_shards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("shards.format.SHARDS_PER_FOLDER", 1)  # one shard in a part
+    monkeypatch.setattr("clipmill.shards.format.SHARDS_PER_FOLDER", 1)  # one shard in a part
     data = make(tmp_path)
     everything = merged(data)
     variant = Variant.open(data)
@@ -176,7 +176,7 @@ def test_an_index_that_is_not_the_committed_one_makes_no_table(data: Path) -> No
 
 
 def test_commits_of_a_table_are_those_of_the_records(data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from shards import lists
+    from clipmill.shards import lists
 
     monkeypatch.setattr(lists, "MIN_COMMITS", 1)
     directory = Variant.open(data).directory

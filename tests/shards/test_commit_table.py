@@ -9,16 +9,25 @@ from typing import Any
 
 import pytest
 
-from manifests.publish import publish_json
-from shards import commits as commits_module
-from shards.commit_table import distrust
-from shards.commits import Commit, Commits, Failure, ShardFiles, commit_path, read_commits, read_records, write_commit
-from shards.contents import read_contents
-from shards.damage import DamagedCommit
-from shards.format import COMMIT_TABLE_FILE
-from shards.lists import damaged_lists, finish_run
-from shards.quick_check import check_record, quick_problems
-from shards.verify import Code
+from clipmill.manifests.publish import publish_json
+from clipmill.shards import commits as commits_module
+from clipmill.shards.commit_table import distrust
+from clipmill.shards.commits import (
+    Commit,
+    Commits,
+    Failure,
+    ShardFiles,
+    commit_path,
+    read_commits,
+    read_records,
+    write_commit,
+)
+from clipmill.shards.contents import read_contents
+from clipmill.shards.damage import DamagedCommit
+from clipmill.shards.format import COMMIT_TABLE_FILE
+from clipmill.shards.lists import damaged_lists, finish_run
+from clipmill.shards.quick_check import check_record, quick_problems
+from clipmill.shards.verify import Code
 from tests.manifests.test_interrupted_writes import Killed, stop_at
 
 IDS = (0, 1, 998, 999, 1000, 1001, 2500)
@@ -34,7 +43,7 @@ def made(shard_id: int, *, num_samples: int = 2) -> Commit:
 
 @pytest.fixture(autouse=True)
 def small_tables(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("shards.lists.MIN_COMMITS", 4)
+    monkeypatch.setattr("clipmill.shards.lists.MIN_COMMITS", 4)
 
 
 @pytest.fixture
@@ -197,9 +206,9 @@ def test_a_lost_worker_that_commits_at_the_end_of_a_run_is_not_overlooked(
         write_commit(folder, made(1001, num_samples=4))
         confirm(folder, **options)
 
-    from shards.lists import confirm
+    from clipmill.shards.lists import confirm
 
-    monkeypatch.setattr("shards.lists.confirm", confirm_late)
+    monkeypatch.setattr("clipmill.shards.lists.confirm", confirm_late)
     finish_run(variant, dropped=(), wanted=IDS)
     assert num_read(variant) == 2 and read_commits(variant).commits[1001] == made(1001, num_samples=4)
 
@@ -217,6 +226,6 @@ def test_folders_that_cannot_be_dated_are_read_record_by_record(variant: Path, m
     def refuse(*_: object, **__: object) -> None:
         raise PermissionError
 
-    monkeypatch.setattr("shards.commit_table.os.utime", refuse)
+    monkeypatch.setattr("clipmill.shards.commit_table.os.utime", refuse)
     finish_run(variant, dropped=(), wanted=IDS)
     assert num_read(variant) == len(IDS)

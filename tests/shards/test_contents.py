@@ -8,15 +8,15 @@ from pathlib import Path
 
 import pytest
 
-from manifests.checked_json import publish_checked_json
-from manifests.errors import UserError
-from manifests.publish import publish_json
-from shards.commits import Commit, commit_path, read_commits
-from shards.contents import read_contents
-from shards.damage import DamagedContents
-from shards.lists import damaged_lists, finish_run
-from shards.reader import Variant
-from shards.writer import Sample
+from clipmill.manifests.checked_json import publish_checked_json
+from clipmill.manifests.errors import UserError
+from clipmill.manifests.publish import publish_json
+from clipmill.shards.commits import Commit, commit_path, read_commits
+from clipmill.shards.contents import read_contents
+from clipmill.shards.damage import DamagedContents
+from clipmill.shards.lists import damaged_lists, finish_run
+from clipmill.shards.reader import Variant
+from clipmill.shards.writer import Sample
 from tests.manifests.test_interrupted_writes import Killed, stop_at
 
 CommitShard = Callable[..., Commit]

@@ -2,8 +2,8 @@ from pathlib import Path
 
 import pytest
 
-from manifests.errors import UserError
-from shards.dataset import (
+from clipmill.manifests.errors import UserError
+from clipmill.shards.dataset import (
     DamagedDataset,
     begin_variant,
     current_variant,

@@ -7,13 +7,13 @@ import numpy as np
 import pytest
 import webdataset
 
-from shards.commits import Commit, commit_path, read_commits, write_commit
-from shards.format import RECIPE_FILE, VIDEO_FIELDS, ShardName, folder_of, in_folder
-from shards.lists import damaged_lists, finish_run
-from shards.quick_check import quick_problems
-from shards.reader import Variant
-from shards.verify import verify_shard
-from shards.writer import Sample, ShardWriter
+from clipmill.shards.commits import Commit, commit_path, read_commits, write_commit
+from clipmill.shards.format import RECIPE_FILE, VIDEO_FIELDS, ShardName, folder_of, in_folder
+from clipmill.shards.lists import damaged_lists, finish_run
+from clipmill.shards.quick_check import quick_problems
+from clipmill.shards.reader import Variant
+from clipmill.shards.verify import verify_shard
+from clipmill.shards.writer import Sample, ShardWriter
 
 IDS = range(998, 1004)
 FAILED = 1002
@@ -62,7 +62,7 @@ def test_a_folder_holds_a_thousand_shards(shard_id: int, folder: str) -> None:
 
 @pytest.mark.parametrize("has_table", [False, True])
 def test_a_set_grows_in_folders(variant: Path, has_table: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("shards.lists.MIN_COMMITS", 4 if has_table else 100)
+    monkeypatch.setattr("clipmill.shards.lists.MIN_COMMITS", 4 if has_table else 100)
     finish_run(variant, dropped=(), wanted=IDS)
     make(variant, 1001)  # again, because its videos have changed
     make(variant, 1004)
@@ -132,5 +132,5 @@ def test_many_files_are_checked_by_listing_as_by_looking_at_each(
     (variant / "001" / "001000-00000000.index.arrow").write_bytes(b"short")
     (variant / "001" / "001003-00000000.tar.idx").unlink()
     one_by_one = quick_problems(variant, commits)
-    monkeypatch.setattr("shards.quick_check._MIN_LISTED", 1)
+    monkeypatch.setattr("clipmill.shards.quick_check._MIN_LISTED", 1)
     assert list(one_by_one) == [1000, 1003, 1004] and quick_problems(variant, commits) == one_by_one

@@ -4,11 +4,11 @@ from pathlib import Path
 import pyarrow as pa
 import pytest
 
-from shards.commits import ShardFiles
-from shards.damage import DamagedIndex
-from shards.format import VIDEO_FIELDS
-from shards.index import IndexBuilder, extensions_of, index_bytes, index_schema, open_index
-from shards.writer import Sample
+from clipmill.shards.commits import ShardFiles
+from clipmill.shards.damage import DamagedIndex
+from clipmill.shards.format import VIDEO_FIELDS
+from clipmill.shards.index import IndexBuilder, extensions_of, index_bytes, index_schema, open_index
+from clipmill.shards.writer import Sample
 
 
 def _arrow_file(path: Path, schema: pa.Schema, rows: list[dict[str, object]]) -> Path:

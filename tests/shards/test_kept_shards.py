@@ -6,9 +6,9 @@ from typing import Any
 import pytest
 
 from benchmarks.open_data import write_column, write_manifest_of
-from shards import reader
-from shards.reader import Variant
-from shards.scan import scan
+from clipmill.shards import reader
+from clipmill.shards.reader import Variant
+from clipmill.shards.scan import scan
 
 NUM_SHARDS = 5
 

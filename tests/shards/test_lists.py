@@ -2,8 +2,8 @@ from pathlib import Path
 
 import pytest
 
-from shards.commits import Commit, ShardFiles
-from shards.lists import write_shard_lists
+from clipmill.shards.commits import Commit, ShardFiles
+from clipmill.shards.lists import write_shard_lists
 
 
 def _commit(shard_id: int, split: str, *, is_empty: bool = False) -> Commit:

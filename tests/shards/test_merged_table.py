@@ -6,7 +6,7 @@ from random import Random
 import pyarrow as pa
 import pytest
 
-from shards.merged_table import DamagedTable, is_table_of, open_merged_table, verified, write_merged_table
+from clipmill.shards.merged_table import DamagedTable, is_table_of, open_merged_table, verified, write_merged_table
 
 
 def test_no_flipped_bit_of_a_schema_is_served(tmp_path: Path) -> None:

@@ -6,13 +6,13 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from manifests.errors import UserError
-from prep.video.cutting import ShotCutting
-from shards.moments import Moments, order_of
-from shards.selection import find_chunks
-from train.data.caption_choice import Sources
-from train.data.chunk_table import ChunkTable, own_in_order
-from train.data.usable_captions import clips_of_captions
+from clipmill.manifests.errors import UserError
+from clipmill.prep.video.cutting import ShotCutting
+from clipmill.shards.moments import Moments, order_of
+from clipmill.shards.selection import find_chunks
+from clipmill.train.data.caption_choice import Sources
+from clipmill.train.data.chunk_table import ChunkTable, own_in_order
+from clipmill.train.data.usable_captions import clips_of_captions
 
 # Around the powers of two at which 40 bits for the time, or a row of 32 bits, would overflow; and the last of 10^9.
 ROWS = np.array([0, 1, 2**23 - 1, 2**23, 2**24 - 1, 2**24, 2**24 + 1, 10**9 - 1], np.int32)

@@ -3,7 +3,7 @@ import io
 import numpy as np
 import pytest
 
-from shards.npy import data_offset, npy_bytes
+from clipmill.shards.npy import data_offset, npy_bytes
 
 
 @pytest.mark.parametrize(

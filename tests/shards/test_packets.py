@@ -6,9 +6,9 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from shards.format import PACKET_KEY, PACKET_REFERENCE
-from shards.index import index_bytes
-from shards.packets import PacketTable, PacketTables
+from clipmill.shards.format import PACKET_KEY, PACKET_REFERENCE
+from clipmill.shards.index import index_bytes
+from clipmill.shards.packets import PacketTable, PacketTables
 
 KEY, REF, LEAF = PACKET_KEY | PACKET_REFERENCE, PACKET_REFERENCE, 0
 Packets = Sequence[tuple[int, int]]  # frame and flags, in decode order

@@ -5,14 +5,14 @@ from pathlib import Path
 
 import pytest
 
-from manifests.errors import UserError
-from manifests.publish import publish_json
-from shards import tars
-from shards.commits import Commit, Failure, commit_path, write_commit
-from shards.damage import DamagedTar
-from shards.dataset import set_current_variant, variant_dir
-from shards.reader import Variant
-from shards.writer import Sample
+from clipmill.manifests.errors import UserError
+from clipmill.manifests.publish import publish_json
+from clipmill.shards import tars
+from clipmill.shards.commits import Commit, Failure, commit_path, write_commit
+from clipmill.shards.damage import DamagedTar
+from clipmill.shards.dataset import set_current_variant, variant_dir
+from clipmill.shards.reader import Variant
+from clipmill.shards.writer import Sample
 
 MakeSamples = Callable[..., list[Sample]]
 CommitShard = Callable[..., Commit]

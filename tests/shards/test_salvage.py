@@ -4,10 +4,10 @@ from pathlib import Path
 
 import pytest
 
-from shards.commits import Commit
-from shards.index import open_index
-from shards.salvage import SalvagedSample, readable_rows
-from shards.writer import Sample
+from clipmill.shards.commits import Commit
+from clipmill.shards.index import open_index
+from clipmill.shards.salvage import SalvagedSample, readable_rows
+from clipmill.shards.writer import Sample
 
 MakeSamples = Callable[..., list[Sample]]
 Flip = Callable[[Path, int], None]

@@ -5,12 +5,12 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from manifests.errors import UserError
-from shards.commits import read_commit, write_commit
-from shards.dataset import set_current_variant
-from shards.look_alikes import MAX_DISTANCE, first_alike, first_of_each_part, is_comparable
-from shards.reader import Variant
-from shards.scores import CHUNKS_FILE, open_scores, publish_score_table
+from clipmill.manifests.errors import UserError
+from clipmill.shards.commits import read_commit, write_commit
+from clipmill.shards.dataset import set_current_variant
+from clipmill.shards.look_alikes import MAX_DISTANCE, first_alike, first_of_each_part, is_comparable
+from clipmill.shards.reader import Variant
+from clipmill.shards.scores import CHUNKS_FILE, open_scores, publish_score_table
 from tests.shards.made_scores import phash, write_scores
 from tests.train.tiny_data import write_captions
 

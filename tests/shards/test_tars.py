@@ -10,12 +10,12 @@ from pathlib import Path
 
 import pytest
 
-from shards import opening
-from shards.damage import DamagedIndex
-from shards.index import open_index
-from shards.opening import open_regular
-from shards.scan import scan
-from shards.tars import LocalTars
+from clipmill.shards import opening
+from clipmill.shards.damage import DamagedIndex
+from clipmill.shards.index import open_index
+from clipmill.shards.opening import open_regular
+from clipmill.shards.scan import scan
+from clipmill.shards.tars import LocalTars
 
 LEASE_HOLDER = """
 import fcntl, os, signal, sys, time

@@ -8,10 +8,10 @@ from typing import Any
 import pyarrow as pa
 import pytest
 
-from shards.commits import Commit, Failure, commit_path, read_commits, write_commit
-from shards.index import index_bytes, open_index
-from shards.verify import Code, damaged_commit, quick_check, verify_shard
-from shards.writer import Sample
+from clipmill.shards.commits import Commit, Failure, commit_path, read_commits, write_commit
+from clipmill.shards.index import index_bytes, open_index
+from clipmill.shards.verify import Code, damaged_commit, quick_check, verify_shard
+from clipmill.shards.writer import Sample
 
 MakeSamples = Callable[..., list[Sample]]
 CommitShard = Callable[..., Commit]

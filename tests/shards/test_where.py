@@ -6,9 +6,9 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from manifests.errors import UserError
-from shards.expressions import MAX_CHARS
-from shards.where import FIELDS, parse_where
+from clipmill.manifests.errors import UserError
+from clipmill.shards.expressions import MAX_CHARS
+from clipmill.shards.where import FIELDS, parse_where
 
 TABLE = pa.table(
     {

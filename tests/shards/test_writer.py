@@ -18,11 +18,11 @@ import webdataset as wds
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shards.commits import ShardFiles
-from shards.index import open_index
-from shards.npy import data_offset, npy_bytes
-from shards.reader import Variant
-from shards.writer import Sample, ShardWriter
+from clipmill.shards.commits import ShardFiles
+from clipmill.shards.index import open_index
+from clipmill.shards.npy import data_offset, npy_bytes
+from clipmill.shards.reader import Variant
+from clipmill.shards.writer import Sample, ShardWriter
 
 WriteShard = Callable[..., ShardFiles]
 MakeSamples = Callable[..., list[Sample]]
@@ -224,7 +224,7 @@ WRITE_FOR_EVER = textwrap.dedent(
     """
     import sys
     from pathlib import Path
-    from shards.writer import Sample, ShardWriter
+    from clipmill.shards.writer import Sample, ShardWriter
 
     with ShardWriter(Path(sys.argv[1]), shard_id=0, extensions=["mp4"], fields=[]) as writer:
         while True:
@@ -259,7 +259,7 @@ WRITE_UP_TO_A_LIMIT = textwrap.dedent(
     """
     import os, resource, signal, sys
     from pathlib import Path
-    from shards.writer import Sample, ShardWriter
+    from clipmill.shards.writer import Sample, ShardWriter
 
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_FSIZE, (int(sys.argv[2]), int(sys.argv[2])))

@@ -9,7 +9,7 @@ import shutil
 from fractions import Fraction
 from pathlib import Path
 
-from prep.synthetic.frame_numbers import write_frame_number_video
+from clipmill.prep.synthetic.frame_numbers import write_frame_number_video
 from tests.torture.checks import ended_well
 from tests.torture.commands import Ran
 from tests.torture.workspace import Workspace, copy

@@ -27,7 +27,7 @@ from functools import cache, partial
 from pathlib import Path
 from unittest.mock import patch
 
-from manifests.storage.objects import Objects, open_objects
+from clipmill.manifests.storage.objects import Objects, open_objects
 from tests.conftest import ROOT
 from tests.object_storage.faults import Fault, Faults, faulty
 from tests.object_storage.folders import contents_of, upload

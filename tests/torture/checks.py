@@ -4,10 +4,10 @@ import hashlib
 from collections.abc import Collection, Mapping
 from pathlib import Path
 
-from manifests.publish import TEMPORARY_PREFIX
-from shards.commits import commit_path, read_commits
-from shards.reader import Variant
-from shards.verify import verify_shard
+from clipmill.manifests.publish import TEMPORARY_PREFIX
+from clipmill.shards.commits import commit_path, read_commits
+from clipmill.shards.reader import Variant
+from clipmill.shards.verify import verify_shard
 from tests.prep.running import contents
 from tests.torture.cases import Broken
 from tests.torture.commands import Ran

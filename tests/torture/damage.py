@@ -14,15 +14,15 @@ from typing import Any
 
 import numpy as np
 
-from manifests.store import read_captions, read_rejected, read_videos
-from prep.core.layout import read_layout
-from prep.sources.shot_table import read_shots
-from prep.text.bank import copy_embeddings
-from prep.text.digests import DIGESTS, from_arrow
-from prep.text.recipe import BANK_FOLDER
-from shards.dataset import current_variant
-from shards.reader import Variant
-from shards.scores import open_scores
+from clipmill.manifests.store import read_captions, read_rejected, read_videos
+from clipmill.prep.core.layout import read_layout
+from clipmill.prep.sources.shot_table import read_shots
+from clipmill.prep.text.bank import copy_embeddings
+from clipmill.prep.text.digests import DIGESTS, from_arrow
+from clipmill.prep.text.recipe import BANK_FOLDER
+from clipmill.shards.dataset import current_variant
+from clipmill.shards.reader import Variant
+from clipmill.shards.scores import open_scores
 from tests.prep.running import contents
 from tests.torture import bases
 from tests.torture.cases import Broken, Case, drawn

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from random import Random
 
-from prep.video.ffmpeg import find_ffmpeg
+from clipmill.prep.video.ffmpeg import find_ffmpeg
 from tests.torture.cases import drawn
 
 NUM_FRAMES, FPS = 40, 10  # of every valid video

@@ -19,11 +19,11 @@ from fractions import Fraction
 from functools import partial
 from pathlib import Path
 
-from prep.core.failures import FailureCode
-from prep.synthetic.frame_numbers import write_frame_number_video
-from prep.video.ffmpeg import find_ffmpeg
-from prep.video.packets import read_chunk
-from shards.reader import Variant
+from clipmill.prep.core.failures import FailureCode
+from clipmill.prep.synthetic.frame_numbers import write_frame_number_video
+from clipmill.prep.video.ffmpeg import find_ffmpeg
+from clipmill.prep.video.packets import read_chunk
+from clipmill.shards.reader import Variant
 from tests.prep.numbered import frame_numbers
 from tests.torture import bases
 from tests.torture.cases import Broken, Case

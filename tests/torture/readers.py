@@ -12,7 +12,7 @@ from functools import partial
 from pathlib import Path
 from random import Random
 
-from shards.reader import CommittedShard, Variant
+from clipmill.shards.reader import CommittedShard, Variant
 from tests.torture import bases
 from tests.torture.cases import Broken, Case, drawn
 from tests.torture.checks import ended_well, same_contents, samples

@@ -16,7 +16,7 @@ from tests.torture.watched import not_yet_on_the_disk
 PROGRAM = """
 import os, shutil, subprocess, sys, tempfile
 from pathlib import Path
-from manifests.publish import publish_bytes
+from clipmill.manifests.publish import publish_bytes
 
 os.chdir(sys.argv[1])
 Path("folder").mkdir()

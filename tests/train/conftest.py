@@ -3,10 +3,10 @@ from pathlib import Path
 
 import pytest
 
+from clipmill.train.tasks.caption.metrics.java import MetricUnavailable
 from tests.narrow_text import narrow, whole
 from tests.train.full_disk import small_disk
 from tests.train.tiny_data import Caption, chunks_of, write_captions, write_shard
-from train.tasks.caption.metrics.java import MetricUnavailable
 
 NUM_FRAMES = 55  # chunks of 20, 20 and 15
 # Files that run Java; in the others METEOR is absent, because it takes longer to start than a whole test.
@@ -31,7 +31,7 @@ def _no_java(request: pytest.FixtureRequest) -> Iterator[None]:
 
     with pytest.MonkeyPatch.context() as patch:
         if request.path.name not in WITH_JAVA:
-            patch.setattr("train.tasks.caption.metrics.java.java", java)
+            patch.setattr("clipmill.train.tasks.caption.metrics.java.java", java)
         yield
 
 

@@ -16,11 +16,11 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-import train.engine.loop
-from train.data.batch import TENSORS
-from train.device.transfer import LateMetrics
-from train.engine.failure_log import FailureLog, SyncedBatch
-from train.engine.state import State
+import clipmill.train.engine.loop
+from clipmill.train.data.batch import TENSORS
+from clipmill.train.device.transfer import LateMetrics
+from clipmill.train.engine.failure_log import FailureLog, SyncedBatch
+from clipmill.train.engine.state import State
 
 # They end in a number, or in a tensor whose size depends on values.
 LOOKS = {
@@ -95,12 +95,12 @@ def _by_mask(name: str, args: Any) -> bool:
 
 def as_on_a_gpu(patch: pytest.MonkeyPatch) -> None:
     """Has optimizers go a GPU's way: on a CPU they look at numbers, because nothing waits for them."""
-    patch.setattr("train.optim.optimizer.is_on_host", lambda tensor: False)
+    patch.setattr("clipmill.train.optim.optimizer.is_on_host", lambda tensor: False)
 
 
 @contextmanager
 def device_reads(patch: pytest.MonkeyPatch) -> Iterator[DeviceReads]:
-    """Follows the runs of train.engine.loop within, as if their device were a GPU."""
+    """Follows the runs of clipmill.train.engine.loop within, as if their device were a GPU."""
     reads = DeviceReads()
     _follow_runs(reads, patch)
     _follow_methods(reads, patch)
@@ -110,7 +110,7 @@ def device_reads(patch: pytest.MonkeyPatch) -> Iterator[DeviceReads]:
 
 
 def _follow_runs(reads: DeviceReads, patch: pytest.MonkeyPatch) -> None:
-    new_state, agree, read_late = train.engine.loop.new_state, FailureLog.next_batch, LateMetrics.read
+    new_state, agree, read_late = clipmill.train.engine.loop.new_state, FailureLog.next_batch, LateMetrics.read
 
     def started(*args: Any, **kwargs: Any) -> State:
         state = new_state(*args, **kwargs)
@@ -131,7 +131,7 @@ def _follow_runs(reads: DeviceReads, patch: pytest.MonkeyPatch) -> None:
             within.setattr(reads, "has", lambda *_: False)
             return read_late(self)
 
-    patch.setattr(train.engine.loop, "new_state", started)
+    patch.setattr(clipmill.train.engine.loop, "new_state", started)
     patch.setattr(FailureLog, "next_batch", next_batch)
     patch.setattr(LateMetrics, "read", read)
 

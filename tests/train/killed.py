@@ -10,14 +10,14 @@ from typing import Any
 
 import torch
 
-from manifests.errors import Stopped
+from clipmill.manifests.errors import Stopped
+from clipmill.train.config.training import TrainingSettings
+from clipmill.train.data.outcomes import LoadedBatch
+from clipmill.train.engine.loop import train
+from clipmill.train.run.folder import RunFolder, create_run
+from clipmill.train.run.tracking import Progress
 from tests import workers
 from tests.train.plane import ONE, LoadedPoints, PlaneTask, Points, settings
-from train.config.training import TrainingSettings
-from train.data.outcomes import LoadedBatch
-from train.engine.loop import train
-from train.run.folder import RunFolder, create_run
-from train.run.tracking import Progress
 
 # What changes names on a disk; os.replace is os.rename here, and Path.unlink os.remove.
 _CHANGES = ("os.rename", "os.remove", "os.rmdir", "os.mkdir")

@@ -9,14 +9,14 @@ import numpy as np
 import torch
 from torch import nn
 
-from train.config.training import TrainingSettings
-from train.data.batch import Batch, Sample
-from train.data.loader import Loader, LoaderSettings, SampleRequest, TrainingSet
-from train.data.order import LoaderState
-from train.data.outcomes import FailedSample, LoadedBatch
-from train.device.transfer import Scalar
-from train.distributed.world import Step, World
-from train.losses.objective import Objective
+from clipmill.train.config.training import TrainingSettings
+from clipmill.train.data.batch import Batch, Sample
+from clipmill.train.data.loader import Loader, LoaderSettings, SampleRequest, TrainingSet
+from clipmill.train.data.order import LoaderState
+from clipmill.train.data.outcomes import FailedSample, LoadedBatch
+from clipmill.train.device.transfer import Scalar
+from clipmill.train.distributed.world import Step, World
+from clipmill.train.losses.objective import Objective
 
 ONE = World()
 

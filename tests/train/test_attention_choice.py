@@ -6,16 +6,16 @@ from typing import Any
 import pytest
 import torch
 
-from train.config.training import ClipSettings
-from train.engine import attention_choice
-from train.engine.attention_choice import Choice, as_before, choose_attention, kernels_fact
-from train.models.attention import Attend, attend_naively, attend_with_sdpa, open_attention
-from train.models.attention_kernels import Workload, fastest, measure
-from train.registry import task_named
-from train.tasks.caption.settings import CaptionerSettings
-from train.tasks.dual_encoder.settings import DualEncoderSettings
-from train.tasks.dual_encoder.task import workloads_of
-from train.tasks.mae.settings import MaeSettings
+from clipmill.train.config.training import ClipSettings
+from clipmill.train.engine import attention_choice
+from clipmill.train.engine.attention_choice import Choice, as_before, choose_attention, kernels_fact
+from clipmill.train.models.attention import Attend, attend_naively, attend_with_sdpa, open_attention
+from clipmill.train.models.attention_kernels import Workload, fastest, measure
+from clipmill.train.registry import task_named
+from clipmill.train.tasks.caption.settings import CaptionerSettings
+from clipmill.train.tasks.dual_encoder.settings import DualEncoderSettings
+from clipmill.train.tasks.dual_encoder.task import workloads_of
+from clipmill.train.tasks.mae.settings import MaeSettings
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 SMALL = Workload(num_items=2, num_tokens=9, num_heads=2, head_width=8, num_blocks=3)

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import torch
 
-from manifests.errors import FailedWork, UserError
-from train.distributed.world import World
-from train.run.checkpoint import (
+from clipmill.manifests.errors import FailedWork, UserError
+from clipmill.train.distributed.world import World
+from clipmill.train.run.checkpoint import (
     CheckpointMetadata,
     all_checkpoints,
     check_fits,
@@ -22,7 +22,7 @@ from train.run.checkpoint import (
     read_table,
     read_weights,
 )
-from train.run.checkpoint_writer import CheckpointWriter, superfluous
+from clipmill.train.run.checkpoint_writer import CheckpointWriter, superfluous
 
 TENSORS = {
     "model.a.weight": torch.arange(6.0).reshape(2, 3),

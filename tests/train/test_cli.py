@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
+from clipmill.train.cli import main
+from clipmill.train.config.files import load_settings
+from clipmill.train.run.folder import RunFolder, read_lines
+from clipmill.train.tasks.dual_encoder.settings import DualEncoderSettings
 from tests.forks import Forks
-from train.cli import main
-from train.config.files import load_settings
-from train.run.folder import RunFolder, read_lines
-from train.tasks.dual_encoder.settings import DualEncoderSettings
 
 Train = Callable[..., int]
 
@@ -208,7 +208,9 @@ def test_help_names_every_command_with_an_example(train: Train, capsys: pytest.C
 
 def test_a_run_goes_on_when_nobody_reads_what_it_says(forks: Forks, data_dir: Path, tmp_path: Path) -> None:
     flags = ["--shards", str(data_dir), "--out", str(tmp_path / "run"), *SMALL, "--steps", "3"]
-    process = subprocess.Popen([forks.python(), "-m", "train", "dual-encoder", *flags], stdout=subprocess.PIPE)
+    process = subprocess.Popen(
+        [forks.python(), "-m", "clipmill.train.cli", "dual-encoder", *flags], stdout=subprocess.PIPE
+    )
     assert process.stdout is not None
     process.stdout.close()
     assert process.wait() == 0

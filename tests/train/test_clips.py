@@ -3,7 +3,7 @@ from fractions import Fraction
 import numpy as np
 import pytest
 
-from train.data.frame_sampling import (
+from clipmill.train.data.frame_sampling import (
     ChunkTimes,
     FrameIndex,
     Moments,

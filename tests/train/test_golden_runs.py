@@ -9,9 +9,9 @@ from pathlib import Path
 import cv2
 import pytest
 
+from clipmill.train.cli import main
+from clipmill.train.run.folder import RunFolder, read_lines
 from tests.train.classify.moving import write_moving
-from train.cli import main
-from train.run.folder import RunFolder, read_lines
 
 pytestmark = pytest.mark.usefixtures("whole_text_tower")
 GOLDEN = Path(__file__).with_name("golden_runs.json")
@@ -35,7 +35,7 @@ def test_a_run_has_its_golden_losses(
 ) -> None:
     if name == "fine-tuning":
         if not cv2.ipp.useIPP():
-            pytest.skip("this OpenCV has no IPP, and resizes otherwise (train.data.decoding.pictures)")
+            pytest.skip("this OpenCV has no IPP, and resizes otherwise (clipmill.train.data.decoding.pictures)")
         data_dir = tmp_path / "labelled"
         write_moving(data_dir, num_videos=4)
     words = [*RUNS[name].split(), "--shards", str(data_dir), "--out", str(tmp_path / "run")]

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from train.cli import app
-from train.commands.help import help_text
-from train.config.files import PRESETS_FOLDER, preset_path
-from train.registry import task_names
+from clipmill.train.cli import app
+from clipmill.train.commands.help import help_text
+from clipmill.train.config.files import PRESETS_FOLDER, preset_path
+from clipmill.train.registry import task_names
 
 GOLDENS = Path(__file__).with_name("help")
 WIDTH, MOST_FLAGS = 80, 35

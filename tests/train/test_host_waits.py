@@ -1,4 +1,4 @@
-"""In a step the host waits for the device once: for the numbers of the step before (train.device.transfer)."""
+"""In a step the host waits for the device once: for the numbers of the step before (clipmill.train.device.transfer)."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -6,12 +6,12 @@ from pathlib import Path
 import pytest
 import torch
 
+from clipmill.train.augment.draws import OPERATIONS
+from clipmill.train.augment.rand_augment import change
 from tests.train.classify.moving import write_moving
 from tests.train.device_reads import DeviceReads, Look, device_reads
 from tests.train.test_cli import train
 from tests.train.test_latents_training import write_columns
-from train.augment.draws import OPERATIONS
-from train.augment.rand_augment import change
 
 __all__ = ["train"]
 

@@ -5,9 +5,9 @@ from typing import Any
 
 import pytest
 
+from clipmill.train.config.files import save_settings
+from clipmill.train.tasks.mae.settings import MaeSettings
 from tests.train.test_cli import Train, train, two_lines
-from train.config.files import save_settings
-from train.tasks.mae.settings import MaeSettings
 
 __all__ = ["train"]
 
@@ -88,7 +88,7 @@ def test_what_has_an_effect_or_nobody_gave_is_let_pass(
     train: Train, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     chosen: list[Any] = []
-    monkeypatch.setattr("train.commands.launch.launch", lambda spec, settings, resume: chosen.append(settings))
+    monkeypatch.setattr("clipmill.train.commands.launch.launch", lambda spec, settings, resume: chosen.append(settings))
     save_settings(MaeSettings(stride=8, sampling="uniform", decoder_mask_ratio=0.75), tmp_path / "mae.yaml")
     for words in (
         # Of presets and files.

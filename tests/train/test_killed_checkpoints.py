@@ -8,11 +8,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from manifests.errors import Stopped, UserError
-from manifests.publish import TEMPORARY_PREFIX
-from tests.train.killed import StoppedPoints, killed_at, three_steps, train_and_stop, train_plane
-from train.config.evaluation import EvaluationSettings
-from train.run.checkpoint import (
+from clipmill.manifests.errors import Stopped, UserError
+from clipmill.manifests.publish import TEMPORARY_PREFIX
+from clipmill.train.config.evaluation import EvaluationSettings
+from clipmill.train.run.checkpoint import (
     all_checkpoints,
     checkpoint_name,
     is_intact,
@@ -20,8 +19,9 @@ from train.run.checkpoint import (
     read_metadata,
     read_weights,
 )
-from train.run.checkpoint_writer import recover
-from train.run.folder import RunFolder
+from clipmill.train.run.checkpoint_writer import recover
+from clipmill.train.run.folder import RunFolder
+from tests.train.killed import StoppedPoints, killed_at, three_steps, train_and_stop, train_plane
 
 
 def weights(out: Path) -> dict[str, torch.Tensor]:

@@ -12,23 +12,23 @@ import pytest
 import torch
 from torch import nn
 
-import train.engine.loop
-from manifests.errors import FailedWork, Stopped
+import clipmill.train.engine.loop
+from clipmill.manifests.errors import FailedWork, Stopped
+from clipmill.train.config.evaluation import EvaluationSettings
+from clipmill.train.config.optim import OptimizerSettings
+from clipmill.train.config.training import TrainingSettings
+from clipmill.train.data.batch import Batch, Sample
+from clipmill.train.data.loader import SampleRequest, TrainingSet
+from clipmill.train.data.outcomes import FailedSample
+from clipmill.train.device.transfer import LateMetrics, Scalar, StepGuard
+from clipmill.train.distributed.world import Step, World
+from clipmill.train.engine.state import State
+from clipmill.train.losses.objective import Objective
+from clipmill.train.run.checkpoint import all_checkpoints, latest_checkpoint, read_weights
+from clipmill.train.run.folder import RunFolder, create_run, read_lines
+from clipmill.train.run.tracking import Progress
 from tests.train.device_reads import as_on_a_gpu
 from tests.train.plane import ONE, Distance, LoadedPoints, PlaneTask, Points, settings
-from train.config.evaluation import EvaluationSettings
-from train.config.optim import OptimizerSettings
-from train.config.training import TrainingSettings
-from train.data.batch import Batch, Sample
-from train.data.loader import SampleRequest, TrainingSet
-from train.data.outcomes import FailedSample
-from train.device.transfer import LateMetrics, Scalar, StepGuard
-from train.distributed.world import Step, World
-from train.engine.state import State
-from train.losses.objective import Objective
-from train.run.checkpoint import all_checkpoints, latest_checkpoint, read_weights
-from train.run.folder import RunFolder, create_run, read_lines
-from train.run.tracking import Progress
 
 CPU = torch.device("cpu")
 Fault = Literal["loss", "gradient", "order to stop", "bug"]
@@ -83,7 +83,7 @@ def train_plane(
     if not run.settings.exists():
         create_run(chosen)
     samples = LoadedPoints(points or Points(), chosen)
-    train.engine.loop.train(task, samples, chosen, run=run, world=ONE, device=device, progress=Progress())
+    clipmill.train.engine.loop.train(task, samples, chosen, run=run, world=ONE, device=device, progress=Progress())
     return run
 
 
@@ -124,7 +124,7 @@ def test_a_number_that_is_not_finite_ends_the_run_at_its_step(
 ) -> None:
     states: list[State] = []
     before: dict[str, torch.Tensor] = {}
-    take = train.engine.loop.run_step
+    take = clipmill.train.engine.loop.run_step
 
     def watched(step: Step, state: State, *args: Any, **kwargs: Any) -> Any:
         states.append(state)
@@ -132,7 +132,7 @@ def test_a_number_that_is_not_finite_ends_the_run_at_its_step(
             before.update({name: one.clone() for name, one in state.tensors().items()})
         return take(step, state, *args, **kwargs)
 
-    monkeypatch.setattr(train.engine.loop, "run_step", watched)
+    monkeypatch.setattr(clipmill.train.engine.loop, "run_step", watched)
     chosen = settings(tmp_path / "run", checkpoint_every=every, keep_checkpoints=20)
     task = FaultyTask({at: [fault]})
     with pytest.raises(FailedWork, match=SAID[fault].format(at)):
@@ -225,7 +225,7 @@ def test_a_bug_in_the_next_step_loses_no_line_of_a_good_one(tmp_path: Path, faul
 @pytest.mark.parametrize("name", ["adamw", "lion", "lamb", "sgd"])
 def test_fp16_leaves_a_step_out_and_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: Any) -> None:
     """Stopped right after the step that was left out, and right before it, it is the undisturbed run."""
-    monkeypatch.setattr("train.device.precision._FIRST_SCALE", 1024.0)
+    monkeypatch.setattr("clipmill.train.device.precision._FIRST_SCALE", 1024.0)
     faults: dict[int, list[Fault]] = {2: ["gradient"], 6: ["gradient"]}
     changes: dict[str, Any] = {"precision": "fp16", "optimizer": OptimizerSettings(name=name, ema=0.8), "lr": 0.01}
     run = train_plane(settings(tmp_path / "run", **changes), FaultyTask(faults))

@@ -11,14 +11,14 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
+from clipmill.train.data.frame_sampling import spread_frames
+from clipmill.train.device.random import uniform
+from clipmill.train.run.checkpoint import latest_checkpoint, read_weights
+from clipmill.train.run.folder import RunFolder, read_lines
 from tests.train.latents.test_checksums import flip
 from tests.train.latents.written import Caption, Chunk, Written, write_latents, write_text
 from tests.train.test_cli import train
 from tests.train.tiny_data import write_captions
-from train.data.frame_sampling import spread_frames
-from train.device.random import uniform
-from train.run.checkpoint import latest_checkpoint, read_weights
-from train.run.folder import RunFolder, read_lines
 
 __all__ = ["train"]
 

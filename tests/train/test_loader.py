@@ -9,11 +9,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from manifests.errors import UserError
-from train.data.batch import Sample
-from train.data.loader import Loader, LoaderSettings, SampleRequest
-from train.data.outcomes import FailedSample, LoadedBatch, TooManyFailures
-from train.data.workers import in_order
+from clipmill.manifests.errors import UserError
+from clipmill.train.data.batch import Sample
+from clipmill.train.data.loader import Loader, LoaderSettings, SampleRequest
+from clipmill.train.data.outcomes import FailedSample, LoadedBatch, TooManyFailures
+from clipmill.train.data.workers import in_order
 
 
 class Numbers:
@@ -195,7 +195,7 @@ def test_a_thread_that_never_comes_back_is_a_failed_sample_and_the_run_goes_on(
 ) -> None:
     """Two threads hang for good, one after the other; every other sample comes, in the order it would have had."""
     for_good = threading.Event()
-    monkeypatch.setattr("train.data.workers._JOIN_TIMEOUT_S", 0.1)  # nobody shall wait for those that hang
+    monkeypatch.setattr("clipmill.train.data.workers._JOIN_TIMEOUT_S", 0.1)  # nobody shall wait for those that hang
 
     class Hanging(Numbers):
         def load(self, requests: Sequence[SampleRequest]) -> list[Sample | FailedSample]:

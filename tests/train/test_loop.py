@@ -11,16 +11,16 @@ import pytest
 import torch
 from torch import nn
 
-from manifests.errors import FailedWork, UserError
+from clipmill.manifests.errors import FailedWork, UserError
+from clipmill.train.cli import main
+from clipmill.train.config.training import TrainingSettings
+from clipmill.train.engine.loop import check_batch, train
+from clipmill.train.run.checkpoint import latest_checkpoint, read_weights
+from clipmill.train.run.folder import RunFolder, append_lines, create_run, keep_lines, read_lines, reopen_run
+from clipmill.train.run.tracking import Progress
 from tests import workers
 from tests.train.distributed.runs import run_command
 from tests.train.plane import ONE, LoadedPoints, PlaneTask, Points, settings
-from train.cli import main
-from train.config.training import TrainingSettings
-from train.engine.loop import check_batch, train
-from train.run.checkpoint import latest_checkpoint, read_weights
-from train.run.folder import RunFolder, append_lines, create_run, keep_lines, read_lines, reopen_run
-from train.run.tracking import Progress
 
 CPU = torch.device("cpu")
 

@@ -8,16 +8,16 @@ import pytest
 import torch
 from torch import nn
 
-import train.engine.loop
-from manifests.errors import FailedWork, UserError
+import clipmill.train.engine.loop
+from clipmill.manifests.errors import FailedWork, UserError
+from clipmill.train.config.evaluation import EvaluationSettings
+from clipmill.train.config.training import TrainingSettings
+from clipmill.train.distributed.world import World
+from clipmill.train.engine.metrics_log import not_finite
+from clipmill.train.run.checkpoint import all_checkpoints
+from clipmill.train.run.folder import RunFolder, create_run
+from clipmill.train.run.tracking import Progress
 from tests.train.plane import ONE, LoadedPoints, PlaneTask, Points, settings
-from train.config.evaluation import EvaluationSettings
-from train.config.training import TrainingSettings
-from train.distributed.world import World
-from train.engine.metrics_log import not_finite
-from train.run.checkpoint import all_checkpoints
-from train.run.folder import RunFolder, create_run
-from train.run.tracking import Progress
 
 
 class PoisonedTask(PlaneTask):
@@ -33,7 +33,9 @@ def train_plane(chosen: TrainingSettings, task: PlaneTask) -> None:
     if not run.settings.exists():
         create_run(chosen)
     samples = LoadedPoints(Points(), chosen)
-    train.engine.loop.train(task, samples, chosen, run=run, world=ONE, device=torch.device("cpu"), progress=Progress())
+    clipmill.train.engine.loop.train(
+        task, samples, chosen, run=run, world=ONE, device=torch.device("cpu"), progress=Progress()
+    )
 
 
 def test_no_checkpoint_is_made_of_them_and_the_last_good_one_stays(
@@ -46,7 +48,7 @@ def test_no_checkpoint_is_made_of_them_and_the_last_good_one_stays(
     assert list(all_checkpoints(folder)) == [2, 4]
     with monkeypatch.context() as patch:
         # As older versions did.
-        patch.setattr(train.engine.loop, "require_finite_state", lambda *_, **__: None)
+        patch.setattr(clipmill.train.engine.loop, "require_finite_state", lambda *_, **__: None)
         train_plane(chosen, PoisonedTask())
     assert max(all_checkpoints(folder)) == 5
     with pytest.raises(UserError, match=r"step_000005 holds .* not finite .* in model\.0\.weight") as caught:

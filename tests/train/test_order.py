@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from train.data.order import Cursor, SampleOrder, Share, merge_cursors, permute
+from clipmill.train.data.order import Cursor, SampleOrder, Share, merge_cursors, permute
 
 
 @pytest.mark.parametrize("num_samples", [1, 2, 3, 4, 5, 7, 64, 65, 1000, 4097])

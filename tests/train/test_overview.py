@@ -6,14 +6,14 @@ from urllib.parse import unquote
 
 import pytest
 
-from manifests.errors import UserError
-from manifests.publish import publish_json
+from clipmill.manifests.errors import UserError
+from clipmill.manifests.publish import publish_json
+from clipmill.train.config.files import save_settings
+from clipmill.train.report.overview import write_overview
+from clipmill.train.report.results import write_page
+from clipmill.train.tasks.dual_encoder.settings import DualEncoderSettings
 from tests.browser import needs_chromium, opened
 from tests.train.test_report import HOSTILE, PIXEL, Tags, assert_own_scripts_only, hostile_run, long_run
-from train.config.files import save_settings
-from train.report.overview import write_overview
-from train.report.results import write_page
-from train.tasks.dual_encoder.settings import DualEncoderSettings
 
 
 def test_runs_are_linked_and_nothing_from_outside_becomes_markup(tmp_path: Path) -> None:

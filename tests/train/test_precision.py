@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch import nn
 
-from train.device.precision import Precision, open_precision
-from train.optim.optimizer import clip_gradients
+from clipmill.train.device.precision import Precision, open_precision
+from clipmill.train.optim.optimizer import clip_gradients
 
 
 def test_without_a_gpu_a_model_computes_in_float32_and_says_why() -> None:
@@ -39,7 +39,7 @@ def test_only_tf32_rounds_float32() -> None:
 
 def test_the_scale_moves_as_torchs_does(monkeypatch: pytest.MonkeyPatch) -> None:
     """Steps with gradients that are and are not finite, with our scale and with torch.amp.GradScaler."""
-    monkeypatch.setattr("train.device.precision._STEPS_TO_DOUBLE", 3)
+    monkeypatch.setattr("clipmill.train.device.precision._STEPS_TO_DOUBLE", 3)
     ours, theirs = nn.Linear(3, 1), nn.Linear(3, 1)
     theirs.load_state_dict(ours.state_dict())
     our_optimizer, their_optimizer = (torch.optim.SGD(model.parameters(), lr=0.1) for model in (ours, theirs))

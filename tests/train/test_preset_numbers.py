@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 import yaml
 
-from train.config.files import PRESETS_FOLDER
+from clipmill.train.config.files import PRESETS_FOLDER
 
 DOCUMENTS = ("AVION", "FastCLIP", "SpaceTimeGPT", "VideoMAE", "here: ")
 

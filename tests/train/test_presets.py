@@ -7,14 +7,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from manifests.errors import run_command
-from manifests.store import read_captions, read_videos
-from prep.commands.manifest import app
+from clipmill.manifests.errors import run_command
+from clipmill.manifests.store import read_captions, read_videos
+from clipmill.prep.commands.manifest import app
+from clipmill.train.config.files import PRESETS_FOLDER
+from clipmill.train.run.folder import RunFolder, read_lines
 from tests.train.latents.written import Chunk, Written, write_latents
 from tests.train.test_cli import Train, train
 from tests.train.tiny_data import chunks_of, write_captions, write_shard
-from train.config.files import PRESETS_FOLDER
-from train.run.folder import RunFolder, read_lines
 
 __all__ = ["train"]
 

@@ -9,17 +9,17 @@ from pathlib import Path
 import pytest
 import torch
 
-from manifests.publish import publish_json
+from clipmill.manifests.publish import publish_json
+from clipmill.train.config.files import save_settings
+from clipmill.train.evaluation.by_class import Predictions, most_frequent
+from clipmill.train.registry import evaluations
+from clipmill.train.report.charts import chart_values
+from clipmill.train.report.curves import Curve, Line, evaluation_curves, line_chart, smoothed, thinned, ticks
+from clipmill.train.report.results import write_page
+from clipmill.train.run.folder import RunFolder, append_lines
+from clipmill.train.tasks.dual_encoder.settings import DualEncoderSettings
 from scripts.pages.problems import problems
 from tests.browser import needs_chromium, opened, shown
-from train.config.files import save_settings
-from train.evaluation.by_class import Predictions, most_frequent
-from train.registry import evaluations
-from train.report.charts import chart_values
-from train.report.curves import Curve, Line, evaluation_curves, line_chart, smoothed, thinned, ticks
-from train.report.results import write_page
-from train.run.folder import RunFolder, append_lines
-from train.tasks.dual_encoder.settings import DualEncoderSettings
 
 HIDDEN = "\x1b[31m\u202e\u2066"
 HOSTILE = f"<script>alert('x')</script>{HIDDEN}"

@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 import torch
 
+from clipmill.train.run.checkpoint import all_checkpoints, latest_checkpoint, read_weights
+from clipmill.train.run.folder import RunFolder, read_lines
 from tests.train.classify.moving import write_moving
 from tests.train.distributed.runs import run_command
 from tests.train.killed import killed_at
 from tests.train.test_cli import train, two_lines
 from tests.train.weights.test_export import run_train
-from train.run.checkpoint import all_checkpoints, latest_checkpoint, read_weights
-from train.run.folder import RunFolder, read_lines
 
 __all__ = ["train"]
 

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from manifests.errors import UserError
-from train.run.folder import RunFolder, keep_lines, read_lines, read_object
+from clipmill.manifests.errors import UserError
+from clipmill.train.run.folder import RunFolder, keep_lines, read_lines, read_object
 
 
 @pytest.mark.parametrize("bad", ["garbage", "3", '"text"', "\udcff"])

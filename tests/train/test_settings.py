@@ -7,17 +7,17 @@ from typing import Any
 
 import pytest
 
-import train.commands.launch
-from manifests.errors import UserError, UserErrors
-from train.cli import app, main
-from train.config.fields import Range, deferred_checks, mistakes
-from train.config.files import PRESETS_FOLDER, load_settings, preset_path, save_settings
-from train.config.training import FREE_ON_RESUME, require_same, shaping
-from train.registry import task_named, task_names
-from train.tasks.caption.settings import CaptionerSettings, CaptionTowers
-from train.tasks.classify.settings import ClassifySettings
-from train.tasks.dual_encoder.settings import DualEncoderSettings
-from train.tasks.mae.settings import MaeOptimizer, MaeSettings
+import clipmill.train.commands.launch
+from clipmill.manifests.errors import UserError, UserErrors
+from clipmill.train.cli import app, main
+from clipmill.train.config.fields import Range, deferred_checks, mistakes
+from clipmill.train.config.files import PRESETS_FOLDER, load_settings, preset_path, save_settings
+from clipmill.train.config.training import FREE_ON_RESUME, require_same, shaping
+from clipmill.train.registry import task_named, task_names
+from clipmill.train.tasks.caption.settings import CaptionerSettings, CaptionTowers
+from clipmill.train.tasks.classify.settings import ClassifySettings
+from clipmill.train.tasks.dual_encoder.settings import DualEncoderSettings
+from clipmill.train.tasks.mae.settings import MaeOptimizer, MaeSettings
 
 
 def test_saved_settings_load_back_equal(tmp_path: Path) -> None:
@@ -124,10 +124,10 @@ def test_every_field_of_every_task_has_a_group_and_a_sound_default() -> None:
 def test_a_run_of_a_task_loads_no_module_of_another(repository: Path) -> None:
     script = (
         "import sys\n"
-        "from train.cli import app\n"
-        "from train.commands.training import parse\n"
+        "from clipmill.train.cli import app\n"
+        "from clipmill.train.commands.training import parse\n"
         "parse(app, ['dual-encoder', '--steps', '3'])\n"
-        "others = ('train.tasks.mae', 'train.tasks.classify', 'train.tasks.caption')\n"
+        "others = ('clipmill.train.tasks.mae', 'clipmill.train.tasks.classify', 'clipmill.train.tasks.caption')\n"
         "print([name for name in sys.modules if name.startswith(others)])\n"
     )
     ran = subprocess.run([sys.executable, "-c", script], cwd=repository, capture_output=True, text=True)
@@ -234,7 +234,7 @@ def test_flags_go_before_files_before_the_preset(
     (tmp_path / "two.yaml").write_text("steps: 22\nlr: 0.5")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(
-        train.commands.launch,
+        clipmill.train.commands.launch,
         "launch",
         lambda spec, settings, resume: print(settings.steps, settings.lr, settings.model),
     )
@@ -283,7 +283,7 @@ def test_of_several_processes_the_first_says_a_mistake_and_the_others_wait_to_be
     if local_rank:
         monkeypatch.setenv("LOCAL_RANK", local_rank)
     slept: list[float] = []
-    monkeypatch.setattr("train.cli.time.sleep", slept.append)
+    monkeypatch.setattr("clipmill.train.cli.time.sleep", slept.append)
     monkeypatch.setattr("sys.argv", ["train", *words])
     with pytest.raises(SystemExit) as left:
         main()

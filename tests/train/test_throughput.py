@@ -6,9 +6,9 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
-from train.engine.throughput import FlopCounter, Throughput, peak_flops
-from train.models.attention import attend_with_sdpa
-from train.models.dual_encoder import SIZES, DualEncoder
+from clipmill.train.engine.throughput import FlopCounter, Throughput, peak_flops
+from clipmill.train.models.attention import attend_with_sdpa
+from clipmill.train.models.dual_encoder import SIZES, DualEncoder
 
 CPU = torch.device("cpu")
 

@@ -6,14 +6,14 @@ from pathlib import Path
 
 import pytest
 
+from clipmill.train.config.files import save_settings
+from clipmill.train.config.training import ClipSettings
+from clipmill.train.run.folder import RunFolder
+from clipmill.train.tasks.caption.settings import CaptionerSettings
+from clipmill.train.tasks.classify.settings import ClassifySettings
+from clipmill.train.tasks.dual_encoder.settings import DualEncoderSettings
+from clipmill.train.tasks.mae.settings import MaeSettings
 from tests.train.test_cli import train, two_lines
-from train.config.files import save_settings
-from train.config.training import ClipSettings
-from train.run.folder import RunFolder
-from train.tasks.caption.settings import CaptionerSettings
-from train.tasks.classify.settings import ClassifySettings
-from train.tasks.dual_encoder.settings import DualEncoderSettings
-from train.tasks.mae.settings import MaeSettings
 
 __all__ = ["train"]
 

@@ -6,9 +6,17 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from manifests.errors import UserError
-from prep.synthetic.frame_code import read_frame_number
-from shards.reader import CommittedShard, Variant
+from clipmill.manifests.errors import UserError
+from clipmill.prep.synthetic.frame_code import read_frame_number
+from clipmill.shards.reader import CommittedShard, Variant
+from clipmill.train.data.batch import Sample
+from clipmill.train.data.decoding.clip import ClipShape
+from clipmill.train.data.decoding.reading import DecodeRule
+from clipmill.train.data.frame_sampling import Sampling, moments_of, to_us
+from clipmill.train.data.loader import LoaderSettings, SampleRequest
+from clipmill.train.data.outcomes import FailedSample, Unusable, remarks_of
+from clipmill.train.data.video_captions import VideoCaptions
+from clipmill.train.models.text import load_tokenizer
 from tests.train.tiny_data import (
     CHUNK_FRAMES,
     FPS,
@@ -20,14 +28,6 @@ from tests.train.tiny_data import (
     write_captions,
     write_shard,
 )
-from train.data.batch import Sample
-from train.data.decoding.clip import ClipShape
-from train.data.decoding.reading import DecodeRule
-from train.data.frame_sampling import Sampling, moments_of, to_us
-from train.data.loader import LoaderSettings, SampleRequest
-from train.data.outcomes import FailedSample, Unusable, remarks_of
-from train.data.video_captions import VideoCaptions
-from train.models.text import load_tokenizer
 
 # The whole picture, at its own size: the numbers in it stay readable.
 LOADING = LoaderSettings(batch=2, num_threads=1, num_ahead=2, seed=0)

@@ -9,13 +9,13 @@ from pathlib import Path
 import pyarrow.parquet as pq
 import pytest
 
-from shards.reader import Variant
+from clipmill.shards.reader import Variant
+from clipmill.train.run.folder import RunFolder, read_lines
 from tests.shards.made_scores import phash, write_scores
 from tests.train.classify.moving import write_moving
 from tests.train.evaluation.test_other_data import TASKS
 from tests.train.test_cli import train
 from tests.train.weights.test_export import run_train
-from train.run.folder import RunFolder, read_lines
 
 __all__ = ["train"]
 Train = Callable[..., int]

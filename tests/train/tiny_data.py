@@ -12,14 +12,14 @@ import numpy as np
 import pyarrow as pa
 from av.video.stream import VideoStream
 
-from manifests.keys import chunk_key
-from manifests.store import write_manifest
-from prep.synthetic.frame_code import draw_frame_number
-from prep.video.packets import read_chunk
-from shards.commits import Commit, write_commit
-from shards.dataset import set_current_variant
-from shards.format import VIDEO_FIELDS
-from shards.writer import Sample, ShardWriter
+from clipmill.manifests.keys import chunk_key
+from clipmill.manifests.store import write_manifest
+from clipmill.prep.synthetic.frame_code import draw_frame_number
+from clipmill.prep.video.packets import read_chunk
+from clipmill.shards.commits import Commit, write_commit
+from clipmill.shards.dataset import set_current_variant
+from clipmill.shards.format import VIDEO_FIELDS
+from clipmill.shards.writer import Sample, ShardWriter
 
 FPS = 10
 CHUNK_FRAMES = 20

@@ -13,11 +13,11 @@ from io import StringIO
 from pathlib import Path
 from typing import Any
 
+from clipmill.train.cli import main
 from tests.prep.running import prep_here
 from tests.train.distributed.forked import end_well, fork_ranks
 from tests.train.distributed.runs import run_command
 from tests.tutorials.page import Block, command_lines, missing_lines
-from train.cli import main
 
 _BIN = Path(sys.executable).parent
 

@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
+from clipmill.train.tasks.caption.metrics.java import MetricUnavailable
 from tests.conftest import ROOT
 from tests.tutorials.made import DATA, Video, make_videos
 from tests.tutorials.page import command_lines, missing_lines, read_page
 from tests.tutorials.running import Runner
-from train.tasks.caption.metrics.java import MetricUnavailable
 
 PAGES = [ROOT / "docs/start.md", *sorted((ROOT / "docs/tutorials").glob("*.md"))]
 
@@ -27,7 +27,7 @@ def _no_java() -> Iterator[None]:
         raise MetricUnavailable("left out of this test")
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("train.tasks.caption.metrics.java.java", java)
+        patch.setattr("clipmill.train.tasks.caption.metrics.java.java", java)
         yield
 
 

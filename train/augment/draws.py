@@ -1,4 +1,4 @@
-"""Random parameters of the augmentation of each clip: a pure function of (seed, position) (train.device.random)."""
+"""Random parameters of the augmentation of each clip: a pure function of (seed, position) (`device/random.py`)."""
 
 import math
 from dataclasses import dataclass
@@ -6,12 +6,12 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from train.config.data import MAX_MAGNITUDE, Augment
-from train.device.random import Positions, uniform
+from clipmill.train.config.data import MAX_MAGNITUDE, Augment
+from clipmill.train.device.random import Positions, uniform
 
 # The range of SimCLR (Chen et al., 2020), in pixels of the model's input.
 MIN_SIGMA_PX, MAX_SIGMA_PX = 0.1, 2.0
-# The operations of RandAugment (train.augment.rand_augment), by their number in a draw.
+# The operations of RandAugment (clipmill.train.augment.rand_augment), by their number in a draw.
 OPERATIONS = (
     *("autocontrast", "equalize", "invert", "posterize", "solarize", "solarize_add"),
     *("saturation", "contrast", "brightness", "sharpness"),

@@ -17,11 +17,11 @@ import torch
 from numpy.typing import NDArray
 from torch.nn.functional import interpolate
 
-from train.augment.colour import rgb_matrices
-from train.augment.draws import MAX_SIGMA_PX, Draw
-from train.augment.rand_augment import Triple, rand_augment_clips
-from train.device.random import device_uniform
-from train.device.transfer import sent
+from clipmill.train.augment.colour import rgb_matrices
+from clipmill.train.augment.draws import MAX_SIGMA_PX, Draw
+from clipmill.train.augment.rand_augment import Triple, rand_augment_clips
+from clipmill.train.device.random import device_uniform
+from clipmill.train.device.transfer import sent
 
 # Effects on clips: colour jitter with normalisation, Gaussian blur, and random erasing.
 #
@@ -147,7 +147,7 @@ def to_model_input(
 
     Args:
         video: uint8 [B, T, S * S * 3 // 2], frames as planes Y, U, V; S is `size_px`, even.
-        colour: uint8 [B], the clips' colour kinds (train.augment.colour), on the same device.
+        colour: uint8 [B], the clips' colour kinds (clipmill.train.augment.colour), on the same device.
         mean, std: of each channel, for values from 0 to 1.
         draw: the augmentation; none by default.
         dtype: of the result; the arithmetic is float32.

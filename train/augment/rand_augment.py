@@ -28,8 +28,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from train.augment.draws import OPERATIONS, Draw
-from train.device.transfer import constant
+from clipmill.train.augment.draws import OPERATIONS, Draw
+from clipmill.train.device.transfer import constant
 
 if TYPE_CHECKING:
     from types import ModuleType

@@ -12,8 +12,8 @@ the intervals of all events of a kind are merged. Per step:
     compute + exposed + other = total;  overlap + exposed = communication
 
 Communication lasts from the first byte to the end of a collective on this rank: a rank that is early waits in it for
-the others. The exchange of failures and signals before a step (train.engine.failure_log) is not part of it. Recording
-slows steps down; `unrecorded_s` is the time of a step without it.
+the others. The exchange of failures and signals before a step (clipmill.train.engine.failure_log) is not part of it.
+Recording slows steps down; `unrecorded_s` is the time of a step without it.
 """
 
 from collections.abc import Iterator, Sequence
@@ -29,13 +29,13 @@ from rich.console import Console
 from rich.table import Table
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from manifests.publish import publish_bytes
-from train.bench.operations import Steps
-from train.data.video_captions import VideoCaptions
-from train.distributed.world import World
-from train.evaluation.pages import load_template
-from train.tasks.dual_encoder.settings import DualEncoderSettings
-from train.tasks.dual_encoder.task import DualEncoderTask
+from clipmill.manifests.publish import publish_bytes
+from clipmill.train.bench.operations import Steps
+from clipmill.train.data.video_captions import VideoCaptions
+from clipmill.train.distributed.world import World
+from clipmill.train.evaluation.pages import load_template
+from clipmill.train.tasks.dual_encoder.settings import DualEncoderSettings
+from clipmill.train.tasks.dual_encoder.task import DualEncoderTask
 
 _STEP = "clipmill::step"
 _NUM_WARMUP = 3  # DDP orders its buckets after the first backward pass
@@ -180,7 +180,7 @@ _NOTES = (
 
 
 def print_breakdown(result: dict[str, Any]) -> None:
-    """Print a result of `train.bench.run.run_breakdown`."""
+    """Print a result of `clipmill.train.bench.run.run_breakdown`."""
     console = Console(highlight=False, soft_wrap=True)
     console.print(_about(result), markup=False)
     table = Table(_COLUMNS[0], box=None, padding=(0, 2, 0, 0))
@@ -194,7 +194,7 @@ def print_breakdown(result: dict[str, Any]) -> None:
 
 
 def write_breakdown(result: dict[str, Any], path: Path) -> None:
-    """Write a result of `train.bench.run.run_breakdown` as a page: a bar and a row for each strategy."""
+    """Write a result of `clipmill.train.bench.run.run_breakdown` as a page: a bar and a row for each strategy."""
     longest_s = max(one["mean"]["total_s"] for one in result["strategies"])
     bars = []
     for one in result["strategies"]:

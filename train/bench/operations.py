@@ -14,26 +14,26 @@ from itertools import cycle, islice
 import numpy as np
 import torch
 
-from manifests.errors import FailedWork
-from train.bench.rates import Rate, Rounds, repeat
-from train.data.batch import Batch, BatchRing, Sample, to_device
-from train.data.clip_samples import ClipPlan
-from train.data.decoding.clip import Clip
-from train.data.decoding.decoders import ChunkFrames
-from train.data.decoding.reading import ChunkBytes
-from train.data.loader import SampleRequest
-from train.data.order import SampleOrder
-from train.data.outcomes import LoadedBatch, SampleFailed
-from train.data.prefetch import prefetch
-from train.data.video_captions import VideoCaptions
-from train.device.transfer import StepGuard
-from train.distributed.world import World
-from train.engine.loop import next_step, run_step
-from train.engine.state import new_state
-from train.engine.throughput import Throughput
-from train.optim.optimizer import clip_gradients
-from train.tasks.dual_encoder.settings import DualEncoderSettings
-from train.tasks.dual_encoder.task import DualEncoderTask
+from clipmill.manifests.errors import FailedWork
+from clipmill.train.bench.rates import Rate, Rounds, repeat
+from clipmill.train.data.batch import Batch, BatchRing, Sample, to_device
+from clipmill.train.data.clip_samples import ClipPlan
+from clipmill.train.data.decoding.clip import Clip
+from clipmill.train.data.decoding.decoders import ChunkFrames
+from clipmill.train.data.decoding.reading import ChunkBytes
+from clipmill.train.data.loader import SampleRequest
+from clipmill.train.data.order import SampleOrder
+from clipmill.train.data.outcomes import LoadedBatch, SampleFailed
+from clipmill.train.data.prefetch import prefetch
+from clipmill.train.data.video_captions import VideoCaptions
+from clipmill.train.device.transfer import StepGuard
+from clipmill.train.distributed.world import World
+from clipmill.train.engine.loop import next_step, run_step
+from clipmill.train.engine.state import new_state
+from clipmill.train.engine.throughput import Throughput
+from clipmill.train.optim.optimizer import clip_gradients
+from clipmill.train.tasks.dual_encoder.settings import DualEncoderSettings
+from clipmill.train.tasks.dual_encoder.task import DualEncoderTask
 
 _SAMPLES_PER_ROUND = 64
 

@@ -123,7 +123,7 @@ def advice(verdict: Verdict, *, workers: int, cores: int, decode: str, samples_p
 
 
 def print_report(result: dict[str, Any]) -> None:
-    """Print a result of `train.bench.run.run_bench`."""
+    """Print a result of `clipmill.train.bench.run.run_bench`."""
     from rich.console import Console
     from rich.table import Table
 

@@ -8,22 +8,22 @@ from typing import Any
 
 import torch
 
-from manifests.errors import FailedWork, UserError
-from manifests.progress import Activity
-from train.bench.communication import measure_steps
-from train.bench.operations import BatchOperations, ClipOperations
-from train.bench.rates import Rate, advice, judge
-from train.config.training import Strategy, plain_values
-from train.data.outcomes import TooManyFailures
-from train.data.video_captions import VideoCaptions
-from train.device.precision import choose_device, open_precision
-from train.distributed.world import World
-from train.engine.attention_choice import choose_attention
-from train.engine.loop import check_batch
-from train.engine.rank_consistency import open_consistent
-from train.run.folder import machine
-from train.tasks.dual_encoder.settings import DualEncoderSettings
-from train.tasks.dual_encoder.task import DualEncoderTask, workloads_of
+from clipmill.manifests.errors import FailedWork, UserError
+from clipmill.manifests.progress import Activity
+from clipmill.train.bench.communication import measure_steps
+from clipmill.train.bench.operations import BatchOperations, ClipOperations
+from clipmill.train.bench.rates import Rate, advice, judge
+from clipmill.train.config.training import Strategy, plain_values
+from clipmill.train.data.outcomes import TooManyFailures
+from clipmill.train.data.video_captions import VideoCaptions
+from clipmill.train.device.precision import choose_device, open_precision
+from clipmill.train.distributed.world import World
+from clipmill.train.engine.attention_choice import choose_attention
+from clipmill.train.engine.loop import check_batch
+from clipmill.train.engine.rank_consistency import open_consistent
+from clipmill.train.run.folder import machine
+from clipmill.train.tasks.dual_encoder.settings import DualEncoderSettings
+from clipmill.train.tasks.dual_encoder.task import DualEncoderTask, workloads_of
 
 
 def run_bench(settings: DualEncoderSettings, *, seconds: float) -> dict[str, Any]:

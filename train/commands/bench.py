@@ -6,12 +6,12 @@ from typing import Annotated
 
 from cyclopts import Parameter
 
-from manifests.errors import UserError
-from manifests.progress import Activity
-from train.config import fields as groups
-from train.config.fields import FIRST_RUN
-from train.config.training import Strategy
-from train.tasks.dual_encoder.settings import DualEncoderSettings
+from clipmill.manifests.errors import UserError
+from clipmill.manifests.progress import Activity
+from clipmill.train.config import fields as groups
+from clipmill.train.config.fields import FIRST_RUN
+from clipmill.train.config.training import Strategy
+from clipmill.train.tasks.dual_encoder.settings import DualEncoderSettings
 
 
 def bench(
@@ -50,12 +50,12 @@ def bench(
         Print one JSON object.
     """
     with Activity("importing torch"):
-        from train.bench.communication import print_breakdown, write_breakdown
-        from train.bench.rates import print_report
-        from train.bench.run import run_bench, run_breakdown
-        from train.device.precision import choose_device
-        from train.distributed.launch import open_world
-        from train.engine.rank_consistency import SAME_LAUNCH, launch_facts
+        from clipmill.train.bench.communication import print_breakdown, write_breakdown
+        from clipmill.train.bench.rates import print_report
+        from clipmill.train.bench.run import run_bench, run_breakdown
+        from clipmill.train.device.precision import choose_device
+        from clipmill.train.distributed.launch import open_world
+        from clipmill.train.engine.rank_consistency import SAME_LAUNCH, launch_facts
 
     if page is not None and not page.parent.is_dir():
         raise UserError(

@@ -9,15 +9,15 @@ from typing import Annotated, Any
 
 from cyclopts import App, Parameter
 
-from manifests.errors import FailedWork, UserError
-from manifests.progress import Activity
-from train.commands.training import docstring
-from train.config.data import AS_TRAINED, Overrides, Weights
-from train.config.files import read_values
-from train.registry import evaluations, evaluations_of
-from train.run.counted_batches import counting_batches
-from train.run.folder import open_run, read_lines
-from train.spec import EvaluationSpec
+from clipmill.manifests.errors import FailedWork, UserError
+from clipmill.manifests.progress import Activity
+from clipmill.train.commands.training import docstring
+from clipmill.train.config.data import AS_TRAINED, Overrides, Weights
+from clipmill.train.config.files import read_values
+from clipmill.train.registry import evaluations, evaluations_of
+from clipmill.train.run.counted_batches import counting_batches
+from clipmill.train.run.folder import open_run, read_lines
+from clipmill.train.spec import EvaluationSpec
 
 
 def score_run(
@@ -45,11 +45,11 @@ def score_run(
         FailedWork: nothing could be decoded.
     """
     with Activity("importing torch"):
-        from train.evaluation.opening import open_weights_as, require_weights, task_of_run
-        from train.evaluation.runner import score_opened
-        from train.inference.model import tasks_where
-        from train.report.results import write_page
-        from train.weights.sources import is_run
+        from clipmill.train.evaluation.opening import open_weights_as, require_weights, task_of_run
+        from clipmill.train.evaluation.runner import score_opened
+        from clipmill.train.inference.model import tasks_where
+        from clipmill.train.report.results import write_page
+        from clipmill.train.weights.sources import is_run
 
     tasks = tasks_where(lambda spec: evaluation.name in (one.name for one in spec.evaluations))
     run = open_run(Path(weights)) if is_run(Path(weights)) else None
@@ -78,7 +78,7 @@ def score_run(
 def data_of(weights: str | Path) -> tuple[str | None, ...]:
     """The data to evaluate where none is named: None for a run's own, or each of the folders of a mixture."""
     with Activity("importing torch"):
-        from train.weights.sources import is_run
+        from clipmill.train.weights.sources import is_run
 
     if not is_run(Path(weights)):
         return (None,)
@@ -119,7 +119,7 @@ def evaluation_command(evaluation: EvaluationSpec) -> Callable[..., None]:
             if as_json:
                 print(json.dumps({name: value for name, value in result.items() if name != evaluation.pictures}))
             else:
-                from train.evaluation.pages import describe, table_of
+                from clipmill.train.evaluation.pages import describe, table_of
 
                 print(describe(table_of(evaluation, result)))
                 if files:

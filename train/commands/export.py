@@ -6,13 +6,13 @@ from typing import Annotated, Literal
 
 from cyclopts import Parameter
 
-from manifests.errors import UserError
-from manifests.progress import Activity
-from train.commands.training import docstring
-from train.config.data import AS_TRAINED, Overrides, Weights
-from train.registry import task_named, task_names
-from train.run.folder import RunFolder
-from train.spec import ExportRequest
+from clipmill.manifests.errors import UserError
+from clipmill.manifests.progress import Activity
+from clipmill.train.commands.training import docstring
+from clipmill.train.config.data import AS_TRAINED, Overrides, Weights
+from clipmill.train.registry import task_named, task_names
+from clipmill.train.run.folder import RunFolder
+from clipmill.train.spec import ExportRequest
 
 
 def export(
@@ -60,13 +60,13 @@ def export_run(
             such a model.
     """
     with Activity("importing torch"):
-        from train.evaluation.record import write_record
-        from train.inference.model import open_weights_for_use
-        from train.report.card import CARD_FILE, model_card
-        from train.run.checkpoint import checkpoint_step
-        from train.weights.conversion import require_finite
-        from train.weights.exported import publish_folder
-        from train.weights.sources import is_run, log_scale_of, read_log_scale, whole_weights
+        from clipmill.train.evaluation.record import write_record
+        from clipmill.train.inference.model import open_weights_for_use
+        from clipmill.train.report.card import CARD_FILE, model_card
+        from clipmill.train.run.checkpoint import checkpoint_step
+        from clipmill.train.weights.conversion import require_finite
+        from clipmill.train.weights.exported import publish_folder
+        from clipmill.train.weights.sources import is_run, log_scale_of, read_log_scale, whole_weights
 
     run, path = RunFolder(Path(weights)), checkpoint
     if is_run(run.path):
@@ -127,7 +127,7 @@ def export_run(
 
 def _checkpoint_of(run: RunFolder, path: Path) -> Path:
     """The named checkpoint, which has to be one of the run's: its settings describe no other weights."""
-    from train.run.checkpoint import all_checkpoints
+    from clipmill.train.run.checkpoint import all_checkpoints
 
     known = all_checkpoints(run.checkpoints).values()
     if path.resolve() not in {one.resolve() for one in known}:

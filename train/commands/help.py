@@ -3,10 +3,10 @@
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from manifests import help_text as shared
-from train.config.fields import Range
-from train.config.files import presets_of
-from train.config.training import TrainingSettings
+from clipmill.manifests import help_text as shared
+from clipmill.train.config.fields import Range
+from clipmill.train.config.files import presets_of
+from clipmill.train.config.training import TrainingSettings
 
 if TYPE_CHECKING:
     from cyclopts import App

@@ -9,34 +9,45 @@ from typing import Any
 
 import torch
 
-from manifests.errors import Stopped, UserError
-from manifests.progress import Activity
-from manifests.publish import publish_bytes, publish_json
-from manifests.store import read_videos
-from train.config.training import ClipSettings, ParallelSettings
-from train.config.tuning import frozen_at_random
-from train.data.inputs import Mixture, first_of, open_folder
-from train.data.latents.segments import FrameShape
-from train.device.precision import choose_device, open_precision
-from train.distributed.launch import open_world
-from train.distributed.world import World
-from train.doctor.commands import doctor_facts
-from train.engine.attention_choice import choose_attention, kernels_fact
-from train.engine.loop import check_batch, train
-from train.engine.rank_consistency import SAME_LAUNCH, launch_facts, open_consistent
-from train.engine.task import check_stages, describe_parameters
-from train.evaluation.pages import counted
-from train.report.results import initial_weights, write_page
-from train.run.checkpoint import latest_checkpoint
-from train.run.checkpoint_writer import recover
-from train.run.folder import Resume, RunFolder, create_run, find_run, machine, read_lines, reopen_run, sweep, versions
-from train.run.shared_folder import require_shared, wait_for_files
-from train.run.tracking import Progress, check_tracking
-from train.spec import TaskSpec
-from train.weights.loading import Loaded
-from train.weights.sources import Say, Source, fetch_tag, open_base, open_weights
+from clipmill.manifests.errors import Stopped, UserError
+from clipmill.manifests.progress import Activity
+from clipmill.manifests.publish import publish_bytes, publish_json
+from clipmill.manifests.store import read_videos
+from clipmill.train.config.training import ClipSettings, ParallelSettings
+from clipmill.train.config.tuning import frozen_at_random
+from clipmill.train.data.inputs import Mixture, first_of, open_folder
+from clipmill.train.data.latents.segments import FrameShape
+from clipmill.train.device.precision import choose_device, open_precision
+from clipmill.train.distributed.launch import open_world
+from clipmill.train.distributed.world import World
+from clipmill.train.doctor.commands import doctor_facts
+from clipmill.train.engine.attention_choice import choose_attention, kernels_fact
+from clipmill.train.engine.loop import check_batch, train
+from clipmill.train.engine.rank_consistency import SAME_LAUNCH, launch_facts, open_consistent
+from clipmill.train.engine.task import check_stages, describe_parameters
+from clipmill.train.evaluation.pages import counted
+from clipmill.train.report.results import initial_weights, write_page
+from clipmill.train.run.checkpoint import latest_checkpoint
+from clipmill.train.run.checkpoint_writer import recover
+from clipmill.train.run.folder import (
+    Resume,
+    RunFolder,
+    create_run,
+    find_run,
+    machine,
+    read_lines,
+    reopen_run,
+    sweep,
+    versions,
+)
+from clipmill.train.run.shared_folder import require_shared, wait_for_files
+from clipmill.train.run.tracking import Progress, check_tracking
+from clipmill.train.spec import TaskSpec
+from clipmill.train.weights.loading import Loaded
+from clipmill.train.weights.sources import Say, Source, fetch_tag, open_base, open_weights
 
-_LOST_S = 120.0  # a lost rank ends within 50 s (train.distributed.heartbeat); an NFS server frees its locks after 90 s
+# A lost rank ends within 50 s (clipmill.train.distributed.heartbeat); an NFS server frees its locks after 90 s.
+_LOST_S = 120.0
 
 
 def launch(spec: TaskSpec, settings: ClipSettings, *, resume: Resume) -> None:

@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING, Annotated, Literal, NoReturn
 
 from cyclopts import Parameter
 
-from manifests.errors import UserError
-from manifests.progress import Activity
-from train.config.training import Device
+from clipmill.manifests.errors import UserError
+from clipmill.manifests.progress import Activity
+from clipmill.train.config.training import Device
 
 if TYPE_CHECKING:
-    from train.quickstart.choice import Asked
-    from train.quickstart.plan import Plan
+    from clipmill.train.quickstart.choice import Asked
+    from clipmill.train.quickstart.plan import Plan
 
 _TRIAL_S = 8.0
 
@@ -72,7 +72,7 @@ def quickstart(
         raise UserError("--yes runs the command, and --json only prints the plan", hint="leave out one of them")
     if minutes is not None and not 0 < minutes < float("inf"):
         raise UserError(f"--minutes is {minutes}", hint="it must be more than 0")
-    from train.quickstart.choice import Asked
+    from clipmill.train.quickstart.choice import Asked
 
     asked = Asked(
         data=tuple(data),
@@ -85,7 +85,7 @@ def quickstart(
         device=device,
     )
     plan = _plan(asked)
-    from train.quickstart.printed import plan_json, plan_text
+    from clipmill.train.quickstart.printed import plan_json, plan_text
 
     if as_json:
         print(json.dumps(plan_json(plan)))
@@ -104,7 +104,7 @@ def _say(what: str) -> None:
 
 def _plan(asked: "Asked") -> "Plan":
     began_s = time.perf_counter()
-    from train.quickstart.survey import survey  # before torch, so that a mistake is found at once
+    from clipmill.train.quickstart.survey import survey  # before torch, so that a mistake is found at once
 
     surveys = []
     for address in asked.data:
@@ -113,10 +113,10 @@ def _plan(asked: "Asked") -> "Plan":
     with Activity("importing torch"):
         import torch
 
-        from train.device.precision import choose_device
-        from train.doctor.examined import examine_in_run
-        from train.quickstart.plan import make_plan, propose
-        from train.quickstart.trial import try_steps
+        from clipmill.train.device.precision import choose_device
+        from clipmill.train.doctor.examined import examine_in_run
+        from clipmill.train.quickstart.plan import make_plan, propose
+        from clipmill.train.quickstart.trial import try_steps
 
     chosen = choose_device(asked.device)
     proposal = propose(asked, surveys, examine_in_run(asked_device=asked.device, device_type=chosen.type))
@@ -141,7 +141,7 @@ def _is_confirmed() -> bool:
 
 
 def _run(plan: "Plan") -> None:
-    from train.commands.launch import launch
+    from clipmill.train.commands.launch import launch
 
     if plan.proposal.num_processes > 1:
         _become_torchrun(plan.words)

@@ -7,10 +7,10 @@ from typing import Annotated, Literal
 
 from cyclopts import Parameter
 
-from manifests.errors import FailedWork, UserError
-from manifests.progress import Activity
-from manifests.quoting import counted
-from train.config.shards import DataSettings, folders_of
+from clipmill.manifests.errors import FailedWork, UserError
+from clipmill.manifests.progress import Activity
+from clipmill.manifests.quoting import counted
+from clipmill.train.config.shards import DataSettings, folders_of
 
 Device = Literal["auto", "cpu", "cuda"]
 
@@ -78,14 +78,14 @@ def embed(
     if shards is None:
         shards = _own_folder(weights)
     with Activity("importing torch"):
-        from train.device.precision import choose_device
-        from train.distributed.launch import COMMAND, open_world
-        from train.engine.rank_consistency import SAME_LAUNCH
-        from train.inference.model import load_model
-        from train.run.tracking import Progress
-        from train.search.embedding import embed as run
-        from train.search.embedding import open_work
-        from train.search.folder import FAILURES
+        from clipmill.train.device.precision import choose_device
+        from clipmill.train.distributed.launch import COMMAND, open_world
+        from clipmill.train.engine.rank_consistency import SAME_LAUNCH
+        from clipmill.train.inference.model import load_model
+        from clipmill.train.run.tracking import Progress
+        from clipmill.train.search.embedding import embed as run
+        from clipmill.train.search.embedding import open_work
+        from clipmill.train.search.folder import FAILURES
 
     start = {
         COMMAND: "train embed",
@@ -133,11 +133,11 @@ def embed(
 def _own_folder(weights: str) -> str:
     """The data folder that a run was trained on; UserError if it is not a run, or was trained on several."""
     with Activity("importing torch"):
-        from train.config.files import read_values
-        from train.evaluation.opening import require_weights
-        from train.inference.model import tasks_where
-        from train.run.folder import open_run
-        from train.weights.sources import is_run
+        from clipmill.train.config.files import read_values
+        from clipmill.train.evaluation.opening import require_weights
+        from clipmill.train.inference.model import tasks_where
+        from clipmill.train.run.folder import open_run
+        from clipmill.train.weights.sources import is_run
 
     if not is_run(Path(weights)):
         require_weights(weights, tasks_where(lambda spec: spec.features is not None))
@@ -197,9 +197,9 @@ def search(
         Print one JSON object.
     """
     with Activity("loading the search"):
-        from train.evaluation.pages import require_page_path
-        from train.search.folder import open_embedded
-        from train.search.searching import describe, result_json, search_folder, write_search_page
+        from clipmill.train.evaluation.pages import require_page_path
+        from clipmill.train.search.folder import open_embedded
+        from clipmill.train.search.searching import describe, result_json, search_folder, write_search_page
 
     if page is None and shards is not None:
         raise UserError(f"--shards is {shards}, which has no effect without --page", hint="leave it out, or add --page")

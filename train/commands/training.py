@@ -7,15 +7,23 @@ from typing import TYPE_CHECKING, Annotated
 
 from cyclopts import Parameter
 
-from manifests.errors import UserError, UserErrors
-from manifests.progress import Activity
-from manifests.whole_numbers import refuse_fractions
-from train.config import fields as groups
-from train.config.fields import FIRST_RUN, FLAG, Checked, deferred_checks, flags_without_effect, mistakes, refuse
-from train.config.files import load_settings, preset_path, presets_of, read_values, yaml_source
-from train.config.training import TrainingSettings, flat
-from train.registry import DEFAULT, task_named, task_names
-from train.run.folder import Resume, RunFolder
+from clipmill.manifests.errors import UserError, UserErrors
+from clipmill.manifests.progress import Activity
+from clipmill.manifests.whole_numbers import refuse_fractions
+from clipmill.train.config import fields as groups
+from clipmill.train.config.fields import (
+    FIRST_RUN,
+    FLAG,
+    Checked,
+    deferred_checks,
+    flags_without_effect,
+    mistakes,
+    refuse,
+)
+from clipmill.train.config.files import load_settings, preset_path, presets_of, read_values, yaml_source
+from clipmill.train.config.training import TrainingSettings, flat
+from clipmill.train.registry import DEFAULT, task_named, task_names
+from clipmill.train.run.folder import Resume, RunFolder
 
 if TYPE_CHECKING:
     from cyclopts import App
@@ -164,7 +172,7 @@ def training_command(name: str) -> Callable[..., None]:
         resume: Annotated[Resume, groups.WHERE, FIRST_RUN, Parameter(negative="")] = False,
     ) -> None:
         with Activity("importing torch"):
-            from train.commands.launch import launch
+            from clipmill.train.commands.launch import launch
 
         launch(spec, settings, resume=resume)
 
@@ -179,7 +187,7 @@ def training_command(name: str) -> Callable[..., None]:
 
 
 def __getattr__(name: str) -> Callable[..., None]:
-    """The command of a task, by the import path under which `train.cli` knows it."""
+    """The command of a task, by the import path under which `clipmill.train.cli` knows it."""
     if (task := name.replace("_", "-")) in task_names():
         return training_command(task)
     raise AttributeError(name)

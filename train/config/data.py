@@ -7,9 +7,9 @@ from typing import Annotated, Any, Literal, TypeVar
 
 from cyclopts import Parameter
 
-from manifests.errors import UserError
-from train.config.fields import PROBABILITY, SHARE, Checked, GoesWith, Range, caught
-from train.config.model import PICTURE_PX
+from clipmill.manifests.errors import UserError
+from clipmill.train.config.fields import PROBABILITY, SHARE, Checked, GoesWith, Range, caught
+from clipmill.train.config.model import PICTURE_PX
 
 Settings = TypeVar("Settings")
 _RAND_OPS = GoesWith("rand_ops", use="1 or more")

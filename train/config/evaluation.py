@@ -7,11 +7,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Literal, Self, get_args
 
-from manifests.errors import UserError
-from train.config.fields import FIRST_RUN, SEVERAL, Checked, GoesWith, Range, caught
+from clipmill.manifests.errors import UserError
+from clipmill.train.config.fields import FIRST_RUN, SEVERAL, Checked, GoesWith, Range, caught
 
 EVERY = GoesWith("every", use="STEPS")
-# Named protocols of text-video retrieval; `retrieval` is the plain one (train.tasks.dual_encoder.protocols).
+# Named protocols of text-video retrieval; `retrieval` is the plain one (clipmill.train.tasks.dual_encoder.protocols).
 RetrievalName = Literal["retrieval", "msrvtt-1ka", "paragraph", "vatex"]
 ProtocolName = Literal["retrieval", "msrvtt-1ka", "paragraph", "vatex", "mir", "zero-shot"]
 RETRIEVAL_NAMES: tuple[RetrievalName, ...] = get_args(RetrievalName)
@@ -86,7 +86,7 @@ class EvaluatedData:
 def check_where(where: str | None) -> None:
     """Raises a UserError where `where` is no expression."""
     if where is not None:
-        from shards.where import parse_where  # slow
+        from clipmill.shards.where import parse_where  # slow
 
         parse_where(where)
 

@@ -20,8 +20,8 @@ from typing import Any, ClassVar, NamedTuple, get_type_hints
 
 from cyclopts import Group, Parameter
 
-from manifests.errors import UserError, UserErrors
-from manifests.help_text import FIRST_RUN as FIRST_RUN  # --help shows these flags, --help-all shows all
+from clipmill.manifests.errors import UserError, UserErrors
+from clipmill.manifests.help_text import FIRST_RUN as FIRST_RUN  # --help shows these flags, --help-all shows all
 
 # Groups of flags in the help, and what else a flag says to the command line. Lower positions come first.
 

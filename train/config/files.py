@@ -12,10 +12,10 @@ from functools import cache
 from pathlib import Path
 from typing import Any, TypeVar, get_type_hints
 
-from manifests.errors import UserError
-from manifests.publish import publish_bytes
-from train.config.fields import deferred_checks, mistakes, refuse
-from train.config.training import TrainingSettings, plain_values
+from clipmill.manifests.errors import UserError
+from clipmill.manifests.publish import publish_bytes
+from clipmill.train.config.fields import deferred_checks, mistakes, refuse
+from clipmill.train.config.training import TrainingSettings, plain_values
 
 PRESETS_FOLDER = Path(__file__).parents[1] / "presets"
 Settings = TypeVar("Settings", bound=TrainingSettings)

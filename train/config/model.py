@@ -4,8 +4,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
-from manifests.errors import UserError
-from train.config.fields import FIRST_RUN, SHARE, Checked, GoesWith, Range
+from clipmill.manifests.errors import UserError
+from clipmill.train.config.fields import FIRST_RUN, SHARE, Checked, GoesWith, Range
 
 ModelName = Literal["tiny", "s16", "b32", "b16", "l16", "l14", "l14-336"]
 Activation = Literal["gelu", "quick_gelu"]

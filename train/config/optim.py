@@ -4,8 +4,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
-from manifests.errors import UserError
-from train.config.fields import SHARE, Checked, GoesWith, Range
+from clipmill.manifests.errors import UserError
+from clipmill.train.config.fields import SHARE, Checked, GoesWith, Range
 
 OptimizerName = Literal["adamw", "lamb", "lion", "sgd"]
 

@@ -10,11 +10,11 @@ from typing import Annotated
 
 from cyclopts import Parameter
 
-from manifests.errors import UserError
-from manifests.storage.cache import parse_size
-from manifests.storage.objects import is_remote
-from train.config import fields as groups
-from train.config.fields import FIRST_RUN, Checked, caught, without_effect
+from clipmill.manifests.errors import UserError
+from clipmill.manifests.storage.cache import parse_size
+from clipmill.manifests.storage.objects import is_remote
+from clipmill.train.config import fields as groups
+from clipmill.train.config.fields import FIRST_RUN, Checked, caught, without_effect
 
 # One data folder, or several.
 Shards = str | tuple[str, ...]

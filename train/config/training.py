@@ -8,15 +8,15 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 
 from cyclopts import Parameter
 
-from manifests.errors import UserError
-from train.config import fields as groups
-from train.config.data import Augment
-from train.config.evaluation import EvaluatedData, EvaluationSettings, check_where
-from train.config.fields import FIRST_RUN, Checked, GoesWith, Range, caught, without_effect
-from train.config.model import Init, Kind, ModelName, Towers, check_frames
-from train.config.optim import OptimizerSettings
-from train.config.shards import DataSettings, folder_names, normalised
-from train.config.tuning import Freeze, Lora, Tower, towers_to_adapt, tuning_mistakes
+from clipmill.manifests.errors import UserError
+from clipmill.train.config import fields as groups
+from clipmill.train.config.data import Augment
+from clipmill.train.config.evaluation import EvaluatedData, EvaluationSettings, check_where
+from clipmill.train.config.fields import FIRST_RUN, Checked, GoesWith, Range, caught, without_effect
+from clipmill.train.config.model import Init, Kind, ModelName, Towers, check_frames
+from clipmill.train.config.optim import OptimizerSettings
+from clipmill.train.config.shards import DataSettings, folder_names, normalised
+from clipmill.train.config.tuning import Freeze, Lora, Tower, towers_to_adapt, tuning_mistakes
 
 # Settings of distributed training and of experiment tracking.
 

@@ -5,8 +5,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
-from manifests.errors import UserError
-from train.config.fields import MODEL, SEVERAL, Checked, GoesWith, Range
+from clipmill.manifests.errors import UserError
+from clipmill.train.config.fields import MODEL, SEVERAL, Checked, GoesWith, Range
 
 Target = Literal["attention", "mlp"]
 Tower = Literal["video", "text", "decoder"]

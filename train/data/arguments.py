@@ -5,8 +5,8 @@ from numbers import Integral
 
 import torch
 
-from manifests.errors import UserError
-from manifests.quoting import quoted
+from clipmill.manifests.errors import UserError
+from clipmill.manifests.quoting import quoted
 
 
 def require_whole_numbers(**arguments: object) -> None:

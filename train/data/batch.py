@@ -1,7 +1,7 @@
 """Batches: the names of their entries, how samples are collated, and their transfer to the device.
 
     input        "pixels" or "latents"  what the model sees: `video` or `latents`
-    position     int64 [B]            position in the endless sample order (train.data.order)
+    position     int64 [B]            position in the endless sample order (clipmill.train.data.order)
     key          sequence of B strings  chunk in which the clip begins
     clip_id      int64 [B]            of the span shown, 0 <= id < num_clips of the set
     caption_id   int64 [B]            from the manifest, 0 <= id < num_caption_ids of the set
@@ -11,7 +11,7 @@
     video        uint8 [B, T, S * S * 3 / 2]  frames of the clip, cropped and resized to S x S, as YUV 4:2:0: for each
                                       frame Y [S, S], then U and V [S / 2, S / 2]; or RGB on request,
                                       [B, T, S, S, 3]; T counts the frames of all views, one view after another
-    colour       uint8 [B]            colour matrix and range of YUV frames (train.augment.colour)
+    colour       uint8 [B]            colour matrix and range of YUV frames (clipmill.train.augment.colour)
     tokens       int64 [B, L]         token ids of the caption
     latents      float16 or bfloat16 [B, T, C, h, w]  of a segment of the chunk, scaled as its recipe says
     num_frames   int64 [B]            valid frames among the T, if tails are zero-padded
@@ -19,8 +19,8 @@
     length       int64 [B]            number of tokens of the caption including the end token; of the longest of K.
                                       Computed by `to_device` and kept on the CPU, where it is needed
     caption      list of B strings    the caption as text, in sets that neither tokenize nor embed it
-    begin_s, end_s  float64 [B]       the span shown, in its video (train.data.interface)
-    folder       int64 [B]            of a mixture, index of the data folder (train.data.interface)
+    begin_s, end_s  float64 [B]       the span shown, in its video (clipmill.train.data.interface)
+    folder       int64 [B]            of a mixture, index of the data folder (clipmill.train.data.interface)
 
 A task declares which of them it needs. A sample has the same names without the B.
 """

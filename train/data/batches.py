@@ -7,18 +7,18 @@ from typing import Any, NoReturn, TypeVar, cast
 
 import torch
 
-from manifests.errors import UserError
-from manifests.quoting import counted, quoted
-from train.data.arguments import require_process
-from train.data.classes import ClassList
-from train.data.clip_samples import ClipSamples
-from train.data.inputs import Mixture
-from train.data.latents.loader import LatentLoader
-from train.data.order import Cursor, LoaderState
-from train.data.outcomes import FailedSample, LoadedBatch, TooManyFailures, list_failures
-from train.data.prefetch import prefetch
-from train.data.streams.stream import VideoStream
-from train.distributed.world import World, joined_world
+from clipmill.manifests.errors import UserError
+from clipmill.manifests.quoting import counted, quoted
+from clipmill.train.data.arguments import require_process
+from clipmill.train.data.classes import ClassList
+from clipmill.train.data.clip_samples import ClipSamples
+from clipmill.train.data.inputs import Mixture
+from clipmill.train.data.latents.loader import LatentLoader
+from clipmill.train.data.order import Cursor, LoaderState
+from clipmill.train.data.outcomes import FailedSample, LoadedBatch, TooManyFailures, list_failures
+from clipmill.train.data.prefetch import prefetch
+from clipmill.train.data.streams.stream import VideoStream
+from clipmill.train.distributed.world import World, joined_world
 
 
 class Batches:
@@ -40,8 +40,8 @@ class Batches:
         batch: samples in this rank's batch.
 
     Attributes:
-        failures: the failed samples so far, with key, reason and detail (train.data.outcomes). If they are more than
-            `max_failures`, iterating raises FailedWork.
+        failures: the failed samples so far, with key, reason and detail (clipmill.train.data.outcomes). If they are
+            more than `max_failures`, iterating raises FailedWork.
         classes: the names of the classes, in the order of their numbers; empty without labels.
     """
 

@@ -15,11 +15,11 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
-from manifests.errors import UserError
-from manifests.store import read_captions
-from train.config.data import parse_weights
-from train.data.node_cache import index_type, scratch
-from train.device.random import integers_below, uniform
+from clipmill.manifests.errors import UserError
+from clipmill.manifests.store import read_captions
+from clipmill.train.config.data import parse_weights
+from clipmill.train.data.node_cache import index_type, scratch
+from clipmill.train.device.random import integers_below, uniform
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,8 @@
-"""Opening tens of millions of captions from the files that `prep` keeps of them (manifests.caption_spans).
+"""Opening tens of millions of captions from the files that `prep` keeps of them (clipmill.manifests.caption_spans).
 
-The result is that of `train.data.opened_captions`, which reads, sorts and copies every caption. Here captions come in
-order, so that spans are searched rather than captions, and texts stay where they are: a caption costs some additions.
+The result is that of `clipmill.train.data.opened_captions`, which reads, sorts and copies every caption. Here captions
+come in order, so that spans are searched rather than captions, and texts stay where they are: a caption costs some
+additions.
 """
 
 from collections import Counter
@@ -15,16 +16,16 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
-from manifests.caption_digest import TextDigest
-from manifests.caption_spans import CaptionSpans
-from manifests.store import read_videos
-from train.data.caption_choice import choose_sources, runs_of, same_text
-from train.data.chunks import ChunkSet
-from train.data.node_cache import Rows, index_type, scratch
-from train.data.opened_captions import OpenedCaptions, no_captions
-from train.data.outcomes import Unusable, remarks_of
-from train.data.stored_text import StoredText
-from train.data.usable_captions import (
+from clipmill.manifests.caption_digest import TextDigest
+from clipmill.manifests.caption_spans import CaptionSpans
+from clipmill.manifests.store import read_videos
+from clipmill.train.data.caption_choice import choose_sources, runs_of, same_text
+from clipmill.train.data.chunks import ChunkSet
+from clipmill.train.data.node_cache import Rows, index_type, scratch
+from clipmill.train.data.opened_captions import OpenedCaptions, no_captions
+from clipmill.train.data.outcomes import Unusable, remarks_of
+from clipmill.train.data.stored_text import StoredText
+from clipmill.train.data.usable_captions import (
     ClipGroups,
     Clips,
     UsableCaptions,

@@ -7,15 +7,15 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from train.data.chunk_table import ChunkTable
-from train.data.chunks import ChunkSet
-from train.data.clip_samples import ClipSamples
-from train.data.decoding.clip import ClipShape
-from train.data.decoding.reading import DecodeRule
-from train.data.loader import LoaderSettings
-from train.data.node_cache import shared
-from train.data.remote import RemoteTars
-from train.data.usable_captions import Spans
+from clipmill.train.data.chunk_table import ChunkTable
+from clipmill.train.data.chunks import ChunkSet
+from clipmill.train.data.clip_samples import ClipSamples
+from clipmill.train.data.decoding.clip import ClipShape
+from clipmill.train.data.decoding.reading import DecodeRule
+from clipmill.train.data.loader import LoaderSettings
+from clipmill.train.data.node_cache import shared
+from clipmill.train.data.remote import RemoteTars
+from clipmill.train.data.usable_captions import Spans
 
 
 class ChunkClips(ClipSamples):

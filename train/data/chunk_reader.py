@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from manifests.errors import UserError
-from manifests.keys import split_key
-from train.data.arguments import require_process, require_whole_numbers
-from train.data.chunks import ChunkSet
-from train.data.outcomes import FailedSample, SampleFailed, list_failures
-from train.data.remote import open_data_folder
-from train.data.workers import Stuck, in_order
+from clipmill.manifests.errors import UserError
+from clipmill.manifests.keys import split_key
+from clipmill.train.data.arguments import require_process, require_whole_numbers
+from clipmill.train.data.chunks import ChunkSet
+from clipmill.train.data.outcomes import FailedSample, SampleFailed, list_failures
+from clipmill.train.data.remote import open_data_folder
+from clipmill.train.data.workers import Stuck, in_order
 
 if TYPE_CHECKING:
     import av

@@ -8,11 +8,11 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
-from shards.chunk_table import read_chunk_rows
-from shards.moments import Moments, order_of
-from shards.reader import Variant
-from train.data.frame_sampling import START_ROUNDING_US, US_PER_S, ChunkTimes
-from train.data.node_cache import scratch
+from clipmill.shards.chunk_table import read_chunk_rows
+from clipmill.shards.moments import Moments, order_of
+from clipmill.shards.reader import Variant
+from clipmill.train.data.frame_sampling import START_ROUNDING_US, US_PER_S, ChunkTimes
+from clipmill.train.data.node_cache import scratch
 
 _INDEX_COLUMNS = ("start_ms", "num_frames", "fps_num", "fps_den")
 CHUNK_COLUMNS = (*_INDEX_COLUMNS, "shard", "row", "crc32")

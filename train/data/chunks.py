@@ -10,18 +10,18 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
-from manifests.errors import Inaccessible, UserError
-from manifests.keys import chunk_key
-from manifests.store import manifest_dir, read_manifest, read_videos
-from shards.damage import Damaged
-from shards.merged_table import merged_mark
-from shards.reader import CommittedShard, Variant
-from train.data.chunk_table import ChunkTable, chunk_table
-from train.data.decoding.decoders import ChunkDecoder
-from train.data.decoding.reading import ChunkBytes, DecodeRule, read_chunk
-from train.data.node_cache import shared
-from train.data.remote import RemoteTars
-from train.data.selection import Selection
+from clipmill.manifests.errors import Inaccessible, UserError
+from clipmill.manifests.keys import chunk_key
+from clipmill.manifests.store import manifest_dir, read_manifest, read_videos
+from clipmill.shards.damage import Damaged
+from clipmill.shards.merged_table import merged_mark
+from clipmill.shards.reader import CommittedShard, Variant
+from clipmill.train.data.chunk_table import ChunkTable, chunk_table
+from clipmill.train.data.decoding.decoders import ChunkDecoder
+from clipmill.train.data.decoding.reading import ChunkBytes, DecodeRule, read_chunk
+from clipmill.train.data.node_cache import shared
+from clipmill.train.data.remote import RemoteTars
+from clipmill.train.data.selection import Selection
 
 
 def videos_of_split(data_dir: Path, split: str) -> pa.Array:
@@ -70,7 +70,7 @@ class ChunkSet:
     Args:
         rule: how frames are decoded.
         tars: reads the tars, if they are not in `data_dir`.
-        where: an expression that selects samples (shards.where); None for all.
+        where: an expression that selects samples (clipmill.shards.where); None for all.
         has_captions: whether these have captions.
 
     Attributes:

@@ -13,9 +13,9 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from manifests.adapters.tables import read_csv, text_lines
-from manifests.errors import UserError
-from manifests.quoting import on_one_line
+from clipmill.manifests.adapters.tables import read_csv, text_lines
+from clipmill.manifests.errors import UserError
+from clipmill.manifests.quoting import on_one_line
 
 Names = tuple[tuple[str, ...], ...]
 _TABLE, _UNUSED = ("id", "key"), ("instances", "category")

@@ -17,8 +17,8 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
-from manifests.errors import UserError
-from manifests.store import read_captions, read_videos
+from clipmill.manifests.errors import UserError
+from clipmill.manifests.store import read_captions, read_videos
 
 ACTION = "action"
 _PREFIX = "label_"

@@ -8,17 +8,17 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from manifests.errors import UserError
-from train.data.batch import Sample
-from train.data.chunks import ChunkSet
-from train.data.decoding.clip import Clip, ClipBuilder, ClipShape, make_clip
-from train.data.decoding.decoders import ChunkFrames
-from train.data.decoding.pictures import rgb_pictures
-from train.data.decoding.reading import ChunkBytes
-from train.data.frame_sampling import US_PER_S, frame_indices
-from train.data.loader import Loader, LoaderSettings, ReadAhead, SampleRequest
-from train.data.outcomes import FailedSample, SampleFailed
-from train.data.usable_captions import Spans
+from clipmill.manifests.errors import UserError
+from clipmill.train.data.batch import Sample
+from clipmill.train.data.chunks import ChunkSet
+from clipmill.train.data.decoding.clip import Clip, ClipBuilder, ClipShape, make_clip
+from clipmill.train.data.decoding.decoders import ChunkFrames
+from clipmill.train.data.decoding.pictures import rgb_pictures
+from clipmill.train.data.decoding.reading import ChunkBytes
+from clipmill.train.data.frame_sampling import US_PER_S, frame_indices
+from clipmill.train.data.loader import Loader, LoaderSettings, ReadAhead, SampleRequest
+from clipmill.train.data.outcomes import FailedSample, SampleFailed
+from clipmill.train.data.usable_captions import Spans
 
 if TYPE_CHECKING:
     import av

@@ -225,7 +225,7 @@ def window_frames(
     """`num_frames` consecutive frames of each segment, in its middle or at `offset_B`, in [0, 1) of the room left."""
     import torch
 
-    from train.device.transfer import sent
+    from clipmill.train.device.transfer import sent
 
     room = latents_BFCHW.shape[1] - num_frames
     if offset_B is None:
@@ -241,7 +241,7 @@ def spread_frames(
     """One frame from each of `num_frames` equal parts of a segment, in its middle or at `offset_BK`, in [0, 1)."""
     import torch
 
-    from train.device.transfer import sent
+    from clipmill.train.device.transfer import sent
 
     size, length = latents_BFCHW.shape[:2]
     if offset_BK is None:

@@ -7,21 +7,21 @@ from typing import Any, TypeVar
 
 import torch
 
-from manifests.errors import UserError
-from train.config.shards import DataSettings, parse_mix
-from train.config.training import ClipSettings
-from train.data.decoding.clip import ClipShape, Views
-from train.data.decoding.pictures import SIMPLE_SHARE
-from train.data.frame_sampling import Sampling
-from train.data.latents.loader import LatentLoader
-from train.data.latents.mixed import MixedLatents
-from train.data.latents.segments import FrameShape
-from train.data.loader import LoaderSettings
-from train.data.mixed_clips import MixedClips
-from train.data.remote import DataFolder, open_data_folder
-from train.data.streams.tars import names_tars
-from train.distributed.world import World
-from train.models.video_vit import VideoViTSize
+from clipmill.manifests.errors import UserError
+from clipmill.train.config.shards import DataSettings, parse_mix
+from clipmill.train.config.training import ClipSettings
+from clipmill.train.data.decoding.clip import ClipShape, Views
+from clipmill.train.data.decoding.pictures import SIMPLE_SHARE
+from clipmill.train.data.frame_sampling import Sampling
+from clipmill.train.data.latents.loader import LatentLoader
+from clipmill.train.data.latents.mixed import MixedLatents
+from clipmill.train.data.latents.segments import FrameShape
+from clipmill.train.data.loader import LoaderSettings
+from clipmill.train.data.mixed_clips import MixedClips
+from clipmill.train.data.remote import DataFolder, open_data_folder
+from clipmill.train.data.streams.tars import names_tars
+from clipmill.train.distributed.world import World
+from clipmill.train.models.video_vit import VideoViTSize
 
 # A VAE scales a side down by 8, so that a patch of 2 covers as much of the frame as one of 16 pixels.
 LATENT_PATCH = 2

@@ -13,27 +13,27 @@ import numpy as np
 import torch
 from torch.utils.data import get_worker_info
 
-from manifests.errors import UserError
-from manifests.quoting import quoted
-from manifests.store import read_videos
-from train.config.shards import DataSettings, Shards
-from train.config.training import ClipSettings
-from train.data.arguments import require_device, require_whole_numbers
-from train.data.batches import Batches, LateBatch
-from train.data.classes import ClassList, read_classes
-from train.data.clip_samples import ClipSamples
-from train.data.decoding.clip import Views
-from train.data.decoding.pictures import CropRule
-from train.data.frame_sampling import US_PER_S, SamplingRule
-from train.data.inputs import Mixture, clip_shape, loader_settings, open_mixed, require_folders
-from train.data.labelled_clips import LabelledClips
-from train.data.latents.loader import LatentLoader
-from train.data.latents.segments import Tails
-from train.data.remote import open_data_folder
-from train.data.streams.stream import VideoStream
-from train.data.streams.tars import names_tars
-from train.data.video_captions import VideoCaptions
-from train.distributed.world import World, joined_world
+from clipmill.manifests.errors import UserError
+from clipmill.manifests.quoting import quoted
+from clipmill.manifests.store import read_videos
+from clipmill.train.config.shards import DataSettings, Shards
+from clipmill.train.config.training import ClipSettings
+from clipmill.train.data.arguments import require_device, require_whole_numbers
+from clipmill.train.data.batches import Batches, LateBatch
+from clipmill.train.data.classes import ClassList, read_classes
+from clipmill.train.data.clip_samples import ClipSamples
+from clipmill.train.data.decoding.clip import Views
+from clipmill.train.data.decoding.pictures import CropRule
+from clipmill.train.data.frame_sampling import US_PER_S, SamplingRule
+from clipmill.train.data.inputs import Mixture, clip_shape, loader_settings, open_mixed, require_folders
+from clipmill.train.data.labelled_clips import LabelledClips
+from clipmill.train.data.latents.loader import LatentLoader
+from clipmill.train.data.latents.segments import Tails
+from clipmill.train.data.remote import open_data_folder
+from clipmill.train.data.streams.stream import VideoStream
+from clipmill.train.data.streams.tars import names_tars
+from clipmill.train.data.video_captions import VideoCaptions
+from clipmill.train.distributed.world import World, joined_world
 
 Data = str | Path | Sequence[str | Path]
 
@@ -74,8 +74,8 @@ def open_clips(
         where: condition that selects clips, such as "motion > 0.2 and words > 3" (docs/data.md).
         batch: batch size of this process.
         num_frames, size_px, sampling, stride, crop, min_crop_area: see the flags of `train dual-encoder`.
-        rgb: RGB frames; False for YUV 4:2:0, half as many bytes, which `train.augment.pictures.to_model_input` converts
-            on the device.
+        rgb: RGB frames; False for YUV 4:2:0, half as many bytes, which `clipmill.train.augment.pictures.to_model_input`
+            converts on the device.
         label: name of a label column of the captions, without `label_`. A batch then has `label` in place of
             `caption`.
         shuffle: random order, moments, crops and captions, as in training; False: every clip once, in order, with

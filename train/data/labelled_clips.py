@@ -9,18 +9,18 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from manifests.store import num_captions_of, read_captions
-from train.data.batch import Sample
-from train.data.chunk_table import rows_of
-from train.data.chunks import ChunkSet
-from train.data.classes import ClassList, labelled_rows
-from train.data.clip_samples import ClipSamples
-from train.data.decoding.clip import ClipShape
-from train.data.decoding.reading import DecodeRule
-from train.data.loader import LoaderSettings, SampleRequest
-from train.data.node_cache import shared
-from train.data.remote import RemoteTars
-from train.data.usable_captions import Spans, spans_of_captions, usable_captions
+from clipmill.manifests.store import num_captions_of, read_captions
+from clipmill.train.data.batch import Sample
+from clipmill.train.data.chunk_table import rows_of
+from clipmill.train.data.chunks import ChunkSet
+from clipmill.train.data.classes import ClassList, labelled_rows
+from clipmill.train.data.clip_samples import ClipSamples
+from clipmill.train.data.decoding.clip import ClipShape
+from clipmill.train.data.decoding.reading import DecodeRule
+from clipmill.train.data.loader import LoaderSettings, SampleRequest
+from clipmill.train.data.node_cache import shared
+from clipmill.train.data.remote import RemoteTars
+from clipmill.train.data.usable_captions import Spans, spans_of_captions, usable_captions
 
 
 @dataclass(frozen=True)

@@ -1,8 +1,8 @@
 """Batches from a sample set: worker threads load ahead, and the order of samples does not depend on them.
 
-Training follows the endless order of train.data.order, and its whole state is a cursor in it (train.data.order). A
-sample that fails is reported beside the batch and replaced by the next sample in order, so the same failures give the
-same batches (train.data.outcomes).
+Training follows the endless order of clipmill.train.data.order, and its whole state is a cursor in it
+(clipmill.train.data.order). A sample that fails is reported beside the batch and replaced by the next sample in order,
+so the same failures give the same batches (clipmill.train.data.outcomes).
 """
 
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
@@ -14,11 +14,11 @@ from typing import Any, Protocol, cast
 import numpy as np
 from numpy.typing import NDArray
 
-from train.data.batch import Sample
-from train.data.order import Cursor, LoaderState, Resumable, SampleOrder, Share
-from train.data.outcomes import BatchBuilder, FailedSample, LoadedBatch
-from train.data.workers import Stuck, in_order
-from train.device.random import Positions
+from clipmill.train.data.batch import Sample
+from clipmill.train.data.order import Cursor, LoaderState, Resumable, SampleOrder, Share
+from clipmill.train.data.outcomes import BatchBuilder, FailedSample, LoadedBatch
+from clipmill.train.data.workers import Stuck, in_order
+from clipmill.train.device.random import Positions
 
 _BLOCK = 4096
 

@@ -3,8 +3,9 @@
 Nothing is read before it is used, and the kernel reclaims pages when memory is short, so that a set may be larger than
 memory. The length of every file is compared with its commit before it is mapped. A page that cannot be read, because
 the disk fails or another program has truncated the file, ends the process with the file's name where it is accessed
-(manifests.mapped_files); `read_ahead` requests pages in a way that raises an error instead. `mmap.mmap` is not used
-because it keeps a file descriptor for each file, and a large set has more shards than a process may have open files.
+(clipmill.manifests.mapped_files); `read_ahead` requests pages in a way that raises an error instead. `mmap.mmap` is not
+used because it keeps a file descriptor for each file, and a large set has more shards than a process may have open
+files.
 
 A member is verified against its checksum once per process, when it is first needed. A member that is changed later on
 is not noticed, and one that does not match stays bad until the process ends.
@@ -26,13 +27,13 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from manifests.errors import UserError
-from shards.open_maps import OPEN_MAPS
-from shards.opening import open_regular
-from shards.reader import Variant
-from train.data.memory_maps import MADV_POPULATE_READ, advise, map_file, map_memory, unmap
-from train.data.outcomes import Reason
-from train.data.workers import Stuck
+from clipmill.manifests.errors import UserError
+from clipmill.shards.open_maps import OPEN_MAPS
+from clipmill.shards.opening import open_regular
+from clipmill.shards.reader import Variant
+from clipmill.train.data.memory_maps import MADV_POPULATE_READ, advise, map_file, map_memory, unmap
+from clipmill.train.data.outcomes import Reason
+from clipmill.train.data.workers import Stuck
 
 MAX_EAGER = 1024  # shards whose tars are all mapped when a set is opened
 _UNKNOWN, _GOOD, _BAD = 0, 1, 2
@@ -161,14 +162,14 @@ class _MappedTar:
         self._tars, self.number, self.num_users = weakref.ref(tars), number, 0
 
     def close(self) -> bool:
-        """Unmap the tar; False if it is in use. See `shards.open_maps`."""
+        """Unmap the tar; False if it is in use. See `clipmill.shards.open_maps`."""
         tars = self._tars()
         return tars is None or tars.unmap(self)
 
 
 class LazyTars(MappedTars):
     """The tars of many shards, mapped when they are needed. The least recently used ones are unmapped if the process
-    has too many maps (`shards.open_maps`), so that bytes have to be held while they are read. Thread-safe.
+    has too many maps (`clipmill.shards.open_maps`), so that bytes have to be held while they are read. Thread-safe.
 
     Opening maps nothing, and looks at no tar: `require_files` does, for the first process of a machine. A tar that
     is missing later on fails the samples that are in it.

@@ -6,12 +6,12 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from manifests.errors import UserError
-from shards.chunk_table import ChunkRows, read_chunk_rows
-from shards.damage import Damaged, DamagedIndex
-from shards.format import BLOCK_BYTES
-from shards.reader import CommittedShard, Variant
-from train.data.mapped_tars import unusable
+from clipmill.manifests.errors import UserError
+from clipmill.shards.chunk_table import ChunkRows, read_chunk_rows
+from clipmill.shards.damage import Damaged, DamagedIndex
+from clipmill.shards.format import BLOCK_BYTES
+from clipmill.shards.reader import CommittedShard, Variant
+from clipmill.train.data.mapped_tars import unusable
 
 
 def member_rows(variant: Variant) -> ChunkRows:

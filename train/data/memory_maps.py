@@ -4,7 +4,7 @@ import ctypes
 import mmap
 import os
 
-from manifests.mapped_files import report_lost_pages
+from clipmill.manifests.mapped_files import report_lost_pages
 
 MADV_DONTNEED, MADV_NOHUGEPAGE = 4, 15
 MADV_POPULATE_READ = 22  # Linux 5.14

@@ -1,4 +1,5 @@
-"""Mixtures of sample sets, one for each data folder, that one loader reads; train.data.mixture has their order.
+"""Mixtures of sample sets, one for each data folder, that one loader reads; clipmill.train.data.mixture has their
+order.
 
 The sets of a mixture do not know of each other. Samples, clips and captions of the mixture are numbered one folder
 after another, so that a loss that keeps state for each clip or caption has a place for each. Failures name their
@@ -17,14 +18,14 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from manifests.errors import UserError
-from train.config.shards import folder_names
-from train.data.batch import Sample
-from train.data.clip_samples import ClipSamples, ReadClips
-from train.data.loader import Loader, ReadAhead, SampleRequest
-from train.data.mixture import MixedOrder
-from train.data.order import set_fingerprint
-from train.data.outcomes import FailedSample
+from clipmill.manifests.errors import UserError
+from clipmill.train.config.shards import folder_names
+from clipmill.train.data.batch import Sample
+from clipmill.train.data.clip_samples import ClipSamples, ReadClips
+from clipmill.train.data.loader import Loader, ReadAhead, SampleRequest
+from clipmill.train.data.mixture import MixedOrder
+from clipmill.train.data.order import set_fingerprint
+from clipmill.train.data.outcomes import FailedSample
 
 
 @dataclass(frozen=True)

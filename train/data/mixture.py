@@ -1,7 +1,7 @@
 """The order of a mixture of data folders: a pure function of (seed, position), like that of one folder.
 
-Positions come in groups of consecutive ones (train.data.order), and a group is of one folder. Which one follows from
-the weights w_k, whole numbers with the sum W, in two stages:
+Positions come in groups of consecutive ones (clipmill.train.data.order), and a group is of one folder. Which one
+follows from the weights w_k, whole numbers with the sum W, in two stages:
 
 1. Numbering. A binary tree over the folders divides the groups 0, 1, 2, ...: of the first n groups of a node,
    floor(n * w_left / w_node + 1/2) are of its left half. So it takes no table to know how many of the first n groups
@@ -28,8 +28,8 @@ from fractions import Fraction
 import numpy as np
 from numpy.typing import NDArray
 
-from train.data.order import SampleOrder
-from train.device.random import Positions, uniform
+from clipmill.train.data.order import SampleOrder
+from clipmill.train.device.random import Positions, uniform
 
 _MOST_BLOCK = 16
 _MOST_SHARES = 1 << 31  # products of two of them fit into int64

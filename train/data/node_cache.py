@@ -30,7 +30,7 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from manifests.publish import published
+from clipmill.manifests.publish import published
 
 FOLDER = "opened"
 MIN_ROWS = 200_000  # sets below it take less than a second, and a few megabytes

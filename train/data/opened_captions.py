@@ -14,14 +14,14 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
-from manifests.caption_digest import TextDigest
-from manifests.errors import UserError
-from train.data.caption_choice import Sources, choose_sources, same_text
-from train.data.chunk_table import rows_of
-from train.data.chunks import ChunkSet
-from train.data.node_cache import Rows, index_type, scratch, scratch_bytes
-from train.data.stored_text import StoredText
-from train.data.usable_captions import ClipCaptions, clips_of_captions
+from clipmill.manifests.caption_digest import TextDigest
+from clipmill.manifests.errors import UserError
+from clipmill.train.data.caption_choice import Sources, choose_sources, same_text
+from clipmill.train.data.chunk_table import rows_of
+from clipmill.train.data.chunks import ChunkSet
+from clipmill.train.data.node_cache import Rows, index_type, scratch, scratch_bytes
+from clipmill.train.data.stored_text import StoredText
+from clipmill.train.data.usable_captions import ClipCaptions, clips_of_captions
 
 CODED = ("video_id", "source")  # columns to open as dictionaries
 _BLOCK = 1 << 21  # captions to read at a time: for each block, the ids of all videos are hashed

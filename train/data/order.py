@@ -20,8 +20,8 @@ from typing import TypedDict
 import numpy as np
 from numpy.typing import NDArray
 
-from manifests.errors import UserError
-from train.device.random import Positions, splitmix64
+from clipmill.manifests.errors import UserError
+from clipmill.train.device.random import Positions, splitmix64
 
 _NUM_ROUNDS = 8
 

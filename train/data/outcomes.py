@@ -6,7 +6,8 @@ Life cycle of a failed sample ("why was this sample skipped?"):
 2. The sample set returns it as a `FailedSample`. So does a loader for a sample that is not ready in time ("stuck").
 3. The next sample in order fills the batch, and `LoadedBatch.failed` carries the failure along. More failures than
    `max_failures` raise `TooManyFailures` instead.
-4. `train.engine.failure_log.FailureLog` collects the failures of all ranks, appends them to failures.jsonl in the run
+4. `clipmill.train.engine.failure_log.FailureLog` collects the failures of all ranks, appends them to failures.jsonl in
+the run
    folder and ends the run above --max-failures. Evaluations report theirs as `num_failed`.
 
 Reasons:
@@ -20,16 +21,17 @@ Reasons:
     stuck             reading or decoding took longer than the time limit
 
 Captions that can never be shown, because their span is empty or their chunk is missing, are not failures: the sample
-set excludes them when it is opened (train.data.usable_captions), and the first line of the log counts them by reason.
+set excludes them when it is opened (clipmill.train.data.usable_captions), and the first line of the log counts them by
+reason.
 """
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
-from manifests.errors import ClipmillError, FailedWork
-from train.data.batch import Batch, BatchRing, Sample
-from train.data.order import Cursor
+from clipmill.manifests.errors import ClipmillError, FailedWork
+from clipmill.train.data.batch import Batch, BatchRing, Sample
+from clipmill.train.data.order import Cursor
 
 Reason = Literal["shard_unreadable", "checksum", "undecodable", "frame_missing", "chunks_differ", "empty_span", "stuck"]
 

@@ -11,9 +11,9 @@ from queue import SimpleQueue
 
 import torch
 
-from train.data.batch import PICTURES, TENSORS, to_device
-from train.data.outcomes import LoadedBatch
-from train.distributed.world import World
+from clipmill.train.data.batch import PICTURES, TENSORS, to_device
+from clipmill.train.data.outcomes import LoadedBatch
+from clipmill.train.distributed.world import World
 
 _NUM_BATCHES = 2
 _JOIN_TIMEOUT_S = 10.0

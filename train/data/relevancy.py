@@ -23,8 +23,8 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
-from manifests.errors import UserError
-from train.device.random import integers_below
+from clipmill.manifests.errors import UserError
+from clipmill.train.device.random import integers_below
 
 MAX_VALUES = 256
 LABELS = ("label_verb", "label_nouns")

@@ -1,7 +1,7 @@
 """Data folders and tars at addresses: small files are copied to this machine, and tars are read by range or cached.
 
 The cache folder (`--cache`) has `folders/`, the small files of each data folder, and `tars/`, whole tars under a limit
-(`--cache-size`, manifests.storage.cache).
+(`--cache-size`, clipmill.manifests.storage.cache).
 """
 
 import hashlib
@@ -12,14 +12,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from manifests.errors import UserError
-from manifests.storage.cache import CachedFile, ObjectCache, parse_size
-from manifests.storage.errors import no_damage
-from manifests.storage.objects import Objects, is_remote, open_objects
-from shards.format import DATASET_FILE
-from shards.reader import CommittedShard
-from train.data.node_cache import choose_folder
-from train.data.remote_files import RemoteFiles, cache_unusable, is_local
+from clipmill.manifests.errors import UserError
+from clipmill.manifests.storage.cache import CachedFile, ObjectCache, parse_size
+from clipmill.manifests.storage.errors import no_damage
+from clipmill.manifests.storage.objects import Objects, is_remote, open_objects
+from clipmill.shards.format import DATASET_FILE
+from clipmill.shards.reader import CommittedShard
+from clipmill.train.data.node_cache import choose_folder
+from clipmill.train.data.remote_files import RemoteFiles, cache_unusable, is_local
 
 _BLOCK_BYTES = 1 << 24  # of a tar at a time
 _caches: dict[tuple[Path, int | None], ObjectCache] = {}
@@ -101,7 +101,7 @@ def _digest(text: str) -> str:
 
 
 class RemoteTars:
-    """Tars of a remote data folder, of which only the requested bytes are fetched (`shards.tars.TarBytes`).
+    """Tars of a remote data folder, of which only the requested bytes are fetched (`clipmill.shards.tars.TarBytes`).
 
     Args:
         files: the small files of the folder; paths below their copy are keys of objects.
@@ -132,15 +132,15 @@ class RemoteTars:
         return path.relative_to(self.files.copy).as_posix()
 
     def name(self, path: Path) -> str:
-        """See `shards.tars.TarBytes`."""
+        """See `clipmill.shards.tars.TarBytes`."""
         return self.objects.address_of(self.key(path))
 
     def read(self, path: Path, offset: int, size: int) -> bytes:
-        """See `shards.tars.TarBytes`."""
+        """See `clipmill.shards.tars.TarBytes`."""
         return self.read_ranges(path, [(offset, size)])[0]
 
     def read_ranges(self, path: Path, ranges: Sequence[tuple[int, int]]) -> list[bytes]:
-        """See `shards.tars.TarBytes`; all ranges are requested at once."""
+        """See `clipmill.shards.tars.TarBytes`; all ranges are requested at once."""
         try:
             return self.objects.read_ranges(self.key(path), ranges)
         except UserError:
@@ -151,7 +151,7 @@ class RemoteTars:
             raise
 
     def provide(self, index: Path, *, size_bytes: int, sha256: str | None = None) -> None:
-        """See `shards.tars.TarBytes`."""
+        """See `clipmill.shards.tars.TarBytes`."""
         try:
             with no_damage():
                 self.files.copy_file(self.key(index), size_bytes=size_bytes, sha256=sha256)
@@ -169,7 +169,7 @@ class RemoteTars:
             is_over: ends the fetching within a block of `_BLOCK_BYTES`, with an OSError.
 
         Raises:
-            manifests.storage.cache.NoRoom, OSError: see `ObjectCache.get`.
+            clipmill.manifests.storage.cache.NoRoom, OSError: see `ObjectCache.get`.
         """
         key, size_bytes = self.key(shard.tar_path), shard.tar_bytes
 

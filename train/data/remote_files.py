@@ -21,17 +21,17 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
-from manifests.errors import DISK_ERRORS, UserError
-from manifests.publish import publish_bytes
-from manifests.storage.objects import ObjectInfo, Objects
-from manifests.store import MANIFEST_FILE, MANIFEST_FOLDER
-from manifests.table_files import CAPTIONS_FILE, VIDEOS_FILE, describe, staged_path
-from shards.chunk_table import MEMBERS, missing_parts, shards_to_merge, update_chunk_table
-from shards.commit_table import MIN_COMMITS, commit_folders, confirm, open_commit_table
-from shards.commits import Commit, commit_bytes, commits_in
-from shards.contents import listed_contents
-from shards.dataset import current_variant
-from shards.format import (
+from clipmill.manifests.errors import DISK_ERRORS, UserError
+from clipmill.manifests.publish import publish_bytes
+from clipmill.manifests.storage.objects import ObjectInfo, Objects
+from clipmill.manifests.store import MANIFEST_FILE, MANIFEST_FOLDER
+from clipmill.manifests.table_files import CAPTIONS_FILE, VIDEOS_FILE, describe, staged_path
+from clipmill.shards.chunk_table import MEMBERS, missing_parts, shards_to_merge, update_chunk_table
+from clipmill.shards.commit_table import MIN_COMMITS, commit_folders, confirm, open_commit_table
+from clipmill.shards.commits import Commit, commit_bytes, commits_in
+from clipmill.shards.contents import listed_contents
+from clipmill.shards.dataset import current_variant
+from clipmill.shards.format import (
     COMMIT_TABLE_FILE,
     COMMITS_FOLDER,
     CONTENTS_FILE,
@@ -40,9 +40,9 @@ from shards.format import (
     commit_name,
     in_folder,
 )
-from shards.reader import Variant
-from shards.scan import scan
-from shards.scores import CHUNKS_FILE, score_table_problem
+from clipmill.shards.reader import Variant
+from clipmill.shards.scan import scan
+from clipmill.shards.scores import CHUNKS_FILE, score_table_problem
 
 NUM_AT_ONCE = 32
 _ETAGS_FILE = ".etags.json"  # of the records that were copied

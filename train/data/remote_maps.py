@@ -26,15 +26,15 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from manifests.errors import UserError
-from manifests.storage.cache import CachedFile, NoRoom, shown_size
-from manifests.storage.errors import Unanswered
-from shards.open_maps import MAX_OPEN_MAPS
-from shards.reader import Variant
-from train.data.mapped_tars import JoinedTars, MappedTars, mapped_tars
-from train.data.memory_maps import MADV_DONTNEED, MADV_NOHUGEPAGE, advise, map_file, map_memory, move_pages
-from train.data.remote import RemoteTars
-from train.data.remote_files import cache_unusable, is_local
+from clipmill.manifests.errors import UserError
+from clipmill.manifests.storage.cache import CachedFile, NoRoom, shown_size
+from clipmill.manifests.storage.errors import Unanswered
+from clipmill.shards.open_maps import MAX_OPEN_MAPS
+from clipmill.shards.reader import Variant
+from clipmill.train.data.mapped_tars import JoinedTars, MappedTars, mapped_tars
+from clipmill.train.data.memory_maps import MADV_DONTNEED, MADV_NOHUGEPAGE, advise, map_file, map_memory, move_pages
+from clipmill.train.data.remote import RemoteTars
+from clipmill.train.data.remote_files import cache_unusable, is_local
 
 _NUM_FETCHED_AT_ONCE = 4
 _RETRY_AFTER_S = 0.2  # to see whether another process has fetched a tar

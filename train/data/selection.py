@@ -7,14 +7,14 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from shards.dataset import current_variant, variant_dir
-from shards.merged_table import merged_mark
-from shards.reader import Variant
-from shards.scores import SCORES
-from shards.selection import caption_columns, nothing_selected, selected_captions, selected_chunks
-from shards.where import Where, parse_where
-from train.data.node_cache import shared
-from train.data.remote import RemoteTars
+from clipmill.shards.dataset import current_variant, variant_dir
+from clipmill.shards.merged_table import merged_mark
+from clipmill.shards.reader import Variant
+from clipmill.shards.scores import SCORES
+from clipmill.shards.selection import caption_columns, nothing_selected, selected_captions, selected_chunks
+from clipmill.shards.where import Where, parse_where
+from clipmill.train.data.node_cache import shared
+from clipmill.train.data.remote import RemoteTars
 
 
 class Selection:
@@ -29,7 +29,7 @@ class Selection:
         start_ms: [chunks], its start.
         has_captions: whether samples have captions; otherwise, conditions on captions are a mistake.
         tars: those of the data folder, if it is remote.
-        depends_on: what the chunks depend on (train.data.node_cache).
+        depends_on: what the chunks depend on (clipmill.train.data.node_cache).
 
     Attributes:
         chunks: bool [chunks], those that are selected; None for all.

@@ -10,17 +10,17 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
-from manifests.errors import UserError
-from manifests.store import num_captions_of
-from shards.merged_table import merged_mark
-from shards.reader import Variant
-from train.data.chunk_table import index_in
-from train.data.mapped_tars import MappedTars, Payload, VerifiedMembers
-from train.data.member_rows import addresses_of, damaged_index, member_rows
-from train.data.node_cache import shared
-from train.data.outcomes import SampleFailed
-from train.data.remote import RemoteTars
-from train.data.remote_maps import open_maps
+from clipmill.manifests.errors import UserError
+from clipmill.manifests.store import num_captions_of
+from clipmill.shards.merged_table import merged_mark
+from clipmill.shards.reader import Variant
+from clipmill.train.data.chunk_table import index_in
+from clipmill.train.data.mapped_tars import MappedTars, Payload, VerifiedMembers
+from clipmill.train.data.member_rows import addresses_of, damaged_index, member_rows
+from clipmill.train.data.node_cache import shared
+from clipmill.train.data.outcomes import SampleFailed
+from clipmill.train.data.remote import RemoteTars
+from clipmill.train.data.remote_maps import open_maps
 
 _ITEM_BYTES = 2  # of float16
 
@@ -161,7 +161,7 @@ class StoredText:
     The embeddings of a video are verified when the first of them is needed.
 
     Args:
-        videos: what `video_ids` depend on (train.data.node_cache).
+        videos: what `video_ids` depend on (clipmill.train.data.node_cache).
         tars: reads the tars of a remote data folder, which are fetched into the cache as a whole.
 
     Raises:

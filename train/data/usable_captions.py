@@ -8,14 +8,14 @@ from typing import Any, get_args
 import numpy as np
 from numpy.typing import NDArray
 
-from train.data.caption_choice import CaptionChoice, Runs, Sources, choice_of, runs_of, smallest
-from train.data.chunk_table import ChunkTable
-from train.data.frame_sampling import START_ROUNDING_US, US_PER_S
-from train.data.node_cache import Rows, index_type, scratch
-from train.data.outcomes import Unusable, remarks_of
+from clipmill.train.data.caption_choice import CaptionChoice, Runs, Sources, choice_of, runs_of, smallest
+from clipmill.train.data.chunk_table import ChunkTable
+from clipmill.train.data.frame_sampling import START_ROUNDING_US, US_PER_S
+from clipmill.train.data.node_cache import Rows, index_type, scratch
+from clipmill.train.data.outcomes import Unusable, remarks_of
 
 _BLOCK = 1 << 20  # captions at a time
-_LONGEST_S = 1e9  # longer than any video (train.data.chunks), and far below where microseconds overflow
+_LONGEST_S = 1e9  # longer than any video (clipmill.train.data.chunks), and far below where microseconds overflow
 
 
 @dataclass(frozen=True)

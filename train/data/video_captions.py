@@ -11,25 +11,25 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from manifests.caption_spans import DamagedSpans, open_caption_spans
-from manifests.store import num_captions_of, open_captions, read_captions
-from train.config.data import CaptionSettings
-from train.data.batch import Sample
-from train.data.caption_choice import CaptionChoice, Sources, all_the_same
-from train.data.caption_spans import open_captions_by_span
-from train.data.chunks import ChunkSet
-from train.data.clip_samples import ClipSamples
-from train.data.decoding.clip import ClipShape
-from train.data.decoding.reading import DecodeRule
-from train.data.loader import LoaderSettings, SampleRequest
-from train.data.node_cache import shared
-from train.data.opened_captions import CODED, OpenedCaptions, open_clip_captions
-from train.data.order import set_fingerprint
-from train.data.relevancy import LABELS, RelevantCaptions
-from train.data.remote import RemoteTars
-from train.data.stored_text import StoredText
-from train.data.usable_captions import ClipCaptions, Spans
-from train.models.text import Tokenize
+from clipmill.manifests.caption_spans import DamagedSpans, open_caption_spans
+from clipmill.manifests.store import num_captions_of, open_captions, read_captions
+from clipmill.train.config.data import CaptionSettings
+from clipmill.train.data.batch import Sample
+from clipmill.train.data.caption_choice import CaptionChoice, Sources, all_the_same
+from clipmill.train.data.caption_spans import open_captions_by_span
+from clipmill.train.data.chunks import ChunkSet
+from clipmill.train.data.clip_samples import ClipSamples
+from clipmill.train.data.decoding.clip import ClipShape
+from clipmill.train.data.decoding.reading import DecodeRule
+from clipmill.train.data.loader import LoaderSettings, SampleRequest
+from clipmill.train.data.node_cache import shared
+from clipmill.train.data.opened_captions import CODED, OpenedCaptions, open_clip_captions
+from clipmill.train.data.order import set_fingerprint
+from clipmill.train.data.relevancy import LABELS, RelevantCaptions
+from clipmill.train.data.remote import RemoteTars
+from clipmill.train.data.stored_text import StoredText
+from clipmill.train.data.usable_captions import ClipCaptions, Spans
+from clipmill.train.models.text import Tokenize
 
 ALL_CAPTIONS = CaptionSettings()
 _BLOCK = 1 << 16
@@ -38,8 +38,8 @@ _BLOCK = 1 << 16
 class VideoCaptions(ClipSamples):
     """Sample i is clip i of a split: a span of a video with all its captions. Thread-safe.
 
-    Training shows one of the captions at a time (train.data.caption_choice), an evaluation the first one of the first
-    source. Batches have `tokens`, `text` with stored embeddings, or else `caption`.
+    Training shows one of the captions at a time (clipmill.train.data.caption_choice), an evaluation the first one of
+    the first source. Batches have `tokens`, `text` with stored embeddings, or else `caption`.
 
     Args:
         tokenize: makes captions tokens.

@@ -6,8 +6,8 @@ from typing import Literal
 
 import torch
 
-from manifests.errors import UserError
-from train.device.transfer import Scalar
+from clipmill.manifests.errors import UserError
+from clipmill.train.device.transfer import Scalar
 
 PrecisionChoice = Literal["auto", "bf16", "fp16", "tf32", "fp32"]
 

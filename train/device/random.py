@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 if TYPE_CHECKING:
     import torch
 
-Positions = NDArray[np.int64]  # positions in the endless sample order (train.data.order)
+Positions = NDArray[np.int64]  # positions in the endless sample order (clipmill.train.data.order)
 
 _MANTISSA_BITS = 53
 _WORD = 1 << 64
@@ -63,7 +63,7 @@ def device_uniform(
     """
     import torch  # here, so that reading tars needs no torch
 
-    from train.device.transfer import sent
+    from clipmill.train.device.transfer import sent
 
     if device is not None:
         positions_B = sent(positions_B, device)

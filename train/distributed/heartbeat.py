@@ -17,8 +17,8 @@ from time import monotonic
 
 import torch.distributed as dist
 
-from manifests.errors import EXIT_FAILED_WORK
-from train.distributed.world import World
+from clipmill.manifests.errors import EXIT_FAILED_WORK
+from clipmill.train.distributed.world import World
 
 BEAT_S = 5.0
 SILENT_S = 40.0

@@ -17,9 +17,9 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from manifests.errors import FailedWork, UserError, first_line
-from train.distributed.heartbeat import Heartbeat
-from train.distributed.world import World
+from clipmill.manifests.errors import FailedWork, UserError, first_line
+from clipmill.train.distributed.heartbeat import Heartbeat
+from clipmill.train.distributed.world import World
 
 # How one rank was started: values by flag or by the name of another property that must be the same on all ranks.
 Start = Mapping[str, object]

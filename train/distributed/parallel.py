@@ -17,8 +17,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from train.config.training import Strategy
-from train.distributed.world import World
+from clipmill.train.config.training import Strategy
+from clipmill.train.distributed.world import World
 
 
 def wrap_model(

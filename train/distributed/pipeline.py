@@ -15,10 +15,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from manifests.errors import ClipmillError, UserError
-from train.config.training import ParallelSettings
-from train.distributed.parallel import average_gradients
-from train.distributed.world import Step, World
+from clipmill.manifests.errors import ClipmillError, UserError
+from clipmill.train.config.training import ParallelSettings
+from clipmill.train.distributed.parallel import average_gradients
+from clipmill.train.distributed.world import Step, World
 
 if TYPE_CHECKING:
     from torch.distributed.pipelining.schedules import PipelineScheduleSingle

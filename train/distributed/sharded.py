@@ -9,8 +9,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
-from train.device.transfer import sent
-from train.distributed.world import World
+from clipmill.train.device.transfer import sent
+from clipmill.train.distributed.world import World
 
 
 def local_part(tensor: torch.Tensor) -> torch.Tensor:

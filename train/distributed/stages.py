@@ -8,9 +8,9 @@ from functools import partial
 import torch
 import torch.distributed as dist
 
-from manifests.errors import UserError
-from train.config.training import COUNTS_RULE, TYPE_RULE, check_rule
-from train.distributed.world import World
+from clipmill.manifests.errors import UserError
+from clipmill.train.config.training import COUNTS_RULE, TYPE_RULE, check_rule
+from clipmill.train.distributed.world import World
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 _MAX_DIMENSIONS = 6

@@ -27,7 +27,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from train.distributed.world import World
+from clipmill.train.distributed.world import World
 
 _NUM_THREADS = 2  # per rank; enough to keep a disk busy
 

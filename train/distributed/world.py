@@ -17,7 +17,7 @@ from typing import Any, TypeVar, cast
 import torch
 import torch.distributed as dist
 
-from manifests.errors import ClipmillError, UserError
+from clipmill.manifests.errors import ClipmillError, UserError
 
 Outcome = TypeVar("Outcome")
 

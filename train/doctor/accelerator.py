@@ -1,7 +1,7 @@
 """torch, GPUs, driver and trials of attention: everything that needs a process with torch.
 
-As a program (`python -m train.doctor.accelerator`) it prints one JSON object. `train doctor` runs it as a child process
-with a timeout (`ask_child`), because a damaged driver can hang or kill the process that uses it.
+As a program (`python -m clipmill.train.doctor.accelerator`) it prints one JSON object. `train doctor` runs it as a
+child process with a timeout (`ask_child`), because a damaged driver can hang or kill the process that uses it.
 
 Shape suffixes: B batch, M tokens, H heads, K width of a head.
 """
@@ -19,8 +19,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from manifests.errors import first_line
-from train.run.folder import installed_version
+from clipmill.manifests.errors import first_line
+from clipmill.train.run.folder import installed_version
 
 _DRIVER_FILE = Path("/proc/driver/nvidia/version")
 _TIMEOUT_S = 180.0
@@ -102,7 +102,7 @@ def examine_accelerator(*, tries: bool = True, has_gpus: bool = True) -> Acceler
         import torch
     except (ImportError, OSError) as error:
         return Accelerator(torch_error=first_line(error), driver=driver_version(), driver_cuda=_driver_cuda())
-    from train.models.attention_kernels import cudnn_version
+    from clipmill.train.models.attention_kernels import cudnn_version
 
     found: dict[str, Any] = {
         "torch": torch.__version__,
@@ -122,7 +122,7 @@ def examine_accelerator(*, tries: bool = True, has_gpus: bool = True) -> Acceler
         except (RuntimeError, AssertionError) as error:  # AssertionError: a torch without CUDA
             found["cuda_error"] = first_line(error)
     if tries:
-        from train.device.precision import open_precision
+        from clipmill.train.device.precision import open_precision
 
         device_type = "cuda" if found.get("gpus") else "cpu"
         precision = open_precision("auto", device_type=device_type)
@@ -152,7 +152,7 @@ def _gpu(index: int, *, asks_free: bool) -> Gpu:
 
 
 def _xformers() -> dict[str, Any]:
-    from train.models.attention import load_xformers
+    from clipmill.train.models.attention import load_xformers
 
     if find_spec("xformers") is None:
         return {}
@@ -166,8 +166,8 @@ def _try_one(name: str, kind: str, precision: str, device_type: str) -> Tried:
     """Run forward and backward passes of full attention of clips, or of packed captions."""
     import torch
 
-    from train.models.attention import open_attention, pack
-    from train.models.attention_kernels import kernels_of
+    from clipmill.train.models.attention import open_attention, pack
+    from clipmill.train.models.attention_kernels import kernels_of
 
     dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(precision, torch.float32)
     device, is_packed = torch.device(device_type), kind != "clips"
@@ -201,9 +201,9 @@ def _driver_cuda() -> tuple[int, int] | None:
     return version_code.value // 1000, version_code.value % 1000 // 10
 
 
-def ask_child(*, timeout_s: float = _TIMEOUT_S, module: str = "train.doctor.accelerator") -> Accelerator:
+def ask_child(*, timeout_s: float = _TIMEOUT_S, module: str = "clipmill.train.doctor.accelerator") -> Accelerator:
     """Examine in a child process; a hang or crash becomes `torch_error`."""
-    command, pipe = [sys.executable, "-m", module], subprocess.PIPE
+    command, pipe = [sys.executable, "-P", "-m", module], subprocess.PIPE
     process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=pipe, stderr=pipe, start_new_session=True)
     try:
         printed, complaints = process.communicate(timeout=timeout_s)

@@ -10,10 +10,10 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from manifests.errors import FailedWork, UserError
-from manifests.progress import Activity
-from train.doctor.examined import CODECS, Examined, as_json, examine, examine_in_run, used_by_training
-from train.doctor.judge import Finding, judge
+from clipmill.manifests.errors import FailedWork, UserError
+from clipmill.manifests.progress import Activity
+from clipmill.train.doctor.examined import CODECS, Examined, as_json, examine, examine_in_run, used_by_training
+from clipmill.train.doctor.judge import Finding, judge
 
 _LABEL_WIDTH = 11
 _MAX_COLUMNS = 100

@@ -5,12 +5,12 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from train.config.training import TrainingSettings
-from train.doctor.accelerator import Accelerator, ask_child, examine_accelerator
-from train.doctor.host import Disk, Host, examine_disk, examine_host
-from train.run.folder import versions
+from clipmill.train.config.training import TrainingSettings
+from clipmill.train.doctor.accelerator import Accelerator, ask_child, examine_accelerator
+from clipmill.train.doctor.host import Disk, Host, examine_disk, examine_host
+from clipmill.train.run.folder import versions
 
-# Decoders of what `prep chunk` writes (train.data.decoding.decoders), the default's first.
+# Decoders of what `prep chunk` writes (clipmill.train.data.decoding.decoders), the default's first.
 CODECS = ("h264", "hevc", "libdav1d", "vp9", "mjpeg")
 
 

@@ -18,7 +18,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from train.run.folder import processor
+from clipmill.train.run.folder import processor
 
 _BLOCK = 1 << 22
 _NUM_BLOCKS = 12

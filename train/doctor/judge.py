@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Literal
 
-from train.doctor.examined import Examined
+from clipmill.train.doctor.examined import Examined
 
 Level = Literal["broken", "warning", "note"]
 _LEVELS: tuple[Level, ...] = ("broken", "warning", "note")

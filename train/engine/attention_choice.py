@@ -12,14 +12,14 @@ from typing import Any, cast
 
 import torch
 
-from manifests.errors import UserError
-from train.config.model import Kind, kind_of, tubelet_of
-from train.config.training import ClipSettings
-from train.distributed.world import World
-from train.models.attention import Attend, AttentionBackend, AttentionChoice, open_attention, pack
-from train.models.attention_kernels import Workload, fastest, kernels_of, measure
-from train.models.dual_encoder import size_of
-from train.models.video_vit import VideoViTSize
+from clipmill.manifests.errors import UserError
+from clipmill.train.config.model import Kind, kind_of, tubelet_of
+from clipmill.train.config.training import ClipSettings
+from clipmill.train.distributed.world import World
+from clipmill.train.models.attention import Attend, AttentionBackend, AttentionChoice, open_attention, pack
+from clipmill.train.models.attention_kernels import Workload, fastest, kernels_of, measure
+from clipmill.train.models.dual_encoder import size_of
+from clipmill.train.models.video_vit import VideoViTSize
 
 Workloads = Callable[[Any, int], tuple[Workload, ...]]
 # Of two equally fast ones, the earlier one is chosen.
@@ -57,7 +57,7 @@ def choose_attention(
 
     Args:
         workloads: (settings, number of clips) -> the attention that a step computes.
-        products: dtype of matrix products (train.device.precision); None for float32.
+        products: dtype of matrix products (clipmill.train.device.precision); None for float32.
         facts: run.json of the run that is resumed.
 
     Returns:
@@ -137,7 +137,7 @@ def video_workloads(
         return Workload(num_items=items, num_tokens=tokens, num_heads=num_heads, head_width=width, num_blocks=depth)
 
     if kind == "timesformer":
-        # Temporal attention treats every patch of every head as a head of its own (train.models.timesformer).
+        # Temporal attention treats every patch of every head as a head of its own (clipmill.train.models.timesformer).
         return workload(num_clips, times, places * heads), workload(num_clips * times, places + 1)
     seen = places if share_seen == 1 else max(1, round(places * share_seen))
     return (workload(num_clips, times * seen + (kind == "clip")),)

@@ -2,7 +2,8 @@
 
 The life cycle of a failed sample ("why was this sample skipped?"):
 
-1. Reading or decoding raises `SampleFailed` with a reason code (train.data.outcomes). The loader turns it into a
+1. Reading or decoding raises `SampleFailed` with a reason code (clipmill.train.data.outcomes). The loader turns it into
+a
    `FailedSample`, which comes with the next batch; that batch is filled from the samples that follow.
 2. Before each step, `FailureLog.next_batch` gathers the failures of all ranks. The first rank appends them to
    failures.jsonl: position in the order of samples, chunk, reason, detail.
@@ -21,12 +22,12 @@ from dataclasses import dataclass
 
 import torch
 
-from manifests.errors import ClipmillError, FailedWork
-from train.data.order import Cursor
-from train.data.outcomes import FailedSample, LoadedBatch, TooManyFailures
-from train.data.prefetch import on_all_stages
-from train.distributed.world import World
-from train.run.folder import RunFolder, append_lines, keep_lines
+from clipmill.manifests.errors import ClipmillError, FailedWork
+from clipmill.train.data.order import Cursor
+from clipmill.train.data.outcomes import FailedSample, LoadedBatch, TooManyFailures
+from clipmill.train.data.prefetch import on_all_stages
+from clipmill.train.distributed.world import World
+from clipmill.train.run.folder import RunFolder, append_lines, keep_lines
 
 
 @dataclass(frozen=True)

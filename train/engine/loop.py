@@ -1,10 +1,10 @@
-"""The training loop of all tasks. Model, objective and evaluation come from the task (train.engine.task).
+"""The training loop of all tasks. Model, objective and evaluation come from the task (clipmill.train.engine.task).
 
 All ranks run it in lockstep. Before each step they exchange whether everyone has a batch and nobody is to stop; an
-error or signal on one rank therefore ends all of them (train.engine.failure_log).
+error or signal on one rank therefore ends all of them (clipmill.train.engine.failure_log).
 
-The metrics of a step are read after the next step has been started (train.device.transfer), or at once for a checkpoint
-or an evaluation. A loss or gradient norm that is not finite ends the run, and no later step is saved.
+The metrics of a step are read after the next step has been started (clipmill.train.device.transfer), or at once for a
+checkpoint or an evaluation. A loss or gradient norm that is not finite ends the run, and no later step is saved.
 """
 
 import shlex
@@ -19,27 +19,27 @@ from types import FrameType
 import torch
 from torch import nn
 
-from manifests.errors import ClipmillError, Stopped, UserError
-from train.config.training import TrainingSettings
-from train.data.batch import PICTURES, TENSORS, to_device
-from train.data.inputs import Mixture
-from train.data.loader import TrainingSet
-from train.data.outcomes import LoadedBatch
-from train.data.prefetch import prefetch
-from train.device.transfer import DeviceEvent, LateMetrics, Scalar, StepGuard
-from train.distributed.parallel import average_gradients, synced
-from train.distributed.world import Step, World
-from train.engine.failure_log import FailureLog
-from train.engine.metrics_log import BatchIds, MetricsLog, PendingStep, require_finite_state
-from train.engine.out_of_memory import explain_out_of_memory
-from train.engine.state import State, new_state
-from train.engine.task import Task
-from train.engine.throughput import Throughput
-from train.optim.optimizer import clip_gradients, set_learning_rates, take_step
-from train.run.checkpoint import latest_checkpoint
-from train.run.checkpoint_writer import CheckpointWriter
-from train.run.folder import RunFolder
-from train.run.tracking import Progress, Trackers, open_trackers
+from clipmill.manifests.errors import ClipmillError, Stopped, UserError
+from clipmill.train.config.training import TrainingSettings
+from clipmill.train.data.batch import PICTURES, TENSORS, to_device
+from clipmill.train.data.inputs import Mixture
+from clipmill.train.data.loader import TrainingSet
+from clipmill.train.data.outcomes import LoadedBatch
+from clipmill.train.data.prefetch import prefetch
+from clipmill.train.device.transfer import DeviceEvent, LateMetrics, Scalar, StepGuard
+from clipmill.train.distributed.parallel import average_gradients, synced
+from clipmill.train.distributed.world import Step, World
+from clipmill.train.engine.failure_log import FailureLog
+from clipmill.train.engine.metrics_log import BatchIds, MetricsLog, PendingStep, require_finite_state
+from clipmill.train.engine.out_of_memory import explain_out_of_memory
+from clipmill.train.engine.state import State, new_state
+from clipmill.train.engine.task import Task
+from clipmill.train.engine.throughput import Throughput
+from clipmill.train.optim.optimizer import clip_gradients, set_learning_rates, take_step
+from clipmill.train.run.checkpoint import latest_checkpoint
+from clipmill.train.run.checkpoint_writer import CheckpointWriter
+from clipmill.train.run.folder import RunFolder
+from clipmill.train.run.tracking import Progress, Trackers, open_trackers
 
 # SIGTERM and Ctrl-C: how a run is stopped, and what it says then.
 
@@ -47,7 +47,8 @@ from train.run.tracking import Progress, Trackers, open_trackers
 class StopSignal:
     """SIGTERM, remembered until the loop has finished its step.
 
-    The ranks exchange it before each step (train.engine.failure_log): if one has received it, all save a checkpoint and
+    The ranks exchange it before each step (clipmill.train.engine.failure_log): if one has received it, all save a
+        checkpoint and
     stop.
     """
 

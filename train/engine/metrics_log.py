@@ -10,14 +10,14 @@ from typing import Any
 
 import torch
 
-from manifests.errors import FailedWork
-from manifests.publish import publish_json
-from train.device.transfer import DeviceEvent, LateMetrics
-from train.distributed.sharded import local_part
-from train.distributed.world import Step, World
-from train.engine.throughput import Throughput
-from train.run.folder import RunFolder
-from train.run.tracking import Trackers
+from clipmill.manifests.errors import FailedWork
+from clipmill.manifests.publish import publish_json
+from clipmill.train.device.transfer import DeviceEvent, LateMetrics
+from clipmill.train.distributed.sharded import local_part
+from clipmill.train.distributed.world import Step, World
+from clipmill.train.engine.throughput import Throughput
+from clipmill.train.run.folder import RunFolder
+from clipmill.train.run.tracking import Trackers
 
 # Stop a run whose loss, gradients or state are not finite, before anything is saved.
 

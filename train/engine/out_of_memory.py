@@ -5,9 +5,9 @@ from contextlib import contextmanager
 
 import torch
 
-from manifests.errors import UserError
-from train.config.training import TrainingSettings
-from train.distributed.world import World
+from clipmill.manifests.errors import UserError
+from clipmill.train.config.training import TrainingSettings
+from clipmill.train.distributed.world import World
 
 # Reserved for cuBLAS, NCCL and fragmentation.
 _SPARE = 0.1

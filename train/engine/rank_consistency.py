@@ -9,18 +9,18 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Protocol, TypeVar
 
-from manifests.errors import UserError
-from manifests.storage.objects import is_remote
-from manifests.store import read_manifest
-from shards.dataset import current_variant, variant_dir
-from shards.table_commits import committed_tars
-from train.config.shards import folder_names
-from train.config.training import TrainingSettings, flat, plain_values
-from train.data.loader import TrainingSet
-from train.data.streams.tars import names_tars
-from train.distributed.launch import COMMAND, Start, difference
-from train.distributed.world import World
-from train.run.folder import versions
+from clipmill.manifests.errors import UserError
+from clipmill.manifests.storage.objects import is_remote
+from clipmill.manifests.store import read_manifest
+from clipmill.shards.dataset import current_variant, variant_dir
+from clipmill.shards.table_commits import committed_tars
+from clipmill.train.config.shards import folder_names
+from clipmill.train.config.training import TrainingSettings, flat, plain_values
+from clipmill.train.data.loader import TrainingSet
+from clipmill.train.data.streams.tars import names_tars
+from clipmill.train.distributed.launch import COMMAND, Start, difference
+from clipmill.train.distributed.world import World
+from clipmill.train.run.folder import versions
 
 # Location of the data and speed of reading; neither affects what is trained.
 MACHINE_FLAGS = frozenset({"shards", "cache", "cache_size", "workers", "batches_ahead"})

@@ -9,22 +9,22 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
-from manifests.errors import UserError
-from train.config.training import TrainingSettings, require_same, shaping
-from train.data.loader import TrainingSet
-from train.data.order import Cursor, LoaderState, merge_cursors
-from train.device.precision import Precision, open_precision
-from train.distributed.parallel import ZeroOptimizer, unsharded, wrap_model
-from train.distributed.pipeline import Pipeline
-from train.distributed.storage import dtype_of
-from train.distributed.world import World
-from train.engine.metrics_log import not_finite
-from train.engine.task import ClipTask, Task, own_part
-from train.losses.objective import Objective
-from train.optim.optimizer import make_optimizer
-from train.optim.parameters import Ema, plain_name
-from train.run.checkpoint import CheckpointMetadata, check_fits, fill, read_metadata, read_table
-from train.weights.sources import Base
+from clipmill.manifests.errors import UserError
+from clipmill.train.config.training import TrainingSettings, require_same, shaping
+from clipmill.train.data.loader import TrainingSet
+from clipmill.train.data.order import Cursor, LoaderState, merge_cursors
+from clipmill.train.device.precision import Precision, open_precision
+from clipmill.train.distributed.parallel import ZeroOptimizer, unsharded, wrap_model
+from clipmill.train.distributed.pipeline import Pipeline
+from clipmill.train.distributed.storage import dtype_of
+from clipmill.train.distributed.world import World
+from clipmill.train.engine.metrics_log import not_finite
+from clipmill.train.engine.task import ClipTask, Task, own_part
+from clipmill.train.losses.objective import Objective
+from clipmill.train.optim.optimizer import make_optimizer
+from clipmill.train.optim.parameters import Ema, plain_name
+from clipmill.train.run.checkpoint import CheckpointMetadata, check_fits, fill, read_metadata, read_table
+from clipmill.train.weights.sources import Base
 
 Of = TypeVar("Of")
 
@@ -35,8 +35,8 @@ class State:
 
     Attributes:
         model: as the task built it; with FSDP its parameters are DTensors.
-        trained: the module that a training step calls: the model or its wrapper (train.distributed.parallel,
-            train.distributed.pipeline).
+        trained: the module that a training step calls: the model or its wrapper (clipmill.train.distributed.parallel,
+            clipmill.train.distributed.pipeline).
         zero: broadcasts the parameters that this rank's optimizer updates; None unless the strategy is zero1.
         base: the frozen weights that checkpoints leave out, if they do.
         cursor: end of this rank's batches in the order of samples.

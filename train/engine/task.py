@@ -12,29 +12,29 @@ from typing import Any, Generic, Protocol, Self, TypeVar, runtime_checkable
 import torch
 from torch import nn
 
-from manifests.errors import UserError
-from train.augment.draws import draw
-from train.augment.pictures import to_model_input
-from train.config.evaluation import EvaluatedData
-from train.config.training import ClipSettings, ParallelSettings, TrainingSettings, adapted_towers
-from train.config.tuning import frozen_part
-from train.data.batch import Batch
-from train.data.inputs import Mixture, open_mixed
-from train.data.loader import TrainingSet
-from train.distributed.pipeline import check_microbatches
-from train.distributed.stages import LayerCost, partition
-from train.distributed.world import World
-from train.engine.rank_consistency import NamedSamples
-from train.losses.objective import Objective
-from train.models.adapters import add_adapters
-from train.models.attention import AttentionBackend
-from train.models.dual_encoder import ModelShape
-from train.models.transformer import blocks_of, compile_blocks
-from train.optim.parameters import freeze
-from train.run.folder import data_facts
-from train.weights.conversion import LOGIT_SCALE
-from train.weights.loading import Loaded, copy_into, fit_to
-from train.weights.sources import Base, Say, Source, base_of
+from clipmill.manifests.errors import UserError
+from clipmill.train.augment.draws import draw
+from clipmill.train.augment.pictures import to_model_input
+from clipmill.train.config.evaluation import EvaluatedData
+from clipmill.train.config.training import ClipSettings, ParallelSettings, TrainingSettings, adapted_towers
+from clipmill.train.config.tuning import frozen_part
+from clipmill.train.data.batch import Batch
+from clipmill.train.data.inputs import Mixture, open_mixed
+from clipmill.train.data.loader import TrainingSet
+from clipmill.train.distributed.pipeline import check_microbatches
+from clipmill.train.distributed.stages import LayerCost, partition
+from clipmill.train.distributed.world import World
+from clipmill.train.engine.rank_consistency import NamedSamples
+from clipmill.train.losses.objective import Objective
+from clipmill.train.models.adapters import add_adapters
+from clipmill.train.models.attention import AttentionBackend
+from clipmill.train.models.dual_encoder import ModelShape
+from clipmill.train.models.transformer import blocks_of, compile_blocks
+from clipmill.train.optim.parameters import freeze
+from clipmill.train.run.folder import data_facts
+from clipmill.train.weights.conversion import LOGIT_SCALE
+from clipmill.train.weights.loading import Loaded, copy_into, fit_to
+from clipmill.train.weights.sources import Base, Say, Source, base_of
 
 
 class Task(Protocol):
@@ -96,7 +96,7 @@ class StartableTask(Task, Protocol):
 
 @runtime_checkable
 class PipelineTask(Protocol):
-    """A task whose model is a flat list of layers and whose objective can run a train.distributed.pipeline.Pipeline."""
+    """A task whose model is a flat list of layers and whose objective can run a `distributed.pipeline.Pipeline`."""
 
     def build_model(self, samples: Any) -> nn.Module:
         """See `Task`."""
@@ -159,7 +159,8 @@ def describe_parameters(task: Task, samples: Any) -> dict[str, str]:
 
 # What the tasks that train a video tower on clips have in common.
 #
-# A task outside of clipmill may derive from `ClipTask` too; the loop asks only for `train.engine.task.StartableTask`.
+# A task outside of clipmill may derive from `ClipTask` too; the loop asks only for
+# `clipmill.train.engine.task.StartableTask`.
 
 
 # Parts of other models that a video tower is not initialised from: prefix of their tensors, description.
@@ -241,7 +242,7 @@ class ClipTask(Generic[Settings, Samples, Model]):
         return fit_to(model, source, allow=self._settings.init.allow, say=say)
 
     def fit_whole(self, model: Model, source: Source, *, say: Say) -> Loaded:
-        """Fit all parameters of a model on any device to weights; see `train.weights.loading.load_whole`."""
+        """Fit all parameters of a model on any device to weights; see `clipmill.train.weights.loading.load_whole`."""
         return fit_to(model, source, say=say)
 
     def start_from(self, source: Source, samples: Samples, *, say: Say) -> Loaded:

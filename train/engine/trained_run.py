@@ -8,18 +8,18 @@ from typing import Any, Generic, TypeVar
 import torch
 from torch import nn
 
-from manifests.errors import UserError
-from train.config.files import load_settings
-from train.config.training import ClipSettings
-from train.device.precision import Precision, choose_device, open_precision
-from train.engine.attention_choice import as_before
-from train.models.adapters import remove_adapters
-from train.models.attention import AttentionBackend, open_attention
-from train.models.dual_encoder import ModelShape, size_of
-from train.run.checkpoint import content_of, read_metadata, read_table
-from train.run.folder import RunFolder, require_trained_with
-from train.weights.conversion import CONV
-from train.weights.sources import whole_weights
+from clipmill.manifests.errors import UserError
+from clipmill.train.config.files import load_settings
+from clipmill.train.config.training import ClipSettings
+from clipmill.train.device.precision import Precision, choose_device, open_precision
+from clipmill.train.engine.attention_choice import as_before
+from clipmill.train.models.adapters import remove_adapters
+from clipmill.train.models.attention import AttentionBackend, open_attention
+from clipmill.train.models.dual_encoder import ModelShape, size_of
+from clipmill.train.run.checkpoint import content_of, read_metadata, read_table
+from clipmill.train.run.folder import RunFolder, require_trained_with
+from clipmill.train.weights.conversion import CONV
+from clipmill.train.weights.sources import whole_weights
 
 Settings = TypeVar("Settings", bound=ClipSettings)
 Model = TypeVar("Model", bound=nn.Module)

@@ -6,10 +6,10 @@ from typing import Any, cast
 
 from torch import nn
 
-from train.config.model import kind_of
-from train.config.training import ClipSettings
-from train.models.captioner import VideoTower
-from train.weights.conversion import MEANS, STDS
+from clipmill.train.config.model import kind_of
+from clipmill.train.config.training import ClipSettings
+from clipmill.train.models.captioner import VideoTower
+from clipmill.train.weights.conversion import MEANS, STDS
 
 # Settings, besides tensors and kind of task, on which an output depends.
 _DECISIVE = ("num_frames", "sampling", "stride", "size_px", "input", "segment")

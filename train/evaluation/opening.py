@@ -6,21 +6,21 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from manifests.errors import UserError
-from train.config.data import AS_TRAINED, Overrides
-from train.config.fields import deferred_checks
-from train.config.files import load_settings
-from train.config.model import Init
-from train.config.training import ClipSettings, Device
-from train.engine.trained_run import ready
-from train.evaluation.record import read_record
-from train.evaluation.runner import OpenedRun, open_for
-from train.models.dual_encoder import ModelShape, size_of
-from train.run.folder import RunFolder, open_run
-from train.spec import Adopted, TaskSpec
-from train.weights.architecture import sized_as
-from train.weights.loading import load_whole
-from train.weights.sources import Say, Source, fetch_tag, has_weights, is_name_and_tag, is_run, open_weights
+from clipmill.manifests.errors import UserError
+from clipmill.train.config.data import AS_TRAINED, Overrides
+from clipmill.train.config.fields import deferred_checks
+from clipmill.train.config.files import load_settings
+from clipmill.train.config.model import Init
+from clipmill.train.config.training import ClipSettings, Device
+from clipmill.train.engine.trained_run import ready
+from clipmill.train.evaluation.record import read_record
+from clipmill.train.evaluation.runner import OpenedRun, open_for
+from clipmill.train.models.dual_encoder import ModelShape, size_of
+from clipmill.train.run.folder import RunFolder, open_run
+from clipmill.train.spec import Adopted, TaskSpec
+from clipmill.train.weights.architecture import sized_as
+from clipmill.train.weights.loading import load_whole
+from clipmill.train.weights.sources import Say, Source, fetch_tag, has_weights, is_name_and_tag, is_run, open_weights
 
 Tasks = Mapping[str, Callable[[], TaskSpec]]
 

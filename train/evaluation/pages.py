@@ -13,9 +13,9 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar
 
-from manifests.errors import UserError
-from manifests.quoting import visible
-from train.run.folder import other_data
+from clipmill.manifests.errors import UserError
+from clipmill.manifests.quoting import visible
+from clipmill.train.run.folder import other_data
 
 if TYPE_CHECKING:
     import av
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from jinja2 import Environment, Template
     from numpy.typing import NDArray
 
-    from train.spec import EvaluationSpec
+    from clipmill.train.spec import EvaluationSpec
 
 # Results of `train eval` as tables with their protocols, for the console and the results page.
 
@@ -192,7 +192,7 @@ def _environment(folder: Path) -> "Environment":
     from jinja2 import Environment, FileSystemLoader, StrictUndefined
     from markupsafe import Markup
 
-    from train.evaluation.by_class import class_view
+    from clipmill.train.evaluation.by_class import class_view
 
     environment = Environment(
         loader=FileSystemLoader([folder, Path(__file__).parent]),

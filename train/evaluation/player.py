@@ -10,16 +10,16 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 import pyarrow as pa
 
-from manifests.errors import UserError
-from train.config.training import ClipSettings
-from train.data.chunk_table import rows_of
-from train.data.chunks import ChunkSet
-from train.data.frame_sampling import Sampling, frame_indices
-from train.data.outcomes import SampleFailed
-from train.data.remote import open_data_folder
-from train.data.streams.tars import names_tars
-from train.data.usable_captions import usable_captions
-from train.evaluation.pages import PicturedSamples, evenly_within, jpeg_uri
+from clipmill.manifests.errors import UserError
+from clipmill.train.config.training import ClipSettings
+from clipmill.train.data.chunk_table import rows_of
+from clipmill.train.data.chunks import ChunkSet
+from clipmill.train.data.frame_sampling import Sampling, frame_indices
+from clipmill.train.data.outcomes import SampleFailed
+from clipmill.train.data.remote import open_data_folder
+from clipmill.train.data.streams.tars import names_tars
+from clipmill.train.data.usable_captions import usable_captions
+from clipmill.train.evaluation.pages import PicturedSamples, evenly_within, jpeg_uri
 
 if TYPE_CHECKING:
     import av

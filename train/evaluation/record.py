@@ -13,18 +13,18 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from manifests.errors import UserError
-from manifests.publish import publish_bytes, publish_json
-from train.config.fields import deferred_checks
-from train.config.files import save_settings
-from train.config.model import Init
-from train.config.training import TrainingSettings
-from train.engine.attention_choice import CHOICE_FACT
-from train.evaluation.runner import OpenedRun
-from train.run.checkpoint import file_facts
-from train.run.folder import RunFolder, read_object
-from train.weights.exported import EXTRAS_FILE
-from train.weights.sources import weights_file
+from clipmill.manifests.errors import UserError
+from clipmill.manifests.publish import publish_bytes, publish_json
+from clipmill.train.config.fields import deferred_checks
+from clipmill.train.config.files import save_settings
+from clipmill.train.config.model import Init
+from clipmill.train.config.training import TrainingSettings
+from clipmill.train.engine.attention_choice import CHOICE_FACT
+from clipmill.train.evaluation.runner import OpenedRun
+from clipmill.train.run.checkpoint import file_facts
+from clipmill.train.run.folder import RunFolder, read_object
+from clipmill.train.weights.exported import EXTRAS_FILE
+from clipmill.train.weights.sources import weights_file
 
 FOLDER = "clipmill"
 _FILES = "files.json"

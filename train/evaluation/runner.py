@@ -2,7 +2,7 @@
 
 This module has what all evaluations share: opening a run, the common fields of a result, the description of the
 clips, and the command line that repeats the evaluation. What is scored, and how, is up to the evaluation
-(`train.spec.EvaluationSpec.score`).
+(`clipmill.train.spec.EvaluationSpec.score`).
 """
 
 import hashlib
@@ -13,19 +13,19 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
-from manifests.errors import UserError
-from manifests.publish import publish_json
-from train.config.data import AS_TRAINED, Overrides
-from train.config.training import ClipSettings, Device, flat
-from train.data.decoding.clip import Views
-from train.data.outcomes import FailedSample
-from train.engine.trained_run import TrainedRun, open_trained_run, read_settings, shape_of_run
-from train.evaluation.pages import marked
-from train.models.dual_encoder import ModelShape
-from train.run.folder import RunFolder, data_facts, read_object, result_name
-from train.spec import EvaluationSpec, TaskSpec
-from train.weights.loading import load_whole
-from train.weights.sources import Say, Source, open_run_weights
+from clipmill.manifests.errors import UserError
+from clipmill.manifests.publish import publish_json
+from clipmill.train.config.data import AS_TRAINED, Overrides
+from clipmill.train.config.training import ClipSettings, Device, flat
+from clipmill.train.data.decoding.clip import Views
+from clipmill.train.data.outcomes import FailedSample
+from clipmill.train.engine.trained_run import TrainedRun, open_trained_run, read_settings, shape_of_run
+from clipmill.train.evaluation.pages import marked
+from clipmill.train.models.dual_encoder import ModelShape
+from clipmill.train.run.folder import RunFolder, data_facts, read_object, result_name
+from clipmill.train.spec import EvaluationSpec, TaskSpec
+from clipmill.train.weights.loading import load_whole
+from clipmill.train.weights.sources import Say, Source, open_run_weights
 
 _ONE_VIEW = Views()
 

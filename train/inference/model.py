@@ -19,21 +19,21 @@ from numpy.typing import NDArray
 from torch import nn
 from torch.nn.functional import interpolate
 
-from manifests.errors import UserError
-from manifests.quoting import quoted
-from train.config.data import Overrides
-from train.config.training import ClipSettings, Device
-from train.data.arguments import require_device, require_whole_numbers
-from train.data.batch import Batch, to_device
-from train.evaluation.identity import identity_of, normalisation_of
-from train.evaluation.opening import Tasks, open_weights_as
-from train.evaluation.probe.features import tower_of
-from train.evaluation.runner import OpenedRun
-from train.models.captioner import VideoTower
-from train.models.dual_encoder import DualEncoder
-from train.models.text import load_tokenizer
-from train.registry import task_named, task_names
-from train.spec import TaskSpec
+from clipmill.manifests.errors import UserError
+from clipmill.manifests.quoting import quoted
+from clipmill.train.config.data import Overrides
+from clipmill.train.config.training import ClipSettings, Device
+from clipmill.train.data.arguments import require_device, require_whole_numbers
+from clipmill.train.data.batch import Batch, to_device
+from clipmill.train.evaluation.identity import identity_of, normalisation_of
+from clipmill.train.evaluation.opening import Tasks, open_weights_as
+from clipmill.train.evaluation.probe.features import tower_of
+from clipmill.train.evaluation.runner import OpenedRun
+from clipmill.train.models.captioner import VideoTower
+from clipmill.train.models.dual_encoder import DualEncoder
+from clipmill.train.models.text import load_tokenizer
+from clipmill.train.registry import task_named, task_names
+from clipmill.train.spec import TaskSpec
 
 Clips = Batch | torch.Tensor | NDArray[np.uint8] | NDArray[np.float32]
 _RGB, _CLIP_DIMS = 3, 5
@@ -203,7 +203,7 @@ def tasks_where(holds: Callable[[TaskSpec], bool] = lambda spec: True) -> Tasks:
 
 
 def open_weights_for_use(weights: str | Path, **how: Any) -> OpenedRun:
-    """`train.evaluation.opening.open_weights_as` any task."""
+    """`clipmill.train.evaluation.opening.open_weights_as` any task."""
     return open_weights_as(tasks_where(), weights, **how)
 
 

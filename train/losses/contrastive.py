@@ -15,12 +15,12 @@ from typing import Any, cast
 import torch
 from torch import nn
 
-from train.data.batch import Batch
-from train.device.transfer import Scalar
-from train.distributed.world import Step, World
-from train.losses.objective import Objective
-from train.losses.settings import Loss
-from train.losses.similarities import Similarities, exact_products
+from clipmill.train.data.batch import Batch
+from clipmill.train.device.transfer import Scalar
+from clipmill.train.distributed.world import Step, World
+from clipmill.train.losses.objective import Objective
+from clipmill.train.losses.settings import Loss
+from clipmill.train.losses.similarities import Similarities, exact_products
 
 # Turns a batch into the arguments of the model; may draw from torch's generators.
 Inputs = Callable[[Batch], tuple[Any, ...]]

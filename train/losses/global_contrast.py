@@ -12,14 +12,14 @@ from dataclasses import dataclass
 
 import torch
 
-from manifests.errors import UserError
-from train.data.batch import Batch
-from train.device.transfer import sent
-from train.distributed.sharded import ShardedRows
-from train.distributed.world import Step, World
-from train.losses.contrastive import Contrast, ContrastiveObjective, DatasetSize, Inputs
-from train.losses.settings import Convention, GammaSchedule, Loss
-from train.losses.similarities import Similarities, exponential_gradients, log_sums
+from clipmill.manifests.errors import UserError
+from clipmill.train.data.batch import Batch
+from clipmill.train.device.transfer import sent
+from clipmill.train.distributed.sharded import ShardedRows
+from clipmill.train.distributed.world import Step, World
+from clipmill.train.losses.contrastive import Contrast, ContrastiveObjective, DatasetSize, Inputs
+from clipmill.train.losses.settings import Convention, GammaSchedule, Loss
+from clipmill.train.losses.similarities import Similarities, exponential_gradients, log_sums
 
 
 @dataclass(frozen=True, kw_only=True)

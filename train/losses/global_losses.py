@@ -5,12 +5,12 @@ import math
 import torch
 from torch import nn
 
-from train.device.transfer import Scalar
-from train.distributed.world import Step, World
-from train.losses.contrastive import DatasetSize, Inputs
-from train.losses.global_contrast import Estimate, GlobalContrast, Side, group_means
-from train.losses.settings import Loss
-from train.losses.similarities import softmax_means
+from clipmill.train.device.transfer import Scalar
+from clipmill.train.distributed.world import Step, World
+from clipmill.train.losses.contrastive import DatasetSize, Inputs
+from clipmill.train.losses.global_contrast import Estimate, GlobalContrast, Side, group_means
+from clipmill.train.losses.settings import Loss
+from clipmill.train.losses.similarities import softmax_means
 
 # FastCLIP, appendix B: below this temperature, v3 trains it at a third of its learning rate.
 _SLOW_BELOW = 0.03

@@ -6,12 +6,12 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from manifests.errors import UserError
-from train.data.batch import Batch
-from train.distributed.world import Step, World
-from train.losses.contrastive import Contrast, ContrastiveObjective, DatasetSize, Inputs
-from train.losses.settings import Loss
-from train.losses.similarities import Similarities, blocks, exponential_gradients, log_sums
+from clipmill.manifests.errors import UserError
+from clipmill.train.data.batch import Batch
+from clipmill.train.distributed.world import Step, World
+from clipmill.train.losses.contrastive import Contrast, ContrastiveObjective, DatasetSize, Inputs
+from clipmill.train.losses.settings import Loss
+from clipmill.train.losses.similarities import Similarities, blocks, exponential_gradients, log_sums
 
 _INITIAL_BIAS = -10.0  # Zhai et al. 2023: near the log of the share of true pairs, for small gradients at first
 
@@ -26,7 +26,7 @@ class InfoNCE(ContrastiveObjective):
 
     Two equal captions of a batch are each other's negatives, as in CLIP. The loss is then lowest where both have equal
     probability, which raises its value but does not change the ranking of different captions. Retrieval counts equal
-    captions as one (train.tasks.dual_encoder.metrics).
+    captions as one (clipmill.train.tasks.dual_encoder.metrics).
     """
 
     def contrast(self, similarities: Similarities, batch: Batch, step: Step) -> Contrast:

@@ -5,9 +5,9 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import nn
 
-from train.data.batch import Batch
-from train.device.transfer import Scalar
-from train.distributed.world import Step
+from clipmill.train.data.batch import Batch
+from clipmill.train.device.transfer import Scalar
+from clipmill.train.distributed.world import Step
 
 
 class Objective(nn.Module):

@@ -10,9 +10,9 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from train.distributed.world import World
-    from train.losses.contrastive import ContrastiveObjective, DatasetSize, Inputs, LossFunction
-    from train.losses.settings import Loss
+    from clipmill.train.distributed.world import World
+    from clipmill.train.losses.contrastive import ContrastiveObjective, DatasetSize, Inputs, LossFunction
+    from clipmill.train.losses.settings import Loss
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,7 +45,7 @@ class LossSpec:
 
 
 def _row(name: str, loss: str, **settings: float | str | bool | None) -> LossSpec:
-    return LossSpec(name=name, loss=f"train.losses.{loss}", settings=settings)
+    return LossSpec(name=name, loss=f"clipmill.train.losses.{loss}", settings=settings)
 
 
 _TRAINED = {"freeze_temperature": False, "temperature_lr": None}
@@ -91,7 +91,7 @@ def build_contrast(
     Raises:
         KeyError: there is no loss of that kind.
     """
-    from train.losses.contrastive import AutogradObjective
+    from clipmill.train.losses.contrastive import AutogradObjective
 
     loss = LOSSES[settings.kind].load()
     objective: type[ContrastiveObjective] = loss if isinstance(loss, type) else AutogradObjective

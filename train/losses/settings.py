@@ -6,9 +6,9 @@ from typing import Annotated, Literal, cast
 
 from cyclopts import Parameter
 
-from manifests.errors import UserError
-from train.config.fields import FIRST_RUN, SHARE, Checked, Range
-from train.losses.registry import LOSSES, LossSpec
+from clipmill.manifests.errors import UserError
+from clipmill.train.config.fields import FIRST_RUN, SHARE, Checked, Range
+from clipmill.train.losses.registry import LOSSES, LossSpec
 
 Convention = Literal["paper", "fast_clip"]
 GammaSchedule = Literal["constant", "cosine"]

@@ -10,7 +10,7 @@ its own captions against all captions and clips: it gathers embeddings and a few
 
 with a few values x_i of each clip and y_j of each caption, which the ranks exchange. In closed form, three passes over
 the matrix in blocks are enough, and it is not copied. Losses that leave their gradients to autograd use
-train.losses.contrastive.
+clipmill.train.losses.contrastive.
 """
 
 from collections.abc import Callable, Iterator
@@ -18,7 +18,7 @@ from contextlib import contextmanager
 
 import torch
 
-from train.distributed.world import World
+from clipmill.train.distributed.world import World
 
 # Stands for the similarity of a pair itself: no loss sees it among the negatives, and 0 times it is 0.
 MASKED = -1e4

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
-from train.config.tuning import Target
+from clipmill.train.config.tuning import Target
 
 _SUFFIXES = (".lora.A", ".lora.B")
 
@@ -61,7 +61,8 @@ class Adaptable(nn.Module):
         weight = weight if arranged is None else arranged(weight)
         if self.lora is None:
             return multiply(x, weight, bias)
-        # First, so that a recomputation need not repeat the larger product (train.models.timesformer.linear_of).
+        # First, so that a recomputation need not repeat the larger product
+        # (clipmill.train.models.timesformer.linear_of).
         added = self.lora(x, arranged=arranged)
         return multiply(x, weight, bias) + added
 

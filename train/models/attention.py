@@ -15,8 +15,8 @@ from torch import Tensor
 from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from manifests.errors import UserError
-from train.device.transfer import sent
+from clipmill.manifests.errors import UserError
+from clipmill.train.device.transfer import sent
 
 # Packed sequences: sequences of different lengths concatenated into one row of tokens, without padding.
 #
@@ -113,7 +113,8 @@ class AttentionBackend:
 
 
 def open_attention(choice: AttentionChoice, *, device_type: str, compiles: bool = False) -> AttentionBackend:
-    """Select an implementation for a device (`cpu`, `cuda`) without measuring (see train.engine.attention_choice).
+    """Select an implementation for a device (`cpu`, `cuda`) without measuring (see
+    clipmill.train.engine.attention_choice).
 
     Args:
         compiles: the model goes through torch.compile, which can trace SDPA but not xformers.

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from train.models.attention import PREFERRED, Attend, Packing, pack, xformers_operators
+from clipmill.train.models.attention import PREFERRED, Attend, Packing, pack, xformers_operators
 
 _OF_SDPA = {
     SDPBackend.MATH: "math (all scores in memory)",

@@ -8,9 +8,9 @@ from typing import Protocol
 
 from torch import Tensor, nn
 
-from train.models.gpt2 import Gpt2, TextCache
-from train.models.transformer import Stack
-from train.models.video_vit import VideoViTSize
+from clipmill.train.models.gpt2 import Gpt2, TextCache
+from clipmill.train.models.transformer import Stack
+from clipmill.train.models.video_vit import VideoViTSize
 
 
 class VideoTower(Protocol):

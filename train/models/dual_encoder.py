@@ -7,11 +7,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from train.config.model import PATCH_PX, Kind, ModelName, Towers, kind_of, tubelet_of
-from train.models.attention import Attend
-from train.models.text import TextTower, TextTowerSize
-from train.models.transformer import NORM_EPS, TransformerSize, checkpoint_blocks, drop_path_of
-from train.models.video_vit import VideoViT, VideoViTSize
+from clipmill.train.config.model import PATCH_PX, Kind, ModelName, Towers, kind_of, tubelet_of
+from clipmill.train.models.attention import Attend
+from clipmill.train.models.text import TextTower, TextTowerSize
+from clipmill.train.models.transformer import NORM_EPS, TransformerSize, checkpoint_blocks, drop_path_of
+from clipmill.train.models.video_vit import VideoViT, VideoViTSize
 
 _PLAIN = Towers()
 # Epsilon of layer norms in the published configurations; CLIP's for other kinds.

@@ -15,9 +15,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
-from train.models.adapters import Linear
-from train.models.attention import Attend
-from train.models.transformer import LayerNorm, Mlp, SelfAttention, Stack, TransformerSize
+from clipmill.train.models.adapters import Linear
+from clipmill.train.models.attention import Attend
+from clipmill.train.models.transformer import LayerNorm, Mlp, SelfAttention, Stack, TransformerSize
 
 # A GPT-2 block with cross-attention, and its key-value cache for decoding token by token.
 #

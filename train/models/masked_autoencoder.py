@@ -11,11 +11,11 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
-from train.config.model import Towers
-from train.models.attention import Attend
-from train.models.transformer import LayerNorm, Transformer, TransformerSize, checkpoint_blocks, drop_path_of
-from train.models.video_vit import VideoViTSize
-from train.models.videomae import VideoMAEEncoder, sines, start_as_videomae
+from clipmill.train.config.model import Towers
+from clipmill.train.models.attention import Attend
+from clipmill.train.models.transformer import LayerNorm, Transformer, TransformerSize, checkpoint_blocks, drop_path_of
+from clipmill.train.models.video_vit import VideoViTSize
+from clipmill.train.models.videomae import VideoMAEEncoder, sines, start_as_videomae
 
 _LAST_NORM_EPS = 1e-5  # of the decoder, whatever the blocks use, as in transformers
 _MASK_TOKEN_STD = 0.02

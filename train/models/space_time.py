@@ -1,8 +1,8 @@
 """LaViLa's video blocks: attention over time, then over space (Bain et al. 2021, "Frozen in Time", section 3.1).
 
-They differ from TimeSformer's (`train.models.timesformer`) in two ways. The class token takes part in both attentions,
-where it sees all patches and each of them sees it. The output of spatial attention is added to the input of the block,
-so that temporal attention acts through it alone.
+They differ from TimeSformer's (`clipmill.train.models.timesformer`) in two ways. The class token takes part in both
+attentions, where it sees all patches and each of them sees it. The output of spatial attention is added to the input of
+the block, so that temporal attention acts through it alone.
 
 Shape suffixes: B clips, T frames, P patches of a frame, L tokens (1 + T * P, by frames), D width, H heads, K width of a
 head, G groups of patches that attend to each other, M patches of a group.
@@ -13,8 +13,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from train.models.attention import Attend, Packing
-from train.models.transformer import Block, LayerNorm, SelfAttention, Stack, TransformerSize
+from clipmill.train.models.attention import Attend, Packing
+from clipmill.train.models.transformer import Block, LayerNorm, SelfAttention, Stack, TransformerSize
 
 LN_PRE_EPS = 1e-5  # whatever the blocks have
 

@@ -18,8 +18,8 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.nn.functional import embedding
 
-from train.models.attention import Attend, pack
-from train.models.transformer import LayerNorm, Transformer, TransformerSize
+from clipmill.train.models.attention import Attend, pack
+from clipmill.train.models.transformer import LayerNorm, Transformer, TransformerSize
 
 VOCABULARY_SIZE = 49408
 CONTEXT_LENGTH = 77

@@ -16,10 +16,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from train.models.adapters import Linear
-from train.models.attention import Attend
-from train.models.transformer import LayerNorm, Mlp, SelfAttention, Stack, TransformerSize
-from train.models.video_vit import CubeEmbedding, VideoViTSize
+from clipmill.train.models.adapters import Linear
+from clipmill.train.models.attention import Attend
+from clipmill.train.models.transformer import LayerNorm, Mlp, SelfAttention, Stack, TransformerSize
+from clipmill.train.models.video_vit import CubeEmbedding, VideoViTSize
 
 NORM_EPS = 1e-6  # of the published weights
 _STD = 0.02

@@ -1,6 +1,7 @@
 """CLIP's pre-norm transformer, the trunk of all towers. Parameters have CLIP's names.
 
-Shape suffixes: B batch (1 for packed sequences, train.models.attention), L tokens, D width, H heads, K width of a head.
+Shape suffixes: B batch (1 for packed sequences, clipmill.train.models.attention), L tokens, D width, H heads, K width
+of a head.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -12,9 +13,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from train.config.model import Activation
-from train.models.adapters import Adaptable, Linear, LowRank
-from train.models.attention import Attend, Packing
+from clipmill.train.config.model import Activation
+from clipmill.train.models.adapters import Adaptable, Linear, LowRank
+from clipmill.train.models.attention import Attend, Packing
 
 NORM_EPS = 1e-5  # CLIP's
 MlpActivation = Activation | Literal["gelu_tanh"]  # gelu_tanh: the tanh approximation of GELU (GPT-2)

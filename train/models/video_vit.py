@@ -15,9 +15,9 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 
-from train.models.attention import Attend
-from train.models.space_time import LN_PRE_EPS, space_time
-from train.models.transformer import LayerNorm, Stack, Transformer, TransformerSize
+from clipmill.train.models.attention import Attend
+from clipmill.train.models.space_time import LN_PRE_EPS, space_time
+from clipmill.train.models.transformer import LayerNorm, Stack, Transformer, TransformerSize
 
 
 @dataclass(frozen=True)

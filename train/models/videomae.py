@@ -11,9 +11,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from train.models.attention import Attend
-from train.models.transformer import LayerNorm, SelfAttention, Transformer
-from train.models.video_vit import CubeEmbedding, VideoViTSize, cubes_of, picked
+from clipmill.train.models.attention import Attend
+from clipmill.train.models.transformer import LayerNorm, SelfAttention, Transformer
+from clipmill.train.models.video_vit import CubeEmbedding, VideoViTSize, cubes_of, picked
 
 
 class VideoMAEEncoder(nn.Module):

@@ -6,9 +6,9 @@ from typing import Any
 import torch
 from torch.optim.optimizer import Optimizer, ParamsT
 
-from train.device.transfer import Scalar, sent
-from train.distributed.parallel import buckets
-from train.distributed.sharded import local_part, norms
+from clipmill.train.device.transfer import Scalar, sent
+from clipmill.train.distributed.parallel import buckets
+from clipmill.train.distributed.sharded import local_part, norms
 
 
 class ForeachOptimizer(Optimizer):

@@ -7,14 +7,14 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from train.config.optim import OptimizerSettings
-from train.config.training import TrainingSettings
-from train.device.transfer import Scalar, is_on_host
-from train.distributed.sharded import local_part, norms
-from train.distributed.world import World
-from train.losses.objective import Objective
-from train.optim.algorithms import Lamb, Lion, Sgd
-from train.optim.parameters import parameter_groups
+from clipmill.train.config.optim import OptimizerSettings
+from clipmill.train.config.training import TrainingSettings
+from clipmill.train.device.transfer import Scalar, is_on_host
+from clipmill.train.distributed.sharded import local_part, norms
+from clipmill.train.distributed.world import World
+from clipmill.train.losses.objective import Objective
+from clipmill.train.optim.algorithms import Lamb, Lion, Sgd
+from clipmill.train.optim.parameters import parameter_groups
 
 Schedule = Literal["cosine", "linear", "fixed"]
 

@@ -15,10 +15,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from manifests.errors import UserError
-from train.config.tuning import FrozenPart
-from train.distributed.sharded import local_part, reshard
-from train.models.gpt2 import CROSS_ATTENTION
+from clipmill.manifests.errors import UserError
+from clipmill.train.config.tuning import FrozenPart
+from clipmill.train.distributed.sharded import local_part, reshard
+from clipmill.train.models.gpt2 import CROSS_ATTENTION
 
 # Prefixes added by DDP, torch.compile and activation checkpointing.
 _WRAPPERS = re.compile(r"\b(_orig_mod|_checkpoint_wrapped_module|module)\.")

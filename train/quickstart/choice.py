@@ -5,11 +5,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from manifests.errors import UserError
-from manifests.quoting import counted
-from train.config.training import Device
-from train.data.classes import proposed_label
-from train.quickstart.survey import Survey
+from clipmill.manifests.errors import UserError
+from clipmill.manifests.quoting import counted
+from clipmill.train.config.training import Device
+from clipmill.train.data.classes import proposed_label
+from clipmill.train.quickstart.survey import Survey
 
 EPOCHS = 30  # about those of the presets for synthetic videos
 _MIN_STEPS = 200

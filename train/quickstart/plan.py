@@ -9,18 +9,18 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from manifests.errors import FailedWork, UserError
-from manifests.quoting import counted
-from train.config.files import load_settings, preset_path, presets_of
-from train.config.training import ClipSettings
-from train.doctor.examined import Examined
-from train.doctor.judge import judge
-from train.quickstart import choice
-from train.quickstart.choice import RECIPES, Asked, Chosen, Expected, Length
-from train.quickstart.survey import Survey, split_to_evaluate, split_to_train
-from train.quickstart.trial import Trial, existing
-from train.registry import task_named
-from train.spec import TaskSpec
+from clipmill.manifests.errors import FailedWork, UserError
+from clipmill.manifests.quoting import counted
+from clipmill.train.config.files import load_settings, preset_path, presets_of
+from clipmill.train.config.training import ClipSettings
+from clipmill.train.doctor.examined import Examined
+from clipmill.train.doctor.judge import judge
+from clipmill.train.quickstart import choice
+from clipmill.train.quickstart.choice import RECIPES, Asked, Chosen, Expected, Length
+from clipmill.train.quickstart.survey import Survey, split_to_evaluate, split_to_train
+from clipmill.train.quickstart.trial import Trial, existing
+from clipmill.train.registry import task_named
+from clipmill.train.spec import TaskSpec
 
 
 @dataclass(frozen=True, kw_only=True)

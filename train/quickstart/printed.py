@@ -4,10 +4,10 @@ import textwrap
 from dataclasses import asdict
 from typing import Any
 
-from manifests.quoting import counted
-from train.doctor.examined import Examined
-from train.quickstart.plan import Plan, Proposal
-from train.quickstart.survey import describe
+from clipmill.manifests.quoting import counted
+from clipmill.train.doctor.examined import Examined
+from clipmill.train.quickstart.plan import Plan, Proposal
+from clipmill.train.quickstart.survey import describe
 
 _LABEL_WIDTH = 12
 _COLUMNS = 100

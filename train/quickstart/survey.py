@@ -10,18 +10,18 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from manifests.errors import UserError
-from manifests.quoting import counted
-from manifests.storage.objects import is_remote
-from manifests.store import manifest_dir, num_captions_of, open_captions, read_videos
-from shards.damage import Damaged
-from shards.dataset import current_variant, variant_dir
-from shards.format import COLUMNS, DATASET_FILE
-from shards.reader import Variant
-from train.data.chunk_table import ChunkTable, chunk_table, rows_of
-from train.data.classes import class_labels
-from train.data.remote import open_data_folder
-from train.data.streams.tars import names_tars
+from clipmill.manifests.errors import UserError
+from clipmill.manifests.quoting import counted
+from clipmill.manifests.storage.objects import is_remote
+from clipmill.manifests.store import manifest_dir, num_captions_of, open_captions, read_videos
+from clipmill.shards.damage import Damaged
+from clipmill.shards.dataset import current_variant, variant_dir
+from clipmill.shards.format import COLUMNS, DATASET_FILE
+from clipmill.shards.reader import Variant
+from clipmill.train.data.chunk_table import ChunkTable, chunk_table, rows_of
+from clipmill.train.data.classes import class_labels
+from clipmill.train.data.remote import open_data_folder
+from clipmill.train.data.streams.tars import names_tars
 
 _HELD_OUT = ("val", "validation", "test")  # in the order in which evaluations prefer them
 

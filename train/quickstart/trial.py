@@ -12,25 +12,25 @@ from typing import Any
 
 import torch
 
-from manifests.errors import FailedWork, UserError
-from manifests.progress import Activity
-from manifests.publish import TEMPORARY_PREFIX
-from train.config.training import ClipSettings
-from train.data.loader import TrainingSet
-from train.data.outcomes import TooManyFailures
-from train.data.prefetch import prefetch
-from train.device.precision import open_precision
-from train.device.transfer import StepGuard
-from train.distributed.world import World
-from train.engine.attention_choice import choose_attention
-from train.engine.loop import next_step, run_step
-from train.engine.out_of_memory import available_bytes, fitting
-from train.engine.state import State, new_state
-from train.engine.throughput import Throughput
-from train.quickstart.choice import first_batch
-from train.run.checkpoint_writer import CheckpointWriter
-from train.spec import TaskSpec
-from train.weights.sources import Say, fetch_tag, open_weights
+from clipmill.manifests.errors import FailedWork, UserError
+from clipmill.manifests.progress import Activity
+from clipmill.manifests.publish import TEMPORARY_PREFIX
+from clipmill.train.config.training import ClipSettings
+from clipmill.train.data.loader import TrainingSet
+from clipmill.train.data.outcomes import TooManyFailures
+from clipmill.train.data.prefetch import prefetch
+from clipmill.train.device.precision import open_precision
+from clipmill.train.device.transfer import StepGuard
+from clipmill.train.distributed.world import World
+from clipmill.train.engine.attention_choice import choose_attention
+from clipmill.train.engine.loop import next_step, run_step
+from clipmill.train.engine.out_of_memory import available_bytes, fitting
+from clipmill.train.engine.state import State, new_state
+from clipmill.train.engine.throughput import Throughput
+from clipmill.train.quickstart.choice import first_batch
+from clipmill.train.run.checkpoint_writer import CheckpointWriter
+from clipmill.train.spec import TaskSpec
+from clipmill.train.weights.sources import Say, fetch_tag, open_weights
 
 _LONGEST_S = 45.0  # of the steps after the first
 

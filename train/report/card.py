@@ -8,13 +8,13 @@ from typing import Any
 
 import yaml
 
-from train.config.files import plain_values
-from train.config.training import flat
-from train.evaluation.pages import Table, table_of
-from train.evaluation.runner import OpenedRun
-from train.registry import evaluations_of
-from train.report.results import initial_weights
-from train.run.folder import RunFolder, installed_version, read_object
+from clipmill.train.config.files import plain_values
+from clipmill.train.config.training import flat
+from clipmill.train.evaluation.pages import Table, table_of
+from clipmill.train.evaluation.runner import OpenedRun
+from clipmill.train.registry import evaluations_of
+from clipmill.train.report.results import initial_weights
+from clipmill.train.run.folder import RunFolder, installed_version, read_object
 
 CARD_FILE = "README.md"
 _PATH = re.compile(r"(?<![\w:/])/(?:[^\s/;,]+/)*([^\s/;,]+)")
@@ -104,7 +104,7 @@ def _use(opens: str, *, folder: str) -> str:
         ]
     else:
         lines = [f"# {opens}"]
-    own = ["from train.inference import load_model", "", f"model = load_model({quoted})"]
+    own = ["from clipmill import load_model", "", f"model = load_model({quoted})"]
     return "\n".join(
         ["```python", *lines, "```", "", "With clipmill, also for clips of video:", "", "```python", *own, "```"]
     )

@@ -12,8 +12,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from manifests.quoting import visible
-from train.report.curves import Curve, Line
+from clipmill.manifests.quoting import visible
+from clipmill.train.report.curves import Curve, Line
 
 _FOLDER = Path(__file__).parent
 _MAX_POINTS = 2000  # of a line; more become the means and extremes of equal parts

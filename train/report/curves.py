@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 from xml.sax.saxutils import escape
 
-from train.spec import CurveGroup
+from clipmill.train.spec import CurveGroup
 
 # A line chart as SVG, without scripts or fonts.
 

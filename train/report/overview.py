@@ -6,12 +6,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from manifests.errors import UserError
-from train.evaluation.pages import Cell, Table, page_title, require_page_path
-from train.report.charts import chart_values
-from train.report.curves import overlaid
-from train.report.results import page_of, publish_page
-from train.run.folder import open_run
+from clipmill.manifests.errors import UserError
+from clipmill.train.evaluation.pages import Cell, Table, page_title, require_page_path
+from clipmill.train.report.charts import chart_values
+from clipmill.train.report.curves import overlaid
+from clipmill.train.report.results import page_of, publish_page
+from clipmill.train.run.folder import open_run
 
 _NUM_STRIPS = 3
 # Settings of the place rather than of the model.

@@ -7,16 +7,16 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from manifests.errors import UserError
-from manifests.publish import publish_bytes
-from train.config.files import read_values
-from train.config.training import TrainingSettings, flat, plain_values
-from train.evaluation.pages import load_template, table_of
-from train.registry import DEFAULT, evaluations_of, task_named, task_names
-from train.report.charts import chart_values
-from train.report.curves import NUM_LAST, evaluation_curves, training_curves
-from train.run.folder import RunFolder, other_data, read_lines, read_object
-from train.spec import EvaluationSpec
+from clipmill.manifests.errors import UserError
+from clipmill.manifests.publish import publish_bytes
+from clipmill.train.config.files import read_values
+from clipmill.train.config.training import TrainingSettings, flat, plain_values
+from clipmill.train.evaluation.pages import load_template, table_of
+from clipmill.train.registry import DEFAULT, evaluations_of, task_named, task_names
+from clipmill.train.report.charts import chart_values
+from clipmill.train.report.curves import NUM_LAST, evaluation_curves, training_curves
+from clipmill.train.run.folder import RunFolder, other_data, read_lines, read_object
+from clipmill.train.spec import EvaluationSpec
 
 _SHOWN_SETTINGS = ("preset", "model", "batch", "steps", "lr", "num_frames", "size_px", "seed")
 

@@ -21,10 +21,10 @@ from operator import index
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from manifests.errors import UserError, first_line
-from manifests.json_text import parse_json
-from train.data.order import LoaderState
-from train.distributed.world import World
+from clipmill.manifests.errors import UserError, first_line
+from clipmill.manifests.json_text import parse_json
+from clipmill.train.data.order import LoaderState
+from clipmill.train.distributed.world import World
 
 if TYPE_CHECKING:
     import torch
@@ -43,9 +43,10 @@ class CheckpointMetadata:
     Attributes:
         loader: position of each rank in the data.
         settings: the settings that shape the weights, by flag.
-        precision: state of train.device.precision.Precision.
+        precision: state of clipmill.train.device.precision.Precision.
         numbers: metrics of the evaluation at this step; {} if there was none.
-        base: identity of the frozen weights that the checkpoint leaves out (train.weights.sources); {} if it has all.
+        base: identity of the frozen weights that the checkpoint leaves out (clipmill.train.weights.sources); {} if it
+            has all.
     """
 
     task: str
@@ -135,7 +136,7 @@ def content_of(path: Path) -> dict[str, Any]:
 
 
 def read_table(path: Path) -> dict[str, Any]:
-    """Read the table of tensors (train.distributed.storage); UserError if pieces of a tensor have gaps or overlap."""
+    """Read the table of tensors (`distributed/storage.py`); UserError if pieces of a tensor have gaps or overlap."""
     try:
         table = parse_json((path / TABLE_FILE).read_bytes())
         if not isinstance(table, dict):
@@ -170,7 +171,7 @@ def is_tiled(size: Sequence[int], pieces: Iterable[tuple[Sequence[int], Sequence
 
 def fill(path: Path, table: Mapping[str, Any], tensors: Mapping[str, "torch.Tensor"], *, world: World) -> None:
     """Load tensors into possibly sharded ones of the same names; all ranks call it. UserError if unreadable."""
-    from train.distributed.storage import read_into
+    from clipmill.train.distributed.storage import read_into
 
     try:
         read_into(path, dict(table), tensors, world=world)
@@ -181,13 +182,13 @@ def fill(path: Path, table: Mapping[str, Any], tensors: Mapping[str, "torch.Tens
 def read_weights(path: Path) -> dict[str, "torch.Tensor"]:
     """Load weights (the EMA if there is one) and buffers on the CPU, whatever number of ranks wrote them.
 
-    They are the whole model's, except for a checkpoint with a `base` (train.weights.sources.whole_weights).
+    They are the whole model's, except for a checkpoint with a `base` (clipmill.train.weights.sources.whole_weights).
 
     Raises a UserError if the checkpoint is damaged, truncated or of another format.
     """
     import torch
 
-    from train.distributed.storage import dtype_of
+    from clipmill.train.distributed.storage import dtype_of
 
     read_metadata(path)
     table = read_table(path)

@@ -8,11 +8,11 @@ from pathlib import Path
 
 import torch
 
-from manifests.errors import FailedWork
-from manifests.publish import TEMPORARY_PREFIX, publish_json, sync
-from train.distributed.storage import FailedElsewhere, Storage
-from train.distributed.world import World
-from train.run.checkpoint import (
+from clipmill.manifests.errors import FailedWork
+from clipmill.manifests.publish import TEMPORARY_PREFIX, publish_json, sync
+from clipmill.train.distributed.storage import FailedElsewhere, Storage
+from clipmill.train.distributed.world import World
+from clipmill.train.run.checkpoint import (
     METADATA_FILE,
     PICKLED_FILE,
     TABLE_FILE,

@@ -5,10 +5,10 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import TYPE_CHECKING
 
-from manifests.progress import Activity
+from clipmill.manifests.progress import Activity
 
 if TYPE_CHECKING:
-    from train.data.outcomes import LoadedBatch
+    from clipmill.train.data.outcomes import LoadedBatch
 
 _is_counting: ContextVar[bool] = ContextVar("is_counting", default=False)
 

@@ -4,7 +4,7 @@
     run.json                  machine, versions, data and model, for the results page
     metrics.jsonl             one object per step
     failures.jsonl            one object per failed sample
-    checkpoints/step_*/       checkpoints (train.run.checkpoint)
+    checkpoints/step_*/       checkpoints (clipmill.train.run.checkpoint)
     evaluations/*.json        results of `train eval`; the names of those on other data contain its name and a hash
     evaluations/*.coco.json   generated captions in COCO's results format
     index.html                the results page
@@ -27,12 +27,12 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from manifests.errors import UserError
-from manifests.json_text import parse_json
-from manifests.publish import TEMPORARY_PREFIX, naming, publish_bytes, publish_json
-from train.config.files import load_settings, read_values, save_settings
-from train.config.shards import Shards, absolute, folders_of, normalised
-from train.config.training import TrainingSettings, require_same, shaping
+from clipmill.manifests.errors import UserError
+from clipmill.manifests.json_text import parse_json
+from clipmill.manifests.publish import TEMPORARY_PREFIX, naming, publish_bytes, publish_json
+from clipmill.train.config.files import load_settings, read_values, save_settings
+from clipmill.train.config.shards import Shards, absolute, folders_of, normalised
+from clipmill.train.config.training import TrainingSettings, require_same, shaping
 
 if TYPE_CHECKING:
     import torch
@@ -81,7 +81,7 @@ _MAX_DATA_NAME = 40
 _NUM_HASH_DIGITS = 8
 _LOOK_S = 0.2
 EVALUATIONS = "evaluations"
-# Name of the files by which nodes find out whether they share the folder (train.run.shared_folder).
+# Name of the files by which nodes find out whether they share the folder (clipmill.train.run.shared_folder).
 PROBE = "shared"
 # --resume: False begins a run, True resumes one, "auto" resumes it if there is one.
 Resume = bool | Literal["auto"]
@@ -121,7 +121,7 @@ class RunFolder:
 
     def latest_checkpoint(self) -> Path | None:
         """The latest checkpoint; None if there is none."""
-        from train.run.checkpoint import latest_checkpoint
+        from clipmill.train.run.checkpoint import latest_checkpoint
 
         return latest_checkpoint(self.checkpoints)
 
@@ -238,7 +238,7 @@ def reopen_run(settings: TrainingSettings) -> RunFolder:
 
 def require_trained_with(checkpoint: Path, settings: TrainingSettings, *, file: Path) -> None:
     """Raise a UserError if settings that shape the weights, read from `file`, are not those of a checkpoint."""
-    from train.run.checkpoint import read_settings
+    from clipmill.train.run.checkpoint import read_settings
 
     require_same(
         read_settings(checkpoint),

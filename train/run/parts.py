@@ -11,13 +11,13 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
-from manifests.checked_json import publish_checked_json, read_checked_json
-from manifests.errors import UserError
-from manifests.publish import remove_temporaries
-from manifests.quoting import counted
-from train.config.training import flat
-from train.distributed.world import World
-from train.run.tracking import Progress
+from clipmill.manifests.checked_json import publish_checked_json, read_checked_json
+from clipmill.manifests.errors import UserError
+from clipmill.manifests.publish import remove_temporaries
+from clipmill.manifests.quoting import counted
+from clipmill.train.config.training import flat
+from clipmill.train.distributed.world import World
+from clipmill.train.run.tracking import Progress
 
 PLAN = "plan.json"
 

@@ -14,10 +14,10 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
-from manifests.errors import UserError
-from manifests.publish import TEMPORARY_PREFIX
-from train.distributed.world import World
-from train.run.folder import PROBE
+from clipmill.manifests.errors import UserError
+from clipmill.manifests.publish import TEMPORARY_PREFIX
+from clipmill.train.distributed.world import World
+from clipmill.train.run.folder import PROBE
 
 VISIBLE_S = 75.0  # more than acdirmax
 _LOOK_S = 0.1

@@ -9,13 +9,13 @@ from collections.abc import Sequence
 from importlib.util import find_spec
 from typing import Any, Protocol
 
-from manifests.errors import UserError
-from manifests.json_text import parse_json
-from manifests.progress import Activity, Pace, is_terminal, joined, log_interval, of
-from manifests.publish import publish_json
-from train.config.files import settings_yaml
-from train.config.training import ClipSettings, TrackSettings, TrainingSettings
-from train.run.folder import RunFolder, append_lines, keep_lines, read_lines
+from clipmill.manifests.errors import UserError
+from clipmill.manifests.json_text import parse_json
+from clipmill.manifests.progress import Activity, Pace, is_terminal, joined, log_interval, of
+from clipmill.manifests.publish import publish_json
+from clipmill.train.config.files import settings_yaml
+from clipmill.train.config.training import ClipSettings, TrackSettings, TrainingSettings
+from clipmill.train.run.folder import RunFolder, append_lines, keep_lines, read_lines
 
 
 class Progress:

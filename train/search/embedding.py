@@ -2,7 +2,8 @@
 
 The clips are divided into parts of a fixed number of batches and the captions into parts of a fixed number of texts,
 so that neither the number of processes nor an interruption changes any batch, and with it the bytes. Each process
-publishes its parts in DIR/parts; the first one joins them once all are there (train.search.folder has the layout).
+publishes its parts in DIR/parts; the first one joins them once all are there (clipmill.train.search.folder has the
+layout).
 """
 
 import json
@@ -19,25 +20,25 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from manifests.errors import FailedWork, UserError
-from manifests.publish import remove_temporaries
-from train.data.batch import Batch, BatchRing, Sample, to_device
-from train.data.chunk_clips import ChunkClips
-from train.data.decoding.clip import Views
-from train.data.inputs import clip_shape, open_folder
-from train.data.loader import LoaderSettings
-from train.data.outcomes import FailedSample
-from train.data.video_captions import ALL_CAPTIONS, VideoCaptions
-from train.distributed.world import World
-from train.evaluation.probe.features import tower_of
-from train.evaluation.runner import describe_clip
-from train.inference.model import LoadedModel
-from train.models.dual_encoder import DualEncoder
-from train.run.folder import data_facts, held_folder, installed_version
-from train.run.parts import PLAN, begin_parts, missing_parts, share_parts
-from train.run.tracking import Progress
-from train.search.folder import PARTS, FeatureKind, read_folder_record, require_same_work, require_whole_files
-from train.search.publishing import Part, Samples, num_captions, publish_folder, publish_part
+from clipmill.manifests.errors import FailedWork, UserError
+from clipmill.manifests.publish import remove_temporaries
+from clipmill.train.data.batch import Batch, BatchRing, Sample, to_device
+from clipmill.train.data.chunk_clips import ChunkClips
+from clipmill.train.data.decoding.clip import Views
+from clipmill.train.data.inputs import clip_shape, open_folder
+from clipmill.train.data.loader import LoaderSettings
+from clipmill.train.data.outcomes import FailedSample
+from clipmill.train.data.video_captions import ALL_CAPTIONS, VideoCaptions
+from clipmill.train.distributed.world import World
+from clipmill.train.evaluation.probe.features import tower_of
+from clipmill.train.evaluation.runner import describe_clip
+from clipmill.train.inference.model import LoadedModel
+from clipmill.train.models.dual_encoder import DualEncoder
+from clipmill.train.run.folder import data_facts, held_folder, installed_version
+from clipmill.train.run.parts import PLAN, begin_parts, missing_parts, share_parts
+from clipmill.train.run.tracking import Progress
+from clipmill.train.search.folder import PARTS, FeatureKind, read_folder_record, require_same_work, require_whole_files
+from clipmill.train.search.publishing import Part, Samples, num_captions, publish_folder, publish_part
 
 ClipKind = Literal["captions", "chunks"]
 

@@ -25,9 +25,9 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
-from manifests.checked_json import read_checked_json
-from manifests.errors import UserError
-from train.run.parts import PLAN, differences
+from clipmill.manifests.checked_json import read_checked_json
+from clipmill.manifests.errors import UserError
+from clipmill.train.run.parts import PLAN, differences
 
 RECORD = "embed.json"
 VIDEO, TEXT = "video.npy", "text.npy"

@@ -13,8 +13,8 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from manifests.errors import UserError
-from manifests.mapped_files import report_lost_pages
+from clipmill.manifests.errors import UserError
+from clipmill.manifests.mapped_files import report_lost_pages
 
 # Read in one piece and scored while it is still in the processor's cache.
 _BLOCK_BYTES = 1 << 22

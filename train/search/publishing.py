@@ -1,4 +1,4 @@
-"""Parts of embeddings on disk, and the folder that they are joined to (train.search.folder has its layout)."""
+"""Parts of embeddings on disk, and the folder that they are joined to (clipmill.train.search.folder has its layout)."""
 
 import json
 import shutil
@@ -14,13 +14,13 @@ import pyarrow.parquet as pq
 from numpy.lib import format as npy_format
 from numpy.typing import NDArray
 
-from manifests.checked_json import publish_checked_json
-from manifests.errors import FailedWork
-from manifests.keys import chunk_key
-from manifests.publish import publish_bytes, published
-from train.data.chunk_clips import ChunkClips
-from train.data.video_captions import VideoCaptions
-from train.search.folder import (
+from clipmill.manifests.checked_json import publish_checked_json
+from clipmill.manifests.errors import FailedWork
+from clipmill.manifests.keys import chunk_key
+from clipmill.manifests.publish import publish_bytes, published
+from clipmill.train.data.chunk_clips import ChunkClips
+from clipmill.train.data.video_captions import VideoCaptions
+from clipmill.train.search.folder import (
     CAPTION_SCHEMA,
     CAPTIONS,
     CLIP_SCHEMA,

@@ -8,14 +8,14 @@ from typing import Any, Literal, cast
 import numpy as np
 from numpy.typing import NDArray
 
-from manifests.errors import UserError
-from manifests.progress import Activity
-from manifests.publish import publish_bytes
-from manifests.quoting import on_one_line
-from train.evaluation.pages import load_template
-from train.evaluation.player import Player
-from train.search.folder import VIDEO, Embedded, EmbeddedClip
-from train.search.nearest import nearest
+from clipmill.manifests.errors import UserError
+from clipmill.manifests.progress import Activity
+from clipmill.manifests.publish import publish_bytes
+from clipmill.manifests.quoting import on_one_line
+from clipmill.train.evaluation.pages import load_template
+from clipmill.train.evaluation.player import Player
+from clipmill.train.search.folder import VIDEO, Embedded, EmbeddedClip
+from clipmill.train.search.nearest import nearest
 
 Vectors = NDArray[np.float32]
 EncodeTexts = Callable[[Sequence[str]], Vectors]
@@ -113,7 +113,7 @@ def _encode(
     embedded: Embedded, texts: Sequence[str], *, weights: str | None, device: Literal["auto", "cpu", "cuda"]
 ) -> NDArray[np.float32]:
     """Texts as embeddings of the weights that embedded the clips."""
-    from train.inference.model import load_model
+    from clipmill.train.inference.model import load_model
 
     record, clip = embedded.record["weights"], embedded.record["clip"]
     source = str(record["source"]) if weights is None else weights

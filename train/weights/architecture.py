@@ -3,13 +3,13 @@
 import math
 from dataclasses import replace
 
-from manifests.errors import UserError
-from train.config.model import PATCH_PX, ModelName
-from train.models.dual_encoder import DualEncoderSize
-from train.models.transformer import TransformerSize
-from train.weights.conversion import CONV, TEMPORAL_EMBEDDING
-from train.weights.loading import depth_of
-from train.weights.sources import Source
+from clipmill.manifests.errors import UserError
+from clipmill.train.config.model import PATCH_PX, ModelName
+from clipmill.train.models.dual_encoder import DualEncoderSize
+from clipmill.train.models.transformer import TransformerSize
+from clipmill.train.weights.conversion import CONV, TEMPORAL_EMBEDDING
+from clipmill.train.weights.loading import depth_of
+from clipmill.train.weights.sources import Source
 
 _POSITIONS = "video.positional_embedding"
 # Width of a head in published CLIPs and VideoMAEs, except for these widths: ViT-H and ViT-g have 16 heads.

@@ -7,14 +7,14 @@
 
 AVION has other names in a block after training with FlashAttention (`attn.Wqkv`, `mlp.fc1`), and a matrix for conv1
 after training with --use-fast-conv1. LaViLa's video tower attends to time and to space in turn
-(`train.models.space_time`); a tower with joint attention, as it is trained here, has no parameter for its `timeattn`
-and `norm3`.
+(`clipmill.train.models.space_time`); a tower with joint attention, as it is trained here, has no parameter for its
+`timeattn` and `norm3`.
 """
 
 import torch
 
-from train.weights.conversion import CLIP_STD, CONV, LOGIT_SCALE, Format, NameTable, SourceFacts, any_begins
-from train.weights.open_clip import BUFFERS, TEXT_ROOTS
+from clipmill.train.weights.conversion import CLIP_STD, CONV, LOGIT_SCALE, Format, NameTable, SourceFacts, any_begins
+from clipmill.train.weights.open_clip import BUFFERS, TEXT_ROOTS
 
 # Both projects normalise by (108.3272985, 116.7460125, 104.0937) of 255. The red mean is a slip for CLIP's 122.77, but
 # what was trained with it needs it.

@@ -1,7 +1,7 @@
 """Converts state dicts of other projects to this project's parameter names, and back.
 
-`video.*` and `text.*` are the parameters of train.models.dual_encoder.DualEncoder. A MaskedAutoencoder or a Captioner
-has `decoder.*` besides, a VideoClassifier `fc_norm.*` and `head.*`. `logit_scale` belongs to the objective.
+`video.*` and `text.*` are the parameters of clipmill.train.models.dual_encoder.DualEncoder. A MaskedAutoencoder or a
+Captioner has `decoder.*` besides, a VideoClassifier `fc_norm.*` and `head.*`. `logit_scale` belongs to the objective.
 """
 
 import re
@@ -11,8 +11,8 @@ from functools import cached_property
 
 import torch
 
-from manifests.errors import UserError
-from train.config.model import Activation, Kind
+from clipmill.manifests.errors import UserError
+from clipmill.train.config.model import Activation, Kind
 
 Tensors = Mapping[str, torch.Tensor]
 Transform = Callable[[str, torch.Tensor], torch.Tensor]
@@ -197,7 +197,7 @@ def _expanded(name: str) -> list[str]:
 
 @dataclass(frozen=True, kw_only=True)
 class Format:
-    """A format of weights: one row of train.weights.sources.
+    """A format of weights: one row of clipmill.train.weights.sources.
 
     Attributes:
         name: value of `--init.format`.

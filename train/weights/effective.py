@@ -8,11 +8,11 @@ the weights are not needed again.
 from dataclasses import replace
 from typing import TypeVar
 
-from manifests.errors import UserError
-from train.config.model import Kind, kind_of
-from train.config.training import ClipSettings
-from train.weights.conversion import MEANS, STDS
-from train.weights.sources import Say, Source
+from clipmill.manifests.errors import UserError
+from clipmill.train.config.model import Kind, kind_of
+from clipmill.train.config.training import ClipSettings
+from clipmill.train.weights.conversion import MEANS, STDS
+from clipmill.train.weights.sources import Say, Source
 
 Value = TypeVar("Value")
 Clips = TypeVar("Clips", bound=ClipSettings)

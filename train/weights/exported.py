@@ -16,12 +16,12 @@ from typing import Any
 
 import torch
 
-from manifests.errors import UserError
-from manifests.publish import TEMPORARY_PREFIX, sync
-from train.config.model import Kind
-from train.config.training import ClipSettings
-from train.weights.conversion import MEANS, STDS, Tensors
-from train.weights.files import read_tensors
+from clipmill.manifests.errors import UserError
+from clipmill.manifests.publish import TEMPORARY_PREFIX, sync
+from clipmill.train.config.model import Kind
+from clipmill.train.config.training import ClipSettings
+from clipmill.train.weights.conversion import MEANS, STDS, Tensors
+from clipmill.train.weights.files import read_tensors
 
 EXTRAS_FILE = "video_extras.safetensors"
 _OWNER = "weights_sha256"

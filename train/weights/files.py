@@ -18,12 +18,12 @@ from typing import Any
 import numpy as np
 import torch
 
-from manifests.errors import UserError
-from manifests.json_text import parse_json
-from shards.opening import open_regular
-from train.config.fields import Range
-from train.config.model import EPS_RANGE, PIXEL_MEAN, PIXEL_STD
-from train.weights.conversion import Mean
+from clipmill.manifests.errors import UserError
+from clipmill.manifests.json_text import parse_json
+from clipmill.shards.opening import open_regular
+from clipmill.train.config.fields import Range
+from clipmill.train.config.model import EPS_RANGE, PIXEL_MEAN, PIXEL_STD
+from clipmill.train.weights.conversion import Mean
 
 # Configuration files beside weights: reads JSON, checks the values used, builds transformers' classes.
 

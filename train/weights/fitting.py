@@ -12,8 +12,8 @@ from typing import Literal
 import torch
 from torch.nn import functional
 
-from train.models.video_vit import inflated_cubes, resampled_temporal
-from train.weights.conversion import CONV, LOGIT_SCALE, TEMPORAL_EMBEDDING, ConvertedStateDict
+from clipmill.train.models.video_vit import inflated_cubes, resampled_temporal
+from clipmill.train.weights.conversion import CONV, LOGIT_SCALE, TEMPORAL_EMBEDDING, ConvertedStateDict
 
 ChangeKind = Literal["resized", "created", "dropped", "missing", "unexpected", "reshaped"]
 Shape = tuple[int, ...]

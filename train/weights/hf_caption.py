@@ -10,8 +10,8 @@ from pathlib import Path
 
 import torch
 
-from manifests.errors import UserError
-from train.weights.conversion import (
+from clipmill.manifests.errors import UserError
+from clipmill.train.weights.conversion import (
     ConvertedStateDict,
     Format,
     NameTable,
@@ -22,8 +22,8 @@ from train.weights.conversion import (
     require_float_weights,
     require_floats,
 )
-from train.weights.files import read_config, read_tensors, without_prefixes
-from train.weights.hf_caption_config import CaptionConfig, caption_config_of, facts_of_hf_caption
+from clipmill.train.weights.files import read_config, read_tensors, without_prefixes
+from clipmill.train.weights.hf_caption_config import CaptionConfig, caption_config_of, facts_of_hf_caption
 
 _WEIGHTS = ("model.safetensors", "pytorch_model.bin")
 _VIDEO, _TEXT = "video.transformer.resblocks.N", "decoder.transformer.resblocks.N"

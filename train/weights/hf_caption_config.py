@@ -4,12 +4,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from manifests.errors import UserError
-from train.models.gpt2 import Gpt2Size
-from train.models.transformer import TransformerSize
-from train.models.video_vit import VideoViTSize
-from train.weights.conversion import SourceFacts
-from train.weights.files import as_config, colours
+from clipmill.manifests.errors import UserError
+from clipmill.train.models.gpt2 import Gpt2Size
+from clipmill.train.models.transformer import TransformerSize
+from clipmill.train.models.video_vit import VideoViTSize
+from clipmill.train.weights.conversion import SourceFacts
+from clipmill.train.weights.files import as_config, colours
 
 
 @dataclass(frozen=True, kw_only=True)

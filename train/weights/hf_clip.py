@@ -7,11 +7,11 @@ from typing import Any
 
 import torch
 
-from manifests.errors import UserError
-from train.models.dual_encoder import DualEncoderSize
-from train.weights.conversion import LOGIT_SCALE, Format, NameTable, SourceFacts, any_begins
-from train.weights.exported import save_json
-from train.weights.files import as_config, colours
+from clipmill.manifests.errors import UserError
+from clipmill.train.models.dual_encoder import DualEncoderSize
+from clipmill.train.weights.conversion import LOGIT_SCALE, Format, NameTable, SourceFacts, any_begins
+from clipmill.train.weights.exported import save_json
+from clipmill.train.weights.files import as_config, colours
 
 _OUR_BLOCK, _LAYER = "transformer.resblocks.N", "encoder.layers.N"
 _PROJECTIONS = {"video.proj": "visual_projection.weight", "text.text_projection": "text_projection.weight"}

@@ -10,10 +10,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from manifests.errors import UserError
-from train.config.training import ClipSettings
-from train.models.dual_encoder import ModelShape
-from train.weights.conversion import (
+from clipmill.manifests.errors import UserError
+from clipmill.train.config.training import ClipSettings
+from clipmill.train.models.dual_encoder import ModelShape
+from clipmill.train.weights.conversion import (
     CONV,
     IMAGENET_MEAN,
     IMAGENET_STD,
@@ -23,9 +23,9 @@ from train.weights.conversion import (
     Tensors,
     any_begins,
 )
-from train.weights.exported import Exported, preprocessor_config, save_json, save_tensors
-from train.weights.files import as_config, colours
-from train.weights.videomae import (
+from clipmill.train.weights.exported import Exported, preprocessor_config, save_json, save_tensors
+from clipmill.train.weights.files import as_config, colours
+from clipmill.train.weights.videomae import (
     CLASS_TOKENS,
     SHARED_NAMES,
     VIDEOMAE,

@@ -8,11 +8,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from manifests.errors import UserError
-from train.weights.conversion import CONV, TEMPORAL_EMBEDDING, require_finite
-from train.weights.fitting import Change, Fitted, Shape
-from train.weights.fitting import fit as fit_tensors
-from train.weights.sources import Say, Source
+from clipmill.manifests.errors import UserError
+from clipmill.train.weights.conversion import CONV, TEMPORAL_EMBEDDING, require_finite
+from clipmill.train.weights.fitting import Change, Fitted, Shape
+from clipmill.train.weights.fitting import fit as fit_tensors
+from clipmill.train.weights.sources import Say, Source
 
 _MAX_LINES, _MAX_NAMES = 40, 3
 

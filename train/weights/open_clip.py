@@ -13,11 +13,11 @@ from typing import Any
 
 import torch
 
-from manifests.errors import UserError
-from train.config.model import Init
-from train.models.dual_encoder import DualEncoderSize
-from train.models.transformer import NORM_EPS
-from train.weights.conversion import (
+from clipmill.manifests.errors import UserError
+from clipmill.train.config.model import Init
+from clipmill.train.models.dual_encoder import DualEncoderSize
+from clipmill.train.models.transformer import NORM_EPS
+from clipmill.train.weights.conversion import (
     CLIP_MEAN,
     CLIP_STD,
     LOGIT_SCALE,
@@ -28,7 +28,7 @@ from train.weights.conversion import (
     Tensors,
     any_begins,
 )
-from train.weights.files import colours
+from clipmill.train.weights.files import colours
 
 _TEXT_PARTS = ("positional_embedding", "token_embedding", "transformer", "ln_final", "text_projection")
 # The text tower's parts have no prefix in open_clip's CLIP.

@@ -10,16 +10,16 @@ from pathlib import Path
 
 import torch
 
-from manifests.errors import UserError
-from train.config.model import FormatChoice, Init, Kind, Towers
-from train.distributed.world import World
-from train.models.adapters import merged
-from train.models.dual_encoder import size_of
-from train.models.transformer import NORM_EPS
-from train.run.checkpoint import content_of, fill, read_metadata, read_table, read_weights
-from train.run.folder import RunFolder
-from train.weights.avion import AVION, LAVILA
-from train.weights.conversion import (
+from clipmill.manifests.errors import UserError
+from clipmill.train.config.model import FormatChoice, Init, Kind, Towers
+from clipmill.train.distributed.world import World
+from clipmill.train.models.adapters import merged
+from clipmill.train.models.dual_encoder import size_of
+from clipmill.train.models.transformer import NORM_EPS
+from clipmill.train.run.checkpoint import content_of, fill, read_metadata, read_table, read_weights
+from clipmill.train.run.folder import RunFolder
+from clipmill.train.weights.avion import AVION, LAVILA
+from clipmill.train.weights.conversion import (
     CONV,
     LOGIT_SCALE,
     MEANS,
@@ -33,18 +33,18 @@ from train.weights.conversion import (
     require_float_weights,
     require_floats,
 )
-from train.weights.exported import EXTRAS_FILE, read_extras
-from train.weights.files import read_config, read_tensors, without_prefixes
-from train.weights.hf_caption import HF_TIMESFORMER
-from train.weights.hf_clip import HF_CLIP
-from train.weights.hf_videomae import HF_VIDEOMAE
-from train.weights.open_clip import OPEN_CLIP, OPENAI, facts_of_open_clip, file_of_tag
-from train.weights.videomae import VIDEOMAE
+from clipmill.train.weights.exported import EXTRAS_FILE, read_extras
+from clipmill.train.weights.files import read_config, read_tensors, without_prefixes
+from clipmill.train.weights.hf_caption import HF_TIMESFORMER
+from clipmill.train.weights.hf_clip import HF_CLIP
+from clipmill.train.weights.hf_videomae import HF_VIDEOMAE
+from clipmill.train.weights.open_clip import OPEN_CLIP, OPENAI, facts_of_open_clip, file_of_tag
+from clipmill.train.weights.videomae import VIDEOMAE
 
 # The formats that weights are read in: one row each, in the order in which names of tensors are compared with them.
 #
-# A new format is a file beside this one that defines a Format, and its row here. `--init.format` (train.config.model)
-# names it too.
+# A new format is a file beside this one that defines a Format, and its row here. `--init.format`
+# (clipmill.train.config.model) names it too.
 
 
 FORMATS = {one.name: one for one in (HF_CLIP, HF_TIMESFORMER, HF_VIDEOMAE, VIDEOMAE, AVION, LAVILA, OPENAI, OPEN_CLIP)}

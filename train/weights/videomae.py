@@ -12,10 +12,10 @@ from typing import Any
 
 import torch
 
-from manifests.errors import UserError
-from train.config.model import Init
-from train.models.transformer import TransformerSize
-from train.weights.conversion import (
+from clipmill.manifests.errors import UserError
+from clipmill.train.config.model import Init
+from clipmill.train.models.transformer import TransformerSize
+from clipmill.train.weights.conversion import (
     CONV,
     IMAGENET_MEAN,
     IMAGENET_STD,
@@ -25,8 +25,8 @@ from train.weights.conversion import (
     Tensors,
     any_begins,
 )
-from train.weights.exported import Exported
-from train.weights.files import colours
+from clipmill.train.weights.exported import Exported
+from clipmill.train.weights.files import colours
 
 CHECKPOINT_FILE = "checkpoint.pth"
 # What other vision Transformers with the same names have, and VideoMAE does not.

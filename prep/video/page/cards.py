@@ -8,10 +8,10 @@ from typing import Any
 
 import av.error
 
-from prep.video.page.clips import Clip, ClipFolder, ClipPlan, clip_name, data_uri
-from prep.video.page.pictures import NoPicture, decode_frames, jpeg, preview, spread
-from shards.damage import Damaged
-from shards.reader import CommittedShard
+from clipmill.prep.video.page.clips import Clip, ClipFolder, ClipPlan, clip_name, data_uri
+from clipmill.prep.video.page.pictures import NoPicture, decode_frames, jpeg, preview, spread
+from clipmill.shards.damage import Damaged
+from clipmill.shards.reader import CommittedShard
 
 _PICTURES = 4
 _PICTURE_HEIGHT_PX = 108

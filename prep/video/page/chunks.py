@@ -8,16 +8,16 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from manifests.errors import UserError
-from manifests.keys import chunk_key
-from prep.core.plan import is_readable, problems_of
-from prep.video.page.pictures import spread
-from shards.chunk_table import read_chunk_rows
-from shards.damage import Damaged
-from shards.moments import order_of
-from shards.reader import Variant
-from shards.selection import selected_chunks
-from shards.where import parse_where
+from clipmill.manifests.errors import UserError
+from clipmill.manifests.keys import chunk_key
+from clipmill.prep.core.plan import is_readable, problems_of
+from clipmill.prep.video.page.pictures import spread
+from clipmill.shards.chunk_table import read_chunk_rows
+from clipmill.shards.damage import Damaged
+from clipmill.shards.moments import order_of
+from clipmill.shards.reader import Variant
+from clipmill.shards.selection import selected_chunks
+from clipmill.shards.where import parse_where
 
 _COLUMNS = ("start_ms", "num_frames", "fps_num", "fps_den", "size", "shard", "row")
 _SPLITS = ("train", "val", "test")  # in this order, before others

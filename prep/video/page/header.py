@@ -7,14 +7,14 @@ from typing import Any
 
 import numpy as np
 
-from manifests.quoting import counted
-from prep.core.histograms import short_number
-from prep.core.report import size_text
-from prep.video.page.chunks import Chunks, Hole
-from prep.video.page.clips import ClipPlan
-from prep.video.page.pictures import PREVIEW_S
-from prep.video.page.totals import Distribution, SplitTotal
-from shards.reader import Variant
+from clipmill.manifests.quoting import counted
+from clipmill.prep.core.histograms import short_number
+from clipmill.prep.core.report import size_text
+from clipmill.prep.video.page.chunks import Chunks, Hole
+from clipmill.prep.video.page.clips import ClipPlan
+from clipmill.prep.video.page.pictures import PREVIEW_S
+from clipmill.prep.video.page.totals import Distribution, SplitTotal
+from clipmill.shards.reader import Variant
 
 _CODEC_NAMES = {
     **{"h264": "H.264", "h264_nvenc": "H.264 (NVENC)", "hevc": "HEVC", "hevc_nvenc": "HEVC (NVENC)"},

@@ -6,15 +6,15 @@ from html import escape
 from pathlib import Path
 from urllib.parse import quote
 
-from manifests.quoting import counted
-from prep.core.histograms import HISTOGRAM_STYLE, histogram_html, short_number
-from prep.core.pages import page_head
-from prep.core.report import size_text
-from prep.video.inspection import clock
-from prep.video.page.cards import CaptionLine, Card
-from prep.video.page.clips import data_uri
-from prep.video.page.header import SECONDS_IN, Header, time_unit
-from prep.video.page.pictures import PREVIEW_S
+from clipmill.manifests.quoting import counted
+from clipmill.prep.core.histograms import HISTOGRAM_STYLE, histogram_html, short_number
+from clipmill.prep.core.pages import page_head
+from clipmill.prep.core.report import size_text
+from clipmill.prep.video.inspection import clock
+from clipmill.prep.video.page.cards import CaptionLine, Card
+from clipmill.prep.video.page.clips import data_uri
+from clipmill.prep.video.page.header import SECONDS_IN, Header, time_unit
+from clipmill.prep.video.page.pictures import PREVIEW_S
 
 _MAX_CAPTIONS = 3  # before the others are folded
 _MAX_FOLDED, _MAX_FOLDED_CHARS = 100, 20_000

@@ -9,7 +9,7 @@ import av
 from av.video.frame import VideoFrame
 from av.video.stream import VideoStream
 
-from shards.format import PACKET_KEY, PACKET_REFERENCE
+from clipmill.shards.format import PACKET_KEY, PACKET_REFERENCE
 
 _JPEG_QUANTISER = 5  # from 2 (best) to 31
 _DECODERS = {"av1": "libdav1d"}  # libav's native av1 decoder requires hardware
@@ -30,7 +30,7 @@ def decode_frames(content: bytes, row: dict[str, Any], *, frames: Sequence[int])
 
     Args:
         content: bytes of the MP4 file.
-        row: row of the index (shards.format.VIDEO_FIELDS).
+        row: row of the index (clipmill.shards.format.VIDEO_FIELDS).
         frames: presentation indices of the frames.
 
     Raises:

@@ -9,12 +9,12 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
-from manifests.store import open_captions
-from prep.core.histograms import Histogram, histogram
-from prep.video.page.chunks import Chunks
-from shards.moments import Moments
-from shards.scores import open_scores
-from shards.selection import find_chunks
+from clipmill.manifests.store import open_captions
+from clipmill.prep.core.histograms import Histogram, histogram
+from clipmill.prep.video.page.chunks import Chunks
+from clipmill.shards.moments import Moments
+from clipmill.shards.scores import open_scores
+from clipmill.shards.selection import find_chunks
 
 SHOWN_SCORES = ("motion", "sharpness", "brightness", "cuts", "speech")
 _BATCH_CAPTIONS = 1 << 18

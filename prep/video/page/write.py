@@ -11,23 +11,23 @@ import numpy as np
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
-from manifests.errors import UserError
-from manifests.quoting import counted
-from manifests.storage.mirrors import mirror_of
-from manifests.storage.urls import masked
-from manifests.store import read_videos
-from prep.core.pages import PageRequest, publish_page, require_page_path
-from prep.core.report import Report, size_text
-from prep.video.codecs import CODECS
-from prep.video.page.cards import Card, read_details
-from prep.video.page.chunks import Chunks, chosen, read_chunks
-from prep.video.page.clips import ClipFolder, ClipPlan, plan_clips
-from prep.video.page.header import Header, clips_text, hole_text, settings_words, summary, tiles
-from prep.video.page.html import Pages, chunk_page, list_page
-from prep.video.page.totals import ChunkScores, distributions, num_captions, scores_of, split_totals
-from prep.video.recipe import settings_line
-from shards.dataset import current_variant
-from shards.reader import Variant
+from clipmill.manifests.errors import UserError
+from clipmill.manifests.quoting import counted
+from clipmill.manifests.storage.mirrors import mirror_of
+from clipmill.manifests.storage.urls import masked
+from clipmill.manifests.store import read_videos
+from clipmill.prep.core.pages import PageRequest, publish_page, require_page_path
+from clipmill.prep.core.report import Report, size_text
+from clipmill.prep.video.codecs import CODECS
+from clipmill.prep.video.page.cards import Card, read_details
+from clipmill.prep.video.page.chunks import Chunks, chosen, read_chunks
+from clipmill.prep.video.page.clips import ClipFolder, ClipPlan, plan_clips
+from clipmill.prep.video.page.header import Header, clips_text, hole_text, settings_words, summary, tiles
+from clipmill.prep.video.page.html import Pages, chunk_page, list_page
+from clipmill.prep.video.page.totals import ChunkScores, distributions, num_captions, scores_of, split_totals
+from clipmill.prep.video.recipe import settings_line
+from clipmill.shards.dataset import current_variant
+from clipmill.shards.reader import Variant
 
 PAGE_CHUNKS = 150
 _BUCKET_THREADS = 16

@@ -10,9 +10,9 @@ import os
 import time
 from collections.abc import Iterator
 
-from prep.engines import Outcome
-from prep.engines.execution import Execution, Need
-from prep.engines.ray import isolated_ray_engine
+from clipmill.prep.engines import Outcome
+from clipmill.prep.engines.execution import Execution, Need
+from clipmill.prep.engines.ray import isolated_ray_engine
 from tests.cluster.ray.cluster import started_head, where
 
 GPU_NODES = {"gpu": {"resources": {"CPU": 4, "GPU": 1}, "node_config": {}, "min_workers": 0, "max_workers": 2}}

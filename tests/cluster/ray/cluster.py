@@ -121,7 +121,16 @@ def free_port() -> int:
 def made_manifest(folder: Path, *, num_videos: int = 6, minutes: float = 1.0) -> Path:
     """A data folder with a manifest of synthetic videos."""
     data = folder / "data"
-    command = ["-m", "prep.cli", "manifest", "synthetic", "--videos", str(num_videos), "--minutes", str(minutes)]
+    command = [
+        "-m",
+        "clipmill.prep.cli",
+        "manifest",
+        "synthetic",
+        "--videos",
+        str(num_videos),
+        "--minutes",
+        str(minutes),
+    ]
     subprocess.run([sys.executable, *command, "--data", os.fspath(data)], cwd=ROOT, check=True)
     return data
 

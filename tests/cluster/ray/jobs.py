@@ -46,12 +46,11 @@ def trial(folder: Path) -> None:
         names = {task.name for task in list_tasks(address=cluster.dashboard, limit=1000)}
         assert "chunk 000000" in names, names
 
-        for package in ("manifests", "shards", "prep"):
-            shutil.copytree(ROOT / package, folder / "code" / package)
-        (folder / "code" / "prep" / "__init__.py").write_text('"""Another version."""\n')
+        shutil.copytree(ROOT / "clipmill", folder / "code" / "clipmill")
+        (folder / "code" / "clipmill" / "prep" / "__init__.py").write_text('"""Another version."""\n')
         environment = {"working_dir": str(folder / "code"), "env_vars": {"CLIPMILL_DATA": str(data)}}
         options = ("--runtime-env-json", json.dumps(environment))
-        submit(cluster, "python", "-m", "prep.cli", "chunk", "--len", "5s", options=options)
+        submit(cluster, "python", "-m", "clipmill.prep.cli", "chunk", "--len", "5s", options=options)
 
 
 def main() -> None:

@@ -18,7 +18,7 @@ from pathlib import Path
 
 from ray.util.state import list_tasks
 
-from manifests.storage.objects import open_objects
+from clipmill.manifests.storage.objects import open_objects
 from tests.cluster.ray.cluster import BIN, started_head
 from tests.object_storage.folders import contents_of
 from tests.object_storage.server import s3_server

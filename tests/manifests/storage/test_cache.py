@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from manifests.errors import UserError
-from manifests.storage.cache import Damaged, NoRoom, ObjectCache, parse_size, shown_size
+from clipmill.manifests.errors import UserError
+from clipmill.manifests.storage.cache import Damaged, NoRoom, ObjectCache, parse_size, shown_size
 
 
 def writing(content: bytes) -> Callable[[Path], None]:

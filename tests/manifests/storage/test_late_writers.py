@@ -9,13 +9,13 @@ from pathlib import Path
 
 import pytest
 
-from manifests.errors import UserError
-from manifests.publish import publish_bytes, remove
-from manifests.storage import mirrors, stores
-from manifests.storage.errors import Conflict
-from manifests.storage.leases import Lease, LeaseHeld, LeaseLost
-from manifests.storage.objects import Objects, open_objects
-from manifests.storage.working_copy import WorkingCopy
+from clipmill.manifests.errors import UserError
+from clipmill.manifests.publish import publish_bytes, remove
+from clipmill.manifests.storage import mirrors, stores
+from clipmill.manifests.storage.errors import Conflict
+from clipmill.manifests.storage.leases import Lease, LeaseHeld, LeaseLost
+from clipmill.manifests.storage.objects import Objects, open_objects
+from clipmill.manifests.storage.working_copy import WorkingCopy
 from tests.object_storage.faults import Fault, Faults
 from tests.object_storage.server import S3Server
 from tests.prep.running import wait_until
@@ -53,10 +53,10 @@ def short_leases(monkeypatch: pytest.MonkeyPatch) -> None:
     """Leases that expire in seconds, and requests that have ended before."""
     scaled = {"EXPIRY_S": 3.0, "RENEWAL_S": 0.5, "WRITE_LIMIT_S": 1.0, "_MARGIN_S": 1.0}
     for name, seconds in scaled.items():
-        monkeypatch.setattr(f"manifests.storage.leases.{name}", seconds)
+        monkeypatch.setattr(f"clipmill.manifests.storage.leases.{name}", seconds)
     timeouts = {"timeout": timedelta(seconds=scaled["WRITE_LIMIT_S"])}
     for name in ("_TIMEOUTS", "_WRITE_TIMEOUTS"):
-        monkeypatch.setattr(f"manifests.storage.stores.{name}", timeouts)
+        monkeypatch.setattr(f"clipmill.manifests.storage.stores.{name}", timeouts)
 
 
 @contextmanager
@@ -147,7 +147,7 @@ def test_a_server_that_names_another_etag_after_a_write_is_no_other_writer(
     with copy.column_lock(".lock"):
         for content in (b"1", b"2", b"3"):
             publish_bytes(copy.folder / RECORD, content)
-        monkeypatch.setattr("manifests.storage.leases._MARGIN_S", 60.0)  # renewed before each request
+        monkeypatch.setattr("clipmill.manifests.storage.leases._MARGIN_S", 60.0)  # renewed before each request
         publish_bytes(copy.folder / RECORD, b"4")
     assert faults.seen().num_faults >= 6
     assert objects.read(RECORD) == b"4"
@@ -163,7 +163,7 @@ def test_changes_outlast_a_server_that_fails_for_long(
     for settings in (stores._RETRY, stores._WRITE_RETRY):
         monkeypatch.setitem(settings, "backoff", backoff)
     monkeypatch.setitem(stores._WRITE_RETRY, "retry_timeout", timedelta(milliseconds=50))
-    monkeypatch.setattr("manifests.storage.changes._LAST_PAUSE_S", 0.1)
+    monkeypatch.setattr("clipmill.manifests.storage.changes._LAST_PAUSE_S", 0.1)
     objects = open_objects(bucket)
     for fault in (Fault("error"), Fault("error", status=429, code="TooManyRequests"), Fault("reset")):
         for change in (

@@ -9,10 +9,10 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from manifests.storage import leases
-from manifests.storage.lease_holders import Fence, holder_of
-from manifests.storage.leases import Lease, LeaseHeld, LeaseLost, is_released
-from manifests.storage.objects import Objects, open_objects
+from clipmill.manifests.storage import leases
+from clipmill.manifests.storage.lease_holders import Fence, holder_of
+from clipmill.manifests.storage.leases import Lease, LeaseHeld, LeaseLost, is_released
+from clipmill.manifests.storage.objects import Objects, open_objects
 from tests.object_storage.faults import Fault, Faults
 
 KEY = ".lock"
@@ -76,8 +76,8 @@ def test_of_many_at_once_one_wins(objects: Objects) -> None:
 
 def test_the_lease_of_a_dead_process_of_this_machine_is_free_at_once(objects: Objects) -> None:
     program = (
-        "import os, sys; from manifests.storage.leases import Lease;"
-        "from manifests.storage.objects import open_objects;"
+        "import os, sys; from clipmill.manifests.storage.leases import Lease;"
+        "from clipmill.manifests.storage.objects import open_objects;"
         f"Lease(open_objects(sys.argv[1]), {KEY!r}, what='x').acquire(); os.kill(os.getpid(), 9)"
     )
     subprocess.run([sys.executable, "-c", program, objects.address], check=False)

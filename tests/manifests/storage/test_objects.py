@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from manifests.errors import UserError
-from manifests.storage import waiting
-from manifests.storage.errors import AccessRefused, Conflict
-from manifests.storage.objects import Objects, is_remote, open_objects
+from clipmill.manifests.errors import UserError
+from clipmill.manifests.storage import waiting
+from clipmill.manifests.storage.errors import AccessRefused, Conflict
+from clipmill.manifests.storage.objects import Objects, is_remote, open_objects
 from tests.object_storage.faults import Fault, Faults, vanished
 from tests.object_storage.server import S3Server
 

@@ -11,9 +11,9 @@ from botocore.auth import S3SigV4QueryAuth
 from botocore.awsrequest import AWSRequest
 from botocore.credentials import Credentials
 
-from manifests.errors import UserError
-from manifests.storage import listing
-from manifests.storage.objects import open_objects
+from clipmill.manifests.errors import UserError
+from clipmill.manifests.storage import listing
+from clipmill.manifests.storage.objects import open_objects
 from tests.object_storage.faults import Fault, Faults
 from tests.object_storage.google import google_server
 from tests.object_storage.server import ACCESS_KEY, SECRET_KEY, S3Server
@@ -26,7 +26,7 @@ ODD = ["a//b", "x/../y", "x/./y", "..", "/", "/k", "line\x01"]
 def test_names_that_obstore_refuses_are_set_aside_and_all_others_listed(
     s3: S3Server, bucket: str, faults: Faults, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("manifests.storage.listing.PAGE", 2)
+    monkeypatch.setattr("clipmill.manifests.storage.listing.PAGE", 2)
     for key in (*PLAIN, *ODD):
         s3.put(f"{bucket}/some folder", key)
     objects = open_objects(f"{bucket}/some folder")
@@ -55,7 +55,7 @@ def test_a_name_that_another_cloud_cannot_list_is_named(
 
 def test_an_upload_of_a_killed_process_is_found_and_aborted(bucket: str, faults: Faults, tmp_path: Path) -> None:
     (tmp_path / "tar").write_bytes(bytes(9 * 2**20))
-    program = "from manifests.storage.objects import open_objects; from pathlib import Path; import sys\n"
+    program = "from clipmill.manifests.storage.objects import open_objects; from pathlib import Path; import sys\n"
     program += "open_objects(sys.argv[1]).write('a folder/k.tar', Path(sys.argv[2]))"
     faults.set(Fault("hang", method="PUT", path="partNumber=2"))
     with Popen([sys.executable, "-c", program, bucket, tmp_path / "tar"], stderr=PIPE) as process:

@@ -2,8 +2,8 @@
 
 import pytest
 
-from manifests.errors import UserError
-from manifests.storage.urls import folder_of, masked, place_name, place_of, split_url, url_below
+from clipmill.manifests.errors import UserError
+from clipmill.manifests.storage.urls import folder_of, masked, place_name, place_of, split_url, url_below
 
 
 @pytest.mark.parametrize(

@@ -9,14 +9,14 @@ from pathlib import Path
 
 import pytest
 
-from manifests.errors import UserError
-from manifests.publish import folder_lock, publish_bytes, published, remove, rename
-from manifests.storage.attaching import open_data
-from manifests.storage.leases import LeaseLost
-from manifests.storage.mirrors import VARIABLE, file_state, local_copy, mirror_of, shown
-from manifests.storage.objects import Objects, open_objects
-from manifests.storage.working_copy import WorkingCopy
-from shards.opening import open_regular
+from clipmill.manifests.errors import UserError
+from clipmill.manifests.publish import folder_lock, publish_bytes, published, remove, rename
+from clipmill.manifests.storage.attaching import open_data
+from clipmill.manifests.storage.leases import LeaseLost
+from clipmill.manifests.storage.mirrors import VARIABLE, file_state, local_copy, mirror_of, shown
+from clipmill.manifests.storage.objects import Objects, open_objects
+from clipmill.manifests.storage.working_copy import WorkingCopy
+from clipmill.shards.opening import open_regular
 from tests.object_storage.faults import Fault, Faults, vanished
 
 TAR = b"tar" * 1000
@@ -128,7 +128,7 @@ def test_whoever_lost_the_lock_publishes_nothing(
     folder, copy = copy_of(address)
     with pytest.raises(LeaseLost), copy.column_lock(".lock"):
         publish_bytes(folder / "dataset.json", b"mine")
-        monkeypatch.setattr("manifests.storage.leases.EXPIRY_S", 0.0)
+        monkeypatch.setattr("clipmill.manifests.storage.leases.EXPIRY_S", 0.0)
         objects.write(".lock", b'{"holder": "another"}')
         for publish in (
             lambda: publish_bytes(folder / "dataset.json", b"late"),
@@ -160,7 +160,7 @@ def test_a_key_that_is_listed_and_gone_is_an_error_that_names_it(
 
 def test_commands_at_once_have_folders_of_their_own(address: str, objects: Objects) -> None:
     folder, _ = copy_of(address)
-    program = "import sys; from manifests.storage.attaching import open_data; print(open_data(sys.argv[1]))"
+    program = "import sys; from clipmill.manifests.storage.attaching import open_data; print(open_data(sys.argv[1]))"
     environment = {name: value for name, value in os.environ.items() if name != VARIABLE}
     command = [sys.executable, "-c", program, address]
     other = subprocess.run(command, env=environment, check=True, capture_output=True, text=True).stdout.strip()

@@ -9,14 +9,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from manifests.storage.objects import open_objects
-from prep.advice.bucket import BucketLoad, bucket_text
-from prep.advice.equation import Load, Origin, advice_text, advice_values
-from prep.advice.reading_costs import bytes_read, clip_bytes, measure_read_speed, video_bytes_per_s
-from prep.advice.run_steps import read_run_steps
-from shards.format import PACKET_KEY, PACKET_REFERENCE
-from shards.packets import PacketTable
-from shards.reader import Variant
+from clipmill.manifests.storage.objects import open_objects
+from clipmill.prep.advice.bucket import BucketLoad, bucket_text
+from clipmill.prep.advice.equation import Load, Origin, advice_text, advice_values
+from clipmill.prep.advice.reading_costs import bytes_read, clip_bytes, measure_read_speed, video_bytes_per_s
+from clipmill.prep.advice.run_steps import read_run_steps
+from clipmill.shards.format import PACKET_KEY, PACKET_REFERENCE
+from clipmill.shards.packets import PacketTable
+from clipmill.shards.reader import Variant
 from tests.object_storage.faults import Faults, vanished
 from tests.prep.running import Ran
 from tests.prep.sets import ShardSet, flip

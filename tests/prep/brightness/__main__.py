@@ -2,13 +2,13 @@
 
 import sys
 
-from prep.registry import register
+from clipmill.prep.registry import register
 from tests.prep.brightness.column import COLUMN
 
 if __name__ == "__main__":
     register(COLUMN)
 
-    from prep.cli import main
+    from clipmill.prep.cli import main
 
     if sys.argv[1:] == ["--commands"]:
         from tests.served import serve

@@ -10,14 +10,24 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from cyclopts import Parameter
 
-from manifests.errors import UserError
-from prep.core.column import VIDEO, ColumnSpec, Pending, changed_flags, recipe_fingerprint
-from prep.core.make import Data, EngineName, Json, MaxFailures, PartOf, Request, Workers, make_column, plan_column
+from clipmill.manifests.errors import UserError
+from clipmill.prep.core.column import VIDEO, ColumnSpec, Pending, changed_flags, recipe_fingerprint
+from clipmill.prep.core.make import (
+    Data,
+    EngineName,
+    Json,
+    MaxFailures,
+    PartOf,
+    Request,
+    Workers,
+    make_column,
+    plan_column,
+)
 
 if TYPE_CHECKING:
-    from prep.core.report import Report
-    from prep.core.run import Summary
-    from shards.reader import Variant
+    from clipmill.prep.core.report import Report
+    from clipmill.prep.core.run import Summary
+    from clipmill.shards.reader import Variant
     from tests.prep.brightness.work import BrightnessPlan
 
 BRIGHTNESS = "brightness"
@@ -82,7 +92,7 @@ def plan_brightness(
 
 
 def _plan(data_dir: Path, settings: BrightnessSettings, request: Request) -> "BrightnessPlan":
-    from shards.dataset import current_variant
+    from clipmill.shards.dataset import current_variant
     from tests.prep.brightness.work import make_plan
 
     recipe = BrightnessRecipe(settings=settings, video=str(current_variant(data_dir, VIDEO)))
@@ -91,8 +101,8 @@ def _plan(data_dir: Path, settings: BrightnessSettings, request: Request) -> "Br
 
 
 def _run(plan: "BrightnessPlan", settings: BrightnessSettings, request: Request) -> "Summary":
-    from prep.core.run import execute
-    from prep.engines.choice import open_engine
+    from clipmill.prep.core.run import execute
+    from clipmill.prep.engines.choice import open_engine
     from tests.prep.brightness.work import brightness_job
 
     engine = open_engine(request.engine, address=None, workers=request.workers)
@@ -100,13 +110,13 @@ def _run(plan: "BrightnessPlan", settings: BrightnessSettings, request: Request)
 
 
 def _plan_report(plan: "BrightnessPlan") -> "Report":
-    from prep.core.report import Report, states_lines, states_values
+    from clipmill.prep.core.report import Report, states_lines, states_values
 
     return Report("\n".join(states_lines(plan.shards)), states_values(plan.shards))
 
 
 def _summary_report(summary: "Summary", settings: BrightnessSettings, listed: Path) -> "Report":
-    from prep.core.report import summary_report
+    from clipmill.prep.core.report import summary_report
 
     return summary_report(summary, listed=listed)
 
@@ -120,8 +130,8 @@ def _retry(stored: Mapping[str, Any], weights: str | None, request: Request) -> 
 
 
 def _pending(data_dir: Path, variant: "Variant") -> Pending:
-    from prep.core.plan import pending_of
-    from shards.dataset import current_variant
+    from clipmill.prep.core.plan import pending_of
+    from clipmill.shards.dataset import current_variant
     from tests.prep.brightness.work import make_plan
 
     recipe = recipe_from_dict(variant.recipe)

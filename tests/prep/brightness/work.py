@@ -14,17 +14,17 @@ import av
 import numpy as np
 import pyarrow as pa
 
-from prep.core.column import VIDEO, CheckedSample, DeepCode, recipe_fingerprint
-from prep.core.failures import FailureCode
-from prep.core.heartbeat import Heartbeat
-from prep.core.plan import ShardPlan, WantedShard, plan_shards, stored_shards
-from prep.core.run import Job
-from prep.core.shard_result import ShardResult, system_errors_as_results
-from shards.commits import Commit, Failure, read_commits, write_commit
-from shards.dataset import variant_dir
-from shards.npy import load_npy, npy_bytes
-from shards.reader import open_shard
-from shards.writer import Sample, ShardWriter
+from clipmill.prep.core.column import VIDEO, CheckedSample, DeepCode, recipe_fingerprint
+from clipmill.prep.core.failures import FailureCode
+from clipmill.prep.core.heartbeat import Heartbeat
+from clipmill.prep.core.plan import ShardPlan, WantedShard, plan_shards, stored_shards
+from clipmill.prep.core.run import Job
+from clipmill.prep.core.shard_result import ShardResult, system_errors_as_results
+from clipmill.shards.commits import Commit, Failure, read_commits, write_commit
+from clipmill.shards.dataset import variant_dir
+from clipmill.shards.npy import load_npy, npy_bytes
+from clipmill.shards.reader import open_shard
+from clipmill.shards.writer import Sample, ShardWriter
 from tests.prep.brightness.column import BRIGHTNESS, COLUMN, BrightnessRecipe
 
 PAUSE = "BRIGHTNESS_PAUSE_S"  # after the first chunk of a shard, so that a test finds the time to kill it

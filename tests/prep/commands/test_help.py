@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from manifests.help_text import help_text
-from prep.cli import build_app
+from clipmill.manifests.help_text import help_text
+from clipmill.prep.cli import build_app
 
 GOLDEN = Path(__file__).with_name("help.txt")
 COLUMNS = ("chunk", "latents", "text", "scores", "plan", "plan latents", "plan text", "plan scores")

@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
-from manifests import caption_spans
-from manifests.store import read_captions, read_manifest, read_videos
-from prep.synthetic.frame_numbers import write_frame_number_video
-from shards.dataset import current_variant
+from clipmill.manifests import caption_spans
+from clipmill.manifests.store import read_captions, read_manifest, read_videos
+from clipmill.prep.synthetic.frame_numbers import write_frame_number_video
+from clipmill.shards.dataset import current_variant
 from tests.manifests.test_further_sources import FIRST, SECOND, pseudo
 from tests.prep.running import Ran, chunk, contents, manifest, prep_here
 

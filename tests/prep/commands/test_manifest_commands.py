@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from manifests.errors import run_command
-from manifests.store import read_captions, read_rejected, read_videos
-from prep.commands.manifest import app
+from clipmill.manifests.errors import run_command
+from clipmill.manifests.store import read_captions, read_rejected, read_videos
+from clipmill.prep.commands.manifest import app
 from tests.prep.running import contents
 
 
@@ -285,7 +285,7 @@ def test_a_users_mistake_is_two_lines_and_status_2(
 
 def test_help_loads_nothing_heavy(repository: Path) -> None:
     program = (
-        "import sys; from prep.commands.manifest import app; app(['--help'], result_action='return_value');"
+        "import sys; from clipmill.prep.commands.manifest import app; app(['--help'], result_action='return_value');"
         "print([name for name in ('torch', 'ray', 'av', 'pandas') if name in sys.modules])"
     )
     done = subprocess.run([sys.executable, "-c", program], cwd=repository, capture_output=True, text=True, check=True)

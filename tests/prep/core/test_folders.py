@@ -9,11 +9,11 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from prep.core import heartbeat
-from prep.core.column import recipe_fingerprint
-from prep.core.heartbeat import Heartbeat, RunningChunks
-from prep.core.layout import read_layout, write_layout
-from shards.commits import commit_path
+from clipmill.prep.core import heartbeat
+from clipmill.prep.core.column import recipe_fingerprint
+from clipmill.prep.core.heartbeat import Heartbeat, RunningChunks
+from clipmill.prep.core.layout import read_layout, write_layout
+from clipmill.shards.commits import commit_path
 from tests.prep.running import Ran, chunk, contents
 from tests.prep.sets import LEN, ShardSet, flip, rerun
 
@@ -63,7 +63,7 @@ def test_damage_in_a_folder_is_found_and_repaired(prep: Prep, far_set: ShardSet)
 def test_verify_reads_the_records_behind_the_table(
     prep: Prep, far_set: ShardSet, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("shards.lists.MIN_COMMITS", 2)
+    monkeypatch.setattr("clipmill.shards.lists.MIN_COMMITS", 2)
     rerun(prep, far_set, *LEN)
     before = contents(far_set.variant)
     assert "commits.arrow" in before

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from shards.dataset import current_variant
-from shards.merged_table import CHUNKS_FILE
-from shards.reader import Variant
-from shards.verify import verify_shard
+from clipmill.shards.dataset import current_variant
+from clipmill.shards.merged_table import CHUNKS_FILE
+from clipmill.shards.reader import Variant
+from clipmill.shards.verify import verify_shard
 from tests.prep.running import ENGINES, chunk, contents, manifest, prep_here
 
 SETTINGS = ("--len", "1s", "--gop", "intra", "--crf", "1")

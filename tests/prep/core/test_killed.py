@@ -15,9 +15,9 @@ from pathlib import Path
 
 import pytest
 
-from prep.engines.ray_agents import running_processes
-from prep.synthetic.frame_numbers import write_frame_number_video
-from shards.dataset import current_variant
+from clipmill.prep.engines.ray_agents import running_processes
+from clipmill.prep.synthetic.frame_numbers import write_frame_number_video
+from clipmill.shards.dataset import current_variant
 from tests.prep.running import ENGINES, MARK, Process, Ran, chunk, contents, manifest, processes, start, wait_until
 
 QUICK = ("--len", "500ms", "--preset", "ultrafast", "--short-side", 32)

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from manifests.publish import temporary_path
-from prep.core.data_folder import writing
-from shards.format import COLUMNS
+from clipmill.manifests.publish import temporary_path
+from clipmill.prep.core.data_folder import writing
+from clipmill.shards.format import COLUMNS
 from tests.conftest import ROOT
 from tests.prep.running import Ran, chunk
 from tests.prep.sets import LEN, ShardSet, rerun
@@ -22,9 +22,10 @@ Prep = Callable[..., Ran]
 KILL_AT_EACH = """
 import os, shutil, sys, tempfile
 from pathlib import Path
-from manifests.errors import run_command
-from prep import cli
-import manifests.adapters.folder, prep.upkeep.garbage, prep.upkeep.texts  # once, not in every child
+from clipmill.manifests.errors import run_command
+from clipmill.prep import cli
+import clipmill.manifests.adapters.folder  # once, not in every child
+import clipmill.prep.upkeep.garbage, clipmill.prep.upkeep.texts
 
 pristine, work, expected = map(Path, sys.argv[1:4])
 command = sys.argv[4:]

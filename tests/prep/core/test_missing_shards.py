@@ -10,16 +10,16 @@ from typing import Any
 
 import pytest
 
-from prep.core.failures import FailureCode
-from prep.core.run import Summary, execute
-from prep.core.shard_result import ShardResult, stopped
-from prep.engines import Check, Outcome, R, T
-from prep.video.ffmpeg import find_ffmpeg
-from prep.video.planning import chunk_job, make_plan
-from prep.video.recipe import Recipe, resolve
-from prep.video.worker import ShardTask, make_shard
-from shards.commits import commit_path
-from shards.dataset import current_variant
+from clipmill.prep.core.failures import FailureCode
+from clipmill.prep.core.run import Summary, execute
+from clipmill.prep.core.shard_result import ShardResult, stopped
+from clipmill.prep.engines import Check, Outcome, R, T
+from clipmill.prep.video.ffmpeg import find_ffmpeg
+from clipmill.prep.video.planning import chunk_job, make_plan
+from clipmill.prep.video.recipe import Recipe, resolve
+from clipmill.prep.video.worker import ShardTask, make_shard
+from clipmill.shards.commits import commit_path
+from clipmill.shards.dataset import current_variant
 from tests.prep.running import Ran, manifest
 from tests.prep.sets import LEN, ShardSet
 
@@ -54,9 +54,9 @@ def run(
     per_shard: int = 2,
     lag_limit_s: float = 0.0,
 ) -> Summary:
-    monkeypatch.setattr("prep.video.layout.MIN_SHARDS", 1)
-    monkeypatch.setattr("prep.video.layout.MAX_SHARD_CHUNKS", per_shard)
-    monkeypatch.setattr("prep.video.layout.SPAN_CHUNKS", 1)
+    monkeypatch.setattr("clipmill.prep.video.layout.MIN_SHARDS", 1)
+    monkeypatch.setattr("clipmill.prep.video.layout.MAX_SHARD_CHUNKS", per_shard)
+    monkeypatch.setattr("clipmill.prep.video.layout.SPAN_CHUNKS", 1)
     recipe = resolve(Recipe(len="1s", preset="ultrafast", short_side=32), ffmpeg_version=find_ffmpeg().version)
     job = chunk_job(make_plan(data, recipe))
     return execute(replace(job, make=make, lag_limit_s=lag_limit_s), Here())
@@ -122,7 +122,7 @@ def test_no_budget_covers_a_run_that_ended_early(prep: Prep, data: Path, monkeyp
     def gives_up(job: object, engine: object, **_: object) -> Summary:
         return Summary("h264", gave_up="the disk was full for 3 shards in a row")
 
-    monkeypatch.setattr("prep.core.run.execute", gives_up)
+    monkeypatch.setattr("clipmill.prep.core.run.execute", gives_up)
     ran = prep("chunk", "--data", data, "--engine", "processes", "--max-failures", "100%", "--len", "1s", status=1)
     assert "the disk was full for 3 shards in a row" in ran.stderr
 

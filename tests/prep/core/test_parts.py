@@ -15,13 +15,13 @@ from threading import Event, Thread
 
 import pytest
 
-from manifests.errors import UserError
-from prep.core import data_folder, part_locks, parts
-from prep.core.data_folder import column_lock, writing
-from prep.core.part_locks import Part
-from prep.core.parts import PartRun, writing_part
-from prep.synthetic.frame_numbers import write_frame_number_video
-from shards.dataset import current_variant
+from clipmill.manifests.errors import UserError
+from clipmill.prep.core import data_folder, part_locks, parts
+from clipmill.prep.core.data_folder import column_lock, writing
+from clipmill.prep.core.part_locks import Part
+from clipmill.prep.core.parts import PartRun, writing_part
+from clipmill.prep.synthetic.frame_numbers import write_frame_number_video
+from clipmill.shards.dataset import current_variant
 from tests.conftest import ROOT
 from tests.forks import Forks
 from tests.prep.running import Ran, chunk, contents, identities, manifest, prep_here, wait_until
@@ -71,7 +71,7 @@ def start_part(forks: Forks) -> Iterator[Start]:
         def start(data: Path, part: str, *settings: object) -> "subprocess.Popen[str]":
             flags = ("chunk", "--data", data, *HERE, "--part", part, *(settings or SLOW))
             process = subprocess.Popen(
-                [forks.python(), "-m", "prep.cli", *map(str, flags)],
+                [forks.python(), "-m", "clipmill.prep.cli", *map(str, flags)],
                 cwd=ROOT,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
@@ -187,7 +187,9 @@ def test_other_parts_wait_for_the_first_and_probe_nothing_again(
     with running(data, "3/4", makes=str(current_variant(data, "video"))):
         probed = chunk(data, *QUICK, "--part", "4/4", status=0)
         assert probed["part"]["num_running"] == 1 and (data / "probes.parquet").exists()
-        monkeypatch.setattr("prep.sources.probe_processes.probe_each", lambda *_, **__: pytest.fail("it probes again"))
+        monkeypatch.setattr(
+            "clipmill.prep.sources.probe_processes.probe_each", lambda *_, **__: pytest.fail("it probes again")
+        )
         assert chunk(data, *QUICK, "--part", "2/4", status=0)["num_shards"] == 1
 
 

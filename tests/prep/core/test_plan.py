@@ -4,9 +4,9 @@ from itertools import product
 
 import pytest
 
-from prep.core.failures import SOURCE_AWAY, TRANSIENT, FailureCode
-from prep.core.plan import ShardState, WantedShard, plan_shards, state_of
-from shards.commits import Commit, Failure, ShardFiles
+from clipmill.prep.core.failures import SOURCE_AWAY, TRANSIENT, FailureCode
+from clipmill.prep.core.plan import ShardState, WantedShard, plan_shards, state_of
+from clipmill.shards.commits import Commit, Failure, ShardFiles
 
 FILES = ShardFiles("000000-0.tar", 1, "0", "000000-0.index.arrow", 1, "0", 3)
 

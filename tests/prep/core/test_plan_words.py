@@ -3,12 +3,12 @@
 from dataclasses import replace
 from pathlib import Path
 
-from prep.core.disk_use import DiskUse
-from prep.core.failure_list import failure_lines
-from prep.core.failures import WORDS, FailureCode
-from prep.core.plan import ShardPlan, ShardState
-from prep.core.plan_words import MAX_LISTED, Words, plan_lines
-from shards.commits import Failure
+from clipmill.prep.core.disk_use import DiskUse
+from clipmill.prep.core.failure_list import failure_lines
+from clipmill.prep.core.failures import WORDS, FailureCode
+from clipmill.prep.core.plan import ShardPlan, ShardState
+from clipmill.prep.core.plan_words import MAX_LISTED, Words, plan_lines
+from clipmill.shards.commits import Failure
 
 WORDS_OF_SCORES = Words(verb="score")
 

@@ -2,9 +2,9 @@
 
 from pathlib import Path
 
-from prep.core.report import summary_report
-from prep.core.run import Summary
-from shards.commits import Failure
+from clipmill.prep.core.report import summary_report
+from clipmill.prep.core.run import Summary
+from clipmill.shards.commits import Failure
 
 
 def test_a_run_whose_videos_were_all_skipped_says_so_and_why() -> None:

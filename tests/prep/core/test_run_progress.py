@@ -2,8 +2,8 @@
 
 import pytest
 
-from manifests.errors import Stopped
-from prep.core.progress import RunProgress
+from clipmill.manifests.errors import Stopped
+from clipmill.prep.core.progress import RunProgress
 
 
 def _progress() -> RunProgress:

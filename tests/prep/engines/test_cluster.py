@@ -152,7 +152,7 @@ def test_nodes_that_cannot_do_the_work_are_named_and_get_none(
     # A data folder that the driver alone sees.
     alone = tmp_path / "alone"
     alone.mkdir()
-    command = [sys.executable, "-m", "prep.cli", *map(str, ("chunk", "--data", alone, *arguments))]
+    command = [sys.executable, "-m", "clipmill.prep.cli", *map(str, ("chunk", "--data", alone, *arguments))]
     mounted = f"mount -t tmpfs tmpfs {alone} && cp -r {data}/manifest {alone} && exec {shlex.join(command)}"
     ended = subprocess.run(
         ["unshare", "--mount", "sh", "-c", mounted], cwd=ROOT, capture_output=True, text=True, timeout=120

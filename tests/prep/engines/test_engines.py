@@ -10,11 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from manifests.errors import UserError
-from prep.engines import Engine, Outcome, processes
-from prep.engines.admission import worker_ticket
-from prep.engines.processes import ProcessEngine
-from prep.engines.ray import RayEngine
+from clipmill.manifests.errors import UserError
+from clipmill.prep.engines import Engine, Outcome, processes
+from clipmill.prep.engines.admission import worker_ticket
+from clipmill.prep.engines.processes import ProcessEngine
+from clipmill.prep.engines.ray import RayEngine
 
 NUM_TASKS = 12
 

@@ -17,13 +17,13 @@ from typing import Any
 
 import pytest
 
-from manifests.errors import UserError
-from prep.engines import Label, Outcome, worker_threads
-from prep.engines.execution import Execution, Need, need_of
-from prep.engines.ray import RayEngine, count_cluster_gpus, import_ray
-from prep.engines.ray_connection import cluster_address, connect
-from prep.engines.ray_flights import Pace
-from prep.engines.ray_nodes import Nodes
+from clipmill.manifests.errors import UserError
+from clipmill.prep.engines import Label, Outcome, worker_threads
+from clipmill.prep.engines.execution import Execution, Need, need_of
+from clipmill.prep.engines.ray import RayEngine, count_cluster_gpus, import_ray
+from clipmill.prep.engines.ray_connection import cluster_address, connect
+from clipmill.prep.engines.ray_flights import Pace
+from clipmill.prep.engines.ray_nodes import Nodes
 from tests.conftest import ROOT
 from tests.prep.running import MARK, processes, wait_until
 
@@ -142,8 +142,8 @@ def test_gpus_that_are_still_to_come_are_awaited_and_shared(cluster: Any, tmp_pa
 def test_a_straggler_is_tried_on_another_node(
     cluster: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, actor_gpus: float | None
 ) -> None:
-    monkeypatch.setattr("prep.engines.ray_flights.SHORTEST_S", 0.5)
-    monkeypatch.setattr("prep.engines.ray_tasks._STRAGGLER_INTERVAL_S", 0.2)
+    monkeypatch.setattr("clipmill.prep.engines.ray_flights.SHORTEST_S", 0.5)
+    monkeypatch.setattr("clipmill.prep.engines.ray_tasks._STRAGGLER_INTERVAL_S", 0.2)
     node = cluster.add_node(num_cpus=1)
     engine = RayEngine(num_workers=None, address=cluster.address, actor_gpus=actor_gpus)
     outcome = run(engine, [Task(number, tmp_path, slow=number == 7) for number in range(9)])[7]

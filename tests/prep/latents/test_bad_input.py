@@ -9,8 +9,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from shards.commits import read_commits
-from shards.reader import Variant
+from clipmill.shards.commits import read_commits
+from clipmill.shards.reader import Variant
 from tests.prep.latents.conftest import AutoencoderKL, make
 from tests.prep.running import Ran, contents
 from tests.prep.sets import ShardSet, flip

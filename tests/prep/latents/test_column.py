@@ -12,8 +12,8 @@ import torch
 import webdataset as wds
 from torch.nn import functional
 
-from shards.format import LATENTS_FIELDS
-from shards.reader import Variant
+from clipmill.shards.format import LATENTS_FIELDS
+from clipmill.shards.reader import Variant
 from tests.prep.latents.conftest import AutoencoderKL, make
 from tests.prep.running import contents
 from tests.prep.sets import ShardSet

@@ -2,8 +2,8 @@
 
 import pytest
 
-from prep.latents.frames import Square, as_numbers, segment_squares
-from prep.latents.recipe import LatentsSettings
+from clipmill.prep.latents.frames import Square, as_numbers, segment_squares
+from clipmill.prep.latents.recipe import LatentsSettings
 
 CENTRE, RANDOM = LatentsSettings(vae="tiny"), LatentsSettings(vae="tiny", crop="random")
 

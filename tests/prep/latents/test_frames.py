@@ -9,11 +9,11 @@ import av
 import numpy as np
 import pytest
 
-from prep.core.chunk_frames import decode_frames
-from prep.core.failures import FailureCode, SourceFailure
-from prep.latents.frames import frames_on_screen
-from prep.video.packets import read_chunk
-from shards.reader import Variant
+from clipmill.prep.core.chunk_frames import decode_frames
+from clipmill.prep.core.failures import FailureCode, SourceFailure
+from clipmill.prep.latents.frames import frames_on_screen
+from clipmill.prep.video.packets import read_chunk
+from clipmill.shards.reader import Variant
 from tests.prep.running import chunk, manifest
 
 

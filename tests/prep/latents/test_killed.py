@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from prep.core.run import Summary
-from shards.dataset import current_variant
+from clipmill.prep.core.run import Summary
+from clipmill.shards.dataset import current_variant
 from tests.prep.latents.conftest import make
 from tests.prep.running import ENGINES, MARK, Process, Ran, chunk, contents, prep_here, processes, start, wait_until
 

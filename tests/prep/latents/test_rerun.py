@@ -9,12 +9,12 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from prep.latents.sample import check_latents
-from shards.commits import commit_path, read_commits
-from shards.dataset import current_variant
-from shards.lists import finish_run
-from shards.npy import compressed, npy_bytes
-from shards.reader import Variant
+from clipmill.prep.latents.sample import check_latents
+from clipmill.shards.commits import commit_path, read_commits
+from clipmill.shards.dataset import current_variant
+from clipmill.shards.lists import finish_run
+from clipmill.shards.npy import compressed, npy_bytes
+from clipmill.shards.reader import Variant
 from tests.prep.latents.conftest import make
 from tests.prep.running import Ran, contents, identities
 from tests.prep.sets import LEN, ShardSet, flip, rerun

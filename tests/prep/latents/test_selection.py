@@ -4,12 +4,12 @@ from collections.abc import Callable
 
 import pytest
 
-from manifests.errors import UserError
-from prep.core.selection import stored_request
-from prep.latents.recipe import latents_recipe_from_dict
-from shards.commits import commit_path
-from shards.dataset import current_variant
-from shards.reader import Variant
+from clipmill.manifests.errors import UserError
+from clipmill.prep.core.selection import stored_request
+from clipmill.prep.latents.recipe import latents_recipe_from_dict
+from clipmill.shards.commits import commit_path
+from clipmill.shards.dataset import current_variant
+from clipmill.shards.reader import Variant
 from tests.prep.latents.conftest import make
 from tests.prep.running import Ran, identities
 from tests.prep.scores.conftest import make as make_scores

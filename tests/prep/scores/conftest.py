@@ -11,15 +11,15 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from prep.core.data_folder import writing
-from prep.core.run import execute
-from prep.engines import Check, Outcome, R, T
-from prep.scores.column import publish_table
-from prep.scores.plan import make_scores_plan, scores_job
-from prep.scores.recipe import SCORES, ScoresSettings, resolve
-from prep.scores.report import ScoresSummary
-from shards.dataset import current_variant
-from shards.reader import Variant
+from clipmill.prep.core.data_folder import writing
+from clipmill.prep.core.run import execute
+from clipmill.prep.engines import Check, Outcome, R, T
+from clipmill.prep.scores.column import publish_table
+from clipmill.prep.scores.plan import make_scores_plan, scores_job
+from clipmill.prep.scores.recipe import SCORES, ScoresSettings, resolve
+from clipmill.prep.scores.report import ScoresSummary
+from clipmill.shards.dataset import current_variant
+from clipmill.shards.reader import Variant
 from tests.prep.running import chunk, manifest
 
 FPS = 30

@@ -8,17 +8,17 @@ from pathlib import Path
 import pyarrow as pa
 import pytest
 
-from prep.core.column import DeepCode
-from prep.scores.column import COLUMN
-from prep.scores.recipe import installed_libraries, resolve, version_mismatch
-from prep.scores.sample import EXTENSION, check_scores
-from shards.commits import commit_path, read_commits
-from shards.dataset import current_variant
-from shards.format import SCORES_FIELDS
-from shards.lists import finish_run
-from shards.merged_table import open_merged_table, write_merged_table
-from shards.reader import Variant
-from shards.scores import CHUNKS_FILE, has_score_table, open_scores
+from clipmill.prep.core.column import DeepCode
+from clipmill.prep.scores.column import COLUMN
+from clipmill.prep.scores.recipe import installed_libraries, resolve, version_mismatch
+from clipmill.prep.scores.sample import EXTENSION, check_scores
+from clipmill.shards.commits import commit_path, read_commits
+from clipmill.shards.dataset import current_variant
+from clipmill.shards.format import SCORES_FIELDS
+from clipmill.shards.lists import finish_run
+from clipmill.shards.merged_table import open_merged_table, write_merged_table
+from clipmill.shards.reader import Variant
+from clipmill.shards.scores import CHUNKS_FILE, has_score_table, open_scores
 from tests.prep.running import Ran, contents, identities
 from tests.prep.scores.conftest import ScoresSettings, make, rows_of
 from tests.prep.sets import LEN, ShardSet, flip, rerun

@@ -11,15 +11,15 @@ import pytest
 from PIL import Image
 from scenedetect import ContentDetector, detect
 
-from prep.core.failures import FailureCode, SourceFailure
-from prep.scores.cuts import MIN_SHOT_FRAMES
-from prep.scores.frames import choose_frames, full_luma
-from prep.scores.looks import Look, frozen_frames, phash, sharpness, shown_frames
-from prep.scores.motion import optical_flow, split_motion, textured
-from prep.scores.score import ChunkFile, score_chunk
-from prep.scores.speech import RATE_HZ, is_speech
-from shards.format import PACKET_KEY, PACKET_REFERENCE
-from shards.reader import Variant
+from clipmill.prep.core.failures import FailureCode, SourceFailure
+from clipmill.prep.scores.cuts import MIN_SHOT_FRAMES
+from clipmill.prep.scores.frames import choose_frames, full_luma
+from clipmill.prep.scores.looks import Look, frozen_frames, phash, sharpness, shown_frames
+from clipmill.prep.scores.motion import optical_flow, split_motion, textured
+from clipmill.prep.scores.score import ChunkFile, score_chunk
+from clipmill.prep.scores.speech import RATE_HZ, is_speech
+from clipmill.shards.format import PACKET_KEY, PACKET_REFERENCE
+from clipmill.shards.reader import Variant
 from tests.prep.scores.conftest import FPS, texture, voice
 
 THIRTY = Fraction(30)

@@ -7,9 +7,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from prep.core.histograms import histogram
-from prep.scores.distribution import evenly, landmarks
-from shards.reader import Variant
+from clipmill.prep.core.histograms import histogram
+from clipmill.prep.scores.distribution import evenly, landmarks
+from clipmill.shards.reader import Variant
 from tests.prep.running import Ran
 
 Prep = Callable[..., Ran]
@@ -82,7 +82,7 @@ def test_requests_that_make_no_page(
 def test_a_chunk_that_is_gone_is_named_in_its_place(
     prep: Prep, clips: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("prep.scores.pictures.is_readable", lambda shard: False)
+    monkeypatch.setattr("clipmill.prep.scores.pictures.is_readable", lambda shard: False)
     page = page_of(prep, clips, tmp_path / "page.html")
     assert "not in the video column, or damaged there" in page and "data:image" not in page
     assert Variant.open(clips, column="scores").commits

@@ -6,8 +6,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from shards.format import SCORES_FIELDS
-from shards.scores import open_scores
+from clipmill.shards.format import SCORES_FIELDS
+from clipmill.shards.scores import open_scores
 from tests.prep.scores.conftest import CUTS, FPS, HEIGHT, SIDE, SPEED, WIDTH
 
 Scored = dict[str, dict[str, Any]]

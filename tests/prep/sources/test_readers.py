@@ -14,17 +14,17 @@ from pathlib import Path
 import pyarrow as pa
 import pytest
 
-from prep.core.failures import FailureCode, SourceFailure
-from prep.engines import MAX_TRIES
-from prep.engines.processes import ProcessEngine
-from prep.sources import files as source_files
-from prep.sources import probe_processes
-from prep.sources.files import current_fingerprint
-from prep.sources.probe import SourceFacts, probe
-from prep.video.ffmpeg import find_ffmpeg
-from prep.video.planning import Planned, make_plan, with_shots
-from prep.video.recipe import Recipe, resolve
-from shards.reader import Variant
+from clipmill.prep.core.failures import FailureCode, SourceFailure
+from clipmill.prep.engines import MAX_TRIES
+from clipmill.prep.engines.processes import ProcessEngine
+from clipmill.prep.sources import files as source_files
+from clipmill.prep.sources import probe_processes
+from clipmill.prep.sources.files import current_fingerprint
+from clipmill.prep.sources.probe import SourceFacts, probe
+from clipmill.prep.video.ffmpeg import find_ffmpeg
+from clipmill.prep.video.planning import Planned, make_plan, with_shots
+from clipmill.prep.video.recipe import Recipe, resolve
+from clipmill.shards.reader import Variant
 from tests.conftest import ROOT
 from tests.prep.running import chunk, manifest, wait_until
 from tests.prep.scenes import RECIPE, write_scenes
@@ -182,7 +182,8 @@ def test_a_reader_has_only_so_much_memory(
     tmp_path: Path, write_video: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     program = probe_processes._PROGRAM.replace(
-        "serve()", "import prep.sources.probe_processes as reader; reader.MEMORY_LIMIT_BYTES = 260 << 20; serve()"
+        "serve()",
+        "import clipmill.prep.sources.probe_processes as reader; reader.MEMORY_LIMIT_BYTES = 260 << 20; serve()",
     )
     monkeypatch.setattr(probe_processes, "_PROGRAM", program)
     wide, good = tmp_path / "wide.avi", write_video(tmp_path / "good.mp4", seconds=1)
@@ -208,7 +209,8 @@ def test_a_span_whose_source_cannot_be_opened_any_more_is_given_up(
 
 def test_readers_do_not_outlive_the_driver(leasable: Path, write_video: Callable[..., Path]) -> None:
     path = write_video(leasable / "v.mp4", seconds=1)
-    program = f"from prep.sources.probe_processes import probe_each; list(probe_each([{str(path)!r}], max_processes=1))"
+    begin = "from clipmill.prep.sources.probe_processes import probe_each"
+    program = f"{begin}; list(probe_each([{str(path)!r}], max_processes=1))"
     with lease(path):
         driver = subprocess.Popen([sys.executable, "-c", program], cwd=ROOT)
         wait_until(lambda: any(map(_waits_for_lease, readers(driver.pid))))

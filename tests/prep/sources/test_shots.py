@@ -9,14 +9,14 @@ import pyarrow as pa
 import pytest
 import scenedetect
 
-from prep.core.failures import FailureCode, SourceFailure
-from prep.core.table_file import read_table_file, write_table_file
-from prep.sources.detector import DEFAULT_THRESHOLD, Detector, DetectorName
-from prep.sources.shot_table import SHOTS, read_shots, shot_rows
-from prep.sources.shots import _shown, detect_cuts, output_number
-from prep.synthetic.frame_code import read_frame_number
-from prep.synthetic.frame_numbers import write_frame_number_video
-from prep.video.spans import num_output_frames
+from clipmill.prep.core.failures import FailureCode, SourceFailure
+from clipmill.prep.core.table_file import read_table_file, write_table_file
+from clipmill.prep.sources.detector import DEFAULT_THRESHOLD, Detector, DetectorName
+from clipmill.prep.sources.shot_table import SHOTS, read_shots, shot_rows
+from clipmill.prep.sources.shots import _shown, detect_cuts, output_number
+from clipmill.prep.synthetic.frame_code import read_frame_number
+from clipmill.prep.synthetic.frame_numbers import write_frame_number_video
+from clipmill.prep.video.spans import num_output_frames
 from tests.prep.numbered import due_frames
 from tests.prep.scenes import scene_number, scene_pictures, write_scenes
 

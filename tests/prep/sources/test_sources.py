@@ -13,15 +13,15 @@ from pathlib import Path
 import pyarrow as pa
 import pytest
 
-from prep.core.failures import FailureCode, SourceFailure
-from prep.core.table_file import write_table_file
-from prep.sources import files as source_files
-from prep.sources import table as sources
-from prep.sources.files import NO_FILE, stat_files
-from prep.sources.probe import probe
-from prep.sources.table import probe_sources, read_probes
-from prep.video.ffmpeg import find_ffmpeg
-from shards.reader import Variant
+from clipmill.prep.core.failures import FailureCode, SourceFailure
+from clipmill.prep.core.table_file import write_table_file
+from clipmill.prep.sources import files as source_files
+from clipmill.prep.sources import table as sources
+from clipmill.prep.sources.files import NO_FILE, stat_files
+from clipmill.prep.sources.probe import probe
+from clipmill.prep.sources.table import probe_sources, read_probes
+from clipmill.prep.video.ffmpeg import find_ffmpeg
+from clipmill.shards.reader import Variant
 from tests.conftest import ROOT
 from tests.prep.numbered import Source
 from tests.prep.running import manifest
@@ -96,7 +96,7 @@ def test_a_source_that_may_be_read_again_is_read_without_being_asked_for(
 def _chunk_without_privileges(data: Path, *, status: int) -> None:
     """`prep chunk` by a user who may not read every file, as root may: CAP_DAC_OVERRIDE and CAP_DAC_READ_SEARCH go."""
     drop = "import ctypes; libc = ctypes.CDLL(None); [libc.prctl(24, number, 0, 0, 0) for number in (1, 2)]\n"
-    start = "import os, sys; os.execv(sys.executable, [sys.executable, '-m', 'prep.cli', *sys.argv[1:]])"
+    start = "import os, sys; os.execv(sys.executable, [sys.executable, '-m', 'clipmill.prep.cli', *sys.argv[1:]])"
     flags = ["chunk", "--data", str(data), "--len", "1s", "--engine", "processes", "--workers", "1"]
     ran = subprocess.run([sys.executable, "-c", drop + start, *flags], cwd=ROOT, capture_output=True, text=True)
     assert ran.returncode == status, ran.stderr

@@ -9,10 +9,10 @@ import av
 import numpy as np
 import pytest
 
-from prep.synthetic.frame_code import MAX_FRAME_NUMBER, draw_frame_number, read_frame_number
-from prep.synthetic.frame_numbers import frame_times_s, write_frame_number_video
-from prep.synthetic.make import Mode, make_synthetic
-from prep.synthetic.shapes import COLOURS, COMBINATIONS, HEIGHT, WIDTH, Scene, draw_scenes, plan_scenes
+from clipmill.prep.synthetic.frame_code import MAX_FRAME_NUMBER, draw_frame_number, read_frame_number
+from clipmill.prep.synthetic.frame_numbers import frame_times_s, write_frame_number_video
+from clipmill.prep.synthetic.make import Mode, make_synthetic
+from clipmill.prep.synthetic.shapes import COLOURS, COMBINATIONS, HEIGHT, WIDTH, Scene, draw_scenes, plan_scenes
 
 NTSC = Fraction(30000, 1001)
 

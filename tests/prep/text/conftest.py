@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from prep.text import tower
+from clipmill.prep.text import tower
 
 
 @dataclass(frozen=True)

@@ -10,13 +10,13 @@ import numpy as np
 import pyarrow as pa
 import webdataset
 
-from manifests.store import read_captions, write_manifest
-from prep.engines import Check, Outcome, R, T
-from prep.text.blocks import Block, TowerUse
-from prep.text.plan import TextPlan, make_text_plan
-from prep.text.recipe import TextRecipe, resolve
-from prep.text.report import TextSummary
-from prep.text.run import run_text
+from clipmill.manifests.store import read_captions, write_manifest
+from clipmill.prep.engines import Check, Outcome, R, T
+from clipmill.prep.text.blocks import Block, TowerUse
+from clipmill.prep.text.plan import TextPlan, make_text_plan
+from clipmill.prep.text.recipe import TextRecipe, resolve
+from clipmill.prep.text.report import TextSummary
+from clipmill.prep.text.run import run_text
 
 # Three videos of two splits: repeated texts in a video and between videos, and a video without captions.
 CAPTIONS = {

@@ -10,14 +10,14 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from prep.core.failures import FailureCode
-from prep.core.plan import ShardState
-from prep.engines import Check, Outcome, R, T
-from prep.text.blocks import Block, TowerUse
-from prep.text.plan import make_text_plan
-from prep.text.recipe import ResolvedTextRecipe, TextRecipe, resolve, text_recipe_from_dict
-from prep.text.run import run_text
-from shards.commits import read_commits
+from clipmill.prep.core.failures import FailureCode
+from clipmill.prep.core.plan import ShardState
+from clipmill.prep.engines import Check, Outcome, R, T
+from clipmill.prep.text.blocks import Block, TowerUse
+from clipmill.prep.text.plan import make_text_plan
+from clipmill.prep.text.recipe import ResolvedTextRecipe, TextRecipe, resolve, text_recipe_from_dict
+from clipmill.prep.text.run import run_text
+from clipmill.shards.commits import read_commits
 from tests.prep.running import Ran, messages
 from tests.prep.text.conftest import Checkpoints
 from tests.prep.text.sets import (
@@ -180,7 +180,7 @@ class Losing:
 def test_a_lost_worker_costs_the_shards_that_need_its_texts_until_the_next_run(
     data: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("prep.text.blocks.MAX_BLOCK_TEXTS", 1)
+    monkeypatch.setattr("clipmill.prep.text.blocks.MAX_BLOCK_TEXTS", 1)
     encode(data)
     write_captions(data, {**CAPTIONS, "short": ["newer", "new"], "other": ["newest"]}, splits=SPLITS)
     plan = plan_of(data)

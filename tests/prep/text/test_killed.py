@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from shards.commits import read_commits
+from clipmill.shards.commits import read_commits
 from tests.prep.running import MARK, contents, processes, start, wait_until
 from tests.prep.text.sets import Here, encode, samples, write_captions
 

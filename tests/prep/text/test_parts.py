@@ -7,13 +7,13 @@ import open_clip
 import pytest
 from safetensors.torch import load_file, save_file
 
-from prep.core.part_locks import Part
-from prep.core.parts import PartRun, writing_part
-from prep.text.blocks import TowerUse
-from prep.text.recipe import TEXT
-from prep.text.report import TextSummary
-from prep.text.run import run_text
-from shards.commits import read_commits
+from clipmill.prep.core.part_locks import Part
+from clipmill.prep.core.parts import PartRun, writing_part
+from clipmill.prep.text.blocks import TowerUse
+from clipmill.prep.text.recipe import TEXT
+from clipmill.prep.text.report import TextSummary
+from clipmill.prep.text.run import run_text
+from clipmill.shards.commits import read_commits
 from tests.prep.running import contents
 from tests.prep.text.conftest import Checkpoints
 from tests.prep.text.sets import CAPTIONS, SPLITS, Here, encode, plan_of, write_captions

@@ -8,16 +8,16 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from prep.core.plan import ShardState
-from prep.text.digests import text_digest
-from prep.text.recipe import BANK_FOLDER
-from shards.commits import read_commits
-from shards.dataset import current_variant, set_current_variant
-from shards.format import BLOCK_BYTES
-from shards.merged_table import CHUNKS_FILE
-from shards.npy import data_offset
-from shards.reader import Variant
-from shards.verify import verify_shard
+from clipmill.prep.core.plan import ShardState
+from clipmill.prep.text.digests import text_digest
+from clipmill.prep.text.recipe import BANK_FOLDER
+from clipmill.shards.commits import read_commits
+from clipmill.shards.dataset import current_variant, set_current_variant
+from clipmill.shards.format import BLOCK_BYTES
+from clipmill.shards.merged_table import CHUNKS_FILE
+from clipmill.shards.npy import data_offset
+from clipmill.shards.reader import Variant
+from clipmill.shards.verify import verify_shard
 from tests.prep.running import contents, identities
 from tests.prep.text.conftest import Checkpoints
 from tests.prep.text.sets import (
@@ -153,7 +153,7 @@ def test_a_video_that_goes_takes_its_shard_with_it(data: Path) -> None:
 def test_a_run_cut_off_encodes_the_rest_and_ends_with_the_same_bytes(
     data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("prep.text.blocks.MAX_BLOCK_TEXTS", 100)
+    monkeypatch.setattr("clipmill.prep.text.blocks.MAX_BLOCK_TEXTS", 100)
     captions = {"v": [f"text number {n}" for n in range(245)], **CAPTIONS}
     write_captions(data, captions, splits=SPLITS)
     other = tmp_path / "other"
@@ -169,7 +169,7 @@ def test_a_run_cut_off_encodes_the_rest_and_ends_with_the_same_bytes(
 
 
 def test_a_damaged_block_of_the_bank_is_made_again(data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("prep.text.blocks.MAX_BLOCK_TEXTS", 100)
+    monkeypatch.setattr("clipmill.prep.text.blocks.MAX_BLOCK_TEXTS", 100)
     write_captions(data, {"v": [f"text number {n}" for n in range(150)]})
     with pytest.raises(KeyboardInterrupt):
         encode(data, engine=Here(max_blocks=1))
@@ -229,7 +229,7 @@ def test_another_tower_is_another_variant_that_takes_over_when_it_is_whole(
 ) -> None:
     encode(data)
     clip = f"{checkpoints.model}:{checkpoints.safetensors}"
-    monkeypatch.setattr("prep.text.blocks.MAX_BLOCK_TEXTS", 2)
+    monkeypatch.setattr("clipmill.prep.text.blocks.MAX_BLOCK_TEXTS", 2)
     with pytest.raises(KeyboardInterrupt):
         encode(data, clip, engine=Here(max_blocks=1))
     assert variant(data).name.startswith("tiny-")
@@ -245,8 +245,8 @@ def test_another_tower_is_another_variant_that_takes_over_when_it_is_whole(
 
 
 def test_captions_over_many_row_groups_and_shards_find_their_rows(data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("manifests.caption_table.ROWS_PER_GROUP", 7)
-    monkeypatch.setattr("prep.text.layout.MAX_SHARD_CAPTIONS", 20)
+    monkeypatch.setattr("clipmill.manifests.caption_table.ROWS_PER_GROUP", 7)
+    monkeypatch.setattr("clipmill.prep.text.layout.MAX_SHARD_CAPTIONS", 20)
     captions = {f"v{n:02d}": [f"text {(n * step) % 13}" for step in range(n % 6)] for n in range(30)}
     write_captions(data, captions)
     engine = Here()
@@ -262,11 +262,11 @@ def test_captions_over_many_row_groups_and_shards_find_their_rows(data: Path, mo
 
 
 def test_the_layout_limits_videos_and_captions_of_a_shard(monkeypatch: pytest.MonkeyPatch) -> None:
-    from prep.core.layout import LAYOUT
-    from prep.text.layout import extend_text_layout
+    from clipmill.prep.core.layout import LAYOUT
+    from clipmill.prep.text.layout import extend_text_layout
 
-    monkeypatch.setattr("prep.text.layout.MAX_SHARD_VIDEOS", 2)
-    monkeypatch.setattr("prep.text.layout.MAX_SHARD_CAPTIONS", 10)
+    monkeypatch.setattr("clipmill.prep.text.layout.MAX_SHARD_VIDEOS", 2)
+    monkeypatch.setattr("clipmill.prep.text.layout.MAX_SHARD_CAPTIONS", 10)
     ids, splits = pa.array(list("abcdefg")), pa.array(["train", "train", "val", "train", "train", "train", "train"])
     numbers = np.array([1, 1, 1, 0, 99, 4, 6])
     layout = extend_text_layout(LAYOUT.empty_table(), video_ids=ids, splits=splits, num_captions=numbers)

@@ -6,7 +6,7 @@ from copy import copy
 import pytest
 from open_clip import SimpleTokenizer
 
-from prep.text.tokens import merged, tokens_of
+from clipmill.prep.text.tokens import merged, tokens_of
 
 CONTEXT = 77
 

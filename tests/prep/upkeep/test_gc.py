@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from prep.core.data_folder import writing
-from shards.commits import commit_path
+from clipmill.prep.core.data_folder import writing
+from clipmill.shards.commits import commit_path
 from tests.prep.running import Ran, chunk, contents
 from tests.prep.sets import LEN, ShardSet, rerun
 

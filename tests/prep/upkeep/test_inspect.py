@@ -11,13 +11,13 @@ from pathlib import Path
 import av
 import pytest
 
-from prep.core.pages import PageRequest
-from prep.synthetic.frame_code import read_frame_number
-from prep.video.inspection import clock, gop_line
-from prep.video.page.pictures import decode_frames, jpeg, spread
-from prep.video.page.write import PAGE_CHUNKS, write_chunk_page
-from shards.format import PACKET_KEY, PACKET_REFERENCE
-from shards.reader import Variant
+from clipmill.prep.core.pages import PageRequest
+from clipmill.prep.synthetic.frame_code import read_frame_number
+from clipmill.prep.video.inspection import clock, gop_line
+from clipmill.prep.video.page.pictures import decode_frames, jpeg, spread
+from clipmill.prep.video.page.write import PAGE_CHUNKS, write_chunk_page
+from clipmill.shards.format import PACKET_KEY, PACKET_REFERENCE
+from clipmill.shards.reader import Variant
 from tests.prep.running import Ran
 from tests.prep.sets import NASTY, ShardSet, rerun
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from shards.dataset import set_current_variant
+from clipmill.shards.dataset import set_current_variant
 from tests.prep.running import Ran
 from tests.shards.made_scores import phash, write_scores
 from tests.train.tiny_data import write_captions

@@ -7,20 +7,20 @@ from pathlib import Path
 
 import pytest
 
-from manifests.errors import UserError
-from manifests.table_files import REJECTED_LIST
-from prep.core.layout import LAYOUT, read_layout
-from prep.core.plan import ShardState
-from prep.core.table_file import read_table_file
-from prep.latents.plan import make_latents_plan
-from prep.latents.recipe import latents_recipe_from_dict
-from prep.sources.table import PROBES, PROBES_FILE
-from prep.video.recipe import recipe_from_dict
-from shards.commits import read_commits
-from shards.contents import read_contents
-from shards.damage import Damaged
-from shards.dataset import current_variant
-from shards.reader import Variant
+from clipmill.manifests.errors import UserError
+from clipmill.manifests.table_files import REJECTED_LIST
+from clipmill.prep.core.layout import LAYOUT, read_layout
+from clipmill.prep.core.plan import ShardState
+from clipmill.prep.core.table_file import read_table_file
+from clipmill.prep.latents.plan import make_latents_plan
+from clipmill.prep.latents.recipe import latents_recipe_from_dict
+from clipmill.prep.sources.table import PROBES, PROBES_FILE
+from clipmill.prep.video.recipe import recipe_from_dict
+from clipmill.shards.commits import read_commits
+from clipmill.shards.contents import read_contents
+from clipmill.shards.damage import Damaged
+from clipmill.shards.dataset import current_variant
+from clipmill.shards.reader import Variant
 from tests.prep.latents.conftest import make
 from tests.prep.running import Ran, contents
 from tests.prep.sets import LEN, ShardSet, rerun

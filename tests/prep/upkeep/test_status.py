@@ -12,15 +12,15 @@ from pathlib import Path
 import pyarrow as pa
 import pytest
 
-from manifests import caption_spans
-from prep.core.data_folder import column_lock
-from prep.core.heartbeat import RUNNING_FOLDER, Heartbeat
-from prep.core.table_file import read_table_file, write_table_file
-from prep.sources.table import PROBES
-from prep.upkeep import caption_sources
-from prep.upkeep.status import ColumnStatus, Status, VariantStatus
-from prep.upkeep.status_text import status_text
-from shards.commits import Commit, Failure, commit_path, read_commit, write_commit
+from clipmill.manifests import caption_spans
+from clipmill.prep.core.data_folder import column_lock
+from clipmill.prep.core.heartbeat import RUNNING_FOLDER, Heartbeat
+from clipmill.prep.core.table_file import read_table_file, write_table_file
+from clipmill.prep.sources.table import PROBES
+from clipmill.prep.upkeep import caption_sources
+from clipmill.prep.upkeep.status import ColumnStatus, Status, VariantStatus
+from clipmill.prep.upkeep.status_text import status_text
+from clipmill.shards.commits import Commit, Failure, commit_path, read_commit, write_commit
 from tests.prep.running import Ran, manifest
 from tests.prep.sets import LEN, ShardSet, rerun
 

@@ -10,14 +10,14 @@ from typing import Any
 
 import pytest
 
-from prep.core.column import recipe_fingerprint
-from prep.core.variant_folder import make_variant
-from shards.commits import commit_path, write_commit
-from shards.dataset import begin_variant
-from shards.format import VIDEO_FIELDS
-from shards.reader import Variant
-from shards.verify import quick_check
-from shards.writer import Sample, ShardWriter
+from clipmill.prep.core.column import recipe_fingerprint
+from clipmill.prep.core.variant_folder import make_variant
+from clipmill.shards.commits import commit_path, write_commit
+from clipmill.shards.dataset import begin_variant
+from clipmill.shards.format import VIDEO_FIELDS
+from clipmill.shards.reader import Variant
+from clipmill.shards.verify import quick_check
+from clipmill.shards.writer import Sample, ShardWriter
 from tests.prep.numbered import frame_numbers
 from tests.prep.running import Ran, contents
 from tests.prep.sets import LEN, ShardSet, flip, rerun

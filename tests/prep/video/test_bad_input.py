@@ -10,9 +10,9 @@ from pathlib import Path
 import pyarrow.parquet as pq
 import pytest
 
-from manifests.keys import safe_video_id
-from prep.video.ffmpeg import find_ffmpeg
-from shards.reader import Variant
+from clipmill.manifests.keys import safe_video_id
+from clipmill.prep.video.ffmpeg import find_ffmpeg
+from clipmill.shards.reader import Variant
 from tests.prep.numbered import Source, frame_numbers
 from tests.prep.running import ENGINES, Ran, chunk, contents, manifest
 

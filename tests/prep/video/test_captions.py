@@ -7,10 +7,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from manifests import caption_table
-from manifests.caption_table import write_caption_table
-from prep.video import captions as captions_module
-from prep.video.captions import CaptionGroups, caption_groups, captions_of
+from clipmill.manifests import caption_table
+from clipmill.manifests.caption_table import write_caption_table
+from clipmill.prep.video import captions as captions_module
+from clipmill.prep.video.captions import CaptionGroups, caption_groups, captions_of
 
 VIDEOS = [f"v{number}" for number in range(20)]
 

@@ -12,9 +12,9 @@ import av
 import pytest
 import webdataset as wds
 
-from prep.video.ffmpeg import find_ffmpeg
-from shards.reader import Variant
-from shards.verify import verify_shard
+from clipmill.prep.video.ffmpeg import find_ffmpeg
+from clipmill.shards.reader import Variant
+from clipmill.shards.verify import verify_shard
 from tests.prep.numbered import frame_numbers
 from tests.prep.running import chunk, manifest, prep_here
 

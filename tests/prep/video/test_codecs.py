@@ -15,9 +15,9 @@ import pyarrow as pa
 import pytest
 from av.packet import Packet
 
-from prep.synthetic.frame_code import read_frame_number
-from shards.format import PACKET_KEY, PACKET_REFERENCE
-from shards.reader import Variant
+from clipmill.prep.synthetic.frame_code import read_frame_number
+from clipmill.shards.format import PACKET_KEY, PACKET_REFERENCE
+from clipmill.shards.reader import Variant
 from tests.prep.running import chunk, manifest
 
 NUM_FRAMES = 75  # two chunks and a tail of 15

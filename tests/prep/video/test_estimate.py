@@ -9,11 +9,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from prep.video.estimate import Estimate, corrected, estimate, estimate_lines, with_wall_time
-from prep.video.ffmpeg import find_ffmpeg
-from prep.video.plan import Workload
-from prep.video.recipe import Recipe
-from prep.video.trial import Trial, factor_range
+from clipmill.prep.video.estimate import Estimate, corrected, estimate, estimate_lines, with_wall_time
+from clipmill.prep.video.ffmpeg import find_ffmpeg
+from clipmill.prep.video.plan import Workload
+from clipmill.prep.video.recipe import Recipe
+from clipmill.prep.video.trial import Trial, factor_range
 from tests.prep.running import Ran
 
 Prep = Callable[..., Ran]

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from manifests.errors import FailedWork
-from prep.core.failures import TRANSIENT, SourceFailure
-from prep.video.ffmpeg import Ffmpeg, find_ffmpeg, require_encoder, run
-from prep.video.ffmpeg_errors import require_success
+from clipmill.manifests.errors import FailedWork
+from clipmill.prep.core.failures import TRANSIENT, SourceFailure
+from clipmill.prep.video.ffmpeg import Ffmpeg, find_ffmpeg, require_encoder, run
+from clipmill.prep.video.ffmpeg_errors import require_success
 
 TALKS = "import sys\nfor n in range(20000): print('line', n, 'x' * 20, file=sys.stderr)\nsys.exit(3)"
 STAYS = "import subprocess, time\nsubprocess.Popen(['sleep', '99'])\ntime.sleep(99)"

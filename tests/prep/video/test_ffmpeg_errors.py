@@ -2,9 +2,9 @@
 
 import pytest
 
-from prep.core.failures import FailureCode, SourceFailure
-from prep.video.ffmpeg import Outcome
-from prep.video.ffmpeg_errors import cause, require_success
+from clipmill.prep.core.failures import FailureCode, SourceFailure
+from clipmill.prep.video.ffmpeg import Outcome
+from clipmill.prep.video.ffmpeg_errors import cause, require_success
 
 CUT_MPEG = """
 [in#0/mpeg @ 0x564d041c2e40] corrupt input packet in stream 0

@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 
-from prep.sources.probe import SourceFacts
-from prep.video import codecs
-from prep.video.codecs import CODECS, changed_arguments
-from prep.video.encode import span_arguments
-from prep.video.recipe import Recipe, ResolvedRecipe, recipe_from_dict, resolve
-from prep.video.spans import Span
+from clipmill.prep.sources.probe import SourceFacts
+from clipmill.prep.video import codecs
+from clipmill.prep.video.codecs import CODECS, changed_arguments
+from clipmill.prep.video.encode import span_arguments
+from clipmill.prep.video.recipe import Recipe, ResolvedRecipe, recipe_from_dict, resolve
+from clipmill.prep.video.spans import Span
 
 SOURCE = SourceFacts(
     fingerprint="0" * 64, size_bytes=1, end_s=100.0, fps=25.0, width=640, height=480, codec="h264", key_gap_s=2.0
@@ -61,7 +61,7 @@ def test_another_distance_of_references_is_another_recipe(monkeypatch: pytest.Mo
 
 
 def test_the_arguments_of_a_pass_are_those_of_the_schema() -> None:
-    """What `prep.video.encode` adds to the codec's arguments is hashed nowhere: raise RECIPE_SCHEMA with it."""
+    """What `video/encode.py` adds to the codec's arguments is hashed nowhere: raise RECIPE_SCHEMA with it."""
     digest = hashlib.sha256()
     for source in (SOURCE, SourceFacts(**{**vars(SOURCE), "fps": 60.0})):
         for span in (Span(0, 0, (450, 450, 450), False), Span(1, 9000, (450, 100), True)):

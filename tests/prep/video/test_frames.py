@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from prep.video.ffmpeg import find_ffmpeg
-from shards.reader import Variant
+from clipmill.prep.video.ffmpeg import find_ffmpeg
+from clipmill.shards.reader import Variant
 from tests.prep.numbered import Source, due_frames, frame_numbers
 from tests.prep.running import chunk, manifest
 

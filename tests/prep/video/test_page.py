@@ -14,16 +14,16 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from prep.core.histograms import histogram, histogram_html
-from prep.core.pages import PageRequest, publish_page
-from prep.synthetic.frame_code import read_frame_number
-from prep.video.page import clips, write
-from prep.video.page.cards import CaptionLine, Card
-from prep.video.page.chunks import Chunks, chosen, read_chunks
-from prep.video.page.html import card_html
-from prep.video.page.totals import num_captions
-from prep.video.page.write import write_chunk_page
-from shards.reader import Variant
+from clipmill.prep.core.histograms import histogram, histogram_html
+from clipmill.prep.core.pages import PageRequest, publish_page
+from clipmill.prep.synthetic.frame_code import read_frame_number
+from clipmill.prep.video.page import clips, write
+from clipmill.prep.video.page.cards import CaptionLine, Card
+from clipmill.prep.video.page.chunks import Chunks, chosen, read_chunks
+from clipmill.prep.video.page.html import card_html
+from clipmill.prep.video.page.totals import num_captions
+from clipmill.prep.video.page.write import write_chunk_page
+from clipmill.shards.reader import Variant
 from tests.browser import needs_chromium, shown
 from tests.object_storage.faults import Faults
 from tests.object_storage.folders import upload

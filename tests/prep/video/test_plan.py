@@ -7,13 +7,13 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from manifests.schema import VIDEOS
-from prep.core.layout import LAYOUT
-from prep.core.plan import ShardState
-from prep.sources.table import PROBES
-from prep.video.plan import Plan
-from prep.video.recipe import Recipe, resolve
-from shards.commits import Commit, Failure
+from clipmill.manifests.schema import VIDEOS
+from clipmill.prep.core.layout import LAYOUT
+from clipmill.prep.core.plan import ShardState
+from clipmill.prep.sources.table import PROBES
+from clipmill.prep.video.plan import Plan
+from clipmill.prep.video.recipe import Recipe, resolve
+from clipmill.shards.commits import Commit, Failure
 
 RECIPE = resolve(Recipe(len="1s"), ffmpeg_version="9.0")
 

@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 
-from manifests.errors import UserError
-from prep.cli import app
-from prep.core.column import recipe_differences
-from prep.video.column import COLUMN
-from prep.video.recipe import NAMED_RECIPES, Recipe, recipe_from_dict, resolve
-from prep.video.settings import ChunkSettings
+from clipmill.manifests.errors import UserError
+from clipmill.prep.cli import app
+from clipmill.prep.core.column import recipe_differences
+from clipmill.prep.video.column import COLUMN
+from clipmill.prep.video.recipe import NAMED_RECIPES, Recipe, recipe_from_dict, resolve
+from clipmill.prep.video.settings import ChunkSettings
 
 
 @pytest.mark.parametrize(

@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from manifests.storage.objects import open_objects
-from prep.video.ffmpeg import find_ffmpeg
-from prep.video.planning import chunk_job, make_plan
-from prep.video.recipe import Recipe, resolve
-from prep.video.worker import make_shard
-from shards.commits import read_commits
+from clipmill.manifests.storage.objects import open_objects
+from clipmill.prep.video.ffmpeg import find_ffmpeg
+from clipmill.prep.video.planning import chunk_job, make_plan
+from clipmill.prep.video.recipe import Recipe, resolve
+from clipmill.prep.video.worker import make_shard
+from clipmill.shards.commits import read_commits
 from tests.object_storage.faults import Fault, Faults
 from tests.prep.running import Ran, chunk, contents, prep_here, processes, start, variant_folder, wait_until
 from tests.prep.scenes import write_scenes

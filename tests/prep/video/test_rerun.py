@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from shards.dataset import current_variant
-from shards.reader import Variant
-from shards.verify import verify_shard
+from clipmill.shards.dataset import current_variant
+from clipmill.shards.reader import Variant
+from clipmill.shards.verify import verify_shard
 from tests.prep.numbered import frame_numbers
 from tests.prep.running import chunk, contents, identities, manifest, prep_here
 

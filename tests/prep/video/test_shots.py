@@ -14,15 +14,15 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from prep.core.table_file import write_table_file
-from prep.sources.shot_table import SHOTS, read_shots
-from prep.synthetic.frame_numbers import write_frame_number_video
-from prep.video import column
-from prep.video.report import left_out_lines
-from shards.reader import Variant
+from clipmill.prep.core.table_file import write_table_file
+from clipmill.prep.sources.shot_table import SHOTS, read_shots
+from clipmill.prep.synthetic.frame_numbers import write_frame_number_video
+from clipmill.prep.video import column
+from clipmill.prep.video.report import left_out_lines
+from clipmill.shards.reader import Variant
+from clipmill.train.data.chunks import ChunkSet
 from tests.prep.running import chunk, contents, identities, manifest, prep_here
 from tests.prep.scenes import QUICK, SETTINGS, run_here, scene_number, write_scenes
-from train.data.chunks import ChunkSet
 
 # Scenes by their numbers of frames: too short at the beginning, in the middle and at the end; too long; left out.
 VIDEOS: dict[str, tuple[list[int], dict[str, Any]]] = {

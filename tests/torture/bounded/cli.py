@@ -12,8 +12,8 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from manifests.errors import ClipmillError
-from prep.synthetic.frame_code import read_frame_number
+from clipmill.manifests.errors import ClipmillError
+from clipmill.prep.synthetic.frame_code import read_frame_number
 
 
 def main() -> None:

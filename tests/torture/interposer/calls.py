@@ -168,7 +168,7 @@ def _open(
     writes = bool(set(mode) & set("wax+"))
     path = _where(file) if writes or isinstance(file, (str, os.PathLike)) else None
     if not writes and path is not None and is_source(path):
-        module = _caller("prep.sources.access", "contextlib").f_globals.get("__name__", "")
+        module = _caller("clipmill.prep.sources.access", "contextlib").f_globals.get("__name__", "")
         read(path, module=module.rpartition(".")[2])
     if not writes or not is_watched(path):
         return _real_open(file, mode, buffering, encoding, errors, newline, closefd, opener)

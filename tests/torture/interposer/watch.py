@@ -44,7 +44,7 @@ WATCH, LOG, POINT, FAULT, TERM, FLAGS, DRIVER = (
 )
 ERRORS = {"eio": errno.EIO, "enospc": errno.ENOSPC}
 SOURCES = "source/"  # label of the folder of source videos
-# Temporary names of `manifests.publish`, fingerprints at the end of a name, and names drawn by `tempfile`.
+# Temporary names of `clipmill.manifests.publish`, fingerprints at the end of a name, and names drawn by `tempfile`.
 _RANDOM = (
     (re.compile(r"(?<=\.tmp-)[0-9a-f]{12}(?=-)"), "*"),
     (re.compile(r"(?<=-)[0-9a-f]{8}([0-9a-f]{8})?(?=[./]|$)"), "*"),

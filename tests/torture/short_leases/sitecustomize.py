@@ -2,7 +2,7 @@
 
 from datetime import timedelta
 
-from manifests.storage import leases, stores
+from clipmill.manifests.storage import leases, stores
 
 EXPIRY_S = 4.0
 

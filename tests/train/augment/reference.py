@@ -3,7 +3,7 @@
 import numpy as np
 from numpy.typing import NDArray
 
-from train.augment.draws import Draw
+from clipmill.train.augment.draws import Draw
 
 Array = NDArray[np.float64]
 WEIGHTS = np.array([0.299, 0.587, 0.114])

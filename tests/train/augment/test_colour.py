@@ -11,10 +11,10 @@ import torch
 from av.container import InputContainer
 from av.video.reformatter import ColorRange, Colorspace
 
+from clipmill.train.augment.colour import COLOUR_KINDS, colour_kind, rgb_matrices
+from clipmill.train.augment.pictures import to_rgb_uint8
 from tests.train.augment.planes import Bytes, planes_of_frame, planes_of_rgb, random_planes
 from tests.train.tiny_data import encode_chunk
-from train.augment.colour import COLOUR_KINDS, colour_kind, rgb_matrices
-from train.augment.pictures import to_rgb_uint8
 
 SIZE_PX = 16
 KNOWN_COLOURS = ((0, 0, 0), (255, 255, 255), (200, 30, 60), (20, 180, 90), (40, 60, 220), (240, 200, 10), (127,) * 3)
@@ -76,5 +76,5 @@ def test_values_beyond_black_and_white_are_held() -> None:
 
 
 def test_naming_a_kind_does_not_load_torch() -> None:
-    program = "import sys, train.augment.colour, train.config.data; assert 'torch' not in sys.modules"
+    program = "import sys, clipmill.train.augment.colour, clipmill.train.config.data; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", program], check=True)

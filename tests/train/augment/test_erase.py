@@ -2,10 +2,10 @@ import numpy as np
 import pytest
 import torch
 
+from clipmill.train.augment.draws import draw
+from clipmill.train.augment.pictures import box_of, erase_clips, to_model_input
+from clipmill.train.config.data import Augment
 from tests.train.augment.planes import random_planes
-from train.augment.draws import draw
-from train.augment.pictures import box_of, erase_clips, to_model_input
-from train.config.data import Augment
 
 SIZE_PX = 32
 QUARTER = Augment(erase=0.25)

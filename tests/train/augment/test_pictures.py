@@ -7,11 +7,11 @@ import torch
 from numpy.typing import NDArray
 from torchvision.transforms.v2 import functional as torchvision_functional  # type: ignore[import-untyped]
 
+from clipmill.train.augment.draws import Draw, draw
+from clipmill.train.augment.pictures import colour_map, to_model_input
+from clipmill.train.config.data import Augment
 from tests.train.augment import reference
 from tests.train.augment.planes import Bytes, mild_planes, random_planes
-from train.augment.draws import Draw, draw
-from train.augment.pictures import colour_map, to_model_input
-from train.config.data import Augment
 
 MEAN, STD = (0.48, 0.46, 0.41), (0.27, 0.26, 0.28)
 ZERO, ONE = (0.0, 0.0, 0.0), (1.0, 1.0, 1.0)

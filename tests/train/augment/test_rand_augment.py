@@ -9,11 +9,11 @@ import torch
 from numpy.typing import NDArray
 from PIL import Image, ImageEnhance, ImageOps
 
+from clipmill.train.augment.draws import OPERATIONS, draw
+from clipmill.train.augment.pictures import to_model_input, to_rgb_uint8
+from clipmill.train.augment.rand_augment import change
+from clipmill.train.config.data import Augment
 from tests.train.augment.planes import random_planes
-from train.augment.draws import OPERATIONS, draw
-from train.augment.pictures import to_model_input, to_rgb_uint8
-from train.augment.rand_augment import change
-from train.config.data import Augment
 
 SIZE_PX = 32
 FILL = (0.485, 0.456, 0.406)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from train.cli import main
+from clipmill.train.cli import main
 
 Bench = Callable[..., int]
 SMALL = {"--model": "tiny", "--num-frames": 2, "--size-px": 32, "--batch": 4, "--workers": 2, "--device": "cpu"}

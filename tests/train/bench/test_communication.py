@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
+from clipmill.train.bench.communication import Event, breakdowns
+from clipmill.train.cli import main
 from tests.train.bench.test_bench import SMALL
 from tests.train.distributed.forked import end_well, fork_ranks
-from train.bench.communication import Event, breakdowns
-from train.cli import main
 
 STRATEGIES = ("ddp", "zero1", "fsdp")
 NAMES = ("total_s", "compute_s", "overlap_s", "exposed_s", "other_s")

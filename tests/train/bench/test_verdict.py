@@ -1,6 +1,6 @@
 import pytest
 
-from train.bench.rates import Rounds, advice, judge, repeat
+from clipmill.train.bench.rates import Rounds, advice, judge, repeat
 
 LINKS = {"read": 4000.0, "decode": 200.0, "crop": 1500.0, "tokens": 5000.0, "collate": 9000.0}
 

@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 
-from manifests.errors import UserError
+from clipmill.manifests.errors import UserError
+from clipmill.train.commands.evaluation import score_run
+from clipmill.train.tasks.caption.generation import GeneratedCaptions, metrics_of
+from clipmill.train.tasks.caption.metrics.scores import score_captions
+from clipmill.train.tasks.caption.spec import CAPTIONS, CaptionFlags
 from tests.train.test_cli import train
 from tests.train.tiny_data import Caption, chunks_of, write_captions, write_shard
-from train.commands.evaluation import score_run
-from train.tasks.caption.generation import GeneratedCaptions, metrics_of
-from train.tasks.caption.metrics.scores import score_captions
-from train.tasks.caption.spec import CAPTIONS, CaptionFlags
 
 __all__ = ["train"]
 

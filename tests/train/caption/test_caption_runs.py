@@ -9,17 +9,17 @@ from typing import Any
 import pytest
 import torch
 
+from clipmill.train.config.files import load_settings
+from clipmill.train.models.attention import attend_with_sdpa
+from clipmill.train.run.checkpoint import latest_checkpoint, read_weights
+from clipmill.train.run.folder import RunFolder, read_lines
+from clipmill.train.tasks.caption.decoder import decoder_size_of, read_decoder_parts
+from clipmill.train.tasks.caption.decoding import generate_captions as captions_of
+from clipmill.train.tasks.caption.model import build_captioner
+from clipmill.train.tasks.caption.settings import CaptionerSettings, DecodingSettings
+from clipmill.train.tasks.caption.tokenizer import train_tokenizer
 from tests.train.test_cli import train
 from tests.train.tiny_data import Caption, write_captions
-from train.config.files import load_settings
-from train.models.attention import attend_with_sdpa
-from train.run.checkpoint import latest_checkpoint, read_weights
-from train.run.folder import RunFolder, read_lines
-from train.tasks.caption.decoder import decoder_size_of, read_decoder_parts
-from train.tasks.caption.decoding import generate_captions as captions_of
-from train.tasks.caption.model import build_captioner
-from train.tasks.caption.settings import CaptionerSettings, DecodingSettings
-from train.tasks.caption.tokenizer import train_tokenizer
 
 __all__ = ["train"]
 

@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from manifests.errors import UserError
-from train.tasks.caption.decoder import decoder_folder
-from train.weights.hf_caption import read_caption_folder
+from clipmill.manifests.errors import UserError
+from clipmill.train.tasks.caption.decoder import decoder_folder
+from clipmill.train.weights.hf_caption import read_caption_folder
 
 
 @pytest.mark.parametrize("wanted", ["no gpt", "/nowhere/gpt2", "./gpt2", "~/gpt2", "a/b/c", "my gpt/2", "gpt²"])

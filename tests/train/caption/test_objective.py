@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch.nn.functional import cross_entropy
 
-from train.tasks.caption.objective import shifted, summed_loss, without_padding
-from train.tasks.caption.tokenizer import NO_TOKEN
+from clipmill.train.tasks.caption.objective import shifted, summed_loss, without_padding
+from clipmill.train.tasks.caption.tokenizer import NO_TOKEN
 
 END = 9
 TARGETS = torch.tensor(

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from manifests.errors import UserError
-from train.tasks.caption.tokenizer import NO_TOKEN, CaptionTokenizer, one_line, read_tokenizer, train_tokenizer
+from clipmill.manifests.errors import UserError
+from clipmill.train.tasks.caption.tokenizer import NO_TOKEN, CaptionTokenizer, one_line, read_tokenizer, train_tokenizer
 
 TEXTS = ["A red square moves left.", "a blue circle moves <b>up</b>", "ein grüner Kreis", "赤い四角"]
 TOKENIZER = train_tokenizer(TEXTS, vocabulary_size=320)

@@ -4,10 +4,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from manifests.errors import UserError
-from manifests.store import read_captions
-from tests.train.tiny_data import Caption, write_captions
-from train.data.classes import (
+from clipmill.manifests.errors import UserError
+from clipmill.manifests.store import read_captions
+from clipmill.train.data.classes import (
     ClassList,
     class_labels,
     class_names_of,
@@ -15,7 +14,8 @@ from train.data.classes import (
     proposed_label,
     read_classes,
 )
-from train.tasks.classify.evaluation import names_of_numbers
+from clipmill.train.tasks.classify.evaluation import names_of_numbers
+from tests.train.tiny_data import Caption, write_captions
 
 VIDEOS = {"a": "train", "b": "val", "c": "test"}
 

@@ -9,16 +9,16 @@ from typing import Any
 import pytest
 import torch
 
-from manifests.errors import UserError
+from clipmill.manifests.errors import UserError
+from clipmill.train.distributed.world import World
+from clipmill.train.models.attention import open_attention
+from clipmill.train.run.checkpoint import latest_checkpoint, read_weights
+from clipmill.train.run.folder import RunFolder, read_lines
+from clipmill.train.tasks.classify.settings import ClassifySettings
+from clipmill.train.tasks.classify.task import ClassifyTask
 from tests.train.classify.moving import write_moving
 from tests.train.test_cli import train
 from tests.train.tiny_data import Caption, chunks_of, write_captions, write_shard
-from train.distributed.world import World
-from train.models.attention import open_attention
-from train.run.checkpoint import latest_checkpoint, read_weights
-from train.run.folder import RunFolder, read_lines
-from train.tasks.classify.settings import ClassifySettings
-from train.tasks.classify.task import ClassifyTask
 
 __all__ = ["train"]
 

@@ -10,19 +10,19 @@ import pytest
 import torch
 import yaml
 
+from clipmill.train.config.model import Towers
+from clipmill.train.losses.objective import Objective
+from clipmill.train.models.attention import open_attention
+from clipmill.train.models.dual_encoder import size_of
+from clipmill.train.optim.parameters import parameter_groups
+from clipmill.train.run.checkpoint import latest_checkpoint, read_weights
+from clipmill.train.run.folder import RunFolder, read_lines
+from clipmill.train.tasks.classify.model import VideoClassifier
+from clipmill.train.weights.conversion import IMAGENET_MEAN, IMAGENET_STD
 from tests.train.classify.moving import write_moving
 from tests.train.latents.written import Chunk, Written, write_latents
 from tests.train.test_cli import train
 from tests.train.tiny_data import Caption, write_captions
-from train.config.model import Towers
-from train.losses.objective import Objective
-from train.models.attention import open_attention
-from train.models.dual_encoder import size_of
-from train.optim.parameters import parameter_groups
-from train.run.checkpoint import latest_checkpoint, read_weights
-from train.run.folder import RunFolder, read_lines
-from train.tasks.classify.model import VideoClassifier
-from train.weights.conversion import IMAGENET_MEAN, IMAGENET_STD
 
 __all__ = ["train"]
 

@@ -4,11 +4,11 @@ import numpy as np
 import pytest
 import torch
 
-from train.data.classes import ClassList
-from train.distributed.world import World
-from train.evaluation.by_class import Predictions, class_view, most_frequent
-from train.evaluation.probe.classifiers import class_ranks
-from train.tasks.classify.evaluation import ClassTallies, Tally, hits, marginal, view_mean
+from clipmill.train.data.classes import ClassList
+from clipmill.train.distributed.world import World
+from clipmill.train.evaluation.by_class import Predictions, class_view, most_frequent
+from clipmill.train.evaluation.probe.classifiers import class_ranks
+from clipmill.train.tasks.classify.evaluation import ClassTallies, Tally, hits, marginal, view_mean
 
 CPU = torch.device("cpu")
 

@@ -5,10 +5,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from manifests.errors import UserError
-from train.config.data import CaptionSettings, parse_weights
-from train.data.caption_choice import CaptionChoice, caption_choice, choose_sources
-from train.data.usable_captions import UsableCaptions, group_captions
+from clipmill.manifests.errors import UserError
+from clipmill.train.config.data import CaptionSettings, parse_weights
+from clipmill.train.data.caption_choice import CaptionChoice, caption_choice, choose_sources
+from clipmill.train.data.usable_captions import UsableCaptions, group_captions
 
 NUM_DRAWS = 60_000
 ROWS = ((0, 2), (0, 3), (1, 3), (-1, 2))  # first chunk, begin, length, rank

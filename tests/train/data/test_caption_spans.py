@@ -10,18 +10,18 @@ import pyarrow as pa
 import pytest
 
 from benchmarks.open_data import video_ids, write_column
-from manifests import caption_spans
-from manifests.caption_spans import SPANS_RECORD, open_caption_spans, update_caption_spans
-from manifests.store import manifest_dir, read_captions
+from clipmill.manifests import caption_spans
+from clipmill.manifests.caption_spans import SPANS_RECORD, open_caption_spans, update_caption_spans
+from clipmill.manifests.store import manifest_dir, read_captions
+from clipmill.train.config.data import CaptionSettings
+from clipmill.train.data import video_captions
+from clipmill.train.data.decoding.clip import ClipShape
+from clipmill.train.data.frame_sampling import Sampling
+from clipmill.train.data.loader import LoaderSettings
+from clipmill.train.data.opened_captions import OpenedCaptions
+from clipmill.train.data.video_captions import VideoCaptions
 from tests.train.latents.written import Written, write_text
 from tests.train.tiny_data import Caption, write_captions
-from train.config.data import CaptionSettings
-from train.data import video_captions
-from train.data.decoding.clip import ClipShape
-from train.data.frame_sampling import Sampling
-from train.data.loader import LoaderSettings
-from train.data.opened_captions import OpenedCaptions
-from train.data.video_captions import VideoCaptions
 
 NUM_VIDEOS = 40
 SHAPE = ClipShape(sampling=Sampling(num_frames=1), size_px=16)
@@ -150,7 +150,7 @@ def test_texts_of_a_manifest_that_is_used_whole_are_not_read(
     write_captions(tmp_path, videos, [Caption(name, 0, at, f"{name} {at}") for name in videos for at in range(1, 90)])
     expected = content(opened(tmp_path))
     assert update_caption_spans(tmp_path)
-    monkeypatch.setattr("train.data.caption_spans.TextDigest", _fail)
+    monkeypatch.setattr("clipmill.train.data.caption_spans.TextDigest", _fail)
     assert_same(content(opened(tmp_path)), expected)
 
 

@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 
+from clipmill.train.config.data import CaptionSettings
+from clipmill.train.data.decoding.clip import ClipShape
+from clipmill.train.data.frame_sampling import Sampling
+from clipmill.train.data.loader import LoaderSettings
+from clipmill.train.tasks.caption.samples import CaptionedClips
+from clipmill.train.tasks.caption.tokenizer import CaptionTokenizer, train_tokenizer
 from tests.train.tiny_data import Caption, chunks_of, write_captions, write_shard
-from train.config.data import CaptionSettings
-from train.data.decoding.clip import ClipShape
-from train.data.frame_sampling import Sampling
-from train.data.loader import LoaderSettings
-from train.tasks.caption.samples import CaptionedClips
-from train.tasks.caption.tokenizer import CaptionTokenizer, train_tokenizer
 
 HUMAN = ["a dog runs", "a dog plays", "the dog"]
 MODEL = ["an animal", "something moves"]

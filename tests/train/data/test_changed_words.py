@@ -6,16 +6,16 @@ from pathlib import Path
 
 import pytest
 
-from manifests.errors import UserError
-from manifests.store import MANIFEST_FOLDER, read_captions
+from clipmill.manifests.errors import UserError
+from clipmill.manifests.store import MANIFEST_FOLDER, read_captions
+from clipmill.train.data.latents.loader import LatentLoader
+from clipmill.train.data.order import LoaderState
+from clipmill.train.models.text import load_tokenizer
 from tests.train.conftest import VIDEOS
 from tests.train.latents.conftest import CAPTIONS, SHARDS, WITHOUT_EMBEDDING
 from tests.train.latents.written import write_all
 from tests.train.test_video_captions import open_set
 from tests.train.tiny_data import Caption, write_captions
-from train.data.latents.loader import LatentLoader
-from train.data.order import LoaderState
-from train.models.text import load_tokenizer
 
 OTHER_WORDS = "captions of .* differ in text or source from those the run was trained with"
 

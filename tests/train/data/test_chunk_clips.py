@@ -8,16 +8,16 @@ from typing import Any
 import numpy as np
 import pytest
 
-from manifests.errors import UserError
-from prep.synthetic.frame_code import read_frame_number
+from clipmill.manifests.errors import UserError
+from clipmill.prep.synthetic.frame_code import read_frame_number
+from clipmill.train.data.batch import Batch
+from clipmill.train.data.chunk_clips import ChunkClips
+from clipmill.train.data.decoding.clip import ClipShape
+from clipmill.train.data.decoding.decoders import ChunkDecoder, ChunkFrames
+from clipmill.train.data.decoding.reading import ChunkBytes
+from clipmill.train.data.frame_sampling import Sampling
+from clipmill.train.data.loader import LoaderSettings
 from tests.train.tiny_data import SIZE_PX, encode_chunk, video_sample, write_captions, write_shard
-from train.data.batch import Batch
-from train.data.chunk_clips import ChunkClips
-from train.data.decoding.clip import ClipShape
-from train.data.decoding.decoders import ChunkDecoder, ChunkFrames
-from train.data.decoding.reading import ChunkBytes
-from train.data.frame_sampling import Sampling
-from train.data.loader import LoaderSettings
 
 # (video, begin in ms, number of the first frame, frames): two longer than 16 x 4 frames, one as long, two shorter.
 CHUNKS = (("a", 0, 0, 90), ("a", 9000, 90, 40), ("b", 0, 200, 64), ("b", 6400, 264, 1), ("c", 0, 300, 80))

@@ -9,17 +9,17 @@ import numpy as np
 import pytest
 import torch
 
-from manifests.errors import UserError
+from clipmill.manifests.errors import UserError
+from clipmill.train.config.data import CaptionSettings
+from clipmill.train.data.decoding.clip import ClipShape
+from clipmill.train.data.frame_sampling import Sampling
+from clipmill.train.data.loader import LoaderSettings
+from clipmill.train.data.relevancy import Actions, relevancy_of_classes
+from clipmill.train.data.video_captions import VideoCaptions
+from clipmill.train.models.text import load_tokenizer
 from tests.train.latents.test_checksums import flip
 from tests.train.latents.written import Written, write_text
 from tests.train.tiny_data import Caption, chunks_of, write_captions, write_shard
-from train.config.data import CaptionSettings
-from train.data.decoding.clip import ClipShape
-from train.data.frame_sampling import Sampling
-from train.data.loader import LoaderSettings
-from train.data.relevancy import Actions, relevancy_of_classes
-from train.data.video_captions import VideoCaptions
-from train.models.text import load_tokenizer
 
 SHAPE = ClipShape(sampling=Sampling(num_frames=1), size_px=16)
 VIDEOS = {"a": "train", "b": "train", "d": "val"}

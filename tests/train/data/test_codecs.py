@@ -11,15 +11,15 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from prep.synthetic.frame_code import read_frame_number
-from prep.synthetic.frame_numbers import write_frame_number_video
-from shards.reader import CommittedShard, Variant
+from clipmill.prep.synthetic.frame_code import read_frame_number
+from clipmill.prep.synthetic.frame_numbers import write_frame_number_video
+from clipmill.shards.reader import CommittedShard, Variant
+from clipmill.train.data.decoding.clip import ClipShape, make_clip
+from clipmill.train.data.decoding.decoders import ChunkDecoder, ChunkFrames
+from clipmill.train.data.decoding.pictures import Rectangle, crop_clip
+from clipmill.train.data.decoding.reading import DecodeRule, read_chunk
+from clipmill.train.data.frame_sampling import ChunkTimes, Sampling, frame_indices, moments_of
 from tests.prep.running import chunk, manifest
-from train.data.decoding.clip import ClipShape, make_clip
-from train.data.decoding.decoders import ChunkDecoder, ChunkFrames
-from train.data.decoding.pictures import Rectangle, crop_clip
-from train.data.decoding.reading import DecodeRule, read_chunk
-from train.data.frame_sampling import ChunkTimes, Sampling, frame_indices, moments_of
 
 NUM_FRAMES = 100  # three chunks of 30 and a tail of 10
 FPS = Fraction(30000, 1001)

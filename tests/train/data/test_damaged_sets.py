@@ -6,16 +6,16 @@ from pathlib import Path
 
 import pytest
 
-from manifests.errors import UserError
-from shards.index import IndexBuilder, index_bytes, index_schema
+from clipmill.manifests.errors import UserError
+from clipmill.shards.index import IndexBuilder, index_bytes, index_schema
+from clipmill.train.data.latents.loader import LatentLoader
+from clipmill.train.data.loader import LoaderSettings
+from clipmill.train.data.video_captions import VideoCaptions
+from clipmill.train.models.text import load_tokenizer
 from tests.train.latents.written import Caption as LatentsCaption
 from tests.train.latents.written import Chunk, write_all
 from tests.train.test_video_captions import SHAPE, open_set
 from tests.train.tiny_data import CHUNK_FRAMES, Caption, encode_chunk, video_sample, write_captions, write_shard
-from train.data.latents.loader import LatentLoader
-from train.data.loader import LoaderSettings
-from train.data.video_captions import VideoCaptions
-from train.models.text import load_tokenizer
 
 
 def test_a_damaged_commit_is_named_before_its_samples_are_missed(tmp_path: Path) -> None:

@@ -9,10 +9,10 @@ import torch
 from torch.nn.functional import avg_pool2d, interpolate
 from torchvision.transforms.functional import crop, resize
 
-from train.augment.colour import COLOUR_KINDS
-from train.augment.pictures import to_rgb_uint8
-from train.data.decoding.clip import ClipBuilder, ClipShape, Views, make_clip
-from train.data.decoding.pictures import (
+from clipmill.train.augment.colour import COLOUR_KINDS
+from clipmill.train.augment.pictures import to_rgb_uint8
+from clipmill.train.data.decoding.clip import ClipBuilder, ClipShape, Views, make_clip
+from clipmill.train.data.decoding.pictures import (
     Rectangle,
     as_yuv420,
     crop_clip,
@@ -21,8 +21,8 @@ from train.data.decoding.pictures import (
     rgb_pictures,
     simple_rectangle,
 )
-from train.data.frame_sampling import Sampling
-from train.data.outcomes import SampleFailed
+from clipmill.train.data.frame_sampling import Sampling
+from clipmill.train.data.outcomes import SampleFailed
 
 
 def smooth_frame(width: int, height: int, *, phase: float = 0.0) -> av.VideoFrame:

@@ -7,11 +7,11 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from train.data import prefetch as prefetch_module
-from train.data.batch import Batch
-from train.data.order import Cursor
-from train.data.outcomes import LoadedBatch
-from train.data.prefetch import prefetch
+from clipmill.train.data import prefetch as prefetch_module
+from clipmill.train.data.batch import Batch
+from clipmill.train.data.order import Cursor
+from clipmill.train.data.outcomes import LoadedBatch
+from clipmill.train.data.prefetch import prefetch
 
 CPU = torch.device("cpu")
 

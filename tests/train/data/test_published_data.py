@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from prep.synthetic.frame_numbers import write_frame_number_video
+from clipmill.prep.synthetic.frame_numbers import write_frame_number_video
 from tests.prep.running import chunk, prep_here
 from tests.train.test_video_captions import numbers, open_set
 

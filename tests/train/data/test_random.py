@@ -3,7 +3,7 @@
 import numpy as np
 import torch
 
-from train.device.random import device_uniform, uniform
+from clipmill.train.device.random import device_uniform, uniform
 
 
 def test_torch_draws_the_same_numbers_to_the_bit() -> None:

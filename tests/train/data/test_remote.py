@@ -5,15 +5,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from manifests.errors import UserError
+from clipmill.manifests.errors import UserError
+from clipmill.train.data.decoding.clip import ClipShape
+from clipmill.train.data.frame_sampling import Sampling
+from clipmill.train.data.loader import LoaderSettings, SampleRequest
+from clipmill.train.data.outcomes import FailedSample
+from clipmill.train.data.remote import RemoteTars, open_data_folder
+from clipmill.train.data.video_captions import VideoCaptions
+from clipmill.train.models.text import load_tokenizer
 from tests.train.data.http_folder import HttpFolder
-from train.data.decoding.clip import ClipShape
-from train.data.frame_sampling import Sampling
-from train.data.loader import LoaderSettings, SampleRequest
-from train.data.outcomes import FailedSample
-from train.data.remote import RemoteTars, open_data_folder
-from train.data.video_captions import VideoCaptions
-from train.models.text import load_tokenizer
 
 LOADING = LoaderSettings(batch=2, num_threads=1, num_ahead=2, seed=0)
 SHAPE = ClipShape(sampling=Sampling(num_frames=1), size_px=32)

@@ -8,12 +8,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from manifests.errors import UserError
-from manifests.publish import publish_json
-from manifests.storage import stores, waiting
-from manifests.storage.objects import open_objects
-from manifests.table_files import CAPTIONS_FILE, staged_path
-from shards.lists import finish_run
+from clipmill.manifests.errors import UserError
+from clipmill.manifests.publish import publish_json
+from clipmill.manifests.storage import stores, waiting
+from clipmill.manifests.storage.objects import open_objects
+from clipmill.manifests.table_files import CAPTIONS_FILE, staged_path
+from clipmill.shards.lists import finish_run
+from clipmill.train.data.loader import SampleRequest
+from clipmill.train.data.outcomes import FailedSample
+from clipmill.train.data.remote import local_copy
 from tests.object_storage.faults import Fault, Faults
 from tests.object_storage.server import S3Server
 from tests.object_storage.upload import upload
@@ -21,9 +24,6 @@ from tests.train.data.http_folder import HttpFolder
 from tests.train.data.test_remote import open_set, tar_of
 from tests.train.full_disk import make_read_only
 from tests.train.tiny_data import Caption, encode_chunk, video_sample, write_captions, write_shard
-from train.data.loader import SampleRequest
-from train.data.outcomes import FailedSample
-from train.data.remote import local_copy
 
 
 def test_a_bucket_will_do(data_dir: Path, tmp_path: Path, bucket: str) -> None:

@@ -11,22 +11,22 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from manifests.errors import UserError
-from manifests.publish import publish_json
-from manifests.storage.objects import Objects, open_objects
-from shards.chunk_table import update_chunk_table
-from shards.commit_table import MIN_COMMITS
-from shards.commits import commit_path
-from shards.lists import finish_run
-from shards.reader import Variant
+from clipmill.manifests.errors import UserError
+from clipmill.manifests.publish import publish_json
+from clipmill.manifests.storage.objects import Objects, open_objects
+from clipmill.shards.chunk_table import update_chunk_table
+from clipmill.shards.commit_table import MIN_COMMITS
+from clipmill.shards.commits import commit_path
+from clipmill.shards.lists import finish_run
+from clipmill.shards.reader import Variant
+from clipmill.train.data.loader import SampleRequest
+from clipmill.train.data.outcomes import FailedSample
+from clipmill.train.data.video_captions import VideoCaptions
 from tests.object_storage.faults import Fault, Faults
 from tests.object_storage.server import S3Server
 from tests.train.data.test_remote import open_set
 from tests.train.full_disk import fill
 from tests.train.tiny_data import VARIANT, Caption, encode_chunk, video_sample, write_captions, write_shard
-from train.data.loader import SampleRequest
-from train.data.outcomes import FailedSample
-from train.data.video_captions import VideoCaptions
 
 NUM_SHARDS = MIN_COMMITS + 20
 
@@ -164,8 +164,8 @@ def test_without_tables_the_records_and_indexes_are_copied(
 
 def test_ranks_of_a_machine_copy_once(remote: Objects, faults: Faults, tmp_path: Path) -> None:
     script = (
-        "import sys; from pathlib import Path; from manifests.storage.objects import open_objects\n"
-        "from train.data.remote_files import RemoteFiles\n"
+        "import sys; from pathlib import Path; from clipmill.manifests.storage.objects import open_objects\n"
+        "from clipmill.train.data.remote_files import RemoteFiles\n"
         "files = RemoteFiles(open_objects(sys.argv[1]), Path(sys.argv[2]))\n"
         "files.copy_manifest(); files.copy_column('video'); files.copy_column('video')"
     )

@@ -6,18 +6,18 @@ from typing import Any
 
 import pytest
 
-from manifests.errors import UserError
-from shards.reader import Variant
-from shards.scores import CHUNKS_FILE, publish_score_table
+from clipmill.manifests.errors import UserError
+from clipmill.shards.reader import Variant
+from clipmill.shards.scores import CHUNKS_FILE, publish_score_table
+from clipmill.train.data.chunk_clips import ChunkClips
+from clipmill.train.data.decoding.clip import ClipShape
+from clipmill.train.data.frame_sampling import Sampling
+from clipmill.train.data.interface import open_clips
+from clipmill.train.data.loader import LoaderSettings
+from clipmill.train.data.remote import open_data_folder
+from clipmill.train.data.video_captions import VideoCaptions
 from tests.shards.made_scores import VARIANT, phash, write_scores
 from tests.train.data.http_folder import HttpFolder
-from train.data.chunk_clips import ChunkClips
-from train.data.decoding.clip import ClipShape
-from train.data.frame_sampling import Sampling
-from train.data.interface import open_clips
-from train.data.loader import LoaderSettings
-from train.data.remote import open_data_folder
-from train.data.video_captions import VideoCaptions
 
 SHAPE = ClipShape(sampling=Sampling(num_frames=1), size_px=32)
 LOADING = LoaderSettings(batch=2, num_threads=1, num_ahead=2, seed=0)

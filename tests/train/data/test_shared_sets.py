@@ -15,27 +15,27 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from manifests.errors import UserError
-from manifests.store import read_captions
-from shards.chunk_table import update_chunk_table
-from shards.merged_table import CHUNKS_FILE
-from shards.open_maps import OPEN_MAPS
-from shards.reader import Variant
+from clipmill.manifests.errors import UserError
+from clipmill.manifests.store import read_captions
+from clipmill.shards.chunk_table import update_chunk_table
+from clipmill.shards.merged_table import CHUNKS_FILE
+from clipmill.shards.open_maps import OPEN_MAPS
+from clipmill.shards.reader import Variant
+from clipmill.train.data import chunk_table, chunks, mapped_tars, node_cache, opened_captions, usable_captions
+from clipmill.train.data.caption_choice import choose_sources
+from clipmill.train.data.chunk_clips import ChunkClips
+from clipmill.train.data.chunk_table import ChunkTable
+from clipmill.train.data.classes import ClassList
+from clipmill.train.data.decoding.clip import ClipShape
+from clipmill.train.data.frame_sampling import Sampling
+from clipmill.train.data.labelled_clips import LabelledClips
+from clipmill.train.data.latents.loader import LatentLoader
+from clipmill.train.data.latents.mixed import MixedLatents
+from clipmill.train.data.loader import LoaderSettings
+from clipmill.train.data.video_captions import VideoCaptions
 from tests.train.latents.conftest import CAPTIONS, SHARDS, WITHOUT_EMBEDDING
 from tests.train.latents.written import Written, write_all
 from tests.train.tiny_data import Caption, chunks_of, write_captions, write_shard
-from train.data import chunk_table, chunks, mapped_tars, node_cache, opened_captions, usable_captions
-from train.data.caption_choice import choose_sources
-from train.data.chunk_clips import ChunkClips
-from train.data.chunk_table import ChunkTable
-from train.data.classes import ClassList
-from train.data.decoding.clip import ClipShape
-from train.data.frame_sampling import Sampling
-from train.data.labelled_clips import LabelledClips
-from train.data.latents.loader import LatentLoader
-from train.data.latents.mixed import MixedLatents
-from train.data.loader import LoaderSettings
-from train.data.video_captions import VideoCaptions
 
 SHAPE = ClipShape(sampling=Sampling(num_frames=2), size_px=16)
 LOADING = LoaderSettings(batch=3, num_threads=1, num_ahead=3, seed=5)
@@ -128,9 +128,9 @@ def test_a_set_is_the_same_from_tables_and_from_the_cache(
 
         for module, function in (
             (chunks, "_open_chunks"),
-            ("train.data.video_captions", "open_clip_captions"),
-            ("train.data.chunk_clips", "_open_clips"),
-            ("train.data.latents.opened_segments", "read_records"),
+            ("clipmill.train.data.video_captions", "open_clip_captions"),
+            ("clipmill.train.data.chunk_clips", "_open_clips"),
+            ("clipmill.train.data.latents.opened_segments", "read_records"),
         ):
             target = module if isinstance(module, str) else module.__name__
             monkeypatch.setattr(f"{target}.{function}", fail)
@@ -143,7 +143,8 @@ def test_a_set_is_the_same_from_tables_and_from_the_cache(
 def test_labels_are_shared_and_other_classes_are_other_samples(videos: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     table = read_captions(videos)
     label = pa.array([str(number % 3) for number in range(len(table))])
-    monkeypatch.setattr("train.data.labelled_clips.read_captions", lambda _: table.append_column("label_kind", label))
+    labelled = table.append_column("label_kind", label)
+    monkeypatch.setattr("clipmill.train.data.labelled_clips.read_captions", lambda _: labelled)
 
     def opened(names: str) -> list[Any]:
         classes = ClassList("kind", tuple(names))

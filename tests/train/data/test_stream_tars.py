@@ -14,17 +14,17 @@ from typing import Any
 import pytest
 import webdataset as wds
 
-from manifests.errors import UserError
-from manifests.publish import TEMPORARY_PREFIX
+from clipmill.manifests.errors import UserError
+from clipmill.manifests.publish import TEMPORARY_PREFIX
+from clipmill.train.data.frame_sampling import Sampling, SamplingRule
+from clipmill.train.data.loader import LoaderSettings
+from clipmill.train.data.remote import local_copy
+from clipmill.train.data.streams import stream
+from clipmill.train.data.streams import tars as order
+from clipmill.train.data.video_captions import VideoCaptions
 from tests.train.data.http_folder import HttpFolder
 from tests.train.data.test_streams import SHAPE, SIZE_PX, TOKENIZE, first, keys_of, numbers, open_stream
 from tests.train.tiny_data import Caption, chunks_of, encode_chunk, write_captions, write_shard
-from train.data.frame_sampling import Sampling, SamplingRule
-from train.data.loader import LoaderSettings
-from train.data.remote import local_copy
-from train.data.streams import stream
-from train.data.streams import tars as order
-from train.data.video_captions import VideoCaptions
 
 
 @pytest.fixture(scope="module")
@@ -217,7 +217,7 @@ def test_a_killed_download_leaves_no_tar(tmp_path: Path, payload: bytes) -> None
     server = HttpFolder(served)
     server.hanging.add("/0.tar")  # half of it comes, and then nothing more
     script = (
-        "import sys; from pathlib import Path; from train.data.remote import local_copy\n"
+        "import sys; from pathlib import Path; from clipmill.train.data.remote import local_copy\n"
         "local_copy(sys.argv[1], cache=Path(sys.argv[2]))"
     )
     address, cache = f"{server.address}/0.tar", tmp_path / "cache"

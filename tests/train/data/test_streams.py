@@ -11,18 +11,18 @@ from typing import Any
 import pytest
 import webdataset as wds
 
-from manifests.errors import UserError
-from prep.synthetic.frame_code import read_frame_number
-from prep.synthetic.frame_numbers import write_frame_number_video
+from clipmill.manifests.errors import UserError
+from clipmill.prep.synthetic.frame_code import read_frame_number
+from clipmill.prep.synthetic.frame_numbers import write_frame_number_video
+from clipmill.train.data.decoding.clip import ClipShape
+from clipmill.train.data.frame_sampling import Sampling
+from clipmill.train.data.loader import LoaderSettings
+from clipmill.train.data.outcomes import LoadedBatch
+from clipmill.train.data.streams.stream import VideoStream
+from clipmill.train.models.text import load_tokenizer
 from tests.prep.running import chunk, manifest
 from tests.train.data.http_folder import HttpFolder
 from tests.train.tiny_data import encode_chunk
-from train.data.decoding.clip import ClipShape
-from train.data.frame_sampling import Sampling
-from train.data.loader import LoaderSettings
-from train.data.outcomes import LoadedBatch
-from train.data.streams.stream import VideoStream
-from train.models.text import load_tokenizer
 
 SIZE_PX = 64
 SHAPE = ClipShape(sampling=Sampling(num_frames=2), size_px=SIZE_PX, min_crop_area=1.0)

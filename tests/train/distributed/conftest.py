@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from clipmill.train.distributed.world import World
 from tests.train.distributed.forked import end_well, fork_ranks
 from tests.train.distributed.runs import (
     STRATEGIES,
@@ -23,7 +24,6 @@ from tests.train.distributed.runs import (
     train_towers,
 )
 from tests.train.test_latents_training import write_columns
-from train.distributed.world import World
 
 ONE = World()
 
@@ -48,7 +48,7 @@ def slurm_environment(folder: Path, *, job: int, python: Path) -> dict[str, str]
     fakes = {
         "srun": f'echo $$ > {step}; while [[ "$1" == --* ]]; do shift; done\nexec "$@"',
         "scontrol": f'if [[ "$1" == requeue ]]; then echo "$2" >> {requeued}; else echo 127.0.0.1; fi',
-        "train": f'exec {python} -m train.cli "$@"',
+        "train": f'exec {python} -m clipmill.train.cli "$@"',
         # As the real one: it signals the processes of the job's steps, not the script.
         "scancel": f'[[ "$*" == "--signal=TERM {job}" ]] && kill -TERM "$(cat {step})"',
     }

@@ -18,34 +18,34 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from manifests.errors import FailedWork
+from clipmill.manifests.errors import FailedWork
+from clipmill.train.cli import main
+from clipmill.train.config.evaluation import EvaluationSettings, ProbeEvaluation
+from clipmill.train.config.model import Init
+from clipmill.train.config.optim import OptimizerSettings
+from clipmill.train.config.training import ParallelSettings, Strategy, TrainingSettings
+from clipmill.train.config.tuning import Lora
+from clipmill.train.data.batch import Batch
+from clipmill.train.distributed import heartbeat, launch
+from clipmill.train.distributed.launch import open_world
+from clipmill.train.distributed.world import World
+from clipmill.train.engine.loop import train
+from clipmill.train.losses.objective import Objective
+from clipmill.train.losses.settings import Loss
+from clipmill.train.models.attention import open_attention
+from clipmill.train.models.dual_encoder import DualEncoder
+from clipmill.train.models.masked_autoencoder import MaskedAutoencoder
+from clipmill.train.run import shared_folder
+from clipmill.train.run.checkpoint import all_checkpoints
+from clipmill.train.run.folder import RunFolder, create_run
+from clipmill.train.run.tracking import Progress
+from clipmill.train.tasks.dual_encoder.settings import DualEncoderSettings
+from clipmill.train.tasks.dual_encoder.task import DualEncoderTask, Samples
+from clipmill.train.tasks.mae.settings import MaeSettings
+from clipmill.train.tasks.mae.task import MaeTask
+from clipmill.train.tasks.mae.task import Samples as MaeSamples
+from clipmill.train.weights.sources import open_weights
 from tests.train.plane import LoadedPoints, PlaneTask, Points, settings
-from train.cli import main
-from train.config.evaluation import EvaluationSettings, ProbeEvaluation
-from train.config.model import Init
-from train.config.optim import OptimizerSettings
-from train.config.training import ParallelSettings, Strategy, TrainingSettings
-from train.config.tuning import Lora
-from train.data.batch import Batch
-from train.distributed import heartbeat, launch
-from train.distributed.launch import open_world
-from train.distributed.world import World
-from train.engine.loop import train
-from train.losses.objective import Objective
-from train.losses.settings import Loss
-from train.models.attention import open_attention
-from train.models.dual_encoder import DualEncoder
-from train.models.masked_autoencoder import MaskedAutoencoder
-from train.run import shared_folder
-from train.run.checkpoint import all_checkpoints
-from train.run.folder import RunFolder, create_run
-from train.run.tracking import Progress
-from train.tasks.dual_encoder.settings import DualEncoderSettings
-from train.tasks.dual_encoder.task import DualEncoderTask, Samples
-from train.tasks.mae.settings import MaeSettings
-from train.tasks.mae.task import MaeTask
-from train.tasks.mae.task import Samples as MaeSamples
-from train.weights.sources import open_weights
 
 CPU = torch.device("cpu")
 STRATEGIES: tuple[Strategy, ...] = ("ddp", "zero1", "fsdp")

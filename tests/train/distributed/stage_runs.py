@@ -12,34 +12,34 @@ import numpy as np
 import torch
 from torch import nn
 
-from manifests.errors import FailedWork, Stopped
+from clipmill.manifests.errors import FailedWork, Stopped
+from clipmill.train.config.training import ParallelSettings, Schedule, TrainingSettings
+from clipmill.train.config.tuning import FrozenPart
+from clipmill.train.data.batch import Batch, Sample
+from clipmill.train.data.loader import SampleRequest, TrainingSet
+from clipmill.train.data.outcomes import FailedSample
+from clipmill.train.device.transfer import Scalar
+from clipmill.train.distributed.launch import open_world
+from clipmill.train.distributed.pipeline import Pipeline
+from clipmill.train.distributed.stages import LayerCost
+from clipmill.train.distributed.world import Step, World
+from clipmill.train.engine.loop import train
+from clipmill.train.losses.objective import Objective
+from clipmill.train.models.adapters import add_adapters
+from clipmill.train.models.attention import attend_with_sdpa
+from clipmill.train.models.captioner import Captioner
+from clipmill.train.models.gpt2 import Gpt2, Gpt2Size
+from clipmill.train.models.timesformer import TimeSformer
+from clipmill.train.models.transformer import TransformerSize, blocks_of
+from clipmill.train.models.video_vit import VideoViTSize
+from clipmill.train.optim.parameters import freeze
+from clipmill.train.run.folder import RunFolder, create_run
+from clipmill.train.run.tracking import Progress
+from clipmill.train.tasks.caption.decoding import generate_captions
+from clipmill.train.tasks.caption.objective import CaptionLoss
+from clipmill.train.tasks.caption.settings import DecodingSettings
+from clipmill.train.tasks.caption.stages import TIED, CaptionerPart, layers_of, part_of, whole_captioner
 from tests.train.plane import LoadedPoints, Points, settings
-from train.config.training import ParallelSettings, Schedule, TrainingSettings
-from train.config.tuning import FrozenPart
-from train.data.batch import Batch, Sample
-from train.data.loader import SampleRequest, TrainingSet
-from train.data.outcomes import FailedSample
-from train.device.transfer import Scalar
-from train.distributed.launch import open_world
-from train.distributed.pipeline import Pipeline
-from train.distributed.stages import LayerCost
-from train.distributed.world import Step, World
-from train.engine.loop import train
-from train.losses.objective import Objective
-from train.models.adapters import add_adapters
-from train.models.attention import attend_with_sdpa
-from train.models.captioner import Captioner
-from train.models.gpt2 import Gpt2, Gpt2Size
-from train.models.timesformer import TimeSformer
-from train.models.transformer import TransformerSize, blocks_of
-from train.models.video_vit import VideoViTSize
-from train.optim.parameters import freeze
-from train.run.folder import RunFolder, create_run
-from train.run.tracking import Progress
-from train.tasks.caption.decoding import generate_captions
-from train.tasks.caption.objective import CaptionLoss
-from train.tasks.caption.settings import DecodingSettings
-from train.tasks.caption.stages import TIED, CaptionerPart, layers_of, part_of, whole_captioner
 
 ONE_STAGE = ParallelSettings()
 SCHEDULES: tuple[Schedule, ...] = ("gpipe", "1f1b")

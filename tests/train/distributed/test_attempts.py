@@ -6,8 +6,8 @@ import time
 import pytest
 import torch.distributed as dist
 
-from train.distributed.launch import name_attempt
-from train.distributed.world import World
+from clipmill.train.distributed.launch import name_attempt
+from clipmill.train.distributed.world import World
 
 
 def named(store: dist.Store, *, size: int) -> set[str]:
@@ -40,7 +40,7 @@ def test_a_rank_that_left_before_it_was_answered_is_nobody_to_wait_for() -> None
 
 def test_ranks_say_whom_they_wait_for(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
     """A rank that fails before it joins, as for a wrong flag, cannot tell the others."""
-    monkeypatch.setattr("train.distributed.launch._REMIND_S", 0.1)
+    monkeypatch.setattr("clipmill.train.distributed.launch._REMIND_S", 0.1)
     store, names = dist.HashStore(), list[str]()
     waiting = [
         threading.Thread(

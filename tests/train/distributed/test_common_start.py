@@ -8,15 +8,15 @@ from pathlib import Path
 
 import pytest
 
-from shards.commits import read_commit, write_commit
+from clipmill.shards.commits import read_commit, write_commit
+from clipmill.train.distributed.launch import difference
+from clipmill.train.engine.rank_consistency import launch_facts
+from clipmill.train.run.checkpoint import all_checkpoints
+from clipmill.train.run.folder import RunFolder, read_lines
+from clipmill.train.tasks.dual_encoder.settings import DualEncoderSettings
 from tests.train.distributed.forked import end_well, fork_ranks, free_port
 from tests.train.distributed.runs import run_own_commands
 from tests.train.test_latents_training import FLAGS, write_columns
-from train.distributed.launch import difference
-from train.engine.rank_consistency import launch_facts
-from train.run.checkpoint import all_checkpoints
-from train.run.folder import RunFolder, read_lines
-from train.tasks.dual_encoder.settings import DualEncoderSettings
 
 DUAL = ("dual-encoder", *FLAGS, "--batch", "8", "--steps", "2", "--warmup-steps", "1", "--device", "cpu")
 MAE = ("mae", "--input", "latents", "--model", "tiny", "--segment", "2s", "--num-frames", "2", "--device", "cpu")

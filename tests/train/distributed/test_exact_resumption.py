@@ -10,17 +10,17 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from clipmill.train.distributed.parallel import Replicated
+from clipmill.train.models.attention import attend_with_sdpa
+from clipmill.train.models.captioner import Captioner
+from clipmill.train.models.gpt2 import Gpt2, Gpt2Size
+from clipmill.train.models.timesformer import TimeSformer
+from clipmill.train.models.transformer import TransformerSize
+from clipmill.train.run.checkpoint import all_checkpoints, read_metadata, read_weights
+from clipmill.train.run.folder import RunFolder, read_lines
 from tests.train.distributed.forked import end_well, fork_ranks
 from tests.train.distributed.runs import STRATEGIES, run_and_resume
 from tests.train.models import small_captioners, small_towers
-from train.distributed.parallel import Replicated
-from train.models.attention import attend_with_sdpa
-from train.models.captioner import Captioner
-from train.models.gpt2 import Gpt2, Gpt2Size
-from train.models.timesformer import TimeSformer
-from train.models.transformer import TransformerSize
-from train.run.checkpoint import all_checkpoints, read_metadata, read_weights
-from train.run.folder import RunFolder, read_lines
 
 
 @pytest.mark.parametrize("num_ranks", [3, 4])

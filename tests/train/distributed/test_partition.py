@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from manifests.errors import UserError
-from train.distributed.stages import LayerCost, partition
+from clipmill.manifests.errors import UserError
+from clipmill.train.distributed.stages import LayerCost, partition
 
 MODEL = [
     LayerCost("embedding", 10),

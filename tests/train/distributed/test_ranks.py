@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 import torch
 
+from clipmill.train.run.checkpoint import all_checkpoints, latest_checkpoint, read_metadata, read_table, read_weights
+from clipmill.train.run.folder import RunFolder, read_lines
 from tests.train.distributed.conftest import ONE, Runs
 from tests.train.distributed.runs import FAILING, STRATEGIES, adapted, exact_plane, towers, train_plane, train_towers
 from tests.train.plane import Points
-from train.run.checkpoint import all_checkpoints, latest_checkpoint, read_metadata, read_table, read_weights
-from train.run.folder import RunFolder, read_lines
 
 
 def losses(out: Path) -> list[float]:

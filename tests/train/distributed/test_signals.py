@@ -11,14 +11,14 @@ from pathlib import Path
 import pytest
 import torch
 
+from clipmill.train.run.checkpoint import all_checkpoints, latest_checkpoint, read_weights
+from clipmill.train.run.folder import RunFolder, read_lines
 from tests.forks import Forks
 from tests.train.distributed.conftest import slurm_environment
 from tests.train.distributed.forked import end_well, fork_ranks
 from tests.train.distributed.runs import run_command, run_command_of_two, run_impatient_command
 from tests.train.test_latents_training import FLAGS, write_columns
 from tests.train.weights.test_export import run_train
-from train.run.checkpoint import all_checkpoints, latest_checkpoint, read_weights
-from train.run.folder import RunFolder, read_lines
 
 TRAIN = ("dual-encoder", *FLAGS, "--batch", "8", "--warmup-steps", "2", "--device", "cpu", "--workers", "1")
 # Long enough to be caught in the middle.
@@ -123,7 +123,7 @@ def torchrun(folder: Path, *flags: str, python: Path) -> "subprocess.Popen[str]"
     bin_dir, programs = Path(sys.executable).parent, folder / "bin"
     programs.mkdir()
     installed = f'[[ "$RANK $TORCHELASTIC_RESTART_COUNT" == "0 0" ]] && exec {bin_dir}/train "$@"'
-    (programs / "train").write_text(f'#!/bin/bash\n{installed}\nexec {python} -m train.cli "$@"\n')
+    (programs / "train").write_text(f'#!/bin/bash\n{installed}\nexec {python} -m clipmill.train.cli "$@"\n')
     (programs / "train").chmod(0o755)
     return subprocess.Popen(
         [bin_dir / "torchrun", "--no-python", *flags],

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
+from clipmill.train.run.folder import RunFolder, read_lines
 from tests.forks import Forks
 from tests.train.distributed.conftest import slurm_environment
 from tests.train.weights.test_export import run_train
-from train.run.folder import RunFolder, read_lines
 
 SMALL = "--model tiny --size-px 32 --num-frames 2 --workers 1 --batch 4 --lr 1e-3 --warmup-steps 2 --device cpu"
 DECODER = "--decoder.name tiny --decoder.depth 1 --decoder.max-tokens 12 --decoder.vocabulary 280"

@@ -10,7 +10,15 @@ import pytest
 import torch
 from torch import nn
 
-from manifests.errors import Stopped, UserError
+from clipmill.manifests.errors import Stopped, UserError
+from clipmill.train.config.evaluation import EvaluationSettings
+from clipmill.train.config.training import ParallelSettings, TrainingSettings
+from clipmill.train.distributed.pipeline import check_microbatches
+from clipmill.train.distributed.world import World
+from clipmill.train.engine.task import check_stages, own_part
+from clipmill.train.run.checkpoint import all_checkpoints, latest_checkpoint, read_metadata, read_table, read_weights
+from clipmill.train.run.folder import RunFolder, read_lines
+from clipmill.train.tasks.caption.stages import TIED
 from tests.train.distributed.conftest import ONE
 from tests.train.distributed.forked import end_well, fork_ranks
 from tests.train.distributed.stage_runs import (
@@ -28,14 +36,6 @@ from tests.train.distributed.stage_runs import (
 )
 from tests.train.distributed.test_ranks import assert_same, losses
 from tests.train.plane import PlaneTask
-from train.config.evaluation import EvaluationSettings
-from train.config.training import ParallelSettings, TrainingSettings
-from train.distributed.pipeline import check_microbatches
-from train.distributed.world import World
-from train.engine.task import check_stages, own_part
-from train.run.checkpoint import all_checkpoints, latest_checkpoint, read_metadata, read_table, read_weights
-from train.run.folder import RunFolder, read_lines
-from train.tasks.caption.stages import TIED
 
 LIKE_ONE = [
     *(f"{num_stages}-{schedule}" for num_stages in (2, 3) for schedule in SCHEDULES),

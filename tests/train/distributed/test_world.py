@@ -2,11 +2,11 @@
 
 import pytest
 
-from manifests.errors import UserError
-from train.distributed.heartbeat import SILENT_S, Watch
-from train.distributed.launch import open_world
-from train.distributed.parallel import divide
-from train.distributed.world import World
+from clipmill.manifests.errors import UserError
+from clipmill.train.distributed.heartbeat import SILENT_S, Watch
+from clipmill.train.distributed.launch import open_world
+from clipmill.train.distributed.parallel import divide
+from clipmill.train.distributed.world import World
 
 
 def test_a_batch_that_ranks_cannot_share_is_refused() -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from train.doctor.host import examine_disk, file_system_of
+from clipmill.train.doctor.host import examine_disk, file_system_of
 
 MOUNTS = """\
 22 1 254:0 / / rw,relatime - ext4 /dev/vda rw
@@ -85,7 +85,7 @@ def test_data_that_this_user_may_not_read_is_not_taken_for_none(tmp_path: Path, 
         (data / variant).mkdir(parents=True)
     (data / "video/h264-1234/000000-1234.tar").write_bytes(bytes(1 << 20))
     (data / "lost+found").mkdir(mode=0)
-    program = "import sys; from pathlib import Path; from train.doctor.host import examine_disk\n"
+    program = "import sys; from pathlib import Path; from clipmill.train.doctor.host import examine_disk\n"
     program += "print(examine_disk(Path(sys.argv[1]), is_data=True).problem)"
     command = [*_without_rights(), sys.executable, "-c", program, str(data)]
     assert subprocess.run(command, capture_output=True, text=True, check=True).stdout == "None\n"

@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from manifests.errors import FailedWork, UserError
+from clipmill.manifests.errors import FailedWork, UserError
+from clipmill.train.doctor.accelerator import Accelerator, accelerator_of, ask_child, examine_accelerator
+from clipmill.train.doctor.commands import doctor_facts, run_doctor
+from clipmill.train.doctor.examined import examine_decoder
+from clipmill.train.doctor.host import examine_host, quota_of
 from tests.forks import Forks
-from train.doctor.accelerator import Accelerator, accelerator_of, ask_child, examine_accelerator
-from train.doctor.commands import doctor_facts, run_doctor
-from train.doctor.examined import examine_decoder
-from train.doctor.host import examine_host, quota_of
 
 
 def test_this_machine_is_described(

@@ -5,11 +5,11 @@ from typing import Any
 
 import pytest
 
-from train.doctor.accelerator import Accelerator, Gpu, Tried
-from train.doctor.commands import lines_of
-from train.doctor.examined import Decoder, Examined, used_by_training
-from train.doctor.host import Disk, Host
-from train.doctor.judge import judge
+from clipmill.train.doctor.accelerator import Accelerator, Gpu, Tried
+from clipmill.train.doctor.commands import lines_of
+from clipmill.train.doctor.examined import Decoder, Examined, used_by_training
+from clipmill.train.doctor.host import Disk, Host
+from clipmill.train.doctor.judge import judge
 
 H200 = Gpu(name="NVIDIA H200", memory_bytes=150_000_000_000, free_bytes=149_000_000_000, capability=(9, 0))
 WORKS = [Tried(attention="sdpa", kind="clips", dtype="bfloat16", kernels="fused attention of cuDNN 9.26.0")]

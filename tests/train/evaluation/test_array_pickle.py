@@ -5,8 +5,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from manifests.errors import UserError
-from train.tasks.dual_encoder.mir_table import load_array_pickle
+from clipmill.manifests.errors import UserError
+from clipmill.train.tasks.dual_encoder.mir_table import load_array_pickle
 
 MATRIX = np.arange(12).reshape(3, 4) / 11
 

@@ -4,9 +4,9 @@ from typing import Any
 import pyarrow as pa
 import pytest
 
-from manifests.errors import UserError
-from manifests.store import write_manifest
-from train.tasks.dual_encoder.zero_shot import ClassPrompts, open_class_prompts
+from clipmill.manifests.errors import UserError
+from clipmill.manifests.store import write_manifest
+from clipmill.train.tasks.dual_encoder.zero_shot import ClassPrompts, open_class_prompts
 
 TEXTS = ["take plate", "wash cup", "grab plate", "wash cup", "a dog"]
 

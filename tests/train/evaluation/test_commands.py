@@ -9,9 +9,9 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from manifests.store import read_captions, read_videos, write_manifest
-from train.cli import main
-from train.run.folder import RunFolder, read_lines
+from clipmill.manifests.store import read_captions, read_videos, write_manifest
+from clipmill.train.cli import main
+from clipmill.train.run.folder import RunFolder, read_lines
 
 Train = Callable[..., int]
 

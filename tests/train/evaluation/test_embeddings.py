@@ -8,13 +8,13 @@ import pytest
 import torch
 from torch import nn
 
-from manifests.errors import FailedWork
+from clipmill.manifests.errors import FailedWork
+from clipmill.train.data.batch import Batch
+from clipmill.train.data.order import Cursor
+from clipmill.train.data.outcomes import FailedSample, LoadedBatch
+from clipmill.train.distributed.world import World
+from clipmill.train.tasks.dual_encoder.embeddings import Embeddings, embed_all, gathered, text_keys
 from tests.train.evaluation.threads import on_two_ranks
-from train.data.batch import Batch
-from train.data.order import Cursor
-from train.data.outcomes import FailedSample, LoadedBatch
-from train.distributed.world import World
-from train.tasks.dual_encoder.embeddings import Embeddings, embed_all, gathered, text_keys
 
 CPU = torch.device("cpu")
 

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from train.data.relevancy import Relevancy, compressed
-from train.tasks.dual_encoder.metrics import average_precision, chance_ap, chance_ndcg, ndcg, score_mir
+from clipmill.train.data.relevancy import Relevancy, compressed
+from clipmill.train.tasks.dual_encoder.metrics import average_precision, chance_ap, chance_ndcg, ndcg, score_mir
 
 FEW = np.array([0.0, 0.0, 0.0, 0.25, 0.5, 0.75, 1.0])
 
@@ -102,7 +102,7 @@ def test_large_tables_are_scored_in_parts(monkeypatch: pytest.MonkeyPatch) -> No
     _, small = table(rng, 30, 20)
     similarity = rng.normal(size=(30, 20))
     whole = score_mir(similarity, small)
-    monkeypatch.setattr("train.tasks.dual_encoder.metrics._BLOCK_VALUES", 64)
+    monkeypatch.setattr("clipmill.train.tasks.dual_encoder.metrics._BLOCK_VALUES", 64)
     assert score_mir(similarity, small) == whole
 
 

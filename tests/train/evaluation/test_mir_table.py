@@ -7,11 +7,11 @@ import pyarrow as pa
 import pytest
 from numpy.typing import NDArray
 
-from manifests.errors import UserError
-from manifests.store import write_manifest
-from train.evaluation.pages import table_of
-from train.tasks.dual_encoder.mir_table import MirTable, open_mir_table
-from train.tasks.dual_encoder.spec import MIR
+from clipmill.manifests.errors import UserError
+from clipmill.manifests.store import write_manifest
+from clipmill.train.evaluation.pages import table_of
+from clipmill.train.tasks.dual_encoder.mir_table import MirTable, open_mir_table
+from clipmill.train.tasks.dual_encoder.spec import MIR
 
 # Text, verb, nouns: of the test split in the order of the annotation file; the fourth shares a span with the third.
 ROWS: list[tuple[str, float, str, int | None, list[int] | None]] = [

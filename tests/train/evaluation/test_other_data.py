@@ -10,21 +10,21 @@ import pyarrow as pa
 import pytest
 import torch
 
-from manifests.errors import UserError
-from manifests.store import read_captions, read_videos, write_manifest
+from clipmill.manifests.errors import UserError
+from clipmill.manifests.store import read_captions, read_videos, write_manifest
+from clipmill.train.config.evaluation import DualEncoderEvaluation, EvaluatedData, EvaluationSettings
+from clipmill.train.config.files import load_settings
+from clipmill.train.distributed.world import World
+from clipmill.train.models.attention import open_attention
+from clipmill.train.registry import task_named
+from clipmill.train.run.folder import RunFolder, read_lines
+from clipmill.train.tasks.dual_encoder.settings import DualEncoderSettings
 from tests.train.classify.moving import write_moving
 from tests.train.data.test_stream_tars import write_tar
 from tests.train.evaluation.test_commands import scored
 from tests.train.evaluation.threads import on_two_ranks
 from tests.train.test_cli import train
 from tests.train.tiny_data import encode_chunk
-from train.config.evaluation import DualEncoderEvaluation, EvaluatedData, EvaluationSettings
-from train.config.files import load_settings
-from train.distributed.world import World
-from train.models.attention import open_attention
-from train.registry import task_named
-from train.run.folder import RunFolder, read_lines
-from train.tasks.dual_encoder.settings import DualEncoderSettings
 
 __all__ = ["train"]
 

@@ -12,21 +12,21 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
-from manifests.errors import UserError
+from clipmill.manifests.errors import UserError
+from clipmill.train.config.evaluation import DualEncoderEvaluation, RetrievalName
+from clipmill.train.distributed.world import World
+from clipmill.train.evaluation.runner import OpenedRun, open_for
+from clipmill.train.models.text import load_tokenizer
+from clipmill.train.registry import task_named
+from clipmill.train.run.folder import RunFolder
+from clipmill.train.tasks.dual_encoder.embeddings import Embeddings, embed_all
+from clipmill.train.tasks.dual_encoder.evaluation import open_scorer
+from clipmill.train.tasks.dual_encoder.metrics import dual_softmax
+from clipmill.train.tasks.dual_encoder.protocols import RetrievalScorer, protocol_captions
+from clipmill.train.tasks.dual_encoder.settings import DualEncoderSettings
 from tests.train.evaluation.test_commands import call, scored
 from tests.train.search.conftest import overwrite_chunk
 from tests.train.tiny_data import Caption, chunks_of, write_captions, write_shard
-from train.config.evaluation import DualEncoderEvaluation, RetrievalName
-from train.distributed.world import World
-from train.evaluation.runner import OpenedRun, open_for
-from train.models.text import load_tokenizer
-from train.registry import task_named
-from train.run.folder import RunFolder
-from train.tasks.dual_encoder.embeddings import Embeddings, embed_all
-from train.tasks.dual_encoder.evaluation import open_scorer
-from train.tasks.dual_encoder.metrics import dual_softmax
-from train.tasks.dual_encoder.protocols import RetrievalScorer, protocol_captions
-from train.tasks.dual_encoder.settings import DualEncoderSettings
 
 VIDEOS = [f"v{number}" for number in range(6)]
 WHOLE = (0.0, float("inf"))

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from train.data.relevancy import Actions, NoRelevancy, compressed, relevancy_of_classes
+from clipmill.train.data.relevancy import Actions, NoRelevancy, compressed, relevancy_of_classes
 
 NUM_NOUNS = 9
 

@@ -1,7 +1,7 @@
 import numpy as np
 import pytest
 
-from train.tasks.dual_encoder.zero_shot import class_embeddings, score_classes
+from clipmill.train.tasks.dual_encoder.zero_shot import class_embeddings, score_classes
 
 
 def test_a_class_is_the_mean_of_its_prompts_by_hand() -> None:

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from train.distributed.world import World
+from clipmill.train.distributed.world import World
 
 _SHARED: dict[int, torch.Tensor] = {}
 _BARRIER = threading.Barrier(2, timeout=60)

@@ -2,14 +2,14 @@
 
 import sys
 
+from clipmill.train.registry import register
 from tests.served import serve
 from tests.train.frame_order.spec import TASK
-from train.registry import register
 
 if __name__ == "__main__":
     register(TASK)
 
-    from train.cli import main
+    from clipmill.train.cli import main
 
     if sys.argv[1:] == ["--commands"]:
         serve("train", main)

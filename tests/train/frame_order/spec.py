@@ -4,10 +4,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from train.config.evaluation import EvaluationSettings
-from train.config.training import ClipSettings
-from train.evaluation.pages import Row, Table, protocol_of, share_cell
-from train.spec import CurveGroup, EvaluationSpec, ExportRequest, TaskSpec
+from clipmill.train.config.evaluation import EvaluationSettings
+from clipmill.train.config.training import ClipSettings
+from clipmill.train.evaluation.pages import Row, Table, protocol_of, share_cell
+from clipmill.train.spec import CurveGroup, EvaluationSpec, ExportRequest, TaskSpec
 
 _NO_EVALUATION = EvaluationSettings()
 
@@ -39,13 +39,13 @@ def _make(settings: Any, *, run: Any, **opened: Any) -> Any:
 
 
 def _effective(settings: Any, source: Any, say: Any) -> Any:
-    from train.weights.effective import effective_clip_settings
+    from clipmill.train.weights.effective import effective_clip_settings
 
     return effective_clip_settings(settings, source, say=say)
 
 
 def _workloads(settings: Any, num_clips: int) -> Any:
-    from train.engine.attention_choice import video_workloads
+    from clipmill.train.engine.attention_choice import video_workloads
 
     return video_workloads(settings, num_clips)
 
@@ -64,7 +64,7 @@ def _table(result: dict[str, Any]) -> Table:
 def _export(request: ExportRequest) -> Any:
     from safetensors.torch import save_file
 
-    from train.weights.exported import Exported
+    from clipmill.train.weights.exported import Exported
 
     def write(folder: Path) -> None:
         save_file(request.weights, folder / "model.safetensors")

@@ -8,24 +8,24 @@ import numpy as np
 import torch
 from torch import nn
 
+from clipmill.train.augment.pictures import to_model_input
+from clipmill.train.data.batch import Batch, to_device
+from clipmill.train.data.chunk_clips import ChunkClips
+from clipmill.train.data.decoding.clip import Views
+from clipmill.train.data.inputs import clip_shape, loader_settings, open_folder
+from clipmill.train.device.random import uniform
+from clipmill.train.device.transfer import Scalar
+from clipmill.train.distributed.world import Step, World
+from clipmill.train.evaluation.runner import OpenedRun, Score, every_for
+from clipmill.train.losses.objective import Objective
+from clipmill.train.models.attention import AttentionBackend
+from clipmill.train.models.dual_encoder import size_of
+from clipmill.train.models.transformer import blocks_of
+from clipmill.train.models.video_vit import VideoViT
+from clipmill.train.weights.conversion import CLIP_MEAN, CLIP_STD
+from clipmill.train.weights.loading import Loaded, copy_into, fit_to
+from clipmill.train.weights.sources import Say, Source
 from tests.train.frame_order.spec import FrameOrderFlags, FrameOrderSettings
-from train.augment.pictures import to_model_input
-from train.data.batch import Batch, to_device
-from train.data.chunk_clips import ChunkClips
-from train.data.decoding.clip import Views
-from train.data.inputs import clip_shape, loader_settings, open_folder
-from train.device.random import uniform
-from train.device.transfer import Scalar
-from train.distributed.world import Step, World
-from train.evaluation.runner import OpenedRun, Score, every_for
-from train.losses.objective import Objective
-from train.models.attention import AttentionBackend
-from train.models.dual_encoder import size_of
-from train.models.transformer import blocks_of
-from train.models.video_vit import VideoViT
-from train.weights.conversion import CLIP_MEAN, CLIP_STD
-from train.weights.loading import Loaded, copy_into, fit_to
-from train.weights.sources import Say, Source
 
 
 class OrderClassifier(nn.Module):

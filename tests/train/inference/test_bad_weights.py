@@ -10,11 +10,11 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from manifests.errors import UserError
+from clipmill.manifests.errors import UserError
+from clipmill.train.evaluation import opening
+from clipmill.train.inference.model import load_model
+from clipmill.train.run.folder import RunFolder
 from tests.train.weights.test_export import run_train
-from train.evaluation import opening
-from train.inference.model import load_model
-from train.run.folder import RunFolder
 
 
 def refused(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[str, str]:

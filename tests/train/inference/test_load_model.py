@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 import torch
 
-from manifests.errors import UserError
-from train.distributed.world import World
-from train.inference.model import load_model
+from clipmill.manifests.errors import UserError
+from clipmill.train.distributed.world import World
+from clipmill.train.inference.model import load_model
 
 
 def frames(num_clips: int = 2, *, num_frames: int = 4, height: int = 32, width: int = 32) -> np.ndarray:

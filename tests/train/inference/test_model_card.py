@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from huggingface_hub import ModelCard
 
+from clipmill.train.inference.model import load_model
 from tests.train.weights.test_export import run_train
-from train.inference.model import load_model
 
 
 @pytest.fixture(scope="module")

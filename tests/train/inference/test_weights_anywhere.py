@@ -15,19 +15,19 @@ import torch
 from safetensors.torch import load_file
 from torch import nn
 
-from manifests.errors import UserError
-from manifests.store import read_captions, read_videos
+from clipmill.manifests.errors import UserError
+from clipmill.manifests.store import read_captions, read_videos
+from clipmill.train.config.model import Towers
+from clipmill.train.inference.model import load_model
+from clipmill.train.models.dual_encoder import size_of
+from clipmill.train.models.text import load_tokenizer
+from clipmill.train.run.folder import RunFolder
+from clipmill.train.weights.avion import MISTYPED_MEAN
 from tests.train.classify.moving import encode_clips
 from tests.train.inference.conftest import EVALUATIONS, FORMATS
 from tests.train.latents.written import Chunk, Written, write_latents
 from tests.train.weights.small import open_clip_model, our_model
 from tests.train.weights.test_export import run_train
-from train.config.model import Towers
-from train.inference.model import load_model
-from train.models.dual_encoder import size_of
-from train.models.text import load_tokenizer
-from train.run.folder import RunFolder
-from train.weights.avion import MISTYPED_MEAN
 
 # What differs between results of one and the same model: names of the weights, not what they compute.
 OF_THE_NAME = {"source", "shards", "is_own_data", "step", "weights", "command", "all_said"}

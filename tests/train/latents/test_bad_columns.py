@@ -8,13 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from manifests.errors import UserError
-from shards.commits import write_commit
-from shards.reader import Variant
+from clipmill.manifests.errors import UserError
+from clipmill.shards.commits import write_commit
+from clipmill.shards.reader import Variant
+from clipmill.train.data.latents.loader import LatentLoader
 from tests.train.latents.conftest import CAPTIONS, SHARDS, WITHOUT_EMBEDDING
 from tests.train.latents.written import Caption, Chunk, Written, write_all, write_latents
 from tests.train.tiny_data import write_captions
-from train.data.latents.loader import LatentLoader
 
 
 def opened(data_dir: Path, *, text: bool = True) -> LatentLoader:

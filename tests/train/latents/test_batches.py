@@ -10,13 +10,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from manifests.errors import UserError
-from manifests.keys import split_key
-from shards.reader import Variant
+from clipmill.manifests.errors import UserError
+from clipmill.manifests.keys import split_key
+from clipmill.shards.reader import Variant
+from clipmill.train.data.batch import Batch
+from clipmill.train.data.latents.loader import CaptionedLatents, LatentLoader
 from tests.train.latents.conftest import CAPTIONS, SHARDS, WITHOUT_EMBEDDING
 from tests.train.latents.written import Caption, Chunk, Written, write_all, write_captions, write_latents
-from train.data.batch import Batch
-from train.data.latents.loader import CaptionedLatents, LatentLoader
 
 T = 20
 

@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 import torch
 
+from clipmill.train.data.batch import to_device
+from clipmill.train.data.latents.loader import LatentLoader
 from tests.train.latents.written import Written
-from train.data.batch import to_device
-from train.data.latents.loader import LatentLoader
 
 
 @pytest.mark.parametrize("depth", [1, 3])

@@ -9,12 +9,12 @@ from zlib import crc32
 
 import pytest
 
-from manifests.keys import split_key
-from shards.reader import Variant
+from clipmill.manifests.keys import split_key
+from clipmill.shards.reader import Variant
+from clipmill.train.data.latents.loader import CaptionedLatents, LatentLoader
+from clipmill.train.data.outcomes import LoadedBatch, TooManyFailures
 from tests.forked import forked
 from tests.train.latents.written import Caption, Chunk, Written, write_all
-from train.data.latents.loader import CaptionedLatents, LatentLoader
-from train.data.outcomes import LoadedBatch, TooManyFailures
 
 
 def flip(data_dir: Path, *, column: str, key: str) -> None:
@@ -153,7 +153,7 @@ def test_a_record_is_compared_at_its_first_visit_only(written: Written, monkeypa
         compared.append(len(content))
         return crc32(content)
 
-    monkeypatch.setattr("train.data.mapped_tars.zlib.crc32", counted)
+    monkeypatch.setattr("clipmill.train.data.mapped_tars.zlib.crc32", counted)
     running = loader(written)
     batches = running.batches()
     for loaded in batches:

@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from manifests.errors import UserError
+from clipmill.manifests.errors import UserError
+from clipmill.train.data.latents.loader import LatentLoader
 from tests.train.latents.written import Written
-from train.data.latents.loader import LatentLoader
 
 SEED = 11
 

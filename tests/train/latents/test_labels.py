@@ -7,12 +7,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from manifests.errors import UserError
-from manifests.store import read_captions
+from clipmill.manifests.errors import UserError
+from clipmill.manifests.store import read_captions
+from clipmill.train.data.classes import ClassList, read_classes
+from clipmill.train.data.latents.loader import LabelledLatents
 from tests.train.latents.written import Chunk, Written, write_latents
 from tests.train.tiny_data import Caption, write_captions
-from train.data.classes import ClassList, read_classes
-from train.data.latents.loader import LabelledLatents
 
 MOTION = ClassList("motion", ("falls", "rests", "rises"))
 

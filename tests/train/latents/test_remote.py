@@ -9,20 +9,20 @@ from typing import Any
 import pytest
 import torch
 
-from manifests.errors import UserError
-from manifests.storage.objects import Objects
-from shards.reader import Variant
+from clipmill.manifests.errors import UserError
+from clipmill.manifests.storage.objects import Objects
+from clipmill.shards.reader import Variant
+from clipmill.train.data.interface import open_latents
+from clipmill.train.data.latents.loader import CaptionedLatents, LatentLoader
+from clipmill.train.data.outcomes import LoadedBatch
+from clipmill.train.data.remote import DataFolder, open_cache, open_data_folder
+from clipmill.train.data.remote_maps import RemoteMaps
 from tests.object_storage.faults import Fault, Faults, vanished
 from tests.object_storage.upload import upload
 from tests.train.full_disk import fill
 from tests.train.latents.conftest import SHARDS
 from tests.train.latents.test_checksums import flip
 from tests.train.latents.written import Written, write_latents
-from train.data.interface import open_latents
-from train.data.latents.loader import CaptionedLatents, LatentLoader
-from train.data.outcomes import LoadedBatch
-from train.data.remote import DataFolder, open_cache, open_data_folder
-from train.data.remote_maps import RemoteMaps
 
 ALL = "1GB"
 NUM_BATCHES = 8

@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 
-from manifests.errors import UserError
+from clipmill.manifests.errors import UserError
+from clipmill.train.data.interface import open_latents
+from clipmill.train.data.latents.loader import CaptionedLatents
 from tests.shards.made_scores import write_scores
 from tests.train.latents.conftest import SHARDS
 from tests.train.latents.written import Written
-from train.data.interface import open_latents
-from train.data.latents.loader import CaptionedLatents
 
 
 @pytest.fixture(scope="module")

@@ -7,9 +7,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from clipmill.train.data.latents.loader import CaptionedLatents, LatentLoader
+from clipmill.train.models.text import load_tokenizer
 from tests.train.latents.written import Caption, Chunk, Written, write_all
-from train.data.latents.loader import CaptionedLatents, LatentLoader
-from train.models.text import load_tokenizer
 
 # Ids are places; segments of 5 s. The third segment has captions of one source only.
 CAPTIONS = [

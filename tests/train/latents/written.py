@@ -10,14 +10,14 @@ from types import MappingProxyType
 import numpy as np
 from numpy.typing import NDArray
 
-from manifests.keys import chunk_key
-from manifests.publish import publish_json
-from manifests.store import read_captions
-from shards.commits import Commit, write_commit
-from shards.dataset import set_current_variant
-from shards.format import LATENTS_FIELDS, TEXT_FIELDS
-from shards.npy import compressed, npy_bytes
-from shards.writer import Sample, ShardWriter
+from clipmill.manifests.keys import chunk_key
+from clipmill.manifests.publish import publish_json
+from clipmill.manifests.store import read_captions
+from clipmill.shards.commits import Commit, write_commit
+from clipmill.shards.dataset import set_current_variant
+from clipmill.shards.format import LATENTS_FIELDS, TEXT_FIELDS
+from clipmill.shards.npy import compressed, npy_bytes
+from clipmill.shards.writer import Sample, ShardWriter
 from tests.train.tiny_data import Caption, write_captions
 
 LATENTS_VARIANT = "tiny-01234567"

@@ -4,9 +4,9 @@ import math
 
 import torch
 
-from train.losses.contrastive import Pairs
-from train.losses.registry import LossSpec
-from train.losses.settings import Loss
+from clipmill.train.losses.contrastive import Pairs
+from clipmill.train.losses.registry import LossSpec
+from clipmill.train.losses.settings import Loss
 
 
 def decoupled(pairs: Pairs, settings: Loss) -> torch.Tensor:

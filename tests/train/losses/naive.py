@@ -1,6 +1,6 @@
 """The losses as their papers write them: pair by pair, in plain sums, differentiated by autograd.
 
-It shares nothing with train.losses. A step gives the value, the gradients of the embeddings and what is kept.
+It shares nothing with clipmill.train.losses. A step gives the value, the gradients of the embeddings and what is kept.
 
 Paper: Wei et al. 2024, arXiv 2407.01445, in the version with the xlarge setting. Code: src/fast_clip/loss.py of
 github.com/Optimization-AI/fast_clip at efd89d5 (3 October 2024).

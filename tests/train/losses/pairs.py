@@ -6,12 +6,12 @@ from typing import cast
 import torch
 from torch import nn
 
-from train.data.batch import Batch
-from train.distributed.world import World
-from train.losses.contrastive import ContrastiveObjective, DatasetSize
-from train.losses.global_losses import SampleTemperature
-from train.losses.registry import LOSSES, build_contrast
-from train.losses.settings import Convention, Loss
+from clipmill.train.data.batch import Batch
+from clipmill.train.distributed.world import World
+from clipmill.train.losses.contrastive import ContrastiveObjective, DatasetSize
+from clipmill.train.losses.global_losses import SampleTemperature
+from clipmill.train.losses.registry import LOSSES, build_contrast
+from clipmill.train.losses.settings import Convention, Loss
 
 WIDTH = 5
 NUM_CLIPS, NUM_CAPTIONS = 7, 11  # neither is even: ranks keep parts of different length

@@ -7,12 +7,12 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.tensor import DTensor
 
+from clipmill.train.distributed.world import Step, World
+from clipmill.train.losses.contrastive import ContrastiveObjective
+from clipmill.train.losses.registry import register
+from clipmill.train.losses.settings import Convention, Loss
 from tests.train.losses.decoupled import DECOUPLED
 from tests.train.losses.pairs import CASES, Towers, batch_of, objective_of, own_part, settings_of
-from train.distributed.world import Step, World
-from train.losses.contrastive import ContrastiveObjective
-from train.losses.registry import register
-from train.losses.settings import Convention, Loss
 
 Results = dict[str, torch.Tensor]
 # What a checkpoint must bring to another number of ranks: averages, and temperatures with their optimizer.

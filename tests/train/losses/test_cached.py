@@ -4,11 +4,11 @@ from functools import partial
 import pytest
 import torch
 
+from clipmill.train.data.batch import Batch
+from clipmill.train.distributed.world import Step
+from clipmill.train.losses.contrastive import split
+from clipmill.train.losses.settings import Convention
 from tests.train.losses.pairs import CASES, Towers, batch_of, objective_of, settings_of
-from train.data.batch import Batch
-from train.distributed.world import Step
-from train.losses.contrastive import split
-from train.losses.settings import Convention
 
 
 class PartByPart(Towers):

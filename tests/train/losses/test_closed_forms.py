@@ -5,6 +5,10 @@ import math
 import pytest
 import torch
 
+from clipmill.train.distributed.world import Step
+from clipmill.train.losses.global_contrast import GlobalContrast, inner_rate
+from clipmill.train.losses.registry import LOSSES
+from clipmill.train.losses.settings import Convention
 from tests.train.losses.naive import Memory, Moments, adamw_without_decay, global_step, in_batch_loss
 from tests.train.losses.pairs import (
     CAPTION_IDS,
@@ -18,10 +22,6 @@ from tests.train.losses.pairs import (
     objective_of,
     settings_of,
 )
-from train.distributed.world import Step
-from train.losses.global_contrast import GlobalContrast, inner_rate
-from train.losses.registry import LOSSES
-from train.losses.settings import Convention
 
 IN_BATCH = [(*case, False) for case in CASES if not LOSSES[case[0]].is_global]
 OF_THE_SET = [case for case in CASES if LOSSES[case[0]].is_global]

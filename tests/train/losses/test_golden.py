@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
+from clipmill.train.distributed.world import Step
+from clipmill.train.losses.settings import Convention, Loss
 from tests.train.losses.pairs import CASES, Table, batch_of, objective_of
-from train.distributed.world import Step
-from train.losses.settings import Convention, Loss
 
 GOLDEN = Path(__file__).with_name("golden.json")
 

@@ -3,10 +3,10 @@ import math
 import pytest
 import torch
 
+from clipmill.train.distributed.world import Step
+from clipmill.train.losses.global_contrast import UNSEEN, averaged, group_means, groups, inner_rate, log_group_means
+from clipmill.train.losses.settings import Convention
 from tests.train.losses.pairs import Table, batch_of, objective_of, settings_of
-from train.distributed.world import Step
-from train.losses.global_contrast import UNSEEN, averaged, group_means, groups, inner_rate, log_group_means
-from train.losses.settings import Convention
 
 
 def test_equal_ids_are_one_group_wherever_they_lie() -> None:

@@ -9,18 +9,18 @@ import pytest
 import torch
 from torch.nn import functional
 
-from manifests.errors import UserError
+from clipmill.manifests.errors import UserError
+from clipmill.train.cli import main
+from clipmill.train.distributed.world import Step, World
+from clipmill.train.losses.contrastive import AutogradObjective, Pairs
+from clipmill.train.losses.registry import LOSSES, LossSpec, register
+from clipmill.train.losses.settings import Loss
+from clipmill.train.run.folder import RunFolder, read_lines
 from tests.train.distributed.forked import end_well, fork_ranks
 from tests.train.losses import decoupled
 from tests.train.losses.decoupled import DECOUPLED
 from tests.train.losses.pairs import Table, Towers, batch_of, objective_of, settings_of
 from tests.train.losses.runs import Results, run_outside, run_outside_rank
-from train.cli import main
-from train.distributed.world import Step, World
-from train.losses.contrastive import AutogradObjective, Pairs
-from train.losses.registry import LOSSES, LossSpec, register
-from train.losses.settings import Loss
-from train.run.folder import RunFolder, read_lines
 
 METRICS = ("batch_accuracy", "temperature")
 

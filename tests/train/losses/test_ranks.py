@@ -3,10 +3,10 @@ from pathlib import Path
 import torch
 import torch.distributed.checkpoint as dcp
 
+from clipmill.train.distributed.world import World
 from tests.train.distributed.forked import end_well, fork_ranks
 from tests.train.losses.pairs import CASES, objective_of, settings_of
 from tests.train.losses.runs import SAVED, run_all, run_rank
-from train.distributed.world import World
 
 
 def test_two_ranks_are_one_process(tmp_path: Path) -> None:

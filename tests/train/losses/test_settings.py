@@ -5,17 +5,17 @@ from typing import Any
 import pytest
 import torch
 
-from manifests.errors import UserError
+from clipmill.manifests.errors import UserError
+from clipmill.train.config.optim import OptimizerSettings
+from clipmill.train.device.transfer import Scalar
+from clipmill.train.distributed.world import Step, World
+from clipmill.train.losses.contrastive import DatasetSize
+from clipmill.train.losses.global_contrast import GlobalContrast
+from clipmill.train.losses.registry import LOSSES, build_contrast
+from clipmill.train.losses.settings import Convention, Loss
+from clipmill.train.tasks.dual_encoder.settings import DualEncoderSettings
+from clipmill.train.tasks.dual_encoder.task import DualEncoderTask
 from tests.train.losses.pairs import Table, batch_of, objective_of, settings_of
-from train.config.optim import OptimizerSettings
-from train.device.transfer import Scalar
-from train.distributed.world import Step, World
-from train.losses.contrastive import DatasetSize
-from train.losses.global_contrast import GlobalContrast
-from train.losses.registry import LOSSES, build_contrast
-from train.losses.settings import Convention, Loss
-from train.tasks.dual_encoder.settings import DualEncoderSettings
-from train.tasks.dual_encoder.task import DualEncoderTask
 
 
 @pytest.mark.parametrize(

@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 import torch
 
-from manifests.errors import FailedWork
+from clipmill.manifests.errors import FailedWork
+from clipmill.train.run.checkpoint import latest_checkpoint, read_weights
+from clipmill.train.run.folder import RunFolder, read_lines
+from clipmill.train.run.tracking import Progress
 from tests.train.latents.written import Chunk, Written, write_latents
 from tests.train.test_cli import train
 from tests.train.tiny_data import chunks_of, write_captions, write_shard
-from train.run.checkpoint import latest_checkpoint, read_weights
-from train.run.folder import RunFolder, read_lines
-from train.run.tracking import Progress
 
 __all__ = ["train"]
 

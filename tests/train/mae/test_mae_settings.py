@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 
-from manifests.errors import UserError
+from clipmill.manifests.errors import UserError
+from clipmill.train.config.files import load_settings, preset_path, save_settings
+from clipmill.train.config.optim import OptimizerSettings
+from clipmill.train.tasks.mae.settings import MaeOptimizer, MaeSettings, check_mask, num_masked_places, without_effect
 from tests.train.test_cli import Train, train
-from train.config.files import load_settings, preset_path, save_settings
-from train.config.optim import OptimizerSettings
-from train.tasks.mae.settings import MaeOptimizer, MaeSettings, check_mask, num_masked_places, without_effect
 
 __all__ = ["train"]
 
@@ -19,7 +19,7 @@ __all__ = ["train"]
 def chosen(monkeypatch: pytest.MonkeyPatch) -> list[MaeSettings]:
     """What the command would train with."""
     given: list[MaeSettings] = []
-    monkeypatch.setattr("train.commands.launch.launch", lambda spec, settings, resume: given.append(settings))
+    monkeypatch.setattr("clipmill.train.commands.launch.launch", lambda spec, settings, resume: given.append(settings))
     return given
 
 

@@ -3,10 +3,10 @@ from typing import Any
 import pytest
 import torch
 
-from train.models.masked_autoencoder import predicted_cubes
-from train.models.video_vit import CubeGrid
-from train.tasks.mae.objective import normalised_cubes
-from train.tasks.mae.reconstruction import (
+from clipmill.train.models.masked_autoencoder import predicted_cubes
+from clipmill.train.models.video_vit import CubeGrid
+from clipmill.train.tasks.mae.objective import normalised_cubes
+from clipmill.train.tasks.mae.reconstruction import (
     GREY,
     clips_of,
     reconstruct,

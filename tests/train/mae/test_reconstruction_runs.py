@@ -15,26 +15,26 @@ import torch
 from PIL import Image
 from torch import nn
 
-from manifests.errors import FailedWork
-from manifests.publish import publish_json
+from clipmill.manifests.errors import FailedWork
+from clipmill.manifests.publish import publish_json
+from clipmill.train.config.files import save_settings
+from clipmill.train.data.batch import Batch
+from clipmill.train.data.order import Cursor
+from clipmill.train.data.outcomes import FailedSample, LoadedBatch
+from clipmill.train.models.masked_autoencoder import predicted_cubes
+from clipmill.train.models.transformer import TransformerSize
+from clipmill.train.models.video_vit import CubeGrid, VideoViTSize
+from clipmill.train.report.results import write_page
+from clipmill.train.run.folder import RunFolder
+from clipmill.train.tasks.mae.evaluation import picture_uri
+from clipmill.train.tasks.mae.objective import Masking, normalised_cubes
+from clipmill.train.tasks.mae.reconstruction import Pictures, ReconstructionResult, evaluate_reconstruction
+from clipmill.train.tasks.mae.settings import MaeSettings
 from tests.train.latents.written import Chunk
 from tests.train.mae.test_mae_runs import noise, write_columns
 from tests.train.test_cli import train
 from tests.train.test_report import HOSTILE, Tags, assert_own_scripts_only
 from tests.train.tiny_data import Caption, chunks_of, write_captions, write_shard
-from train.config.files import save_settings
-from train.data.batch import Batch
-from train.data.order import Cursor
-from train.data.outcomes import FailedSample, LoadedBatch
-from train.models.masked_autoencoder import predicted_cubes
-from train.models.transformer import TransformerSize
-from train.models.video_vit import CubeGrid, VideoViTSize
-from train.report.results import write_page
-from train.run.folder import RunFolder
-from train.tasks.mae.evaluation import picture_uri
-from train.tasks.mae.objective import Masking, normalised_cubes
-from train.tasks.mae.reconstruction import Pictures, ReconstructionResult, evaluate_reconstruction
-from train.tasks.mae.settings import MaeSettings
 
 __all__ = ["train"]
 

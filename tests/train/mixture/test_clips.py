@@ -10,29 +10,29 @@ import numpy as np
 import pytest
 import torch
 
-from manifests.errors import UserError
-from shards.reader import Variant
+from clipmill import open_clips
+from clipmill.manifests.errors import UserError
+from clipmill.shards.reader import Variant
+from clipmill.train.data.batch import Batch, BatchRing, to_device
+from clipmill.train.data.inputs import Mixture
+from clipmill.train.data.loader import SampleRequest
+from clipmill.train.data.mixed_clips import MixedClips
+from clipmill.train.data.order import Cursor
+from clipmill.train.data.outcomes import LoadedBatch
+from clipmill.train.data.video_captions import VideoCaptions
+from clipmill.train.device.precision import open_precision
+from clipmill.train.device.transfer import StepGuard
+from clipmill.train.distributed.world import World
+from clipmill.train.engine.loop import next_step, run_step
+from clipmill.train.engine.state import State, new_state
+from clipmill.train.engine.throughput import Throughput
+from clipmill.train.losses.global_contrast import GlobalContrast
+from clipmill.train.losses.settings import Loss
+from clipmill.train.models.attention import open_attention
+from clipmill.train.tasks.dual_encoder.settings import DualEncoderEvaluation, DualEncoderSettings
+from clipmill.train.tasks.dual_encoder.task import DualEncoderTask
 from tests.train.data.http_folder import HttpFolder
 from tests.train.plane import ONE
-from train.data import open_clips
-from train.data.batch import Batch, BatchRing, to_device
-from train.data.inputs import Mixture
-from train.data.loader import SampleRequest
-from train.data.mixed_clips import MixedClips
-from train.data.order import Cursor
-from train.data.outcomes import LoadedBatch
-from train.data.video_captions import VideoCaptions
-from train.device.precision import open_precision
-from train.device.transfer import StepGuard
-from train.distributed.world import World
-from train.engine.loop import next_step, run_step
-from train.engine.state import State, new_state
-from train.engine.throughput import Throughput
-from train.losses.global_contrast import GlobalContrast
-from train.losses.settings import Loss
-from train.models.attention import open_attention
-from train.tasks.dual_encoder.settings import DualEncoderEvaluation, DualEncoderSettings
-from train.tasks.dual_encoder.task import DualEncoderTask
 
 CPU = torch.device("cpu")
 SETTINGS = DualEncoderSettings(

@@ -9,16 +9,16 @@ import numpy as np
 import pytest
 import torch
 
-from manifests.errors import UserError
+from clipmill import open_latents
+from clipmill.manifests.errors import UserError
+from clipmill.train.config.shards import DataSettings
+from clipmill.train.data.inputs import open_mixed
+from clipmill.train.data.latents.loader import CaptionedLatents
+from clipmill.train.data.latents.mixed import MixedLatents
+from clipmill.train.data.outcomes import LoadedBatch
 from tests.train.latents.test_checksums import flip
 from tests.train.latents.written import Caption, Chunk, Written, write_all, write_latents
 from tests.train.tiny_data import write_captions
-from train.config.shards import DataSettings
-from train.data import open_latents
-from train.data.inputs import open_mixed
-from train.data.latents.loader import CaptionedLatents
-from train.data.latents.mixed import MixedLatents
-from train.data.outcomes import LoadedBatch
 
 NEAR = [[Chunk("a", 0, 60), Chunk("a", 15000, 28)], [Chunk("b", 0, 60)]]
 FAR = [[Chunk("a", 0, 40), Chunk("z", 0, 60)]]

@@ -6,11 +6,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from manifests.errors import UserError
-from train.config.shards import folder_names, parse_mix
-from train.data.mixture import MixedOrder
-from train.data.order import Share
-from train.tasks.dual_encoder.settings import DualEncoderSettings
+from clipmill.manifests.errors import UserError
+from clipmill.train.config.shards import folder_names, parse_mix
+from clipmill.train.data.mixture import MixedOrder
+from clipmill.train.data.order import Share
+from clipmill.train.tasks.dual_encoder.settings import DualEncoderSettings
 
 CASES = [
     ((100, 37), None, 1),

@@ -10,14 +10,14 @@ from typing import Any
 import pytest
 import torch
 
-from manifests.errors import UserError
+from clipmill.manifests.errors import UserError
+from clipmill.train.config.files import load_settings
+from clipmill.train.engine.rank_consistency import _content
+from clipmill.train.run.checkpoint import all_checkpoints, latest_checkpoint, read_metadata, read_weights
+from clipmill.train.run.folder import RunFolder, read_lines
+from clipmill.train.tasks.dual_encoder.settings import DualEncoderSettings
 from tests.train.plane import ONE
 from tests.train.test_cli import train, two_lines
-from train.config.files import load_settings
-from train.engine.rank_consistency import _content
-from train.run.checkpoint import all_checkpoints, latest_checkpoint, read_metadata, read_weights
-from train.run.folder import RunFolder, read_lines
-from train.tasks.dual_encoder.settings import DualEncoderSettings
 
 __all__ = ["train"]
 
@@ -40,7 +40,7 @@ def finished(near: Path, far: Path, tmp_path_factory: pytest.TempPathFactory) ->
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("sys.argv", ["train", *map(str, words), "--evaluate.every", "3", "--out", str(out), *BEST])
         with pytest.raises(SystemExit) as left:
-            from train.cli import main
+            from clipmill.train.cli import main
 
             main()
     assert not left.value.code

@@ -6,17 +6,17 @@ from typing import Any
 import torch
 from transformers import GPT2Config, TimesformerConfig, VisionEncoderDecoderConfig, VisionEncoderDecoderModel
 
+from clipmill.train.config.model import Init
+from clipmill.train.models.attention import Attend, attend_with_sdpa
+from clipmill.train.models.captioner import Captioner
+from clipmill.train.models.gpt2 import Gpt2
+from clipmill.train.models.timesformer import TimeSformer
+from clipmill.train.tasks.caption.model import start_of_captioner
+from clipmill.train.weights.hf_caption import read_caption_folder
+from clipmill.train.weights.loading import copy_into
+from clipmill.train.weights.sources import open_weights
 from tests.train.models.small_towers import spread_out
 from tests.train.weights.small import quiet
-from train.config.model import Init
-from train.models.attention import Attend, attend_with_sdpa
-from train.models.captioner import Captioner
-from train.models.gpt2 import Gpt2
-from train.models.timesformer import TimeSformer
-from train.tasks.caption.model import start_of_captioner
-from train.weights.hf_caption import read_caption_folder
-from train.weights.loading import copy_into
-from train.weights.sources import open_weights
 
 NUM_FRAMES, IMAGE_PX, VOCABULARY = 4, 32, 61
 END, PAD = 60, 59

@@ -3,12 +3,12 @@
 import torch
 from torch import nn
 
-from train.config.model import Towers, tubelet_of
-from train.models.attention import Attend, attend_with_sdpa
-from train.models.dual_encoder import DualEncoder, DualEncoderSize
-from train.models.text import TextTowerSize
-from train.models.transformer import TransformerSize
-from train.models.video_vit import VideoViTSize
+from clipmill.train.config.model import Towers, tubelet_of
+from clipmill.train.models.attention import Attend, attend_with_sdpa
+from clipmill.train.models.dual_encoder import DualEncoder, DualEncoderSize
+from clipmill.train.models.text import TextTowerSize
+from clipmill.train.models.transformer import TransformerSize
+from clipmill.train.models.video_vit import VideoViTSize
 
 PLAIN = Towers()
 END = 99  # the largest of the ids

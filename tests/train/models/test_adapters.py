@@ -10,16 +10,16 @@ from torch import nn
 from transformers import CLIPVisionConfig
 from transformers.models.clip.modeling_clip import CLIPEncoderLayer
 
-from train.config.model import Towers
-from train.config.tuning import Target
-from train.models.adapters import LowRank, add_adapters, merged, remove_adapters
-from train.models.attention import attend_with_sdpa
-from train.models.captioner import Captioner
-from train.models.dual_encoder import SIZES, DualEncoder, size_of
-from train.models.gpt2 import Gpt2, gpt2_size
-from train.models.timesformer import TimeSformer
-from train.models.transformer import Block, TransformerSize
-from train.models.videomae import VideoMAEEncoder
+from clipmill.train.config.model import Towers
+from clipmill.train.config.tuning import Target
+from clipmill.train.models.adapters import LowRank, add_adapters, merged, remove_adapters
+from clipmill.train.models.attention import attend_with_sdpa
+from clipmill.train.models.captioner import Captioner
+from clipmill.train.models.dual_encoder import SIZES, DualEncoder, size_of
+from clipmill.train.models.gpt2 import Gpt2, gpt2_size
+from clipmill.train.models.timesformer import TimeSformer
+from clipmill.train.models.transformer import Block, TransformerSize
+from clipmill.train.models.videomae import VideoMAEEncoder
 
 WIDTH, RANK, ALPHA = 16, 3, 6
 

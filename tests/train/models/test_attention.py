@@ -6,8 +6,8 @@ import sys
 import pytest
 import torch
 
-from manifests.errors import UserError
-from train.models.attention import (
+from clipmill.manifests.errors import UserError
+from clipmill.train.models.attention import (
     Attend,
     attend_naively,
     attend_with_sdpa,
@@ -113,7 +113,8 @@ def test_xformers_on_a_cpu_is_refused_in_words() -> None:
 
 def test_a_cpu_run_never_loads_xformers() -> None:
     code = (
-        "import sys; from train.models.attention import open_attention; open_attention('auto', device_type='cpu');"
+        "import sys; from clipmill.train.models.attention import open_attention;"
+        "open_attention('auto', device_type='cpu');"
         "sys.exit('xformers' in sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], check=True)

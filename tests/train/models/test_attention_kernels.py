@@ -8,8 +8,15 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from train.models.attention import PREFERRED, attend_preferring, attend_with_sdpa, load_xformers, open_attention, pack
-from train.models.attention_kernels import Kernel, Kernels, kernels_of, of_xformers
+from clipmill.train.models.attention import (
+    PREFERRED,
+    attend_preferring,
+    attend_with_sdpa,
+    load_xformers,
+    open_attention,
+    pack,
+)
+from clipmill.train.models.attention_kernels import Kernel, Kernels, kernels_of, of_xformers
 
 CPU = torch.device("cpu")
 FLASH, CUTLASS = "fa2F@2.5.7 and fa2B@2.5.7 of torch", "cutlassF and cutlassB of torch"
@@ -58,7 +65,7 @@ def test_what_xformers_does_not_support_is_an_error(monkeypatch: pytest.MonkeyPa
 
 def test_xformers_is_loaded_without_a_warning() -> None:
     pytest.importorskip("xformers")
-    code = "from train.models.attention import load_xformers; print(load_xformers())"
+    code = "from clipmill.train.models.attention import load_xformers; print(load_xformers())"
     ran = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
     assert ran.stderr == ""
     assert load_xformers() == (None if ran.stdout.strip() == "None" else ran.stdout.strip())

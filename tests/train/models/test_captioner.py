@@ -10,6 +10,24 @@ import torch
 from torch import nn
 from transformers import VisionEncoderDecoderModel
 
+from clipmill.train.models.attention import attend_naively, attend_with_sdpa
+from clipmill.train.models.captioner import Captioner
+from clipmill.train.models.gpt2 import GPT2_SIZES, Gpt2, Gpt2Size
+from clipmill.train.models.transformer import TransformerSize, blocks_of, checkpoint_blocks
+from clipmill.train.models.video_vit import VideoViT, VideoViTSize
+from clipmill.train.models.videomae import VideoMAEEncoder
+from clipmill.train.tasks.caption.export import save_hf
+from clipmill.train.tasks.caption.objective import shifted, summed_loss
+from clipmill.train.tasks.caption.stages import (
+    TIED,
+    CaptionerPart,
+    Layer,
+    all_layers,
+    layers_for,
+    owners_of,
+    parameters_by_layer,
+)
+from clipmill.train.weights.hf_caption import from_hf_caption
 from tests.train.models.small_captioners import (
     END,
     PAD,
@@ -21,24 +39,6 @@ from tests.train.models.small_captioners import (
     their_captioner,
 )
 from tests.train.models.small_towers import gradients, spread_out
-from train.models.attention import attend_naively, attend_with_sdpa
-from train.models.captioner import Captioner
-from train.models.gpt2 import GPT2_SIZES, Gpt2, Gpt2Size
-from train.models.transformer import TransformerSize, blocks_of, checkpoint_blocks
-from train.models.video_vit import VideoViT, VideoViTSize
-from train.models.videomae import VideoMAEEncoder
-from train.tasks.caption.export import save_hf
-from train.tasks.caption.objective import shifted, summed_loss
-from train.tasks.caption.stages import (
-    TIED,
-    CaptionerPart,
-    Layer,
-    all_layers,
-    layers_for,
-    owners_of,
-    parameters_by_layer,
-)
-from train.weights.hf_caption import from_hf_caption
 
 LENGTHS = (5, 1, 9)
 

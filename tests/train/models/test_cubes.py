@@ -4,10 +4,10 @@ import pytest
 import torch
 from torch import nn
 
+from clipmill.train.config.model import Towers
+from clipmill.train.models.attention import attend_with_sdpa
+from clipmill.train.models.video_vit import CubeEmbedding, VideoViT, inflated_cubes, resampled_temporal
 from tests.train.models.small_towers import clips, small_encoder, small_size
-from train.config.model import Towers
-from train.models.attention import attend_with_sdpa
-from train.models.video_vit import CubeEmbedding, VideoViT, inflated_cubes, resampled_temporal
 
 
 @pytest.mark.parametrize("cube_frames", [1, 2, 4])

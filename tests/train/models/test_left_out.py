@@ -3,11 +3,18 @@
 import pytest
 import torch
 
+from clipmill.train.config.model import Towers
+from clipmill.train.models.attention import attend_with_sdpa
+from clipmill.train.models.transformer import (
+    Block,
+    Transformer,
+    TransformerSize,
+    blocks_of,
+    drawn_branches,
+    drop_path_of,
+)
+from clipmill.train.models.video_vit import VideoViT, chosen, drawn_cubes
 from tests.train.models.small_towers import clips, gradients, small_encoder
-from train.config.model import Towers
-from train.models.attention import attend_with_sdpa
-from train.models.transformer import Block, Transformer, TransformerSize, blocks_of, drawn_branches, drop_path_of
-from train.models.video_vit import VideoViT, chosen, drawn_cubes
 
 
 def tokens_that_reach_the_blocks(tower: VideoViT, video: torch.Tensor) -> torch.Tensor:

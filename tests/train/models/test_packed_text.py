@@ -3,10 +3,10 @@
 import pytest
 import torch
 
+from clipmill.train.config.model import Towers
+from clipmill.train.models.attention import Attend, attend_naively, attend_with_sdpa
+from clipmill.train.models.text import TextTower
 from tests.train.models.small_towers import END, captions, gradients, small_encoder
-from train.config.model import Towers
-from train.models.attention import Attend, attend_naively, attend_with_sdpa
-from train.models.text import TextTower
 
 
 def text_tower(*, is_packed: bool, attend: Attend = attend_with_sdpa) -> TextTower:

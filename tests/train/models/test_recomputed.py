@@ -6,10 +6,10 @@ import pytest
 import torch
 from torch._dynamo.utils import counters
 
+from clipmill.train.config.model import Towers
+from clipmill.train.models.dual_encoder import DualEncoder
+from clipmill.train.models.transformer import Block, blocks_of, compile_blocks
 from tests.train.models.small_towers import captions, clips, gradients, small_encoder
-from train.config.model import Towers
-from train.models.dual_encoder import DualEncoder
-from train.models.transformer import Block, blocks_of, compile_blocks
 
 CAPTIONS = captions(2, 5, 12, 7)
 LEFT_OUT = {"patch_dropout": 0.5, "drop_path": 0.3}

@@ -4,13 +4,13 @@ import pytest
 import torch
 from transformers import TimesformerConfig, TimesformerModel
 
+from clipmill.train.models.attention import Attend, attend_naively, attend_with_sdpa
+from clipmill.train.models.timesformer import TimeSformer, nearest_places, nearest_times
+from clipmill.train.models.transformer import TransformerSize, checkpoint_blocks, compile_blocks
+from clipmill.train.models.video_vit import VideoViTSize
+from clipmill.train.weights.hf_caption import from_hf_caption
 from tests.train.models.small_captioners import clips, for_them
 from tests.train.models.small_towers import gradients, spread_out
-from train.models.attention import Attend, attend_naively, attend_with_sdpa
-from train.models.timesformer import TimeSformer, nearest_places, nearest_times
-from train.models.transformer import TransformerSize, checkpoint_blocks, compile_blocks
-from train.models.video_vit import VideoViTSize
-from train.weights.hf_caption import from_hf_caption
 
 FRAMES, PATCHES = 4, 16
 
@@ -18,7 +18,7 @@ FRAMES, PATCHES = 4, 16
 @pytest.fixture(autouse=True)
 def as_if_large(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is computed again for large clips is for these."""
-    monkeypatch.setattr("train.models.timesformer.SMALL", 0)
+    monkeypatch.setattr("clipmill.train.models.timesformer.SMALL", 0)
 
 
 @pytest.fixture

@@ -5,10 +5,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from train.cli import main
-from train.config.files import load_settings
-from train.run.folder import RunFolder, read_lines
-from train.tasks.dual_encoder.settings import DualEncoderSettings
+from clipmill.train.cli import main
+from clipmill.train.config.files import load_settings
+from clipmill.train.run.folder import RunFolder, read_lines
+from clipmill.train.tasks.dual_encoder.settings import DualEncoderSettings
 
 SMALL = "--model tiny --num-frames 4 --size-px 32 --batch 4 --warmup-steps 2 --lr 1e-3 --steps 4 --checkpoint-every 2"
 TOWERS = (

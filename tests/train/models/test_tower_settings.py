@@ -4,10 +4,10 @@ from typing import Any
 
 import pytest
 
-from manifests.errors import UserError
-from train.config.model import ModelName, Towers, check_frames, kind_of, tubelet_of
-from train.models.dual_encoder import size_of
-from train.tasks.dual_encoder.settings import DualEncoderSettings
+from clipmill.manifests.errors import UserError
+from clipmill.train.config.model import ModelName, Towers, check_frames, kind_of, tubelet_of
+from clipmill.train.models.dual_encoder import size_of
+from clipmill.train.tasks.dual_encoder.settings import DualEncoderSettings
 
 
 @pytest.mark.parametrize(

@@ -11,13 +11,13 @@ import pytest
 import torch
 from open_clip.model import CLIP
 
+from clipmill.train.config.model import Activation, Towers
+from clipmill.train.models.attention import Attend, attend_naively, attend_with_sdpa
+from clipmill.train.models.dual_encoder import SIZES, DualEncoder, size_of
+from clipmill.train.models.text import CONTEXT_LENGTH, load_tokenizer
+from clipmill.train.models.transformer import Block, blocks_of
 from tests.conftest import ROOT
 from tests.train.models.small_towers import captions, clips, small_encoder, spread_out
-from train.config.model import Activation, Towers
-from train.models.attention import Attend, attend_naively, attend_with_sdpa
-from train.models.dual_encoder import SIZES, DualEncoder, size_of
-from train.models.text import CONTEXT_LENGTH, load_tokenizer
-from train.models.transformer import Block, blocks_of
 
 OPEN_CLIPS_NAMES = {
     "s16": "ViT-S-16",
@@ -152,7 +152,8 @@ def test_the_tokenizer_wraps_pads_and_cuts() -> None:
 
 
 def test_the_tokenizer_comes_without_the_rest_of_open_clip() -> None:
-    script = "import sys; from train.models.text import load_tokenizer; load_tokenizer()('a word'); print(*sys.modules)"
+    begin = "import sys; from clipmill.train.models.text import load_tokenizer"
+    script = f"{begin}; load_tokenizer()('a word'); print(*sys.modules)"
     loaded = subprocess.run([sys.executable, "-c", script], cwd=ROOT, check=True, capture_output=True, text=True).stdout
     assert not {"open_clip", "timm", "torchvision", "transformers"} & set(loaded.split())
 

@@ -8,17 +8,17 @@ import pytest
 import torch
 from transformers import VideoMAEConfig, VideoMAEForPreTraining, VideoMAEForVideoClassification, VideoMAEModel
 
+from clipmill.train.config.model import Towers
+from clipmill.train.models.attention import attend_with_sdpa
+from clipmill.train.models.dual_encoder import SIZES, size_of
+from clipmill.train.models.masked_autoencoder import MaskedAutoencoder, decoder_size, predicted_cubes
+from clipmill.train.models.transformer import TransformerSize
+from clipmill.train.models.video_vit import VideoViTSize
+from clipmill.train.models.videomae import VideoMAEEncoder, sines
+from clipmill.train.tasks.classify.model import VideoClassifier
+from clipmill.train.tasks.mae.objective import decoded_cubes, normalised_cubes, reconstruction_loss, tube_masks
+from clipmill.train.weights.hf_videomae import from_hf_videomae
 from tests.train.models.small_towers import clips, spread_out
-from train.config.model import Towers
-from train.models.attention import attend_with_sdpa
-from train.models.dual_encoder import SIZES, size_of
-from train.models.masked_autoencoder import MaskedAutoencoder, decoder_size, predicted_cubes
-from train.models.transformer import TransformerSize
-from train.models.video_vit import VideoViTSize
-from train.models.videomae import VideoMAEEncoder, sines
-from train.tasks.classify.model import VideoClassifier
-from train.tasks.mae.objective import decoded_cubes, normalised_cubes, reconstruction_loss, tube_masks
-from train.weights.hf_videomae import from_hf_videomae
 
 VIDEOMAE = Towers(kind="videomae")
 SIZE = VideoViTSize(

@@ -11,10 +11,10 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
+from clipmill.train.config.model import Towers
+from clipmill.train.models.dual_encoder import DualEncoder
+from clipmill.train.models.transformer import blocks_of
 from tests.train.models.small_towers import captions, clips, small_encoder
-from train.config.model import Towers
-from train.models.dual_encoder import DualEncoder
-from train.models.transformer import blocks_of
 
 TOWERS = Towers(activation_checkpointing=True, patch_dropout=0.5, drop_path=0.3, temporal="random")
 

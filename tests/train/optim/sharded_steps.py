@@ -8,11 +8,11 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from train.config.optim import OptimizerName, OptimizerSettings
-from train.config.training import TrainingSettings
-from train.losses.objective import Objective
-from train.optim.optimizer import clip_gradients, make_optimizer, set_learning_rates
-from train.optim.parameters import Ema
+from clipmill.train.config.optim import OptimizerName, OptimizerSettings
+from clipmill.train.config.training import TrainingSettings
+from clipmill.train.losses.objective import Objective
+from clipmill.train.optim.optimizer import clip_gradients, make_optimizer, set_learning_rates
+from clipmill.train.optim.parameters import Ema
 
 NAMES: tuple[OptimizerName, ...] = ("adamw", "lamb", "lion", "sgd")
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from train.optim.parameters import Ema
+from clipmill.train.optim.parameters import Ema
 
 
 def model_of(value: float) -> nn.Linear:

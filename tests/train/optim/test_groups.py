@@ -6,14 +6,14 @@ import pytest
 import torch
 from torch import nn
 
-from train.config.model import Towers
-from train.config.tuning import frozen_part
-from train.losses.objective import Objective
-from train.models.attention import attend_with_sdpa
-from train.models.dual_encoder import SIZES, DualEncoder, size_of
-from train.models.masked_autoencoder import MaskedAutoencoder
-from train.optim.parameters import freeze, layers_above, parameter_groups, plain_name
-from train.tasks.classify.model import VideoClassifier
+from clipmill.train.config.model import Towers
+from clipmill.train.config.tuning import frozen_part
+from clipmill.train.losses.objective import Objective
+from clipmill.train.models.attention import attend_with_sdpa
+from clipmill.train.models.dual_encoder import SIZES, DualEncoder, size_of
+from clipmill.train.models.masked_autoencoder import MaskedAutoencoder
+from clipmill.train.optim.parameters import freeze, layers_above, parameter_groups, plain_name
+from clipmill.train.tasks.classify.model import VideoClassifier
 
 
 class Temperature(Objective):

@@ -11,11 +11,11 @@ import timm.optim
 import torch
 from torch import nn
 
-from train.config.optim import OptimizerSettings
-from train.config.training import TrainingSettings
-from train.losses.objective import Objective
-from train.optim.algorithms import Lamb, Lion
-from train.optim.optimizer import clip_gradients, make_optimizer, set_learning_rates
+from clipmill.train.config.optim import OptimizerSettings
+from clipmill.train.config.training import TrainingSettings
+from clipmill.train.losses.objective import Objective
+from clipmill.train.optim.algorithms import Lamb, Lion
+from clipmill.train.optim.optimizer import clip_gradients, make_optimizer, set_learning_rates
 
 LR, DECAY, STEPS = 0.02, 0.1, 7
 Array = np.ndarray[Any, np.dtype[np.float64]]

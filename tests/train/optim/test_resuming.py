@@ -6,14 +6,14 @@ from typing import Any
 import pytest
 import torch
 
-from manifests.errors import FailedWork
+from clipmill.manifests.errors import FailedWork
+from clipmill.train.config.optim import OptimizerSettings
+from clipmill.train.config.training import TrainingSettings
+from clipmill.train.engine.loop import train
+from clipmill.train.run.checkpoint import latest_checkpoint, read_weights
+from clipmill.train.run.folder import RunFolder, create_run, read_lines
+from clipmill.train.run.tracking import Progress
 from tests.train.plane import ONE, LoadedPoints, PlaneTask, Points, settings
-from train.config.optim import OptimizerSettings
-from train.config.training import TrainingSettings
-from train.engine.loop import train
-from train.run.checkpoint import latest_checkpoint, read_weights
-from train.run.folder import RunFolder, create_run, read_lines
-from train.run.tracking import Progress
 
 
 def train_plane(run: RunFolder, chosen: TrainingSettings, *, samples: Points | None = None) -> None:
@@ -34,8 +34,8 @@ def test_a_run_goes_on_with_moments_averages_and_scale(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: Any, precision: str
 ) -> None:
     # Too large at first, so that steps are left out; soon doubled again.
-    monkeypatch.setattr("train.device.precision._FIRST_SCALE", 2.0**22)
-    monkeypatch.setattr("train.device.precision._STEPS_TO_DOUBLE", 3)
+    monkeypatch.setattr("clipmill.train.device.precision._FIRST_SCALE", 2.0**22)
+    monkeypatch.setattr("clipmill.train.device.precision._STEPS_TO_DOUBLE", 3)
     chosen = {"optimizer": OptimizerSettings(name=name, ema=0.8, layer_decay=0.9), "precision": precision, "lr": 0.01}
     whole, broken = (create_run(settings(tmp_path / one, **chosen)) for one in ("whole", "broken"))
     train_plane(whole, settings(whole.path, **chosen))
@@ -76,7 +76,7 @@ def test_a_gradient_that_is_no_number_stops_the_run_with_its_batch(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = create_run(settings(tmp_path / "run"))
-    monkeypatch.setattr("train.engine.loop.clip_gradients", lambda parameters, **_: float("nan"))
+    monkeypatch.setattr("clipmill.train.engine.loop.clip_gradients", lambda parameters, **_: float("nan"))
     with pytest.raises(FailedWork, match="the norm of the gradients is nan at step 1"):
         train_plane(run, settings(run.path))
     assert "point_" in (run.path / "bad_batch.json").read_text()

@@ -4,10 +4,10 @@ import numpy as np
 import pytest
 import torch
 
-from train.config.optim import OptimizerSettings
-from train.losses.objective import Objective
-from train.optim.optimizer import learning_rate, set_learning_rates
-from train.tasks.dual_encoder.settings import DualEncoderSettings
+from clipmill.train.config.optim import OptimizerSettings
+from clipmill.train.losses.objective import Objective
+from clipmill.train.optim.optimizer import learning_rate, set_learning_rates
+from clipmill.train.tasks.dual_encoder.settings import DualEncoderSettings
 
 
 def test_the_learning_rate_rises_and_falls() -> None:

@@ -4,9 +4,9 @@ from typing import Any
 
 import pytest
 
-from manifests.errors import UserError
-from train.config.optim import OptimizerSettings
-from train.config.training import TrainingSettings
+from clipmill.manifests.errors import UserError
+from clipmill.train.config.optim import OptimizerSettings
+from clipmill.train.config.training import TrainingSettings
 
 
 @pytest.mark.parametrize(

@@ -7,11 +7,11 @@ import pytest
 import torch
 from torch import nn
 
+from clipmill.train.device.transfer import Scalar
+from clipmill.train.optim.algorithms import Sgd
+from clipmill.train.optim.optimizer import clip_gradients, make_optimizer, take_step
 from tests.train.device_reads import as_on_a_gpu
 from tests.train.optim.test_optimizers import Net, Temperature, settings
-from train.device.transfer import Scalar
-from train.optim.algorithms import Sgd
-from train.optim.optimizer import clip_gradients, make_optimizer, take_step
 
 NAMES = ["adamw", "lion", "lamb", "sgd"]
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from train.evaluation.probe.classifiers import accuracy, chance
+from clipmill.train.evaluation.probe.classifiers import accuracy, chance
 
 
 def test_shares_are_counted_by_clip_and_by_class() -> None:

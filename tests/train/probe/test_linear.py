@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from train.evaluation.probe.classifiers import FALLBACK, GRID, LinearProbe, choose_l2, fit_linear, held_out
+from clipmill.train.evaluation.probe.classifiers import FALLBACK, GRID, LinearProbe, choose_l2, fit_linear, held_out
 
 CLASSES = torch.tensor([1, 4, 5])
 

@@ -7,14 +7,14 @@ from typing import Any
 
 import pytest
 
-from manifests.publish import publish_json
+from clipmill.manifests.publish import publish_json
+from clipmill.train.cli import app
+from clipmill.train.run.checkpoint import latest_checkpoint, read_metadata
+from clipmill.train.run.folder import RunFolder, read_lines
 from tests.train.classify.moving import write_moving
 from tests.train.latents.written import Chunk, Written, write_latents
 from tests.train.test_cli import train
 from tests.train.tiny_data import Caption, chunks_of, write_captions, write_shard
-from train.cli import app
-from train.run.checkpoint import latest_checkpoint, read_metadata
-from train.run.folder import RunFolder, read_lines
 
 __all__ = ["train"]
 

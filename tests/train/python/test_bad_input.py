@@ -13,11 +13,11 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
-from manifests.errors import FailedWork, UserError
+from clipmill import Batches, open_clips, open_latents, read_chunks
+from clipmill.manifests.errors import FailedWork, UserError
+from clipmill.train.data.arguments import require_device
 from tests.train.python.test_open_clips import TRAIN_CLIPS, copy_of, ids, opened
 from tests.train.tiny_data import VARIANT, Caption, write_captions
-from train.data import Batches, open_clips, open_latents, read_chunks
-from train.data.arguments import require_device
 
 
 def test_a_chunk_that_changed_after_opening_is_a_named_failure(data_dir: Path, tmp_path: Path) -> None:

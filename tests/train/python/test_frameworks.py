@@ -9,7 +9,7 @@ import torch
 from pytorch_lightning.callbacks import ModelCheckpoint
 from torch import nn
 
-from train.data import Batches, open_clips
+from clipmill import Batches, open_clips
 
 
 def opened(data_dir: Path, **changes: Any) -> Batches:

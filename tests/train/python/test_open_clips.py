@@ -12,12 +12,12 @@ import pytest
 import torch
 import webdataset as wds
 
-from manifests.errors import UserError
+from clipmill import Batches, open_clips
+from clipmill.manifests.errors import UserError
+from clipmill.train.distributed.world import World
+from clipmill.train.tasks.dual_encoder.settings import DualEncoderSettings
+from clipmill.train.tasks.dual_encoder.task import DualEncoderTask
 from tests.train.tiny_data import Caption, encode_chunk, write_captions
-from train.data import Batches, open_clips
-from train.distributed.world import World
-from train.tasks.dual_encoder.settings import DualEncoderSettings
-from train.tasks.dual_encoder.task import DualEncoderTask
 
 SMALL: dict[str, Any] = {"batch": 2, "num_frames": 2, "size_px": 32, "workers": 2}
 TRAIN_CLIPS = 9

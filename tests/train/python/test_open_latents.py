@@ -11,13 +11,13 @@ import torch
 from accelerate.utils import send_to_device  # type: ignore[import-untyped]
 from lightning_utilities.core.apply_func import apply_to_collection
 
-from manifests.errors import UserError
-from manifests.store import read_captions
+from clipmill import Batches, open_latents
+from clipmill.manifests.errors import UserError
+from clipmill.manifests.store import read_captions
+from clipmill.train.data.batches import LateBatch
+from clipmill.train.data.latents.loader import LatentLoader
 from tests.train.latents.conftest import CAPTIONS, SHARDS
 from tests.train.latents.written import Caption, Chunk, Written, write_all
-from train.data import Batches, open_latents
-from train.data.batches import LateBatch
-from train.data.latents.loader import LatentLoader
 
 VIDEOS = ("a", "b", "c", "d", "e")
 

@@ -6,10 +6,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from manifests.errors import FailedWork, UserError
-from prep.synthetic.frame_code import read_frame_number
+from clipmill import read_chunks
+from clipmill.manifests.errors import FailedWork, UserError
+from clipmill.prep.synthetic.frame_code import read_frame_number
 from tests.train.tiny_data import VARIANT
-from train.data import read_chunks
 
 
 def test_chunks_come_in_order_with_the_frames_that_are_stored(data_dir: Path) -> None:

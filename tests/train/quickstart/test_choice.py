@@ -2,9 +2,9 @@
 
 import pytest
 
-from manifests.errors import UserError
-from train.quickstart import choice
-from train.quickstart.survey import SplitFacts, Survey, split_to_evaluate, split_to_train
+from clipmill.manifests.errors import UserError
+from clipmill.train.quickstart import choice
+from clipmill.train.quickstart.survey import SplitFacts, Survey, split_to_evaluate, split_to_train
 
 
 def folder(

@@ -10,21 +10,21 @@ import pyarrow as pa
 import pytest
 import torch
 
-from manifests.errors import UserError
-from manifests.publish import TEMPORARY_PREFIX
-from manifests.store import write_manifest
-from shards.dataset import set_current_variant
+from clipmill.manifests.errors import UserError
+from clipmill.manifests.publish import TEMPORARY_PREFIX
+from clipmill.manifests.store import write_manifest
+from clipmill.shards.dataset import set_current_variant
+from clipmill.train.cli import app, main
+from clipmill.train.commands import quickstart as commands
+from clipmill.train.commands.training import parse
+from clipmill.train.doctor.examined import examine_in_run
+from clipmill.train.quickstart import choice
+from clipmill.train.quickstart import trial as trials
+from clipmill.train.quickstart.choice import Asked
+from clipmill.train.quickstart.plan import Plan, propose
+from clipmill.train.quickstart.survey import survey
+from clipmill.train.run.folder import RunFolder, read_lines
 from tests.train.data.http_folder import HttpFolder
-from train.cli import app, main
-from train.commands import quickstart as commands
-from train.commands.training import parse
-from train.doctor.examined import examine_in_run
-from train.quickstart import choice
-from train.quickstart import trial as trials
-from train.quickstart.choice import Asked
-from train.quickstart.plan import Plan, propose
-from train.quickstart.survey import survey
-from train.run.folder import RunFolder, read_lines
 
 CPU = torch.device("cpu")
 Quickstart = Callable[..., int]
@@ -57,7 +57,7 @@ def quickstart(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Quickstart:
 def launched(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """The settings that are trained with, in place of training."""
     found: list[Any] = []
-    monkeypatch.setattr("train.commands.launch.launch", lambda spec, settings, resume: found.append(settings))
+    monkeypatch.setattr("clipmill.train.commands.launch.launch", lambda spec, settings, resume: found.append(settings))
     return found
 
 
@@ -77,7 +77,7 @@ def test_the_printed_command_is_accepted_and_has_the_settings_of_the_plan(
 def test_the_plan_as_json_says_what_was_found_and_measured(
     plan: Plan, quickstart: Quickstart, data_dir: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr("train.commands.quickstart._plan", lambda asked: plan)
+    monkeypatch.setattr("clipmill.train.commands.quickstart._plan", lambda asked: plan)
     assert quickstart(data_dir, "--json") == 0
     found = json.loads(capsys.readouterr().out)
     assert set(found) == {
@@ -102,12 +102,12 @@ def test_a_script_is_never_asked_and_a_person_is(
     plan: Plan, quickstart: Quickstart, data_dir: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
     found, answers = launched(monkeypatch), iter(list[str]())
-    monkeypatch.setattr("train.commands.quickstart._plan", lambda asked: plan)
+    monkeypatch.setattr("clipmill.train.commands.quickstart._plan", lambda asked: plan)
     monkeypatch.setattr("builtins.input", lambda question: next(answers))  # StopIteration if it is asked
     assert quickstart(data_dir) == 0
     printed = capsys.readouterr().out
     assert f"    {plan.command}\n" in printed and "--yes" in printed.splitlines()[-1] and not found
-    monkeypatch.setattr("train.commands.quickstart._is_asked", lambda: True)
+    monkeypatch.setattr("clipmill.train.commands.quickstart._is_asked", lambda: True)
     for answer, times in (("", 0), ("n", 0), ("y", 1)):
         answers = iter([answer])
         assert quickstart(data_dir) == 0
@@ -118,7 +118,7 @@ def test_a_script_is_never_asked_and_a_person_is(
 def test_with_yes_it_trains_and_says_where_the_page_is_and_what_comes_next(
     plan: Plan, quickstart: Quickstart, data_dir: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr("train.commands.quickstart._plan", lambda asked: plan)
+    monkeypatch.setattr("clipmill.train.commands.quickstart._plan", lambda asked: plan)
     assert quickstart(data_dir, "--yes") == 0
     lines = capsys.readouterr().out.splitlines()
     run = RunFolder(tmp_path / "runs" / "quickstart")

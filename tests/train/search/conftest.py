@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from shards.reader import Variant
+from clipmill.shards.reader import Variant
 from tests.train.weights.test_export import run_train
 
 FLAGS = "--model tiny --size-px 32 --num-frames 2 --workers 1 --batch 3 --steps 2 --warmup-steps 1 --device cpu"

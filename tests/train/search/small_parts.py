@@ -2,8 +2,8 @@
 
 import sys
 
-from train.cli import main
-from train.search import embedding
+from clipmill.train.cli import main
+from clipmill.train.search import embedding
 
 
 def embed_small_parts(*words: str) -> None:

@@ -11,6 +11,8 @@ import pytest
 import torch
 import yaml
 
+from clipmill.train.inference.model import load_model
+from clipmill.train.search import embedding
 from tests.train.conftest import VIDEOS
 from tests.train.distributed.forked import end_well, fork_ranks
 from tests.train.killed import killed_at
@@ -18,8 +20,6 @@ from tests.train.search.conftest import SMALL, content, embed, overwrite_chunk
 from tests.train.search.small_parts import embed_small_parts
 from tests.train.tiny_data import Caption, write_captions
 from tests.train.weights.test_export import run_train
-from train.inference.model import load_model
-from train.search import embedding
 
 TEXTS = [text for video in "abc" for text in ("it begins", f"the middle of {video}", f"the end of {video}")]
 

@@ -6,9 +6,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from manifests.errors import UserError
-from train.search import nearest as module
-from train.search.nearest import nearest
+from clipmill.manifests.errors import UserError
+from clipmill.train.search import nearest as module
+from clipmill.train.search.nearest import nearest
 
 
 def unit(rows: np.ndarray) -> np.ndarray:

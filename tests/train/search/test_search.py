@@ -16,14 +16,14 @@ import pyarrow.parquet as pq
 import pytest
 from av.container import InputContainer
 
-from manifests.checked_json import publish_checked_json
-from prep.synthetic.frame_code import read_frame_number
+from clipmill.manifests.checked_json import publish_checked_json
+from clipmill.prep.synthetic.frame_code import read_frame_number
+from clipmill.train.evaluation import player
+from clipmill.train.inference.model import load_model
+from clipmill.train.search.folder import EmbeddedClip, open_embedded
 from tests.train.search.conftest import SMALL, embed, overwrite_chunk
 from tests.train.tiny_data import Caption, write_captions
 from tests.train.weights.test_export import run_train
-from train.evaluation import player
-from train.inference.model import load_model
-from train.search.folder import EmbeddedClip, open_embedded
 
 
 @pytest.fixture

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from manifests.errors import UserError
-from train.config.training import TrackSettings, TrainingSettings
-from train.run.folder import RunFolder, create_run, read_lines
-from train.run.tracking import Progress, check_tracking, describe, open_trackers, run_name, tagged
-from train.tasks.dual_encoder.settings import DualEncoderSettings
+from clipmill.manifests.errors import UserError
+from clipmill.train.config.training import TrackSettings, TrainingSettings
+from clipmill.train.run.folder import RunFolder, create_run, read_lines
+from clipmill.train.run.tracking import Progress, check_tracking, describe, open_trackers, run_name, tagged
+from clipmill.train.tasks.dual_encoder.settings import DualEncoderSettings
 
 
 def line_of(step: int) -> dict[str, Any]:
@@ -122,7 +122,7 @@ def test_a_run_is_named_by_what_runs_are_told_apart_by() -> None:
 
 
 def test_a_package_that_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("train.run.tracking.find_spec", lambda name: None)
+    monkeypatch.setattr("clipmill.train.run.tracking.find_spec", lambda name: None)
     check_tracking(TrackSettings())
     with pytest.raises(UserError, match=r"--track\.tensorboard needs tensorboard") as raised:
         check_tracking(TrackSettings(tensorboard=True))

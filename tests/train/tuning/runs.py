@@ -6,10 +6,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from train.cli import main
-from train.run.checkpoint import latest_checkpoint, read_table
-from train.run.folder import RunFolder, read_lines
-from train.weights.sources import whole_weights
+from clipmill.train.cli import main
+from clipmill.train.run.checkpoint import latest_checkpoint, read_table
+from clipmill.train.run.folder import RunFolder, read_lines
+from clipmill.train.weights.sources import whole_weights
 
 TINY = ["--model", "tiny", "--num-frames", 2, "--size-px", 32, "--batch", 4, "--warmup-steps", 1, "--workers", 1]
 SHORT = [*TINY, "--lr", "1e-2", "--steps", 2]

@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 import torch
 
+from clipmill.train.inference.model import load_model
+from clipmill.train.run.checkpoint import read_weights
+from clipmill.train.run.folder import RunFolder, read_lines
 from tests.train.classify.moving import encode_clips, write_moving
 from tests.train.test_cli import train
 from tests.train.tuning.runs import CROSS, LORA, SHORT, TINY, killed, latest, losses, stored, weights
-from train.inference.model import load_model
-from train.run.checkpoint import read_weights
-from train.run.folder import RunFolder, read_lines
 
 __all__ = ["train"]
 

@@ -8,18 +8,18 @@ from typing import Any
 import pytest
 import torch
 
+from clipmill.train.config.tuning import frozen_part
+from clipmill.train.data.batch import Batch
+from clipmill.train.distributed.world import Step, World
+from clipmill.train.losses.registry import build_contrast
+from clipmill.train.losses.settings import Loss
+from clipmill.train.models.attention import attend_with_sdpa
+from clipmill.train.models.dual_encoder import SIZES, DualEncoder
+from clipmill.train.optim.parameters import freeze
+from clipmill.train.run.folder import RunFolder
 from tests.train.classify.moving import write_moving
 from tests.train.test_cli import train
 from tests.train.tuning.runs import LORA, SHORT, SMALL, TINY, killed, losses, stored, weights
-from train.config.tuning import frozen_part
-from train.data.batch import Batch
-from train.distributed.world import Step, World
-from train.losses.registry import build_contrast
-from train.losses.settings import Loss
-from train.models.attention import attend_with_sdpa
-from train.models.dual_encoder import SIZES, DualEncoder
-from train.optim.parameters import freeze
-from train.run.folder import RunFolder
 
 __all__ = ["train"]
 

@@ -8,14 +8,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from train.config.model import Activation
-from train.models.attention import attend_with_sdpa
-from train.models.dual_encoder import DualEncoder, DualEncoderSize
-from train.models.text import TextTowerSize
-from train.models.transformer import TransformerSize
-from train.models.video_vit import VideoViTSize
-from train.weights.loading import Loaded, copy_into, fit_to
-from train.weights.sources import Say, Source
+from clipmill.train.config.model import Activation
+from clipmill.train.models.attention import attend_with_sdpa
+from clipmill.train.models.dual_encoder import DualEncoder, DualEncoderSize
+from clipmill.train.models.text import TextTowerSize
+from clipmill.train.models.transformer import TransformerSize
+from clipmill.train.models.video_vit import VideoViTSize
+from clipmill.train.weights.loading import Loaded, copy_into, fit_to
+from clipmill.train.weights.sources import Say, Source
 
 IMAGE_PX, PATCH_PX, WIDTH, TEXT_WIDTH, EMBEDDING, VOCABULARY, CONTEXT = 32, 8, 64, 48, 24, 99, 12
 HEADS, TEXT_HEADS, DEPTH = 4, 3, 2

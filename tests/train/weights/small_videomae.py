@@ -8,17 +8,17 @@ from typing import Any
 import torch
 from transformers import VideoMAEConfig, VideoMAEForPreTraining, VideoMAEForVideoClassification
 
+from clipmill.train.config.model import Init, Towers
+from clipmill.train.models.attention import attend_with_sdpa
+from clipmill.train.models.dual_encoder import size_of
+from clipmill.train.models.masked_autoencoder import MaskedAutoencoder, predicted_cubes
+from clipmill.train.models.transformer import TransformerSize
+from clipmill.train.models.video_vit import VideoViTSize
+from clipmill.train.tasks.classify.model import VideoClassifier
+from clipmill.train.tasks.mae.objective import normalised_cubes, reconstruction_loss
+from clipmill.train.weights.conversion import IMAGENET_STD
+from clipmill.train.weights.sources import Source, open_weights
 from tests.train.weights.small import shuffle
-from train.config.model import Init, Towers
-from train.models.attention import attend_with_sdpa
-from train.models.dual_encoder import size_of
-from train.models.masked_autoencoder import MaskedAutoencoder, predicted_cubes
-from train.models.transformer import TransformerSize
-from train.models.video_vit import VideoViTSize
-from train.tasks.classify.model import VideoClassifier
-from train.tasks.mae.objective import normalised_cubes, reconstruction_loss
-from train.weights.conversion import IMAGENET_STD
-from train.weights.sources import Source, open_weights
 
 SIDE, PATCH, FRAMES, CLASSES, DECODER_DEPTH = 16, 8, 4, 5, 2
 TRUNK = TransformerSize(width=32, depth=3, num_heads=4, norm_eps=1e-12, has_key_bias=False)

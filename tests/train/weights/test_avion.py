@@ -14,12 +14,12 @@ import pytest
 import torch
 from torch.nn import functional
 
-from manifests.errors import UserError
+from clipmill.manifests.errors import UserError
+from clipmill.train.config.model import Init
+from clipmill.train.weights.avion import MISTYPED_MEAN
+from clipmill.train.weights.sources import Source, open_weights
 from tests.train.weights import small
 from tests.train.weights.small import loaded_weights, our_model, quiet, tokens
-from train.config.model import Init
-from train.weights.avion import MISTYPED_MEAN
-from train.weights.sources import Source, open_weights
 
 NUM_FRAMES = 4
 State = dict[str, torch.Tensor]

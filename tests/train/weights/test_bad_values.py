@@ -10,17 +10,17 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import CLIPConfig, CLIPModel
 
-from manifests.errors import UserError
+from clipmill.manifests.errors import UserError
+from clipmill.train.config.model import Towers
+from clipmill.train.tasks.dual_encoder.settings import DualEncoderSettings
+from clipmill.train.tasks.dual_encoder.task import effective_settings
+from clipmill.train.weights.conversion import LOGIT_SCALE
+from clipmill.train.weights.hf_caption import read_caption_folder
+from clipmill.train.weights.loading import fit_to
+from clipmill.train.weights.open_clip import to_open_clip
 from tests.train.models.small_captioners import their_captioner
 from tests.train.weights.small import our_model, quiet
 from tests.train.weights.small_videomae import State, hf_autoencoder, opened, our_autoencoder
-from train.config.model import Towers
-from train.tasks.dual_encoder.settings import DualEncoderSettings
-from train.tasks.dual_encoder.task import effective_settings
-from train.weights.conversion import LOGIT_SCALE
-from train.weights.hf_caption import read_caption_folder
-from train.weights.loading import fit_to
-from train.weights.open_clip import to_open_clip
 
 EPS = "a number more than 0 and less than 1"
 SMALL = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4, "intermediate_size": 64}

@@ -12,21 +12,21 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from manifests.errors import UserError
+from clipmill.manifests.errors import UserError
+from clipmill.train.cli import main
+from clipmill.train.commands.export import export_run
+from clipmill.train.config.files import load_settings
+from clipmill.train.config.model import Init, Towers
+from clipmill.train.distributed.world import World
+from clipmill.train.models.attention import attend_with_sdpa
+from clipmill.train.models.dual_encoder import DualEncoder, size_of
+from clipmill.train.models.text import load_tokenizer
+from clipmill.train.run.checkpoint import latest_checkpoint, read_metadata, read_weights
+from clipmill.train.run.checkpoint_writer import CheckpointWriter
+from clipmill.train.tasks.dual_encoder.export import image_towers
+from clipmill.train.tasks.dual_encoder.settings import DualEncoderSettings
+from clipmill.train.weights.sources import open_weights
 from tests.train.weights.small import loaded_weights, our_model, quiet
-from train.cli import main
-from train.commands.export import export_run
-from train.config.files import load_settings
-from train.config.model import Init, Towers
-from train.distributed.world import World
-from train.models.attention import attend_with_sdpa
-from train.models.dual_encoder import DualEncoder, size_of
-from train.models.text import load_tokenizer
-from train.run.checkpoint import latest_checkpoint, read_metadata, read_weights
-from train.run.checkpoint_writer import CheckpointWriter
-from train.tasks.dual_encoder.export import image_towers
-from train.tasks.dual_encoder.settings import DualEncoderSettings
-from train.weights.sources import open_weights
 
 Train = Callable[..., int]
 SIDE = 32
@@ -215,7 +215,7 @@ def test_a_model_without_a_text_tower_or_of_latents_is_no_clip(monkeypatch: pyte
     without_text = {name: tensor for name, tensor in whole.items() if not name.startswith("text.")}
     of_latents = {**whole, "video.conv1.weight": torch.zeros(64, 4, 2, 2)}
     for weights, error in ((without_text, "no text tower"), (of_latents, "latents of 4 channels")):
-        monkeypatch.setattr("train.weights.sources.whole_weights", lambda path, weights=weights: weights)
+        monkeypatch.setattr("clipmill.train.weights.sources.whole_weights", lambda path, weights=weights: weights)
         with pytest.raises(UserError, match=error):
             export_run(run, form="hf", out=run / "exported", say=quiet)
 

@@ -9,7 +9,12 @@ import pytest
 import torch
 from transformers import VideoMAEForPreTraining, VideoMAEForVideoClassification, VideoMAEImageProcessor
 
-from manifests.errors import UserError
+from clipmill.manifests.errors import UserError
+from clipmill.train.commands.export import export_run
+from clipmill.train.config.files import load_settings
+from clipmill.train.run.checkpoint import latest_checkpoint, read_weights
+from clipmill.train.tasks.mae.settings import MaeSettings
+from clipmill.train.weights.videomae import to_videomae
 from tests.train.latents.written import Chunk, Written, write_latents
 from tests.train.tiny_data import Caption, chunks_of, write_captions, write_shard
 from tests.train.weights.small import loaded_weights, quiet
@@ -22,11 +27,6 @@ from tests.train.weights.small_videomae import (
     tiny_size,
 )
 from tests.train.weights.test_export import run_train
-from train.commands.export import export_run
-from train.config.files import load_settings
-from train.run.checkpoint import latest_checkpoint, read_weights
-from train.tasks.mae.settings import MaeSettings
-from train.weights.videomae import to_videomae
 
 SMALL = (
     "--model",

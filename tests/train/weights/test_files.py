@@ -11,8 +11,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from manifests.errors import UserError
-from train.weights.files import openai_digests, read_tensors
+from clipmill.manifests.errors import UserError
+from clipmill.train.weights.files import openai_digests, read_tensors
 
 STATE = {"visual.proj": torch.ones(64, 24), "ln_final.weight": torch.arange(48.0)}
 
@@ -133,7 +133,7 @@ def test_a_program_of_torchscript_is_opened_only_if_openai_published_it(
     with pytest.raises(UserError, match=r"is a program \(TorchScript\), and none that OpenAI published"):
         read_tensors(path)
     digest = hashlib.sha256(path.read_bytes()).hexdigest()
-    monkeypatch.setattr("train.weights.files.openai_digests", lambda: frozenset({digest}))
+    monkeypatch.setattr("clipmill.train.weights.files.openai_digests", lambda: frozenset({digest}))
     assert torch.equal(read_tensors(path)["weight"], torch.arange(3.0))
 
 

@@ -10,15 +10,15 @@ from open_clip.model import resize_pos_embed
 from safetensors.torch import save_file
 from torch import nn
 
-from manifests.errors import UserError
+from clipmill.manifests.errors import UserError
+from clipmill.train.config.model import Init
+from clipmill.train.weights.conversion import ConvertedStateDict, Format, NameTable, SourceFacts, any_begins
+from clipmill.train.weights.files import without_prefixes
+from clipmill.train.weights.fitting import resize_positions
+from clipmill.train.weights.loading import Loaded
+from clipmill.train.weights.open_clip import from_open_clip, to_open_clip
+from clipmill.train.weights.sources import FORMATS, Source, detect_format, open_weights
 from tests.train.weights.small import loaded_weights, our_model, quiet, shuffle
-from train.config.model import Init
-from train.weights.conversion import ConvertedStateDict, Format, NameTable, SourceFacts, any_begins
-from train.weights.files import without_prefixes
-from train.weights.fitting import resize_positions
-from train.weights.loading import Loaded
-from train.weights.open_clip import from_open_clip, to_open_clip
-from train.weights.sources import FORMATS, Source, detect_format, open_weights
 
 State = dict[str, torch.Tensor]
 

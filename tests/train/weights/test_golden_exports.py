@@ -14,29 +14,29 @@ import pytest
 import torch
 from torch import nn
 
+from clipmill.train.config.model import Init, Towers
+from clipmill.train.config.training import ClipSettings
+from clipmill.train.models.attention import attend_with_sdpa
+from clipmill.train.models.captioner import Captioner
+from clipmill.train.models.dual_encoder import ModelShape, size_of
+from clipmill.train.models.gpt2 import Gpt2, Gpt2Size
+from clipmill.train.models.masked_autoencoder import decoder_size
+from clipmill.train.models.timesformer import TimeSformer
+from clipmill.train.models.transformer import TransformerSize
+from clipmill.train.models.video_vit import VideoViTSize
+from clipmill.train.tasks.caption.export import hf_generation_config
+from clipmill.train.tasks.caption.settings import DecodingSettings
+from clipmill.train.tasks.classify.export import classifier_config
+from clipmill.train.tasks.mae.export import pretraining_config
+from clipmill.train.weights.exported import preprocessor_config
+from clipmill.train.weights.hf_caption import to_hf_caption
+from clipmill.train.weights.hf_caption_config import TimeSformerShape, hf_caption_config
+from clipmill.train.weights.hf_clip import hf_config, to_hf
+from clipmill.train.weights.hf_videomae import exported_videomae, to_hf_videomae
+from clipmill.train.weights.open_clip import open_clip_config, to_open_clip
+from clipmill.train.weights.videomae import to_videomae
 from tests.train.weights.small import IMAGE_PX, SIZE, our_model
 from tests.train.weights.small_videomae import our_autoencoder, our_classifier
-from train.config.model import Init, Towers
-from train.config.training import ClipSettings
-from train.models.attention import attend_with_sdpa
-from train.models.captioner import Captioner
-from train.models.dual_encoder import ModelShape, size_of
-from train.models.gpt2 import Gpt2, Gpt2Size
-from train.models.masked_autoencoder import decoder_size
-from train.models.timesformer import TimeSformer
-from train.models.transformer import TransformerSize
-from train.models.video_vit import VideoViTSize
-from train.tasks.caption.export import hf_generation_config
-from train.tasks.caption.settings import DecodingSettings
-from train.tasks.classify.export import classifier_config
-from train.tasks.mae.export import pretraining_config
-from train.weights.exported import preprocessor_config
-from train.weights.hf_caption import to_hf_caption
-from train.weights.hf_caption_config import TimeSformerShape, hf_caption_config
-from train.weights.hf_clip import hf_config, to_hf
-from train.weights.hf_videomae import exported_videomae, to_hf_videomae
-from train.weights.open_clip import open_clip_config, to_open_clip
-from train.weights.videomae import to_videomae
 
 GOLDEN = json.loads(Path(__file__).with_name("golden_exports.json").read_text())
 SETTINGS = ClipSettings(model="tiny", size_px=32, num_frames=4, towers=Towers(kind="videomae", video_norm_eps=1e-9))

@@ -8,12 +8,12 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from manifests.errors import UserError
+from clipmill.manifests.errors import UserError
+from clipmill.train.config.model import Init
+from clipmill.train.weights.hf_clip import from_hf, to_hf
+from clipmill.train.weights.sources import Source, open_weights
 from tests.train.weights import small
 from tests.train.weights.small import images, loaded_weights, our_model, quiet, shuffle, tokens
-from train.config.model import Init
-from train.weights.hf_clip import from_hf, to_hf
-from train.weights.sources import Source, open_weights
 
 transformers = pytest.importorskip("transformers")
 

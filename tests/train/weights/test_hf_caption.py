@@ -16,7 +16,16 @@ from transformers import (
     TimesformerModel,
 )
 
-from manifests.errors import UserError
+from clipmill.manifests.errors import UserError
+from clipmill.train.models.attention import attend_with_sdpa
+from clipmill.train.models.captioner import Captioner
+from clipmill.train.models.gpt2 import Gpt2, Gpt2Size
+from clipmill.train.models.transformer import TransformerSize
+from clipmill.train.models.video_vit import VideoViT, VideoViTSize
+from clipmill.train.tasks.caption.decoding import generate_captions
+from clipmill.train.tasks.caption.export import hf_generation_config, save_hf
+from clipmill.train.tasks.caption.settings import DecodingSettings, max_tokens_of
+from clipmill.train.weights.hf_caption import read_caption_folder, to_hf_caption
 from tests.train.models.small_captioners import (
     END,
     PAD,
@@ -26,15 +35,6 @@ from tests.train.models.small_captioners import (
     ours_with_weights_of,
     their_captioner,
 )
-from train.models.attention import attend_with_sdpa
-from train.models.captioner import Captioner
-from train.models.gpt2 import Gpt2, Gpt2Size
-from train.models.transformer import TransformerSize
-from train.models.video_vit import VideoViT, VideoViTSize
-from train.tasks.caption.decoding import generate_captions
-from train.tasks.caption.export import hf_generation_config, save_hf
-from train.tasks.caption.settings import DecodingSettings, max_tokens_of
-from train.weights.hf_caption import read_caption_folder, to_hf_caption
 
 TIMESFORMER: dict[str, Any] = {
     "image_size": 32,

@@ -8,7 +8,13 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from manifests.errors import UserError
+from clipmill.manifests.errors import UserError
+from clipmill.train.config.model import Init, Towers
+from clipmill.train.models.attention import attend_with_sdpa
+from clipmill.train.models.dual_encoder import DualEncoder, size_of
+from clipmill.train.weights.conversion import SourceFacts
+from clipmill.train.weights.open_clip import from_open_clip, to_open_clip
+from clipmill.train.weights.sources import Source, fetch_tag, open_weights
 from tests.train.weights.small import (
     OPEN_CLIP_CONFIG,
     images,
@@ -18,12 +24,6 @@ from tests.train.weights.small import (
     quiet,
     tokens,
 )
-from train.config.model import Init, Towers
-from train.models.attention import attend_with_sdpa
-from train.models.dual_encoder import DualEncoder, size_of
-from train.weights.conversion import SourceFacts
-from train.weights.open_clip import from_open_clip, to_open_clip
-from train.weights.sources import Source, fetch_tag, open_weights
 
 
 @pytest.fixture(scope="module")

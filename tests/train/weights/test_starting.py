@@ -10,22 +10,22 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from manifests.errors import UserError
-from train.augment import pictures
-from train.cli import main
-from train.config.files import load_settings
-from train.config.model import Init, Towers
-from train.losses.settings import Loss
-from train.models.attention import attend_with_sdpa
-from train.models.dual_encoder import DualEncoder, size_of
-from train.run.checkpoint import latest_checkpoint, read_weights
-from train.run.folder import RunFolder, read_lines
-from train.tasks.dual_encoder.settings import DualEncoderSettings
-from train.tasks.dual_encoder.task import effective_settings
-from train.weights.avion import MISTYPED_MEAN
-from train.weights.conversion import LOGIT_SCALE
-from train.weights.open_clip import to_open_clip
-from train.weights.sources import open_weights
+from clipmill.manifests.errors import UserError
+from clipmill.train.augment import pictures
+from clipmill.train.cli import main
+from clipmill.train.config.files import load_settings
+from clipmill.train.config.model import Init, Towers
+from clipmill.train.losses.settings import Loss
+from clipmill.train.models.attention import attend_with_sdpa
+from clipmill.train.models.dual_encoder import DualEncoder, size_of
+from clipmill.train.run.checkpoint import latest_checkpoint, read_weights
+from clipmill.train.run.folder import RunFolder, read_lines
+from clipmill.train.tasks.dual_encoder.settings import DualEncoderSettings
+from clipmill.train.tasks.dual_encoder.task import effective_settings
+from clipmill.train.weights.avion import MISTYPED_MEAN
+from clipmill.train.weights.conversion import LOGIT_SCALE
+from clipmill.train.weights.open_clip import to_open_clip
+from clipmill.train.weights.sources import open_weights
 
 Train = Callable[..., int]
 SMALL = ["--model", "tiny", "--num-frames", "2", "--size-px", "32", "--batch", "4", "--lr", "1e-9", "--steps", "1"]
@@ -75,7 +75,7 @@ def test_a_run_starts_from_weights_says_so_and_goes_on_without_them(
         means.append(mean)
         return whole(*arguments, mean=mean, **options)
 
-    monkeypatch.setattr("train.engine.task.to_model_input", spy)
+    monkeypatch.setattr("clipmill.train.engine.task.to_model_input", spy)
     weights = write_avion(tmp_path / "avion.pt")
     out = tmp_path / "run"
     assert train("dual-encoder", "--shards", data_dir, "--out", out, *SMALL, "--init.weights", weights) == 0

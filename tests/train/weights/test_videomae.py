@@ -10,7 +10,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from manifests.errors import UserError
+from clipmill.manifests.errors import UserError
+from clipmill.train.weights.hf_videomae import from_hf_videomae, to_hf_videomae
+from clipmill.train.weights.sources import detect_format
+from clipmill.train.weights.videomae import from_videomae, to_videomae
 from tests.train.weights.small import loaded_weights, quiet
 from tests.train.weights.small_videomae import (
     SIZE,
@@ -24,9 +27,6 @@ from tests.train.weights.small_videomae import (
     our_classifier,
     public,
 )
-from train.weights.hf_videomae import from_hf_videomae, to_hf_videomae
-from train.weights.sources import detect_format
-from train.weights.videomae import from_videomae, to_videomae
 
 
 @pytest.fixture(scope="module")

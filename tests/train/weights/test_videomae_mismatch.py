@@ -10,7 +10,14 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from manifests.errors import UserError
+from clipmill.manifests.errors import UserError
+from clipmill.train.config.model import Towers
+from clipmill.train.tasks.classify.settings import ClassifySettings
+from clipmill.train.tasks.dual_encoder.settings import DualEncoderSettings
+from clipmill.train.tasks.dual_encoder.task import effective_settings
+from clipmill.train.tasks.mae.settings import MaeSettings
+from clipmill.train.weights.effective import effective_clip_settings
+from clipmill.train.weights.open_clip import to_open_clip
 from tests.train.weights.small import loaded_weights, our_model, quiet
 from tests.train.weights.small_videomae import (
     DECODER_DEPTH,
@@ -22,13 +29,6 @@ from tests.train.weights.small_videomae import (
     our_autoencoder,
     public,
 )
-from train.config.model import Towers
-from train.tasks.classify.settings import ClassifySettings
-from train.tasks.dual_encoder.settings import DualEncoderSettings
-from train.tasks.dual_encoder.task import effective_settings
-from train.tasks.mae.settings import MaeSettings
-from train.weights.effective import effective_clip_settings
-from train.weights.open_clip import to_open_clip
 
 
 @pytest.fixture(scope="module")

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from train.augment.colour import colour_kind
-from train.data.decoding.pictures import (
+from clipmill.train.augment.colour import colour_kind
+from clipmill.train.data.decoding.pictures import (
     SIMPLE_SHARE,
     CroppedPlanes,
     CropRule,
@@ -20,8 +20,8 @@ from train.data.decoding.pictures import (
     rgb_pictures,
     square_views,
 )
-from train.data.frame_sampling import Sampling
-from train.data.outcomes import SampleFailed
+from clipmill.train.data.frame_sampling import Sampling
+from clipmill.train.data.outcomes import SampleFailed
 
 if TYPE_CHECKING:
     import av
@@ -65,9 +65,9 @@ class Clip:
     """The frames of a clip.
 
     Attributes:
-        video: uint8 [T, S * S * 3 / 2], or [T, S, S, 3] as RGB (train.data.batch); views follow one another, all crops
-            of the first moments first.
-        colour: colour matrix and range of the decoded frames (train.augment.colour).
+        video: uint8 [T, S * S * 3 / 2], or [T, S, S, 3] as RGB (clipmill.train.data.batch); views follow one another,
+            all crops of the first moments first.
+        colour: colour matrix and range of the decoded frames (clipmill.train.augment.colour).
     """
 
     video: NDArray[np.uint8]

@@ -13,9 +13,9 @@ from fractions import Fraction
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
-from shards.containers import CONTAINERS, NO_PROTOCOLS
-from train.data.decoding.reading import ChunkBytes
-from train.data.outcomes import SampleFailed
+from clipmill.shards.containers import CONTAINERS, NO_PROTOCOLS
+from clipmill.train.data.decoding.reading import ChunkBytes
+from clipmill.train.data.outcomes import SampleFailed
 
 if TYPE_CHECKING:
     import av

@@ -19,7 +19,7 @@ import cv2
 import numpy as np
 from numpy.typing import NDArray
 
-from train.augment.colour import rgb_matrices
+from clipmill.train.augment.colour import rgb_matrices
 
 if TYPE_CHECKING:
     import av
@@ -240,11 +240,11 @@ def crop_clip_in_graph(frames: "Sequence[av.VideoFrame]", rectangle: Rectangle, 
 def rgb_pictures(video: NDArray[np.uint8], colour: int, *, size_px: int) -> NDArray[np.uint8]:
     """The frames of a YUV clip, uint8 [T, S * S * 3 / 2], as RGB [T, S, S, 3] on the CPU.
 
-    Equal to `train.augment.pictures.to_rgb_uint8` up to rounding. OpenCV converts them, since torch's threads are slow
-    inside the loader's threads.
+    Equal to `clipmill.train.augment.pictures.to_rgb_uint8` up to rounding. OpenCV converts them, since torch's threads
+    are slow inside the loader's threads.
 
     Args:
-        colour: colour matrix and range (train.augment.colour).
+        colour: colour matrix and range (clipmill.train.augment.colour).
     """
     num_luma, half_px = size_px * size_px, size_px // 2
     pictures = np.empty((len(video), size_px, size_px, 3), np.uint8)

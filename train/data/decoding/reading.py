@@ -5,11 +5,11 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Literal
 
-from manifests.errors import Inaccessible
-from shards.damage import Damaged
-from shards.packets import PacketTable
-from shards.reader import CommittedShard
-from train.data.outcomes import SampleFailed
+from clipmill.manifests.errors import Inaccessible
+from clipmill.shards.damage import Damaged
+from clipmill.shards.packets import PacketTable
+from clipmill.shards.reader import CommittedShard
+from clipmill.train.data.outcomes import SampleFailed
 
 DecodeRule = Literal["packets", "filter", "plain"]
 

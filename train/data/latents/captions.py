@@ -17,14 +17,14 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
-from manifests.caption_digest import TextDigest
-from manifests.store import open_captions
-from train.data.caption_choice import CaptionChoice, Sources, caption_choice, choose_sources, smallest
-from train.data.chunk_table import rows_of
-from train.data.frame_sampling import US_PER_S
-from train.data.latents.segments import LatentRecords, Segments, times_us
-from train.data.selection import Selection
-from train.data.stored_text import TextRows
+from clipmill.manifests.caption_digest import TextDigest
+from clipmill.manifests.store import open_captions
+from clipmill.train.data.caption_choice import CaptionChoice, Sources, caption_choice, choose_sources, smallest
+from clipmill.train.data.chunk_table import rows_of
+from clipmill.train.data.frame_sampling import US_PER_S
+from clipmill.train.data.latents.segments import LatentRecords, Segments, times_us
+from clipmill.train.data.selection import Selection
+from clipmill.train.data.stored_text import TextRows
 
 _BLOCK = 1 << 16  # captions, or pairs, processed at a time
 

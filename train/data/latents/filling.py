@@ -1,7 +1,7 @@
 """From requests to batches, past samples that fail verification.
 
 While some members are unverified, threads verify those of the next requests ahead of the loader; once all are known to
-match, nothing is left to be done (train.data.mapped_tars).
+match, nothing is left to be done (clipmill.train.data.mapped_tars).
 """
 
 from collections.abc import Callable, Generator, Iterable, Iterator
@@ -11,14 +11,14 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from train.data.batch import Batch
-from train.data.latents.gather import Gather, RequestBlock
-from train.data.latents.requests import SegmentRequests, join
-from train.data.latents.segment_set import SegmentSet
-from train.data.mapped_tars import Payload, Problem, VerifiedMembers
-from train.data.outcomes import FailedSample, FailureBudget, SampleFailed
-from train.data.remote_maps import remote_parts
-from train.data.workers import Stuck, in_order
+from clipmill.train.data.batch import Batch
+from clipmill.train.data.latents.gather import Gather, RequestBlock
+from clipmill.train.data.latents.requests import SegmentRequests, join
+from clipmill.train.data.latents.segment_set import SegmentSet
+from clipmill.train.data.mapped_tars import Payload, Problem, VerifiedMembers
+from clipmill.train.data.outcomes import FailedSample, FailureBudget, SampleFailed
+from clipmill.train.data.remote_maps import remote_parts
+from clipmill.train.data.workers import Stuck, in_order
 
 # Enough to keep a disk busy; one thread verifies several gigabytes per second.
 _NUM_THREADS = 4

@@ -16,10 +16,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from manifests.errors import UserError
-from train.data.batch import Batch, KeptMemory
-from train.data.latents.requests import SegmentRequests
-from train.data.latents.segment_set import SegmentSet
+from clipmill.manifests.errors import UserError
+from clipmill.train.data.batch import Batch, KeptMemory
+from clipmill.train.data.latents.requests import SegmentRequests
+from clipmill.train.data.latents.segment_set import SegmentSet
 
 if TYPE_CHECKING:
     import torch

@@ -14,12 +14,12 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from manifests.store import read_captions
-from train.data.chunk_table import rows_of
-from train.data.classes import ClassList, labelled_rows
-from train.data.latents.captions import SegmentSpans
-from train.data.latents.segments import LatentRecords, Segments
-from train.data.selection import Selection
+from clipmill.manifests.store import read_captions
+from clipmill.train.data.chunk_table import rows_of
+from clipmill.train.data.classes import ClassList, labelled_rows
+from clipmill.train.data.latents.captions import SegmentSpans
+from clipmill.train.data.latents.segments import LatentRecords, Segments
+from clipmill.train.data.selection import Selection
 
 
 @dataclass(frozen=True)

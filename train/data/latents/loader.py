@@ -8,24 +8,24 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from train.data.caption_choice import CaptionTexts
-from train.data.classes import ClassList
-from train.data.latents.filling import Checksums, FilledBatch, fill
-from train.data.latents.gather import Gather, RequestBlock
-from train.data.latents.opened_segments import Captions
-from train.data.latents.requests import SegmentRequests
-from train.data.latents.segment_set import SegmentSet
-from train.data.latents.segments import FrameShape, Tails, times_us
-from train.data.loader import Order
-from train.data.order import Cursor, Resumable, SampleOrder, Share
-from train.data.outcomes import LoadedBatch, SampleFailed
-from train.data.remote import RemoteTars
-from train.data.remote_maps import remote_parts
+from clipmill.train.data.caption_choice import CaptionTexts
+from clipmill.train.data.classes import ClassList
+from clipmill.train.data.latents.filling import Checksums, FilledBatch, fill
+from clipmill.train.data.latents.gather import Gather, RequestBlock
+from clipmill.train.data.latents.opened_segments import Captions
+from clipmill.train.data.latents.requests import SegmentRequests
+from clipmill.train.data.latents.segment_set import SegmentSet
+from clipmill.train.data.latents.segments import FrameShape, Tails, times_us
+from clipmill.train.data.loader import Order
+from clipmill.train.data.order import Cursor, Resumable, SampleOrder, Share
+from clipmill.train.data.outcomes import LoadedBatch, SampleFailed
+from clipmill.train.data.remote import RemoteTars
+from clipmill.train.data.remote_maps import remote_parts
 
 if TYPE_CHECKING:
     import torch
 
-    from train.models.text import Tokenize
+    from clipmill.train.models.text import Tokenize
 
 FALSE_COLOUR_STDS = 2.0  # range of false colours: standard deviations on either side of grey
 
@@ -35,12 +35,12 @@ _GROWTH = 8
 
 
 class LatentLoader(Resumable):
-    """Batches of a split for one rank; `for loaded in loader` never ends (train.data.outcomes.LoadedBatch).
+    """Batches of a split for one rank; `for loaded in loader` never ends (clipmill.train.data.outcomes.LoadedBatch).
 
     A sample is a segment of a chunk's latents with one of the captions that overlap it: in training one drawn by a pure
-    function of (seed, position), in evaluation the one with the lowest id. train.data.batch documents the batches.
-    Positions count on across epochs, so that no sample is dropped or repeated if the batch size does not divide an
-    epoch. Rank r takes every `num_ranks`-th position.
+    function of (seed, position), in evaluation the one with the lowest id. clipmill.train.data.batch documents the
+    batches. Positions count on across epochs, so that no sample is dropped or repeated if the batch size does not
+    divide an epoch. Rank r takes every `num_ranks`-th position.
 
     Args:
         data_dir: folder that prep made.
@@ -51,16 +51,17 @@ class LatentLoader(Resumable):
         text: give samples captions; segments without one are then excluded.
         tokenize: makes captions tokens; without it they are stored embeddings, and those without one are excluded.
         words: captions are texts (`texts_of`), neither tokens nor embeddings.
-        sources: weights of the captions' sources (train.config.data).
-        classes: of labels, in place of captions; segments without any of them are excluded (train.data.latents.labels).
+        sources: weights of the captions' sources (clipmill.train.config.data).
+        classes: of labels, in place of captions; segments without any of them are excluded
+            (clipmill.train.data.latents.labels).
         max_segments: at most this many samples of each video, spread evenly over it.
         tails: what to do with the frames after the last full segment of a chunk: "drop", or "pad" with zeros (batches
             then have `num_frames`).
         depth: a batch is valid until `depth` further ones were taken. Buffers are pinned if there is a GPU.
         copy: never overwrite a batch that is in use, whatever `depth`; its memory is not pinned.
         verify: verify every record against its checksum when it is first needed, so that only the first epoch takes
-            longer. A record that does not match is a failed sample (train.data.outcomes).
-        where: an expression that selects segments, by chunks and captions (shards.where); None for all.
+            longer. A record that does not match is a failed sample (clipmill.train.data.outcomes).
+        where: an expression that selects segments, by chunks and captions (clipmill.shards.where); None for all.
         tars: reads the tars of a remote data folder, whose small files are in `data_dir`.
 
     Attributes:

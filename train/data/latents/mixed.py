@@ -15,16 +15,16 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from train.data.caption_choice import CaptionChoice, CaptionTexts, smallest
-from train.data.latents.captions import SegmentCaptions
-from train.data.latents.labels import SegmentLabels
-from train.data.latents.loader import CaptionedLatents, LatentLoader
-from train.data.latents.segment_set import SegmentSet
-from train.data.latents.segments import LatentRecords, Segments
-from train.data.mapped_tars import JoinedTars
-from train.data.mixed_clips import MixedFolders, mixed_folders
-from train.data.order import Resumable
-from train.data.stored_text import TextMembers
+from clipmill.train.data.caption_choice import CaptionChoice, CaptionTexts, smallest
+from clipmill.train.data.latents.captions import SegmentCaptions
+from clipmill.train.data.latents.labels import SegmentLabels
+from clipmill.train.data.latents.loader import CaptionedLatents, LatentLoader
+from clipmill.train.data.latents.segment_set import SegmentSet
+from clipmill.train.data.latents.segments import LatentRecords, Segments
+from clipmill.train.data.mapped_tars import JoinedTars
+from clipmill.train.data.mixed_clips import MixedFolders, mixed_folders
+from clipmill.train.data.order import Resumable
+from clipmill.train.data.stored_text import TextMembers
 
 
 class MixedLatents(LatentLoader):

@@ -11,15 +11,15 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
-from manifests.errors import UserError
-from manifests.store import read_videos
-from shards.reader import Variant
-from train.data.caption_choice import CaptionChoice, Sources
-from train.data.chunks import evenly_of_each, videos_of_split
-from train.data.classes import ClassList
-from train.data.latents.captions import SegmentCaptions, pair_captions
-from train.data.latents.labels import SegmentLabels, label_segments
-from train.data.latents.segments import (
+from clipmill.manifests.errors import UserError
+from clipmill.manifests.store import read_videos
+from clipmill.shards.reader import Variant
+from clipmill.train.data.caption_choice import CaptionChoice, Sources
+from clipmill.train.data.chunks import evenly_of_each, videos_of_split
+from clipmill.train.data.classes import ClassList
+from clipmill.train.data.latents.captions import SegmentCaptions, pair_captions
+from clipmill.train.data.latents.labels import SegmentLabels, label_segments
+from clipmill.train.data.latents.segments import (
     FrameShape,
     LatentRecords,
     Segments,
@@ -29,9 +29,9 @@ from train.data.latents.segments import (
     read_records,
     seconds_of,
 )
-from train.data.mapped_tars import MappedTars
-from train.data.selection import Selection
-from train.data.stored_text import TextMembers, TextRows, read_text_rows
+from clipmill.train.data.mapped_tars import MappedTars
+from clipmill.train.data.selection import Selection
+from clipmill.train.data.stored_text import TextMembers, TextRows, read_text_rows
 
 # Segments alone, with embeddings that prep text has stored, or with the texts of captions.
 Captions = Literal["none", "stored", "words"]
@@ -91,7 +91,7 @@ def open_segment_set(
 
     Args:
         tars: those of `latents` and then of `text_variant`.
-        depends_on: what the result depends on (train.data.node_cache).
+        depends_on: what the result depends on (clipmill.train.data.node_cache).
 
     Raises:
         UserError: there is nothing to show, the columns do not belong together, or a file is damaged.

@@ -11,30 +11,30 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from manifests.errors import UserError
-from manifests.store import num_captions_of
-from shards.dataset import current_variant
-from shards.format import BLOCK_BYTES
-from shards.merged_table import merged_mark
-from shards.npy import decompressed
-from shards.reader import Variant
-from train.data.chunks import manifest_mark
-from train.data.classes import ClassList
-from train.data.latents.captions import SegmentCaptions
-from train.data.latents.labels import SegmentLabels
-from train.data.latents.opened_segments import OPENED_TYPES, Captions, OpenedSegments, open_segment_set
-from train.data.latents.requests import SegmentRequests
-from train.data.latents.segments import (
+from clipmill.manifests.errors import UserError
+from clipmill.manifests.store import num_captions_of
+from clipmill.shards.dataset import current_variant
+from clipmill.shards.format import BLOCK_BYTES
+from clipmill.shards.merged_table import merged_mark
+from clipmill.shards.npy import decompressed
+from clipmill.shards.reader import Variant
+from clipmill.train.data.chunks import manifest_mark
+from clipmill.train.data.classes import ClassList
+from clipmill.train.data.latents.captions import SegmentCaptions
+from clipmill.train.data.latents.labels import SegmentLabels
+from clipmill.train.data.latents.opened_segments import OPENED_TYPES, Captions, OpenedSegments, open_segment_set
+from clipmill.train.data.latents.requests import SegmentRequests
+from clipmill.train.data.latents.segments import (
     LatentRecords,
     Segments,
     Tails,
 )
-from train.data.node_cache import shared
-from train.data.order import set_fingerprint
-from train.data.remote import RemoteTars
-from train.data.remote_maps import open_maps, remote_parts
-from train.data.selection import selection_mark
-from train.data.stored_text import TextMembers, encoder_of
+from clipmill.train.data.node_cache import shared
+from clipmill.train.data.order import set_fingerprint
+from clipmill.train.data.remote import RemoteTars
+from clipmill.train.data.remote_maps import open_maps, remote_parts
+from clipmill.train.data.selection import selection_mark
+from clipmill.train.data.stored_text import TextMembers, encoder_of
 
 
 class SegmentSet:

@@ -14,13 +14,13 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
-from manifests.errors import UserError
-from manifests.keys import chunk_key
-from shards.reader import Variant
-from train.data.chunk_table import index_in, own_in_order
-from train.data.frame_sampling import US_PER_S
-from train.data.mapped_tars import Payload
-from train.data.member_rows import addresses_of, member_rows
+from clipmill.manifests.errors import UserError
+from clipmill.manifests.keys import chunk_key
+from clipmill.shards.reader import Variant
+from clipmill.train.data.chunk_table import index_in, own_in_order
+from clipmill.train.data.frame_sampling import US_PER_S
+from clipmill.train.data.mapped_tars import Payload
+from clipmill.train.data.member_rows import addresses_of, member_rows
 
 Tails = Literal["drop", "pad"]
 

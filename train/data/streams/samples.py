@@ -17,11 +17,11 @@ from typing import Any
 
 import numpy as np
 
-from shards.damage import DamagedTar
-from train.data.decoding.decoders import PlainVideo
-from train.data.frame_sampling import US_PER_S, Sampling, moments_of, to_us
-from train.data.outcomes import SampleFailed
-from train.data.streams.members import Member, members_of
+from clipmill.shards.damage import DamagedTar
+from clipmill.train.data.decoding.decoders import PlainVideo
+from clipmill.train.data.frame_sampling import US_PER_S, Sampling, moments_of, to_us
+from clipmill.train.data.outcomes import SampleFailed
+from clipmill.train.data.streams.members import Member, members_of
 
 MAX_SAMPLE_BYTES = 1 << 30
 MAX_TEXT_BYTES = 8 << 20  # of a json or txt, which takes twenty times as much once it is parsed
@@ -223,7 +223,7 @@ def frames_on_screen(
 ) -> list[int]:
     """Numbers of the frames of `video` on screen at the clip's moments; its frame rate need not be constant.
 
-    Moments are random with `rng`, as in training (train.data.frame_sampling).
+    Moments are random with `rng`, as in training (clipmill.train.data.frame_sampling).
 
     Raises:
         SampleFailed: no moment of the clip lies in the file.

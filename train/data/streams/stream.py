@@ -9,18 +9,18 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from manifests.errors import UserError
-from train.data.batch import Sample
-from train.data.decoding.clip import ClipShape, make_clip
-from train.data.decoding.decoders import PlainVideo, require_frames
-from train.data.frame_sampling import US_PER_S
-from train.data.loader import BatchLoader, LoaderSettings, SampleRequest
-from train.data.order import Cursor
-from train.data.outcomes import FailedSample, LoadedBatch, SampleFailed
-from train.data.streams.samples import StreamedClip, Unreadable, WithoutVideo, frames_on_screen
-from train.data.streams.tars import expand, items_in, shuffled, tars_of_epoch
-from train.data.workers import Stuck, in_order
-from train.models.text import Tokenize
+from clipmill.manifests.errors import UserError
+from clipmill.train.data.batch import Sample
+from clipmill.train.data.decoding.clip import ClipShape, make_clip
+from clipmill.train.data.decoding.decoders import PlainVideo, require_frames
+from clipmill.train.data.frame_sampling import US_PER_S
+from clipmill.train.data.loader import BatchLoader, LoaderSettings, SampleRequest
+from clipmill.train.data.order import Cursor
+from clipmill.train.data.outcomes import FailedSample, LoadedBatch, SampleFailed
+from clipmill.train.data.streams.samples import StreamedClip, Unreadable, WithoutVideo, frames_on_screen
+from clipmill.train.data.streams.tars import expand, items_in, shuffled, tars_of_epoch
+from clipmill.train.data.workers import Stuck, in_order
+from clipmill.train.models.text import Tokenize
 
 _AHEAD_BYTES = 1 << 30  # of files that wait to be decoded, or are being decoded
 _Item = StreamedClip | Unreadable
@@ -33,16 +33,16 @@ class _Work:
 
 
 class VideoStream(BatchLoader):
-    """Clips of tars (train.data.streams.samples), decoded through their containers.
+    """Clips of tars (clipmill.train.data.streams.samples), decoded through their containers.
 
     Tars are shuffled, and clips within a window; positions count all clips read, including failures. A run resumes
     exactly, by reading up to its position without decoding: the first epoch to count the clips, then its own epoch.
     Every rank reads everything and takes its share.
 
     Args:
-        pattern: local or remote tars (`train.data.streams.tars.expand`).
+        pattern: local or remote tars (`clipmill.train.data.streams.tars.expand`).
         tokenize: makes captions tokens; None for texts.
-        cache, cache_size: folder for copies of remote tars, and the limit (`train.data.remote.open_cache`).
+        cache, cache_size: folder for copies of remote tars, and the limit (`clipmill.train.data.remote.open_cache`).
 
     Attributes:
         num_shortened: captions so far that extend beyond their file and are shown up to its end.

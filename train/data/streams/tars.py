@@ -7,13 +7,13 @@ from typing import TypeVar
 
 import numpy as np
 
-from manifests.errors import UserError
-from manifests.storage.cache import CachedFile
-from manifests.storage.objects import is_remote, open_objects
-from train.data.order import permute
-from train.data.remote import held_copy, open_cache
-from train.data.streams.samples import StreamedClip, Unreadable, WithoutVideo, clips_of, samples_of
-from train.data.workers import Stuck, in_order
+from clipmill.manifests.errors import UserError
+from clipmill.manifests.storage.cache import CachedFile
+from clipmill.manifests.storage.objects import is_remote, open_objects
+from clipmill.train.data.order import permute
+from clipmill.train.data.remote import held_copy, open_cache
+from clipmill.train.data.streams.samples import StreamedClip, Unreadable, WithoutVideo, clips_of, samples_of
+from clipmill.train.data.workers import Stuck, in_order
 
 MAX_TARS = 1_000_000
 PATTERN_HINT = "patterns look like DIR/{000000..000099}.tar, with as many digits as the names have"

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from train.device.random import uniform
+from clipmill.train.device.random import uniform
 
 _QUERIES_AT_ONCE = 512
 _BANK_AT_ONCE = 16_384

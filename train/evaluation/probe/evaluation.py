@@ -5,17 +5,17 @@ from collections.abc import Callable
 import torch
 from torch import nn
 
-from manifests.errors import UserError
-from train.config.evaluation import PROBE_NUMBERS, ProbeEvaluation
-from train.config.training import ClipSettings
-from train.data.batch import Batch
-from train.data.classes import listed
-from train.distributed.world import World
-from train.evaluation.probe.features import tower_of
-from train.evaluation.probe.probing import probe
-from train.evaluation.probe.sets import Labelled, available_labels, open_sets
-from train.evaluation.probe.spec import METHOD_TITLES, ProbeFlags
-from train.evaluation.runner import OpenedRun, Score, describe_clip, split_metrics
+from clipmill.manifests.errors import UserError
+from clipmill.train.config.evaluation import PROBE_NUMBERS, ProbeEvaluation
+from clipmill.train.config.training import ClipSettings
+from clipmill.train.data.batch import Batch
+from clipmill.train.data.classes import listed
+from clipmill.train.distributed.world import World
+from clipmill.train.evaluation.probe.features import tower_of
+from clipmill.train.evaluation.probe.probing import probe
+from clipmill.train.evaluation.probe.sets import Labelled, available_labels, open_sets
+from clipmill.train.evaluation.probe.spec import METHOD_TITLES, ProbeFlags
+from clipmill.train.evaluation.runner import OpenedRun, Score, describe_clip, split_metrics
 
 
 class LoopProbe:

@@ -12,10 +12,10 @@ from typing import Protocol, cast
 import torch
 from torch import nn
 
-from manifests.errors import FailedWork
-from train.data.batch import Batch, to_device
-from train.data.outcomes import FailedSample, LoadedBatch
-from train.distributed.world import World, gather_uneven
+from clipmill.manifests.errors import FailedWork
+from clipmill.train.data.batch import Batch, to_device
+from clipmill.train.data.outcomes import FailedSample, LoadedBatch
+from clipmill.train.distributed.world import World, gather_uneven
 
 
 class Tower(Protocol):

@@ -11,11 +11,19 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from manifests.errors import FailedWork
-from train.config.evaluation import Method, ProbeEvaluation
-from train.data.classes import ClassList
-from train.evaluation.by_class import Predictions
-from train.evaluation.probe.classifiers import Accuracy, accuracy, chance, choose_l2, class_ranks, fit_linear, vote
+from clipmill.manifests.errors import FailedWork
+from clipmill.train.config.evaluation import Method, ProbeEvaluation
+from clipmill.train.data.classes import ClassList
+from clipmill.train.evaluation.by_class import Predictions
+from clipmill.train.evaluation.probe.classifiers import (
+    Accuracy,
+    accuracy,
+    chance,
+    choose_l2,
+    class_ranks,
+    fit_linear,
+    vote,
+)
 
 
 @dataclass(frozen=True)
@@ -50,7 +58,7 @@ class ProbeResult:
         num_unseen: number of queries whose class does not occur in the bank; they always count as wrong.
         num_unseen_classes: number of these classes.
         predictions: of the queries; not a key of result files.
-        l2, gradient: of the linear layer (train.evaluation.probe.classifiers).
+        l2, gradient: of the linear layer (clipmill.train.evaluation.probe.classifiers).
     """
 
     label: str

@@ -7,21 +7,21 @@ from functools import partial
 import numpy as np
 import torch
 
-from manifests.errors import UserError
-from manifests.store import read_captions
-from train.config.evaluation import ProbeEvaluation
-from train.config.training import ClipSettings
-from train.data.batch import Batch
-from train.data.classes import ClassList, class_labels, read_classes
-from train.data.decoding.clip import Views
-from train.data.inputs import clip_shape, loader_settings, open_labelled_folder, open_segments
-from train.data.labelled_clips import LabelledClips
-from train.data.latents.loader import LabelledLatents
-from train.distributed.world import World
-from train.evaluation.probe.features import ClipFeatures, Tower, extract, gathered
-from train.evaluation.probe.probing import LabelledFeatures
-from train.evaluation.runner import every_for
-from train.run.counted_batches import counted_batches
+from clipmill.manifests.errors import UserError
+from clipmill.manifests.store import read_captions
+from clipmill.train.config.evaluation import ProbeEvaluation
+from clipmill.train.config.training import ClipSettings
+from clipmill.train.data.batch import Batch
+from clipmill.train.data.classes import ClassList, class_labels, read_classes
+from clipmill.train.data.decoding.clip import Views
+from clipmill.train.data.inputs import clip_shape, loader_settings, open_labelled_folder, open_segments
+from clipmill.train.data.labelled_clips import LabelledClips
+from clipmill.train.data.latents.loader import LabelledLatents
+from clipmill.train.distributed.world import World
+from clipmill.train.evaluation.probe.features import ClipFeatures, Tower, extract, gathered
+from clipmill.train.evaluation.probe.probing import LabelledFeatures
+from clipmill.train.evaluation.runner import every_for
+from clipmill.train.run.counted_batches import counted_batches
 
 Labelled = LabelledClips | LabelledLatents
 

@@ -6,11 +6,11 @@ from typing import Annotated, Any
 
 from cyclopts import Parameter
 
-from manifests.errors import UserError
-from train.config.evaluation import METHODS, NEIGHBOURS, PROBE_NUMBERS, Method, ProbeEvaluation, named_once
-from train.config.fields import Checked
-from train.evaluation.pages import CLASSES_SECTION, FEW_CLASSES, Row, Table, counted, protocol_of, share_cell
-from train.spec import CurveGroup, EvaluationSpec
+from clipmill.manifests.errors import UserError
+from clipmill.train.config.evaluation import METHODS, NEIGHBOURS, PROBE_NUMBERS, Method, ProbeEvaluation, named_once
+from clipmill.train.config.fields import Checked
+from clipmill.train.evaluation.pages import CLASSES_SECTION, FEW_CLASSES, Row, Table, counted, protocol_of, share_cell
+from clipmill.train.spec import CurveGroup, EvaluationSpec
 
 METHOD_TITLES: dict[str, str] = {"knn": "k-NN", "linear": "linear"}
 
@@ -41,7 +41,7 @@ class ProbeFlags(Checked):
 
 
 def _score(opened: Any, wanted: Any) -> Any:
-    from train.evaluation.probe.evaluation import score_features
+    from clipmill.train.evaluation.probe.evaluation import score_features
 
     return score_features(opened, wanted)
 

@@ -15,17 +15,17 @@ from typing import Any
 import torch
 from torch import nn
 
-from manifests.errors import UserError
-from train.models.gpt2 import Gpt2Size, gpt2_size
-from train.models.transformer import NORM_EPS, TransformerSize
-from train.run.folder import RunFolder
-from train.tasks.caption.settings import CaptionerSettings, CaptionTowers, DecoderSettings, has_captioner
-from train.tasks.caption.tokenizer import CaptionTokenizer, has_tokenizer, read_tokenizer, train_tokenizer
-from train.weights.files import read_config
-from train.weights.fitting import Change
-from train.weights.hf_caption import read_caption_folder
-from train.weights.hf_caption_config import caption_config_of
-from train.weights.sources import Say, is_run
+from clipmill.manifests.errors import UserError
+from clipmill.train.models.gpt2 import Gpt2Size, gpt2_size
+from clipmill.train.models.transformer import NORM_EPS, TransformerSize
+from clipmill.train.run.folder import RunFolder
+from clipmill.train.tasks.caption.settings import CaptionerSettings, CaptionTowers, DecoderSettings, has_captioner
+from clipmill.train.tasks.caption.tokenizer import CaptionTokenizer, has_tokenizer, read_tokenizer, train_tokenizer
+from clipmill.train.weights.files import read_config
+from clipmill.train.weights.fitting import Change
+from clipmill.train.weights.hf_caption import read_caption_folder
+from clipmill.train.weights.hf_caption_config import caption_config_of
+from clipmill.train.weights.sources import Say, is_run
 
 _FILES = ["config.json", "model.safetensors", "tokenizer.json", "vocab.json", "merges.txt"]
 # A name on Hugging Face; anything else can only be a folder.

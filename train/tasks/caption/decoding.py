@@ -18,8 +18,8 @@ from typing import Protocol, TypeVar
 import numpy as np
 import torch
 
-from train.device.random import uniform
-from train.tasks.caption.settings import (
+from clipmill.train.device.random import uniform
+from clipmill.train.tasks.caption.settings import (
     DecodingSettings,
     length_penalty_of,
     max_tokens_of,
@@ -50,7 +50,7 @@ C = TypeVar("C", bound=Cache)
 
 
 class Generator(Protocol[C]):
-    """A model that generates text about videos, such as `train.models.captioner.Captioner`."""
+    """A model that generates text about videos, such as `clipmill.train.models.captioner.Captioner`."""
 
     def start(self, video: torch.Tensor, /, *, num_tokens: int, rows_per_video: int = 1) -> C:
         """A cache for texts of at most `num_tokens` tokens."""

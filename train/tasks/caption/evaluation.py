@@ -6,19 +6,25 @@ from typing import Any
 
 import numpy as np
 
-from manifests.errors import UserError
-from manifests.publish import publish_json
-from train.distributed.world import World
-from train.evaluation.player import open_player
-from train.evaluation.runner import OpenedRun, Score, describe_clip, every_for
-from train.run.counted_batches import counted_batches
-from train.run.folder import COCO_SUFFIX
-from train.tasks.caption.generation import captions_of, comparable, loss_of
-from train.tasks.caption.metrics.java import Meteor, check_jars
-from train.tasks.caption.metrics.scores import CONSTANT_RULE, CaptionScores, best_constant, named, score_captions
-from train.tasks.caption.page import PLAYED, ScoredCaptions, write_captions_page
-from train.tasks.caption.samples import CaptionedClips
-from train.tasks.caption.settings import (
+from clipmill.manifests.errors import UserError
+from clipmill.manifests.publish import publish_json
+from clipmill.train.distributed.world import World
+from clipmill.train.evaluation.player import open_player
+from clipmill.train.evaluation.runner import OpenedRun, Score, describe_clip, every_for
+from clipmill.train.run.counted_batches import counted_batches
+from clipmill.train.run.folder import COCO_SUFFIX
+from clipmill.train.tasks.caption.generation import captions_of, comparable, loss_of
+from clipmill.train.tasks.caption.metrics.java import Meteor, check_jars
+from clipmill.train.tasks.caption.metrics.scores import (
+    CONSTANT_RULE,
+    CaptionScores,
+    best_constant,
+    named,
+    score_captions,
+)
+from clipmill.train.tasks.caption.page import PLAYED, ScoredCaptions, write_captions_page
+from clipmill.train.tasks.caption.samples import CaptionedClips
+from clipmill.train.tasks.caption.settings import (
     CaptionerSettings,
     DecodingSettings,
     length_penalty_of,
@@ -26,8 +32,8 @@ from train.tasks.caption.settings import (
     num_beams_of,
     temperature_of,
 )
-from train.tasks.caption.spec import CaptionFlags
-from train.tasks.caption.task import CaptionTask
+from clipmill.train.tasks.caption.spec import CaptionFlags
+from clipmill.train.tasks.caption.task import CaptionTask
 
 _MAX_CLIPS_OF_CONSTANT = 500
 _PROTOCOL = (

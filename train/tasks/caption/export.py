@@ -4,17 +4,17 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from manifests.errors import UserError
-from train.config.fields import deferred_checks
-from train.config.model import Init, kind_of
-from train.models.attention import attend_with_sdpa
-from train.models.captioner import Captioner
-from train.models.dual_encoder import ModelShape, size_of
-from train.models.timesformer import TimeSformer
-from train.spec import Adopted, ExportRequest
-from train.tasks.caption.decoder import decoder_of_start
-from train.tasks.caption.model import build_captioner, effective_settings, has_decoder
-from train.tasks.caption.settings import (
+from clipmill.manifests.errors import UserError
+from clipmill.train.config.fields import deferred_checks
+from clipmill.train.config.model import Init, kind_of
+from clipmill.train.models.attention import attend_with_sdpa
+from clipmill.train.models.captioner import Captioner
+from clipmill.train.models.dual_encoder import ModelShape, size_of
+from clipmill.train.models.timesformer import TimeSformer
+from clipmill.train.spec import Adopted, ExportRequest
+from clipmill.train.tasks.caption.decoder import decoder_of_start
+from clipmill.train.tasks.caption.model import build_captioner, effective_settings, has_decoder
+from clipmill.train.tasks.caption.settings import (
     CaptionerSettings,
     CaptionTowers,
     DecodingSettings,
@@ -23,13 +23,18 @@ from train.tasks.caption.settings import (
     num_beams_of,
     temperature_of,
 )
-from train.tasks.caption.tokenizer import END, TOKENIZER_FILE
-from train.weights.architecture import sized_as
-from train.weights.exported import Exported, preprocessor_config, require_format, save_json, save_tensors
-from train.weights.files import read_config
-from train.weights.hf_caption import to_hf_caption
-from train.weights.hf_caption_config import TimeSformerShape, caption_config_of, generation_config, hf_caption_config
-from train.weights.sources import Say, Source
+from clipmill.train.tasks.caption.tokenizer import END, TOKENIZER_FILE
+from clipmill.train.weights.architecture import sized_as
+from clipmill.train.weights.exported import Exported, preprocessor_config, require_format, save_json, save_tensors
+from clipmill.train.weights.files import read_config
+from clipmill.train.weights.hf_caption import to_hf_caption
+from clipmill.train.weights.hf_caption_config import (
+    TimeSformerShape,
+    caption_config_of,
+    generation_config,
+    hf_caption_config,
+)
+from clipmill.train.weights.sources import Say, Source
 
 
 def adopted_captioner(source: Source, path: Path, *, say: Say) -> Adopted | None:

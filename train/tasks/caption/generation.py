@@ -10,14 +10,14 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
-from manifests.errors import FailedWork, UserError
-from train.data.batch import Batch, to_device
-from train.data.outcomes import FailedSample, LoadedBatch
-from train.tasks.caption.decoding import generate_captions
-from train.tasks.caption.metrics.scores import score_captions, without_words
-from train.tasks.caption.objective import shifted, summed_loss, without_padding
-from train.tasks.caption.settings import DecodingSettings
-from train.tasks.caption.tokenizer import NO_TOKEN, CaptionTokenizer
+from clipmill.manifests.errors import FailedWork, UserError
+from clipmill.train.data.batch import Batch, to_device
+from clipmill.train.data.outcomes import FailedSample, LoadedBatch
+from clipmill.train.tasks.caption.decoding import generate_captions
+from clipmill.train.tasks.caption.metrics.scores import score_captions, without_words
+from clipmill.train.tasks.caption.objective import shifted, summed_loss, without_padding
+from clipmill.train.tasks.caption.settings import DecodingSettings
+from clipmill.train.tasks.caption.tokenizer import NO_TOKEN, CaptionTokenizer
 
 
 @dataclass

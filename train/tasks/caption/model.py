@@ -7,23 +7,23 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from manifests.errors import UserError
-from train.config.model import kind_of
-from train.engine.task import UNUSED_PARTS, without_parts
-from train.models.attention import Attend
-from train.models.captioner import Captioner
-from train.models.dual_encoder import size_of
-from train.models.gpt2 import CROSS_ATTENTION, Gpt2, Gpt2Size
-from train.models.timesformer import TimeSformer, nearest_places, nearest_times
-from train.models.transformer import checkpoint_blocks, drop_path_of
-from train.models.video_vit import VideoViT, VideoViTSize
-from train.models.videomae import VideoMAEEncoder
-from train.tasks.caption.decoder import DecoderParts, changed_size, no_tokenizer
-from train.tasks.caption.settings import CaptionerSettings, DecoderSettings, has_captioner
-from train.tasks.caption.tokenizer import has_tokenizer
-from train.weights.effective import effective_clip_settings
-from train.weights.loading import Loaded, fit_to
-from train.weights.sources import Say, Source
+from clipmill.manifests.errors import UserError
+from clipmill.train.config.model import kind_of
+from clipmill.train.engine.task import UNUSED_PARTS, without_parts
+from clipmill.train.models.attention import Attend
+from clipmill.train.models.captioner import Captioner
+from clipmill.train.models.dual_encoder import size_of
+from clipmill.train.models.gpt2 import CROSS_ATTENTION, Gpt2, Gpt2Size
+from clipmill.train.models.timesformer import TimeSformer, nearest_places, nearest_times
+from clipmill.train.models.transformer import checkpoint_blocks, drop_path_of
+from clipmill.train.models.video_vit import VideoViT, VideoViTSize
+from clipmill.train.models.videomae import VideoMAEEncoder
+from clipmill.train.tasks.caption.decoder import DecoderParts, changed_size, no_tokenizer
+from clipmill.train.tasks.caption.settings import CaptionerSettings, DecoderSettings, has_captioner
+from clipmill.train.tasks.caption.tokenizer import has_tokenizer
+from clipmill.train.weights.effective import effective_clip_settings
+from clipmill.train.weights.loading import Loaded, fit_to
+from clipmill.train.weights.sources import Say, Source
 
 _TOKENS, _DECODER_POSITIONS = "decoder.token_embedding.weight", "decoder.positional_embedding"
 _POSITIONS, _TIMES = "video.positional_embedding", "video.temporal_embedding"

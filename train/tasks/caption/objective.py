@@ -10,12 +10,12 @@ import torch
 from torch import nn
 from torch.nn.functional import cross_entropy
 
-from train.data.batch import Batch
-from train.device.transfer import Scalar
-from train.distributed.pipeline import Pipeline, PipelineBatch
-from train.distributed.world import Step
-from train.losses.objective import Objective, backward_microbatches
-from train.tasks.caption.tokenizer import NO_TOKEN
+from clipmill.train.data.batch import Batch
+from clipmill.train.device.transfer import Scalar
+from clipmill.train.distributed.pipeline import Pipeline, PipelineBatch
+from clipmill.train.distributed.world import Step
+from clipmill.train.losses.objective import Objective, backward_microbatches
+from clipmill.train.tasks.caption.tokenizer import NO_TOKEN
 
 
 class CaptionLoss(Objective):

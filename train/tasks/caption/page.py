@@ -13,13 +13,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from manifests.publish import published
-from train.evaluation.pages import PicturedSamples, evenly_spaced, evenly_within, load_template
-from train.evaluation.player import Player, SampleClip, Shown, clip_figure
-from train.evaluation.runner import every_for
-from train.tasks.caption.metrics.scores import CaptionScores
-from train.tasks.caption.settings import METRIC_LABELS
-from train.tasks.caption.tokenizer import one_line
+from clipmill.manifests.publish import published
+from clipmill.train.evaluation.pages import PicturedSamples, evenly_spaced, evenly_within, load_template
+from clipmill.train.evaluation.player import Player, SampleClip, Shown, clip_figure
+from clipmill.train.evaluation.runner import every_for
+from clipmill.train.tasks.caption.metrics.scores import CaptionScores
+from clipmill.train.tasks.caption.settings import METRIC_LABELS
+from clipmill.train.tasks.caption.tokenizer import one_line
 
 _FOLDER = Path(__file__).parent
 _NUM_EXAMPLES = 12

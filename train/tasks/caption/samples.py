@@ -11,15 +11,15 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from train.config.data import CaptionSettings
-from train.data.batch import Sample
-from train.data.decoding.clip import ClipShape
-from train.data.decoding.reading import DecodeRule
-from train.data.loader import LoaderSettings, SampleRequest
-from train.data.remote import RemoteTars
-from train.data.video_captions import ALL_CAPTIONS, VideoCaptions
-from train.device.random import uniform
-from train.tasks.caption.tokenizer import NO_TOKEN, CaptionTokenizer
+from clipmill.train.config.data import CaptionSettings
+from clipmill.train.data.batch import Sample
+from clipmill.train.data.decoding.clip import ClipShape
+from clipmill.train.data.decoding.reading import DecodeRule
+from clipmill.train.data.loader import LoaderSettings, SampleRequest
+from clipmill.train.data.remote import RemoteTars
+from clipmill.train.data.video_captions import ALL_CAPTIONS, VideoCaptions
+from clipmill.train.device.random import uniform
+from clipmill.train.tasks.caption.tokenizer import NO_TOKEN, CaptionTokenizer
 
 
 class CaptionedClips(VideoCaptions):

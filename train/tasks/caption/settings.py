@@ -7,15 +7,15 @@ from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 from cyclopts import Parameter
 
-from manifests.errors import UserError
-from manifests.json_text import parse_json
-from train.config import fields as groups
-from train.config.data import CaptionSettings
-from train.config.evaluation import EVERY, EvaluatedData, EvaluationSettings
-from train.config.fields import FIRST_RUN, SHARE, Checked, Needs, Range, help_group
-from train.config.model import PATCH_PX, SIZE, Towers
-from train.config.training import ClipSettings, NumFrames
-from train.config.tuning import Freeze, Tower
+from clipmill.manifests.errors import UserError
+from clipmill.manifests.json_text import parse_json
+from clipmill.train.config import fields as groups
+from clipmill.train.config.data import CaptionSettings
+from clipmill.train.config.evaluation import EVERY, EvaluatedData, EvaluationSettings
+from clipmill.train.config.fields import FIRST_RUN, SHARE, Checked, Needs, Range, help_group
+from clipmill.train.config.model import PATCH_PX, SIZE, Towers
+from clipmill.train.config.training import ClipSettings, NumFrames
+from clipmill.train.config.tuning import Freeze, Tower
 
 Method = Literal["greedy", "sample", "beam"]
 

@@ -6,10 +6,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
-from train.config.fields import Checked, Range
-from train.evaluation.pages import Cell, Row, Table, counted, protocol_of
-from train.spec import CurveGroup, EvaluationSpec, ExportRequest, Features, TaskSpec
-from train.tasks.caption.settings import DECODING, METRIC_LABELS, CaptionerSettings, DecodingSettings
+from clipmill.train.config.fields import Checked, Range
+from clipmill.train.evaluation.pages import Cell, Row, Table, counted, protocol_of
+from clipmill.train.spec import CurveGroup, EvaluationSpec, ExportRequest, Features, TaskSpec
+from clipmill.train.tasks.caption.settings import DECODING, METRIC_LABELS, CaptionerSettings, DecodingSettings
 
 # Columns of the table; the first one is the metric that captioners are compared by.
 _CAPTION_COLUMNS = {
@@ -38,8 +38,8 @@ class CaptionFlags(Checked):
 
 
 def _make(settings: Any, *, run: Any, **opened: Any) -> Any:
-    from train.tasks.caption.decoder import read_decoder_parts
-    from train.tasks.caption.task import CaptionTask
+    from clipmill.train.tasks.caption.decoder import read_decoder_parts
+    from clipmill.train.tasks.caption.task import CaptionTask
 
     # The data may have captions that it did not have when the run began, and tokens are made of captions.
     kept = {} if run is None else {"decoder": read_decoder_parts(run)}
@@ -47,38 +47,38 @@ def _make(settings: Any, *, run: Any, **opened: Any) -> Any:
 
 
 def _effective(settings: Any, source: Any, say: Any) -> Any:
-    from train.tasks.caption.model import effective_settings
+    from clipmill.train.tasks.caption.model import effective_settings
 
     return effective_settings(settings, source, say=say)
 
 
 def _workloads(settings: Any, num_clips: int) -> Any:
-    from train.engine.attention_choice import video_workloads
-    from train.tasks.caption.model import tower_size
+    from clipmill.train.engine.attention_choice import video_workloads
+    from clipmill.train.tasks.caption.model import tower_size
 
     return video_workloads(settings, num_clips, size=tower_size(settings), kind="timesformer")
 
 
 def _score(opened: Any, wanted: Any) -> Any:
-    from train.tasks.caption.evaluation import score_run
+    from clipmill.train.tasks.caption.evaluation import score_run
 
     return score_run(opened, wanted)
 
 
 def _start_lines(facts: Mapping[str, Any]) -> list[str]:
-    from train.tasks.caption.decoder import start_lines
+    from clipmill.train.tasks.caption.decoder import start_lines
 
     return start_lines(facts)
 
 
 def _export(request: ExportRequest) -> Any:
-    from train.tasks.caption.export import exported_captioner
+    from clipmill.train.tasks.caption.export import exported_captioner
 
     return exported_captioner(request)
 
 
 def _adopt(source: Any, path: Path, say: Any) -> Any:
-    from train.tasks.caption.export import adopted_captioner
+    from clipmill.train.tasks.caption.export import adopted_captioner
 
     return adopted_captioner(source, path, say=say)
 

@@ -23,10 +23,10 @@ from typing import Literal
 import torch
 from torch import nn
 
-from train.distributed.stages import LayerCost, from_last, run_along
-from train.distributed.world import World
-from train.models.captioner import Captioner, tower_of
-from train.models.gpt2 import Gpt2, TextCache
+from clipmill.train.distributed.stages import LayerCost, from_last, run_along
+from clipmill.train.distributed.world import World
+from clipmill.train.models.captioner import Captioner, tower_of
+from clipmill.train.models.gpt2 import Gpt2, TextCache
 
 LayerKind = Literal["video_embedding", "video_block", "video_norm", "token_embedding", "text_block", "head"]
 
@@ -230,7 +230,8 @@ def whole_captioner(model: nn.Module, *, stages: World, device: torch.device) ->
 
 
 class StagedCaptioner(nn.Module):
-    """Computes what `train.models.captioner.Captioner` does; only the first stage needs the pixels of the clips.
+    """Computes what `clipmill.train.models.captioner.Captioner` does; only the first stage needs the pixels of the
+    clips.
 
     The encoder's output passes through the stages once, and each stage caches keys and values of its own blocks. The
     last one broadcasts its logits, R * W numbers per token, so that all choose the same tokens.

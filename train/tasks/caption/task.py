@@ -10,28 +10,34 @@ from typing import Any
 import torch
 from torch import nn
 
-from train.config.model import kind_of
-from train.data.batch import Batch
-from train.data.decoding.clip import Views
-from train.data.inputs import Mixture, clip_shape, loader_settings, open_folder
-from train.data.prefetch import batches_on_all_stages
-from train.distributed.stages import LayerCost
-from train.distributed.world import World
-from train.engine.task import ClipTask
-from train.evaluation.runner import every_for, split_metrics
-from train.losses.objective import Objective
-from train.models.captioner import Captioner
-from train.tasks.caption.decoder import DecoderParts, decoder_facts, decoder_of_start, open_decoder, start_facts
-from train.tasks.caption.generation import captions_of, metrics_of
-from train.tasks.caption.model import build_captioner, copy_decoder, start_of_captioner, tower_size
-from train.tasks.caption.objective import CaptionLoss
-from train.tasks.caption.samples import CaptionedClips
-from train.tasks.caption.settings import CaptionerSettings, DecodingSettings, within
-from train.tasks.caption.stages import layers_of, part_of, whole_captioner
-from train.tasks.caption.tokenizer import TOKENIZER_FILE, CaptionTokenizer
-from train.weights.conversion import MEANS, STDS
-from train.weights.loading import Loaded
-from train.weights.sources import Say, Source
+from clipmill.train.config.model import kind_of
+from clipmill.train.data.batch import Batch
+from clipmill.train.data.decoding.clip import Views
+from clipmill.train.data.inputs import Mixture, clip_shape, loader_settings, open_folder
+from clipmill.train.data.prefetch import batches_on_all_stages
+from clipmill.train.distributed.stages import LayerCost
+from clipmill.train.distributed.world import World
+from clipmill.train.engine.task import ClipTask
+from clipmill.train.evaluation.runner import every_for, split_metrics
+from clipmill.train.losses.objective import Objective
+from clipmill.train.models.captioner import Captioner
+from clipmill.train.tasks.caption.decoder import (
+    DecoderParts,
+    decoder_facts,
+    decoder_of_start,
+    open_decoder,
+    start_facts,
+)
+from clipmill.train.tasks.caption.generation import captions_of, metrics_of
+from clipmill.train.tasks.caption.model import build_captioner, copy_decoder, start_of_captioner, tower_size
+from clipmill.train.tasks.caption.objective import CaptionLoss
+from clipmill.train.tasks.caption.samples import CaptionedClips
+from clipmill.train.tasks.caption.settings import CaptionerSettings, DecodingSettings, within
+from clipmill.train.tasks.caption.stages import layers_of, part_of, whole_captioner
+from clipmill.train.tasks.caption.tokenizer import TOKENIZER_FILE, CaptionTokenizer
+from clipmill.train.weights.conversion import MEANS, STDS
+from clipmill.train.weights.loading import Loaded
+from clipmill.train.weights.sources import Say, Source
 
 Samples = CaptionedClips | Mixture
 

@@ -10,18 +10,18 @@ import torch
 from numpy.typing import NDArray
 from torch import nn
 
-from manifests.errors import FailedWork, UserError
-from manifests.quoting import counted
-from train.data.batch import Batch, to_device
-from train.data.class_file import read_class_file, require_names
-from train.data.classes import ClassList
-from train.data.decoding.clip import Views
-from train.data.outcomes import FailedSample, LoadedBatch
-from train.distributed.world import World
-from train.evaluation.by_class import Predictions, most_frequent
-from train.evaluation.runner import OpenedRun, Score, describe_clip
-from train.run.folder import RunFolder
-from train.tasks.classify.settings import ClassEvaluation
+from clipmill.manifests.errors import FailedWork, UserError
+from clipmill.manifests.quoting import counted
+from clipmill.train.data.batch import Batch, to_device
+from clipmill.train.data.class_file import read_class_file, require_names
+from clipmill.train.data.classes import ClassList
+from clipmill.train.data.decoding.clip import Views
+from clipmill.train.data.outcomes import FailedSample, LoadedBatch
+from clipmill.train.distributed.world import World
+from clipmill.train.evaluation.by_class import Predictions, most_frequent
+from clipmill.train.evaluation.runner import OpenedRun, Score, describe_clip
+from clipmill.train.run.folder import RunFolder
+from clipmill.train.tasks.classify.settings import ClassEvaluation
 
 # Accuracy of a classifier: top-1, top-5 and mean class accuracy.
 #

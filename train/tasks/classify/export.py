@@ -4,19 +4,19 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from manifests.errors import UserError
-from train.config.fields import deferred_checks
-from train.data.classes import ClassList
-from train.models.dual_encoder import ModelShape, size_of
-from train.spec import Adopted, ExportRequest
-from train.tasks.classify.settings import ClassifySettings
-from train.weights.architecture import model_like, num_frames_of, picture_px_of, sized_as
-from train.weights.conversion import kind_of_tensors
-from train.weights.effective import effective_clip_settings
-from train.weights.exported import Exported, require_format
-from train.weights.files import read_config
-from train.weights.hf_videomae import exported_videomae
-from train.weights.sources import Say, Source
+from clipmill.manifests.errors import UserError
+from clipmill.train.config.fields import deferred_checks
+from clipmill.train.data.classes import ClassList
+from clipmill.train.models.dual_encoder import ModelShape, size_of
+from clipmill.train.spec import Adopted, ExportRequest
+from clipmill.train.tasks.classify.settings import ClassifySettings
+from clipmill.train.weights.architecture import model_like, num_frames_of, picture_px_of, sized_as
+from clipmill.train.weights.conversion import kind_of_tensors
+from clipmill.train.weights.effective import effective_clip_settings
+from clipmill.train.weights.exported import Exported, require_format
+from clipmill.train.weights.files import read_config
+from clipmill.train.weights.hf_videomae import exported_videomae
+from clipmill.train.weights.sources import Say, Source
 
 # Of VideoMAE's classifiers, which no file says: one frame in four.
 _NUM_FRAMES, _STRIDE = 16, 4

@@ -8,14 +8,14 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import nn
 
-from train.config.model import Towers, kind_of
-from train.engine.task import UNUSED_PARTS, without_parts
-from train.models.attention import Attend
-from train.models.transformer import LayerNorm, checkpoint_blocks, drop_path_of
-from train.models.video_vit import VideoViT, VideoViTSize
-from train.models.videomae import VideoMAEEncoder
-from train.weights.loading import Loaded, fit_to
-from train.weights.sources import Say, Source
+from clipmill.train.config.model import Towers, kind_of
+from clipmill.train.engine.task import UNUSED_PARTS, without_parts
+from clipmill.train.models.attention import Attend
+from clipmill.train.models.transformer import LayerNorm, checkpoint_blocks, drop_path_of
+from clipmill.train.models.video_vit import VideoViT, VideoViTSize
+from clipmill.train.models.videomae import VideoMAEEncoder
+from clipmill.train.weights.loading import Loaded, fit_to
+from clipmill.train.weights.sources import Say, Source
 
 _FEATURE_NORM = "fc_norm."
 # Of the last layer's initial weights: AVION's; VideoMAE's 0.02 times its init_scale of 0.001.

@@ -13,11 +13,11 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from train.data.batch import Batch
-from train.device.transfer import Scalar
-from train.distributed.world import Step
-from train.losses.objective import Objective, backward_microbatches
-from train.tasks.classify.settings import ClassifySettings
+from clipmill.train.data.batch import Batch
+from clipmill.train.device.transfer import Scalar
+from clipmill.train.distributed.world import Step
+from clipmill.train.losses.objective import Objective, backward_microbatches
+from clipmill.train.tasks.classify.settings import ClassifySettings
 
 # Number of the random draw of a batch's mix; microbatches are numbered from 0.
 _MIXING = -1

@@ -6,13 +6,13 @@ from typing import Annotated, Literal
 
 from cyclopts import Parameter
 
-from manifests.errors import UserError
-from train.config import fields as groups
-from train.config.data import Augment
-from train.config.evaluation import EVERY, EvaluationSettings
-from train.config.fields import FIRST_RUN, SHARE, GoesWith, Range, caught, help_group
-from train.config.model import check_picture
-from train.config.training import ClipSettings
+from clipmill.manifests.errors import UserError
+from clipmill.train.config import fields as groups
+from clipmill.train.config.data import Augment
+from clipmill.train.config.evaluation import EVERY, EvaluationSettings
+from clipmill.train.config.fields import FIRST_RUN, SHARE, GoesWith, Range, caught, help_group
+from clipmill.train.config.model import check_picture
+from clipmill.train.config.training import ClipSettings
 
 CLASSES = help_group("Classes", 6)
 VIEWS = Range(1, 100)

@@ -6,12 +6,12 @@ from typing import Annotated, Any
 
 from cyclopts import Parameter
 
-from train.config.fields import Checked
-from train.evaluation.by_class import CHANCE_KEYS
-from train.evaluation.pages import CLASSES_SECTION, FEW_CLASSES, Row, Table, counted, protocol_of, share_cell
-from train.evaluation.probe.spec import PROBE
-from train.spec import EvaluationSpec, ExportRequest, Features, TaskSpec
-from train.tasks.classify.settings import VIEWS, ClassEvaluation, ClassifySettings
+from clipmill.train.config.fields import Checked
+from clipmill.train.evaluation.by_class import CHANCE_KEYS
+from clipmill.train.evaluation.pages import CLASSES_SECTION, FEW_CLASSES, Row, Table, counted, protocol_of, share_cell
+from clipmill.train.evaluation.probe.spec import PROBE
+from clipmill.train.spec import EvaluationSpec, ExportRequest, Features, TaskSpec
+from clipmill.train.tasks.classify.settings import VIEWS, ClassEvaluation, ClassifySettings
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,8 +35,8 @@ class ClassificationFlags(Checked):
 
 
 def _make(settings: Any, *, run: Any, **opened: Any) -> Any:
-    from train.tasks.classify.evaluation import read_run_classes
-    from train.tasks.classify.task import ClassifyTask
+    from clipmill.train.tasks.classify.evaluation import read_run_classes
+    from clipmill.train.tasks.classify.task import ClassifyTask
 
     # The data may have labels that it did not have when the run began.
     kept = {} if run is None else {"classes": read_run_classes(run)}
@@ -44,31 +44,31 @@ def _make(settings: Any, *, run: Any, **opened: Any) -> Any:
 
 
 def _effective(settings: Any, source: Any, say: Any) -> Any:
-    from train.weights.effective import effective_clip_settings
+    from clipmill.train.weights.effective import effective_clip_settings
 
     return effective_clip_settings(settings, source, say=say)
 
 
 def _workloads(settings: Any, num_clips: int) -> Any:
-    from train.engine.attention_choice import video_workloads
+    from clipmill.train.engine.attention_choice import video_workloads
 
     return video_workloads(settings, num_clips)
 
 
 def _score(opened: Any, wanted: Any) -> Any:
-    from train.tasks.classify.evaluation import score_run
+    from clipmill.train.tasks.classify.evaluation import score_run
 
     return score_run(opened, wanted.evaluation(), class_files=wanted.classes)
 
 
 def _export(request: ExportRequest) -> Any:
-    from train.tasks.classify.export import exported_classifier
+    from clipmill.train.tasks.classify.export import exported_classifier
 
     return exported_classifier(request)
 
 
 def _adopt(source: Any, path: Path, say: Any) -> Any:
-    from train.tasks.classify.export import adopted_classifier
+    from clipmill.train.tasks.classify.export import adopted_classifier
 
     return adopted_classifier(source, path, say=say)
 

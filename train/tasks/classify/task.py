@@ -12,12 +12,12 @@ import numpy as np
 import torch
 from torch import nn
 
-from manifests.errors import UserError
-from train.data.batch import Batch
-from train.data.classes import ClassList, read_classes
-from train.data.decoding.clip import Views
-from train.data.frame_sampling import spread_frames, window_frames
-from train.data.inputs import (
+from clipmill.manifests.errors import UserError
+from clipmill.train.data.batch import Batch
+from clipmill.train.data.classes import ClassList, read_classes
+from clipmill.train.data.decoding.clip import Views
+from clipmill.train.data.frame_sampling import spread_frames, window_frames
+from clipmill.train.data.inputs import (
     Mixture,
     clip_shape,
     first_of,
@@ -26,22 +26,22 @@ from train.data.inputs import (
     open_segments,
     size_on_latents,
 )
-from train.data.labelled_clips import LabelledClips
-from train.data.latents.loader import LabelledLatents
-from train.device.random import Positions, uniform
-from train.distributed.world import World
-from train.engine.task import ClipTask
-from train.evaluation.runner import every_for, split_metrics
-from train.losses.objective import Objective
-from train.models.dual_encoder import size_of
-from train.run.counted_batches import counted_batches
-from train.tasks.classify.evaluation import ClassResult, score_classifier
-from train.tasks.classify.model import VideoClassifier, start_of_classifier
-from train.tasks.classify.objective import SoftCrossEntropy
-from train.tasks.classify.settings import ClassEvaluation, ClassifySettings
-from train.weights.conversion import CLIP_MEAN, CLIP_STD
-from train.weights.loading import Loaded
-from train.weights.sources import Say, Source
+from clipmill.train.data.labelled_clips import LabelledClips
+from clipmill.train.data.latents.loader import LabelledLatents
+from clipmill.train.device.random import Positions, uniform
+from clipmill.train.distributed.world import World
+from clipmill.train.engine.task import ClipTask
+from clipmill.train.evaluation.runner import every_for, split_metrics
+from clipmill.train.losses.objective import Objective
+from clipmill.train.models.dual_encoder import size_of
+from clipmill.train.run.counted_batches import counted_batches
+from clipmill.train.tasks.classify.evaluation import ClassResult, score_classifier
+from clipmill.train.tasks.classify.model import VideoClassifier, start_of_classifier
+from clipmill.train.tasks.classify.objective import SoftCrossEntropy
+from clipmill.train.tasks.classify.settings import ClassEvaluation, ClassifySettings
+from clipmill.train.weights.conversion import CLIP_MEAN, CLIP_STD
+from clipmill.train.weights.loading import Loaded
+from clipmill.train.weights.sources import Say, Source
 
 OneFolder = LabelledClips | LabelledLatents
 Samples = OneFolder | Mixture

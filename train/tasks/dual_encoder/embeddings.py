@@ -16,11 +16,11 @@ import torch
 from numpy.typing import NDArray
 from torch import nn
 
-from manifests.errors import FailedWork
-from train.data.batch import Batch, to_device
-from train.data.outcomes import FailedSample, LoadedBatch
-from train.distributed.world import World, gather_uneven
-from train.models.text import load_tokenizer
+from clipmill.manifests.errors import FailedWork
+from clipmill.train.data.batch import Batch, to_device
+from clipmill.train.data.outcomes import FailedSample, LoadedBatch
+from clipmill.train.distributed.world import World, gather_uneven
+from clipmill.train.models.text import load_tokenizer
 
 _KEY_BYTES = 8
 _TEXTS_AT_ONCE = 256

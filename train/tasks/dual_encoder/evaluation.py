@@ -9,20 +9,20 @@ import torch
 from numpy.typing import NDArray
 from torch import nn
 
-from manifests.errors import FailedWork, UserError
-from train.config.evaluation import DualEncoderEvaluation
-from train.data.decoding.clip import Views
-from train.data.loader import TrainingSet
-from train.data.relevancy import Relevancy
-from train.data.remote import open_data_folder
-from train.data.streams.tars import names_tars
-from train.distributed.world import World
-from train.evaluation.by_class import Predictions, most_frequent
-from train.evaluation.pages import PicturedSamples, evenly_spaced
-from train.evaluation.player import open_player
-from train.evaluation.runner import OpenedRun, Score, describe_clip, every_for, split_metrics
-from train.run.counted_batches import counted_batches
-from train.tasks.dual_encoder.embeddings import (
+from clipmill.manifests.errors import FailedWork, UserError
+from clipmill.train.config.evaluation import DualEncoderEvaluation
+from clipmill.train.data.decoding.clip import Views
+from clipmill.train.data.loader import TrainingSet
+from clipmill.train.data.relevancy import Relevancy
+from clipmill.train.data.remote import open_data_folder
+from clipmill.train.data.streams.tars import names_tars
+from clipmill.train.distributed.world import World
+from clipmill.train.evaluation.by_class import Predictions, most_frequent
+from clipmill.train.evaluation.pages import PicturedSamples, evenly_spaced
+from clipmill.train.evaluation.player import open_player
+from clipmill.train.evaluation.runner import OpenedRun, Score, describe_clip, every_for, split_metrics
+from clipmill.train.run.counted_batches import counted_batches
+from clipmill.train.tasks.dual_encoder.embeddings import (
     Embeddings,
     EmbedTexts,
     TakesBatches,
@@ -30,12 +30,12 @@ from train.tasks.dual_encoder.embeddings import (
     embed_texts,
     gathered,
 )
-from train.tasks.dual_encoder.examples import Ranking, retrieval_examples
-from train.tasks.dual_encoder.metrics import MIR_PROTOCOL, score_mir
-from train.tasks.dual_encoder.mir_table import MirTable, open_mir_table
-from train.tasks.dual_encoder.protocols import NAMED, Match, RetrievalScorer, protocol_captions
-from train.tasks.dual_encoder.settings import DualEncoderSettings
-from train.tasks.dual_encoder.zero_shot import (
+from clipmill.train.tasks.dual_encoder.examples import Ranking, retrieval_examples
+from clipmill.train.tasks.dual_encoder.metrics import MIR_PROTOCOL, score_mir
+from clipmill.train.tasks.dual_encoder.mir_table import MirTable, open_mir_table
+from clipmill.train.tasks.dual_encoder.protocols import NAMED, Match, RetrievalScorer, protocol_captions
+from clipmill.train.tasks.dual_encoder.settings import DualEncoderSettings
+from clipmill.train.tasks.dual_encoder.zero_shot import (
     PLAIN_TEMPLATE,
     PROTOCOL,
     ClassPrompts,
@@ -79,7 +79,7 @@ class MirMatch:
 
 @dataclass(frozen=True)
 class MirScorer:
-    """EPIC-KITCHENS-100 multi-instance retrieval (train.tasks.dual_encoder.metrics)."""
+    """EPIC-KITCHENS-100 multi-instance retrieval (clipmill.train.tasks.dual_encoder.metrics)."""
 
     table: MirTable
     definition: str = MIR_PROTOCOL
@@ -125,7 +125,7 @@ class MirScorer:
 
 @dataclass(frozen=True)
 class ZeroShotScorer:
-    """Zero-shot classification (train.tasks.dual_encoder.zero_shot)."""
+    """Zero-shot classification (clipmill.train.tasks.dual_encoder.zero_shot)."""
 
     classes: ClassPrompts
     definition: str = PROTOCOL

@@ -14,9 +14,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from train.evaluation.pages import PicturedSamples, evenly_spaced
-from train.evaluation.player import Player, clip_figure
-from train.tasks.dual_encoder.metrics import ranks
+from clipmill.train.evaluation.pages import PicturedSamples, evenly_spaced
+from clipmill.train.evaluation.player import Player, clip_figure
+from clipmill.train.tasks.dual_encoder.metrics import ranks
 
 _NUM_QUERIES = 6
 _NUM_FOUND = 4

@@ -6,16 +6,16 @@ from typing import Literal
 
 import torch
 
-from manifests.errors import UserError
-from train.config.fields import deferred_checks
-from train.config.model import Towers
-from train.models.dual_encoder import ModelShape, size_of
-from train.spec import Adopted, ExportRequest
-from train.tasks.dual_encoder.settings import DualEncoderSettings
-from train.tasks.dual_encoder.task import with_towers_of
-from train.weights.architecture import model_like, num_frames_of, picture_px_of, sized_as
-from train.weights.conversion import CONV, LOGIT_SCALE, TEMPORAL_EMBEDDING, Tensors
-from train.weights.exported import (
+from clipmill.manifests.errors import UserError
+from clipmill.train.config.fields import deferred_checks
+from clipmill.train.config.model import Towers
+from clipmill.train.models.dual_encoder import ModelShape, size_of
+from clipmill.train.spec import Adopted, ExportRequest
+from clipmill.train.tasks.dual_encoder.settings import DualEncoderSettings
+from clipmill.train.tasks.dual_encoder.task import with_towers_of
+from clipmill.train.weights.architecture import model_like, num_frames_of, picture_px_of, sized_as
+from clipmill.train.weights.conversion import CONV, LOGIT_SCALE, TEMPORAL_EMBEDDING, Tensors
+from clipmill.train.weights.exported import (
     EXTRAS_FILE,
     Exported,
     preprocessor_config,
@@ -24,9 +24,9 @@ from train.weights.exported import (
     save_json,
     save_tensors,
 )
-from train.weights.hf_clip import hf_config, save_tokenizer, to_hf
-from train.weights.open_clip import open_clip_config, to_open_clip
-from train.weights.sources import Say, Source
+from clipmill.train.weights.hf_clip import hf_config, save_tokenizer, to_hf
+from clipmill.train.weights.open_clip import open_clip_config, to_open_clip
+from clipmill.train.weights.sources import Say, Source
 
 FrameEmbedding = Literal["mean", "zero"]
 

@@ -3,12 +3,13 @@
 Text-video retrieval, in both directions:
 
 If several clips have the same caption ("a red circle moves to the left"), any of them is correct. Captions with equal
-tokens, or equal stored embeddings, are one text (train.tasks.dual_encoder.embeddings). The protocol:
+tokens, or equal stored embeddings, are one text (clipmill.train.tasks.dual_encoder.embeddings). The protocol:
 
     text to video   query: each distinct text; gallery: all clips; correct: every clip that has this text
     video to text   query: each clip; gallery: the distinct texts; correct: the clip's own text
 
-Named protocols decide otherwise which texts there are and what is correct (train.tasks.dual_encoder.protocols).
+Named protocols decide otherwise which texts there are and what is correct
+(clipmill.train.tasks.dual_encoder.protocols).
 
 The rank of a query is 1 + the number of incorrect items that score at least as high as its best correct item: ties
 count against the model, so that constant scores get the worst ranks.
@@ -22,7 +23,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from train.data.relevancy import Relevancy
+from clipmill.train.data.relevancy import Relevancy
 
 RECALL_AT = (1, 5, 10)
 
@@ -126,8 +127,8 @@ def _chance_median_rank(gallery_size: int, num_right_Q: NDArray[np.int64]) -> fl
 
 # EPIC-KITCHENS-100 multi-instance retrieval (MIR): graded mAP and nDCG, in both directions.
 #
-# A clip has many relevant sentences, each with a relevancy in [0, 1] (train.data.relevancy). With rel_k the relevancy
-# of the item at rank k of a query's ranking:
+# A clip has many relevant sentences, each with a relevancy in [0, 1] (clipmill.train.data.relevancy). With rel_k the
+# relevancy of the item at rank k of a query's ranking:
 #
 # AP    mean, over the ranks k at which rel_k = 1, of (rel_1 + ... + rel_k) / k
 # nDCG  (sum over k <= K of rel_k / log2(k + 1)) / the same of the best ranking; K = number of items with rel > 0

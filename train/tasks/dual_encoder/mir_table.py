@@ -18,14 +18,14 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
-from manifests.adapters.splits import split_in_file_name
-from manifests.adapters.tables import read_csv
-from manifests.errors import UserError
-from manifests.quoting import counted
-from manifests.store import REJECTED_FILE, manifest_dir, read_captions, read_rejected, read_videos
-from train.data.chunk_table import rows_of
-from train.data.chunks import videos_of_split
-from train.data.relevancy import Actions, NoRelevancy, Relevancy, compressed, relevancy_of_classes
+from clipmill.manifests.adapters.splits import split_in_file_name
+from clipmill.manifests.adapters.tables import read_csv
+from clipmill.manifests.errors import UserError
+from clipmill.manifests.quoting import counted
+from clipmill.manifests.store import REJECTED_FILE, manifest_dir, read_captions, read_rejected, read_videos
+from clipmill.train.data.chunk_table import rows_of
+from clipmill.train.data.chunks import videos_of_split
+from clipmill.train.data.relevancy import Actions, NoRelevancy, Relevancy, compressed, relevancy_of_classes
 
 # Read a numpy array from a pickle without running any code of the pickle.
 #
@@ -154,7 +154,7 @@ class _ArrayUnpickler(pickle.Unpickler):
 
 
 _VERB, _NOUNS = "label_verb", "label_nouns"
-_LOST = re.compile(r"captions lost: (\d+)$")  # manifests.adapters.reading
+_LOST = re.compile(r"captions lost: (\d+)$")  # clipmill.manifests.adapters.reading
 # Narrations with the same text may have different classes, so not every clip has relevancy 1 for its own sentence.
 _LEAST_OWN_SHARE = 0.5
 

@@ -6,15 +6,15 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from cyclopts import Parameter
 
-from manifests.errors import UserError
-from train.config import fields as groups
-from train.config.data import CaptionSettings
-from train.config.evaluation import DualEncoderEvaluation
-from train.config.fields import FIRST_RUN, GoesWith, Range, caught, help_group
-from train.config.model import check_picture
-from train.config.training import ClipSettings
-from train.config.tuning import Tower
-from train.losses.settings import Loss
+from clipmill.manifests.errors import UserError
+from clipmill.train.config import fields as groups
+from clipmill.train.config.data import CaptionSettings
+from clipmill.train.config.evaluation import DualEncoderEvaluation
+from clipmill.train.config.fields import FIRST_RUN, GoesWith, Range, caught, help_group
+from clipmill.train.config.model import check_picture
+from clipmill.train.config.training import ClipSettings
+from clipmill.train.config.tuning import Tower
+from clipmill.train.losses.settings import Loss
 
 LOSS = help_group("Loss", 6)
 

@@ -5,13 +5,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
-from train.config.evaluation import TEMPERATURE, DualEncoderEvaluation, RetrievalName
-from train.config.fields import Checked, Range
-from train.evaluation.by_class import CHANCE_KEYS
-from train.evaluation.pages import CLASSES_SECTION, Cell, Row, Table, counted, protocol_of, share_cell
-from train.evaluation.probe.spec import PROBE
-from train.spec import CurveGroup, EvaluationSpec, ExportRequest, Features, TaskSpec
-from train.tasks.dual_encoder.settings import DualEncoderSettings
+from clipmill.train.config.evaluation import TEMPERATURE, DualEncoderEvaluation, RetrievalName
+from clipmill.train.config.fields import Checked, Range
+from clipmill.train.evaluation.by_class import CHANCE_KEYS
+from clipmill.train.evaluation.pages import CLASSES_SECTION, Cell, Row, Table, counted, protocol_of, share_cell
+from clipmill.train.evaluation.probe.spec import PROBE
+from clipmill.train.spec import CurveGroup, EvaluationSpec, ExportRequest, Features, TaskSpec
+from clipmill.train.tasks.dual_encoder.settings import DualEncoderSettings
 
 MAX_CLIPS = 100
 _RUNS = "Run folder of train dual-encoder."
@@ -88,37 +88,37 @@ class ZeroShotFlags(ClipFlags):
 
 
 def _make(settings: Any, *, run: Any, **opened: Any) -> Any:
-    from train.tasks.dual_encoder.task import DualEncoderTask
+    from clipmill.train.tasks.dual_encoder.task import DualEncoderTask
 
     return DualEncoderTask(settings, **opened)
 
 
 def _effective(settings: Any, source: Any, say: Any) -> Any:
-    from train.tasks.dual_encoder.task import effective_settings
+    from clipmill.train.tasks.dual_encoder.task import effective_settings
 
     return effective_settings(settings, source, say=say)
 
 
 def _workloads(settings: Any, num_clips: int) -> Any:
-    from train.tasks.dual_encoder.task import workloads_of
+    from clipmill.train.tasks.dual_encoder.task import workloads_of
 
     return workloads_of(settings, num_clips)
 
 
 def _score(opened: Any, wanted: Any) -> Any:
-    from train.tasks.dual_encoder.evaluation import score_run
+    from clipmill.train.tasks.dual_encoder.evaluation import score_run
 
     return score_run(opened, wanted.evaluation(), num_clips=wanted.clips)
 
 
 def _export(request: ExportRequest) -> Any:
-    from train.tasks.dual_encoder.export import exported_clip
+    from clipmill.train.tasks.dual_encoder.export import exported_clip
 
     return exported_clip(request)
 
 
 def _adopt(source: Any, path: Path, say: Any) -> Any:
-    from train.tasks.dual_encoder.export import adopted_clip
+    from clipmill.train.tasks.dual_encoder.export import adopted_clip
 
     return adopted_clip(source, say=say)
 

@@ -12,36 +12,36 @@ import pyarrow as pa
 import torch
 from torch import nn
 
-from manifests.errors import UserError
-from train.config.data import CaptionSettings
-from train.config.evaluation import DualEncoderEvaluation, EvaluatedData
-from train.config.model import Towers
-from train.data.batch import Batch
-from train.data.decoding.clip import Views
-from train.data.frame_sampling import spread_frames
-from train.data.inputs import Mixture, clip_shape, first_of, loader_settings, open_segments, size_on_latents
-from train.data.latents.loader import CaptionedLatents
-from train.data.remote import open_data_folder
-from train.data.streams.stream import VideoStream
-from train.data.streams.tars import names_tars
-from train.data.video_captions import VideoCaptions
-from train.device.random import uniform
-from train.distributed.world import World
-from train.engine.attention_choice import video_workloads
-from train.engine.task import ClipTask
-from train.losses.contrastive import DatasetSize
-from train.losses.objective import Objective
-from train.losses.registry import build_contrast
-from train.models.attention_kernels import Workload
-from train.models.dual_encoder import DualEncoder, ModelShape, size_of
-from train.models.text import Tokenize, load_tokenizer
-from train.models.transformer import NORM_EPS
-from train.tasks.dual_encoder.evaluation import LoopEvaluation
-from train.tasks.dual_encoder.protocols import NAMED, protocol_captions
-from train.tasks.dual_encoder.settings import DualEncoderSettings
-from train.weights.conversion import CLIP_MEAN, CLIP_STD, LOGIT_SCALE, require_finite
-from train.weights.effective import KINDS, effective_clip_settings
-from train.weights.sources import Say, Source
+from clipmill.manifests.errors import UserError
+from clipmill.train.config.data import CaptionSettings
+from clipmill.train.config.evaluation import DualEncoderEvaluation, EvaluatedData
+from clipmill.train.config.model import Towers
+from clipmill.train.data.batch import Batch
+from clipmill.train.data.decoding.clip import Views
+from clipmill.train.data.frame_sampling import spread_frames
+from clipmill.train.data.inputs import Mixture, clip_shape, first_of, loader_settings, open_segments, size_on_latents
+from clipmill.train.data.latents.loader import CaptionedLatents
+from clipmill.train.data.remote import open_data_folder
+from clipmill.train.data.streams.stream import VideoStream
+from clipmill.train.data.streams.tars import names_tars
+from clipmill.train.data.video_captions import VideoCaptions
+from clipmill.train.device.random import uniform
+from clipmill.train.distributed.world import World
+from clipmill.train.engine.attention_choice import video_workloads
+from clipmill.train.engine.task import ClipTask
+from clipmill.train.losses.contrastive import DatasetSize
+from clipmill.train.losses.objective import Objective
+from clipmill.train.losses.registry import build_contrast
+from clipmill.train.models.attention_kernels import Workload
+from clipmill.train.models.dual_encoder import DualEncoder, ModelShape, size_of
+from clipmill.train.models.text import Tokenize, load_tokenizer
+from clipmill.train.models.transformer import NORM_EPS
+from clipmill.train.tasks.dual_encoder.evaluation import LoopEvaluation
+from clipmill.train.tasks.dual_encoder.protocols import NAMED, protocol_captions
+from clipmill.train.tasks.dual_encoder.settings import DualEncoderSettings
+from clipmill.train.weights.conversion import CLIP_MEAN, CLIP_STD, LOGIT_SCALE, require_finite
+from clipmill.train.weights.effective import KINDS, effective_clip_settings
+from clipmill.train.weights.sources import Say, Source
 
 OneFolder = VideoCaptions | VideoStream | CaptionedLatents
 Samples = OneFolder | Mixture

@@ -5,8 +5,8 @@ the unit-length embeddings of its prompts (each of its names in each template). 
 number of other classes that score at least as high: ties count against the model, so that constant scores are always
 wrong.
 
-A class file is a list or a table (train.data.class_file); a template file has one template per line, with {} for the
-name. Without a class file, classes and names come from a label of the captions:
+A class file is a list or a table (clipmill.train.data.class_file); a template file has one template per line, with {}
+for the name. Without a class file, classes and names come from a label of the captions:
 
     text (Kinetics' `class`)                the label is the name
     number (EK-100's `verb`), or `action`   the names are the distinct texts of all captions that have it
@@ -24,13 +24,13 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
-from manifests.adapters.tables import text_lines
-from manifests.errors import UserError
-from manifests.store import read_captions
-from train.data.chunk_table import rows_of
-from train.data.chunks import videos_of_split
-from train.data.class_file import Names, read_class_file, require_names
-from train.data.classes import ACTION, class_labels, class_names_of
+from clipmill.manifests.adapters.tables import text_lines
+from clipmill.manifests.errors import UserError
+from clipmill.manifests.store import read_captions
+from clipmill.train.data.chunk_table import rows_of
+from clipmill.train.data.chunks import videos_of_split
+from clipmill.train.data.class_file import Names, read_class_file, require_names
+from clipmill.train.data.classes import ACTION, class_labels, class_names_of
 
 PLAIN_TEMPLATE = "{}"
 PROTOCOL = (

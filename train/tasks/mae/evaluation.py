@@ -9,23 +9,23 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from manifests.errors import FailedWork, UserError
-from train.data.chunk_clips import ChunkClips
-from train.data.latents.loader import FALSE_COLOUR_STDS, LatentLoader
-from train.data.latents.segments import times_us
-from train.data.loader import SampleRequest
-from train.distributed.world import World
-from train.evaluation.pages import evenly_spaced, evenly_within, jpeg_uri, png_uri
-from train.evaluation.runner import OpenedRun, Score, describe_clip, evaluate, every_for
-from train.models.video_vit import CubeGrid
-from train.run.counted_batches import counted_batches
-from train.run.folder import RunFolder
-from train.spec import EvaluationSpec, TaskSpec
-from train.tasks.mae.reconstruction import Pictures, ReconstructedClip, ToDisplay, evaluate_reconstruction
-from train.tasks.mae.settings import MaeSettings, num_masked_places
-from train.tasks.mae.spec import ReconstructionFlags
-from train.weights.conversion import IMAGENET_MEAN, IMAGENET_STD
-from train.weights.sources import Say
+from clipmill.manifests.errors import FailedWork, UserError
+from clipmill.train.data.chunk_clips import ChunkClips
+from clipmill.train.data.latents.loader import FALSE_COLOUR_STDS, LatentLoader
+from clipmill.train.data.latents.segments import times_us
+from clipmill.train.data.loader import SampleRequest
+from clipmill.train.distributed.world import World
+from clipmill.train.evaluation.pages import evenly_spaced, evenly_within, jpeg_uri, png_uri
+from clipmill.train.evaluation.runner import OpenedRun, Score, describe_clip, evaluate, every_for
+from clipmill.train.models.video_vit import CubeGrid
+from clipmill.train.run.counted_batches import counted_batches
+from clipmill.train.run.folder import RunFolder
+from clipmill.train.spec import EvaluationSpec, TaskSpec
+from clipmill.train.tasks.mae.reconstruction import Pictures, ReconstructedClip, ToDisplay, evaluate_reconstruction
+from clipmill.train.tasks.mae.settings import MaeSettings, num_masked_places
+from clipmill.train.tasks.mae.spec import ReconstructionFlags
+from clipmill.train.weights.conversion import IMAGENET_MEAN, IMAGENET_STD
+from clipmill.train.weights.sources import Say
 
 _NUM_CLIPS = 4
 _MAX_FRAMES = 4

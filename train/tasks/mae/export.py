@@ -3,19 +3,19 @@
 from pathlib import Path
 from typing import Any
 
-from train.config.fields import deferred_checks
-from train.models.dual_encoder import ModelShape, size_of
-from train.models.masked_autoencoder import decoder_size
-from train.models.transformer import TransformerSize
-from train.spec import Adopted, ExportRequest
-from train.tasks.mae.settings import MaeSettings
-from train.weights.architecture import model_like, picture_px_of, sized_as
-from train.weights.effective import effective_clip_settings
-from train.weights.exported import Exported, require_format
-from train.weights.files import read_config
-from train.weights.hf_videomae import exported_videomae
-from train.weights.loading import depth_of
-from train.weights.sources import Say, Source
+from clipmill.train.config.fields import deferred_checks
+from clipmill.train.models.dual_encoder import ModelShape, size_of
+from clipmill.train.models.masked_autoencoder import decoder_size
+from clipmill.train.models.transformer import TransformerSize
+from clipmill.train.spec import Adopted, ExportRequest
+from clipmill.train.tasks.mae.settings import MaeSettings
+from clipmill.train.weights.architecture import model_like, picture_px_of, sized_as
+from clipmill.train.weights.effective import effective_clip_settings
+from clipmill.train.weights.exported import Exported, require_format
+from clipmill.train.weights.files import read_config
+from clipmill.train.weights.hf_videomae import exported_videomae
+from clipmill.train.weights.loading import depth_of
+from clipmill.train.weights.sources import Say, Source
 
 
 def adopted_autoencoder(source: Source, path: Path, *, say: Say) -> Adopted | None:

@@ -13,14 +13,14 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from train.data.batch import Batch
-from train.device.random import device_uniform
-from train.device.transfer import Scalar, constant, sent
-from train.distributed.world import Step
-from train.losses.objective import Objective, backward_microbatches
-from train.models.masked_autoencoder import predicted_cubes
-from train.models.video_vit import CubeGrid, VideoViTSize, cubes_of, picked
-from train.tasks.mae.settings import DecoderMask, MaeSettings, num_masked_places
+from clipmill.train.data.batch import Batch
+from clipmill.train.device.random import device_uniform
+from clipmill.train.device.transfer import Scalar, constant, sent
+from clipmill.train.distributed.world import Step
+from clipmill.train.losses.objective import Objective, backward_microbatches
+from clipmill.train.models.masked_autoencoder import predicted_cubes
+from clipmill.train.models.video_vit import CubeGrid, VideoViTSize, cubes_of, picked
+from clipmill.train.tasks.mae.settings import DecoderMask, MaeSettings, num_masked_places
 
 # Which cubes of a clip are masked, and which of those are predicted.
 #

@@ -1,9 +1,9 @@
 """Reconstruct masked cubes of the clips of a split: the loss, and pictures of some clips.
 
 A model predicts the values of each masked cube minus their mean and divided by their standard deviation, per channel
-(train.tasks.mae.objective). A picture needs that mean and deviation from elsewhere: here they are those of the clip's
-visible cubes, averaged with weights 1 / d^4, where d is the distance between cubes in cubes along time, height and
-width. Nothing of the masked cubes enters a picture. Published pictures often use the masked cubes' own statistics;
+(clipmill.train.tasks.mae.objective). A picture needs that mean and deviation from elsewhere: here they are those of the
+clip's visible cubes, averaged with weights 1 / d^4, where d is the distance between cubes in cubes along time, height
+and width. Nothing of the masked cubes enters a picture. Published pictures often use the masked cubes' own statistics;
 docs/mae.md discusses what that hides.
 
 Shape suffixes: B clips, C channels, T frames, H and W pixels, N cubes of a clip, M masked cubes of a clip, R masked
@@ -20,12 +20,12 @@ import torch
 from numpy.typing import NDArray
 from torch import nn
 
-from manifests.errors import FailedWork
-from train.data.batch import Batch, to_device
-from train.data.outcomes import FailedSample, LoadedBatch
-from train.models.masked_autoencoder import predicted_cubes
-from train.models.video_vit import CubeGrid, VideoViTSize, cubes_of, grid_of
-from train.tasks.mae.objective import Masking, normalised_cubes
+from clipmill.manifests.errors import FailedWork
+from clipmill.train.data.batch import Batch, to_device
+from clipmill.train.data.outcomes import FailedSample, LoadedBatch
+from clipmill.train.models.masked_autoencoder import predicted_cubes
+from clipmill.train.models.video_vit import CubeGrid, VideoViTSize, cubes_of, grid_of
+from clipmill.train.tasks.mae.objective import Masking, normalised_cubes
 
 _AT_ONCE = 32  # clips: batches of training may be larger than one GPU can hold
 _POWER = 4  # docs/mae.md compares it with others

@@ -7,14 +7,14 @@ from typing import Annotated, Literal
 
 from cyclopts import Parameter
 
-from manifests.errors import UserError
-from train.config import fields as groups
-from train.config.evaluation import ProbeEvaluation
-from train.config.fields import FIRST_RUN, SHARE, GoesWith, Range, caught, help_group
-from train.config.model import PATCH_PX, Kind, Towers, check_picture, of_clip_alone
-from train.config.optim import OptimizerSettings
-from train.config.training import COUNT, ClipSettings, Crop, LearningRate, NumFrames, Sampling, WeightDecay
-from train.config.tuning import Tower
+from clipmill.manifests.errors import UserError
+from clipmill.train.config import fields as groups
+from clipmill.train.config.evaluation import ProbeEvaluation
+from clipmill.train.config.fields import FIRST_RUN, SHARE, GoesWith, Range, caught, help_group
+from clipmill.train.config.model import PATCH_PX, Kind, Towers, check_picture, of_clip_alone
+from clipmill.train.config.optim import OptimizerSettings
+from clipmill.train.config.training import COUNT, ClipSettings, Crop, LearningRate, NumFrames, Sampling, WeightDecay
+from clipmill.train.config.tuning import Tower
 
 DecoderMask = Literal["none", "random", "running-cell"]
 Repeat = Literal["clips", "masks"]

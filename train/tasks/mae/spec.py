@@ -4,11 +4,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
-from train.config.fields import Checked, Range
-from train.evaluation.pages import Cell, Row, Table, counted, percent, protocol_of
-from train.evaluation.probe.spec import PROBE
-from train.spec import EvaluationSpec, ExportRequest, Features, TaskSpec
-from train.tasks.mae.settings import MaeSettings, without_effect
+from clipmill.train.config.fields import Checked, Range
+from clipmill.train.evaluation.pages import Cell, Row, Table, counted, percent, protocol_of
+from clipmill.train.evaluation.probe.spec import PROBE
+from clipmill.train.spec import EvaluationSpec, ExportRequest, Features, TaskSpec
+from clipmill.train.tasks.mae.settings import MaeSettings, without_effect
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,13 +22,13 @@ class ReconstructionFlags(Checked):
 
 
 def _make(settings: Any, *, run: Any, **opened: Any) -> Any:
-    from train.tasks.mae.task import MaeTask
+    from clipmill.train.tasks.mae.task import MaeTask
 
     return MaeTask(settings, **opened)
 
 
 def _effective(settings: Any, source: Any, say: Any) -> Any:
-    from train.weights.effective import effective_clip_settings
+    from clipmill.train.weights.effective import effective_clip_settings
 
     if unused := without_effect(settings):
         say(f"without effect with --input {settings.input}, given or from a preset: {', '.join(unused)}")
@@ -36,32 +36,32 @@ def _effective(settings: Any, source: Any, say: Any) -> Any:
 
 
 def _workloads(settings: Any, num_clips: int) -> Any:
-    from train.engine.attention_choice import video_workloads
+    from clipmill.train.engine.attention_choice import video_workloads
 
     # The encoder sees what is not masked.
     return video_workloads(settings, num_clips, share_seen=1 - settings.mask_ratio)
 
 
 def _score(opened: Any, wanted: Any) -> Any:
-    from train.tasks.mae.evaluation import score_run
+    from clipmill.train.tasks.mae.evaluation import score_run
 
     return score_run(opened, wanted)
 
 
 def _at_end(run: Any, settings: Any, say: Any) -> None:
-    from train.tasks.mae.evaluation import reconstruct_at_end
+    from clipmill.train.tasks.mae.evaluation import reconstruct_at_end
 
     reconstruct_at_end(TASK, RECONSTRUCTION, run, settings, say=say)
 
 
 def _export(request: ExportRequest) -> Any:
-    from train.tasks.mae.export import exported_autoencoder
+    from clipmill.train.tasks.mae.export import exported_autoencoder
 
     return exported_autoencoder(request)
 
 
 def _adopt(source: Any, path: Path, say: Any) -> Any:
-    from train.tasks.mae.export import adopted_autoencoder
+    from clipmill.train.tasks.mae.export import adopted_autoencoder
 
     return adopted_autoencoder(source, path, say=say)
 

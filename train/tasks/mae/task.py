@@ -11,13 +11,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from train.config.evaluation import EvaluatedData, ProbeEvaluation
-from train.data.batch import Batch
-from train.data.chunk_clips import ChunkClips
-from train.data.chunks import videos_of_split
-from train.data.decoding.clip import Views
-from train.data.frame_sampling import window_frames
-from train.data.inputs import (
+from clipmill.train.config.evaluation import EvaluatedData, ProbeEvaluation
+from clipmill.train.data.batch import Batch
+from clipmill.train.data.chunk_clips import ChunkClips
+from clipmill.train.data.chunks import videos_of_split
+from clipmill.train.data.decoding.clip import Views
+from clipmill.train.data.frame_sampling import window_frames
+from clipmill.train.data.inputs import (
     LATENT_PATCH,
     Mixture,
     clip_shape,
@@ -27,21 +27,21 @@ from train.data.inputs import (
     open_segments,
     size_on_latents,
 )
-from train.data.latents.loader import LatentLoader
-from train.data.remote import open_data_folder
-from train.device.random import uniform
-from train.distributed.world import World
-from train.engine.task import ClipTask
-from train.evaluation.probe.evaluation import LoopProbe
-from train.losses.objective import Objective
-from train.models.dual_encoder import size_of
-from train.models.masked_autoencoder import MaskedAutoencoder
-from train.models.video_vit import CubeGrid, VideoViTSize
-from train.tasks.mae.objective import MaskedReconstruction, Masking
-from train.tasks.mae.settings import MaeSettings, check_mask
-from train.weights.conversion import IMAGENET_MEAN, IMAGENET_STD
-from train.weights.loading import Loaded, fit_to
-from train.weights.sources import Say, Source
+from clipmill.train.data.latents.loader import LatentLoader
+from clipmill.train.data.remote import open_data_folder
+from clipmill.train.device.random import uniform
+from clipmill.train.distributed.world import World
+from clipmill.train.engine.task import ClipTask
+from clipmill.train.evaluation.probe.evaluation import LoopProbe
+from clipmill.train.losses.objective import Objective
+from clipmill.train.models.dual_encoder import size_of
+from clipmill.train.models.masked_autoencoder import MaskedAutoencoder
+from clipmill.train.models.video_vit import CubeGrid, VideoViTSize
+from clipmill.train.tasks.mae.objective import MaskedReconstruction, Masking
+from clipmill.train.tasks.mae.settings import MaeSettings, check_mask
+from clipmill.train.weights.conversion import IMAGENET_MEAN, IMAGENET_STD
+from clipmill.train.weights.loading import Loaded, fit_to
+from clipmill.train.weights.sources import Say, Source
 
 OneFolder = ChunkClips | LatentLoader
 Samples = OneFolder | Mixture

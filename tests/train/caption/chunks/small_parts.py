@@ -2,8 +2,8 @@
 
 import sys
 
-from train.cli import main
-from train.tasks.caption.chunks import captioning
+from clipmill.train.cli import main
+from clipmill.train.tasks.caption.chunks import captioning
 
 
 def caption_small_parts(*words: str) -> None:

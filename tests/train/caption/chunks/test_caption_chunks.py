@@ -10,6 +10,9 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 
+from clipmill.train.inference.model import load_model
+from clipmill.train.run.parts import differences
+from clipmill.train.tasks.caption.chunks import captioning
 from tests.train.caption.chunks.small_parts import caption_small_parts
 from tests.train.caption.conftest import DECODER, SMALL
 from tests.train.conftest import NUM_FRAMES, VIDEOS
@@ -18,9 +21,6 @@ from tests.train.killed import killed_at
 from tests.train.search.conftest import content, overwrite_chunk
 from tests.train.tiny_data import Caption, chunks_of, encode_chunk, video_sample, write_captions, write_shard
 from tests.train.weights.test_export import run_train
-from train.inference.model import load_model
-from train.run.parts import differences
-from train.tasks.caption.chunks import captioning
 
 KEYS = [(video, begin, end) for video in "abc" for begin, end in ((0.0, 2.0), (2.0, 4.0), (4.0, 5.5))]
 

@@ -11,10 +11,10 @@ from pathlib import Path
 import pyarrow.parquet as pq
 import pytest
 
-from manifests.store import read_captions
-from prep.cli import main as prep_main
-from prep.synthetic.frame_numbers import write_frame_number_video
-from shards.reader import Variant
+from clipmill.manifests.store import read_captions
+from clipmill.prep.cli import main as prep_main
+from clipmill.prep.synthetic.frame_numbers import write_frame_number_video
+from clipmill.shards.reader import Variant
 from tests.train.weights.test_export import run_train
 
 NAMES = ("a", "b", "c", "d", "val/e")

@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 import torch
 
+from clipmill.train.models.captioner import Captioner
+from clipmill.train.models.gpt2 import TextCache
+from clipmill.train.tasks.caption.decoding import generate_captions
+from clipmill.train.tasks.caption.settings import DecodingSettings
+from clipmill.train.tasks.caption.stages import CaptionerPart, all_layers
 from tests.train.models.small_captioners import END, PAD, clips, for_them, ours_with_weights_of, their_captioner
-from train.models.captioner import Captioner
-from train.models.gpt2 import TextCache
-from train.tasks.caption.decoding import generate_captions
-from train.tasks.caption.settings import DecodingSettings
-from train.tasks.caption.stages import CaptionerPart, all_layers
 
 NUM_CLIPS, MAX_TOKENS = 6, 12
 

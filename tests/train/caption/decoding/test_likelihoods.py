@@ -5,10 +5,10 @@ from typing import Any
 import pytest
 import torch
 
+from clipmill.train.models.captioner import Captioner
+from clipmill.train.tasks.caption.decoding import generate_captions
+from clipmill.train.tasks.caption.settings import DecodingSettings
 from tests.train.models.small_captioners import END, clips, for_them, ours_with_weights_of, their_captioner
-from train.models.captioner import Captioner
-from train.tasks.caption.decoding import generate_captions
-from train.tasks.caption.settings import DecodingSettings
 
 NUM_CLIPS, MAX_TOKENS = 5, 4
 METHODS: dict[str, dict[str, Any]] = {

@@ -4,11 +4,17 @@ import pytest
 import torch
 from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
-from manifests.errors import UserError
+from clipmill.manifests.errors import UserError
+from clipmill.train.models.captioner import Captioner
+from clipmill.train.tasks.caption.decoding import (
+    generate_captions,
+    sampled,
+    top_k_filtered,
+    top_p_filtered,
+    with_temperature,
+)
+from clipmill.train.tasks.caption.settings import DecodingSettings, max_tokens_of, within
 from tests.train.models.small_captioners import END, clips, ours_with_weights_of, their_captioner
-from train.models.captioner import Captioner
-from train.tasks.caption.decoding import generate_captions, sampled, top_k_filtered, top_p_filtered, with_temperature
-from train.tasks.caption.settings import DecodingSettings, max_tokens_of, within
 
 NO_IDS = torch.zeros(1, 1, dtype=torch.int64)
 

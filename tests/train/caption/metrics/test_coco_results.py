@@ -1,7 +1,7 @@
 import json
 from pathlib import Path
 
-from train.tasks.caption.evaluation import write_coco_results
+from clipmill.train.tasks.caption.evaluation import write_coco_results
 
 
 def test_captions_are_written_in_order_and_whole(tmp_path: Path) -> None:

@@ -10,10 +10,10 @@ from pycocoevalcap.bleu.bleu import Bleu
 from pycocoevalcap.cider.cider import Cider
 from pycocoevalcap.rouge.rouge import Rouge
 
-from manifests.errors import UserError
-from train.tasks.caption.metrics.ptb_tokenizer import tokenize
-from train.tasks.caption.metrics.scores import CaptionScores, hash_of_ids, score_captions
-from train.tasks.caption.settings import METRIC_LABELS
+from clipmill.manifests.errors import UserError
+from clipmill.train.tasks.caption.metrics.ptb_tokenizer import tokenize
+from clipmill.train.tasks.caption.metrics.scores import CaptionScores, hash_of_ids, score_captions
+from clipmill.train.tasks.caption.settings import METRIC_LABELS
 
 Candidates = Mapping[str, str]
 References = Mapping[str, Sequence[str]]

@@ -8,13 +8,13 @@ import av
 import numpy as np
 import pytest
 
-from manifests.errors import UserError
-from prep.synthetic.frame_code import read_frame_number
-from prep.synthetic.frame_numbers import write_frame_number_video
-from train.data.frame_sampling import US_PER_S, Sampling
-from train.tasks.caption.videos.captioning import Caption, CaptionedWindow, VideoEnd, caption_videos
-from train.tasks.caption.videos.clips import WindowClip
-from train.tasks.caption.videos.source import find_videos, shown_name
+from clipmill.manifests.errors import UserError
+from clipmill.prep.synthetic.frame_code import read_frame_number
+from clipmill.prep.synthetic.frame_numbers import write_frame_number_video
+from clipmill.train.data.frame_sampling import US_PER_S, Sampling
+from clipmill.train.tasks.caption.videos.captioning import Caption, CaptionedWindow, VideoEnd, caption_videos
+from clipmill.train.tasks.caption.videos.clips import WindowClip
+from clipmill.train.tasks.caption.videos.source import find_videos, shown_name
 
 SIZE_PX = 64
 

@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from manifests.adapters.folder import read_folder
-from manifests.further_sources import is_source_name, source_name
-from prep.synthetic.frame_numbers import write_frame_number_video
+from clipmill.manifests.adapters.folder import read_folder
+from clipmill.manifests.further_sources import is_source_name, source_name
+from clipmill.prep.synthetic.frame_numbers import write_frame_number_video
+from clipmill.train.inference.model import load_model
+from clipmill.train.tasks.caption.videos.run import open_captioner
 from tests.train.test_cli import train
-from train.inference.model import load_model
-from train.tasks.caption.videos.run import open_captioner
 
 __all__ = ["train"]
 

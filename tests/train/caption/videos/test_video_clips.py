@@ -10,17 +10,17 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from prep.synthetic.frame_code import read_frame_number
-from prep.synthetic.frame_numbers import frame_times_s, write_frame_number_video
-from shards.reader import Variant
+from clipmill.prep.synthetic.frame_code import read_frame_number
+from clipmill.prep.synthetic.frame_numbers import frame_times_s, write_frame_number_video
+from clipmill.shards.reader import Variant
+from clipmill.train.data.decoding.clip import ClipShape, make_clip
+from clipmill.train.data.decoding.decoders import ChunkDecoder
+from clipmill.train.data.decoding.pictures import Rectangle, centre_square, rgb_pictures
+from clipmill.train.data.decoding.reading import read_chunk
+from clipmill.train.data.frame_sampling import US_PER_S, ChunkTimes, Sampling, frame_indices, moments_of
+from clipmill.train.tasks.caption.videos.clips import WindowClip, shown_square, turned, window_clips
+from clipmill.train.tasks.caption.videos.source import read_timing
 from tests.prep.running import chunk, manifest
-from train.data.decoding.clip import ClipShape, make_clip
-from train.data.decoding.decoders import ChunkDecoder
-from train.data.decoding.pictures import Rectangle, centre_square, rgb_pictures
-from train.data.decoding.reading import read_chunk
-from train.data.frame_sampling import US_PER_S, ChunkTimes, Sampling, frame_indices, moments_of
-from train.tasks.caption.videos.clips import WindowClip, shown_square, turned, window_clips
-from train.tasks.caption.videos.source import read_timing
 
 FPS = Fraction(10)
 SIZE_PX = 64

@@ -1,7 +1,7 @@
 import pytest
 
-from manifests.errors import UserError
-from train.tasks.caption.videos.clips import length_us, windows_of
+from clipmill.manifests.errors import UserError
+from clipmill.train.tasks.caption.videos.clips import length_us, windows_of
 
 
 @pytest.mark.parametrize(

@@ -4,10 +4,10 @@ from pathlib import Path
 
 import pytest
 
-from manifests.errors import FailedWork, UserError
-from train.tasks.caption.videos.captioning import CaptionedWindow
-from train.tasks.caption.videos.flags import Format
-from train.tasks.caption.videos.outputs import WRITERS, format_of, open_sink, srt_time, subtitle_names
+from clipmill.manifests.errors import FailedWork, UserError
+from clipmill.train.tasks.caption.videos.captioning import CaptionedWindow
+from clipmill.train.tasks.caption.videos.flags import Format
+from clipmill.train.tasks.caption.videos.outputs import WRITERS, format_of, open_sink, srt_time, subtitle_names
 
 CAPTIONS = [
     'a cat, a "dog"; and a bird\'s nest',

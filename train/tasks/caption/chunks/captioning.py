@@ -18,23 +18,23 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from manifests.errors import FailedWork, UserError
-from manifests.publish import remove_temporaries, target_of
-from train.config.data import Overrides
-from train.config.training import Device
-from train.data.batch import BatchRing, Sample
-from train.data.chunk_clips import ChunkClips
-from train.data.chunks import ChunkSet
-from train.data.decoding.clip import Views
-from train.data.inputs import clip_shape, open_folder
-from train.data.loader import LoaderSettings
-from train.data.outcomes import FailedSample
-from train.distributed.world import World
-from train.run.folder import held_folder, installed_version
-from train.run.parts import PLAN, begin_parts, missing_parts, share_parts
-from train.run.tracking import Progress
-from train.tasks.caption.chunks.flags import ChunkDecoding
-from train.tasks.caption.chunks.table import (
+from clipmill.manifests.errors import FailedWork, UserError
+from clipmill.manifests.publish import remove_temporaries, target_of
+from clipmill.train.config.data import Overrides
+from clipmill.train.config.training import Device
+from clipmill.train.data.batch import BatchRing, Sample
+from clipmill.train.data.chunk_clips import ChunkClips
+from clipmill.train.data.chunks import ChunkSet
+from clipmill.train.data.decoding.clip import Views
+from clipmill.train.data.inputs import clip_shape, open_folder
+from clipmill.train.data.loader import LoaderSettings
+from clipmill.train.data.outcomes import FailedSample
+from clipmill.train.distributed.world import World
+from clipmill.train.run.folder import held_folder, installed_version
+from clipmill.train.run.parts import PLAN, begin_parts, missing_parts, share_parts
+from clipmill.train.run.tracking import Progress
+from clipmill.train.tasks.caption.chunks.flags import ChunkDecoding
+from clipmill.train.tasks.caption.chunks.table import (
     KIND,
     SCHEMA,
     Part,
@@ -45,10 +45,10 @@ from train.tasks.caption.chunks.table import (
     read_record,
     require_same_work,
 )
-from train.tasks.caption.settings import within
-from train.tasks.caption.videos.clips import length_us
-from train.tasks.caption.videos.run import TrainedCaptioner, open_captioner
-from train.weights.sources import Say
+from clipmill.train.tasks.caption.settings import within
+from clipmill.train.tasks.caption.videos.clips import length_us
+from clipmill.train.tasks.caption.videos.run import TrainedCaptioner, open_captioner
+from clipmill.train.weights.sources import Say
 
 _BATCHES_PER_PART = 4
 

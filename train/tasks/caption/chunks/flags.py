@@ -9,12 +9,12 @@ from typing import Annotated
 
 from cyclopts import Parameter
 
-from manifests.errors import FailedWork, UserError
-from manifests.progress import Activity
-from train.config.data import AS_TRAINED, Overrides
-from train.config.fields import Needs, Range
-from train.config.training import Device
-from train.tasks.caption.settings import DECODING, DecodingSettings, Method
+from clipmill.manifests.errors import FailedWork, UserError
+from clipmill.manifests.progress import Activity
+from clipmill.train.config.data import AS_TRAINED, Overrides
+from clipmill.train.config.fields import Needs, Range
+from clipmill.train.config.training import Device
+from clipmill.train.tasks.caption.settings import DECODING, DecodingSettings, Method
 
 _NUM_SAMPLES, _TOP_P = 5, 0.9
 
@@ -97,12 +97,12 @@ def caption_chunks(
         if value < 1:
             raise UserError(f"{flag} is {value}", hint="it must be 1 or more")
     with Activity("importing torch"):
-        from train.device.precision import choose_device
-        from train.distributed.launch import COMMAND, open_world
-        from train.engine.rank_consistency import SAME_LAUNCH
-        from train.run.tracking import Progress
-        from train.tasks.caption.chunks.captioning import caption, open_work
-        from train.tasks.caption.chunks.table import failures_path, require_table_path
+        from clipmill.train.device.precision import choose_device
+        from clipmill.train.distributed.launch import COMMAND, open_world
+        from clipmill.train.engine.rank_consistency import SAME_LAUNCH
+        from clipmill.train.run.tracking import Progress
+        from clipmill.train.tasks.caption.chunks.captioning import caption, open_work
+        from clipmill.train.tasks.caption.chunks.table import failures_path, require_table_path
 
     require_table_path(out)
     start = {

@@ -5,10 +5,10 @@
     OUT.parts/          finished parts of unfinished work, and plan.json, which says what the work is
 
 `source` is the name of the weights with the first 8 digits of their hash, `likelihood` the mean log probability per
-token (train.tasks.caption.decoding), and `sample` the number of the caption among those of its clip. The schema
-metadata has a JSON object under `clipmill`: `kind`, `weights`, `weights_sha256`, `video_variant`, `chunks_sha256`,
-`settings`, and the numbers of clips, captions, empty captions (which have no row) and failed clips. The table is
-published last.
+token (clipmill.train.tasks.caption.decoding), and `sample` the number of the caption among those of its clip. The
+schema metadata has a JSON object under `clipmill`: `kind`, `weights`, `weights_sha256`, `video_variant`,
+`chunks_sha256`, `settings`, and the numbers of clips, captions, empty captions (which have no row) and failed clips.
+The table is published last.
 """
 
 import json
@@ -20,11 +20,11 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from manifests.errors import FailedWork, UserError
-from manifests.json_text import parse_json
-from manifests.publish import publish_bytes, published
-from train.data.outcomes import FailedSample
-from train.run.parts import differences
+from clipmill.manifests.errors import FailedWork, UserError
+from clipmill.manifests.json_text import parse_json
+from clipmill.manifests.publish import publish_bytes, published
+from clipmill.train.data.outcomes import FailedSample
+from clipmill.train.run.parts import differences
 
 KIND = "pseudo-captions"
 SCHEMA = pa.schema(

@@ -11,7 +11,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Self
 
-from manifests.errors import UserError
+from clipmill.manifests.errors import UserError
 
 _METEOR_JAR = "meteor/meteor-1.5.jar"
 _METEOR_TIMEOUT_S = 2 * 3600.0

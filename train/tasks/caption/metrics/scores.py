@@ -9,11 +9,11 @@ from pathlib import Path
 
 import numpy as np
 
-from manifests.errors import UserError
-from train.tasks.caption.metrics.java import Meteor, MetricUnavailable, check_jars, spice
-from train.tasks.caption.metrics.ngrams import MAX_ORDER, Corpus, Floats, bleu, cider, count_grams, rouge_l
-from train.tasks.caption.metrics.ptb_tokenizer import tokenize
-from train.tasks.caption.settings import METRIC_LABELS
+from clipmill.manifests.errors import UserError
+from clipmill.train.tasks.caption.metrics.java import Meteor, MetricUnavailable, check_jars, spice
+from clipmill.train.tasks.caption.metrics.ngrams import MAX_ORDER, Corpus, Floats, bleu, cider, count_grams, rouge_l
+from clipmill.train.tasks.caption.metrics.ptb_tokenizer import tokenize
+from clipmill.train.tasks.caption.settings import METRIC_LABELS
 
 _MAX_NAMED = 3
 # How the constant caption is chosen, for result files.

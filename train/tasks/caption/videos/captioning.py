@@ -9,12 +9,12 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from manifests.progress import Activity, Pace, joined, of
-from manifests.quoting import counted
-from train.data.frame_sampling import US_PER_S, Sampling
-from train.tasks.caption.tokenizer import one_line
-from train.tasks.caption.videos.clips import WindowClip, window_clips
-from train.tasks.caption.videos.source import VideoFailed, shown_name
+from clipmill.manifests.progress import Activity, Pace, joined, of
+from clipmill.manifests.quoting import counted
+from clipmill.train.data.frame_sampling import US_PER_S, Sampling
+from clipmill.train.tasks.caption.tokenizer import one_line
+from clipmill.train.tasks.caption.videos.clips import WindowClip, window_clips
+from clipmill.train.tasks.caption.videos.source import VideoFailed, shown_name
 
 
 @dataclass(frozen=True)
@@ -23,7 +23,7 @@ class Caption:
 
     Attributes:
         source: the model, as a source of captions.
-        likelihood: see train.tasks.caption.decoding.
+        likelihood: see clipmill.train.tasks.caption.decoding.
     """
 
     text: str

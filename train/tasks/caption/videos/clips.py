@@ -15,11 +15,11 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from manifests.errors import UserError
-from train.augment.colour import colour_kind
-from train.data.decoding.pictures import Planes, Rectangle, as_yuv420, crop_clip
-from train.data.frame_sampling import US_PER_S, Moments, Sampling, moments_of
-from train.tasks.caption.videos.source import TimedFrame, VideoFailed, VideoTiming, frames_of, read_timing
+from clipmill.manifests.errors import UserError
+from clipmill.train.augment.colour import colour_kind
+from clipmill.train.data.decoding.pictures import Planes, Rectangle, as_yuv420, crop_clip
+from clipmill.train.data.frame_sampling import US_PER_S, Moments, Sampling, moments_of
+from clipmill.train.tasks.caption.videos.source import TimedFrame, VideoFailed, VideoTiming, frames_of, read_timing
 
 if TYPE_CHECKING:
     import av
@@ -75,8 +75,8 @@ class WindowClip:
     """The frames of a window.
 
     Attributes:
-        video: uint8 [T, S * S * 3 / 2], YUV 4:2:0 (train.data.decoding.pictures).
-        colour: matrix and range (train.augment.colour).
+        video: uint8 [T, S * S * 3 / 2], YUV 4:2:0 (clipmill.train.data.decoding.pictures).
+        colour: matrix and range (clipmill.train.augment.colour).
         video_us: duration of the whole video.
     """
 

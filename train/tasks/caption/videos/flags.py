@@ -5,9 +5,9 @@ from typing import Annotated, Literal
 
 from cyclopts import Parameter
 
-from manifests.progress import Activity
-from train.config.data import AS_TRAINED, Overrides
-from train.tasks.caption.settings import DECODING, DecodingSettings
+from clipmill.manifests.progress import Activity
+from clipmill.train.config.data import AS_TRAINED, Overrides
+from clipmill.train.tasks.caption.settings import DECODING, DecodingSettings
 
 Format = Literal["json", "srt"]
 
@@ -49,6 +49,6 @@ def caption_video(
         How captions are generated. Default: as in training.
     """
     with Activity("importing torch"):
-        from train.tasks.caption.videos.run import caption_files
+        from clipmill.train.tasks.caption.videos.run import caption_files
 
     caption_files(weights, videos, length=len, out=out, wanted=form, batch=batch, overrides=shown, decoding=decoding)

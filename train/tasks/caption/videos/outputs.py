@@ -14,12 +14,12 @@ from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any, TextIO
 
-from manifests.errors import FailedWork, UserError
-from manifests.publish import TEMPORARY_PREFIX, published
-from train.data.frame_sampling import US_PER_S
-from train.tasks.caption.videos.captioning import CaptionedWindow, VideoEnd
-from train.tasks.caption.videos.flags import Format
-from train.tasks.caption.videos.source import shown_name
+from clipmill.manifests.errors import FailedWork, UserError
+from clipmill.manifests.publish import TEMPORARY_PREFIX, published
+from clipmill.train.data.frame_sampling import US_PER_S
+from clipmill.train.tasks.caption.videos.captioning import CaptionedWindow, VideoEnd
+from clipmill.train.tasks.caption.videos.flags import Format
+from clipmill.train.tasks.caption.videos.source import shown_name
 
 Write = Callable[[CaptionedWindow], None]
 Event = CaptionedWindow | VideoEnd

@@ -11,26 +11,32 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from manifests.errors import FailedWork, UserError
-from manifests.progress import Activity
-from train.config.data import AS_TRAINED, Overrides
-from train.config.training import Device
-from train.data.batch import Batch, to_device
-from train.data.frame_sampling import Sampling
-from train.engine.trained_run import TrainedRun
-from train.evaluation.identity import identity_of
-from train.evaluation.opening import open_weights_as
-from train.models.captioner import Captioner
-from train.tasks.caption.decoding import generate_captions
-from train.tasks.caption.settings import CaptionerSettings, DecodingSettings
-from train.tasks.caption.spec import TASK
-from train.tasks.caption.task import CaptionTask
-from train.tasks.caption.videos.captioning import Caption, CaptionClips, VideoEnd, VideoProgress, caption_videos
-from train.tasks.caption.videos.clips import WindowClip, length_us
-from train.tasks.caption.videos.flags import Format
-from train.tasks.caption.videos.outputs import open_sink, printed
-from train.tasks.caption.videos.source import find_videos, shown_name
-from train.weights.sources import Say
+from clipmill.manifests.errors import FailedWork, UserError
+from clipmill.manifests.progress import Activity
+from clipmill.train.config.data import AS_TRAINED, Overrides
+from clipmill.train.config.training import Device
+from clipmill.train.data.batch import Batch, to_device
+from clipmill.train.data.frame_sampling import Sampling
+from clipmill.train.engine.trained_run import TrainedRun
+from clipmill.train.evaluation.identity import identity_of
+from clipmill.train.evaluation.opening import open_weights_as
+from clipmill.train.models.captioner import Captioner
+from clipmill.train.tasks.caption.decoding import generate_captions
+from clipmill.train.tasks.caption.settings import CaptionerSettings, DecodingSettings
+from clipmill.train.tasks.caption.spec import TASK
+from clipmill.train.tasks.caption.task import CaptionTask
+from clipmill.train.tasks.caption.videos.captioning import (
+    Caption,
+    CaptionClips,
+    VideoEnd,
+    VideoProgress,
+    caption_videos,
+)
+from clipmill.train.tasks.caption.videos.clips import WindowClip, length_us
+from clipmill.train.tasks.caption.videos.flags import Format
+from clipmill.train.tasks.caption.videos.outputs import open_sink, printed
+from clipmill.train.tasks.caption.videos.source import find_videos, shown_name
+from clipmill.train.weights.sources import Say
 
 _MAX_NAMED = 5
 
@@ -59,7 +65,7 @@ class TrainedCaptioner:
     def captions(
         self, batch: Batch, decoding: DecodingSettings, *, samples: Sequence[int], rows_per_video: int = 1
     ) -> tuple[list[str], NDArray[np.float32]]:
-        """Generate captions of each clip of a batch, and their likelihoods (train.tasks.caption.decoding).
+        """Generate captions of each clip of a batch, and their likelihoods (clipmill.train.tasks.caption.decoding).
 
         Args:
             samples: a number for each caption, which sampling depends on.

@@ -12,9 +12,9 @@ from fractions import Fraction
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from manifests.errors import ClipmillError, UserError
-from shards.containers import CONTAINERS, FILE_PROTOCOLS
-from train.data.frame_sampling import US_PER_S
+from clipmill.manifests.errors import ClipmillError, UserError
+from clipmill.shards.containers import CONTAINERS, FILE_PROTOCOLS
+from clipmill.train.data.frame_sampling import US_PER_S
 
 if TYPE_CHECKING:
     import av
