@@ -1,9 +1,11 @@
 """Runs the `prep` command as a user does, and looks at what it leaves behind: files and processes."""
 
+import atexit
 import hashlib
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -11,13 +13,14 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import dataclass
+from functools import cache
 from io import StringIO
 from pathlib import Path
+from tempfile import mkdtemp
 from typing import Any
 
 from clipmill.manifests.errors import run_command
 from clipmill.prep import cli
-from tests.conftest import ROOT
 
 MARK = "CLIPMILL_TEST_MARK"
 ENGINES = ("processes", "ray")
@@ -59,11 +62,21 @@ def prep(*arguments: object, status: int | None = 0, **environment: str) -> Ran:
     return Ran(process.returncode, stdout, stderr)
 
 
+@cache
+def folder_of_a_user() -> Path:
+    """A folder with Python files that neither a command nor its workers may import."""
+    folder = Path(mkdtemp())
+    atexit.register(shutil.rmtree, folder)
+    for name in ("clipmill", "numpy", "prep", "shards", "statistics", "av", "ffmpeg"):
+        (folder / f"{name}.py").write_text("raise SystemExit('a file of the user was imported')\n")
+    return folder
+
+
 def start(*arguments: object, **environment: str) -> "subprocess.Popen[str]":
     """Starts `prep` and does not wait."""
     return subprocess.Popen(
-        [sys.executable, "-m", "clipmill.prep.cli", *map(str, arguments)],
-        cwd=ROOT,
+        [sys.executable, "-P", "-m", "clipmill.prep.cli", *map(str, arguments)],
+        cwd=folder_of_a_user(),
         env={**os.environ, "RAY_AUTH_MODE": "disabled", **environment},
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,

@@ -142,8 +142,7 @@ def test_a_set_is_the_same_from_tables_and_from_the_cache(
 @pytest.mark.usefixtures("shared_by_all")
 def test_labels_are_shared_and_other_classes_are_other_samples(videos: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     table = read_captions(videos)
-    label = pa.array([str(number % 3) for number in range(len(table))])
-    labelled = table.append_column("label_kind", label)
+    labelled = table.append_column("label_kind", pa.array([str(number % 3) for number in range(len(table))]))
     monkeypatch.setattr("clipmill.train.data.labelled_clips.read_captions", lambda _: labelled)
 
     def opened(names: str) -> list[Any]:
