@@ -75,6 +75,22 @@ def read_everything(shard_set: ShardSet) -> list[object]:
     ]
 
 
+def test_folders_in_place_of_files_are_all_named_with_what_to_do(prep: Prep, shard_set: ShardSet) -> None:
+    paths = {name: record(shard_set) for name, record in RECORDS.items()}
+    paths |= {"index": shard_set.index(1), "table": shard_set.variant / "chunks.arrow"}
+    found: list[Path] = []
+    # Contents tell which lists there should be, and dataset.json which variant to verify: these last.
+    for names in (paths.keys() - {"contents", "dataset"}, {"contents"}, {"dataset"}):
+        for path in map(paths.__getitem__, names):
+            path.unlink()
+            path.mkdir()
+            found.append(path)
+        ran = prep("verify", "--data", shard_set.data, status=1)
+        named = {path for path in found for line in ran.stdout.splitlines() if f"{path}" in line and "move it" in line}
+        assert named >= set(map(paths.__getitem__, names))
+        assert "to repair, remove or move away the folders that are in place of files, then run: " in ran.stderr
+
+
 @pytest.mark.parametrize("name", sorted(RECORDS.keys() - {"list", "list of a split"}))
 def test_no_flipped_bit_is_read_as_another_value(shard_set: ShardSet, name: str) -> None:
     path, rng = RECORDS[name](shard_set), random.Random(name)
