@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 from cyclopts import Parameter
 
-from manifests.errors import FailedWork, UserError
+from manifests.errors import FailedWork, UserError, UserErrors
 from manifests.quoting import counted
 from prep.core.column import VIDEO
 from prep.core.make import Data, Json
@@ -42,6 +42,8 @@ def status(*, data: Data = Path("data"), json: Json = False) -> None:
     with Activity("reading the records"):
         found = read_status(require_data_folder(data))
     print(json_module.dumps(found.values(), indent=1) if json else status_text(found))
+    if found.damaged:
+        raise UserErrors(found.damaged)
     if found.num_problems:
         count = "1 shard is" if found.num_problems == 1 else f"{found.num_problems} shards are"
         messages = (why for of in found.columns.values() for _, _, why in of.problems)

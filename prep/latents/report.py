@@ -5,7 +5,16 @@ from pathlib import Path
 
 from manifests.quoting import counted
 from prep.core.disk_use import disk_use
-from prep.core.report import Report, changed_settings, next_line, size_text, states_lines, states_values, summary_report
+from prep.core.report import (
+    NOTHING_TO_DO,
+    Report,
+    changed_settings,
+    next_line,
+    size_text,
+    states_lines,
+    states_values,
+    summary_report,
+)
 from prep.core.run import Summary
 from prep.latents.column import COLUMN
 from prep.latents.plan import LatentsPlan
@@ -38,7 +47,7 @@ def latents_report(plan: LatentsPlan) -> Report:
         lines.append(f"estimate at most {counted(num_frames, 'frame')} to encode, {size_text(size_bytes)}")
         lines += [*time_lines(trial, num_frames=num_frames), *disk.lines(), next_line(command)]
     else:
-        lines.append("nothing to do")
+        lines.append(NOTHING_TO_DO)
     values = {
         "variant": recipe.variant,
         "video": recipe.video,

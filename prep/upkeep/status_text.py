@@ -83,7 +83,7 @@ def _videos_lines(videos: VideosStatus) -> list[str]:
 def _source_lines(sources: list[CaptionSource] | None) -> list[str]:
     """Return the number of captions of each source, if there are several; None stands for a damaged table."""
     if sources is None:
-        return [f"{_INDENT}their table is damaged: prep verify"]
+        return [f"{_INDENT}their table is damaged"]
     if len(sources) < 2 and not any(source.is_further for source in sources):
         return []
     lines = []
@@ -157,6 +157,8 @@ def _failure_lines(status: Status) -> list[str]:
 
 def _next_step(status: Status) -> str | None:
     columns = status.columns.values()
+    if status.damaged:
+        return None  # each error has its hint
     if any(column.written_by or variant.num_running is not None for column in columns for variant in column.variants):
         return None
     first = next(iter(columns))

@@ -57,6 +57,9 @@ def test_a_damaged_record_is_named_and_repaired_by_the_next_run(
         assert str(path) in found.stdout
         assert "prep chunk" in found.stderr or "prep plan" in found.stderr
         assert name != "layout" or "prep chunk --len 2s" in found.stderr
+    if name == "recipe":
+        for command in (["status"], ["plan", *LEN]):
+            assert str(path) in prep(*command, "--data", shard_set.data, status=2).error
     rerun(prep, shard_set, *LEN)
     assert contents(shard_set.data) == sound
 
@@ -205,6 +208,9 @@ def test_a_manifest_that_is_damaged_is_named(prep: Prep, shard_set: ShardSet) ->
         ran = prep("verify", "--data", shard_set.data, "--json", status=1)
         assert any(str(path) in record["message"] for record in ran.summary["records"])
         assert "prep manifest" in ran.stderr
+        if path.name != "rejected.parquet":  # which only people read
+            for command in (["status"], ["plan", *LEN]):
+                assert str(path) in prep(*command, "--data", shard_set.data, status=2).error
         path.write_bytes(content)
     kept = shutil.copy(folder / "manifest.json", shard_set.data / "kept")
     (folder / "manifest.json").unlink()
