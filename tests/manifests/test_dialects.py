@@ -167,7 +167,9 @@ def test_frames_need_a_frame_rate(make_videos: VideoMaker, tmp_path: Path) -> No
         "video,start_frame,fps,text\na,30,0,t\na,x,30,t\na,30,,t\na,30,30/0,t\na,30,1/2/3,t\n"
     )
     reading = read_folder(make_videos("a.mp4"), captions=tmp_path / "c.csv")
-    assert reading.rejected["reason"].to_pylist() == ["bad_time"] * 5
+    assert reading.rejected["reason"].to_pylist() == ["bad_fps", "bad_time", "bad_fps", "bad_fps", "bad_fps"]
+    details = reading.rejected["detail"].to_pylist()
+    assert "fps is '0', expected a frame rate" in details[0] and "'x (frames)'" in details[1]
 
 
 def test_rows_are_found_on_the_lines_of_the_file(tmp_path: Path) -> None:
