@@ -16,7 +16,7 @@ from manifests.store import MANIFEST_FILE, manifest_dir, read_videos
 from prep.core.column import ColumnSpec, Pending
 from prep.core.data_folder import has_stopped, writer_of
 from prep.core.disk_use import folder_bytes
-from prep.core.ending import seconds_of
+from prep.core.ending import length_of
 from prep.core.failure_list import MAX_NAMED, FailureEntry, first_failures, first_few, named_values
 from prep.core.heartbeat import ShardProgress, running_shards
 from prep.core.layout import DamagedLayout, variants_of
@@ -39,14 +39,14 @@ class VariantStatus:
     Attributes:
         num_shards: number of committed shards that hold samples. num_samples counts their samples: chunks, or videos
             for `text`.
-        hours: hours of video in the shards, except those that have an unreadable index since before the last run ended;
-            0 for `text`.
+        hours: hours of video in the shards whose length is known; 0 for `text`.
         failures: code -> number of spans, chunks or videos that failed, from the commits.
         num_wanted: number of samples that the recipe requires; None if unknown.
         where: condition on the samples that the last run wanted; None for all.
         num_running: number of samples made so far in shards that are not committed yet; None if no worker is running.
         num_missing: number of shards that a variant which is not current lacks; `ColumnStatus.to_make` has those of the
             current one.
+        num_unread: number of shards that `hours` lacks: their index cannot be read since before the last run ended.
     """
 
     name: str
@@ -60,6 +60,7 @@ class VariantStatus:
     num_running: int | None
     where: str | None = None
     num_missing: int = 0
+    num_unread: int = 0
 
 
 @dataclass(frozen=True)
@@ -278,7 +279,7 @@ def _first_sources(probes: pa.Table) -> list[FailureEntry]:
 def _variant_status(
     variant: Variant, pending: Pending, *, is_current: bool, running: list[ShardProgress]
 ) -> VariantStatus:
-    shards = variant.shards()
+    shards, length = variant.shards(), length_of(variant)
     codes = Counter(failure.code for failure in _failures(variant))
     done = sum(shard.num_done for shard in running if shard.shard_id not in variant.commits)
     return VariantStatus(
@@ -287,12 +288,13 @@ def _variant_status(
         size_bytes=folder_bytes(variant.directory),
         num_shards=len(shards),
         num_samples=sum(shard.num_samples for shard in shards),
-        hours=seconds_of(variant) / 3600,
+        hours=length.seconds / 3600,
         failures=dict(codes.most_common()),
         num_wanted=pending.num_wanted,
         num_running=done if running else None,
         where=_where_of(variant),
         num_missing=0 if is_current else len((pending.wanted_shards or frozenset()) - variant.commits.keys()),
+        num_unread=length.num_unread,
     )
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 from manifests.errors import UserError
 from manifests.quoting import counted, on_one_line
 from manifests.storage.mirrors import mirror_of
+from prep.core.ending import length_text
 from prep.core.failure_list import named_lines
 from prep.core.report import size_text
 from prep.core.selection import stored_request
@@ -123,7 +124,7 @@ def _column_lines(column: ColumnStatus, data_dir: Path) -> list[str]:
 
 def _variant_lines(column: str, variant: VariantStatus, *, place: str) -> list[str]:
     spec = column_named(column)
-    hours = f" {variant.hours:.2f} h of video," if spec.has_hours else ""
+    hours = f" {length_text(f'{variant.hours:.2f} h', num_unread=variant.num_unread)}," if spec.has_hours else ""
     total = f"{counted(variant.num_samples, spec.sample)} in {counted(variant.num_shards, 'shard')}"
     lines = [
         f"{column:<9} {variant.name}{' (current)' if variant.is_current else ''}",

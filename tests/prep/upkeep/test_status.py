@@ -76,10 +76,12 @@ def test_no_data_folder_is_an_error(prep: Prep, tmp_path: Path) -> None:
 
 def test_missing_and_damaged_shards_fail_with_a_command_that_mends_them(prep: Prep, shard_set: ShardSet) -> None:
     shard_set.tar(0).unlink()
+    shard_set.index(0).unlink()
     commit_path(shard_set.variant, 1).write_text("{}")
     ran = prep("status", "--data", shard_set.data, status=1)
     assert "missing   shard 000000" in ran.stdout
     assert "corrupt   shard 000001" in ran.stdout
+    assert "in 1 shard, 0.00 h of video without 1 unreadable shard, " in ran.stdout
     assert "2 shards are missing or damaged" in ran.stderr
     command = ran.stderr.partition("to repair, run: prep chunk ")[2].split()
     assert command == ["--len", "2s", "--preset", "ultrafast", "--short-side", "96", "--data", str(shard_set.data)]
