@@ -136,8 +136,10 @@ def summary_report(
         skipped = f"{counted(summary.num_failed_videos, 'video')} skipped ({', '.join(summary.failures_by_code())})"
         lines.append(f"made     no chunks in {counted(summary.num_shards_made, 'shard')}: {skipped}")
     elif summary.num_shards_made:
+        empty = f", and {summary.num_shards_empty:,} without chunks" if summary.num_shards_empty else ""
+        made = counted(summary.num_shards_made - summary.num_shards_empty, "shard")
         lines.append(
-            f"made     {counted(summary.num_shards_made, 'shard')}: {counted(summary.num_encoded, 'chunk')} {verb}d,"
+            f"made     {made}{empty}: {counted(summary.num_encoded, 'chunk')} {verb}d,"
             f" {summary.num_reused:,} copied, {size_text(summary.num_bytes_written)}"
         )
         lines += [f"speed    {speed}"] if speed else []
