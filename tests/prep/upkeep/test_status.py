@@ -68,6 +68,8 @@ def test_each_stage_names_the_next_step(prep: Prep, shard_set: ShardSet, tmp_pat
 
 def test_no_data_folder_is_an_error(prep: Prep, tmp_path: Path) -> None:
     assert "none does not exist" in prep("status", "--data", tmp_path / "none", status=2).error
+    (tmp_path / "loop").symlink_to("loop")
+    assert "its symbolic links form a loop" in prep("status", "--data", tmp_path / "loop", status=2).error
     for command in ("status", "chunk"):
         assert (
             f"--data '{tmp_path / 'no folder'}'\n" in prep(command, "--data", tmp_path / "no folder", status=2).stderr
