@@ -61,16 +61,16 @@ class Job:
 
     def ffmpegs(self) -> list[Process]:
         """Encoder passes, those at their gate included."""
-        return [process for process in processes(self.mark) if (self.gates / str(process.pid)).exists()]
+        found = (process for process in processes(self.mark) if "-progress" in process.arguments)
+        return [process for process in found if (self.gates / str(process.pid)).exists()]
 
     def let_go(self, ffmpeg: Process) -> bool:
         """Lets an encoder pass its gate; False if it has not come there yet, or is past it."""
         try:
-            gate = os.open(self.gates / str(ffmpeg.pid), os.O_WRONLY | os.O_NONBLOCK)
+            with os.fdopen(os.open(self.gates / str(ffmpeg.pid), os.O_WRONLY | os.O_NONBLOCK), "wb", 0) as gate:
+                gate.write(b"\n")
         except OSError:
             return False
-        os.write(gate, b"\n")
-        os.close(gate)
         return True
 
     def workers(self) -> list[Process]:
