@@ -27,9 +27,12 @@ def read_checked_json(path: Path) -> dict[str, Any]:
 
     Raises:
         OSError: the file cannot be read; the exception has the file name.
-        ValueError: the content is not a JSON object, or its checksum is missing or does not match.
+        ValueError: it is a folder, the content is not a JSON object, or its checksum is missing or does not match.
     """
-    record = parse_json(read_record(path))
+    try:
+        record = parse_json(read_record(path))
+    except IsADirectoryError as error:
+        raise ValueError(error.strerror) from error
     if not isinstance(record, dict):
         raise ValueError("not a JSON object")
     checksum = record.pop(CHECKSUM_KEY, None)

@@ -1,5 +1,7 @@
 """Checks on the location of a data folder."""
 
+import errno
+from contextlib import suppress
 from pathlib import Path
 
 from clipmill.manifests.errors import UserError
@@ -21,7 +23,7 @@ def check_data_dir(data_dir: Path, *, videos: Place | None = None) -> None:
             raise _is_both(videos)
         mirror.is_empty  # noqa: B018 - lists the bucket, before any work begins
         return
-    resolved = _resolved(data_dir)
+    resolved = resolved_folder(data_dir)
     if resolved.exists() and not resolved.is_dir():
         raise UserError(f"the data folder {data_dir} is a file", hint="give a folder with --data")
     if _is_source_tree(resolved) or any(_is_package_of_tree(folder) for folder in (resolved, *resolved.parents)):
@@ -29,7 +31,7 @@ def check_data_dir(data_dir: Path, *, videos: Place | None = None) -> None:
             f"the data folder {data_dir} is inside the source code of clipmill",
             hint="give another folder with --data or $CLIPMILL_DATA",
         )
-    if isinstance(videos, Path) and resolved == _resolved(videos):
+    if isinstance(videos, Path) and resolved == resolved_folder(videos):
         raise _is_both(data_dir)
 
 
@@ -45,21 +47,21 @@ def _is_both(place: Place) -> UserError:
     )
 
 
-def _resolved(folder: Path) -> Path:
-    """Resolve symbolic links in `folder`, which also verifies that it is accessible.
+def resolved_folder(folder: Path) -> Path:
+    """Resolve symbolic links in `folder`, which need not exist, and verify that it is accessible.
 
     Raises:
         UserError: it is not: a loop of links, a name that is too long, or a parent folder without permission.
     """
     try:
-        resolved = folder.resolve()
-        resolved.exists()
-    except (OSError, RuntimeError) as error:  # Python 3.11 and 3.12 raise RuntimeError for loops
-        why = getattr(error, "strerror", None) or str(error)
+        with suppress(FileNotFoundError, NotADirectoryError):
+            folder.stat()  # `exists` is False for a loop of links
+        return folder.resolve()
+    except OSError as error:
+        why = "its symbolic links form a loop" if error.errno == errno.ELOOP else error.strerror or str(error)
         raise UserError(
             f"cannot access {folder}: {why}", hint="give another folder, or fix its links and permissions"
         ) from error
-    return resolved
 
 
 def _is_source_tree(folder: Path) -> bool:

@@ -15,6 +15,7 @@ import errno
 import os
 import sys
 from collections.abc import Callable, Iterable
+from pathlib import Path
 from typing import NoReturn
 
 from clipmill.manifests.storage.clouds import CLOUDS
@@ -28,6 +29,7 @@ _MAX_CHARS, _NUM_FIRST_CHARS = 200, 60  # of a line of a library
 _PERMISSION_ERRORS = frozenset({errno.EACCES, errno.EPERM})
 # Errors of a full or failing disk: neither an invalid request nor a bug.
 DISK_ERRORS = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG})
+FOLDER_IN_PLACE = "there is a folder in place of this file; remove it or move it away"
 
 
 class ClipmillError(Exception):
@@ -130,6 +132,11 @@ def run_command(command: Callable[[], object], *, has_daemons: bool = False) -> 
     sys.exit(0)
 
 
+def folder_in_place(path: Path) -> IsADirectoryError:
+    """Return the error for a folder where a file belongs, which commands neither read nor replace."""
+    return IsADirectoryError(errno.EISDIR, FOLDER_IN_PLACE, os.fspath(path))
+
+
 def _open_closed_streams() -> None:
     """Redirect standard streams that were closed at startup (`>&-`) to the null device.
 
@@ -149,6 +156,9 @@ def _exit_for(error: OSError) -> NoReturn:
     path = error.filename2 or error.filename
     where = f"{os.fsdecode(path)}: " if isinstance(path, str | bytes) else ""
     reason = " ".join((error.strerror or str(error) or type(error).__name__).split())
+    if error.errno == errno.EISDIR:
+        print(f"failed: {where}{FOLDER_IN_PLACE}, and run the same command again", file=sys.stderr)
+        sys.exit(EXIT_FAILED_WORK)
     if error.errno in _PERMISSION_ERRORS:
         print(f"error: {where}{reason}", file=sys.stderr)
         print("hint: grant this user access to it, or give another path", file=sys.stderr)

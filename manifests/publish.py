@@ -20,6 +20,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from clipmill.manifests.errors import folder_in_place
 from clipmill.manifests.storage.mirrors import mirror_of
 
 TEMPORARY_PREFIX = ".tmp-"
@@ -45,6 +46,8 @@ def published(path: Path) -> Iterator[Path]:
 
 def replace(temporary: Path, path: Path) -> None:
     """Rename a complete file, which has been flushed to disk, from its temporary name to `path`."""
+    if path.is_dir():
+        raise folder_in_place(path)
     if (mirror := mirror_of(path)) is not None:
         mirror.upload(temporary, path)
     temporary.replace(path)
@@ -116,7 +119,7 @@ def require_regular(file: Path | int, *, path: Path) -> None:
     """Raise an OSError naming `path` if a file or descriptor is a folder, a pipe, a socket or a device."""
     mode = os.stat(file).st_mode  # noqa: PTH116 - of a descriptor too
     if stat.S_ISDIR(mode):
-        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), os.fspath(path))
+        raise folder_in_place(path)
     if not stat.S_ISREG(mode):
         raise OSError(errno.EINVAL, "not a regular file", os.fspath(path))
 

@@ -15,7 +15,6 @@ of it as well, as in SQL; `is None` asks for it. A comparison with a literal is 
 import ast
 import difflib
 import io
-import math
 import operator
 import tokenize
 import warnings
@@ -31,6 +30,7 @@ from clipmill.manifests.errors import UserError
 
 MAX_CHARS = 10_000
 MAX_DEPTH = 50
+MAX_NUMBER = float(1 << 64)
 _SHOWN_CHARS = 200
 
 Kind = Literal["number", "text", "condition"]
@@ -193,14 +193,16 @@ class _Parser:
     def _constant(self, node: ast.expr, value: object) -> Expression:
         if isinstance(value, bool):
             return _constant(node, "condition", value)
-        if isinstance(value, int | float) and abs(value) < 1 << 64 and math.isfinite(value):
+        if isinstance(value, int | float):
+            if not abs(value) < MAX_NUMBER:
+                self._refuse(
+                    node, f"{self._source(node)} is out of range", hint=f"numbers are less than {MAX_NUMBER:g}"
+                )
             return _constant(node, "number", value)
         if isinstance(value, str) and not any("\ud800" <= letter <= "\udfff" for letter in value):
             return _constant(node, "text", value)
         hint = "ask for unknown values by `NAME is None`" if value is None else None
-        self._refuse(
-            node, f"{self._source(node)} is neither a number in range, nor a text, nor True or False", hint=hint
-        )
+        self._refuse(node, f"{self._source(node)} is neither a number, nor a text, nor True or False", hint=hint)
 
     def _arithmetic(self, node: ast.expr, op: ast.operator, left: Expression, right: Expression) -> Expression:
         plain, of_arrays = _ARITHMETIC[type(op)]

@@ -9,7 +9,7 @@ from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
-from clipmill.manifests.publish import naming, publish_bytes, remove
+from clipmill.manifests.publish import naming, publish_bytes, read_record, remove
 from clipmill.shards.commit_table import MIN_COMMITS, confirm, open_commit_table
 from clipmill.shards.commits import Commit, Records, commit_path, read_records
 from clipmill.shards.contents import Contents, file_sha256, read_contents, write_contents
@@ -145,7 +145,10 @@ def damaged_lists(variant_dir: Path, commits: Mapping[int, Commit]) -> list[Dama
     found = []
     for name in sorted((recorded.files.keys() - {RECIPE_FILE, COMMIT_TABLE_FILE}) | current.keys()):
         try:
-            content = (variant_dir / name).read_bytes()
+            content = read_record(variant_dir / name)
+        except IsADirectoryError as error:
+            found.append(DamagedContents(variant_dir / name, error.strerror or str(error)))
+            continue
         except FileNotFoundError:
             # A split may have lost its last shard; an interrupted run may not have written a new split's list yet.
             if name in current and name in recorded.files:

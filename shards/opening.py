@@ -8,13 +8,13 @@ folders.
 
 import errno
 import os
-import stat
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from clipmill.manifests.publish import require_regular
 from clipmill.manifests.storage.mirrors import mirror_of
 
 OPEN_LIMIT_S = 60.0  # shorter than a data loader's timeout for a sample
@@ -102,8 +102,7 @@ def _open_now(path: Path) -> int:
     except BlockingIOError:
         descriptor = os.open(path, flags)
     try:
-        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-            raise OSError(errno.EINVAL, "not a regular file", str(path))
+        require_regular(descriptor, path=path)
     except BaseException:
         os.close(descriptor)
         raise

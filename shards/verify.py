@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pyarrow as pa
 
+from clipmill.manifests.publish import read_record
 from clipmill.manifests.storage.mirrors import file_state, local_copy, touched
 from clipmill.shards.commits import Commit, ShardFiles, commit_path
 from clipmill.shards.damage import DamagedCommit, DamagedIndex
@@ -103,7 +104,7 @@ def quick_check(variant_dir: Path, commit: Commit) -> list[Problem]:
             if problem is not None:
                 problems.append(problem)
         energon_index = variant_dir / commit.files.energon_index
-        size_bytes, changed_ns = file_state(energon_index) if energon_index.is_file() else (None, 0)
+        size_bytes, changed_ns = file_state(energon_index) if energon_index.exists() else (None, 0)
         if size_bytes != 8 * (commit.files.num_samples + 1):
             message = f"{energon_index.name} is missing or has the wrong size"
             problems.append(Problem(commit.shard_id, None, Code.ENERGON_INDEX, message))
@@ -159,7 +160,7 @@ def _check_index(variant_dir: Path, *, shard_id: int, files: ShardFiles) -> tupl
         return [Problem(shard_id, None, Code.INDEX_FORMAT, message)], None
     energon_index = variant_dir / files.energon_index
     with local_copy(energon_index):
-        is_right = energon_index.is_file() and energon_index.read_bytes() == energon_index_bytes(table)
+        is_right = energon_index.exists() and read_record(energon_index) == energon_index_bytes(table)
     if not is_right:
         message = f"{energon_index.name} is missing or does not match the index"
         return [Problem(shard_id, None, Code.ENERGON_INDEX, message)], table

@@ -179,7 +179,7 @@ def _values(row: Row, *, source: str | None) -> dict[str, Any]:
         _BadCell: one of them has another type.
     """
     if row.fault is not None:
-        raise _BadCell(Reason.MALFORMED_ROW, row.fault)
+        raise _BadCell(row.reason, row.fault)
     values = {name: row.values.get(name) for name in COLUMNS.names}
     values["source"] = values["source"] if source is None else source
     for name in ("video", "text", "source"):

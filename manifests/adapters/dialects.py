@@ -124,15 +124,26 @@ def _head(path: Path, *, encoding: str) -> tuple[str, str | None]:
     return (first, None) if named is None else (next(lines, ""), named[1])
 
 
-def _require_columns(header_line: str, separator: str, *, required: Sequence[str], path: Path) -> None:
-    """Raise UserError if a header lacks a required column."""
+def _require_columns(header_line: str, separator: str, *, is_named: bool, required: Sequence[str], path: Path) -> None:
+    """Raise UserError if a header lacks a required column.
+
+    Args:
+        is_named: whether a line above the header names the separator.
+    """
     names = columns_of(next(csv.reader([header_line], delimiter=separator), []))
     if not set(required) <= set(names.values()):
         header = on_one_line(header_line.strip())
+        found = f"its first line is: {header}" if header else "the file is empty"
+        if is_named:
+            below = f"the next one is: {header}" if header else "there is nothing below it"
+            found = f"its first line says that {_SEPARATORS[separator]} separate the columns, but {below}"
         missing = " and ".join(name for name in required if name not in names.values())
         raise UserError(
-            f"{path} has no column for {missing}; its first line is: {header or 'empty'}",
-            hint="the first line must name the columns, separated by commas, semicolons or tabs: video,text or "
+            f"{path} has no column for {missing}; {found}",
+            hint="remove the first line if it is wrong; the next one must name the columns: video,text or "
+            "video,begin_s,end_s,text"
+            if is_named
+            else "the first line must name the columns, separated by commas, semicolons or tabs: video,text or "
             "video,begin_s,end_s,text; docs/datasets.md lists the other names that are recognized",
         )
 
@@ -194,7 +205,7 @@ def _separated_rows(
 ) -> Iterator[Row]:
     header_line, named = _head(path, encoding=encoding)
     separator = named or _best_separator(header_line, required=required)
-    _require_columns(header_line, separator, required=required, path=path)
+    _require_columns(header_line, separator, is_named=named is not None, required=required, path=path)
     if separator != ",":
         note(f"{path.name}: cells separated by {_SEPARATORS[separator]}")
     rows = csv_rows(text_lines(path, encoding=encoding), path=path, separator=separator)

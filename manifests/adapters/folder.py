@@ -129,7 +129,8 @@ def _add_captions(
     for row in read_caption_rows(table, required=required, note=builder.note):
         name = row.values.get("video")
         if row.fault is not None:
-            builder.reject(Reason.MALFORMED_ROW, file=str(table), row=row.number, detail=row.fault)
+            source_id = masked(name) if isinstance(name, str) else None
+            builder.reject(row.reason, file=str(table), row=row.number, source_id=source_id, detail=row.fault)
             continue
         if not isinstance(name, str) or not name.strip():
             builder.reject(Reason.EMPTY_ID, file=str(table), row=row.number, detail="the row names no video")

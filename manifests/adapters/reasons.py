@@ -17,6 +17,7 @@ class Reason(StrEnum):
     EMPTY_ID = "empty_id"  # the row names no video
     EMPTY_CAPTION = "empty_caption"
     BAD_TIME = "bad_time"  # not a number, negative, or an end that is not after the begin
+    BAD_FPS = "bad_fps"  # times are in frames, and fps is not the frame rate of the video
     BAD_LIKELIHOOD = "bad_likelihood"  # not a number, or more than 0: it is the logarithm of a probability
     BAD_SOURCE = "bad_source"  # a source with other characters than letters, digits, ".", "-" and "_"
     BAD_SPLIT = "bad_split"  # not train, val or test, or different from the split the video already has

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from clipmill.manifests.adapters.annotation_file import not_utf8, open_annotations
+from clipmill.manifests.adapters.reasons import Reason
 from clipmill.manifests.errors import UserError
 from clipmill.manifests.quoting import on_one_line, quoted
 
@@ -25,11 +26,12 @@ _CLOCK = re.compile(r"(?:(\d+):)?(\d{1,2}):(\d{1,2}(?:[.,]\d+)?)")
 
 @dataclass(frozen=True)
 class Row:
-    """A row of a table; `fault` describes why it has no values."""
+    """A row of a table; `fault` describes why its values cannot be used, and `reason` is the code of that."""
 
     number: int  # 0-based, excluding the header
     values: dict[str, Any]
     fault: str | None = None
+    reason: Reason = Reason.MALFORMED_ROW
 
 
 def read_csv(path: Path, *, required: Sequence[str]) -> Iterator[Row]:

@@ -11,9 +11,10 @@ from math import isfinite
 from pathlib import Path
 from typing import Any
 
+from clipmill.manifests.adapters.reasons import Reason
 from clipmill.manifests.adapters.tables import Row
 from clipmill.manifests.errors import UserError
-from clipmill.manifests.quoting import on_one_line
+from clipmill.manifests.quoting import on_one_line, quoted
 
 _EDGES: Mapping[str, Sequence[str]] = {
     "begin": ("start", "begintime", "starttime"),
@@ -66,23 +67,22 @@ def as_taken(name: str) -> str:
 
 
 def in_seconds(row: Row) -> Row:
-    """Return a row with its times in seconds; a time that cannot be converted is left as a text that is no number."""
+    """Return a row with its times in seconds; a time that cannot be converted is left as a text that is no number.
+
+    The row has a fault if times are in frames and its frame rate is not a positive number.
+    """
     found: dict[str, Any] = {}
     for edge in _EDGES:
         for unit in _UNITS:
             value = row.values.get(f"{edge}_{unit}")
             if value not in (None, ""):
                 per_s = 1000.0 if unit == "ms" else _rate(row.values.get("fps"))
+                if per_s is None or per_s <= 0:
+                    fault = f"fps is {quoted(row.values.get('fps'))}, expected a frame rate such as 25 or 30000/1001"
+                    return replace(row, fault=fault, reason=Reason.BAD_FPS)
                 number = _number(value)
-                if number is not None and per_s is not None and per_s > 0:
-                    found[f"{edge}_s"] = number / per_s
-                else:
-                    found[f"{edge}_s"] = f"{value} ({_given(unit, row)})"
+                found[f"{edge}_s"] = f"{value} ({_WORDS[unit]})" if number is None else number / per_s
     return replace(row, values=row.values | found) if found else row
-
-
-def _given(unit: str, row: Row) -> str:
-    return _WORDS[unit] if unit == "ms" else f"frames at {row.values.get('fps') or 'an unknown number'} a second"
 
 
 def _rate(value: object) -> float | None:

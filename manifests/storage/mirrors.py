@@ -9,12 +9,13 @@ themselves with their ticket (`clipmill.prep.engines.admission`).
 import json
 import os
 import re
+import stat
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import IO, Any, Protocol
 
-from clipmill.manifests.errors import UserError
+from clipmill.manifests.errors import UserError, folder_in_place
 
 _ADDRESS = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://.*", re.DOTALL)
 _ONE_SLASH = re.compile(r"(s3|gs|az|abfs|https?):/(?!/)([^/]*)")
@@ -165,10 +166,13 @@ def file_state(path: Path) -> tuple[int, int]:
 
     Raises:
         FileNotFoundError: it does not exist.
+        IsADirectoryError: it is a folder.
     """
     if (mirror := mirror_of(path)) is not None:
         return mirror.state(path)
     state = path.stat()
+    if stat.S_ISDIR(state.st_mode):
+        raise folder_in_place(path)
     return state.st_size, state.st_mtime_ns
 
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 from cyclopts import Parameter
 
-from clipmill.manifests.errors import FailedWork, UserError
+from clipmill.manifests.errors import FailedWork, UserError, UserErrors
 from clipmill.manifests.quoting import counted
 from clipmill.prep.core.column import VIDEO
 from clipmill.prep.core.make import Data, Json
@@ -37,13 +37,17 @@ def status(*, data: Data = Path("data"), json: Json = False) -> None:
     from clipmill.prep.core.data_folder import require_data_folder
     from clipmill.prep.upkeep.status import read_status
     from clipmill.prep.upkeep.status_text import repair_command, status_text
+    from clipmill.prep.upkeep.texts import repair_text
 
     with Activity("reading the records"):
         found = read_status(require_data_folder(data))
     print(json_module.dumps(found.values(), indent=1) if json else status_text(found))
+    if found.damaged:
+        raise UserErrors(found.damaged)
     if found.num_problems:
         count = "1 shard is" if found.num_problems == 1 else f"{found.num_problems} shards are"
-        raise FailedWork(f"{count} missing or damaged; to repair, run: {repair_command(found)}")
+        messages = (why for of in found.columns.values() for _, _, why in of.problems)
+        raise FailedWork(f"{count} missing or damaged; {repair_text(repair_command(found), messages)}")
 
 
 def verify(

@@ -201,6 +201,16 @@ class ColumnSpec:
         """True if the column is made directly from the source videos."""
         return self.name == VIDEO
 
+    def file_problems(self, variant: "Variant") -> list[str]:
+        """Return why files of a variant that are derived from its shards cannot be used; the next run writes them."""
+        from clipmill.manifests.storage.mirrors import is_away
+
+        # A merged table that is only in a bucket would have to be fetched; `prep verify` does.
+        files = (
+            file for file in self.extra_files if file is not MERGED_TABLE or not is_away(variant.directory / file.name)
+        )
+        return [why for file in files if (why := file.problem(variant)) is not None]
+
     @property
     def doing(self) -> str:
         """What the command does, as a participle: "encoding"."""

@@ -12,6 +12,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from clipmill.manifests.caption_spans import update_caption_spans
+from clipmill.manifests.data_location import resolved_folder
 from clipmill.manifests.errors import UserError
 from clipmill.manifests.publish import folder_lock, naming, remove_temporaries, target_of
 from clipmill.manifests.storage.mirrors import mirror_of
@@ -35,7 +36,7 @@ def require_data_folder(data_dir: Path) -> Path:
     """Return the absolute path of an existing data folder, or of the working copy of one in a bucket.
 
     Raises:
-        UserError: the path does not exist or is not a folder.
+        UserError: the path does not exist, is not a folder, or is not accessible.
     """
     mirror = mirror_of(data_dir)
     if mirror is not None and mirror.is_empty:
@@ -43,7 +44,7 @@ def require_data_folder(data_dir: Path) -> Path:
             f"there is no data folder at {mirror.address}",
             hint=f"create one: prep manifest folder VIDEOS --data {mirror.address}",
         )
-    if not data_dir.exists():
+    if not resolved_folder(data_dir).exists():
         raise UserError(
             f"the data folder {data_dir} does not exist",
             hint=f"create one: prep manifest folder VIDEOS --data {shlex.quote(str(data_dir))}",

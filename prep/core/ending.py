@@ -5,6 +5,7 @@ import shlex
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 
 from clipmill.manifests.quoting import counted
@@ -37,11 +38,13 @@ def with_ending(report: Report, column: ColumnSpec, variant_dir: Path, *, data: 
     files = [commit.files for commit in variant.commits.values() if commit.files is not None]
     num_samples = sum(one.num_samples for one in files)
     num_bytes = sum(one.tar_bytes + one.index_bytes for one in files)
-    video_s = seconds_of(variant) if column.has_hours else None
-    length = "" if video_s is None else f" ({hours_text(video_s / 3600)} of video)"
+    length = length_of(variant) if column.has_hours else None
+    of_video = ""
+    if length is not None:
+        of_video = f" ({length_text(hours_text(length.seconds / 3600), num_unread=length.num_unread)})"
     folder = short_path(variant_dir)
     lines = [
-        f"total    {counted(num_samples, column.sample)}{length} in {counted(len(files), 'shard')},"
+        f"total    {counted(num_samples, column.sample)}{of_video} in {counted(len(files), 'shard')},"
         f" {size_text(num_bytes)}: {folder}"
     ]
     rest = _missing_parts(report, column, variant, data=data)
@@ -55,7 +58,7 @@ def with_ending(report: Report, column: ColumnSpec, variant_dir: Path, *, data: 
     values = {
         "variant_dir": os.fspath(variant_dir),
         "total_bytes": num_bytes,
-        "total_video_s": video_s,
+        "total_video_s": None if length is None else length.seconds,
         "freed_by_gc_bytes": unused_bytes,
         "next": command,
     }
@@ -92,16 +95,31 @@ def _missing_parts(report: Report, column: ColumnSpec, variant: Variant, *, data
     return [*words, "--part", *not_made] if len(not_made) == 1 else words
 
 
-def seconds_of(variant: Variant) -> float:
-    """Return the seconds of video in a variant; shards whose index cannot be read are left out."""
+@dataclass(frozen=True)
+class Length:
+    """Seconds of video in the shards of a variant whose index can be read, and the number of the other shards."""
+
+    seconds: float
+    num_unread: int
+
+
+def length_text(duration: str, *, num_unread: int) -> str:
+    """Return a length of video in words, given its seconds in a suitable unit."""
+    unread = f" without {counted(num_unread, 'unreadable shard')}" if num_unread else ""
+    return f"{duration} of video{unread}"
+
+
+def length_of(variant: Variant) -> Length:
+    """Return how much video is in a variant."""
     known = variant.known_seconds()
     unknown = [shard for shard in variant.shards() if shard.shard_id not in known]
     with ThreadPoolExecutor(NUM_CHECK_THREADS) as pool:
-        return sum(known.values()) + sum(pool.map(_seconds, unknown))
+        found = [*known.values(), *pool.map(_seconds, unknown)]
+    return Length(sum(seconds or 0.0 for seconds in found), found.count(None))
 
 
-def _seconds(shard: CommittedShard) -> float:
+def _seconds(shard: CommittedShard) -> float | None:
     try:
         return index_seconds(shard.index_path)
     except (Damaged, OSError):
-        return 0.0
+        return None

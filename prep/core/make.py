@@ -233,13 +233,18 @@ def parse_budget(text: str) -> Callable[[int], float]:
 
 
 def plan_column(column: ColumnSpec, settings: Any, *, data: Path, json: bool) -> None:
-    """Print what making the column would do, and why."""
+    """Print what making the column would do, and why.
+
+    Raises:
+        UserError: a record is damaged.
+    """
     with Activity("planning"):
         from clipmill.prep.core.data_folder import require_data_folder
-        from clipmill.prep.core.report import show
+        from clipmill.prep.core.report import show, with_file_problems
 
-        plan = column.plan(require_data_folder(data), settings, Request(data=data))
-        report = column.plan_report(plan)
+        data_dir = require_data_folder(data)
+        plan = column.plan(data_dir, settings, Request(data=data))
+        report = with_file_problems(column.plan_report(plan), column, plan.variant_dir, data_dir=data_dir)
     show(report, json=json)
 
 

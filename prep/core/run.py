@@ -43,6 +43,7 @@ class Summary:
     """Result of a run, based on the commits that the driver finds on disk at its end.
 
     Attributes:
+        num_shards_empty: of the shards that were made, those in which every sample failed.
         failures: all failures, including those of earlier runs that were not tried again.
         gave_up: why the run ended before all shards were tried, or None.
         refused_workers: workers that failed the admission check and received no tasks.
@@ -51,6 +52,7 @@ class Summary:
     variant: str
     num_shards: int = 0
     num_shards_made: int = 0
+    num_shards_empty: int = 0
     num_chunks: int = 0
     num_encoded: int = 0
     num_reused: int = 0
@@ -236,6 +238,7 @@ def _account(job: Job[W], commits: dict[int, Commit], summary: Summary, results:
     for shard in with_work(job.shards):
         if shard.shard_id not in not_made:
             summary.num_shards_made += 1
+            summary.num_shards_empty += commits[shard.shard_id].files is None
             _add(summary, results.get(shard.shard_id))
     lost = [failure for shard, stop in missing for failure in _failures_of(job, shard, stop, commits)]
     summary.failures = [*(failure for commit in commits.values() for failure in commit.failures), *lost]

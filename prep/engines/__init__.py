@@ -10,6 +10,7 @@ yielded once as `Refused`, and the run continues on other nodes, or ends if ther
 """
 
 import ctypes
+import multiprocessing
 import os
 import signal
 from collections.abc import Callable, Iterable, Iterator
@@ -116,3 +117,14 @@ def die_with_parent() -> None:
     """
     if _libc is not None and hasattr(_libc, "prctl"):
         _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def die_with_driver() -> None:
+    """Have this process of `multiprocessing` killed when the process that started it dies, or end it if that has died.
+
+    Until this is called, while the process imports what it needs, nothing tells it that it is alone.
+    """
+    die_with_parent()
+    driver = multiprocessing.parent_process()
+    if driver is not None and not driver.is_alive():
+        os._exit(1)

@@ -17,7 +17,7 @@ from typing import Any, Protocol
 
 from clipmill.manifests.errors import ClipmillError, FailedWork
 from clipmill.manifests.progress import Activity
-from clipmill.prep.engines import TICK_S, Check, Label, Outcome, R, Refused, T, die_with_parent, exit_reason
+from clipmill.prep.engines import TICK_S, Check, Label, Outcome, R, Refused, T, die_with_driver, exit_reason
 
 _CONTEXT = multiprocessing.get_context("spawn")
 _GRACE_S = 15.0  # for the engine to stop what it started
@@ -190,7 +190,7 @@ def _serve_call(function: Callable[..., Any], arguments: tuple[object, ...], pip
 
 
 def _detach() -> None:
-    die_with_parent()
+    die_with_driver()
     # Ctrl-C is sent to the whole process group; the command decides what happens to this process.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     silence = os.open(os.devnull, os.O_WRONLY)

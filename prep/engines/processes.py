@@ -24,7 +24,7 @@ from clipmill.prep.engines import (
     R,
     Refused,
     T,
-    die_with_parent,
+    die_with_driver,
     exit_reason,
     no_worker_left,
 )
@@ -127,7 +127,7 @@ def _end(busy: list[_Worker], idle: list[_Worker]) -> None:
 
 
 def _work(function: Callable[[Any], Any], check: Check | None, pipe: Connection, gpu: str | None) -> None:
-    die_with_parent()
+    die_with_driver()
     if gpu is not None:
         os.environ["CUDA_VISIBLE_DEVICES"] = gpu  # torch reads it when it first uses a GPU, which is later
     # Ctrl-C is sent to the whole process group; the driver decides what happens to its workers.

@@ -6,6 +6,7 @@ from pathlib import Path
 from clipmill.manifests.quoting import counted
 from clipmill.prep.core.disk_use import disk_use
 from clipmill.prep.core.report import (
+    NOTHING_TO_DO,
     Report,
     changed_settings,
     next_line,
@@ -46,7 +47,7 @@ def latents_report(plan: LatentsPlan) -> Report:
         lines.append(f"estimate at most {counted(num_frames, 'frame')} to encode, {size_text(size_bytes)}")
         lines += [*time_lines(trial, num_frames=num_frames), *disk.lines(), next_line(command)]
     else:
-        lines.append("nothing to do")
+        lines.append(NOTHING_TO_DO)
     values = {
         "variant": recipe.variant,
         "video": recipe.video,

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from clipmill.prep.core.report import (
+    NOTHING_TO_DO,
     Report,
     changed_settings,
     hours_text,
@@ -13,10 +14,9 @@ from clipmill.prep.core.report import (
     summary_report,
 )
 from clipmill.prep.core.run import Summary
-from clipmill.prep.scores.column import COLUMN, table_problem
+from clipmill.prep.scores.column import COLUMN
 from clipmill.prep.scores.plan import ScoresPlan
 from clipmill.prep.scores.recipe import SCORES
-from clipmill.shards.reader import Variant
 from clipmill.shards.scores import CHUNKS_FILE
 
 
@@ -38,20 +38,18 @@ def scores_report(plan: ScoresPlan) -> Report:
     lines += [f"{failure.video_id}  cannot be planned: {failure.message}" for failure in plan.unreadable]
     command = COLUMN.command_line(recipe.as_dict(), data_dir=plan.data_dir)
     # Unchanged chunks of a changed shard are copied; how many is known only while the shard is made.
-    table = table_problem(Variant(plan.variant_dir)) if plan.commits else None
     if seconds:
         lines.append(f"estimate at most {hours_text(seconds / 3600)} of video to score")
         lines.append("         how long it takes is unknown; each chunk is decoded once")
         lines.append(next_line(command))
     else:
-        lines.append("nothing to do" if table is None else f"table    {table}; it will be written from the shards")
+        lines.append(NOTHING_TO_DO)
     values = {
         "variant": recipe.variant,
         "video": recipe.video,
         "changed_settings": differences,
         "num_chunks": sum(shard.num_chunks for shard in plan.shards),
         **states_values(plan.shards),
-        "table_problem": table,
         "unreadable": [failure.message for failure in plan.unreadable],
         "estimate": {"seconds": seconds},
         "next": command if seconds else None,

@@ -4,9 +4,18 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from clipmill.manifests.quoting import counted
+from clipmill.manifests.store import captions_path
 from clipmill.prep.core.disk_use import disk_use
 from clipmill.prep.core.failure_list import failure_lines, failure_values
-from clipmill.prep.core.report import Report, changed_settings, next_line, size_text, states_lines, states_values
+from clipmill.prep.core.report import (
+    NOTHING_TO_DO,
+    Report,
+    changed_settings,
+    next_line,
+    size_text,
+    states_lines,
+    states_values,
+)
 from clipmill.prep.engines import Refused
 from clipmill.prep.text.column import COLUMN
 from clipmill.prep.text.plan import TextPlan
@@ -94,7 +103,11 @@ def text_report(plan: TextPlan) -> Report:
     """Return the report of a plan: the work by state and reason.
 
     The number of new texts is not reported: it is unknown until the captions are read.
+
+    Raises:
+        UserError: the table of captions is damaged.
     """
+    captions_path(plan.data_dir)  # verified, because a run needs them
     recipe = plan.recipe
     differences = changed_settings(plan.data_dir, TEXT, variant=recipe.variant, recipe=recipe.as_dict())
     num_videos = sum(shard.num_chunks for shard in plan.shards if shard.has_work)
@@ -109,7 +122,7 @@ def text_report(plan: TextPlan) -> Report:
         lines.append("         how long it takes is unknown until the captions are read; a GPU is many times faster")
         lines += [*disk.lines(), next_line(command)]
     else:
-        lines.append("nothing to do")
+        lines.append(NOTHING_TO_DO)
     values = {
         "variant": plan.recipe.variant,
         "changed_settings": differences,

@@ -88,11 +88,13 @@ def _manifest(data_dir: Path) -> Iterator[RecordFinding]:
         if any((folder / name).exists() for name in TABLE_FILES):
             yield RecordFinding(str(folder / MANIFEST_FILE), "the file is missing, but its tables exist", repair)
         return
+    messages = []
     for read in (read_videos, _read_captions, read_rejected):
         try:
             read(data_dir)
         except UserError as error:
-            yield RecordFinding(str(folder), str(error), repair)
+            messages.append(str(error))
+    yield from (RecordFinding(str(folder), message, repair) for message in dict.fromkeys(messages))
 
 
 def _read_captions(data_dir: Path) -> None:

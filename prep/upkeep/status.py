@@ -12,12 +12,11 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from clipmill.manifests.errors import UserError
-from clipmill.manifests.storage.mirrors import is_away
 from clipmill.manifests.store import MANIFEST_FILE, manifest_dir, read_videos
-from clipmill.prep.core.column import MERGED_TABLE, ColumnSpec, ExtraFile, Pending
+from clipmill.prep.core.column import ColumnSpec, Pending
 from clipmill.prep.core.data_folder import has_stopped, writer_of
 from clipmill.prep.core.disk_use import folder_bytes
-from clipmill.prep.core.ending import seconds_of
+from clipmill.prep.core.ending import length_of
 from clipmill.prep.core.failure_list import MAX_NAMED, FailureEntry, first_failures, first_few, named_values
 from clipmill.prep.core.heartbeat import ShardProgress, running_shards
 from clipmill.prep.core.layout import DamagedLayout, variants_of
@@ -40,14 +39,14 @@ class VariantStatus:
     Attributes:
         num_shards: number of committed shards that hold samples. num_samples counts their samples: chunks, or videos
             for `text`.
-        hours: hours of video in the shards, except those that have an unreadable index since before the last run ended;
-            0 for `text`.
+        hours: hours of video in the shards whose length is known; 0 for `text`.
         failures: code -> number of spans, chunks or videos that failed, from the commits.
         num_wanted: number of samples that the recipe requires; None if unknown.
         where: condition on the samples that the last run wanted; None for all.
         num_running: number of samples made so far in shards that are not committed yet; None if no worker is running.
         num_missing: number of shards that a variant which is not current lacks; `ColumnStatus.to_make` has those of the
             current one.
+        num_unread: number of shards that `hours` lacks: their index cannot be read since before the last run ended.
     """
 
     name: str
@@ -61,6 +60,7 @@ class VariantStatus:
     num_running: int | None
     where: str | None = None
     num_missing: int = 0
+    num_unread: int = 0
 
 
 @dataclass(frozen=True)
@@ -137,12 +137,18 @@ class VideosStatus:
 
 @dataclass(frozen=True)
 class Status:
-    """Everything that `prep status` reports; `columns` holds all columns, including those without variants."""
+    """Everything that `prep status` reports; `columns` holds all columns, including those without variants.
+
+    Attributes:
+        leakage: None without scores.
+        damaged: errors of damaged records that the status itself can do without.
+    """
 
     data_dir: Path
     videos: VideosStatus | None
     columns: dict[str, ColumnStatus]
-    leakage: Leakage | None = None  # None without scores
+    leakage: Leakage | None = None
+    damaged: tuple[UserError, ...] = ()
 
     @property
     def num_problems(self) -> int:
@@ -165,34 +171,42 @@ def read_status(data_dir: Path) -> Status:
         UserError: a record is unreadable or of another version.
     """
     has_manifest = (manifest_dir(data_dir) / MANIFEST_FILE).exists()
-    videos = _videos_status(data_dir) if has_manifest else None
+    damaged: list[UserError] = []
+    videos = _videos_status(data_dir, damaged) if has_manifest else None
 
     def column_status(column: ColumnSpec) -> ColumnStatus:
         unusable = videos.first_unusable if videos is not None and column.is_first else []
-        return _column_status(data_dir, column, unusable=unusable)
+        return _column_status(data_dir, column, damaged, unusable=unusable)
 
     return Status(
         data_dir,
         videos=videos,
         columns={column.name: column_status(column) for column in columns()},
         leakage=find_leakage(data_dir) if has_manifest else None,
+        damaged=tuple(damaged),
     )
 
 
-def _column_status(data_dir: Path, column: ColumnSpec, *, unusable: list[FailureEntry]) -> ColumnStatus:
+def _column_status(
+    data_dir: Path, column: ColumnSpec, damaged: list[UserError], *, unusable: list[FailureEntry]
+) -> ColumnStatus:
     current = current_variant(data_dir, column.name)
     variants, status = [], ColumnStatus(column.name, first_failures=unusable)
     is_abandoned = has_stopped(data_dir, column=column.name)
     for opened in variants_of(data_dir, column.name):
         name, pending = opened.directory.name, _pending(data_dir, column, opened)
         if name == current:
+            try:
+                _ = opened.recipe
+            except UserError as error:
+                damaged.append(error)
             listed = opened.directory / FAILURES_FILE
             status = ColumnStatus(
                 column.name,
                 problems=[(shard_id, state, why) for shard_id, (state, why) in problems_of(opened).items()],
                 stale_because=pending.stale_because,
                 to_make=pending.to_make,
-                file_problems=[why for file in column.extra_files if (why := _problem(file, opened)) is not None],
+                file_problems=column.file_problems(opened),
                 failures_file=listed if listed.exists() else None,
                 first_failures=first_few([*unusable, *first_failures(_failures(opened))]),
             )
@@ -211,31 +225,26 @@ def _pending(data_dir: Path, column: ColumnSpec, variant: Variant) -> Pending:
         return Pending()
 
 
-def _problem(file: ExtraFile, variant: Variant) -> str | None:
-    if file is MERGED_TABLE and is_away(variant.directory / file.name):
-        return None  # it would have to be fetched; `prep verify` does
-    return file.problem(variant)
-
-
 def _failures(variant: Variant) -> Iterator[Failure]:
     return (failure for commit in variant.commits.values() for failure in commit.failures)
 
 
-def _sources(data_dir: Path) -> list[CaptionSource] | None:
+def _sources(data_dir: Path, damaged: list[UserError]) -> list[CaptionSource] | None:
     try:
         return read_caption_sources(data_dir)
-    except UserError:
-        return None  # `prep verify` names the damage
+    except UserError as error:
+        damaged.append(error)
+        return None
 
 
 def _num_beyond(data_dir: Path, videos: pa.Table, ends_s: np.ndarray) -> int | None:
     try:
         return num_captions_beyond(data_dir, videos, end_s=ends_s)
     except (UserError, OSError, pa.ArrowException):
-        return None  # `prep verify` names the damage
+        return None  # `_sources` names the damage
 
 
-def _videos_status(data_dir: Path) -> VideosStatus:
+def _videos_status(data_dir: Path, damaged: list[UserError]) -> VideosStatus:
     videos = read_videos(data_dir, columns=["video_id", "path", "num_captions"])
     probes = read_probes(data_dir, columns=["path", "code", "message", "fingerprint", "end_s"])
     mine, is_known = probes_of(videos["path"], probes)
@@ -255,7 +264,7 @@ def _videos_status(data_dir: Path) -> VideosStatus:
         first_unusable=_first_sources(unusable),
         lost=dict(Counter[str](lost["code"].to_pylist()).most_common()),
         first_lost=_first_sources(lost),
-        caption_sources=_sources(data_dir),
+        caption_sources=_sources(data_dir, damaged),
         num_captions_beyond=_num_beyond(data_dir, videos, ends_s),
     )
 
@@ -270,7 +279,7 @@ def _first_sources(probes: pa.Table) -> list[FailureEntry]:
 def _variant_status(
     variant: Variant, pending: Pending, *, is_current: bool, running: list[ShardProgress]
 ) -> VariantStatus:
-    shards = variant.shards()
+    shards, length = variant.shards(), length_of(variant)
     codes = Counter(failure.code for failure in _failures(variant))
     done = sum(shard.num_done for shard in running if shard.shard_id not in variant.commits)
     return VariantStatus(
@@ -279,12 +288,13 @@ def _variant_status(
         size_bytes=folder_bytes(variant.directory),
         num_shards=len(shards),
         num_samples=sum(shard.num_samples for shard in shards),
-        hours=seconds_of(variant) / 3600,
+        hours=length.seconds / 3600,
         failures=dict(codes.most_common()),
         num_wanted=pending.num_wanted,
         num_running=done if running else None,
         where=_where_of(variant),
         num_missing=0 if is_current else len((pending.wanted_shards or frozenset()) - variant.commits.keys()),
+        num_unread=length.num_unread,
     )
 
 

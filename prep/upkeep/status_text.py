@@ -7,6 +7,7 @@ from pathlib import Path
 from clipmill.manifests.errors import UserError
 from clipmill.manifests.quoting import counted, on_one_line
 from clipmill.manifests.storage.mirrors import mirror_of
+from clipmill.prep.core.ending import length_text
 from clipmill.prep.core.failure_list import named_lines
 from clipmill.prep.core.report import size_text
 from clipmill.prep.core.selection import stored_request
@@ -83,7 +84,7 @@ def _videos_lines(videos: VideosStatus) -> list[str]:
 def _source_lines(sources: list[CaptionSource] | None) -> list[str]:
     """Return the number of captions of each source, if there are several; None stands for a damaged table."""
     if sources is None:
-        return [f"{_INDENT}their table is damaged: prep verify"]
+        return [f"{_INDENT}their table is damaged"]
     if len(sources) < 2 and not any(source.is_further for source in sources):
         return []
     lines = []
@@ -123,7 +124,7 @@ def _column_lines(column: ColumnStatus, data_dir: Path) -> list[str]:
 
 def _variant_lines(column: str, variant: VariantStatus, *, place: str) -> list[str]:
     spec = column_named(column)
-    hours = f" {variant.hours:.2f} h of video," if spec.has_hours else ""
+    hours = f" {length_text(f'{variant.hours:.2f} h', num_unread=variant.num_unread)}," if spec.has_hours else ""
     total = f"{counted(variant.num_samples, spec.sample)} in {counted(variant.num_shards, 'shard')}"
     lines = [
         f"{column:<9} {variant.name}{' (current)' if variant.is_current else ''}",
@@ -157,6 +158,8 @@ def _failure_lines(status: Status) -> list[str]:
 
 def _next_step(status: Status) -> str | None:
     columns = status.columns.values()
+    if status.damaged:
+        return None  # each error has its hint
     if any(column.written_by or variant.num_running is not None for column in columns for variant in column.variants):
         return None
     first = next(iter(columns))

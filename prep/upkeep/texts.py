@@ -1,11 +1,12 @@
 """Text and JSON output of `prep verify` and `prep gc`."""
 
 import os
+from collections.abc import Iterable
 from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from clipmill.manifests.errors import UserError
+from clipmill.manifests.errors import FOLDER_IN_PLACE, UserError
 from clipmill.manifests.quoting import counted, on_one_line
 from clipmill.prep.core.column import ColumnSpec
 from clipmill.prep.core.report import size_text
@@ -48,7 +49,15 @@ def repairs_text(records: list[RecordFinding]) -> list[str]:
     if not records:
         return []
     commands = dict.fromkeys(record.repair for record in records)
-    return [f"{counted(len(records), 'missing or damaged record')}; to repair, run: {'; '.join(commands)}"]
+    repair = repair_text("; ".join(commands), (record.message for record in records))
+    return [f"{counted(len(records), 'missing or damaged record')}; {repair}"]
+
+
+def repair_text(command: str, messages: Iterable[str]) -> str:
+    """Return how to repair what `messages` describe: no command replaces a folder that is in place of a file."""
+    has_folder = any(FOLDER_IN_PLACE in message for message in messages)
+    first = "remove or move away the folders that are in place of files, then " if has_folder else ""
+    return f"to repair, {first}run: {command}"
 
 
 def failure_text(found: Verified, variant: Variant, *, column: ColumnSpec, data_dir: Path) -> str:
@@ -62,7 +71,7 @@ def failure_text(found: Verified, variant: Variant, *, column: ColumnSpec, data_
             command = column.command_line(stored_request(variant), data_dir=data_dir)
         except UserError:
             command = f"prep {column.command} with the settings of the variant"
-        parts.append(f"to repair, run: {command}")
+        parts.append(repair_text(command, (finding.message for finding in found.findings)))
     # A run does not notice the damage of these shards: their commits have to be removed by hand.
     by_hand = sorted({*found.unseen, *(finding.shard_id for finding in found.deep_findings)})
     if by_hand:

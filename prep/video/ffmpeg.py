@@ -64,6 +64,7 @@ def find_ffmpeg() -> Ffmpeg:
 
     Raises:
         UserError: no program was found, or the requested one does not work or is too old.
+        FailedWork: the program was killed when its version was asked for.
     """
     named = os.environ.get(PROGRAM_VARIABLE)
     if named:
@@ -88,13 +89,16 @@ def find_ffmpeg() -> Ffmpeg:
             "no ffmpeg program found",
             hint=f"install clipmill[prep], which includes one, or set ${PROGRAM_VARIABLE} to a program",
         ) from None
-    try:
-        shipped = imageio_ffmpeg.get_ffmpeg_exe()
-    except RuntimeError as error:  # its trial run has failed
-        raise UserError(
-            f"the ffmpeg program of the imageio-ffmpeg package does not run: {error}",
-            hint=f"run the same command again, or set ${PROGRAM_VARIABLE} to a working program",
-        ) from None
+    # Where the package has the program: `get_ffmpeg_exe` tries it, and if that is killed, takes another or finds none.
+    shipped = next(map(str, Path(imageio_ffmpeg.__file__).parent.glob("binaries/ffmpeg-*")), None)
+    if shipped is None:
+        try:
+            shipped = imageio_ffmpeg.get_ffmpeg_exe()
+        except RuntimeError as error:
+            raise UserError(
+                f"the imageio-ffmpeg package has no ffmpeg program: {error}",
+                hint=f"install its wheel, or set ${PROGRAM_VARIABLE} to a working program",
+            ) from None
     return Ffmpeg(shipped, _version(shipped, where="the imageio-ffmpeg package"), passed_over=passed_over)
 
 
@@ -102,7 +106,7 @@ def version_mismatch(version: str) -> str | None:
     """Return why a worker's machine cannot carry out a plan for ffmpeg `version`, or None if it can."""
     try:
         found = find_ffmpeg().version
-    except UserError as error:
+    except (UserError, FailedWork) as error:
         return str(error)
     return None if found == version else f"ffmpeg is {found}, but the plan requires {version}"
 
@@ -112,6 +116,11 @@ def _version(path: str, *, where: str) -> str:
     try:
         text = subprocess.run([path, "-version"], capture_output=True, text=True, timeout=30, check=True).stdout
     except (OSError, subprocess.SubprocessError) as error:
+        if isinstance(error, subprocess.CalledProcessError) and error.returncode < 0:
+            raise FailedWork(
+                f'the ffmpeg program "{path}" ({where}) was ended by {exit_reason(error.returncode)} when its version '
+                "was asked for; run the same command again"
+            ) from None
         raise UserError(
             f'the ffmpeg program "{path}" ({where}) does not run: {error}',
             hint=f"set ${PROGRAM_VARIABLE} to a working program",

@@ -8,11 +8,13 @@ from typing import Any
 from clipmill.manifests.errors import UserError
 from clipmill.manifests.keys import split_key
 from clipmill.manifests.quoting import counted, on_one_line
+from clipmill.manifests.store import captions_path
 from clipmill.prep.core.column import VIDEO
 from clipmill.prep.core.disk_use import disk_use
 from clipmill.prep.core.failure_list import MAX_NAMED, failure_lines
 from clipmill.prep.core.plan import ShardState
 from clipmill.prep.core.report import (
+    NOTHING_TO_DO,
     Report,
     changed_settings,
     hours_text,
@@ -39,7 +41,13 @@ _MOVED = {
 
 
 def plan_report(planned: Planned) -> Report:
-    """Return the report of a plan: the work by state and reason, with an estimate."""
+    """Return the report of a plan: the work by state and reason, with an estimate.
+
+    Raises:
+        UserError: the table of captions is damaged.
+    """
+    if planned.plan.has_captions:
+        captions_path(planned.data_dir)  # verified, because a run needs them
     plan, cost = planned.plan, estimate_of(planned, has_trials=True)
     against = _changed_settings(planned)
     lines = [f"variant  {plan.recipe.variant}", *(f"setting  {difference}" for difference in against)]
@@ -74,7 +82,7 @@ def plan_report(planned: Planned) -> Report:
         command = COLUMN.command_line(plan.recipe.as_dict(), data_dir=planned.data_dir)
         lines.append(next_line(command))
     else:
-        lines.append("nothing to do")
+        lines.append(NOTHING_TO_DO)
     values = {
         "variant": plan.recipe.variant,
         "changed_settings": against,

@@ -11,6 +11,7 @@ from bisect import bisect_right
 from dataclasses import dataclass
 from pathlib import Path
 
+from clipmill.manifests.errors import FailedWork
 from clipmill.manifests.keys import chunk_key
 from clipmill.prep.core.column import VIDEO
 from clipmill.prep.core.failures import FailureCode, SourceFailure
@@ -55,7 +56,10 @@ class ShardTask:
 
 def make_shard(task: ShardTask) -> ShardResult:
     """Make, publish and commit one shard. Idempotent: a second run writes the same bytes under the same names."""
-    version = find_ffmpeg().version
+    try:
+        version = find_ffmpeg().version
+    except FailedWork as error:
+        return stopped(task, FailureCode.WORKER_LOST, str(error))
     if version != task.recipe.ffmpeg:
         message = f"this node has ffmpeg {version}, but the plan requires {task.recipe.ffmpeg}"
         return stopped(task, FailureCode.FFMPEG_DIFFERS, message)

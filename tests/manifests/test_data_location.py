@@ -33,5 +33,7 @@ def test_the_folder_of_the_videos_is_refused_under_any_name(tmp_path: Path) -> N
 
 def test_a_file_is_no_data_folder(tmp_path: Path) -> None:
     (tmp_path / "data").touch()
-    with pytest.raises(UserError, match="is a file"):
-        check_data_dir(tmp_path / "data")
+    (tmp_path / "loop").symlink_to("loop")
+    for path, what in (("data", "is a file"), ("loop", "form a loop"), ("loop/data", "form a loop")):
+        with pytest.raises(UserError, match=what):
+            check_data_dir(tmp_path / path)

@@ -122,9 +122,10 @@ def test_a_line_that_names_the_separator_for_excel_is_no_header(
     assert reading.notes == ("c.csv: cells separated by semicolons",)
     [row] = reading.rejected["row"].to_pylist()
     assert line_numbers(table, [row]) == {row: 3 + first.count("\n")}
-    table.write_text("sep=|\nvideo;text\na;b\n")
-    with pytest.raises(UserError, match="no column for video and text; its first line is: video;text"):
-        read_folder(make_videos("a.mp4", "b.mp4"), captions=table)
+    for below, what in (("video;text\na;b\n", "the next one is: video;text"), ("", "there is nothing below it")):
+        table.write_text(f"sep=|\n{below}")
+        with pytest.raises(UserError, match=f"says that vertical bars separate the columns, but {what}"):
+            read_folder(make_videos("a.mp4", "b.mp4"), captions=table)
 
 
 def test_a_column_with_the_documented_name_is_taken_before_others(make_videos: VideoMaker, tmp_path: Path) -> None:
@@ -167,7 +168,9 @@ def test_frames_need_a_frame_rate(make_videos: VideoMaker, tmp_path: Path) -> No
         "video,start_frame,fps,text\na,30,0,t\na,x,30,t\na,30,,t\na,30,30/0,t\na,30,1/2/3,t\n"
     )
     reading = read_folder(make_videos("a.mp4"), captions=tmp_path / "c.csv")
-    assert reading.rejected["reason"].to_pylist() == ["bad_time"] * 5
+    assert reading.rejected["reason"].to_pylist() == ["bad_fps", "bad_time", "bad_fps", "bad_fps", "bad_fps"]
+    details = reading.rejected["detail"].to_pylist()
+    assert "fps is '0', expected a frame rate" in details[0] and "'x (frames)'" in details[1]
 
 
 def test_rows_are_found_on_the_lines_of_the_file(tmp_path: Path) -> None:

@@ -254,7 +254,7 @@ def test_bad_lines_of_json_are_listed_and_the_others_read(make_videos: VideoMake
     ("name", "content", "message"),
     [
         ("c.csv", b"film,text\na,b\n", "no column for video; its first line is: film,text"),
-        ("c.csv", b"", "no column for video and text; its first line is: empty"),
+        ("c.csv", b"", "no column for video and text; the file is empty"),
         ("c.csv", b"video,text\na,\xc3\xa9\nb,\xff\n", "line 3: not UTF-8"),
         ("c.csv", b"video,text\na,one\0\n", "line 2"),
         ("c.xlsx", b"", "neither a .csv, a .tsv nor a .jsonl file"),

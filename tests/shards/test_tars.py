@@ -62,7 +62,7 @@ def test_a_pipe_is_no_tar(tmp_path: Path) -> None:
         scan(tmp_path / "0.tar")
     with pytest.raises(DamagedIndex, match="not a regular file"):
         open_index(tmp_path / "0.tar")
-    with pytest.raises(OSError, match="not a regular file"):
+    with pytest.raises(OSError, match="folder in place of this file"):
         LocalTars().read(tmp_path, 0, 1)
 
 

@@ -92,6 +92,8 @@ def test_what_is_unknown_is_selected_by_neither_a_comparison_nor_its_opposite(ex
         ("'ü' == text and motin > 1", "character 17: there is no name motin", "did you mean motion?"),
         ("Motion > 1", "there is no name Motion", "did you mean motion?"),
         ("true", "there is no name true", "write True"),
+        ("motion < -1e308", "character 11: 1e308 is out of range", "numbers are less than"),
+        ("cuts == 1e400", "character 9: 1e400 is out of range", "numbers are less than"),
         ("motion", "motion is a number, where a condition is needed", "motion > 0"),
         ("motion and cuts == 1", "motion is a number, where a condition is needed", ""),
         ("motion > 'high'", "motion is a number, and 'high' a text", ""),

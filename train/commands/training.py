@@ -9,6 +9,7 @@ from cyclopts import Parameter
 
 from clipmill.manifests.errors import UserError, UserErrors
 from clipmill.manifests.progress import Activity
+from clipmill.manifests.quoting import counted
 from clipmill.manifests.whole_numbers import refuse_fractions
 from clipmill.train.config import fields as groups
 from clipmill.train.config.fields import (
@@ -94,8 +95,22 @@ def add_files(app: "App", commands: tuple[str, ...], arguments: "ArgumentCollect
         # Where there is no run, a new one begins, or opening it says so.
         if (saved := RunFolder(out).settings).is_file():
             RunFolder(out).require_task(commands[-1])
-            load_settings(saved, task_named(commands[-1]).settings)  # a damaged file is named with what to do
+            old = load_settings(saved, task_named(commands[-1]).settings)  # a damaged file is named with what to do
+            _require_as_many(given("--shards"), old.folders, out=out)
             fill(saved)
+
+
+def _require_as_many(folders: Sequence[str], of_run: Sequence[str], *, out: Path) -> None:
+    """Raise a UserError if a run that has a checkpoint is given other data folders than their new places.
+
+    Other flags depend on them, such as --mix and the names of metrics: the mistake would look like one of those.
+    """
+    if folders and len(folders) != len(of_run) and any(RunFolder(out).checkpoints.glob("step_*")):
+        raise UserError(
+            f"--shards names {counted(len(folders), 'data folder')}, but the run in {out} has {len(of_run)}: "
+            f"{', '.join(of_run)}",
+            hint="name each of them, or leave --shards out to go on, or begin a new run with another --out",
+        )
 
 
 def _preset_of(name: str, command: str) -> Path:

@@ -10,6 +10,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
+from clipmill.manifests.data_location import resolved_folder
 from clipmill.manifests.errors import Inaccessible, UserError
 from clipmill.manifests.keys import chunk_key
 from clipmill.manifests.store import manifest_dir, read_manifest, read_videos
@@ -95,7 +96,7 @@ class ChunkSet:
         where: str | None = None,
         has_captions: bool = False,
     ) -> None:
-        if not data_dir.is_dir():
+        if not resolved_folder(data_dir).is_dir():
             raise UserError(f"there is no data folder {data_dir}", hint="name one that prep made: --shards DIR")
         self._data_dir = data_dir
         self._variant = Variant.open(data_dir, tars=tars).whole()

@@ -109,6 +109,7 @@ def _publish(
         "num_all_chunks": num_all,
         "num_pages": count,
         "num_unreadable": num_problems,
+        "num_damaged_shards": len(header.holes),
         "html_bytes": written_bytes,
         "clips": "embedded" if plan.is_embedded else "preview" if plan.is_preview else "copy",
         "clip_bytes": clip_bytes,
@@ -116,10 +117,10 @@ def _publish(
     }
     of_all = counted(num_all, "chunk") if num_shown == num_all else f"{num_shown:,} of {num_all:,} chunks, drawn evenly"
     lines = [f"{path}: {of_all}{f', on {count} pages' if count > 1 else ''}"]
-    if num_problems:
-        lines.append(
-            f"{counted(num_problems, 'chunk')} cannot be shown: run prep verify for the command that repairs them"
-        )
+    problems = [f"{counted(len(header.holes), 'shard')} missing or damaged"] if header.holes else []
+    problems += [f"{counted(num_problems, 'chunk')} cannot be shown"] if num_problems else []
+    if problems:
+        lines.append(f"{', '.join(problems)}: run prep verify for the command that repairs them")
     if plan.is_embedded:
         lines.append(f"one file of {size_text(written_bytes)}, clips included")
     else:

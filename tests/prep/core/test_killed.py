@@ -11,12 +11,14 @@ from contextlib import suppress
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import partial
+from itertools import islice
 from pathlib import Path
 
 import pytest
 
 from clipmill.prep.engines.ray_agents import running_processes
 from clipmill.prep.synthetic.frame_numbers import write_frame_number_video
+from clipmill.prep.video.ffmpeg import find_ffmpeg
 from clipmill.shards.dataset import current_variant
 from tests.prep.running import ENGINES, MARK, Process, Ran, chunk, contents, manifest, processes, start, wait_until
 
@@ -26,6 +28,16 @@ SLOW = ("--len", "500ms", "--preset", "veryslow", "--fps", "60", "--short-side",
 
 NUM_CHUNKS = {"000000": 20, "000001": 8, "000002": 20, "000003": 8}
 
+# An ffmpeg whose encoder passes, one a shard, wait at a gate, a pipe of their own, until the test lets them go: no run
+# ends before the test has looked at it, however busy the machine is.
+GATED = """#!/bin/sh
+case "$*" in *-progress*)
+    mkfifo "{gates}/$$"
+    read -r _ < "{gates}/$$";;
+esac
+exec "{ffmpeg}" "$@"
+"""
+
 
 @dataclass(frozen=True)
 class Job:
@@ -34,25 +46,38 @@ class Job:
     videos: Path
     data: Path
     scratch: Path
+    gates: Path
     mark: str
     quick: str
 
     def start(self, engine: str) -> "subprocess.Popen[str]":
         arguments = ("chunk", "--data", self.data, "--json", "--engine", engine, "--workers", 2, *SLOW)
-        return start(*arguments, TMPDIR=str(self.scratch), RAY_TMPDIR="/tmp", **{MARK: self.mark})
+        environment = {"TMPDIR": str(self.scratch), "RAY_TMPDIR": "/tmp", MARK: self.mark}
+        return start(*arguments, CLIPMILL_FFMPEG=str(self.gates / "ffmpeg"), **environment)
 
     def finish(self, process: "subprocess.Popen[str]") -> Ran:
         stdout, stderr = process.communicate(timeout=120)
         return Ran(process.returncode, stdout, stderr)
 
     def ffmpegs(self) -> list[Process]:
-        return [process for process in processes(self.mark) if process.is_ffmpeg]
+        """Encoder passes, those at their gate included."""
+        found = (process for process in processes(self.mark) if "-progress" in process.arguments)
+        return [process for process in found if (self.gates / str(process.pid)).exists()]
+
+    def let_go(self, ffmpeg: Process) -> bool:
+        """Lets an encoder pass its gate; False if it has not come there yet, or is past it."""
+        try:
+            with os.fdopen(os.open(self.gates / str(ffmpeg.pid), os.O_WRONLY | os.O_NONBLOCK), "wb", 0) as gate:
+                gate.write(b"\n")
+        except OSError:
+            return False
+        return True
 
     def workers(self) -> list[Process]:
         """Encoders and whatever may start one."""
-        starters = ("ray::chunk", "multiprocessing.spawn")
+        names = ("-progress", "ray::chunk", "multiprocessing.spawn")
         found = processes(self.mark)
-        return [p for p in found if p.is_ffmpeg or any(name in " ".join(p.arguments) for name in starters)]
+        return [process for process in found if any(name in " ".join(process.arguments) for name in names)]
 
     def agents(self) -> list[Path]:
         """Folders in /proc of what Ray's raylet has started: its agents overwrite the mark in their environment."""
@@ -92,12 +117,15 @@ def undisturbed(begun: Path) -> dict[str, str]:
 
 @pytest.fixture
 def job(begun: Path, tmp_path: Path) -> Iterator[Job]:
-    data, scratch = tmp_path / "data", tmp_path / "scratch"
+    data, scratch, gates = tmp_path / "data", tmp_path / "scratch", tmp_path / "gates"
     shutil.copytree(begun, data)
     scratch.mkdir()
+    gates.mkdir()
+    (gates / "ffmpeg").write_text(GATED.format(gates=gates, ffmpeg=find_ffmpeg().path))
+    (gates / "ffmpeg").chmod(0o755)
     quick = current_variant(data, "video")
     assert quick is not None
-    job = Job(begun.parent / "videos", data, scratch, secrets.token_hex(8), quick)
+    job = Job(begun.parent / "videos", data, scratch, gates, secrets.token_hex(8), quick)
     yield job
     for left in processes(job.mark):
         left.kill()
@@ -108,9 +136,9 @@ def test_a_killed_run_leaves_no_process_and_a_task_of_the_next_outlives_its_work
     engine: str, job: Job, undisturbed: dict[str, str]
 ) -> None:
     """In the next run, the workers of video a are killed every time, one of b's once."""
-    for moment in moments(job, engine):
+    for num_passes, moment in moments(job, engine):
         process = job.start(engine)
-        wait_until(partial(_has_come_or_ended, moment, process), seconds=120)
+        _await(moment, job, process, num_passes=num_passes)
         assert process.poll() is None, f"the run ended before it could be killed: {process.communicate()}"
         for ffmpeg in job.ffmpegs():
             with suppress(ProcessLookupError):
@@ -138,6 +166,8 @@ def test_a_killed_run_leaves_no_process_and_a_task_of_the_next_outlives_its_work
                 killed.append(video)
                 os.kill(ffmpeg.parent, signal.SIGKILL)
                 wait_until(partial(_has_gone, ffmpeg, job))
+            else:
+                job.let_go(ffmpeg)
         time.sleep(0.02)
     ran = job.finish(process)
     assert ran.status == 1, ran.stderr
@@ -153,29 +183,31 @@ def test_a_killed_run_leaves_no_process_and_a_task_of_the_next_outlives_its_work
     assert current_variant(job.data, "video") != job.quick
 
 
-def moments(job: Job, engine: str) -> Iterator[Callable[[], object]]:
-    """Conditions on which to kill the run, one after another."""
+def moments(job: Job, engine: str) -> Iterator[tuple[int, Callable[[], object]]]:
+    """Conditions on which to kill the run, one after another, and how many encoders may pass their gate until then."""
     if engine == "ray":
-        yield job.commits  # an encoder may have ended between two looks
+        yield 1, job.commits
         return
-    yield job.ffmpegs
-    for seconds in (0.3, 0.9):
-        yield partial(_has_come, time.monotonic() + seconds)
+    yield 0, job.workers  # that have a task, and are still importing
+    yield 0, job.ffmpegs
     # With the first commit, the third chunk has come and gone between two looks.
-    yield lambda: job.commits() or any(Path(f"/proc/{p.pid}/cwd/000002.mp4").exists() for p in job.ffmpegs())
-    yield lambda: job.commits() and job.ffmpegs()
+    yield 1, lambda: job.commits() or any(Path(f"/proc/{p.pid}/cwd/000002.mp4").exists() for p in job.ffmpegs())
+    yield 1, lambda: job.commits() and job.ffmpegs()
 
 
 def _are_gone(folders: list[Path]) -> bool:
     return not any(folder.exists() for folder in folders)
 
 
-def _has_come_or_ended(moment: Callable[[], object], process: "subprocess.Popen[str]") -> bool:
-    return bool(moment()) or process.poll() is not None
+def _await(moment: Callable[[], object], job: Job, process: "subprocess.Popen[str]", *, num_passes: int) -> None:
+    passed: list[Process] = []
 
+    def has_come_or_ended() -> bool:
+        if len(passed) < num_passes:
+            passed.extend(islice((ffmpeg for ffmpeg in job.ffmpegs() if job.let_go(ffmpeg)), 1))
+        return bool(moment()) or process.poll() is not None
 
-def _has_come(moment_s: float) -> bool:
-    return time.monotonic() > moment_s
+    wait_until(has_come_or_ended, seconds=120)
 
 
 def _has_gone(process: Process, job: Job) -> bool:

@@ -1,5 +1,6 @@
 """The last lines of a run."""
 
+from dataclasses import replace
 from pathlib import Path
 
 from clipmill.prep.core.report import summary_report
@@ -12,4 +13,6 @@ def test_a_run_whose_videos_were_all_skipped_says_so_and_why() -> None:
     summary = Summary("h264", num_shards=2, num_shards_made=2, failures=failures)
     text = summary_report(summary, listed=Path("failures.jsonl")).text
     assert "made     no chunks in 2 shards: 2 videos skipped (source_too_large)\n" in text
+    partly = replace(summary, num_shards=1, num_shards_empty=1, num_encoded=3)
+    assert "made     1 shard, and 1 without chunks: 3 chunks encoded" in summary_report(partly, listed=Path("f")).text
     assert "0 chunks encoded" not in text and "a: source_too_large: the source has 9 bytes" in text

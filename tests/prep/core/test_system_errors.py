@@ -64,7 +64,9 @@ def test_a_record_that_cannot_be_read_is_named_and_kept(
     kept = path.rename(tmp_path / "kept")
     path.mkdir()  # what reads it gets an error, also where this user may read everything
     ran = chunk_again(prep, shard_set.data, status=status)
-    assert f"{path}" in ran.stderr and "directory" in ran.stderr and "Traceback" not in ran.stderr
+    said = ran.stdout + ran.stderr
+    assert f"{path}" in said and "folder in place of this file; remove it or move it away" in said
+    assert "Traceback" not in said
     path.rmdir()
     shutil.move(kept, path)
     prep("verify", "--data", shard_set.data)

@@ -91,6 +91,7 @@ def test_numbers_that_are_not_finite_are_named_and_not_stored(prep: Prep, shard_
     save_file(weights, copy / WEIGHTS)
     summary = make(shard_set.data, vae=str(copy))
     assert summary.failures_by_code() == {"not_finite": 5} and summary.num_chunks == 0
+    assert (summary.num_shards_made, summary.num_shards_empty) == (2, 2)
     assert {failure.key for failure in summary.failures} == {
         *(f"long_{start:09d}" for start in (0, 2000, 4000)),
         *(f"short_{start:09d}" for start in (0, 2000)),

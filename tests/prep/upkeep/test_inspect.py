@@ -138,10 +138,14 @@ def test_the_page_shows_frames_of_every_chunk_and_needs_nothing_else(
     assert [entry.name for entry in tmp_path.iterdir() if entry.name.startswith(".")] == []
 
 
-def test_a_damaged_chunk_is_a_card_with_the_reason(prep: Prep, shard_set: ShardSet, tmp_path: Path) -> None:
+def test_a_damaged_chunk_is_a_card_with_the_reason_and_damaged_shards_are_told(
+    prep: Prep, shard_set: ShardSet, tmp_path: Path
+) -> None:
     content = shard_set.tar(0).read_bytes()
     shard_set.tar(0).write_bytes(content[: len(content) // 3])
-    prep("inspect", "--html", tmp_path / "sheet.html", "--data", shard_set.data)
+    (shard_set.variant / "commits/000001.json").write_text("{}")
+    said = prep("inspect", "--html", tmp_path / "sheet.html", "--data", shard_set.data).stdout
+    assert "2 shards missing or damaged, " in said
     assert "cannot be shown" in (tmp_path / "sheet.html").read_text()
 
 

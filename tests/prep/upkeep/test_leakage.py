@@ -18,6 +18,7 @@ SPLITS = {"v": "val", "a": "train", "b": "train", "t": "test"}
 def data_dir(tmp_path: Path) -> Path:
     write_captions(tmp_path, SPLITS, [])
     (tmp_path / "video" / "h264-1").mkdir(parents=True)
+    (tmp_path / "video" / "h264-1" / "recipe.json").write_text("{}")
     set_current_variant(tmp_path, "video", "h264-1")
     return tmp_path
 

@@ -57,6 +57,9 @@ def test_a_damaged_record_is_named_and_repaired_by_the_next_run(
         assert str(path) in found.stdout
         assert "prep chunk" in found.stderr or "prep plan" in found.stderr
         assert name != "layout" or "prep chunk --len 2s" in found.stderr
+    if name == "recipe":
+        for command in (["status"], ["plan", *LEN]):
+            assert str(path) in prep(*command, "--data", shard_set.data, status=2).error
     rerun(prep, shard_set, *LEN)
     assert contents(shard_set.data) == sound
 
@@ -73,6 +76,22 @@ def read_everything(shard_set: ShardSet) -> list[object]:
         read_layout(RECORDS["layout"](shard_set)),
         read_table_file(shard_set.data / PROBES_FILE, schema=PROBES).to_pylist(),
     ]
+
+
+def test_folders_in_place_of_files_are_all_named_with_what_to_do(prep: Prep, shard_set: ShardSet) -> None:
+    paths = {name: record(shard_set) for name, record in RECORDS.items()}
+    paths |= {"index": shard_set.index(1), "table": shard_set.variant / "chunks.arrow"}
+    found: list[Path] = []
+    # Contents tell which lists there should be, and dataset.json which variant to verify: these last.
+    for names in (paths.keys() - {"contents", "dataset"}, {"contents"}, {"dataset"}):
+        for path in map(paths.__getitem__, names):
+            path.unlink()
+            path.mkdir()
+            found.append(path)
+        ran = prep("verify", "--data", shard_set.data, status=1)
+        named = {path for path in found for line in ran.stdout.splitlines() if f"{path}" in line and "move it" in line}
+        assert named >= set(map(paths.__getitem__, names))
+        assert "to repair, remove or move away the folders that are in place of files, then run: " in ran.stderr
 
 
 @pytest.mark.parametrize("name", sorted(RECORDS.keys() - {"list", "list of a split"}))
@@ -189,6 +208,9 @@ def test_a_manifest_that_is_damaged_is_named(prep: Prep, shard_set: ShardSet) ->
         ran = prep("verify", "--data", shard_set.data, "--json", status=1)
         assert any(str(path) in record["message"] for record in ran.summary["records"])
         assert "prep manifest" in ran.stderr
+        if path.name != "rejected.parquet":  # which only people read
+            for command in (["status"], ["plan", *LEN]):
+                assert str(path) in prep(*command, "--data", shard_set.data, status=2).error
         path.write_bytes(content)
     kept = shutil.copy(folder / "manifest.json", shard_set.data / "kept")
     (folder / "manifest.json").unlink()

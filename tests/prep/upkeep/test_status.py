@@ -68,6 +68,8 @@ def test_each_stage_names_the_next_step(prep: Prep, shard_set: ShardSet, tmp_pat
 
 def test_no_data_folder_is_an_error(prep: Prep, tmp_path: Path) -> None:
     assert "none does not exist" in prep("status", "--data", tmp_path / "none", status=2).error
+    (tmp_path / "loop").symlink_to("loop")
+    assert "its symbolic links form a loop" in prep("status", "--data", tmp_path / "loop", status=2).error
     for command in ("status", "chunk"):
         assert (
             f"--data '{tmp_path / 'no folder'}'\n" in prep(command, "--data", tmp_path / "no folder", status=2).stderr
@@ -76,10 +78,12 @@ def test_no_data_folder_is_an_error(prep: Prep, tmp_path: Path) -> None:
 
 def test_missing_and_damaged_shards_fail_with_a_command_that_mends_them(prep: Prep, shard_set: ShardSet) -> None:
     shard_set.tar(0).unlink()
+    shard_set.index(0).unlink()
     commit_path(shard_set.variant, 1).write_text("{}")
     ran = prep("status", "--data", shard_set.data, status=1)
     assert "missing   shard 000000" in ran.stdout
     assert "corrupt   shard 000001" in ran.stdout
+    assert "in 1 shard, 0.00 h of video without 1 unreadable shard, " in ran.stdout
     assert "2 shards are missing or damaged" in ran.stderr
     command = ran.stderr.partition("to repair, run: prep chunk ")[2].split()
     assert command == ["--len", "2s", "--preset", "ultrafast", "--short-side", "96", "--data", str(shard_set.data)]

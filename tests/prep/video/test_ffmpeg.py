@@ -38,12 +38,21 @@ def test_a_program_that_hangs_is_ended_with_its_children(tmp_path: Path) -> None
         time.sleep(0.05)
 
 
-def test_a_trial_of_an_encoder_that_is_killed_says_nothing_about_the_encoder(tmp_path: Path) -> None:
+def test_a_trial_that_is_killed_says_nothing_about_encoder_and_program(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     program = tmp_path / "ffmpeg"
     program.write_text("#!/bin/sh\nkill -9 $$\n")
     program.chmod(0o755)
-    with pytest.raises(FailedWork, match=r"was ended by signal 9 \(out of memory\?\).*run the same command again"):
+    killed = r"was ended by signal 9 \(out of memory\?\).*run the same command again"
+    with pytest.raises(FailedWork, match=killed):
         require_encoder(Ffmpeg(path=str(program), version="8.0"), "h264")
+    (tmp_path / "binaries").mkdir()
+    program.rename(tmp_path / "binaries/ffmpeg-linux")
+    monkeypatch.setattr("imageio_ffmpeg.__file__", str(tmp_path / "__init__.py"))
+    monkeypatch.setenv("PATH", str(tmp_path / "empty"))
+    with pytest.raises(FailedWork, match=killed):
+        find_ffmpeg()
 
 
 @pytest.mark.parametrize("killed_by", [signal.SIGKILL, signal.SIGTERM, signal.SIGSEGV])

@@ -143,6 +143,13 @@ def test_a_plan_says_in_words_what_happens_to_the_chunks(made: Set, write_video:
         return lines
 
     assert plan()[1:] == ["kept     58 chunks in 4 shards", "nothing to do"]
+    table = made.variant.directory / "chunks.arrow"
+    content = table.read_bytes()
+    table.write_bytes(content[:-9])
+    kept, derived, again = plan()[1:]
+    assert kept == "kept     58 chunks in 4 shards" and f"{table} is damaged" in derived
+    assert again.replace("next     ", "next      ") in prep_here("status", "--data", made.data).stdout
+    table.write_bytes(content)
     made.captions.write_text(CAPTIONS.replace("first words", "other words"))
     made.manifest()
     assert plan()[1:3] == ["kept     44 chunks in 3 shards", "to do    14 chunks copied into 1 shard: captions changed"]

@@ -11,6 +11,7 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
+from clipmill.manifests.data_location import resolved_folder
 from clipmill.manifests.errors import UserError
 from clipmill.manifests.store import num_captions_of
 from clipmill.shards.dataset import current_variant
@@ -64,7 +65,7 @@ class SegmentSet:
         where: str | None = None,
         tars: RemoteTars | None = None,
     ) -> None:
-        if not data_dir.is_dir():
+        if not resolved_folder(data_dir).is_dir():
             raise UserError(f"there is no data folder {data_dir}", hint="name one that prep made")
         self.split = split
         if tars is not None:
