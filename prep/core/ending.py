@@ -13,6 +13,7 @@ from clipmill.prep.core.column import ColumnSpec, data_flags, short_path
 from clipmill.prep.core.disk_use import folder_bytes
 from clipmill.prep.core.plan import NUM_CHECK_THREADS
 from clipmill.prep.core.report import Report, hours_text, next_line, size_text
+from clipmill.prep.core.work import work_of
 from clipmill.shards.commits import ShardFiles
 from clipmill.shards.damage import Damaged
 from clipmill.shards.dataset import list_variants
@@ -45,7 +46,7 @@ def with_ending(report: Report, column: ColumnSpec, variant_dir: Path, *, data: 
         f" {size_text(num_bytes)}: {folder}"
     ]
     rest = _missing_parts(report, column, variant, data=data)
-    words = rest or (column.next_command(data) if num_samples and is_done else [])
+    words = rest or (work_of(column).next_command(data) if num_samples and is_done else [])
     command = shlex.join(words) if words else None
     unused_bytes = _unused_bytes(variant, files, data=data, column=column.name) if is_done else 0
     if unused_bytes:

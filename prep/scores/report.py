@@ -13,8 +13,8 @@ from clipmill.prep.core.report import (
     summary_report,
 )
 from clipmill.prep.core.run import Summary
-from clipmill.prep.scores.column import COLUMN, table_problem
-from clipmill.prep.scores.plan import ScoresPlan
+from clipmill.prep.scores.column import COLUMN
+from clipmill.prep.scores.plan import ScoresPlan, table_problem
 from clipmill.prep.scores.recipe import SCORES
 from clipmill.shards.reader import Variant
 from clipmill.shards.scores import CHUNKS_FILE

@@ -14,7 +14,7 @@ import pyarrow.compute as pc
 from clipmill.manifests.errors import UserError
 from clipmill.manifests.storage.mirrors import is_away
 from clipmill.manifests.store import MANIFEST_FILE, manifest_dir, read_videos
-from clipmill.prep.core.column import MERGED_TABLE, ColumnSpec, ExtraFile, Pending
+from clipmill.prep.core.column import ColumnSpec, Pending
 from clipmill.prep.core.data_folder import has_stopped, writer_of
 from clipmill.prep.core.disk_use import folder_bytes
 from clipmill.prep.core.ending import seconds_of
@@ -24,6 +24,7 @@ from clipmill.prep.core.layout import DamagedLayout, variants_of
 from clipmill.prep.core.plan import problems_of
 from clipmill.prep.core.run import FAILURES_FILE
 from clipmill.prep.core.selection import read_selection
+from clipmill.prep.core.work import MERGED_TABLE, ExtraFile, work_of
 from clipmill.prep.registry import columns
 from clipmill.prep.sources.table import probes_of, read_probes
 from clipmill.prep.upkeep.caption_sources import CaptionSource, num_captions_beyond, read_caption_sources
@@ -192,7 +193,9 @@ def _column_status(data_dir: Path, column: ColumnSpec, *, unusable: list[Failure
                 problems=[(shard_id, state, why) for shard_id, (state, why) in problems_of(opened).items()],
                 stale_because=pending.stale_because,
                 to_make=pending.to_make,
-                file_problems=[why for file in column.extra_files if (why := _problem(file, opened)) is not None],
+                file_problems=[
+                    why for file in work_of(column).extra_files if (why := _problem(file, opened)) is not None
+                ],
                 failures_file=listed if listed.exists() else None,
                 first_failures=first_few([*unusable, *first_failures(_failures(opened))]),
             )
@@ -204,7 +207,7 @@ def _column_status(data_dir: Path, column: ColumnSpec, *, unusable: list[Failure
 
 def _pending(data_dir: Path, column: ColumnSpec, variant: Variant) -> Pending:
     try:
-        return column.pending(data_dir, variant)
+        return work_of(column).pending(data_dir, variant)
     except DamagedLayout:
         raise
     except UserError:
