@@ -20,8 +20,8 @@ from benchmarks.report import parser_for, print_report
 from benchmarks.timing import seconds_of
 from clipmill.train.data.batch import Batch
 from clipmill.train.distributed.world import Step, World
-from clipmill.train.losses.contrastive import DatasetSize
-from clipmill.train.losses.registry import LOSSES, build_contrast
+from clipmill.train.losses.contrastive import DatasetSize, build_contrast
+from clipmill.train.losses.registry import LOSSES
 from clipmill.train.losses.settings import Loss
 
 BASE = "infonce"

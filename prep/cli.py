@@ -13,7 +13,7 @@ from clipmill.manifests.storage.mirrors import AddressStream
 from clipmill.manifests.storage.waiting import tell_of_waiting
 from clipmill.manifests.whole_numbers import refuse_fractions
 from clipmill.prep.commands import advise, manifest, retry, upkeep
-from clipmill.prep.core.make import OPTIONS
+from clipmill.prep.core.request import OPTIONS
 from clipmill.prep.registry import columns
 
 HELP = """Turn long videos into training shards, incrementally: each run makes only what is new, changed or damaged.

@@ -201,7 +201,7 @@ class Variant:
         self._opened: dict[int, CommittedShard] = {}
         self._verified: dict[int, int] = {}
         self._lock = threading.Lock()
-        self._lookup: KeyLookup | None = None
+        self._lookup: tuple[list[CommittedShard], KeyLookup] | None = None
 
     @classmethod
     def open(
@@ -337,8 +337,10 @@ class Variant:
         """
         with self._lock:
             if self._lookup is None:
-                self._lookup = KeyLookup(self.shards())
-        return self._lookup.find(key)
+                shards = self.shards()
+                self._lookup = shards, KeyLookup([shard.index for shard in shards])
+        number, row = self._lookup[1].find(key)
+        return self._lookup[0][number], row
 
     def iterate(self, split: str | None = None) -> Iterator[dict[str, Any]]:
         """Iterate over the samples in order, as WebDataset does: dicts with `__key__` and one payload per extension."""

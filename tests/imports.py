@@ -1,7 +1,7 @@
 """Reads what a Python file imports, wherever in the file it does so."""
 
 import ast
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Set
 from functools import cache
 from pathlib import Path
 
@@ -23,6 +23,31 @@ def imported_names(path: Path) -> set[str]:
 def reaches(names: set[str], module: str) -> bool:
     """Whether any of `names` is `module` or lies in it."""
     return any(name == module or name.startswith(f"{module}.") for name in names)
+
+
+def circles(imports: Mapping[str, Set[str]]) -> Iterator[list[str]]:
+    """Groups of files of which each imports every other, directly or not (Tarjan's algorithm)."""
+    numbers: dict[str, int] = {}
+    lowest: dict[str, int] = {}
+    open_files: list[str] = []
+
+    def visit(name: str) -> Iterator[list[str]]:
+        numbers[name] = lowest[name] = len(numbers)
+        open_files.append(name)
+        for other in imports[name]:
+            if other not in numbers:
+                yield from visit(other)
+            if other in open_files:
+                lowest[name] = min(lowest[name], lowest[other])
+        if lowest[name] == numbers[name]:
+            group = open_files[open_files.index(name) :]
+            del open_files[open_files.index(name) :]
+            if len(group) > 1:
+                yield group
+
+    for name in imports:
+        if name not in numbers:
+            yield from visit(name)
 
 
 def _statements(tree: ast.AST) -> Iterator[str]:

@@ -2,7 +2,7 @@
 
 `clipmill.train.registry` lists the tasks. The command line, the training loop, `train eval`, `train export` and the
 pages take a task's spec and ask it; nothing outside of a task's folder names the task. A spec is loaded before a
-command's flags are read, so its functions import what takes long in their bodies.
+command's flags are read, so it names its functions by their import paths (`clipmill.manifests.imported.late`).
 """
 
 from __future__ import annotations
@@ -18,13 +18,11 @@ if TYPE_CHECKING:
     from clipmill.train.config.training import ClipSettings
     from clipmill.train.data.batch import Batch
     from clipmill.train.engine.task import StartableTask
-    from clipmill.train.evaluation.pages import Table
-    from clipmill.train.evaluation.runner import OpenedRun, Score
+    from clipmill.train.evaluation.tables import Table
     from clipmill.train.models.attention_kernels import Workload
     from clipmill.train.models.dual_encoder import ModelShape
     from clipmill.train.run.folder import RunFolder
     from clipmill.train.weights.exported import Exported
-    from clipmill.train.weights.sources import Say, Source
 
 
 @dataclass(frozen=True)
@@ -54,7 +52,8 @@ class EvaluationSpec:
         run_help: which runs it takes.
         needs: flags that it cannot do without, such as `--label NAME`; empty for none.
         settings: frozen dataclass with a field `split`, whose fields are the flags.
-        score: (opened run, settings) -> what was found. It may raise UserError and FailedWork.
+        score: (opened run, settings) -> what was found, an `evaluation.runner.Score`. It may raise UserError and
+            FailedWork.
         table: of a result.
         pictures: key of a result under which it has what only pages show, such as clips with data URIs and numbers of
             each class. The console and --json leave it out.
@@ -70,7 +69,7 @@ class EvaluationSpec:
     run_help: str
     needs: str = ""
     settings: type[Any]
-    score: Callable[[OpenedRun, Any], Score]
+    score: Callable[[Any, Any], Any]
     table: Callable[[dict[str, Any]], Table]
     pictures: str = ""
     section: Path | None = None
@@ -139,6 +138,10 @@ class Features:
     is_consecutive: Callable[[Any], bool] = lambda settings: False
 
 
+def _nothing_kept(run: RunFolder) -> dict[str, Any]:
+    return {}
+
+
 def _no_lines(facts: Mapping[str, Any]) -> list[str]:
     return []
 
@@ -152,8 +155,9 @@ class TaskSpec:
         help: what the command does.
         example: a command line.
         settings: its settings, whose fields are the flags.
-        make: (settings, attention, device, run) -> the task; `run` is one with a checkpoint, whose classes or tokens
-            are kept, or None.
+        make: (settings, attention, device, what `kept` has found) -> the task.
+        kept: (run with a checkpoint) -> further arguments of `make`: classes or tokens, which the data may not have had
+            when the run began.
         effective: (settings, source, say) -> the settings that take effect with the weights of a source, or of none.
         workloads: (settings, number of clips) -> the attention that a step computes.
         evaluations: in the order in which the page shows them.
@@ -172,14 +176,15 @@ class TaskSpec:
     example: str
     settings: type[ClipSettings]
     make: Callable[..., StartableTask]
-    effective: Callable[[Any, Source | None, Say], Any]
+    kept: Callable[[RunFolder], dict[str, Any]] = _nothing_kept
+    effective: Callable[..., Any]
     workloads: Callable[[Any, int], tuple[Workload, ...]]
     evaluations: Sequence[EvaluationSpec] = ()
-    at_end: Callable[[RunFolder, Any, Say], None] | None = None
+    at_end: Callable[..., None] | None = None
     start_lines: Callable[[Mapping[str, Any]], list[str]] = _no_lines
     formats: Mapping[str, str] = field(default_factory=dict)
     export: Callable[[ExportRequest], Exported] | None = None
-    adopt: Callable[[Source, Path, Say], Adopted | None] | None = None
+    adopt: Callable[..., Adopted | None] | None = None
     adopts_tags: bool = False
     has_frame_embedding: bool = False
     features: Features | None = None
@@ -195,4 +200,4 @@ class TaskSpec:
         Args:
             opened: the attention backend, the device, and for weights that are used as they are the `shape` of models.
         """
-        return self.make(settings, run=run, **opened)
+        return self.make(settings, **{**({} if run is None else self.kept(run)), **opened})

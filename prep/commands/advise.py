@@ -10,7 +10,7 @@ from cyclopts import Parameter
 
 from clipmill.manifests.errors import UserError
 from clipmill.manifests.quoting import counted
-from clipmill.prep.core.make import Data, Json
+from clipmill.prep.core.request import Data, Json
 
 _Positive = Parameter(allow_leading_hyphen=True)
 _MAX_NODES, _MAX_GPUS = 100_000, 1_000

@@ -19,7 +19,7 @@ from clipmill.manifests.storage.mirrors import mirror_of
 from clipmill.manifests.storage.urls import folder_of, place_of
 from clipmill.prep.commands import manifest_captions
 from clipmill.prep.commands.benchmarks import BENCHMARKS, Adapter
-from clipmill.prep.core.make import OPTIONS, Data
+from clipmill.prep.core.request import OPTIONS, Data
 
 if TYPE_CHECKING:
     from clipmill.manifests.adapters.reading import Reading

@@ -11,7 +11,7 @@ from cyclopts import Parameter
 
 from clipmill.manifests.errors import FailedWork, UserError
 from clipmill.manifests.quoting import counted, on_one_line, quoted
-from clipmill.prep.core.make import Data
+from clipmill.prep.core.request import Data
 
 if TYPE_CHECKING:
     import pyarrow as pa

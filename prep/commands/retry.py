@@ -1,23 +1,12 @@
 """`prep retry`: try again what failed in one column."""
 
-from pathlib import Path
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Annotated, Literal
 
 from cyclopts import Parameter
 
 from clipmill.manifests.errors import UserError
-from clipmill.prep.core.make import (
-    Address,
-    Data,
-    EngineName,
-    ExecutionFlags,
-    Json,
-    MaxFailures,
-    Request,
-    ScratchSize,
-    Workers,
-)
-from clipmill.prep.engines.execution import Execution
+from clipmill.prep.core.request import Request, ScratchSize
 from clipmill.prep.registry import column_named, column_names
 
 if TYPE_CHECKING:
@@ -25,6 +14,13 @@ if TYPE_CHECKING:
 else:
     AnyColumn = Literal[column_names()]
 ColumnOfFailures = Annotated[AnyColumn, Parameter(help="Column whose failures to retry.")]
+
+
+@dataclass(frozen=True, kw_only=True)
+class RetryRequest(Request):
+    """Of any column: a column ignores what it does not need."""
+
+    scratch_size: ScratchSize = None
 
 
 def retry(
@@ -40,14 +36,7 @@ def retry(
             help="Local folder or file of the model weights, which recipes do not record; other columns ignore it."
         ),
     ] = None,
-    data: Data = Path("data"),
-    engine: EngineName = "ray",
-    address: Address = None,
-    execution: ExecutionFlags = Execution(),  # noqa: B008 - frozen
-    workers: Workers = None,
-    max_failures: MaxFailures = "0",
-    scratch_size: ScratchSize = None,
-    json: Json = False,
+    request: Annotated[RetryRequest, Parameter(name="*")] = RetryRequest(),
 ) -> None:
     """Retry the failures in the current variant of a column, for example after repairing a source video.
 
@@ -63,16 +52,5 @@ def retry(
     codes = frozenset(only or FailureCode)
     if unknown := sorted(codes - set(FailureCode)):
         raise UserError(f"unknown failure code: {', '.join(unknown)}", hint=f"failure codes: {', '.join(FailureCode)}")
-    stored = stored_request(Variant.open(require_data_folder(data), column=column))
-    request = Request(
-        data=data,
-        engine=engine,
-        address=address,
-        execution=execution,
-        workers=workers,
-        max_failures=max_failures,
-        scratch_size=scratch_size,
-        json=json,
-        retry_codes=codes,
-    )
-    column_named(column).retry(stored, weights, request)
+    stored = stored_request(Variant.open(require_data_folder(request.data), column=column))
+    column_named(column).retry(stored, weights, replace(request, retry_codes=codes))

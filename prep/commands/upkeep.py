@@ -12,7 +12,7 @@ from cyclopts import Parameter
 from clipmill.manifests.errors import FailedWork, UserError, UserErrors
 from clipmill.manifests.quoting import counted
 from clipmill.prep.core.column import VIDEO
-from clipmill.prep.core.make import Data, Json
+from clipmill.prep.core.request import Data, Json
 from clipmill.prep.registry import column_named, column_names, columns
 
 VariantName = Annotated[
@@ -173,20 +173,22 @@ def inspect(
     opened = Variant.open(data_dir, column=column, variant=variant, tars=tars_of(data_dir))
     if html is not None:
         from clipmill.prep.core.pages import PageRequest
+        from clipmill.prep.core.work import work_of
 
         if key is not None:
             raise UserError(
                 f"--html shows all chunks and cannot be combined with the key {key}",
                 hint="omit the key, or omit --html",
             )
-        if known.write_page is None:
+        write_page = work_of(known).write_page
+        if write_page is None:
             raise UserError(f"--html does not support column {column}", hint="omit --html, or use --column video")
         if chunks is not None and chunks < 1:
             raise UserError(f"--chunks is {chunks}", hint="give a number of 1 or more")
         writing = f"writing {html}"
         with Activity(writing) as now:
             request = PageRequest(html, where, chunks, now.counter(f"{writing}, reading chunks"))
-            report = known.write_page(opened, request)
+            report = write_page(opened, request)
         show(report, json=json)
         return
     for flag, value in (("--where", where), ("--chunks", chunks)):

@@ -13,7 +13,9 @@ from clipmill.manifests.storage.mirrors import mirror_of
 from clipmill.prep.core.column import ColumnSpec, data_flags, short_path
 from clipmill.prep.core.disk_use import folder_bytes
 from clipmill.prep.core.plan import NUM_CHECK_THREADS
-from clipmill.prep.core.report import Report, hours_text, next_line, size_text
+from clipmill.prep.core.report import NOTHING_TO_DO, Report, hours_text, next_line, size_text
+from clipmill.prep.core.selection import stored_request
+from clipmill.prep.core.work import work_of
 from clipmill.shards.commits import ShardFiles
 from clipmill.shards.damage import Damaged
 from clipmill.shards.dataset import list_variants
@@ -48,7 +50,7 @@ def with_ending(report: Report, column: ColumnSpec, variant_dir: Path, *, data: 
         f" {size_text(num_bytes)}: {folder}"
     ]
     rest = _missing_parts(report, column, variant, data=data)
-    words = rest or (column.next_command(data) if num_samples and is_done else [])
+    words = rest or (work_of(column).next_command(data) if num_samples and is_done else [])
     command = shlex.join(words) if words else None
     unused_bytes = _unused_bytes(variant, files, data=data, column=column.name) if is_done else 0
     if unused_bytes:
@@ -86,8 +88,6 @@ def _unused_bytes(variant: Variant, files: Sequence[ShardFiles], *, data: Path, 
 
 def _missing_parts(report: Report, column: ColumnSpec, variant: Variant, *, data: Path) -> list[str]:
     """Return the words of the command that makes what other parts have left; empty if they have left nothing."""
-    from clipmill.prep.core.selection import stored_request
-
     not_made = report.values.get("part", {}).get("not_made", {})
     if not not_made:
         return []
@@ -123,3 +123,23 @@ def _seconds(shard: CommittedShard) -> float | None:
         return index_seconds(shard.index_path)
     except (Damaged, OSError):
         return None
+
+
+def with_file_problems(report: Report, column: ColumnSpec, variant_dir: Path, *, data_dir: Path) -> Report:
+    """Return the report of a plan with the damaged files that the run derives again from the shards.
+
+    Raises:
+        UserError: the records of the variant are damaged.
+    """
+    if not variant_dir.is_dir():
+        return report
+    variant = Variant(variant_dir)
+    stored, problems = stored_request(variant), work_of(column).file_problems(variant)
+    if not problems or report.values.get("next") is not None:
+        return report
+    command = column.command_line(stored, data_dir=data_dir)
+    lines = [line for line in report.text.splitlines() if line != NOTHING_TO_DO]
+    lines += [f"table    {problem}; it will be written from the shards" for problem in problems]
+    return Report(
+        "\n".join([*lines, next_line(command)]), {**report.values, "file_problems": problems, "next": command}
+    )

@@ -8,13 +8,12 @@ from pathlib import Path
 from typing import Any
 
 from clipmill.manifests.quoting import counted
-from clipmill.prep.core.column import ColumnSpec, recipe_differences
+from clipmill.prep.core.column import recipe_differences
 from clipmill.prep.core.failure_list import failure_lines, failure_values
 from clipmill.prep.core.parts import PartRun
 from clipmill.prep.core.plan import ShardPlan, ShardState
 from clipmill.prep.core.plan_words import Words, plan_lines
 from clipmill.prep.core.run import Summary
-from clipmill.prep.core.selection import stored_request
 from clipmill.shards.dataset import current_variant
 from clipmill.shards.reader import Variant
 
@@ -37,26 +36,6 @@ def show(report: Report, *, json: bool) -> None:
 def with_part(report: Report, run: PartRun) -> Report:
     """Return the report of a run with how its part ended."""
     return Report(f"{report.text}\n{run.line()}", {**report.values, "part": run.values()})
-
-
-def with_file_problems(report: Report, column: ColumnSpec, variant_dir: Path, *, data_dir: Path) -> Report:
-    """Return the report of a plan with the damaged files that the run derives again from the shards.
-
-    Raises:
-        UserError: the records of the variant are damaged.
-    """
-    if not variant_dir.is_dir():
-        return report
-    variant = Variant(variant_dir)
-    stored, problems = stored_request(variant), column.file_problems(variant)
-    if not problems or report.values.get("next") is not None:
-        return report
-    command = column.command_line(stored, data_dir=data_dir)
-    lines = [line for line in report.text.splitlines() if line != NOTHING_TO_DO]
-    lines += [f"table    {problem}; it will be written from the shards" for problem in problems]
-    return Report(
-        "\n".join([*lines, next_line(command)]), {**report.values, "file_problems": problems, "next": command}
-    )
 
 
 def states_lines(

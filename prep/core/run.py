@@ -115,7 +115,7 @@ def execute(job: Job[W], engine: Engine, *, part_run: PartRun | None = None) -> 
     Call it while holding the lock of the column (`clipmill.prep.core.data_folder.writing`).
 
     Args:
-        part_run: the part whose shards to make (`Request.part_run`); None for all. The last part updates the records.
+        part_run: the part whose shards to make (`ColumnWork.run`); None for all. The last part updates the records.
     """
     folder = job.variant_dir
     if part_run is not None:

@@ -10,7 +10,6 @@ import path, so that the code of a column from outside clipmill is found and com
 """
 
 import hashlib
-import importlib
 import importlib.metadata
 import importlib.util
 import os
@@ -84,9 +83,10 @@ class Ticket:
     def _machine_problem(self) -> str | None:
         if self.needs is None:
             return None
+        from clipmill.manifests.imported import imported
+
         path, argument = self.needs
-        module, _, function = path.partition(":")
-        reason: str | None = getattr(importlib.import_module(module), function)(argument)
+        reason: str | None = imported(path)(argument)
         return reason
 
 

@@ -19,6 +19,7 @@ from clipmill.prep.scores.recipe import SCORES, ScoresRecipe, scores_recipe_from
 from clipmill.shards.commits import Commit, Failure, read_commits
 from clipmill.shards.dataset import current_variant, variant_dir
 from clipmill.shards.reader import Variant
+from clipmill.shards.scores import score_table_problem
 
 if TYPE_CHECKING:
     from clipmill.prep.core.run import Job
@@ -120,3 +121,8 @@ def pending_scores(data_dir: Path, variant: Variant) -> Pending:
     if recipe.video != (video := current_variant(data_dir, VIDEO)):
         return Pending(stale_because=f"made from {recipe.video}; the current variant of video is {video}")
     return pending_of(make_scores_plan(data_dir, recipe).shards)
+
+
+def table_problem(variant: Variant) -> str | None:
+    """Return why the merged table cannot be used; None if it can, or if the variant has no scores to merge."""
+    return score_table_problem(variant) if any(commit.files for commit in variant.commits.values()) else None

@@ -100,26 +100,6 @@ class ResolvedTextRecipe:
         return values
 
 
-def resolve(recipe: TextRecipe) -> ResolvedTextRecipe:
-    """Find the weights that `recipe` names; weights of a tag are downloaded if they are not in the cache.
-
-    Raises:
-        UserError: the model, tag or file does not exist, or the file belongs to another model.
-    """
-    from clipmill.prep.text import tower
-
-    if recipe.clip == TINY:
-        return ResolvedTextRecipe(clip=TINY, clip_sha256=tower.TINY_SHA256, width=tower.TINY_WIDTH, where=recipe.where)
-    path = tower.weights_file(recipe)
-    width = tower.check_weights(recipe, path)
-    return ResolvedTextRecipe(
-        clip=f"{recipe.model}:{recipe.weights if tower.is_tag(recipe) else Path(recipe.weights).name}",
-        clip_sha256=file_sha256(path),
-        width=width,
-        where=recipe.where,
-    )
-
-
 def text_recipe_from_dict(stored: Mapping[str, Any]) -> ResolvedTextRecipe:
     """Return the recipe of a variant (`clipmill.prep.core.selection.stored_request`).
 

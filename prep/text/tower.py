@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from clipmill.manifests.errors import UserError
-from clipmill.prep.text.recipe import SAFETENSORS, TINY, TextRecipe, file_sha256, safetensors_shapes
+from clipmill.prep.text.recipe import SAFETENSORS, TINY, ResolvedTextRecipe, TextRecipe, file_sha256, safetensors_shapes
 from clipmill.prep.text.tokens import tokens_of
 
 TINY_WIDTH = 256  # embedding dimension: a row takes 512 bytes
@@ -165,6 +165,24 @@ def use_threads(num_threads: int) -> None:
 def is_tag(recipe: TextRecipe) -> bool:
     """Return True if the weights are given as one of open_clip's tags."""
     return bool(_import_open_clip().pretrained.is_pretrained_cfg(recipe.model, recipe.weights))
+
+
+def resolve(recipe: TextRecipe) -> ResolvedTextRecipe:
+    """Find the weights that `recipe` names; weights of a tag are downloaded if they are not in the cache.
+
+    Raises:
+        UserError: the model, tag or file does not exist, or the file belongs to another model.
+    """
+    if recipe.clip == TINY:
+        return ResolvedTextRecipe(clip=TINY, clip_sha256=TINY_SHA256, width=TINY_WIDTH, where=recipe.where)
+    path = weights_file(recipe)
+    width = check_weights(recipe, path)
+    return ResolvedTextRecipe(
+        clip=f"{recipe.model}:{recipe.weights if is_tag(recipe) else Path(recipe.weights).name}",
+        clip_sha256=file_sha256(path),
+        width=width,
+        where=recipe.where,
+    )
 
 
 def weights_file(recipe: TextRecipe) -> Path:

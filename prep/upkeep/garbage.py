@@ -22,6 +22,7 @@ from clipmill.prep.core.data_folder import ROOT_FILES, RUNNING_FILE, incomplete_
 from clipmill.prep.core.heartbeat import RUNNING_FOLDER
 from clipmill.prep.core.layout import LAYOUT_FOLDER
 from clipmill.prep.core.plan import problems_of
+from clipmill.prep.core.work import work_of
 from clipmill.prep.registry import columns
 from clipmill.prep.upkeep.own_names import (
     DATA_FILES,
@@ -223,7 +224,7 @@ def _reason_to_keep_all(data_dir: Path, column: ColumnSpec, current: str | None)
         return f"the current variant is damaged: shard {shard_id:06d} is {state} ({why}){more}"
     if not variant.shards():
         return "the current variant has no shards yet"
-    pending = column.pending(data_dir, variant)
+    pending = work_of(column).pending(data_dir, variant)
     if pending.stale_because is not None:
         return f"the current variant is stale: {pending.stale_because}"
     if pending.wanted_shards is None:
@@ -244,7 +245,7 @@ def _sorted_files(folder: Path, *, needed: Collection[str] = ()) -> tuple[dict[s
     known: dict[str, list[str]] = {"contents": [], "commit table": [], "commit": [], "data": [], "recipe": []}
     unknown: list[str] = []
     parts = parts_of_variants()
-    derived = {file.name for column in columns() for file in column.extra_files}
+    derived = {file.name for column in columns() for file in work_of(column).extra_files}
     for entry in _entries(folder):
         is_folder, is_link = entry.is_dir(follow_symlinks=False), entry.is_symlink()
         if entry.name in needed or _is_temporary(entry):

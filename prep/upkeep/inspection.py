@@ -13,6 +13,7 @@ from clipmill.manifests.store import read_videos
 from clipmill.prep.core.column import ColumnSpec
 from clipmill.prep.core.plan import is_readable, problems_of
 from clipmill.prep.core.report import Report, size_text
+from clipmill.prep.core.work import work_of
 from clipmill.shards.reader import CommittedShard, Variant
 
 _MAX_SHARD_ROWS = 30
@@ -76,8 +77,8 @@ def sample_report(variant: Variant, key: str, *, column: ColumnSpec, data_dir: P
         UserError: no readable shard contains the key, or the sample cannot be read.
     """
     shard, number = find_sample(variant, key, column=column, data_dir=data_dir)
-    if column.sample_report is not None:
-        return column.sample_report(shard, number, data_dir)
+    if (own_report := work_of(column).sample_report) is not None:
+        return own_report(shard, number, data_dir)
     members = {
         extension: dict(zip(("offset", "size"), shard.member_range(number, extension), strict=True))
         for extension in shard.extensions

@@ -6,16 +6,18 @@ from pathlib import Path
 from clipmill.manifests.json_text import parse_json
 from clipmill.manifests.store import MANIFEST_FOLDER
 from clipmill.manifests.table_files import is_table_file
-from clipmill.prep.core.column import MERGED_TABLE, recipe_fingerprint
+from clipmill.prep.core.column import recipe_fingerprint
 from clipmill.prep.core.data_folder import ROOT_FILES
 from clipmill.prep.core.run import FAILURES_FILE
 from clipmill.prep.core.selection import SELECTION_FILE
+from clipmill.prep.core.work import work_of
 from clipmill.prep.registry import columns
 from clipmill.shards.dataset import variant_dir
 from clipmill.shards.format import COMMIT_TABLE_FILE, COMMITS_FOLDER, FOLDER, RECIPE_FILE, folder_of
+from clipmill.shards.merged_table import CHUNKS_FILE
 
 SHARD_FILE = re.compile(r"\d{6,}-[0-9a-f]{8}\.(tar|tar\.idx|index\.arrow)")
-FOLDER_FILE = re.compile(rf"{SHARD_FILE.pattern}|{re.escape(MERGED_TABLE.name)}")  # in a folder of shards
+FOLDER_FILE = re.compile(rf"{SHARD_FILE.pattern}|{re.escape(CHUNKS_FILE)}")  # in a folder of shards
 COMMIT_FILE = re.compile(r"\d{6,}\.json")
 _LIST_FILE = re.compile(r"shards(-[A-Za-z0-9_-]+)?\.txt")
 DATA_FILES = (SHARD_FILE, _LIST_FILE, *(re.compile(re.escape(name)) for name in (FAILURES_FILE, SELECTION_FILE)))
@@ -23,7 +25,7 @@ DATA_FILES = (SHARD_FILE, _LIST_FILE, *(re.compile(re.escape(name)) for name in 
 
 def parts_of_variants() -> dict[str, tuple[str, re.Pattern[str]]]:
     """Return the folders that a variant's folder may contain, with the kind and the name pattern of their files."""
-    extra = {part.name: ("data", part.file_names) for column in columns() for part in column.extra_folders}
+    extra = {part.name: ("data", part.file_names) for column in columns() for part in work_of(column).extra_folders}
     return {COMMITS_FOLDER: ("commit", COMMIT_FILE), **extra}
 
 
@@ -57,7 +59,7 @@ def is_ours(data_dir: Path, key: str) -> bool:
     if not is_variant(variant_dir(data_dir, column, variant)):
         return False
     if not part or FOLDER.fullmatch(part):
-        extra = {file.name for known in columns() for file in known.extra_files} | {COMMIT_TABLE_FILE}
+        extra = {file.name for known in columns() for file in work_of(known).extra_files} | {COMMIT_TABLE_FILE}
         is_known = (FOLDER_FILE if part else SHARD_FILE).fullmatch(name) is not None and is_at_home(part, name)
         return is_known or (not part and name in extra)
     return part in parts_of_variants() and parts_of_variants()[part][1].fullmatch(name) is not None

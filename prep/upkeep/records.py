@@ -20,6 +20,7 @@ from clipmill.prep.core.data_folder import PROBES_FILE, SHOTS_FILE
 from clipmill.prep.core.layout import LAYOUT_FOLDER, DamagedLayout, owner_of_layout, read_layout, variants_of
 from clipmill.prep.core.selection import SELECTION_FILE, read_selection, stored_request
 from clipmill.prep.core.table_file import read_table_file
+from clipmill.prep.core.work import work_of
 from clipmill.prep.registry import column_named, columns
 from clipmill.prep.sources.shot_table import SHOTS
 from clipmill.prep.sources.table import PROBES
@@ -71,11 +72,11 @@ def check_variant_records(variant: Variant, *, column: ColumnSpec, data_dir: Pat
     if variant.contents_damage is not None:
         found.append((variant.contents_damage.path, str(variant.contents_damage)))
     found += [(damage.path, str(damage)) for damage in damaged_lists(folder, variant.commits)]
-    for extra in column.extra_folders:
+    for extra in work_of(column).extra_folders:
         for path in sorted((folder / extra.name).iterdir()) if (folder / extra.name).is_dir() else ():
             if extra.file_names.fullmatch(path.name) and not extra.is_whole(path):
                 found.append((path, "its content does not match the hash in the file name"))
-    for file in column.extra_files:
+    for file in work_of(column).extra_files:
         if (problem := file.problem(variant)) is not None:
             found.append((folder / file.name, problem))
     return [RecordFinding(str(path), message, again) for path, message in found]
@@ -160,18 +161,19 @@ def _needed_layouts(data_dir: Path) -> set[Path]:
     """Return the layouts used by committed shards."""
     needed = set()
     for column in columns():
-        for variant in variants_of(data_dir, column.name) if column.layout_file is not None else ():
-            if not variant.commits or column.layout_file is None:
-                continue
+        layout_file = work_of(column).layout_file
+        for variant in variants_of(data_dir, column.name):
             with suppress(UserError):  # a damaged recipe has a finding of its own; otherwise it is of another version
-                needed.add(data_dir / LAYOUT_FOLDER / column.layout_file(variant.recipe))
+                if (name := layout_file(variant.recipe)) is not None and variant.commits:
+                    needed.add(data_dir / LAYOUT_FOLDER / name)
     return needed
 
 
 def _layout_repair(path: Path, data_dir: Path) -> str:
     owner, again = owner_of_layout(path), None
     column = next((column for column in columns() if column.name == owner), None)
-    if column is not None and (name_of := column.layout_file) is not None:
+    if column is not None:
+        name_of = work_of(column).layout_file
         again = _command_of(data_dir, column, lambda stored: name_of(stored) == path.name)
     return again or f"prep {command_for(owner)} with the same settings as before"
 

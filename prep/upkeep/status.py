@@ -23,6 +23,7 @@ from clipmill.prep.core.layout import DamagedLayout, variants_of
 from clipmill.prep.core.plan import problems_of
 from clipmill.prep.core.run import FAILURES_FILE
 from clipmill.prep.core.selection import read_selection
+from clipmill.prep.core.work import work_of
 from clipmill.prep.registry import columns
 from clipmill.prep.sources.table import probes_of, read_probes
 from clipmill.prep.upkeep.caption_sources import CaptionSource, num_captions_beyond, read_caption_sources
@@ -206,7 +207,7 @@ def _column_status(
                 problems=[(shard_id, state, why) for shard_id, (state, why) in problems_of(opened).items()],
                 stale_because=pending.stale_because,
                 to_make=pending.to_make,
-                file_problems=column.file_problems(opened),
+                file_problems=work_of(column).file_problems(opened),
                 failures_file=listed if listed.exists() else None,
                 first_failures=first_few([*unusable, *first_failures(_failures(opened))]),
             )
@@ -218,7 +219,7 @@ def _column_status(
 
 def _pending(data_dir: Path, column: ColumnSpec, variant: Variant) -> Pending:
     try:
-        return column.pending(data_dir, variant)
+        return work_of(column).pending(data_dir, variant)
     except DamagedLayout:
         raise
     except UserError:

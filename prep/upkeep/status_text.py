@@ -11,6 +11,7 @@ from clipmill.prep.core.ending import length_text
 from clipmill.prep.core.failure_list import named_lines
 from clipmill.prep.core.report import size_text
 from clipmill.prep.core.selection import stored_request
+from clipmill.prep.core.work import work_of
 from clipmill.prep.registry import column_named
 from clipmill.prep.upkeep.caption_sources import CaptionSource
 from clipmill.prep.upkeep.status import ColumnStatus, Status, VariantStatus, VideosStatus
@@ -173,4 +174,4 @@ def _next_step(status: Status) -> str | None:
         if column.problems or column.stale_because or column.to_make or column.file_problems
     )
     repair = next((_command_of(column, status.data_dir) for column in behind), None)
-    return repair or shlex.join(column_named(first.column).next_command(status.data_dir)) or None
+    return repair or shlex.join(work_of(column_named(first.column)).next_command(status.data_dir)) or None

@@ -14,8 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from clipmill.manifests.errors import Inaccessible
+from clipmill.manifests.imported import imported
 from clipmill.manifests.storage.mirrors import file_state, local_copy, touched
-from clipmill.prep.core.column import CheckedSample, ColumnSpec, DeepCode, imported
+from clipmill.prep.core.column import CheckedSample, ColumnSpec, DeepCode
 from clipmill.prep.engines import Outcome
 from clipmill.prep.engines.processes import ProcessEngine
 from clipmill.shards.commit_table import distrust

@@ -21,8 +21,8 @@ from clipmill.prep.latents.vae import Device, Precision
 from clipmill.prep.text.blocks import TowerUse
 from clipmill.prep.text.plan import make_text_plan
 from clipmill.prep.text.recipe import TextRecipe
-from clipmill.prep.text.recipe import resolve as resolve_text
 from clipmill.prep.text.run import run_text
+from clipmill.prep.text.tower import resolve as resolve_text
 from clipmill.shards.dataset import current_variant
 from clipmill.shards.reader import Variant
 

@@ -14,7 +14,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from clipmill.prep.core.column import DeepCode, imported
+from clipmill.manifests.imported import imported
+from clipmill.prep.core.column import DeepCode
 from clipmill.prep.registry import column_names, register
 from clipmill.shards.dataset import current_variant
 from clipmill.shards.reader import Variant

@@ -119,7 +119,8 @@ def evaluation_command(evaluation: EvaluationSpec) -> Callable[..., None]:
             if as_json:
                 print(json.dumps({name: value for name, value in result.items() if name != evaluation.pictures}))
             else:
-                from clipmill.train.evaluation.pages import describe, table_of
+                from clipmill.train.evaluation.pages import table_of
+                from clipmill.train.evaluation.tables import describe
 
                 print(describe(table_of(evaluation, result)))
                 if files:

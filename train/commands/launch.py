@@ -12,6 +12,7 @@ import torch
 from clipmill.manifests.errors import Stopped, UserError
 from clipmill.manifests.progress import Activity
 from clipmill.manifests.publish import publish_bytes, publish_json
+from clipmill.manifests.quoting import counted
 from clipmill.manifests.store import read_videos
 from clipmill.train.config.training import ClipSettings, ParallelSettings
 from clipmill.train.config.tuning import frozen_at_random
@@ -22,10 +23,10 @@ from clipmill.train.distributed.launch import open_world
 from clipmill.train.distributed.world import World
 from clipmill.train.doctor.commands import doctor_facts
 from clipmill.train.engine.attention_choice import choose_attention, kernels_fact
+from clipmill.train.engine.clip_task import describe_parameters
 from clipmill.train.engine.loop import check_batch, train
 from clipmill.train.engine.rank_consistency import SAME_LAUNCH, launch_facts, open_consistent
-from clipmill.train.engine.task import check_stages, describe_parameters
-from clipmill.train.evaluation.pages import counted
+from clipmill.train.engine.task import check_stages
 from clipmill.train.report.results import initial_weights, write_page
 from clipmill.train.run.checkpoint import latest_checkpoint
 from clipmill.train.run.checkpoint_writer import recover
@@ -117,7 +118,7 @@ def _train(
     for remark in _remarks(settings, world=world, has_weights=has_weights):
         progress.say(remark)
     source = _open_weights(settings, world=world, say=progress.say, run=old_run if has_weights else None)
-    settings = spec.effective(settings, None if has_weights else source, progress.say)
+    settings = spec.effective(settings, None if has_weights else source, say=progress.say)
     if old_run is not None:
         world.first(lambda: reopen_run(settings))
     task = spec.open(settings, attention=attention, device=device, run=old_run if has_weights else None)
@@ -168,7 +169,7 @@ def _train(
     if world.is_first:
         with Activity(f"writing {run.page}"):
             if spec.at_end is not None:
-                spec.at_end(run, settings, progress.say)
+                spec.at_end(run, settings, say=progress.say)
             write_page(run)
     failed, lines = len(read_lines(run.failures)), read_lines(run.metrics)
     remark = f"; {counted(failed, 'sample')} failed, all are listed in {run.failures}" if failed else ""

@@ -2,8 +2,9 @@
 
 import json
 import shlex
+from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated
 
 from cyclopts import Parameter
 
@@ -11,25 +12,11 @@ from clipmill.manifests.errors import FailedWork, UserError
 from clipmill.manifests.progress import Activity
 from clipmill.manifests.quoting import counted
 from clipmill.train.config.shards import DataSettings, folders_of
-
-Device = Literal["auto", "cpu", "cuda"]
+from clipmill.train.search.request import EmbedRequest, SearchRequest
 
 
 def embed(
-    weights: str,
-    *,
-    shards: str | None = None,
-    out: Path,
-    split: str = "val",
-    where: str | None = None,
-    features: Literal["embedding", "pooled", "tokens"] | None = None,
-    clips: Literal["captions", "chunks"] = "captions",
-    num_frames: int | None = None,
-    sampling: Literal["uniform", "stride", "lavila"] | None = None,
-    size_px: int | None = None,
-    batch: int = 64,
-    workers: int = 4,
-    device: Device = "auto",
+    weights: Annotated[str, Parameter(help="Run folder, or other trained weights.")], /, request: EmbedRequest
 ) -> None:
     """Embed the clips and captions of a split, as files for train search, numpy, polars and faiss.
 
@@ -40,43 +27,9 @@ def embed(
 
         train embed runs/first --split val --out embedded
         train embed runs/masked --shards data --features tokens --out tokens
-
-    Parameters
-    ----------
-    weights
-        Run folder, or other trained weights.
-    shards
-        Data folder. Default: that of the training run.
-    out
-        Folder to write.
-    split
-        Split of the data.
-    where
-        Condition that selects the clips, such as "motion > 0.2 and not duplicate" (docs/data.md). Default: all.
-    features
-        What to store for each clip: embedding (unit length, beside those of captions), pooled (one vector of the video
-        tower before any projection) or tokens (all tokens of the tower). Default: embedding for dual encoders,
-        otherwise pooled.
-    clips
-        What a row is: each time span that has captions, or each whole chunk, for videos without captions.
-    num_frames
-        Number of frames per clip. Default: as in training.
-    sampling
-        How frames are sampled. Default: as in training.
-    size_px
-        Side of the frames, in pixels. Default: as in training.
-    batch
-        Number of clips per forward pass and process.
-    workers
-        Number of threads that read and decode, per process.
-    device
-        Device of the model.
     """
-    for flag, value in (("--batch", batch), ("--workers", workers)):
-        if value < 1:
-            raise UserError(f"{flag} is {value}", hint="it must be 1 or more")
-    if shards is None:
-        shards = _own_folder(weights)
+    if request.shards is None:
+        request = replace(request, shards=_own_folder(weights))
     with Activity("importing torch"):
         from clipmill.train.device.precision import choose_device
         from clipmill.train.distributed.launch import COMMAND, open_world
@@ -87,46 +40,29 @@ def embed(
         from clipmill.train.search.embedding import open_work
         from clipmill.train.search.folder import FAILURES
 
+    decisive = ("split", "where", "features", "clips", "batch")
     start = {
         COMMAND: "train embed",
         "WEIGHTS": weights,
-        "--split": split,
-        "--where": where,
-        "--features": features,
-        "--clips": clips,
-        "--num-frames": num_frames,
-        "--sampling": sampling,
-        "--size-px": size_px,
-        "--batch": batch,
+        **{request.flag(name): getattr(request, name) for name in decisive},
+        **{request.flag(name): value for name, value in vars(request.shown).items()},
     }
-    with open_world(device_type=choose_device(device).type, start=start, hint=SAME_LAUNCH) as world:
+    with open_world(device_type=choose_device(request.device).type, start=start, hint=SAME_LAUNCH) as world:
         with Activity(f"loading {weights}"):
-            model = load_model(
-                weights, num_frames=num_frames, sampling=sampling, size_px=size_px, device=device, shards=shards
-            )
-        with Activity(f"opening {shards}"):
-            work = open_work(
-                model,
-                weights=weights,
-                shards=shards,
-                split=split,
-                features=features,
-                clips=clips,
-                batch=batch,
-                workers=workers,
-                where=where,
-            )
+            model = load_model(weights, **vars(request.shown), device=request.device, shards=request.shards)
+        with Activity(f"opening {request.shards}"):
+            work = open_work(model, request, weights=weights)
         progress = Progress("embedding", unit="part", is_quiet=not world.is_first)
         for remark in model.remarks:
             progress.say(remark)
-        record = run(work, out, world=world, progress=progress)
-        progress.say(f"done: {record['num_clips']:,} clips and {record['num_captions']:,} captions in {out}")
+        record = run(work, request.out, world=world, progress=progress)
+        progress.say(f"done: {record['num_clips']:,} clips and {record['num_captions']:,} captions in {request.out}")
         if record["features"] == "embedding":
-            progress.say(f'next: train search {shlex.quote(str(out))} "what to look for"')
+            progress.say(f'next: train search {shlex.quote(str(request.out))} "what to look for"')
     if record["num_failed"]:
         raise FailedWork(
-            f"{counted(record['num_failed'], 'clip')} could not be decoded; see {out / FAILURES}. After a repair of "
-            f"the data, remove {out} and run the same command again"
+            f"{counted(record['num_failed'], 'clip')} could not be decoded; see {request.out / FAILURES}. After a "
+            f"repair of the data, remove {request.out} and run the same command again"
         )
 
 
@@ -156,14 +92,7 @@ def search(
     folder: Path,
     queries: Annotated[list[str] | None, Parameter(negative="")] = None,
     /,
-    *,
-    like: Annotated[list[str] | None, Parameter(negative="")] = None,
-    top: int = 10,
-    page: Path | None = None,
-    weights: str | None = None,
-    shards: str | None = None,
-    device: Device = "auto",
-    as_json: Annotated[bool, Parameter(name="--json", negative="")] = False,
+    request: SearchRequest = SearchRequest(),  # noqa: B008 - frozen
 ) -> None:
     """Search embedded clips by text or by example.
 
@@ -181,37 +110,28 @@ def search(
         Folder of train embed.
     queries
         Texts to search for.
-    like
-        Clip to search for similar ones of: the key of its chunk, or its row in clips.parquet.
-    top
-        Number of clips to find for each query.
-    page
-        HTML file to write, which plays the clips.
-    weights
-        Weights that the clips were embedded with. Default: where they were then.
-    shards
-        Data folder of the page's clips. Default: where it was when the clips were embedded.
-    device
-        Device of the text tower.
-    as_json
-        Print one JSON object.
     """
     with Activity("loading the search"):
         from clipmill.train.evaluation.pages import require_page_path
         from clipmill.train.search.folder import open_embedded
         from clipmill.train.search.searching import describe, result_json, search_folder, write_search_page
 
-    if page is None and shards is not None:
-        raise UserError(f"--shards is {shards}, which has no effect without --page", hint="leave it out, or add --page")
+    page = request.page
+    if page is None and request.shards is not None:
+        raise UserError(
+            f"--shards is {request.shards}, which has no effect without --page", hint="leave it out, or add --page"
+        )
     if page is not None:
         require_page_path(page, flag="--page")
     embedded = open_embedded(folder)
-    results = search_folder(embedded, queries or (), like=like or (), top=top, weights=weights, device=device)
+    results = search_folder(
+        embedded, queries or (), like=request.like, top=request.top, weights=request.weights, device=request.device
+    )
     num_missing = 0
     if page is not None:
         with Activity(f"writing {page}"):
-            num_missing = write_search_page(page, embedded, results, shards=shards)
-    if as_json:
+            num_missing = write_search_page(page, embedded, results, shards=request.shards)
+    if request.json:
         print(json.dumps(result_json(embedded, results)))
     else:
         print(describe(results))

@@ -18,8 +18,9 @@ from clipmill.train.distributed.parallel import ZeroOptimizer, unsharded, wrap_m
 from clipmill.train.distributed.pipeline import Pipeline
 from clipmill.train.distributed.storage import dtype_of
 from clipmill.train.distributed.world import World
+from clipmill.train.engine.clip_task import ClipTask
 from clipmill.train.engine.metrics_log import not_finite
-from clipmill.train.engine.task import ClipTask, Task, own_part
+from clipmill.train.engine.task import Task, own_part
 from clipmill.train.losses.objective import Objective
 from clipmill.train.optim.optimizer import make_optimizer
 from clipmill.train.optim.parameters import Ema, plain_name

@@ -167,7 +167,7 @@ def _adopted(source: Source, path: Path, tasks: Tasks, *, say: Say) -> tuple[Ado
     """The task whose model the weights of another project are."""
     for open_spec in tasks.values():
         spec = open_spec()
-        if spec.adopt is not None and (adopted := spec.adopt(source, path, say)) is not None:
+        if spec.adopt is not None and (adopted := spec.adopt(source, path, say=say)) is not None:
             return adopted, spec
     raise UserError(
         f"{source.title}: these are not the weights of a whole model of train {', '.join(tasks)}",

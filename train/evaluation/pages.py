@@ -8,14 +8,14 @@ import base64
 import html
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar
 
 from clipmill.manifests.errors import UserError
-from clipmill.manifests.quoting import visible
-from clipmill.train.run.folder import other_data
+from clipmill.manifests.quoting import counted, visible
+from clipmill.train.evaluation.tables import Table, baseline_text, marked, percent
 
 if TYPE_CHECKING:
     import av
@@ -25,65 +25,7 @@ if TYPE_CHECKING:
 
     from clipmill.train.spec import EvaluationSpec
 
-# Results of `train eval` as tables with their protocols, for the console and the results page.
-
-
-_LABEL_WIDTH, _CELL_WIDTH = 14, 13
-_INCOMPLETE = "(incomplete)"
 CLASSES_SECTION = Path(__file__).with_name("classes.html.j2")  # of a page, for results with `by_class`
-FEW_CLASSES = 5  # with so few classes, top-5 accuracy is always 100 %
-
-
-@dataclass(frozen=True)
-class Cell:
-    """A value as text, with chance level; also as fractions in [0, 1] if they are.
-
-    Attributes:
-        baseline: name and value of a trivial model, where the table has a column of it.
-    """
-
-    text: str
-    chance: str = ""
-    share: float | None = None
-    chance_share: float | None = None
-    baseline: str = ""
-
-
-@dataclass(frozen=True)
-class Row:
-    """One row of a result; `detail` has numbers of queries, items or classes."""
-
-    label: str
-    detail: str
-    cells: tuple[Cell, ...]
-
-
-@dataclass(frozen=True)
-class Table:
-    """Metrics with their protocol: everything that is needed to compare them with others."""
-
-    title: str
-    columns: tuple[str, ...]
-    rows: tuple[Row, ...]
-    protocol: dict[str, str]
-    headline: int = 0  # the row that represents the table in overviews
-    baseline: int | None = None  # the row of a trivial model
-
-
-def baseline_text(table: Table) -> str:
-    """What the first metric of a table is compared with: its chance level, or a trivial model; else its detail."""
-    row = table.rows[table.headline]
-    if row.cells[0].chance:
-        return f"chance {row.cells[0].chance}"
-    if table.baseline is not None:
-        other = table.rows[table.baseline]
-        return f"{other.label} {other.cells[0].text}"
-    return row.cells[0].baseline or row.detail
-
-
-def marked(title: str) -> str:
-    """A title or label with the mark of a result in which samples are missing."""
-    return title if _INCOMPLETE in title else f"{title} {_INCOMPLETE}"
 
 
 def table_of(evaluation: "EvaluationSpec", result: dict[str, Any]) -> Table:
@@ -93,53 +35,6 @@ def table_of(evaluation: "EvaluationSpec", result: dict[str, Any]) -> Table:
         return table
     rows = tuple(replace(row, label=marked(row.label)) for row in table.rows)
     return replace(table, title=marked(table.title), rows=rows, protocol={"incomplete": incomplete, **table.protocol})
-
-
-def describe(table: Table) -> str:
-    """The table as text, with chance levels below each row, and the protocol below all rows."""
-    width = max(_LABEL_WIDTH, *(len(row.label) for row in table.rows))
-    lines = [_line("", table.columns, width=width)]
-    for row in table.rows:
-        lines.append(_line(row.label, [cell.text for cell in row.cells], width=width))
-        if any(cell.chance for cell in row.cells):
-            lines.append(_line("  chance", [cell.chance for cell in row.cells], width=width))
-    return "\n".join([*lines, *(f"{name}: {text}" for name, text in table.protocol.items())])
-
-
-def counted(number: int, noun: str, plural: str = "") -> str:
-    """`1 clip`, `2 clips`."""
-    return f"{number:,} {noun if number == 1 else plural or f'{noun}s'}"
-
-
-def percent(share: float | None) -> str:
-    """A fraction in percent; a dash for None."""
-    return "-" if share is None else f"{100 * share:.1f} %"
-
-
-def share_cell(value: float | None, chance: float | None = None) -> Cell:
-    """A fraction in [0, 1] in percent, or a dash for None, with its chance level."""
-    return Cell(percent(value), "" if chance is None else percent(chance), value, chance)
-
-
-def protocol_of(result: dict[str, Any], sizes: str, **more: str) -> dict[str, str]:
-    """Data, protocol, clips and checkpoint of a result, which are needed to compare it with others."""
-    data = f"{result['data']}; {result['variant']}"
-    if address := other_data(result):
-        data += f"; of {address}"
-        data += "" if result.get("is_part_of_own_data") else ", which is not the run's own data"
-    elif "source" in result:  # of weights that are not a run
-        data += f"; of {result['shards']}"
-    lines = {"data": data, "protocol": f"{sizes}; {result['protocol']}"}
-    lines |= {name.replace("_", " "): text for name, text in more.items() if text}
-    if overrides := result.get("overrides"):
-        changed = ", ".join(f"--{name.replace('_', '-')} {value}" for name, value in overrides.items())
-        lines["overrides"] = f"{changed}, unlike in training; embeddings of time and place are interpolated"
-    origin = result["weights"] if result["step"] is None else f"step {result['step']}, {result['weights']}"
-    return lines | {"clip": result["clip"], "checkpoint": origin}
-
-
-def _line(label: str, cells: tuple[str, ...] | list[str], *, width: int) -> str:
-    return f"{label:{width}}" + "".join(f"{cell:>{_CELL_WIDTH}}" for cell in cells)
 
 
 One = TypeVar("One")

@@ -20,7 +20,7 @@ from clipmill.train.config.training import ClipSettings, Device, flat
 from clipmill.train.data.decoding.clip import Views
 from clipmill.train.data.outcomes import FailedSample
 from clipmill.train.engine.trained_run import TrainedRun, open_trained_run, read_settings, shape_of_run
-from clipmill.train.evaluation.pages import marked
+from clipmill.train.evaluation.tables import marked
 from clipmill.train.models.dual_encoder import ModelShape
 from clipmill.train.run.folder import RunFolder, data_facts, read_object, result_name
 from clipmill.train.spec import EvaluationSpec, TaskSpec
@@ -200,7 +200,7 @@ def score_opened(
         UserError: the data lack what the evaluation needs, or `out` has the result of other weights or data.
         FailedWork: nothing could be decoded.
     """
-    found = evaluation.score(opened, wanted)
+    found: Score = evaluation.score(opened, wanted)
     facts = opened.facts()
     result = {
         "evaluation": evaluation.result_name,

@@ -19,6 +19,7 @@ from clipmill.train.data.batch import Batch
 from clipmill.train.device.transfer import Scalar
 from clipmill.train.distributed.world import Step, World
 from clipmill.train.losses.objective import Objective
+from clipmill.train.losses.registry import LOSSES
 from clipmill.train.losses.settings import Loss
 from clipmill.train.losses.similarities import Similarities, exact_products
 
@@ -290,3 +291,20 @@ class _AllRanks(torch.autograd.Function):
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         (grad_BF,) = grads
         return ctx.world.sum(grad_BF)[ctx.own], None, None, None
+
+
+def build_contrast(
+    settings: Loss, *, inputs: Inputs, dataset: DatasetSize | None, world: World
+) -> ContrastiveObjective:
+    """Build the objective of `--loss.*`.
+
+    Args:
+        inputs: turns a batch into the arguments of the model.
+        dataset: what a global loss keeps state for; other losses ignore it.
+
+    Raises:
+        KeyError: there is no loss of that kind.
+    """
+    loss = LOSSES[settings.kind].load()
+    objective: type[ContrastiveObjective] = loss if isinstance(loss, type) else AutogradObjective
+    return objective(settings, inputs=inputs, dataset=dataset, world=world)

@@ -4,15 +4,11 @@ A loss from outside of clipmill is a row too: a program of its own registers it 
 (docs/losses.md, *Add a loss*).
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    from clipmill.train.distributed.world import World
-    from clipmill.train.losses.contrastive import ContrastiveObjective, DatasetSize, Inputs, LossFunction
-    from clipmill.train.losses.settings import Loss
+from clipmill.manifests.imported import imported
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,7 +24,7 @@ class LossSpec:
     """
 
     name: str
-    loss: "str | LossFunction | type[ContrastiveObjective]"
+    loss: str | Callable[..., Any]
     settings: Mapping[str, float | str | bool | None]
 
     @property
@@ -38,10 +34,7 @@ class LossSpec:
 
     def load(self) -> Any:
         """The function or class of `loss`."""
-        if not isinstance(self.loss, str):
-            return self.loss
-        module, _, name = self.loss.partition(":")
-        return getattr(import_module(module), name)
+        return imported(self.loss) if isinstance(self.loss, str) else self.loss
 
 
 def _row(name: str, loss: str, **settings: float | str | bool | None) -> LossSpec:
@@ -77,22 +70,3 @@ def register(spec: LossSpec) -> None:
     if spec.name in LOSSES:
         raise ValueError(f"there is a loss {spec.name!r} already; choose another name")
     LOSSES[spec.name] = spec
-
-
-def build_contrast(
-    settings: "Loss", *, inputs: "Inputs", dataset: "DatasetSize | None", world: "World"
-) -> "ContrastiveObjective":
-    """Build the objective of `--loss.*`.
-
-    Args:
-        inputs: turns a batch into the arguments of the model.
-        dataset: what a global loss keeps state for; other losses ignore it.
-
-    Raises:
-        KeyError: there is no loss of that kind.
-    """
-    from clipmill.train.losses.contrastive import AutogradObjective
-
-    loss = LOSSES[settings.kind].load()
-    objective: type[ContrastiveObjective] = loss if isinstance(loss, type) else AutogradObjective
-    return objective(settings, inputs=inputs, dataset=dataset, world=world)

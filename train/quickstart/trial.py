@@ -129,7 +129,7 @@ def _try(
     )
     fetch_tag(settings.init, say=say)
     source = open_weights(settings.init)
-    settings = spec.effective(settings, source, _quiet)
+    settings = spec.effective(settings, source, say=_quiet)
 
     def opened(settings: ClipSettings) -> tuple[Any, TrainingSet]:
         task = spec.open(settings, attention=attention, device=device)

@@ -10,8 +10,9 @@ import yaml
 
 from clipmill.train.config.files import plain_values
 from clipmill.train.config.training import flat
-from clipmill.train.evaluation.pages import Table, table_of
+from clipmill.train.evaluation.pages import table_of
 from clipmill.train.evaluation.runner import OpenedRun
+from clipmill.train.evaluation.tables import Table
 from clipmill.train.registry import evaluations_of
 from clipmill.train.report.results import initial_weights
 from clipmill.train.run.folder import RunFolder, installed_version, read_object

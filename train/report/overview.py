@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from clipmill.manifests.errors import UserError
-from clipmill.train.evaluation.pages import Cell, Table, page_title, require_page_path
+from clipmill.train.evaluation.pages import page_title, require_page_path
+from clipmill.train.evaluation.tables import Cell, Table
 from clipmill.train.report.charts import chart_values
 from clipmill.train.report.curves import overlaid
 from clipmill.train.report.results import page_of, publish_page

@@ -37,10 +37,9 @@ from clipmill.train.models.dual_encoder import DualEncoder
 from clipmill.train.run.folder import data_facts, held_folder, installed_version
 from clipmill.train.run.parts import PLAN, begin_parts, missing_parts, share_parts
 from clipmill.train.run.tracking import Progress
-from clipmill.train.search.folder import PARTS, FeatureKind, read_folder_record, require_same_work, require_whole_files
+from clipmill.train.search.folder import PARTS, read_folder_record, require_same_work, require_whole_files
 from clipmill.train.search.publishing import Part, Samples, num_captions, publish_folder, publish_part
-
-ClipKind = Literal["captions", "chunks"]
+from clipmill.train.search.request import EmbedRequest, FeatureKind
 
 _BATCHES_PER_PART = 4
 _TEXTS_PER_PART = 4096
@@ -78,51 +77,39 @@ def _parts(kind: Literal["video", "text"], count: int, *, size: int) -> list[Par
     return [Part(kind, begin, min(begin + size, count)) for begin in range(0, count, size)]
 
 
-def open_work(
-    model: LoadedModel,
-    *,
-    weights: str,
-    shards: str,
-    split: str,
-    features: FeatureKind | None,
-    clips: ClipKind,
-    batch: int,
-    workers: int,
-    where: str | None = None,
-) -> Work:
+def open_work(model: LoadedModel, request: EmbedRequest, *, weights: str) -> Work:
     """Open the clips to embed.
 
     Args:
+        request: with its data folder.
         weights: what the user named.
-        features: None for embeddings where the model has a text tower's, and pooled features elsewhere.
-        clips: each span that has captions, or each whole chunk.
-        where: condition that selects clips.
 
     Raises:
         UserError: there are no such clips, or the model has no such features.
     """
+    assert request.shards is not None
     has_embedding = isinstance(model.model, DualEncoder)
-    features = features or ("embedding" if has_embedding else "pooled")
-    settings = replace(model.settings, shards=shards, where=where)
+    features = request.features or ("embedding" if has_embedding else "pooled")
+    settings = replace(model.settings, shards=request.shards, where=request.where)
     if getattr(settings, "input", "pixels") == "latents":
         raise UserError(f"{weights} takes latents, and train embed reads pixels", hint="use weights of --input pixels")
     if features == "embedding" and not has_embedding:
         raise UserError(f"{weights} has no embeddings: it is no dual encoder", hint="use --features pooled, or tokens")
-    samples = _open_samples(model, settings, split=split, clips=clips, batch=batch, workers=workers)
+    samples = _open_samples(model, settings, request)
     return Work(
         model=model,
         samples=samples,
         features=features,
         has_text=features == "embedding" and model.has_text and isinstance(samples, VideoCaptions),
-        batch=batch,
+        batch=request.batch,
         plan={
             "clipmill": installed_version("clipmill"),
             "weights": {"identity": model.identity, "source": _address(weights), "description": model.description},
             "data": {
                 "fingerprint": samples.fingerprint,
-                "split": split,
-                "clips": clips,
-                "shards": data_facts(shards, None)["shards"],
+                "split": request.split,
+                "clips": request.clips,
+                "shards": data_facts(request.shards, None)["shards"],
                 "description": f"{samples.describe()}; {samples.variant_name}",
             },
             "clip": {
@@ -130,7 +117,7 @@ def open_work(
                 "description": describe_clip(settings),
             },
             "features": features,
-            "batch": batch,
+            "batch": request.batch,
             "precision": model.opened.trained.precision.name,
         },
     )
@@ -141,22 +128,20 @@ def _address(weights: str) -> str:
     return str(Path(weights).resolve()) if Path(weights).exists() else weights
 
 
-def _open_samples(
-    model: LoadedModel, settings: Any, *, split: str, clips: ClipKind, batch: int, workers: int
-) -> Samples:
+def _open_samples(model: LoadedModel, settings: Any, request: EmbedRequest) -> Samples:
     folder = open_folder(settings, reason="embeddings have a row for each clip of a data folder")
     shape = clip_shape(settings, views=Views())
     loading = LoaderSettings(
-        batch=batch,
-        num_threads=workers,
-        num_ahead=batch * settings.batches_ahead,
+        batch=request.batch,
+        num_threads=request.workers,
+        num_ahead=request.batch * settings.batches_ahead,
         seed=0,
         pin=model.device.type == "cuda",
     )
-    if clips == "chunks":
+    if request.clips == "chunks":
         return ChunkClips(
             folder.path,
-            split=split,
+            split=request.split,
             shape=shape,
             loading=loading,
             decode=settings.decode,
@@ -166,7 +151,7 @@ def _open_samples(
     try:
         return VideoCaptions(
             folder.path,
-            split=split,
+            split=request.split,
             shape=shape,
             tokenize=None,
             loading=loading,

@@ -17,7 +17,7 @@ embed.json is written last, so a folder without it is unfinished: the same `trai
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -36,7 +36,6 @@ FAILURES = "failures.jsonl"
 PARTS = "parts"
 FORMAT = 1
 
-FeatureKind = Literal["embedding", "pooled", "tokens"]
 
 _COLUMNS = [
     ("row", pa.int64()),

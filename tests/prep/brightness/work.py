@@ -1,4 +1,4 @@
-"""Plan and worker of the column `brightness`."""
+"""Plan, worker and reports of the column `brightness`."""
 
 import hashlib
 import os
@@ -14,18 +14,23 @@ import av
 import numpy as np
 import pyarrow as pa
 
-from clipmill.prep.core.column import VIDEO, CheckedSample, DeepCode, recipe_fingerprint
+from clipmill.prep.core.column import VIDEO, CheckedSample, DeepCode, Pending, recipe_fingerprint
 from clipmill.prep.core.failures import FailureCode
 from clipmill.prep.core.heartbeat import Heartbeat
-from clipmill.prep.core.plan import ShardPlan, WantedShard, plan_shards, stored_shards
-from clipmill.prep.core.run import Job
+from clipmill.prep.core.parts import PartRun
+from clipmill.prep.core.plan import ShardPlan, WantedShard, pending_of, plan_shards, stored_shards
+from clipmill.prep.core.report import Report, states_lines, states_values, summary_report
+from clipmill.prep.core.request import Request
+from clipmill.prep.core.run import Job, Summary, execute
 from clipmill.prep.core.shard_result import ShardResult, system_errors_as_results
+from clipmill.prep.core.work import ColumnWork
+from clipmill.prep.engines.choice import open_engine
 from clipmill.shards.commits import Commit, Failure, read_commits, write_commit
-from clipmill.shards.dataset import variant_dir
+from clipmill.shards.dataset import current_variant, variant_dir
 from clipmill.shards.npy import load_npy, npy_bytes
-from clipmill.shards.reader import open_shard
+from clipmill.shards.reader import Variant, open_shard
 from clipmill.shards.writer import Sample, ShardWriter
-from tests.prep.brightness.column import BRIGHTNESS, COLUMN, BrightnessRecipe
+from tests.prep.brightness.column import BRIGHTNESS, COLUMN, BrightnessRecipe, BrightnessSettings, recipe_from_dict
 
 PAUSE = "BRIGHTNESS_PAUSE_S"  # after the first chunk of a shard, so that a test finds the time to kill it
 EXTENSION = "brightness.npy"
@@ -158,3 +163,32 @@ def check_sample(row: dict[str, Any], members: dict[str, bytes], split: str) -> 
     if array is None or array.shape != (row["num_frames"],) or not bool(((array >= 0) & (array <= 255)).all()):
         return CheckedSample([(DeepCode.ARRAY_DIFFERS, "the array is not as its row says")], 0)
     return CheckedSample([], len(array))
+
+
+def _plan(data_dir: Path, settings: BrightnessSettings, request: Request) -> BrightnessPlan:
+    recipe = BrightnessRecipe(settings=settings, video=str(current_variant(data_dir, VIDEO)))
+    request.require_variant(recipe.variant, command="prep brightness")
+    return make_plan(data_dir, recipe, retry_codes=request.retry_codes)
+
+
+def _run(plan: BrightnessPlan, settings: BrightnessSettings, request: Request, part_run: PartRun | None) -> Summary:
+    engine = open_engine(request.engine, address=None, workers=request.workers)
+    return execute(brightness_job(plan), engine, part_run=part_run)
+
+
+def _plan_report(plan: BrightnessPlan) -> Report:
+    return Report("\n".join(states_lines(plan.shards)), states_values(plan.shards))
+
+
+def _summary_report(summary: Summary, settings: BrightnessSettings, listed: Path) -> Report:
+    return summary_report(summary, listed=listed)
+
+
+def _pending(data_dir: Path, variant: Variant) -> Pending:
+    recipe = recipe_from_dict(variant.recipe)
+    if recipe.video != (video := current_variant(data_dir, VIDEO)):
+        return Pending(stale_because=f"made from {recipe.video}; the current variant of video is {video}")
+    return pending_of(make_plan(data_dir, recipe).shards)
+
+
+WORK = ColumnWork(plan=_plan, run=_run, plan_report=_plan_report, summary_report=_summary_report, pending=_pending)

@@ -122,7 +122,7 @@ def test_no_budget_covers_a_run_that_ended_early(prep: Prep, data: Path, monkeyp
     def gives_up(job: object, engine: object, **_: object) -> Summary:
         return Summary("h264", gave_up="the disk was full for 3 shards in a row")
 
-    monkeypatch.setattr("clipmill.prep.core.run.execute", gives_up)
+    monkeypatch.setattr("clipmill.prep.video.work.execute", gives_up)
     ran = prep("chunk", "--data", data, "--engine", "processes", "--max-failures", "100%", "--len", "1s", status=1)
     assert "the disk was full for 3 shards in a row" in ran.stderr
 

@@ -14,10 +14,10 @@ from numpy.typing import NDArray
 from clipmill.prep.core.data_folder import writing
 from clipmill.prep.core.run import execute
 from clipmill.prep.engines import Check, Outcome, R, T
-from clipmill.prep.scores.column import publish_table
 from clipmill.prep.scores.plan import make_scores_plan, scores_job
 from clipmill.prep.scores.recipe import SCORES, ScoresSettings, resolve
 from clipmill.prep.scores.report import ScoresSummary
+from clipmill.prep.scores.work import publish_table
 from clipmill.shards.dataset import current_variant
 from clipmill.shards.reader import Variant
 from tests.prep.running import chunk, manifest

@@ -199,7 +199,3 @@ def test_workers_with_other_libraries_are_refused() -> None:
     assert "the plan requires opencv 1" in str(version_mismatch("opencv 1"))
     one, other = (resolve(ScoresSettings(cut_threshold=value), video="v") for value in (27.0, 28.0))
     assert one.fingerprint != other.fingerprint and libraries in one.as_dict().values()
-
-
-def test_the_name_of_the_merged_table_is_known_to_verify_and_gc() -> None:
-    assert [file.name for file in COLUMN.extra_files] == [CHUNKS_FILE]

@@ -14,9 +14,10 @@ from clipmill.manifests.store import read_captions, write_manifest
 from clipmill.prep.engines import Check, Outcome, R, T
 from clipmill.prep.text.blocks import Block, TowerUse
 from clipmill.prep.text.plan import TextPlan, make_text_plan
-from clipmill.prep.text.recipe import TextRecipe, resolve
+from clipmill.prep.text.recipe import TextRecipe
 from clipmill.prep.text.report import TextSummary
 from clipmill.prep.text.run import run_text
+from clipmill.prep.text.tower import resolve
 
 # Three videos of two splits: repeated texts in a video and between videos, and a video without captions.
 CAPTIONS = {

@@ -15,8 +15,9 @@ from clipmill.prep.core.plan import ShardState
 from clipmill.prep.engines import Check, Outcome, R, T
 from clipmill.prep.text.blocks import Block, TowerUse
 from clipmill.prep.text.plan import make_text_plan
-from clipmill.prep.text.recipe import ResolvedTextRecipe, TextRecipe, resolve, text_recipe_from_dict
+from clipmill.prep.text.recipe import ResolvedTextRecipe, TextRecipe, text_recipe_from_dict
 from clipmill.prep.text.run import run_text
+from clipmill.prep.text.tower import resolve
 from clipmill.shards.commits import read_commits
 from tests.prep.running import Ran, messages
 from tests.prep.text.conftest import Checkpoints

@@ -9,9 +9,10 @@ from clipmill.prep.core.selection import stored_request
 from clipmill.prep.text.blocks import TowerUse
 from clipmill.prep.text.column import COLUMN
 from clipmill.prep.text.plan import make_text_plan, pending_text
-from clipmill.prep.text.recipe import TextRecipe, resolve
+from clipmill.prep.text.recipe import TextRecipe
 from clipmill.prep.text.report import TextSummary
 from clipmill.prep.text.run import run_text
+from clipmill.prep.text.tower import resolve
 from clipmill.shards.dataset import current_variant
 from clipmill.shards.reader import Variant
 from tests.prep.text.sets import CAPTIONS, SPLITS, Here, samples, write_captions

@@ -8,8 +8,8 @@ import open_clip
 import pytest
 import torch
 
-from clipmill.prep.text.recipe import TINY, TextRecipe, resolve
-from clipmill.prep.text.tower import TINY_SHA256, TINY_WIDTH, Tower, load_tower
+from clipmill.prep.text.recipe import TINY, TextRecipe
+from clipmill.prep.text.tower import TINY_SHA256, TINY_WIDTH, Tower, load_tower, resolve
 from tests.prep.text.conftest import Checkpoints
 from tests.prep.text.sets import (
     CAPTIONS,

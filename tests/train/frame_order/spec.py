@@ -4,9 +4,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from clipmill.manifests.imported import late
 from clipmill.train.config.evaluation import EvaluationSettings
 from clipmill.train.config.training import ClipSettings
-from clipmill.train.evaluation.pages import Row, Table, protocol_of, share_cell
+from clipmill.train.evaluation.tables import Row, Table, protocol_of, share_cell
 from clipmill.train.spec import CurveGroup, EvaluationSpec, ExportRequest, TaskSpec
 
 _NO_EVALUATION = EvaluationSettings()
@@ -32,30 +33,6 @@ class FrameOrderFlags:
     """Maximum number of clips."""
 
 
-def _make(settings: Any, *, run: Any, **opened: Any) -> Any:
-    from tests.train.frame_order.task import FrameOrderTask
-
-    return FrameOrderTask(settings, **opened)
-
-
-def _effective(settings: Any, source: Any, say: Any) -> Any:
-    from clipmill.train.weights.effective import effective_clip_settings
-
-    return effective_clip_settings(settings, source, say=say)
-
-
-def _workloads(settings: Any, num_clips: int) -> Any:
-    from clipmill.train.engine.attention_choice import video_workloads
-
-    return video_workloads(settings, num_clips)
-
-
-def _score(opened: Any, wanted: Any) -> Any:
-    from tests.train.frame_order.task import score_run
-
-    return score_run(opened, wanted)
-
-
 def _table(result: dict[str, Any]) -> Table:
     row = Row("accuracy", f"{result['num_samples']} clips", (share_cell(result["accuracy"], 0.5),))
     return Table("Frame order", ("top-1",), (row,), protocol_of(result, "all clips"))
@@ -77,9 +54,9 @@ TASK = TaskSpec(
     help="Train a video tower to tell whether the frames of a clip are in order, or reversed.",
     example="train frame-order --shards data",
     settings=FrameOrderSettings,
-    make=_make,
-    effective=_effective,
-    workloads=_workloads,
+    make=late("tests.train.frame_order.task:FrameOrderTask"),
+    effective=late("clipmill.train.weights.effective:effective_clip_settings"),
+    workloads=late("clipmill.train.engine.attention_choice:video_workloads"),
     evaluations=(
         EvaluationSpec(
             name="frame-order",
@@ -87,7 +64,7 @@ TASK = TaskSpec(
             example="train eval frame-order runs/order",
             run_help="Folder that train frame-order --out made.",
             settings=FrameOrderFlags,
-            score=_score,
+            score=late("tests.train.frame_order.task:score_run"),
             table=_table,
             curves=(CurveGroup("(accuracy)", "Frame order, %"),),
         ),

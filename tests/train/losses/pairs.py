@@ -8,9 +8,9 @@ from torch import nn
 
 from clipmill.train.data.batch import Batch
 from clipmill.train.distributed.world import World
-from clipmill.train.losses.contrastive import ContrastiveObjective, DatasetSize
+from clipmill.train.losses.contrastive import ContrastiveObjective, DatasetSize, build_contrast
 from clipmill.train.losses.global_losses import SampleTemperature
-from clipmill.train.losses.registry import LOSSES, build_contrast
+from clipmill.train.losses.registry import LOSSES
 from clipmill.train.losses.settings import Convention, Loss
 
 WIDTH = 5

@@ -9,9 +9,9 @@ from clipmill.manifests.errors import UserError
 from clipmill.train.config.optim import OptimizerSettings
 from clipmill.train.device.transfer import Scalar
 from clipmill.train.distributed.world import Step, World
-from clipmill.train.losses.contrastive import DatasetSize
+from clipmill.train.losses.contrastive import DatasetSize, build_contrast
 from clipmill.train.losses.global_contrast import GlobalContrast
-from clipmill.train.losses.registry import LOSSES, build_contrast
+from clipmill.train.losses.registry import LOSSES
 from clipmill.train.losses.settings import Convention, Loss
 from clipmill.train.tasks.dual_encoder.settings import DualEncoderSettings
 from clipmill.train.tasks.dual_encoder.task import DualEncoderTask

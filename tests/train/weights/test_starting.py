@@ -75,7 +75,7 @@ def test_a_run_starts_from_weights_says_so_and_goes_on_without_them(
         means.append(mean)
         return whole(*arguments, mean=mean, **options)
 
-    monkeypatch.setattr("clipmill.train.engine.task.to_model_input", spy)
+    monkeypatch.setattr("clipmill.train.engine.clip_task.to_model_input", spy)
     weights = write_avion(tmp_path / "avion.pt")
     out = tmp_path / "run"
     assert train("dual-encoder", "--shards", data_dir, "--out", out, *SMALL, "--init.weights", weights) == 0

@@ -7,9 +7,12 @@ from typing import Annotated, Any
 from cyclopts import Parameter
 
 from clipmill.manifests.errors import UserError
+from clipmill.manifests.imported import late
+from clipmill.manifests.quoting import counted
 from clipmill.train.config.evaluation import METHODS, NEIGHBOURS, PROBE_NUMBERS, Method, ProbeEvaluation, named_once
 from clipmill.train.config.fields import Checked
-from clipmill.train.evaluation.pages import CLASSES_SECTION, FEW_CLASSES, Row, Table, counted, protocol_of, share_cell
+from clipmill.train.evaluation.pages import CLASSES_SECTION
+from clipmill.train.evaluation.tables import FEW_CLASSES, Row, Table, protocol_of, share_cell
 from clipmill.train.spec import CurveGroup, EvaluationSpec
 
 METHOD_TITLES: dict[str, str] = {"knn": "k-NN", "linear": "linear"}
@@ -38,12 +41,6 @@ class ProbeFlags(Checked):
     def evaluation(self) -> ProbeEvaluation:
         """The settings that training has for it."""
         return ProbeEvaluation(split=self.split, labels=self.label, methods=self.method, neighbours=self.neighbours)
-
-
-def _score(opened: Any, wanted: Any) -> Any:
-    from clipmill.train.evaluation.probe.evaluation import score_features
-
-    return score_features(opened, wanted)
 
 
 def probe_table(result: dict[str, Any]) -> Table:
@@ -85,7 +82,7 @@ PROBE = EvaluationSpec(
     example="train eval probe runs/mae --shards data --label motion --label shape",
     run_help="Run folder of train mae, dual-encoder or classify.",
     settings=ProbeFlags,
-    score=_score,
+    score=late("clipmill.train.evaluation.probe.evaluation:score_features"),
     table=probe_table,
     pictures="by_class",
     section=CLASSES_SECTION,

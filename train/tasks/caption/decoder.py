@@ -236,6 +236,11 @@ def start_lines(facts: Mapping[str, Any]) -> list[str]:
     return lines
 
 
+def kept_decoder(run: RunFolder) -> dict[str, DecoderParts]:
+    """Tokenizer and decoder size of a run, as an argument of its task (`TaskSpec.kept`)."""
+    return {"decoder": read_decoder_parts(run)}
+
+
 def read_decoder_parts(run: RunFolder) -> DecoderParts:
     """Tokenizer and decoder size of a run.
 

@@ -9,7 +9,7 @@ from torch import nn
 
 from clipmill.manifests.errors import UserError
 from clipmill.train.config.model import kind_of
-from clipmill.train.engine.task import UNUSED_PARTS, without_parts
+from clipmill.train.engine.clip_task import UNUSED_PARTS, without_parts
 from clipmill.train.models.attention import Attend
 from clipmill.train.models.captioner import Captioner
 from clipmill.train.models.dual_encoder import size_of

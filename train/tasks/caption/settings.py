@@ -18,6 +18,7 @@ from clipmill.train.config.training import ClipSettings, NumFrames
 from clipmill.train.config.tuning import Freeze, Tower
 
 Method = Literal["greedy", "sample", "beam"]
+VideoFormat = Literal["json", "srt"]  # of `train caption-video`
 
 _TEMPERATURE, _NUM_BEAMS, _LENGTH_PENALTY, _MAX_TOKENS = 1.0, 4, 1.0, 30
 _SAMPLE, _BEAM = Needs("method", ("sample",)), Needs("method", ("beam",))

@@ -1,14 +1,15 @@
 """`TaskSpec` of the captioner, and its evaluation."""
 
 import re
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
+from clipmill.manifests.imported import late
+from clipmill.manifests.quoting import counted
 from clipmill.train.config.fields import Checked, Range
-from clipmill.train.evaluation.pages import Cell, Row, Table, counted, protocol_of
-from clipmill.train.spec import CurveGroup, EvaluationSpec, ExportRequest, Features, TaskSpec
+from clipmill.train.evaluation.tables import Cell, Row, Table, protocol_of
+from clipmill.train.spec import CurveGroup, EvaluationSpec, Features, TaskSpec
 from clipmill.train.tasks.caption.settings import DECODING, METRIC_LABELS, CaptionerSettings, DecodingSettings
 
 # Columns of the table; the first one is the metric that captioners are compared by.
@@ -37,50 +38,11 @@ class CaptionFlags(Checked):
     """How captions are generated. Default: as in training."""
 
 
-def _make(settings: Any, *, run: Any, **opened: Any) -> Any:
-    from clipmill.train.tasks.caption.decoder import read_decoder_parts
-    from clipmill.train.tasks.caption.task import CaptionTask
-
-    # The data may have captions that it did not have when the run began, and tokens are made of captions.
-    kept = {} if run is None else {"decoder": read_decoder_parts(run)}
-    return CaptionTask(settings, **{**kept, **opened})
-
-
-def _effective(settings: Any, source: Any, say: Any) -> Any:
-    from clipmill.train.tasks.caption.model import effective_settings
-
-    return effective_settings(settings, source, say=say)
-
-
 def _workloads(settings: Any, num_clips: int) -> Any:
     from clipmill.train.engine.attention_choice import video_workloads
     from clipmill.train.tasks.caption.model import tower_size
 
     return video_workloads(settings, num_clips, size=tower_size(settings), kind="timesformer")
-
-
-def _score(opened: Any, wanted: Any) -> Any:
-    from clipmill.train.tasks.caption.evaluation import score_run
-
-    return score_run(opened, wanted)
-
-
-def _start_lines(facts: Mapping[str, Any]) -> list[str]:
-    from clipmill.train.tasks.caption.decoder import start_lines
-
-    return start_lines(facts)
-
-
-def _export(request: ExportRequest) -> Any:
-    from clipmill.train.tasks.caption.export import exported_captioner
-
-    return exported_captioner(request)
-
-
-def _adopt(source: Any, path: Path, say: Any) -> Any:
-    from clipmill.train.tasks.caption.export import adopted_captioner
-
-    return adopted_captioner(source, path, say=say)
 
 
 def caption_table(result: dict[str, Any]) -> Table:
@@ -142,7 +104,7 @@ CAPTIONS = EvaluationSpec(
     example="train eval caption runs/captions --shards data --decoding.method beam",
     run_help="Run folder of train caption.",
     settings=CaptionFlags,
-    score=_score,
+    score=late("clipmill.train.tasks.caption.evaluation:score_run"),
     table=caption_table,
     pictures="said",
     section=Path(__file__).with_name("examples.html.j2"),
@@ -154,14 +116,15 @@ TASK = TaskSpec(
     help="Train a captioner: a video encoder and a GPT-2 decoder with cross-attention.",
     example="train caption --shards data --preset tiny --out runs/captions",
     settings=CaptionerSettings,
-    make=_make,
-    effective=_effective,
+    make=late("clipmill.train.tasks.caption.task:CaptionTask"),
+    kept=late("clipmill.train.tasks.caption.decoder:kept_decoder"),
+    effective=late("clipmill.train.tasks.caption.model:effective_settings"),
     workloads=_workloads,
     evaluations=(CAPTIONS,),
-    start_lines=_start_lines,
+    start_lines=late("clipmill.train.tasks.caption.decoder:start_lines"),
     formats={"hf": "VisionEncoderDecoderModel.from_pretrained('OUT')"},
-    export=_export,
-    adopt=_adopt,
+    export=late("clipmill.train.tasks.caption.export:exported_captioner"),
+    adopt=late("clipmill.train.tasks.caption.export:adopted_captioner"),
     features=Features(
         description="the encoder's class token, or the mean of its tokens where it has none",
         inputs=lambda task: task.inputs,

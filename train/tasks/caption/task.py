@@ -17,7 +17,7 @@ from clipmill.train.data.inputs import Mixture, clip_shape, loader_settings, ope
 from clipmill.train.data.prefetch import batches_on_all_stages
 from clipmill.train.distributed.stages import LayerCost
 from clipmill.train.distributed.world import World
-from clipmill.train.engine.task import ClipTask
+from clipmill.train.engine.clip_task import ClipTask
 from clipmill.train.evaluation.runner import every_for, split_metrics
 from clipmill.train.losses.objective import Objective
 from clipmill.train.models.captioner import Captioner

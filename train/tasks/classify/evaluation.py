@@ -21,7 +21,7 @@ from clipmill.train.distributed.world import World
 from clipmill.train.evaluation.by_class import Predictions, most_frequent
 from clipmill.train.evaluation.runner import OpenedRun, Score, describe_clip
 from clipmill.train.run.folder import RunFolder
-from clipmill.train.tasks.classify.settings import ClassEvaluation
+from clipmill.train.tasks.classify.spec import ClassificationFlags
 
 # Accuracy of a classifier: top-1, top-5 and mean class accuracy.
 #
@@ -210,11 +210,8 @@ _PROTOCOL = "probabilities are means over views; chance: always the most frequen
 _PARTS = "; those of verbs and nouns are sums over their actions"
 
 
-def score_run(opened: OpenedRun, wanted: ClassEvaluation, *, class_files: Sequence[Path] = ()) -> Score:
+def score_run(opened: OpenedRun, wanted: ClassificationFlags) -> Score:
     """Score a run's latest checkpoint on all clips of a split.
-
-    Args:
-        class_files: names of numbered classes; see `names_of_numbers`.
 
     Raises:
         UserError: there are no such clips, or the files do not fit the classes.
@@ -223,7 +220,7 @@ def score_run(opened: OpenedRun, wanted: ClassEvaluation, *, class_files: Sequen
     opened.require_whole()
     settings, trained, task = opened.settings, opened.trained, opened.task
     classes: ClassList = task.classes
-    names = names_of_numbers(classes, class_files)
+    names = names_of_numbers(classes, wanted.classes)
     views = Views(num_clips=wanted.clips, num_crops=wanted.crops)
     samples = task.samples(wanted.split, World(), views=views)
     model = trained.fill(task.build_model(samples))
@@ -283,6 +280,11 @@ def names_of_numbers(classes: ClassList, files: Sequence[Path]) -> dict[str, dic
 
 def _named(by_class: dict[str, Any], names: Mapping[str, str]) -> dict[str, Any]:
     return {**by_class, "names": [names.get(name, name) for name in by_class["names"]]}
+
+
+def kept_classes(run: RunFolder) -> dict[str, ClassList]:
+    """The classes that a run was trained on, as an argument of its task (`TaskSpec.kept`)."""
+    return {"classes": read_run_classes(run)}
 
 
 def read_run_classes(run: RunFolder) -> ClassList:

@@ -6,11 +6,14 @@ from typing import Annotated, Any
 
 from cyclopts import Parameter
 
+from clipmill.manifests.imported import late
+from clipmill.manifests.quoting import counted
 from clipmill.train.config.fields import Checked
 from clipmill.train.evaluation.by_class import CHANCE_KEYS
-from clipmill.train.evaluation.pages import CLASSES_SECTION, FEW_CLASSES, Row, Table, counted, protocol_of, share_cell
+from clipmill.train.evaluation.pages import CLASSES_SECTION
 from clipmill.train.evaluation.probe.spec import PROBE
-from clipmill.train.spec import EvaluationSpec, ExportRequest, Features, TaskSpec
+from clipmill.train.evaluation.tables import FEW_CLASSES, Row, Table, protocol_of, share_cell
+from clipmill.train.spec import EvaluationSpec, Features, TaskSpec
 from clipmill.train.tasks.classify.settings import VIEWS, ClassEvaluation, ClassifySettings
 
 
@@ -32,45 +35,6 @@ class ClassificationFlags(Checked):
     def evaluation(self) -> ClassEvaluation:
         """The settings that training has for it."""
         return ClassEvaluation(split=self.split, clips=self.clips, crops=self.crops)
-
-
-def _make(settings: Any, *, run: Any, **opened: Any) -> Any:
-    from clipmill.train.tasks.classify.evaluation import read_run_classes
-    from clipmill.train.tasks.classify.task import ClassifyTask
-
-    # The data may have labels that it did not have when the run began.
-    kept = {} if run is None else {"classes": read_run_classes(run)}
-    return ClassifyTask(settings, **{**kept, **opened})
-
-
-def _effective(settings: Any, source: Any, say: Any) -> Any:
-    from clipmill.train.weights.effective import effective_clip_settings
-
-    return effective_clip_settings(settings, source, say=say)
-
-
-def _workloads(settings: Any, num_clips: int) -> Any:
-    from clipmill.train.engine.attention_choice import video_workloads
-
-    return video_workloads(settings, num_clips)
-
-
-def _score(opened: Any, wanted: Any) -> Any:
-    from clipmill.train.tasks.classify.evaluation import score_run
-
-    return score_run(opened, wanted.evaluation(), class_files=wanted.classes)
-
-
-def _export(request: ExportRequest) -> Any:
-    from clipmill.train.tasks.classify.export import exported_classifier
-
-    return exported_classifier(request)
-
-
-def _adopt(source: Any, path: Path, say: Any) -> Any:
-    from clipmill.train.tasks.classify.export import adopted_classifier
-
-    return adopted_classifier(source, path, say=say)
 
 
 def classification_table(result: dict[str, Any]) -> Table:
@@ -96,7 +60,7 @@ CLASSIFICATION = EvaluationSpec(
     example="train eval classification runs/classes --shards data --clips 5 --crops 3",
     run_help="Run folder of train classify.",
     settings=ClassificationFlags,
-    score=_score,
+    score=late("clipmill.train.tasks.classify.evaluation:score_run"),
     table=classification_table,
     pictures="by_class",
     section=CLASSES_SECTION,
@@ -106,16 +70,17 @@ TASK = TaskSpec(
     help="Fine-tune a video tower for clip classification.",
     example="train classify --shards data --preset tiny --label motion --out runs/classes",
     settings=ClassifySettings,
-    make=_make,
-    effective=_effective,
-    workloads=_workloads,
+    make=late("clipmill.train.tasks.classify.task:ClassifyTask"),
+    kept=late("clipmill.train.tasks.classify.evaluation:kept_classes"),
+    effective=late("clipmill.train.weights.effective:effective_clip_settings"),
+    workloads=late("clipmill.train.engine.attention_choice:video_workloads"),
     evaluations=(CLASSIFICATION, PROBE),
     formats={
         "hf": "VideoMAEForVideoClassification.from_pretrained('OUT')",
         "videomae": "VideoMAE's code, as a checkpoint",
     },
-    export=_export,
-    adopt=_adopt,
+    export=late("clipmill.train.tasks.classify.export:exported_classifier"),
+    adopt=late("clipmill.train.tasks.classify.export:adopted_classifier"),
     features=Features(
         description="what the last layer sees",
         inputs=lambda task: task.inputs,

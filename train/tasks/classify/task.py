@@ -30,7 +30,7 @@ from clipmill.train.data.labelled_clips import LabelledClips
 from clipmill.train.data.latents.loader import LabelledLatents
 from clipmill.train.device.random import Positions, uniform
 from clipmill.train.distributed.world import World
-from clipmill.train.engine.task import ClipTask
+from clipmill.train.engine.clip_task import ClipTask
 from clipmill.train.evaluation.runner import every_for, split_metrics
 from clipmill.train.losses.objective import Objective
 from clipmill.train.models.dual_encoder import size_of

@@ -35,6 +35,7 @@ from clipmill.train.tasks.dual_encoder.metrics import MIR_PROTOCOL, score_mir
 from clipmill.train.tasks.dual_encoder.mir_table import MirTable, open_mir_table
 from clipmill.train.tasks.dual_encoder.protocols import NAMED, Match, RetrievalScorer, protocol_captions
 from clipmill.train.tasks.dual_encoder.settings import DualEncoderSettings
+from clipmill.train.tasks.dual_encoder.spec import MirFlags, RetrievalFlags, ZeroShotFlags
 from clipmill.train.tasks.dual_encoder.zero_shot import (
     PLAIN_TEMPLATE,
     PROTOCOL,
@@ -284,17 +285,15 @@ def text_embedder(model: nn.Module, *, device: torch.device) -> EmbedTexts:
     return lambda texts: embed_texts(towers.embed_text, texts, device=device)
 
 
-def score_run(opened: OpenedRun, wanted: DualEncoderEvaluation, *, num_clips: int) -> Score:
+def score_run(opened: OpenedRun, flags: RetrievalFlags | MirFlags | ZeroShotFlags) -> Score:
     """Score a run's latest checkpoint by a protocol.
-
-    Args:
-        num_clips: temporal views of each clip, whose embeddings are averaged.
 
     Raises:
         UserError: the run's data lack what the protocol needs.
         FailedWork: nothing could be decoded.
     """
     settings, trained, task = opened.settings, opened.trained, opened.task
+    wanted, num_clips = flags.evaluation(), flags.clips
     if num_clips > 1 and settings.input == "latents":
         raise UserError(f"--clips is {num_clips}", hint="leave it out: latents have a single view")
     scorer = open_scorer(wanted, settings)

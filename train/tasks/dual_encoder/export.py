@@ -76,7 +76,7 @@ def image_towers(weights: Tensors, *, rule: FrameEmbedding) -> ImageTowers:
     return ImageTowers(tensors=tensors, extras=extras, lost=tuple(lost))
 
 
-def adopted_clip(source: Source, *, say: Say) -> Adopted | None:
+def adopted_clip(source: Source, path: Path, *, say: Say) -> Adopted | None:
     """Weights of a CLIP as a dual encoder; None if they have no text tower, or a video tower of another kind."""
     tensors = source.converted.tensors
     if source.kind != "clip" or not any(name.startswith("text.") for name in tensors):

@@ -5,12 +5,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
+from clipmill.manifests.imported import late
+from clipmill.manifests.quoting import counted
 from clipmill.train.config.evaluation import TEMPERATURE, DualEncoderEvaluation, RetrievalName
 from clipmill.train.config.fields import Checked, Range
 from clipmill.train.evaluation.by_class import CHANCE_KEYS
-from clipmill.train.evaluation.pages import CLASSES_SECTION, Cell, Row, Table, counted, protocol_of, share_cell
+from clipmill.train.evaluation.pages import CLASSES_SECTION
 from clipmill.train.evaluation.probe.spec import PROBE
-from clipmill.train.spec import CurveGroup, EvaluationSpec, ExportRequest, Features, TaskSpec
+from clipmill.train.evaluation.tables import Cell, Row, Table, protocol_of, share_cell
+from clipmill.train.spec import CurveGroup, EvaluationSpec, Features, TaskSpec
 from clipmill.train.tasks.dual_encoder.settings import DualEncoderSettings
 
 MAX_CLIPS = 100
@@ -85,42 +88,6 @@ class ZeroShotFlags(ClipFlags):
             templates=self.templates,
             label=self.label,
         )
-
-
-def _make(settings: Any, *, run: Any, **opened: Any) -> Any:
-    from clipmill.train.tasks.dual_encoder.task import DualEncoderTask
-
-    return DualEncoderTask(settings, **opened)
-
-
-def _effective(settings: Any, source: Any, say: Any) -> Any:
-    from clipmill.train.tasks.dual_encoder.task import effective_settings
-
-    return effective_settings(settings, source, say=say)
-
-
-def _workloads(settings: Any, num_clips: int) -> Any:
-    from clipmill.train.tasks.dual_encoder.task import workloads_of
-
-    return workloads_of(settings, num_clips)
-
-
-def _score(opened: Any, wanted: Any) -> Any:
-    from clipmill.train.tasks.dual_encoder.evaluation import score_run
-
-    return score_run(opened, wanted.evaluation(), num_clips=wanted.clips)
-
-
-def _export(request: ExportRequest) -> Any:
-    from clipmill.train.tasks.dual_encoder.export import exported_clip
-
-    return exported_clip(request)
-
-
-def _adopt(source: Any, path: Path, say: Any) -> Any:
-    from clipmill.train.tasks.dual_encoder.export import adopted_clip
-
-    return adopted_clip(source, say=say)
 
 
 def retrieval_table(result: dict[str, Any]) -> Table:
@@ -223,7 +190,7 @@ RETRIEVAL = EvaluationSpec(
     example="train eval retrieval runs/first --shards data",
     run_help=_RUNS,
     settings=RetrievalFlags,
-    score=_score,
+    score=late("clipmill.train.tasks.dual_encoder.evaluation:score_run"),
     table=retrieval_table,
     pictures="examples",
     section=Path(__file__).with_name("retrievals.html.j2"),
@@ -243,7 +210,7 @@ MIR = EvaluationSpec(
     example="train eval mir runs/ek100 --shards data --relevancy relevancy.pkl",
     run_help=_RUNS,
     settings=MirFlags,
-    score=_score,
+    score=late("clipmill.train.tasks.dual_encoder.evaluation:score_run"),
     table=mir_table,
     pictures="examples",
     section=Path(__file__).with_name("retrievals.html.j2"),
@@ -259,7 +226,7 @@ ZERO_SHOT = EvaluationSpec(
     example="train eval zero-shot runs/first --shards data --classes classes.txt",
     run_help=_RUNS,
     settings=ZeroShotFlags,
-    score=_score,
+    score=late("clipmill.train.tasks.dual_encoder.evaluation:score_run"),
     table=zero_shot_table,
     pictures="by_class",
     section=CLASSES_SECTION,
@@ -270,13 +237,13 @@ TASK = TaskSpec(
     help="Train a CLIP-style dual encoder with a contrastive loss.",
     example="train dual-encoder --shards data --preset tiny --steps 200 --out runs/first",
     settings=DualEncoderSettings,
-    make=_make,
-    effective=_effective,
-    workloads=_workloads,
+    make=late("clipmill.train.tasks.dual_encoder.task:DualEncoderTask"),
+    effective=late("clipmill.train.tasks.dual_encoder.task:effective_settings"),
+    workloads=late("clipmill.train.tasks.dual_encoder.task:workloads_of"),
     evaluations=(RETRIEVAL, MIR, ZERO_SHOT, PROBE),
     formats={"open_clip": "create_model('local-dir:OUT')", "hf": "CLIPModel.from_pretrained('OUT')"},
-    export=_export,
-    adopt=_adopt,
+    export=late("clipmill.train.tasks.dual_encoder.export:exported_clip"),
+    adopt=late("clipmill.train.tasks.dual_encoder.export:adopted_clip"),
     adopts_tags=True,
     has_frame_embedding=True,
     features=Features(

@@ -28,10 +28,9 @@ from clipmill.train.data.video_captions import VideoCaptions
 from clipmill.train.device.random import uniform
 from clipmill.train.distributed.world import World
 from clipmill.train.engine.attention_choice import video_workloads
-from clipmill.train.engine.task import ClipTask
-from clipmill.train.losses.contrastive import DatasetSize
+from clipmill.train.engine.clip_task import ClipTask
+from clipmill.train.losses.contrastive import DatasetSize, build_contrast
 from clipmill.train.losses.objective import Objective
-from clipmill.train.losses.registry import build_contrast
 from clipmill.train.models.attention_kernels import Workload
 from clipmill.train.models.dual_encoder import DualEncoder, ModelShape, size_of
 from clipmill.train.models.text import Tokenize, load_tokenizer

@@ -20,10 +20,9 @@ from clipmill.train.evaluation.runner import OpenedRun, Score, describe_clip, ev
 from clipmill.train.models.video_vit import CubeGrid
 from clipmill.train.run.counted_batches import counted_batches
 from clipmill.train.run.folder import RunFolder
-from clipmill.train.spec import EvaluationSpec, TaskSpec
 from clipmill.train.tasks.mae.reconstruction import Pictures, ReconstructedClip, ToDisplay, evaluate_reconstruction
 from clipmill.train.tasks.mae.settings import MaeSettings, num_masked_places
-from clipmill.train.tasks.mae.spec import ReconstructionFlags
+from clipmill.train.tasks.mae.spec import RECONSTRUCTION, TASK, ReconstructionFlags
 from clipmill.train.weights.conversion import IMAGENET_MEAN, IMAGENET_STD
 from clipmill.train.weights.sources import Say
 
@@ -98,30 +97,26 @@ def score_run(opened: OpenedRun, wanted: ReconstructionFlags, *, chosen: str = "
     )
 
 
-def reconstruct_at_end(
-    spec: TaskSpec, evaluation: EvaluationSpec, run: RunFolder, settings: MaeSettings, *, say: Say
-) -> None:
+def reconstruct_at_end(run: RunFolder, settings: MaeSettings, *, say: Say) -> None:
     """Reconstruct clips at the end of a run: of the evaluation split, or of the training split if there is no other.
 
     Errors are printed, and do not fail the run.
     """
     for folder in settings.folders:
         # Each folder of a mixture has a result of its own; the single folder of another run is the run's own data.
-        _reconstruct(spec, evaluation, run, settings, shards=folder if len(settings.folders) > 1 else None, say=say)
+        _reconstruct(run, settings, shards=folder if len(settings.folders) > 1 else None, say=say)
 
 
-def _reconstruct(
-    spec: TaskSpec, evaluation: EvaluationSpec, run: RunFolder, settings: MaeSettings, *, shards: str | None, say: Say
-) -> None:
+def _reconstruct(run: RunFolder, settings: MaeSettings, *, shards: str | None, say: Say) -> None:
     held_out, of = settings.evaluate.split, "" if shards is None else f" of {shards}"
     try:
         try:
-            evaluate(spec, evaluation, run, ReconstructionFlags(split=held_out), shards=shards)
+            evaluate(TASK, RECONSTRUCTION, run, ReconstructionFlags(split=held_out), shards=shards)
         except UserError as error:
             chosen = f"{settings.split}, which the model was trained on, because {held_out} cannot be used: {error}"
             say(f"reconstruction{of}: split {chosen}")
-            with_reason = replace(evaluation, score=partial(score_run, chosen=chosen))
-            evaluate(spec, with_reason, run, ReconstructionFlags(split=settings.split), shards=shards)
+            with_reason = replace(RECONSTRUCTION, score=partial(score_run, chosen=chosen))
+            evaluate(TASK, with_reason, run, ReconstructionFlags(split=settings.split), shards=shards)
     except (UserError, FailedWork) as error:
         say(f"reconstruction{of}: no pictures: {error}")
 

@@ -4,11 +4,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
+from clipmill.manifests.imported import late
+from clipmill.manifests.quoting import counted
 from clipmill.train.config.fields import Checked, Range
-from clipmill.train.evaluation.pages import Cell, Row, Table, counted, percent, protocol_of
 from clipmill.train.evaluation.probe.spec import PROBE
-from clipmill.train.spec import EvaluationSpec, ExportRequest, Features, TaskSpec
-from clipmill.train.tasks.mae.settings import MaeSettings, without_effect
+from clipmill.train.evaluation.tables import Cell, Row, Table, percent, protocol_of
+from clipmill.train.spec import EvaluationSpec, Features, TaskSpec
+from clipmill.train.tasks.mae.settings import MaeSettings
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,49 +23,11 @@ class ReconstructionFlags(Checked):
     """Maximum number of clips: every k-th of the split, with the smallest sufficient k (12 of 52: every 5th, 11)."""
 
 
-def _make(settings: Any, *, run: Any, **opened: Any) -> Any:
-    from clipmill.train.tasks.mae.task import MaeTask
-
-    return MaeTask(settings, **opened)
-
-
-def _effective(settings: Any, source: Any, say: Any) -> Any:
-    from clipmill.train.weights.effective import effective_clip_settings
-
-    if unused := without_effect(settings):
-        say(f"without effect with --input {settings.input}, given or from a preset: {', '.join(unused)}")
-    return effective_clip_settings(settings, source, say=say)
-
-
 def _workloads(settings: Any, num_clips: int) -> Any:
     from clipmill.train.engine.attention_choice import video_workloads
 
     # The encoder sees what is not masked.
     return video_workloads(settings, num_clips, share_seen=1 - settings.mask_ratio)
-
-
-def _score(opened: Any, wanted: Any) -> Any:
-    from clipmill.train.tasks.mae.evaluation import score_run
-
-    return score_run(opened, wanted)
-
-
-def _at_end(run: Any, settings: Any, say: Any) -> None:
-    from clipmill.train.tasks.mae.evaluation import reconstruct_at_end
-
-    reconstruct_at_end(TASK, RECONSTRUCTION, run, settings, say=say)
-
-
-def _export(request: ExportRequest) -> Any:
-    from clipmill.train.tasks.mae.export import exported_autoencoder
-
-    return exported_autoencoder(request)
-
-
-def _adopt(source: Any, path: Path, say: Any) -> Any:
-    from clipmill.train.tasks.mae.export import adopted_autoencoder
-
-    return adopted_autoencoder(source, path, say=say)
 
 
 def reconstruction_table(result: dict[str, Any]) -> Table:
@@ -97,7 +61,7 @@ RECONSTRUCTION = EvaluationSpec(
     example="train eval reconstruction runs/mae --shards data",
     run_help="Run folder of train mae.",
     settings=ReconstructionFlags,
-    score=_score,
+    score=late("clipmill.train.tasks.mae.evaluation:score_run"),
     table=reconstruction_table,
     pictures="shown",
     section=Path(__file__).with_name("reconstructions.html.j2"),
@@ -108,14 +72,14 @@ TASK = TaskSpec(
     help="Pre-train a video tower as a masked autoencoder (VideoMAE); needs no captions.",
     example="train mae --shards data --preset tiny --out runs/masked",
     settings=MaeSettings,
-    make=_make,
-    effective=_effective,
+    make=late("clipmill.train.tasks.mae.task:MaeTask"),
+    effective=late("clipmill.train.tasks.mae.task:effective_settings"),
     workloads=_workloads,
     evaluations=(PROBE, RECONSTRUCTION),
-    at_end=_at_end,
+    at_end=late("clipmill.train.tasks.mae.evaluation:reconstruct_at_end"),
     formats={"hf": "VideoMAEForPreTraining.from_pretrained('OUT')", "videomae": "VideoMAE's code, as a checkpoint"},
-    export=_export,
-    adopt=_adopt,
+    export=late("clipmill.train.tasks.mae.export:exported_autoencoder"),
+    adopt=late("clipmill.train.tasks.mae.export:adopted_autoencoder"),
     features=Features(
         description="mean of the encoder's tokens of all cubes, none masked",
         inputs=lambda task: task.inputs,

@@ -31,15 +31,16 @@ from clipmill.train.data.latents.loader import LatentLoader
 from clipmill.train.data.remote import open_data_folder
 from clipmill.train.device.random import uniform
 from clipmill.train.distributed.world import World
-from clipmill.train.engine.task import ClipTask
+from clipmill.train.engine.clip_task import ClipTask
 from clipmill.train.evaluation.probe.evaluation import LoopProbe
 from clipmill.train.losses.objective import Objective
 from clipmill.train.models.dual_encoder import size_of
 from clipmill.train.models.masked_autoencoder import MaskedAutoencoder
 from clipmill.train.models.video_vit import CubeGrid, VideoViTSize
 from clipmill.train.tasks.mae.objective import MaskedReconstruction, Masking
-from clipmill.train.tasks.mae.settings import MaeSettings, check_mask
+from clipmill.train.tasks.mae.settings import MaeSettings, check_mask, without_effect
 from clipmill.train.weights.conversion import IMAGENET_MEAN, IMAGENET_STD
+from clipmill.train.weights.effective import effective_clip_settings
 from clipmill.train.weights.loading import Loaded, fit_to
 from clipmill.train.weights.sources import Say, Source
 
@@ -194,3 +195,10 @@ class MaeTask(ClipTask[MaeSettings, Samples, MaskedAutoencoder]):
 def _first(samples: Samples) -> OneFolder:
     found: OneFolder = first_of(samples)
     return found
+
+
+def effective_settings(settings: MaeSettings, source: Source | None, *, say: Say) -> MaeSettings:
+    """The settings that take effect with the weights of `source` (`effective_clip_settings`)."""
+    if unused := without_effect(settings):
+        say(f"without effect with --input {settings.input}, given or from a preset: {', '.join(unused)}")
+    return effective_clip_settings(settings, source, say=say)

@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 
 from clipmill.manifests.errors import FailedWork, UserError
+from clipmill.train.tasks.caption.settings import VideoFormat
 from clipmill.train.tasks.caption.videos.captioning import CaptionedWindow
-from clipmill.train.tasks.caption.videos.flags import Format
 from clipmill.train.tasks.caption.videos.outputs import WRITERS, format_of, open_sink, srt_time, subtitle_names
 
 CAPTIONS = [
@@ -30,7 +30,7 @@ def windows(captions: list[str] = CAPTIONS) -> list[CaptionedWindow]:
     ]
 
 
-def written(path: Path, form: Format, captions: list[str] = CAPTIONS) -> str:
+def written(path: Path, form: VideoFormat, captions: list[str] = CAPTIONS) -> str:
     with WRITERS[form](path) as write:
         for window in windows(captions):
             write(window)
@@ -70,7 +70,7 @@ def test_times_of_subtitles() -> None:
 
 
 @pytest.mark.parametrize("form", ["json", "srt"])
-def test_what_breaks_off_leaves_the_old_file(tmp_path: Path, form: Format) -> None:
+def test_what_breaks_off_leaves_the_old_file(tmp_path: Path, form: VideoFormat) -> None:
     path = tmp_path / f"c.{form}"
     path.write_text("old")
     with pytest.raises(RuntimeError), WRITERS[form](path) as write:
@@ -96,7 +96,7 @@ def test_a_place_that_takes_no_files_is_named_before_the_work(
     out: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    form: Format = "json" if out.endswith("json") else "srt"
+    form: VideoFormat = "json" if out.endswith("json") else "srt"
     with pytest.raises(UserError, match=f"--out {out} ") as error:
         open_sink(Path(out), [Path("a.mp4")], wanted=form)
     assert error.value.hint and not list(tmp_path.iterdir())
@@ -114,7 +114,7 @@ def test_a_file_that_is_there_is_not_replaced(tmp_path: Path, out: str, videos: 
     path = tmp_path / there
     path.parent.mkdir(exist_ok=True)
     path.write_text("old")
-    form: Format | None = None if Path(out).suffix else "srt"
+    form: VideoFormat | None = None if Path(out).suffix else "srt"
     with pytest.raises(UserError, match=f"{path} exists already"):
         open_sink(tmp_path / out, [Path(f"{video}.mp4") for video in videos], wanted=form)
     assert path.read_text() == "old" and list(path.parent.iterdir()) == [path]

@@ -20,8 +20,6 @@ import pyarrow.compute as pc
 
 from clipmill.manifests.errors import FailedWork, UserError
 from clipmill.manifests.publish import remove_temporaries, target_of
-from clipmill.train.config.data import Overrides
-from clipmill.train.config.training import Device
 from clipmill.train.data.batch import BatchRing, Sample
 from clipmill.train.data.chunk_clips import ChunkClips
 from clipmill.train.data.chunks import ChunkSet
@@ -33,7 +31,7 @@ from clipmill.train.distributed.world import World
 from clipmill.train.run.folder import held_folder, installed_version
 from clipmill.train.run.parts import PLAN, begin_parts, missing_parts, share_parts
 from clipmill.train.run.tracking import Progress
-from clipmill.train.tasks.caption.chunks.flags import ChunkDecoding
+from clipmill.train.tasks.caption.chunks.request import ChunkCaptionsRequest, ChunkDecoding
 from clipmill.train.tasks.caption.chunks.table import (
     KIND,
     SCHEMA,
@@ -75,45 +73,32 @@ class Work:
         return [Part(begin, min(begin + size, count)) for begin in range(0, count, size)]
 
 
-def open_work(
-    weights: str,
-    *,
-    shards: str,
-    split: str,
-    where: str | None,
-    segment: str | None,
-    batch: int,
-    workers: int,
-    device: Device,
-    overrides: Overrides,
-    decoding: ChunkDecoding,
-    say: Say,
-) -> Work:
+def open_work(weights: str, request: ChunkCaptionsRequest, *, say: Say) -> Work:
     """Open the captioner and the clips.
 
     Raises:
         UserError: there are no such weights or no such clips, or a setting does not fit them.
     """
-    segment_us = None if segment is None else length_us(segment, flag="--segment")
-    captioner = open_captioner(weights, overrides=overrides, device=device, say=say)
-    settings = replace(captioner.trained.settings, shards=shards)
-    decoding = within(decoding, captioner.task.decoder.size.context_length)
+    segment_us = None if request.segment is None else length_us(request.segment, flag="--segment")
+    captioner = open_captioner(weights, overrides=request.shown, device=request.device, say=say)
+    settings = replace(captioner.trained.settings, shards=request.shards)
+    decoding = within(request.decoding.effective(), captioner.task.decoder.size.context_length)
     folder = open_folder(settings, reason="train caption-chunks captions the chunks of a data folder")
     samples = ChunkClips(
         folder.path,
-        split=split,
+        split=request.split,
         shape=clip_shape(settings, views=Views()),
         loading=LoaderSettings(
-            batch=batch,
-            num_threads=workers,
-            num_ahead=batch * settings.batches_ahead,
+            batch=request.batch,
+            num_threads=request.workers,
+            num_ahead=request.batch * settings.batches_ahead,
             seed=0,
             pin=captioner.trained.device.type == "cuda",
         ),
         segment_us=segment_us,
         decode=settings.decode,
         tars=folder.tars,
-        where=where,
+        where=request.where,
     )
     say(f"data: {samples.describe()}; {samples.variant_name}")
     say(f"weights: {captioner.source}: {captioner.trained.weights}")
@@ -124,17 +109,17 @@ def open_work(
         "video_variant": samples.chunks.variant_name,
         "chunks_sha256": _chunks_sha256(samples.chunks),
         "settings": {
-            "split": split,
-            "where": where,
+            "split": request.split,
+            "where": request.where,
             "segment_us": segment_us,
             **{name: getattr(settings, name) for name in ("num_frames", "sampling", "stride", "size_px", "decode")},
             **{name: value for name, value in vars(decoding).items() if value is not None},
-            "batch": batch,
+            "batch": request.batch,
             "precision": captioner.trained.precision.name,
             "clipmill": installed_version("clipmill"),
         },
     }
-    return Work(captioner=captioner, samples=samples, decoding=decoding, batch=batch, plan=plan)
+    return Work(captioner=captioner, samples=samples, decoding=decoding, batch=request.batch, plan=plan)
 
 
 def _chunks_sha256(chunks: ChunkSet) -> str:

@@ -1,15 +1,13 @@
 """`train caption-video` and its flags."""
 
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated
 
 from cyclopts import Parameter
 
 from clipmill.manifests.progress import Activity
 from clipmill.train.config.data import AS_TRAINED, Overrides
-from clipmill.train.tasks.caption.settings import DECODING, DecodingSettings
-
-Format = Literal["json", "srt"]
+from clipmill.train.tasks.caption.settings import DECODING, DecodingSettings, VideoFormat
 
 
 def caption_video(
@@ -19,7 +17,7 @@ def caption_video(
     *,
     len: str = "10s",
     out: Path | None = None,
-    form: Annotated[Format | None, Parameter(name="--format")] = None,
+    form: Annotated[VideoFormat | None, Parameter(name="--format")] = None,
     batch: int = 16,
     shown: Overrides = AS_TRAINED,
     decoding: Annotated[DecodingSettings | None, DECODING] = None,

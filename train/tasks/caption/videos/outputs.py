@@ -17,8 +17,8 @@ from typing import Any, TextIO
 from clipmill.manifests.errors import FailedWork, UserError
 from clipmill.manifests.publish import TEMPORARY_PREFIX, published
 from clipmill.train.data.frame_sampling import US_PER_S
+from clipmill.train.tasks.caption.settings import VideoFormat
 from clipmill.train.tasks.caption.videos.captioning import CaptionedWindow, VideoEnd
-from clipmill.train.tasks.caption.videos.flags import Format
 from clipmill.train.tasks.caption.videos.source import shown_name
 
 Write = Callable[[CaptionedWindow], None]
@@ -59,7 +59,7 @@ def srt_writer(path: Path) -> Iterator[Write]:
         yield write
 
 
-WRITERS: dict[Format, Callable[[Path], AbstractContextManager[Write]]] = {
+WRITERS: dict[VideoFormat, Callable[[Path], AbstractContextManager[Write]]] = {
     "json": json_writer,
     "srt": srt_writer,
 }
@@ -73,7 +73,7 @@ def srt_time(time_us: int) -> str:
     return f"{hours:02d}:{minutes:02d}:{seconds:02d},{milliseconds:03d}"
 
 
-def format_of(path: Path, wanted: Format | None) -> Format:
+def format_of(path: Path, wanted: VideoFormat | None) -> VideoFormat:
     """The format of --format, or of the file's suffix.
 
     Raises:
@@ -192,7 +192,7 @@ def file_per_video(paths: dict[Path, Path]) -> Iterator[Take]:
     yield take
 
 
-def open_sink(out: Path, videos: Sequence[Path], *, wanted: Format | None) -> AbstractContextManager[Take]:
+def open_sink(out: Path, videos: Sequence[Path], *, wanted: VideoFormat | None) -> AbstractContextManager[Take]:
     """Open the output of `--out` and `--format`.
 
     An SRT file has the subtitles of one video: for several videos, or if `out` is a folder, there is one file each.

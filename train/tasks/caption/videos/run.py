@@ -22,7 +22,7 @@ from clipmill.train.evaluation.identity import identity_of
 from clipmill.train.evaluation.opening import open_weights_as
 from clipmill.train.models.captioner import Captioner
 from clipmill.train.tasks.caption.decoding import generate_captions
-from clipmill.train.tasks.caption.settings import CaptionerSettings, DecodingSettings
+from clipmill.train.tasks.caption.settings import CaptionerSettings, DecodingSettings, VideoFormat
 from clipmill.train.tasks.caption.spec import TASK
 from clipmill.train.tasks.caption.task import CaptionTask
 from clipmill.train.tasks.caption.videos.captioning import (
@@ -33,7 +33,6 @@ from clipmill.train.tasks.caption.videos.captioning import (
     caption_videos,
 )
 from clipmill.train.tasks.caption.videos.clips import WindowClip, length_us
-from clipmill.train.tasks.caption.videos.flags import Format
 from clipmill.train.tasks.caption.videos.outputs import open_sink, printed
 from clipmill.train.tasks.caption.videos.source import find_videos, shown_name
 from clipmill.train.weights.sources import Say
@@ -93,7 +92,7 @@ def caption_files(
     *,
     length: str,
     out: Path | None,
-    wanted: Format | None,
+    wanted: VideoFormat | None,
     batch: int,
     overrides: Overrides,
     decoding: DecodingSettings | None,

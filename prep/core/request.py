@@ -1,0 +1,220 @@
+"""The flags that the commands of all columns share: `Request` has them, and a column's own request adds some.
+
+A request is passed on whole, from the command line to the column's work.
+"""
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from cyclopts import Group, Parameter, Token
+
+from clipmill.manifests.errors import UserError
+from clipmill.manifests.help_text import FIRST_RUN
+from clipmill.manifests.storage.mirrors import is_remote, require_not_mistyped
+from clipmill.prep.core.column import DATA_VARIABLE
+from clipmill.prep.core.lag import LIMIT_S
+from clipmill.prep.engines.execution import Execution
+
+_CLUSTER = re.compile(r"auto|local|(ray://)?[^\s/]+:\d{1,5}", re.ASCII)
+_SIZE = re.compile(r"(\d+(?:\.\d+)?)([kMGT])B", re.ASCII)
+EXECUTION = Parameter(group=Group("Execution", sort_key=8))
+OPTIONS = Group("Options", sort_key=9)  # of flags without another group
+
+
+def _data_folder(_type: Any, tokens: Sequence[Token]) -> Path:
+    """Convert --data: a local path, or the address of a folder in a bucket, which a local folder then mirrors."""
+    value = tokens[0].value
+    if not is_remote(value):
+        require_not_mistyped(value)
+        return Path(value)
+    from clipmill.manifests.storage.attaching import open_data
+
+    return open_data(value)
+
+
+Data = Annotated[
+    Path,
+    FIRST_RUN,
+    Parameter(
+        name="--data",
+        env_var=DATA_VARIABLE,
+        converter=_data_folder,
+        help="Data folder: a path, or a folder in a bucket such as s3://BUCKET/data.",
+    ),
+]
+Json = Annotated[bool, Parameter(name="--json", negative="", help="Print the result as JSON.")]
+EngineName = Annotated[
+    Literal["ray", "processes"],
+    EXECUTION,
+    FIRST_RUN,
+    Parameter(help="Execution engine. ray: this machine or a cluster; processes: worker processes on this machine."),
+]
+Address = Annotated[
+    str | None,
+    EXECUTION,
+    Parameter(help="Address of an existing Ray cluster: auto or host:port. Default: start Ray on this machine."),
+]
+Workers = Annotated[
+    int | None,
+    EXECUTION,
+    FIRST_RUN,
+    Parameter(help="Number of shards to make in parallel, 1 or more. Default: one per CPU core."),
+]
+MaxFailures = Annotated[
+    str,
+    EXECUTION,
+    Parameter(help="Number or percentage of videos that may fail before the command exits with 1, such as 10 or 1%."),
+]
+ScratchSize = Annotated[
+    str | None,
+    EXECUTION,
+    Parameter(
+        env_var="CLIPMILL_SCRATCH_SIZE",
+        help="Maximum total size of the copies of remote videos on a node, in its $TMPDIR, such as 200GB. Default: "
+        "80 % of the free space.",
+    ),
+]
+PartOf = Annotated[
+    str | None,
+    EXECUTION,
+    Parameter(
+        name="--part",
+        allow_leading_hyphen=True,  # so that Part.parse says what is wrong with -1/2
+        help="Part of the shards to make, such as 3/16, for commands on several nodes (a SLURM array). Default: all.",
+    ),
+]
+ModelWorkers = Annotated[
+    int | None,
+    EXECUTION,
+    FIRST_RUN,
+    Parameter(help="Number of model replicas, 1 or more. Default: one per GPU, or one per CPU core."),
+]
+NumGpus = Annotated[
+    float | None,
+    EXECUTION,
+    Parameter(
+        help="GPUs per worker, such as 1 or 0.5; 0: run on the CPU. Default: 1 if this machine, or the Ray cluster at "
+        "--address, has a GPU, else 0."
+    ),
+]
+_HIDDEN = Parameter(parse=False)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Request:
+    """Options of a command that are not settings of its column.
+
+    Attributes:
+        execution: settings of the Ray engine.
+        part: value of `--part`, or None.
+        num_gpus: number of GPUs per worker; None if not given.
+        batch: batch size of the model; None if not given.
+        scratch_size: limit of the copies of remote videos on a node, such as 200GB; None for most of the free space.
+        retry_codes: failure codes to try again even if nothing changed.
+        only_variant: name of the variant that the settings must produce, or None.
+    """
+
+    data: Data = Path("data")
+    engine: EngineName = "ray"
+    address: Address = None
+    execution: Annotated[Execution, Parameter(name="*")] = Execution()  # noqa: RUF009 - frozen
+    workers: Workers = None
+    max_failures: MaxFailures = "0"
+    # Flags of those commands alone whose request declares them again.
+    part: Annotated[str | None, _HIDDEN] = None
+    num_gpus: Annotated[float | None, _HIDDEN] = None
+    batch: Annotated[int | None, _HIDDEN] = None
+    scratch_size: Annotated[str | None, _HIDDEN] = None
+    json: Json = False
+    # Set by the program.
+    retry_codes: Annotated[frozenset[str], _HIDDEN] = frozenset()
+    only_variant: Annotated[str | None, _HIDDEN] = None
+
+    @property
+    def scratch_bytes(self) -> int | None:
+        """`scratch_size` in bytes.
+
+        Raises:
+            UserError: it is not a size.
+        """
+        if self.scratch_size is None:
+            return None
+        found = _SIZE.fullmatch(self.scratch_size)
+        if found is None:
+            raise UserError(
+                f'--scratch-size "{self.scratch_size}" is not a size', hint="give a number with a unit, such as 200GB"
+            )
+        return int(float(found[1]) * 1000 ** "kMGT".index(found[2]) * 1000)
+
+    @property
+    def cluster(self) -> str | None:
+        """Address of the Ray cluster that does the work; None for this machine."""
+        from clipmill.prep.engines.ray_connection import cluster_address
+
+        return cluster_address(self.address) if self.engine == "ray" else None
+
+    @property
+    def lag_limit_s(self) -> float:
+        """How long files that workers have written may take to become visible here."""
+        return LIMIT_S if self.cluster is not None else 0.0
+
+    def check(self) -> None:
+        """Validate the flags.
+
+        Raises:
+            UserError: a flag has an invalid value, or flags contradict each other.
+        """
+        if self.workers is not None and self.workers < 1:
+            raise UserError(f"--workers {self.workers} is out of range", hint="give 1 or more, or omit it")
+        if self.num_gpus is not None and not 0 <= self.num_gpus < float("inf"):
+            raise UserError(
+                f"--num-gpus {self.num_gpus:g} is out of range", hint="give 1, a fraction such as 0.5, or 0 for the CPU"
+            )
+        _ = self.scratch_bytes
+        if self.address is not None and not _CLUSTER.fullmatch(self.address):
+            raise UserError(
+                f'--address "{self.address}" is not the address of a Ray cluster',
+                hint="give auto, or host:port such as 10.0.0.1:6379",
+            )
+        if self.address is not None and self.engine != "ray":
+            raise UserError(
+                f"--address {self.address} requires --engine ray", hint="omit --engine processes, or omit --address"
+            )
+        if self.execution.changed and self.engine != "ray":
+            flags = ", ".join(self.execution.changed)
+            raise UserError(f"{flags} requires --engine ray", hint=f"omit --engine processes, or omit {flags}")
+        if self.address is not None and self.part is not None:
+            raise UserError(
+                f"--part {self.part} has no effect with --address {self.address}: Ray divides the work itself",
+                hint="omit --part to use all nodes of the cluster, or omit --address",
+            )
+
+    def require_variant(self, found: str, *, command: str) -> None:
+        """Check that the recipe read from a variant still produces that variant.
+
+        Raises:
+            UserError: the weights, the libraries or the current variant of `video` have changed since.
+        """
+        if self.only_variant is not None and found != self.only_variant:
+            raise UserError(
+                f"cannot continue variant {self.only_variant}: its model weights, libraries or chunks have changed",
+                hint=f"create a new variant: {command}",
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class PartRequest(Request):
+    """Of a column that is made by several commands, one for each part."""
+
+    part: PartOf = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelRequest(PartRequest):
+    """Of a column that a model makes; each worker loads a replica of it."""
+
+    workers: ModelWorkers = None
+    num_gpus: NumGpus = None

@@ -1,0 +1,67 @@
+"""The functions behind the column `text`."""
+
+from pathlib import Path
+
+from clipmill.prep.core.parts import PartRun
+from clipmill.prep.core.request import Request
+from clipmill.prep.core.work import MERGED_TABLE, ColumnWork, ExtraFolder
+from clipmill.prep.engines.choice import open_engine, resolve_gpus_per_worker
+from clipmill.prep.text.bank import is_whole_block
+from clipmill.prep.text.blocks import TowerUse
+from clipmill.prep.text.plan import TextPlan, make_text_plan, pending_text
+from clipmill.prep.text.recipe import BANK_FOLDER, BLOCK_FILE, TEXT, TextRecipe
+from clipmill.prep.text.report import TextSummary, text_report, text_summary
+from clipmill.prep.text.run import run_text
+from clipmill.prep.text.tower import resolve
+
+_WORKER_GB = 2.5  # measured (benchmarks/README.md): CLIP ViT-B-32, batch of 32 on a CPU: 2.1 GB
+_CPU_BATCH, _GPU_BATCH = 32, 256  # batches are padded to full size, which on a CPU costs more than larger batches gain
+
+
+def _plan(data_dir: Path, recipe: TextRecipe, request: Request) -> TextPlan:
+    resolved = resolve(recipe)
+    request.require_variant(resolved.variant, command=f"prep text --clip {recipe.clip}")
+    return make_text_plan(data_dir, resolved, retry_codes=request.retry_codes)
+
+
+def _run(plan: TextPlan, recipe: TextRecipe, request: Request, part_run: PartRun | None) -> TextSummary:
+    # Detecting GPUs takes seconds, so a run without work skips it.
+    gpus_per_worker = 0.0
+    if any(shard.has_work for shard in plan.shards):
+        gpus_per_worker = resolve_gpus_per_worker(request.num_gpus, address=request.cluster)
+    use = TowerUse(
+        recipe.clip,
+        plan.recipe.clip_sha256,
+        batch=request.batch or (_GPU_BATCH if gpus_per_worker else _CPU_BATCH),
+        device="cuda" if gpus_per_worker else "cpu",
+    )
+    engine = open_engine(
+        request.engine,
+        address=request.cluster,
+        workers=request.workers,
+        gpus_per_worker=gpus_per_worker,
+        execution=request.execution,
+        memory_gb=_WORKER_GB,
+    )
+    return run_text(
+        plan,
+        use,
+        engine,
+        part_run=part_run,
+        lag_limit_s=request.lag_limit_s,
+    )
+
+
+WORK = ColumnWork(
+    plan=_plan,
+    run=_run,
+    plan_report=text_report,
+    summary_report=lambda summary, recipe, listed: text_summary(summary, listed=listed),
+    pending=pending_text,
+    layout_file=lambda stored: f"{TEXT}.parquet",
+    extra_folders=(ExtraFolder(BANK_FOLDER, BLOCK_FILE, is_whole_block),),
+    extra_files=(MERGED_TABLE,),
+    next_command=lambda data: [
+        *("train", "dual-encoder", "--shards", str(data), "--text-tower", "frozen", "--out", "runs/frozen-text")
+    ],
+)

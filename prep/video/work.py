@@ -1,0 +1,70 @@
+"""The functions behind the column `video`."""
+
+import sys
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from clipmill.prep.core.parts import PartRun
+from clipmill.prep.core.request import Request
+from clipmill.prep.core.run import Summary, execute
+from clipmill.prep.core.work import MERGED_TABLE, ColumnWork
+from clipmill.prep.engines.choice import open_engine
+from clipmill.prep.video.ffmpeg import find_ffmpeg, require_encoder
+from clipmill.prep.video.inspection import chunk_report
+from clipmill.prep.video.layout import layout_file
+from clipmill.prep.video.page.write import write_chunk_page
+from clipmill.prep.video.planning import Planned, chunk_job, make_plan, pending_chunks, with_shots
+from clipmill.prep.video.recipe import Recipe, recipe_from_dict, resolve
+from clipmill.prep.video.report import chunk_summary, explanation, plan_report, with_cutting
+from clipmill.prep.video.scratch import remove_abandoned
+
+_WORKER_GB = 0.5  # measured (benchmarks/README.md): a source of 2160 lines takes 0.27 GB
+
+
+def _require(recipe: Recipe) -> None:
+    ffmpeg = find_ffmpeg()
+    if ffmpeg.passed_over:
+        sys.stderr.write(f"using the ffmpeg of the imageio-ffmpeg package: {ffmpeg.passed_over} is too old\n")
+    require_encoder(ffmpeg, recipe.settings().codec)
+
+
+def _plan(data_dir: Path, recipe: Recipe, request: Request) -> Planned:
+    resolved = resolve(recipe, ffmpeg_version=find_ffmpeg().version)
+    return make_plan(data_dir, resolved, retry_codes=request.retry_codes)
+
+
+def _run(plan: Planned, recipe: Recipe, request: Request, part_run: PartRun | None) -> Summary:
+    engine = open_engine(
+        request.engine,
+        address=request.cluster,
+        workers=request.workers,
+        execution=request.execution,
+        memory_gb=_WORKER_GB,
+    )
+    plan = with_shots(plan, engine)
+    job = replace(chunk_job(plan, scratch_bytes=request.scratch_bytes), lag_limit_s=request.lag_limit_s)
+    summary = with_cutting(execute(job, engine, part_run=part_run), plan)
+    remove_abandoned()  # left by workers that were lost, in this run or an earlier one
+    return summary
+
+
+def _layout_file(stored: Mapping[str, Any]) -> str:
+    return layout_file(recipe_from_dict(stored).settings())
+
+
+WORK = ColumnWork(
+    require=_require,
+    plan=_plan,
+    run=_run,
+    plan_report=plan_report,
+    explain=explanation,
+    summary_report=lambda summary, recipe, listed: chunk_summary(summary, listed=listed),
+    pending=pending_chunks,
+    layout_file=_layout_file,
+    extra_files=(MERGED_TABLE,),
+    sample_report=lambda shard, row, data_dir: chunk_report(shard, row, data_dir=data_dir),
+    write_page=write_chunk_page,
+    next_command=lambda data: ["train", "quickstart", str(data)],
+)

@@ -1,0 +1,232 @@
+"""What the tasks that train a video tower on clips have in common.
+
+A task outside of clipmill may derive from `ClipTask` too; the loop asks only for
+`clipmill.train.engine.task.StartableTask`.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from copy import copy
+from dataclasses import replace
+from typing import Any, Generic, Self, TypeVar
+
+import torch
+from torch import nn
+
+from clipmill.manifests.errors import UserError
+from clipmill.train.augment.draws import draw
+from clipmill.train.augment.pictures import to_model_input
+from clipmill.train.config.evaluation import EvaluatedData
+from clipmill.train.config.training import ClipSettings, adapted_towers
+from clipmill.train.config.tuning import frozen_part
+from clipmill.train.data.batch import Batch
+from clipmill.train.data.inputs import Mixture, open_mixed
+from clipmill.train.engine.rank_consistency import NamedSamples
+from clipmill.train.engine.task import Task
+from clipmill.train.models.adapters import add_adapters
+from clipmill.train.models.attention import AttentionBackend
+from clipmill.train.models.dual_encoder import ModelShape
+from clipmill.train.models.transformer import blocks_of, compile_blocks
+from clipmill.train.optim.parameters import freeze
+from clipmill.train.run.folder import data_facts
+from clipmill.train.weights.conversion import LOGIT_SCALE
+from clipmill.train.weights.loading import Loaded, copy_into, fit_to
+from clipmill.train.weights.sources import Base, Say, Source, base_of
+
+# Parts of other models that a video tower is not initialised from: prefix of their tensors, description.
+UNUSED_PARTS = {
+    "text.": "the text tower",
+    "head.": "a classifier's last layer (head)",
+    "video.proj": "the projection (video.proj)",
+    LOGIT_SCALE: "the temperature (logit_scale)",
+    "decoder.": "the decoder and its mask token (decoder)",
+}
+Settings = TypeVar("Settings", bound=ClipSettings)
+Samples = TypeVar("Samples")
+Opened = TypeVar("Opened")
+Rgb = tuple[float, float, float]
+Model = TypeVar("Model", bound=nn.Module)
+
+
+class ClipTask(Generic[Settings, Samples, Model]):
+    """Settings, device, initial weights and model input of a task; the task adds samples, model and objective.
+
+    Args:
+        shape: of models for weights that are used as they are; `build_model` then needs no samples.
+
+    Attributes:
+        base: the weights that checkpoints leave out, once `start_from` has been called in a run with adapters.
+    """
+
+    def __init__(
+        self,
+        settings: Settings,
+        *,
+        attention: AttentionBackend,
+        device: torch.device,
+        shape: ModelShape | None = None,
+    ) -> None:
+        self._settings, self._attention, self._device, self._shape = settings, attention, device, shape
+        self._start: Loaded | None = None
+        self.base: Base | None = None
+        self._evaluations: dict[str, dict[str, Any]] = {}
+
+    def on(self, shards: str | None) -> Self:
+        """The same task, with its classes or tokens, on the data of an evaluation in the loop, selected as that says.
+
+        Args:
+            shards: None for the data of the run.
+        """
+        settings = self._settings if shards is None else self._settings.on(shards)
+        return self._with(replace(settings, where=settings.evaluate.where))
+
+    def mixed(self, open_one: Callable[[Self], Opened]) -> Opened | Mixture:
+        """Open the training set: that of the data folder, or the mixture of those of several, each by its own task.
+
+        Raises:
+            UserError: see `open_mixed`.
+        """
+        return open_mixed(lambda folder: open_one(self._with(self._settings.on(folder))), self._settings)
+
+    def _with(self, settings: Settings) -> Self:
+        other = copy(self)
+        other._settings = settings
+        return other
+
+    def note_evaluation(self, one: EvaluatedData, samples: NamedSamples, **more: str) -> None:
+        """Record the data of an evaluation in the loop, for run.json and the results page."""
+        self._evaluations[one.name] = {
+            **data_facts(self._settings.shards, one.shards),
+            "split": one.split,
+            "data": samples.describe(),
+            "variant": samples.variant_name,
+            **more,
+        }
+
+    def new_model(self, samples: Samples) -> Model:
+        """A model with new weights, for clips as `samples` has them."""
+        raise NotImplementedError
+
+    def fit_weights(self, model: Model, source: Source, *, say: Say) -> Loaded:
+        """Fit weights to a model on the meta device."""
+        return fit_to(model, source, allow=self._settings.init.allow, say=say)
+
+    def fit_whole(self, model: Model, source: Source, *, say: Say) -> Loaded:
+        """Fit all parameters of a model on any device to weights; see `clipmill.train.weights.loading.load_whole`."""
+        return fit_to(model, source, say=say)
+
+    def start_from(self, source: Source, samples: Samples, *, say: Say) -> Loaded:
+        """Make `build_model` initialise models from these weights.
+
+        Raises:
+            UserError: they do not fit, and nothing explains why.
+        """
+        with torch.device("meta"):
+            model = self.new_model(samples)
+        self._start = self.fit_weights(model, source, say=say)
+        if self._settings.lora.rank:
+            self.base = self._base(self.tuned(model), source)
+        return self._start
+
+    def _base(self, model: Model, source: Source) -> Base:
+        assert self._start is not None
+        fitted, theirs = self._start.fitted.tensors, source.converted.tensors
+        for tower in adapted_towers(self._settings):
+            if not any(name.startswith(f"{tower}.") for name in fitted):
+                raise UserError(
+                    f"--lora.towers {tower} adapts pretrained weights, and {source.title} has none of that tower",
+                    hint="name other weights, or other --lora.towers",
+                )
+        # Resized tensors are not the same objects: they are in the checkpoints, so that no rule of resizing matters.
+        frozen = [name for name, one in model.named_parameters() if not one.requires_grad]
+        names = [name for name in frozen if name in theirs and fitted.get(name) is theirs[name]]
+        return base_of(source, self._settings.init, names=names, scale=self._settings.lora.scale)
+
+    def build_model(self, samples: Samples) -> Model:
+        """A model for clips as `samples` has them, with the weights to start from if there are any."""
+        model = self.tuned(self.new_model(samples))
+        if self._start is not None:
+            copy_into(model, self._start)
+        if self._settings.compile:
+            compile_blocks(model)
+        return model
+
+    def tuned(self, model: Model) -> Model:
+        """A new model with frozen parts and adapters, as the settings say.
+
+        In a tower with adapters, tensors that the initial weights lack (a new projection, a temporal embedding for
+        image weights) are trained too.
+        """
+        settings, lora = self._settings, self._settings.lora
+        freeze(model, map(frozen_part, settings.freeze))
+        for name in adapted_towers(settings):
+            tower = model.get_submodule(name)
+            before = {id(one) for one in tower.parameters() if not one.requires_grad}
+            add_adapters(tower, rank=lora.rank, scale=lora.scale, targets=lora.targets, frozen=before)
+            for inner, parameter in tower.named_parameters():
+                is_new = self._start is not None and f"{name}.{inner}" not in self._start.fitted.tensors
+                if is_new and id(parameter) not in before:
+                    parameter.requires_grad_(True)
+        return model
+
+    def units(self, model: nn.Module) -> Sequence[nn.Module]:
+        """The blocks of all transformers."""
+        return blocks_of(model)
+
+    def frozen_parts(self) -> list[str]:
+        """What is frozen, for the log."""
+        settings, lora = self._settings, self._settings.lora
+        adapted = [f"{one}, with adapters of rank {lora.rank}" for one in adapted_towers(settings)]
+        return [*settings.freeze, *adapted]
+
+    def facts(self) -> dict[str, Any]:
+        """Entries of run.json: the evaluations in the loop by name."""
+        return {"evaluations": self._evaluations} if self._evaluations else {}
+
+    def files(self) -> dict[str, bytes]:
+        """Files that the run keeps; none by default."""
+        return {}
+
+    def pixels(self, batch: Batch, rows: slice, *, mean: Rgb, std: Rgb, is_training: bool) -> torch.Tensor:
+        """Normalised clips [B, C, T, H, W] of some rows of a batch, augmented in training.
+
+        Args:
+            mean, std: of each channel, unless --init.pixel-mean and --init.pixel-std give others.
+        """
+        settings, init = self._settings, self._settings.init
+        positions = batch["position"][rows].numpy() if is_training else None
+        return to_model_input(
+            batch["video"][rows],
+            batch["colour"][rows],
+            size_px=settings.size_px,
+            mean=init.pixel_mean or mean,
+            std=init.pixel_std or std,
+            draw=None if positions is None else draw(positions, settings.augment, seed=settings.seed),
+        )
+
+
+def without_parts(source: Source, parts: Mapping[str, str], *, model: str, say: Say) -> Source:
+    """Weights without the parts that a model has no place for; it is printed which these are.
+
+    Args:
+        parts: prefix of tensor names -> description.
+        model: such as "a classifier", for the message.
+    """
+    tensors = source.converted.tensors
+    unused = {name: prefix for name in tensors for prefix in parts if name.startswith(prefix)}
+    if unused:
+        which = ", ".join(description for prefix, description in parts.items() if prefix in unused.values())
+        say(f"weights: not used, because {model} has no such parts: {which}")
+    kept = {name: tensor for name, tensor in tensors.items() if name not in unused}
+    return replace(source, converted=replace(source.converted, tensors=kept))
+
+
+def describe_parameters(task: Task, samples: Any) -> dict[str, str]:
+    """Entry of run.json: number of parameters, and which are frozen; {} for a task that is not a `ClipTask`."""
+    if not isinstance(task, ClipTask):
+        return {}
+    with torch.device("meta"):
+        model = task.tuned(task.new_model(samples))
+    sizes = [(one.numel(), one.requires_grad) for one in model.parameters()]
+    total, num_frozen = sum(size for size, _ in sizes), sum(size for size, is_trained in sizes if not is_trained)
+    which = f"{num_frozen:,} of them frozen ({'; '.join(task.frozen_parts())})" if num_frozen else "none of them frozen"
+    return {"parameters": f"{total:,}, {which}"}
