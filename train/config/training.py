@@ -119,7 +119,7 @@ class TrainingSettings(DataSettings):
     split: Annotated[str, groups.WHERE, FIRST_RUN] = "train"
     """Split to train on."""
     where: Annotated[str | None, groups.WHERE] = None
-    """Condition that selects the samples to train on, on scores, captions and videos: 'motion > 0.2 and cuts == 0 and
+    """Condition that selects the samples to train on, on scores, captions and videos: 'motion > 0.2 and cuts = 0 and
     not duplicate' (docs/data.md). A clip is used if all of its chunks are selected. Default: all."""
 
     steps: Annotated[int, groups.TRAINING, FIRST_RUN, STEPS] = 10_000
