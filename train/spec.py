@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     from clipmill.train.engine.task import StartableTask
     from clipmill.train.evaluation.pages import Table
     from clipmill.train.evaluation.runner import OpenedRun, Score
-    from clipmill.train.models.attention_kernels import Workload
     from clipmill.train.models.dual_encoder import ModelShape
     from clipmill.train.run.folder import RunFolder
     from clipmill.train.weights.exported import Exported
@@ -155,7 +154,6 @@ class TaskSpec:
         make: (settings, attention, device, run) -> the task; `run` is one with a checkpoint, whose classes or tokens
             are kept, or None.
         effective: (settings, source, say) -> the settings that take effect with the weights of a source, or of none.
-        workloads: (settings, number of clips) -> the attention that a step computes.
         evaluations: in the order in which the page shows them.
         at_end: (run, settings, say), called by the first rank before the page of a finished run is written.
         start_lines: what run.json's facts say of the start, for the console.
@@ -173,7 +171,6 @@ class TaskSpec:
     settings: type[ClipSettings]
     make: Callable[..., StartableTask]
     effective: Callable[[Any, Source | None, Say], Any]
-    workloads: Callable[[Any, int], tuple[Workload, ...]]
     evaluations: Sequence[EvaluationSpec] = ()
     at_end: Callable[[RunFolder, Any, Say], None] | None = None
     start_lines: Callable[[Mapping[str, Any]], list[str]] = _no_lines

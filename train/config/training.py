@@ -163,8 +163,8 @@ class TrainingSettings(DataSettings):
     precision: Annotated[Literal["auto", "bf16", "fp16", "tf32", "fp32"], groups.MACHINE, FIRST_RUN] = "auto"
     """Precision of matrix products. auto: bf16 if the GPU supports it, else fp32. Weights and losses are float32."""
     attention: Annotated[Literal["auto", "xformers", "sdpa", "flash", "cudnn", "naive"], groups.MACHINE] = "auto"
-    """Attention backend. auto: the fastest, as measured at the start on a GPU; flash, cudnn: PyTorch's kernel of that
-    name, where it supports the shape; naive: materialises all scores, for comparison."""
+    """Attention backend. auto: xformers on a GPU, else sdpa (PyTorch's); flash, cudnn: PyTorch's kernel of that name,
+    where it supports the shape; naive: materialises all scores, for comparison."""
     compile: Annotated[bool, groups.MACHINE] = False
     """Compile each block with torch.compile: slower start, faster steps."""
     workers: Annotated[int, groups.MACHINE, FIRST_RUN, Range(1, 1024)] = 4

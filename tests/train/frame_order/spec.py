@@ -44,12 +44,6 @@ def _effective(settings: Any, source: Any, say: Any) -> Any:
     return effective_clip_settings(settings, source, say=say)
 
 
-def _workloads(settings: Any, num_clips: int) -> Any:
-    from clipmill.train.engine.attention_choice import video_workloads
-
-    return video_workloads(settings, num_clips)
-
-
 def _score(opened: Any, wanted: Any) -> Any:
     from tests.train.frame_order.task import score_run
 
@@ -79,7 +73,6 @@ TASK = TaskSpec(
     settings=FrameOrderSettings,
     make=_make,
     effective=_effective,
-    workloads=_workloads,
     evaluations=(
         EvaluationSpec(
             name="frame-order",

@@ -52,13 +52,6 @@ def _effective(settings: Any, source: Any, say: Any) -> Any:
     return effective_settings(settings, source, say=say)
 
 
-def _workloads(settings: Any, num_clips: int) -> Any:
-    from clipmill.train.engine.attention_choice import video_workloads
-    from clipmill.train.tasks.caption.model import tower_size
-
-    return video_workloads(settings, num_clips, size=tower_size(settings), kind="timesformer")
-
-
 def _score(opened: Any, wanted: Any) -> Any:
     from clipmill.train.tasks.caption.evaluation import score_run
 
@@ -156,7 +149,6 @@ TASK = TaskSpec(
     settings=CaptionerSettings,
     make=_make,
     effective=_effective,
-    workloads=_workloads,
     evaluations=(CAPTIONS,),
     start_lines=_start_lines,
     formats={"hf": "VisionEncoderDecoderModel.from_pretrained('OUT')"},

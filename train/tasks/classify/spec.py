@@ -49,12 +49,6 @@ def _effective(settings: Any, source: Any, say: Any) -> Any:
     return effective_clip_settings(settings, source, say=say)
 
 
-def _workloads(settings: Any, num_clips: int) -> Any:
-    from clipmill.train.engine.attention_choice import video_workloads
-
-    return video_workloads(settings, num_clips)
-
-
 def _score(opened: Any, wanted: Any) -> Any:
     from clipmill.train.tasks.classify.evaluation import score_run
 
@@ -108,7 +102,6 @@ TASK = TaskSpec(
     settings=ClassifySettings,
     make=_make,
     effective=_effective,
-    workloads=_workloads,
     evaluations=(CLASSIFICATION, PROBE),
     formats={
         "hf": "VideoMAEForVideoClassification.from_pretrained('OUT')",

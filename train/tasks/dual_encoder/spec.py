@@ -99,12 +99,6 @@ def _effective(settings: Any, source: Any, say: Any) -> Any:
     return effective_settings(settings, source, say=say)
 
 
-def _workloads(settings: Any, num_clips: int) -> Any:
-    from clipmill.train.tasks.dual_encoder.task import workloads_of
-
-    return workloads_of(settings, num_clips)
-
-
 def _score(opened: Any, wanted: Any) -> Any:
     from clipmill.train.tasks.dual_encoder.evaluation import score_run
 
@@ -272,7 +266,6 @@ TASK = TaskSpec(
     settings=DualEncoderSettings,
     make=_make,
     effective=_effective,
-    workloads=_workloads,
     evaluations=(RETRIEVAL, MIR, ZERO_SHOT, PROBE),
     formats={"open_clip": "create_model('local-dir:OUT')", "hf": "CLIPModel.from_pretrained('OUT')"},
     export=_export,

@@ -35,13 +35,6 @@ def _effective(settings: Any, source: Any, say: Any) -> Any:
     return effective_clip_settings(settings, source, say=say)
 
 
-def _workloads(settings: Any, num_clips: int) -> Any:
-    from clipmill.train.engine.attention_choice import video_workloads
-
-    # The encoder sees what is not masked.
-    return video_workloads(settings, num_clips, share_seen=1 - settings.mask_ratio)
-
-
 def _score(opened: Any, wanted: Any) -> Any:
     from clipmill.train.tasks.mae.evaluation import score_run
 
@@ -110,7 +103,6 @@ TASK = TaskSpec(
     settings=MaeSettings,
     make=_make,
     effective=_effective,
-    workloads=_workloads,
     evaluations=(PROBE, RECONSTRUCTION),
     at_end=_at_end,
     formats={"hf": "VideoMAEForPreTraining.from_pretrained('OUT')", "videomae": "VideoMAE's code, as a checkpoint"},
