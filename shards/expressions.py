@@ -11,10 +11,12 @@ zero is unknown. Numbers, texts and conditions are not converted into each other
 
 import difflib
 import json
+import os
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from decimal import Decimal
+from functools import cache
 from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
 from clipmill.manifests.errors import UserError
@@ -63,7 +65,14 @@ class Condition:
 
 
 def connect() -> "duckdb.DuckDBPyConnection":
-    """Return an empty database in memory, without access to files, network, extensions and Python's variables."""
+    """Return a connection to an empty database in memory, without access to files, network, extensions and Python's
+    variables; what is registered with it is its own."""
+    return _database(os.getpid()).cursor()
+
+
+@cache
+def _database(process: int) -> "duckdb.DuckDBPyConnection":
+    """The database of a process: opening it takes 10 ms, and its locks must not be shared with forked processes."""
     import duckdb  # 65 MB, which only a selection needs
 
     return duckdb.connect(
