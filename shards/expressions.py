@@ -65,8 +65,10 @@ class Condition:
 
 
 def connect() -> "duckdb.DuckDBPyConnection":
-    """Return a connection to an empty database in memory, without access to files, network, extensions and Python's
-    variables; what is registered with it is its own."""
+    """Return a connection to an empty database in memory; what is registered with it is its own.
+
+    It has no access to files, the network, extensions or Python's variables.
+    """
     return _database(os.getpid()).cursor()
 
 

@@ -8,7 +8,7 @@ import pyarrow as pa
 import pytest
 
 from clipmill.manifests.errors import UserError
-from clipmill.shards.expressions import MAX_CHARS, connect
+from clipmill.shards.expressions import FUNCTIONS, MAX_CHARS, connect
 from clipmill.shards.where import FIELDS, parse_where
 
 TABLE = pa.table(
@@ -280,6 +280,8 @@ def test_the_documentation_names_each_field_with_its_level(repository: Path) -> 
     rows = [line.split("|")[1:3] for line in lines if line.startswith("| `")]
     told = {name: level.strip() for names, level in rows for name in re.findall(r"`(\w+)`", names)}
     assert told.items() >= {name: field.level for name, field in FIELDS.items()}.items()
+    functions = "\n".join(lines).partition("The functions are ")[2].partition(".")[0]
+    assert re.findall(r"`(\w+)`", functions) == list(FUNCTIONS)
 
 
 def test_an_expression_without_names_is_true_or_false_for_all_rows() -> None:
