@@ -21,6 +21,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import duckdb  # noqa: F401 - it is imported with the first expression otherwise
 import numpy as np
 import pyarrow as pa
 
@@ -39,10 +40,10 @@ from clipmill.shards.where import parse_where
 VARIANT = "scores-00000000"
 CHUNKS_PER_VIDEO = 20
 EXPRESSIONS = {
-    "short": "motion > 0.2 and cuts == 0 and not duplicate",
-    "long": "0.1 < motion < 3 and camera_motion / (motion + 0.01) < 0.9 and sharpness > 50 and not duplicate and "
-    "(speech is None or speech < 0.5) and cuts in (0, 1, 2) and begin_s >= 15"
-    " and dataset == 'made' and split != 'test'",
+    "short": "motion > 0.2 and cuts = 0 and not duplicate",
+    "long": "motion > 0.1 and motion < 3 and camera_motion / (motion + 0.01) < 0.9 and sharpness > 50 and "
+    "not duplicate and (speech is null or speech < 0.5) and cuts in (0, 1, 2) and begin_s >= 15"
+    " and dataset = 'made' and split != 'test'",
 }
 PHASES = ("baseline", "parse and mask", "selected chunks")
 DUPLICATES = "near duplicates"

@@ -1,96 +1,102 @@
-"""A small language of conditions on the columns of a table.
+"""SQL expressions on the fields of a row, for `--where`: parsed by DuckDB, and checked before anything is evaluated.
 
-    condition   NUMBER < NUMBER (also <= > >= == !=, and chains: 0.2 < motion < 2), TEXT == TEXT, TEXT != TEXT,
-                NAME in (VALUE, ...), "part" in TEXT, NAME is None, a name that is true or false,
-                each also with `not`; joined by `and`, `or`, `not` and parentheses
-    number      a literal, a name, + - * / of numbers
-    text        a literal in quotes, a name
+An expression is a pure function of the fields of one row: comparisons, `and`, `or`, `not`, `in`, `between`, `is null`,
+`like`, arithmetic, `case`, and the functions in `FUNCTIONS`. A node of the parse tree that is not known to be one of
+them is an error. The text is the user's own, but it may come from a file of settings or a checkpoint of someone else.
 
-The text is parsed by `ast` and translated node by node into functions of pyarrow.compute. A node that is not in the
-grammar is an error; nothing is ever compiled or executed. An unknown value (null) makes a comparison unknown, and `not`
-of it as well, as in SQL; `is None` asks for it. A comparison with a literal is made in the precision of the column:
-`motion <= 0.2` holds for a stored float32 of 0.2. Arithmetic is in float64; a division by zero is unknown.
+A condition that is unknown (null) does not hold, and neither does its negation. A comparison with a literal is made in
+the precision of the column: `motion <= 0.2` holds for a stored float32 of 0.2. Arithmetic is in float64; a division by
+zero is unknown. Numbers, texts and conditions are not converted into each other, unlike elsewhere in SQL.
 """
 
-import ast
 import difflib
-import io
-import operator
-import tokenize
-import warnings
-from collections.abc import Callable, Mapping
+import json
+import os
+import re
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from functools import reduce
-from typing import Any, Literal, NoReturn
-
-import pyarrow as pa
-import pyarrow.compute as pc
+from decimal import Decimal
+from functools import cache
+from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
 from clipmill.manifests.errors import UserError
 
+if TYPE_CHECKING:
+    import duckdb
+
 MAX_CHARS = 10_000
 MAX_DEPTH = 50
-MAX_NUMBER = float(1 << 64)
+EXAMPLE = "conditions look like: motion > 0.2 and cuts = 0 and not duplicate and source in ('human', 'narrator')"
+FUNCTIONS = (
+    *("abs", "ceil", "floor", "round", "least", "greatest"),
+    *("lower", "upper", "length", "contains", "starts_with", "ends_with", "regexp_matches"),
+)
+_ARITHMETIC = ("+", "-", "*", "/", "//", "%")
+_LIKE = ("~~", "!~~", "~~*", "!~~*", "~~~", "like_escape", "not_like_escape", "ilike_escape", "not_ilike_escape")
+_MEMBERSHIPS = ("COMPARE_IN", "COMPARE_NOT_IN")
+_OPERATORS = (*_MEMBERSHIPS, "OPERATOR_NOT", "OPERATOR_IS_NULL", "OPERATOR_IS_NOT_NULL", "OPERATOR_COALESCE")
+_CLASSES = ("COLUMN_REF", "CONSTANT", "COMPARISON", "CONJUNCTION", "BETWEEN", "CASE", "OPERATOR", "FUNCTION")
+
+Kind = Literal["number", "text", "condition", "unknown"]
+_A = {"number": "a number", "text": "a text", "condition": "a condition", "unknown": "unknown"}
+_KINDS: dict[str, Kind] = {"VARCHAR": "text", "BOOLEAN": "condition", '"NULL"': "unknown"}  # other types are numbers
+_TYPES: dict[Kind, str] = {"number": "double", "text": "varchar", "condition": "boolean"}
+
+_BEFORE, _AFTER = "select (\n", "\n)"  # on lines of their own, which a comment does not swallow
 _SHOWN_CHARS = 200
-
-Kind = Literal["number", "text", "condition"]
-Value = Any  # an Arrow array with one entry per row, an Arrow scalar, or a Python constant
-Columns = Mapping[str, pa.Array]  # values by name
-
-_A = {"number": "a number", "text": "a text", "condition": "a condition"}
-_EXAMPLE = 'conditions look like: motion > 0.2 and cuts == 0 and not duplicate, source in ("human", "narrator")'
-_COMPARE: dict[type, tuple[Callable[[Any, Any], bool], Callable[[Any, Any], Any]]] = {
-    ast.Lt: (operator.lt, pc.less),
-    ast.LtE: (operator.le, pc.less_equal),
-    ast.Gt: (operator.gt, pc.greater),
-    ast.GtE: (operator.ge, pc.greater_equal),
-    ast.Eq: (operator.eq, pc.equal),
-    ast.NotEq: (operator.ne, pc.not_equal),
-}
-_MIRRORED = {ast.Lt: ast.Gt, ast.LtE: ast.GtE, ast.Gt: ast.Lt, ast.GtE: ast.LtE, ast.Eq: ast.Eq, ast.NotEq: ast.NotEq}
-_ARITHMETIC: dict[type, tuple[Callable[[Any, Any], float], Callable[[Any, Any], Any]]] = {
-    ast.Add: (operator.add, pc.add),
-    ast.Sub: (operator.sub, pc.subtract),
-    ast.Mult: (operator.mul, pc.multiply),
-    ast.Div: (operator.truediv, pc.divide),
-}
-_REFUSED = {
-    ast.Call: "functions cannot be called",
-    ast.Attribute: "attributes cannot be read",
-    ast.Subscript: "there is nothing to subscript",
-    ast.JoinedStr: "f-strings are not part of the language",
-    ast.NamedExpr: "names cannot be assigned",
-}
+_MAX_DIGITS = 38  # of DuckDB's decimals
+_WITH_EXPONENT = re.compile(r"[0-9._]+[eE][+-]?[0-9]{1,2}")  # a number that DuckDB reads as a float64
+_Node = dict[str, Any]  # of DuckDB's parse tree, as `json_serialize_sql` gives it
 
 
 @dataclass(frozen=True)
-class Expression:
+class Condition:
     """A part of an expression.
 
     Attributes:
-        text: in canonical form.
-        names: the names in it.
-        evaluate: its values, given those of the names.
-        is_constant: whether `evaluate` gives a Python constant.
+        text: in canonical form, which parses to the same condition.
+        sql: what is evaluated.
+        names: the fields in it.
     """
 
     text: str
-    kind: Kind
+    sql: str
     names: frozenset[str]
-    evaluate: Callable[[Columns], Value]
-    is_constant: bool = False
-
-    @property
-    def constant(self) -> Any:
-        """The value of a constant."""
-        return self.evaluate({})
 
 
-def parse_conditions(text: str, *, kinds: Mapping[str, Kind], flag: str) -> list[Expression]:
+def connect() -> "duckdb.DuckDBPyConnection":
+    """Return a connection to an empty database in memory; what is registered with it is its own.
+
+    It has no access to files, the network, extensions or Python's variables.
+    """
+    return _database(os.getpid()).cursor()
+
+
+@cache
+def _database(process: int) -> "duckdb.DuckDBPyConnection":
+    """The database of a process: opening it takes 10 ms, and its locks must not be shared with forked processes."""
+    import duckdb  # 65 MB, which only a selection needs
+
+    return duckdb.connect(
+        config={
+            "enable_external_access": "false",
+            "python_enable_replacements": "false",
+            "autoload_known_extensions": "false",
+            "autoinstall_known_extensions": "false",
+            "max_expression_depth": str(MAX_DEPTH),
+            "error_on_division_by_zero": "false",
+            "ieee_floating_point_ops": "false",
+            "threads": "1",
+            "lock_configuration": "true",
+        }
+    )
+
+
+def parse_conditions(text: str, *, fields: Mapping[str, Kind], flag: str) -> list[Condition]:
     """Parse an expression into the conditions that it joins by `and`.
 
     Args:
-        kinds: the names that it may use.
+        fields: the names that it may use.
         flag: what the text was given to, for messages.
 
     Raises:
@@ -98,221 +104,165 @@ def parse_conditions(text: str, *, kinds: Mapping[str, Kind], flag: str) -> list
     """
     if len(text) > MAX_CHARS:
         raise UserError(f"{flag} has {len(text):,} characters", hint=f"use {MAX_CHARS:,} or fewer")
-    line = text.translate({ord(white): " " for white in "\n\r\t"}).strip()
-    if not line:
-        raise UserError(f"{flag} is empty", hint=_EXAMPLE)
-    parser = _Parser(line, kinds=kinds, flag=flag)
-    tree = parser.tree()
-    joined = tree.values if isinstance(tree, ast.BoolOp) and isinstance(tree.op, ast.And) else [tree]
-    return [parser.condition(part, depth=0) for part in joined]
+    if not text:
+        raise UserError(f"{flag} is empty", hint=EXAMPLE)
+    with connect() as database:
+        return _Parser(database, text, fields=fields, flag=flag).conditions()
+
+
+def refused(text: str, problem: str, *, flag: str, hint: str | None = None) -> UserError:
+    """The error for an expression that cannot be parsed or evaluated."""
+    shown = text if len(text) <= _SHOWN_CHARS else f"{text[:_SHOWN_CHARS]} ..."
+    return UserError(f"{flag} '{shown}': {problem.partition(chr(10))[0]}", hint=hint or EXAMPLE)
 
 
 class _Parser:
-    """Translates one expression on a single line."""
+    """Parses one expression, and checks the nodes of its parse tree."""
 
-    def __init__(self, line: str, *, kinds: Mapping[str, Kind], flag: str) -> None:
-        self._line, self._kinds, self._flag = line, kinds, flag
+    def __init__(
+        self, database: "duckdb.DuckDBPyConnection", text: str, *, fields: Mapping[str, Kind], flag: str
+    ) -> None:
+        self._database, self._text, self._fields, self._flag = database, text, fields, flag
+        self._plain: _Node = {}
+        self._parse("0")
+        self._typeof, self._cast = self._parse("typeof(0)"), self._parse("cast(0 as double)")
 
-    def tree(self) -> ast.expr:
-        line = self._line
-        try:
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")
-                tree = ast.parse(line, mode="eval").body
-                for token in tokenize.generate_tokens(io.StringIO(line).readline) if "#" in line else ():
-                    if token.type == tokenize.COMMENT:  # Python ignores the rest of the line
-                        self._fail(token.start[1], "comments are not part of the language")
-        except SyntaxError as error:
-            hint = "compare by ==, and join by `and`, `or`, `not`" if any(sign in line for sign in "=&|!") else None
-            if error.offset == 0:  # Python has no place for what is missing at the end
-                self._fail(len(line), "the expression ends too early", hint=hint)
-            self._fail(max((error.offset or 1) - 1, 0), error.msg, hint=hint)
-        except (MemoryError, RecursionError):
-            self._fail(0, "the expression is nested too deeply", hint=f"nest at most {MAX_DEPTH} levels")
-        except ValueError as error:
-            self._fail(0, str(error))
-        return tree
-
-    def condition(self, node: ast.expr, *, depth: int) -> Expression:
-        return self._of_kind("condition", node, depth=depth)
-
-    def _fail(self, column: int, problem: str, *, hint: str | None = None) -> NoReturn:
-        shown = self._line if len(self._line) <= _SHOWN_CHARS else f"{self._line[:_SHOWN_CHARS]} ..."
-        raise UserError(f"{self._flag} '{shown}': character {column + 1}: {problem}", hint=hint or _EXAMPLE)
-
-    def _refuse(self, node: ast.expr, problem: str, *, hint: str | None = None) -> NoReturn:
-        self._fail(len(self._line.encode()[: node.col_offset].decode()), problem, hint=hint)
-
-    def _source(self, node: ast.expr) -> str:
-        return self._line.encode()[node.col_offset : node.end_col_offset].decode()[:40]
-
-    def _of_kind(self, kind: Kind, node: ast.expr, *, depth: int) -> Expression:
-        found = self._expression(node, depth=depth)
-        if found.kind != kind:
-            hint = f"compare it, for example {found.text} > 0" if found.kind == "number" else None
-            self._refuse(node, f"{found.text} is {_A[found.kind]}, where {_A[kind]} is needed", hint=hint)
-        return found
-
-    def _expression(self, node: ast.expr, *, depth: int) -> Expression:
-        if depth > MAX_DEPTH:
-            self._refuse(node, "the expression is nested too deeply", hint=f"nest at most {MAX_DEPTH} levels")
-        deeper = depth + 1
-        match node:
-            case ast.Name(id=name):
-                return self._name(node, name)
-            case ast.Constant(value=value):
-                return self._constant(node, value)
-            case ast.BoolOp(op=op, values=values):
-                return _joined(node, op, [self.condition(value, depth=deeper) for value in values])
-            case ast.UnaryOp(op=ast.Not(), operand=operand):
-                inner = self.condition(operand, depth=deeper)
-                return _made(node, "condition", [inner], lambda value: pc.invert(_as_arrow(value)))
-            case ast.UnaryOp(op=ast.USub() | ast.UAdd() as op, operand=operand):
-                number = self._of_kind("number", operand, depth=deeper)
-                return self._arithmetic(node, ast.Sub() if isinstance(op, ast.USub) else ast.Add(), _ZERO, number)
-            case ast.BinOp(left=left, op=op, right=right) if type(op) in _ARITHMETIC:
-                operands = [self._of_kind("number", operand, depth=deeper) for operand in (left, right)]
-                return self._arithmetic(node, op, *operands)
-            case ast.BinOp(op=ast.BitAnd() | ast.BitOr()) | ast.UnaryOp(op=ast.Invert()):
-                self._refuse(node, "bit operators are not part of the language", hint="use `and`, `or` and `not`")
-            case ast.Compare():
-                return self._comparisons(node, depth=deeper)
-        self._refuse(node, _REFUSED.get(type(node), f"{self._source(node)} is not part of the language"))
-
-    def _name(self, node: ast.expr, name: str) -> Expression:
-        if (kind := self._kinds.get(name)) is not None:
-            return Expression(name, kind, frozenset([name]), lambda columns: columns[name])
-        nearest = difflib.get_close_matches(name, self._kinds, n=1) or [
-            known for known in self._kinds if known.lower() == name.lower()
+    def conditions(self) -> list[Condition]:
+        root = self._parse(self._text)
+        for node in _nodes(root):
+            self._check(node)
+        self._check_kinds(root)
+        parts = root["children"] if root["type"] == "CONJUNCTION_AND" else [root]
+        texts = [self._sql(part) for part in parts]
+        for node in _nodes(root):
+            self._set_precision(node)
+        return [
+            Condition(text, self._sql(part), frozenset(_names(part))) for text, part in zip(texts, parts, strict=True)
         ]
-        hint = f"did you mean {nearest[0]}? " if nearest else ""
-        if name.lower() in ("true", "false", "none", "null"):
-            hint = "write True, False and None, as in Python; "
-        self._refuse(node, f"there is no name {name}", hint=f"{hint}names: {', '.join(self._kinds)}")
 
-    def _constant(self, node: ast.expr, value: object) -> Expression:
-        if isinstance(value, bool):
-            return _constant(node, "condition", value)
-        if isinstance(value, int | float):
-            if not abs(value) < MAX_NUMBER:
-                self._refuse(
-                    node, f"{self._source(node)} is out of range", hint=f"numbers are less than {MAX_NUMBER:g}"
-                )
-            return _constant(node, "number", value)
-        if isinstance(value, str) and not any("\ud800" <= letter <= "\udfff" for letter in value):
-            return _constant(node, "text", value)
-        hint = "ask for unknown values by `NAME is None`" if value is None else None
-        self._refuse(node, f"{self._source(node)} is neither a number, nor a text, nor True or False", hint=hint)
+    def _parse(self, expression: str) -> _Node:
+        """The parse tree of an expression."""
+        import duckdb
 
-    def _arithmetic(self, node: ast.expr, op: ast.operator, left: Expression, right: Expression) -> Expression:
-        plain, of_arrays = _ARITHMETIC[type(op)]
-        if left.is_constant and right.is_constant:
-            try:
-                value = plain(left.constant, right.constant)
-                return self._constant(node, int(value) if float(value).is_integer() else value)
-            except (ArithmeticError, ValueError) as error:
-                self._refuse(node, str(error))
+        try:
+            (answer,) = self._row("select json_serialize_sql(?)", f"{_BEFORE}{expression}{_AFTER}")
+            tree = json.loads(answer)
+        except RecursionError:
+            tree = {"error": True, "error_message": "depth"}
+        except duckdb.Error as error:
+            self._fail(str(error))
+        if tree["error"]:
+            if "depth" in tree["error_message"]:
+                self._fail("the expression is nested too deeply", hint=f"nest at most {MAX_DEPTH} levels")
+            self._fail(tree["error_message"], int(tree["position"]) if "position" in tree else None)
+        root: _Node = tree["statements"][0]["node"].get("select_list", [{}])[0]
+        self._plain = self._plain or tree
+        if self._select(root) != tree:
+            self._fail("it has to be an expression, without clauses of a statement")
+        return root
 
-        def evaluate(one: Value, other: Value) -> Value:
-            result = of_arrays(_as_float64(one), _as_float64(other))
-            return pc.if_else(pc.is_finite(result), result, pa.scalar(None, pa.float64()))
+    def _check(self, node: _Node) -> None:
+        """Refuse a node that is not known to be a pure function of the fields of a row."""
+        place = node["query_location"]
+        if node["class"] not in _CLASSES or (node["class"] == "OPERATOR" and node["type"] not in _OPERATORS):
+            self._fail(f"{node['type'].lower().replace('_', ' ')} is not part of the language", place)
+        if node["class"] == "FUNCTION" and node["function_name"] not in (*_ARITHMETIC, *_LIKE, *FUNCTIONS):
+            hint = f"functions: {', '.join(FUNCTIONS)}"
+            self._fail(f"there is no function {node['function_name']}", place, hint=hint)
+        if node["class"] == "COLUMN_REF" and (name := ".".join(node["column_names"])).lower() not in self._fields:
+            nearest = difflib.get_close_matches(name.lower(), self._fields, n=1)
+            hint = f"did you mean {nearest[0]}? " if nearest else "texts are written in 'single quotes'; "
+            hint = "ask for unknown values by `NAME is null`; " if name == "None" else hint
+            self._fail(f"there is no name {name}", place, hint=f"{hint}names: {', '.join(self._fields)}")
 
-        return _made(node, "number", [left, right], evaluate)
+    def _check_kinds(self, root: _Node) -> None:
+        """Refuse what SQL would convert: a number as a condition, and a text as a number."""
+        conditions, alike = [root], []
+        for node in _nodes(root):
+            if node["class"] == "CONJUNCTION" or node["type"] == "OPERATOR_NOT":
+                conditions += node["children"]
+            elif node["class"] == "CASE":
+                conditions += [check["when_expr"] for check in node["case_checks"]]
+            elif node["class"] in ("COMPARISON", "BETWEEN") or node["type"] in _MEMBERSHIPS:
+                alike.append(_operands(node))
+        kinds = self._kinds([*conditions, *(one for group in alike for one in group)])
+        for node in conditions:
+            if (kind := kinds[id(node)]) != "condition":
+                shown = self._sql(node)
+                hint = f"compare it, for example {shown} > 0" if kind == "number" else None
+                self._fail(f"{shown} is {_A[kind]}, where a condition is needed", node["query_location"], hint=hint)
+        for first, *others in alike:
+            for other in others:
+                if (one := kinds[id(first)]) != (kind := kinds[id(other)]):
+                    self._fail(
+                        f"{self._sql(first)} is {_A[one]}, and {self._sql(other)} {_A[kind]}: they cannot be compared",
+                        other["query_location"],
+                        hint="compare numbers with numbers, texts with 'texts'; unknown values: NAME is null",
+                    )
 
-    def _comparisons(self, node: ast.Compare, *, depth: int) -> Expression:
-        parts, left = [], node.left
-        for op, right in zip(node.ops, node.comparators, strict=True):
-            parts.append(self._comparison(node, left, op, right, depth=depth))
-            left = right
-        return parts[0] if len(parts) == 1 else _joined(node, ast.And(), parts)
+    def _kinds(self, nodes: list[_Node]) -> dict[int, Kind]:
+        """The kind of each node, by its id; DuckDB binds functions to their arguments for it."""
+        import duckdb
 
-    def _comparison(self, node: ast.expr, left: ast.expr, op: ast.cmpop, right: ast.expr, *, depth: int) -> Expression:
-        if isinstance(op, ast.Is | ast.IsNot):
-            return self._is_none(node, left, right, is_none=isinstance(op, ast.Is), depth=depth)
-        one = self._expression(left, depth=depth)
-        if isinstance(op, ast.In | ast.NotIn):
-            found = self._membership(node, one, right, depth=depth)
-            if isinstance(op, ast.In):
-                return found
-            return _made(node, "condition", [found], lambda value: pc.invert(_as_arrow(value)))
-        other = self._expression(right, depth=depth)
-        if one.kind != other.kind:
-            told = f"{one.text} is {_A[one.kind]}, and {other.text} {_A[other.kind]}"
-            self._refuse(node, f"{told}: they cannot be compared")
-        if one.kind != "number" and not isinstance(op, ast.Eq | ast.NotEq):
-            self._refuse(node, f"{one.text} is {_A[one.kind]}: it has no order", hint="compare it by == or !=")
-        plain, of_arrays = _COMPARE[type(op)]
-        if one.is_constant and other.is_constant:
-            return _constant(node, "condition", plain(one.constant, other.constant))
-        if one.is_constant:
-            one, other, of_arrays = other, one, _COMPARE[_MIRRORED[type(op)]][1]
-        return _made(node, "condition", [one, other], lambda a, b: of_arrays(*_comparable(a, b)))
+        (argument,) = self._typeof["arguments"]
+        calls = [{**self._typeof, "arguments": [{**argument, "expression": node}]} for node in nodes]
+        columns = ", ".join(f"null::{_TYPES[kind]} as {name}" for name, kind in self._fields.items())
+        try:
+            types = self._row(f"select {self._sql(*calls)} from (select {columns})")
+        except duckdb.Error as error:
+            self._fail(str(error))
+        return {id(node): _KINDS.get(name, "number") for node, name in zip(nodes, types, strict=True)}
 
-    def _is_none(self, node: ast.expr, left: ast.expr, right: ast.expr, *, is_none: bool, depth: int) -> Expression:
-        value = self._expression(left, depth=depth)
-        if not (isinstance(right, ast.Constant) and right.value is None) or value.is_constant:
-            self._refuse(node, "`is` compares a name with None alone", hint="compare values by ==")
-        return _made(node, "condition", [value], pc.is_null if is_none else pc.is_valid)
+    def _set_precision(self, node: _Node) -> None:
+        """Make arithmetic one in float64, and comparisons with literals one in the precision of the column."""
+        if node["class"] == "CONSTANT" and node["literal"]["kind"] == "NUMERIC":
+            text = node["literal"]["text"]
+            if _WITH_EXPONENT.fullmatch(text) and len(digits := f"{Decimal(text):f}") <= _MAX_DIGITS:
+                node["literal"]["text"] = digits
+        if node["class"] == "FUNCTION" and node["function_name"] in _ARITHMETIC:
+            for argument in node["arguments"]:
+                if argument["expression"]["class"] == "COLUMN_REF":
+                    argument["expression"] = {**self._cast, "child": argument["expression"]}
 
-    def _membership(self, node: ast.expr, one: Expression, right: ast.expr, *, depth: int) -> Expression:
-        if not isinstance(right, ast.List | ast.Tuple | ast.Set):
-            text = self._of_kind("text", right, depth=depth)
-            if one.kind != "text" or not one.is_constant or text.is_constant:
-                self._refuse(node, "`in` needs values in parentheses, or a text in a name of texts")
-            part = one.constant
-            return _made(node, "condition", [text], lambda value: pc.match_substring(value, part))
-        values = [self._expression(value, depth=depth) for value in right.elts]
-        if one.is_constant or not values or not all(value.is_constant and value.kind == one.kind for value in values):
-            self._refuse(node, f"`in` needs a name, and literals that are {_A[one.kind]} each")
-        constants = [value.constant for value in values]
+    def _select(self, *nodes: _Node) -> _Node:
+        """The parse tree of a statement that selects `nodes` and does nothing else."""
+        (statement,) = self._plain["statements"]
+        return {**self._plain, "statements": [{**statement, "node": {**statement["node"], "select_list": [*nodes]}}]}
 
-        def is_in(value: pa.Array) -> pa.Array:
-            if one.kind == "text":
-                found = pc.is_in(value, value_set=pa.array(constants, value.type))
-                return pc.if_else(pc.is_valid(value), found, pa.scalar(None, pa.bool_()))
-            return reduce(pc.or_kleene, (pc.equal(*_comparable(value, constant)) for constant in constants))
+    def _sql(self, *nodes: _Node) -> str:
+        """Nodes in canonical form, in parentheses where they need them."""
+        (sql,) = self._row("select json_deserialize_sql(?)", json.dumps(self._select(*nodes)))
+        return str(sql).removeprefix("SELECT ")
 
-        return _made(node, "condition", [one], is_in)
+    def _row(self, query: str, *values: str) -> tuple[Any, ...]:
+        return self._database.execute(query, values).fetchone() or ()
 
-
-def _constant(node: ast.expr, kind: Kind, value: bool | float | str) -> Expression:
-    return Expression(ast.unparse(node), kind, frozenset(), lambda columns: value, is_constant=True)
-
-
-_ZERO = _constant(ast.Constant(0), "number", 0)
-
-
-def _made(node: ast.expr, kind: Kind, parts: list[Expression], evaluate: Callable[..., Value]) -> Expression:
-    names = frozenset[str]().union(*(part.names for part in parts))
-    return Expression(
-        ast.unparse(node), kind, names, lambda columns: evaluate(*(part.evaluate(columns) for part in parts))
-    )
-
-
-def _joined(node: ast.expr, op: ast.boolop, parts: list[Expression]) -> Expression:
-    join = pc.and_kleene if isinstance(op, ast.And) else pc.or_kleene
-    return _made(node, "condition", parts, lambda *values: reduce(join, map(_as_arrow, values)))
-
-
-def _as_arrow(value: Value) -> Value:
-    return pa.scalar(value) if isinstance(value, bool) else value
+    def _fail(self, problem: str, place: int | None = None, *, hint: str | None = None) -> NoReturn:
+        if place is not None and place < 1 << 63:  # DuckDB counts bytes; nodes that it adds have no place
+            before = f"{_BEFORE}{self._text}".encode()[:place].decode(errors="ignore")
+            number = len(before) - len(_BEFORE)
+            if number >= len(self._text):
+                number, problem = len(self._text), "the expression ends too early"
+            problem = f"character {number + 1}: {problem}"
+        raise refused(self._text, problem, flag=self._flag, hint=hint)
 
 
-def _as_float64(value: Value) -> Value:
-    return pa.scalar(float(value)) if isinstance(value, int | float) else value.cast(pa.float64(), safe=False)
+def _nodes(tree: object) -> Iterator[_Node]:
+    """All expressions in a part of a parse tree, the outermost first."""
+    if isinstance(tree, dict):
+        if "class" in tree:
+            yield tree
+        tree = list(tree.values())
+    if isinstance(tree, list):
+        for part in tree:
+            yield from _nodes(part)
 
 
-def _comparable(array: Value, other: Value) -> tuple[Value, Value]:
-    """An array and what it is compared with, in one type."""
-    if not isinstance(other, bool | int | float | str):
-        return (array, other) if array.type == other.type else (_as_float64(array), _as_float64(other))
-    if pa.types.is_floating(array.type):  # of whole numbers, Arrow takes only those that the type has exactly
-        return array, pa.scalar(float(other), array.type)
-    if isinstance(array, pa.Scalar) or not pa.types.is_integer(array.type):
-        return array, pa.scalar(other, array.type)
-    try:
-        if other == int(other):  # Arrow would truncate a fraction
-            return array, pa.scalar(int(other), array.type)
-    except (pa.ArrowException, OverflowError):  # out of the range of the type
-        pass
-    return _as_float64(array), _as_float64(other)
+def _operands(node: _Node) -> list[_Node]:
+    """The expressions that a node compares."""
+    named = [node[name] for name in ("left", "right", "input", "lower", "upper") if name in node]
+    return [*named, *node.get("children", ())]
+
+
+def _names(tree: _Node) -> Iterator[str]:
+    return (node["column_names"][0].lower() for node in _nodes(tree) if node["class"] == "COLUMN_REF")

@@ -19,7 +19,7 @@ PACKAGES = ("manifests", "shards", "prep", "train")
 # What a package may import from outside, beside the standard library; prep and train follow pyproject.toml.
 OUTSIDE = {
     "manifests": {"cyclopts", "numpy", "obstore", "pyarrow", "rich"},
-    "shards": {"numpy", "pyarrow"},
+    "shards": {"duckdb", "numpy", "pyarrow"},
 }
 MODULES_OF_DISTRIBUTION = {
     "ffmpeg-python": "ffmpeg",
@@ -140,7 +140,8 @@ def test_help_loads_neither_torch_nor_ray(repository: Path, program: str) -> Non
         "    main()\n"
         "except SystemExit as exit:\n"
         "    assert not exit.code, exit.code\n"
-        "heavy = {'torch', 'ray', 'open_clip', 'diffusers', 'transformers', 'xformers', 'av', 'imageio_ffmpeg'}\n"
+        "heavy = {'torch', 'ray', 'open_clip', 'diffusers', 'transformers', 'xformers', 'av', 'imageio_ffmpeg',\n"
+        "         'duckdb'}\n"
         "heavy &= set(sys.modules)\n"
         "print('heavy:', sorted(heavy), file=sys.stderr)\n"
     )

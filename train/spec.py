@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     from clipmill.train.data.batch import Batch
     from clipmill.train.engine.task import StartableTask
     from clipmill.train.evaluation.tables import Table
-    from clipmill.train.models.attention_kernels import Workload
     from clipmill.train.models.dual_encoder import ModelShape
     from clipmill.train.run.folder import RunFolder
     from clipmill.train.weights.exported import Exported
@@ -159,7 +158,6 @@ class TaskSpec:
         kept: (run with a checkpoint) -> further arguments of `make`: classes or tokens, which the data may not have had
             when the run began.
         effective: (settings, source, say) -> the settings that take effect with the weights of a source, or of none.
-        workloads: (settings, number of clips) -> the attention that a step computes.
         evaluations: in the order in which the page shows them.
         at_end: (run, settings, say), called by the first rank before the page of a finished run is written.
         start_lines: what run.json's facts say of the start, for the console.
@@ -178,7 +176,6 @@ class TaskSpec:
     make: Callable[..., StartableTask]
     kept: Callable[[RunFolder], dict[str, Any]] = _nothing_kept
     effective: Callable[..., Any]
-    workloads: Callable[[Any, int], tuple[Workload, ...]]
     evaluations: Sequence[EvaluationSpec] = ()
     at_end: Callable[..., None] | None = None
     start_lines: Callable[[Mapping[str, Any]], list[str]] = _no_lines

@@ -136,7 +136,7 @@ def inspect(
     where: Annotated[
         str | None,
         Parameter(
-            help="Expression such as 'motion > 0.2 and cuts == 0'. The page of chunks has only those that it keeps; "
+            help="Expression such as 'motion > 0.2 and cuts = 0'. The page of chunks has only those that it keeps; "
             "the page of --column scores shows what it keeps and drops."
         ),
     ] = None,
@@ -159,8 +159,8 @@ def inspect(
         prep inspect
         prep inspect bikes_000015000
         prep inspect --html chunks.html
-        prep inspect --html val.html --chunks 1000 --where "split == 'val'"
-        prep inspect --column scores --html scores.html --where "cuts == 0"
+        prep inspect --html val.html --chunks 1000 --where "split = 'val'"
+        prep inspect --column scores --html scores.html --where "cuts = 0"
     """
     from clipmill.manifests.progress import Activity
     from clipmill.prep.core.bucket_tars import tars_of

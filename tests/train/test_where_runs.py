@@ -129,7 +129,7 @@ def test_a_mistake_is_named_before_the_run_is_made(
 ) -> None:
     words = ["--shards", scored, "--out", tmp_path / "run", *TASKS["mae"].split(), "--evaluate.every", 2]
     for where, message in (
-        ("__import__('os').remove('x')", "functions cannot be called"),
+        ("__import__('os').remove('x')", "there is no function remove"),
         ("words > 3", "these samples have no captions"),
     ):
         assert train("mae", *words, "--where", where) == 2

@@ -23,7 +23,7 @@ from clipmill.train.engine.loop import check_batch
 from clipmill.train.engine.rank_consistency import open_consistent
 from clipmill.train.run.folder import machine
 from clipmill.train.tasks.dual_encoder.settings import DualEncoderSettings
-from clipmill.train.tasks.dual_encoder.task import DualEncoderTask, workloads_of
+from clipmill.train.tasks.dual_encoder.task import DualEncoderTask
 
 
 def run_bench(settings: DualEncoderSettings, *, seconds: float) -> dict[str, Any]:
@@ -129,7 +129,7 @@ def _open(
     device = choose_device(settings.device)
     device = torch.device("cuda", world.local_rank) if device.type == "cuda" else device
     products = open_precision(settings.precision, device_type=device.type).products
-    attention, _ = choose_attention(settings, workloads=workloads_of, device=device, products=products, world=world)
+    attention, _ = choose_attention(settings, device=device, products=products, world=world)
     task = DualEncoderTask(settings, attention=attention, device=device)
     with Activity(f"opening {settings.folder}"):
         samples = open_consistent(lambda: task.training_set(world), settings, columns=task.columns, world=world)

@@ -106,7 +106,6 @@ def _train(
     with Activity("choosing an attention backend"):
         attention, how_chosen = choose_attention(
             settings,
-            workloads=spec.workloads,
             device=device,
             products=precision.products,
             world=world,
@@ -146,9 +145,7 @@ def _train(
         "task": spec.name,
         "processes": _processes(settings.parallel, world),
         "attention": f"{attention.name} ({attention.reason})",
-        "attention_kernels": kernels_fact(
-            attention, settings, workloads=spec.workloads, device=device, products=precision.products
-        ),
+        "attention_kernels": kernels_fact(attention, settings, device=device, products=precision.products),
         "precision": f"{precision.name} ({precision.reason})",
         "data": samples.describe(),
         "variant": samples.variant_name,

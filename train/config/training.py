@@ -119,7 +119,7 @@ class TrainingSettings(DataSettings):
     split: Annotated[str, groups.WHERE, FIRST_RUN] = "train"
     """Split to train on."""
     where: Annotated[str | None, groups.WHERE] = None
-    """Condition that selects the samples to train on, on scores, captions and videos: 'motion > 0.2 and cuts == 0 and
+    """Condition that selects the samples to train on, on scores, captions and videos: 'motion > 0.2 and cuts = 0 and
     not duplicate' (docs/data.md). A clip is used if all of its chunks are selected. Default: all."""
 
     steps: Annotated[int, groups.TRAINING, FIRST_RUN, STEPS] = 10_000
@@ -163,8 +163,8 @@ class TrainingSettings(DataSettings):
     precision: Annotated[Literal["auto", "bf16", "fp16", "tf32", "fp32"], groups.MACHINE, FIRST_RUN] = "auto"
     """Precision of matrix products. auto: bf16 if the GPU supports it, else fp32. Weights and losses are float32."""
     attention: Annotated[Literal["auto", "xformers", "sdpa", "flash", "cudnn", "naive"], groups.MACHINE] = "auto"
-    """Attention backend. auto: the fastest, as measured at the start on a GPU; flash, cudnn: PyTorch's kernel of that
-    name, where it supports the shape; naive: materialises all scores, for comparison."""
+    """Attention backend. auto: xformers on a GPU, else sdpa (PyTorch's); flash, cudnn: PyTorch's kernel of that name,
+    where it supports the shape; naive: materialises all scores, for comparison."""
     compile: Annotated[bool, groups.MACHINE] = False
     """Compile each block with torch.compile: slower start, faster steps."""
     workers: Annotated[int, groups.MACHINE, FIRST_RUN, Range(1, 1024)] = 4

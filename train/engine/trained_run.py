@@ -12,7 +12,7 @@ from clipmill.manifests.errors import UserError
 from clipmill.train.config.files import load_settings
 from clipmill.train.config.training import ClipSettings
 from clipmill.train.device.precision import Precision, choose_device, open_precision
-from clipmill.train.engine.attention_choice import as_before
+from clipmill.train.engine.attention_choice import as_before, is_chosen
 from clipmill.train.models.adapters import remove_adapters
 from clipmill.train.models.attention import AttentionBackend, open_attention
 from clipmill.train.models.dual_encoder import ModelShape, size_of
@@ -132,8 +132,7 @@ def ready(
     """
     device = choose_device(settings.device)
     # The backend that the run was trained with, if that was on a GPU too.
-    is_measured = settings.attention == "auto" and device.type == "cuda" and not settings.compile
-    before = as_before(facts, device_type=device.type) if is_measured else None
+    before = as_before(facts, device_type=device.type) if is_chosen(settings, device=device) else None
     precision = open_precision(settings.precision, device_type=device.type)
     return TrainedRun(
         run=run,

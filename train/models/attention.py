@@ -113,8 +113,7 @@ class AttentionBackend:
 
 
 def open_attention(choice: AttentionChoice, *, device_type: str, compiles: bool = False) -> AttentionBackend:
-    """Select an implementation for a device (`cpu`, `cuda`) without measuring (see
-    clipmill.train.engine.attention_choice).
+    """Select an implementation for a device (`cpu`, `cuda`): by name, or xformers on a GPU and SDPA elsewhere.
 
     Args:
         compiles: the model goes through torch.compile, which can trace SDPA but not xformers.

@@ -124,9 +124,7 @@ def _try(
     began_s = time.perf_counter()
     world = World()
     precision = open_precision(settings.precision, device_type=device.type)
-    attention, _ = choose_attention(
-        settings, workloads=spec.workloads, device=device, products=precision.products, world=world
-    )
+    attention, _ = choose_attention(settings, device=device, products=precision.products, world=world)
     fetch_tag(settings.init, say=say)
     source = open_weights(settings.init)
     settings = spec.effective(settings, source, say=_quiet)

@@ -72,7 +72,7 @@ def test_captions_are_selected_by_their_own_fields(scored: Path) -> None:
     both = captioned(scored, "motion > 0.5 and words >= 4")
     assert {both.text(n) for n in range(len(both))} == {"the middle of b", "the end of b"}
     # Without likelihoods they are all unknown.
-    assert len(captioned(scored, "likelihood is None or likelihood > -1")) == 9
+    assert len(captioned(scored, "likelihood is null or likelihood > -1")) == 9
 
 
 def test_duplicates_and_fields_of_videos_and_chunks(scored: Path) -> None:
@@ -90,7 +90,7 @@ def test_whole_chunks_are_kept_by_their_own_scores(scored: Path) -> None:
     assert {samples.key(n) for n in range(len(samples))} == kept
     assert samples.describe().startswith("6 chunks of 3 videos of split 'train'; where motion > 0.5: 6 of 9 chunks")
     assert len({chunks(where).fingerprint for where in (None, "motion > 0.5", "motion >= 0.5")}) == 3
-    assert chunks("motion >0.5").fingerprint == samples.fingerprint
+    assert chunks(" motion > 0.5 ").fingerprint == samples.fingerprint
     with pytest.raises(UserError, match=r"--where uses words, but these samples have no captions"):
         chunks("motion > 0.5 and words > 3")
 

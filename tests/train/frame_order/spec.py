@@ -56,7 +56,6 @@ TASK = TaskSpec(
     settings=FrameOrderSettings,
     make=late("tests.train.frame_order.task:FrameOrderTask"),
     effective=late("clipmill.train.weights.effective:effective_clip_settings"),
-    workloads=late("clipmill.train.engine.attention_choice:video_workloads"),
     evaluations=(
         EvaluationSpec(
             name="frame-order",

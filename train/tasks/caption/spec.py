@@ -38,13 +38,6 @@ class CaptionFlags(Checked):
     """How captions are generated. Default: as in training."""
 
 
-def _workloads(settings: Any, num_clips: int) -> Any:
-    from clipmill.train.engine.attention_choice import video_workloads
-    from clipmill.train.tasks.caption.model import tower_size
-
-    return video_workloads(settings, num_clips, size=tower_size(settings), kind="timesformer")
-
-
 def caption_table(result: dict[str, Any]) -> Table:
     """The metrics of captions, and those of the best constant caption."""
     shown = [name for name in _CAPTION_COLUMNS if name in result["means"]]
@@ -119,7 +112,6 @@ TASK = TaskSpec(
     make=late("clipmill.train.tasks.caption.task:CaptionTask"),
     kept=late("clipmill.train.tasks.caption.decoder:kept_decoder"),
     effective=late("clipmill.train.tasks.caption.model:effective_settings"),
-    workloads=_workloads,
     evaluations=(CAPTIONS,),
     start_lines=late("clipmill.train.tasks.caption.decoder:start_lines"),
     formats={"hf": "VisionEncoderDecoderModel.from_pretrained('OUT')"},

@@ -73,7 +73,6 @@ TASK = TaskSpec(
     make=late("clipmill.train.tasks.classify.task:ClassifyTask"),
     kept=late("clipmill.train.tasks.classify.evaluation:kept_classes"),
     effective=late("clipmill.train.weights.effective:effective_clip_settings"),
-    workloads=late("clipmill.train.engine.attention_choice:video_workloads"),
     evaluations=(CLASSIFICATION, PROBE),
     formats={
         "hf": "VideoMAEForVideoClassification.from_pretrained('OUT')",

@@ -239,7 +239,6 @@ TASK = TaskSpec(
     settings=DualEncoderSettings,
     make=late("clipmill.train.tasks.dual_encoder.task:DualEncoderTask"),
     effective=late("clipmill.train.tasks.dual_encoder.task:effective_settings"),
-    workloads=late("clipmill.train.tasks.dual_encoder.task:workloads_of"),
     evaluations=(RETRIEVAL, MIR, ZERO_SHOT, PROBE),
     formats={"open_clip": "create_model('local-dir:OUT')", "hf": "CLIPModel.from_pretrained('OUT')"},
     export=late("clipmill.train.tasks.dual_encoder.export:exported_clip"),

@@ -27,11 +27,9 @@ from clipmill.train.data.streams.tars import names_tars
 from clipmill.train.data.video_captions import VideoCaptions
 from clipmill.train.device.random import uniform
 from clipmill.train.distributed.world import World
-from clipmill.train.engine.attention_choice import video_workloads
 from clipmill.train.engine.clip_task import ClipTask
 from clipmill.train.losses.contrastive import DatasetSize, build_contrast
 from clipmill.train.losses.objective import Objective
-from clipmill.train.models.attention_kernels import Workload
 from clipmill.train.models.dual_encoder import DualEncoder, ModelShape, size_of
 from clipmill.train.models.text import Tokenize, load_tokenizer
 from clipmill.train.models.transformer import NORM_EPS
@@ -46,8 +44,6 @@ OneFolder = VideoCaptions | VideoStream | CaptionedLatents
 Samples = OneFolder | Mixture
 # Losses whose temperature has the meaning of CLIP's. The others have initial values of their own.
 _CLIPS_TEMPERATURE = frozenset({"infonce", "mbcl"})
-# Typical lengths of short captions in tokens, for the measurement of attention backends.
-_CAPTION_LENGTHS = (12, 9, 17, 11, 8, 14, 10, 22)
 
 
 class DualEncoderTask(ClipTask[DualEncoderSettings, Samples, DualEncoder]):
@@ -303,14 +299,3 @@ def _temperature(settings: DualEncoderSettings, source: Source) -> float | None:
         return None
     require_finite({LOGIT_SCALE: tensors[LOGIT_SCALE]}, source=source.title)
     return max(math.exp(-float(tensors[LOGIT_SCALE])), loss.min_temperature)
-
-
-def workloads_of(settings: DualEncoderSettings, num_clips: int) -> tuple[Workload, ...]:
-    """The attention shapes of both towers; packed captions are assumed to be short."""
-    found = video_workloads(settings, num_clips)
-    if settings.text_tower != "trained" or not settings.towers.packed_text:
-        return found
-    size = size_of(settings.model, settings.towers).text.trunk
-    lengths = tuple(_CAPTION_LENGTHS[at % len(_CAPTION_LENGTHS)] for at in range(min(num_clips, 512)))
-    shape = {"num_heads": size.num_heads, "head_width": size.width // size.num_heads, "num_blocks": size.depth}
-    return (*found, Workload(num_items=1, num_tokens=sum(lengths), lengths=lengths, **shape))

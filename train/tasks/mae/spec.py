@@ -23,13 +23,6 @@ class ReconstructionFlags(Checked):
     """Maximum number of clips: every k-th of the split, with the smallest sufficient k (12 of 52: every 5th, 11)."""
 
 
-def _workloads(settings: Any, num_clips: int) -> Any:
-    from clipmill.train.engine.attention_choice import video_workloads
-
-    # The encoder sees what is not masked.
-    return video_workloads(settings, num_clips, share_seen=1 - settings.mask_ratio)
-
-
 def reconstruction_table(result: dict[str, Any]) -> Table:
     """The loss next to that of predicting the mean of each cube."""
     loss, flat = result["loss"], result["flat_loss"]
@@ -74,7 +67,6 @@ TASK = TaskSpec(
     settings=MaeSettings,
     make=late("clipmill.train.tasks.mae.task:MaeTask"),
     effective=late("clipmill.train.tasks.mae.task:effective_settings"),
-    workloads=_workloads,
     evaluations=(PROBE, RECONSTRUCTION),
     at_end=late("clipmill.train.tasks.mae.evaluation:reconstruct_at_end"),
     formats={"hf": "VideoMAEForPreTraining.from_pretrained('OUT')", "videomae": "VideoMAE's code, as a checkpoint"},
