@@ -92,21 +92,27 @@ def _sha256(
     digest = hashlib.sha256(f"{file_name}\0{num_rows}".encode())
     for key, value in sorted(metadata.items()):
         digest.update(b"\0" + key + b"\0" + value)
-    for name, chunks in columns:
-        column = as_array(chunks)
+    for name, column in columns:
         digest.update(f"\0{name}\0{column.type}\0".encode())
         if column.null_count:
-            digest.update(np.packbits(np.asarray(pc.is_valid(column))).tobytes())
-        if pa.types.is_list(column.type):
-            digest.update(np.asarray(pc.fill_null(pc.list_value_length(column), 0)).tobytes())
-            column = column.flatten()
-        elif column.null_count:
-            column = pc.fill_null(column, "" if pa.types.is_string(column.type) else 0)
-        if pa.types.is_string(column.type):
-            digest.update(np.asarray(pc.binary_length(column)).tobytes())
-            offsets = np.frombuffer(column.buffers()[1], np.int32)[column.offset : column.offset + len(column) + 1]
-            if len(column) and (content := column.buffers()[2]) is not None:
-                digest.update(memoryview(content)[int(offsets[0]) : int(offsets[-1])])
-        else:
-            digest.update(np.asarray(column).tobytes())
+            digest.update(np.packbits(np.asarray(pc.is_valid(column))))
+        for values in _values(column):
+            digest.update(values)
     return digest.hexdigest().encode()
+
+
+def _values(column: pa.ChunkedArray) -> Iterator[np.ndarray | memoryview]:
+    """Yield the lengths of lists and texts, and then what they hold, chunk by chunk: joined, they would be a copy."""
+    chunks = column.chunks
+    if pa.types.is_list(column.type):
+        yield from (np.asarray(pc.fill_null(pc.list_value_length(chunk), 0)) for chunk in chunks)
+        chunks = [chunk.flatten() for chunk in chunks]
+    if not pa.types.is_string(column.type):
+        yield from (np.asarray(pc.fill_null(chunk, 0) if chunk.null_count else chunk) for chunk in chunks)
+        return
+    yield from (np.asarray(pc.fill_null(pc.binary_length(chunk), 0)) for chunk in chunks)
+    for chunk in chunks:
+        filled = pc.fill_null(chunk, "") if chunk.null_count else chunk
+        offsets = np.frombuffer(filled.buffers()[1], np.int32)[filled.offset : filled.offset + len(filled) + 1]
+        if len(filled) and (content := filled.buffers()[2]) is not None:
+            yield memoryview(content)[int(offsets[0]) : int(offsets[-1])]
