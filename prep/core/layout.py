@@ -98,8 +98,10 @@ def video_rows_of(layout: pa.Table, video_ids: pa.Array) -> np.ndarray:
     """Return the row in `video_ids` of the video of each row of `layout`, int64; -1 if it is not among them."""
     if not len(layout):
         return np.zeros(0, np.int64)
-    found = pc.index_in(as_array(layout["video_id"]), value_set=video_ids)
-    return np.asarray(pc.fill_null(found, -1)).astype(np.int64)
+    ids = layout["video_id"]
+    if ids.equals(pa.chunked_array([video_ids])):  # usual if each video has one span; looked up, millions take seconds
+        return np.arange(len(ids))
+    return np.asarray(pc.fill_null(pc.index_in(ids, value_set=video_ids), -1)).astype(np.int64)
 
 
 def wanted_spans(
