@@ -56,14 +56,18 @@ class DamagedLayout(UserError):
         )
 
 
-def read_layout(path: Path) -> pa.Table:
+def read_layout(path: Path, *, expected: pa.Table | None = None) -> pa.Table:
     """Read the layout at `path`; return an empty layout if the file does not exist.
+
+    Args:
+        expected: the layout that it probably is, whose columns are then returned instead of copies.
 
     Raises:
         DamagedLayout: the file is damaged.
     """
     try:
-        return read_table_file(path, schema=LAYOUT)
+        known = {} if expected is None else {name: expected[name] for name in LAYOUT.names}
+        return read_table_file(path, schema=LAYOUT, expected=known)
     except FileNotFoundError:
         return LAYOUT.empty_table()
     except ValueError as error:
@@ -86,7 +90,7 @@ def stored_or_rebuilt_layout(path: Path, rebuild: Callable[[], pa.Table]) -> pa.
 def write_layout(path: Path, layout: pa.Table) -> None:
     """Publish the layout unless the file already holds it; call it before any work that relies on the layout."""
     try:
-        if path.exists() and read_layout(path).equals(layout):
+        if path.exists() and read_layout(path, expected=layout).equals(layout):
             return
     except DamagedLayout:
         pass  # replaced with the rebuilt layout

@@ -268,9 +268,11 @@ def _known_chunks(data_dir: Path, recipe: ResolvedRecipe) -> tuple[np.ndarray, n
 
     Paths and probes are held by this function alone: those of millions of videos take gigabytes.
     """
-    probes = read_probes(data_dir, columns=["path", "fingerprint", "end_s"])
-    of_videos, is_known = probes_of(read_videos(data_dir, columns=["path"])["path"], probes)
-    shots = read_shots(data_dir) if recipe.settings.cut == "shots" else SHOTS.empty_table()
+    has_shots = recipe.settings.cut == "shots"
+    paths = read_videos(data_dir, columns=["path"])["path"]
+    columns = ["path", "end_s", *(["fingerprint"] if has_shots else [])]
+    of_videos, is_known = probes_of(paths, read_probes(data_dir, paths=paths, columns=columns))
+    shots = read_shots(data_dir) if has_shots else SHOTS.empty_table()
     known_shots = shots_of(recipe, of_videos, shots=shots, retry_failed=False)
     num_chunks = np.zeros(len(is_known), np.int64)
     num_chunks[is_known] = cutting_of(recipe.settings, frames_of(recipe, of_videos), known_shots).num_chunks

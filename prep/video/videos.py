@@ -15,8 +15,6 @@ import pyarrow.parquet as pq
 from clipmill.manifests.table_files import require_numbers
 from clipmill.prep.core.table_file import as_array
 
-_HELD_GROUPS = 2  # the videos of a shard may begin in one row group and end in the next
-
 
 class Videos:
     """The table of videos of a manifest (clipmill.manifests.schema.VIDEOS), open for reading.
@@ -36,7 +34,7 @@ class Videos:
         self._file, self._path, self._lock = file, path, Lock()
         sizes = [file.metadata.row_group(number).num_rows for number in range(file.num_row_groups)]
         self._ends = np.cumsum(np.array(sizes, np.int64))
-        self._read_group = lru_cache(_HELD_GROUPS)(self._read)
+        self._read_group = lru_cache(1)(self._read)
         self.ids, self.splits = as_array(self.column("video_id")), as_array(self.column("split"))
 
     def __len__(self) -> int:
