@@ -288,8 +288,7 @@ class Plan:
         Args:
             bounds: first row of each shard, and the number of all rows.
         """
-        names = ("video_id", "source_id", "dataset", "split", "captions_sha256")
-        sources = self._probes.select(["fingerprint"])
+        names, sources = ("source_id", "dataset", "captions_sha256"), self._probes.select(["fingerprint"])
         first = 0
         while first < len(bounds) - 1:
             # Many shards at a time, because each call of Arrow costs as much as hundreds of its values.
@@ -297,8 +296,10 @@ class Plan:
             last = max(last, first + 1)
             part = slice(bounds[first], bounds[last])
             video_rows = self._video_rows[part]
-            texts = [*self._videos.take(video_rows, *names).columns, *sources.take(pa.array(video_rows)).columns]
-            texts = [as_array(column) for column in texts]
+            rows, videos = pa.array(video_rows), self._videos.take(video_rows, *names)
+            source_ids, datasets, captions = (as_array(column) for column in videos.columns)
+            texts = [self._videos.ids.take(rows), source_ids, datasets, self._videos.splits.take(rows), captions]
+            texts += [as_array(sources.take(rows)["fingerprint"])]
             texts += [pa.array(self._span_index[part]).cast(pa.string()), self.cutting.identities(video_rows)]
             lines = pc.binary_join_element_wise(*texts, "\0", null_handling="replace", null_replacement="None")
             _, offsets, content = pc.binary_join_element_wise(lines, "", "\n").buffers()

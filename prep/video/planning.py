@@ -126,6 +126,8 @@ def _planned(
                 video_ids=videos.ids,
                 cutting=cutting_of(recipe.settings, frames_of(recipe, probes), of_videos),
             ),
+            video_ids=videos.ids,
+            splits=videos.splits,
         ),
         commits=stored.commits,
         problems=stored.problems,
