@@ -300,9 +300,10 @@ class Plan:
             source_ids, datasets, captions = (as_array(column) for column in videos.columns)
             texts = [self._videos.ids.take(rows), source_ids, datasets, self._videos.splits.take(rows), captions]
             texts += [as_array(sources.take(rows)["fingerprint"])]
-            texts += [pa.array(self._span_index[part]).cast(pa.string()), self.cutting.identities(video_rows)]
+            last_of_line = pc.binary_join_element_wise(self.cutting.identities(video_rows), "", "\n")
+            texts += [pa.array(self._span_index[part]).cast(pa.string()), last_of_line]
             lines = pc.binary_join_element_wise(*texts, "\0", null_handling="replace", null_replacement="None")
-            _, offsets, content = pc.binary_join_element_wise(lines, "", "\n").buffers()
+            _, offsets, content = lines.buffers()
             ends = np.frombuffer(offsets, np.int32)[bounds[first : last + 1] - bounds[first]].tolist()
             view = memoryview(content)
             yield from (view[begin:end] for begin, end in pairwise(ends))
