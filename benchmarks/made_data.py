@@ -55,7 +55,7 @@ def make_videos(data: Path, *, num_videos: int, chunks_per_video: int, recipe: R
     for name in files.slice(0, _VIDEOS_PER_FOLDER).to_pylist():
         (first / name).touch()
     for number in range(1, -(-num_videos // _VIDEOS_PER_FOLDER)):
-        first.with_name(f"{number:04d}").symlink_to(first)
+        first.with_name(f"{number:04d}").symlink_to(first.name)
     of_folder = [(first / name).stat().st_mtime_ns for name in files.slice(0, _VIDEOS_PER_FOLDER).to_pylist()]
     mtimes_ns = np.array(of_folder, np.int64)[numbers % _VIDEOS_PER_FOLDER]
     videos = pa.table(

@@ -7,6 +7,7 @@ their table; empty source files; and shards of which one for each number of chun
 only the right length, and their indexes are links (`benchmarks.made_data`). Then whole commands are run:
 
     plan, nothing committed    prep plan, before any shard is committed
+    first chunk                prep chunk, which writes the merged table and nothing else
     plan                       prep plan, with everything committed
     chunk                      prep chunk with nothing to do: everything is checked, nothing is made
     status                     prep status
@@ -16,7 +17,7 @@ only the right length, and their indexes are links (`benchmarks.made_data`). The
 
 `wall s` is from the start of Python to its exit, `peak MB` the resident memory of the command, including shared
 libraries. Figures are medians of the runs, which alternate between the phases. --with-short adds as many videos as
-chunks to the videos of 40 chunks; its folder has a million files for a million chunks.
+chunks to the videos of 40 chunks.
 """
 
 import argparse
@@ -104,6 +105,7 @@ def measure_shape(
     usages = {"plan, nothing committed": [plan_new(data, num_chunks=num_chunks) for _ in range(num_runs)]}
     num_shards = commit_everything(data, recipe=recipe, num_real_shards=1)
     committed = phases(data, recipe=recipe, num_chunks=num_chunks)
+    usages["first chunk"] = [committed["chunk"]()]
     usages |= {name: [] for name in committed}
     for _ in range(num_runs):
         for name, run in committed.items():

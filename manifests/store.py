@@ -6,7 +6,7 @@ manifest: remains of an interrupted write are never read. Publishing manifest.js
 """
 
 import shlex
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -108,19 +108,12 @@ def open_captions(data_dir: Path, *, coded: Sequence[str] = ()) -> pq.ParquetFil
     Raises:
         UserError: see `read_videos`.
     """
+    return _read_consistently(data_dir, lambda manifest: _open(data_dir, CAPTIONS_FILE, CAPTIONS, manifest, coded))
 
-    def read(manifest: dict[str, Any]) -> pq.ParquetFile:
-        path = table_path(manifest_dir(data_dir), CAPTIONS_FILE, manifest=manifest)
-        file = pq.ParquetFile(path, pre_buffer=False, read_dictionary=list(coded))
-        try:
-            _require_parts(path, file.schema_arrow, manifest=manifest, schema=CAPTIONS)
-            require_numbers(path, num_rows=file.metadata.num_rows)
-        except UserError:
-            file.close()
-            raise
-        return file
 
-    return _read_consistently(data_dir, read)
+def open_videos(data_dir: Path) -> pq.ParquetFile:
+    """Open the videos, like `open_captions`."""
+    return _read_consistently(data_dir, lambda manifest: _open(data_dir, VIDEOS_FILE, VIDEOS, manifest))
 
 
 def captions_path(data_dir: Path) -> Path:
@@ -312,18 +305,29 @@ def _read(
     name: str,
     schema: pa.Schema,
     *,
-    coded: list[str] | None = None,
+    coded: Sequence[str] = (),
     columns: Sequence[str] | None = None,
 ) -> pa.Table:
     def read(manifest: dict[str, Any]) -> pa.Table:
-        path = table_path(manifest_dir(data_dir), name, manifest=manifest)
-        with pq.ParquetFile(path, read_dictionary=coded) as file:
-            require_numbers(path, num_rows=file.metadata.num_rows)
-            _require_parts(path, file.schema_arrow, manifest=manifest, schema=schema)
+        with _open(data_dir, name, schema, manifest, coded) as file:
             table = file.read(columns=columns)  # one chunk per row group, while `read_table` returns many
         return table if columns is None else table.select(columns)
 
     return _read_consistently(data_dir, read).replace_schema_metadata().unify_dictionaries()
+
+
+def _open(
+    data_dir: Path, name: str, schema: pa.Schema, manifest: Mapping[str, Any], coded: Sequence[str] = ()
+) -> pq.ParquetFile:
+    path = table_path(manifest_dir(data_dir), name, manifest=manifest)
+    file = pq.ParquetFile(path, read_dictionary=list(coded))
+    try:
+        _require_parts(path, file.schema_arrow, manifest=manifest, schema=schema)
+        require_numbers(path, num_rows=file.metadata.num_rows)
+    except UserError:
+        file.close()
+        raise
+    return file
 
 
 def _read_consistently(data_dir: Path, read: Callable[[dict[str, Any]], _T]) -> _T:
@@ -341,7 +345,7 @@ def _read_consistently(data_dir: Path, read: Callable[[dict[str, Any]], _T]) -> 
     raise AssertionError("the last attempt returns or raises")
 
 
-def _require_parts(path: Path, found: pa.Schema, *, manifest: dict[str, Any], schema: pa.Schema) -> None:
+def _require_parts(path: Path, found: pa.Schema, *, manifest: Mapping[str, Any], schema: pa.Schema) -> None:
     """Raise DamagedManifest unless a table belongs to this manifest and has the columns of `schema`."""
     if (found.metadata or {}).get(FINGERPRINT_KEY, b"").decode("ascii", "replace") != manifest["fingerprint"]:
         raise DamagedManifest(path, f"it does not belong to {MANIFEST_FILE}: a write was interrupted")

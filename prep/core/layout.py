@@ -8,7 +8,7 @@ again when the layout is next extended.
 """
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 import numpy as np
@@ -56,25 +56,36 @@ class DamagedLayout(UserError):
         )
 
 
-def read_layout(path: Path) -> pa.Table:
+def read_layout(path: Path, *, expected: Mapping[str, pa.ChunkedArray] | None = None) -> pa.Table:
     """Read the layout at `path`; return an empty layout if the file does not exist.
+
+    Args:
+        expected: columns that it probably has, which are then returned instead of copies.
 
     Raises:
         DamagedLayout: the file is damaged.
     """
     try:
-        return read_table_file(path, schema=LAYOUT)
+        return read_table_file(path, schema=LAYOUT, expected=expected)
     except FileNotFoundError:
         return LAYOUT.empty_table()
     except ValueError as error:
         raise DamagedLayout(path, str(error)) from None
 
 
-def stored_or_rebuilt_layout(path: Path, rebuild: Callable[[], pa.Table]) -> pa.Table:
-    """Read the layout at `path`, or rebuild it from the commits with `rebuild()` if the file is damaged or missing."""
+def stored_or_rebuilt_layout(
+    path: Path, rebuild: Callable[[], pa.Table], *, video_ids: pa.Array, splits: pa.Array
+) -> pa.Table:
+    """Read the layout at `path`, or rebuild it from the commits with `rebuild()` if the file is damaged or missing.
+
+    Args:
+        video_ids: ids of the manifest's videos, in its order.
+        splits: their splits. If each video has one span and all have one split, the layout has the same columns.
+    """
     try:
         if path.exists():
-            return read_layout(path)
+            given = {"video_id": video_ids, "split": splits}
+            return read_layout(path, expected={name: pa.chunked_array([array]) for name, array in given.items()})
         layout, why = rebuild(), f"the layout {path} is missing"
     except DamagedLayout as damage:
         layout, why = rebuild(), str(damage)
@@ -86,7 +97,8 @@ def stored_or_rebuilt_layout(path: Path, rebuild: Callable[[], pa.Table]) -> pa.
 def write_layout(path: Path, layout: pa.Table) -> None:
     """Publish the layout unless the file already holds it; call it before any work that relies on the layout."""
     try:
-        if path.exists() and read_layout(path).equals(layout):
+        expected = dict(zip(layout.column_names, layout.columns, strict=True))
+        if path.exists() and read_layout(path, expected=expected).equals(layout):
             return
     except DamagedLayout:
         pass  # replaced with the rebuilt layout
@@ -98,8 +110,10 @@ def video_rows_of(layout: pa.Table, video_ids: pa.Array) -> np.ndarray:
     """Return the row in `video_ids` of the video of each row of `layout`, int64; -1 if it is not among them."""
     if not len(layout):
         return np.zeros(0, np.int64)
-    found = pc.index_in(as_array(layout["video_id"]), value_set=video_ids)
-    return np.asarray(pc.fill_null(found, -1)).astype(np.int64)
+    ids = layout["video_id"]
+    if ids.equals(pa.chunked_array([video_ids])):  # usual if each video has one span; looked up, millions take seconds
+        return np.arange(len(ids))
+    return np.asarray(pc.fill_null(pc.index_in(ids, value_set=video_ids), -1)).astype(np.int64)
 
 
 def wanted_spans(

@@ -6,6 +6,7 @@ abandoned and another thread takes over its remaining files. Abandoned threads d
 
 import os
 import time
+from array import array
 from dataclasses import dataclass, field
 from queue import Empty, SimpleQueue
 from threading import Thread
@@ -94,17 +95,10 @@ def _stat_local(paths: pa.ChunkedArray, *, num_threads: int) -> FileStates:
             _start(waiting, working, ended)
         num_left -= 1
         working.discard(done)
-        _record_all(states, done)
+        part = slice(done.begin, done.begin + done.num_done)
+        states.size_bytes[part], states.mtime_ns[part] = np.array(done.found).reshape(-1, 2).T
+        states.failures.update({done.begin + row: failure for row, failure in done.failures.items()})
     return states
-
-
-def _record_all(states: FileStates, done: "_Slice") -> None:
-    if any(isinstance(found, SourceFailure) for found in done.found):
-        for row, found in enumerate(done.found, done.begin):
-            _record(states, row, found)
-    elif done.found:
-        part = slice(done.begin, done.begin + len(done.found))
-        states.size_bytes[part], states.mtime_ns[part] = np.array(done.found, np.int64).T
 
 
 def _record(states: FileStates, row: int, found: tuple[int, int] | SourceFailure) -> None:
@@ -141,32 +135,44 @@ def current_fingerprint(place: Place) -> str:
 
 @dataclass(eq=False)
 class _Slice:
-    """A slice of the paths, beginning at row `begin`, with the results so far."""
+    """A slice of the paths, beginning at row `begin`, with the results so far.
+
+    Attributes:
+        found: size and modification time of one file after another; as numbers, which cost less than pairs.
+        failures: number of a file in the slice -> why it could not be checked.
+    """
 
     begin: int
     given: pa.ChunkedArray
     paths: list[str] = field(default_factory=list)  # as long as they are being checked: those of all slices are large
-    found: list[tuple[int, int] | SourceFailure] = field(default_factory=list)
+    found: "array[int]" = field(default_factory=lambda: array("q"))
+    failures: dict[int, SourceFailure] = field(default_factory=dict)
     since_s: float = 0.0
     is_abandoned: bool = False
 
     def stat_all(self) -> None:
-        mine = self.found  # `abandon` assigns a new list
+        add = self.found.append  # `abandon` assigns a new array
         self.paths = self.given.to_pylist()
         for path in self.paths:
             self.since_s = time.monotonic()
-            found: tuple[int, int] | SourceFailure
             try:
                 state = os.stat(path)  # noqa: PTH116 - a Path for each of a million files takes its time
-                found = state.st_size, state.st_mtime_ns
+                size_bytes, mtime_ns = state.st_size, state.st_mtime_ns
             except (OSError, ValueError) as error:
-                found = access_failure(error)
+                if not self.is_abandoned:
+                    self.failures[self.num_done] = access_failure(error)
+                size_bytes, mtime_ns = NO_FILE, 0
             if self.is_abandoned:
                 return
-            mine.append(found)
+            add(size_bytes)
+            add(mtime_ns)
+
+    @property
+    def num_done(self) -> int:
+        return len(self.found) // 2
 
     def is_overdue(self, slow_folders: set[str]) -> bool:
-        done = len(self.found)
+        done = self.num_done
         if done == len(self.paths):
             return False
         is_slow = os.path.dirname(self.paths[done]) in slow_folders  # noqa: PTH120 - a path as it is written
@@ -175,8 +181,8 @@ class _Slice:
     def abandon(self) -> "_Slice":
         """Abandon the thread blocked on a path; return that path and those after it as a new slice."""
         self.is_abandoned = True
-        self.found = self.found[:]
-        return _Slice(self.begin + len(self.found), self.given.slice(len(self.found)))
+        self.found = self.found[: 2 * self.num_done]
+        return _Slice(self.begin + self.num_done, self.given.slice(self.num_done))
 
 
 def _start(waiting: "SimpleQueue[_Slice]", working: set[_Slice], ended: "SimpleQueue[_Slice]") -> None:

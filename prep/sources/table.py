@@ -51,17 +51,21 @@ PROBES = pa.schema(
 )
 
 
-def read_probes(data_dir: Path, *, columns: Collection[str] | None = None) -> pa.Table:
+def read_probes(
+    data_dir: Path, *, paths: pa.ChunkedArray | None = None, columns: Collection[str] | None = None
+) -> pa.Table:
     """Return the stored probes (schema PROBES); empty if they are missing or damaged. No source is read.
 
     Args:
+        paths: those of the manifest, which are returned as the column of paths if they are the same.
         columns: names of the columns to return; None for all.
 
     Raises:
         OSError: the file exists but cannot be read now; discarding it would lose what is known of vanished sources.
     """
     try:
-        return read_table_file(data_dir / PROBES_FILE, schema=PROBES, columns=columns)
+        expected = None if paths is None else {"path": paths}
+        return read_table_file(data_dir / PROBES_FILE, schema=PROBES, columns=columns, expected=expected)
     except (FileNotFoundError, ValueError):
         return PROBES.empty_table().select(PROBES.names if columns is None else list(columns))
 
@@ -91,10 +95,8 @@ def probe_sources(
     """
     states = stat_files(paths, num_threads=num_workers)
     sizes, mtimes = states.size_bytes, states.mtime_ns
-    known = read_probes(data_dir)
+    known = read_probes(data_dir, paths=paths)
     rows = _rows_of(paths, known=known["path"])
-    if known["path"].equals(paths):
-        known = known.set_column(0, PROBES.field("path"), paths)  # held once
     hit = rows >= 0
     hit[hit] &= np.asarray(known["size_bytes"])[rows[hit]] == sizes[hit]
     hit[hit] &= np.asarray(known["mtime_ns"])[rows[hit]] == mtimes[hit]

@@ -90,7 +90,10 @@ def make_text_plan(
         "num_captions": num_captions,
     }
     known = stored_or_rebuilt_layout(
-        text_layout_path(data_dir), lambda: text_layout_of_commits(data_dir, video_ids=wanted["video_ids"])
+        text_layout_path(data_dir),
+        lambda: text_layout_of_commits(data_dir, video_ids=wanted["video_ids"]),
+        video_ids=wanted["video_ids"],
+        splits=wanted["splits"],
     )
     layout = extend_text_layout(known, **wanted)
     rows, video_rows = wanted_text_rows(layout, **wanted)

@@ -135,6 +135,8 @@ def shards_of_moved_videos(
     has_other_split[is_known] = np.asarray(
         pc.not_equal(as_array(layout["split"]).filter(pa.array(is_known)), splits.take(pa.array(video_rows[is_known])))
     )
+    if not has_other_split.any():
+        return {}
     shards, shard_of_row = np.unique(np.asarray(layout["shard_id"]), return_inverse=True)
     leaves = has_other_split & np.isin(shards, list(stored))[shard_of_row]
     enters = is_known & ~has_other_split & np.isin(video_rows, video_rows[leaves])
@@ -187,11 +189,11 @@ def video_layout_of_commits(
 
 def _pack(span_chunks: np.ndarray, *, target: int, first_shard: int) -> tuple[np.ndarray, int]:
     """Fill shards one after another with up to `target` chunks; return (shard of each span, next free shard id)."""
-    shard_of = np.empty(len(span_chunks), np.int64)
-    shard, held = first_shard, 0
-    for row, chunks in enumerate(span_chunks.tolist()):
-        if held and held + chunks > target:
-            shard, held = shard + 1, 0
-        shard_of[row] = shard
-        held += chunks
-    return shard_of, shard + 1 if held else shard
+    behind = np.cumsum(span_chunks)
+    begins, begin = [], 0
+    while begin < len(behind):
+        begins.append(begin)
+        most = behind[begin] - span_chunks[begin] + target
+        begin = max(begin + 1, int(np.searchsorted(behind, most, side="right")))
+    sizes = np.diff([*begins, len(behind)])
+    return first_shard + np.repeat(np.arange(len(begins)), sizes), first_shard + len(begins)

@@ -11,7 +11,6 @@ from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -26,6 +25,7 @@ from clipmill.prep.video.layout import extend_layout, shards_of_moved_videos, wa
 from clipmill.prep.video.recipe import SPAN_CHUNKS, ResolvedRecipe
 from clipmill.prep.video.shots import VideoShots, cutting_of, frames_of
 from clipmill.prep.video.spans import Span
+from clipmill.prep.video.videos import Videos
 from clipmill.shards.commits import Commit, Failure
 
 _ROWS_AT_ONCE = 1 << 16
@@ -85,7 +85,7 @@ class Plan:
         self,
         *,
         recipe: ResolvedRecipe,
-        videos: pa.Table,
+        videos: Videos,
         probes: pa.Table,
         layout: pa.Table,
         commits: Mapping[int, Commit],
@@ -96,8 +96,8 @@ class Plan:
         """Compute the plan.
 
         Args:
-            videos: the manifest's table (clipmill.manifests.schema.VIDEOS).
-            probes: one row per video, in the same order (clipmill.prep.sources.table.PROBES).
+            videos: those of the manifest.
+            probes: one row per video, in the same order (clipmill.prep.sources.table.PROBES, without paths).
             layout: the stored layout (clipmill.prep.core.layout.LAYOUT).
             commits: commits of the variant, by shard id.
             problems: problems found by checking the committed files.
@@ -111,15 +111,14 @@ class Plan:
         self.shots = shots
         self.cutting = cutting_of(recipe.settings, self._num_frames, shots)
         self._num_chunks = self.cutting.num_chunks
-        ids, splits = as_array(videos["video_id"]), as_array(videos["split"])
-        extended = extend_layout(layout, video_ids=ids, splits=splits, num_chunks=self._num_chunks)
+        extended = extend_layout(layout, video_ids=videos.ids, splits=videos.splits, num_chunks=self._num_chunks)
         self.layout, self._layout_videos, rows = extended.table, extended.video_rows, extended.wanted
         self._video_rows = self._layout_videos[rows]
         self._span_index = np.asarray(self.layout["span_index"])[rows]
         self.unusable = Counter(probes["code"].filter(pa.array(self._is_unusable)).to_pylist())
         if shots is not None:
             self.unusable.update(shots.failures[row][0] for row in shots.failures)
-        self.has_captions = bool(len(videos)) and pc.sum(videos["num_captions"]).as_py() > 0
+        self.has_captions = bool(pc.any(pc.greater(videos.column("num_captions"), 0)).as_py())
         self.shards = list(self._plan_shards(rows, commits, problems, retry_codes))
 
     @property
@@ -134,29 +133,22 @@ class Plan:
 
     def has_video(self, video_id: str) -> bool:
         """Return True if the manifest contains this video."""
-        return bool(pc.any(pc.equal(self._videos["video_id"], video_id)).as_py())
+        return bool(pc.any(pc.equal(self._videos.ids, video_id)).as_py())
 
     def spans(self, rows: Sequence[int]) -> Iterator[SpanPlan]:
         """Yield the spans in the given rows of the plan."""
-        for row in rows:
-            video_row = int(self._video_rows[row])
-            video, probe = self._row(self._videos, video_row), self._row(self._probes, video_row)
-            source = SourceFacts(**{name: probe[name] for name in SourceFacts.__dataclass_fields__})
-            span = self.cutting.span(video_row, int(self._span_index[row]))
-            yield SpanPlan(
-                video_id=video["video_id"],
-                source_id=video["source_id"],
-                dataset=video["dataset"],
-                path=video["path"],
-                source=source,
-                span=span,
-                fingerprint=span_fingerprint(self._recipe_fingerprint, source.fingerprint, span),
-            )
+        video_rows = self._video_rows[np.asarray(rows, np.int64)]
+        videos = self._videos.take(video_rows, "video_id", "source_id", "dataset", "path").to_pylist()
+        facts = self._probes.select(list(SourceFacts.__dataclass_fields__)).take(pa.array(video_rows)).to_pylist()
+        for row, video_row, video, fact in zip(rows, video_rows.tolist(), videos, facts, strict=True):
+            source, span = SourceFacts(**fact), self.cutting.span(video_row, int(self._span_index[row]))
+            fingerprint = span_fingerprint(self._recipe_fingerprint, source.fingerprint, span)
+            yield SpanPlan(**video, source=source, span=span, fingerprint=fingerprint)
 
     def span_keys(self, rows: range) -> list[tuple[str, str]]:
         """Return the video ID and the fingerprint of the encoder pass of each span in the given rows."""
         videos = pa.array(self._video_rows[rows.start : rows.stop])
-        ids, sources = self._videos["video_id"].take(videos), self._probes["fingerprint"].take(videos)
+        ids, sources = self._videos.ids.take(videos), self._probes.select(["fingerprint"]).take(videos)[0]
         keys = []
         for row, video_id, source in zip(rows, ids.to_pylist(), sources.to_pylist(), strict=True):
             span = self.cutting.span(int(self._video_rows[row]), int(self._span_index[row]))
@@ -165,7 +157,7 @@ class Plan:
 
     def shards_of_moved_videos(self, stored: Collection[int]) -> dict[int, bool]:
         """Return the shards of videos whose split has changed (`layout`); `stored` are those on disk."""
-        splits = as_array(self._videos["split"])
+        splits = self._videos.splits
         return shards_of_moved_videos(self.layout, video_rows=self._layout_videos, splits=splits, stored=stored)
 
     def manifest_rows(self, rows: range) -> np.ndarray:
@@ -174,13 +166,13 @@ class Plan:
 
     def failed_sources(self) -> Iterator[Failure]:
         """Yield a failure for each unusable video."""
-        for row in np.flatnonzero(self._is_unusable).tolist():
-            probe = self._row(self._probes, row)
-            message = f"{probe['path']}: {probe['message']}"
-            yield Failure(self._videos["video_id"][row].as_py(), None, str(probe["code"]), message)
-        for row, (code, message) in self.shots.failures.items() if self.shots is not None else ():
-            path, video_id = self._videos["path"][row].as_py(), self._videos["video_id"][row].as_py()
-            yield Failure(video_id, None, code, f"{path}: {message}")
+        of_probes = pa.array(np.flatnonzero(self._is_unusable))
+        reasons = self._probes.select(["code", "message"]).take(of_probes)
+        failures = list(zip(of_probes.to_pylist(), *(column.to_pylist() for column in reasons.columns), strict=True))
+        failures += [(row, *reason) for row, reason in self.shots.failures.items()] if self.shots is not None else []
+        videos = self._videos.take(np.array([row for row, _, _ in failures], np.int64), "video_id", "path")
+        for (_, code, message), video in zip(failures, videos.to_pylist(), strict=True):
+            yield Failure(video["video_id"], None, str(code), f"{video['path']}: {message}")
 
     def workload(self, rows: np.ndarray) -> Workload:
         """Return the encoding work of the spans in the given rows."""
@@ -205,13 +197,13 @@ class Plan:
 
     def video_ids(self, rows: Sequence[int]) -> list[str]:
         """Return the ids of videos by their rows in the manifest."""
-        return [str(self._videos["video_id"][row]) for row in rows]
+        return [str(self._videos.ids[row]) for row in rows]
 
     def shots_of_video(self, video_id: str) -> ShotsOfVideo | None:
         """Return what is known of the shots of a video in the manifest; None with `--cut even`."""
         if self.shots is None or not isinstance(self.cutting, ShotCutting):
             return None
-        row = int(pc.index(self._videos["video_id"], video_id).as_py())
+        row = int(pc.index(self._videos.ids, video_id).as_py())
         if not self.shots.is_known[row]:
             return ShotsOfVideo(False, [])
         fps = float(self.recipe.settings.fps_exact)
@@ -222,11 +214,12 @@ class Plan:
         """Yield the sources whose shots have to be detected; a source that occurs twice is searched once."""
         assert self.shots is not None
         seen = set()
-        for row in self.shots.undetected.tolist():
+        paths = self._videos.take(self.shots.undetected, "path")["path"].to_pylist()
+        for row, path in zip(self.shots.undetected.tolist(), paths, strict=True):
             fingerprint = self._probes["fingerprint"][row].as_py()
             if fingerprint not in seen:
                 seen.add(fingerprint)
-                path, num_frames = self._videos["path"][row].as_py(), int(self._num_frames[row])
+                num_frames = int(self._num_frames[row])
                 yield ShotTask(path, fingerprint, num_frames, self.recipe.settings.shot_detector)
 
     def detection_work(self) -> Workload:
@@ -235,10 +228,6 @@ class Plan:
         videos = self.shots.undetected
         columns = (np.asarray(self._probes[name])[videos] for name in ("width", "height", "fps"))
         return Workload(self._num_frames[videos] / float(self.recipe.settings.fps_exact), *columns)
-
-    @staticmethod
-    def _row(table: pa.Table, row: int) -> dict[str, Any]:
-        return {name: table[name][row].as_py() for name in table.column_names}
 
     def _plan_shards(
         self,
@@ -250,7 +239,8 @@ class Plan:
         shard_ids = np.asarray(self.layout["shard_id"])[layout_rows]
         # The layout grows in shard order, so the rows of a shard are contiguous.
         bounds = np.flatnonzero(np.diff(shard_ids, prepend=-1, append=-1)) if len(shard_ids) else np.zeros(1, int)
-        unreadable = frozenset(self._videos["video_id"].filter(pc.is_valid(self._probes["code"])).to_pylist())
+        has_code = np.flatnonzero(pc.is_valid(self._probes["code"]))
+        unreadable = frozenset(self._videos.ids.take(pa.array(has_code)).to_pylist())
         begins, ends = bounds[:-1], bounds[1:]
         splits = self.layout["split"].take(pa.array(layout_rows[begins])).to_pylist()
         behind = np.concatenate([[0], np.cumsum(self._span_chunk_counts())])
@@ -285,7 +275,7 @@ class Plan:
         is_unknown = self._is_unusable if self.shots is None else self._is_unusable | ~self.shots.is_known
         if not is_unknown.any():
             return frozenset()
-        splits, unknown = as_array(self._videos["split"]), np.where(is_unknown, np.iinfo(np.int64).max, 0)
+        splits, unknown = self._videos.splits, np.where(is_unknown, np.iinfo(np.int64).max, 0)
         rows, _ = wanted_rows(self.layout, video_rows=self._layout_videos, splits=splits, num_chunks=unknown)
         return frozenset(np.asarray(self.layout["shard_id"])[rows].tolist())
 
@@ -298,8 +288,7 @@ class Plan:
         Args:
             bounds: first row of each shard, and the number of all rows.
         """
-        columns = [as_array(self._videos[name]) for name in ("video_id", "source_id", "dataset", "split")]
-        columns += [as_array(self._videos["captions_sha256"]), as_array(self._probes["fingerprint"])]
+        names, sources = ("source_id", "dataset", "captions_sha256"), self._probes.select(["fingerprint"])
         first = 0
         while first < len(bounds) - 1:
             # Many shards at a time, because each call of Arrow costs as much as hundreds of its values.
@@ -307,10 +296,14 @@ class Plan:
             last = max(last, first + 1)
             part = slice(bounds[first], bounds[last])
             video_rows = self._video_rows[part]
-            texts = [column.take(pa.array(video_rows)) for column in columns]
-            texts += [pa.array(self._span_index[part]).cast(pa.string()), self.cutting.identities(video_rows)]
+            rows, videos = pa.array(video_rows), self._videos.take(video_rows, *names)
+            source_ids, datasets, captions = (as_array(column) for column in videos.columns)
+            texts = [self._videos.ids.take(rows), source_ids, datasets, self._videos.splits.take(rows), captions]
+            texts += [as_array(sources.take(rows)["fingerprint"])]
+            last_of_line = pc.binary_join_element_wise(self.cutting.identities(video_rows), "", "\n")
+            texts += [pa.array(self._span_index[part]).cast(pa.string()), last_of_line]
             lines = pc.binary_join_element_wise(*texts, "\0", null_handling="replace", null_replacement="None")
-            _, offsets, content = pc.binary_join_element_wise(lines, "", "\n").buffers()
+            _, offsets, content = lines.buffers()
             ends = np.frombuffer(offsets, np.int32)[bounds[first : last + 1] - bounds[first]].tolist()
             view = memoryview(content)
             yield from (view[begin:end] for begin, end in pairwise(ends))

@@ -15,7 +15,8 @@ import pyarrow as pa
 from clipmill.manifests.errors import UserError
 from clipmill.manifests.progress import Activity
 from clipmill.manifests.quoting import counted
-from clipmill.manifests.store import MANIFEST_FILE, captions_path, manifest_dir, read_videos
+from clipmill.manifests.store import MANIFEST_FILE, captions_path, manifest_dir, open_videos, read_videos
+from clipmill.manifests.table_files import VIDEOS_FILE
 from clipmill.prep.core.column import VIDEO, Pending
 from clipmill.prep.core.layout import read_layout, stored_or_rebuilt_layout, variants_of, video_rows_of, write_layout
 from clipmill.prep.core.plan import NUM_CHECK_THREADS, ShardPlan, stored_shards
@@ -31,6 +32,7 @@ from clipmill.prep.video.layout import layout_path, video_layout_of_commits, wan
 from clipmill.prep.video.plan import Plan
 from clipmill.prep.video.recipe import ResolvedRecipe, stored_recipe
 from clipmill.prep.video.shots import cutting_of, detector_key, frames_of, shots_of
+from clipmill.prep.video.videos import Videos
 from clipmill.shards.commits import Commit
 from clipmill.shards.dataset import variant_dir
 from clipmill.shards.reader import Variant
@@ -46,8 +48,7 @@ class Planned:
     """A plan and its inputs.
 
     Attributes:
-        videos: the manifest's table (clipmill.manifests.schema.VIDEOS).
-        probes: one row per video, in the same order (clipmill.prep.sources.table.PROBES).
+        probes: one row per video, in the same order (clipmill.prep.sources.table.PROBES, without paths).
         shots: the stored shots (clipmill.prep.sources.shot_table.SHOTS); empty with `--cut even`.
         changes: how shards that are written again differ from the stored ones, by shard ID.
         detection: result of `with_shots`, if it had anything to do.
@@ -57,7 +58,7 @@ class Planned:
     data_dir: Path
     variant_dir: Path
     commits: dict[int, Commit]
-    videos: pa.Table
+    videos: Videos
     probes: pa.Table
     shots: pa.Table
     retry_codes: frozenset[str]
@@ -85,16 +86,16 @@ def make_plan(
         retry_codes: failure codes to try again even if nothing changed; if there is any, failed sources are probed
             again.
     """
-    videos = read_videos(data_dir)
+    videos = Videos(open_videos(data_dir), path=manifest_dir(data_dir) / VIDEOS_FILE)
     looking = f"looking at {counted(len(videos), 'video')}"
     with Activity(looking) as now:
         probes = probe_sources(
             data_dir,
-            videos["path"],
+            videos.column("path"),
             num_workers=NUM_CHECK_THREADS,
             retry_failed=bool(retry_codes),
             on_progress=now.counter(looking),
-        )
+        ).drop_columns(["path", "mtime_ns"])  # which take half a gigabyte of ten million videos
     shots = read_shots(data_dir) if recipe.settings.cut == "shots" else SHOTS.empty_table()
     return _planned(data_dir, recipe, videos, probes, shots=shots, retry_codes=retry_codes)
 
@@ -102,7 +103,7 @@ def make_plan(
 def _planned(
     data_dir: Path,
     recipe: ResolvedRecipe,
-    videos: pa.Table,
+    videos: Videos,
     probes: pa.Table,
     *,
     shots: pa.Table,
@@ -110,7 +111,7 @@ def _planned(
     detection: Detection | None = None,
 ) -> Planned:
     folder = variant_dir(data_dir, VIDEO, recipe.variant)
-    stored, ids = stored_shards(folder), as_array(videos["video_id"])
+    stored = stored_shards(folder)
     of_videos = shots_of(recipe, probes, shots=shots, retry_failed=bool(retry_codes) and detection is None)
     plan = Plan(
         recipe=recipe,
@@ -122,9 +123,11 @@ def _planned(
             lambda: video_layout_of_commits(
                 data_dir,
                 recipe.settings,
-                video_ids=ids,
+                video_ids=videos.ids,
                 cutting=cutting_of(recipe.settings, frames_of(recipe, probes), of_videos),
             ),
+            video_ids=videos.ids,
+            splits=videos.splits,
         ),
         commits=stored.commits,
         problems=stored.problems,
@@ -196,7 +199,7 @@ def chunk_job(planned: Planned, *, scratch_bytes: int | None = None) -> "Job[Sha
     write_layout(layout_path(planned.data_dir, plan.recipe.settings), plan.layout)
     has_work = any(shard.has_work for shard in plan.shards)
     captions_file = captions_path(planned.data_dir) if plan.has_captions and has_work else None
-    groups = None if captions_file is None else caption_groups(captions_file, as_array(planned.videos["video_id"]))
+    groups = None if captions_file is None else caption_groups(captions_file, planned.videos.ids)
 
     def task(shard: ShardPlan) -> "ShardTask":
         return ShardTask(
@@ -267,9 +270,11 @@ def _known_chunks(data_dir: Path, recipe: ResolvedRecipe) -> tuple[np.ndarray, n
 
     Paths and probes are held by this function alone: those of millions of videos take gigabytes.
     """
-    probes = read_probes(data_dir, columns=["path", "fingerprint", "end_s"])
-    of_videos, is_known = probes_of(read_videos(data_dir, columns=["path"])["path"], probes)
-    shots = read_shots(data_dir) if recipe.settings.cut == "shots" else SHOTS.empty_table()
+    has_shots = recipe.settings.cut == "shots"
+    paths = read_videos(data_dir, columns=["path"])["path"]
+    columns = ["path", "end_s", *(["fingerprint"] if has_shots else [])]
+    of_videos, is_known = probes_of(paths, read_probes(data_dir, paths=paths, columns=columns))
+    shots = read_shots(data_dir) if has_shots else SHOTS.empty_table()
     known_shots = shots_of(recipe, of_videos, shots=shots, retry_failed=False)
     num_chunks = np.zeros(len(is_known), np.int64)
     num_chunks[is_known] = cutting_of(recipe.settings, frames_of(recipe, of_videos), known_shots).num_chunks

@@ -40,9 +40,9 @@ def frames_of(recipe: ResolvedRecipe, probes: pa.Table) -> np.ndarray:
     Args:
         probes: probes of the videos (clipmill.prep.sources.table.PROBES).
     """
-    ends_s = np.asarray(pc.fill_null(probes["end_s"], 0.0))
-    num_frames = num_output_frames(ends_s, fps=recipe.settings.fps_exact)
-    return np.where(np.asarray(pc.is_valid(probes["fingerprint"])), num_frames, 0)
+    ends_s = probes["end_s"]  # null if the video is unusable, as is its fingerprint
+    num_frames = num_output_frames(np.asarray(pc.fill_null(ends_s, 0.0)), fps=recipe.settings.fps_exact)
+    return np.where(np.asarray(pc.is_valid(ends_s)), num_frames, 0)
 
 
 def shots_of(recipe: ResolvedRecipe, probes: pa.Table, *, shots: pa.Table, retry_failed: bool) -> VideoShots | None:

@@ -54,3 +54,32 @@ def test_a_table_without_checksum_or_of_other_columns_is_refused(tmp_path: Path)
         read_table_file(tmp_path / "t.parquet", schema=TABLE.schema)
     with pytest.raises(ValueError, match="unexpected columns: name"):
         read_table_file(tmp_path / "t.parquet", schema=pa.schema([("name", pa.string())]))
+
+
+def _with_other_column(path: Path, column: str) -> None:
+    stored = pq.read_table(path)
+    values = pa.array(stored[column].to_pylist()[::-1], stored[column].type)
+    pq.write_table(stored.set_column(stored.column_names.index(column), stored.schema.field(column), values), path)
+
+
+def test_a_reader_of_some_columns_verifies_these(tmp_path: Path) -> None:
+    path = tmp_path / "t.parquet"
+    write_table_file(path, TABLE)
+    _with_other_column(path, "number")
+    read = read_table_file(path, schema=TABLE.schema, columns=["name", "nothing"])
+    assert read.equals(TABLE.select(["name", "nothing"]))
+    with pytest.raises(ValueError, match="the checksum of number"):
+        read_table_file(path, schema=TABLE.schema, columns=["name", "number"])
+
+
+def test_an_expected_column_is_returned_if_it_is_the_stored_one(tmp_path: Path) -> None:
+    path = tmp_path / "t.parquet"
+    write_table_file(path, TABLE)
+    parts = pa.chunked_array([TABLE["name"].chunk(0).slice(0, 3), TABLE["name"].chunk(0).slice(3)])
+    other = pa.chunked_array([pa.array([2, None, -3, 2**60])])
+    read = read_table_file(path, schema=TABLE.schema, expected={"name": parts, "number": other})
+    assert read["name"].num_chunks == 2 and read["number"].equals(TABLE["number"])
+    assert read["name"].equals(TABLE["name"])
+    _with_other_column(path, "number")
+    with pytest.raises(ValueError, match="the checksum of number"):
+        read_table_file(path, schema=TABLE.schema, expected={"number": other})

@@ -1,10 +1,13 @@
 """What a plan says of each shard: a function of plain tables, without a file."""
 
 import hashlib
+import io
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 from clipmill.manifests.schema import VIDEOS
@@ -13,12 +16,13 @@ from clipmill.prep.core.plan import ShardState
 from clipmill.prep.sources.table import PROBES
 from clipmill.prep.video.plan import Plan
 from clipmill.prep.video.recipe import Recipe, resolve
+from clipmill.prep.video.videos import Videos
 from clipmill.shards.commits import Commit, Failure
 
 RECIPE = resolve(Recipe(len="1s"), ffmpeg_version="9.0")
 
 
-def videos(*names: str, **changes: dict[str, Any]) -> pa.Table:
+def videos(*names: str, **changes: dict[str, Any]) -> Videos:
     rows = [
         {
             "video_id": name,
@@ -32,7 +36,9 @@ def videos(*names: str, **changes: dict[str, Any]) -> pa.Table:
         }
         for name in names
     ]
-    return pa.Table.from_pylist(rows, schema=VIDEOS)
+    file = io.BytesIO()
+    pq.write_table(pa.Table.from_pylist(rows, schema=VIDEOS), file, row_group_size=2)
+    return Videos(pq.ParquetFile(file), path=Path("videos.parquet"))
 
 
 def probes(*names: str, **changes: dict[str, Any]) -> pa.Table:
@@ -52,7 +58,7 @@ def probes(*names: str, **changes: dict[str, Any]) -> pa.Table:
         }
         for name in names
     ]
-    return pa.Table.from_pylist(rows, schema=PROBES)
+    return pa.Table.from_pylist(rows, schema=PROBES).drop_columns("path")
 
 
 def plan(names: str = "ab", **changes: Any) -> Plan:
