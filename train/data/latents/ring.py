@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from clipmill.train.data.batch import Batch, KeptMemory
+from clipmill.train.data.batch import Batch, BatchMemory
 from clipmill.train.data.latents.reading import LatentSample
 from clipmill.train.data.latents.segment_set import SegmentSet
 
@@ -70,33 +70,16 @@ class LatentRing:
 
 
 class _Rows:
-    """Memory for the rows of batches, of values with two bytes.
-
-    Args:
-        shape: of the largest batch.
-        pin, can_keep: see `LatentRing`.
-    """
+    """A `BatchMemory` with rows of bytes."""
 
     def __init__(self, shape: tuple[int, ...], dtype: "torch.dtype", *, pin: bool, can_keep: bool) -> None:
-        import torch
-
-        self._dtype, self._from_numpy = dtype, torch.from_numpy
-        self._num_rows, self._row_bytes = shape[0], 2 * int(np.prod(shape[1:]))
-        self._places = [slice(at, at + self._row_bytes) for at in range(0, shape[0] * self._row_bytes, self._row_bytes)]
-        self._kept = KeptMemory(shape, np.int16) if can_keep else None  # NumPy has no bfloat16
-        # Zeros touch every page now: page faults would cost the first batches more than the copy.
-        tensors = [torch.zeros(shape, dtype=dtype, pin_memory=pin) for _ in range(0 if can_keep else 2)]
-        self._ring = [(one, one.view(torch.int16).numpy().data.cast("B")) for one in tensors]
+        self._memory = BatchMemory(shape, dtype, pin=pin, can_keep=can_keep)
+        size = self._row_bytes = dtype.itemsize * int(np.prod(shape[1:]))
+        self._places = [slice(begin, begin + size) for begin in range(0, shape[0] * size, size)]
 
     def filled(self, parts: Sequence[memoryview]) -> "torch.Tensor":
         """A tensor of rows; a part that is shorter than a row is followed by zeros."""
-        if self._kept is not None:
-            array = self._kept.array(len(parts))
-            rows, content = self._from_numpy(array).view(self._dtype), array.data.cast("B")
-        else:
-            self._ring.reverse()
-            rows, content = self._ring[0]
-            rows = rows if len(parts) == self._num_rows else rows[: len(parts)]
+        rows, content = self._memory.rows(len(parts))
         for place, part in zip(self._places, parts):  # noqa: B905 - the last batch may be smaller
             content[place] = part if len(part) == self._row_bytes else part.tobytes().ljust(self._row_bytes, b"\0")
         return rows
