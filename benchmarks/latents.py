@@ -13,7 +13,6 @@ of the segment's video, one of 100 (`make peers` installs the other libraries; r
     litdata           its chunks, StreamingDataLoader without worker processes
     MDS               mosaicml-streaming's shards on the local disk, DataLoader without worker processes
     npy memmap        one memory-mapped file, batches gathered by NumPy into a new array: no tars, no keys, no resuming
-    preadv            the same file, read by one call per segment into a ring of buffers; nothing is mapped
     memcpy            the same bytes, segment by segment, into a ring of buffers: the lower bound
 
 Each loader is a persistent process. Before timing, it loads an epoch whose bytes are compared with the dataset: every
@@ -67,7 +66,6 @@ VARIANTS = {
     "litdata": Entry("litdata_chunks", (), PEERS_PYTHON),
     "MDS": Entry("mds_shards", (), PEERS_PYTHON),
     "npy memmap": Entry("npy_memmap"),
-    "preadv": Entry("preadv"),
     MEMCPY: Entry("memcpy"),
 }
 

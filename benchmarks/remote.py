@@ -40,7 +40,7 @@ from clipmill.train.data.latents.loader import LatentLoader
 from clipmill.train.data.loader import TrainingSet
 from clipmill.train.data.prefetch import prefetch
 from clipmill.train.data.remote import RemoteTars, open_data_folder
-from clipmill.train.data.remote_maps import remote_parts
+from clipmill.train.data.remote_maps import RemoteMaps
 from clipmill.train.distributed.world import World
 from clipmill.train.models.attention import open_attention
 from clipmill.train.tasks.dual_encoder.settings import DualEncoderSettings
@@ -229,9 +229,10 @@ def _fill_cache(way: Way) -> None:
     way.opened = way.open()
     samples = way.opened[0]
     assert isinstance(samples, LatentLoader)
-    for part in remote_parts(samples.samples.tars):
-        for number in range(len(part.starts)):
-            part.fetch(number, waits=True)
+    tars = samples.samples.tars
+    assert isinstance(tars, RemoteMaps)
+    for number in range(len(tars.starts)):
+        tars.fetch(number, waits=True)
 
 
 def _measure(kind: str, ways: dict[str, Way], *, num_batches: int, batch: int, num_rounds: int) -> list[dict[str, Any]]:

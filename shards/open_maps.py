@@ -7,8 +7,8 @@ import weakref
 from collections import OrderedDict
 from typing import Protocol
 
-# Of the process, for all variants together. A mapped tar splits the area that is reserved for a set, and so counts
-# twice; the rest is for libraries.
+# Of the process, for all variants together. The rest is for maps that are used meanwhile (a few thousand per loader of
+# latents), copies of remote tars (clipmill.train.data.remote_maps) and libraries.
 MAX_OPEN_MAPS = 24_576
 
 

@@ -1,7 +1,6 @@
 """Every benchmark still runs, on next to nothing, and gives its figures; what they are is no matter here."""
 
 import importlib
-import inspect
 import json
 import sys
 from collections.abc import Iterator
@@ -210,9 +209,9 @@ def test_ratios_are_of_the_same_round_and_over_the_better_seed() -> None:
 
 def test_memcpy_has_as_many_buffers_as_the_loader_that_is_measured_by_it() -> None:
     from benchmarks.latent_peers.memcpy import RING_BATCHES
-    from clipmill.train.data.latents.loader import LatentLoader
+    from clipmill.train.data.batch import NUM_BUFFERS
 
-    assert inspect.signature(LatentLoader).parameters["depth"].default == RING_BATCHES
+    assert NUM_BUFFERS == RING_BATCHES
 
 
 def test_the_digest_of_latents_knows_every_byte_and_no_order(tmp_path: Path) -> None:

@@ -44,9 +44,7 @@ class FirstVisits(OurLoader):
 
     def epoch(self, number: int) -> Batches:
         """See `PeerLoader.epoch`."""
-        from clipmill.train.data.latents.filling import Checksums
-
-        self._loader._checksums = Checksums(self._loader.samples)
+        self._loader.__dict__.pop("reader", None)
         self._batches, self._rest = self._loader.batches(position=number * len(self._loader)), None
         yield from super().epoch(number)
 

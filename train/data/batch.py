@@ -43,6 +43,7 @@ PICTURES = ("video", "colour", "latents")
 TENSORS = (*PICTURES, "tokens", "num_frames", "text", "relevancy", "label", "targets")
 
 _SCALARS = {"clip_id": "int64", "caption_id": "int64", "label": "int64", "relevancy": "float32", "colour": "uint8"}
+NUM_BUFFERS = 2  # the second batch after it overwrites a batch
 _ARRAYS = ("tokens", "targets", "text")
 
 
@@ -118,19 +119,46 @@ class _Loan(weakref.ref[NDArray[Any]]):
     memory: NDArray[Any]
 
 
+class BatchMemory:
+    """Memory for the rows of batches: `NUM_BUFFERS` buffers in turn, or `KeptMemory`.
+
+    Args:
+        shape: of the largest batch.
+        pin: use pinned memory, for copies to a GPU.
+        can_keep: reuse memory only once nothing refers to its batch, in place of buffers in turn.
+    """
+
+    def __init__(self, shape: tuple[int, ...], dtype: "torch.dtype", *, pin: bool, can_keep: bool) -> None:
+        import torch
+
+        self._num_rows, self._dtype, self._from_numpy = shape[0], dtype, torch.from_numpy
+        # Integers of the same size: NumPy has no bfloat16.
+        self._kept = KeptMemory(shape, np.dtype(f"i{dtype.itemsize}").type) if can_keep else None
+        # Zeros touch every page now: page faults would cost the first batches more than the copy.
+        rings = [torch.zeros(shape, dtype=dtype, pin_memory=pin) for _ in range(0 if can_keep else NUM_BUFFERS)]
+        self._ring = deque((one, one.view(torch.uint8).numpy().data.cast("B")) for one in rings)
+
+    def rows(self, num: int) -> "tuple[torch.Tensor, memoryview]":
+        """Memory for the first `num` rows of a batch, as a tensor and as bytes; its content is arbitrary."""
+        if self._kept is not None:
+            array = self._kept.array(num)
+            return self._from_numpy(array).view(self._dtype), array.data.cast("B")
+        self._ring.rotate()
+        tensor, content = self._ring[0]
+        return (tensor if num == self._num_rows else tensor[:num]), content
+
+
 class BatchRing:
-    """Collates samples of equal shapes into batches, whose videos alternate between two buffers.
+    """Collates samples of equal shapes into batches, whose videos lie in a `BatchMemory`.
 
     Args:
         batch: number of samples in the largest batch.
-        pin: allocate the buffers in pinned memory, for copies to a GPU.
-        can_keep: reuse memory only once nothing refers to its batch, in place of two buffers that alternate.
+        pin, can_keep: see `BatchMemory`.
     """
 
     def __init__(self, batch: int, *, pin: bool, can_keep: bool = False) -> None:
         self._batch, self._pin, self._can_keep = batch, pin, can_keep
-        self._kept: KeptMemory | None = None
-        self._buffers: list[torch.Tensor] = []
+        self._memory: BatchMemory | None = None
 
     def collate(self, samples: Sequence[Sample]) -> Batch:
         """The batch of `samples`, in their order; without `can_keep`, the second one after it overwrites its video."""
@@ -157,17 +185,12 @@ class BatchRing:
     def _video(self, clips: list[NDArray[np.uint8]]) -> "torch.Tensor":
         import torch
 
-        if self._can_keep:
-            if self._kept is None:
-                self._kept = KeptMemory((self._batch, *clips[0].shape), np.uint8)
-            return torch.from_numpy(np.stack(clips, out=self._kept.array(len(clips))))
-        if not self._buffers:
+        if self._memory is None:
             size = (self._batch, *clips[0].shape)
-            self._buffers = [torch.empty(size, dtype=torch.uint8, pin_memory=self._pin) for _ in range(2)]
-        self._buffers.reverse()
-        buffer = self._buffers[0][: len(clips)]
-        np.stack(clips, out=buffer.numpy())
-        return buffer
+            self._memory = BatchMemory(size, torch.uint8, pin=self._pin, can_keep=self._can_keep)
+        rows, _ = self._memory.rows(len(clips))
+        np.stack(clips, out=rows.numpy())
+        return rows
 
 
 def to_device(batch: Batch, device: "torch.device", *, names: Sequence[str] = TENSORS) -> Batch:

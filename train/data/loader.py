@@ -8,19 +8,20 @@ so the same failures give the same batches (clipmill.train.data.outcomes).
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass
-from itertools import chain, count, groupby
+from itertools import chain, groupby
 from typing import Any, Protocol, cast
 
 import numpy as np
 from numpy.typing import NDArray
 
-from clipmill.train.data.batch import Sample
+from clipmill.train.data.batch import Batch, BatchRing, Sample
 from clipmill.train.data.order import Cursor, LoaderState, Resumable, SampleOrder, Share
 from clipmill.train.data.outcomes import BatchBuilder, FailedSample, LoadedBatch
 from clipmill.train.data.workers import Stuck, in_order
 from clipmill.train.device.random import Positions
 
-_BLOCK = 4096
+# Number of positions computed at a time; the first blocks are small, so that the first batch does not wait.
+_FIRST_BLOCK, _GROWTH, _BLOCK = 64, 8, 4096
 
 
 @dataclass(frozen=True)
@@ -133,33 +134,52 @@ class BatchLoader(Resumable):
         """How samples are loaded and batched."""
         return self._loading
 
-    def batches(self, *, position: int | None = None, max_failures: int) -> Generator[LoadedBatch, None, None]:
+    def batches(self, *, position: int | None = None, max_failures: int = 100) -> Generator[LoadedBatch, None, None]:
         """Endless batches in training order, from `position` on; by default from the cursor.
 
         Raises:
             TooManyFailures: more than `max_failures` samples failed.
         """
-        loading = self._loading
+        batch, share = self._loading.batch, self._loading.share
         begin = self.cursor if position is None else Cursor(position)
         building = self._builder(max_failures)
-        for num_own, outcome in enumerate(self._training_outcomes(begin), start=1):
-            if building.add(outcome):
-                num_common = building.num_batches * loading.batch
-                self.cursor = begin.after(num_common, num_own, loading.share)
-                yield building.take(self.cursor)
+        outcomes = self._training_outcomes(begin)
+        while building.fill(outcomes):
+            self.cursor = begin.after(building.num_batches * batch, building.num_taken, share)
+            yield building.take(self.cursor)
+
+    def outcomes(self, samples: Iterable[int]) -> Iterator[Any]:
+        """Each of `samples` as in an evaluation, or its failure, in order; threads load ahead."""
+        raise NotImplementedError
+
+    def _evaluated(self, num_samples: int, *, every: int, begin: int) -> Iterator[LoadedBatch]:
+        """See `Loader.evaluation_batches`; of a set with a known number of samples."""
+        building = self._builder(None)
+        first, step = begin + self._loading.rank * every, self._loading.num_ranks * every
+        outcomes = self.outcomes(range(first, num_samples, step))
+        while building.fill(outcomes):
+            yield building.take(Cursor(begin + building.num_taken * step))
+        if not building.is_empty:
+            yield building.take(Cursor(num_samples))
 
     def _builder(self, max_failures: int | None) -> BatchBuilder:
-        loading = self._loading
-        return BatchBuilder(loading.batch, pin=loading.pin, can_keep=loading.can_keep, max_failures=max_failures)
+        return BatchBuilder(self._loading.batch, self._collate(), max_failures=max_failures)
 
-    def _training_outcomes(self, begin: Cursor) -> Iterator[Sample | FailedSample | None]:
+    def _collate(self) -> Callable[[Sequence[Any]], Batch]:
+        """What makes batches of samples, for one iteration."""
+        loading = self._loading
+        return BatchRing(loading.batch, pin=loading.pin, can_keep=loading.can_keep).collate
+
+    def _training_outcomes(self, begin: Cursor) -> Iterator[Any]:
         """This rank's samples and failures from `begin` on, in order; None for an empty position."""
         raise NotImplementedError
 
     def _positions(self, begin: Cursor) -> Iterator[NDArray[np.int64]]:
         """This rank's positions from `begin` on, in blocks."""
-        for taken in count(0, _BLOCK):
-            yield begin.positions(taken, _BLOCK, self._loading.share)
+        taken, size = 0, _FIRST_BLOCK
+        while True:
+            yield begin.positions(taken, size, self._loading.share)
+            taken, size = taken + size, min(size * _GROWTH, _BLOCK)
 
 
 class Order(Protocol):
@@ -216,14 +236,7 @@ class Loader(BatchLoader):
         Args:
             begin: position to start at: 0, or that of the cursor after a batch.
         """
-        building = self._builder(None)
-        first, step = begin + self._loading.rank * every, self._loading.num_ranks * every
-        numbers = range(first, len(self._samples), step)
-        for number, outcome in zip(numbers, self.outcomes(numbers), strict=True):
-            if building.add(outcome):
-                yield building.take(Cursor(begin + number - first + step))
-        if not building.is_empty:
-            yield building.take(Cursor(len(self._samples)))
+        return self._evaluated(len(self._samples), every=every, begin=begin)
 
     def outcomes(self, samples: Iterable[int]) -> Iterator[Sample | FailedSample]:
         """Each of `samples` as in an evaluation, or its failure, in order; threads load ahead."""

@@ -1,4 +1,4 @@
-"""Where the members of samples lie in the mapped tars, from the merged table of a variant or else from its indexes."""
+"""Where the members of samples lie in the tars, from the merged table of a variant or else from its indexes."""
 
 from pathlib import Path
 
@@ -31,7 +31,7 @@ def member_rows(variant: Variant) -> ChunkRows:
         raise unusable(Path(error.filename or variant.directory), column, str(error)) from error
 
 
-def addresses_of(
+def places_of(
     variant: Variant,
     table: pa.Table,
     *,
@@ -39,12 +39,12 @@ def addresses_of(
     shard_of: NDArray[np.int64],
     array_bytes: NDArray[np.int64] | None,
 ) -> tuple[NDArray[np.int64], NDArray[np.int32]]:
-    """Addresses of npy arrays, one per row of a merged table, and the sizes of the headers before them.
+    """Places of npy arrays (clipmill.train.data.mapped_tars), one for each row of a merged table, and sizes of headers.
 
     Args:
-        starts: address of each shard's tar.
+        starts: place of each shard's tar.
         shard_of: index in `starts` of each row.
-        array_bytes: size of each array; None for members that are no arrays: their own addresses, and no headers.
+        array_bytes: size of each array; None for members that are not arrays: their own places, and no headers.
 
     Raises:
         UserError: one would reach beyond its tar, or does not begin on a block: an index is not of its tar.

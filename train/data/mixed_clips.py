@@ -128,6 +128,22 @@ def require_alike(facts: Mapping[str, Mapping[str, str]]) -> None:
                 )
 
 
+def spans_of(
+    sets: Sequence[Any], clips: NDArray[np.int64], first_clip: NDArray[np.int64]
+) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Begin and end of clips of a mixture in their videos, microseconds.
+
+    Args:
+        first_clip: number of the first clip of each set, and then their total.
+    """
+    begin_us, end_us = np.empty_like(clips), np.empty_like(clips)
+    number = np.searchsorted(first_clip, clips, side="right") - 1
+    for one in np.unique(number).tolist():
+        of = number == one
+        begin_us[of], end_us[of] = sets[one].span_us(clips[of] - first_clip[one])
+    return begin_us, end_us
+
+
 class MixedClips(Loader):
     """Clips of several folders.
 
@@ -203,12 +219,7 @@ class MixedClips(Loader):
 
     def span_us(self, clips: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """Begin and end of clips in their videos, microseconds."""
-        begin_us, end_us = np.empty_like(clips), np.empty_like(clips)
-        number = self.folder_of(clips)
-        for one in np.unique(number).tolist():
-            of = number == one
-            begin_us[of], end_us[of] = self._sets[one].span_us(clips[of] - self._first_clip[one])
-        return begin_us, end_us
+        return spans_of(self._sets, clips, self._first_clip)
 
     def key(self, sample: int) -> str:
         """The chunk in which the clip begins."""

@@ -163,6 +163,8 @@ class Cursor:
 
     def after(self, num_common: int, num_own: int, share: Share) -> "Cursor":
         """The cursor after every rank has taken `num_common` positions and this one `num_own` (at least as many)."""
+        if not self.ahead and num_own == num_common and share.group == 1:
+            return Cursor(self.position + num_common * share.num_ranks)
         position = self._after_all(num_common, share)
         num_before = int(share.count_before(position) - share.count_before(self.position))
         num_before -= int(np.searchsorted(share.at(self._taken(share)), position))

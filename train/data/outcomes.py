@@ -25,12 +25,14 @@ set excludes them when it is opened (clipmill.train.data.usable_captions), and t
 reason.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any, Literal
+from itertools import islice
+from types import NoneType
+from typing import Any, Literal, NamedTuple
 
 from clipmill.manifests.errors import ClipmillError, FailedWork
-from clipmill.train.data.batch import Batch, BatchRing, Sample
+from clipmill.train.data.batch import Batch
 from clipmill.train.data.order import Cursor
 
 Reason = Literal["shard_unreadable", "checksum", "undecodable", "frame_missing", "chunks_differ", "empty_span", "stuck"]
@@ -119,6 +121,8 @@ class FailureBudget:
 
     def take(self) -> tuple[FailedSample, ...]:
         """The failures since the last batch; starts over."""
+        if not self._since_batch:
+            return ()
         failed, self._since_batch = tuple(self._since_batch), []
         return failed
 
@@ -133,8 +137,7 @@ def list_failures(failures: list[FailedSample], failed: Sequence[FailedSample], 
         )
 
 
-@dataclass(frozen=True)
-class LoadedBatch:
+class LoadedBatch(NamedTuple):  # making a dataclass takes twice as long, which a batch of one notices
     """A batch, the samples that failed on the way to it, and the cursor after it."""
 
     batch: Batch
@@ -142,20 +145,42 @@ class LoadedBatch:
     cursor: Cursor
 
 
+_NO_SAMPLES = frozenset({FailedSample, NoneType})
+
+
 class BatchBuilder:
     """Collects loaded samples into batches.
 
+    Args:
+        collate: makes a batch of its samples, as `BatchRing.collate` does.
+
     Attributes:
         num_batches: batches so far, including the one being built.
+        num_taken: outcomes that `fill` has taken so far.
     """
 
-    def __init__(self, batch: int, *, pin: bool, can_keep: bool, max_failures: int | None) -> None:
-        self._batch, self._ring = batch, BatchRing(batch, pin=pin, can_keep=can_keep)
-        self._samples: list[Sample] = []
+    def __init__(self, batch: int, collate: Callable[[Sequence[Any]], Batch], *, max_failures: int | None) -> None:
+        self._batch, self._collate = batch, collate
+        self._samples: list[Any] = []
         self._failures = FailureBudget(max_failures)
-        self.num_batches = 1
+        self.num_batches, self.num_taken = 1, 0
 
-    def add(self, outcome: Sample | FailedSample | None) -> bool:
+    def fill(self, outcomes: Iterator[Any]) -> bool:
+        """Take outcomes until the batch is full, as `add` does; False if they end before."""
+        while missing := self._batch - len(self._samples):
+            # Not one by one: if samples are only copied, half the time of a batch would be spent here.
+            taken = list(islice(outcomes, missing))
+            if not taken:
+                return False
+            self.num_taken += len(taken)
+            if _NO_SAMPLES.isdisjoint(map(type, taken)):
+                self._samples += taken
+            else:
+                for outcome in taken:
+                    self.add(outcome)
+        return True
+
+    def add(self, outcome: Any) -> bool:
         """Add a sample, a failure, or nothing for an empty position; return True once the batch is full."""
         if isinstance(outcome, FailedSample):
             self._failures.add(outcome)
@@ -171,7 +196,7 @@ class BatchBuilder:
 
     def take(self, cursor: Cursor) -> LoadedBatch:
         """The batch as it is now; starts the next one."""
-        batch = self._ring.collate(self._samples) if self._samples else Batch()
+        batch = self._collate(self._samples) if self._samples else Batch()
         self._samples = []
         self.num_batches += 1
         return LoadedBatch(batch, self._failures.take(), cursor)

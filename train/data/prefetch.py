@@ -6,7 +6,6 @@ second half of the file passes batches to all stages of a pipeline, of which onl
 
 import threading
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
-from dataclasses import replace
 from queue import SimpleQueue
 
 import torch
@@ -67,7 +66,7 @@ def prefetch(
 
 def _transfer_to(device: torch.device, names: Sequence[str]) -> Callable[[LoadedBatch], LoadedBatch]:
     if device.type != "cuda":
-        return lambda loaded: replace(loaded, batch=to_device(loaded.batch, device, names=names))
+        return lambda loaded: loaded._replace(batch=to_device(loaded.batch, device, names=names))
     stream = torch.cuda.Stream(device)
 
     def transfer(loaded: LoadedBatch) -> LoadedBatch:
@@ -75,7 +74,7 @@ def _transfer_to(device: torch.device, names: Sequence[str]) -> Callable[[Loaded
             batch = to_device(loaded.batch, device, names=names)
         # The loader may refill the buffers of the batch from here on.
         stream.synchronize()
-        return replace(loaded, batch=batch)
+        return loaded._replace(batch=batch)
 
     return transfer
 
@@ -123,4 +122,4 @@ def _without_pictures(loaded: LoadedBatch) -> LoadedBatch:
     for name, value in batch.items():
         if isinstance(value, torch.Tensor):
             batch[name] = value.cpu()  # type: ignore[literal-required]
-    return replace(loaded, batch=batch)
+    return loaded._replace(batch=batch)

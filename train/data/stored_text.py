@@ -1,7 +1,7 @@
-"""Embeddings of captions that `prep text` has stored: where each lies in the mapped tars of the `text` column."""
+"""Embeddings of captions that `prep text` has stored: where each lies in the tars of the `text` column."""
 
 import shlex
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +15,8 @@ from clipmill.manifests.store import num_captions_of
 from clipmill.shards.merged_table import merged_mark
 from clipmill.shards.reader import Variant
 from clipmill.train.data.chunk_table import index_in
-from clipmill.train.data.mapped_tars import MappedTars, Payload, VerifiedMembers
-from clipmill.train.data.member_rows import addresses_of, damaged_index, member_rows
+from clipmill.train.data.mapped_tars import MappedTars, Payload, Problem, VerifiedMembers
+from clipmill.train.data.member_rows import damaged_index, member_rows, places_of
 from clipmill.train.data.node_cache import shared
 from clipmill.train.data.outcomes import SampleFailed
 from clipmill.train.data.remote import RemoteTars
@@ -27,39 +27,41 @@ _ITEM_BYTES = 2  # of float16
 
 @dataclass(frozen=True)
 class TextMembers:
-    """The members that hold embeddings, ordered by address; one entry of each array per video.
+    """The members that hold embeddings, ordered by place; one entry of each array per video.
 
     Attributes:
         width: D.
-        address, size_bytes, crc32: of the payload, header and array.
+        place, size_bytes, crc32: of the payload, header and array.
         video_row: of its video; -1 for a video that is not among those asked for.
-        base: address of the mapped tars, to which the other addresses are relative.
     """
 
     width: int
-    address: NDArray[np.int64]
+    place: NDArray[np.int64]
     size_bytes: NDArray[np.int64]
     crc32: NDArray[np.uint32]
     video_row: NDArray[np.int32]
-    base: int = 0
 
     @property
     def row_bytes(self) -> int:
         """Size of an embedding."""
         return self.width * _ITEM_BYTES
 
-    def member_at(self, address: Any) -> Any:
-        """The member that holds the embedding at an address, or those at an array of addresses."""
-        return np.searchsorted(self.address, address - self.base, side="right") - 1
+    def member_at(self, place: Any) -> Any:
+        """The member that holds the embedding at a place, or those at an array of places."""
+        return np.searchsorted(self.place, place, side="right") - 1
 
-    def verified(self, tars: MappedTars) -> VerifiedMembers:
-        """Verification of these members of `tars`."""
+    def verified(self, tars: MappedTars, *, verify: bool = True) -> VerifiedMembers:
+        """These members of `tars`."""
 
         def payload(member: int) -> Payload:
-            address = self.base + int(self.address[member])
-            return Payload(address, int(self.size_bytes[member]), int(self.crc32[member]))
+            return Payload(int(self.place[member]), int(self.size_bytes[member]), int(self.crc32[member]))
 
-        return VerifiedMembers(tars, len(self.address), payload, column="text", noun="embeddings")
+        return VerifiedMembers(tars, len(self.place), payload, column="text", noun="embeddings", verify=verify)
+
+    def row_of(self, content: memoryview, member: int, place: int) -> memoryview:
+        """The embedding at a place, of the bytes of its member."""
+        begin = place - int(self.place[member])
+        return content[begin : begin + self.row_bytes]
 
 
 @dataclass(frozen=True)
@@ -69,12 +71,12 @@ class TextRows:
     Attributes:
         caption_id: ascending.
         video_row: of the caption's video, as in `TextMembers`.
-        address: of the embedding, relative to that of the mapped tars.
+        place: of the embedding.
     """
 
     caption_id: NDArray[np.int64]
     video_row: NDArray[np.int32]
-    address: NDArray[np.int64]
+    place: NDArray[np.int64]
 
     def find(
         self, caption_id: NDArray[np.int64], *, video_row: NDArray[np.int64], video_ids: pa.Array
@@ -103,7 +105,7 @@ def read_text_rows(variant: Variant, *, starts: NDArray[np.int64], video_ids: pa
     """Collect the embeddings of all captions, from the merged table of a variant or else from its indexes.
 
     Args:
-        starts: address of each shard's tar, relative to the mapped area.
+        starts: place of each shard's tar.
         video_ids: a video's row is its index here.
 
     Raises:
@@ -123,9 +125,7 @@ def read_text_rows(variant: Variant, *, starts: NDArray[np.int64], video_ids: pa
         )
     row_bytes = int(widths[0]) * _ITEM_BYTES
     num_rows = table["num_rows"].to_numpy().astype(np.int64)
-    address, header_bytes = addresses_of(
-        variant, table, starts=starts, shard_of=shard_of, array_bytes=num_rows * row_bytes
-    )
+    place, header_bytes = places_of(variant, table, starts=starts, shard_of=shard_of, array_bytes=num_rows * row_bytes)
     entries, codes = rows.coded("video_id")
     video_row = index_in(entries, video_ids).astype(np.int32)[codes]
     caption_row, caption_id = (pc.list_flatten(table[name]).to_numpy() for name in ("caption_row", "caption_id"))
@@ -136,17 +136,17 @@ def read_text_rows(variant: Variant, *, starts: NDArray[np.int64], video_ids: pa
         at = int(shard_of[member[wrong.argmax()]]) if wrong.any() else 0
         shard = variant.shard(int(tars.shard_ids[at]))
         raise damaged_index(shard, "it names rows that its tar does not have")
-    by_address = np.argsort(address, kind="stable")
+    by_place = np.argsort(place, kind="stable")
     members = TextMembers(
         width=int(widths[0]),
-        address=(address - header_bytes)[by_address],
-        size_bytes=(header_bytes + num_rows * row_bytes)[by_address],
-        crc32=table["crc32"].to_numpy()[by_address],
-        video_row=video_row[by_address],
+        place=(place - header_bytes)[by_place],
+        size_bytes=(header_bytes + num_rows * row_bytes)[by_place],
+        crc32=table["crc32"].to_numpy()[by_place],
+        video_row=video_row[by_place],
     )
-    addresses = address[member] + caption_row * np.int64(row_bytes)
+    places = place[member] + caption_row * np.int64(row_bytes)
     by_id = np.argsort(caption_id, kind="stable")
-    return members, TextRows(caption_id[by_id], video_row[member][by_id], addresses[by_id])
+    return members, TextRows(caption_id[by_id], video_row[member][by_id], places[by_id])
 
 
 def encoder_of(variant: Variant) -> str:
@@ -156,7 +156,7 @@ def encoder_of(variant: Variant) -> str:
 
 
 class StoredText:
-    """The `text` column mapped into memory: 20 bytes per caption, whatever the width. Thread-safe.
+    """The `text` column, mapped into memory: 20 bytes per caption, whatever the width. Thread-safe.
 
     The embeddings of a video are verified when the first of them is needed.
 
@@ -186,20 +186,18 @@ class StoredText:
             raise UserError(f"{variant.directory} has no text of any video", hint=hint)
         self._tars = open_maps([variant], tars, whole=variant)
         self.depends_on: tuple[object, ...] = merged_mark(variant.directory, variant.commits)
-        members, self._rows = shared(
+        self._members, self._rows = shared(
             lambda: self._read(variant),
             of=("text", self.depends_on, *videos),
             num_rows=variant.num_samples + num_captions_of(data_dir),
             types=(TextMembers, TextRows),
             column="text",
         )
-        self._members = replace(members, base=self._tars.begin)
         self._verified = self._members.verified(self._tars)
 
     def _read(self, variant: Variant) -> tuple[TextMembers, TextRows]:
         self._tars.require_files()
-        starts = self._tars.starts - self._tars.begin
-        return read_text_rows(variant, starts=starts, video_ids=self._video_ids)
+        return read_text_rows(variant, starts=self._tars.starts, video_ids=self._video_ids)
 
     @property
     def encoder(self) -> str:
@@ -224,9 +222,9 @@ class StoredText:
         Raises:
             SampleFailed: the embeddings of its video do not match their checksum.
         """
-        row = int(np.searchsorted(self._rows.caption_id, caption_id))
-        address = self._members.base + int(self._rows.address[row])
-        if problem := self._verified.problem(int(self._members.member_at(address))):
-            raise SampleFailed(key, reason=problem.reason, detail=problem.detail)
-        with self._tars.held(address, self._members.row_bytes):
-            return np.frombuffer(self._tars.bytes_at(address, self._members.row_bytes), np.float16).copy()
+        place = int(self._rows.place[int(np.searchsorted(self._rows.caption_id, caption_id))])
+        member = int(self._members.member_at(place))
+        content = self._verified.load(member)
+        if isinstance(content, Problem):
+            raise SampleFailed(key, reason=content.reason, detail=content.detail)
+        return np.frombuffer(self._members.row_of(content, member, place), np.float16).copy()

@@ -12,7 +12,6 @@ import signal
 import threading
 from collections.abc import Iterator
 from contextlib import closing, contextmanager, nullcontext
-from dataclasses import replace
 from functools import partial
 from types import FrameType
 
@@ -204,7 +203,7 @@ def check_batch(settings: TrainingSettings, samples: TrainingSet) -> None:
 
 def _on_device(loaded: LoadedBatch, device: torch.device, *, world: World) -> LoadedBatch:
     """A batch on the device; what pipeline stages have exchanged is still on the CPU."""
-    return loaded if world.stages.size == 1 else replace(loaded, batch=to_device(loaded.batch, device))
+    return loaded if world.stages.size == 1 else loaded._replace(batch=to_device(loaded.batch, device))
 
 
 def next_step(state: State, samples: TrainingSet, settings: TrainingSettings, *, world: World) -> Step:

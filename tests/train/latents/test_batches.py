@@ -119,7 +119,7 @@ def test_a_tail_is_filled_up_with_zeros_and_says_so(written: Written) -> None:
 
 
 def test_a_buffer_that_held_a_full_segment_shows_nothing_of_it_behind_a_tail(written: Written) -> None:
-    loader = LatentLoader(written.data_dir, split="train", text=False, tails="pad", batch=1, depth=1)
+    loader = LatentLoader(written.data_dir, split="train", text=False, tails="pad", batch=1)
     shown = [
         (int(loaded.batch["num_frames"]), loaded.batch["latents"][0].any(dim=(1, 2, 3)).tolist())
         for loaded in islice(loader, 40)

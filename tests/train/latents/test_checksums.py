@@ -170,14 +170,18 @@ def test_a_record_is_compared_at_its_first_visit_only(written: Written, monkeypa
     assert len(compared) == num_first
 
 
-def test_a_tar_that_is_cut_short_after_it_was_opened_is_a_named_failure(own: Written) -> None:
+@pytest.mark.parametrize("is_mapped", [False, True])
+def test_a_tar_that_is_cut_short_after_it_was_opened_is_a_named_failure(own: Written, is_mapped: bool) -> None:
     """Touching its pages would end the process."""
-    running = loader(own, text=False)
+    running, keys = loader(own, text=False), {"a_000000000", "a_000015000", "a_000030000", "b_000000000"}
+    if is_mapped:
+        assert len(list(running.outcomes([0]))) == 1
+        keys.remove("a_000000000")
     tar = Variant.open(own.data_dir, column="latents").shards()[0].tar_path
     os.truncate(tar, 0)
-    batches = list(running.evaluation_batches())
+    batches = list(running.evaluation_batches(begin=3 if is_mapped else 0))
     failed = {one.key: one for loaded in batches for one in loaded.failed}
-    assert set(failed) == {"a_000000000", "a_000015000", "a_000030000", "b_000000000"}
+    assert set(failed) == keys
     assert {one.reason for one in failed.values()} == {"shard_unreadable"}
     assert all(str(tar) in one.detail for one in failed.values())
     assert {key for loaded in batches if loaded.batch for key in loaded.batch["key"]} == {"c_000015000", "e_000000000"}

@@ -107,7 +107,7 @@ def test_a_state_of_other_samples_or_another_order_is_refused(written: Written) 
     for other in ({"text": False}, {"segment": "2.5s"}, {"tails": "pad"}, {"seed": SEED + 1}):
         with pytest.raises(UserError, match=r"state (belongs to other|has seed 11)"):
             loader(written, **other).load_state_dict(state)
-    loader(written, batch=3, num_ranks=2, depth=1, copy=False).load_state_dict(state)
+    loader(written, batch=3, num_ranks=2, copy=False).load_state_dict(state)
 
 
 def test_states_of_different_steps_do_not_belong_together(written: Written) -> None:

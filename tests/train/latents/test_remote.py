@@ -96,7 +96,6 @@ def test_latents_in_a_bucket_are_those_of_the_local_folder(
     assert content(shown(samples)) == content(shown(expected))
     assert content(samples.evaluation_batches()) == content(expected.evaluation_batches())
     assert samples.pictures(1, num_frames=1)[0].tolist() == expected.pictures(1, num_frames=1)[0].tolist()
-    assert not maps_of(samples)._held
     assert sum(path.stat().st_size for path in (tmp_path / "tars").iterdir()) <= limit
     if not has_room:
         assert not copies_of(written, tmp_path)
@@ -135,7 +134,7 @@ def test_a_copy_that_is_damaged_is_mended_and_fetched_again_by_the_next_run(
             file.seek(1500)
             file.write(bytes([path.read_bytes()[1500] ^ 1]))
     samples = loader(opened(remote.address, tmp_path))
-    assert maps_of(samples).is_whole
+    assert maps_of(samples).are_mapped(samples.samples.records.array_place)
     # In order, so that all are seen.
     assert content(samples.evaluation_batches()) == content(loader(DataFolder(written.data_dir)).evaluation_batches())
     assert not copies_of(written, tmp_path)

@@ -38,7 +38,7 @@ class SegmentCaptions:
         choice: of an entry of `pair_caption` for each of these segments.
         pair_caption: [P] indices into the next two arrays; grouped by segment, then by source, ascending by id.
         caption_id: [C] the captions.
-        address: [C] where their embeddings lie, relative to the mapped tars; None without them.
+        place: [C] where their embeddings lie (clipmill.train.data.mapped_tars); None without them.
         words_sha256: digest of the texts of the captions, by source.
         num_captions: captions of the split in the manifest.
         num_other_sources: those whose source is excluded.
@@ -51,7 +51,7 @@ class SegmentCaptions:
     choice: CaptionChoice
     pair_caption: NDArray[np.int32]
     caption_id: NDArray[np.int64]
-    address: NDArray[np.int64] | None
+    place: NDArray[np.int64] | None
     sources: Sources
     words_sha256: str
     num_captions: int
@@ -84,7 +84,7 @@ def pair_captions(
     """
     span = SegmentSpans(records, segments)
     none = np.empty(0, np.int64)
-    parts: list[dict[str, NDArray[Any]]] = [dict.fromkeys(("id", "address", "source", "first", "last"), none)]
+    parts: list[dict[str, NDArray[Any]]] = [dict.fromkeys(("id", "place", "source", "first", "last"), none)]
     names: list[str] = []
     num_read: list[NDArray[Any]] = [none]  # sources of captions
     num_embedded: list[NDArray[Any]] = [none]
@@ -92,7 +92,7 @@ def pair_captions(
     words: defaultdict[int, TextDigest] = defaultdict(TextDigest)  # by source
     elsewhere: set[str] = set()
     for block in _captions(data_dir, video_ids, names, elsewhere, selection=selection):
-        address, embedded = none, np.ones(len(block.caption_id), bool)
+        place, embedded = none, np.ones(len(block.caption_id), bool)
         first, last = span.overlapped(video_row=block.video_row, begin_s=block.begin_s, end_s=block.end_s)
         if text is not None:
             row_of_text = text.find(block.caption_id, video_row=block.video_row, video_ids=video_ids)
@@ -100,9 +100,9 @@ def pair_captions(
         selected = embedded if block.selected is None else embedded & block.selected
         used = selected & (last > first)
         if text is not None:
-            address = text.address[row_of_text[used]]
+            place = text.place[row_of_text[used]]
         part: dict[str, NDArray[Any]] = {"id": block.caption_id, "source": block.source, "first": first, "last": last}
-        parts.append({"address": address, **{name: array[used] for name, array in part.items()}})
+        parts.append({"place": place, **{name: array[used] for name, array in part.items()}})
         for source in np.unique(block.source[used]).tolist():
             words[source].add(block.text.take(pa.array(np.flatnonzero(used & (block.source == source)))))
         num_read.append(block.source)
@@ -134,7 +134,7 @@ def pair_captions(
         choice=choice,
         pair_caption=pair_caption,
         caption_id=smallest(joined["id"][order]),
-        address=None if text is None else joined["address"][order],
+        place=None if text is None else joined["place"][order],
         sources=sources,
         words_sha256=_words_sha256({name: words[code] for code, name in enumerate(names) if sources.rank[code] >= 0}),
         num_captions=num_captions,

@@ -1,26 +1,26 @@
 """`LatentLoader`: batches of latents, with the captions or labels of their segments."""
 
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cached_property
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
+from clipmill.train.data.batch import Batch
 from clipmill.train.data.caption_choice import CaptionTexts
 from clipmill.train.data.classes import ClassList
-from clipmill.train.data.latents.filling import Checksums, FilledBatch, fill
-from clipmill.train.data.latents.gather import Gather, RequestBlock
 from clipmill.train.data.latents.opened_segments import Captions
-from clipmill.train.data.latents.requests import SegmentRequests
+from clipmill.train.data.latents.reading import LatentSample, SegmentReader
+from clipmill.train.data.latents.ring import LatentRing
 from clipmill.train.data.latents.segment_set import SegmentSet
 from clipmill.train.data.latents.segments import FrameShape, Tails, times_us
-from clipmill.train.data.loader import Order
-from clipmill.train.data.order import Cursor, Resumable, SampleOrder, Share
-from clipmill.train.data.outcomes import LoadedBatch, SampleFailed
+from clipmill.train.data.loader import BatchLoader, LoaderSettings, Order
+from clipmill.train.data.order import Cursor, SampleOrder
+from clipmill.train.data.outcomes import FailedSample, LoadedBatch
 from clipmill.train.data.remote import RemoteTars
-from clipmill.train.data.remote_maps import remote_parts
 
 if TYPE_CHECKING:
     import torch
@@ -29,12 +29,12 @@ if TYPE_CHECKING:
 
 FALSE_COLOUR_STDS = 2.0  # range of false colours: standard deviations on either side of grey
 
-# Number of requests computed at a time; the first blocks are small, so that the first batch does not wait.
-_BLOCK = 1 << 14
-_GROWTH = 8
+_BLOCK = 4096  # samples of an evaluation that are requested at a time
+_NUM_THREADS = 4  # keep a disk busy; one thread verifies several gigabytes per second
+_NUM_AHEAD = 64
 
 
-class LatentLoader(Resumable):
+class LatentLoader(BatchLoader):
     """Batches of a split for one rank; `for loaded in loader` never ends (clipmill.train.data.outcomes.LoadedBatch).
 
     A sample is a segment of a chunk's latents with one of the captions that overlap it: in training one drawn by a pure
@@ -57,8 +57,8 @@ class LatentLoader(Resumable):
         max_segments: at most this many samples of each video, spread evenly over it.
         tails: what to do with the frames after the last full segment of a chunk: "drop", or "pad" with zeros (batches
             then have `num_frames`).
-        depth: a batch is valid until `depth` further ones were taken. Buffers are pinned if there is a GPU.
-        copy: never overwrite a batch that is in use, whatever `depth`; its memory is not pinned.
+        copy: never overwrite a batch that is in use; its memory is not pinned. Otherwise the second batch after it
+            overwrites it, and memory is pinned if there is a GPU.
         verify: verify every record against its checksum when it is first needed, so that only the first epoch takes
             longer. A record that does not match is a failed sample (clipmill.train.data.outcomes).
         where: an expression that selects segments, by chunks and captions (clipmill.shards.where); None for all.
@@ -88,15 +88,26 @@ class LatentLoader(Resumable):
         classes: Sequence[ClassList] = (),
         max_segments: int | None = None,
         tails: Tails = "drop",
-        depth: int = 2,
         copy: bool = False,
         verify: bool = True,
         where: str | None = None,
         tars: RemoteTars | None = None,
     ) -> None:
-        if batch < 1 or depth < 1 or not 0 <= rank < num_ranks:
-            raise ValueError(f"batch={batch}, depth={depth}, rank={rank} of {num_ranks}: out of range")
-        super().__init__(seed=seed)
+        import torch
+
+        pin = not copy and torch.cuda.is_available()
+        super().__init__(
+            LoaderSettings(
+                batch=batch,
+                num_threads=_NUM_THREADS,
+                num_ahead=_NUM_AHEAD,
+                seed=seed,
+                rank=rank,
+                num_ranks=num_ranks,
+                pin=pin,
+                can_keep=copy,
+            )
+        )
         self._data_dir, self.split = data_dir, split
         captions: Captions = "none" if classes or not text else "words" if words or tokenize else "stored"
         self.samples = SegmentSet(
@@ -111,10 +122,9 @@ class LatentLoader(Resumable):
             where=where,
             tars=tars,
         )
-        self._batch, self._rank, self._num_ranks = batch, rank, num_ranks
         self._order: Order = SampleOrder(len(self.samples), seed)
         self._tokenize = tokenize if captions == "words" else None
-        self._depth, self._verify = None if copy else depth, verify
+        self._verify = verify
 
     def __len__(self) -> int:
         """Number of samples in an epoch, of all ranks together."""
@@ -167,31 +177,15 @@ class LatentLoader(Resumable):
     def __iter__(self) -> Iterator[LoadedBatch]:
         return self.batches()
 
-    def batches(self, *, position: int | None = None, max_failures: int = 100) -> Generator[LoadedBatch, None, None]:
-        """Endless batches in training order, from `position` on; by default from the cursor.
-
-        Raises:
-            TooManyFailures: more than `max_failures` samples failed.
-        """
-        begin = self.cursor if position is None else Cursor(position)
-        filled = self._fill(self._training_blocks(begin), max_failures=max_failures)
-        for num_batches, (batch, failed, num_own) in enumerate(filled, start=1):
-            num_common = num_batches * self._batch
-            if begin.ahead or num_own != num_common:
-                cursor = begin.after(num_common, num_own, self._share)
-            else:
-                cursor = Cursor(begin.position + num_common * self._num_ranks)
-            self.cursor = cursor
-            yield LoadedBatch(batch, failed, cursor)
-
     def evaluation_batches(self, *, every: int = 1, begin: int = 0) -> Iterator[LoadedBatch]:
-        """This rank's share of every `every`-th sample, once, in order; the last batch may be smaller or empty.
+        """See `Loader.evaluation_batches`."""
+        return self._evaluated(len(self), every=every, begin=begin)
 
-        Args:
-            begin: position to start at: 0, or that of the cursor after a batch.
-        """
-        for batch, failed, num_taken in self._fill(self._evaluation_blocks(every, begin), max_failures=None):
-            yield LoadedBatch(batch, failed, Cursor(min(begin + num_taken * self._num_ranks * every, len(self))))
+    def outcomes(self, samples: Iterable[int]) -> Iterator[LatentSample | FailedSample]:
+        numbers = iter(samples)
+        while block := list(islice(numbers, _BLOCK)):
+            chosen = np.array(block)
+            yield from self._read(chosen, chosen, seed=None)
 
     def span_us(self, samples: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """Begin and end of the samples' segments in their videos, microseconds."""
@@ -201,45 +195,45 @@ class LatentLoader(Resumable):
         """The texts of captions of the manifest."""
         return self._texts.texts(caption_id)
 
-    @cached_property
-    def _gather(self) -> Gather:
-        tokens_of = None if self._tokenize is None else self._tokens_by(self._tokenize)
-        return Gather(self.samples, batch=self._batch, depth=self._depth, tokenize=tokens_of)
+    def keys_of(self, samples: NDArray[np.int64]) -> list[str]:
+        """The chunks of samples."""
+        chunks = self.samples.segments.chunk_of(self.samples.segment_of(samples))
+        return [self.samples.key(chunk) for chunk in chunks.tolist()]
+
+    def key(self, sample: int) -> str:
+        """The chunk."""
+        return self.keys_of(np.array([sample]))[0]
 
     @cached_property
-    def _checksums(self) -> Checksums:
-        for part in remote_parts(self.samples.tars):
-            part.begin_fetching()
-        return Checksums(self.samples)
+    def reader(self) -> SegmentReader:
+        """What reads the samples."""
+        self.samples.tars.begin_fetching()
+        return SegmentReader(self.samples, self._loading, verify=self._verify)
 
-    def _fill(self, blocks: Iterator[RequestBlock], *, max_failures: int | None) -> Iterator[FilledBatch]:
-        checksums = self._checksums if self._verify or remote_parts(self.samples.tars) else None
-        return fill(blocks, self._gather, checksums, batch=self._batch, max_failures=max_failures)
+    def _training_outcomes(self, begin: Cursor) -> Iterator[LatentSample | FailedSample]:
+        for positions in self._positions(begin):
+            yield from self._read(self._order.at(positions), positions, seed=self._seed)
 
-    @property
-    def _share(self) -> Share:
-        return Share(self._rank, self._num_ranks)
+    def _read(
+        self, samples: NDArray[np.int64], positions: NDArray[np.int64], *, seed: int | None
+    ) -> Iterator[LatentSample | FailedSample]:
+        return self.reader.read(self.samples.request(samples, position=positions, seed=seed))
 
-    def _training_blocks(self, cursor: Cursor) -> Iterator[RequestBlock]:
-        """This rank's requests from `cursor` on, in blocks of whole batches."""
-        largest = max(_BLOCK // self._batch, 1)
-        begin, num_batches = 0, 1
-        while True:
-            count = num_batches * self._batch
-            positions = cursor.positions(begin, count, self._share)
-            yield self._block(self._order.at(positions), positions, seed=self._seed)
-            begin += count
-            num_batches = min(num_batches * _GROWTH, largest)
+    def _collate(self) -> Callable[[Sequence[LatentSample]], Batch]:
+        return self._ring.collate
 
-    def _evaluation_blocks(self, every: int, first: int) -> Iterator[RequestBlock]:
-        step = self._num_ranks * every
-        count = max(_BLOCK // self._batch, 1) * self._batch * step
-        for begin in range(first, len(self), count):
-            samples = np.arange(begin + self._rank * every, min(begin + count, len(self)), step)
-            yield self._block(samples, samples, seed=None)
-
-    def _block(self, samples: NDArray[np.int64], positions: NDArray[np.int64], *, seed: int | None) -> RequestBlock:
-        return self._gather.block(self.samples.request(samples, position=positions, seed=seed))
+    @cached_property
+    def _ring(self) -> LatentRing:
+        loading = self._loading
+        tokenize = None if self._tokenize is None else self._tokens_by(self._tokenize)
+        return LatentRing(
+            self.samples,
+            batch=loading.batch,
+            pin=loading.pin,
+            can_keep=loading.can_keep,
+            keys_of=self.keys_of,
+            tokenize=tokenize,
+        )
 
     def _tokens_by(self, tokenize: "Tokenize") -> "Callable[[torch.Tensor], torch.Tensor]":
         import torch
@@ -264,19 +258,15 @@ class CaptionedLatents(LatentLoader):
 
     def text(self, sample: int) -> str:
         """The text of the caption."""
-        caption_id = self._request(sample).caption_id
-        assert caption_id is not None
-        return self._texts.text(int(caption_id[0]))
+        number = np.array([sample])
+        columns = self.samples.request(number, position=number, seed=None).columns
+        return self._texts.text(int(columns["caption_id"][0]))
 
     def require_different_texts(self) -> None:
         """Raise a UserError if all captions are the same text, so that there is nothing to tell apart."""
         captions = self.samples.captions
         assert captions is not None
         self._texts.require_different(captions.caption_id, split=self.split)
-
-    def key(self, sample: int) -> str:
-        """The chunk."""
-        return self.samples.key(int(self._request(sample).chunk[0]))
 
     def span_s(self, sample: int) -> tuple[float, float]:
         """Begin and end of the segment in its video, seconds."""
@@ -288,12 +278,11 @@ class CaptionedLatents(LatentLoader):
 
         Empty if the latents do not match their checksum.
         """
-        request, shape = self._request(sample), self.frame_shape
-        try:
-            with self._checksums.held(int(request.chunk[0])):
-                bits = self.samples.frames(request, 0).copy()
-        except SampleFailed:
+        number, shape = np.array([sample]), self.frame_shape
+        [found] = self._read(number, number, seed=None)
+        if isinstance(found, FailedSample):
             return []
+        bits = np.frombuffer(found[2], np.uint16).reshape(-1, shape.channels, shape.height, shape.width)
         if shape.dtype == "bfloat16":
             latents = (bits.astype(np.uint32) << np.uint32(16)).view(np.float32)
         else:
@@ -301,10 +290,6 @@ class CaptionedLatents(LatentLoader):
         chosen = (np.arange(num_frames) * 2 + 1) * len(latents) // (2 * num_frames)
         colours = latents[chosen][:, np.arange(3) % shape.channels].transpose(0, 2, 3, 1)
         return list((np.clip(colours / (2 * FALSE_COLOUR_STDS) + 0.5, 0, 1) * 255).astype(np.uint8))
-
-    def _request(self, sample: int) -> SegmentRequests:
-        at = np.array([sample])
-        return self.samples.request(at, position=at, seed=None)
 
 
 class LabelledLatents(LatentLoader):

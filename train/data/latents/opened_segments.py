@@ -39,7 +39,7 @@ Captions = Literal["none", "stored", "words"]
 
 @dataclass(frozen=True)
 class OpenedSegments:
-    """What opening a set computes; addresses are relative to the mapped tars.
+    """What opening a set computes.
 
     Attributes:
         kept: rows of the samples among the segments that are shown; None for all of them.
@@ -98,10 +98,10 @@ def open_segment_set(
     """
     tars.require_files()
     video_ids = videos_of_split(data_dir, split)
-    starts, num_latents = tars.starts - tars.begin, latents.num_shards
+    num_latents = latents.num_shards
     records = read_records(
         latents,
-        starts=starts[:num_latents],
+        starts=tars.starts[:num_latents],
         video_ids=video_ids,
         known_ids=read_videos(data_dir)["video_id"].combine_chunks(),
     )
@@ -128,7 +128,7 @@ def open_segment_set(
         if text_variant is not None:
             if not text_variant.num_shards:
                 raise _nothing_of(text_variant, data_dir, video_ids, split=split)
-            text, rows = read_text_rows(text_variant, starts=starts[num_latents:], video_ids=video_ids)
+            text, rows = read_text_rows(text_variant, starts=tars.starts[num_latents:], video_ids=video_ids)
             if not (text.video_row >= 0).any():
                 raise _nothing_of(text_variant, data_dir, video_ids, split=split)
         its_captions = pair_captions(

@@ -2,7 +2,7 @@
 
 import hashlib
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -15,16 +15,13 @@ from clipmill.manifests.data_location import resolved_folder
 from clipmill.manifests.errors import UserError
 from clipmill.manifests.store import num_captions_of
 from clipmill.shards.dataset import current_variant
-from clipmill.shards.format import BLOCK_BYTES
 from clipmill.shards.merged_table import merged_mark
-from clipmill.shards.npy import decompressed
 from clipmill.shards.reader import Variant
 from clipmill.train.data.chunks import manifest_mark
 from clipmill.train.data.classes import ClassList
 from clipmill.train.data.latents.captions import SegmentCaptions
 from clipmill.train.data.latents.labels import SegmentLabels
 from clipmill.train.data.latents.opened_segments import OPENED_TYPES, Captions, OpenedSegments, open_segment_set
-from clipmill.train.data.latents.requests import SegmentRequests
 from clipmill.train.data.latents.segments import (
     LatentRecords,
     Segments,
@@ -33,9 +30,32 @@ from clipmill.train.data.latents.segments import (
 from clipmill.train.data.node_cache import shared
 from clipmill.train.data.order import set_fingerprint
 from clipmill.train.data.remote import RemoteTars
-from clipmill.train.data.remote_maps import open_maps, remote_parts
+from clipmill.train.data.remote_maps import open_maps
 from clipmill.train.data.selection import selection_mark
 from clipmill.train.data.stored_text import TextMembers, encoder_of
+
+Columns = dict[str, NDArray[np.int64]]  # entries of batches, by name
+
+
+@dataclass(frozen=True)
+class SegmentRequests:
+    """Samples to read; one entry of each array per request.
+
+    Attributes:
+        columns: what a batch has beside latents and embeddings, perhaps of further requests too.
+        rows: of the requests in `columns`, ascending.
+        chunk: index in the records.
+        frame: the first frame, in its chunk.
+        num_frames: number of frames; fewer than in a full segment for a tail.
+        text_place: where the embedding of the caption begins; None without stored embeddings.
+    """
+
+    columns: Columns
+    rows: Sequence[int]
+    chunk: NDArray[np.int64]
+    frame: NDArray[np.int64]
+    num_frames: NDArray[np.int64]
+    text_place: NDArray[np.int64] | None
 
 
 class SegmentSet:
@@ -108,18 +128,15 @@ class SegmentSet:
             types=OPENED_TYPES,
             column="segments",
         )
-        base = self.tars.begin
         self.video_ids: pa.Array = opened.video_ids
-        self.records: LatentRecords = replace(opened.records, base=base)
-        for part in remote_parts(self.tars):
-            part.want(base + opened.records.array_address)
+        self.records: LatentRecords = opened.records
+        self.tars.want(opened.records.array_place)
         self.segments: Segments = opened.segments
-        self.text: TextMembers | None = None if opened.text is None else replace(opened.text, base=base)
+        self.text: TextMembers | None = opened.text
         self.captions: SegmentCaptions | None = opened.captions
         self.labels: SegmentLabels | None = opened.labels
         self._kept: NDArray[np.int64] | None = opened.kept
-        self._opened: OpenedSegments | None = opened
-        self._unpacked: tuple[int, NDArray[np.uint16]] | None = None
+        self._opened: OpenedSegments = opened
         # Arrow would keep the memory that reading indexes and captions took.
         pa.default_memory_pool().release_unused()
         if not len(self):
@@ -190,32 +207,6 @@ class SegmentSet:
         """Key of a chunk."""
         return self.records.key(chunk, self.video_ids)
 
-    def frames(self, requests: SegmentRequests, number: int) -> NDArray[np.uint16]:
-        """The frames of a request as bits: uint16 [T, C, h, w], T fewer than in a full segment for a tail."""
-        shape, count = self.records.shape, int(requests.num_frames[number])
-        size = (-1, shape.channels, shape.height, shape.width)
-        address, chunk = int(requests.address[number]), int(requests.chunk[number])
-        begin = self.records.base + int(self.records.array_address[chunk])
-        if not shape.is_compressed:
-            with self.tars.held(begin, 1):
-                content = self.tars.bytes_at(address, count * shape.frame_bytes)
-                found = np.frombuffer(content, np.uint16).reshape(size)
-                return found if self.tars.is_whole else found.copy()
-        first = (address - begin) // shape.frame_bytes
-        return self._decompressed(chunk).reshape(size)[first : first + count]
-
-    def _decompressed(self, chunk: int) -> NDArray[np.uint16]:
-        kept = self._unpacked
-        if kept is not None and kept[0] == chunk:
-            return kept[1]  # segments of one chunk follow one another in evaluations
-        packed = self.records.payload(chunk)
-        size_bytes = BLOCK_BYTES + int(self.records.num_frames[chunk]) * self.records.shape.frame_bytes
-        with self.tars.held(packed.address, packed.size_bytes):
-            payload = decompressed(self.tars.bytes_at(packed.address, packed.size_bytes), size_bytes=size_bytes)
-        bits = np.frombuffer(payload, np.uint16, offset=BLOCK_BYTES)
-        self._unpacked = chunk, bits
-        return bits
-
     def describe(self) -> str:
         """One line for the log: what the set contains, what was excluded and why."""
         shape, segments, captions = self.records.shape, self.segments, self.captions
@@ -242,11 +233,11 @@ class SegmentSet:
             parts += self._describe_labels(self.labels)
         if num_more := self._num_before - len(self):
             parts.append(f"{num_more:,} further segments of long videos left out")
-        parts += [] if self._opened is None else self._opened.remarks
+        parts += self._opened.remarks
         if self._stale:
             parts.append(self._stale)
-        parts += [part.describe() for part in remote_parts(self.tars)]
-        return "; ".join(parts)
+        parts.append(self.tars.describe())
+        return "; ".join(filter(None, parts))
 
     @cached_property
     def fingerprint(self) -> str:
@@ -261,8 +252,7 @@ class SegmentSet:
         return order if self.captions is None else set_fingerprint(order, self.captions.words_sha256)
 
     def _order_sha256(self) -> str:
-        where = "" if self._opened is None else self._opened.where
-        digest = hashlib.sha256(("\n".join(self._variant_names) + where).encode())
+        digest = hashlib.sha256(("\n".join(self._variant_names) + self._opened.where).encode())
         digest.update(pa.record_batch([self.video_ids], names=["video_id"]).serialize())
         arrays: list[NDArray[Any]] = [self.records.video_row, self.records.start_ms, self.segments.first]
         if self.captions is not None:
@@ -285,24 +275,20 @@ class SegmentSet:
         segment = self.segment_of(samples)
         chunk = self.segments.chunk_of(segment)
         frame = (segment - self.segments.first[chunk]) * self.segments.num_frames
-        caption_id = text_address = None
+        num_frames = np.minimum(self.records.num_frames[chunk] - frame, self.segments.num_frames)
+        columns = {"position": position, "clip_id": samples.astype(np.int64)}
+        text_place = None
         if captions is not None:
             choice = captions.choice
             entry = choice.first(rows) if seed is None else choice.draw(rows, position=position, seed=seed)
             caption = captions.pair_caption[entry]
-            caption_id = captions.caption_id[caption].astype(np.int64)
-            if captions.address is not None:
-                text_address = self.records.base + captions.address[caption]
-        return SegmentRequests(
-            sample=samples.astype(np.int64),
-            position=position,
-            chunk=chunk,
-            address=self.records.base + self.records.array_address[chunk] + frame * self.records.shape.frame_bytes,
-            num_frames=np.minimum(self.records.num_frames[chunk] - frame, self.segments.num_frames),
-            caption_id=caption_id,
-            text_address=text_address,
-            label=None if self.labels is None else self.labels.label[rows, 0],
-        )
+            columns["caption_id"] = captions.caption_id[caption].astype(np.int64)
+            text_place = None if captions.place is None else captions.place[caption]
+        if self.labels is not None:
+            columns["label"] = self.labels.label[rows, 0]
+        if self.segments.tails == "pad":
+            columns["num_frames"] = num_frames
+        return SegmentRequests(columns, range(len(samples)), chunk, frame, num_frames, text_place)
 
     def _describe_labels(self, labels: SegmentLabels) -> list[str]:
         parts = [", ".join(its.describe(label) for its, label in zip(self._classes, labels.label.T, strict=True))]

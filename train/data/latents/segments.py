@@ -20,7 +20,7 @@ from clipmill.shards.reader import Variant
 from clipmill.train.data.chunk_table import index_in, own_in_order
 from clipmill.train.data.frame_sampling import US_PER_S
 from clipmill.train.data.mapped_tars import Payload
-from clipmill.train.data.member_rows import addresses_of, member_rows
+from clipmill.train.data.member_rows import member_rows, places_of
 
 Tails = Literal["drop", "pad"]
 
@@ -55,24 +55,22 @@ class LatentRecords:
     """Chunks with latents, ordered by (video row, start); one entry of each array per chunk.
 
     Attributes:
-        array_address: where the array begins, or the member if it is compressed, relative to `base`.
+        array_place: where the array begins, or the member if it is compressed (clipmill.train.data.mapped_tars).
         header_bytes: size of the npy header before it; 0 of a compressed member.
         packed_bytes: size of a compressed member; None if they are not compressed.
         crc32: of header and array, or of the compressed member.
         num_unknown: further chunks, of videos that are not in the manifest.
-        base: address of the mapped tars.
     """
 
     shape: FrameShape
     video_row: NDArray[np.int32]
     start_ms: NDArray[np.int64]
     num_frames: NDArray[np.int32]
-    array_address: NDArray[np.int64]
+    array_place: NDArray[np.int64]
     header_bytes: NDArray[np.int32]
     crc32: NDArray[np.uint32]
     num_unknown: int
     packed_bytes: NDArray[np.int64] | None = None
-    base: int = 0
 
     def __len__(self) -> int:
         return len(self.video_row)
@@ -94,8 +92,7 @@ class LatentRecords:
         size_bytes = header_bytes + int(self.num_frames[chunk]) * self.shape.frame_bytes
         if self.packed_bytes is not None:
             size_bytes = int(self.packed_bytes[chunk])
-        address = self.base + int(self.array_address[chunk]) - header_bytes
-        return Payload(address, size_bytes, int(self.crc32[chunk]))
+        return Payload(int(self.array_place[chunk]) - header_bytes, size_bytes, int(self.crc32[chunk]))
 
 
 def read_records(
@@ -104,7 +101,7 @@ def read_records(
     """Collect the chunks of the videos `video_ids`, from the merged table of a variant or else from its indexes.
 
     Args:
-        starts: address of each shard's tar, relative to the mapped area.
+        starts: place of each shard's tar.
         video_ids: a video's row is its index here.
         known_ids: all videos of the manifest.
 
@@ -130,12 +127,12 @@ def read_records(
     shape = _shape(variant, table, shard_of, is_compressed=member == _COMPRESSED)
     num_frames = table["num_frames"].to_numpy()
     array_bytes = None if shape.is_compressed else num_frames.astype(np.int64) * shape.frame_bytes
-    address, header_bytes = addresses_of(variant, table, starts=starts, shard_of=shard_of, array_bytes=array_bytes)
+    place, header_bytes = places_of(variant, table, starts=starts, shard_of=shard_of, array_bytes=array_bytes)
     columns = {
         "video_row": video_row,
         "start_ms": table["start_ms"].to_numpy(),
         "num_frames": num_frames,
-        "array_address": address,
+        "array_place": place,
         "header_bytes": header_bytes,
         "crc32": table["crc32"].to_numpy(),
     }

@@ -1,0 +1,128 @@
+"""From requests to samples: parts of mapped tars, or bytes that were fetched or unpacked; all of them verified.
+
+Once all members that some requests need were verified, their samples are parts of the maps, and reading costs nothing.
+Until then, and always for members that are compressed or not on this machine, threads load members ahead of the caller.
+"""
+
+from collections.abc import Iterable, Iterator
+from contextlib import closing
+from itertools import pairwise, repeat
+
+import numpy as np
+from numpy.typing import NDArray
+
+from clipmill.shards.format import BLOCK_BYTES
+from clipmill.shards.npy import decompressed
+from clipmill.train.data.latents.segment_set import Columns, SegmentRequests, SegmentSet
+from clipmill.train.data.loader import LoaderSettings
+from clipmill.train.data.mapped_tars import Problem, VerifiedMembers
+from clipmill.train.data.outcomes import FailedSample
+from clipmill.train.data.workers import Stuck, in_order
+
+_AHEAD_BYTES = 1 << 28  # of members that are loaded ahead
+
+# A sample: the columns of its batch and its row there; its latents, and its embedding in a set with stored text.
+LatentSample = tuple[Columns, int, memoryview, memoryview | None]
+_Wanted = tuple[int, int, tuple[int, int] | None]  # first frame, number of frames; member and place of the embedding
+_Loaded = tuple[memoryview, memoryview | None] | Problem
+
+
+class SegmentReader:
+    """Reads the samples of a set. Thread-safe.
+
+    Args:
+        loading: how members are loaded that are not parts of maps.
+        verify: verify members when they are first needed; those that are fetched are verified always.
+    """
+
+    def __init__(self, samples: SegmentSet, loading: LoaderSettings, *, verify: bool = True) -> None:
+        records, self._loading = samples.records, loading
+        self._samples, self._records, self._tars = samples, records, samples.tars
+        self._latents = VerifiedMembers(
+            samples.tars, len(records), records.payload, column="latents", noun="bytes", verify=verify
+        )
+        self._text = None if samples.text is None else samples.text.verified(samples.tars, verify=verify)
+
+    def read(self, requests: SegmentRequests) -> Iterator[LatentSample | FailedSample]:
+        """Read the samples of some requests, in their order.
+
+        Raises:
+            UserError: a tar cannot be mapped any more.
+        """
+        frame_bytes = self._records.shape.frame_bytes
+        latents = self._records.array_place[requests.chunk] + requests.frame * frame_bytes
+        due = self._due(requests, latents)
+        if due.any():
+            return self._loaded(requests, due)
+        texts: Iterator[memoryview | None] = repeat(None)
+        if self._samples.text is not None and requests.text_place is not None:
+            texts = self._tars.parts(requests.text_place, self._samples.text.row_bytes)
+        parts = self._tars.parts(latents, requests.num_frames * frame_bytes)
+        return zip(repeat(requests.columns), requests.rows, parts, texts)
+
+    def _due(self, requests: SegmentRequests, latents: NDArray[np.int64]) -> NDArray[np.bool_]:
+        """The requests that have to wait for a member; once these were loaded, all others are verified too."""
+        are_parts = not self._records.shape.is_compressed and self._tars.are_mapped(latents)
+        due = self._latents.are_due(requests.chunk)
+        if self._text is not None and self._samples.text is not None and requests.text_place is not None:
+            are_parts = are_parts and self._tars.are_mapped(requests.text_place)
+            due |= self._text.are_due(self._samples.text.member_at(requests.text_place))
+        return due if are_parts else np.ones(len(requests.chunk), bool)
+
+    def _loaded(self, requests: SegmentRequests, due: NDArray[np.bool_]) -> Iterator[LatentSample | FailedSample]:
+        """As `read`; threads load what is due. Requests in a row that show the same chunk load it once."""
+        chunk: list[int] = requests.chunk.tolist()
+        text: Iterable[tuple[int, int] | None] = repeat(None, len(chunk))
+        if self._samples.text is not None and (place := requests.text_place) is not None:
+            text = zip(self._samples.text.member_at(place).tolist(), place.tolist(), strict=True)
+        wanted = [*zip(requests.frame.tolist(), requests.num_frames.tolist(), text, strict=True)]
+        runs = [*pairwise([0, *(np.flatnonzero(np.diff(requests.chunk)) + 1).tolist(), len(chunk)])]
+        waits = np.logical_or.reduceat(due, [begin for begin, _ in runs]).tolist()
+
+        def load(run: tuple[int, int]) -> list[_Loaded]:
+            return self._load(chunk[run[0]], wanted[slice(*run)])
+
+        loading = in_order(
+            load,
+            [run for run, has_to_wait in zip(runs, waits, strict=True) if has_to_wait],
+            num_threads=max(self._tars.num_readers, self._loading.num_threads),
+            num_ahead=self._loading.num_ahead,
+            stuck_after_s=self._loading.stuck_after_s,
+            size_of=lambda run: self._records.payload(chunk[run[0]]).size_bytes,
+            max_bytes=_AHEAD_BYTES,
+        )
+        with closing(loading):
+            for run, has_to_wait in zip(runs, waits, strict=True):
+                own, rows = chunk[run[0]], requests.rows[slice(*run)]
+                loaded = next(loading)[1] if has_to_wait else load(run)
+                found = [self._latents.give_up(own, loaded)] * len(rows) if isinstance(loaded, Stuck) else loaded
+                for row, one in zip(rows, found, strict=True):
+                    if isinstance(one, Problem):
+                        position = int(requests.columns["position"][row])
+                        yield FailedSample(position, self._samples.key(own), one.reason, one.detail)
+                    else:
+                        yield requests.columns, row, *one
+
+    def _load(self, chunk: int, wanted: Iterable[_Wanted]) -> list[_Loaded]:
+        """The parts of a chunk that are wanted, each with its embedding."""
+        content, shape, found = self._latents.load(chunk), self._records.shape, list[_Loaded]()
+        first = int(self._records.header_bytes[chunk])
+        if shape.is_compressed and not isinstance(content, Problem):
+            first = BLOCK_BYTES
+            size_bytes = first + int(self._records.num_frames[chunk]) * shape.frame_bytes
+            content = memoryview(decompressed(content, size_bytes=size_bytes))
+        for frame, num_frames, text in wanted:
+            embedding = None if text is None else self._embedding(*text)
+            if isinstance(content, Problem):
+                found.append(content)
+            elif isinstance(embedding, Problem):
+                found.append(embedding)
+            else:
+                begin = first + frame * shape.frame_bytes
+                found.append((content[begin : begin + num_frames * shape.frame_bytes], embedding))
+        return found
+
+    def _embedding(self, member: int, place: int) -> memoryview | Problem:
+        assert self._text is not None and self._samples.text is not None
+        content = self._text.load(member)
+        return content if isinstance(content, Problem) else self._samples.text.row_of(content, member, place)

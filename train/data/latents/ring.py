@@ -1,0 +1,113 @@
+"""Collating samples of latents: each row of a batch is one copy into memory that is used again.
+
+A row is copied by assigning to a part of a `memoryview`, which holds the interpreter lock: if the lock were released
+for every row, a loader next to another busy thread would wait for it once per row. This is as fast as `memcpy` of the C
+library, and does not depend on torch's threads, which are slow when they share a core.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from clipmill.train.data.batch import Batch, BatchMemory
+from clipmill.train.data.latents.reading import LatentSample
+from clipmill.train.data.latents.segment_set import SegmentSet
+
+if TYPE_CHECKING:
+    import torch
+
+
+class LatentRing:
+    """Makes batches of the samples of a set, or of sets that are alike.
+
+    Args:
+        batch: number of samples in the largest batch.
+        pin: use pinned memory, for copies to a GPU.
+        can_keep: never overwrite a batch that is in use; otherwise the second batch after it overwrites it.
+        keys_of: keys of the chunks that clips are in.
+        tokenize: from ids of captions, int64 [B], to tokens, int64 [B, L]; None if captions are embeddings.
+    """
+
+    def __init__(
+        self,
+        samples: SegmentSet,
+        *,
+        batch: int,
+        pin: bool,
+        can_keep: bool,
+        keys_of: Callable[[NDArray[np.int64]], list[str]],
+        tokenize: "Callable[[torch.Tensor], torch.Tensor] | None" = None,
+    ) -> None:
+        import torch
+
+        shape = samples.records.shape
+        row_shape = (samples.segments.num_frames, shape.channels, shape.height, shape.width)
+        self._latents = _Rows((batch, *row_shape), getattr(torch, shape.dtype), pin=pin, can_keep=can_keep)
+        self._text = None
+        if samples.text is not None:
+            self._text = _Rows((batch, samples.text.width), torch.float16, pin=pin, can_keep=can_keep)
+        self._keys_of, self._tokenize, self._from_numpy = keys_of, tokenize, torch.from_numpy
+
+    def collate(self, samples: Sequence[LatentSample]) -> Batch:
+        """The batch of `samples`, in their order."""
+        columns, rows, latents, texts = zip(*samples)  # noqa: B905 - all have four entries
+        first, end = rows[0], rows[0] + len(rows)
+        is_slice = columns[-1] is columns[0] and rows[-1] + 1 == end
+        # A literal: calling `Batch` costs a microsecond, which a batch of one notices.
+        batch: Batch = {"input": "latents", "latents": self._latents.filled(latents)}
+        for name, column in columns[0].items():
+            # Slices of arrays, which nothing overwrites, take half as long as slices of tensors.
+            values = column[first:end] if is_slice else np.array([of[name][row] for of, row, _, _ in samples])
+            batch[name] = self._from_numpy(values)  # type: ignore[literal-required]
+        batch["key"] = Keys(batch["clip_id"], self._keys_of)
+        if self._tokenize is not None:
+            batch["tokens"] = self._tokenize(batch["caption_id"])
+        if self._text is not None:
+            batch["text"] = self._text.filled(texts)
+        return batch
+
+
+class _Rows:
+    """A `BatchMemory` with rows of bytes."""
+
+    def __init__(self, shape: tuple[int, ...], dtype: "torch.dtype", *, pin: bool, can_keep: bool) -> None:
+        self._memory = BatchMemory(shape, dtype, pin=pin, can_keep=can_keep)
+        size = self._row_bytes = dtype.itemsize * int(np.prod(shape[1:]))
+        self._places = [slice(begin, begin + size) for begin in range(0, shape[0] * size, size)]
+
+    def filled(self, parts: Sequence[memoryview]) -> "torch.Tensor":
+        """A tensor of rows; a part that is shorter than a row is followed by zeros."""
+        rows, content = self._memory.rows(len(parts))
+        for place, part in zip(self._places, parts):  # noqa: B905 - the last batch may be smaller
+            content[place] = part if len(part) == self._row_bytes else part.tobytes().ljust(self._row_bytes, b"\0")
+        return rows
+
+
+class Keys(Sequence[str]):
+    """Keys of the chunks of clips, made on access: a training step does not need them. Equal to a list of them."""
+
+    __slots__ = ("_clips", "_keys_of")
+
+    def __init__(self, clips: "torch.Tensor", keys_of: Callable[[NDArray[np.int64]], list[str]]) -> None:
+        self._clips, self._keys_of = clips, keys_of
+
+    def __len__(self) -> int:
+        return len(self._clips)
+
+    def __getitem__(self, index: int | slice) -> Any:  # as a list
+        if isinstance(index, slice):
+            return self._keys_of(self._clips[index].numpy())
+        return self._keys_of(self._clips[index].numpy()[None])[0]
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Sequence) and not isinstance(other, str) and list(self) == list(other)
+
+    __hash__ = None  # type: ignore[assignment]  # equal to lists, which are not hashable
+
+    def __repr__(self) -> str:
+        return repr(list(self))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return list, (list(self),)
