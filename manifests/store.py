@@ -120,7 +120,7 @@ def open_captions(data_dir: Path, *, coded: Sequence[str] = ()) -> pq.ParquetFil
             raise
         return file
 
-    return _read_consistently(data_dir, read)
+    return read_consistently(data_dir, read)
 
 
 def captions_path(data_dir: Path) -> Path:
@@ -129,7 +129,7 @@ def captions_path(data_dir: Path) -> Path:
     Raises:
         UserError: see `read_videos`.
     """
-    return _read_consistently(
+    return read_consistently(
         data_dir, lambda manifest: table_path(manifest_dir(data_dir), CAPTIONS_FILE, manifest=manifest)
     )
 
@@ -323,10 +323,10 @@ def _read(
             table = file.read(columns=columns)  # one chunk per row group, while `read_table` returns many
         return table if columns is None else table.select(columns)
 
-    return _read_consistently(data_dir, read).replace_schema_metadata().unify_dictionaries()
+    return read_consistently(data_dir, read).replace_schema_metadata().unify_dictionaries()
 
 
-def _read_consistently(data_dir: Path, read: Callable[[dict[str, Any]], _T]) -> _T:
+def read_consistently(data_dir: Path, read: Callable[[dict[str, Any]], _T]) -> _T:
     """Return `read(content of manifest.json)`, retried in case another manifest was published meanwhile."""
     for is_last in (False, False, True):
         manifest = read_manifest(data_dir)

@@ -283,7 +283,7 @@ def _write(
     from clipmill.manifests.quoting import quoted
     from clipmill.manifests.store import read_rejected, write_manifest
     from clipmill.prep.commands import manifest_text
-    from clipmill.prep.core.data_folder import keep_caption_spans, writing
+    from clipmill.prep.core.data_folder import writing
     from clipmill.prep.core.failure_list import first_rejected
 
     check_data_dir(data, videos=videos)
@@ -316,7 +316,6 @@ def _write(
             reading.rejected,
             num_captions_lost=reading.num_captions_lost,
         )
-        keep_caption_spans(data)
         rejected = (
             first_rejected(manifest_text.rejected_of(read_rejected(data), dataset)) if written.num_rejected else []
         )

@@ -16,7 +16,7 @@ from clipmill.manifests.publish import publish_bytes, remove
 from clipmill.manifests.quoting import counted
 from clipmill.manifests.storage.mirrors import refresh, require_locks
 from clipmill.prep.core.column import ColumnSpec
-from clipmill.prep.core.data_folder import keep_caption_spans, remove_variant_temporaries
+from clipmill.prep.core.data_folder import remove_variant_temporaries
 from clipmill.prep.core.failures import FailureCode
 from clipmill.prep.core.heartbeat import RunningChunks
 from clipmill.prep.core.lag import is_committed, wait_until_seen
@@ -222,7 +222,6 @@ def _finish(
     left = [] if part_run is None else list(_left_by_others(job, commits, part_run))
     write_failures(job.variant_dir / FAILURES_FILE, [*summary.failures, *left])
     _merge_indexes(job)
-    keep_caption_spans(job.data_dir)
     if is_complete and not left and summary.num_chunks:  # a variant in which everything failed replaces nothing
         set_current_variant(job.data_dir, job.column.name, job.variant)
 

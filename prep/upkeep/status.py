@@ -228,9 +228,9 @@ def _sources(data_dir: Path) -> list[CaptionSource] | None:
         return None  # `prep verify` names the damage
 
 
-def _num_beyond(data_dir: Path, videos: pa.Table, ends_s: np.ndarray) -> int | None:
+def _num_beyond(data_dir: Path, ends_s: np.ndarray) -> int | None:
     try:
-        return num_captions_beyond(data_dir, videos, end_s=ends_s)
+        return num_captions_beyond(data_dir, end_s=ends_s)
     except (UserError, OSError, pa.ArrowException):
         return None  # `prep verify` names the damage
 
@@ -256,7 +256,7 @@ def _videos_status(data_dir: Path) -> VideosStatus:
         lost=dict(Counter[str](lost["code"].to_pylist()).most_common()),
         first_lost=_first_sources(lost),
         caption_sources=_sources(data_dir),
-        num_captions_beyond=_num_beyond(data_dir, videos, ends_s),
+        num_captions_beyond=_num_beyond(data_dir, ends_s),
     )
 
 

@@ -1,5 +1,6 @@
 """`--where` of a sample set: which chunks and captions of a split it selects."""
 
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -7,14 +8,19 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
+from clipmill.manifests.caption_table import caption_blocks
+from clipmill.manifests.store import open_captions
 from clipmill.shards.dataset import current_variant, variant_dir
 from clipmill.shards.merged_table import merged_mark
 from clipmill.shards.reader import Variant
 from clipmill.shards.scores import SCORES
 from clipmill.shards.selection import caption_columns, nothing_selected, selected_captions, selected_chunks
 from clipmill.shards.where import Where, parse_where
-from clipmill.train.data.node_cache import shared
+from clipmill.train.data.chunk_table import rows_of
+from clipmill.train.data.node_cache import scratch, shared
 from clipmill.train.data.remote import RemoteTars
+
+_BLOCK = 1 << 21  # captions at a time: for each block, the ids of all videos are hashed
 
 
 class Selection:
@@ -96,6 +102,32 @@ class Selection:
     def text(self) -> str:
         """The expression as a part of a fingerprint; empty without one."""
         return "" if self._where is None else f" where {self._where.text}"
+
+    def of_manifest(self, table: pa.Table | None = None) -> NDArray[np.bool_] | None:
+        """bool [rows of captions.parquet], the captions of the split that are selected; None for all.
+
+        Args:
+            table: captions in place of the manifest's.
+
+        Raises:
+            UserError: none of them is selected.
+        """
+        if self._of_captions is None:
+            return None
+        opened = open_captions(self._data_dir, coded=("video_id", "source")) if table is None else nullcontext(table)
+        with opened as captions:
+            schema = captions.schema if isinstance(captions, pa.Table) else captions.schema_arrow
+            columns = list(dict.fromkeys(["video_id", *self.caption_columns(schema)]))
+            num_rows = captions.num_rows if isinstance(captions, pa.Table) else captions.metadata.num_rows
+            selected, begin = scratch(num_rows, np.bool_), 0
+            selected[:] = False
+            for block in caption_blocks(captions, columns, num_rows=_BLOCK):
+                video_row = rows_of(block["video_id"], self._video_ids)
+                rows = np.flatnonzero(video_row >= 0)
+                selected[begin + rows] = self.part_of_captions(block, rows=rows, video_row=video_row[rows])
+                begin += len(block)
+        self.require_captions()
+        return selected
 
     def of_captions(
         self, captions: pa.Table, *, rows: NDArray[np.integer], video_row: NDArray[np.integer]
