@@ -148,7 +148,6 @@ def write_column(
     same: dict[str, object] = {"column": column, "split": "train", "plan_fingerprint": "1", "tar_sha256": _FINGERPRINT}
     columns |= {name: [value] * num_shards for name, value in same.items()}
     columns |= {"failures": [None] * num_shards, "seconds": [1.0] * num_shards}
-    columns["folder"] = [folder_of(shard_id) for shard_id in range(num_shards)]
     content = table_bytes(columns)
     publish_bytes(folder / COMMIT_TABLE_FILE, content)
     sha256 = file_sha256(content)

@@ -1,5 +1,6 @@
 """Opening the captions of a manifest by span: every rank maps the two files, the one that computes verifies them."""
 
+import mmap
 import zlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -12,7 +13,7 @@ from numpy.typing import NDArray
 
 from clipmill.manifests.caption_spans import CaptionSpans
 from clipmill.manifests.errors import UserError
-from clipmill.manifests.mapped_files import map_arrow_file
+from clipmill.manifests.mapped_files import report_lost_pages
 from clipmill.manifests.store import manifest_dir, read_consistently, read_videos
 from clipmill.manifests.table_files import MAPPED_FILES, DamagedManifest, table_path
 
@@ -30,12 +31,13 @@ class StoredCaptions(CaptionSpans):
         stats = [path.stat() for path in paths]
         self.mark = tuple((one.st_size, one.st_mtime_ns, one.st_ino) for one in stats)
         self._buffers = [_mapped(path) for path in paths]
-        super().__init__(*self._buffers)
+        super().__init__(*map(pa.py_buffer, self._buffers))
 
     def verify(self) -> None:
         for path, recorded, buffer in zip(self._paths, self._recorded, self._buffers, strict=True):
             if zlib.crc32(buffer) != recorded["crc32"]:
                 raise DamagedManifest(path, "its checksum does not match manifest.json")
+            buffer.madvise(mmap.MADV_DONTNEED)  # pages of the cache, which would count as memory of this process
 
 
 def open_stored_captions(data_dir: Path) -> StoredCaptions:
@@ -67,6 +69,7 @@ def rows_of_split(data_dir: Path, split: str, *, video_ids: pa.Array) -> NDArray
     return np.where(is_own, np.cumsum(is_own) - 1, -1).astype(np.int32)
 
 
-def _mapped(path: Path) -> pa.Buffer:
-    with map_arrow_file(path) as mapped:
-        return mapped.read_buffer()
+def _mapped(path: Path) -> mmap.mmap:
+    report_lost_pages()
+    with path.open("rb") as file:
+        return mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ)

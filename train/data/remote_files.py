@@ -204,13 +204,10 @@ class RemoteFiles:
         table = open_commit_table(local, sha256=sha256)
         if table is None:
             return {}
-        held = {
-            (f"{name}/" if name else "") + commit_name(shard_id): commit
-            for name, commits in commits_in(table.rows).items()
-            for shard_id, commit in commits.items()
-        }
+        commits = commits_in(table.rows)
+        held = {in_folder(shard_id, commit_name(shard_id)): commit for shard_id, commit in commits.items()}
         if not self.objects.is_writable:
-            is_same = listed_contents(local).shard_ids == frozenset(table.rows["shard_id"].to_pylist())
+            is_same = listed_contents(local).shard_ids == commits.keys()
             return held if is_same else {}
         return {
             name: commit
@@ -224,9 +221,8 @@ class RemoteFiles:
         if self.objects.is_writable:
             listed = {info.key.removeprefix(prefix): info for info in self.objects.list(prefix)}
             return {name: info for name, info in listed.items() if name.endswith(".json")}
-        names = [commit_name(shard_id) for shard_id in sorted(listed_contents(local).shard_ids)]
-        # Older versions wrote all of them into one folder.
-        names = list(dict.fromkeys([*(in_folder(int(name[:-5]), name) for name in names), *names]))
+        shard_ids = sorted(listed_contents(local).shard_ids)
+        names = [in_folder(shard_id, commit_name(shard_id)) for shard_id in shard_ids]
         if not names:
             names = _LINK.findall(self.objects.read(prefix).decode(errors="replace"))
         return {name: ObjectInfo(prefix + name, 0, "", 0.0) for name in names}
