@@ -18,7 +18,7 @@ import os
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import fields, is_dataclass
 from fractions import Fraction
 from pathlib import Path
@@ -64,28 +64,33 @@ def shared(
         return compute()
     key = hashlib.sha256(repr([_FORMAT, *of]).encode()).hexdigest()[:32]
     by_name = {kind.__name__: kind for kind in types}
-    computed: list[_T] = []
-    try:
-        folder = _folder()
-        path = folder / f"{column}-{key}"
-        with _lock(folder / f".{key}.lock"):
+    with ExitStack() as held:
+        try:
+            path = _folder() / f"{column}-{key}"
+            held.enter_context(_lock(path.with_name(f".{key}.lock")))
             found = _opened(path, by_name)
-            if found is None:
-                with _raising_as_is():
-                    computed.append(compute())
-                with published(path) as temporary:
-                    _write(computed[0], temporary)
-                _make_room(folder, keep=path)
-                found = _opened(path, by_name)
-                if found is not None:
-                    computed.clear()
-                    _give_back_memory()
-        return computed[0] if found is None else found
-    except _ComputingFailed as failed:
-        raise failed.error from failed.error.__cause__
-    except OSError as error:
-        sys.stderr.write(f"warning: {error}; every rank computes for itself what it would share (see --cache)\n")
-        return computed[0] if computed else compute()
+        except OSError as error:
+            _warn(error)
+            return compute()
+        if found is not None:
+            return found  # type: ignore[no-any-return]
+        computed = compute()
+        try:
+            with published(path) as temporary:
+                _write(computed, temporary)
+            _make_room(path.parent, keep=path)
+            found = _opened(path, by_name)
+        except OSError as error:
+            _warn(error)
+        if found is None:
+            return computed
+        del computed
+        _give_back_memory()
+        return found  # type: ignore[no-any-return]
+
+
+def _warn(error: OSError) -> None:
+    sys.stderr.write(f"warning: {error}; every rank computes for itself what it would share (see --cache)\n")
 
 
 def _give_back_memory() -> None:
@@ -135,22 +140,6 @@ class Rows:
     def array(self) -> NDArray[Any]:
         """The values so far."""
         return self._array[: self._count]
-
-
-class _ComputingFailed(Exception):
-    """An error of `compute`, as opposed to one of the cache."""
-
-    def __init__(self, error: OSError) -> None:
-        super().__init__(str(error))
-        self.error = error
-
-
-@contextmanager
-def _raising_as_is() -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        raise _ComputingFailed(error) from error
 
 
 def _folder() -> Path:

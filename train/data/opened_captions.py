@@ -129,7 +129,7 @@ def open_clip_captions(
     )
     if not of_split.num_captions:
         raise no_captions(data_dir, split)
-    selected = chunks.selection.of_manifest(table)
+    selected = chunks.selection.of_captions(table)
     groups = ClipGroups(
         of_split.sources,
         num_captions=of_split.num_captions,

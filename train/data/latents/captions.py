@@ -84,7 +84,7 @@ def pair_captions(
     stored = open_stored_captions(data_dir)
     stored.verify()
     of_split = captions_of_split(stored, data_dir, split=split, video_ids=video_ids, wanted_sources=wanted_sources)
-    selected = selection.of_manifest()
+    selected = selection.of_captions()
     span = SegmentSpans(records, segments)
     none = np.empty(0, np.int64)
     parts: list[dict[str, NDArray[Any]]] = [dict.fromkeys(("id", "row", "address", "rank", "first", "last"), none)]
