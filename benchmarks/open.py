@@ -12,8 +12,7 @@ CPU is that of opening, after the imports. `private` is anonymous memory beyond 
 `peak` its highest value while it was opened, sampled every 50 ms. `PSS` and `USS` (smaps_rollup, beyond the imports)
 count pages of mapped files too: PSS by the number of processes that map them, USS those that one process alone has
 touched; the kernel reclaims these when memory is short. `merge` is the cost of writing the merged table from indexes,
-`merge, one part` of writing the last of its parts, with the others verified, `indexes` of opening without it, and
-`captions.parquet` of opening without the captions by span.
+`merge, one part` of writing the last of its parts, with the others verified, and `indexes` of opening without it.
 """
 
 import argparse
@@ -92,12 +91,6 @@ def measure(folder: Path, num_chunks: int, arguments: argparse.Namespace) -> lis
         add(name, "next", run_ranks(data, name, 1, cache=folder / "cache"))
         shutil.rmtree(folder / "cache", ignore_errors=True)
         add(name, str(arguments.ranks), run_ranks(data, name, arguments.ranks, cache=folder / "cache"))
-        shutil.rmtree(folder / "cache", ignore_errors=True)
-    by_span = list((data / "manifest").glob("caption_*"))
-    if "captions" in arguments.sets and by_span:
-        for path in by_span:
-            path.unlink()
-        add("captions", "first, captions.parquet", run_ranks(data, "captions", 1, cache=folder / "cache"))
         shutil.rmtree(folder / "cache", ignore_errors=True)
     if has_indexes:
         parts = [*data.glob("video/*/chunks.arrow"), *data.glob("video/*/*/chunks.arrow")]

@@ -16,11 +16,11 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from clipmill.manifests.caption_spans import update_caption_spans
+from clipmill.manifests.caption_spans import write_caption_spans
 from clipmill.manifests.checked_json import publish_checked_json
 from clipmill.manifests.publish import publish_bytes, publish_json
 from clipmill.manifests.schema import CAPTIONS, MANIFEST_FORMAT, VIDEOS
-from clipmill.manifests.table_files import CAPTIONS_FILE, FINGERPRINT_KEY, VIDEOS_FILE, describe
+from clipmill.manifests.table_files import CAPTIONS_FILE, FINGERPRINT_KEY, MAPPED_FILES, VIDEOS_FILE, describe
 from clipmill.shards.chunk_table import chunk_table_metadata
 from clipmill.shards.commit_table import commit_folders, confirm, table_bytes
 from clipmill.shards.contents import Contents, file_sha256, write_contents
@@ -72,11 +72,13 @@ def write_manifest_of(
     ) as writer:
         for table in _captions(num_captions, num_videos, length_s=chunks_per_video * CHUNK_MS / 1000):
             writer.write_table(table.cast(schema), row_group_size=_ROWS)
-    tables = {name: describe(folder / name) for name in (VIDEOS_FILE, CAPTIONS_FILE)}
+    spans, texts = (folder / name for name in MAPPED_FILES)
+    with pq.ParquetFile(folder / CAPTIONS_FILE, read_dictionary=["video_id", "source"]) as file:
+        write_caption_spans(file, names, spans=spans, texts=texts, metadata=metadata, scratch_folder=folder)
+    tables = {name: describe(folder / name) for name in (VIDEOS_FILE, CAPTIONS_FILE, *MAPPED_FILES)}
     entry = {"num_videos": num_videos, "num_captions": num_captions, "num_captions_lost": 0, "num_rejected": {}}
     content = {"format": MANIFEST_FORMAT, "fingerprint": _FINGERPRINT, "next_caption_id": num_captions}
     publish_checked_json(folder / "manifest.json", {**content, "datasets": {"made": entry}, "tables": tables})
-    update_caption_spans(data)
 
 
 def _captions(num_captions: int, num_videos: int, *, length_s: float) -> Iterator[pa.Table]:
@@ -146,7 +148,6 @@ def write_column(
     same: dict[str, object] = {"column": column, "split": "train", "plan_fingerprint": "1", "tar_sha256": _FINGERPRINT}
     columns |= {name: [value] * num_shards for name, value in same.items()}
     columns |= {"failures": [None] * num_shards, "seconds": [1.0] * num_shards}
-    columns["folder"] = [folder_of(shard_id) for shard_id in range(num_shards)]
     content = table_bytes(columns)
     publish_bytes(folder / COMMIT_TABLE_FILE, content)
     sha256 = file_sha256(content)

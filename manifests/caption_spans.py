@@ -1,21 +1,20 @@
-"""The captions of a large manifest in the order in which training opens them, in files that are mapped into memory.
+"""The captions of a manifest in the order in which training opens them, in files that are mapped into memory.
 
-    caption_spans.json             the tables that the files were made of; size and CRC-32 of each file
-    caption_spans-<16 hex>.arrow   one row per span (video, begin_s, end_s), ordered by these, with its captions: a list
-                                   of (source, row, caption_id), ordered by source and row. Whole videos in each batch.
-    caption_texts-<16 hex>.arrow   the texts in the order of captions.parquet, uncompressed
+    caption_spans.arrow   one row per span (video, begin_s, end_s), ordered by these, with its captions: a list of
+                          (source, row, caption_id), ordered by source and row. Whole videos in each batch.
+    caption_texts.arrow   the texts in the order of captions.parquet, uncompressed
 
 `video` and `row` are rows of videos.parquet and captions.parquet; `source` is a number in the order of `source_order`.
-The digits in the names are of the checksum of captions.parquet. Everything is derived: files that are missing or of
-other tables cost time, never data, and the next command of `prep` writes them again. Small manifests have none.
+Every write of the manifest derives both from its tables, and publishes them together (clipmill.manifests.table_files).
+Labels and likelihoods are in captions.parquet alone.
 """
 
+import json
 import mmap
 import os
-import re
-import zlib
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from tempfile import TemporaryFile
 from typing import Any
@@ -27,29 +26,13 @@ import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
 from clipmill.manifests.caption_digest import TextDigest
-from clipmill.manifests.checked_json import publish_checked_json, read_checked_json
-from clipmill.manifests.errors import UserError
-from clipmill.manifests.mapped_files import map_arrow_file
-from clipmill.manifests.publish import folder_lock, published, remove, remove_temporaries
-from clipmill.manifests.storage.mirrors import mirror_of
-from clipmill.manifests.store import manifest_dir, open_captions, read_manifest, read_videos
-from clipmill.manifests.table_files import CAPTIONS_FILE, VIDEOS_FILE
+from clipmill.manifests.caption_table import caption_blocks
 
-SPANS_RECORD = "caption_spans.json"
-MIN_CAPTIONS = 200_000  # fewer are opened in less than a second without these files
-_FORMAT = 1
-_FILE = re.compile(r"caption_(spans|texts)-[0-9a-f]{16}\.arrow")
+_METADATA_KEY = b"clipmill_captions"  # of the spans: names of the sources, digest of the texts
 _BATCH = 1 << 20  # captions in a batch, or more if a video has more
 _READ = 1 << 21  # captions read at a time: for each of these blocks, the ids of all videos are hashed
 _TEXTS = 1 << 18  # texts in a batch
-
-
-class DamagedSpans(UserError):
-    """A file of the captions by span differs from its checksum."""
-
-    def __init__(self, path: Path, why: str) -> None:
-        super().__init__(f"{path} is damaged: {why}", hint="remove it; the next prep chunk writes it again")
-        self.path = path
+_NewArray = Callable[[int, Any], NDArray[Any]]
 
 
 @dataclass(frozen=True)
@@ -57,69 +40,104 @@ class SpanBlock:
     """Consecutive spans, those of whole videos; zero-copy views of the file.
 
     Attributes:
-        video: int32 [S], row of videos.parquet, ascending.
+        video: int32 [S], row of the video, ascending.
         begin_s, end_s: float64 [S].
-        first: int32 [S + 1], where the captions of each span begin in the next three arrays.
-        source: int16 [C]; row: int32 [C], of captions.parquet; caption_id: int64 [C].
+        counts: int32 [S], number of captions of each span.
+        source: int16 [C]; row: int32 [C], of captions.parquet; caption_id: int64 [C]; span by span.
     """
 
     video: NDArray[np.int32]
     begin_s: NDArray[np.float64]
     end_s: NDArray[np.float64]
-    first: NDArray[np.int32]
+    counts: NDArray[np.int32]
     source: NDArray[np.int16]
     row: NDArray[np.int32]
     caption_id: NDArray[np.int64]
 
+    def of_videos(self, video_row: NDArray[np.int32]) -> "SpanBlock | None":
+        """The spans of some videos, None if it has none.
 
-@dataclass(frozen=True)
+        Args:
+            video_row: for each video the row that it gets here; -1 for those that are left out.
+        """
+        video = video_row[self.video]
+        is_own = video >= 0
+        if is_own.all():
+            return replace(self, video=video)
+        if not is_own.any():
+            return None
+        of_caption = np.repeat(is_own, self.counts)
+        of_span = {name: getattr(self, name)[is_own] for name in ("begin_s", "end_s", "counts")}
+        captions = {name: getattr(self, name)[of_caption] for name in ("source", "row", "caption_id")}
+        return SpanBlock(video[is_own], **of_span, **captions)
+
+    def each_caption(self) -> "SpanBlock":
+        """The same captions, each with a span of its own."""
+        of_span = {name: np.repeat(getattr(self, name), self.counts) for name in ("video", "begin_s", "end_s")}
+        return replace(self, **of_span, counts=np.ones(len(self.source), np.int32))
+
+
 class CaptionSpans:
-    """The files of one manifest.
+    """The captions of a table, or those stored with a manifest (clipmill.manifests.caption_reader).
+
+    Args:
+        spans, texts: content of the two files.
 
     Attributes:
-        sources: names of the sources by number.
-        texts_sha256: `TextDigest` of all texts.
+        mark: what arrays that are read of these captions depend on.
     """
 
-    spans_path: Path
-    texts_path: Path
-    crc32: Mapping[str, int]
-    sources: tuple[str, ...]
-    num_captions: int
-    texts_sha256: str
+    mark: tuple[object, ...] = ()
 
-    @property
-    def mark(self) -> tuple[object, ...]:
-        """What arrays that are read of these files depend on."""
-        found = (path.stat() for path in (self.spans_path, self.texts_path))
-        return self.texts_sha256, *((one.st_size, one.st_mtime_ns, one.st_ino) for one in found)
+    def __init__(self, spans: pa.Buffer, texts: pa.Buffer) -> None:
+        self._spans, self._texts = spans, texts
 
     def verify(self) -> None:
-        """Read both files.
+        """Read both files; raises DamagedManifest if one differs from its checksum."""
 
-        Raises:
-            DamagedSpans: one differs from its checksum.
-            OSError: it cannot be read.
-        """
-        for path in (self.spans_path, self.texts_path):
-            if _crc32(path) != self.crc32[path.name]:
-                raise DamagedSpans(path, f"its content differs from {SPANS_RECORD}")
+    @classmethod
+    def of_table(cls, captions: pa.Table, video_ids: pa.Array) -> "CaptionSpans":
+        """Those of a table with the columns of captions.parquet, in place of it; `video_ids` as in videos.parquet."""
+        spans, texts = pa.BufferOutputStream(), pa.BufferOutputStream()
+        write_caption_spans(captions, video_ids, spans=spans, texts=texts)
+        return cls(spans.getvalue(), texts.getvalue())
 
-    def blocks(self) -> Iterator[SpanBlock]:
-        """The spans in order."""
-        with map_arrow_file(self.spans_path) as mapped:
-            reader = pa.ipc.open_file(mapped)
-            for number in range(reader.num_record_batches):
-                batch = reader.get_batch(number)
-                captions = batch["captions"]
-                fields = {name: captions.values.field(name).to_numpy() for name in ("source", "row", "caption_id")}
-                columns = {name: batch[name].to_numpy() for name in ("video", "begin_s", "end_s")}
-                yield SpanBlock(**columns, first=captions.offsets.to_numpy(), **fields)
-
+    @cached_property
     def texts(self) -> pa.ChunkedArray:
-        """The texts by row of captions.parquet, mapped."""
-        with map_arrow_file(self.texts_path) as mapped:
-            return pa.ipc.open_file(mapped).read_all()["text"]
+        """The text of each row."""
+        return pa.ipc.open_file(self._texts).read_all()["text"]
+
+    @property
+    def sources(self) -> tuple[str, ...]:
+        """Names of the sources by number."""
+        return tuple(self._facts["sources"])
+
+    @property
+    def texts_sha256(self) -> str:
+        """`TextDigest` of all texts."""
+        return str(self._facts["texts_sha256"])
+
+    @cached_property
+    def _facts(self) -> dict[str, Any]:
+        facts: dict[str, Any] = json.loads(pa.ipc.open_file(self._spans).schema.metadata[_METADATA_KEY])
+        return facts
+
+    def blocks(self, video_row: NDArray[np.int32] | None = None) -> Iterator[SpanBlock]:
+        """The spans in order.
+
+        Args:
+            video_row: for each video the row that it gets, ascending; -1 to leave it out. None keeps all as they are.
+        """
+        reader = pa.ipc.open_file(self._spans)
+        for number in range(reader.num_record_batches):
+            batch = reader.get_batch(number)
+            captions = batch["captions"]
+            fields = {name: captions.values.field(name).to_numpy() for name in ("source", "row", "caption_id")}
+            columns = {name: batch[name].to_numpy() for name in ("video", "begin_s", "end_s")}
+            block = SpanBlock(**columns, counts=np.diff(captions.offsets.to_numpy()), **fields)
+            own = block if video_row is None else block.of_videos(video_row)
+            if own is not None:
+                yield own
 
 
 def source_order(name: str) -> tuple[bool, str]:
@@ -127,108 +145,55 @@ def source_order(name: str) -> tuple[bool, str]:
     return "@" in name, name
 
 
-def open_caption_spans(data_dir: Path) -> CaptionSpans | None:
-    """Return the files of the current manifest; None if there are none, or some of other tables or another format.
+def write_caption_spans(
+    captions: pa.Table | pq.ParquetFile,
+    video_ids: pa.Array,
+    *,
+    spans: Any,
+    texts: Any,
+    metadata: dict[bytes, bytes] | None = None,
+    scratch_folder: Path | None = None,
+) -> None:
+    """Write both files of a table of captions.
 
-    Their contents are not verified yet.
-
-    Raises:
-        UserError: there is no manifest.
-    """
-    folder = manifest_dir(data_dir)
-    made_of = _tables(read_manifest(data_dir))
-    try:
-        record = read_checked_json(folder / SPANS_RECORD)
-    except (OSError, ValueError):
-        return None
-    if made_of is None or record.get("format") != _FORMAT or record.get("tables") != made_of:
-        return None
-    files: dict[str, dict[str, int]] = record["files"]
-    for name, entry in files.items():
-        path = folder / name
-        if not path.is_file() or path.stat().st_size != entry["bytes"]:
-            return None
-    spans_path, texts_path = (folder / name for name in sorted(files))
-    crc32 = {name: entry["crc32"] for name, entry in files.items()}
-    sources, count = tuple(record["sources"]), int(record["num_captions"])
-    return CaptionSpans(spans_path, texts_path, crc32, sources, count, record["texts_sha256"])
-
-
-def update_caption_spans(data_dir: Path) -> bool:
-    """Write the files of the current manifest unless they are there; return whether they were written.
-
-    Folders in a bucket have none.
+    Args:
+        captions: in a file, video_id and source are read as dictionaries.
+        video_ids: of videos.parquet.
+        spans, texts: path or Arrow stream of each file.
+        metadata: of their schemas.
+        scratch_folder: folder for files without a name, since the columns take 30 bytes per caption; None for memory.
 
     Raises:
-        UserError: the manifest cannot be read.
-        OSError: a file cannot be written.
-        ValueError: the tables of the manifest do not match.
+        ValueError: a caption is of another video.
     """
-    folder = manifest_dir(data_dir)
-    made_of = _tables(read_manifest(data_dir))
-    if made_of is None or mirror_of(folder) is not None or open_caption_spans(data_dir) is not None:
-        return False
-    with folder_lock(folder):
-        return open_caption_spans(data_dir) is None and _update(data_dir, made_of)
+
+    def new_array(count: int, kind: Any) -> NDArray[Any]:
+        return np.empty(count, kind) if scratch_folder is None else _in_file(scratch_folder, count, kind)
+
+    texts_sha256 = _write_texts(texts, captions, metadata=metadata or {})
+    columns, names = _read_columns(captions, video_ids, new_array=new_array)
+    facts = {_METADATA_KEY: json.dumps({"sources": names, "texts_sha256": texts_sha256}).encode()}
+    _write_spans(spans, columns, num_videos=len(video_ids), metadata={**(metadata or {}), **facts})
 
 
-def _update(data_dir: Path, made_of: Mapping[str, Any]) -> bool:
-    folder = manifest_dir(data_dir)
-    with open_captions(data_dir, coded=["video_id", "source"]) as file:
-        if file.metadata.num_rows < MIN_CAPTIONS:
-            _remove_files(folder, keep=())
-            return False
-        digits = made_of[CAPTIONS_FILE]["sha256"][:16]
-        spans, texts = (folder / f"caption_{what}-{digits}.arrow" for what in ("spans", "texts"))
-        names = _write_spans(spans, file, read_videos(data_dir)["video_id"].combine_chunks())
-        texts_sha256 = _write_texts(texts, file)
-        num_captions = file.metadata.num_rows
-    files = {path.name: {"bytes": path.stat().st_size, "crc32": _crc32(path)} for path in (spans, texts)}
-    record = {"format": _FORMAT, "tables": made_of, "files": files, "sources": names}
-    record |= {"num_captions": num_captions, "texts_sha256": texts_sha256}
-    is_current = _tables(read_manifest(data_dir)) == made_of  # else `prep manifest` has run meanwhile
-    if is_current:
-        publish_checked_json(folder / SPANS_RECORD, record)
-    _remove_files(folder, keep=files)
-    return is_current
-
-
-def _tables(manifest: Mapping[str, Any]) -> dict[str, Any] | None:
-    """The entries of the tables that the files are made of; None for a manifest without checksums."""
-    tables = manifest.get("tables", {})
-    return {name: tables[name] for name in (CAPTIONS_FILE, VIDEOS_FILE)} if CAPTIONS_FILE in tables else None
-
-
-def _remove_files(folder: Path, *, keep: Iterable[str]) -> None:
-    remove_temporaries(folder, of=lambda name: _FILE.fullmatch(name) is not None)
-    for path in folder.glob("caption_*-*.arrow"):
-        if _FILE.fullmatch(path.name) and path.name not in keep:
-            remove(path)
-
-
-def _crc32(path: Path) -> int:
-    with map_arrow_file(path) as mapped:
-        return zlib.crc32(mapped.read_buffer())
-
-
-def _write_texts(path: Path, file: pq.ParquetFile) -> str:
+def _write_texts(sink: Any, captions: pa.Table | pq.ParquetFile, *, metadata: dict[bytes, bytes]) -> str:
     """Write the texts and return their digest."""
-    digest, schema = TextDigest(), pa.schema([pa.field("text", pa.string(), nullable=False)])
-    with published(path) as temporary, pa.ipc.new_file(temporary, schema) as writer:
-        for batch in file.iter_batches(_TEXTS, columns=["text"]):
-            digest.add(batch["text"])
-            writer.write_batch(pa.record_batch([batch["text"]], schema=schema))
+    schema = pa.schema([pa.field("text", pa.string(), nullable=False)], metadata=metadata)
+    digest = TextDigest()
+    with pa.ipc.new_file(sink, schema) as writer:
+        for block in caption_blocks(captions, ["text"], num_rows=_TEXTS):
+            for batch in block.combine_chunks().to_batches(max_chunksize=_TEXTS):
+                digest.add(batch["text"])
+                writer.write_batch(pa.record_batch([batch["text"]], schema=schema))
     return digest.hexdigest()
 
 
-def _write_spans(path: Path, file: pq.ParquetFile, video_ids: pa.Array) -> list[str]:
-    """Write the spans and return the names of the sources."""
-    columns, names = _read_columns(file, video_ids, folder=path.parent)
+def _write_spans(sink: Any, columns: dict[str, NDArray[Any]], *, num_videos: int, metadata: dict[bytes, bytes]) -> None:
     item = pa.struct([("source", pa.int16()), ("row", pa.int32()), ("caption_id", pa.int64())])
-    fields = [("video", pa.int32()), ("begin_s", pa.float64()), ("end_s", pa.float64()), ("captions", pa.list_(item))]
-    schema = pa.schema([pa.field(name, kind, nullable=False) for name, kind in fields])
-    with published(path) as temporary, pa.ipc.new_file(temporary, schema) as writer:
-        for rows in _rows_of_batches(columns["video"], num_videos=len(video_ids)):
+    kinds = [("video", pa.int32()), ("begin_s", pa.float64()), ("end_s", pa.float64()), ("captions", pa.list_(item))]
+    schema = pa.schema([pa.field(name, kind, nullable=False) for name, kind in kinds], metadata=metadata)
+    with pa.ipc.new_file(sink, schema) as writer:
+        for rows in _rows_of_batches(columns["video"], num_videos=num_videos):
             own = {name: array[rows] for name, array in columns.items()}
             order = np.lexsort((own["source"], own["end_s"], own["begin_s"], own["video"]))
             own = {name: array[order] for name, array in own.items()}
@@ -240,43 +205,41 @@ def _write_spans(path: Path, file: pq.ParquetFile, video_ids: pa.Array) -> list[
             first = pa.array(np.append(begins, len(rows)).astype(np.int32))
             arrays = [pa.array(own[name][begins]) for name in ("video", "begin_s", "end_s")]
             writer.write_batch(pa.record_batch([*arrays, pa.ListArray.from_arrays(first, captions)], schema=schema))
-    return names
 
 
 def _read_columns(
-    file: pq.ParquetFile, video_ids: pa.Array, *, folder: Path
+    captions: pa.Table | pq.ParquetFile, video_ids: pa.Array, *, new_array: _NewArray
 ) -> tuple[dict[str, NDArray[Any]], list[str]]:
-    """What the spans are made of, by row, and the names of the sources.
-
-    The columns are in files without names in `folder`, since together they have 30 bytes per caption.
-    """
+    """What the spans are made of, by row, and the names of the sources."""
+    num_rows = captions.num_rows if isinstance(captions, pa.Table) else captions.metadata.num_rows
     kinds = {"video": np.int32, "begin_s": np.float64, "end_s": np.float64, "caption_id": np.int64, "source": np.int16}
-    columns: dict[str, NDArray[Any]] = {
-        name: _in_file(folder, file.metadata.num_rows, kind) for name, kind in kinds.items()
-    }
+    columns = {name: new_array(num_rows, kind) for name, kind in kinds.items()}
     codes: dict[str, int] = {}
     begin = 0
-    for table in _blocks(file, ["video_id", "begin_s", "end_s", "caption_id", "source"]):
+    for table in caption_blocks(captions, ["video_id", "begin_s", "end_s", "caption_id", "source"], num_rows=_READ):
         part = slice(begin, begin + len(table))
         begin += len(table)
         for name in ("begin_s", "end_s", "caption_id"):
             columns[name][part] = table[name].to_numpy()
-        video = table["video_id"].combine_chunks()
+        video, source = (_coded(table[name]) for name in ("video_id", "source"))
         video_row = pc.index_in(video.dictionary, value_set=video_ids)
         if video_row.null_count:
             raise ValueError("captions refer to a video that is not in the table of videos")
-        video_row = video_row.to_numpy(zero_copy_only=False)
-        columns["video"][part] = video_row[video.indices.to_numpy()]
-        source = table["source"].combine_chunks()
+        columns["video"][part] = video_row.to_numpy(zero_copy_only=False)[video.indices.to_numpy()]
         own = [codes.setdefault(name, len(codes)) for name in source.dictionary.to_pylist()]
         columns["source"][part] = np.array(own, np.int16)[source.indices.to_numpy()]
     names = sorted(codes, key=source_order)
     number = np.empty(len(names), np.int16)
     number[[codes[name] for name in names]] = np.arange(len(names))
-    for begin in range(0, len(columns["source"]), _READ):
+    for begin in range(0, num_rows, _READ):
         part = slice(begin, begin + _READ)
         columns["source"][part] = number[columns["source"][part]]
     return columns, names
+
+
+def _coded(column: pa.ChunkedArray) -> pa.DictionaryArray:
+    column = column.combine_chunks()
+    return column if pa.types.is_dictionary(column.type) else column.dictionary_encode()
 
 
 def _in_file(folder: Path, count: int, kind: Any) -> NDArray[Any]:
@@ -284,17 +247,6 @@ def _in_file(folder: Path, count: int, kind: Any) -> NDArray[Any]:
         # Reserved, because writing to a mapped file on a full disk would kill the process.
         os.posix_fallocate(file.fileno(), 0, max(count, 1) * np.dtype(kind).itemsize)
         return np.frombuffer(mmap.mmap(file.fileno(), 0), kind, count=count)
-
-
-def _blocks(file: pq.ParquetFile, columns: list[str]) -> Iterator[pa.Table]:
-    groups: list[int] = []
-    count = 0
-    for group in range(file.num_row_groups):
-        groups.append(group)
-        count += file.metadata.row_group(group).num_rows
-        if count >= _READ or group == file.num_row_groups - 1:
-            yield file.read_row_groups(groups, columns=columns).unify_dictionaries()
-            groups, count = [], 0
 
 
 def _rows_of_batches(video: NDArray[np.int32], *, num_videos: int) -> Iterator[NDArray[np.int32]]:
@@ -305,7 +257,7 @@ def _rows_of_batches(video: NDArray[np.int32], *, num_videos: int) -> Iterator[N
         of_video += np.bincount(video[part], minlength=num_videos)
     batch_of_video = ((np.cumsum(of_video) - of_video) // _BATCH).astype(np.uint16)  # which NumPy sorts by radix
     ends = np.cumsum(np.bincount(batch_of_video, weights=of_video)).astype(np.int64)
-    begins = np.r_[0, ends[:-1]]
+    begins = np.r_[0, ends][:-1]
     order, filled = np.empty(len(video), np.int32), begins.copy()
     for part in parts:
         batch = batch_of_video[video[part]]

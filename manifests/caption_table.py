@@ -1,6 +1,6 @@
 """Writing the caption table: a streaming merge by ID of one dataset's captions with those of the others."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -83,6 +83,25 @@ def kept_batches(path: Path, keep: Selection, *, columns: list[str] | None = Non
             table = table.filter(pa.array(keep(table)))
             if table.num_rows:
                 yield table
+
+
+def caption_blocks(captions: pa.Table | pq.ParquetFile, columns: Sequence[str], *, num_rows: int) -> Iterator[pa.Table]:
+    """Some columns of all captions in order, at least `num_rows` at a time but for the last; of a file, row groups.
+
+    Dictionaries are unified in each block.
+    """
+    if isinstance(captions, pa.Table):
+        for begin in range(0, captions.num_rows, num_rows):
+            yield captions.select(columns).slice(begin, num_rows).unify_dictionaries()
+        return
+    groups: list[int] = []
+    count = 0
+    for group in range(captions.num_row_groups):
+        groups.append(group)
+        count += captions.metadata.row_group(group).num_rows
+        if count >= num_rows or group == captions.num_row_groups - 1:
+            yield captions.read_row_groups(groups, columns=list(columns)).unify_dictionaries()
+            groups, count = [], 0
 
 
 def _has_likelihood(captions: pa.Table) -> bool:

@@ -9,13 +9,14 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
+from clipmill.manifests.dataset_write import previous_manifest
 from clipmill.manifests.errors import UserError
 from clipmill.manifests.further_sources import FurtherCaptions, of_sources, source_counts, source_name
 from clipmill.manifests.merge import rows_of
 from clipmill.manifests.previous import stable_ids
 from clipmill.manifests.publication import publish_manifest
 from clipmill.manifests.schema import REJECTED
-from clipmill.manifests.store import manifest_dir, previous_manifest, read_manifest
+from clipmill.manifests.store import manifest_dir, read_manifest
 
 # In the column `dataset` of rejected rows; the rows of the last command are kept.
 FURTHER = "further captions"

@@ -9,6 +9,7 @@ import pyarrow as pa
 import pyarrow.csv as csv
 import pyarrow.parquet as pq
 
+from clipmill.manifests.caption_spans import write_caption_spans
 from clipmill.manifests.caption_table import Selection, write_caption_table
 from clipmill.manifests.checked_json import publish_checked_json
 from clipmill.manifests.merge import tables_fingerprint
@@ -18,9 +19,12 @@ from clipmill.manifests.schema import MANIFEST_FORMAT, OWN_DIGEST
 from clipmill.manifests.table_files import (
     CAPTIONS_FILE,
     FINGERPRINT_KEY,
+    MAPPED_FILES,
     REJECTED_FILE,
     REJECTED_LIST,
+    SPANS_FILE,
     TABLE_FILES,
+    TEXTS_FILE,
     VIDEOS_FILE,
     describe,
     promote,
@@ -63,7 +67,7 @@ def publish_manifest(
     old.require_same(fingerprint)
     require_numbers(folder / VIDEOS_FILE, num_rows=len(videos), videos=videos)
     metadata = {FINGERPRINT_KEY: fingerprint.encode()}
-    staged = {name: staged_path(folder, name, fingerprint=fingerprint) for name in TABLE_FILES}
+    staged = {name: staged_path(folder, name, fingerprint=fingerprint) for name in (*TABLE_FILES, *MAPPED_FILES)}
     write_caption_table(
         staged[CAPTIONS_FILE],
         old_path=old.captions_path,
@@ -73,7 +77,14 @@ def publish_manifest(
         keep_labels=keep_labels,
         metadata=metadata,
     )
-    require_numbers(folder / CAPTIONS_FILE, num_rows=pq.read_metadata(staged[CAPTIONS_FILE]).num_rows)
+    with (
+        pq.ParquetFile(staged[CAPTIONS_FILE], read_dictionary=["video_id", "source"], pre_buffer=False) as file,
+        published(staged[SPANS_FILE]) as spans,
+        published(staged[TEXTS_FILE]) as texts,
+    ):
+        require_numbers(folder / CAPTIONS_FILE, num_rows=file.metadata.num_rows)
+        video_ids = videos["video_id"].combine_chunks()
+        write_caption_spans(file, video_ids, spans=spans, texts=texts, metadata=metadata, scratch_folder=folder)
     for name, table in ((REJECTED_FILE, rejected), (VIDEOS_FILE, videos)):
         with published(staged[name]) as temporary:
             pq.write_table(table.replace_schema_metadata(metadata), temporary, compression="zstd")

@@ -1,13 +1,14 @@
 """The table files of the manifest: locating valid tables, verifying checksums, and publishing new ones.
 
 A write stages its tables beside the valid ones, as `captions-<16 digits of the write's fingerprint>.parquet`. Then it
-publishes manifest.json, which holds the fingerprint, and size and SHA-256 of each table: from now on the staged files
+publishes manifest.json, which holds the fingerprint, and size and checksum of each table: from now on the staged files
 are the valid ones. Finally they are renamed to their plain names, such as `captions.parquet`. A write killed before it
 publishes manifest.json has changed nothing; after that, readers use the staged names until the next write.
 """
 
 import hashlib
 import re
+import zlib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from clipmill.manifests.errors import UserError
+from clipmill.manifests.mapped_files import map_arrow_file
 from clipmill.manifests.publish import remove, rename, require_regular
 
 VIDEOS_FILE = "videos.parquet"
@@ -23,8 +25,10 @@ CAPTIONS_FILE = "captions.parquet"
 REJECTED_FILE = "rejected.parquet"
 REJECTED_LIST = "rejected.csv"  # the same rows for people; nothing reads it
 TABLE_FILES = (CAPTIONS_FILE, REJECTED_FILE, VIDEOS_FILE)
+SPANS_FILE, TEXTS_FILE = "caption_spans.arrow", "caption_texts.arrow"
+MAPPED_FILES = (SPANS_FILE, TEXTS_FILE)  # derived from the tables (clipmill.manifests.caption_spans)
 FINGERPRINT_KEY = b"clipmill_manifest"  # in the metadata of each table: the fingerprint of the write that created it
-_STAGED = re.compile(r"(captions|rejected|videos)-[0-9a-f]{16}\.parquet")
+_STAGED = re.compile(r"(captions|rejected|videos)-[0-9a-f]{16}\.parquet|caption_(spans|texts)-[0-9a-f]{16}\.arrow")
 _TOO_LARGE = "divide the videos among several data folders, which `train` takes together: --shards A --shards B"
 MAX_ROWS = MAX_TEXT_BYTES = 2**31 - 1  # of a table, of the texts of a column: row numbers and offsets have 32 bits
 REPAIR_HINT = (
@@ -42,7 +46,7 @@ class DamagedManifest(UserError):
 
 def is_table_file(name: str) -> bool:
     """Return True for the name of a table file, staged or not."""
-    return name in TABLE_FILES or _STAGED.fullmatch(name) is not None
+    return name in (*TABLE_FILES, *MAPPED_FILES) or _STAGED.fullmatch(name) is not None
 
 
 def require_numbers(path: Path, *, num_rows: int, videos: pa.Table | None = None) -> None:
@@ -73,26 +77,33 @@ def staged_path(folder: Path, name: str, *, fingerprint: str) -> Path:
 
 
 def describe(path: Path) -> dict[str, Any]:
-    """Return the entry of a table's file in manifest.json."""
+    """Return the entry of a table's file in manifest.json.
+
+    Mapped files have a CRC-32, a third of the cost of SHA-256: opening tens of millions of captions computes it.
+    """
+    size_bytes = path.stat().st_size
+    if path.suffix == ".arrow":
+        with map_arrow_file(path) as mapped:
+            return {"bytes": size_bytes, "crc32": zlib.crc32(mapped.read_buffer())}
     with path.open("rb") as file:
-        digest = hashlib.file_digest(file, "sha256").hexdigest()
-    return {"bytes": path.stat().st_size, "sha256": digest}
+        return {"bytes": size_bytes, "sha256": hashlib.file_digest(file, "sha256").hexdigest()}
 
 
 def promote(folder: Path, *, fingerprint: str) -> None:
     """Rename the staged tables of a write to their plain names, and remove those of killed writes."""
-    for name in TABLE_FILES:
+    for name in (*TABLE_FILES, *MAPPED_FILES):
         rename(staged_path(folder, name, fingerprint=fingerprint), folder / name)
     for path in folder.iterdir():
         if _STAGED.fullmatch(path.name):
             remove(path)
 
 
-def table_path(folder: Path, name: str, *, manifest: Mapping[str, Any]) -> Path:
+def table_path(folder: Path, name: str, *, manifest: Mapping[str, Any], has_checksum: bool = True) -> Path:
     """Return the path of the valid table `name`, after verifying its size and checksum against manifest.json.
 
     Args:
         manifest: content of manifest.json.
+        has_checksum: False to verify the size alone.
 
     Raises:
         DamagedManifest: the file is missing, or not the one described by `manifest`.
@@ -109,7 +120,7 @@ def table_path(folder: Path, name: str, *, manifest: Mapping[str, Any]) -> Path:
         size_bytes = path.stat().st_size
         if size_bytes != recorded["bytes"]:
             raise DamagedManifest(path, f"it has {size_bytes} bytes, but {recorded['bytes']} in manifest.json")
-        if describe(path)["sha256"] != recorded["sha256"]:
+        if has_checksum and describe(path) != recorded:
             raise DamagedManifest(path, "its checksum does not match manifest.json")
     except FileNotFoundError as error:
         raise DamagedManifest(path, "the file is missing") from error

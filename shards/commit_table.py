@@ -39,7 +39,6 @@ _NUM_DATES = 50_000_000
 SCHEMA = pa.schema(
     [
         pa.field("shard_id", pa.int64(), nullable=False),
-        pa.field("folder", pa.string(), nullable=False),  # of the record in `commits/`; empty for that folder itself
         pa.field("column", pa.string(), nullable=False),
         pa.field("split", pa.string(), nullable=False),
         pa.field("plan_fingerprint", pa.string(), nullable=False),

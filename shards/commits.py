@@ -125,7 +125,6 @@ class Records:
         files = [commit.files for commit in self.commits.values()]
         columns: dict[str, list[Any]] = {
             "shard_id": list(self.commits),
-            "folder": [folder_of(number) for number in self.commits],
             "failures": [
                 json.dumps([asdict(failure) for failure in commit.failures]) if commit.failures else None
                 for commit in self.commits.values()
@@ -253,10 +252,12 @@ def _records(variant_dir: Path, *, table_sha256: str | None) -> Records:
         return Records({})
     table = open_commit_table(variant_dir, sha256=table_sha256)
     from_table = frozenset(name for name in folders if table is not None and folders[name] == date_of(table.sha256))
-    of_table = commits_in(table.rows) if table is not None and from_table else {}
     found: dict[int, Commit | DamagedCommit] = {}
-    for name in folders:
-        found |= of_table.get(name, {}) if name in from_table else _read_folder(variant_dir / COMMITS_FOLDER, name)
+    if table is not None and from_table:
+        of_table = commits_in(table.rows)
+        found |= {number: one for number, one in of_table.items() if folder_of(number) in from_table}
+    for name in folders.keys() - from_table:
+        found |= _read_folder(variant_dir / COMMITS_FOLDER, name)
     commits = {number: one for number, one in sorted(found.items()) if isinstance(one, Commit)}
     damaged = tuple(one for _, one in sorted(found.items()) if isinstance(one, DamagedCommit))
     return Records(commits, damaged, folders, table, from_table)
@@ -282,18 +283,16 @@ def _read_folder(root: Path, name_of_folder: str) -> dict[int, Commit | DamagedC
     return found
 
 
-def commits_in(rows: pa.Table) -> dict[str, dict[int, Commit]]:
-    """Return the commits of a table by the folder of their records and by shard ID."""
-    found: dict[str, dict[int, Commit]] = {}
+def commits_in(rows: pa.Table) -> dict[int, Commit]:
+    """Return the commits in rows of a table, by shard ID."""
     columns = (rows[name].to_pylist() for name in _COMMIT_FIELDS)
     files = zip(*(rows[name].to_pylist() for name in _FILE_FIELDS), strict=True)
-    for (folder, column, shard_id, split, fingerprint, failed), of_files in zip(
-        zip(*columns, strict=True), files, strict=True
-    ):
+    found = {}
+    for (column, shard_id, split, fingerprint, failed), of_files in zip(zip(*columns, strict=True), files, strict=True):
         failures = tuple(Failure(**failure) for failure in json.loads(failed)) if failed is not None else ()
         stored = None if of_files[0] is None else ShardFiles(*of_files)
-        found.setdefault(folder, {})[shard_id] = Commit(column, shard_id, split, fingerprint, stored, failures)
+        found[shard_id] = Commit(column, shard_id, split, fingerprint, stored, failures)
     return found
 
 
-_COMMIT_FIELDS = ("folder", "column", "shard_id", "split", "plan_fingerprint", "failures")
+_COMMIT_FIELDS = ("column", "shard_id", "split", "plan_fingerprint", "failures")

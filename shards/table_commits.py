@@ -8,7 +8,6 @@ take more memory than everything else that opening needs.
 import hashlib
 import json
 from collections.abc import ItemsView, Iterable, Iterator, Mapping, ValuesView
-from dataclasses import fields
 from functools import cached_property
 from itertools import groupby
 from pathlib import Path
@@ -19,11 +18,9 @@ import pyarrow.compute as pc
 from numpy.typing import NDArray
 
 from clipmill.shards.commit_table import commit_folders, date_of, open_commit_table
-from clipmill.shards.commits import Commit, Failure, ShardFiles, read_commits
+from clipmill.shards.commits import Commit, commits_in, read_commits
 from clipmill.shards.contents import listed_contents
-from clipmill.shards.format import COMMIT_TABLE_FILE, folder_of
-
-_OF_FILES = tuple(one.name for one in fields(ShardFiles))
+from clipmill.shards.format import COMMIT_TABLE_FILE, SHARDS_PER_FOLDER, folder_of
 
 
 class TableCommits(Mapping[int, Commit]):
@@ -38,7 +35,7 @@ class TableCommits(Mapping[int, Commit]):
         row = int(np.searchsorted(self._shard_ids, shard_id))
         if row == len(self._shard_ids) or self._shard_ids[row] != shard_id:
             raise KeyError(shard_id)
-        return _commits(self.rows.slice(row, 1))[shard_id]
+        return commits_in(self.rows.slice(row, 1))[shard_id]
 
     def __iter__(self) -> Iterator[int]:
         return iter(self._shard_ids.tolist())
@@ -54,8 +51,14 @@ class TableCommits(Mapping[int, Commit]):
 
     def _made(self) -> dict[int, Commit]:
         if self._all is None:
-            self._all = _commits(self.rows)
+            self._all = commits_in(self.rows)
         return self._all
+
+    def folders(self) -> set[str]:
+        """Return the names of the folders of their records."""
+        return {
+            folder_of(first) for first in np.unique(self._shard_ids // SHARDS_PER_FOLDER * SHARDS_PER_FOLDER).tolist()
+        }
 
     def with_files(self) -> pa.Table:
         """Return the rows of the commits that have files, without making commits."""
@@ -116,10 +119,10 @@ def open_table_commits(variant_dir: Path) -> TableCommits | None:
         folders = commit_folders(variant_dir)
     except FileNotFoundError:
         return None
-    is_current = set(folders.values()) == {date_of(table.sha256)}
-    if not is_current or not folders.keys() >= set(pc.unique(table.rows["folder"]).to_pylist()):
-        return None
     commits = TableCommits(table.rows)
+    is_current = set(folders.values()) == {date_of(table.sha256)}
+    if not is_current or not folders.keys() >= commits.folders():
+        return None
     return commits if contents.shard_ids == frozenset(commits) else None
 
 
@@ -131,16 +134,3 @@ def committed_tars(variant_dir: Path) -> Iterator[tuple[int, str, str | None]]:
         return
     for shard_id, commit in read_commits(variant_dir).commits.items():
         yield shard_id, commit.split, None if commit.files is None else commit.files.tar_sha256
-
-
-def _commits(rows: pa.Table) -> dict[int, Commit]:
-    names = ("column", "shard_id", "split", "plan_fingerprint", "failures")
-    files = zip(*(rows[name].to_pylist() for name in _OF_FILES), strict=True)
-    found = {}
-    for (column, shard_id, split, fingerprint, failed), of_files in zip(
-        zip(*(rows[name].to_pylist() for name in names), strict=True), files, strict=True
-    ):
-        failures = tuple(Failure(**failure) for failure in json.loads(failed)) if failed is not None else ()
-        stored = None if of_files[0] is None else ShardFiles(*of_files)
-        found[shard_id] = Commit(column, shard_id, split, fingerprint, stored, failures)
-    return found

@@ -278,12 +278,13 @@ def _write(
     """
     from clipmill.manifests.adapters.reading import encodable
     from clipmill.manifests.adapters.remote_tables import read_with_local_tables
+    from clipmill.manifests.dataset_write import write_manifest
     from clipmill.manifests.errors import DISK_ERRORS
     from clipmill.manifests.progress import Activity
     from clipmill.manifests.quoting import quoted
-    from clipmill.manifests.store import read_rejected, write_manifest
+    from clipmill.manifests.store import read_rejected
     from clipmill.prep.commands import manifest_text
-    from clipmill.prep.core.data_folder import keep_caption_spans, writing
+    from clipmill.prep.core.data_folder import writing
     from clipmill.prep.core.failure_list import first_rejected
 
     check_data_dir(data, videos=videos)
@@ -316,7 +317,6 @@ def _write(
             reading.rejected,
             num_captions_lost=reading.num_captions_lost,
         )
-        keep_caption_spans(data)
         rejected = (
             first_rejected(manifest_text.rejected_of(read_rejected(data), dataset)) if written.num_rejected else []
         )

@@ -67,7 +67,7 @@ def captions(
     from clipmill.prep.commands import manifest_text
     from clipmill.prep.commands.caption_limits import chunk_finder, ends_of_videos
     from clipmill.prep.core.column import VIDEO
-    from clipmill.prep.core.data_folder import keep_caption_spans, require_data_folder, writing
+    from clipmill.prep.core.data_folder import require_data_folder, writing
     from clipmill.prep.core.failure_list import first_rejected, named_values
     from clipmill.prep.upkeep.caption_sources import other_variants
     from clipmill.shards.dataset import current_variant
@@ -96,7 +96,6 @@ def captions(
             read.reading.rejected,
             records={name: {**record, **choice} for name, record in read.records.items()},
         )
-        keep_caption_spans(folder)
         has_rejected = read.reading.rejected.num_rows > 0
         rejected = first_rejected(manifest_text.rejected_of(read_rejected(folder), FURTHER)) if has_rejected else []
     current = current_variant(folder, VIDEO)

@@ -12,9 +12,9 @@ import pyarrow.compute as pc
 
 from clipmill.manifests.adapters.reading import Reading
 from clipmill.manifests.adapters.reasons import Reason
+from clipmill.manifests.dataset_write import WriteResult
 from clipmill.manifests.errors import UserError
 from clipmill.manifests.quoting import counted, on_one_line
-from clipmill.manifests.store import WriteResult
 from clipmill.manifests.table_files import REJECTED_LIST
 from clipmill.prep.core.column import VIDEO, data_flags
 from clipmill.prep.core.failure_list import FailureEntry, first_rejected, named_lines, named_values

@@ -5,13 +5,11 @@ import fcntl
 import os
 import re
 import shlex
-import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from clipmill.manifests.caption_spans import update_caption_spans
 from clipmill.manifests.data_location import resolved_folder
 from clipmill.manifests.errors import UserError
 from clipmill.manifests.publish import folder_lock, naming, remove_temporaries, target_of
@@ -65,14 +63,6 @@ def writing(data_dir: Path, *, column: str = VIDEO) -> Iterator[None]:
     with column_lock(data_dir, column=column):
         remove_leftovers(data_dir, column=column)
         yield
-
-
-def keep_caption_spans(data_dir: Path) -> None:
-    """Write the captions by span of a large manifest, if they are not there; without them, training opens slower."""
-    try:
-        update_caption_spans(data_dir)
-    except (UserError, OSError, ValueError) as error:
-        sys.stderr.write(f"warning: the captions are not written by span, and training opens slower: {error}\n")
 
 
 class FileLock:

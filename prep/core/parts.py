@@ -195,11 +195,13 @@ class PartRun:
         """Return the shards of this part."""
         return [shard for shard in shards if self.part.holds(shard.shard_id)]
 
-    def leave_to(self, number: int, *, count: int = 1) -> Part:
-        """Count work that is not done, and return the part that it belongs to."""
-        part = Part(number % self.part.count + 1, self.part.count)
-        self.not_made[part] += count
-        return part
+    def part_of(self, number: int) -> Part:
+        """Return the part that a shard, or other numbered work, is left to."""
+        return Part(number % self.part.count + 1, self.part.count)
+
+    def leave_to(self, number: int, *, count: int = 1) -> None:
+        """Count work that is not done."""
+        self.not_made[self.part_of(number)] += count
 
     def touch(self) -> None:
         """Give a sign of life."""

@@ -16,10 +16,11 @@ from clipmill.manifests.publish import publish_bytes, remove
 from clipmill.manifests.quoting import counted
 from clipmill.manifests.storage.mirrors import refresh, require_locks
 from clipmill.prep.core.column import ColumnSpec
-from clipmill.prep.core.data_folder import keep_caption_spans, remove_variant_temporaries
+from clipmill.prep.core.data_folder import remove_variant_temporaries
 from clipmill.prep.core.failures import FailureCode
 from clipmill.prep.core.heartbeat import RunningChunks
 from clipmill.prep.core.lag import is_committed, wait_until_seen
+from clipmill.prep.core.outcome import why_missing
 from clipmill.prep.core.parts import PartRun
 from clipmill.prep.core.plan import ShardPlan, ShardState, file_problems, with_work
 from clipmill.prep.core.progress import RunProgress, warn_refused
@@ -146,7 +147,8 @@ def execute(job: Job[W], engine: Engine, *, part_run: PartRun | None = None) -> 
         else:
             commits = read_commits_of(folder, {shard.shard_id for shard in own.shards})
             part_run.tell(len(commits))
-            _account(own, commits, summary, results)
+            missing = _missing_shards(own, commits, results, gave_up=summary.gave_up)
+            _account(own, commits, summary, results, missing)
     return summary
 
 
@@ -219,44 +221,42 @@ def _finish(
     commits = finish_run(job.variant_dir, dropped=orphaned, wanted=wanted)
     if job.lag_limit_s and _have_appeared(own, commits, results, gave_up=summary.gave_up):
         commits = finish_run(job.variant_dir, dropped=orphaned, wanted=wanted)
-    is_complete = _account(own, commits, summary, results)
+    missing = _missing_shards(job, commits, results, gave_up=summary.gave_up, part_run=part_run)
+    _account(own, commits, summary, results, missing)
     summary.failures = [*job.failed_before, *summary.failures]
-    left = [] if part_run is None else list(_left_by_others(job, commits, part_run))
+    left = []
+    for shard_id, stop in missing.items():
+        if part_run is not None and not part_run.part.holds(shard_id):
+            part_run.leave_to(shard_id)
+            left.append(Failure(f"shard {shard_id:06d}", None, str(stop.code), stop.message))
     write_failures(job.variant_dir / FAILURES_FILE, [*summary.failures, *left])
     _merge_indexes(job)
-    keep_caption_spans(job.data_dir)
-    if is_complete and not left and summary.num_chunks:  # a variant in which everything failed replaces nothing
+    if not missing and summary.num_chunks:  # a variant in which everything failed replaces nothing
         set_current_variant(job.data_dir, job.column.name, job.variant)
 
 
-def _account(job: Job[W], commits: dict[int, Commit], summary: Summary, results: dict[int, ShardResult]) -> bool:
-    """Add what the commits hold and what this process made to the summary; return True if all shards are made."""
+def _account(
+    own: Job[W],
+    commits: dict[int, Commit],
+    summary: Summary,
+    results: dict[int, ShardResult],
+    missing: dict[int, Stop],
+) -> None:
+    """Add what the commits hold and what this process made to the summary."""
     summary.num_shards = sum(commit.files is not None for commit in commits.values())
     summary.num_chunks = sum(commit.files.num_samples for commit in commits.values() if commit.files)
-    missing = list(_missing_shards(job, commits, results, gave_up=summary.gave_up))
-    not_made = {shard.shard_id for shard, _ in missing}
-    for shard in with_work(job.shards):
-        if shard.shard_id not in not_made:
+    for shard in with_work(own.shards):
+        if shard.shard_id not in missing:
             summary.num_shards_made += 1
             summary.num_shards_empty += commits[shard.shard_id].files is None
             _add(summary, results.get(shard.shard_id))
-    lost = [failure for shard, stop in missing for failure in _failures_of(job, shard, stop, commits)]
+    lost = [
+        failure
+        for shard in own.shards
+        if shard.shard_id in missing
+        for failure in _failures_of(own, shard, missing[shard.shard_id], commits)
+    ]
     summary.failures = [*(failure for commit in commits.values() for failure in commit.failures), *lost]
-    return not missing
-
-
-def _left_by_others(job: Job[W], commits: dict[int, Commit], part_run: PartRun) -> Iterator[Failure]:
-    """Count the shards that other parts have not made, and yield a failure for each."""
-    others = [shard for shard in job.shards if not part_run.part.holds(shard.shard_id)]
-    due = {shard.shard_id: commits[shard.shard_id] for shard in others if shard.has_work and shard.shard_id in commits}
-    problems = file_problems(job.variant_dir, due)
-    for shard in others:
-        commit = commits.get(shard.shard_id)
-        is_made = commit is not None and commit.plan_fingerprint == shard.plan_fingerprint
-        if shard.state != ShardState.ORPHANED and (not is_made or shard.shard_id in problems):
-            part = part_run.leave_to(shard.shard_id)
-            message = f"part {part} has not made it"
-            yield Failure(f"shard {shard.shard_id:06d}", None, str(FailureCode.SHARD_MISSING), message)
 
 
 def _merge_indexes(job: Job[W]) -> None:
@@ -272,8 +272,8 @@ def _have_appeared(
 ) -> bool:
     """Wait for the missing shards that workers have reported as made; return True if they have become visible."""
     made = {shard_id for shard_id, result in results.items() if result.stopped_by is None}
-    missing = _missing_shards(job, commits, results, gave_up=gave_up)
-    unseen = [(shard.shard_id, shard.plan_fingerprint) for shard, _ in missing if shard.shard_id in made]
+    missing = made & _missing_shards(job, commits, results, gave_up=gave_up).keys()
+    unseen = [(shard.shard_id, shard.plan_fingerprint) for shard in job.shards if shard.shard_id in missing]
     what = f"{counted(len(unseen), 'shard')} in {job.variant_dir}"
     return bool(unseen) and wait_until_seen(
         what, lambda: is_committed(job.variant_dir, unseen), limit_s=job.lag_limit_s
@@ -291,37 +291,31 @@ def _add(summary: Summary, result: ShardResult | None) -> None:
 
 
 def _missing_shards(
-    job: Job[W], commits: dict[int, Commit], results: dict[int, ShardResult], *, gave_up: str | None
-) -> Iterator[tuple[ShardPlan, Stop]]:
-    """Yield the wanted shards that are not on disk as planned, whatever their workers reported, with the reason."""
-    work = {shard.shard_id for shard in job.shards if shard.has_work}
-    problems = file_problems(
-        job.variant_dir, {shard_id: commit for shard_id, commit in commits.items() if shard_id in work}
-    )
+    job: Job[W],
+    commits: dict[int, Commit],
+    results: dict[int, ShardResult],
+    *,
+    gave_up: str | None,
+    part_run: PartRun | None = None,
+) -> dict[int, Stop]:
+    """Return the wanted shards that are not on disk as planned, by shard id, with the reason."""
+    due = {shard.shard_id: commits[shard.shard_id] for shard in with_work(job.shards) if shard.shard_id in commits}
+    problems = file_problems(job.variant_dir, due)
+    missing = {}
     for shard in job.shards:
-        if shard.state == ShardState.ORPHANED:
-            continue
-        commit, result = commits.get(shard.shard_id), results.get(shard.shard_id)
-        is_committed = commit is not None and commit.plan_fingerprint == shard.plan_fingerprint
-        # A lost worker may have committed its shard before it disappeared. So may a worker that reports an error, but
-        # then the disk has not confirmed the commit.
-        stop = None if result is None else result.stopped_by
-        has_error = stop is not None and stop.code != FailureCode.WORKER_LOST
-        if is_committed and shard.shard_id not in problems and not has_error:
-            # The commit of a shard in state RETRY existed before this run.
-            is_made = result is not None and stop is None
-            if is_made or shard.state != ShardState.RETRY or (commit is not None and not commit.failures):
-                continue
+        number = shard.shard_id
+        stop = why_missing(
+            shard,
+            variant_dir=job.variant_dir,
+            commit=commits.get(number),
+            problem=problems[number][1] if number in problems else None,
+            result=results.get(number),
+            gave_up=gave_up,
+            other_part=None if part_run is None or part_run.part.holds(number) else part_run.part_of(number),
+        )
         if stop is not None:
-            yield shard, stop
-        elif result is not None:
-            found = problems[shard.shard_id][1] if shard.shard_id in problems else "no commit for this plan"
-            message = f"the worker reported success, but in {job.variant_dir}: {found}"
-            yield shard, Stop(FailureCode.SHARD_MISSING, message)
-        elif shard.has_work:
-            yield shard, Stop(FailureCode.SHARD_MISSING, f"not attempted: {gave_up or 'the run ended before'}")
-        else:
-            yield shard, Stop(FailureCode.SHARD_MISSING, "its commit was removed during the run")
+            missing[number] = stop
+    return missing
 
 
 def _failures_of(job: Job[W], shard: ShardPlan, stop: Stop, commits: dict[int, Commit]) -> list[Failure]:

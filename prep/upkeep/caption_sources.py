@@ -6,11 +6,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pyarrow as pa
 
-from clipmill.manifests.caption_spans import MIN_CAPTIONS, open_caption_spans
+from clipmill.manifests.caption_reader import open_stored_captions
 from clipmill.manifests.further_sources import source_counts
-from clipmill.manifests.merge import rows_of
 from clipmill.manifests.previous import FURTHER_KEY
 from clipmill.manifests.store import open_captions, read_manifest
 from clipmill.prep.core.column import VIDEO
@@ -60,25 +58,18 @@ def read_caption_sources(data_dir: Path) -> list[CaptionSource]:
     return sources
 
 
-def num_captions_beyond(data_dir: Path, videos: pa.Table, *, end_s: np.ndarray) -> int | None:
-    """Count the captions that begin at or after the end of their video; None if that would take long.
+def num_captions_beyond(data_dir: Path, *, end_s: np.ndarray) -> int:
+    """Count the captions that begin at or after the end of their video.
 
     Args:
-        videos: the manifest's table.
-        end_s: end of each video in seconds, +inf if unknown, float64.
+        end_s: end of each video of the manifest in seconds, +inf if unknown, float64.
 
     Raises:
         UserError: the manifest is missing or damaged.
     """
-    spans = open_caption_spans(data_dir)
-    if spans is not None:
-        return sum(int(np.diff(one.first)[one.begin_s >= end_s[one.video]].sum()) for one in spans.blocks())
-    with open_captions(data_dir, coded=["video_id"]) as file:
-        if file.metadata.num_rows >= MIN_CAPTIONS:
-            return None
-        captions = file.read(columns=["video_id", "begin_s"])
-    rows = rows_of(captions["video_id"], videos["video_id"])
-    return int((captions["begin_s"].to_numpy() >= end_s[rows])[rows >= 0].sum())
+    captions = open_stored_captions(data_dir)
+    captions.verify()
+    return sum(int(one.counts[one.begin_s >= end_s[one.video]].sum()) for one in captions.blocks())
 
 
 def other_variants(models: list[Mapping[str, Any]], *, current: str | None) -> list[str]:

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pyarrow as pa
 
+from clipmill.manifests.caption_reader import open_stored_captions
 from clipmill.manifests.errors import UserError
 from clipmill.manifests.store import MANIFEST_FILE, manifest_dir, open_captions, read_rejected, read_videos
 from clipmill.manifests.table_files import TABLE_FILES
@@ -90,7 +91,7 @@ def _manifest(data_dir: Path) -> Iterator[RecordFinding]:
             yield RecordFinding(str(folder / MANIFEST_FILE), "the file is missing, but its tables exist", repair)
         return
     messages = []
-    for read in (read_videos, _read_captions, read_rejected):
+    for read in (read_videos, _read_captions, read_rejected, lambda folder: open_stored_captions(folder).verify()):
         try:
             read(data_dir)
         except UserError as error:

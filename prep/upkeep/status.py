@@ -238,9 +238,9 @@ def _sources(data_dir: Path, damaged: list[UserError]) -> list[CaptionSource] | 
         return None
 
 
-def _num_beyond(data_dir: Path, videos: pa.Table, ends_s: np.ndarray) -> int | None:
+def _num_beyond(data_dir: Path, ends_s: np.ndarray) -> int | None:
     try:
-        return num_captions_beyond(data_dir, videos, end_s=ends_s)
+        return num_captions_beyond(data_dir, end_s=ends_s)
     except (UserError, OSError, pa.ArrowException):
         return None  # `_sources` names the damage
 
@@ -266,7 +266,7 @@ def _videos_status(data_dir: Path, damaged: list[UserError]) -> VideosStatus:
         lost=dict(Counter[str](lost["code"].to_pylist()).most_common()),
         first_lost=_first_sources(lost),
         caption_sources=_sources(data_dir, damaged),
-        num_captions_beyond=_num_beyond(data_dir, videos, ends_s),
+        num_captions_beyond=_num_beyond(data_dir, ends_s),
     )
 
 

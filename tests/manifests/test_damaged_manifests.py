@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from clipmill.manifests.caption_reader import open_stored_captions
 from clipmill.manifests.checked_json import publish_checked_json
 from clipmill.manifests.errors import UserError
 from clipmill.manifests.store import (
@@ -18,7 +19,7 @@ from clipmill.manifests.store import (
     read_rejected,
     read_videos,
 )
-from clipmill.manifests.table_files import TABLE_FILES, DamagedManifest
+from clipmill.manifests.table_files import MAPPED_FILES, TABLE_FILES, DamagedManifest
 from tests.manifests.test_store import file_hashes, reading_of, write
 
 NUM_FLIPS = 150  # of each file
@@ -37,14 +38,19 @@ def values(data: Path) -> list[Any]:
     with open_captions(data) as file:
         opened = file.read().to_pylist()
     assert captions_path(data).exists()
+    stored = open_stored_captions(data)
+    stored.verify()
     return [
+        stored.texts.to_pylist(),
+        stored.sources,
+        *([getattr(block, name).tolist() for name in vars(block)] for block in stored.blocks()),
         *(read(data).to_pylist() for read in (read_videos, read_captions, read_rejected)),
         opened,
         {name: manifest[name] for name in ("fingerprint", "next_caption_id", "datasets")},
     ]
 
 
-@pytest.mark.parametrize("name", ["manifest.json", *TABLE_FILES])
+@pytest.mark.parametrize("name", ["manifest.json", *TABLE_FILES, *MAPPED_FILES])
 def test_no_flipped_bit_is_read_as_another_value(data: Path, name: str) -> None:
     path, rng = data / "manifest" / name, random.Random(name)
     content, before = path.read_bytes(), values(data)
@@ -61,7 +67,7 @@ def test_no_flipped_bit_is_read_as_another_value(data: Path, name: str) -> None:
     assert num_refused > NUM_FLIPS // 2  # white space in JSON says nothing
 
 
-@pytest.mark.parametrize("name", ["manifest.json", *TABLE_FILES])
+@pytest.mark.parametrize("name", ["manifest.json", *TABLE_FILES, *MAPPED_FILES])
 @pytest.mark.parametrize("damage", ["flipped", "cut", "gone", "another record"])
 def test_the_command_that_wrote_it_repairs_it(data: Path, tmp_path: Path, name: str, damage: str) -> None:
     path, before = data / "manifest" / name, file_hashes(data)
@@ -97,7 +103,7 @@ def test_tables_of_two_writes_that_are_exchanged_are_refused(data: Path, tmp_pat
     shutil.copytree(data, tmp_path / "other")
     captions = [("v", 1.0, 2.0, "eno"), ("w", 0.0, 1.0, "owt"), ("w", 0.0, 2.0, "eerht")]
     write(tmp_path / "other", reading_of(tmp_path, ["v", "w"], captions))
-    for name in TABLE_FILES:
+    for name in (*TABLE_FILES, *MAPPED_FILES):
         kept = (data / "manifest" / name).read_bytes()
         shutil.copy(tmp_path / "other" / "manifest" / name, data / "manifest" / name)
         with pytest.raises(DamagedManifest):

@@ -14,9 +14,10 @@ from typing import Any
 
 import pytest
 
+from clipmill.manifests.caption_reader import open_stored_captions
 from clipmill.manifests.errors import UserError
 from clipmill.manifests.store import captions_path, open_captions, read_captions, read_rejected, read_videos
-from clipmill.manifests.table_files import CAPTIONS_FILE, REJECTED_LIST, TABLE_FILES
+from clipmill.manifests.table_files import CAPTIONS_FILE, MAPPED_FILES, REJECTED_LIST, TABLE_FILES
 from tests.conftest import ROOT
 from tests.manifests.test_store import Reading, file_hashes, ids_by_text, reading_of, write
 
@@ -70,6 +71,9 @@ def tables(data: Path) -> list[list[dict[str, Any]]] | None:
         with open_captions(data) as file:
             assert file.read().num_rows == read_captions(data).num_rows
         assert captions_path(data).is_file()
+        stored = open_stored_captions(data)
+        stored.verify()
+        assert stored.texts.to_pylist() == read_captions(data)["text"].to_pylist()
         return [read(data).to_pylist() for read in (read_videos, read_captions, read_rejected)]
     except UserError as error:
         assert "no manifest" in str(error)
@@ -116,7 +120,7 @@ def test_the_old_manifest_stays_readable_until_the_new_one_counts(
         else:
             # Another write after the interrupted one starts from what counts.
             write(data, readings[0])
-            assert sorted(file_hashes(data)) == sorted(["manifest.json", REJECTED_LIST, *TABLE_FILES])
+            assert sorted(file_hashes(data)) == sorted(["manifest.json", REJECTED_LIST, *TABLE_FILES, *MAPPED_FILES])
     assert old in seen and new in seen
 
 
@@ -141,11 +145,11 @@ def test_a_killed_process_leaves_the_old_manifest(tmp_path: Path, readings: list
     command = ["manifest", "folder", str(videos), "--captions", str(captions), "--data", str(data)]
     killed = subprocess.run([sys.executable, "-c", program, *command], cwd=ROOT, capture_output=True, check=False)
     assert killed.returncode == -signal.SIGKILL, killed.stderr
-    assert len(list((data / "manifest").glob("*.parquet"))) == 2
+    assert len(list((data / "manifest").glob("caption*-*"))) == 2
     subprocess.run([sys.executable, "-m", "clipmill.prep.cli", *command], cwd=ROOT, capture_output=True, check=True)
     assert ids_by_text(data) == {"first": 0}
     assert sorted(path.name for path in (data / "manifest").iterdir()) == sorted(
-        ["manifest.json", REJECTED_LIST, *TABLE_FILES]
+        ["manifest.json", REJECTED_LIST, *TABLE_FILES, *MAPPED_FILES]
     )
 
 

@@ -8,8 +8,9 @@ import pytest
 from clipmill.manifests.adapters.activitynet import read_activitynet
 from clipmill.manifests.adapters.didemo import moment_of, read_didemo
 from clipmill.manifests.adapters.msrvtt import read_msrvtt
+from clipmill.manifests.dataset_write import write_manifest
 from clipmill.manifests.errors import UserError
-from clipmill.manifests.store import read_captions, write_manifest
+from clipmill.manifests.store import read_captions
 from tests.manifests.conftest import VideoMaker, of_splits, write_json
 from tests.manifests.test_labelled_adapters import reasons, rows
 

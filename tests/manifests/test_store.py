@@ -11,16 +11,10 @@ import pytest
 
 from clipmill.manifests.adapters.reading import Reading, ReadingBuilder
 from clipmill.manifests.checked_json import publish_checked_json
+from clipmill.manifests.dataset_write import WriteResult, write_manifest
 from clipmill.manifests.errors import UserError
 from clipmill.manifests.schema import CAPTIONS, REJECTED, VIDEOS
-from clipmill.manifests.store import (
-    WriteResult,
-    read_captions,
-    read_manifest,
-    read_rejected,
-    read_videos,
-    write_manifest,
-)
+from clipmill.manifests.store import read_captions, read_manifest, read_rejected, read_videos
 
 Caption = tuple[str, float, float, str]
 

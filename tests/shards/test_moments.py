@@ -10,9 +10,8 @@ from clipmill.manifests.errors import UserError
 from clipmill.prep.video.cutting import ShotCutting
 from clipmill.shards.moments import Moments, order_of
 from clipmill.shards.selection import find_chunks
-from clipmill.train.data.caption_choice import Sources
 from clipmill.train.data.chunk_table import ChunkTable, own_in_order
-from clipmill.train.data.usable_captions import clips_of_captions
+from clipmill.train.data.usable_captions import usable_captions
 
 # Around the powers of two at which 40 bits for the time, or a row of 32 bits, would overflow; and the last of 10^9.
 ROWS = np.array([0, 1, 2**23 - 1, 2**23, 2**24 - 1, 2**24, 2**24 + 1, 10**9 - 1], np.int32)
@@ -27,16 +26,14 @@ def test_captions_of_a_thousand_million_videos_are_of_their_own_chunks() -> None
     crc32 = np.zeros(len(chunks), np.uint32)
     table = ChunkTable(video_row=chunks, start_ms=starts, **plain, **ones, crc32=crc32)
     rows = np.append(ROWS, 10**9 - 2).astype(np.int32)  # the last video has no chunk
-    found = clips_of_captions(
-        video_row=rows,
+    found = usable_captions(
+        video_row=rows.astype(np.int64),
         begin_s=np.full(len(rows), 16.0),
         end_s=np.full(len(rows), 17.0),
-        rank=np.zeros(len(rows), np.int16),
-        sources=Sources(("made",), np.ones(1), np.zeros(1, np.int16)),
         chunks=table,
     )
     assert found.num_unusable == {"video_without_chunks": 1}
-    assert found.clips.spans.first_chunk.tolist() == list(range(1, 2 * len(ROWS), 2))
+    assert found.first_chunk.tolist() == list(range(1, 2 * len(ROWS), 2))
 
 
 def test_rows_are_put_in_order_whatever_their_number() -> None:

@@ -90,6 +90,7 @@ class Kind:
 KINDS = {
     "manifest": Kind("data/manifest/manifest.json", "data/dataset.json", ["chunks"]),
     "tables": Kind("data/manifest/*.parquet", "data/**/*.parquet", ["chunks"]),
+    "mapped-captions": Kind("data/manifest/*.arrow", "data/**/*.arrow", ["chunks", "latents"]),
     "layouts": Kind("data/layout/*.parquet", "data/layout/*.parquet"),
     "probes": Kind("data/probes.parquet", "data/**/*.parquet"),
     "dataset": Kind("data/dataset.json", "data/*/*/contents.json", ["chunks"]),

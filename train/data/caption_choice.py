@@ -15,8 +15,8 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
+from clipmill.manifests.caption_reader import open_stored_captions
 from clipmill.manifests.errors import UserError
-from clipmill.manifests.store import read_captions
 from clipmill.train.config.data import parse_weights
 from clipmill.train.data.node_cache import index_type, scratch
 from clipmill.train.device.random import integers_below, uniform
@@ -192,12 +192,15 @@ def smallest(numbers: NDArray[np.int64]) -> NDArray[Any]:
 
 
 class CaptionTexts:
-    """The texts of all captions of a manifest by id, in an Arrow table rather than as Python objects. Thread-safe."""
+    """The texts of all captions of a manifest by id, mapped into memory. Thread-safe."""
 
     def __init__(self, data_dir: Path) -> None:
-        table = read_captions(data_dir)
-        self._caption_id: NDArray[np.int64] = table["caption_id"].to_numpy()
-        self._texts: pa.ChunkedArray = table["text"]
+        captions = open_stored_captions(data_dir)
+        captions.verify()
+        self._texts: pa.ChunkedArray = captions.texts
+        self._caption_id: NDArray[np.int64] = np.empty(len(self._texts), np.int64)
+        for block in captions.blocks():
+            self._caption_id[block.row] = block.caption_id
 
     @classmethod
     def joined(cls, parts: Sequence["CaptionTexts"], *, num_ids: Sequence[int]) -> "CaptionTexts":

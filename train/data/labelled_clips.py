@@ -48,13 +48,14 @@ def _open_clips(data_dir: Path, chunks: ChunkSet, classes: Sequence[ClassList]) 
     table = read_captions(data_dir)
     video_row = rows_of(table["video_id"], chunks.video_ids)
     labelled = labelled_rows(table, is_of_split=video_row >= 0, classes=classes)
-    rows = labelled.row
+    rows, selected = labelled.row, chunks.selection.of_captions(table)
     usable = usable_captions(
         video_row=video_row[rows],
         begin_s=table["begin_s"].to_numpy()[rows],
         end_s=table["end_s"].to_numpy()[rows],
         chunks=chunks.table,
-        **chunks.selection.of_captions(table, rows=rows, video_row=video_row[rows]),
+        selected=None if selected is None else selected[rows],
+        selected_chunks=chunks.selection.chunks,
     )
     spans, caption = spans_of_captions(usable)
     caption_ids = table["caption_id"].to_numpy()[rows[caption]]

@@ -3,7 +3,7 @@
 Opening a set of millions of samples sorts and searches arrays of as many rows. Done by every rank, it takes as much
 time and memory again for each of them. Here the first rank computes under a lock, and publishes the result in the
 folder of `--cache`, or in the user's cache folder; the others, and later runs on the same data, map it. Results are
-named by a hash of everything that they depend on: commits, manifest, split, settings, and the code that computes them.
+named by a hash of everything that they depend on: commits, manifest, split, settings, and the format.
 
 Small sets are computed by every rank, without a file. So are large ones if the folder cannot be written, which is said
 on standard error. The folder holds at most `_MAX_BYTES`; results that were not used for the longest time are removed.
@@ -17,28 +17,26 @@ import mmap
 import os
 import sys
 import tempfile
-import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import fields, is_dataclass
 from fractions import Fraction
-from functools import cache
 from pathlib import Path
-from typing import Any, BinaryIO, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
+from clipmill.manifests.mapped_files import map_arrow_file
 from clipmill.manifests.publish import published
 
 FOLDER = "opened"
 MIN_ROWS = 200_000  # sets below it take less than a second, and a few megabytes
 SCRATCH_BYTES = 1 << 20
 _MAX_BYTES = 64 << 30
-_ALIGNMENT = 64
-_MAGIC = b"clipmill opened 1\n"
-_CODE = ("train/data", "shards", "manifests")
+_FORMAT = 2  # increased whenever what `compute` returns for the same data changes
+_STRUCTURE = b"clipmill_structure"
 _T = TypeVar("_T")
 _chosen: Path | None = None
 
@@ -64,30 +62,35 @@ def shared(
     """
     if num_rows < MIN_ROWS:
         return compute()
-    key = hashlib.sha256(repr([_code_sha256(), np.__version__, pa.__version__, *of]).encode()).hexdigest()[:32]
+    key = hashlib.sha256(repr([_FORMAT, *of]).encode()).hexdigest()[:32]
     by_name = {kind.__name__: kind for kind in types}
-    computed: list[_T] = []
-    try:
-        folder = _folder()
-        path = folder / f"{column}-{key}"
-        with _lock(folder / f".{key}.lock"):
+    with ExitStack() as held:
+        try:
+            path = _folder() / f"{column}-{key}"
+            held.enter_context(_lock(path.with_name(f".{key}.lock")))
             found = _opened(path, by_name)
-            if found is None:
-                with _raising_as_is():
-                    computed.append(compute())
-                with published(path) as temporary, temporary.open("wb") as file:
-                    _write(computed[0], file)
-                _make_room(folder, keep=path)
-                found = _opened(path, by_name)
-                if found is not None:
-                    computed.clear()
-                    _give_back_memory()
-        return computed[0] if found is None else found
-    except _ComputingFailed as failed:
-        raise failed.error from failed.error.__cause__
-    except OSError as error:
-        sys.stderr.write(f"warning: {error}; every rank computes for itself what it would share (see --cache)\n")
-        return computed[0] if computed else compute()
+        except OSError as error:
+            _warn(error)
+            return compute()
+        if found is not None:
+            return found  # type: ignore[no-any-return]
+        computed = compute()
+        try:
+            with published(path) as temporary:
+                _write(computed, temporary)
+            _make_room(path.parent, keep=path)
+            found = _opened(path, by_name)
+        except OSError as error:
+            _warn(error)
+        if found is None:
+            return computed
+        del computed
+        _give_back_memory()
+        return found  # type: ignore[no-any-return]
+
+
+def _warn(error: OSError) -> None:
+    sys.stderr.write(f"warning: {error}; every rank computes for itself what it would share (see --cache)\n")
 
 
 def _give_back_memory() -> None:
@@ -112,17 +115,6 @@ def scratch(count: int, kind: Any) -> NDArray[Any]:
             return np.frombuffer(mmap.mmap(file.fileno(), size_bytes), kind)
     except OSError:
         return np.empty(count, kind)
-
-
-def scratch_bytes(parts: Sequence[NDArray[Any]]) -> pa.Buffer:
-    """The bytes of some arrays one after another, in a file like that of `scratch` if they are many."""
-    if sum(part.nbytes for part in parts) >= SCRATCH_BYTES:
-        with suppress(OSError), tempfile.TemporaryFile(dir=_folder()) as file:
-            for part in parts:
-                file.write(part.data)  # a third of the time of writing to mapped pages
-            file.flush()
-            return pa.py_buffer(mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ))
-    return pa.py_buffer(b"".join(part.tobytes() for part in parts))
 
 
 def index_type(count: int) -> type[np.int32 | np.int64]:
@@ -150,37 +142,11 @@ class Rows:
         return self._array[: self._count]
 
 
-class _ComputingFailed(Exception):
-    """An error of `compute`, as opposed to one of the cache."""
-
-    def __init__(self, error: OSError) -> None:
-        super().__init__(str(error))
-        self.error = error
-
-
-@contextmanager
-def _raising_as_is() -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        raise _ComputingFailed(error) from error
-
-
 def _folder() -> Path:
     chosen = _chosen or Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "clipmill"
     folder = chosen / FOLDER
     folder.mkdir(parents=True, exist_ok=True)
     return folder
-
-
-@cache
-def _code_sha256() -> str:
-    """Hash of the code that computes results: other code may compute others."""
-    root = Path(__file__).resolve().parents[2]
-    digest = hashlib.sha256()
-    for path in sorted(path for part in _CODE for path in (root / part).rglob("*.py")):
-        digest.update(path.read_bytes())
-    return digest.hexdigest()
 
 
 @contextmanager
@@ -210,92 +176,71 @@ def _make_room(folder: Path, *, keep: Path) -> None:
             total -= size
 
 
-def _write(value: object, file: BinaryIO) -> None:
-    """Write a header, the structure as JSON with its length, and the buffers, each at a multiple of `_ALIGNMENT`."""
-    buffers: list[memoryview] = []
-    at = 0
-
-    def add(content: Any) -> list[int]:
-        nonlocal at
-        view = memoryview(content).cast("B")
-        buffers.append(view)
-        begin, at = at, at + -(-len(view) // _ALIGNMENT) * _ALIGNMENT
-        return [begin, len(view)]
-
-    text = json.dumps(_encoded(value, add)).encode()
-    file.write(_MAGIC + f"{len(text):016d} {at:020d}\n".encode() + text)
-    for view in buffers:
-        file.write(bytes(-file.tell() % _ALIGNMENT))
-        file.write(view)
-    file.write(bytes(-file.tell() % _ALIGNMENT))
+def _write(value: object, path: Path) -> None:
+    """Write an Arrow file of one row: the buffers as columns, and the structure as JSON in the metadata."""
+    buffers: list[pa.Buffer] = []
+    metadata = {_STRUCTURE: json.dumps(_encoded(value, buffers)).encode()}
+    kind = pa.large_binary()
+    ends = [pa.py_buffer(np.array([0, buffer.size])) for buffer in buffers]
+    columns = [pa.Array.from_buffers(kind, 1, [None, end, one]) for end, one in zip(ends, buffers, strict=True)]
+    schema = pa.schema([pa.field(str(number), kind) for number in range(len(buffers))], metadata=metadata)
+    with pa.ipc.new_file(path, schema) as writer:
+        writer.write_batch(pa.record_batch(columns, schema=schema))
 
 
-def _encoded(value: Any, add: Callable[[Any], list[int]]) -> Any:
+def _encoded(value: Any, buffers: list[pa.Buffer]) -> Any:
     if value is None or isinstance(value, bool | int | float | str):
         return value
     if isinstance(value, np.ndarray):
-        return {"array": value.dtype.str, "shape": value.shape, "at": add(np.ascontiguousarray(value).reshape(-1))}
-    if isinstance(value, pa.Array | pa.ChunkedArray):
-        chunks = value.chunks if isinstance(value, pa.ChunkedArray) else [value]
-        return {"texts": [_encoded_texts(chunk, add) for chunk in chunks], "whole": isinstance(value, pa.Array)}
+        buffers.append(pa.py_buffer(np.ascontiguousarray(value).reshape(-1).view(np.uint8)))
+        return {"array": value.dtype.str, "shape": value.shape, "at": len(buffers) - 1}
+    if isinstance(value, pa.StringArray):
+        _, starts, content = value.buffers()
+        count = len(value)
+        offsets = (
+            np.frombuffer(starts, np.int32)[value.offset : value.offset + count + 1] if count else np.zeros(1, np.int32)
+        )
+        text = np.frombuffer(content or b"", np.uint8)[offsets[0] : offsets[-1]]
+        return {"texts": [_encoded(array, buffers) for array in (offsets - offsets[0], text)]}
     if isinstance(value, Fraction):
         return {"fraction": [value.numerator, value.denominator]}
     if is_dataclass(value):
-        content = {field.name: _encoded(getattr(value, field.name), add) for field in fields(value)}
+        content = {field.name: _encoded(getattr(value, field.name), buffers) for field in fields(value)}
         return {"type": type(value).__name__, "fields": content}
     if isinstance(value, dict):
-        return {"dict": {name: _encoded(item, add) for name, item in value.items()}}
+        return {"dict": {name: _encoded(item, buffers) for name, item in value.items()}}
     if isinstance(value, list | tuple):
-        return {"tuple" if isinstance(value, tuple) else "list": [_encoded(item, add) for item in value]}
+        return {"tuple" if isinstance(value, tuple) else "list": [_encoded(item, buffers) for item in value]}
     raise TypeError(f"{type(value).__name__} cannot be shared")
-
-
-def _encoded_texts(texts: pa.StringArray, add: Callable[[Any], list[int]]) -> Any:
-    _, offset_buffer, data = texts.buffers()
-    count = len(texts)
-    offsets = np.frombuffer(offset_buffer, np.int32)[texts.offset : texts.offset + count + 1] if count else [0]
-    begin, end = int(offsets[0]), int(offsets[-1])
-    content = memoryview(data if data is not None else b"")[begin:end]
-    return [count, add(np.asarray(offsets, np.int32) - np.int32(begin)), add(content)]
 
 
 def _opened(path: Path, types: dict[str, type]) -> Any:
     """The result in a file, mapped; None if there is no such file, or it is not whole."""
     try:
-        with path.open("rb") as file:
-            mapped = mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ)
-    except (FileNotFoundError, ValueError):
-        return None
-    head = len(_MAGIC) + 38
-    if mapped[: len(_MAGIC)] != _MAGIC:
-        return None
-    length, size = (int(part) for part in mapped[len(_MAGIC) : head].split())
-    first = -(-(head + length) // _ALIGNMENT) * _ALIGNMENT
-    if len(mapped) != first + size:
+        with map_arrow_file(path) as mapped:
+            reader = pa.ipc.open_file(mapped)
+            buffers = [column.buffers()[2] for column in reader.get_batch(0).columns]
+    except (FileNotFoundError, pa.ArrowInvalid):
         return None
     with suppress(OSError):
-        os.utime(path, (time.time(), time.time()))
-    whole = pa.py_buffer(mapped)
-
-    def at(place: list[int]) -> pa.Buffer:
-        return whole.slice(first + place[0], place[1])
-
-    return _decoded(json.loads(mapped[head : head + length]), at, types)
+        os.utime(path)
+    return _decoded(json.loads(reader.schema.metadata[_STRUCTURE]), buffers, types)
 
 
-def _decoded(value: Any, at: Callable[[list[int]], pa.Buffer], types: dict[str, type]) -> Any:
+def _decoded(value: Any, buffers: list[pa.Buffer], types: dict[str, type]) -> Any:
     if not isinstance(value, dict):
         return value
     if "array" in value:
-        return np.frombuffer(at(value["at"]), np.dtype(value["array"])).reshape(value["shape"])
+        return np.frombuffer(buffers[value["at"]] or b"", np.dtype(value["array"])).reshape(value["shape"])
     if "texts" in value:
-        chunks = [pa.StringArray.from_buffers(count, at(offsets), at(data)) for count, offsets, data in value["texts"]]
-        return chunks[0] if value["whole"] else pa.chunked_array(chunks, pa.string())
+        offsets, text = (pa.py_buffer(_decoded(item, buffers, types)) for item in value["texts"])
+        return pa.StringArray.from_buffers(offsets.size // 4 - 1, offsets, text)
     if "fraction" in value:
         return Fraction(*value["fraction"])
     if "type" in value:
-        return types[value["type"]](**{name: _decoded(item, at, types) for name, item in value["fields"].items()})
+        content = {name: _decoded(item, buffers, types) for name, item in value["fields"].items()}
+        return types[value["type"]](**content)
     if "dict" in value:
-        return {name: _decoded(item, at, types) for name, item in value["dict"].items()}
-    items = [_decoded(item, at, types) for item in value.get("tuple") or value.get("list") or ()]
+        return {name: _decoded(item, buffers, types) for name, item in value["dict"].items()}
+    items = [_decoded(item, buffers, types) for item in value.get("tuple") or value.get("list") or ()]
     return tuple(items) if "tuple" in value else items

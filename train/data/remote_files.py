@@ -25,7 +25,7 @@ from clipmill.manifests.errors import DISK_ERRORS, UserError
 from clipmill.manifests.publish import publish_bytes
 from clipmill.manifests.storage.objects import ObjectInfo, Objects
 from clipmill.manifests.store import MANIFEST_FILE, MANIFEST_FOLDER
-from clipmill.manifests.table_files import CAPTIONS_FILE, VIDEOS_FILE, describe, staged_path
+from clipmill.manifests.table_files import CAPTIONS_FILE, MAPPED_FILES, VIDEOS_FILE, describe, staged_path
 from clipmill.shards.chunk_table import MEMBERS, missing_parts, shards_to_merge, update_chunk_table
 from clipmill.shards.commit_table import MIN_COMMITS, commit_folders, confirm, open_commit_table
 from clipmill.shards.commits import Commit, commit_bytes, commits_in
@@ -116,7 +116,7 @@ class RemoteFiles:
             mark, recorded = "", {}  # damaged: reading the copy reports it
         is_same = path.is_file() and path.read_bytes() == content
         local.mkdir(parents=True, exist_ok=True)
-        for name in (VIDEOS_FILE, CAPTIONS_FILE):
+        for name in (VIDEOS_FILE, CAPTIONS_FILE, *(name for name in MAPPED_FILES if name in recorded)):
             wanted = recorded.get(name)
             if not (is_same and (local / name).is_file() and wanted in (None, describe(local / name))):
                 self._copy_table(name, mark=mark, wanted=wanted)
@@ -126,14 +126,12 @@ class RemoteFiles:
     def _copy_table(self, name: str, *, mark: str, wanted: dict[str, Any] | None) -> None:
         """The current table: under its plain name, unless writing the manifest was interrupted at its very end."""
         path = self.copy / MANIFEST_FOLDER / name
-        self.objects.fetch(f"{MANIFEST_FOLDER}/{name}", path)
-        if wanted is None or scan(path).sha256 == wanted["sha256"]:
-            return
         staged = staged_path(Path(MANIFEST_FOLDER), name, fingerprint=mark).as_posix()
-        try:
-            self.objects.fetch(staged, path)
-        except FileNotFoundError:
-            pass  # damaged: reading the copy reports it
+        for key in (f"{MANIFEST_FOLDER}/{name}", staged):
+            with suppress(FileNotFoundError):  # damaged: reading the copy reports it
+                self.objects.fetch(key, path)
+                if wanted in (None, describe(path)):
+                    return
 
     def _copy_variant(self, folder: str) -> None:
         local = self.copy / folder
@@ -206,13 +204,10 @@ class RemoteFiles:
         table = open_commit_table(local, sha256=sha256)
         if table is None:
             return {}
-        held = {
-            (f"{name}/" if name else "") + commit_name(shard_id): commit
-            for name, commits in commits_in(table.rows).items()
-            for shard_id, commit in commits.items()
-        }
+        commits = commits_in(table.rows)
+        held = {in_folder(shard_id, commit_name(shard_id)): commit for shard_id, commit in commits.items()}
         if not self.objects.is_writable:
-            is_same = listed_contents(local).shard_ids == frozenset(table.rows["shard_id"].to_pylist())
+            is_same = listed_contents(local).shard_ids == commits.keys()
             return held if is_same else {}
         return {
             name: commit
@@ -226,9 +221,8 @@ class RemoteFiles:
         if self.objects.is_writable:
             listed = {info.key.removeprefix(prefix): info for info in self.objects.list(prefix)}
             return {name: info for name, info in listed.items() if name.endswith(".json")}
-        names = [commit_name(shard_id) for shard_id in sorted(listed_contents(local).shard_ids)]
-        # Older versions wrote all of them into one folder.
-        names = list(dict.fromkeys([*(in_folder(int(name[:-5]), name) for name in names), *names]))
+        shard_ids = sorted(listed_contents(local).shard_ids)
+        names = [in_folder(shard_id, commit_name(shard_id)) for shard_id in shard_ids]
         if not names:
             names = _LINK.findall(self.objects.read(prefix).decode(errors="replace"))
         return {name: ObjectInfo(prefix + name, 0, "", 0.0) for name in names}

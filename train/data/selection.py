@@ -1,20 +1,25 @@
 """`--where` of a sample set: which chunks and captions of a split it selects."""
 
+from contextlib import nullcontext
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
+from clipmill.manifests.caption_table import caption_blocks
+from clipmill.manifests.store import open_captions
 from clipmill.shards.dataset import current_variant, variant_dir
 from clipmill.shards.merged_table import merged_mark
 from clipmill.shards.reader import Variant
 from clipmill.shards.scores import SCORES
 from clipmill.shards.selection import caption_columns, nothing_selected, selected_captions, selected_chunks
 from clipmill.shards.where import Where, parse_where
-from clipmill.train.data.node_cache import shared
+from clipmill.train.data.chunk_table import rows_of
+from clipmill.train.data.node_cache import scratch, shared
 from clipmill.train.data.remote import RemoteTars
+
+_BLOCK = 1 << 21  # captions at a time: for each block, the ids of all videos are hashed
 
 
 class Selection:
@@ -33,7 +38,7 @@ class Selection:
 
     Attributes:
         chunks: bool [chunks], those that are selected; None for all.
-        num_captions, num_selected: captions so far, and those of them that are selected.
+        num_captions, num_selected: captions of the split, and those of them that are selected, once they are known.
 
     Raises:
         UserError: the text is not an expression, selects no chunk, or uses scores that chunks lack.
@@ -97,42 +102,36 @@ class Selection:
         """The expression as a part of a fingerprint; empty without one."""
         return "" if self._where is None else f" where {self._where.text}"
 
-    def of_captions(
-        self, captions: pa.Table, *, rows: NDArray[np.integer], video_row: NDArray[np.integer]
-    ) -> dict[str, Any]:
-        """The arguments of `usable_captions` for the captions in `rows`.
+    def of_captions(self, table: pa.Table | None = None) -> NDArray[np.bool_] | None:
+        """bool [rows of captions.parquet], the captions of the split that are selected; None for all.
 
         Args:
-            video_row: [rows], the video of each.
+            table: captions to select from, in place of the manifest's.
 
         Raises:
             UserError: none of them is selected.
         """
-        selected = self.part_of_captions(captions, rows=rows, video_row=video_row)
-        self.require_captions()
-        return {"selected": selected, "selected_chunks": self.chunks}
-
-    def part_of_captions(
-        self, captions: pa.Table | pa.RecordBatch, *, rows: NDArray[np.integer], video_row: NDArray[np.integer]
-    ) -> NDArray[np.bool_] | None:
-        """bool [rows], the captions that are selected, of one part after the other; None for all."""
-        if self._of_captions is None:
+        where = self._of_captions
+        if where is None:
             return None
-        selected = selected_captions(
-            self._of_captions, self._data_dir, captions, rows=rows, video_ids=self._video_ids, video_row=video_row
-        )
-        self.num_captions += len(selected)
-        self.num_selected += int(selected.sum())
+        opened = open_captions(self._data_dir, coded=("video_id", "source")) if table is None else nullcontext(table)
+        with opened as captions:
+            is_table = isinstance(captions, pa.Table)
+            schema = captions.schema if is_table else captions.schema_arrow
+            columns = list(dict.fromkeys(["video_id", *caption_columns(where, schema)]))
+            selected, begin = scratch(captions.num_rows if is_table else captions.metadata.num_rows, np.bool_), 0
+            selected[:] = False
+            for block in caption_blocks(captions, columns, num_rows=_BLOCK):
+                video_row = rows_of(block["video_id"], self._video_ids)
+                rows = np.flatnonzero(video_row >= 0)
+                selected[begin + rows] = selected_captions(
+                    where, self._data_dir, block, rows=rows, video_ids=self._video_ids, video_row=video_row[rows]
+                )
+                self.num_captions += len(rows)
+                begin += len(block)
+        self.num_selected = int(np.count_nonzero(selected))
+        self._require(where, self.num_selected, self.num_captions, "caption")
         return selected
-
-    def require_captions(self) -> None:
-        """Raise a UserError if none of the captions so far is selected."""
-        if self._of_captions is not None:
-            self._require(self._of_captions, self.num_selected, self.num_captions, "caption")
-
-    def caption_columns(self, schema: pa.Schema) -> list[str]:
-        """The columns of captions that `part_of_captions` needs."""
-        return caption_columns(self._of_captions, schema)
 
     def remarks(self) -> list[str]:
         """The expression and how much it selects, for the log; empty without one."""

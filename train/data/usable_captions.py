@@ -1,20 +1,16 @@
-"""Which captions can be shown, those whose whole span lies in existing chunks, and the clips they make. Arrays only."""
+"""Which captions can be shown: those whose whole span lies in existing chunks. Arrays only."""
 
-from collections import Counter
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
-from typing import Any, get_args
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from clipmill.train.data.caption_choice import CaptionChoice, Runs, Sources, choice_of, runs_of, smallest
+from clipmill.train.data.caption_choice import smallest
 from clipmill.train.data.chunk_table import ChunkTable
 from clipmill.train.data.frame_sampling import START_ROUNDING_US, US_PER_S
-from clipmill.train.data.node_cache import Rows, index_type, scratch
 from clipmill.train.data.outcomes import Unusable, remarks_of
 
-_BLOCK = 1 << 20  # captions at a time
 _LONGEST_S = 1e9  # longer than any video (clipmill.train.data.chunks), and far below where microseconds overflow
 
 
@@ -146,190 +142,10 @@ class Spans:
         return len(self.begin_us)
 
 
-@dataclass(frozen=True)
-class ClipCaptions:
-    """Clips and their captions: 24 bytes per clip, 8 to 28 per caption.
-
-    Attributes:
-        choice: of an entry of `caption`.
-        caption: [P] index of each caption in the arrays that were given; grouped by clip, then by source.
-    """
-
-    spans: Spans
-    choice: CaptionChoice
-    caption: NDArray[Any]
-
-
-def group_captions(usable: UsableCaptions, *, rank: NDArray[np.int16], sources: Sources) -> ClipCaptions:
-    """Make one clip of all captions with the same span.
-
-    Args:
-        rank: of the source of each caption, indexed by `usable.caption`; captions with -1 are excluded.
-    """
-    return _joined(_grouped(usable, rank), sources)
-
-
-def ungrouped_captions(usable: UsableCaptions, *, rank: NDArray[np.int16], sources: Sources) -> ClipCaptions:
-    """Make one clip of each caption, even with the same span; the arguments are those of `group_captions`."""
-    return _joined(_ungrouped(usable, rank), sources)
-
-
-@dataclass(frozen=True)
-class ClipsOfCaptions:
-    """The clips of all captions of a split, and what was left out.
-
-    Attributes:
-        clips: `caption` refers to the arrays that were given.
-        num_unusable, num_shortened: as in `UsableCaptions`.
-    """
-
-    clips: ClipCaptions
-    num_unusable: dict[Unusable, int]
-    num_shortened: int
-
-    def remarks(self) -> list[str]:
-        """Excluded and shortened captions, by reason."""
-        return remarks_of(self.num_unusable, self.num_shortened)
-
-
-def clips_of_captions(
-    *,
-    video_row: NDArray[np.integer],
-    begin_s: NDArray[np.float64],
-    end_s: NDArray[np.float64],
-    rank: NDArray[np.int16],
-    sources: Sources,
-    chunks: ChunkTable,
-    selected: NDArray[np.bool_] | None = None,
-    selected_chunks: NDArray[np.bool_] | None = None,
-    is_grouped: bool = True,
-) -> ClipsOfCaptions:
-    """`usable_captions`, and then `group_captions` or `ungrouped_captions`, for blocks of videos one after another.
-
-    Clips are in order of videos, so that the result is that of all captions together, in a fraction of the memory.
-    """
-    parts = ClipGroups(len(video_row), num_chunks=len(chunks))
-    num_unusable: Counter[Unusable] = Counter()
-    num_shortened = 0
-    for rows, low, high in _blocks_of_videos(video_row):
-        first_chunk, own_chunks = chunks.of_videos(low, high)
-        own_selected = slice(first_chunk, first_chunk + len(own_chunks))
-        usable = usable_captions(
-            video_row=video_row[rows].astype(np.int64),
-            begin_s=begin_s[rows],
-            end_s=end_s[rows],
-            chunks=own_chunks,
-            selected=None if selected is None else selected[rows],
-            selected_chunks=None if selected_chunks is None else selected_chunks[own_selected],
-        )
-        num_unusable.update(usable.num_unusable)
-        num_shortened += usable.num_shortened
-        part = _grouped(usable, rank[rows]) if is_grouped else _ungrouped(usable, rank[rows])
-        parts.add(replace(part, caption=rows[part.caption]), first_chunk=first_chunk)
-    in_order = {reason: num_unusable[reason] for reason in get_args(Unusable) if num_unusable[reason]}
-    return ClipsOfCaptions(parts.joined(sources), in_order, num_shortened)
-
-
-def _blocks_of_videos(video_row: NDArray[np.integer]) -> Iterator[tuple[NDArray[np.integer], int, int]]:
-    """Captions in blocks of about `_BLOCK`, and the range of videos of each block, in order; at least one block."""
-    count, num_videos = len(video_row), int(video_row.max(initial=-1)) + 1
-    if count <= _BLOCK:
-        yield np.arange(count), 0, num_videos
-        return
-    of_video = np.zeros(num_videos, np.int64)
-    for begin in range(0, count, _BLOCK):
-        of_video += np.bincount(video_row[begin : begin + _BLOCK], minlength=num_videos)
-    block_of_video = ((np.cumsum(of_video) - of_video) // _BLOCK).astype(np.uint16)  # which NumPy sorts by radix
-    ends = np.cumsum(np.bincount(block_of_video, weights=of_video)).astype(np.int64)
-    order, filled = scratch(count, index_type(count)), np.r_[0, ends[:-1]]
-    for begin in range(0, count, _BLOCK):
-        blocks = block_of_video[video_row[begin : begin + _BLOCK]]
-        rows, at = begin + np.argsort(blocks, kind="stable"), 0
-        for block, num_rows in enumerate(np.bincount(blocks).tolist()):
-            order[filled[block] : filled[block] + num_rows] = rows[at : at + num_rows]
-            filled[block] += num_rows
-            at += num_rows
-    begin = 0
-    for block, end in enumerate(ends.tolist()):
-        if end > begin:
-            low, high = (int(np.searchsorted(block_of_video, np.uint16(block), side)) for side in ("left", "right"))
-            yield order[begin:end], low, high
-        begin = end
-
-
-@dataclass(frozen=True)
-class Clips:
-    """Clips in order of videos and time; `caption` is that of each entry of `runs`."""
-
-    spans: Spans
-    runs: Runs
-    caption: NDArray[Any]
-
-
-def _grouped(usable: UsableCaptions, rank: NDArray[np.int16]) -> Clips:
-    used = np.flatnonzero(rank[usable.caption] >= 0)
-    # The first chunk identifies the video; a stable sort keeps the captions of a source in the order of their ids.
-    own_rank = rank[usable.caption[used]]
-    keys = (own_rank, usable.end_us[used], usable.begin_us[used], usable.first_chunk[used])
-    order = np.lexsort(keys)
-    used, own_rank = used[order], own_rank[order]
-    begin_us, end_us, first_chunk = usable.begin_us[used], usable.end_us[used], usable.first_chunk[used]
-    is_new = np.ones(len(used), bool)
-    is_new[1:] = (np.diff(begin_us) != 0) | (np.diff(end_us) != 0) | (np.diff(first_chunk) != 0)
-    clip = np.cumsum(is_new) - 1
-    spans = spans_at(usable, used[is_new])
-    return Clips(spans, runs_of(clip, own_rank, num_clips=len(spans)), usable.caption[used])
-
-
-def _ungrouped(usable: UsableCaptions, rank: NDArray[np.int16]) -> Clips:
-    spans, caption = spans_of_captions(usable, np.flatnonzero(rank[usable.caption] >= 0))
-    runs = runs_of(np.arange(len(spans)), rank[caption], num_clips=len(spans))
-    return Clips(spans, runs, caption)
-
-
-class ClipGroups:
-    """Collects the clips of blocks of videos: of at most `num_captions`, numbers below `num_rows` (None: the same)."""
-
-    def __init__(self, num_captions: int, *, num_chunks: int, num_rows: int | None = None) -> None:
-        of_chunk, of_caption = index_type(num_chunks), index_type(num_captions)
-        self._spans = {name: Rows(num_captions, np.int64) for name in ("begin_us", "end_us")}
-        self._spans |= {name: Rows(num_captions, of_chunk) for name in ("first_chunk", "last_chunk")}
-        self._first_entry, self._num_runs = Rows(num_captions + 1, of_caption), Rows(num_captions, of_caption)
-        self._rank, self._caption = (
-            Rows(num_captions, np.int16),
-            Rows(num_captions, index_type(num_rows or num_captions)),
-        )
-
-    def add(self, part: Clips, *, first_chunk: int = 0) -> None:
-        """Add a block whose chunks are those from `first_chunk` on."""
-        for name, rows in self._spans.items():
-            rows.add(getattr(part.spans, name) + (first_chunk if name.endswith("chunk") else 0))
-        self._first_entry.add(part.runs.first_entry + len(self._caption))
-        self._rank.add(part.runs.rank)
-        self._num_runs.add(part.runs.num_runs)
-        self._caption.add(part.caption)
-
-    def joined(self, sources: Sources) -> ClipCaptions:
-        """All of them."""
-        self._first_entry.add(np.array([len(self._caption)]))
-        choice = choice_of(
-            self._first_entry.array, rank=self._rank.array, num_runs=self._num_runs.array, weights=sources.weights
-        )
-        spans = Spans(**{name: rows.array for name, rows in self._spans.items()})
-        return ClipCaptions(spans, choice, self._caption.array)
-
-
-def _joined(part: Clips, sources: Sources) -> ClipCaptions:
-    parts = ClipGroups(len(part.caption), num_chunks=int(part.spans.last_chunk.max(initial=-1)) + 1)
-    parts.add(part)
-    return parts.joined(sources)
-
-
-def spans_of_captions(usable: UsableCaptions, used: NDArray[np.int64] | None = None) -> tuple[Spans, NDArray[np.int64]]:
-    """The span of each of the `used` captions (all by default) in order of videos and time, and which caption it is."""
-    used = np.arange(len(usable.caption)) if used is None else used
-    used = used[np.lexsort((usable.end_us[used], usable.begin_us[used], usable.first_chunk[used]))]
-    return spans_at(usable, used), usable.caption[used]
+def spans_of_captions(usable: UsableCaptions) -> tuple[Spans, NDArray[np.int64]]:
+    """The span of each caption in order of videos and time, and which caption it is."""
+    order = np.lexsort((usable.end_us, usable.begin_us, usable.first_chunk))
+    return spans_at(usable, order), usable.caption[order]
 
 
 def spans_at(usable: UsableCaptions, which: NDArray[np.int64]) -> Spans:

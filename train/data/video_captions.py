@@ -1,9 +1,7 @@
 """Sample set of captioned clips: captions from the manifest, frames from the `video` column."""
 
 import hashlib
-import sys
 from collections.abc import Iterator
-from contextlib import nullcontext
 from functools import cached_property
 from pathlib import Path
 
@@ -11,24 +9,25 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from clipmill.manifests.caption_spans import DamagedSpans, open_caption_spans
-from clipmill.manifests.store import num_captions_of, open_captions, read_captions
+from clipmill.manifests.caption_reader import open_stored_captions
+from clipmill.manifests.caption_spans import CaptionSpans
+from clipmill.manifests.store import num_captions_of, read_captions, read_videos
 from clipmill.train.config.data import CaptionSettings
 from clipmill.train.data.batch import Sample
 from clipmill.train.data.caption_choice import CaptionChoice, Sources, all_the_same
-from clipmill.train.data.caption_spans import open_captions_by_span
 from clipmill.train.data.chunks import ChunkSet
+from clipmill.train.data.clip_captions import ClipCaptions
 from clipmill.train.data.clip_samples import ClipSamples
 from clipmill.train.data.decoding.clip import ClipShape
 from clipmill.train.data.decoding.reading import DecodeRule
 from clipmill.train.data.loader import LoaderSettings, SampleRequest
 from clipmill.train.data.node_cache import shared
-from clipmill.train.data.opened_captions import CODED, OpenedCaptions, open_clip_captions
+from clipmill.train.data.opened_captions import OpenedCaptions, open_clip_captions
 from clipmill.train.data.order import set_fingerprint
 from clipmill.train.data.relevancy import LABELS, RelevantCaptions
 from clipmill.train.data.remote import RemoteTars
 from clipmill.train.data.stored_text import StoredText
-from clipmill.train.data.usable_captions import ClipCaptions, Spans
+from clipmill.train.data.usable_captions import Spans
 from clipmill.train.models.text import Tokenize
 
 ALL_CAPTIONS = CaptionSettings()
@@ -50,7 +49,7 @@ class VideoCaptions(ClipSamples):
         decode, tars, where: see `ChunkSet`; conditions on captions are those that a clip may be shown with.
 
     Attributes:
-        captions: of each clip; a caption is referred to by its entry in `captions.choice`.
+        captions: of each clip; a caption is referred to by its entry in them.
 
     Raises:
         UserError: there is no such data, or no clip that can be shown.
@@ -77,37 +76,25 @@ class VideoCaptions(ClipSamples):
         self.stored_text: StoredText | None = None
         if has_stored_text:
             self.stored_text = StoredText(data_dir, chunks.video_ids, videos=chunks.videos, tars=tars)
-        has_relevancy = captions.min_relevancy is not None
-        if table is not None or has_relevancy:
-            table = read_captions(data_dir) if table is None else table
-
-        spans = None
-        if table is None and not each_caption and not chunks.selection.has_captions:
-            spans = open_caption_spans(data_dir)
+        spans = (
+            open_stored_captions(data_dir)
+            if table is None
+            else CaptionSpans.of_table(table, read_videos(data_dir, columns=["video_id"])["video_id"].combine_chunks())
+        )
+        self._texts: pa.ChunkedArray = spans.texts
 
         def compute() -> OpenedCaptions:
-            if spans is not None:
-                try:
-                    return open_captions_by_span(
-                        spans,
-                        chunks,
-                        data_dir=data_dir,
-                        split=split,
-                        wanted_sources=captions.sources,
-                        stored_text=self.stored_text,
-                    )
-                except (DamagedSpans, OSError) as error:
-                    sys.stderr.write(f"warning: {error}; the captions are read from the manifest\n")
-            with nullcontext(table) if table is not None else open_captions(data_dir, coded=CODED) as source:
-                return open_clip_captions(
-                    source,
-                    chunks,
-                    data_dir=data_dir,
-                    split=split,
-                    wanted_sources=captions.sources,
-                    stored_text=self.stored_text,
-                    each_caption=each_caption,
-                )
+            spans.verify()
+            return open_clip_captions(
+                spans,
+                chunks,
+                data_dir=data_dir,
+                split=split,
+                wanted_sources=captions.sources,
+                stored_text=self.stored_text,
+                each_caption=each_caption,
+                table=table,
+            )
 
         self._depends_on: tuple[object, ...] | None = None
         self._num_rows = chunks.num_rows + num_captions_of(data_dir)
@@ -118,25 +105,21 @@ class VideoCaptions(ClipSamples):
             self._depends_on = (chunks.depends_on, chunks.selection.depends_on, own_text, captions, each_caption)
             opened = shared(
                 compute,
-                of=("captions", *self._depends_on, None if spans is None else spans.mark),
+                of=("captions", *self._depends_on, spans.mark),
                 num_rows=self._num_rows,
                 types=(OpenedCaptions, ClipCaptions, CaptionChoice, Spans, Sources),
                 column="captions",
             )
         self._opened = opened
-        if opened.texts is None:
-            assert spans is not None
-            self._texts: pa.ChunkedArray = spans.texts()
-        else:
-            self._texts = opened.texts
         self.captions: ClipCaptions = opened.captions
         self.num_captions = opened.num_captions
         chunks.selection.restore(opened.num_seen, opened.num_selected)
         super().__init__(chunks, self.captions.spans, shape, split=split, loading=loading)
         self._labels_sha256 = ""
         self._relevant: RelevantCaptions | None = None
-        if table is not None and captions.min_relevancy is not None:
-            self._relevant = self._relevant_captions(table, min_relevancy=captions.min_relevancy)
+        if captions.min_relevancy is not None:
+            labelled = read_captions(data_dir) if table is None else table
+            self._relevant = self._relevant_captions(labelled, min_relevancy=captions.min_relevancy)
 
     @property
     def num_caption_ids(self) -> int:
@@ -161,12 +144,12 @@ class VideoCaptions(ClipSamples):
 
     def describe(self) -> str:
         """One line for the log: captions used and excluded, by reason, and deviations from the settings."""
-        opened, num_used = self._opened, len(self._opened.rows)
+        opened, num_used = self._opened, len(self.captions.rows)
         parts = [f"{num_used:,} of {self.num_captions:,} captions of split {self.split!r}"]
         if num_used != len(self):
             parts[0] += f", one at a time for each of {len(self):,} clips"
         if len(opened.sources.names) > 1 or self._settings.sources is not None:
-            parts.append(opened.sources.describe(opened.rank_counts))
+            parts.append(opened.sources.describe(self.captions.rank_counts))
         if opened.num_other_sources:
             parts.append(f"{opened.num_other_sources:,} of other sources left out")
         if opened.num_not_embedded:
@@ -196,7 +179,7 @@ class VideoCaptions(ClipSamples):
         sources = opened.sources
         digest.update(f"{sources.names} {sources.weights.tolist()} {self._settings.min_relevancy}".encode())
         digest.update(self.chunks.selection.text.encode())
-        for array in (opened.caption_ids, self.spans.begin_us, self.spans.end_us):
+        for array in (self.captions.caption_ids, self.spans.begin_us, self.spans.end_us):
             digest.update(np.ascontiguousarray(array).data)
         return digest.hexdigest()
 
@@ -212,18 +195,18 @@ class VideoCaptions(ClipSamples):
     def require_different_texts(self) -> None:
         """Raise a UserError if all captions are the same text, so that there is nothing to tell apart."""
         if self._opened.same_text is not None:
-            raise all_the_same(self._opened.same_text, len(self._opened.rows), split=self.split)
+            raise all_the_same(self._opened.same_text, len(self.captions.rows), split=self.split)
 
     def all_texts(self) -> Iterator[str]:
         """The texts of all captions in use."""
-        num_used = len(self._opened.rows)
+        num_used = len(self.captions.rows)
         for begin in range(0, num_used, _BLOCK):
             yield from self.texts(np.arange(begin, min(begin + _BLOCK, num_used)))
 
     def texts(self, entries: NDArray[np.int64]) -> list[str]:
         """The texts of some captions."""
         # Arrow's own `take` concatenates all chunks first.
-        return [str(self._texts[row].as_py()) for row in self._opened.rows[entries].tolist()]
+        return [str(self._texts[row].as_py()) for row in self.captions.rows[entries].tolist()]
 
     def text(self, sample: int) -> str:
         """The text of a clip's caption in an evaluation."""
@@ -231,11 +214,11 @@ class VideoCaptions(ClipSamples):
 
     def caption_id(self, entry: int) -> int:
         """Id of a caption in the manifest."""
-        return int(self._opened.caption_ids[entry])
+        return int(self.captions.caption_ids[entry])
 
     def text_at(self, entry: int) -> str:
         """The text of a caption."""
-        return str(self._texts[int(self._opened.rows[entry])].as_py())
+        return str(self._texts[int(self.captions.rows[entry])].as_py())
 
     def complete(self, sample: Sample, request: SampleRequest) -> None:
         """Add a caption and its id."""
@@ -251,8 +234,7 @@ class VideoCaptions(ClipSamples):
             sample["relevancy"] = relevancy
 
     def _relevant_captions(self, table: pa.Table, *, min_relevancy: float) -> RelevantCaptions:
-        rows = self._opened.table_rows
-        assert rows is not None  # captions with relevancy are not shared between ranks
+        rows = self.captions.rows
         by_id = np.argsort(rows, kind="stable")
         self._entry_of_used = by_id
         used_of_entry = np.empty_like(by_id)

@@ -1,8 +1,6 @@
 """`prep manifest captions` and `prep manifest folder --subtitles` as a user meets them, on a data folder with
 chunks."""
 
-import errno
-import os
 import shutil
 from fractions import Fraction
 from pathlib import Path
@@ -10,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from clipmill.manifests import caption_spans
+from clipmill.manifests.caption_reader import open_stored_captions
 from clipmill.manifests.store import read_captions, read_manifest, read_videos
 from clipmill.prep.synthetic.frame_numbers import write_frame_number_video
 from clipmill.shards.dataset import current_variant
@@ -70,23 +68,12 @@ def test_a_manifest_takes_captions_and_keeps_its_own(data: Path, tmp_path: Path)
     assert prep_here("verify", "--data", data).stdout.count(": OK") == 1
 
 
-def test_captions_by_span_are_written_with_the_manifest(
-    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(caption_spans, "MIN_CAPTIONS", 1)
-    table = of_chunks(data, tmp_path / "p.parquet")
-    captions(data, table)
-    found = caption_spans.open_caption_spans(data)
-    assert found is not None and found.num_captions == 9 and "narrator@aaaaaaaa" in found.sources
-    found.texts_path.unlink()
-    monkeypatch.setattr(caption_spans, "_write_texts", _full)
-    ran = captions(data, table)
-    assert "warning: the captions are not written by span" in ran.stderr and "No space left" in ran.stderr
-    assert caption_spans.open_caption_spans(data) is None
-
-
-def _full(*_: object) -> str:
-    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+def test_captions_by_span_are_written_with_the_manifest(data: Path, tmp_path: Path) -> None:
+    captions(data, of_chunks(data, tmp_path / "p.parquet"))
+    found = open_stored_captions(data)
+    found.verify()
+    assert found.texts.to_pylist() == read_captions(data)["text"].to_pylist()
+    assert len(found.texts) == 9 and "narrator@aaaaaaaa" in found.sources
 
 
 def test_a_table_of_another_machine_is_matched_by_file_name_with_a_note(data: Path, tmp_path: Path) -> None:

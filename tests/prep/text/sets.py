@@ -10,7 +10,8 @@ import numpy as np
 import pyarrow as pa
 import webdataset
 
-from clipmill.manifests.store import read_captions, write_manifest
+from clipmill.manifests.dataset_write import write_manifest
+from clipmill.manifests.store import read_captions
 from clipmill.prep.engines import Check, Outcome, R, T
 from clipmill.prep.text.blocks import Block, TowerUse
 from clipmill.prep.text.plan import TextPlan, make_text_plan

@@ -5,10 +5,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from clipmill.manifests.caption_spans import SpanBlock
 from clipmill.manifests.errors import UserError
 from clipmill.train.config.data import CaptionSettings, parse_weights
 from clipmill.train.data.caption_choice import CaptionChoice, caption_choice, choose_sources
-from clipmill.train.data.usable_captions import UsableCaptions, group_captions
+from clipmill.train.data.clip_captions import clips_of
+from clipmill.train.data.usable_captions import UsableCaptions
 
 NUM_DRAWS = 60_000
 ROWS = ((0, 2), (0, 3), (1, 3), (-1, 2))  # first chunk, begin, length, rank
@@ -111,8 +113,12 @@ def test_captions_of_one_span_are_one_clip(rows: list[tuple[int, int, int, int]]
     """Rows of (first chunk, begin, length, rank) against a plain grouping."""
     chunk, begin, length, rank = (np.array([row[at] for row in rows], np.int64) for at in range(4))
     usable = UsableCaptions(np.arange(len(rows)), begin, begin + length, chunk, chunk, {}, 0)
-    sources = choose_sources(["a", "b", "c"], wanted=None)
-    found = group_captions(usable, rank=rank.astype(np.int16), sources=sources)
+    places = np.arange(len(rows), dtype=np.int32)
+    each = np.ones(len(rows), np.int32)
+    times_s = begin.astype(float), (begin + length).astype(float)
+    ids = places.astype(np.int64) + 100
+    block = SpanBlock(chunk.astype(np.int32), *times_s, each, rank.astype(np.int16), places, ids)
+    found = clips_of(usable, block, rank.astype(np.int16))
     wanted: dict[tuple[int, int, int], list[tuple[int, int]]] = {}
     for place, (first, start, duration, its_rank) in enumerate(rows):
         if its_rank >= 0:
@@ -120,7 +126,9 @@ def test_captions_of_one_span_are_one_clip(rows: list[tuple[int, int, int, int]]
     spans = found.spans
     keys = list(zip(spans.first_chunk.tolist(), spans.begin_us.tolist(), spans.end_us.tolist(), strict=True))
     assert keys == sorted(wanted)
-    assert found.caption.tolist() == [place for key in keys for _, place in sorted(wanted[key])]
+    assert found.row.tolist() == [place for key in keys for _, place in sorted(wanted[key])]
+    assert found.caption_id.tolist() == [place + 100 for place in found.row.tolist()]
+    assert found.clip.tolist() == [clip for clip, key in enumerate(keys) for _ in wanted[key]]
 
 
 def test_one_clip_alone_is_drawn_as_among_many() -> None:

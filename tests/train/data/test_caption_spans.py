@@ -1,7 +1,7 @@
-"""Captions opened from the files that `prep` keeps of large manifests: the same as from captions.parquet."""
+"""Captions opened from the files by span: those that a plain reading of captions.parquet finds, or a refusal."""
 
+from collections import defaultdict
 from collections.abc import Callable
-from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any
 
@@ -11,22 +11,23 @@ import pytest
 
 from benchmarks.open_data import video_ids, write_column
 from clipmill.manifests import caption_spans
-from clipmill.manifests.caption_spans import SPANS_RECORD, open_caption_spans, update_caption_spans
-from clipmill.manifests.store import manifest_dir, read_captions
+from clipmill.manifests.caption_reader import open_stored_captions
+from clipmill.manifests.errors import UserError
+from clipmill.manifests.store import manifest_dir, read_captions, read_videos
 from clipmill.train.config.data import CaptionSettings
-from clipmill.train.data import video_captions
 from clipmill.train.data.decoding.clip import ClipShape
 from clipmill.train.data.frame_sampling import Sampling
 from clipmill.train.data.loader import LoaderSettings
-from clipmill.train.data.opened_captions import OpenedCaptions
 from clipmill.train.data.video_captions import VideoCaptions
 from tests.train.latents.written import Written, write_text
 from tests.train.tiny_data import Caption, write_captions
 
 NUM_VIDEOS = 40
+VIDEO_US = 150_000_000
 SHAPE = ClipShape(sampling=Sampling(num_frames=1), size_px=16)
 LOADING = LoaderSettings(batch=1, num_threads=1, num_ahead=1, seed=0)
 SOURCES = ("writer", "reader", "captioner@0a1b2c3d")
+WITHOUT_EMBEDDING = frozenset(range(0, 3000, 7))
 
 
 def random_captions(seed: int, *, num_videos: int) -> list[Caption]:
@@ -49,29 +50,17 @@ def folder_of(path: Path, splits: tuple[str, ...], *, num_videos: int = NUM_VIDE
     names = [video_ids(number, 1)[0].as_py() for number in range(num_videos)]
     captions = random_captions(2, num_videos=num_videos)
     write_captions(path, dict(zip(names, of_video, strict=True)), captions)
-    write_text(Written(path), captions, width=4, videos_per_shard=20, without=frozenset(range(0, 3000, 7)))
+    write_text(Written(path), captions, width=4, videos_per_shard=20, without=WITHOUT_EMBEDDING)
     return path
 
 
 @pytest.fixture(scope="module")
 def data_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return folder_of(tmp_path_factory.mktemp("spans"), ("train", "val"))
-
-
-@pytest.fixture
-def small(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Manifests of any size have the files, in many batches."""
-    monkeypatch.setattr(caption_spans, "MIN_CAPTIONS", 1)
-    monkeypatch.setattr(caption_spans, "_BATCH", 500)
-    monkeypatch.setattr(caption_spans, "_TEXTS", 400)
-
-
-@pytest.fixture
-def made(data_dir: Path, small: None) -> Any:
-    assert update_caption_spans(data_dir)
-    yield data_dir
-    for path in manifest_dir(data_dir).glob("caption_*"):
-        path.unlink()
+    """A manifest whose files have many batches."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(caption_spans, "_BATCH", 500)
+        patch.setattr(caption_spans, "_TEXTS", 400)
+        return folder_of(tmp_path_factory.mktemp("spans"), ("train", "val"))
 
 
 def opened(data_dir: Path, *, split: str = "train", **settings: Any) -> VideoCaptions:
@@ -90,145 +79,162 @@ def opened(data_dir: Path, *, split: str = "train", **settings: Any) -> VideoCap
     )
 
 
-def content(samples: VideoCaptions) -> dict[str, Any]:
-    """Everything that samples are made of, arrays with their types."""
-    found: OpenedCaptions = samples._opened
-    left_out = ("rows", "texts", "sources")  # which may refer to other texts, and codes of sources
-    values = {one.name: getattr(found, one.name) for one in fields(found) if one.name not in left_out}
-    texts = samples.texts(np.arange(len(found.rows)))
-    own = {"texts": texts, "line": samples.describe(), "hash": samples.fingerprint}
-    return own | _plain({**values, "sources": (found.sources.names, found.sources.weights.tolist())})
+def _spans_read_plainly(
+    data_dir: Path, ranks: dict[str, int], *, split: str, stored: bool, is_selected: Callable[[Any], bool]
+) -> dict[tuple[str, int, int], list[tuple[int, int]]]:
+    """The captions of each span that can be shown, as (rank of the source, row), row by row of the manifest."""
+    videos = read_videos(data_dir)
+    of_split = {row["video_id"] for row in videos.to_pylist() if row["split"] == split}
+    with_chunks = set(video_ids(0, NUM_VIDEOS - 5).to_pylist())
+    found = defaultdict(list)
+    for number, row in enumerate(read_captions(data_dir).to_pylist()):
+        begin_us, end_us = round(row["begin_s"] * 1e6), round(min(row["end_s"], 1e6) * 1e6)
+        if (
+            row["video_id"] in of_split & with_chunks
+            and row["end_s"] > row["begin_s"]
+            and begin_us < VIDEO_US
+            and row["source"] in ranks
+            and not (stored and row["caption_id"] in WITHOUT_EMBEDDING)
+            and is_selected(row)
+        ):
+            span = row["video_id"], begin_us, min(max(end_us, begin_us + 1), VIDEO_US)
+            found[span].append((ranks[row["source"]], number))
+    return found
 
 
-def assert_same(found: dict[str, Any], expected: dict[str, Any]) -> None:
-    different = [name for name in expected if found[name] != expected[name]]  # a diff of all values would take minutes
-    assert not different and found.keys() == expected.keys()
-
-
-def _plain(value: Any) -> Any:
-    if is_dataclass(value):
-        return _plain({one.name: getattr(value, one.name) for one in fields(value)})
-    if isinstance(value, dict):
-        return {name: _plain(item) for name, item in value.items()}
-    return (value.dtype.str, value.tolist()) if isinstance(value, np.ndarray) else value
+IN_ORDER = {name: rank for rank, name in enumerate(("reader", "writer", "captioner@0a1b2c3d"))}
 
 
 @pytest.mark.parametrize(
-    "settings",
+    ("settings", "ranks", "is_selected"),
     [
-        {},
-        {"split": "val"},
-        {"sources": "writer=2,c*=0.5"},
-        {"sources": "writer=1,reader=3"},
-        {"stored": True},
-        {"where": "begin_s >= 15 and begin_s < 120"},
-        {"where": "video != 'video-00000020'", "sources": "reader=1", "stored": True},
-        {"where": "words > 1"},
-        {"each_caption": True},
+        ({}, IN_ORDER, None),
+        ({"split": "val"}, IN_ORDER, None),
+        ({"sources": "writer=2,c*=0.5"}, {"writer": 0, "captioner@0a1b2c3d": 1}, None),
+        ({"sources": "writer=1,reader=3"}, {"writer": 0, "reader": 1}, None),
+        ({"stored": True}, IN_ORDER, None),
+        ({"where": "source != 'reader'", "sources": "writer=1,reader=2"}, {"writer": 0}, None),
+        ({"where": "text != 'text 7'", "stored": True}, IN_ORDER, lambda row: row["text"] != "text 7"),
+        ({"each_caption": True}, IN_ORDER, None),
+        ({"each_caption": True, "sources": "writer=1,reader=3"}, {"writer": 0, "reader": 1}, None),
     ],
 )
-def test_samples_are_the_same_with_and_without_the_files(
-    data_dir: Path, settings: dict[str, Any], small: None, monkeypatch: pytest.MonkeyPatch, request: Any
+def test_clips_are_those_of_a_plain_reading(
+    data_dir: Path, settings: dict[str, Any], ranks: dict[str, int], is_selected: Callable[[Any], bool] | None
 ) -> None:
-    expected = content(opened(data_dir, **settings))
-    request.getfixturevalue("made")
-    if "words" not in settings.get("where", "") and "each_caption" not in settings:
-        monkeypatch.setattr(video_captions, "open_clip_captions", _fail)
-    assert_same(content(opened(data_dir, **settings)), expected)
-    assert len(expected["texts"]) > 300
+    split, stored = settings.get("split", "train"), settings.get("stored", False)
+    wanted = _spans_read_plainly(
+        data_dir, ranks, split=split, stored=stored, is_selected=is_selected or (lambda _: True)
+    )
+    clips = [(span, [row for _, row in sorted(captions)]) for span, captions in sorted(wanted.items())]
+    if settings.get("each_caption"):
+        clips = [(span, [row]) for span, rows in clips for row in sorted(rows)]
+    samples = opened(data_dir, **settings)
+    spans, captions, table = samples.spans, samples.captions, read_captions(data_dir)
+    names = [samples.chunks.key(chunk).rpartition("_")[0] for chunk in spans.first_chunk.tolist()]
+    assert list(zip(names, spans.begin_us.tolist(), spans.end_us.tolist(), strict=True)) == [span for span, _ in clips]
+    entries = [captions.choice.entries(clip) for clip in range(len(clips))]
+    assert [captions.rows[one.start : one.stop].tolist() for one in entries] == [rows for _, rows in clips]
+    rows = pa.array(captions.rows)
+    assert captions.caption_ids.tolist() == table["caption_id"].take(rows).to_pylist()
+    assert samples.texts(np.arange(len(rows))) == table["text"].take(rows).to_pylist()
+    assert len(rows) > 300
 
 
-def _fail(*_: object, **__: object) -> None:
-    pytest.fail("these captions are read from the manifest")
+@pytest.mark.parametrize("each_caption", [False, True])
+def test_a_table_in_place_of_the_manifest_gives_the_same_samples(data_dir: Path, each_caption: bool) -> None:
+    def of(table: pa.Table | None) -> list[Any]:
+        samples = VideoCaptions(
+            data_dir,
+            split="train",
+            shape=SHAPE,
+            tokenize=None,
+            loading=LOADING,
+            each_caption=each_caption,
+            table=table,
+        )
+        return [samples.fingerprint, samples.describe(), list(samples.all_texts())]
+
+    assert of(read_captions(data_dir)) == of(None)
+    assert of(read_captions(data_dir).slice(100, 900)) != of(None)
 
 
-def test_texts_of_a_manifest_that_is_used_whole_are_not_read(
-    tmp_path: Path, small: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_texts_of_a_manifest_that_is_used_whole_are_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_column(tmp_path, "video", num_chunks=20)
     videos = dict.fromkeys(video_ids(0, 2).to_pylist(), "train")
     write_captions(tmp_path, videos, [Caption(name, 0, at, f"{name} {at}") for name in videos for at in range(1, 90)])
-    expected = content(opened(tmp_path))
-    assert update_caption_spans(tmp_path)
-    monkeypatch.setattr("clipmill.train.data.caption_spans.TextDigest", _fail)
-    assert_same(content(opened(tmp_path)), expected)
+
+    def fail(*_: object) -> None:
+        pytest.fail("all texts are read")
+
+    monkeypatch.setattr("clipmill.train.data.opened_captions.used_texts", fail)
+    assert len(opened(tmp_path)) == 2 * 89
 
 
 def _remove_texts(folder: Path) -> None:
-    next(folder.glob("caption_texts-*")).unlink()
+    (folder / "caption_texts.arrow").unlink()
 
 
 def _cut_spans(folder: Path) -> None:
-    path = next(folder.glob("caption_spans-*"))
+    path = folder / "caption_spans.arrow"
     path.write_bytes(path.read_bytes()[:-100])
 
 
 def _change_a_time(folder: Path) -> None:
-    path = next(folder.glob("caption_spans-*"))
+    path = folder / "caption_spans.arrow"
     content = bytearray(path.read_bytes())
     content[len(content) // 2] ^= 1
     path.write_bytes(content)
 
 
-def _of_another_format(folder: Path) -> None:
-    path = folder / SPANS_RECORD
-    path.write_text(path.read_text().replace('"format": 1', '"format": 2'))
+def _exchange(folder: Path) -> None:
+    (folder / "caption_texts.arrow").write_bytes((folder / "caption_spans.arrow").read_bytes())
 
 
-@pytest.mark.parametrize(
-    ("spoil", "is_said"),
-    [(_remove_texts, False), (_cut_spans, False), (_of_another_format, False), (_change_a_time, True)],
-)
-def test_files_that_cannot_be_used_are_not(
-    made: Path, spoil: Callable[[Path], None], is_said: bool, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize("spoil", [_remove_texts, _cut_spans, _change_a_time, _exchange])
+def test_files_that_cannot_be_used_are_refused_until_the_next_write(
+    tmp_path: Path, spoil: Callable[[Path], None]
 ) -> None:
-    expected = content(opened(made))
-    spoil(manifest_dir(made))
-    assert_same(content(opened(made)), expected)
-    told = capsys.readouterr().err
-    assert ("is damaged: its content differs" in told) == is_said and bool(told) == is_said
-    if not is_said:
-        assert update_caption_spans(made), "they are written again"
-        assert open_caption_spans(made) is not None
+    write_column(tmp_path, "video", num_chunks=20)
+    names = video_ids(0, 2).to_pylist()
+    captions = [Caption(name, 0, at, f"{name} {at}") for name in names for at in range(1, 90)]
+    write_captions(tmp_path, dict.fromkeys(names, "train"), captions)
+    expected = opened(tmp_path).fingerprint
+    spoil(manifest_dir(tmp_path))
+    with pytest.raises(UserError, match=r"caption_(spans|texts)\.arrow is damaged") as caught:
+        opened(tmp_path)
+    assert "prep manifest" in (caught.value.hint or "")
+    write_captions(tmp_path, dict.fromkeys(names, "train"), captions)
+    assert opened(tmp_path).fingerprint == expected
 
 
-def test_files_of_another_manifest_are_not_used(made: Path, tmp_path: Path) -> None:
-    before = open_caption_spans(made)
-    assert before is not None and not update_caption_spans(made), "they are up to date"
-    table = read_captions(made)
-    splits = dict.fromkeys(video_ids(0, NUM_VIDEOS).to_pylist(), "train")
-    own = tmp_path / "own"
-    write_column(own, "video", num_chunks=100)
-    write_captions(own, splits, [Caption(row["video_id"], 0.0, 1.0, "one") for row in table.to_pylist()[:50]])
-    for path in manifest_dir(made).glob("caption_*"):
-        (manifest_dir(own) / path.name).write_bytes(path.read_bytes())
-    assert open_caption_spans(own) is None
-    assert update_caption_spans(own)
-    after = open_caption_spans(own)
-    assert after is not None and after.num_captions == 50
-    assert len(list(manifest_dir(own).glob("caption_*"))) == 3, "files of other tables are removed"
+def test_captions_that_are_open_stay_those_of_their_manifest(tmp_path: Path) -> None:
+    write_column(tmp_path, "video", num_chunks=20)
+    names = video_ids(0, 2).to_pylist()
+    write_captions(tmp_path, dict.fromkeys(names, "train"), [Caption(names[0], 0, 1, "before")])
+    samples = opened(tmp_path)
+    write_captions(
+        tmp_path, dict.fromkeys(names, "train"), [Caption(names[0], 0, 1, "now"), Caption(names[1], 0, 1, "x")]
+    )
+    assert list(samples.all_texts()) == ["before"] and list(opened(tmp_path).all_texts()) == ["now", "x"]
 
 
-def test_a_small_manifest_has_no_files(data_dir: Path) -> None:
-    assert not update_caption_spans(data_dir)
-    assert not list(manifest_dir(data_dir).glob("caption_*"))
-
-
-def test_spans_are_in_order_and_hold_every_caption(made: Path) -> None:
-    files, table = open_caption_spans(made), read_captions(made)
-    assert files is not None and files.sources == ("reader", "writer", "captioner@0a1b2c3d")
+def test_spans_are_in_order_and_hold_every_caption(data_dir: Path) -> None:
+    files, table = open_stored_captions(data_dir), read_captions(data_dir)
+    assert files.sources == ("reader", "writer", "captioner@0a1b2c3d")
     blocks = list(files.blocks())
-    assert len(blocks) > 3
+    assert len(blocks) > 3 and files.texts.num_chunks > 3
     keys: list[tuple[float, ...]] = []
     rows = np.concatenate([block.row for block in blocks])
     assert sorted(rows.tolist()) == list(range(len(table)))
     for block in blocks:
         assert np.array_equal(block.caption_id, table["caption_id"].to_numpy()[block.row])
         keys += list(zip(block.video.tolist(), block.begin_s.tolist(), block.end_s.tolist(), strict=True))
-        for begin, end in zip(block.first[:-1].tolist(), block.first[1:].tolist(), strict=True):
+        ends = np.cumsum(block.counts).tolist()
+        for begin, end in zip([0, *ends[:-1]], ends, strict=True):
             own = list(zip(block.source[begin:end].tolist(), block.row[begin:end].tolist(), strict=True))
             assert own == sorted(own) and own
         names = pa.array(files.sources).take(pa.array(block.source)).to_pylist()
         assert names == table["source"].take(pa.array(block.row)).to_pylist()
     assert keys == sorted(set(keys)), "each span once"
-    assert files.texts().to_pylist() == table["text"].to_pylist()
+    assert files.texts.to_pylist() == table["text"].to_pylist()

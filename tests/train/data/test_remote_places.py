@@ -108,7 +108,7 @@ def test_a_table_is_found_under_the_name_that_a_killed_write_left_it(served: Htt
     assert len(open_set(f"{served.address}/data", tmp_path / "cache")) == 1
 
 
-@pytest.mark.parametrize("name", ["manifest.json", "captions.parquet"])
+@pytest.mark.parametrize("name", ["manifest.json", "caption_spans.arrow"])
 def test_a_damaged_manifest_over_there_is_refused_and_a_mended_one_taken(
     served: HttpFolder, tmp_path: Path, name: str
 ) -> None:

@@ -22,10 +22,8 @@ from clipmill.shards.chunk_table import update_chunk_table
 from clipmill.shards.merged_table import CHUNKS_FILE
 from clipmill.shards.open_maps import OPEN_MAPS
 from clipmill.shards.reader import Variant
-from clipmill.train.data import chunk_table, chunks, node_cache, opened_captions, usable_captions
-from clipmill.train.data.caption_choice import choose_sources
+from clipmill.train.data import chunk_table, chunks, node_cache, selection
 from clipmill.train.data.chunk_clips import ChunkClips
-from clipmill.train.data.chunk_table import ChunkTable
 from clipmill.train.data.classes import ClassList
 from clipmill.train.data.decoding.clip import ClipShape
 from clipmill.train.data.frame_sampling import Sampling
@@ -81,11 +79,9 @@ def shared_by_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def in_small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Captions are read and grouped a few at a time, and collected in files."""
+    """Captions are selected a few at a time, and collected in files."""
     monkeypatch.setattr(node_cache, "SCRATCH_BYTES", 1)
-    monkeypatch.setattr(opened_captions, "_BLOCK", 2)
-    monkeypatch.setattr(opened_captions, "_TEXTS", 2)
-    monkeypatch.setattr(usable_captions, "_BLOCK", 3)
+    monkeypatch.setattr(selection, "_BLOCK", 2)
 
 
 def with_tables(data: Path) -> None:
@@ -240,52 +236,6 @@ def test_the_cache_keeps_what_was_used_last(monkeypatch: pytest.MonkeyPatch) -> 
     held(lambda: pytest.fail("it is there"), of=0)
     assert held(lambda: np.full(1000, 9), of=1)[0] == 9, "the one that was used least recently is gone"
     assert kept[1][0] == 1, "a process that maps it keeps it"
-
-
-@pytest.mark.parametrize("is_grouped", [True, False])
-def test_captions_in_blocks_of_videos_make_the_same_clips(is_grouped: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    rng = np.random.default_rng(0)
-    video = np.repeat(np.arange(20), 3)
-    same = np.ones(60, np.int64)
-    table = ChunkTable(
-        video_row=video.astype(np.int32),
-        start_ms=np.tile([0, 15_000, 40_000], 20),
-        num_frames=same * 450,
-        fps_num=same * 30,
-        fps_den=same,
-        shard=same,
-        row=same,
-        crc32=same.astype(np.uint32),
-    )
-    begin = rng.integers(0, 60, 500).astype(float)
-    rank = rng.integers(-1, 3, 500).astype(np.int16)
-    sources = choose_sources(["x", "y", "z"], wanted="x=1,y=0.3,z=2.7")
-    given: dict[str, Any] = {
-        "video_row": rng.integers(0, 21, 500),
-        "begin_s": begin,
-        "end_s": begin + rng.integers(-1, 4, 500),
-        "rank": rank,
-        "sources": sources,
-        "chunks": table,
-        "selected": rng.random(500) < 0.8,
-        "is_grouped": is_grouped,
-    }
-    whole = usable_captions.clips_of_captions(**given)
-    monkeypatch.setattr(usable_captions, "_BLOCK", 30)
-    parts = usable_captions.clips_of_captions(**given)
-    assert parts.remarks() == whole.remarks() and len(whole.clips.spans) > 100
-    one, other = whole.clips, parts.clips
-    for name in ("begin_us", "end_us", "first_chunk", "last_chunk"):
-        assert_same(getattr(one.spans, name), getattr(other.spans, name))
-    for name in ("first_entry", "first_run", "before"):
-        assert_same(getattr(one.choice, name), getattr(other.choice, name))
-    assert_same(one.caption, other.caption)
-
-
-def assert_same(one: Any, other: Any) -> None:
-    assert (one is None) == (other is None)
-    if one is not None:
-        assert one.dtype == other.dtype and np.array_equal(one, other)
 
 
 def test_ids_are_looked_up_once_not_shard_by_shard(videos: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,7 +9,8 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from clipmill.manifests.store import read_captions, read_videos, write_manifest
+from clipmill.manifests.dataset_write import write_manifest
+from clipmill.manifests.store import read_captions, read_videos
 from clipmill.train.cli import main
 from clipmill.train.run.folder import RunFolder, read_lines
 

@@ -10,8 +10,9 @@ import pyarrow as pa
 import pytest
 import torch
 
+from clipmill.manifests.dataset_write import write_manifest
 from clipmill.manifests.errors import UserError
-from clipmill.manifests.store import read_captions, read_videos, write_manifest
+from clipmill.manifests.store import read_captions, read_videos
 from clipmill.train.config.evaluation import DualEncoderEvaluation, EvaluatedData, EvaluationSettings
 from clipmill.train.config.files import load_settings
 from clipmill.train.distributed.world import World

@@ -61,7 +61,8 @@ def compare(mixed: MixedLatents, alone: list[CaptionedLatents], loaded: LoadedBa
     for row, (position, clip) in enumerate(zip(batch["position"].tolist(), batch["clip_id"].tolist(), strict=True)):
         folder = int(order.folder_of(np.array([clip]))[0])
         own, sample = alone[folder], np.array([clip - int(order.offsets[folder])])
-        expected = own._collate()([*own._read(sample, np.array([position]), seed=1)])
+        read: Any = own._read(sample, np.array([position]), seed=1)
+        expected = own._collate()([*read])
         assert torch.equal(batch["latents"][row].view(torch.int16), expected["latents"][0].view(torch.int16))
         assert batch["key"][row] == expected["key"][0]
         if "text" in expected:

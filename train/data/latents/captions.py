@@ -6,27 +6,25 @@ its sources takes twelve more.
 """
 
 import hashlib
-from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.compute as pc
 from numpy.typing import NDArray
 
-from clipmill.manifests.caption_digest import TextDigest
-from clipmill.manifests.store import open_captions
-from clipmill.train.data.caption_choice import CaptionChoice, Sources, caption_choice, choose_sources, smallest
-from clipmill.train.data.chunk_table import rows_of
+from clipmill.manifests.caption_reader import open_stored_captions
+from clipmill.manifests.caption_spans import CaptionSpans
+from clipmill.train.data.caption_choice import CaptionChoice, Sources, caption_choice, smallest
 from clipmill.train.data.frame_sampling import US_PER_S
 from clipmill.train.data.latents.segments import LatentRecords, Segments, times_us
+from clipmill.train.data.opened_captions import SplitCaptions, captions_of_split, used_texts
 from clipmill.train.data.selection import Selection
 from clipmill.train.data.stored_text import TextRows
 
-_BLOCK = 1 << 16  # captions, or pairs, processed at a time
+_BLOCK = 1 << 16  # pairs processed at a time
 
 
 @dataclass(frozen=True)
@@ -64,6 +62,7 @@ class SegmentCaptions:
 def pair_captions(
     data_dir: Path,
     *,
+    split: str,
     records: LatentRecords,
     segments: Segments,
     text: TextRows | None,
@@ -71,7 +70,7 @@ def pair_captions(
     wanted_sources: str | None,
     selection: Selection,
 ) -> SegmentCaptions:
-    """Read the captions of the videos `video_ids` and find the segments of each.
+    """Read the captions of the videos `video_ids`, those of a split, and find the segments of each.
 
     Args:
         text: the stored embeddings; None if captions need none.
@@ -82,52 +81,49 @@ def pair_captions(
         UserError: a caption belongs to another video in the text column than in the manifest, or a source is missing,
             or no caption is selected.
     """
+    stored = open_stored_captions(data_dir)
+    stored.verify()
+    of_split = captions_of_split(stored, data_dir, split=split, video_ids=video_ids, wanted_sources=wanted_sources)
+    selected = selection.of_captions()
     span = SegmentSpans(records, segments)
     none = np.empty(0, np.int64)
-    parts: list[dict[str, NDArray[Any]]] = [dict.fromkeys(("id", "place", "source", "first", "last"), none)]
-    names: list[str] = []
-    num_read: list[NDArray[Any]] = [none]  # sources of captions
-    num_embedded: list[NDArray[Any]] = [none]
-    num_selected: list[NDArray[Any]] = [none]
-    words: defaultdict[int, TextDigest] = defaultdict(TextDigest)  # by source
-    elsewhere: set[str] = set()
-    for block in _captions(data_dir, video_ids, names, elsewhere, selection=selection):
-        place, embedded = none, np.ones(len(block.caption_id), bool)
-        first, last = span.overlapped(video_row=block.video_row, begin_s=block.begin_s, end_s=block.end_s)
+    parts: list[dict[str, NDArray[Any]]] = [dict.fromkeys(("id", "row", "place", "rank", "first", "last"), none)]
+    num_embedded = num_selected = 0
+    for block in stored.blocks(of_split.video_row):
+        video_row = block.video.astype(np.int64)
+        overlapped = span.overlapped(video_row=video_row, begin_s=block.begin_s, end_s=block.end_s)
+        video_row, first, last = (np.repeat(array, block.counts) for array in (video_row, *overlapped))
+        rank, place = of_split.rank_of_code[block.source], np.empty(0, np.int64)
+        used = rank >= 0
         if text is not None:
-            row_of_text = text.find(block.caption_id, video_row=block.video_row, video_ids=video_ids)
-            embedded = row_of_text >= 0
-        selected = embedded if block.selected is None else embedded & block.selected
-        used = selected & (last > first)
+            row_of_text = text.find(block.caption_id, video_row=video_row, video_ids=video_ids)
+            used &= row_of_text >= 0
+        num_embedded += int(used.sum())
+        if selected is not None:
+            used &= selected[block.row]
+        num_selected += int(used.sum())
+        used &= last > first
         if text is not None:
             place = text.place[row_of_text[used]]
-        part: dict[str, NDArray[Any]] = {"id": block.caption_id, "source": block.source, "first": first, "last": last}
+        part: dict[str, NDArray[Any]] = {
+            "id": block.caption_id,
+            "row": block.row,
+            "rank": rank,
+            "first": first,
+            "last": last,
+        }
         parts.append({"place": place, **{name: array[used] for name, array in part.items()}})
-        for source in np.unique(block.source[used]).tolist():
-            words[source].add(block.text.take(pa.array(np.flatnonzero(used & (block.source == source)))))
-        num_read.append(block.source)
-        num_embedded.append(block.source[embedded])
-        num_selected.append(block.source[selected])
-    selection.require_captions()
-    sources = choose_sources(names, wanted=wanted_sources, elsewhere=elsewhere)
     joined = {name: np.concatenate([part.pop(name) for part in parts]) for name in list(parts[0])}
-    rank = sources.rank[joined["source"]]
     # Ascending indices of captions are then ascending ids, source by source.
-    order = np.lexsort((joined["id"], rank))
-    order = order[rank[order] >= 0]
+    order = np.lexsort((joined["id"], joined["rank"]))
+    rank = joined["rank"][order]
     counts, pair_caption = _pairs(joined["first"][order], joined["last"][order], num_segments=len(segments))
     segment = np.flatnonzero(counts)
     choice = caption_choice(
         np.repeat(np.arange(len(segment)), counts[segment]),
-        rank[order][pair_caption],
+        rank[pair_caption],
         num_clips=len(segment),
-        weights=sources.weights,
-    )
-    is_wanted = sources.rank >= 0
-    every = np.ones_like(is_wanted)
-    kept = ((every, num_read), (is_wanted, num_read), (is_wanted, num_embedded), (is_wanted, num_selected))
-    num_captions, num_of_wanted, num_left, num_chosen = (
-        sum(int(keep[part].sum()) for part in which) for keep, which in kept
+        weights=of_split.sources.weights,
     )
     return SegmentCaptions(
         segment=smallest(segment),
@@ -135,61 +131,27 @@ def pair_captions(
         pair_caption=pair_caption,
         caption_id=smallest(joined["id"][order]),
         place=None if text is None else joined["place"][order],
-        sources=sources,
-        words_sha256=_words_sha256({name: words[code] for code, name in enumerate(names) if sources.rank[code] >= 0}),
-        num_captions=num_captions,
-        num_other_sources=num_captions - num_of_wanted,
-        num_not_embedded=num_of_wanted - num_left,
-        num_not_selected=num_left - num_chosen,
-        num_not_shown=num_chosen - len(order),
+        sources=of_split.sources,
+        words_sha256=_words_sha256(stored, joined["row"][order], rank=rank, of_split=of_split),
+        num_captions=of_split.num_captions,
+        num_other_sources=of_split.num_other_sources,
+        num_not_embedded=of_split.num_captions - of_split.num_other_sources - num_embedded,
+        num_not_selected=num_embedded - num_selected,
+        num_not_shown=num_selected - len(order),
     )
 
 
-def _words_sha256(words: Mapping[str, TextDigest]) -> str:
-    each = [f"{name} {digest.hexdigest()}" for name, digest in sorted(words.items())]
-    return hashlib.sha256("\n".join(each).encode()).hexdigest()
-
-
-@dataclass(frozen=True)
-class _Block:
-    caption_id: NDArray[np.int64]
-    video_row: NDArray[np.int64]
-    begin_s: NDArray[np.float64]
-    end_s: NDArray[np.float64]
-    source: NDArray[np.int16]  # index in the names found so far
-    text: pa.StringArray
-    selected: NDArray[np.bool_] | None  # None for all
-
-
-def _captions(
-    data_dir: Path, video_ids: pa.Array, names: list[str], every: set[str], *, selection: Selection
-) -> Iterator[_Block]:
-    """The captions of `video_ids` in blocks, ascending by id; adds the names of their sources to `names`.
-
-    Args:
-        every: gets the names of the sources of all videos.
-    """
-    columns = ["caption_id", "begin_s", "end_s", "source", "text"]
-    with open_captions(data_dir, coded=["video_id"]) as file:
-        columns += [name for name in selection.caption_columns(file.schema_arrow) if name not in columns]
-        # All at once: each block would hash the ids of all videos again.
-        its_videos = file.read(columns=["video_id"])["video_id"].unify_dictionaries()
-        all_rows, begin = rows_of(its_videos, video_ids).astype(np.int32), 0
-        del its_videos
-        for batch in file.iter_batches(_BLOCK, columns=columns):
-            video_row = all_rows[begin : begin + len(batch)].astype(np.int64)
-            begin += len(batch)
-            rows = np.flatnonzero(video_row >= 0)
-            every.update(pc.unique(batch["source"]).to_pylist())
-            coded = pc.dictionary_encode(batch["source"].take(pa.array(rows)))
-            of_block = coded.dictionary.to_pylist()
-            names.extend(name for name in of_block if name not in names)
-            code = np.array([names.index(name) for name in of_block], np.int16)
-            caption_id, begin_s, end_s = (batch[name].to_numpy()[rows] for name in ("caption_id", "begin_s", "end_s"))
-            text = batch["text"].take(pa.array(rows))
-            source = code[coded.indices.to_numpy()]
-            selected = selection.part_of_captions(batch, rows=rows, video_row=video_row[rows])
-            yield _Block(caption_id, video_row[rows], begin_s, end_s, source, text, selected)
+def _words_sha256(
+    captions: CaptionSpans, rows: NDArray[np.int64], *, rank: NDArray[np.int16], of_split: SplitCaptions
+) -> str:
+    """Digest of the texts of `rows`, source by source."""
+    each = []
+    for code, its_rank in enumerate(of_split.rank_of_code.tolist()):
+        if its_rank >= 0:
+            is_used = np.zeros(len(captions.texts), bool)
+            is_used[rows[rank == its_rank]] = True
+            each.append(f"{captions.sources[code]} {used_texts(captions.texts, is_used)[0]}")
+    return hashlib.sha256("\n".join(sorted(each)).encode()).hexdigest()
 
 
 class SegmentSpans:

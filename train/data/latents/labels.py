@@ -58,14 +58,13 @@ def label_segments(
     table = read_captions(data_dir)
     video_row = rows_of(table["video_id"], video_ids)
     labelled = labelled_rows(table, is_of_split=video_row >= 0, classes=classes)
-    selected = selection.part_of_captions(table, rows=labelled.row, video_row=video_row[labelled.row])
-    selection.require_captions()
+    selected = selection.of_captions(table)
     begin_s, end_s = (table[name].to_numpy()[labelled.row] for name in ("begin_s", "end_s"))
     spans = SegmentSpans(records, segments)
     label_NL = np.full((len(segments), len(classes)), -1)
     share_NL = np.zeros((len(segments), len(classes)))
     for column, label_C in enumerate(labelled.label.T):
-        has_label = np.flatnonzero(label_C >= 0 if selected is None else (label_C >= 0) & selected)
+        has_label = np.flatnonzero(label_C >= 0 if selected is None else (label_C >= 0) & selected[labelled.row])
         caption_N, shared_us_N = spans.longest(
             video_row=video_row[labelled.row[has_label]], begin_s=begin_s[has_label], end_s=end_s[has_label]
         )

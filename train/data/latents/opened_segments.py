@@ -133,6 +133,7 @@ def open_segment_set(
                 raise _nothing_of(text_variant, data_dir, video_ids, split=split)
         its_captions = pair_captions(
             data_dir,
+            split=split,
             records=records,
             segments=segments,
             text=rows,
