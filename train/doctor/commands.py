@@ -167,11 +167,10 @@ def _disk(examined: Examined) -> str:
     text = f"{disk.path}: {disk.file_system or 'file system not known'}, {_DISK_KINDS[disk.kind]}"
     if disk.free_bytes is not None:
         text += f", {disk.free_bytes / 1e9:.0f} GB free"
-    if disk.write_bytes_per_s is not None:
-        text += f"; writes {disk.write_bytes_per_s / 1e6:,.0f} MB/s"
-    if disk.read_bytes_per_s is not None and disk.piece_ms is not None:
-        text += f"; reads {disk.read_bytes_per_s / 1e6:,.0f} MB/s, 64 KiB in {disk.piece_ms:.2f} ms"
-        text += f" ({_CACHED[disk.cached]})"
+    if (speed := disk.speed) is not None:
+        text += "" if speed.write_bytes_per_s is None else f"; writes {speed.write_bytes_per_s / 1e6:,.0f} MB/s"
+        text += f"; reads {speed.read_bytes_per_s / 1e6:,.0f} MB/s, 64 KiB in {speed.piece_ms:.2f} ms"
+        text += f" ({_CACHED[speed.cached]})"
     return text
 
 

@@ -215,16 +215,17 @@ def _disk(examined: Examined) -> Iterator[Finding]:
         # The warning above already covers a lack of space.
         if not (is_full and words == "space is left"):
             yield Finding(level, f"{disk.path}: {disk.problem}", hint)
-    if disk.cached is not False:  # reads from the page cache say nothing about the disk
+    speed = disk.speed
+    if speed is None or speed.cached is not False:  # reads from the page cache say nothing about the disk
         return
-    if disk.read_bytes_per_s is not None and disk.read_bytes_per_s < _SLOW_READ:
+    if speed.read_bytes_per_s < _SLOW_READ:
         yield _warning(
-            f"{disk.path} is read at {disk.read_bytes_per_s / 1e6:.0f} MB/s",
+            f"{disk.path} is read at {speed.read_bytes_per_s / 1e6:.0f} MB/s",
             "use a faster disk, or check with train bench whether it keeps up",
         )
-    if disk.piece_ms is not None and disk.piece_ms > _SLOW_PIECE_MS:
+    if speed.piece_ms > _SLOW_PIECE_MS:
         yield _warning(
-            f"random reads of 64 KiB from {disk.path} take {disk.piece_ms:.0f} ms; clips are read in such pieces",
+            f"random reads of 64 KiB from {disk.path} take {speed.piece_ms:.0f} ms; clips are read in such pieces",
             "use a faster disk, or more --workers",
         )
 

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from clipmill.shards.disk_speed import DiskSpeed
 from clipmill.train.doctor.accelerator import Accelerator, Gpu, Tried
 from clipmill.train.doctor.commands import lines_of
 from clipmill.train.doctor.examined import Decoder, Examined, used_by_training
@@ -13,6 +14,8 @@ from clipmill.train.doctor.judge import judge
 
 H200 = Gpu(name="NVIDIA H200", memory_bytes=150_000_000_000, free_bytes=149_000_000_000, capability=(9, 0))
 WORKS = [Tried(attention="sdpa", kind="clips", dtype="bfloat16", kernels="fused attention of cuDNN 9.26.0")]
+FAST = DiskSpeed(read_bytes_per_s=2e9, piece_ms=0.1, cached=False)
+SLOW = DiskSpeed(read_bytes_per_s=30e6, piece_ms=25.0, cached=None)
 GOOD = Examined(
     asked_device="auto",
     host=Host(
@@ -40,7 +43,7 @@ GOOD = Examined(
         tried=WORKS,
     ),
     decoder=Decoder(pyav="18.1.0", libavcodec="62.28.102"),
-    disk=Disk(path="/data", file_system="ext4", kind="local", free_bytes=10**12, read_bytes_per_s=2e9, cached=False),
+    disk=Disk(path="/data", file_system="ext4", kind="local", free_bytes=10**12, speed=FAST),
     versions={"python": "3.12.3"},
     system="Linux",
 )
@@ -143,8 +146,8 @@ def test_nothing_is_said_of_a_good_machine() -> None:
         (machine(decoder={"missing": ("vp9",)}), "warning", "lacks decoders of vp9", "wheel"),
         (machine(disk={"kind": "network", "file_system": "nfs4"}), "warning", "network file system (nfs4)", "local"),
         (machine(disk={"free_bytes": 10**9}), "warning", "1.0 GB left", "--out"),
-        (machine(disk={"read_bytes_per_s": 30e6}), "warning", "read at 30 MB/s", "train bench"),
-        (machine(disk={"piece_ms": 25.0}), "warning", "64 KiB from /data take 25 ms", "--workers"),
+        (machine(disk={"speed": replace(FAST, read_bytes_per_s=30e6)}), "warning", "read at 30 MB/s", "train bench"),
+        (machine(disk={"speed": replace(FAST, piece_ms=25.0)}), "warning", "64 KiB from /data take 25 ms", "--workers"),
         (machine(disk={"problem": "no answer within 15 s"}), "broken", "no answer within 15 s", "mount"),
         (machine(disk={"problem": "cannot be read: Permission denied"}), "broken", "denied", "give this user access"),
         (machine(disk={"problem": "cannot be read: Input/output error"}), "broken", "output error", "check the mount"),
@@ -171,8 +174,8 @@ def test_what_is_wrong_is_said_with_a_hint(examined: Examined, level: str, words
         machine(host={"thread_variables": {"OMP_NUM_THREADS": " 16,1"}}),
         machine(host={"thread_variables": {"OMP_NUM_THREADS": ""}}),
         machine(host={"shm_bytes": 64 << 20}),  # one GPU exchanges nothing
-        machine(disk={"read_bytes_per_s": 30e6, "piece_ms": 25.0, "cached": True}),
-        machine(disk={"read_bytes_per_s": 30e6, "piece_ms": 25.0, "cached": None}),
+        machine(disk={"speed": replace(SLOW, cached=True)}),
+        machine(disk={"speed": SLOW}),
         machine(accelerator={"gpus": [replace(H200, free_bytes=None)]}),
     ],
 )
