@@ -12,8 +12,9 @@ from clipmill.manifests.progress import Activity
 from clipmill.train.commands.training import docstring
 from clipmill.train.config import fields as groups
 from clipmill.train.config.fields import FIRST_RUN
-from clipmill.train.config.training import Strategy
+from clipmill.train.config.training import ClipSettings, Strategy
 from clipmill.train.registry import DEFAULT, task_named, task_names
+from clipmill.train.spec import TaskSpec
 
 
 def bench_command(name: str) -> Callable[..., None]:
@@ -34,40 +35,11 @@ def bench_command(name: str) -> Callable[..., None]:
         page: Annotated[Path | None, groups.WHERE] = None,
         as_json: Annotated[bool, groups.WHERE, FIRST_RUN, Parameter(name="--json", negative="")] = False,
     ) -> None:
-        with Activity("importing torch"):
-            from clipmill.train.bench.communication import print_breakdown, write_breakdown
-            from clipmill.train.bench.report import print_report
-            from clipmill.train.bench.run import run_bench, run_breakdown
-            from clipmill.train.device.precision import choose_device
-            from clipmill.train.distributed.launch import open_world
-            from clipmill.train.engine.rank_consistency import SAME_LAUNCH, launch_facts
-
         if page is not None and not page.parent.is_dir():
             raise UserError(
                 f"--page is {page}, and there is no folder {page.parent}", hint="name a file in an existing one"
             )
-        start = launch_facts(settings, resume=None)
-        with open_world(device_type=choose_device(settings.device).type, start=start, hint=SAME_LAUNCH) as world:
-            if world.size == 1:
-                if strategies or page:
-                    raise UserError(
-                        f"{'--strategies' if strategies else '--page'} is about several processes, and there is one",
-                        hint="leave it out, or launch with torchrun --nproc-per-node 2 --no-python train bench",
-                    )
-                result = run_bench(spec, settings, seconds=seconds)
-            else:
-                chosen = strategies or [settings.parallel.strategy]
-                result = run_breakdown(spec, settings, strategies=chosen, seconds=seconds, world=world)
-            if not world.is_first:
-                return
-            if page is not None:
-                write_breakdown(result, page)
-            if as_json:
-                print(json.dumps(result))
-            elif world.size == 1:
-                print_report(result)
-            else:
-                print_breakdown(result)
+        _measure(spec, settings, seconds=seconds, strategies=strategies, page=page, as_json=as_json)
 
     which = f" of train {name}" if name != DEFAULT else f", by default of train {DEFAULT}"
     command.__doc__ = docstring(
@@ -83,6 +55,47 @@ def bench_command(name: str) -> Callable[..., None]:
         as_json="Print one JSON object.",
     )
     return command
+
+
+def _measure(
+    spec: TaskSpec,
+    settings: ClipSettings,
+    *,
+    seconds: float,
+    strategies: list[Strategy] | None,
+    page: Path | None,
+    as_json: bool,
+) -> None:
+    with Activity("importing torch"):
+        from clipmill.train.bench.communication import print_breakdown, write_breakdown
+        from clipmill.train.bench.report import print_report
+        from clipmill.train.bench.run import run_bench, run_breakdown
+        from clipmill.train.device.precision import choose_device
+        from clipmill.train.distributed.launch import open_world
+        from clipmill.train.engine.rank_consistency import SAME_LAUNCH, launch_facts
+
+    start = launch_facts(settings, resume=None)
+    with open_world(device_type=choose_device(settings.device).type, start=start, hint=SAME_LAUNCH) as world:
+        if world.size == 1:
+            if strategies or page:
+                raise UserError(
+                    f"{'--strategies' if strategies else '--page'} is about several processes, and there is one",
+                    hint="leave it out, or launch with torchrun --nproc-per-node 2 --no-python train bench",
+                )
+            result = run_bench(spec, settings, seconds=seconds)
+        else:
+            chosen = strategies or [settings.parallel.strategy]
+            result = run_breakdown(spec, settings, strategies=chosen, seconds=seconds, world=world)
+        if not world.is_first:
+            return
+        if page is not None:
+            write_breakdown(result, page)
+        if as_json:
+            print(json.dumps(result))
+        elif world.size == 1:
+            print_report(result)
+        else:
+            print_breakdown(result)
 
 
 bench = App(name="bench")

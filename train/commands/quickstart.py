@@ -34,7 +34,7 @@ def quickstart(
     yes: Annotated[bool, Parameter(negative="")] = False,
     as_json: Annotated[bool, Parameter(name="--json", negative="")] = False,
 ) -> None:
-    """Look at the data and this machine, try a few training steps, propose a first run, and run it on a yes.
+    """Look at the data and this machine, measure a few training steps, propose a first run, and run it on a yes.
 
     The plan says task, preset, batch size, steps, expected time, memory and disk, and ends in the complete command.
     Without a terminal nothing is asked: --yes runs it.
@@ -85,12 +85,10 @@ def quickstart(
         device=device,
     )
     plan = _plan(asked)
-    from clipmill.train.quickstart.printed import plan_json, plan_text
-
     if as_json:
-        print(json.dumps(plan_json(plan)))
+        print(json.dumps(plan.as_json()))
         return
-    print(plan_text(plan), flush=True)
+    print(plan.text(), flush=True)
     if yes or _is_confirmed():
         _run(plan)
     elif not _is_asked():
@@ -115,15 +113,14 @@ def _plan(asked: "Asked") -> "Plan":
 
         from clipmill.train.device.precision import choose_device
         from clipmill.train.doctor.examined import examine_in_run
+        from clipmill.train.quickstart.measured import measure
         from clipmill.train.quickstart.plan import make_plan, propose
-        from clipmill.train.quickstart.trial import try_steps
 
     chosen = choose_device(asked.device)
     proposal = propose(asked, surveys, examine_in_run(asked_device=asked.device, device_type=chosen.type))
     first = torch.device("cuda", 0) if chosen.type == "cuda" else chosen
-    before_s = time.perf_counter() - began_s
-    trial = try_steps(proposal.spec, proposal.settings, device=first, seconds=_TRIAL_S, before_s=before_s, say=_say)
-    return make_plan(proposal, trial)
+    spec, settings = proposal.spec, proposal.settings
+    return make_plan(proposal, measure(spec, settings, device=first, seconds=_TRIAL_S, began_s=began_s, say=_say))
 
 
 def _is_asked() -> bool:
