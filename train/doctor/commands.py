@@ -13,7 +13,8 @@ from typing import Any
 from clipmill.manifests.errors import FailedWork, UserError
 from clipmill.manifests.progress import Activity
 from clipmill.train.doctor.examined import CODECS, Examined, as_json, examine, examine_in_run, used_by_training
-from clipmill.train.doctor.judge import Finding, judge
+from clipmill.train.doctor.host import Finding
+from clipmill.train.doctor.judge import judge
 
 _LABEL_WIDTH = 11
 _MAX_COLUMNS = 100
@@ -97,8 +98,6 @@ def _filled(text: str, *, label: str, columns: int) -> str:
 def _gpus(examined: Examined) -> str:
     accelerator = examined.accelerator
     driver = f"; driver {accelerator.driver}" if accelerator.driver else ""
-    if accelerator.driver_cuda:
-        driver += f" (CUDA {'.'.join(map(str, accelerator.driver_cuda))})"
     if not accelerator.gpus:
         return f"none{driver or '; no NVIDIA driver'}"
     kinds = Counter(

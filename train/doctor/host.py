@@ -13,7 +13,7 @@ import shutil
 import threading
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from clipmill.shards.disk_speed import DiskSpeed, speed_of_file, speed_of_folder
 from clipmill.train.run.folder import processor
@@ -28,10 +28,30 @@ _NETWORK = {
 # Folders of a host in a virtual machine or sandbox, which cannot be examined from within.
 _OF_HOST = {"9p", "virtiofs", "gofer", "vboxsf", "fuse.lima", "fuse.grpcfuse"}
 _MEMORY = {"tmpfs", "ramfs"}
+_CHECK_MOUNT = "check the mount and its permissions"
+_MAKE_ROOM = "free some space, have the quota or the number of inodes raised, or write runs elsewhere (--out)"
 _NO_SPACE = {errno.ENOSPC, errno.EDQUOT}
 _CGROUP = Path("/sys/fs/cgroup")
 _MOUNTS = Path("/proc/self/mountinfo")
 _THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
+
+
+Level = Literal["broken", "warning", "note"]
+LEVELS: tuple[Level, ...] = ("broken", "warning", "note")
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One problem.
+
+    Attributes:
+        level: broken: training cannot start or stops; warning: training is slower or different than it could be; note:
+            for information.
+    """
+
+    level: Level
+    what: str
+    hint: str
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -127,7 +147,7 @@ class Disk:
     Attributes:
         kind: local, network, host (a folder of the host), memory, or unknown.
         speed: None if not measured.
-        problem: why something could not be measured.
+        problem: why it could not be measured.
     """
 
     path: str
@@ -135,7 +155,7 @@ class Disk:
     kind: str = "unknown"
     free_bytes: int | None = None
     speed: DiskSpeed | None = None
-    problem: str | None = None
+    problem: Finding | None = None
 
 
 def examine_disk(folder: Path, *, is_data: bool) -> Disk:
@@ -148,7 +168,8 @@ def examine_disk(folder: Path, *, is_data: bool) -> Disk:
     if found:
         return found[0]
     kind, file_system = file_system_of(folder, _read(_MOUNTS))
-    return Disk(path=str(folder), kind=kind, file_system=file_system, problem=f"no answer within {_TIMEOUT_S:.0f} s")
+    silent = Finding("broken", f"no answer within {_TIMEOUT_S:.0f} s", _CHECK_MOUNT)
+    return Disk(path=str(folder), kind=kind, file_system=file_system, problem=silent)
 
 
 def file_system_of(folder: Path, mounts: str) -> tuple[str, str | None]:
@@ -180,25 +201,27 @@ def _examine(folder: Path, *, is_data: bool) -> Disk:
     kind, file_system = file_system_of(path, _read(_MOUNTS))
     free_bytes = stat.f_bavail * stat.f_frsize
     known: Any = {"path": str(path), "kind": kind, "file_system": file_system, "free_bytes": free_bytes}
-    if not is_data and free_bytes < _MIN_FREE_BYTES:
-        return Disk(**known, problem="not measured: hardly any space is left")
     try:
         if not is_data:
-            return Disk(**known, speed=speed_of_folder(path))
+            return Disk(**known, speed=speed_of_folder(path) if free_bytes >= _MIN_FREE_BYTES else None)
         tar = _some_tar(path)
         if tar is None:
-            return Disk(**known, problem="there is no shard to read, so its speed was not measured")
+            none = Finding("note", "there is no shard to read, so its speed was not measured", "run prep chunk first")
+            return Disk(**known, problem=none)
         with tar.open("rb", buffering=0) as file:
-            speed = speed_of_file(file.fileno())
-        return Disk(**known, speed=speed, problem=None if speed else "the file is too small to measure")
+            return Disk(**known, speed=speed_of_file(file.fileno()))
     except OSError as error:
-        why = "no space is left" if error.errno in _NO_SPACE else error.strerror
-        return Disk(**known, problem=_unreadable(error) if is_data else f"not measured: {why}")
+        if is_data:
+            return Disk(**known, problem=_unreadable(error))
+        if error.errno in _NO_SPACE:
+            return Disk(**known, problem=Finding("warning", "no space is left, so it was not measured", _MAKE_ROOM))
+        return Disk(**known, problem=Finding("note", f"not measured: {error.strerror}", _CHECK_MOUNT))
 
 
-def _unreadable(error: OSError) -> str:
+def _unreadable(error: OSError) -> Finding:
     where = f" ({error.filename})" if error.filename else ""
-    return f"cannot be read: {error.strerror}{where}"
+    hint = "give this user access to it" if error.errno == errno.EACCES else _CHECK_MOUNT
+    return Finding("broken", f"cannot be read: {error.strerror}{where}", hint)
 
 
 def _some_tar(folder: Path) -> Path | None:
