@@ -4,17 +4,17 @@ import json
 import os
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal, NoReturn
+from typing import TYPE_CHECKING, Annotated, NoReturn
 
 from cyclopts import Parameter
 
 from clipmill.manifests.errors import UserError
 from clipmill.manifests.progress import Activity
-from clipmill.train.config.training import Device
+from clipmill.train.quickstart.asked import Asked
 
 if TYPE_CHECKING:
-    from clipmill.train.quickstart.choice import Asked
     from clipmill.train.quickstart.plan import Plan
 
 _TRIAL_S = 8.0
@@ -24,13 +24,7 @@ def quickstart(
     data: Annotated[list[str], Parameter(consume_multiple=True, negative="")],
     /,
     *,
-    task: Literal["dual-encoder", "mae", "classify", "caption"] | None = None,
-    label: str | None = None,
-    preset: str | None = None,
-    weights: Annotated[str | None, Parameter(name="--init.weights")] = None,
-    minutes: float | None = None,
-    out: Path | None = None,
-    device: Device = "auto",
+    asked: Asked = Asked(),  # noqa: B008 - frozen
     yes: Annotated[bool, Parameter(negative="")] = False,
     as_json: Annotated[bool, Parameter(name="--json", negative="")] = False,
 ) -> None:
@@ -49,20 +43,6 @@ def quickstart(
     ----------
     data
         Data folders made by prep: paths, or addresses such as s3://bucket/data.
-    task
-        Task to train. Default: dual-encoder on data with captions, otherwise mae.
-    label
-        Label to classify, with --task classify. Default: the only one.
-    preset
-        Preset of the task. Default: the largest that suits this machine.
-    weights
-        Initial weights: file, folder, run or NAME:TAG, as of the training commands. Default: random.
-    minutes
-        Time for the run, in minutes, which limits the number of steps. Default: 10 on a CPU, 60 on GPUs.
-    out
-        Run folder. Default: a new one, runs/quickstart.
-    device
-        Device to train on.
     yes
         Run the command without asking.
     as_json
@@ -70,21 +50,9 @@ def quickstart(
     """
     if yes and as_json:
         raise UserError("--yes runs the command, and --json only prints the plan", hint="leave out one of them")
-    if minutes is not None and not 0 < minutes < float("inf"):
-        raise UserError(f"--minutes is {minutes}", hint="it must be more than 0")
-    from clipmill.train.quickstart.choice import Asked
-
-    asked = Asked(
-        data=tuple(data),
-        task=task,
-        label=label,
-        preset=preset,
-        weights=weights,
-        minutes=minutes,
-        out=out,
-        device=device,
-    )
-    plan = _plan(asked)
+    if asked.minutes is not None and not 0 < asked.minutes < float("inf"):
+        raise UserError(f"--minutes is {asked.minutes}", hint="it must be more than 0")
+    plan = _plan(data, asked)
     if as_json:
         print(json.dumps(plan.as_json()))
         return
@@ -100,12 +68,12 @@ def _say(what: str) -> None:
     print(what, file=sys.stderr, flush=True)
 
 
-def _plan(asked: "Asked") -> "Plan":
+def _plan(data: Sequence[str], asked: Asked) -> "Plan":
     began_s = time.perf_counter()
     from clipmill.train.quickstart.survey import survey  # before torch, so that a mistake is found at once
 
     surveys = []
-    for address in asked.data:
+    for address in data:
         with Activity(f"looking at {address}"):
             surveys.append(survey(address))
     with Activity("importing torch"):

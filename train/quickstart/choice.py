@@ -3,12 +3,10 @@
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from statistics import fmean
 
 from clipmill.manifests.errors import UserError
 from clipmill.manifests.quoting import counted
-from clipmill.train.config.training import Device
 from clipmill.train.data.classes import proposed_label
 from clipmill.train.quickstart.survey import Survey
 
@@ -19,20 +17,6 @@ NUM_CHECKPOINTS = 4
 _MOST_AT_ONCE = 256  # clips on a GPU in the first step that is tried
 _MIN_GPU_BYTES = 8 * 10**9  # a ViT-B/16 with a text tower, its gradients and AdamW's moments take 2.4 GB without clips
 MINUTES = {"cpu": 10.0, "cuda": 60.0}
-
-
-@dataclass(frozen=True, kw_only=True)
-class Asked:
-    """What the user has decided; None for what is to be proposed."""
-
-    data: tuple[str, ...]
-    task: str | None = None
-    label: str | None = None
-    preset: str | None = None
-    weights: str | None = None
-    minutes: float | None = None
-    out: Path | None = None
-    device: Device = "auto"
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,8 @@ from clipmill.train.config.training import ClipSettings
 from clipmill.train.doctor.examined import Examined
 from clipmill.train.doctor.judge import judge
 from clipmill.train.quickstart import choice
-from clipmill.train.quickstart.choice import RECIPES, Asked, Chosen, Expected, Length
+from clipmill.train.quickstart.asked import Asked
+from clipmill.train.quickstart.choice import RECIPES, Chosen, Expected, Length
 from clipmill.train.quickstart.measured import Measured, existing
 from clipmill.train.quickstart.survey import Survey, describe, split_to_evaluate, split_to_train
 from clipmill.train.registry import task_named
@@ -192,7 +193,7 @@ def propose(asked: Asked, surveys: Sequence[Survey], examined: Examined) -> Prop
             )
     settings: Any = load_settings(preset_path(preset.value, task.value), kind)
     changes: dict[str, Any] = {
-        "shards": asked.data[0] if len(asked.data) == 1 else asked.data,
+        "shards": surveys[0].address if len(surveys) == 1 else tuple(one.address for one in surveys),
         "split": split,
         "out": asked.out or _free_folder(Path("runs")),
         "device": asked.device,

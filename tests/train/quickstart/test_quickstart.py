@@ -20,7 +20,7 @@ from clipmill.train.commands.training import parse
 from clipmill.train.doctor.examined import examine_in_run
 from clipmill.train.quickstart import choice
 from clipmill.train.quickstart import measured as measurements
-from clipmill.train.quickstart.choice import Asked
+from clipmill.train.quickstart.asked import Asked
 from clipmill.train.quickstart.plan import Plan, propose
 from clipmill.train.quickstart.survey import survey
 from clipmill.train.run.folder import RunFolder, read_lines
@@ -37,7 +37,7 @@ def plan(data_dir: Path) -> Plan:
         patch.chdir(data_dir.parent)
         patch.setattr(commands, "_TRIAL_S", 0.0)
         patch.setattr(choice, "_FEWEST_STEPS", 1)
-        return commands._plan(Asked(data=(str(data_dir),), minutes=0.001, device="cpu"))
+        return commands._plan([str(data_dir)], Asked(minutes=0.001, device="cpu"))
 
 
 @pytest.fixture
@@ -79,7 +79,7 @@ def test_the_printed_command_is_accepted_and_has_the_settings_of_the_plan(
 def test_the_plan_as_json_says_what_was_found_and_measured(
     plan: Plan, quickstart: Quickstart, data_dir: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr("clipmill.train.commands.quickstart._plan", lambda asked: plan)
+    monkeypatch.setattr("clipmill.train.commands.quickstart._plan", lambda data, asked: plan)
     assert quickstart(data_dir, "--json") == 0
     found = json.loads(capsys.readouterr().out)
     assert set(found) == {
@@ -104,7 +104,7 @@ def test_a_script_is_never_asked_and_a_person_is(
     plan: Plan, quickstart: Quickstart, data_dir: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
     found, answers = launched(monkeypatch), iter(list[str]())
-    monkeypatch.setattr("clipmill.train.commands.quickstart._plan", lambda asked: plan)
+    monkeypatch.setattr("clipmill.train.commands.quickstart._plan", lambda data, asked: plan)
     monkeypatch.setattr("builtins.input", lambda question: next(answers))  # StopIteration if it is asked
     assert quickstart(data_dir) == 0
     printed = capsys.readouterr().out
@@ -120,7 +120,7 @@ def test_a_script_is_never_asked_and_a_person_is(
 def test_with_yes_it_trains_and_says_where_the_page_is_and_what_comes_next(
     plan: Plan, quickstart: Quickstart, data_dir: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr("clipmill.train.commands.quickstart._plan", lambda asked: plan)
+    monkeypatch.setattr("clipmill.train.commands.quickstart._plan", lambda data, asked: plan)
     assert quickstart(data_dir, "--yes") == 0
     lines = capsys.readouterr().out.splitlines()
     run = RunFolder(tmp_path / "runs" / "quickstart")
@@ -136,7 +136,7 @@ def test_with_yes_it_trains_and_says_where_the_page_is_and_what_comes_next(
 
 def propose_out(data_dir: Path) -> str:
     examined = examine_in_run(asked_device="cpu", device_type="cpu")
-    proposal = propose(Asked(data=(str(data_dir),), device="cpu"), [survey(str(data_dir))], examined)
+    proposal = propose(Asked(device="cpu"), [survey(str(data_dir))], examined)
     return str(proposal.settings.out)
 
 
