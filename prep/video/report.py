@@ -40,7 +40,7 @@ _MOVED = {
 
 def plan_report(planned: Planned) -> Report:
     """Return the report of a plan: the work by state and reason, with an estimate."""
-    plan, cost = planned.plan, estimate_of(planned, has_trials=True)
+    plan, cost = planned.plan, estimate_of(planned)
     against = _changed_settings(planned)
     lines = [f"variant  {plan.recipe.variant}", *(f"setting  {difference}" for difference in against)]
     reasons = {shard_id: change.because for shard_id, change in planned.changes.items()}
