@@ -16,7 +16,7 @@ from clipmill.train.doctor.examined import CODECS, Examined, as_json, examine, e
 from clipmill.train.doctor.host import Finding
 from clipmill.train.doctor.judge import judge
 
-_LABEL_WIDTH = 11
+_LABEL_WIDTH = 12
 _MAX_COLUMNS = 100
 _DISK_KINDS = {
     **{"local": "local", "network": "a network file system", "host": "a folder of the host", "memory": "in memory"},
@@ -75,16 +75,17 @@ def print_report(examined: Examined, findings: list[Finding]) -> None:
     """Print lines and findings, wrapped to the width of the terminal."""
     columns = min(shutil.get_terminal_size().columns, _MAX_COLUMNS) if sys.stdout.isatty() else 80
     for label, text in lines_of(examined).items():
-        print(_filled(text, label=label, columns=columns))
+        print(filled(text, label=label, columns=columns))
     for finding in findings:
         print()
-        print(_filled(finding.what, label=f"{finding.level}:", columns=columns))
-        print(_filled(finding.hint, label="hint:", columns=columns))
+        print(filled(finding.what, label=f"{finding.level}:", columns=columns))
+        print(filled(finding.hint, label="hint:", columns=columns))
     if not findings:
         print("\nNothing is wrong.")
 
 
-def _filled(text: str, *, label: str, columns: int) -> str:
+def filled(text: str, *, label: str, columns: int) -> str:
+    """Words behind a label, wrapped."""
     return textwrap.fill(
         text,
         width=columns,

@@ -4,7 +4,6 @@ import math
 import os
 import shlex
 import shutil
-import textwrap
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -14,6 +13,7 @@ from clipmill.manifests.errors import FailedWork, UserError
 from clipmill.manifests.quoting import counted
 from clipmill.train.config.files import load_settings, preset_path, presets_of
 from clipmill.train.config.training import ClipSettings
+from clipmill.train.doctor.commands import filled
 from clipmill.train.doctor.examined import Examined
 from clipmill.train.doctor.judge import judge
 from clipmill.train.quickstart import choice
@@ -24,7 +24,7 @@ from clipmill.train.quickstart.survey import Survey, describe, split_to_evaluate
 from clipmill.train.registry import task_named
 from clipmill.train.spec import TaskSpec
 
-_LABEL_WIDTH, _COLUMNS = 12, 100
+_COLUMNS = 100
 _MUCH_WAITING = 0.3
 
 
@@ -98,7 +98,7 @@ class Plan:
         """The plan as plain values."""
         proposal, host = self.proposal, self.proposal.examined.host
         return {
-            "data": [one.as_json() for one in proposal.surveys],
+            "data": [asdict(one) for one in proposal.surveys],
             "machine": {
                 "gpus": [asdict(gpu) for gpu in proposal.examined.accelerator.gpus],
                 "processor": host.processor,
@@ -129,16 +129,7 @@ class Plan:
         """The plan for a person."""
         lines, last = list[str](), ""
         for label, words in self._rows():
-            lines.append(
-                textwrap.fill(
-                    words,
-                    width=_COLUMNS,
-                    initial_indent=("" if label == last else label).ljust(_LABEL_WIDTH),
-                    subsequent_indent=" " * _LABEL_WIDTH,
-                    break_long_words=False,
-                    break_on_hyphens=False,
-                )
-            )
+            lines.append(filled(words, label="" if label == last else label, columns=_COLUMNS))
             last = label if label != "warning" else ""
         return "\n".join([*lines, "", f"    {self.command}", ""])
 
