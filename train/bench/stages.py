@@ -127,14 +127,15 @@ def measure_stages(opened: Opened, *, seconds: float) -> tuple[Rates, Steps]:
         watch.is_running = True
         steps_s = _times(lambda: steps.take(on_device), seconds=seconds)
         watch.is_running = False
-    augment_s = watch.seconds[AUGMENT] / len(steps_s)
+    compute_s = median(steps_s)
+    augment_s = compute_s * watch.seconds[AUGMENT] / sum(steps_s)
     if augment_s:
         stages[AUGMENT] = batch / augment_s
-    stages["model"] = batch / (fmean(steps_s) - augment_s)
+    stages["model"] = batch / (compute_s - augment_s)
     rates = Rates(
         stages=stages,
         loader=batch / fmean(waits_s),
-        compute=batch / fmean(steps_s),
+        compute=batch / compute_s,
         read_bytes_per_item=sum(sizes) / num_loaded if num_loaded else None,
         failed=failed,
     )
