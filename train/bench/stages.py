@@ -100,8 +100,7 @@ def measure_stages(opened: Opened, *, seconds: float) -> tuple[Rates, Steps]:
     batches = opened.samples.batches(position=0, max_failures=max_failures)
     watch.is_running, waits_s = True, list[float]()
     with Activity("measuring the loader"), enough_samples(settings), closing(batches):
-        loaded = next(batches)
-        while sum(waits_s) < seconds:
+        while sum(waits_s[1:]) < seconds:  # the first one starts the threads
             began_s = time.perf_counter()
             loaded = next(batches)
             waits_s.append(time.perf_counter() - began_s)
@@ -134,7 +133,7 @@ def measure_stages(opened: Opened, *, seconds: float) -> tuple[Rates, Steps]:
     stages["model"] = batch / (compute_s - augment_s)
     rates = Rates(
         stages=stages,
-        loader=batch / fmean(waits_s),
+        loader=batch / fmean(waits_s[1:]),
         compute=batch / compute_s,
         read_bytes_per_item=sum(sizes) / num_loaded if num_loaded else None,
         failed=failed,
