@@ -25,17 +25,16 @@ LOADING = (READ, DECODE, CROP, TOKENS)
 
 
 class Stopwatch:
-    """Seconds and calls by stage while `is_running`, of all threads; a stage within another one counts only as itself.
+    """Seconds of each call by stage while `is_running`; a stage within another one counts only as itself.
 
     Args:
         wait: waits for what a stage has queued on the device.
     """
 
     def __init__(self, wait: Callable[[], None]) -> None:
-        self.seconds: dict[str, float] = defaultdict(float)
-        self.calls: dict[str, int] = defaultdict(int)
+        self.times_s: dict[str, list[float]] = defaultdict(list)
         self.is_running = False
-        self._wait, self._lock, self._local = wait, threading.Lock(), threading.local()
+        self._wait, self._local = wait, threading.local()
 
     def timed(self, stage: str, work: Callable[..., Any], *, is_on_device: bool = False) -> Callable[..., Any]:
         """Return `work`, whose calls count as `stage`."""
@@ -54,9 +53,7 @@ class Stopwatch:
                 return done
             finally:
                 took_s = time.perf_counter() - began_s
-                with self._lock:
-                    self.seconds[stage] += took_s - self._local.inside_s
-                    self.calls[stage] += 1
+                self.times_s[stage].append(took_s - self._local.inside_s)
                 self._local.inside_s = outside_s + took_s
 
         return call
@@ -107,10 +104,10 @@ def measure_stages(opened: Opened, *, seconds: float) -> tuple[Rates, Steps]:
             failed |= {one.key: one.detail for one in loaded.failed}
     watch.is_running = False
     # Threads have loaded more samples than were taken.
-    num_loaded = watch.calls[TOKENS]
+    num_loaded = len(watch.times_s[TOKENS])
     stages: dict[str, float | None] = {}
     if num_loaded:
-        stages = {stage: settings.workers * num_loaded / watch.seconds[stage] for stage in LOADING}
+        stages = {stage: settings.workers * num_loaded / sum(watch.times_s[stage]) for stage in LOADING}
     watch.watch(opened.task, "inputs", AUGMENT, is_on_device=True)
     with Activity("measuring the model"):
         steps = Steps(opened)
@@ -126,11 +123,11 @@ def measure_stages(opened: Opened, *, seconds: float) -> tuple[Rates, Steps]:
         watch.is_running = True
         steps_s = _times(lambda: steps.take(on_device), seconds=seconds)
         watch.is_running = False
-    compute_s = median(steps_s)
-    augment_s = compute_s * watch.seconds[AUGMENT] / sum(steps_s)
-    if augment_s:
+    compute_s, augment_s = median(steps_s), 0.0
+    if augmented_s := watch.times_s[AUGMENT]:  # once for each microbatch
+        augment_s = median(augmented_s) * len(augmented_s) / len(steps_s)
         stages[AUGMENT] = batch / augment_s
-    stages["model"] = batch / (compute_s - augment_s)
+    stages["model"] = batch / max(compute_s - augment_s, 1e-9)
     rates = Rates(
         stages=stages,
         loader=batch / fmean(waits_s[1:]),
