@@ -98,22 +98,22 @@ def _sha256(header: bytes, name: str, column: pa.ChunkedArray) -> bytes:
     """Return the checksum (hex) of a column: name, type, nulls and values."""
     digest = hashlib.sha256(header + f"\0{name}\0{column.type}\0".encode())
     if column.null_count:
-        digest.update(np.packbits(np.asarray(pc.is_valid(column))))
+        digest.update(np.packbits(np.asarray(pc.is_valid(column))).data)
     for values in _values(column):
         digest.update(values)
     return digest.hexdigest().encode()
 
 
-def _values(column: pa.ChunkedArray) -> Iterator[np.ndarray | memoryview]:
+def _values(column: pa.ChunkedArray) -> Iterator[memoryview]:
     """Yield the lengths of lists and texts, and then what they hold, chunk by chunk: joined, they would be a copy."""
     chunks = column.chunks
     if pa.types.is_list(column.type):
-        yield from (np.asarray(pc.fill_null(pc.list_value_length(chunk), 0)) for chunk in chunks)
+        yield from (np.asarray(pc.fill_null(pc.list_value_length(chunk), 0)).data for chunk in chunks)
         chunks = [chunk.flatten() for chunk in chunks]
     if not pa.types.is_string(column.type):
-        yield from (np.asarray(pc.fill_null(chunk, 0) if chunk.null_count else chunk) for chunk in chunks)
+        yield from (np.asarray(pc.fill_null(chunk, 0) if chunk.null_count else chunk).data for chunk in chunks)
         return
-    yield from (np.asarray(pc.fill_null(pc.binary_length(chunk), 0)) for chunk in chunks)
+    yield from (np.asarray(pc.fill_null(pc.binary_length(chunk), 0)).data for chunk in chunks)
     for chunk in chunks:
         filled = pc.fill_null(chunk, "") if chunk.null_count else chunk
         offsets = np.frombuffer(filled.buffers()[1], np.int32)[filled.offset : filled.offset + len(filled) + 1]

@@ -119,7 +119,7 @@ def test_an_added_video_changes_no_old_shard() -> None:
     ],
 )
 def test_a_change_of_one_video_is_a_change_of_its_shards_only(table: str, change: dict[str, Any]) -> None:
-    make = videos if table == "videos" else probes
+    make: Any = videos if table == "videos" else probes
     changed = plan(**DONE, **{table: make("a", "b", b=change)})
     assert states(changed)[:2] == [ShardState.CURRENT] * 2
     assert set(states(changed)[2:]) == {ShardState.CHANGED}
@@ -134,7 +134,7 @@ def test_a_change_of_one_video_is_a_change_of_its_shards_only(table: str, change
     ],
 )
 def test_a_moved_or_removed_source_changes_nothing(table: str, change: dict[str, Any]) -> None:
-    make = videos if table == "videos" else probes
+    make: Any = videos if table == "videos" else probes
     assert states(plan(**DONE, **{table: make("a", "b", b=change)})) == [ShardState.CURRENT] * 4
 
 
