@@ -187,11 +187,16 @@ def _change_a_time(folder: Path) -> None:
     path.write_bytes(content)
 
 
+def _blank_texts(folder: Path) -> None:
+    path = folder / "caption_texts.arrow"
+    path.write_bytes(bytes(path.stat().st_size))
+
+
 def _exchange(folder: Path) -> None:
     (folder / "caption_texts.arrow").write_bytes((folder / "caption_spans.arrow").read_bytes())
 
 
-@pytest.mark.parametrize("spoil", [_remove_texts, _cut_spans, _change_a_time, _exchange])
+@pytest.mark.parametrize("spoil", [_remove_texts, _cut_spans, _change_a_time, _blank_texts, _exchange])
 def test_files_that_cannot_be_used_are_refused_until_the_next_write(
     tmp_path: Path, spoil: Callable[[Path], None]
 ) -> None:
