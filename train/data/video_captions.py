@@ -81,7 +81,6 @@ class VideoCaptions(ClipSamples):
             if table is None
             else CaptionSpans.of_table(table, read_videos(data_dir, columns=["video_id"])["video_id"].combine_chunks())
         )
-        self._texts: pa.ChunkedArray = spans.texts
 
         def compute() -> OpenedCaptions:
             spans.verify()
@@ -111,6 +110,7 @@ class VideoCaptions(ClipSamples):
                 column="captions",
             )
         self._opened = opened
+        self._texts: pa.ChunkedArray = spans.texts  # of files that are verified by now
         self.captions: ClipCaptions = opened.captions
         self.num_captions = opened.num_captions
         chunks.selection.restore(opened.num_seen, opened.num_selected)

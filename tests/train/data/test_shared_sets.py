@@ -22,7 +22,7 @@ from clipmill.shards.chunk_table import update_chunk_table
 from clipmill.shards.merged_table import CHUNKS_FILE
 from clipmill.shards.open_maps import OPEN_MAPS
 from clipmill.shards.reader import Variant
-from clipmill.train.data import chunk_table, chunks, node_cache, selection
+from clipmill.train.data import chunk_table, chunks, node_cache
 from clipmill.train.data.chunk_clips import ChunkClips
 from clipmill.train.data.classes import ClassList
 from clipmill.train.data.decoding.clip import ClipShape
@@ -78,10 +78,9 @@ def shared_by_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "cache"
 
 
-def in_small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Captions are selected a few at a time, and collected in files."""
+def in_files(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is computed of captions is collected in files."""
     monkeypatch.setattr(node_cache, "SCRATCH_BYTES", 1)
-    monkeypatch.setattr(selection, "_BLOCK", 2)
 
 
 def with_tables(data: Path) -> None:
@@ -116,7 +115,7 @@ def test_a_set_is_the_same_from_tables_and_from_the_cache(
         with_tables(data)
         assert shown(OPEN[name](data)) == expected
         monkeypatch.setattr(node_cache, "MIN_ROWS", 0)
-        in_small_blocks(monkeypatch)
+        in_files(monkeypatch)
         assert shown(OPEN[name](data)) == expected
         assert list(shared_by_all.rglob("*"))
 
