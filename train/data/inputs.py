@@ -17,7 +17,7 @@ from clipmill.train.data.latents.loader import LatentLoader
 from clipmill.train.data.latents.mixed import MixedLatents
 from clipmill.train.data.latents.segments import FrameShape
 from clipmill.train.data.loader import LoaderSettings
-from clipmill.train.data.mixed_clips import MixedClips
+from clipmill.train.data.mixed_clips import MixedClips, MixedSets
 from clipmill.train.data.remote import DataFolder, open_data_folder
 from clipmill.train.data.streams.tars import names_tars
 from clipmill.train.distributed.world import World
@@ -87,7 +87,7 @@ def require_folders(settings: DataSettings) -> None:
 
 def first_of(samples: Any) -> Any:
     """A set of a single folder, which has the shape of these samples."""
-    return samples.first if isinstance(samples, MixedClips | MixedLatents) else samples
+    return samples.first if isinstance(samples, MixedSets) else samples
 
 
 @contextmanager

@@ -132,7 +132,7 @@ class LatentLoader(BatchLoader):
 
     @property
     def num_samples(self) -> int:
-        """The same."""
+        """Number of samples in an epoch."""
         return len(self)
 
     @property
