@@ -16,6 +16,7 @@ from clipmill.manifests.errors import UserError
 from clipmill.manifests.store import manifest_dir, read_captions, read_videos
 from clipmill.train.config.data import CaptionSettings
 from clipmill.train.data import selection
+from clipmill.train.data.clip_query import ClipQuery
 from clipmill.train.data.decoding.clip import ClipShape
 from clipmill.train.data.frame_sampling import Sampling
 from clipmill.train.data.loader import LoaderSettings
@@ -68,14 +69,10 @@ def opened(data_dir: Path, *, split: str = "train", **settings: Any) -> VideoCap
     stored = settings.pop("stored", False)
     where, each = settings.pop("where", None), settings.pop("each_caption", False)
     return VideoCaptions(
-        data_dir,
-        split=split,
-        shape=SHAPE,
+        ClipQuery(data_dir, split=split, shape=SHAPE, loading=LOADING, where=where),
         tokenize=None,
-        loading=LOADING,
         captions=CaptionSettings(**settings),
         has_stored_text=stored,
-        where=where,
         each_caption=each,
     )
 
@@ -148,14 +145,10 @@ def test_a_table_in_place_of_the_manifest_gives_the_same_samples(
 ) -> None:
     def of(table: pa.Table | None) -> list[Any]:
         samples = VideoCaptions(
-            data_dir,
-            split="train",
-            shape=SHAPE,
+            ClipQuery(data_dir, split="train", shape=SHAPE, loading=LOADING, where=where),
             tokenize=None,
-            loading=LOADING,
             each_caption=each_caption,
             table=table,
-            where=where,
         )
         return [samples.fingerprint, samples.describe(), list(samples.all_texts())]
 
