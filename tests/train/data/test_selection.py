@@ -15,7 +15,7 @@ from clipmill.train.data.decoding.clip import ClipShape
 from clipmill.train.data.frame_sampling import Sampling
 from clipmill.train.data.interface import open_clips
 from clipmill.train.data.loader import LoaderSettings
-from clipmill.train.data.remote import open_data_folder
+from clipmill.train.data.remote import RemoteTars, open_data_folder
 from clipmill.train.data.video_captions import VideoCaptions
 from tests.shards.made_scores import VARIANT, phash, write_scores
 from tests.train.data.http_folder import HttpFolder
@@ -42,10 +42,9 @@ def scored(data_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return copy
 
 
-def captioned(folder: Path, where: str | None, **how: Any) -> VideoCaptions:
-    return VideoCaptions(
-        ClipQuery(folder, split="train", shape=SHAPE, loading=LOADING, where=where), tokenize=None, **how
-    )
+def captioned(folder: Path, where: str | None, *, tars: RemoteTars | None = None, **how: Any) -> VideoCaptions:
+    query = ClipQuery(folder, split="train", shape=SHAPE, loading=LOADING, where=where, tars=tars)
+    return VideoCaptions(query, tokenize=None, **how)
 
 
 def shown(samples: VideoCaptions) -> list[str]:
