@@ -20,7 +20,7 @@ from clipmill.prep.core import data_folder, part_locks, parts
 from clipmill.prep.core.data_folder import column_lock, writing
 from clipmill.prep.core.part_locks import Part
 from clipmill.prep.core.parts import PartRun, writing_part
-from clipmill.prep.synthetic.frame_numbers import write_frame_number_video
+from clipmill.prep.synthetic.frame_numbers import FrameNumberVideo
 from clipmill.shards.dataset import current_variant
 from tests.conftest import ROOT
 from tests.forks import Forks
@@ -37,8 +37,8 @@ def begun(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Five videos, one file that is none, and a finished variant in three shards."""
     root = tmp_path_factory.mktemp("parts")
     for number in range(5):
-        write_frame_number_video(
-            root / f"videos/{number}.mp4", num_frames=60 + 30 * number, fps=Fraction(30), width=240, height=180
+        FrameNumberVideo(num_frames=60 + 30 * number, fps=Fraction(30), width=240, height=180).write(
+            root / f"videos/{number}.mp4"
         )
     (root / "videos/text.mp4").write_text("not a video")
     rows = [f"{number},{text},0,1" for number in range(5) for text in ("all", f"only {number}", f"one of {number % 2}")]

@@ -282,7 +282,8 @@ class CaptionedLatents(LatentLoader):
         [found] = self._read(number, number, seed=None)
         if isinstance(found, FailedSample):
             return []
-        bits = np.frombuffer(found[2], np.uint16).reshape(-1, shape.channels, shape.height, shape.width)
+        content, begin, end = found[2]
+        bits = np.frombuffer(content[begin:end], np.uint16).reshape(-1, shape.channels, shape.height, shape.width)
         if shape.dtype == "bfloat16":
             latents = (bits.astype(np.uint32) << np.uint32(16)).view(np.float32)
         else:
