@@ -23,6 +23,7 @@ from clipmill.prep.engines.ray_actors import ActorRun
 from clipmill.prep.engines.ray_connection import connect, name_of_cluster, starting_text
 from clipmill.prep.engines.ray_nodes import Nodes, Notify
 
+_GROWTH = 2  # workers to ask for, by what the nodes have room for, where an autoscaler does not tell its limit
 _LATE_LIMIT_S = 10.0  # for workers that are still starting, whose nodes are to be named if they are refused
 
 
@@ -96,7 +97,7 @@ class RayEngine:
         room = nodes.capacity()
         if self._address is None:
             return max(1, min(room, self._num_workers or room))
-        return self._num_workers or max(1, room, nodes.largest_capacity())
+        return self._num_workers or max(1, room, nodes.largest_capacity() or _GROWTH * room)
 
 
 def isolated_ray_engine(*, num_workers: int | None, address: str | None, need: Need, execution: Execution) -> Engine:

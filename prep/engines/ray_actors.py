@@ -100,6 +100,9 @@ class ActorRun:
             while len(self._starting) < min(len(self._waiting), num_actors - len(self._busy)):
                 handle = self._kind.options(max_restarts=0, max_task_retries=0, **self._nodes.options()).remote()
                 self._starting[handle.arrive.remote()] = handle
+            # With neither room nor a task for it, a worker would start at the end of the run, for nothing.
+            while len(self._starting) > max(len(self._waiting), self._nodes.capacity() - len(self._busy)):
+                self._ray.kill(self._starting.popitem()[1])
             ready, _ = self._ray.wait([*self._starting, *self._busy], timeout=TICK_S)
             if not ready:
                 self._nodes.require_one()
