@@ -19,9 +19,9 @@ from clipmill.prep.core.report import between, hours_text, size_text
 from clipmill.prep.engines.choice import num_cores
 from clipmill.prep.video.codecs import codec_named
 from clipmill.prep.video.plan import Workload
-from clipmill.prep.video.planning import Planned
+from clipmill.prep.video.plan_inputs import Planned
 from clipmill.prep.video.settings import ChunkSettings, bits_per_second
-from clipmill.prep.video.trial import Trial, factor_range, run_trials
+from clipmill.prep.video.trial import EncodeTrial, factor_range, run_trials
 from clipmill.shards.damage import DamagedIndex
 from clipmill.shards.index import open_index
 
@@ -86,7 +86,7 @@ def _costs(work: Workload, *, settings: ChunkSettings, bytes_per_second: float |
 
 
 def corrected(
-    cost: Estimate, trials: Sequence[Trial], work: Workload, *, settings: ChunkSettings, has_bytes: bool
+    cost: Estimate, trials: Sequence[EncodeTrial], work: Workload, *, settings: ChunkSettings, has_bytes: bool
 ) -> Estimate:
     """Return an estimate that is scaled by what trial encodes cost in comparison with their own estimates.
 

@@ -13,7 +13,7 @@ from clipmill.prep.video.estimate import Estimate, corrected, estimate, estimate
 from clipmill.prep.video.ffmpeg import find_ffmpeg
 from clipmill.prep.video.plan import Workload
 from clipmill.prep.video.recipe import Recipe
-from clipmill.prep.video.trial import Trial, factor_range
+from clipmill.prep.video.trial import EncodeTrial, factor_range
 from tests.prep.running import Ran
 
 Prep = Callable[..., Ran]
@@ -77,7 +77,7 @@ def test_an_estimate_is_scaled_by_what_the_trials_cost() -> None:
     work = workload()
     plain = estimate(work, settings=SETTINGS, bytes_per_second=None)
     per_s = plain.core_hours * 3600 / work.seconds.sum()
-    trials = [Trial(0, core_s=2 * per_s, size_bytes=1.0), Trial(1, core_s=4 * per_s, size_bytes=1.0)]
+    trials = [EncodeTrial(0, core_s=2 * per_s, size_bytes=1.0), EncodeTrial(1, core_s=4 * per_s, size_bytes=1.0)]
     found = corrected(plain, trials, work, settings=SETTINGS, has_bytes=True)
     assert found.core_hours == pytest.approx(3 * plain.core_hours)
     assert found.core_hours_range == pytest.approx((2 * plain.core_hours, 4 * plain.core_hours))
