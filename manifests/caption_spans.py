@@ -72,7 +72,7 @@ class SpanBlock:
         return SpanBlock(video[is_own], **of_span, **captions)
 
     def each_caption(self) -> "SpanBlock":
-        """The same captions, each with a span of its own."""
+        """The captions, each with a span of its own."""
         of_span = {name: np.repeat(getattr(self, name), self.counts) for name in ("video", "begin_s", "end_s")}
         return replace(self, **of_span, counts=np.ones(len(self.source), np.int32))
 

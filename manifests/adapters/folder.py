@@ -197,7 +197,7 @@ def _meant(name: str, *, base: str | None, is_named: bool) -> str:
 
 
 def _numbers(row: Row) -> tuple[float, float, float | None]:
-    """Return begin and end in seconds, and the likelihood, of a row; _Unusable if one of them is not valid."""
+    """Return start and end in seconds, and the likelihood, of a row; _Unusable if one of them is not valid."""
     try:
         begin_s = seconds(row.values.get("begin_s"), default=0.0)
         end_s = seconds(row.values.get("end_s"), default=inf)

@@ -203,8 +203,8 @@ def _unmet(settings: Checked, name: str, needs: Needs) -> Iterator[UserError]:
 def flags_without_effect(settings: Checked, typed: Mapping[str, str]) -> Iterator[UserError]:
     """Yields the flags that were typed and have no effect beside the other settings.
 
-    Those of files are let pass: a preset or the settings of a run may well say more than what the flags beside them
-    leave in effect. So are flags that say the default.
+    Settings from files are accepted: flags may leave some values of a preset or of a run without effect. Flags that
+    give the default are accepted too.
 
     Args:
         typed: flags of the command line with their values.

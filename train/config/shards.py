@@ -105,7 +105,7 @@ class DataSettings(Checked):
         )
 
     def rules(self) -> Iterator[UserError]:
-        """Several data folders differ, and each has a weight if any has; the size of the cache is one."""
+        """Yields repeated data folders, a wrong number of weights, and an invalid size of the cache."""
         if self.cache_size is not None:
             yield from caught(parse_size, self.cache_size, flag="--cache-size")
         if len(self.folders) > 1:

@@ -131,7 +131,7 @@ def require_alike(facts: Mapping[str, Mapping[str, str]]) -> None:
 def spans_of(
     sets: Sequence[Any], clips: NDArray[np.int64], first_clip: NDArray[np.int64]
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Begin and end of clips of a mixture in their videos, microseconds.
+    """Start and end of clips of a mixture in their videos, microseconds.
 
     Args:
         first_clip: number of the first clip of each set, and then their total.
@@ -218,7 +218,7 @@ class MixedClips(Loader):
         return np.searchsorted(self._first_clip, clips, side="right") - 1
 
     def span_us(self, clips: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Begin and end of clips in their videos, microseconds."""
+        """Start and end of clips in their videos, microseconds."""
         return spans_of(self._sets, clips, self._first_clip)
 
     def key(self, sample: int) -> str:

@@ -83,9 +83,7 @@ class StartableTask(Task, Protocol):
 class PipelineTask(Protocol):
     """A task whose model is a flat list of layers and whose objective can run a `distributed.pipeline.Pipeline`."""
 
-    def build_model(self, samples: Any) -> nn.Module:
-        """See `Task`."""
-        ...
+    def build_model(self, samples: Any) -> nn.Module: ...
 
     def layers(self, model: Any) -> Sequence[LayerCost]:
         """The layers of a model, in order."""

@@ -234,7 +234,7 @@ def score_opened(
 
 
 def _incomplete(found: Score) -> dict[str, str]:
-    """What a result says where samples are missing from it; empty if all that its protocol asks for were scored."""
+    """The note on a result about missing samples; empty if all samples of its protocol were scored."""
     said = found.values.get("incomplete", "")
     if not found.failed:
         return {"incomplete": said} if said else {}

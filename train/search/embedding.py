@@ -94,7 +94,9 @@ def open_work(model: LoadedModel, request: EmbedRequest, *, weights: str) -> Emb
     if getattr(settings, "input", "pixels") == "latents":
         raise UserError(f"{weights} takes latents, and train embed reads pixels", hint="use weights of --input pixels")
     if features == "embedding" and not has_embedding:
-        raise UserError(f"{weights} has no embeddings: it is no dual encoder", hint="use --features pooled, or tokens")
+        raise UserError(
+            f"{weights} has no embeddings: it is not a dual encoder", hint="use --features pooled, or tokens"
+        )
     samples = _open_samples(model, settings, request)
     return EmbeddingWork(
         model=model,
@@ -124,7 +126,7 @@ def open_work(model: LoadedModel, request: EmbedRequest, *, weights: str) -> Emb
 
 
 def _address(weights: str) -> str:
-    """A path from anywhere, so that a search finds local weights; names stay as they are."""
+    """The absolute path of local weights, so that a search finds them; names are returned unchanged."""
     return str(Path(weights).resolve()) if Path(weights).exists() else weights
 
 

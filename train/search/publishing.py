@@ -165,7 +165,7 @@ def _caption_tables(samples: VideoCaptions, row_of_sample: NDArray[np.int64]) ->
 
 
 def _places(samples: Samples, rows: NDArray[np.int64], *, paths: pa.Array) -> list[Any]:
-    """Keys, videos, their files, and begins and ends in seconds, of clips."""
+    """Keys, videos, files, and start and end in seconds of clips."""
     spans, chunks = samples.spans, samples.chunks
     first = spans.first_chunk[rows]
     video_row = pa.array(chunks.table.video_row[first])

@@ -222,7 +222,7 @@ def _hint_about(unexplained: Sequence[Change], *, there: Mapping[str, Shape], he
     parts = {next((part for part in _PARTS if change.name.startswith(part)), "") for change in unexplained}
     if "" not in parts and not all(depths):
         patterns = " ".join(f"'{part}*'" for part in sorted(parts))
-        return f"these are parts for another purpose: to go on without them, --init.allow {patterns}"
+        return f"these are parts for another purpose: to continue without them, use --init.allow {patterns}"
     return "use the --model (and --input) that the weights are of, or name what may differ: --init.allow PATTERN"
 
 

@@ -150,7 +150,7 @@ def test_a_mistake_in_the_loops_probe_leaves_no_run_behind(
         ((), "--evaluate.labels is missing: the label to predict from frozen features"),
         (("--evaluate.labels", "mood"), "no column label_mood"),
         (("--evaluate.labels", "verb", "--evaluate.max-bank", 10), "20 neighbours are to vote"),
-        (("--evaluate.labels", "verb", "--best", "val/noun_knn_top1"), "--best val/noun_knn_top1 is no number"),
+        (("--evaluate.labels", "verb", "--best", "val/noun_knn_top1"), "--best val/noun_knn_top1 is not a metric"),
     ):
         assert train("mae", "--shards", moving, "--out", tmp_path / "run", *PIXELS, *MASKED, *every, *flags) == 2
         assert message in capsys.readouterr().err

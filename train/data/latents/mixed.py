@@ -81,7 +81,7 @@ class MixedLatents(LatentLoader):
         return self.folders.order.folder_of(clips)
 
     def span_us(self, samples: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Begin and end of the samples' segments in their videos, microseconds."""
+        """Start and end of the samples' segments in their videos, microseconds."""
         return spans_of(self._sets, samples, self.folders.order.offsets)
 
     def keys_of(self, samples: NDArray[np.int64]) -> list[str]:

@@ -34,7 +34,7 @@ class ProbeFlags(Checked):
     """Number of neighbours (k)."""
 
     def rules(self) -> Iterator[UserError]:
-        """Something predicts, and nothing is named twice."""
+        """Yields missing or repeated labels and methods."""
         yield from named_once("--label", self.label)
         yield from named_once("--method", self.method, known=METHODS)
 

@@ -1,4 +1,4 @@
-"""The set of (clip, captions) samples of one split for a captioner: it says captions, and is not shown one of them.
+"""The set of (clip, captions) samples of one split for a captioner: captions are targets, not inputs.
 
 Shape suffixes: K captions of a visit, L tokens.
 """

@@ -77,16 +77,16 @@ def read_record(out: Path) -> dict[str, Any] | None:
     """The metadata of a finished table, None if there is none.
 
     Raises:
-        UserError: there is something else.
+        UserError: the file is something else.
     """
     if not out.exists():
         return None
     try:
         record = parse_json((pq.read_schema(out).metadata or {})[_METADATA])
         if not isinstance(record, dict) or record["kind"] != KIND:
-            raise ValueError(f"it is no table of {KIND}")
+            raise ValueError(f"not a table of {KIND}")
     except (OSError, ValueError, KeyError) as error:
-        raise UserError(f"{out} exists already, and is no table of train caption-chunks", hint=_OTHER) from error
+        raise UserError(f"{out} exists already, and is not a table of train caption-chunks", hint=_OTHER) from error
     return record
 
 
