@@ -30,8 +30,7 @@ from clipmill.shards.scan import scan
 from clipmill.shards.table_commits import TableCommits, open_table_commits
 from clipmill.shards.tars import LocalTars, TarBytes, TarFiles
 
-# Number of opened shards that a variant keeps for random access, 2.5 kB each. Beyond it, those that were opened first
-# are dropped, and their indexes unmapped.
+# Number of opened shards that a variant keeps, 2.5 kB each. Those opened first are dropped first, with their maps.
 MAX_KEPT_SHARDS = 4096
 _RECIPE_HINT = "run the command that created the variant again with the same settings to rewrite it"
 
