@@ -28,7 +28,7 @@ class TarBytes(Protocol):
     gap_bytes: int
 
     def name(self, path: Path) -> str:
-        """Return what people know the tar at `path` by: its path, or its address."""
+        """Return the name of the tar at `path` in messages: its path, or its address."""
         ...
 
     def read(self, path: Path, offset: int, size: int) -> bytes:

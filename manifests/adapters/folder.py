@@ -100,7 +100,7 @@ def read_folder(
 
 
 def _silent(_: str) -> None:
-    """Take no note: the table is read once more, for its captions."""
+    """Ignore a note: the table is read again for its captions, with the same notes."""
 
 
 def _add_captions(
@@ -171,7 +171,7 @@ def _add_captions(
     if taken:
         written, meant = next(iter(taken.items()))
         builder.note(
-            f"{table.name}: {counted(len(taken), 'name')} of videos taken despite other separators or case,"
+            f"{table.name}: {counted(len(taken), 'name')} of videos matched although separators or case differ,"
             f' such as "{written}" for "{meant}"'
         )
 

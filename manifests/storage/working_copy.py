@@ -91,7 +91,7 @@ class WorkingCopy:
         return not any(not key.startswith(".") for key in self._found or ())
 
     def foreign_keys(self) -> list[str]:
-        """Return the keys of the objects that cannot be local files, and that nothing but a listing meets."""
+        """Return the keys of the objects that cannot be local files, which only listings return."""
         self.require_listed()
         return sorted(self._foreign | self.objects.odd_names)
 

@@ -193,9 +193,9 @@ def column_lock(data_dir: Path, *, column: str = VIDEO) -> Iterator[None]:
 def has_stopped(data_dir: Path, *, column: str) -> bool:
     """Return True if no process writes a column of a local data folder any more, whatever its heartbeats show.
 
-    It reads what commands and parts have noted in their lock files. On this machine, the process that is named there
-    tells. A part on another node, which touches its file, has stopped if the file is untouched and its lock free; of a
-    command without `--part` on another node, nothing is known but its heartbeats.
+    It reads what commands and parts have noted in their lock files. For this machine, it looks for the process that is
+    named there. A part on another node, which touches its file, has stopped if the file is untouched and its lock free;
+    a command without `--part` on another node is known by its heartbeats alone.
     """
     if mirror_of(data_dir) is not None:
         return False

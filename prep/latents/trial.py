@@ -90,7 +90,7 @@ def time_lines(trial: FrameCost | None, *, num_frames: int) -> list[str]:
 
 
 def time_values(trial: FrameCost | None, *, num_frames: int) -> dict[str, Any]:
-    """Return the same as JSON values; empty without a trial."""
+    """Return how long encoding takes as JSON values; empty without a trial."""
     if trial is None:
         return {}
     return {"trial": asdict(trial), "wall_hours_range": list(trial.hours(num_frames))}

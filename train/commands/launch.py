@@ -243,7 +243,7 @@ def _quiet(_: str) -> None:
 
 
 def _latents_facts(samples: object) -> dict[str, Any]:
-    """Size of latents, which an export needs and no tensor shows."""
+    """Size of latents, which an export needs and which no tensor shows."""
     shape = getattr(samples, "frame_shape", None)
     return {"latents": {"channels": shape.channels, "side": shape.height}} if isinstance(shape, FrameShape) else {}
 

@@ -139,7 +139,7 @@ class EvaluationSettings(Checked):
         return tuple(found.values())
 
     def from_anywhere(self) -> Self:
-        """The settings with data folders as any working directory finds them."""
+        """The settings with absolute paths of data folders, valid in any working directory."""
         found = [one for one in self.evaluated() if one.shards is not None]
         return replace(self, shards=tuple(one.text(base=Path.cwd()) for one in found))
 

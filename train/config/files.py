@@ -27,7 +27,7 @@ _FLAGS_HINT = "one `key: value` a line, keys spelled as the flags"
 
 
 def settings_yaml(settings: TrainingSettings) -> str:
-    """The settings as YAML, one key a field."""
+    """The settings as YAML, one key per field."""
     import yaml
 
     return yaml.safe_dump(plain_values(asdict(settings)), sort_keys=False, allow_unicode=True)

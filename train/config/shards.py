@@ -23,7 +23,7 @@ _MAX_WHOLE = 10**6  # of a weight as a whole number
 
 
 def absolute(address: str) -> str:
-    """`--shards` as it names the same data from any working directory; patterns of tars are joined by `::`."""
+    """`--shards` with absolute paths, valid in any working directory; patterns of tars are joined by `::`."""
     parts = address.split("::")
     return "::".join(one if is_remote(one) or one.startswith("$") else str(Path.cwd() / one) for one in parts)
 

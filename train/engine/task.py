@@ -60,7 +60,7 @@ class Task(Protocol):
 
 
 class StartableTask(Task, Protocol):
-    """A task that the commands can start: its model can be initialised from weights, and its run describes it."""
+    """A task that the commands can start: its model can be initialised from weights, and run.json describes it."""
 
     def training_set(self, world: World) -> NamedSamples:
         """This rank's part of the training samples."""

@@ -70,7 +70,7 @@ class EmbeddedClip:
 
     @property
     def file(self) -> str:
-        """`path` for people: without the query of a URL, which may hold a key; empty if it is not known."""
+        """`path` in messages: without the query string of a URL, which may contain a key; empty if it is not known."""
         path = self.path or ""
         return path.partition("?")[0] if "://" in path else path
 

@@ -218,7 +218,7 @@ def test_parts_exclude_commands_without_part_other_settings_and_other_code(
         other = running(data, "2/2", makes="b")
         with pytest.raises(UserError, match="part 2/2 would make b, but part 1/2, which is running, makes a"), other:
             pass
-        source, other = parts._source("prep"), running(data, "2/2", makes="a")
+        source, other = parts._source("clipmill.prep"), running(data, "2/2", makes="a")
         monkeypatch.setattr(parts, "_source", lambda package: "0123abcd")
         with pytest.raises(UserError, match=f"source 0123abcd.* differs from that of part 1/2.*source {source}"), other:
             pass

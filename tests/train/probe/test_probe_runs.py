@@ -188,7 +188,7 @@ def test_classes_that_the_bank_lacks_are_counted_and_one_class_is_nothing_to_lea
         assert (one["num_classes"], one["num_unseen"], one["num_unseen_classes"]) == (4, 3, 2)
         assert one["found"]["top1"] <= 0.25
     assert train("eval", "probe", run, *few) == 0
-    assert "3 clips of 2 classes of class that the bank lacks: never right" in capsys.readouterr().out
+    assert "3 clips of 2 classes of class without a clip in the bank: always wrong" in capsys.readouterr().out
 
     write_captions(tmp_path, videos, [*captions("a", "p", "p"), *captions("b", "p", "q")])
     assert train("eval", "probe", run, *few) == 2

@@ -1,4 +1,4 @@
-"""The flags of `train caption-chunks`, which are passed on whole."""
+"""The flags of `train caption-chunks`."""
 
 from dataclasses import dataclass, replace
 from pathlib import Path
