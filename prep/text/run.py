@@ -193,7 +193,7 @@ class Needed:
     row_groups: dict[int, list[int]]
 
     def of_part(self, part: Part) -> "Needed":
-        """Return the same with the texts of a part only."""
+        """Return the inputs with the texts of a part only."""
         owners = owners_of(self.digests, num_parts=part.count)
         return replace(self, digests=self.digests[owners == part.number - 1])
 

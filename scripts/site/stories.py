@@ -36,7 +36,7 @@ STORIES: tuple[tuple[str, str], ...] = (
         "compare the files with the split of the data",
     ),
     (r"in the cache as a whole", "use a larger `--cache-size`, or another `--cache`"),
-    (r"decoded|loaded|could be had|samples? failed|could not be read|failed, more than|cannot show", _REPAIR),
+    (r"decoded|loaded|samples? failed|could not be read|failed, more than|cannot show", _REPAIR),
     (r"credentials are refused", "set or correct the variables of the account: [buckets](cluster.md)"),
     (r"cannot|could not|holds no object|no data folder", _CHECK),
     (r"^… failed|^evaluation of|^…: …", "the message has the reason and its hint"),
