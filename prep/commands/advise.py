@@ -71,11 +71,11 @@ def advise(
     from clipmill.manifests.progress import Activity
     from clipmill.manifests.storage.mirrors import mirror_of
     from clipmill.manifests.storage.objects import open_objects
+    from clipmill.manifests.units import parse_bitrate
     from clipmill.prep.advice.bucket import BucketLoad, bucket_text, bucket_values
     from clipmill.prep.advice.costs import measure_costs
     from clipmill.prep.advice.equation import Load, Origin, advice_text, advice_values
     from clipmill.prep.core.data_folder import require_data_folder
-    from clipmill.prep.video.settings import bits_per_second
     from clipmill.shards.damage import Damaged
     from clipmill.shards.reader import Variant
 
@@ -84,7 +84,7 @@ def advise(
     _positive("--read-speed", read_speed, unit="MB/s")
     _positive("--nodes", nodes, unit="nodes", most=_MAX_NODES)
     _positive("--gpus", gpus, unit="GPUs", most=_MAX_GPUS)
-    given_bytes_per_s = None if bitrate is None else bits_per_second(bitrate) / 8
+    given_bytes_per_s = None if bitrate is None else parse_bitrate(bitrate, flag="--bitrate") / 8
     if bitrate is not None and column != "video":
         raise UserError(f"--bitrate has no effect on {column}", hint="leave it out, or use --column video")
     data_dir = require_data_folder(data)

@@ -8,6 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from clipmill.manifests.quoting import counted
+from clipmill.manifests.units import short_number
 
 NUM_BINS = 32  # at most
 _NUM_LABELS, _NUM_RANGES = 8, 4  # labels of bars that stand for one whole number, and for several; at most
@@ -135,11 +136,3 @@ def _ticks_html(found: Histogram, *, unit: str) -> str:
         ticks[-1] += f"{unit} and more" if found.is_cut else unit
     spans = "".join(f"<span>{escape(tick)}</span>" for tick in ticks)
     return f'<span class="ticks{" bins" if found.is_count else ""}">{spans}</span>'
-
-
-def short_number(value: float) -> str:
-    """Format a value with three significant digits and without an exponent."""
-    if value == 0 or abs(value) >= 100:
-        return f"{value:,.0f}"
-    text = f"{value:.{2 - int(np.floor(np.log10(abs(value))))}f}"
-    return text.rstrip("0").rstrip(".") if "." in text else text

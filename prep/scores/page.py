@@ -16,7 +16,8 @@ from numpy.typing import NDArray
 
 from clipmill.manifests.errors import UserError
 from clipmill.manifests.quoting import counted
-from clipmill.prep.core.histograms import HISTOGRAM_STYLE, histogram, histogram_html, short_number
+from clipmill.manifests.units import short_number
+from clipmill.prep.core.histograms import HISTOGRAM_STYLE, histogram, histogram_html
 from clipmill.prep.core.pages import PageRequest, page_head, publish_page, require_page_path
 from clipmill.prep.core.report import Report
 from clipmill.prep.scores.distribution import evenly, landmarks

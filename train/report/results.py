@@ -9,6 +9,7 @@ from typing import Any
 
 from clipmill.manifests.errors import UserError
 from clipmill.manifests.publish import publish_bytes
+from clipmill.manifests.units import duration_text
 from clipmill.train.config.files import read_values
 from clipmill.train.config.training import TrainingSettings, flat, plain_values
 from clipmill.train.evaluation.pages import load_template, table_of
@@ -119,7 +120,7 @@ def _summary(lines: list[dict[str, Any]]) -> dict[str, Any]:
         "first_loss": lines[0]["loss"],
         "last_loss": sum(line["loss"] for line in last) / len(last),
         "num_last": len(last),
-        "took": _duration(sum(line["step_s"] for line in lines)),
+        "took": duration_text(sum(line["step_s"] for line in lines)),
         "samples_per_s": sum(line["samples_per_s"] * line["step_s"] for line in steady) / took_s,
         "wait_share": waited_s / took_s,
         "epochs": lines[-1].get("epoch"),  # streams have no epochs
@@ -139,13 +140,6 @@ def _sources(facts: dict[str, Any], lines: list[dict[str, Any]]) -> list[dict[st
 def _command(run: RunFolder, task: str) -> str:
     """The command line that repeats the training."""
     return shlex.join(["train", task, "--config", str(run.settings), "--out", f"{run.path}-again"])
-
-
-def _duration(seconds: float) -> str:
-    if seconds < 120:
-        return f"{seconds:.0f} s"
-    minutes = round(seconds / 60)
-    return f"{minutes} min" if minutes < 120 else f"{minutes // 60} h {minutes % 60} min"
 
 
 def initial_weights(facts: Mapping[str, Any]) -> dict[str, Any]:

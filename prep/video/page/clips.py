@@ -22,6 +22,7 @@ from urllib.parse import quote
 from clipmill.manifests.errors import UserError
 from clipmill.manifests.keys import safe_video_id
 from clipmill.manifests.publish import make_folder, publish_bytes, remove_temporaries
+from clipmill.manifests.units import size_text
 
 EMBEDDED_BYTES = 8_000_000
 COPIED_BYTES = 256_000_000
@@ -53,7 +54,7 @@ def plan_clips(codec: str, *, total_bytes: int) -> ClipPlan:
         names = {"mjpeg": "browsers do not play MJPEG in MP4", "hevc": "only some browsers play HEVC"}
         return ClipPlan(True, False, names.get(codec, f"browsers may not play {codec}"))
     if total_bytes > COPIED_BYTES:
-        return ClipPlan(True, False, f"copies of these chunks would take {total_bytes / 1e6:,.0f} MB")
+        return ClipPlan(True, False, f"copies of these chunks would take {size_text(total_bytes)}")
     return ClipPlan(False, total_bytes <= EMBEDDED_BYTES, "copies of the chunks, byte for byte")
 
 
@@ -108,7 +109,7 @@ class ClipFolder:
             left = shutil.disk_usage(self.path).free
             raise UserError(
                 f"{self.path / name} cannot be written: {error.strerror}",
-                hint=f"{left / 1e6:,.0f} MB are free; show fewer chunks with --chunks, or write to another disk",
+                hint=f"{size_text(left)} are free; show fewer chunks with --chunks, or write to another disk",
             ) from None
 
     def sweep(self, kept: Collection[str]) -> None:

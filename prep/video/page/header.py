@@ -8,8 +8,7 @@ from typing import Any
 import numpy as np
 
 from clipmill.manifests.quoting import counted
-from clipmill.prep.core.histograms import short_number
-from clipmill.prep.core.report import size_text
+from clipmill.manifests.units import short_number, size_text
 from clipmill.prep.video.page.chunks import Chunks, Hole
 from clipmill.prep.video.page.clips import ClipPlan
 from clipmill.prep.video.page.pictures import PREVIEW_S

@@ -7,10 +7,9 @@ from pathlib import Path
 from urllib.parse import quote
 
 from clipmill.manifests.quoting import counted
-from clipmill.prep.core.histograms import HISTOGRAM_STYLE, histogram_html, short_number
+from clipmill.manifests.units import clock, short_number, size_text
+from clipmill.prep.core.histograms import HISTOGRAM_STYLE, histogram_html
 from clipmill.prep.core.pages import page_head
-from clipmill.prep.core.report import size_text
-from clipmill.prep.video.inspection import clock
 from clipmill.prep.video.page.cards import CaptionLine, Card
 from clipmill.prep.video.page.clips import data_uri
 from clipmill.prep.video.page.header import SECONDS_IN, Header, time_unit
@@ -164,7 +163,7 @@ def card_html(card: Card, *, order: int, inside: str, link: str = "") -> Iterato
     yield f'<article id="{escape(card.key)}" data-split="{escape(card.split)}" data-dataset="{escape(card.dataset)}"'
     yield f' data-video="{escape(card.video_id)}" data-order="{order}" data-length="{card.seconds:.3f}"'
     yield f' data-bitrate="{card.kbit_s:.1f}" data-captions="{len(card.captions)}"{motion}>'
-    times = f"{clock(card.begin_s)} to {clock(card.end_s)}"
+    times = f"{clock(card.begin_s, decimals=3)} to {clock(card.end_s, decimals=3)}"
     if card.problem is not None:
         yield f'<p class="bad lost problem">{escape(card.problem)}</p>'
     elif not link:
@@ -185,7 +184,7 @@ def card_html(card: Card, *, order: int, inside: str, link: str = "") -> Iterato
 
 def _clip_html(card: Card, *, times: str, inside: str) -> Iterator[str]:
     images = "".join(
-        f'<img alt="Frame at {clock(round(card.begin_s + picture.time_s, 1))}"'
+        f'<img alt="Frame at {clock(card.begin_s + picture.time_s, decimals=1)}"'
         f' src="{data_uri(picture.jpeg, "image/jpeg")}">'
         for picture in card.pictures
     )
@@ -220,5 +219,5 @@ def _captions_html(captions: Sequence[CaptionLine]) -> Iterator[str]:
 def _caption_html(caption: CaptionLine) -> str:
     text = caption.text
     text = text if len(text) <= _MAX_CAPTION_CHARS else f"{text[:_MAX_CAPTION_CHARS]}… ({len(text):,} characters)"
-    end = "the end" if caption.end_s is None else clock(round(caption.end_s, 1))
-    return f"{escape(text)} <time>{clock(round(caption.begin_s, 1))} to {end}</time>"
+    end = "the end" if caption.end_s is None else clock(caption.end_s, decimals=1)
+    return f"{escape(text)} <time>{clock(caption.begin_s, decimals=1)} to {end}</time>"

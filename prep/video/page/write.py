@@ -16,8 +16,9 @@ from clipmill.manifests.quoting import counted
 from clipmill.manifests.storage.mirrors import mirror_of
 from clipmill.manifests.storage.urls import masked
 from clipmill.manifests.store import read_videos
+from clipmill.manifests.units import size_text
 from clipmill.prep.core.pages import PageRequest, publish_page, require_page_path
-from clipmill.prep.core.report import Report, size_text
+from clipmill.prep.core.report import Report
 from clipmill.prep.video.codecs import CODECS
 from clipmill.prep.video.page.cards import Card, read_details
 from clipmill.prep.video.page.chunks import Chunks, chosen, read_chunks

@@ -13,7 +13,7 @@ import pytest
 
 from clipmill.prep.core.pages import PageRequest
 from clipmill.prep.synthetic.frame_code import read_frame_number
-from clipmill.prep.video.inspection import clock, gop_line
+from clipmill.prep.video.inspection import gop_line
 from clipmill.prep.video.page.pictures import decode_frames, jpeg, spread
 from clipmill.prep.video.page.write import PAGE_CHUNKS, write_chunk_page
 from clipmill.shards.format import PACKET_KEY, PACKET_REFERENCE
@@ -91,10 +91,6 @@ def test_what_a_damaged_index_hides_is_said(prep: Prep, shard_set: ShardSet) -> 
 )
 def test_a_gop_is_one_line(frames: list[int], flags: list[int], line: str) -> None:
     assert gop_line(frames, flags) == line
-
-
-def test_times_read_as_in_a_player() -> None:
-    assert [clock(seconds) for seconds in (0, 15, 75.5, 3723, 59.9996)] == ["0:00", "0:15", "1:15.5", "1:02:03", "1:00"]
 
 
 class _Page(HTMLParser):
