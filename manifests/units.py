@@ -61,6 +61,11 @@ def rate_text(per_s: float) -> str:
     return f"{per_s:,.0f}/s" if per_s >= 10 else f"{per_s:.1f}/s" if per_s >= 1 else f"{per_s * 60:.1f}/min"
 
 
+def percent(share: float | None) -> str:
+    """Format a fraction in percent; a dash for None."""
+    return "-" if share is None else f"{100 * share:.1f} %"
+
+
 def parse_size(text: str, *, flag: str) -> int:
     """Return the bytes of a size such as 100GB or 1.5TB (units of 1000).
 

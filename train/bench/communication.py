@@ -30,10 +30,10 @@ from rich.table import Table
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from clipmill.manifests.publish import publish_bytes
+from clipmill.shards.pages.templates import load_template
 from clipmill.train.bench.operations import Steps
 from clipmill.train.data.video_captions import VideoCaptions
 from clipmill.train.distributed.world import World
-from clipmill.train.evaluation.pages import load_template
 from clipmill.train.tasks.dual_encoder.settings import DualEncoderSettings
 from clipmill.train.tasks.dual_encoder.task import DualEncoderTask
 

@@ -10,9 +10,11 @@ from typing import Any
 from clipmill.manifests.errors import UserError
 from clipmill.manifests.publish import publish_bytes
 from clipmill.manifests.units import duration_text
+from clipmill.shards.pages.templates import load_template
 from clipmill.train.config.files import read_values
 from clipmill.train.config.training import TrainingSettings, flat, plain_values
-from clipmill.train.evaluation.pages import load_template, table_of
+from clipmill.train.evaluation.by_class import class_view
+from clipmill.train.evaluation.pages import table_of
 from clipmill.train.registry import DEFAULT, evaluations_of, task_named, task_names
 from clipmill.train.report.charts import chart_values
 from clipmill.train.report.curves import NUM_LAST, evaluation_curves, training_curves
@@ -89,7 +91,10 @@ def _shown_result(result: dict[str, Any], evaluation: EvaluationSpec) -> dict[st
         "split": str(result["split"]),
         "table": table,
         "overridden": ", ".join(f"{name.replace('_', ' ')} {one}" for name, one in result.get("overrides", {}).items()),
-        "section": section and load_template(section).render(result={**result, **of}, title=table.title),
+        "section": section
+        and load_template(section).render(
+            result={**result, **of}, title=table.title, class_views=map(class_view, result.get("by_class", []))
+        ),
         "strips": evaluation.strips(result) if section and evaluation.strips else [],
     }
 
@@ -167,4 +172,5 @@ def _shape(change: dict[str, Any], side: str) -> str:
 
 def publish_page(template: str, path: Path, **values: Any) -> None:
     """Publish a page from a template of this folder."""
-    publish_bytes(path, load_template(Path(__file__).with_name(template)).render(**values).encode())
+    page = load_template(Path(__file__).with_name(template)).render(**values, scripts=values["charts"]["scripts"])
+    publish_bytes(path, page.encode())

@@ -10,7 +10,6 @@ a page that is open never plays another chunk. Clips are written first, then the
 page names any more are removed last.
 """
 
-import base64
 import re
 import shutil
 from collections.abc import Collection
@@ -37,6 +36,11 @@ class Clip:
     address: str
     size_bytes: int
     is_preview: bool
+
+    @property
+    def is_embedded(self) -> bool:
+        """Whether the clip is in the page."""
+        return self.address.startswith("data:")
 
 
 @dataclass(frozen=True)
@@ -124,11 +128,6 @@ class ClipFolder:
 def clip_name(key: str, crc32: int, *, is_preview: bool) -> str:
     """Return the file name of a clip, safe in any file system and address."""
     return f"{safe_video_id(key)}-{crc32:08x}{'-preview' if is_preview else ''}.mp4"
-
-
-def data_uri(content: bytes, kind: str) -> str:
-    """Return a data URI."""
-    return f"data:{kind};base64,{base64.b64encode(content).decode()}"
 
 
 def _is_ours(name: str) -> bool:

@@ -1,8 +1,6 @@
 """Histograms on the pages of `prep inspect`: counts of values, drawn as SVG whose bars have a text each."""
 
-from collections.abc import Iterator
 from dataclasses import dataclass
-from html import escape
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,16 +13,15 @@ _NUM_LABELS, _NUM_RANGES = 8, 4  # labels of bars that stand for one whole numbe
 _TAIL_SHARE = 0.01  # share of the values that may lie above the end of the histogram of an unbounded quantity,
 _NUM_OUTLIERS = 5  # of few values this number instead, but no more than a tenth of them,
 _TAIL_FACTOR = 1.5  # if the highest value is larger than the end by more than this factor
-# The pages that draw histograms define --bar, --rest and --soft.
-HISTOGRAM_STYLE = """
-.histogram { margin: 12px 0 4px; }
-.histogram svg { display: block; width: 100%; height: 96px; }
-.histogram .kept { fill: var(--bar); }
-.histogram .all { fill: var(--rest); }
-.histogram figcaption { display: flex; flex-direction: column; color: var(--soft); font-size: 12px; margin-top: 2px; }
-.ticks { display: flex; justify-content: space-between; font-variant-numeric: tabular-nums; }
-.bins span { display: flex; flex: 1 1 0; justify-content: center; min-width: 0; white-space: nowrap; }
-"""
+
+
+@dataclass(frozen=True)
+class Bar:
+    """A bar that is not empty: its place, its values and count as text, and heights in percent by what they show."""
+
+    left: int
+    text: str
+    heights: dict[str, float]
 
 
 @dataclass(frozen=True)
@@ -54,6 +51,49 @@ class Histogram:
             return f"{short_number(low)} and more"
         high = low + width - self.is_count
         return short_number(low) if self.is_count and width == 1 else f"{short_number(low)} to {short_number(high)}"
+
+    @property
+    def highest(self) -> int:
+        """Number of values of the highest bar."""
+        return max(int(self.counts.max()), 1)
+
+    def span_text(self, unit: str) -> str:
+        """Return the number of values and their range in words."""
+        span = f"from {short_number(self.begin)} to {short_number(self.end)} {unit}".rstrip()
+        return f"{int(self.counts.sum()):,} values {span}"
+
+    def bars(self, unit: str) -> list[Bar]:
+        """Return the bars: of `kept` values, in front of `all` where a selection drops some."""
+        bars = []
+        for number, count in enumerate(self.counts.tolist()):
+            if not count:
+                continue
+            text = f"{self.bin_text(number)} {unit}".rstrip() + f": {counted(count, 'chunk')}"
+            shown = {"kept": count}
+            if self.kept is not None:
+                shown = {"all": count, "kept": int(self.kept[number])}
+                text += f", {shown['kept']:,} kept"
+            heights = {name: max(1.0, 100 * of / self.highest) if of else 0.0 for name, of in shown.items()}
+            bars.append(Bar(10 * number, text, heights))
+        return bars
+
+    def ticks(self, unit: str) -> list[str]:
+        """Return the labels of the axis: of whole numbers, below the middle of their bars, of others, at the borders.
+
+        Bars of whole numbers without a label have an empty one.
+        """
+        unit = f" {unit}" if unit else ""
+        if not self.is_count:
+            ticks = [short_number(value) for value in (self.begin, (self.begin + self.end) / 2, self.end)]
+            ticks[-1] += f"{unit} and more" if self.is_cut else unit
+            return ticks
+        num_bins = len(self.counts)
+        is_single = self.end - self.begin == num_bins
+        step = -(-num_bins // (_NUM_LABELS if is_single else _NUM_RANGES))
+        first = 0 if is_single else step // 2
+        ticks = [self.bin_text(number) if number % step == first else "" for number in range(num_bins)]
+        ticks[num_bins - 1 - (num_bins - 1 - first) % step] += unit
+        return ticks
 
 
 def histogram(
@@ -92,47 +132,3 @@ def _tail(values: NDArray[np.float64]) -> float:
     """Return the value at which a long tail begins."""
     num_above = max(int(_TAIL_SHARE * len(values)), min(_NUM_OUTLIERS, len(values) // 10))
     return float(np.sort(values)[-1 - num_above])
-
-
-def histogram_html(found: Histogram, *, title: str, unit: str = "") -> Iterator[str]:
-    """Yield the lines of a figure. Each bar is an item of a list, with its values and number of chunks as text."""
-    top = max(int(found.counts.max()), 1)
-    unit = f" {unit}" if unit else ""
-    span = f"from {short_number(found.begin)} to {short_number(found.end)}{unit}"
-    label = f"{title}: histogram of {int(found.counts.sum()):,} values {span}"
-    view = f'viewBox="0 0 {len(found.counts) * 10} 100" preserveAspectRatio="none"'
-    yield f'<figure class="histogram"><svg {view} role="list" aria-label="{escape(label)}">'
-    for number, count in enumerate(found.counts.tolist()):
-        if not count:
-            continue
-        kept = None if found.kept is None else int(found.kept[number])
-        text = f"{found.bin_text(number)}{unit}: {counted(count, 'chunk')}"
-        text = escape(text if kept is None else f"{text}, {kept:,} kept")
-        bars = [("kept", count)] if kept is None else [("all", count), ("kept", kept)]
-        yield f'<g role="listitem" aria-label="{text}"><title>{text}</title>'
-        # Transparent, so that the text appears above low bars too.
-        yield f'<rect x="{number * 10}" y="0" width="10" height="100" fill-opacity="0"/>'
-        for name, height_of in bars:
-            height = max(1.0, 100 * height_of / top) if height_of else 0.0
-            place = f'x="{number * 10 + 1}" y="{100 - height:.1f}" width="8" height="{height:.1f}"'
-            yield f'<rect class="{name}" {place}/>'
-        yield "</g>"
-    legend = "" if found.kept is None else "; coloured: kept"
-    yield f"</svg><figcaption>{_ticks_html(found, unit=unit)}"
-    yield f"<span>largest bar: {counted(top, 'chunk')}{legend}</span></figcaption></figure>"
-
-
-def _ticks_html(found: Histogram, *, unit: str) -> str:
-    """Return the labels of the axis: of whole numbers, below the middle of their bars, of others, at the borders."""
-    num_bins = len(found.counts)
-    if found.is_count:
-        is_single = found.end - found.begin == num_bins
-        step = -(-num_bins // (_NUM_LABELS if is_single else _NUM_RANGES))
-        first = 0 if is_single else step // 2
-        ticks = [found.bin_text(number) if number % step == first else "" for number in range(num_bins)]
-        ticks[num_bins - 1 - (num_bins - 1 - first) % step] += unit
-    else:
-        ticks = [short_number(value) for value in (found.begin, (found.begin + found.end) / 2, found.end)]
-        ticks[-1] += f"{unit} and more" if found.is_cut else unit
-    spans = "".join(f"<span>{escape(tick)}</span>" for tick in ticks)
-    return f'<span class="ticks{" bins" if found.is_count else ""}">{spans}</span>'
