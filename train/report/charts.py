@@ -1,7 +1,7 @@
 """Interactive charts of a page: the data of its curves, and the scripts that draw them.
 
 uPlot draws them: 51 kB in the page, against 1,192 kB of Plotly's basic bundle and 251 kB of Vega-Lite without Vega.
-Without scripts, the page shows the same curves as SVG.
+Without scripts, the page has the first and last value of each line, and its range, in words.
 """
 
 import json
@@ -25,6 +25,7 @@ def chart_values(curves: Sequence[Curve]) -> dict[str, Any]:
             "title": visible(curve.title),
             "from_zero": curve.from_zero,
             "is_noisy": curve.is_noisy,
+            "text": visible("; ".join(line.text for line in curve.lines)),
             "lines": [_line(line) for line in curve.lines],
         }
         for curve in curves
