@@ -187,6 +187,7 @@ def open_as_rank(data: Path, name: str) -> None:
 
     from clipmill.train.data.chunk_clips import ChunkClips
     from clipmill.train.data.classes import ClassList
+    from clipmill.train.data.clip_query import ClipQuery
     from clipmill.train.data.decoding.clip import ClipShape, Views
     from clipmill.train.data.frame_sampling import Sampling
     from clipmill.train.data.labelled_clips import LabelledClips
@@ -205,14 +206,14 @@ def open_as_rank(data: Path, name: str) -> None:
     begin_s = time.process_time()
     samples: Any
     if name == "chunks":
-        samples = ChunkClips(data, split="train", shape=shape, loading=loading)
+        samples = ChunkClips(ClipQuery(data, split="train", shape=shape, loading=loading))
     elif name == "captions":
-        samples = VideoCaptions(data, split="train", shape=shape, tokenize=None, loading=loading)
+        samples = VideoCaptions(ClipQuery(data, split="train", shape=shape, loading=loading), tokenize=None)
         samples.require_different_texts()
         samples.texts(np.arange(8))
     elif name == "labels":
         classes = ClassList("class", tuple(f"{number:03d}" for number in range(400)))
-        samples = LabelledClips(data, split="train", classes=classes, shape=shape, loading=loading)
+        samples = LabelledClips(ClipQuery(data, split="train", shape=shape, loading=loading), classes=classes)
     else:
         has_captions = name != "latents"
         samples = LatentLoader(data, split="train", segment="5s", text=has_captions, words=has_captions)

@@ -168,7 +168,12 @@ def _open(
     path = table_path(manifest_dir(data_dir), name, manifest=manifest)
     file = pq.ParquetFile(path, read_dictionary=list(coded))
     try:
-        _require_parts(path, file.schema_arrow, manifest=manifest, schema=schema)
+        found = file.schema_arrow
+        if (found.metadata or {}).get(FINGERPRINT_KEY, b"").decode("ascii", "replace") != manifest["fingerprint"]:
+            raise DamagedManifest(path, f"it does not belong to {MANIFEST_FILE}: a write was interrupted")
+        missing = [field.name for field in schema if field.name not in found.names]
+        if missing:
+            raise DamagedManifest(path, f"column {missing[0]} is missing")
         require_numbers(path, num_rows=file.metadata.num_rows)
     except UserError:
         file.close()
@@ -189,12 +194,3 @@ def read_consistently(data_dir: Path, read: Callable[[dict[str, Any]], _T]) -> _
                 raise
             raise UserError(f"the manifest in {data_dir} cannot be read: {error}", hint=REPAIR_HINT) from error
     raise AssertionError("the last attempt returns or raises")
-
-
-def _require_parts(path: Path, found: pa.Schema, *, manifest: Mapping[str, Any], schema: pa.Schema) -> None:
-    """Raise DamagedManifest unless a table belongs to this manifest and has the columns of `schema`."""
-    if (found.metadata or {}).get(FINGERPRINT_KEY, b"").decode("ascii", "replace") != manifest["fingerprint"]:
-        raise DamagedManifest(path, f"it does not belong to {MANIFEST_FILE}: a write was interrupted")
-    missing = [field.name for field in schema if field.name not in found.names]
-    if missing:
-        raise DamagedManifest(path, f"column {missing[0]} is missing")

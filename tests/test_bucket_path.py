@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 
 from clipmill.manifests.storage.objects import open_objects
-from clipmill.prep.synthetic.frame_numbers import write_frame_number_video
+from clipmill.prep.synthetic.frame_numbers import FrameNumberVideo
 from clipmill.train.cli import main
 from clipmill.train.run.checkpoint import all_checkpoints, read_weights
 from clipmill.train.run.folder import RunFolder
@@ -65,7 +65,7 @@ def write_videos(folder: Path) -> Path:
     captions = ["video,text,begin_s,end_s"]
     for name, num_seconds in VIDEOS.items():
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
-        write_frame_number_video(folder / name, num_frames=10 * num_seconds, fps=Fraction(10), width=96, height=64)
+        FrameNumberVideo(num_frames=10 * num_seconds, fps=Fraction(10), width=96, height=64).write(folder / name)
         captions += [f"{name},second {second} of {name},{second},{second + 1}" for second in range(num_seconds)]
     (folder / "captions.csv").write_text("\n".join(captions))
     return folder

@@ -9,6 +9,7 @@ from benchmarks.gpu.feeding_steps import batch_for, wait_row
 from benchmarks.gpu.feeding_threads import thread_counts
 from clipmill.manifests.store import read_captions
 from clipmill.shards.reader import Variant
+from clipmill.train.data.clip_query import ClipQuery
 from clipmill.train.data.decoding.clip import ClipShape
 from clipmill.train.data.frame_sampling import Sampling
 from clipmill.train.data.loader import LoaderSettings
@@ -34,7 +35,7 @@ def data(tmp_path: Path) -> Path:
 
 def open_set(folder: Path, *, num_threads: int = 2) -> VideoCaptions:
     loading = LoaderSettings(batch=BATCH, num_threads=num_threads, num_ahead=2 * BATCH, seed=0)
-    return VideoCaptions(folder, split="train", shape=SHAPE, tokenize=None, loading=loading)
+    return VideoCaptions(ClipQuery(folder, split="train", shape=SHAPE, loading=loading), tokenize=None)
 
 
 def test_repeated_chunks_are_the_same_pictures_under_other_keys(data: Path, tmp_path: Path) -> None:

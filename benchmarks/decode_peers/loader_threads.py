@@ -15,6 +15,7 @@ import numpy as np
 
 from benchmarks.decode_peers.clip_set import MIN_AREA, SIZE_PX, data_folder
 from benchmarks.peer_process import answer_requests
+from clipmill.train.data.clip_query import ClipQuery
 from clipmill.train.data.decoding.clip import ClipShape
 from clipmill.train.data.frame_sampling import Sampling
 from clipmill.train.data.loader import LoaderSettings
@@ -28,11 +29,13 @@ SPLIT = "train"
 def endless_batches(data: Path, *, num_threads: int) -> Iterator[LoadedBatch]:
     """Yield batches of clips with four frames, as YUV planes."""
     samples = VideoCaptions(
-        data,
-        split=SPLIT,
-        shape=ClipShape(sampling=Sampling(num_frames=4), size_px=SIZE_PX, min_crop_area=MIN_AREA),
+        ClipQuery(
+            data,
+            split=SPLIT,
+            shape=ClipShape(sampling=Sampling(num_frames=4), size_px=SIZE_PX, min_crop_area=MIN_AREA),
+            loading=LoaderSettings(batch=BATCH, num_threads=num_threads, num_ahead=NUM_AHEAD, seed=0),
+        ),
         tokenize=lambda text: np.zeros(1, np.int64),
-        loading=LoaderSettings(batch=BATCH, num_threads=num_threads, num_ahead=NUM_AHEAD, seed=0),
     )
     return samples.batches(max_failures=0)
 

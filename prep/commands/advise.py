@@ -4,7 +4,7 @@ import json as json_module
 import math
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from cyclopts import Parameter
 
@@ -12,55 +12,72 @@ from clipmill.manifests.errors import UserError
 from clipmill.manifests.quoting import counted
 from clipmill.prep.core.request import Data, Json
 
-_Positive = Parameter(allow_leading_hyphen=True)
+if TYPE_CHECKING:
+    from clipmill.prep.advice.reads import Column
+
+_Number = Parameter(allow_leading_hyphen=True)
 _MAX_NODES, _MAX_GPUS = 100_000, 1_000
 
 
+@dataclass(frozen=True, kw_only=True)
+class Asked:
+    """The flags of `prep advise`."""
+
+    step_time: Annotated[float | None, _Number] = None
+    """Duration of a training step in seconds, without waiting for data. Default: the median of --run."""
+
+    batch: Annotated[int | None, _Number] = None
+    """Batch size in clips per step, of all nodes. Default: that of --run, scaled to --nodes and --gpus."""
+
+    run: Path | None = None
+    """Run folder of train, which provides step time and batch size."""
+
+    nodes: Annotated[int | None, _Number] = None
+    """Number of nodes that read the same disk or bucket. Default: 1."""
+
+    gpus: Annotated[int | None, _Number] = None
+    """GPUs per node. Default: 1."""
+
+    column: Literal["video", "latents"] = "video"
+    """What training reads: video, or latents (train --input latents)."""
+
+    read_speed: Annotated[float | None, _Number] = None
+    """Read speed of the disk or bucket in MB/s, of all nodes together. Default: measured from this node."""
+
+    bitrate: Annotated[str | None, _Number] = None
+    """Bitrate of the chunks in bit/s, such as 800k or 2M. Default: that of the existing chunks."""
+
+    def check(self) -> None:
+        """Raise a UserError if a number is out of range, or a flag has no effect."""
+        limits = {
+            "step_time": ("seconds", math.inf),
+            "batch": ("clips", math.inf),
+            "read_speed": ("MB/s", math.inf),
+            "nodes": ("nodes", _MAX_NODES),
+            "gpus": ("GPUs", _MAX_GPUS),
+        }
+        for name, (unit, most) in limits.items():
+            value = getattr(self, name)
+            if value is not None and not (math.isfinite(value) and 0 < value <= most):
+                limit = "" if math.isinf(most) else f", at most {most:,}"
+                raise UserError(
+                    f"--{name.replace('_', '-')} {value} is out of range",
+                    hint=f"give a number of {unit} greater than 0{limit}",
+                )
+        if self.bitrate is not None and self.column != "video":
+            raise UserError(f"--bitrate has no effect on {self.column}", hint="leave it out, or use --column video")
+
+
 def advise(
+    asked: Annotated[Asked, Parameter(name="*")] = Asked(),
     *,
-    step_time: Annotated[
-        float | None,
-        _Positive,
-        Parameter(
-            help="Duration of a training step in seconds, without waiting for data. Default: the median of --run."
-        ),
-    ] = None,
-    batch: Annotated[
-        int | None,
-        _Positive,
-        Parameter(
-            help="Batch size in clips per step, of all nodes. Default: that of --run, scaled to --nodes and --gpus."
-        ),
-    ] = None,
-    run: Annotated[Path | None, Parameter(help="Run folder of train, which provides step time and batch size.")] = None,
-    nodes: Annotated[
-        int | None, _Positive, Parameter(help="Number of nodes that read the same disk or bucket. Default: 1.")
-    ] = None,
-    gpus: Annotated[int | None, _Positive, Parameter(help="GPUs per node. Default: 1.")] = None,
-    column: Annotated[
-        Literal["video", "latents"], Parameter(help="What training reads: video, or latents (train --input latents).")
-    ] = "video",
-    read_speed: Annotated[
-        float | None,
-        _Positive,
-        Parameter(
-            help="Read speed of the disk or bucket in MB/s, of all nodes together. Default: measured from this node."
-        ),
-    ] = None,
-    bitrate: Annotated[
-        str | None,
-        Parameter(
-            help="Bitrate of the chunks in bit/s, such as 800k or 2M. Default: that of the existing chunks.",
-            allow_leading_hyphen=True,
-        ),
-    ] = None,
     data: Data = Path("data"),
     json: Json = False,
 ) -> None:
-    """Report how long chunks may be for the disk to keep up with training, and what each node of a cluster reads.
+    """Report whether the disk or the bucket keeps up with training, and how long chunks may be.
 
-    It considers loaders that read whole chunks, and loaders that read only the packets of a clip, as train does. It
-    reads chunks of the current variant for a few seconds to measure the read speed.
+    It considers loaders that read whole chunks, and loaders that read only the packets of a clip, or stored latents, as
+    train does. It reads chunks of the current variant for a few seconds to measure the read speed.
 
     Examples:
 
@@ -69,82 +86,93 @@ def advise(
         prep advise --run runs/first --nodes 16 --gpus 8
     """
     from clipmill.manifests.progress import Activity
-    from clipmill.manifests.storage.mirrors import mirror_of
-    from clipmill.manifests.storage.objects import open_objects
-    from clipmill.manifests.units import parse_bitrate
-    from clipmill.prep.advice.bucket import BucketLoad, bucket_text, bucket_values
-    from clipmill.prep.advice.costs import measure_costs
-    from clipmill.prep.advice.equation import Load, Origin, advice_text, advice_values
+    from clipmill.manifests.units import parse_bitrate, size_text
+    from clipmill.prep.advice.inequality import Bucket, Load, advice_text, advice_values
+    from clipmill.prep.advice.reads import bucket_speed, disk_speed
     from clipmill.prep.core.data_folder import require_data_folder
     from clipmill.shards.damage import Damaged
-    from clipmill.shards.reader import Variant
 
-    _positive("--step-time", step_time, unit="seconds")
-    _positive("--batch", batch, unit="clips")
-    _positive("--read-speed", read_speed, unit="MB/s")
-    _positive("--nodes", nodes, unit="nodes", most=_MAX_NODES)
-    _positive("--gpus", gpus, unit="GPUs", most=_MAX_GPUS)
-    given_bytes_per_s = None if bitrate is None else parse_bitrate(bitrate, flag="--bitrate") / 8
-    if bitrate is not None and column != "video":
-        raise UserError(f"--bitrate has no effect on {column}", hint="leave it out, or use --column video")
+    asked.check()
+    given_bytes_per_s = None if asked.bitrate is None else parse_bitrate(asked.bitrate, flag="--bitrate") / 8
     data_dir = require_data_folder(data)
-    variant = Variant.open(data_dir, column=column).whole()
-    step = _step(step_time, batch, run, num_gpus=None if nodes is None and gpus is None else (nodes or 1) * (gpus or 1))
-    mirror = mirror_of(data_dir)
+    step = _step(asked)
+    num_nodes, gpus_per_node = asked.nodes or 1, asked.gpus or 1
+    latency_s, is_total, speed_of = None, True, "given by --read-speed"
+    read_bytes_per_s = 1e6 * (asked.read_speed or 0)
     try:
         with Activity("reading chunks to measure what training reads"):
-            costs = measure_costs(
-                variant,
-                column=column,
-                data_dir=data_dir,
-                objects=None if mirror is None else open_objects(mirror.address),
-                read_bytes_per_s=None if read_speed is None else read_speed * 1e6,
-                num_nodes=nodes or 1,
-                gpus_per_node=gpus or 1,
-            )
+            columns, is_remote = _columns(data_dir, asked.column)
+            column = columns[asked.column]
+            if is_remote:
+                alone, together, how = bucket_speed(column, num_processes=gpus_per_node)
+                latency_s = alone.read_s
+                if asked.read_speed is None:
+                    # Each node gets as much from a bucket.
+                    each = "" if num_nodes == 1 else f"{num_nodes} x {size_text(round(together.bytes_per_s))}/s, "
+                    read_bytes_per_s, speed_of = together.bytes_per_s * num_nodes, f"{each}{how}"
+            elif asked.read_speed is None:
+                speed, speed_of = disk_speed(column)
+                read_bytes_per_s, is_total = speed.bytes_per_s, num_nodes == 1
     except (Damaged, OSError) as error:
         raise UserError(
             f"the shards cannot be read: {error}", hint="run `prep verify` to find what is damaged"
         ) from None
-    of_bitrate = 1.0 if given_bytes_per_s is None else given_bytes_per_s / costs.bytes_per_s
+    scale = 1.0 if given_bytes_per_s is None else given_bytes_per_s / column.bytes_per_s
+    ways = {"packets" if name == "video" else name: one.clip_bytes for name, one in columns.items()}
     load = Load(
         batch=step.batch,
         step_s=step.step_s,
-        read_bytes_per_s=costs.read_bytes_per_s,
-        video_bytes_per_s=given_bytes_per_s or costs.bytes_per_s,
-        chunk_s=costs.chunk_s,
-        clip_bytes=costs.clip_bytes * of_bitrate,
-        num_nodes=nodes or 1,
-        gpus_per_node=gpus or 1,
-        is_total=read_speed is not None or mirror is not None or (nodes or 1) == 1,
+        read_bytes_per_s=read_bytes_per_s,
+        video_bytes_per_s=given_bytes_per_s or column.bytes_per_s,
+        chunk_s=column.chunk_s,
+        clip_bytes={name: size * (scale if name == "packets" else 1.0) for name, size in ways.items()},
+        num_nodes=num_nodes,
+        gpus_per_node=gpus_per_node,
+        is_total=is_total,
     )
-    sampled = f"{costs.num_sampled} of {counted(costs.num_shards, 'shard')}"
-    origin = Origin(
-        read_speed=costs.read_speed,
-        bitrate=f"{sampled} of {variant.directory.name}" if bitrate is None else f"given by --bitrate {bitrate}",
-        clip_bytes=costs.clips if bitrate is None else f"{costs.clips}, scaled to --bitrate",
-        step=step.origin,
-    )
-    needs = (
-        None
-        if costs.latency_s is None
-        else BucketLoad(
+    sampled = f"{len(column.sampled)} of {counted(column.num_shards, 'shard')} of {column.variant}"
+    clips = "; ".join(one.clips for one in columns.values())
+    origin = {
+        "step": step.origin,
+        "read_speed": speed_of,
+        "bitrate": sampled if asked.bitrate is None else f"given by --bitrate {asked.bitrate}",
+        "clips": clips if asked.bitrate is None else f"{clips}, scaled to --bitrate",
+    }
+    bucket = None
+    if latency_s is not None:
+        bucket = Bucket(
             load=load,
-            latency_s=costs.latency_s,
-            requests_per_clip=costs.requests_per_clip,
-            set_bytes=round(costs.set_bytes * of_bitrate),
-            num_shards=costs.num_shards,
-            clips_per_epoch=costs.clips_per_epoch,
-            reads_ranges=column == "video",
+            latency_s=latency_s,
+            requests_per_clip=column.requests_per_clip,
+            set_bytes=column.set_bytes * scale,
+            num_shards=column.num_shards,
+            clips_per_epoch=column.clips_per_epoch,
         )
-    )
     if json:
-        bucket = {} if needs is None else {"bucket": bucket_values(needs)}
-        print(json_module.dumps({**advice_values(load, origin), **bucket}, indent=1))
+        values = {**advice_values(load), "origin": origin, **({} if bucket is None else {"bucket": bucket.values()})}
+        print(json_module.dumps(values, indent=1))
         return
-    print(advice_text(load, origin, storage="disk" if needs is None else "bucket", column=column))
-    if needs is not None:
-        print(bucket_text(needs))
+    print(advice_text(load, origin, storage="disk" if bucket is None else "bucket"))
+    for line in () if bucket is None else bucket.lines():
+        print(line)
+
+
+def _columns(data_dir: Path, asked: str) -> tuple[dict[str, "Column"], bool]:
+    """What training reads: of the column asked for, and of latents where they are stored beside the chunks.
+
+    Returns:
+        The columns by name, and whether the data folder is in a bucket.
+    """
+    from clipmill.prep.advice.reads import open_column
+    from clipmill.prep.core.bucket_tars import tars_of
+    from clipmill.shards.dataset import current_variant
+    from clipmill.shards.reader import Variant
+
+    tars, names = tars_of(data_dir), [asked]
+    if asked == "video" and tars is None and current_variant(data_dir, "latents") is not None:
+        names.append("latents")
+    opened = {name: Variant.open(data_dir, column=name, tars=tars).whole() for name in names}
+    return {name: open_column(variant, name) for name, variant in opened.items()}, tars is not None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -154,16 +182,17 @@ class _Step:
     origin: str
 
 
-def _step(step_s: float | None, batch: int | None, run: Path | None, *, num_gpus: int | None) -> _Step:
-    """Duration and batch size of a step, as given or of a run; the run's batch size is scaled to `num_gpus`."""
+def _step(asked: Asked) -> _Step:
+    """Duration and batch size of a step, as given or of a run; the run's batch size is scaled to the GPUs asked for."""
     from clipmill.prep.advice.run_steps import read_run_steps
 
-    origin = "given by --step-time"
-    if run is not None:
-        steps = read_run_steps(run)
+    num_gpus = None if asked.nodes is None and asked.gpus is None else (asked.nodes or 1) * (asked.gpus or 1)
+    step_s, batch, origin = asked.step_time, asked.batch, "given by --step-time"
+    if asked.run is not None:
+        steps = read_run_steps(asked.run)
         if step_s is None:
-            origin = f"median of {counted(steps.num_steps, 'step')} of {run}, without waiting for data"
-        step_s = step_s or steps.step_s
+            step_s = steps.step_s
+            origin = f"median of {counted(steps.num_steps, 'step')} of {asked.run}, without waiting for data"
         if batch is None and steps.batch is not None:
             batch = steps.batch
             if num_gpus is not None and steps.num_readers not in (None, num_gpus):
@@ -174,9 +203,3 @@ def _step(step_s: float | None, batch: int | None, run: Path | None, *, num_gpus
     if batch is None:
         raise UserError("the batch size is unknown", hint="give --batch CLIPS")
     return _Step(step_s=step_s, batch=batch, origin=origin)
-
-
-def _positive(flag: str, value: float | None, *, unit: str, most: float = math.inf) -> None:
-    if value is not None and not (math.isfinite(value) and 0 < value <= most):
-        limit = "" if math.isinf(most) else f", at most {most:,}"
-        raise UserError(f"{flag} {value} is out of range", hint=f"give a number of {unit} greater than 0{limit}")

@@ -39,8 +39,8 @@ def read_table_file(
 
     Args:
         columns: names of the columns to return, in the order of `schema`; None for all.
-        expected: columns that the table probably has. Those that agree with their checksum are returned as they are,
-            instead of a second copy from the file.
+        expected: columns that the table probably has. Where it has them, they are returned, so that they are held once.
+            They are read and verified nevertheless: a run repairs a damaged file, whatever it needs of it.
 
     Raises:
         FileNotFoundError: the file does not exist.
@@ -61,12 +61,11 @@ def read_table_file(
             for name, sha256 in zip(schema.names, recorded, strict=True):
                 if columns is not None and name not in columns:
                     continue
-                if expected and name in expected and sha256 == _sha256(header, name, expected[name]):
-                    kept[name] = expected[name]
-                else:
-                    kept[name] = file.read(columns=[name])[name]  # one chunk if it is small, unlike `read_table`
-                    if sha256 != _sha256(header, name, kept[name]):
-                        raise ValueError(f"the checksum of {name} does not match its content")
+                column = file.read(columns=[name])[name]  # one chunk if it is small, unlike `read_table`
+                if sha256 != _sha256(header, name, column):
+                    raise ValueError(f"the checksum of {name} does not match its content")
+                is_held = expected is not None and name in expected and column.equals(expected[name])
+                kept[name] = expected[name] if expected and is_held else column
     except FileNotFoundError:
         raise
     except OSError as error:

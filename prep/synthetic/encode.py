@@ -2,6 +2,7 @@
 
 import struct
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 from fractions import Fraction
 from pathlib import Path
 
@@ -12,18 +13,20 @@ TICKS_PER_FRAME = 4
 _UNITY, _UNITY_W = 1 << 16, 1 << 30
 
 
+@dataclass(frozen=True, kw_only=True)
+class VideoTrack:
+    """Form of a video track: frame rate, coded size, and how it is encoded."""
+
+    fps: Fraction
+    width: int
+    height: int
+    codec: str = "libx264"
+    pixel_format: str = "yuv420p"
+    options: Mapping[str, str] = field(default_factory=dict)
+
+
 def encode_video(
-    path: Path,
-    *,
-    pictures: Iterable[np.ndarray],
-    ticks: Iterable[int],
-    fps: Fraction,
-    width: int,
-    height: int,
-    picture_format: str,
-    codec: str = "libx264",
-    pixel_format: str = "yuv420p",
-    options: Mapping[str, str] | None = None,
+    path: Path, track: VideoTrack, *, pictures: Iterable[np.ndarray], ticks: Iterable[int], picture_format: str
 ) -> None:
     """Write a file with one video track.
 
@@ -35,16 +38,16 @@ def encode_video(
 
     # Single-threaded, because the bytes must not depend on the machine.
     with av.open(str(path), "w") as container:
-        stream = container.add_stream(codec, rate=fps, options={"threads": "1", **(options or {})})
+        stream = container.add_stream(track.codec, rate=track.fps, options={"threads": "1", **track.options})
         if not isinstance(stream, av.VideoStream):
-            raise ValueError(f"{codec!r} is not a video codec")
-        stream.width, stream.height, stream.pix_fmt = width, height, pixel_format
-        time_base = 1 / (fps * TICKS_PER_FRAME)
+            raise ValueError(f"{track.codec!r} is not a video codec")
+        stream.width, stream.height, stream.pix_fmt = track.width, track.height, track.pixel_format
+        time_base = 1 / (track.fps * TICKS_PER_FRAME)
         stream.time_base = stream.codec_context.time_base = time_base
         for picture, tick in zip(pictures, ticks, strict=True):
             frame = av.VideoFrame.from_ndarray(picture, format=picture_format)
             frame.pts, frame.time_base = tick, time_base
-            container.mux(stream.encode(frame.reformat(format=pixel_format)))
+            container.mux(stream.encode(frame.reformat(format=track.pixel_format)))
         container.mux(stream.encode(None))
 
 

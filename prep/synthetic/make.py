@@ -14,8 +14,8 @@ import pyarrow as pa
 from clipmill.manifests.adapters.reading import Reading, ReadingBuilder
 from clipmill.manifests.adapters.splits import TRAIN, VAL
 from clipmill.manifests.publish import folder_lock, published, remove_temporaries
-from clipmill.prep.synthetic.encode import TICKS_PER_FRAME, encode_video
-from clipmill.prep.synthetic.frame_numbers import write_frame_number_video
+from clipmill.prep.synthetic.encode import TICKS_PER_FRAME, VideoTrack, encode_video
+from clipmill.prep.synthetic.frame_numbers import FrameNumberVideo
 from clipmill.prep.synthetic.shapes import HEIGHT, WIDTH, Scene, draw_scenes, plan_scenes
 
 LABELS = {f"label_{name}": pa.string() for name in ("colour", "shape", "motion")}
@@ -76,20 +76,17 @@ class SyntheticVideo:
     def write(self, path: Path) -> None:
         """Encode the video and publish it as `path`."""
         if self.mode is Mode.FRAME_NUMBERS:
-            write_frame_number_video(path, num_frames=self.num_frames, fps=self.fps, width=WIDTH, height=HEIGHT)
+            FrameNumberVideo(num_frames=self.num_frames, fps=self.fps, width=WIDTH, height=HEIGHT).write(path)
             return
         with published(path) as temporary:
             encode_video(
                 temporary,
+                VideoTrack(fps=self.fps, width=WIDTH, height=HEIGHT, options={"preset": "superfast", "crf": "23"}),
                 pictures=draw_scenes(
                     self._scenes(), fps=self.fps, num_frames=self.num_frames, seed=self.seed * 100_003 + self.number
                 ),
                 ticks=range(0, self.num_frames * TICKS_PER_FRAME, TICKS_PER_FRAME),
-                fps=self.fps,
-                width=WIDTH,
-                height=HEIGHT,
                 picture_format="yuv420p",
-                options={"preset": "superfast", "crf": "23"},
             )
 
     def _scenes(self) -> list[Scene]:

@@ -238,11 +238,14 @@ def _sources(data_dir: Path, damaged: list[UserError]) -> list[CaptionSource] | 
         return None
 
 
-def _num_beyond(data_dir: Path, ends_s: np.ndarray) -> int | None:
+def _num_beyond(data_dir: Path, ends_s: np.ndarray, damaged: list[UserError]) -> int | None:
     try:
         return num_captions_beyond(data_dir, end_s=ends_s)
-    except (UserError, OSError, pa.ArrowException):
-        return None  # `_sources` names the damage
+    except UserError as error:
+        damaged.append(error)
+    except (OSError, pa.ArrowException):
+        pass  # `_sources` names the damage
+    return None
 
 
 def _videos_status(data_dir: Path, damaged: list[UserError]) -> VideosStatus:
@@ -266,7 +269,7 @@ def _videos_status(data_dir: Path, damaged: list[UserError]) -> VideosStatus:
         lost=dict(Counter[str](lost["code"].to_pylist()).most_common()),
         first_lost=_first_sources(lost),
         caption_sources=_sources(data_dir, damaged),
-        num_captions_beyond=_num_beyond(data_dir, ends_s),
+        num_captions_beyond=_num_beyond(data_dir, ends_s, damaged),
     )
 
 

@@ -1,9 +1,9 @@
-"""The estimated cost of a `video` plan in core-hours and bytes.
+"""The estimated cost of a `video` plan in core-hours and bytes, and how long a run takes on this machine.
 
-Bytes are estimated from shards that are already committed, otherwise from the bitrate or from measured averages.
 Core-hours come from a model with two terms: reading is proportional to the source's pixels, writing to the output's.
 Both were fitted to runs on natural videos; trial encodes (`clipmill.prep.video.trial`) correct them for this machine
-and these videos.
+and these videos. Bytes are known from shards that are already committed, or from the bitrate; otherwise they come from
+measured averages, which the trials correct likewise.
 """
 
 import math
@@ -28,6 +28,7 @@ from clipmill.shards.index import open_index
 # Core-seconds per megapixel, measured on an x86-64 server core at about 3 GHz.
 _DECODE_S_PER_MEGAPIXEL = 0.0029
 _DETECT_S_PER_FRAME = 0.0006  # to scale a decoded frame to the detector's size and compare it
+_NO_RANGE = (1.0, 1.0, 1.0)
 
 
 @dataclass(frozen=True)
@@ -53,63 +54,45 @@ class Estimate:
     idle_hours: float | None = None
 
 
-def estimate(work: Workload, *, settings: ChunkSettings, bytes_per_second: float | None) -> Estimate:
-    """Estimate the cost of encoding `work`.
+def estimate(
+    work: Workload, trials: Sequence[Trial] = (), *, settings: ChunkSettings, bytes_per_second: float | None = None
+) -> Estimate:
+    """Estimate the cost of encoding `work`, scaled by what trial encodes cost in comparison with their own estimates.
 
     Args:
         bytes_per_second: bytes per second of video, measured on shards of the same variant; None if there are none yet.
     """
-    core_s, size_bytes = _costs(work, settings=settings, bytes_per_second=bytes_per_second)
-    video_s = float(work.seconds.sum())
-    return Estimate(
-        core_hours=float(core_s.sum()) / 3600, size_bytes=float(size_bytes.sum()), video_hours=video_s / 3600
-    )
-
-
-def _costs(work: Workload, *, settings: ChunkSettings, bytes_per_second: float | None) -> tuple[np.ndarray, np.ndarray]:
-    """Return the estimated core-seconds and bytes of each span, float64[N]."""
     codec = codec_named(settings.codec)
-    source_pixels = work.width * work.height
     scale = np.minimum(1.0, settings.short_side / np.maximum(1, np.minimum(work.width, work.height)))
-    output_megapixels_per_s = source_pixels * scale**2 * float(settings.fps_exact) / 1e6
-    source_megapixels_per_s = source_pixels * work.fps / 1e6
-    core_s = work.seconds * (
+    source_megapixels_per_s = work.width * work.height * work.fps / 1e6
+    output_megapixels_per_s = work.width * work.height * scale**2 * float(settings.fps_exact) / 1e6
+    core_s_per_s = (
         source_megapixels_per_s * _DECODE_S_PER_MEGAPIXEL + output_megapixels_per_s * codec.encode_s_per_megapixel
     )
+    bytes_per_s = output_megapixels_per_s * (1e6 * codec.bits_per_pixel / 8)
+    core_factors = size_factors = _NO_RANGE
+    if trials:
+        core_factors = factor_range([one.core_s for one in trials], [core_s_per_s[one.row] for one in trials])
+        size_factors = factor_range([one.size_bytes for one in trials], [bytes_per_s[one.row] for one in trials])
+    if bytes_per_second is None and settings.bitrate is not None:
+        bytes_per_second = parse_bitrate(settings.bitrate, flag="--bitrate") / 8
+    core_hours = float((work.seconds * core_s_per_s).sum()) / 3600
+    size_bytes = float((work.seconds * bytes_per_s).sum())
     if bytes_per_second is not None:
-        size_bytes = work.seconds * bytes_per_second
-    elif settings.bitrate is not None:
-        size_bytes = work.seconds * (parse_bitrate(settings.bitrate, flag="--bitrate") / 8)
-    else:
-        size_bytes = work.seconds * output_megapixels_per_s * (1e6 * codec.bits_per_pixel / 8)
-    return core_s, size_bytes
-
-
-def corrected(
-    cost: Estimate, trials: Sequence[Trial], work: Workload, *, settings: ChunkSettings, has_bytes: bool
-) -> Estimate:
-    """Return an estimate that is scaled by what trial encodes cost in comparison with their own estimates.
-
-    Args:
-        has_bytes: whether the bytes come from committed shards or from the bitrate, so that trials do not change them.
-    """
-    if not trials:
-        return cost
-    core_s, size_bytes = _costs(work, settings=settings, bytes_per_second=None)
-    per_s = [(core_s[one.row] / work.seconds[one.row], size_bytes[one.row] / work.seconds[one.row]) for one in trials]
-    middle, low, high = factor_range([one.core_s for one in trials], [core for core, _ in per_s])
-    found = replace(
-        cost,
-        core_hours=cost.core_hours * middle,
-        core_hours_range=(cost.core_hours * low, cost.core_hours * high),
+        size_bytes, size_factors = float(work.seconds.sum()) * bytes_per_second, _NO_RANGE
+    return Estimate(
+        core_hours=core_hours * core_factors[0],
+        size_bytes=size_bytes * size_factors[0],
+        video_hours=float(work.seconds.sum()) / 3600,
+        core_hours_range=None if core_factors is _NO_RANGE else _range(core_hours, core_factors),
+        size_bytes_range=None if size_factors is _NO_RANGE else _range(size_bytes, size_factors),
         num_trials=len(trials),
     )
-    if has_bytes:
-        return found
-    middle, low, high = factor_range([one.size_bytes for one in trials], [size for _, size in per_s])
-    return replace(
-        found, size_bytes=cost.size_bytes * middle, size_bytes_range=(cost.size_bytes * low, cost.size_bytes * high)
-    )
+
+
+def _range(value: float, factors: tuple[float, float, float]) -> tuple[float, float]:
+    _, low, high = factors
+    return value * low, value * high
 
 
 def detection_core_s(work: Workload) -> np.ndarray:
@@ -118,25 +101,19 @@ def detection_core_s(work: Workload) -> np.ndarray:
     return np.asarray(source_megapixels * _DECODE_S_PER_MEGAPIXEL + work.seconds * work.fps * _DETECT_S_PER_FRAME)
 
 
-def estimate_of(planned: Planned, *, has_trials: bool = False) -> Estimate:
+def estimate_of(planned: Planned) -> Estimate:
     """Estimate the cost of the shards that have to be encoded; shards that are only rewritten count as free.
 
-    Args:
-        has_trials: encode short sections of some videos, so that the estimate is one of this machine and these videos.
+    Short sections of some videos are encoded, so that the estimate is one of this machine and these videos.
     """
-    plan, settings = planned.plan, planned.plan.recipe.settings
+    plan = planned.plan
     ranges = [np.asarray(_rows_to_encode(planned, shard), np.int64) for shard in plan.shards if shard.has_work]
     rows = np.concatenate([np.zeros(0, np.int64), *ranges]).astype(np.int64)
-    work, bytes_per_second = plan.workload(rows), _bytes_per_second(planned)
-    cost = estimate(work, settings=settings, bytes_per_second=bytes_per_second)
-    if not len(rows):
-        return cost
-    load = os.getloadavg()[0]  # before the trials add to it
-    if has_trials:
-        has_bytes = bytes_per_second is not None or settings.bitrate is not None
-        cost = corrected(cost, run_trials(plan, rows, work), work, settings=settings, has_bytes=has_bytes)
+    work, load = plan.workload(rows), os.getloadavg()[0]  # before the trials add to it
+    trials = run_trials(plan, rows, work) if len(rows) else []
+    cost = estimate(work, trials, settings=plan.recipe.settings, bytes_per_second=_bytes_per_second(planned))
     num_shards = sum(shard.has_work for shard in plan.shards)
-    return with_wall_time(cost, num_cores=num_cores(), num_shards=num_shards, load=load)
+    return with_wall_time(cost, num_cores=num_cores(), num_shards=num_shards, load=load) if len(rows) else cost
 
 
 def with_wall_time(cost: Estimate, *, num_cores: int, num_shards: int, load: float) -> Estimate:

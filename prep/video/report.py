@@ -48,7 +48,7 @@ def plan_report(planned: Planned) -> Report:
     """
     if planned.plan.has_captions:
         captions_path(planned.data_dir)  # verified, because a run needs them
-    plan, cost = planned.plan, estimate_of(planned, has_trials=True)
+    plan, cost = planned.plan, estimate_of(planned)
     against = _changed_settings(planned)
     lines = [f"variant  {plan.recipe.variant}", *(f"setting  {difference}" for difference in against)]
     reasons = {shard_id: change.because for shard_id, change in planned.changes.items()}

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from clipmill.prep.synthetic.frame_numbers import write_frame_number_video
+from clipmill.prep.synthetic.frame_numbers import FrameNumberVideo
 from tests.prep.sets import made_set, prep, shard_set
 
 __all__ = ["made_set", "prep", "shard_set", "write_video"]
@@ -16,8 +16,8 @@ def write_video() -> Callable[..., Path]:
 
     def write(path: Path, *, seconds: float = 4, first_number: int = 0) -> Path:
         frames = round(seconds * 30)
-        write_frame_number_video(
-            path, num_frames=frames, fps=Fraction(30), width=160, height=120, first_number=first_number
+        FrameNumberVideo(num_frames=frames, fps=Fraction(30), width=160, height=120, first_number=first_number).write(
+            path
         )
         return path
 

@@ -10,7 +10,7 @@ import av
 import numpy as np
 
 from clipmill.prep.synthetic.frame_code import read_frame_number
-from clipmill.prep.synthetic.frame_numbers import frame_times_s, write_frame_number_video
+from clipmill.prep.synthetic.frame_numbers import FrameNumberVideo, frame_times_s
 
 
 @dataclass(frozen=True)
@@ -33,9 +33,9 @@ class Source:
     def write(self, folder: Path) -> Path:
         """Writes the video."""
         path = folder / self.name
-        write_frame_number_video(
-            path, num_frames=self.num_frames, fps=self.fps, width=self.width, height=self.height, **self.options
-        )
+        FrameNumberVideo(
+            num_frames=self.num_frames, fps=self.fps, width=self.width, height=self.height, **self.options
+        ).write(path)
         return path
 
     def times_s(self) -> np.ndarray:

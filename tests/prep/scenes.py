@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from clipmill.prep.engines import Outcome, choice
-from clipmill.prep.synthetic.encode import encode_video, set_rotation
+from clipmill.prep.synthetic.encode import VideoTrack, encode_video, set_rotation
 from clipmill.prep.synthetic.frame_code import draw_frame_number, read_frame_number
 from clipmill.prep.synthetic.frame_numbers import frame_ticks
 from clipmill.prep.video.ffmpeg import find_ffmpeg
@@ -57,13 +57,10 @@ def write_scenes(
     height, width = turned[0].shape[:2]
     encode_video(
         path,
+        VideoTrack(fps=fps, width=width, height=height, options={"preset": "ultrafast", "crf": "20", "g": "50"}),
         pictures=turned,
         ticks=frame_ticks(len(pictures), fps=fps, start_offset_s=start_offset_s, variable_rate=variable_rate),
-        fps=fps,
-        width=width,
-        height=height,
         picture_format="rgb24",
-        options={"preset": "ultrafast", "crf": "20", "g": "50"},
     )
     if rotation_degrees:
         set_rotation(path, degrees=rotation_degrees, width=width, height=height)

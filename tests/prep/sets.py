@@ -12,7 +12,7 @@ import pytest
 
 from clipmill.manifests.errors import run_command
 from clipmill.prep import cli
-from clipmill.prep.synthetic.frame_numbers import write_frame_number_video
+from clipmill.prep.synthetic.frame_numbers import FrameNumberVideo
 from clipmill.shards.commits import Commit, read_commits
 from clipmill.shards.dataset import current_variant
 from tests.prep.running import Ran, chunk, manifest
@@ -26,7 +26,7 @@ def make_set(folder: Path, *settings: object) -> Path:
     videos, data = folder / "videos", folder / "data"
     videos.mkdir(parents=True)
     for name, num_frames in (("long", 150), ("short", 90)):
-        write_frame_number_video(videos / f"{name}.mp4", num_frames=num_frames, fps=Fraction(30), width=160, height=120)
+        FrameNumberVideo(num_frames=num_frames, fps=Fraction(30), width=160, height=120).write(videos / f"{name}.mp4")
     (videos / "text.mp4").write_text("not a video")
     captions = folder / "captions.csv"
     quoted = NASTY.replace('"', '""')

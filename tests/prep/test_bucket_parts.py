@@ -21,7 +21,7 @@ from clipmill.manifests.storage.working_copy import WorkingCopy
 from clipmill.prep.core.data_folder import column_lock, writer_of
 from clipmill.prep.core.part_locks import Part
 from clipmill.prep.core.parts import PartRun, writing_part
-from clipmill.prep.synthetic.frame_numbers import write_frame_number_video
+from clipmill.prep.synthetic.frame_numbers import FrameNumberVideo
 from tests.object_storage.faults import Fault, Faults
 from tests.object_storage.folders import contents_of, upload
 from tests.prep.running import contents, prep_here, start, wait_until
@@ -38,7 +38,7 @@ def manifests(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("parts")
     for number in range(5):
         path, num_frames = folder / f"videos/{number}.mp4", 60 + 30 * number
-        write_frame_number_video(path, num_frames=num_frames, fps=Fraction(30), width=64, height=48)
+        FrameNumberVideo(num_frames=num_frames, fps=Fraction(30), width=64, height=48).write(path)
     rows = [f"{number},{text},0,1" for number in range(5) for text in ("all", f"only {number}", f"also {number}")]
     (folder / "captions.csv").write_text("\n".join(["video,text,begin_s,end_s", *rows]) + "\n")
     prep_manifest(folder / "data", folder / "videos", "--captions", folder / "captions.csv")

@@ -9,7 +9,7 @@ import shutil
 from fractions import Fraction
 from pathlib import Path
 
-from clipmill.prep.synthetic.frame_numbers import write_frame_number_video
+from clipmill.prep.synthetic.frame_numbers import FrameNumberVideo
 from tests.torture.checks import ended_well
 from tests.torture.commands import Ran
 from tests.torture.workspace import Workspace, copy
@@ -59,9 +59,9 @@ def _write_videos(folder: Path) -> None:
     for number, (name, seconds) in enumerate((("first/a", 2), ("first/b", 1), ("later/c", 1))):
         path = folder / f"{name}.mp4"
         path.parent.mkdir(exist_ok=True)
-        write_frame_number_video(
-            path, num_frames=10 * seconds, fps=Fraction(10), width=64, height=64, first_number=100 * number
-        )
+        FrameNumberVideo(
+            num_frames=10 * seconds, fps=Fraction(10), width=64, height=64, first_number=100 * number
+        ).write(path)
     shutil.copy2(folder / "first/a.mp4", folder / "later/a.mp4")
     for name, rows in (("first", _CAPTIONS), ("later", _LATER_CAPTIONS)):
         lines = ["video,text,begin_s,end_s,split", *(",".join(map(str, row)) for row in rows)]

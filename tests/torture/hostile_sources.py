@@ -20,7 +20,7 @@ from functools import partial
 from pathlib import Path
 
 from clipmill.prep.core.failures import FailureCode
-from clipmill.prep.synthetic.frame_numbers import write_frame_number_video
+from clipmill.prep.synthetic.frame_numbers import FrameNumberVideo
 from clipmill.prep.video.ffmpeg import find_ffmpeg
 from clipmill.prep.video.packets import read_chunk
 from clipmill.shards.reader import Variant
@@ -76,7 +76,7 @@ def _sources(seed: int, workspace: Workspace) -> Iterator[Case]:
 
 def _containers(workspace: Workspace) -> Path:
     def make(folder: Path) -> None:
-        write_frame_number_video(folder / "video.mp4", num_frames=NUM_FRAMES, fps=Fraction(FPS), width=160, height=120)
+        FrameNumberVideo(num_frames=NUM_FRAMES, fps=Fraction(FPS), width=160, height=120).write(folder / "video.mp4")
         write_containers(folder / "video.mp4", folder)
 
     return workspace.made("containers", make)
@@ -123,7 +123,7 @@ def _tried(workspace: Workspace, name: str, batch: list[HostileSource]) -> Path:
 
 
 def _write_video(path: Path, *, first: int) -> None:
-    write_frame_number_video(path, num_frames=NUM_FRAMES, fps=Fraction(FPS), width=160, height=120, first_number=first)
+    FrameNumberVideo(num_frames=NUM_FRAMES, fps=Fraction(FPS), width=160, height=120, first_number=first).write(path)
 
 
 def _limited_ffmpeg(folder: Path) -> Path:
@@ -264,8 +264,8 @@ def _named_videos(workspace: Workspace) -> Path:
         videos = folder / "videos"
         videos.mkdir()
         for number, name in enumerate([*map(os.fsencode, NAMES), b"\xff\xfe"]):
-            write_frame_number_video(
-                folder / "video.mp4", num_frames=1, fps=Fraction(10), width=160, height=120, first_number=10 + number
+            FrameNumberVideo(num_frames=1, fps=Fraction(10), width=160, height=120, first_number=10 + number).write(
+                folder / "video.mp4"
             )
             (folder / "video.mp4").rename(Path(os.fsdecode(os.fsencode(videos) + b"/" + name + b".mp4")))
         where = ("--data", folder / "data")

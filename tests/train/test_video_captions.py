@@ -10,6 +10,7 @@ from clipmill.manifests.errors import UserError
 from clipmill.prep.synthetic.frame_code import read_frame_number
 from clipmill.shards.reader import CommittedShard, Variant
 from clipmill.train.data.batch import Sample
+from clipmill.train.data.clip_query import ClipQuery
 from clipmill.train.data.decoding.clip import ClipShape
 from clipmill.train.data.decoding.reading import DecodeRule
 from clipmill.train.data.frame_sampling import Sampling, moments_of, to_us
@@ -43,7 +44,9 @@ def open_set(
     decode: DecodeRule = "packets",
 ) -> VideoCaptions:
     loading = replace(LOADING, group=group)
-    return VideoCaptions(data_dir, split=split, shape=shape, tokenize=load_tokenizer(), loading=loading, decode=decode)
+    return VideoCaptions(
+        ClipQuery(data_dir, split=split, shape=shape, loading=loading, decode=decode), tokenize=load_tokenizer()
+    )
 
 
 def load(samples: VideoCaptions, sample: int, *, seed: int | None = None) -> Sample:

@@ -31,11 +31,8 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 from clipmill.manifests.publish import publish_bytes
 from clipmill.shards.pages.templates import load_template
-from clipmill.train.bench.operations import Steps
-from clipmill.train.data.video_captions import VideoCaptions
-from clipmill.train.distributed.world import World
-from clipmill.train.tasks.dual_encoder.settings import DualEncoderSettings
-from clipmill.train.tasks.dual_encoder.task import DualEncoderTask
+from clipmill.train.bench.report import about
+from clipmill.train.bench.steps import Opened, Steps
 
 _STEP = "clipmill::step"
 _NUM_WARMUP = 3  # DDP orders its buckets after the first backward pass
@@ -107,17 +104,9 @@ def _computes(event: Event, *, has_device: bool, threads: set[int]) -> bool:
     return event.name.startswith("aten::") and event.thread in threads
 
 
-def measure_steps(
-    task: DualEncoderTask,
-    samples: VideoCaptions,
-    settings: DualEncoderSettings,
-    *,
-    world: World,
-    device: torch.device,
-    seconds: float,
-) -> dict[str, Any]:
+def measure_breakdown(opened: Opened, *, seconds: float) -> dict[str, Any]:
     """Break down training steps; all ranks call it, and get the same plain values."""
-    steps = Steps(task, samples, settings, world=world, device=device)
+    steps, world = Steps(opened), opened.world
     batches = steps.batches()
 
     def take() -> None:
@@ -135,7 +124,7 @@ def measure_steps(
         for _ in range(num_steps):
             take()
         unrecorded_s = (perf_counter() - began) / num_steps
-        with _recorded(device) as events:
+        with _recorded(opened.device) as events:
             for _ in range(num_steps):
                 take()
     finally:
@@ -144,7 +133,7 @@ def measure_steps(
     everything = [asdict(one) for rank in of_ranks for one in rank]
     names = [field.name for field in fields(Breakdown)]
     return {
-        "strategy": settings.parallel.strategy,
+        "strategy": opened.settings.parallel.strategy,
         "num_processes": world.size,
         "num_steps": num_steps,
         "unrecorded_s": fmean(world.gather_objects(unrecorded_s)),
@@ -182,7 +171,7 @@ _NOTES = (
 def print_breakdown(result: dict[str, Any]) -> None:
     """Print a result of `clipmill.train.bench.run.run_breakdown`."""
     console = Console(highlight=False, soft_wrap=True)
-    console.print(_about(result), markup=False)
+    console.print(about(result), markup=False)
     table = Table(_COLUMNS[0], box=None, padding=(0, 2, 0, 0))
     for column in _COLUMNS[1:]:
         table.add_column(column, justify="right")
@@ -213,7 +202,7 @@ def write_breakdown(result: dict[str, Any], path: Path) -> None:
         bars.append({"strategy": one["strategy"], "total_ms": 1000 * mean["total_s"], "width": width, "parts": parts})
     page = load_template(Path(__file__).with_name("bench.html.j2")).render(
         num_processes=result["strategies"][0]["num_processes"],
-        about=_about(result),
+        about=about(result),
         names=[part["name"] for part in bars[0]["parts"]],
         bars=bars,
         columns=_COLUMNS,
@@ -221,14 +210,6 @@ def write_breakdown(result: dict[str, Any], path: Path) -> None:
         notes=_NOTES,
     )
     publish_bytes(path, page.encode())
-
-
-def _about(result: dict[str, Any]) -> str:
-    settings = result["settings"]
-    return (
-        f"{result['data']}; {result['variant']}; {result['machine']}; batches of {settings['batch']} clips of "
-        f"{settings['num_frames']} frames, {settings['size_px']} px, model {settings['model']}"
-    )
 
 
 def _rows(result: dict[str, Any]) -> list[tuple[str, ...]]:

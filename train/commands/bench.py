@@ -1,66 +1,79 @@
-"""`train bench` and its flags."""
+"""`train bench` and `train bench TASK`: a command for each task, whose flags are those of training it."""
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated
 
-from cyclopts import Parameter
+from cyclopts import App, Parameter
 
 from clipmill.manifests.errors import UserError
 from clipmill.manifests.progress import Activity
+from clipmill.train.commands.training import docstring
 from clipmill.train.config import fields as groups
 from clipmill.train.config.fields import FIRST_RUN
-from clipmill.train.config.training import Strategy
-from clipmill.train.tasks.dual_encoder.settings import DualEncoderSettings
+from clipmill.train.config.training import ClipSettings, Strategy
+from clipmill.train.registry import DEFAULT, task_named, task_names
+from clipmill.train.spec import TaskSpec
 
 
-def bench(
-    settings: DualEncoderSettings = DualEncoderSettings(),  # noqa: B008 - frozen
+def bench_command(name: str) -> Callable[..., None]:
+    """The command that measures a task, as cyclopts reads it."""
+    spec = task_named(name)
+    kind = spec.settings
+    default = kind()
+
+    def command(
+        settings: kind = default,  # type: ignore[valid-type]
+        *,
+        preset: Annotated[str | None, groups.WHERE, FIRST_RUN] = None,
+        config: Annotated[list[Path] | None, groups.WHERE, FIRST_RUN, Parameter(negative="")] = None,
+        seconds: Annotated[float, groups.WHERE, FIRST_RUN] = 3.0,
+        strategies: Annotated[
+            list[Strategy] | None, groups.PARALLEL, Parameter(negative="", consume_multiple=True)
+        ] = None,
+        page: Annotated[Path | None, groups.WHERE] = None,
+        as_json: Annotated[bool, groups.WHERE, FIRST_RUN, Parameter(name="--json", negative="")] = False,
+    ) -> None:
+        if page is not None and not page.parent.is_dir():
+            raise UserError(
+                f"--page is {page}, and there is no folder {page.parent}", hint="name a file in an existing one"
+            )
+        _measure(spec, settings, seconds=seconds, strategies=strategies, page=page, as_json=as_json)
+
+    which = f" of train {name}" if name != DEFAULT else f", by default of train {DEFAULT}"
+    command.__doc__ = docstring(
+        f"Profile the input pipeline and training step{which}, and report the bottleneck.\n\n"
+        "It measures the disk, the loader and its stages, the model, whole steps and their memory. With several "
+        "processes (torchrun), it breaks down the time of a step into computation and communication instead.",
+        example=f"train bench{'' if name == DEFAULT else f' {name}'} --shards data --preset tiny",
+        preset="Named settings, listed below. Flags and --config files override them.",
+        config="YAML file of settings. Keys are spelled as the flags; later files override earlier ones.",
+        seconds="Time to measure each stage for, in seconds.",
+        strategies="Strategies to break down, one after another (several processes). Default: --parallel.strategy.",
+        page="File for the breakdown as an HTML page with a figure (several processes).",
+        as_json="Print one JSON object.",
+    )
+    return command
+
+
+def _measure(
+    spec: TaskSpec,
+    settings: ClipSettings,
     *,
-    preset: Annotated[str | None, groups.WHERE, FIRST_RUN] = None,
-    config: Annotated[list[Path] | None, groups.WHERE, FIRST_RUN, Parameter(negative="")] = None,
-    seconds: Annotated[float, groups.WHERE, FIRST_RUN] = 3.0,
-    strategies: Annotated[list[Strategy] | None, groups.PARALLEL, Parameter(negative="", consume_multiple=True)] = None,
-    page: Annotated[Path | None, groups.WHERE] = None,
-    as_json: Annotated[bool, groups.WHERE, FIRST_RUN, Parameter(name="--json", negative="")] = False,
+    seconds: float,
+    strategies: list[Strategy] | None,
+    page: Path | None,
+    as_json: bool,
 ) -> None:
-    """Profile the input pipeline and training step of a dual encoder, and report the bottleneck.
-
-    Example:
-
-        train bench --shards data --preset tiny
-
-    With several processes, break down the time of a step into computation and communication instead:
-
-        torchrun --nproc-per-node 2 --no-python train bench --shards data
-
-    Parameters
-    ----------
-    preset
-        Named settings, listed below. Flags and --config files override them.
-    config
-        YAML file of settings. Keys are spelled as the flags; later files override earlier ones.
-    seconds
-        Time to measure each stage for, in seconds.
-    strategies
-        Strategies to break down, one after another (several processes). Default: --parallel.strategy.
-    page
-        File for the breakdown as an HTML page with a figure (several processes).
-    as_json
-        Print one JSON object.
-    """
     with Activity("importing torch"):
         from clipmill.train.bench.communication import print_breakdown, write_breakdown
-        from clipmill.train.bench.rates import print_report
+        from clipmill.train.bench.report import print_report
         from clipmill.train.bench.run import run_bench, run_breakdown
         from clipmill.train.device.precision import choose_device
         from clipmill.train.distributed.launch import open_world
         from clipmill.train.engine.rank_consistency import SAME_LAUNCH, launch_facts
 
-    if page is not None and not page.parent.is_dir():
-        raise UserError(
-            f"--page is {page}, and there is no folder {page.parent}", hint="name a file in an existing one"
-        )
     start = launch_facts(settings, resume=None)
     with open_world(device_type=choose_device(settings.device).type, start=start, hint=SAME_LAUNCH) as world:
         if world.size == 1:
@@ -69,10 +82,10 @@ def bench(
                     f"{'--strategies' if strategies else '--page'} is about several processes, and there is one",
                     hint="leave it out, or launch with torchrun --nproc-per-node 2 --no-python train bench",
                 )
-            result = run_bench(settings, seconds=seconds)
+            result = run_bench(spec, settings, seconds=seconds)
         else:
             chosen = strategies or [settings.parallel.strategy]
-            result = run_breakdown(settings, strategies=chosen, seconds=seconds, world=world)
+            result = run_breakdown(spec, settings, strategies=chosen, seconds=seconds, world=world)
         if not world.is_first:
             return
         if page is not None:
@@ -83,3 +96,9 @@ def bench(
             print_report(result)
         else:
             print_breakdown(result)
+
+
+bench = App(name="bench")
+bench.default(bench_command(DEFAULT))
+for _name in task_names():
+    bench.command(bench_command(_name), name=_name)

@@ -4,17 +4,17 @@ import json
 import os
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal, NoReturn
+from typing import TYPE_CHECKING, Annotated, NoReturn
 
 from cyclopts import Parameter
 
 from clipmill.manifests.errors import UserError
 from clipmill.manifests.progress import Activity
-from clipmill.train.config.training import Device
+from clipmill.train.quickstart.asked import Asked
 
 if TYPE_CHECKING:
-    from clipmill.train.quickstart.choice import Asked
     from clipmill.train.quickstart.plan import Plan
 
 _TRIAL_S = 8.0
@@ -24,17 +24,11 @@ def quickstart(
     data: Annotated[list[str], Parameter(consume_multiple=True, negative="")],
     /,
     *,
-    task: Literal["dual-encoder", "mae", "classify", "caption"] | None = None,
-    label: str | None = None,
-    preset: str | None = None,
-    weights: Annotated[str | None, Parameter(name="--init.weights")] = None,
-    minutes: float | None = None,
-    out: Path | None = None,
-    device: Device = "auto",
+    asked: Asked = Asked(),  # noqa: B008 - frozen
     yes: Annotated[bool, Parameter(negative="")] = False,
     as_json: Annotated[bool, Parameter(name="--json", negative="")] = False,
 ) -> None:
-    """Look at the data and this machine, try a few training steps, propose a first run, and run it on a yes.
+    """Look at the data and this machine, measure a few training steps, propose a first run, and run it on a yes.
 
     The plan says task, preset, batch size, steps, expected time, memory and disk, and ends in the complete command.
     Without a terminal nothing is asked: --yes runs it.
@@ -49,20 +43,6 @@ def quickstart(
     ----------
     data
         Data folders made by prep: paths, or addresses such as s3://bucket/data.
-    task
-        Task to train. Default: dual-encoder on data with captions, otherwise mae.
-    label
-        Label to classify, with --task classify. Default: the only one.
-    preset
-        Preset of the task. Default: the largest that suits this machine.
-    weights
-        Initial weights: file, folder, run or NAME:TAG, as of the training commands. Default: random.
-    minutes
-        Time for the run, in minutes, which limits the number of steps. Default: 10 on a CPU, 60 on GPUs.
-    out
-        Run folder. Default: a new one, runs/quickstart.
-    device
-        Device to train on.
     yes
         Run the command without asking.
     as_json
@@ -70,27 +50,13 @@ def quickstart(
     """
     if yes and as_json:
         raise UserError("--yes runs the command, and --json only prints the plan", hint="leave out one of them")
-    if minutes is not None and not 0 < minutes < float("inf"):
-        raise UserError(f"--minutes is {minutes}", hint="it must be more than 0")
-    from clipmill.train.quickstart.choice import Asked
-
-    asked = Asked(
-        data=tuple(data),
-        task=task,
-        label=label,
-        preset=preset,
-        weights=weights,
-        minutes=minutes,
-        out=out,
-        device=device,
-    )
-    plan = _plan(asked)
-    from clipmill.train.quickstart.printed import plan_json, plan_text
-
+    if asked.minutes is not None and not 0 < asked.minutes < float("inf"):
+        raise UserError(f"--minutes is {asked.minutes}", hint="it must be more than 0")
+    plan = _plan(data, asked)
     if as_json:
-        print(json.dumps(plan_json(plan)))
+        print(json.dumps(plan.as_json()))
         return
-    print(plan_text(plan), flush=True)
+    print(plan.text(), flush=True)
     if yes or _is_confirmed():
         _run(plan)
     elif not _is_asked():
@@ -102,12 +68,12 @@ def _say(what: str) -> None:
     print(what, file=sys.stderr, flush=True)
 
 
-def _plan(asked: "Asked") -> "Plan":
+def _plan(data: Sequence[str], asked: Asked) -> "Plan":
     began_s = time.perf_counter()
     from clipmill.train.quickstart.survey import survey  # before torch, so that a mistake is found at once
 
     surveys = []
-    for address in asked.data:
+    for address in data:
         with Activity(f"looking at {address}"):
             surveys.append(survey(address))
     with Activity("importing torch"):
@@ -115,15 +81,14 @@ def _plan(asked: "Asked") -> "Plan":
 
         from clipmill.train.device.precision import choose_device
         from clipmill.train.doctor.examined import examine_in_run
+        from clipmill.train.quickstart.measured import measure
         from clipmill.train.quickstart.plan import make_plan, propose
-        from clipmill.train.quickstart.trial import try_steps
 
     chosen = choose_device(asked.device)
     proposal = propose(asked, surveys, examine_in_run(asked_device=asked.device, device_type=chosen.type))
     first = torch.device("cuda", 0) if chosen.type == "cuda" else chosen
-    before_s = time.perf_counter() - began_s
-    trial = try_steps(proposal.spec, proposal.settings, device=first, seconds=_TRIAL_S, before_s=before_s, say=_say)
-    return make_plan(proposal, trial)
+    spec, settings = proposal.spec, proposal.settings
+    return make_plan(proposal, measure(spec, settings, device=first, seconds=_TRIAL_S, began_s=began_s, say=_say))
 
 
 def _is_asked() -> bool:

@@ -2,19 +2,15 @@
 
 import hashlib
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
 from clipmill.train.data.chunk_table import ChunkTable
 from clipmill.train.data.chunks import ChunkSet
+from clipmill.train.data.clip_query import ClipQuery
 from clipmill.train.data.clip_samples import ClipSamples
-from clipmill.train.data.decoding.clip import ClipShape
-from clipmill.train.data.decoding.reading import DecodeRule
-from clipmill.train.data.loader import LoaderSettings
 from clipmill.train.data.node_cache import shared
-from clipmill.train.data.remote import RemoteTars
 from clipmill.train.data.usable_captions import Spans
 
 
@@ -22,11 +18,10 @@ class ChunkClips(ClipSamples):
     """Clips of whole chunks; batches have `video`, `colour`, and the number of the chunk as `clip_id`.
 
     Args:
-        loading: its `group` is the number of samples of each chunk in an epoch.
+        query: the `group` of its loading is the number of samples of each chunk in an epoch.
         same_frames: let the samples of a chunk show the same moments, each cropped in its own way.
         segment_us: length of the clips that each chunk is divided into, instead of one of the whole chunk. A remainder
             shorter than a quarter of it is added to the last one.
-        decode, tars, where: see `ChunkSet`.
 
     Raises:
         UserError: there is no such data, or the split has no chunks.
@@ -34,18 +29,12 @@ class ChunkClips(ClipSamples):
 
     def __init__(
         self,
-        data_dir: Path,
+        query: ClipQuery,
         *,
-        split: str,
-        shape: ClipShape,
-        loading: LoaderSettings,
         same_frames: bool = False,
         segment_us: int | None = None,
-        decode: DecodeRule = "packets",
-        tars: RemoteTars | None = None,
-        where: str | None = None,
     ) -> None:
-        chunks = ChunkSet(data_dir, split=split, rule=decode, tars=tars, where=where)
+        chunks, loading = query.open_chunks(), query.loading
         self._same_frames, self._segment_us = same_frames, segment_us
         self._depends_on = (*chunks.depends_on, *chunks.selection.depends_on, segment_us)
         self._opened = shared(
@@ -58,8 +47,8 @@ class ChunkClips(ClipSamples):
         super().__init__(
             chunks,
             self._opened.spans,
-            shape,
-            split=split,
+            query.shape,
+            split=query.split,
             loading=loading,
             repeats=loading.group,
             same_frames=loading.group if same_frames else 1,

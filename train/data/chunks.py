@@ -22,7 +22,7 @@ from clipmill.train.data.decoding.decoders import ChunkDecoder
 from clipmill.train.data.decoding.reading import ChunkBytes, DecodeRule, read_chunk
 from clipmill.train.data.node_cache import shared
 from clipmill.train.data.remote import RemoteTars
-from clipmill.train.data.selection import Selection
+from clipmill.train.data.selection import ChunkRows, Selection
 
 
 def videos_of_split(data_dir: Path, split: str) -> pa.Array:
@@ -125,9 +125,7 @@ class ChunkSet:
             where,
             data_dir,
             split=split,
-            video_ids=self.video_ids,
-            video_row=self.table.video_row,
-            start_ms=self.table.start_ms,
+            chunks=ChunkRows(self.video_ids, self.table.video_row, self.table.start_ms),
             has_captions=has_captions,
             tars=tars,
             depends_on=self.depends_on,

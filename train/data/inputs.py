@@ -10,6 +10,7 @@ import torch
 from clipmill.manifests.errors import UserError
 from clipmill.train.config.shards import DataSettings, parse_mix
 from clipmill.train.config.training import ClipSettings
+from clipmill.train.data.clip_query import ClipQuery
 from clipmill.train.data.decoding.clip import ClipShape, Views
 from clipmill.train.data.decoding.pictures import SIMPLE_SHARE
 from clipmill.train.data.frame_sampling import Sampling
@@ -17,7 +18,7 @@ from clipmill.train.data.latents.loader import LatentLoader
 from clipmill.train.data.latents.mixed import MixedLatents
 from clipmill.train.data.latents.segments import FrameShape
 from clipmill.train.data.loader import LoaderSettings
-from clipmill.train.data.mixed_clips import MixedClips
+from clipmill.train.data.mixed_clips import MixedClips, MixedSets
 from clipmill.train.data.remote import DataFolder, open_data_folder
 from clipmill.train.data.streams.tars import names_tars
 from clipmill.train.distributed.world import World
@@ -87,7 +88,7 @@ def require_folders(settings: DataSettings) -> None:
 
 def first_of(samples: Any) -> Any:
     """A set of a single folder, which has the shape of these samples."""
-    return samples.first if isinstance(samples, MixedClips | MixedLatents) else samples
+    return samples.first if isinstance(samples, MixedSets) else samples
 
 
 @contextmanager
@@ -110,6 +111,21 @@ def clip_shape(settings: ClipSettings, *, views: Views) -> ClipShape:
         min_crop_area=settings.min_crop_area,
         simple_share=settings.size_px / settings.short_side_px if settings.short_side_px else SIMPLE_SHARE,
         views=views,
+    )
+
+
+def clip_query(
+    settings: ClipSettings, folder: DataFolder, *, split: str, loading: LoaderSettings, views: Views | None = None
+) -> ClipQuery:
+    """What the settings ask a data folder for; `views` are those of an evaluation."""
+    return ClipQuery(
+        folder.path,
+        split=split,
+        shape=clip_shape(settings, views=views or Views()),
+        loading=loading,
+        decode=settings.decode,
+        tars=folder.tars,
+        where=settings.where,
     )
 
 

@@ -21,6 +21,7 @@ from clipmill.train.config.training import ClipSettings
 from clipmill.train.data.arguments import require_device, require_whole_numbers
 from clipmill.train.data.batches import Batches, LateBatch
 from clipmill.train.data.classes import ClassList, read_classes
+from clipmill.train.data.clip_query import ClipQuery
 from clipmill.train.data.clip_samples import ClipSamples
 from clipmill.train.data.decoding.clip import Views
 from clipmill.train.data.decoding.pictures import CropRule
@@ -140,11 +141,8 @@ def open_clips(
 
         def open_one(address: str) -> ClipSamples:
             folder = opened[address]
-            common: dict[str, Any] = {"split": split, "shape": shape, "loading": loading, "tars": folder.tars}
-            common["where"] = where
-            if classes is None:
-                return VideoCaptions(folder.path, tokenize=None, **common)
-            return LabelledClips(folder.path, classes=classes, **common)
+            query = ClipQuery(folder.path, split=split, shape=shape, loading=loading, tars=folder.tars, where=where)
+            return VideoCaptions(query, tokenize=None) if classes is None else LabelledClips(query, classes=classes)
 
         samples = open_mixed(open_one, settings)
 

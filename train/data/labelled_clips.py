@@ -14,12 +14,10 @@ from clipmill.train.data.batch import Sample
 from clipmill.train.data.chunk_table import rows_of
 from clipmill.train.data.chunks import ChunkSet
 from clipmill.train.data.classes import ClassList, labelled_rows
+from clipmill.train.data.clip_query import ClipQuery
 from clipmill.train.data.clip_samples import ClipSamples
-from clipmill.train.data.decoding.clip import ClipShape
-from clipmill.train.data.decoding.reading import DecodeRule
-from clipmill.train.data.loader import LoaderSettings, SampleRequest
+from clipmill.train.data.loader import SampleRequest
 from clipmill.train.data.node_cache import shared
-from clipmill.train.data.remote import RemoteTars
 from clipmill.train.data.usable_captions import Spans, spans_of_captions, usable_captions
 
 
@@ -79,7 +77,6 @@ class LabelledClips(ClipSamples):
         classes: number the labels; captions of other classes are excluded and counted.
         also: classes of further labels; captions with any of the labels are then samples.
         repeats: samples of a clip in an epoch (repeated augmentation, Hoffer et al. 2020); divides the loader's group.
-        decode, tars, where: see `ChunkSet`.
 
     Attributes:
         all_labels: int64 [clips, 1 + further labels], the class of each; -1 if it has none.
@@ -91,20 +88,14 @@ class LabelledClips(ClipSamples):
 
     def __init__(
         self,
-        data_dir: Path,
+        query: ClipQuery,
         *,
-        split: str,
         classes: ClassList,
-        shape: ClipShape,
-        loading: LoaderSettings,
-        decode: DecodeRule = "packets",
-        tars: RemoteTars | None = None,
-        where: str | None = None,
         also: Sequence[ClassList] = (),
         repeats: int = 1,
     ) -> None:
         self._classes = (classes, *also)
-        chunks = ChunkSet(data_dir, split=split, rule=decode, tars=tars, where=where, has_captions=True)
+        chunks, data_dir = query.open_chunks(has_captions=True), query.data_dir
         names = [its.as_json() for its in self._classes]
         self._depends_on = (*chunks.depends_on, *chunks.selection.depends_on, names)
         self._num_rows = chunks.num_rows + num_captions_of(data_dir)
@@ -118,7 +109,7 @@ class LabelledClips(ClipSamples):
         chunks.selection.restore(opened.num_seen, opened.num_selected)
         self.all_labels: NDArray[np.int64] = opened.labels
         self.video: NDArray[np.int64] = opened.video
-        super().__init__(chunks, opened.spans, shape, split=split, loading=loading, repeats=repeats)
+        super().__init__(chunks, opened.spans, query.shape, split=query.split, loading=query.loading, repeats=repeats)
 
     @property
     def num_caption_ids(self) -> int:

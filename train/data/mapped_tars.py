@@ -16,7 +16,6 @@ import zlib
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext, suppress
-from operator import getitem
 from pathlib import Path
 from typing import NamedTuple
 
@@ -33,6 +32,9 @@ from clipmill.train.data.outcomes import Reason
 from clipmill.train.data.workers import Stuck
 
 _UNKNOWN, _GOOD = 0, 1
+
+# Bytes with begin and end of a part of them. A batch of parts is copied faster if each is cut out when it is copied.
+Part = tuple[memoryview, int, int]
 
 
 class MappedTars:
@@ -92,7 +94,7 @@ class MappedTars:
         """Whether `parts` can read all of some places."""
         return True
 
-    def parts(self, places: NDArray[np.int64], size_bytes: NDArray[np.int64] | int) -> Iterator[memoryview]:
+    def parts(self, places: NDArray[np.int64], size_bytes: NDArray[np.int64] | int) -> Iterator[Part]:
         """The bytes at some places, one part after another.
 
         Raises:
@@ -100,12 +102,12 @@ class MappedTars:
         """
         numbers = np.searchsorted(self.starts, places, side="right") - 1
         begins = places - self.starts[numbers]
+        ends: list[int] = (begins + size_bytes).tolist()
         try:
             views = {number: self._views[number] or self._mapped(number) for number in np.unique(numbers).tolist()}
         except OSError as error:
             raise UserError(f"data has changed during training: {error}", hint="see prep verify") from error
-        slices = map(slice, begins.tolist(), (begins + size_bytes).tolist())
-        return map(getitem, map(views.__getitem__, numbers.tolist()), slices)
+        return zip(map(views.__getitem__, numbers.tolist()), begins.tolist(), ends, strict=True)
 
     def view(self, number: int) -> memoryview | None:
         """A tar as a whole; None if it is not on this machine.

@@ -128,24 +128,8 @@ def require_alike(facts: Mapping[str, Mapping[str, str]]) -> None:
                 )
 
 
-def spans_of(
-    sets: Sequence[Any], clips: NDArray[np.int64], first_clip: NDArray[np.int64]
-) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Begin and end of clips of a mixture in their videos, microseconds.
-
-    Args:
-        first_clip: number of the first clip of each set, and then their total.
-    """
-    begin_us, end_us = np.empty_like(clips), np.empty_like(clips)
-    number = np.searchsorted(first_clip, clips, side="right") - 1
-    for one in np.unique(number).tolist():
-        of = number == one
-        begin_us[of], end_us[of] = sets[one].span_us(clips[of] - first_clip[one])
-    return begin_us, end_us
-
-
-class MixedClips(Loader):
-    """Clips of several folders.
+class MixedSets:
+    """What mixtures of clips and of latents have in common.
 
     Args:
         sets: opened with the same loader settings.
@@ -160,21 +144,12 @@ class MixedClips(Loader):
         UserError: the sets cannot be mixed.
     """
 
-    def __init__(
-        self, sets: Sequence[ClipSamples], addresses: Sequence[str], *, weights: Sequence[Fraction] | None
-    ) -> None:
+    def __init__(self, sets: Sequence[Any], addresses: Sequence[str], *, weights: Sequence[Fraction] | None) -> None:
         self.first, self._sets = sets[0], sets
-        for one in sets:
-            # What a decoder keeps depends on the packets alone; one per folder would have as many contexts per thread.
-            one.chunks.decoder = self.first.chunks.decoder
         loading = self.first.loading
         self.folders = mixed_folders(sets, addresses, weights=weights, seed=loading.seed, group=loading.group)
-        self._first_sample: list[int] = self.folders.order.offsets.tolist()
-        self._first_clip = np.cumsum([0, *(one.num_clips for one in sets)])
-        self._first_caption = np.cumsum([0, *(one.num_caption_ids for one in sets)])
-        readers = [one.chunks.num_readers for one in sets]
-        ahead = ReadAhead(self.read, self.load_read, max(readers)) if any(readers) else None
-        super().__init__(self, loading, order=self.folders.order, ahead=ahead)
+        self._first_clip: NDArray[np.int64] = np.cumsum([0, *(one.num_clips for one in sets)])
+        self._first_caption: NDArray[np.int64] = np.cumsum([0, *(one.num_caption_ids for one in sets)])
 
     def __len__(self) -> int:
         return self.folders.order.num_samples
@@ -211,7 +186,7 @@ class MixedClips(Loader):
     @property
     def labels(self) -> NDArray[np.int64]:
         """int64 [clips], the class of each clip, in sets with labels."""
-        return np.concatenate([one.labels for one in self._sets])  # type: ignore[attr-defined]
+        return np.concatenate([one.labels for one in self._sets])
 
     def folder_of(self, clips: NDArray[np.int64]) -> NDArray[np.int64]:
         """The folder of each clip, as an index."""
@@ -219,7 +194,28 @@ class MixedClips(Loader):
 
     def span_us(self, clips: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """Begin and end of clips in their videos, microseconds."""
-        return spans_of(self._sets, clips, self._first_clip)
+        begin_us, end_us = np.empty_like(clips), np.empty_like(clips)
+        number = self.folder_of(clips)
+        for one in np.unique(number).tolist():
+            of = number == one
+            begin_us[of], end_us[of] = self._sets[one].span_us(clips[of] - self._first_clip[one])
+        return begin_us, end_us
+
+
+class MixedClips(MixedSets, Loader):
+    """Clips of several folders. For the arguments see `MixedSets`."""
+
+    def __init__(
+        self, sets: Sequence[ClipSamples], addresses: Sequence[str], *, weights: Sequence[Fraction] | None
+    ) -> None:
+        MixedSets.__init__(self, sets, addresses, weights=weights)
+        for one in sets:
+            # What a decoder keeps depends on the packets alone; one per folder would have as many contexts per thread.
+            one.chunks.decoder = self.first.chunks.decoder
+        self._first_sample: list[int] = self.folders.order.offsets.tolist()
+        readers = [one.chunks.num_readers for one in sets]
+        ahead = ReadAhead(self.read, self.load_read, max(readers)) if any(readers) else None
+        Loader.__init__(self, self, self.first.loading, order=self.folders.order, ahead=ahead)
 
     def key(self, sample: int) -> str:
         """The chunk in which the clip begins."""

@@ -2,6 +2,7 @@
 
 from contextlib import nullcontext
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import pyarrow as pa
@@ -20,6 +21,14 @@ from clipmill.train.data.node_cache import scratch, shared
 from clipmill.train.data.remote import RemoteTars
 
 _BLOCK = 1 << 21  # captions at a time: for each block, the ids of all videos are hashed
+
+
+class ChunkRows(NamedTuple):
+    """The chunks of a split: IDs of its videos, and for each chunk its video there and its begin, int64 [chunks]."""
+
+    video_ids: pa.Array
+    video_row: NDArray[np.integer]
+    start_ms: NDArray[np.int64]
 
 
 class Selection:
@@ -50,17 +59,15 @@ class Selection:
         data_dir: Path,
         *,
         split: str,
-        video_ids: pa.Array,
-        video_row: NDArray[np.integer],
-        start_ms: NDArray[np.int64],
+        chunks: ChunkRows,
         has_captions: bool,
         tars: RemoteTars | None = None,
         depends_on: tuple[object, ...] = (),
     ) -> None:
         self._where = None if text is None else parse_where(text)
         of_chunks, self._of_captions = (None, None) if self._where is None else self._where.by_level()
-        self._data_dir, self._split, self._video_ids = data_dir, split, video_ids
-        self._num_chunks = len(video_row)
+        self._data_dir, self._split, self._video_ids = data_dir, split, chunks.video_ids
+        self._num_chunks = len(chunks.video_row)
         self.num_captions, self.num_selected = 0, 0
         self.chunks: NDArray[np.bool_] | None = None
         if self._where is not None and not has_captions:
@@ -68,11 +75,9 @@ class Selection:
         if of_chunks is not None:
             mark = selection_mark(of_chunks.text, data_dir, tars=tars)
             self.chunks = shared(
-                lambda: selected_chunks(
-                    of_chunks, data_dir, video_ids=video_ids, video_row=video_row, start_ms=start_ms
-                ),
+                lambda: selected_chunks(of_chunks, data_dir, **chunks._asdict()),
                 of=("selection", depends_on, *mark),
-                num_rows=len(video_row),
+                num_rows=self._num_chunks,
                 types=(),
                 column="selection",
             )

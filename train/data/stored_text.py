@@ -15,7 +15,7 @@ from clipmill.manifests.store import num_captions_of
 from clipmill.shards.merged_table import merged_mark
 from clipmill.shards.reader import Variant
 from clipmill.train.data.chunk_table import index_in
-from clipmill.train.data.mapped_tars import MappedTars, Payload, Problem, VerifiedMembers
+from clipmill.train.data.mapped_tars import MappedTars, Part, Payload, Problem, VerifiedMembers
 from clipmill.train.data.member_rows import damaged_index, member_rows, places_of
 from clipmill.train.data.node_cache import shared
 from clipmill.train.data.outcomes import SampleFailed
@@ -58,10 +58,10 @@ class TextMembers:
 
         return VerifiedMembers(tars, len(self.place), payload, column="text", noun="embeddings", verify=verify)
 
-    def row_of(self, content: memoryview, member: int, place: int) -> memoryview:
+    def row_of(self, content: memoryview, member: int, place: int) -> Part:
         """The embedding at a place, of the bytes of its member."""
         begin = place - int(self.place[member])
-        return content[begin : begin + self.row_bytes]
+        return content, begin, begin + self.row_bytes
 
 
 @dataclass(frozen=True)
@@ -227,4 +227,5 @@ class StoredText:
         content = self._verified.load(member)
         if isinstance(content, Problem):
             raise SampleFailed(key, reason=content.reason, detail=content.detail)
-        return np.frombuffer(self._members.row_of(content, member, place), np.float16).copy()
+        content, begin, end = self._members.row_of(content, member, place)
+        return np.frombuffer(content[begin:end], np.float16).copy()

@@ -3,7 +3,6 @@
 import hashlib
 from collections.abc import Iterator
 from functools import cached_property
-from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
@@ -15,17 +14,14 @@ from clipmill.manifests.store import num_captions_of, read_captions, read_videos
 from clipmill.train.config.data import CaptionSettings
 from clipmill.train.data.batch import Sample
 from clipmill.train.data.caption_choice import CaptionChoice, Sources, all_the_same
-from clipmill.train.data.chunks import ChunkSet
 from clipmill.train.data.clip_captions import ClipCaptions
+from clipmill.train.data.clip_query import ClipQuery
 from clipmill.train.data.clip_samples import ClipSamples
-from clipmill.train.data.decoding.clip import ClipShape
-from clipmill.train.data.decoding.reading import DecodeRule
-from clipmill.train.data.loader import LoaderSettings, SampleRequest
+from clipmill.train.data.loader import SampleRequest
 from clipmill.train.data.node_cache import shared
 from clipmill.train.data.opened_captions import OpenedCaptions, open_clip_captions
 from clipmill.train.data.order import set_fingerprint
 from clipmill.train.data.relevancy import LABELS, RelevantCaptions
-from clipmill.train.data.remote import RemoteTars
 from clipmill.train.data.stored_text import StoredText
 from clipmill.train.data.usable_captions import Spans
 from clipmill.train.models.text import Tokenize
@@ -41,12 +37,12 @@ class VideoCaptions(ClipSamples):
     the first source. Batches have `tokens`, `text` with stored embeddings, or else `caption`.
 
     Args:
+        query: its conditions on captions are those that a clip may be shown with.
         tokenize: makes captions tokens.
         captions: which of a clip's captions are shown.
         has_stored_text: use the embeddings that prep text made as captions; captions without one are excluded.
         each_caption: make a clip of each caption rather than of each span, for evaluations that score every caption.
         table: captions in place of the manifest's, with its columns.
-        decode, tars, where: see `ChunkSet`; conditions on captions are those that a clip may be shown with.
 
     Attributes:
         captions: of each clip; a caption is referred to by its entry in them.
@@ -57,31 +53,24 @@ class VideoCaptions(ClipSamples):
 
     def __init__(
         self,
-        data_dir: Path,
+        query: ClipQuery,
         *,
-        split: str,
-        shape: ClipShape,
         tokenize: Tokenize | None,
-        loading: LoaderSettings,
-        decode: DecodeRule = "packets",
         captions: CaptionSettings = ALL_CAPTIONS,
         has_stored_text: bool = False,
         each_caption: bool = False,
         table: pa.Table | None = None,
-        tars: RemoteTars | None = None,
-        where: str | None = None,
     ) -> None:
         self._tokenize, self._settings = tokenize, captions
-        chunks = ChunkSet(data_dir, split=split, rule=decode, tars=tars, where=where, has_captions=True)
+        data_dir, chunks = query.data_dir, query.open_chunks(has_captions=True)
         self.stored_text: StoredText | None = None
         if has_stored_text:
-            self.stored_text = StoredText(data_dir, chunks.video_ids, videos=chunks.videos, tars=tars)
+            self.stored_text = StoredText(data_dir, chunks.video_ids, videos=chunks.videos, tars=query.tars)
         spans = (
             open_stored_captions(data_dir)
             if table is None
             else CaptionSpans.of_table(table, read_videos(data_dir, columns=["video_id"])["video_id"].combine_chunks())
         )
-        self._texts: pa.ChunkedArray = spans.texts
 
         def compute() -> OpenedCaptions:
             spans.verify()
@@ -89,7 +78,7 @@ class VideoCaptions(ClipSamples):
                 spans,
                 chunks,
                 data_dir=data_dir,
-                split=split,
+                split=query.split,
                 wanted_sources=captions.sources,
                 stored_text=self.stored_text,
                 each_caption=each_caption,
@@ -111,10 +100,11 @@ class VideoCaptions(ClipSamples):
                 column="captions",
             )
         self._opened = opened
+        self._texts: pa.ChunkedArray = spans.texts  # of files that are verified by now
         self.captions: ClipCaptions = opened.captions
         self.num_captions = opened.num_captions
         chunks.selection.restore(opened.num_seen, opened.num_selected)
-        super().__init__(chunks, self.captions.spans, shape, split=split, loading=loading)
+        super().__init__(chunks, self.captions.spans, query.shape, split=query.split, loading=query.loading)
         self._labels_sha256 = ""
         self._relevant: RelevantCaptions | None = None
         if captions.min_relevancy is not None:

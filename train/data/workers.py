@@ -80,7 +80,8 @@ class _Pool(Generic[_Item, _Result]):
             self._queue.put(None)
         until = time.monotonic() + _JOIN_TIMEOUT_S
         for thread in self._threads:
-            thread.join(max(0.0, until - time.monotonic()))
+            if thread is not threading.current_thread():  # in which the garbage collector may close a generator
+                thread.join(max(0.0, until - time.monotonic()))
 
     def _run(self) -> None:
         while (task := self._queue.get()) is not None:

@@ -6,14 +6,12 @@ child process with a timeout (`ask_child`), because a damaged driver can hang or
 Shape suffixes: B batch, M tokens, H heads, K width of a head.
 """
 
-import ctypes
 import json
 import os
 import re
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
@@ -56,12 +54,11 @@ class Accelerator:
         torch_error: why torch cannot be used; everything else is then unknown.
         torch_cuda: CUDA version that torch was built for; None without CUDA.
         driver: version of the NVIDIA driver, if there is one.
-        driver_cuda: CUDA version that the driver supports, such as (12, 8).
         cuda_error: torch's reason for finding no GPU.
-        architectures: GPU architectures that torch was built for (sm_90).
         xformers: its version, "not installed" or "not loaded".
         xformers_library: why xformers' own compiled library cannot be loaded.
         has_triton: triton, with which torch.compile generates GPU kernels, is installed.
+        environment: what PyTorch asks for in bug reports (torch.utils.collect_env); empty if nothing was tried.
     """
 
     torch_error: str | None = None
@@ -69,16 +66,15 @@ class Accelerator:
     torch_cuda: str | None = None
     cudnn: str | None = None
     driver: str | None = None
-    driver_cuda: tuple[int, int] | None = None
     cuda_error: str | None = None
     num_threads: int | None = None
     gpus: list[Gpu] = field(default_factory=list)
-    architectures: list[str] = field(default_factory=list)
     xformers: str = "not installed"
     xformers_library: str | None = None
     has_triton: bool = False
     precision: str = "fp32"
     tried: list[Tried] = field(default_factory=list)
+    environment: dict[str, Any] = field(default_factory=dict)
 
 
 def driver_version() -> str | None:
@@ -101,16 +97,14 @@ def examine_accelerator(*, tries: bool = True, has_gpus: bool = True) -> Acceler
     try:
         import torch
     except (ImportError, OSError) as error:
-        return Accelerator(torch_error=first_line(error), driver=driver_version(), driver_cuda=_driver_cuda())
+        return Accelerator(torch_error=first_line(error), driver=driver_version())
     from clipmill.train.models.attention_kernels import cudnn_version
 
     found: dict[str, Any] = {
         "torch": torch.__version__,
         "torch_cuda": torch.version.cuda,
         "driver": driver_version(),
-        "driver_cuda": _driver_cuda(),
         "num_threads": torch.get_num_threads(),
-        "architectures": torch.cuda.get_arch_list(),
         "has_triton": find_spec("triton") is not None,
         "xformers": installed_version("xformers"),
     }
@@ -122,8 +116,14 @@ def examine_accelerator(*, tries: bool = True, has_gpus: bool = True) -> Acceler
         except (RuntimeError, AssertionError) as error:  # AssertionError: a torch without CUDA
             found["cuda_error"] = first_line(error)
     if tries:
+        from torch.utils.collect_env import get_env_info
+
         from clipmill.train.device.precision import open_precision
 
+        try:
+            found["environment"] = get_env_info()._asdict()
+        except (OSError, RuntimeError, AttributeError) as error:  # of one of the programs that it asks
+            found["environment"] = {"error": first_line(error)}
         device_type = "cuda" if found.get("gpus") else "cpu"
         precision = open_precision("auto", device_type=device_type)
         found |= {"precision": precision.name, **_xformers()}
@@ -137,9 +137,8 @@ def examine_accelerator(*, tries: bool = True, has_gpus: bool = True) -> Acceler
 def accelerator_of(values: dict[str, Any]) -> Accelerator:
     """An `Accelerator` from its JSON."""
     gpus = [Gpu(**{**gpu, "capability": tuple(gpu["capability"])}) for gpu in values["gpus"]]
-    driver_cuda = values["driver_cuda"] and tuple(values["driver_cuda"])
     tried = [Tried(**one) for one in values["tried"]]
-    return Accelerator(**{**values, "gpus": gpus, "tried": tried, "driver_cuda": driver_cuda})
+    return Accelerator(**{**values, "gpus": gpus, "tried": tried})
 
 
 def _gpu(index: int, *, asks_free: bool) -> Gpu:
@@ -186,19 +185,6 @@ def _try_one(name: str, kind: str, precision: str, device_type: str) -> Tried:
         return Tried(**tried, kernels=str(kernels_of(name, *qkv.unbind(2), causal=is_packed, packing=packing)))
     except (RuntimeError, ImportError, AttributeError, TypeError) as error:  # with mismatched libraries
         return Tried(**tried, error=first_line(error))
-
-
-def _driver_cuda() -> tuple[int, int] | None:
-    """The CUDA version that the driver supports, from the driver's library."""
-    try:
-        library = ctypes.CDLL("libcuda.so.1")
-        version_code = ctypes.c_int()
-        ask: Callable[..., int] = library.cuDriverGetVersion
-        if ask(ctypes.byref(version_code)) != 0:
-            return None
-    except (OSError, AttributeError):
-        return None
-    return version_code.value // 1000, version_code.value % 1000 // 10
 
 
 def ask_child(*, timeout_s: float = _TIMEOUT_S, module: str = "clipmill.train.doctor.accelerator") -> Accelerator:

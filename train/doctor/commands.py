@@ -12,10 +12,12 @@ from typing import Any
 
 from clipmill.manifests.errors import FailedWork, UserError
 from clipmill.manifests.progress import Activity
+from clipmill.manifests.units import size_text
 from clipmill.train.doctor.examined import CODECS, Examined, as_json, examine, examine_in_run, used_by_training
-from clipmill.train.doctor.judge import Finding, judge
+from clipmill.train.doctor.host import Finding
+from clipmill.train.doctor.judge import judge
 
-_LABEL_WIDTH = 11
+_LABEL_WIDTH = 12
 _MAX_COLUMNS = 100
 _DISK_KINDS = {
     **{"local": "local", "network": "a network file system", "host": "a folder of the host", "memory": "in memory"},
@@ -74,16 +76,17 @@ def print_report(examined: Examined, findings: list[Finding]) -> None:
     """Print lines and findings, wrapped to the width of the terminal."""
     columns = min(shutil.get_terminal_size().columns, _MAX_COLUMNS) if sys.stdout.isatty() else 80
     for label, text in lines_of(examined).items():
-        print(_filled(text, label=label, columns=columns))
+        print(filled(text, label=label, columns=columns))
     for finding in findings:
         print()
-        print(_filled(finding.what, label=f"{finding.level}:", columns=columns))
-        print(_filled(finding.hint, label="hint:", columns=columns))
+        print(filled(finding.what, label=f"{finding.level}:", columns=columns))
+        print(filled(finding.hint, label="hint:", columns=columns))
     if not findings:
         print("\nNothing is wrong.")
 
 
-def _filled(text: str, *, label: str, columns: int) -> str:
+def filled(text: str, *, label: str, columns: int) -> str:
+    """Words behind a label, wrapped."""
     return textwrap.fill(
         text,
         width=columns,
@@ -97,8 +100,6 @@ def _filled(text: str, *, label: str, columns: int) -> str:
 def _gpus(examined: Examined) -> str:
     accelerator = examined.accelerator
     driver = f"; driver {accelerator.driver}" if accelerator.driver else ""
-    if accelerator.driver_cuda:
-        driver += f" (CUDA {'.'.join(map(str, accelerator.driver_cuda))})"
     if not accelerator.gpus:
         return f"none{driver or '; no NVIDIA driver'}"
     kinds = Counter(
@@ -166,12 +167,11 @@ def _disk(examined: Examined) -> str:
         return ""
     text = f"{disk.path}: {disk.file_system or 'file system not known'}, {_DISK_KINDS[disk.kind]}"
     if disk.free_bytes is not None:
-        text += f", {disk.free_bytes / 1e9:.0f} GB free"
-    if disk.write_bytes_per_s is not None:
-        text += f"; writes {disk.write_bytes_per_s / 1e6:,.0f} MB/s"
-    if disk.read_bytes_per_s is not None and disk.piece_ms is not None:
-        text += f"; reads {disk.read_bytes_per_s / 1e6:,.0f} MB/s, 64 KiB in {disk.piece_ms:.2f} ms"
-        text += f" ({_CACHED[disk.cached]})"
+        text += f", {size_text(disk.free_bytes)} free"
+    if (speed := disk.speed) is not None:
+        text += "" if speed.write_bytes_per_s is None else f"; writes {size_text(speed.write_bytes_per_s)}/s"
+        text += f"; reads {size_text(speed.read_bytes_per_s)}/s, 64 KiB in {speed.piece_ms:.2f} ms"
+        text += f" ({_CACHED[speed.cached]})"
     return text
 
 

@@ -2,29 +2,23 @@
 
 The host is read from /proc and /sys; values whose file is missing, as in many containers, are None.
 
-The disk takes about two seconds. A data folder is only read, namely parts of one of its tars; elsewhere a file of 48 MB
-is written, flushed, read and removed. Reads from the page cache say nothing about a disk, so the pages are dropped
-first (posix_fadvise), and `cached` says whether that worked, by reads that must not block (RWF_NOWAIT).
+The disk takes some seconds (clipmill.shards.disk_speed). A data folder is only read, namely parts of one of its tars;
+elsewhere a file of 48 MB is written, flushed, read and removed.
 """
 
 import errno
 import os
-import random
 import re
 import shutil
-import tempfile
 import threading
-import time
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, Literal
 
+from clipmill.shards.disk_speed import DiskSpeed, speed_of_file, speed_of_folder
 from clipmill.train.run.folder import processor
 
-_BLOCK = 1 << 22
-_NUM_BLOCKS = 12
-_PIECE = 1 << 16
-_NUM_PIECES = 64
-_MAX_S = 2.0
+_MIN_FREE_BYTES = 200_000_000  # four times what is written to measure a disk
 _TIMEOUT_S = 15.0
 _NETWORK = {
     *("nfs", "nfs4", "cifs", "smb3", "smbfs", "ceph", "lustre", "gpfs", "beegfs", "glusterfs", "afs", "pvfs2"),
@@ -34,10 +28,30 @@ _NETWORK = {
 # Folders of a host in a virtual machine or sandbox, which cannot be examined from within.
 _OF_HOST = {"9p", "virtiofs", "gofer", "vboxsf", "fuse.lima", "fuse.grpcfuse"}
 _MEMORY = {"tmpfs", "ramfs"}
+_CHECK_MOUNT = "check the mount and its permissions"
+_MAKE_ROOM = "free some space, have the quota or the number of inodes raised, or write runs elsewhere (--out)"
 _NO_SPACE = {errno.ENOSPC, errno.EDQUOT}
 _CGROUP = Path("/sys/fs/cgroup")
 _MOUNTS = Path("/proc/self/mountinfo")
 _THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
+
+
+Level = Literal["broken", "warning", "note"]
+LEVELS: tuple[Level, ...] = ("broken", "warning", "note")
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One problem.
+
+    Attributes:
+        level: broken: training cannot start or stops; warning: training is slower or different than it could be; note:
+            for information.
+    """
+
+    level: Level
+    what: str
+    hint: str
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -128,24 +142,20 @@ def _read(path: Path) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class Disk:
-    """The disk of a folder; speeds are None if not measured.
+    """The disk of a folder.
 
     Attributes:
         kind: local, network, host (a folder of the host), memory, or unknown.
-        piece_ms: median time of random reads of 64 KiB, as a data loader reads packets.
-        cached: reads came from the page cache; None if the kernel does not tell.
-        problem: why something could not be measured.
+        speed: None if not measured.
+        problem: why it could not be measured.
     """
 
     path: str
     file_system: str | None = None
     kind: str = "unknown"
     free_bytes: int | None = None
-    write_bytes_per_s: float | None = None
-    read_bytes_per_s: float | None = None
-    piece_ms: float | None = None
-    cached: bool | None = None
-    problem: str | None = None
+    speed: DiskSpeed | None = None
+    problem: Finding | None = None
 
 
 def examine_disk(folder: Path, *, is_data: bool) -> Disk:
@@ -158,7 +168,8 @@ def examine_disk(folder: Path, *, is_data: bool) -> Disk:
     if found:
         return found[0]
     kind, file_system = file_system_of(folder, _read(_MOUNTS))
-    return Disk(path=str(folder), kind=kind, file_system=file_system, problem=f"no answer within {_TIMEOUT_S:.0f} s")
+    silent = Finding("broken", f"no answer within {_TIMEOUT_S:.0f} s", _CHECK_MOUNT)
+    return Disk(path=str(folder), kind=kind, file_system=file_system, problem=silent)
 
 
 def file_system_of(folder: Path, mounts: str) -> tuple[str, str | None]:
@@ -189,26 +200,28 @@ def _examine(folder: Path, *, is_data: bool) -> Disk:
         return Disk(path=str(path), problem=_unreadable(error))
     kind, file_system = file_system_of(path, _read(_MOUNTS))
     free_bytes = stat.f_bavail * stat.f_frsize
-    known = {"path": str(path), "kind": kind, "file_system": file_system, "free_bytes": free_bytes}
+    known: Any = {"path": str(path), "kind": kind, "file_system": file_system, "free_bytes": free_bytes}
     try:
-        measured = _of_data(path) if is_data else _of_new_file(path, free_bytes)
+        if not is_data:
+            return Disk(**known, speed=speed_of_folder(path) if free_bytes >= _MIN_FREE_BYTES else None)
+        tar = _some_tar(path)
+        if tar is None:
+            none = Finding("note", "there is no shard to read, so its speed was not measured", "run prep chunk first")
+            return Disk(**known, problem=none)
+        with tar.open("rb", buffering=0) as file:
+            return Disk(**known, speed=speed_of_file(file.fileno()))
     except OSError as error:
-        why = "no space is left" if error.errno in _NO_SPACE else error.strerror
-        measured = {"problem": _unreadable(error) if is_data else f"not measured: {why}"}
-    return Disk(**known, **measured)  # type: ignore[arg-type]
+        if is_data:
+            return Disk(**known, problem=_unreadable(error))
+        if error.errno in _NO_SPACE:
+            return Disk(**known, problem=Finding("warning", "no space is left, so it was not measured", _MAKE_ROOM))
+        return Disk(**known, problem=Finding("note", f"not measured: {error.strerror}", _CHECK_MOUNT))
 
 
-def _unreadable(error: OSError) -> str:
+def _unreadable(error: OSError) -> Finding:
     where = f" ({error.filename})" if error.filename else ""
-    return f"cannot be read: {error.strerror}{where}"
-
-
-def _of_data(folder: Path) -> dict[str, float | bool | str | None]:
-    tar = _some_tar(folder)
-    if tar is None:
-        return {"problem": "there is no shard to read, so its speed was not measured"}
-    with tar.open("rb", buffering=0) as file:
-        return _reads(file.fileno())
+    hint = "give this user access to it" if error.errno == errno.EACCES else _CHECK_MOUNT
+    return Finding("broken", f"cannot be read: {error.strerror}{where}", hint)
 
 
 def _some_tar(folder: Path) -> Path | None:
@@ -223,56 +236,3 @@ def _folders(folder: Path) -> list[Path]:
     # Columns are neither hidden nor the file system's own lost+found.
     names = sorted(entry.name for entry in os.scandir(folder) if entry.is_dir())
     return [folder / name for name in names if name != "lost+found" and not name.startswith(".")]
-
-
-def _of_new_file(folder: Path, free_bytes: int) -> dict[str, float | bool | str | None]:
-    if free_bytes < 4 * _NUM_BLOCKS * _BLOCK:
-        return {"problem": "not measured: hardly any space is left"}
-    block = random.Random(0).randbytes(_BLOCK)  # zeros might be compressed or not written
-    with tempfile.TemporaryFile(dir=folder, buffering=0) as file:
-        begin_s, num_bytes = time.perf_counter(), 0
-        while num_bytes < _NUM_BLOCKS * _BLOCK and time.perf_counter() - begin_s < _MAX_S:
-            num_bytes += file.write(block)
-        os.fsync(file.fileno())
-        write_s = time.perf_counter() - begin_s
-        return {"write_bytes_per_s": num_bytes / write_s, **_reads(file.fileno())}
-
-
-def _reads(file: int) -> dict[str, float | bool | str | None]:
-    """Measure sequential reads from the beginning of a file, and random reads."""
-    size = min(os.fstat(file).st_size, _NUM_BLOCKS * _BLOCK)
-    if size < 2 * _PIECE:
-        return {"problem": "the file is too small to measure"}
-    os.posix_fadvise(file, 0, size, os.POSIX_FADV_DONTNEED)
-    cached = _is_cached(file, size)
-    places = random.Random(0).sample(range(size // _PIECE), min(_NUM_PIECES, size // _PIECE))
-    times_ms: list[float] = []
-    begin_s = time.perf_counter()
-    os.posix_fadvise(file, 0, size, os.POSIX_FADV_RANDOM)  # disables read-ahead
-    for place in places:
-        start_s = time.perf_counter()
-        os.pread(file, _PIECE, place * _PIECE)
-        times_ms.append(1000 * (time.perf_counter() - start_s))
-        if time.perf_counter() - begin_s > _MAX_S:
-            break
-    os.posix_fadvise(file, 0, size, os.POSIX_FADV_NORMAL)
-    os.posix_fadvise(file, 0, size, os.POSIX_FADV_DONTNEED)
-    begin_s, num_bytes = time.perf_counter(), 0
-    while num_bytes < size and time.perf_counter() - begin_s < _MAX_S:
-        num_bytes += len(os.pread(file, _BLOCK, num_bytes))
-    speed = num_bytes / (time.perf_counter() - begin_s)
-    return {"read_bytes_per_s": speed, "piece_ms": sorted(times_ms)[len(times_ms) // 2], "cached": cached}
-
-
-def _is_cached(file: int, size: int) -> bool | None:
-    """Whether most of a file is in the page cache; None if the kernel does not tell."""
-    places = range(0, size - 4096, max(4096, size // 32))
-    num_cached = 0
-    for place in places:
-        try:
-            num_cached += os.preadv(file, [bytearray(1)], place, os.RWF_NOWAIT) > 0
-        except BlockingIOError:
-            continue
-        except OSError:
-            return None
-    return num_cached * 2 > len(places)

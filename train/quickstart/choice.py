@@ -3,11 +3,11 @@
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
+from statistics import fmean
 
 from clipmill.manifests.errors import UserError
 from clipmill.manifests.quoting import counted
-from clipmill.train.config.training import Device
+from clipmill.manifests.units import size_text
 from clipmill.train.data.classes import proposed_label
 from clipmill.train.quickstart.survey import Survey
 
@@ -18,20 +18,6 @@ NUM_CHECKPOINTS = 4
 _MOST_AT_ONCE = 256  # clips on a GPU in the first step that is tried
 _MIN_GPU_BYTES = 8 * 10**9  # a ViT-B/16 with a text tower, its gradients and AdamW's moments take 2.4 GB without clips
 MINUTES = {"cpu": 10.0, "cuda": 60.0}
-
-
-@dataclass(frozen=True, kw_only=True)
-class Asked:
-    """What the user has decided; None for what is to be proposed."""
-
-    data: tuple[str, ...]
-    task: str | None = None
-    label: str | None = None
-    preset: str | None = None
-    weights: str | None = None
-    minutes: float | None = None
-    out: Path | None = None
-    device: Device = "auto"
 
 
 @dataclass(frozen=True)
@@ -126,9 +112,9 @@ def choose_preset(task: str, *, gpu_bytes: Sequence[int]) -> Chosen:
     if recipe.on_gpu is None:
         return Chosen(recipe.on_cpu, f"train {task} has no larger preset that needs no further files")
     if min(gpu_bytes) < _MIN_GPU_BYTES:
-        return Chosen(recipe.on_cpu, f"{recipe.on_gpu} needs a GPU with {_MIN_GPU_BYTES / 1e9:.0f} GB")
+        return Chosen(recipe.on_cpu, f"{recipe.on_gpu} needs a GPU with {size_text(_MIN_GPU_BYTES)}")
     which = "a GPU has" if len(gpu_bytes) == 1 else f"{len(gpu_bytes)} GPUs have at least"
-    return Chosen(recipe.on_gpu, f"{which} {min(gpu_bytes) / 1e9:.0f} GB of memory")
+    return Chosen(recipe.on_gpu, f"{which} {size_text(min(gpu_bytes))} of memory")
 
 
 def first_batch(preset: int, *, num_samples: int, on_gpu: bool) -> int:
@@ -169,16 +155,6 @@ def choose_length(num_samples: int, *, batch: int, step_s: float, other_s: float
     return Length(wanted, epochs, reason)
 
 
-def warmup_steps(preset: int, *, steps: int) -> int:
-    """Number of warmup steps: the preset's, at most a tenth of the run."""
-    return min(preset, steps // 10)
-
-
-def checkpoint_every(preset: int, *, steps: int) -> int:
-    """Number of steps between checkpoints: the preset's, at most a quarter of the run."""
-    return max(1, min(preset, math.ceil(steps / NUM_CHECKPOINTS)))
-
-
 @dataclass(frozen=True, kw_only=True)
 class Expected:
     """The time of a run in seconds, and a range for it."""
@@ -188,8 +164,8 @@ class Expected:
     most_s: float
 
 
-_SPREAD = 0.15  # that the speed of a machine varies by anyway
-_BUSIER = 2.0  # where other processes want the same cores, they may want more of them later
+_SPREAD = (0.85, 1.15)  # the speed of a machine varies by that anyway
+_BUSY_SPREAD = (0.5, 2.0)  # where other processes want the same cores, they may leave them, or want more
 
 
 def is_busy(load: float, *, cores: float) -> bool:
@@ -198,42 +174,26 @@ def is_busy(load: float, *, cores: float) -> bool:
 
 
 def expected_time(
-    steps: int,
-    *,
-    step_times: Sequence[float],
-    start_s: float,
-    checkpoints_s: float,
-    num_processes: int,
-    busy_share: float | None,
+    steps: int, *, step_times: Sequence[float], start_s: float, checkpoints_s: float, num_processes: int, busy: bool
 ) -> Expected:
     """The time of a run from the times of some of its steps.
 
-    The range is that of the means of four sections of these steps, and at least `_SPREAD` to each side. Where other
-    processes use the machine, it begins at the time of a run that is alone, and ends where they use twice as much.
+    The range is that of the means of four sections of these steps, and at least `_SPREAD`.
 
     Args:
         step_times: in seconds, at least one.
         start_s: from the start of the run to the end of its first step.
         checkpoints_s: time of all checkpoints.
-        busy_share: share of the machine that these steps had beside other processes; None if there are none.
         num_processes: the gradients of several are averaged, which was not measured: it widens the range.
+        busy: whether other processes use the machine.
     """
-    mean = sum(step_times) / len(step_times)
-    size = max(1, len(step_times) // 4)
-    parts = [step_times[begin : begin + size] for begin in range(0, len(step_times) - size + 1, size)]
-    means = [sum(part) / len(part) for part in parts]
-    low, high = (1 - _SPREAD, 1 + _SPREAD) if busy_share is None else (min(busy_share, 1 - _SPREAD), _BUSIER)
-    least, most = min(*means, low * mean), max(*means, high * mean)
+    mean, size = fmean(step_times), max(1, len(step_times) // 4)
+    means = [fmean(step_times[begin : begin + size]) for begin in range(0, len(step_times) - size + 1, size)]
+    low, high = _BUSY_SPREAD if busy else _SPREAD
     communication = 1.0 if num_processes == 1 else 1.5
     later, other_s = max(0, steps - 1), start_s + checkpoints_s
     return Expected(
         seconds=other_s + later * mean,
-        least_s=low * other_s + later * least,
-        most_s=high * other_s + later * most * communication,
+        least_s=low * other_s + later * min(*means, low * mean),
+        most_s=high * other_s + later * max(*means, high * mean) * communication,
     )
-
-
-def disk_bytes(checkpoint: int, *, steps: int, every: int, keep: int) -> int:
-    """The largest size of a run's checkpoints: those that are kept, and one more while it is written."""
-    num = math.ceil(steps / every)
-    return checkpoint * min(num, keep + 1)

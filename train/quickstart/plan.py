@@ -1,26 +1,32 @@
-"""The plan of a first run: from what was found and measured to settings and a command line."""
+"""The plan of a first run: from what was found and measured to settings, a command line, text and JSON."""
 
 import math
 import os
 import shlex
 import shutil
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from clipmill.manifests.errors import FailedWork, UserError
 from clipmill.manifests.quoting import counted
+from clipmill.manifests.units import duration_text, size_text
 from clipmill.train.config.files import load_settings, preset_path, presets_of
 from clipmill.train.config.training import ClipSettings
+from clipmill.train.doctor.commands import filled
 from clipmill.train.doctor.examined import Examined
 from clipmill.train.doctor.judge import judge
 from clipmill.train.quickstart import choice
-from clipmill.train.quickstart.choice import RECIPES, Asked, Chosen, Expected, Length
-from clipmill.train.quickstart.survey import Survey, split_to_evaluate, split_to_train
-from clipmill.train.quickstart.trial import Trial, existing
+from clipmill.train.quickstart.asked import Asked
+from clipmill.train.quickstart.choice import RECIPES, Chosen, Expected, Length
+from clipmill.train.quickstart.measured import Measured, existing
+from clipmill.train.quickstart.survey import Survey, describe, split_to_evaluate, split_to_train
 from clipmill.train.registry import task_named
 from clipmill.train.spec import TaskSpec
+
+_COLUMNS = 100
+_MUCH_WAITING = 0.3
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,6 +61,12 @@ class Proposal:
         """Whether the run trains on GPUs."""
         return bool(self.examined.accelerator.gpus) and self.settings.device != "cpu"
 
+    @property
+    def is_busy(self) -> bool:
+        """Whether other processes want the same cores."""
+        host = self.examined.host
+        return choice.is_busy(self.load, cores=min(host.allowed_cores, host.quota_cores or host.allowed_cores))
+
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
@@ -68,7 +80,7 @@ class Plan:
     """
 
     proposal: Proposal
-    trial: Trial
+    measured: Measured
     settings: ClipSettings
     length: Length
     expected: Expected
@@ -82,6 +94,72 @@ class Plan:
     def command(self) -> str:
         """The command line, for a shell."""
         return shlex.join(self.words)
+
+    def as_json(self) -> dict[str, Any]:
+        """The plan as plain values."""
+        proposal, host = self.proposal, self.proposal.examined.host
+        return {
+            "data": [asdict(one) for one in proposal.surveys],
+            "machine": {
+                "gpus": [asdict(gpu) for gpu in proposal.examined.accelerator.gpus],
+                "processor": host.processor,
+                "cores": host.allowed_cores,
+                "memory_bytes": host.memory_bytes,
+            },
+            "task": asdict(proposal.task),
+            "preset": asdict(proposal.preset),
+            "split": proposal.split,
+            "held_out": proposal.held_out,
+            "batch": self.settings.batch,
+            "steps": self.settings.steps,
+            "epochs": self.length.epochs,
+            "steps_reason": self.length.reason,
+            "minutes": proposal.minutes,
+            "expected": asdict(self.expected),
+            "measured": self.measured.as_json(),
+            "disk_bytes": self.disk_bytes,
+            "free_bytes": self.free_bytes,
+            "out": str(self.settings.out),
+            "warnings": list(self.warnings),
+            "argv": list(self.words),
+            "command": self.command,
+            "then": list(self.then),
+        }
+
+    def text(self) -> str:
+        """The plan for a person."""
+        lines, last = list[str](), ""
+        for label, words in self._rows():
+            lines.append(filled(words, label="" if label == last else label, columns=_COLUMNS))
+            last = label if label != "warning" else ""
+        return "\n".join([*lines, "", f"    {self.command}", ""])
+
+    def _rows(self) -> Iterator[tuple[str, str]]:
+        proposal, measured, settings, expected = self.proposal, self.measured, self.settings, self.expected
+        host, gpus = proposal.examined.host, proposal.examined.accelerator.gpus
+        yield from (("data", line) for one in proposal.surveys for line in describe(one))
+        gpu = f"{counted(len(gpus), 'GPU')} ({', '.join(sorted({gpu.name for gpu in gpus}))})" if gpus else "no GPU"
+        memory = "" if host.memory_bytes is None else f", {size_text(host.memory_bytes)} of memory"
+        yield "machine", f"{gpu}; {counted(host.allowed_cores, 'core')}{memory}"
+        yield "task", f"{proposal.task.value} on split {proposal.split}: {proposal.task.reason}"
+        about = f"{settings.num_frames} frames of {settings.size_px} px"
+        yield "preset", f"{proposal.preset.value}, {about}: {proposal.preset.reason}"
+        several = f" on {proposal.num_processes} GPUs, of which one was measured" if proposal.num_processes > 1 else ""
+        halved = f"; {counted(measured.num_halved, 'larger size')} did not fit" if measured.num_halved else ""
+        yield "batch", f"{counted(settings.batch, 'clip')}{several}{halved}"
+        samples = counted(measured.num_samples, "sample")
+        yield "steps", f"{settings.steps:,}, {self.length.epochs:.1f} epochs of {samples}: {self.length.reason}"
+        times = [duration_text(one) for one in (expected.seconds, expected.least_s, expected.most_s)]
+        yield (
+            "time",
+            f"about {times[0]}, between {times[1]} and {times[2]}; measured: {measured.taken.step_s:.2g} s per step, "
+            f"{measured.taken.wait_share:.0%} of it waiting for data, {measured.start_s:.0f} s to start, "
+            f"{measured.checkpoint_s:.1f} s per checkpoint",
+        )
+        of_gpu = " of GPU memory" if proposal.is_on_gpu else ""
+        yield "memory", f"{size_text(measured.taken.memory_bytes)}{of_gpu}, measured"
+        yield "disk", f"{size_text(self.disk_bytes)} for checkpoints; {size_text(self.free_bytes)} are free"
+        yield from (("warning", words) for words in self.warnings)
 
 
 def propose(asked: Asked, surveys: Sequence[Survey], examined: Examined) -> Proposal:
@@ -106,9 +184,8 @@ def propose(asked: Asked, surveys: Sequence[Survey], examined: Examined) -> Prop
                 hint=f"presets of train {task.value}: {', '.join(presets_of(kind))}",
             )
     settings: Any = load_settings(preset_path(preset.value, task.value), kind)
-    device = "cuda" if gpus else "cpu"
     changes: dict[str, Any] = {
-        "shards": asked.data[0] if len(asked.data) == 1 else asked.data,
+        "shards": surveys[0].address if len(surveys) == 1 else tuple(one.address for one in surveys),
         "split": split,
         "out": asked.out or _free_folder(Path("runs")),
         "device": asked.device,
@@ -133,72 +210,54 @@ def propose(asked: Asked, surveys: Sequence[Survey], examined: Examined) -> Prop
         held_out=split_to_evaluate(surveys, trained=split),
         settings=replace(settings, **changes),
         num_processes=max(1, len(gpus)),
-        minutes=choice.MINUTES[device] if asked.minutes is None else asked.minutes,
+        minutes=choice.MINUTES["cuda" if gpus else "cpu"] if asked.minutes is None else asked.minutes,
         load=os.getloadavg()[0],
     )
 
 
-def make_plan(proposal: Proposal, trial: Trial) -> Plan:
+def make_plan(proposal: Proposal, measured: Measured) -> Plan:
     """The plan, with what was measured."""
-    before, num = proposal.settings, proposal.num_processes
-    batch = trial.batch * num
+    before, batch = proposal.settings, measured.batch * proposal.num_processes
+    # Beside steps on a GPU checkpoints are written in the background, all but the last.
+    num_waited = 1 if proposal.is_on_gpu else choice.NUM_CHECKPOINTS
     length = choice.choose_length(
-        trial.num_samples,
+        measured.num_samples,
         batch=batch,
-        step_s=trial.step_s,
-        other_s=trial.start_s + choice.NUM_CHECKPOINTS * sum(trial.checkpoint_s),
+        step_s=measured.taken.step_s,
+        other_s=measured.start_s + num_waited * measured.checkpoint_s,
         minutes=proposal.minutes,
     )
+    every = max(1, min(before.checkpoint_every, math.ceil(length.steps / choice.NUM_CHECKPOINTS)))
     settings = replace(
         before,
         batch=batch,
         steps=length.steps,
-        warmup_steps=choice.warmup_steps(before.warmup_steps, steps=length.steps),
-        checkpoint_every=choice.checkpoint_every(before.checkpoint_every, steps=length.steps),
+        warmup_steps=min(before.warmup_steps, length.steps // 10),
+        checkpoint_every=every,
     )
-    needed = choice.disk_bytes(
-        trial.checkpoint_bytes, steps=settings.steps, every=settings.checkpoint_every, keep=settings.keep_checkpoints
-    )
+    num_checkpoints = math.ceil(length.steps / every)
+    # Those that are kept, and one more while it is written.
+    needed = measured.checkpoint_bytes * min(num_checkpoints, settings.keep_checkpoints + 1)
     free_bytes = shutil.disk_usage(existing(settings.out)).free
     return Plan(
         proposal=proposal,
-        trial=trial,
+        measured=measured,
         settings=settings,
         length=length,
         expected=choice.expected_time(
             length.steps,
-            step_times=trial.step_times,
-            start_s=trial.start_s,
-            checkpoints_s=_checkpoints_s(proposal, trial, settings),
-            num_processes=num,
-            busy_share=_busy_share(proposal, trial),
+            step_times=measured.taken.step_times,
+            start_s=measured.start_s,
+            checkpoints_s=measured.checkpoint_s * (1 if proposal.is_on_gpu else num_checkpoints),
+            num_processes=proposal.num_processes,
+            busy=proposal.is_busy,
         ),
         disk_bytes=needed,
         free_bytes=free_bytes,
         words=tuple(_words(proposal, settings)),
         then=tuple(_then(proposal, settings)),
-        warnings=tuple(_warnings(proposal, trial, length, needed=needed, free=free_bytes)),
+        warnings=tuple(_warnings(proposal, measured, length, needed=needed, free=free_bytes)),
     )
-
-
-def _is_busy(proposal: Proposal) -> bool:
-    host = proposal.examined.host
-    return choice.is_busy(proposal.load, cores=min(host.allowed_cores, host.quota_cores or host.allowed_cores))
-
-
-def _busy_share(proposal: Proposal, trial: Trial) -> float | None:
-    """Share of the machine that the trial had beside other processes; None if there are none."""
-    if not _is_busy(proposal):
-        return None
-    return 0.5 if proposal.is_on_gpu else trial.cpu_share
-
-
-def _checkpoints_s(proposal: Proposal, trial: Trial, settings: ClipSettings) -> float:
-    """Time of all checkpoints: beside steps on a GPU they are written in the background, all but the last."""
-    copy_s, write_s = trial.checkpoint_s
-    num = math.ceil(settings.steps / settings.checkpoint_every)
-    num_waited = 1 if proposal.is_on_gpu else num
-    return num * copy_s + num_waited * write_s
 
 
 def _free_folder(parent: Path) -> Path:
@@ -222,44 +281,40 @@ def _words(proposal: Proposal, settings: ClipSettings) -> list[str]:
     return [*words, "--out", str(settings.out)]
 
 
-def _then(proposal: Proposal, settings: ClipSettings) -> list[str]:
+def _then(proposal: Proposal, settings: ClipSettings) -> Iterator[str]:
     """Commands for after the run, which need a split that was not trained on, or the split itself for a search."""
     run = shlex.quote(str(settings.out))
-    found = []
     evaluation = proposal.spec.first_evaluation
     if proposal.held_out is not None and evaluation is not None:
         split = "" if proposal.held_out == evaluation.settings().split else f" --split {proposal.held_out}"
-        found.append(f"train eval {evaluation.name} {run}{split}")
+        yield f"train eval {evaluation.name} {run}{split}"
     if RECIPES[proposal.task.value].searches and len(settings.folders) == 1:
         embedded = shlex.quote(f"{settings.out}-embedded")
-        found.append(f"train embed {run} --split {proposal.held_out or proposal.split} --out {embedded}")
-        found.append(f'train search {embedded} "what to look for" --page search.html')
-    return found
+        yield f"train embed {run} --split {proposal.held_out or proposal.split} --out {embedded}"
+        yield f'train search {embedded} "what to look for" --page search.html'
 
 
-def _warnings(proposal: Proposal, trial: Trial, length: Length, *, needed: int, free: int) -> list[str]:
-    found = [f"{one.what}; {one.hint}" for one in judge(proposal.examined) if one.level == "warning"]
+def _warnings(proposal: Proposal, measured: Measured, length: Length, *, needed: int, free: int) -> Iterator[str]:
+    yield from (f"{one.what}; {one.hint}" for one in judge(proposal.examined) if one.level == "warning")
     if proposal.held_out is None:
-        found.append(
+        yield (
             f"all chunks are of split {proposal.split!r}, so no evaluation can tell how the model does on other "
             "videos: give some the split val (column split of the table of captions or videos), and run prep manifest "
             "again"
         )
     recipe = RECIPES[proposal.task.value]
     if recipe.weights and proposal.preset.value == recipe.on_gpu and proposal.settings.init.weights is None:
-        found.append(
+        yield (
             f"{recipe.on_gpu} was published with pretrained weights: add --init.weights {recipe.weights}, which "
             "open_clip downloads; without them it begins with random weights and learns slowly"
         )
     if length.epochs < 1:
-        found.append(f"the run shows only {length.epochs:.0%} of the samples: allow more time with --minutes")
-    if trial.wait_share > 0.3:
-        found.append(f"steps wait for data {trial.wait_share:.0%} of the time: train bench finds the bottleneck")
-    if _is_busy(proposal):
-        found.append(
-            f"other processes use this machine (load {proposal.load:.0f} on "
-            f"{counted(proposal.examined.host.allowed_cores, 'core')}), and the time depends on them"
-        )
+        yield f"the run shows only {length.epochs:.0%} of the samples: allow more time with --minutes"
+    if measured.taken.wait_share > _MUCH_WAITING:
+        share = f"{measured.taken.wait_share:.0%}"
+        yield f"steps wait for data {share} of the time: train bench {proposal.task.value} finds the bottleneck"
+    if proposal.is_busy:
+        cores = counted(proposal.examined.host.allowed_cores, "core")
+        yield f"other processes use this machine (load {proposal.load:.0f} on {cores}), and the time depends on them"
     if needed > free:
-        found.append(f"checkpoints take {needed / 1e9:.1f} GB, and {free / 1e9:.1f} GB are free: use another --out")
-    return found
+        yield f"checkpoints take {size_text(needed)}, and {size_text(free)} are free: use another --out"

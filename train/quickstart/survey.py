@@ -2,9 +2,8 @@
 
 import shlex
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -53,10 +52,6 @@ class Survey:
     splits: dict[str, SplitFacts]
     chunk_s: float
     labels: tuple[str, ...]
-
-    def as_json(self) -> dict[str, Any]:
-        """As plain values."""
-        return asdict(self) | {"labels": list(self.labels)}
 
 
 def survey(address: str) -> Survey:

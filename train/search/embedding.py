@@ -24,6 +24,7 @@ from clipmill.manifests.errors import FailedWork, UserError
 from clipmill.manifests.publish import remove_temporaries
 from clipmill.train.data.batch import Batch, BatchRing, Sample, to_device
 from clipmill.train.data.chunk_clips import ChunkClips
+from clipmill.train.data.clip_query import ClipQuery
 from clipmill.train.data.decoding.clip import Views
 from clipmill.train.data.inputs import clip_shape, open_folder
 from clipmill.train.data.loader import LoaderSettings
@@ -140,25 +141,29 @@ def _open_samples(model: LoadedModel, settings: Any, request: EmbedRequest) -> S
     )
     if request.clips == "chunks":
         return ChunkClips(
-            folder.path,
-            split=request.split,
-            shape=shape,
-            loading=loading,
-            decode=settings.decode,
-            tars=folder.tars,
-            where=settings.where,
+            ClipQuery(
+                folder.path,
+                split=request.split,
+                shape=shape,
+                loading=loading,
+                decode=settings.decode,
+                tars=folder.tars,
+                where=settings.where,
+            )
         )
     try:
         return VideoCaptions(
-            folder.path,
-            split=request.split,
-            shape=shape,
+            ClipQuery(
+                folder.path,
+                split=request.split,
+                shape=shape,
+                loading=loading,
+                decode=settings.decode,
+                tars=folder.tars,
+                where=settings.where,
+            ),
             tokenize=None,
-            loading=loading,
-            decode=settings.decode,
             captions=getattr(settings, "captions", ALL_CAPTIONS),
-            tars=folder.tars,
-            where=settings.where,
         )
     except UserError as error:
         if "has no captions" not in str(error):

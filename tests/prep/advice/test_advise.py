@@ -1,6 +1,7 @@
 """`prep advise`: the arithmetic of AVION's equation 3, and the figures that it is fed with."""
 
 import json
+import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -10,10 +11,10 @@ import numpy as np
 import pytest
 
 from clipmill.manifests.storage.objects import open_objects
-from clipmill.prep.advice.bucket import BucketLoad, bucket_text
-from clipmill.prep.advice.equation import Load, Origin, advice_text, advice_values
-from clipmill.prep.advice.reading_costs import bytes_read, clip_bytes, measure_read_speed, video_bytes_per_s
+from clipmill.prep.advice.inequality import WHOLE, Bucket, Load, advice_text, advice_values
+from clipmill.prep.advice.reads import disk_speed, open_column, packet_ranges
 from clipmill.prep.advice.run_steps import read_run_steps
+from clipmill.shards.dataset import current_variant, set_current_variant
 from clipmill.shards.format import PACKET_KEY, PACKET_REFERENCE
 from clipmill.shards.packets import PacketTable
 from clipmill.shards.reader import Variant
@@ -25,80 +26,87 @@ from tests.train.test_latents_training import write_columns
 Prep = Callable[..., Ran]
 STEP = ("--batch", 64, "--step-time", 0.25)
 # AVION's own numbers: 256 clips, 0.12 MB/s, 15 s against a disk of 400 MB/s and a step of 1.5 s.
-LOAD = Load(batch=256, step_s=1.5, read_bytes_per_s=400e6, video_bytes_per_s=0.12e6, chunk_s=15.0, clip_bytes=100_000.0)
-ORIGIN = Origin(read_speed="a", bitrate="b", clip_bytes="c", step="d")
+LOAD = Load(
+    batch=256,
+    step_s=1.5,
+    read_bytes_per_s=400e6,
+    video_bytes_per_s=0.12e6,
+    chunk_s=15.0,
+    clip_bytes={"packets": 100_000.0, "latents": 164_000.0},
+)
+ORIGIN = {"step": "a", "read_speed": "b", "bitrate": "c", "clips": "d"}
+
+
+def line_of(load: Load, way: str) -> str:
+    [line] = [one for one in advice_text(load, ORIGIN).splitlines() if one.startswith(way)]
+    return line
 
 
 def test_the_longest_chunk_is_where_reading_takes_as_long_as_the_step() -> None:
     assert LOAD.longest_chunk_s == pytest.approx(400e6 * 1.5 / (256 * 0.12e6))
-    assert replace(LOAD, chunk_s=LOAD.longest_chunk_s).whole_headroom == pytest.approx(1)
-    assert LOAD.whole_headroom == pytest.approx(LOAD.longest_chunk_s / 15)
+    assert replace(LOAD, chunk_s=LOAD.longest_chunk_s).headroom(WHOLE) == pytest.approx(1)
+    assert LOAD.headroom(WHOLE) == pytest.approx(LOAD.longest_chunk_s / 15)
     assert replace(LOAD, batch=512).longest_chunk_s == pytest.approx(LOAD.longest_chunk_s / 2)
     assert replace(LOAD, step_s=3.0).longest_chunk_s == pytest.approx(LOAD.longest_chunk_s * 2)
-    assert LOAD.packets_headroom == pytest.approx(400e6 * 1.5 / (256 * 100_000))
-    assert replace(LOAD, chunk_s=600.0).packets_headroom == LOAD.packets_headroom
+    assert LOAD.headroom("packets") == pytest.approx(400e6 * 1.5 / (256 * 100_000))
+    assert replace(LOAD, chunk_s=600.0).headroom("packets") == LOAD.headroom("packets")
 
 
 def test_the_advice_in_words_follows_the_figures() -> None:
-    fine, slow = advice_text(LOAD, ORIGIN), advice_text(replace(LOAD, read_bytes_per_s=4e6), ORIGIN)
-    assert "19.5 s. 15 s is fine: the disk delivers 1.3 times the required data." in fine
-    assert "15 s is too long: reading takes 76.8 times as long as the step" in slow
-    assert "The disk delivers 23.4 times the required data." in fine and "Reading takes 4.3 times" in slow
-    values = advice_values(replace(LOAD, read_bytes_per_s=100e6), ORIGIN)
-    assert (values["whole_chunks"]["is_current_length_fine"], values["packets"]["is_fine"]) == (False, True)
+    slow = replace(LOAD, read_bytes_per_s=4e6)
+    assert "256 x 1.8 MB = 461 MB" in line_of(LOAD, WHOLE) and "fine, 1.3 times" in line_of(LOAD, WHOLE)
+    assert "it sustains is 19.5 s (AVION, arXiv:2309.16669, equation 3)" in line_of(LOAD, WHOLE)
+    assert "too much, reading takes 76.8 times as long as the step" in line_of(slow, WHOLE)
+    assert "fine, 23.4 times" in line_of(LOAD, "packets") and "takes 4.3 times" in line_of(slow, "packets")
+    assert "256 x 164 kB" in line_of(LOAD, "latents") and "fine, 14.3 times" in line_of(LOAD, "latents")
+    values = advice_values(replace(LOAD, read_bytes_per_s=100e6))
+    assert (values["whole_chunks"]["is_fine"], values["packets"]["is_fine"]) == (False, True)
 
 
 def test_a_cluster_shares_what_the_disk_delivers() -> None:
     """64 GPUs on 8 nodes, and a disk of which one node alone got 400 MB/s."""
     cluster = replace(LOAD, batch=2048, num_nodes=8, gpus_per_node=8, is_total=False)
     needed = 2048 * 100_000 / 1.5
-    assert cluster.packets_bytes_per_s == pytest.approx(needed)
-    values = advice_values(cluster, ORIGIN)["packets"]
-    assert values["bytes_per_s_per_gpu"] == pytest.approx(needed / 64)
+    values = advice_values(cluster)
+    assert values["packets"]["bytes_per_s"] == pytest.approx(needed)
+    assert values["packets"]["bytes_per_s_per_gpu"] == pytest.approx(needed / 64)
     assert values["clips_per_s_per_gpu"] == pytest.approx(2048 / 1.5 / 64)
-    text = advice_text(cluster, ORIGIN)
-    assert "8 nodes with 8 GPUs each, 32 clips per GPU" in text
-    assert "each GPU 21.3 clips/s and 2.13 MB/s, each node 17.1 MB/s, 8 nodes together 137 MB/s" in text
-    assert "Enough for 8 nodes, even if" in text
-    unsure = advice_text(replace(cluster, read_bytes_per_s=50e6), ORIGIN)
-    assert "Enough only if the disk delivers at least 137 MB/s to 8 nodes together" in unsure
-    assert "Not enough: 8 nodes get at most 8 times" in advice_text(replace(cluster, read_bytes_per_s=10e6), ORIGIN)
-    given = advice_text(replace(cluster, is_total=True), ORIGIN)
-    assert "Enough" not in given and "Per reader" in given and "Per reader" not in advice_text(LOAD, ORIGIN)
-
-
-def test_the_inequality_is_spelled_out_with_its_source() -> None:
-    fine, slow = advice_text(LOAD, ORIGIN), advice_text(replace(LOAD, read_bytes_per_s=4e6), ORIGIN)
-    assert "B x rho x T <= S_r x delta: 256 x 120 kB/s x 15 s <= 400 MB/s x 1.5 s holds (AVION" in fine
-    assert "<= 4 MB/s x 1.5 s does not hold (AVION, arXiv:2309.16669, equation 3)" in slow
+    assert "8 nodes with 8 GPUs each; per GPU 32 clips, 21.3 clips/s" in advice_text(cluster, ORIGIN)
+    assert "17.1 MB/s per node: fine" in line_of(cluster, "packets")
+    assert "even if 8 nodes together get only what this node measured" in line_of(cluster, "packets")
+    unsure = line_of(replace(cluster, read_bytes_per_s=50e6), "packets")
+    assert "fine only if 8 nodes together get 137 MB/s" in unsure and "--read-speed" in unsure
+    assert "too much" in line_of(replace(cluster, read_bytes_per_s=10e6), "packets")
+    given = line_of(replace(cluster, is_total=True), "packets")
+    assert "fine" in given and "8 nodes" not in given
 
 
 def test_the_requests_in_flight_are_rate_times_latency() -> None:
     load = replace(LOAD, num_nodes=2, gpus_per_node=4)
-    needs = BucketLoad(
+    bucket = Bucket(
         load=load,
         latency_s=0.06,
         requests_per_clip=1.25,
         set_bytes=60_000_000_000,
         num_shards=200,
         clips_per_epoch=400_000,
-        reads_ranges=True,
     )
-    assert needs.requests_per_s == pytest.approx(256 / 1.5 * 1.25)
-    assert needs.requests_in_flight == pytest.approx(256 / 1.5 * 1.25 * 0.06)
-    assert needs.clips_ahead == 2  # 170.7 clips/s x 0.06 s in 8 processes, rounded up
-    assert needs.epochs_until_cache_pays == pytest.approx(2 * 60e9 / (400_000 * 100_000))
-    text = bucket_text(needs)
-    assert (
-        "213/s x 60 ms = 12.8 in all, 1.6 per GPU. A process of train keeps up to 32 in flight: enough." in text
-        and "500,000 requests per epoch" in text
-    )
-    assert "USD 0.2 at" in text and "from 3.0 epochs on" in text
-    slow = bucket_text(replace(needs, latency_s=3.0, load=replace(load, step_s=0.05)))
-    assert "in flight: not enough" in slow and "more than S3 promises" in slow
-    tars = bucket_text(replace(needs, reads_ranges=False))
-    assert "whole tars of this column into a cache: 60 GB in 200 requests on each of 2 nodes" in tars
-    assert "Fetching them takes 150 s, an epoch of 400,000 clips takes 2,344 s: the first epoch does not wait" in tars
+    needs = bucket.values()
+    assert needs["requests_per_s"] == pytest.approx(256 / 1.5 * 1.25)
+    assert needs["requests_in_flight"] == pytest.approx(256 / 1.5 * 1.25 * 0.06)
+    assert needs["epochs_until_cache_pays"] == pytest.approx(2 * 60e9 / (400_000 * 100_000))
+    text = "\n".join(bucket.lines())
+    assert "213/s x 60 ms = 12.8 (Little's law), 1.6 per GPU; a process of train keeps up to 32: enough" in text
+    assert "500,000 requests per epoch" in text and "USD 0.2 at" in text and "from 3.0 epochs on" in text
+    slow = "\n".join(replace(bucket, latency_s=3.0, load=replace(load, step_s=0.05)).lines())
+    assert "not enough" in slow and "more than the 5,500/s that S3 promises" in slow
+    tars = "\n".join(replace(bucket, load=replace(load, clip_bytes={"latents": 164_000.0})).lines())
+    assert "60 GB in 200 requests on each node, which takes 150 s" in tars
+    assert "an epoch of 400,000 clips takes 2,344 s" in tars
+
+
+def bytes_read(table: PacketTable, frames: list[int], *, gap_bytes: int) -> int:
+    return sum(size for _, size in packet_ranges(table, frames, gap_bytes=gap_bytes))
 
 
 def test_the_bytes_of_a_clip_are_its_packets_and_the_short_gaps_between_them() -> None:
@@ -118,27 +126,28 @@ def test_the_bytes_of_a_clip_are_its_packets_and_the_short_gaps_between_them() -
 
 
 def test_a_set_is_measured_by_what_is_in_it(shard_set: ShardSet) -> None:
-    shards = Variant.open(shard_set.data).shards()
-    sizes = [len(shard.read(row, "mp4")) for shard in shards for row in range(shard.num_samples)]
-    assert video_bytes_per_s(shards) == pytest.approx(sum(sizes) / 8)  # videos of 5 and 3 s
-    per_clip, num_clips = clip_bytes(shards)
-    assert 0 < per_clip < sum(sizes) / len(sizes) and num_clips == 4 * len(sizes)
-    found = measure_read_speed(shards)
-    assert (found.num_reads, found.num_shards) == (len(sizes), len(shards)) and found.bytes_per_s > 0
+    variant = Variant.open(shard_set.data)
+    sizes = [len(shard.read(row, "mp4")) for shard in variant.shards() for row in range(shard.num_samples)]
+    column = open_column(variant, "video")
+    assert column.bytes_per_s == pytest.approx(sum(sizes) / 8)  # videos of 5 and 3 s
+    assert 0 < column.clip_bytes < sum(sizes) / len(sizes) and len(column.reads) == 4 * len(sizes)
+    speed, how = disk_speed(column)
+    assert speed.num_reads == len(sizes) and speed.bytes_per_s > 0 and f"{len(sizes)} chunks" in how
 
 
 def test_advice_on_a_set_in_words_and_as_json(prep: Prep, shard_set: ShardSet) -> None:
     text = prep("advise", "--data", shard_set.data, *STEP).stdout
-    assert "Reading whole chunks" in text and "Reading only packets" in text and "2 of 2 shards" in text
+    assert "\nwhole chunks  64 x " in text and "\npackets       64 x " in text and "2 of 2 shards" in text
     values = prep("advise", "--data", shard_set.data, *STEP, "--read-speed", 50, "--json").summary
     assert (values["batch"], values["step_s"], values["read_bytes_per_s"], values["chunk_s"]) == (64, 0.25, 50e6, 2.0)
     whole = values["whole_chunks"]
-    assert whole["longest_chunk_s"] == pytest.approx(50e6 * 0.25 / (64 * values["video_bytes_per_s"]))
-    assert whole["headroom"] == pytest.approx(whole["longest_chunk_s"] / 2)
+    assert values["longest_chunk_s"] == pytest.approx(50e6 * 0.25 / (64 * values["video_bytes_per_s"]))
+    assert whole["headroom"] == pytest.approx(values["longest_chunk_s"] / 2)
     assert values["packets"]["headroom"] > whole["headroom"]
     given = prep("advise", "--data", shard_set.data, *STEP, "--read-speed", 50, "--bitrate", "8M", "--json").summary
     assert given["video_bytes_per_s"] == 1e6
-    assert given["clip_bytes"] / values["clip_bytes"] == pytest.approx(1e6 / values["video_bytes_per_s"])
+    sizes = [one["packets"]["bytes_per_clip"] for one in (given, values)]
+    assert sizes[0] / sizes[1] == pytest.approx(1e6 / values["video_bytes_per_s"])
 
 
 def write_run(folder: Path, steps: list[dict[str, Any]], *, settings: str = "model: tiny\nbatch: 32\n") -> Path:
@@ -176,19 +185,24 @@ def test_advice_for_a_cluster_scales_the_run(prep: Prep, shard_set: ShardSet, tm
     words = ("--data", shard_set.data, "--run", run, "--nodes", 4, "--gpus", 8)
     values = prep("advise", *words, "--read-speed", 50, "--json").summary
     assert (values["batch"], values["nodes"], values["gpus_per_node"]) == (512, 4, 8)
-    assert values["is_read_speed_of_all_nodes"] and values["packets"]["clips_per_s_per_gpu"] == pytest.approx(16 / 0.4)
+    assert values["is_read_speed_of_all_nodes"] and values["clips_per_s_per_gpu"] == pytest.approx(16 / 0.4)
     text = prep("advise", *words).stdout
     assert "its 32 clips are scaled from 2 to 32 GPUs" in text and "4 nodes together" in text
     assert prep("advise", *words, "--batch", 64, "--json").summary["batch"] == 64
 
 
-def test_advice_on_latents_counts_segments(prep: Prep, tmp_path: Path) -> None:
+def test_advice_on_latents_counts_segments(prep: Prep, shard_set: ShardSet, tmp_path: Path) -> None:
     data = write_columns(tmp_path)
     values = prep("advise", "--data", data, "--column", "latents", *STEP, "--read-speed", 50, "--json").summary
     # Chunks of 24 frames of 4 x 8 x 8 float16 values at 4 frames a second, of which a segment is 5 s.
-    assert values["chunk_s"] == 6 and 20 * 512 <= values["clip_bytes"] < 21 * 512 + 512
+    assert values["chunk_s"] == 6 and 20 * 512 <= values["latents"]["bytes_per_clip"] < 21 * 512 + 512
     text = prep("advise", "--data", data, "--column", "latents", *STEP).stdout
-    assert "per second of latents" in text and "Reading only latents, as train does" in text
+    assert "\nlatents       64 x " in text and "\npackets" not in text
+    # Beside chunks of video, what their latents cost is shown too.
+    shutil.copytree(data / "latents", shard_set.data / "latents")
+    set_current_variant(shard_set.data, "latents", str(current_variant(data, "latents")))
+    both = prep("advise", "--data", shard_set.data, *STEP).stdout
+    assert "\npackets       64 x " in both and "\nlatents       64 x " in both
     refused = prep("advise", "--data", data, "--column", "latents", *STEP, "--bitrate", "2M", status=2).error
     assert "--bitrate has no effect on latents" in refused
 
@@ -206,9 +220,10 @@ def test_advice_on_a_bucket_is_measured_there(prep: Prep, shard_set: ShardSet, b
     tars = [path.stat().st_size for path in shard_set.data.glob("video/*/*.tar")]
     assert needs["set_bytes"] == sum(tars) and needs["clips_per_epoch"] == 5
     # Longer gaps are read along than on a disk.
-    assert values["clip_bytes"] >= prep("advise", "--data", shard_set.data, *STEP, "--json").summary["clip_bytes"]
+    local = prep("advise", "--data", shard_set.data, *STEP, "--json").summary
+    assert values["packets"]["bytes_per_clip"] >= local["packets"]["bytes_per_clip"]
     text = prep(*words, "--nodes", 2, "--gpus", 8).stdout
-    assert "the bucket delivers" in text and "Little's law" in text and "each of 2 nodes" in text
+    assert "that the bucket delivers" in text and "Little's law" in text and "on each node" in text
     faults.set(vanished(r"\.tar"))
     assert "cannot be read" in prep(*words, status=2).error
 

@@ -10,7 +10,7 @@ import pytest
 
 from clipmill.manifests.caption_reader import open_stored_captions
 from clipmill.manifests.store import read_captions, read_manifest, read_videos
-from clipmill.prep.synthetic.frame_numbers import write_frame_number_video
+from clipmill.prep.synthetic.frame_numbers import FrameNumberVideo
 from clipmill.shards.dataset import current_variant
 from tests.manifests.test_further_sources import FIRST, SECOND, pseudo
 from tests.prep.running import Ran, chunk, contents, manifest, prep_here
@@ -25,7 +25,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     videos, data = folder / "videos", folder / "data"
     videos.mkdir()
     for name, num_frames in zip(VIDEOS, (20, 15), strict=True):
-        write_frame_number_video(videos / f"{name}.mp4", num_frames=num_frames, fps=Fraction(10), width=64, height=64)
+        FrameNumberVideo(num_frames=num_frames, fps=Fraction(10), width=64, height=64).write(videos / f"{name}.mp4")
     table = folder / "captions.csv"
     table.write_text(
         "video,text,begin_s,end_s,split\nfirst,first words,0,1,train\nfirst,last words,1,2,train\n"

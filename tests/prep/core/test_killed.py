@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 
 from clipmill.prep.engines.ray_agents import running_processes
-from clipmill.prep.synthetic.frame_numbers import write_frame_number_video
+from clipmill.prep.synthetic.frame_numbers import FrameNumberVideo
 from clipmill.prep.video.ffmpeg import find_ffmpeg
 from clipmill.shards.dataset import current_variant
 from tests.prep.running import ENGINES, MARK, Process, Ran, chunk, contents, manifest, processes, start, wait_until
@@ -93,13 +93,8 @@ def begun(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """`NUM_CHUNKS`: two shards of video a, two of video b."""
     root = tmp_path_factory.mktemp("killed")
     for number, name in enumerate("ab"):
-        write_frame_number_video(
-            root / f"videos/{name}.mp4",
-            num_frames=420,
-            fps=Fraction(30),
-            width=384,
-            height=288,
-            first_number=1000 * number,
+        FrameNumberVideo(num_frames=420, fps=Fraction(30), width=384, height=288, first_number=1000 * number).write(
+            root / f"videos/{name}.mp4"
         )
     manifest(root / "begun", root / "videos")
     chunk(root / "begun", *QUICK)

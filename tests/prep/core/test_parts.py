@@ -20,7 +20,7 @@ from clipmill.prep.core import data_folder, part_locks, parts
 from clipmill.prep.core.data_folder import column_lock, writing
 from clipmill.prep.core.part_locks import Part
 from clipmill.prep.core.parts import PartRun, writing_part
-from clipmill.prep.synthetic.frame_numbers import write_frame_number_video
+from clipmill.prep.synthetic.frame_numbers import FrameNumberVideo
 from clipmill.shards.dataset import current_variant
 from tests.conftest import ROOT
 from tests.forks import Forks
@@ -37,8 +37,8 @@ def begun(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Five videos, one file that is none, and a finished variant in three shards."""
     root = tmp_path_factory.mktemp("parts")
     for number in range(5):
-        write_frame_number_video(
-            root / f"videos/{number}.mp4", num_frames=60 + 30 * number, fps=Fraction(30), width=240, height=180
+        FrameNumberVideo(num_frames=60 + 30 * number, fps=Fraction(30), width=240, height=180).write(
+            root / f"videos/{number}.mp4"
         )
     (root / "videos/text.mp4").write_text("not a video")
     rows = [f"{number},{text},0,1" for number in range(5) for text in ("all", f"only {number}", f"one of {number % 2}")]
@@ -218,7 +218,7 @@ def test_parts_exclude_commands_without_part_other_settings_and_other_code(
         other = running(data, "2/2", makes="b")
         with pytest.raises(UserError, match="part 2/2 would make b, but part 1/2, which is running, makes a"), other:
             pass
-        source, other = parts._source("prep"), running(data, "2/2", makes="a")
+        source, other = parts._source("clipmill.prep"), running(data, "2/2", makes="a")
         monkeypatch.setattr(parts, "_source", lambda package: "0123abcd")
         with pytest.raises(UserError, match=f"source 0123abcd.* differs from that of part 1/2.*source {source}"), other:
             pass

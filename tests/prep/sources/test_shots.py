@@ -15,7 +15,7 @@ from clipmill.prep.sources.detector import DEFAULT_THRESHOLD, Detector, Detector
 from clipmill.prep.sources.shot_table import SHOTS, read_shots, shot_rows
 from clipmill.prep.sources.shots import _shown, detect_cuts, output_number
 from clipmill.prep.synthetic.frame_code import read_frame_number
-from clipmill.prep.synthetic.frame_numbers import write_frame_number_video
+from clipmill.prep.synthetic.frame_numbers import FrameNumberVideo
 from clipmill.prep.video.spans import num_output_frames
 from tests.prep.numbered import due_frames
 from tests.prep.scenes import scene_number, scene_pictures, write_scenes
@@ -91,7 +91,7 @@ def test_cuts_are_those_of_scenedetect_run_plainly_on_the_same_frames(found: Det
 )
 def test_the_detector_sees_the_frame_on_show_at_each_time(options: dict[str, object], tmp_path: Path) -> None:
     path = tmp_path / "video.mp4"
-    write_frame_number_video(path, num_frames=120, width=160, height=120, **{"fps": FPS, **options})  # type: ignore[arg-type]
+    FrameNumberVideo(num_frames=120, width=160, height=120, **{"fps": FPS, **options}).write(path)  # type: ignore[arg-type]
     with av.open(str(path)) as container:
         pts = [int(frame.pts or 0) for frame in container.decode(video=0)]
         times_s = np.array([float((at - pts[0]) * (container.streams.video[0].time_base or 0)) for at in pts])
@@ -114,7 +114,7 @@ def test_times_are_rounded_to_the_nearest_output_frame_as_ffmpeg_does(pts: int, 
 
 def test_every_frame_a_cut_never_a_cut_and_a_single_frame(tmp_path: Path) -> None:
     noise = tmp_path / "noise.mp4"
-    write_frame_number_video(noise, num_frames=60, fps=FPS, width=160, height=120)
+    FrameNumberVideo(num_frames=60, fps=FPS, width=160, height=120).write(noise)
     assert len(detect_cuts(noise, num_frames=60, detector=detector(threshold=5, min_scene=1))) > 50
     still = write_scenes(tmp_path / "still.mp4", [60])
     assert detect_cuts(still, num_frames=60, detector=detector()) == []

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from clipmill.prep.synthetic.frame_code import MAX_FRAME_NUMBER, draw_frame_number, read_frame_number
-from clipmill.prep.synthetic.frame_numbers import frame_times_s, write_frame_number_video
+from clipmill.prep.synthetic.frame_numbers import FrameNumberVideo, frame_times_s
 from clipmill.prep.synthetic.make import Mode, make_synthetic
 from clipmill.prep.synthetic.shapes import COLOURS, COMBINATIONS, HEIGHT, WIDTH, Scene, draw_scenes, plan_scenes
 
@@ -77,7 +77,7 @@ def test_a_number_that_does_not_fit_is_refused(number: int) -> None:
 )
 def test_a_video_has_the_frames_and_times_that_were_asked_for(tmp_path: Path, form: dict[str, Any]) -> None:
     path = tmp_path / "x.mp4"
-    write_frame_number_video(path, **{"num_frames": 40, "width": 160, "height": 96, "first_number": 500, **form})
+    FrameNumberVideo(**{"num_frames": 40, "width": 160, "height": 96, "first_number": 500, **form}).write(path)
     pictures, times_s = frames_of(path)
     assert [read_frame_number(picture) for picture in pictures] == list(range(500, 540))
     timing = {name: form[name] for name in ("fps", "start_offset_s", "variable_rate") if name in form}
@@ -93,7 +93,7 @@ def test_a_variable_rate_varies_and_keeps_its_mean() -> None:
 @pytest.mark.parametrize("degrees", [90, 180, 270])
 def test_a_rotated_video_is_upright_once_a_player_has_turned_it(tmp_path: Path, degrees: int) -> None:
     path = tmp_path / "x.mp4"
-    write_frame_number_video(path, num_frames=5, fps=Fraction(30), width=160, height=96, rotation_degrees=degrees)
+    FrameNumberVideo(num_frames=5, fps=Fraction(30), width=160, height=96, rotation_degrees=degrees).write(path)
     with av.open(str(path)) as container:
         frames = list(container.decode(video=0))
     # FFmpeg's display rotation counts counter-clockwise.
@@ -105,7 +105,7 @@ def test_a_rotated_video_is_upright_once_a_player_has_turned_it(tmp_path: Path, 
 
 def test_frame_numbers_survive_scaling_and_strong_compression(tmp_path: Path) -> None:
     path, small = tmp_path / "x.mp4", tmp_path / "small.mp4"
-    write_frame_number_video(path, num_frames=60, fps=Fraction(30), width=640, height=360)
+    FrameNumberVideo(num_frames=60, fps=Fraction(30), width=640, height=360).write(path)
     with av.open(str(path)) as source, av.open(str(small), "w") as target:
         stream = target.add_stream("libx264", rate=30, options={"crf": "28", "preset": "veryfast"})
         assert isinstance(stream, av.VideoStream)

@@ -209,7 +209,8 @@ def test_a_manifest_that_is_damaged_is_named(prep: Prep, shard_set: ShardSet) ->
         assert any(str(path) in record["message"] for record in ran.summary["records"])
         assert "prep manifest" in ran.stderr
         if path.name != "rejected.parquet":  # which only people read
-            for command in (["status"], ["plan", *LEN]):
+            # Plans read no captions by span.
+            for command in (["status"], ["plan", *LEN]) if path.suffix == ".parquet" else (["status"],):
                 assert str(path) in prep(*command, "--data", shard_set.data, status=2).error
         path.write_bytes(content)
     kept = shutil.copy(folder / "manifest.json", shard_set.data / "kept")

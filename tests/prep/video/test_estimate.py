@@ -3,13 +3,14 @@
 import re
 import subprocess
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from clipmill.prep.video.estimate import Estimate, corrected, estimate, estimate_lines, with_wall_time
+from clipmill.prep.video.estimate import Estimate, estimate, estimate_lines, with_wall_time
 from clipmill.prep.video.ffmpeg import find_ffmpeg
 from clipmill.prep.video.plan import Workload
 from clipmill.prep.video.recipe import Recipe
@@ -75,14 +76,21 @@ def workload(*, seconds: float = 10.0) -> Workload:
 
 def test_an_estimate_is_scaled_by_what_the_trials_cost() -> None:
     work = workload()
-    plain = estimate(work, settings=SETTINGS, bytes_per_second=None)
-    per_s = plain.core_hours * 3600 / work.seconds.sum()
-    trials = [Trial(0, core_s=2 * per_s, size_bytes=1.0), Trial(1, core_s=4 * per_s, size_bytes=1.0)]
-    found = corrected(plain, trials, work, settings=SETTINGS, has_bytes=True)
-    assert found.core_hours == pytest.approx(3 * plain.core_hours)
+    plain = estimate(work, settings=SETTINGS)
+    per_s, bytes_per_s = plain.core_hours * 3600 / work.seconds.sum(), plain.size_bytes / work.seconds.sum()
+    trials = [Trial(row, core_s=factor * per_s, size_bytes=factor * bytes_per_s) for row, factor in ((0, 2), (1, 4))]
+    found = estimate(work, trials, settings=SETTINGS)
+    assert found.core_hours == pytest.approx(3 * plain.core_hours) and found.num_trials == 2
     assert found.core_hours_range == pytest.approx((2 * plain.core_hours, 4 * plain.core_hours))
-    assert (found.size_bytes, found.size_bytes_range) == (plain.size_bytes, None)
-    assert corrected(plain, [], work, settings=SETTINGS, has_bytes=True) == plain
+    assert found.size_bytes_range == pytest.approx((2 * plain.size_bytes, 4 * plain.size_bytes))
+    assert (plain.core_hours_range, plain.size_bytes_range) == (None, None)
+    # Bytes that are known already are not changed by trials.
+    for known in (
+        estimate(work, trials, settings=SETTINGS, bytes_per_second=1000.0),
+        estimate(work, trials, settings=replace(SETTINGS, crf=None, bitrate="8k")),
+    ):
+        assert (known.size_bytes, known.size_bytes_range) == (20_000.0, None)
+        assert known.core_hours_range == pytest.approx((2 * plain.core_hours, 4 * plain.core_hours))
 
 
 def test_one_video_still_gives_a_range() -> None:

@@ -16,7 +16,7 @@ import pytest
 
 from clipmill.prep.core.table_file import write_table_file
 from clipmill.prep.sources.shot_table import SHOTS, read_shots
-from clipmill.prep.synthetic.frame_numbers import write_frame_number_video
+from clipmill.prep.synthetic.frame_numbers import FrameNumberVideo
 from clipmill.prep.video import column
 from clipmill.prep.video.report import left_out_lines
 from clipmill.shards.reader import Variant
@@ -54,7 +54,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Made:
     videos, data = tmp_path_factory.mktemp("videos"), tmp_path_factory.mktemp("made") / "data"
     for name, (scenes, options) in VIDEOS.items():
         write_scenes(videos / f"{name}.mp4", scenes, **options)
-    write_frame_number_video(videos / "noise.mp4", num_frames=100, fps=Fraction(30), width=160, height=120)
+    FrameNumberVideo(num_frames=100, fps=Fraction(30), width=160, height=120).write(videos / "noise.mp4")
     manifest(data, videos)
     return Made(videos, data, chunk(data, *SETTINGS, *QUICK))
 

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from clipmill.train.data.classes import read_classes
+from clipmill.train.data.clip_query import ClipQuery
 from clipmill.train.data.decoding.clip import ClipShape
 from clipmill.train.data.decoding.decoders import ChunkDecoder
 from clipmill.train.data.frame_sampling import Sampling
@@ -27,13 +28,15 @@ def moving(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def labelled(data_dir: Path, *, repeats: int, batch: int = 12, rank: int = 0, num_ranks: int = 1) -> LabelledClips:
     return LabelledClips(
-        data_dir,
-        split="train",
-        classes=read_classes(data_dir, label="class", splits=["train"]),
-        shape=ClipShape(sampling=Sampling(num_frames=2), size_px=32, min_crop_area=0.3),
-        loading=LoaderSettings(
-            batch=batch, num_threads=1, num_ahead=batch, seed=0, group=repeats, rank=rank, num_ranks=num_ranks
+        ClipQuery(
+            data_dir,
+            split="train",
+            shape=ClipShape(sampling=Sampling(num_frames=2), size_px=32, min_crop_area=0.3),
+            loading=LoaderSettings(
+                batch=batch, num_threads=1, num_ahead=batch, seed=0, group=repeats, rank=rank, num_ranks=num_ranks
+            ),
         ),
+        classes=read_classes(data_dir, label="class", splits=["train"]),
         repeats=repeats,
     )
 

@@ -15,6 +15,8 @@ from clipmill.manifests.caption_reader import open_stored_captions
 from clipmill.manifests.errors import UserError
 from clipmill.manifests.store import manifest_dir, read_captions, read_videos
 from clipmill.train.config.data import CaptionSettings
+from clipmill.train.data import selection
+from clipmill.train.data.clip_query import ClipQuery
 from clipmill.train.data.decoding.clip import ClipShape
 from clipmill.train.data.frame_sampling import Sampling
 from clipmill.train.data.loader import LoaderSettings
@@ -67,14 +69,10 @@ def opened(data_dir: Path, *, split: str = "train", **settings: Any) -> VideoCap
     stored = settings.pop("stored", False)
     where, each = settings.pop("where", None), settings.pop("each_caption", False)
     return VideoCaptions(
-        data_dir,
-        split=split,
-        shape=SHAPE,
+        ClipQuery(data_dir, split=split, shape=SHAPE, loading=LOADING, where=where),
         tokenize=None,
-        loading=LOADING,
         captions=CaptionSettings(**settings),
         has_stored_text=stored,
-        where=where,
         each_caption=each,
     )
 
@@ -141,22 +139,23 @@ def test_clips_are_those_of_a_plain_reading(
     assert len(rows) > 300
 
 
-@pytest.mark.parametrize("each_caption", [False, True])
-def test_a_table_in_place_of_the_manifest_gives_the_same_samples(data_dir: Path, each_caption: bool) -> None:
+@pytest.mark.parametrize(("each_caption", "where"), [(False, None), (True, None), (False, "text != 'text 7'")])
+def test_a_table_in_place_of_the_manifest_gives_the_same_samples(
+    data_dir: Path, each_caption: bool, where: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def of(table: pa.Table | None) -> list[Any]:
         samples = VideoCaptions(
-            data_dir,
-            split="train",
-            shape=SHAPE,
+            ClipQuery(data_dir, split="train", shape=SHAPE, loading=LOADING, where=where),
             tokenize=None,
-            loading=LOADING,
             each_caption=each_caption,
             table=table,
         )
         return [samples.fingerprint, samples.describe(), list(samples.all_texts())]
 
-    assert of(read_captions(data_dir)) == of(None)
-    assert of(read_captions(data_dir).slice(100, 900)) != of(None)
+    expected = of(None)
+    monkeypatch.setattr(selection, "_BLOCK", 100)  # selected from in parts, the file as one
+    assert of(read_captions(data_dir)) == expected
+    assert of(read_captions(data_dir).slice(100, 900)) != expected
 
 
 def test_texts_of_a_manifest_that_is_used_whole_are_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -187,11 +186,16 @@ def _change_a_time(folder: Path) -> None:
     path.write_bytes(content)
 
 
+def _blank_texts(folder: Path) -> None:
+    path = folder / "caption_texts.arrow"
+    path.write_bytes(bytes(path.stat().st_size))
+
+
 def _exchange(folder: Path) -> None:
     (folder / "caption_texts.arrow").write_bytes((folder / "caption_spans.arrow").read_bytes())
 
 
-@pytest.mark.parametrize("spoil", [_remove_texts, _cut_spans, _change_a_time, _exchange])
+@pytest.mark.parametrize("spoil", [_remove_texts, _cut_spans, _change_a_time, _blank_texts, _exchange])
 def test_files_that_cannot_be_used_are_refused_until_the_next_write(
     tmp_path: Path, spoil: Callable[[Path], None]
 ) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from clipmill.train.config.data import CaptionSettings
+from clipmill.train.data.clip_query import ClipQuery
 from clipmill.train.data.decoding.clip import ClipShape
 from clipmill.train.data.frame_sampling import Sampling
 from clipmill.train.data.loader import LoaderSettings
@@ -37,13 +38,15 @@ def tokenizer() -> CaptionTokenizer:
 
 def opened(data_dir: Path, tokenizer: CaptionTokenizer, *, per_visit: int, **captions: Any) -> CaptionedClips:
     return CaptionedClips(
-        data_dir,
-        split="train",
-        shape=ClipShape(sampling=Sampling(num_frames=1), size_px=16),
+        ClipQuery(
+            data_dir,
+            split="train",
+            shape=ClipShape(sampling=Sampling(num_frames=1), size_px=16),
+            loading=LoaderSettings(batch=1, num_threads=1, num_ahead=4, seed=0),
+        ),
         make_tokenizer=lambda _: tokenizer,
         max_tokens=24,
         per_visit=per_visit,
-        loading=LoaderSettings(batch=1, num_threads=1, num_ahead=4, seed=0),
         captions=CaptionSettings(**captions),
     )
 

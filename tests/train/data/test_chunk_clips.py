@@ -12,6 +12,7 @@ from clipmill.manifests.errors import UserError
 from clipmill.prep.synthetic.frame_code import read_frame_number
 from clipmill.train.data.batch import Batch
 from clipmill.train.data.chunk_clips import ChunkClips
+from clipmill.train.data.clip_query import ClipQuery
 from clipmill.train.data.decoding.clip import ClipShape
 from clipmill.train.data.decoding.decoders import ChunkDecoder, ChunkFrames
 from clipmill.train.data.decoding.reading import ChunkBytes
@@ -45,10 +46,7 @@ def chunk_clips(
     data_dir: Path, *, per_chunk: int = 1, same_frames: bool = False, shape: ClipShape = SHAPE, **loading: Any
 ) -> ChunkClips:
     return ChunkClips(
-        data_dir,
-        split="train",
-        shape=shape,
-        loading=replace(LOADING, group=per_chunk, **loading),
+        ClipQuery(data_dir, split="train", shape=shape, loading=replace(LOADING, group=per_chunk, **loading)),
         same_frames=same_frames,
     )
 
@@ -167,4 +165,4 @@ def test_a_split_without_chunks_is_named(tmp_path: Path) -> None:
     write_shard(tmp_path, 0, [video_sample("a", 0, encode_chunk(0, 4))], split="train")
     write_captions(tmp_path, {"a": "train", "b": "val"}, [])
     with pytest.raises(UserError, match="no clip of split 'val' can be shown: 0 chunks of 0 videos"):
-        ChunkClips(tmp_path, split="val", shape=SHAPE, loading=LOADING)
+        ChunkClips(ClipQuery(tmp_path, split="val", shape=SHAPE, loading=LOADING))

@@ -11,6 +11,7 @@ import torch
 
 from clipmill.manifests.errors import UserError
 from clipmill.train.config.data import CaptionSettings
+from clipmill.train.data.clip_query import ClipQuery
 from clipmill.train.data.decoding.clip import ClipShape
 from clipmill.train.data.frame_sampling import Sampling
 from clipmill.train.data.loader import LoaderSettings
@@ -61,11 +62,8 @@ def opened(
 ) -> VideoCaptions:
     loading = LoaderSettings(batch=batch, num_threads=1, num_ahead=4, seed=0, rank=rank, num_ranks=num_ranks)
     return VideoCaptions(
-        data_dir,
-        split="train",
-        shape=SHAPE,
+        ClipQuery(data_dir, split="train", shape=SHAPE, loading=loading),
         tokenize=None if stored else load_tokenizer(),
-        loading=loading,
         captions=CaptionSettings(**captions),
         has_stored_text=stored,
     )
@@ -219,7 +217,7 @@ def test_one_text_for_all_is_nothing_to_learn_from(tmp_path: Path) -> None:
 def test_an_evaluation_may_ask_for_every_caption(data_dir: Path) -> None:
     loading = LoaderSettings(batch=20, num_threads=1, num_ahead=4, seed=0)
     samples = VideoCaptions(
-        data_dir, split="train", shape=SHAPE, tokenize=load_tokenizer(), loading=loading, each_caption=True
+        ClipQuery(data_dir, split="train", shape=SHAPE, loading=loading), tokenize=load_tokenizer(), each_caption=True
     )
     [batch] = [loaded.batch for loaded in samples.evaluation_batches()]
     assert sorted(batch["caption_id"].tolist()) == [0, 1, 2, 4, 5, 6, 7, 8, 9]

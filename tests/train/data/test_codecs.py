@@ -12,7 +12,7 @@ import pytest
 from numpy.typing import NDArray
 
 from clipmill.prep.synthetic.frame_code import read_frame_number
-from clipmill.prep.synthetic.frame_numbers import write_frame_number_video
+from clipmill.prep.synthetic.frame_numbers import FrameNumberVideo
 from clipmill.shards.reader import CommittedShard, Variant
 from clipmill.train.data.decoding.clip import ClipShape, make_clip
 from clipmill.train.data.decoding.decoders import ChunkDecoder, ChunkFrames
@@ -41,7 +41,7 @@ CODECS = [  # with a quality that leaves the numbers readable
 @pytest.fixture(scope="module")
 def data_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("codecs")
-    write_frame_number_video(folder / "videos/v.mp4", num_frames=NUM_FRAMES, fps=FPS, width=SIZE_PX, height=SIZE_PX)
+    FrameNumberVideo(num_frames=NUM_FRAMES, fps=FPS, width=SIZE_PX, height=SIZE_PX).write(folder / "videos/v.mp4")
     manifest(folder / "data", folder / "videos")
     return folder / "data"
 

@@ -8,6 +8,7 @@ import pytest
 
 from clipmill.manifests.errors import UserError
 from clipmill.shards.index import IndexBuilder, index_bytes, index_schema
+from clipmill.train.data.clip_query import ClipQuery
 from clipmill.train.data.latents.loader import LatentLoader
 from clipmill.train.data.loader import LoaderSettings
 from clipmill.train.data.video_captions import VideoCaptions
@@ -54,7 +55,7 @@ def test_a_pipe_in_place_of_a_file_fails_its_own_samples_alone(tmp_path: Path, w
     captions = [Caption(video, at, at + 0.5, f"{video} at {at}") for video in ("a", "b") for at in (0, 0.5)]
     write_captions(tmp_path, {"a": "train", "b": "train"}, captions)
     loading = LoaderSettings(batch=2, num_threads=2, num_ahead=4, seed=0, stuck_after_s=20.0)
-    samples = VideoCaptions(tmp_path, split="train", shape=SHAPE, tokenize=load_tokenizer(), loading=loading)
+    samples = VideoCaptions(ClipQuery(tmp_path, split="train", shape=SHAPE, loading=loading), tokenize=load_tokenizer())
     [path] = tmp_path.glob(f"video/*/000000-*.{what}")
     path.unlink()
     os.mkfifo(path)

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from clipmill.prep.synthetic.frame_numbers import write_frame_number_video
+from clipmill.prep.synthetic.frame_numbers import FrameNumberVideo
 from tests.prep.running import chunk, prep_here
 from tests.train.test_video_captions import numbers, open_set
 
@@ -16,8 +16,8 @@ FPS = 10
 
 def write_video(path: Path, *, seconds: int, first_number: int) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
-    write_frame_number_video(
-        path, num_frames=seconds * FPS, fps=Fraction(FPS), width=64, height=64, first_number=first_number
+    FrameNumberVideo(num_frames=seconds * FPS, fps=Fraction(FPS), width=64, height=64, first_number=first_number).write(
+        path
     )
 
 

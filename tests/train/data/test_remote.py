@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from clipmill.manifests.errors import UserError
+from clipmill.train.data.clip_query import ClipQuery
 from clipmill.train.data.decoding.clip import ClipShape
 from clipmill.train.data.frame_sampling import Sampling
 from clipmill.train.data.loader import LoaderSettings, SampleRequest
@@ -22,7 +23,7 @@ SHAPE = ClipShape(sampling=Sampling(num_frames=1), size_px=32)
 def open_set(address: str, cache: Path | None = None) -> VideoCaptions:
     folder = open_data_folder(address, cache=cache)
     return VideoCaptions(
-        folder.path, split="train", shape=SHAPE, tokenize=load_tokenizer(), loading=LOADING, tars=folder.tars
+        ClipQuery(folder.path, split="train", shape=SHAPE, loading=LOADING, tars=folder.tars), tokenize=load_tokenizer()
     )
 
 

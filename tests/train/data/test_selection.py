@@ -10,11 +10,12 @@ from clipmill.manifests.errors import UserError
 from clipmill.shards.reader import Variant
 from clipmill.shards.scores import CHUNKS_FILE, publish_score_table
 from clipmill.train.data.chunk_clips import ChunkClips
+from clipmill.train.data.clip_query import ClipQuery
 from clipmill.train.data.decoding.clip import ClipShape
 from clipmill.train.data.frame_sampling import Sampling
 from clipmill.train.data.interface import open_clips
 from clipmill.train.data.loader import LoaderSettings
-from clipmill.train.data.remote import open_data_folder
+from clipmill.train.data.remote import RemoteTars, open_data_folder
 from clipmill.train.data.video_captions import VideoCaptions
 from tests.shards.made_scores import VARIANT, phash, write_scores
 from tests.train.data.http_folder import HttpFolder
@@ -41,8 +42,9 @@ def scored(data_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return copy
 
 
-def captioned(folder: Path, where: str | None, **how: Any) -> VideoCaptions:
-    return VideoCaptions(folder, split="train", shape=SHAPE, tokenize=None, loading=LOADING, where=where, **how)
+def captioned(folder: Path, where: str | None, *, tars: RemoteTars | None = None, **how: Any) -> VideoCaptions:
+    query = ClipQuery(folder, split="train", shape=SHAPE, loading=LOADING, where=where, tars=tars)
+    return VideoCaptions(query, tokenize=None, **how)
 
 
 def shown(samples: VideoCaptions) -> list[str]:
@@ -83,7 +85,7 @@ def test_duplicates_and_fields_of_videos_and_chunks(scored: Path) -> None:
 
 def test_whole_chunks_are_kept_by_their_own_scores(scored: Path) -> None:
     def chunks(where: str | None) -> ChunkClips:
-        return ChunkClips(scored, split="train", shape=SHAPE, loading=LOADING, where=where)
+        return ChunkClips(ClipQuery(scored, split="train", shape=SHAPE, loading=LOADING, where=where))
 
     samples = chunks("motion > 0.5")
     kept = {key for key, motion in MOTION.items() if (motion or 0) > 0.5}

@@ -22,9 +22,10 @@ from clipmill.shards.chunk_table import update_chunk_table
 from clipmill.shards.merged_table import CHUNKS_FILE
 from clipmill.shards.open_maps import OPEN_MAPS
 from clipmill.shards.reader import Variant
-from clipmill.train.data import chunk_table, chunks, node_cache, selection
+from clipmill.train.data import chunk_table, chunks, node_cache
 from clipmill.train.data.chunk_clips import ChunkClips
 from clipmill.train.data.classes import ClassList
+from clipmill.train.data.clip_query import ClipQuery
 from clipmill.train.data.decoding.clip import ClipShape
 from clipmill.train.data.frame_sampling import Sampling
 from clipmill.train.data.labelled_clips import LabelledClips
@@ -40,11 +41,11 @@ SHAPE = ClipShape(sampling=Sampling(num_frames=2), size_px=16)
 LOADING = LoaderSettings(batch=3, num_threads=1, num_ahead=3, seed=5)
 VIDEOS = {"a": "train", "b": "train", "c": "val", "d": "train"}
 OPEN: dict[str, Callable[[Path], Any]] = {
-    "captions": lambda data: VideoCaptions(data, split="train", shape=SHAPE, tokenize=None, loading=LOADING),
+    "captions": lambda data: VideoCaptions(ClipQuery(data, split="train", shape=SHAPE, loading=LOADING), tokenize=None),
     "selected": lambda data: VideoCaptions(
-        data, split="train", shape=SHAPE, tokenize=None, loading=LOADING, where="words > 2 and video != 'd'"
+        ClipQuery(data, split="train", shape=SHAPE, loading=LOADING, where="words > 2 and video != 'd'"), tokenize=None
     ),
-    "chunks": lambda data: ChunkClips(data, split="train", shape=SHAPE, loading=LOADING, segment_us=400_000),
+    "chunks": lambda data: ChunkClips(ClipQuery(data, split="train", shape=SHAPE, loading=LOADING), segment_us=400_000),
     "latents": lambda data: LatentLoader(data, split="train", text=False, tails="pad", batch=3),
     "words": lambda data: LatentLoader(data, split="train", words=True, batch=3),
     "stored": lambda data: LatentLoader(data, split="train", batch=3),
@@ -78,10 +79,9 @@ def shared_by_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "cache"
 
 
-def in_small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Captions are selected a few at a time, and collected in files."""
+def in_files(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is computed of captions is collected in files."""
     monkeypatch.setattr(node_cache, "SCRATCH_BYTES", 1)
-    monkeypatch.setattr(selection, "_BLOCK", 2)
 
 
 def with_tables(data: Path) -> None:
@@ -116,7 +116,7 @@ def test_a_set_is_the_same_from_tables_and_from_the_cache(
         with_tables(data)
         assert shown(OPEN[name](data)) == expected
         monkeypatch.setattr(node_cache, "MIN_ROWS", 0)
-        in_small_blocks(monkeypatch)
+        in_files(monkeypatch)
         assert shown(OPEN[name](data)) == expected
         assert list(shared_by_all.rglob("*"))
 
@@ -144,7 +144,7 @@ def test_labels_are_shared_and_other_classes_are_other_samples(videos: Path, mon
 
     def opened(names: str) -> list[Any]:
         classes = ClassList("kind", tuple(names))
-        samples = LabelledClips(videos, split="train", classes=classes, shape=SHAPE, loading=LOADING)
+        samples = LabelledClips(ClipQuery(videos, split="train", shape=SHAPE, loading=LOADING), classes=classes)
         return [samples.fingerprint, samples.describe(), samples.labels.tolist(), samples.video.tolist()]
 
     monkeypatch.setattr(node_cache, "MIN_ROWS", 1 << 40)

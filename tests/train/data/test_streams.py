@@ -13,7 +13,7 @@ import webdataset as wds
 
 from clipmill.manifests.errors import UserError
 from clipmill.prep.synthetic.frame_code import read_frame_number
-from clipmill.prep.synthetic.frame_numbers import write_frame_number_video
+from clipmill.prep.synthetic.frame_numbers import FrameNumberVideo
 from clipmill.train.data.decoding.clip import ClipShape
 from clipmill.train.data.frame_sampling import Sampling
 from clipmill.train.data.loader import LoaderSettings
@@ -74,7 +74,7 @@ def ours(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The only tar of a video of 75 frames in chunks of 30, with three captions."""
     folder = tmp_path_factory.mktemp("ours")
     video = folder / "videos/v.mp4"
-    write_frame_number_video(video, num_frames=75, fps=Fraction(30), width=SIZE_PX, height=SIZE_PX)
+    FrameNumberVideo(num_frames=75, fps=Fraction(30), width=SIZE_PX, height=SIZE_PX).write(video)
     (folder / "captions.csv").write_text("video,text,begin_s,end_s\nv,one,0,0.5\nv,two,0.8,1.4\nv,rest,2,\n")
     manifest(folder / "data", folder / "videos", "--captions", folder / "captions.csv")
     chunk(folder / "data", "--len", "1s", "--short-side", SIZE_PX, "--crf", 15)
@@ -200,9 +200,9 @@ def test_a_tar_that_comes_short_is_no_copy_and_a_named_failure(served: HttpFolde
 def test_videos_of_variable_rate_show_the_frame_of_their_time(tmp_path: Path) -> None:
     """Frames last 4, 4, 6, 2, 8, 3, 1, 4 quarters of a thirtieth of a second, by turns: 31 of them 127 quarters."""
     video = tmp_path / "v.mp4"
-    write_frame_number_video(
-        video, num_frames=31, fps=Fraction(30), width=SIZE_PX, height=SIZE_PX, variable_rate=True, start_offset_s=1.0
-    )
+    FrameNumberVideo(
+        num_frames=31, fps=Fraction(30), width=SIZE_PX, height=SIZE_PX, variable_rate=True, start_offset_s=1.0
+    ).write(video)
     with wds.TarWriter(str(tmp_path / "0.tar")) as writer:
         writer.write({"__key__": "v", "mp4": video.read_bytes(), "txt": "x"})
     shape = replace(SHAPE, sampling=Sampling(num_frames=3))

@@ -48,7 +48,7 @@ def test_without_a_list_of_mounts_nothing_is_claimed() -> None:
 def test_the_current_folder_is_measured_and_left_as_it_was(tmp_path: Path) -> None:
     disk = examine_disk(tmp_path, is_data=False)
     assert disk.problem is None and disk.free_bytes and disk.file_system
-    assert disk.write_bytes_per_s and disk.read_bytes_per_s and disk.piece_ms is not None
+    assert disk.speed and disk.speed.write_bytes_per_s and disk.speed.read_bytes_per_s and disk.speed.piece_ms > 0
     assert list(tmp_path.iterdir()) == []
 
 
@@ -59,13 +59,21 @@ def test_a_data_folder_is_only_read(tmp_path: Path) -> None:
     tar.write_bytes(os.urandom(1 << 20))
     before = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")}
     disk = examine_disk(tmp_path, is_data=True)
-    assert disk.read_bytes_per_s and disk.write_bytes_per_s is None and disk.problem is None
+    assert disk.speed and disk.speed.read_bytes_per_s and disk.speed.write_bytes_per_s is None
+    assert disk.problem is None
     assert {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")} == before
 
 
+def problem(folder: Path, *, is_data: bool) -> tuple[str, str]:
+    found = examine_disk(folder, is_data=is_data).problem
+    assert found is not None
+    return found.level, found.what
+
+
 def test_what_cannot_be_measured_is_said(tmp_path: Path) -> None:
-    assert "no shard" in (examine_disk(tmp_path, is_data=True).problem or "")
-    assert "cannot be read" in (examine_disk(tmp_path / "nowhere", is_data=True).problem or "")
+    assert problem(tmp_path, is_data=True)[0] == "note"
+    level, what = problem(tmp_path / "nowhere", is_data=True)
+    assert level == "broken" and "cannot be read: No such file" in what
 
 
 def _without_rights() -> list[str]:
@@ -86,23 +94,31 @@ def test_data_that_this_user_may_not_read_is_not_taken_for_none(tmp_path: Path, 
     (data / "video/h264-1234/000000-1234.tar").write_bytes(bytes(1 << 20))
     (data / "lost+found").mkdir(mode=0)
     program = "import sys; from pathlib import Path; from clipmill.train.doctor.host import examine_disk\n"
-    program += "print(examine_disk(Path(sys.argv[1]), is_data=True).problem)"
+    program += (
+        "found = examine_disk(Path(sys.argv[1]), is_data=True).problem; print(found and (found.what, found.hint))"
+    )
     command = [*_without_rights(), sys.executable, "-c", program, str(data)]
     assert subprocess.run(command, capture_output=True, text=True, check=True).stdout == "None\n"
     (data / closed).chmod(0)
     found = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     (data / closed).chmod(0o700)
-    assert found == f"cannot be read: Permission denied ({data / closed})\n"
+    what = f"cannot be read: Permission denied ({data / closed})"
+    assert found == f"{(what, 'give this user access to it')}\n"
 
 
 def test_a_disk_that_takes_no_file_is_told_from_one_that_is_closed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for code, words in ((errno.EDQUOT, "no space is left"), (errno.ENOSPC, "no space"), (errno.EROFS, "Read-only")):
+    full = ("warning", "no space is left")
+    for code, (level, words) in (
+        *((errno.EDQUOT, full), (errno.ENOSPC, full)),
+        (errno.EROFS, ("note", "not measured: Read-only")),
+    ):
         error = OSError(code, os.strerror(code), str(tmp_path))
 
         def refuse(*, refusal: OSError = error, **_: object) -> None:
             raise refusal
 
         monkeypatch.setattr("tempfile.TemporaryFile", refuse)
-        assert words in (examine_disk(tmp_path, is_data=False).problem or "")
+        found = problem(tmp_path, is_data=False)
+        assert found[0] == level and words in found[1]

@@ -11,6 +11,7 @@ from torch import nn
 from clipmill.train.augment.pictures import to_model_input
 from clipmill.train.data.batch import Batch, to_device
 from clipmill.train.data.chunk_clips import ChunkClips
+from clipmill.train.data.clip_query import ClipQuery
 from clipmill.train.data.decoding.clip import Views
 from clipmill.train.data.inputs import clip_shape, loader_settings, open_folder
 from clipmill.train.device.random import uniform
@@ -72,12 +73,14 @@ class FrameOrderTask:
         settings = replace(self._settings, shards=shards or self._settings.shards)
         folder = open_folder(settings, reason="train frame-order reads data folders")
         return ChunkClips(
-            folder.path,
-            where=settings.where,
-            split=split,
-            shape=clip_shape(settings, views=Views()),
-            loading=loader_settings(settings, world, device=self._device),
-            tars=folder.tars,
+            ClipQuery(
+                folder.path,
+                where=settings.where,
+                split=split,
+                shape=clip_shape(settings, views=Views()),
+                loading=loader_settings(settings, world, device=self._device),
+                tars=folder.tars,
+            )
         )
 
     def start_from(self, source: Source, samples: Any, *, say: Say) -> Loaded:

@@ -15,7 +15,7 @@ from clipmill.train.config.shards import DataSettings
 from clipmill.train.data.inputs import open_mixed
 from clipmill.train.data.latents.loader import CaptionedLatents
 from clipmill.train.data.latents.mixed import MixedLatents
-from clipmill.train.data.outcomes import LoadedBatch
+from clipmill.train.data.outcomes import FailedSample, LoadedBatch
 from tests.train.latents.test_checksums import flip
 from tests.train.latents.written import Caption, Chunk, Written, write_all, write_latents
 from tests.train.tiny_data import write_captions
@@ -61,8 +61,9 @@ def compare(mixed: MixedLatents, alone: list[CaptionedLatents], loaded: LoadedBa
     for row, (position, clip) in enumerate(zip(batch["position"].tolist(), batch["clip_id"].tolist(), strict=True)):
         folder = int(order.folder_of(np.array([clip]))[0])
         own, sample = alone[folder], np.array([clip - int(order.offsets[folder])])
-        read: Any = own._read(sample, np.array([position]), seed=1)
-        expected = own._collate()([*read])
+        [alike] = own._read(sample, np.array([position]), seed=1)
+        assert not isinstance(alike, FailedSample)
+        expected = own._collate()([alike])
         assert torch.equal(batch["latents"][row].view(torch.int16), expected["latents"][0].view(torch.int16))
         assert batch["key"][row] == expected["key"][0]
         if "text" in expected:

@@ -86,10 +86,10 @@ def test_the_length_is_that_of_the_epochs_within_the_time() -> None:
 
 def test_the_expected_time_has_a_range_that_grows_with_what_is_not_known() -> None:
     def expected(
-        times: list[float], *, num: int = 1, share: float | None = None, checkpoints_s: float = 0.0
+        times: list[float], *, num: int = 1, busy: bool = False, checkpoints_s: float = 0.0
     ) -> choice.Expected:
         return choice.expected_time(
-            101, step_times=times, start_s=10.0, checkpoints_s=checkpoints_s, num_processes=num, busy_share=share
+            101, step_times=times, start_s=10.0, checkpoints_s=checkpoints_s, num_processes=num, busy=busy
         )
 
     def values(its: choice.Expected) -> tuple[float, float, float]:
@@ -98,14 +98,6 @@ def test_the_expected_time_has_a_range_that_grows_with_what_is_not_known() -> No
     assert values(expected([1.0] * 8)) == pytest.approx((110.0, 93.5, 126.5))
     assert values(expected([1.0] * 8, checkpoints_s=20.0)) == pytest.approx((130.0, 110.5, 149.5))
     assert values(expected([0.5, 0.5, 1.0, 1.0, 1.0, 1.0, 1.5, 1.5])) == pytest.approx((110.0, 58.5, 161.5))
-    assert values(expected([1.0] * 8, share=0.25)) == pytest.approx((110.0, 27.5, 220.0)), "alone, or half as much"
-    assert values(expected([1.0] * 8, share=1.0)) == pytest.approx((110.0, 93.5, 220.0))
+    assert values(expected([1.0] * 8, busy=True)) == pytest.approx((110.0, 55.0, 220.0)), "alone, or half as much"
     assert expected([1.0] * 8, num=8).most_s > expected([1.0] * 8).most_s
     assert choice.is_busy(5.0, cores=2) and not choice.is_busy(1.2, cores=2)
-
-
-def test_short_runs_warm_up_and_save_accordingly() -> None:
-    assert (choice.warmup_steps(500, steps=200), choice.warmup_steps(20, steps=10_000)) == (20, 20)
-    assert (choice.checkpoint_every(500, steps=201), choice.checkpoint_every(500, steps=10_000)) == (51, 500)
-    assert choice.disk_bytes(10, steps=1000, every=100, keep=3) == 40
-    assert choice.disk_bytes(10, steps=100, every=100, keep=3) == 10

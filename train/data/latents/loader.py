@@ -12,9 +12,9 @@ from numpy.typing import NDArray
 from clipmill.train.data.batch import Batch
 from clipmill.train.data.caption_choice import CaptionTexts
 from clipmill.train.data.classes import ClassList
-from clipmill.train.data.latents.opened_segments import Captions
 from clipmill.train.data.latents.reading import LatentSample, SegmentReader
 from clipmill.train.data.latents.ring import LatentRing
+from clipmill.train.data.latents.segment_query import Captions, SegmentQuery
 from clipmill.train.data.latents.segment_set import SegmentSet
 from clipmill.train.data.latents.segments import FrameShape, Tails, times_us
 from clipmill.train.data.loader import BatchLoader, LoaderSettings, Order
@@ -110,18 +110,19 @@ class LatentLoader(BatchLoader):
         )
         self._data_dir, self.split = data_dir, split
         captions: Captions = "none" if classes or not text else "words" if words or tokenize else "stored"
-        self.samples = SegmentSet(
-            data_dir,
+        query = SegmentQuery(
+            data_dir=data_dir,
             split=split,
             segment=segment,
             captions=captions,
             tails=tails,
-            wanted_sources=sources,
+            sources=sources,
             classes=classes,
             max_segments=max_segments,
             where=where,
             tars=tars,
         )
+        self.samples = SegmentSet(query)
         self._order: Order = SampleOrder(len(self.samples), seed)
         self._tokenize = tokenize if captions == "words" else None
         self._verify = verify
@@ -132,7 +133,7 @@ class LatentLoader(BatchLoader):
 
     @property
     def num_samples(self) -> int:
-        """The same."""
+        """Number of samples in an epoch."""
         return len(self)
 
     @property
@@ -282,7 +283,8 @@ class CaptionedLatents(LatentLoader):
         [found] = self._read(number, number, seed=None)
         if isinstance(found, FailedSample):
             return []
-        bits = np.frombuffer(found[2], np.uint16).reshape(-1, shape.channels, shape.height, shape.width)
+        content, begin, end = found[2]
+        bits = np.frombuffer(content[begin:end], np.uint16).reshape(-1, shape.channels, shape.height, shape.width)
         if shape.dtype == "bfloat16":
             latents = (bits.astype(np.uint32) << np.uint32(16)).view(np.float32)
         else:

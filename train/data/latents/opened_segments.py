@@ -1,10 +1,8 @@
 """What opening a set of latents computes: chunks, segments, and the captions or labels they have."""
 
 import shlex
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
 
 import numpy as np
 import pyarrow as pa
@@ -16,25 +14,23 @@ from clipmill.manifests.store import read_videos
 from clipmill.shards.reader import Variant
 from clipmill.train.data.caption_choice import CaptionChoice, Sources
 from clipmill.train.data.chunks import evenly_of_each, videos_of_split
-from clipmill.train.data.classes import ClassList
 from clipmill.train.data.latents.captions import SegmentCaptions, pair_captions
 from clipmill.train.data.latents.labels import SegmentLabels, label_segments
+from clipmill.train.data.latents.segment_query import SegmentQuery
 from clipmill.train.data.latents.segments import (
     FrameShape,
     LatentRecords,
     Segments,
-    Tails,
     cut,
     frames_of,
     read_records,
     seconds_of,
 )
 from clipmill.train.data.mapped_tars import MappedTars
-from clipmill.train.data.selection import Selection
+from clipmill.train.data.selection import ChunkRows, Selection
 from clipmill.train.data.stored_text import TextMembers, TextRows, read_text_rows
 
 # Segments alone, with embeddings that prep text has stored, or with the texts of captions.
-Captions = Literal["none", "stored", "words"]
 
 
 @dataclass(frozen=True)
@@ -72,22 +68,14 @@ OPENED_TYPES = (
 
 
 def open_segment_set(
-    data_dir: Path,
+    query: SegmentQuery,
     *,
-    split: str,
     latents: Variant,
     text_variant: Variant | None,
     tars: MappedTars,
-    segment: str,
-    captions: Captions,
-    tails: Tails,
-    wanted_sources: str | None,
-    classes: Sequence[ClassList],
-    max_segments: int | None,
-    where: str | None,
     depends_on: tuple[object, ...],
 ) -> OpenedSegments:
-    """Find the samples of a split; for the arguments see `LatentLoader`.
+    """Find the samples of a split.
 
     Args:
         tars: those of `latents` and then of `text_variant`.
@@ -96,6 +84,7 @@ def open_segment_set(
     Raises:
         UserError: there is nothing to show, the columns do not belong together, or a file is damaged.
     """
+    data_dir, split, segment, classes = query.data_dir, query.split, query.segment, query.classes
     tars.require_files()
     video_ids = videos_of_split(data_dir, split)
     num_latents = latents.num_shards
@@ -108,22 +97,20 @@ def open_segment_set(
     if records is None:
         raise _nothing_of(latents, data_dir, video_ids, split=split)
     selection = Selection(
-        where,
+        query.where,
         data_dir,
         split=split,
-        video_ids=video_ids,
-        video_row=records.video_row,
-        start_ms=records.start_ms,
-        has_captions=captions != "none" or bool(classes),
+        chunks=ChunkRows(video_ids, records.video_row, records.start_ms),
+        has_captions=query.captions != "none" or bool(classes),
         depends_on=depends_on,
     )
     records = records if selection.chunks is None else records.take(selection.rows)
     num_frames = frames_of(segment, records.shape)
     _check_crops(latents, segment)
-    segments = cut(records, num_frames=num_frames, tails=tails)
+    segments = cut(records, num_frames=num_frames, tails=query.tails)
     text: TextMembers | None = None
     its_captions: SegmentCaptions | None = None
-    if captions != "none":
+    if query.captions != "none":
         rows: TextRows | None = None
         if text_variant is not None:
             if not text_variant.num_shards:
@@ -138,7 +125,7 @@ def open_segment_set(
             segments=segments,
             text=rows,
             video_ids=video_ids,
-            wanted_sources=wanted_sources,
+            wanted_sources=query.sources,
             selection=selection,
         )
     labels: SegmentLabels | None = None
@@ -154,10 +141,10 @@ def open_segment_set(
     shown = None if labels is None else labels.segment
     shown = its_captions.segment if its_captions is not None else shown
     kept: NDArray[np.int64] | None = None
-    if max_segments is not None:
+    if query.max_segments is not None:
         numbers = np.arange(len(segments)) if shown is None else shown.astype(np.int64)
         videos = records.video_row[segments.chunk_of(numbers)].astype(np.int64)
-        kept = evenly_of_each(videos, at_most=max_segments)
+        kept = evenly_of_each(videos, at_most=query.max_segments)
     return OpenedSegments(
         video_ids, records, segments, text, its_captions, labels, kept, selection.text, selection.remarks()
     )

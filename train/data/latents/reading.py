@@ -15,16 +15,16 @@ from clipmill.shards.format import BLOCK_BYTES
 from clipmill.shards.npy import decompressed
 from clipmill.train.data.latents.segment_set import Columns, SegmentRequests, SegmentSet
 from clipmill.train.data.loader import LoaderSettings
-from clipmill.train.data.mapped_tars import Problem, VerifiedMembers
+from clipmill.train.data.mapped_tars import Part, Problem, VerifiedMembers
 from clipmill.train.data.outcomes import FailedSample
 from clipmill.train.data.workers import Stuck, in_order
 
 _AHEAD_BYTES = 1 << 28  # of members that are loaded ahead
 
-# A sample: the columns of its batch and its row there; its latents, and its embedding in a set with stored text.
-LatentSample = tuple[Columns, int, memoryview, memoryview | None]
+# A sample: columns of batches and its row there; its latents, and its embedding in a set with stored text.
+LatentSample = tuple[Columns, int, Part, Part | None]
 _Wanted = tuple[int, int, tuple[int, int] | None]  # first frame, number of frames; member and place of the embedding
-_Loaded = tuple[memoryview, memoryview | None] | Problem
+_Loaded = tuple[Part, Part | None] | Problem
 
 
 class SegmentReader:
@@ -54,7 +54,7 @@ class SegmentReader:
         due = self._due(requests, latents)
         if due.any():
             return self._loaded(requests, due)
-        texts: Iterator[memoryview | None] = repeat(None)
+        texts: Iterator[Part | None] = repeat(None)
         if self._samples.text is not None and requests.text_place is not None:
             texts = self._tars.parts(requests.text_place, self._samples.text.row_bytes)
         parts = self._tars.parts(latents, requests.num_frames * frame_bytes)
@@ -119,10 +119,10 @@ class SegmentReader:
                 found.append(embedding)
             else:
                 begin = first + frame * shape.frame_bytes
-                found.append((content[begin : begin + num_frames * shape.frame_bytes], embedding))
+                found.append(((content, begin, begin + num_frames * shape.frame_bytes), embedding))
         return found
 
-    def _embedding(self, member: int, place: int) -> memoryview | Problem:
+    def _embedding(self, member: int, place: int) -> Part | Problem:
         assert self._text is not None and self._samples.text is not None
         content = self._text.load(member)
         return content if isinstance(content, Problem) else self._samples.text.row_of(content, member, place)

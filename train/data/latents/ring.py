@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from clipmill.train.data.batch import Batch, BatchMemory
 from clipmill.train.data.latents.reading import LatentSample
 from clipmill.train.data.latents.segment_set import SegmentSet
+from clipmill.train.data.mapped_tars import Part
 
 if TYPE_CHECKING:
     import torch
@@ -69,19 +70,19 @@ class LatentRing:
         return batch
 
 
-class _Rows:
-    """A `BatchMemory` with rows of bytes."""
+class _Rows(BatchMemory):
+    """Memory whose rows are copied from bytes."""
 
     def __init__(self, shape: tuple[int, ...], dtype: "torch.dtype", *, pin: bool, can_keep: bool) -> None:
-        self._memory = BatchMemory(shape, dtype, pin=pin, can_keep=can_keep)
+        super().__init__(shape, dtype, pin=pin, can_keep=can_keep)
         size = self._row_bytes = dtype.itemsize * int(np.prod(shape[1:]))
         self._places = [slice(begin, begin + size) for begin in range(0, shape[0] * size, size)]
 
-    def filled(self, parts: Sequence[memoryview]) -> "torch.Tensor":
+    def filled(self, parts: Sequence[Part]) -> "torch.Tensor":
         """A tensor of rows; a part that is shorter than a row is followed by zeros."""
-        rows, content = self._memory.rows(len(parts))
-        for place, part in zip(self._places, parts):  # noqa: B905 - the last batch may be smaller
-            content[place] = part if len(part) == self._row_bytes else part.tobytes().ljust(self._row_bytes, b"\0")
+        (rows, content), size = self.rows(len(parts)), self._row_bytes
+        for place, (source, begin, end) in zip(self._places, parts):  # noqa: B905 - the last batch may be smaller
+            content[place] = source[begin:end] if end - begin == size else bytes(source[begin:end]).ljust(size, b"\0")
         return rows
 
 

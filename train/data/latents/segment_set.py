@@ -18,18 +18,16 @@ from clipmill.shards.dataset import current_variant
 from clipmill.shards.merged_table import merged_mark
 from clipmill.shards.reader import Variant
 from clipmill.train.data.chunks import manifest_mark
-from clipmill.train.data.classes import ClassList
 from clipmill.train.data.latents.captions import SegmentCaptions
 from clipmill.train.data.latents.labels import SegmentLabels
-from clipmill.train.data.latents.opened_segments import OPENED_TYPES, Captions, OpenedSegments, open_segment_set
+from clipmill.train.data.latents.opened_segments import OPENED_TYPES, OpenedSegments, open_segment_set
+from clipmill.train.data.latents.segment_query import SegmentQuery
 from clipmill.train.data.latents.segments import (
     LatentRecords,
     Segments,
-    Tails,
 )
 from clipmill.train.data.node_cache import shared
 from clipmill.train.data.order import set_fingerprint
-from clipmill.train.data.remote import RemoteTars
 from clipmill.train.data.remote_maps import open_maps
 from clipmill.train.data.selection import selection_mark
 from clipmill.train.data.stored_text import TextMembers, encoder_of
@@ -64,27 +62,13 @@ class SegmentSet:
     Memory: 40 bytes per chunk; with text also 8 per segment with captions, 12 per caption and 4 per (segment, caption)
     pair. A million chunks of three segments with four million captions take about 150 MB.
 
-    Args:
-        captions, tails, wanted_sources, classes, max_segments, where, tars: see `LatentLoader`.
-
     Raises:
         UserError: there is nothing to show, the columns do not belong together, or a file is damaged.
     """
 
-    def __init__(
-        self,
-        data_dir: Path,
-        *,
-        split: str,
-        segment: str,
-        captions: Captions,
-        tails: Tails,
-        wanted_sources: str | None = None,
-        classes: Sequence[ClassList] = (),
-        max_segments: int | None = None,
-        where: str | None = None,
-        tars: RemoteTars | None = None,
-    ) -> None:
+    def __init__(self, query: SegmentQuery) -> None:
+        data_dir, split, captions = query.data_dir, query.split, query.captions
+        classes, tars = query.classes, query.tars
         if not resolved_folder(data_dir).is_dir():
             raise UserError(f"there is no data folder {data_dir}", hint="name one that prep made")
         self.split = split
@@ -98,30 +82,25 @@ class SegmentSet:
         self.tars = open_maps(variants, tars, whole=self._text_variant)
         marks = [merged_mark(variant.directory, variant.commits) for variant in variants]
         self._classes = classes
-        settings = (segment, captions, tails, wanted_sources, [its.as_json() for its in classes], max_segments)
+        settings = (
+            *(query.segment, captions, query.tails, query.sources),
+            *([its.as_json() for its in classes], query.max_segments),
+        )
         self._depends_on = (
             split,
             *manifest_mark(data_dir),
             *marks,
             *settings,
-            *selection_mark(where, data_dir, tars=tars),
+            *selection_mark(query.where, data_dir, tars=tars),
         )
         self._num_rows = self._latents.num_samples + (num_captions_of(data_dir) if captions != "none" or classes else 0)
         opened = shared(
             lambda: open_segment_set(
-                data_dir,
-                split=split,
+                query,
                 latents=self._latents,
                 text_variant=self._text_variant,
                 tars=self.tars,
-                classes=classes,
                 depends_on=self._depends_on,
-                segment=segment,
-                captions=captions,
-                tails=tails,
-                wanted_sources=wanted_sources,
-                max_segments=max_segments,
-                where=where,
             ),
             of=("segments", *self._depends_on),
             num_rows=self._num_rows,

@@ -13,8 +13,7 @@ from clipmill.train.config.evaluation import ProbeEvaluation
 from clipmill.train.config.training import ClipSettings
 from clipmill.train.data.batch import Batch
 from clipmill.train.data.classes import ClassList, class_labels, read_classes
-from clipmill.train.data.decoding.clip import Views
-from clipmill.train.data.inputs import clip_shape, loader_settings, open_labelled_folder, open_segments
+from clipmill.train.data.inputs import clip_query, loader_settings, open_labelled_folder, open_segments
 from clipmill.train.data.labelled_clips import LabelledClips
 from clipmill.train.data.latents.loader import LabelledLatents
 from clipmill.train.distributed.world import World
@@ -134,15 +133,14 @@ def _open_labelled(
         )
     folder = open_labelled_folder(settings)
     return LabelledClips(
-        folder.path,
-        split=split,
+        clip_query(
+            settings,
+            folder,
+            split=split,
+            loading=replace(loader_settings(settings, world, device=device), batch=batch, group=1),
+        ),
         classes=classes[0],
         also=classes[1:],
-        shape=clip_shape(settings, views=Views()),
-        loading=replace(loader_settings(settings, world, device=device), batch=batch, group=1),
-        decode=settings.decode,
-        tars=folder.tars,
-        where=settings.where,
     )
 
 

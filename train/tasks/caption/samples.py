@@ -6,17 +6,14 @@ Shape suffixes: K captions of a visit, L tokens.
 import hashlib
 from collections.abc import Callable, Iterable
 from functools import cached_property
-from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
 from clipmill.train.config.data import CaptionSettings
 from clipmill.train.data.batch import Sample
-from clipmill.train.data.decoding.clip import ClipShape
-from clipmill.train.data.decoding.reading import DecodeRule
-from clipmill.train.data.loader import LoaderSettings, SampleRequest
-from clipmill.train.data.remote import RemoteTars
+from clipmill.train.data.clip_query import ClipQuery
+from clipmill.train.data.loader import SampleRequest
 from clipmill.train.data.video_captions import ALL_CAPTIONS, VideoCaptions
 from clipmill.train.device.random import uniform
 from clipmill.train.tasks.caption.tokenizer import NO_TOKEN, CaptionTokenizer
@@ -39,31 +36,15 @@ class CaptionedClips(VideoCaptions):
 
     def __init__(
         self,
-        data_dir: Path,
+        query: ClipQuery,
         *,
-        split: str,
-        shape: ClipShape,
         make_tokenizer: Callable[[Iterable[str]], CaptionTokenizer],
         max_tokens: int,
         per_visit: int,
-        loading: LoaderSettings,
-        decode: DecodeRule = "packets",
         captions: CaptionSettings = ALL_CAPTIONS,
-        tars: RemoteTars | None = None,
-        where: str | None = None,
     ) -> None:
         self._max_tokens, self._per_visit, self._make_tokenizer = max_tokens, per_visit, make_tokenizer
-        super().__init__(
-            data_dir,
-            split=split,
-            shape=shape,
-            tokenize=None,
-            loading=loading,
-            decode=decode,
-            captions=captions,
-            tars=tars,
-            where=where,
-        )
+        super().__init__(query, tokenize=None, captions=captions)
 
     @cached_property
     def tokenizer(self) -> CaptionTokenizer:

@@ -12,8 +12,7 @@ from torch import nn
 
 from clipmill.train.config.model import kind_of
 from clipmill.train.data.batch import Batch
-from clipmill.train.data.decoding.clip import Views
-from clipmill.train.data.inputs import Mixture, clip_shape, loader_settings, open_folder
+from clipmill.train.data.inputs import Mixture, clip_query, loader_settings, open_folder
 from clipmill.train.data.prefetch import batches_on_all_stages
 from clipmill.train.distributed.stages import LayerCost
 from clipmill.train.distributed.world import World
@@ -127,17 +126,11 @@ class CaptionTask(ClipTask[CaptionerSettings, Samples | None, Captioner]):
         settings = self._settings
         folder = open_folder(settings, reason="train caption reads data folders")
         return CaptionedClips(
-            folder.path,
-            split=split,
-            shape=clip_shape(settings, views=Views()),
+            clip_query(settings, folder, split=split, loading=loader_settings(settings, world, device=self._device)),
             make_tokenizer=make_tokenizer,
             max_tokens=settings.decoder.max_tokens,
             per_visit=settings.captions_per_visit,
-            loading=loader_settings(settings, world, device=self._device),
-            decode=settings.decode,
             captions=settings.captions,
-            tars=folder.tars,
-            where=settings.where,
         )
 
     def new_model(self, samples: Samples | None = None) -> Captioner:

@@ -19,7 +19,7 @@ from clipmill.train.data.decoding.clip import Views
 from clipmill.train.data.frame_sampling import spread_frames, window_frames
 from clipmill.train.data.inputs import (
     Mixture,
-    clip_shape,
+    clip_query,
     first_of,
     loader_settings,
     open_labelled_folder,
@@ -119,14 +119,8 @@ class ClassifyTask(ClipTask[ClassifySettings, Samples, VideoClassifier]):
             # A clip takes the memory of all its views.
             loading = replace(loading, batch=max(1, loading.batch // len(views)))
         return LabelledClips(
-            folder.path,
-            split=split,
+            clip_query(settings, folder, split=split, loading=loading, views=views),
             classes=self.classes,
-            shape=clip_shape(settings, views=views or Views()),
-            loading=loading,
-            decode=settings.decode,
-            tars=folder.tars,
-            where=settings.where,
             repeats=repeats,
         )
 

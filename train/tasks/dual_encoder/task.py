@@ -19,7 +19,15 @@ from clipmill.train.config.model import Towers
 from clipmill.train.data.batch import Batch
 from clipmill.train.data.decoding.clip import Views
 from clipmill.train.data.frame_sampling import spread_frames
-from clipmill.train.data.inputs import Mixture, clip_shape, first_of, loader_settings, open_segments, size_on_latents
+from clipmill.train.data.inputs import (
+    Mixture,
+    clip_query,
+    clip_shape,
+    first_of,
+    loader_settings,
+    open_segments,
+    size_on_latents,
+)
 from clipmill.train.data.latents.loader import CaptionedLatents
 from clipmill.train.data.remote import open_data_folder
 from clipmill.train.data.streams.stream import VideoStream
@@ -142,18 +150,12 @@ class DualEncoderTask(ClipTask[DualEncoderSettings, Samples, DualEncoder]):
             )
         folder = open_data_folder(settings.folder, cache=settings.cache, cache_size=settings.cache_size)
         return VideoCaptions(
-            folder.path,
-            split=split,
-            shape=shape,
+            clip_query(settings, folder, split=split, loading=loading, views=Views(num_clips=num_clips)),
             tokenize=tokenize,
-            loading=loading,
-            decode=settings.decode,
             captions=settings.captions if table is None else CaptionSettings(),
             table=table,
             has_stored_text=tokenize is None,
             each_caption=each_caption,
-            tars=folder.tars,
-            where=settings.where,
         )
 
     def _latents(self, split: str, world: World, *, tokenize: Tokenize | None) -> CaptionedLatents:

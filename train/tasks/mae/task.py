@@ -15,12 +15,11 @@ from clipmill.train.config.evaluation import EvaluatedData, ProbeEvaluation
 from clipmill.train.data.batch import Batch
 from clipmill.train.data.chunk_clips import ChunkClips
 from clipmill.train.data.chunks import videos_of_split
-from clipmill.train.data.decoding.clip import Views
 from clipmill.train.data.frame_sampling import window_frames
 from clipmill.train.data.inputs import (
     LATENT_PATCH,
     Mixture,
-    clip_shape,
+    clip_query,
     first_of,
     loader_settings,
     open_folder,
@@ -103,14 +102,13 @@ class MaeTask(ClipTask[MaeSettings, Samples, MaskedAutoencoder]):
             return self._latents(split, world)
         folder = open_folder(settings, reason="train mae reads data folders")
         return ChunkClips(
-            folder.path,
-            split=split,
-            shape=clip_shape(settings, views=Views()),
-            loading=replace(loader_settings(settings, world, device=self._device), group=per_chunk),
+            clip_query(
+                settings,
+                folder,
+                split=split,
+                loading=replace(loader_settings(settings, world, device=self._device), group=per_chunk),
+            ),
             same_frames=settings.repeat == "masks",
-            decode=settings.decode,
-            tars=folder.tars,
-            where=settings.where,
         )
 
     def _latents(self, split: str, world: World) -> LatentLoader:

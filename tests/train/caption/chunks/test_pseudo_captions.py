@@ -13,7 +13,7 @@ import pytest
 
 from clipmill.manifests.store import read_captions
 from clipmill.prep.cli import main as prep_main
-from clipmill.prep.synthetic.frame_numbers import write_frame_number_video
+from clipmill.prep.synthetic.frame_numbers import FrameNumberVideo
 from clipmill.shards.reader import Variant
 from tests.train.weights.test_export import run_train
 
@@ -54,7 +54,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("CLIPMILL_DATA", raising=False)
     for name in NAMES:
-        write_frame_number_video(tmp_path / f"videos/{name}.mp4", num_frames=40, fps=Fraction(5), width=64, height=48)
+        FrameNumberVideo(num_frames=40, fps=Fraction(5), width=64, height=48).write(tmp_path / f"videos/{name}.mp4")
     with (tmp_path / "captions.csv").open("w", newline="") as file:
         rows = csv.writer(file)
         rows.writerow(("video", "begin_s", "end_s", "text"))

@@ -10,7 +10,7 @@ import pytest
 
 from clipmill.manifests.errors import UserError
 from clipmill.prep.synthetic.frame_code import read_frame_number
-from clipmill.prep.synthetic.frame_numbers import write_frame_number_video
+from clipmill.prep.synthetic.frame_numbers import FrameNumberVideo
 from clipmill.train.data.frame_sampling import US_PER_S, Sampling
 from clipmill.train.tasks.caption.videos.captioning import Caption, CaptionedWindow, VideoEnd, caption_videos
 from clipmill.train.tasks.caption.videos.clips import WindowClip
@@ -20,9 +20,9 @@ SIZE_PX = 64
 
 
 def write(path: Path, *, num_frames: int = 60, codec: str = "libx264", gop: int = 10) -> bytes:
-    write_frame_number_video(
-        path, num_frames=num_frames, fps=Fraction(10), width=SIZE_PX, height=SIZE_PX, codec=codec, gop=gop
-    )
+    FrameNumberVideo(
+        num_frames=num_frames, fps=Fraction(10), width=SIZE_PX, height=SIZE_PX, codec=codec, gop=gop
+    ).write(path)
     return path.read_bytes()
 
 

@@ -11,7 +11,7 @@ import pytest
 
 from clipmill.manifests.adapters.folder import read_folder
 from clipmill.manifests.further_sources import is_source_name, source_name
-from clipmill.prep.synthetic.frame_numbers import write_frame_number_video
+from clipmill.prep.synthetic.frame_numbers import FrameNumberVideo
 from clipmill.train.inference.model import load_model
 from clipmill.train.tasks.caption.videos.run import open_captioner
 from tests.train.test_cli import train
@@ -26,7 +26,7 @@ def films(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Two videos, of 3 and of 5 seconds, beside something else."""
     folder = tmp_path_factory.mktemp("films")
     for name, num_frames in (("a.mp4", 30), ("deep/b.mkv", 50)):
-        write_frame_number_video(folder / name, num_frames=num_frames, fps=Fraction(10), width=64, height=48)
+        FrameNumberVideo(num_frames=num_frames, fps=Fraction(10), width=64, height=48).write(folder / name)
     (folder / "notes.txt").write_text("no video")
     return folder
 

@@ -11,7 +11,7 @@ import pytest
 from numpy.typing import NDArray
 
 from clipmill.prep.synthetic.frame_code import read_frame_number
-from clipmill.prep.synthetic.frame_numbers import frame_times_s, write_frame_number_video
+from clipmill.prep.synthetic.frame_numbers import FrameNumberVideo, frame_times_s
 from clipmill.shards.reader import Variant
 from clipmill.train.data.decoding.clip import ClipShape, make_clip
 from clipmill.train.data.decoding.decoders import ChunkDecoder
@@ -31,7 +31,7 @@ def video(
     folder: Path, name: str = "v.mp4", *, num_frames: int = 35, width: int = 96, height: int = 96, **how: Any
 ) -> Path:
     path = folder / name
-    write_frame_number_video(path, num_frames=num_frames, fps=FPS, width=width, height=height, **how)
+    FrameNumberVideo(num_frames=num_frames, fps=FPS, width=width, height=height, **how).write(path)
     return path
 
 

@@ -23,6 +23,7 @@ from clipmill.manifests.publish import remove_temporaries, target_of
 from clipmill.train.data.batch import BatchRing, Sample
 from clipmill.train.data.chunk_clips import ChunkClips
 from clipmill.train.data.chunks import ChunkSet
+from clipmill.train.data.clip_query import ClipQuery
 from clipmill.train.data.decoding.clip import Views
 from clipmill.train.data.inputs import clip_shape, open_folder
 from clipmill.train.data.loader import LoaderSettings
@@ -85,20 +86,22 @@ def open_work(weights: str, request: ChunkCaptionsRequest, *, say: Say) -> Work:
     decoding = within(request.decoding.effective(), captioner.task.decoder.size.context_length)
     folder = open_folder(settings, reason="train caption-chunks captions the chunks of a data folder")
     samples = ChunkClips(
-        folder.path,
-        split=request.split,
-        shape=clip_shape(settings, views=Views()),
-        loading=LoaderSettings(
-            batch=request.batch,
-            num_threads=request.workers,
-            num_ahead=request.batch * settings.batches_ahead,
-            seed=0,
-            pin=captioner.trained.device.type == "cuda",
+        ClipQuery(
+            folder.path,
+            split=request.split,
+            shape=clip_shape(settings, views=Views()),
+            loading=LoaderSettings(
+                batch=request.batch,
+                num_threads=request.workers,
+                num_ahead=request.batch * settings.batches_ahead,
+                seed=0,
+                pin=captioner.trained.device.type == "cuda",
+            ),
+            decode=settings.decode,
+            tars=folder.tars,
+            where=request.where,
         ),
         segment_us=segment_us,
-        decode=settings.decode,
-        tars=folder.tars,
-        where=request.where,
     )
     say(f"data: {samples.describe()}; {samples.variant_name}")
     say(f"weights: {captioner.source}: {captioner.trained.weights}")

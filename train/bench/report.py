@@ -1,0 +1,133 @@
+"""What follows from the rates of `train bench`: the bottleneck, advice, and the table that it prints."""
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from clipmill.manifests.units import size_text
+from clipmill.train.bench.stages import AUGMENT, CROP, DECODE, LOADING, READ, TOKENS
+from clipmill.train.config.training import ClipSettings
+
+_COMPUTE = (AUGMENT, "model")
+_WHAT = {
+    READ: "choose frames, read their packets",
+    DECODE: "decode packets to frames",
+    CROP: "crop and resize planes",
+    TOKENS: "tokenize captions, or look up labels",
+    "transfer": "copy to the device",
+    AUGMENT: "convert to RGB, jitter, blur, normalise",
+    "model": "forward, backward, optimizer step",
+}
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """The bottleneck.
+
+    Attributes:
+        slowest: the slowest stage by itself.
+        bound: "data" if the loader is slower than augmentation and model together.
+        cause: the slowest stage on that side; "loader" where the stages of loading are not known.
+        expected_wait_share: share of a step spent waiting for data, if loader and model do not share cores.
+    """
+
+    slowest: str
+    bound: Literal["data", "compute"]
+    cause: str
+    expected_wait_share: float
+
+
+def judge(stages: dict[str, float], *, loader: float, compute: float) -> Verdict:
+    """Find the bottleneck from items per second: by stage, of the loader alone, and of augmentation and model."""
+    is_data_bound = loader < compute
+    sides = stages if any(name in stages for name in LOADING) else {**stages, "loader": loader}
+    of_side = [name for name in sides if (name in _COMPUTE) != is_data_bound]
+    return Verdict(
+        slowest=min(sides, key=sides.__getitem__),
+        bound="data" if is_data_bound else "compute",
+        cause=min(of_side, key=sides.__getitem__),
+        expected_wait_share=max(0.0, 1 - loader / compute),
+    )
+
+
+def advice(cause: str, settings: ClipSettings, *, cores: int) -> list[str]:
+    """What to change, the most promising first."""
+    found = []
+    if cause == DECODE and settings.decode != "packets":
+        found.append("--decode packets")
+    if cause in (DECODE, CROP, TOKENS) and settings.workers < cores:
+        found.append(f"more --workers: {settings.workers} of {cores} cores are used")
+    if cause in (READ, DECODE) and settings.samples_per_chunk == 1:
+        found.append("--samples-per-chunk 2 or more, so that a chunk is read and decoded once for several samples")
+    found += {
+        READ: [
+            "a faster disk, or chunks of a lower bitrate",
+            "more --workers, which wait for the disk and not for cores",
+        ],
+        DECODE: ["chunks that are cheaper to decode: a smaller short side, or every frame a key frame"],
+        CROP: ["chunks of a smaller short side, or a smaller --size-px"],
+        TOKENS: ["shorter captions"],
+        "loader": ["a faster disk, or more --workers"],
+        "transfer": ["a smaller --size-px or fewer --num-frames"],
+        AUGMENT: ["lower --augment.blur: blur is the most expensive augmentation"],
+        "model": ["the data keeps up; for more speed use a faster device, a smaller --model or fewer --num-frames"],
+    }[cause]
+    return found
+
+
+def about(result: dict[str, Any]) -> str:
+    """What was measured, as one line."""
+    settings = result["settings"]
+    return (
+        f"{result['data']}; {result['variant']}; {result['machine']}; batches of {settings['batch']} clips of "
+        f"{settings['num_frames']} frames, {settings['size_px']} px, model {settings['model']}"
+    )
+
+
+def print_report(result: dict[str, Any]) -> None:
+    """Print a result of `clipmill.train.bench.run.run_bench`."""
+    from rich.console import Console
+    from rich.table import Table
+
+    console = Console(highlight=False, soft_wrap=True)
+    console.print(about(result), markup=False)
+    table = Table("stage", "what it does", box=None, padding=(0, 2, 0, 0))
+    for name in ("items/s", "ms per item"):
+        table.add_column(name, justify="right")
+    for link in result["links"]:
+        mark = " ←" if link["link"] == result["slowest"] else ""
+        table.add_row(link["link"] + mark, _WHAT[link["link"]], *_cells(link["items_per_s"]))
+    table.add_section()
+    workers = result["settings"]["workers"]
+    table.add_row("loader", f"from disk to batches, {workers} workers", *_cells(result["loader_items_per_s"]))
+    table.add_row("compute", "augment and model, a batch on the device", *_cells(result["compute_items_per_s"]))
+    table.add_row("step", "loader and compute, overlapping", *_cells(result["step_items_per_s"]))
+    console.print(table)
+    for line in _conclusion(result):
+        console.print(line, markup=False)
+
+
+def _cells(items_per_s: float | None) -> tuple[str, str]:
+    return ("not needed", "") if items_per_s is None else (f"{items_per_s:,.1f}", f"{1000 / items_per_s:,.3f}")
+
+
+def _conclusion(result: dict[str, Any]) -> list[str]:
+    loader, compute, cause = result["loader_items_per_s"], result["compute_items_per_s"], result["cause"]
+    lines = [
+        f"slowest stage: {result['slowest']}; {result['bound']}-bound: the loader gives {loader:,.1f} items/s, augment "
+        f"and model process {compute:,.1f}; waiting for data takes {result['wait_share']:.0%} of a step "
+        f"(expected: {result['expected_wait_share']:.0%})",
+        f"memory: {size_text(result['memory_bytes'])}{' of GPU memory' if result['device'] == 'cuda' else ''}",
+    ]
+    if result["read_bytes_per_item"] is not None:
+        lines.append(f"{result['read_bytes_per_item'] / 1000:,.0f} kB are read from the disk per sample")
+    if speed := (result["disk"] or {}).get("speed"):
+        per_s = size_text(speed["read_bytes_per_s"])
+        lines.append(f"the disk is read at {per_s}/s, 64 KiB in {speed['piece_ms']:.2f} ms")
+    if cause != result["slowest"]:
+        lines.append(f"the bottleneck is {cause}: stages before the model add up in each loader thread")
+    if result["device"] == "cpu":
+        lines.append("the model shares the cores with decoding, so together each is slower than alone")
+    lines += [f"what to change ({cause}): {one}" for one in result["advice"]]
+    if result["num_failed"]:
+        lines.append(f"{result['num_failed']} samples could not be loaded; the first: {result['first_failure']}")
+    return lines

@@ -1,0 +1,51 @@
+"""`ClipQuery`: which clips of a data folder are opened, and how they are shown and loaded. It is passed on whole."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from clipmill.train.data.chunks import ChunkSet
+from clipmill.train.data.decoding.clip import ClipShape
+from clipmill.train.data.decoding.reading import DecodeRule
+from clipmill.train.data.loader import LoaderSettings
+from clipmill.train.data.remote import RemoteTars
+
+
+@dataclass(frozen=True)
+class ClipQuery:
+    """A question to a data folder.
+
+    Attributes:
+        data_dir: the folder, or the local copy of its small files if its tars are elsewhere.
+        split: split of the videos.
+        shape: how clips are sampled, cropped and resized.
+        loading: batches, threads and this rank's share.
+        decode: how frames are decoded.
+        tars: reads the tars, if they are not in `data_dir`.
+        where: an expression that selects samples (`clipmill.shards.where`); None for all.
+    """
+
+    data_dir: Path
+    split: str
+    shape: ClipShape
+    loading: LoaderSettings
+    decode: DecodeRule = "packets"
+    tars: RemoteTars | None = None
+    where: str | None = None
+
+    def open_chunks(self, *, has_captions: bool = False) -> ChunkSet:
+        """Open the chunks of the split.
+
+        Args:
+            has_captions: whether these have captions, which conditions may be about.
+
+        Raises:
+            UserError: see `ChunkSet`.
+        """
+        return ChunkSet(
+            self.data_dir,
+            split=self.split,
+            rule=self.decode,
+            tars=self.tars,
+            where=self.where,
+            has_captions=has_captions,
+        )

@@ -1,0 +1,36 @@
+"""The flags of `train quickstart` that decide what is otherwise proposed."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Literal
+
+from cyclopts import Parameter
+
+from clipmill.train.config.training import Device
+
+
+@Parameter(name="*")
+@dataclass(frozen=True, kw_only=True)
+class Asked:
+    """What the user has decided; None for what is to be proposed."""
+
+    task: Literal["dual-encoder", "mae", "classify", "caption"] | None = None
+    """Task to train. Default: dual-encoder on data with captions, otherwise mae."""
+
+    label: str | None = None
+    """Label to classify, with --task classify. Default: the only one."""
+
+    preset: str | None = None
+    """Preset of the task. Default: the largest that suits this machine."""
+
+    weights: Annotated[str | None, Parameter(name="--init.weights")] = None
+    """Initial weights: file, folder, run or NAME:TAG, as of the training commands. Default: random."""
+
+    minutes: float | None = None
+    """Time for the run, in minutes, which limits the number of steps. Default: 10 on a CPU, 60 on GPUs."""
+
+    out: Path | None = None
+    """Run folder. Default: a new one, runs/quickstart."""
+
+    device: Device = "auto"
+    """Device to train on."""
