@@ -1,19 +1,35 @@
-"""Pictures and small clips that a page holds, as data URIs or as files beside it: JPEG, PNG, H.264 in mp4."""
+"""Pictures and small clips that a page holds, as data URIs or as files beside it: JPEG, PNG, H.264 in mp4.
+
+Pages show some of many samples, and some frames of a clip: those that are evenly spread.
+"""
 
 import base64
 import io
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from fractions import Fraction
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, TypeVar
 
 if TYPE_CHECKING:
     import av
     import numpy as np
     from numpy.typing import NDArray
 
+Item = TypeVar("Item")
 CLIP_FPS = 12  # of small clips, about
 SHORT_SIDE_PX = 240  # of small clips, at most
 _ENCODER = {"crf": "29", "preset": "veryfast", "threads": "1"}
+
+
+def evenly_spaced(items: Sequence[Item], *, at_most: int) -> list[Item]:
+    """Return evenly spaced items, the first and the last included."""
+    last, count = len(items) - 1, min(len(items), at_most)
+    return [items[round(number * last / max(1, count - 1))] for number in range(count)]
+
+
+def evenly_within(items: Sequence[Item], *, at_most: int) -> list[Item]:
+    """Return the items in the middles of equal parts of the sequence."""
+    count = min(len(items), at_most)
+    return [items[(2 * number + 1) * len(items) // (2 * count)] for number in range(count)]
 
 
 def data_uri(content: bytes, kind: str) -> str:

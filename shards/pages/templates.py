@@ -36,7 +36,7 @@ def require_page_path(path: Path, *, flag: str) -> None:
     if not path.parent.is_dir():
         raise UserError(f"there is no folder {path.parent} ({flag})", hint=f"make it first, or use another {flag}")
     if path.exists() and not (path.is_file() and page_title(path) is not None):
-        raise UserError(f"{path} exists and is not a page of clipmill", hint=f"use another {flag}")
+        raise UserError(f"{path} exists and is not a page of clipmill ({flag})", hint=f"use another {flag}")
 
 
 def load_template(path: Path) -> "Template":

@@ -9,7 +9,7 @@ import numpy as np
 import pyarrow as pa
 
 from clipmill.manifests.errors import UserError
-from clipmill.shards.pages.media import CLIP_FPS, data_uri, jpeg_uri, small_clip, small_frame
+from clipmill.shards.pages.media import CLIP_FPS, data_uri, evenly_within, jpeg_uri, small_clip, small_frame
 from clipmill.train.config.training import ClipSettings
 from clipmill.train.data.chunk_table import rows_of
 from clipmill.train.data.chunks import ChunkSet
@@ -18,10 +18,10 @@ from clipmill.train.data.outcomes import SampleFailed
 from clipmill.train.data.remote import open_data_folder
 from clipmill.train.data.streams.tars import names_tars
 from clipmill.train.data.usable_captions import usable_captions
-from clipmill.train.evaluation.pages import PicturedSamples, evenly_within
 
 if TYPE_CHECKING:
     import av
+    from numpy.typing import NDArray
 
 _LONGEST_S = 15.0
 _BUDGET_BYTES = 24 << 20
@@ -70,6 +70,26 @@ class SampleClip:
     def video(self) -> str:
         """The video, of which the key of a chunk begins with the name."""
         return self.key.rpartition("_")[0]
+
+
+class PicturedSamples(Protocol):
+    """Samples of a split as pages show them."""
+
+    def text(self, sample: int) -> str:
+        """The caption."""
+        ...
+
+    def key(self, sample: int) -> str:
+        """The chunk in which the clip begins."""
+        ...
+
+    def span_s(self, sample: int) -> tuple[float, float]:
+        """Begin and end of the clip in its video, in seconds."""
+        ...
+
+    def pictures(self, sample: int, *, num_frames: int) -> "list[NDArray[np.uint8]]":
+        """Frames of the clip, uint8 RGB [H, W, 3]; an empty list if it cannot be decoded."""
+        ...
 
 
 @dataclass(frozen=True)

@@ -1,11 +1,14 @@
 """Results of `train eval` as tables with their protocols, for the console and the results page."""
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 from clipmill.manifests.units import percent
 from clipmill.train.run.folder import other_data
 
+CLASSES_SECTION = Path(__file__).with_name("classes.html.j2")  # of a page, for results with `by_class`
 _LABEL_WIDTH, _CELL_WIDTH = 14, 13
 _INCOMPLETE = "(incomplete)"
 FEW_CLASSES = 5  # with so few classes, top-5 accuracy is always 100 %
@@ -56,6 +59,15 @@ class Table:
             other = self.rows[self.baseline]
             return f"{other.label} {other.cells[0].text}"
         return row.cells[0].baseline or row.detail
+
+
+def table_of(make: Callable[[dict[str, Any]], Table], result: dict[str, Any]) -> Table:
+    """The table that an evaluation makes of a result; title and rows of one that is incomplete say so."""
+    table = make(result)
+    if not (incomplete := result.get("incomplete", "")):
+        return table
+    rows = tuple(replace(row, label=marked(row.label)) for row in table.rows)
+    return replace(table, title=marked(table.title), rows=rows, protocol={"incomplete": incomplete, **table.protocol})
 
 
 def marked(title: str) -> str:

@@ -14,7 +14,7 @@ from clipmill.shards.pages.templates import load_template
 from clipmill.train.config.files import read_values
 from clipmill.train.config.training import TrainingSettings, flat, plain_values
 from clipmill.train.evaluation.by_class import class_view
-from clipmill.train.evaluation.pages import table_of
+from clipmill.train.evaluation.tables import table_of
 from clipmill.train.registry import DEFAULT, evaluations_of, task_named, task_names
 from clipmill.train.report.charts import chart_values
 from clipmill.train.report.curves import NUM_LAST, evaluation_curves, training_curves
@@ -85,7 +85,7 @@ def _shown_result(result: dict[str, Any], evaluation: EvaluationSpec) -> dict[st
     """What a page shows of a result besides its values."""
     of = {"other_data": other_data(result), "is_part_of_own_data": result.get("is_part_of_own_data", False)}
     section = evaluation.section if result.get(evaluation.pictures) else None
-    table = table_of(evaluation, result)
+    table = table_of(evaluation.table, result)
     return {
         **of,
         "split": str(result["split"]),

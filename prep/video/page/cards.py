@@ -11,9 +11,9 @@ import av.error
 
 from clipmill.manifests.units import clock, short_number
 from clipmill.prep.video.page.clips import Clip, ClipFolder, ClipPlan, clip_name
-from clipmill.prep.video.page.pictures import PREVIEW_S, NoPicture, decode_frames, jpeg, preview, spread
+from clipmill.prep.video.page.pictures import PREVIEW_S, NoPicture, decode_frames, jpeg, preview
 from clipmill.shards.damage import Damaged
-from clipmill.shards.pages.media import data_uri
+from clipmill.shards.pages.media import data_uri, evenly_within
 from clipmill.shards.reader import CommittedShard
 
 _MAX_CAPTIONS = 3  # before the others are folded
@@ -150,7 +150,7 @@ def read_details(shard: CommittedShard, row: int, *, plan: ClipPlan, folder: Cli
         content = shard.read(row, "mp4")
         if zlib.crc32(content) != entry["mp4_crc32"]:
             raise NoPicture(f"its content in {shard.tar_path.name} differs from the commit; run prep verify")
-        frames = spread(entry["num_frames"], num_pictures=_PICTURES)
+        frames = evenly_within(range(entry["num_frames"]), at_most=_PICTURES)
         found["pictures"] = tuple(
             Picture(data_uri(jpeg(picture, height=_PICTURE_HEIGHT_PX), "image/jpeg"), float(number / fps))
             for number, picture in zip(frames, decode_frames(content, entry, frames=frames), strict=True)

@@ -21,12 +21,6 @@ class NoPicture(Exception):
     """The decoder did not return a requested frame."""
 
 
-def spread(num_frames: int, *, num_pictures: int) -> list[int]:
-    """Return the middle frames of `num_pictures` equal parts of a chunk."""
-    count = min(num_pictures, num_frames)
-    return [(2 * part + 1) * num_frames // (2 * count) for part in range(count)]
-
-
 def decode_frames(content: bytes, row: dict[str, Any], *, frames: Sequence[int]) -> list[VideoFrame]:
     """Decode single frames of a chunk.
 

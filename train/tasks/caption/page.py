@@ -12,10 +12,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from clipmill.manifests.publish import published
-from clipmill.shards.pages.media import data_uri
+from clipmill.shards.pages.media import data_uri, evenly_spaced, evenly_within
 from clipmill.shards.pages.templates import load_template
-from clipmill.train.evaluation.pages import PicturedSamples, evenly_spaced, evenly_within
-from clipmill.train.evaluation.player import Player, SampleClip, Shown, clip_figure
+from clipmill.train.evaluation.player import PicturedSamples, Player, SampleClip, Shown, clip_figure
 from clipmill.train.evaluation.runner import every_for
 from clipmill.train.tasks.caption.metrics.scores import CaptionScores
 from clipmill.train.tasks.caption.settings import METRIC_LABELS
