@@ -17,6 +17,8 @@ from threading import Event, RLock, Thread
 from types import TracebackType
 from typing import IO, TYPE_CHECKING, Self
 
+from clipmill.manifests.units import clock, rate_text
+
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
@@ -154,13 +156,6 @@ def amount_text(done: float, total: int | None, unit: str) -> str:
     return f"{shown} {unit}".rstrip()
 
 
-def clock(seconds: float) -> str:
-    """Format a duration as minutes and seconds, or as hours, minutes and seconds: 0:42, 1:02:03."""
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
-
-
 class ProgressRate:
     """How fast work proceeds: over the second half of the time so far, at least the last minute.
 
@@ -192,10 +187,7 @@ class ProgressRate:
 
     def rate(self) -> str:
         """Return `12/s`, or nothing while it is unknown."""
-        rate = self.per_s
-        if rate <= 0:
-            return ""
-        return f"{rate:,.0f}/s" if rate >= 10 else f"{rate:.1f}/s" if rate >= 1 else f"{rate * 60:.1f}/min"
+        return rate_text(self.per_s) if self.per_s > 0 else ""
 
     def left(self, total: float | None) -> str:
         """Return `0:42 left`, or nothing while it is unknown."""

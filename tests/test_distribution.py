@@ -83,7 +83,8 @@ def test_the_wheel_has_the_programs_licences_and_files_beside_the_code(built: Pa
             archive.read(entry_points).decode().splitlines()
         )
     assert any(name.endswith("licenses/LICENSE") for name in names)
-    for name in ("report/uplot/LICENSE", "report/charts.js", "evaluation/page.css.j2"):
+    for name in ("report/uplot/LICENSE", "report/charts.js"):
         assert f"clipmill/train/{name}" in names
+    assert "clipmill/shards/pages/page.css" in names
     assert any(name.startswith("clipmill/train/presets/") and name.endswith(".yaml") for name in names)
     assert {name.partition("/")[0] for name in names} == {"clipmill", entry_points.partition("/")[0]}

@@ -14,7 +14,6 @@ counted. A mapping keeps the open file, and with it the lock, after its descript
 import fcntl
 import hashlib
 import os
-import re
 import secrets
 import shutil
 import threading
@@ -32,7 +31,6 @@ FREE_SHARE = 0.8  # of the free disk, and of what the cache already holds: the l
 _NUM_LOCKS = 256
 _HINT = "use a larger --cache-size, or a --cache on a larger disk"
 _PIECE_BYTES = 1 << 20
-_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([kmgtp]?)b?", re.IGNORECASE)
 
 
 class NoRoom(UserError):
@@ -303,24 +301,3 @@ def _require(path: Path, *, size_bytes: int, sha256: str | None) -> None:
                 digest.update(piece)
         if digest.hexdigest() != sha256:
             raise Damaged("its content is not what was committed")
-
-
-def parse_size(text: str, *, flag: str) -> int:
-    """Bytes of a size such as 100GB or 1.5TB (units of 1000).
-
-    Raises:
-        UserError: it is not a size, or 0.
-    """
-    match = _SIZE.fullmatch(text.strip())
-    size_bytes = 0 if match is None else int(float(match[1]) * 1000 ** " kmgtp".index(match[2].lower() or " "))
-    if size_bytes <= 0:
-        raise UserError(f"{flag} is {text}", hint=f"give a size above 0, such as {flag} 100GB")
-    return size_bytes
-
-
-def shown_size(size_bytes: int) -> str:
-    """A size for people: 100 GB."""
-    for power, unit in ((4, "TB"), (3, "GB"), (2, "MB"), (1, "kB")):
-        if size_bytes >= 1000**power:
-            return f"{size_bytes / 1000**power:.3g} {unit}"
-    return f"{size_bytes} bytes"

@@ -23,8 +23,8 @@ from functools import cached_property
 from typing import Any
 
 from clipmill.manifests.quoting import counted
+from clipmill.manifests.units import size_text
 from clipmill.prep.advice.reads import READERS
-from clipmill.prep.core.report import size_text
 
 _SOURCE = "AVION, arXiv:2309.16669, equation 3"
 _USD_PER_GET = 0.40e-6  # S3 Standard in us-east-1
@@ -124,7 +124,7 @@ class Bucket:
     def lines(self) -> Iterator[str]:
         """Yield what training asks of the bucket."""
         load, found = self.load, self.values()
-        tars = f"{size_text(round(self.set_bytes))} in {counted(self.num_shards, 'request')} on each node"
+        tars = f"{size_text(self.set_bytes)} in {counted(self.num_shards, 'request')} on each node"
         if "fetch_s" in found:
             yield (
                 f"whole tars of latents are fetched into a cache: {tars}, which takes {found['fetch_s']:,.0f} s; an "
@@ -189,17 +189,17 @@ def advice_text(load: Load, origin: Mapping[str, str], *, storage: str = "disk")
             f"{load.batch / load.num_gpus:g} clips, {load.clips_per_s / load.num_gpus:.3g} clips/s"
         )
     lines += [
-        f"read speed    {size_text(round(load.read_bytes_per_s))}/s  ({origin['read_speed']})",
-        f"bitrate       {size_text(round(load.video_bytes_per_s))}/s  ({origin['bitrate']})",
+        f"read speed    {size_text(load.read_bytes_per_s)}/s  ({origin['read_speed']})",
+        f"bitrate       {size_text(load.video_bytes_per_s)}/s  ({origin['bitrate']})",
         f"clips         {origin['clips']}",
         "",
-        f"B x b <= S_r x delta: what a step reads, and the {size_text(round(load.readable_bytes))} that the {storage} "
+        f"B x b <= S_r x delta: what a step reads, and the {size_text(load.readable_bytes)} that the {storage} "
         "delivers in its time",
     ]
     for way, clip_bytes in load.ways.items():
         lines.append(
-            f"{way:<13} {load.batch:,} x {size_text(round(clip_bytes))} = {size_text(round(load.batch * clip_bytes))}, "
-            f"{size_text(round(load.clips_per_s * clip_bytes / load.num_nodes))}/s per node: {_verdict(load, way)}"
+            f"{way:<13} {load.batch:,} x {size_text(clip_bytes)} = {size_text(load.batch * clip_bytes)}, "
+            f"{size_text(load.clips_per_s * clip_bytes / load.num_nodes)}/s per node: {_verdict(load, way)}"
         )
     return "\n".join(lines)
 
@@ -215,5 +215,5 @@ def _verdict(load: Load, way: str) -> str:
         return f"fine, {headroom:.1f} times as much is delivered{least}{longest}"
     if load.is_total or headroom * load.num_nodes < 1:
         return f"too much, reading takes {1 / headroom:.1f} times as long as the step{longest}"
-    needed = size_text(round(load.clips_per_s * load.ways[way]))
+    needed = size_text(load.clips_per_s * load.ways[way])
     return f"fine only if {nodes} together get {needed}/s: give their speed with --read-speed{longest}"

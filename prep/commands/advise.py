@@ -86,15 +86,14 @@ def advise(
         prep advise --run runs/first --nodes 16 --gpus 8
     """
     from clipmill.manifests.progress import Activity
+    from clipmill.manifests.units import parse_bitrate, size_text
     from clipmill.prep.advice.inequality import Bucket, Load, advice_text, advice_values
     from clipmill.prep.advice.reads import bucket_speed, disk_speed
     from clipmill.prep.core.data_folder import require_data_folder
-    from clipmill.prep.core.report import size_text
-    from clipmill.prep.video.settings import bits_per_second
     from clipmill.shards.damage import Damaged
 
     asked.check()
-    given_bytes_per_s = None if asked.bitrate is None else bits_per_second(asked.bitrate) / 8
+    given_bytes_per_s = None if asked.bitrate is None else parse_bitrate(asked.bitrate, flag="--bitrate") / 8
     data_dir = require_data_folder(data)
     step = _step(asked)
     num_nodes, gpus_per_node = asked.nodes or 1, asked.gpus or 1

@@ -9,7 +9,7 @@ from typing import Any
 
 from clipmill.manifests.quoting import counted
 from clipmill.manifests.storage.mirrors import mirror_of
-from clipmill.prep.core.report import between, size_text
+from clipmill.manifests.units import between, size_text
 from clipmill.shards.dataset import list_variants, variant_dir
 
 

@@ -10,10 +10,11 @@ from pathlib import Path
 
 from clipmill.manifests.quoting import counted
 from clipmill.manifests.storage.mirrors import mirror_of
+from clipmill.manifests.units import duration_text, size_text
 from clipmill.prep.core.column import ColumnSpec, data_flags, short_path
 from clipmill.prep.core.disk_use import folder_bytes
 from clipmill.prep.core.plan import NUM_CHECK_THREADS
-from clipmill.prep.core.report import NOTHING_TO_DO, Report, hours_text, next_line, size_text
+from clipmill.prep.core.report import NOTHING_TO_DO, Report, next_line
 from clipmill.prep.core.selection import stored_request
 from clipmill.prep.core.work import work_of
 from clipmill.shards.commits import ShardFiles
@@ -43,7 +44,7 @@ def with_ending(report: Report, column: ColumnSpec, variant_dir: Path, *, data: 
     length = length_of(variant) if column.has_hours else None
     of_video = ""
     if length is not None:
-        of_video = f" ({length_text(hours_text(length.seconds / 3600), num_unread=length.num_unread)})"
+        of_video = f" ({length_text(length.seconds, num_unread=length.num_unread)})"
     folder = short_path(variant_dir)
     lines = [
         f"total    {counted(num_samples, column.sample)}{of_video} in {counted(len(files), 'shard')},"
@@ -103,10 +104,10 @@ class Length:
     num_unread: int
 
 
-def length_text(duration: str, *, num_unread: int) -> str:
-    """Return a length of video in words, given its seconds in a suitable unit."""
+def length_text(seconds: float, *, num_unread: int) -> str:
+    """Return a length of video in words."""
     unread = f" without {counted(num_unread, 'unreadable shard')}" if num_unread else ""
-    return f"{duration} of video{unread}"
+    return f"{duration_text(seconds)} of video{unread}"
 
 
 def length_of(variant: Variant) -> Length:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from clipmill.manifests.quoting import counted
+from clipmill.manifests.units import size_text
 from clipmill.prep.core.column import recipe_differences
 from clipmill.prep.core.failure_list import failure_lines, failure_values
 from clipmill.prep.core.parts import PartRun
@@ -135,26 +136,3 @@ def summary_report(
         "refused_workers": [refused.values() for refused in summary.refused_workers],
     }
     return Report("\n".join(lines), values)
-
-
-def hours_text(hours: float) -> str:
-    """Format a duration in hours with a suitable unit: 12 s, 3.5 min, 2.0 h."""
-    if hours < 1 / 60:
-        return f"{hours * 3600:.0f} s"
-    return f"{hours:,.1f} h" if hours >= 1 else f"{hours * 60:.1f} min"
-
-
-def size_text(size_bytes: int) -> str:
-    """Format a size in bytes with a suitable unit: 12.3 MB."""
-    size, units = float(size_bytes), ["bytes", "kB", "MB", "GB", "TB"]
-    while size >= 1000 and len(units) > 1:
-        size, units = size / 1000, units[1:]
-    return f"{size:.0f} {units[0]}" if units[0] == "bytes" else f"{size:.1f} {units[0]}"
-
-
-def between(low: str, high: str) -> str:
-    """Return a range of two texts with units in words; the unit once if both have the same."""
-    if low == high:
-        return low
-    number, unit = low.split(" ")
-    return f"{number if unit == high.split(' ')[1] else low} to {high}"

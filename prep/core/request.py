@@ -14,12 +14,12 @@ from cyclopts import Group, Parameter, Token
 from clipmill.manifests.errors import UserError
 from clipmill.manifests.help_text import FIRST_RUN
 from clipmill.manifests.storage.mirrors import is_remote, require_not_mistyped
+from clipmill.manifests.units import parse_size
 from clipmill.prep.core.column import DATA_VARIABLE
 from clipmill.prep.core.lag import LIMIT_S
 from clipmill.prep.engines.execution import Execution
 
 _CLUSTER = re.compile(r"auto|local|(ray://)?[^\s/]+:\d{1,5}", re.ASCII)
-_SIZE = re.compile(r"(\d+(?:\.\d+)?)([kMGT])B", re.ASCII)
 EXECUTION = Parameter(group=Group("Execution", sort_key=8))
 OPTIONS = Group("Options", sort_key=9)  # of flags without another group
 
@@ -140,14 +140,7 @@ class Request:
         Raises:
             UserError: it is not a size.
         """
-        if self.scratch_size is None:
-            return None
-        found = _SIZE.fullmatch(self.scratch_size)
-        if found is None:
-            raise UserError(
-                f'--scratch-size "{self.scratch_size}" is not a size', hint="give a number with a unit, such as 200GB"
-            )
-        return int(float(found[1]) * 1000 ** "kMGT".index(found[2]) * 1000)
+        return None if self.scratch_size is None else parse_size(self.scratch_size, flag="--scratch-size")
 
     @property
     def cluster(self) -> str | None:

@@ -10,6 +10,7 @@ from cyclopts import Group, Parameter
 
 from clipmill.manifests.errors import UserError
 from clipmill.manifests.help_text import FIRST_RUN
+from clipmill.manifests.units import parse_length
 from clipmill.prep.core.column import recipe_fingerprint
 from clipmill.prep.core.selection import check_where
 from clipmill.prep.latents.weights import Vae, find_vae
@@ -17,7 +18,6 @@ from clipmill.prep.latents.weights import Vae, find_vae
 LATENTS = "latents"
 MODEL = Parameter(group=Group("Latents", sort_key=1))
 LATENTS_SCHEMA = 1  # incremented when the same settings begin to produce different bytes
-_LENGTH = re.compile(r"(?P<number>\d+(\.\d+)?)(?P<unit>s|ms)", re.ASCII)
 _MAX_SIZE_PX = 4096
 _NOT_IN_A_NAME = re.compile(r"[^A-Za-z0-9.]+")
 
@@ -92,12 +92,7 @@ class LatentsSettings:
     @property
     def segment_s(self) -> Fraction:
         """Length of a segment in seconds, exact."""
-        match = _LENGTH.fullmatch(self.segment)
-        if match is None or Fraction(match["number"]) == 0:
-            raise UserError(
-                f'--segment "{self.segment}" is not a length', hint="write a number with a unit: 5s or 500ms"
-            )
-        return Fraction(match["number"]) / (1000 if match["unit"] == "ms" else 1)
+        return parse_length(self.segment, flag="--segment")
 
     @property
     def segment_frames(self) -> int:

@@ -4,13 +4,13 @@ from math import prod
 from pathlib import Path
 
 from clipmill.manifests.quoting import counted
+from clipmill.manifests.units import size_text
 from clipmill.prep.core.disk_use import disk_use
 from clipmill.prep.core.report import (
     NOTHING_TO_DO,
     Report,
     changed_settings,
     next_line,
-    size_text,
     states_lines,
     states_values,
     summary_report,

@@ -13,8 +13,8 @@ from numpy.typing import NDArray
 from clipmill.manifests.errors import UserError
 from clipmill.manifests.progress import Activity
 from clipmill.manifests.quoting import counted
+from clipmill.manifests.units import between, duration_text
 from clipmill.prep.core.failures import SourceFailure
-from clipmill.prep.core.report import between, hours_text
 from clipmill.prep.engines.choice import count_gpus, num_cores
 from clipmill.prep.latents.pieces import cut
 from clipmill.prep.latents.plan import LatentsPlan
@@ -84,7 +84,7 @@ def time_lines(trial: FrameCost | None, *, num_frames: int) -> list[str]:
         return ["         how long it takes is unknown: the model or the chunks cannot be read here"]
     noun = "GPU" if trial.device == "cuda" else "core"
     where = f"{counted(trial.num_workers, noun)} of this machine"
-    hours = between(*map(hours_text, trial.hours(num_frames)))
+    hours = between(*(duration_text(3600 * hours) for hours in trial.hours(num_frames)))
     note = "" if trial.device == "cuda" else "; a GPU is many times faster"
     return [f"         at most {hours} on the {where} ({1 / trial.frame_s:,.1f} frames/s per {noun}{note})"]
 

@@ -1,6 +1,5 @@
-"""The chunks that stand for the values of one score: at quartiles, or evenly spaced."""
+"""The chunks that stand for the values of one score: at quartiles."""
 
-from collections.abc import Sequence
 from typing import TypeVar
 
 import numpy as np
@@ -21,9 +20,3 @@ def landmarks(values: NDArray[np.float64]) -> list[tuple[str, int]]:
     for name, share in _PICKED if len(in_order) else ():
         found.setdefault(int(in_order[round(share * (len(in_order) - 1))]), name)
     return [(name, row) for row, name in found.items()]
-
-
-def evenly(rows: Sequence[V], *, count: int) -> list[V]:
-    """Return up to `count` of them, evenly spaced."""
-    picked = np.unique(np.linspace(0, len(rows) - 1, min(count, len(rows))).round().astype(np.int64))
-    return [rows[number] for number in picked.tolist()]

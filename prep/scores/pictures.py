@@ -14,6 +14,7 @@ from clipmill.prep.core.chunk_frames import decode_frames
 from clipmill.prep.core.chunk_shards import frame_rate, read_chunk, seconds_of
 from clipmill.prep.core.failures import SourceFailure
 from clipmill.prep.core.plan import is_readable
+from clipmill.shards.pages.media import data_uri
 from clipmill.shards.reader import CommittedShard, Variant
 
 _HEIGHT_PX = 108
@@ -22,9 +23,9 @@ _JPEG_QUALITY = 80
 
 @dataclass(frozen=True)
 class Thumbnail:
-    """A picture as a JPEG file, or the reason why there is none."""
+    """A picture as a JPEG file in a data URI, or the reason why there is none."""
 
-    jpeg: bytes | None
+    source: str | None
     width: int = 0
     height: int = 0
     problem: str | None = None
@@ -112,4 +113,4 @@ def _thumbnail(frame: Any) -> Thumbnail:
     width = max(2, round(frame.width * _HEIGHT_PX / frame.height))
     picture = frame.reformat(width=width, height=_HEIGHT_PX, format="bgr24", interpolation="AREA").to_ndarray()
     _, encoded = cv2.imencode(".jpg", picture, [cv2.IMWRITE_JPEG_QUALITY, _JPEG_QUALITY])
-    return Thumbnail(encoded.tobytes(), width, _HEIGHT_PX)
+    return Thumbnail(data_uri(encoded.tobytes(), "image/jpeg"), width, _HEIGHT_PX)

@@ -3,11 +3,11 @@
 from dataclasses import dataclass
 from pathlib import Path
 
+from clipmill.manifests.units import duration_text
 from clipmill.prep.core.report import (
     NOTHING_TO_DO,
     Report,
     changed_settings,
-    hours_text,
     next_line,
     states_lines,
     states_values,
@@ -39,7 +39,7 @@ def scores_report(plan: ScoresPlan) -> Report:
     command = COLUMN.command_line(recipe.as_dict(), data_dir=plan.data_dir)
     # Unchanged chunks of a changed shard are copied; how many is known only while the shard is made.
     if seconds:
-        lines.append(f"estimate at most {hours_text(seconds / 3600)} of video to score")
+        lines.append(f"estimate at most {duration_text(seconds)} of video to score")
         lines.append("         how long it takes is unknown; each chunk is decoded once")
         lines.append(next_line(command))
     else:

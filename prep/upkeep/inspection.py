@@ -10,9 +10,10 @@ from clipmill.manifests.errors import UserError
 from clipmill.manifests.keys import split_key
 from clipmill.manifests.quoting import counted
 from clipmill.manifests.store import read_videos
+from clipmill.manifests.units import size_text
 from clipmill.prep.core.column import ColumnSpec
 from clipmill.prep.core.plan import is_readable, problems_of
-from clipmill.prep.core.report import Report, size_text
+from clipmill.prep.core.report import Report
 from clipmill.prep.core.work import work_of
 from clipmill.shards.reader import CommittedShard, Variant
 

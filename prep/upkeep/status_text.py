@@ -7,9 +7,9 @@ from pathlib import Path
 from clipmill.manifests.errors import UserError
 from clipmill.manifests.quoting import counted, on_one_line
 from clipmill.manifests.storage.mirrors import mirror_of
+from clipmill.manifests.units import size_text
 from clipmill.prep.core.ending import length_text
 from clipmill.prep.core.failure_list import named_lines
-from clipmill.prep.core.report import size_text
 from clipmill.prep.core.selection import stored_request
 from clipmill.prep.core.work import work_of
 from clipmill.prep.registry import column_named
@@ -125,7 +125,7 @@ def _column_lines(column: ColumnStatus, data_dir: Path) -> list[str]:
 
 def _variant_lines(column: str, variant: VariantStatus, *, place: str) -> list[str]:
     spec = column_named(column)
-    hours = f" {length_text(f'{variant.hours:.2f} h', num_unread=variant.num_unread)}," if spec.has_hours else ""
+    hours = f" {length_text(3600 * variant.hours, num_unread=variant.num_unread)}," if spec.has_hours else ""
     total = f"{counted(variant.num_samples, spec.sample)} in {counted(variant.num_shards, 'shard')}"
     lines = [
         f"{column:<9} {variant.name}{' (current)' if variant.is_current else ''}",

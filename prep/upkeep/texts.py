@@ -8,8 +8,8 @@ from typing import Any
 
 from clipmill.manifests.errors import FOLDER_IN_PLACE, UserError
 from clipmill.manifests.quoting import counted, on_one_line
+from clipmill.manifests.units import size_text
 from clipmill.prep.core.column import ColumnSpec
-from clipmill.prep.core.report import size_text
 from clipmill.prep.core.selection import stored_request
 from clipmill.prep.upkeep.bucket_garbage import BucketGarbage
 from clipmill.prep.upkeep.garbage import Garbage, Item, Removed

@@ -14,13 +14,13 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from clipmill.manifests.quoting import counted
+from clipmill.manifests.units import between, duration_text, parse_bitrate, size_text
 from clipmill.prep.core.plan import ShardPlan, ShardState
-from clipmill.prep.core.report import between, hours_text, size_text
 from clipmill.prep.engines.choice import num_cores
 from clipmill.prep.video.codecs import codec_named
 from clipmill.prep.video.plan import Workload
 from clipmill.prep.video.plan_inputs import Planned
-from clipmill.prep.video.settings import ChunkSettings, bits_per_second
+from clipmill.prep.video.settings import ChunkSettings
 from clipmill.prep.video.trial import EncodeTrial, factor_range, run_trials
 from clipmill.shards.damage import DamagedIndex
 from clipmill.shards.index import open_index
@@ -79,7 +79,7 @@ def estimate(
         core_factors = factor_range([one.core_s for one in trials], [core_s_per_s[one.row] for one in trials])
         size_factors = factor_range([one.size_bytes for one in trials], [bytes_per_s[one.row] for one in trials])
     if bytes_per_second is None and settings.bitrate is not None:
-        bytes_per_second = bits_per_second(settings.bitrate) / 8
+        bytes_per_second = parse_bitrate(settings.bitrate, flag="--bitrate") / 8
     core_hours = float((work.seconds * core_s_per_s).sum()) / 3600
     size_bytes = float((work.seconds * bytes_per_s).sum())
     if bytes_per_second is not None:
@@ -159,15 +159,15 @@ def estimate_lines(cost: Estimate) -> list[str]:
     """Return what a plan costs, in words."""
     if not cost.video_hours:
         return []
-    core_hours, size = hours_text(cost.core_hours), size_text(round(cost.size_bytes))
+    core_hours, size = duration_text(3600 * cost.core_hours), size_text(round(cost.size_bytes))
     if cost.core_hours_range is not None:
-        core_hours = f"{between(*map(hours_text, cost.core_hours_range))}"
+        core_hours = between(*(duration_text(3600 * hours) for hours in cost.core_hours_range))
     if cost.size_bytes_range is not None:
         size = between(*(size_text(round(one)) for one in cost.size_bytes_range))
-    lines = [f"estimate {core_hours} of CPU time for {hours_text(cost.video_hours)} of video; {size}"]
+    lines = [f"estimate {core_hours} of CPU time for {duration_text(3600 * cost.video_hours)} of video; {size}"]
     if cost.wall_hours_range is not None and cost.idle_hours is not None:
-        first, busy = map(hours_text, cost.wall_hours_range)
-        idle = hours_text(cost.idle_hours)
+        first, busy = (duration_text(3600 * hours) for hours in cost.wall_hours_range)
+        idle = duration_text(3600 * cost.idle_hours)
         trials = f"; measured by encoding 5 s of {counted(cost.num_trials, 'video')}" if cost.num_trials else ""
         cores = f"the {counted(cost.num_cores, 'core')} of this machine"
         load = "" if busy == idle else f", up to {busy} beside what else is running now"

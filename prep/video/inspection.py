@@ -11,6 +11,7 @@ import pyarrow.compute as pc
 from clipmill.manifests.errors import UserError
 from clipmill.manifests.quoting import counted
 from clipmill.manifests.store import MANIFEST_FILE, manifest_dir, read_videos
+from clipmill.manifests.units import clock
 from clipmill.prep.core.report import Report
 from clipmill.shards.damage import DamagedTar
 from clipmill.shards.format import PACKET_KEY, PACKET_REFERENCE
@@ -48,7 +49,7 @@ def chunk_report(shard: CommittedShard, number: int, *, data_dir: Path) -> Repor
             f"  .{name:<8}bytes {member['offset']} to {member['offset'] + member['size']}"
             for name, member in members.items()
         ),
-        f"time      {clock(begin_s)} to {clock(end_s)} of video {row['video_id']}",
+        f"time      {clock(begin_s, decimals=3)} to {clock(end_s, decimals=3)} of video {row['video_id']}",
         f"frames    {row['num_frames']} at {row['fps_num'] / row['fps_den']:g} fps,"
         f" from {counted(description['num_source_frames'], 'distinct source frame')}",
         f"video     {row['codec']} {row['width']}x{row['height']},"
@@ -90,14 +91,6 @@ def gop_line(packet_frame: list[int], packet_flags: list[int]) -> str:
     return " + ".join(parts[:_MAX_PATTERNS]) + more
 
 
-def clock(seconds: float) -> str:
-    """Format a time in seconds as in a media player: 0:15, 1:02:03.5."""
-    minutes, rest = divmod(round(seconds, 3), 60)
-    hours, minutes = divmod(int(minutes), 60)
-    text = f"{rest:06.3f}".rstrip("0").rstrip(".")
-    return f"{hours}:{minutes:02d}:{text}" if hours else f"{minutes}:{text}"
-
-
 def _runs(letters: str) -> str:
     runs = [(letter, len(list(run))) for letter, run in groupby(letters)]
     text = " ".join(f"{count}{letter}" if count > 1 else letter for letter, count in runs[:_MAX_PATTERN])
@@ -106,7 +99,7 @@ def _runs(letters: str) -> str:
 
 def _caption_time(caption: dict[str, Any]) -> str:
     end_s = caption["end_s"]
-    return f"{clock(caption['begin_s'])} to {'the end' if end_s is None else clock(end_s)}"
+    return f"{clock(caption['begin_s'], decimals=3)} to {'the end' if end_s is None else clock(end_s, decimals=3)}"
 
 
 def _source_path(data_dir: Path, video_id: str) -> str | None:

@@ -9,6 +9,7 @@ from clipmill.manifests.errors import UserError
 from clipmill.manifests.keys import split_key
 from clipmill.manifests.quoting import counted, on_one_line
 from clipmill.manifests.store import captions_path
+from clipmill.manifests.units import duration_text
 from clipmill.prep.core.column import VIDEO
 from clipmill.prep.core.disk_use import disk_use
 from clipmill.prep.core.failure_list import MAX_NAMED, failure_lines
@@ -17,7 +18,6 @@ from clipmill.prep.core.report import (
     NOTHING_TO_DO,
     Report,
     changed_settings,
-    hours_text,
     next_line,
     states_lines,
     states_values,
@@ -126,7 +126,7 @@ def _cutting_values(plan: Plan) -> dict[str, Any]:
 def _cutting_lines(values: Mapping[str, Any]) -> list[str]:
     lines = []
     if values.get("num_undetected_videos"):
-        length, cost = hours_text(values["undetected_s"] / 3600), hours_text(values["detection_core_hours"])
+        length, cost = duration_text(values["undetected_s"]), duration_text(3600 * values["detection_core_hours"])
         lines.append(
             f"unknown  {counted(values['num_undetected_videos'], 'video')}, {length}:"
             f" shots not detected yet; prep chunk does so first, in about {cost} of CPU time"

@@ -1,18 +1,14 @@
 """The settings of `prep chunk` with all values filled in, as used by the planner, the encoder and the fingerprint."""
 
 import math
-import re
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import Literal
 
 from clipmill.manifests.errors import UserError
+from clipmill.manifests.units import parse_bitrate, parse_length
 from clipmill.prep.sources.detector import Detector, DetectorName
 from clipmill.prep.video.codecs import INTRA, MAX_CONSECUTIVE_B_FRAMES, STAR, codec_named
-
-_LENGTH = re.compile(r"(?P<number>\d+(\.\d+)?)(?P<unit>s|ms)", re.ASCII)
-_BITRATE = re.compile(r"[1-9]\d*[kM]", re.ASCII)
-_SUFFIXES = {"k": 1e3, "M": 1e6}
 
 Gop = Literal["comb", "star", "closed", "intra"]
 Tail = Literal["keep", "drop", "merge"]
@@ -61,7 +57,7 @@ class ChunkSettings:
                 f"--crf {self.crf} is out of range", hint=f"give {low} (best quality) to {high} for {self.codec}"
             )
         if self.bitrate is not None:
-            bits_per_second(self.bitrate)  # raises UserError if it is invalid
+            parse_bitrate(self.bitrate, flag="--bitrate")  # raises UserError if it is invalid
         if self.preset is not None and self.preset not in codec.presets:
             hint = f"use one of {', '.join(codec.presets)}" if codec.presets else "omit --preset"
             raise UserError(f'{self.codec} has no preset "{self.preset}"', hint=hint)
@@ -167,10 +163,7 @@ def _seconds(flag: str, length: str) -> Fraction:
     Raises:
         UserError: it is not a length, or not a whole number of milliseconds.
     """
-    match = _LENGTH.fullmatch(length)
-    if match is None or Fraction(match["number"]) == 0:
-        raise UserError(f'{flag} "{length}" is not a length', hint="write a number with a unit: 15s or 500ms")
-    seconds = Fraction(match["number"]) / (1000 if match["unit"] == "ms" else 1)
+    seconds = parse_length(length, flag=flag)
     if (seconds * 1000).denominator != 1:
         raise UserError(
             f'{flag} "{length}" is not a whole number of milliseconds', hint="round it to milliseconds: 500ms"
@@ -192,17 +185,3 @@ def default_min_len(length: str) -> str:
     """Return the default of `--min-len` for chunks of up to `length`: 2 s, or half of it if that is less."""
     half_ms = int(_seconds("--len", length) * 1000) // 2
     return f"{min(2000, half_ms)}ms"
-
-
-def bits_per_second(bitrate: str) -> float:
-    """Parse the value of `--bitrate` into bits per second.
-
-    Raises:
-        UserError: the value is not a bitrate, or has no unit.
-    """
-    if bitrate.isdecimal() and int(bitrate):
-        meant = f"{int(bitrate) // 1000}k" if int(bitrate) >= 10_000 else f"{int(bitrate)}k"
-        raise UserError(f'--bitrate "{bitrate}" has no unit', hint=f"write --bitrate {meant} (bits per second)")
-    if not _BITRATE.fullmatch(bitrate):
-        raise UserError(f'--bitrate "{bitrate}" is not a bitrate', hint="write 800k or 2M (bits per second)")
-    return float(bitrate[:-1]) * _SUFFIXES[bitrate[-1]]

@@ -14,7 +14,7 @@ from clipmill.train.config.files import save_settings
 from clipmill.train.evaluation.by_class import Predictions, most_frequent
 from clipmill.train.registry import evaluations
 from clipmill.train.report.charts import chart_values
-from clipmill.train.report.curves import Curve, Line, evaluation_curves, line_chart, smoothed, thinned, ticks
+from clipmill.train.report.curves import Curve, Line, evaluation_curves
 from clipmill.train.report.results import write_page
 from clipmill.train.run.folder import RunFolder, append_lines
 from clipmill.train.tasks.dual_encoder.settings import DualEncoderSettings
@@ -102,7 +102,7 @@ def test_the_page_shows_what_the_run_reached(tmp_path: Path) -> None:
     run = hostile_run(tmp_path)
     write_page(run)
     page = run.page.read_text()
-    for words in ("50.0 %", "chance 25.0 %", "waiting for data", "25.0 %", "<polyline", "R@10"):
+    for words in ("50.0 %", "chance 25.0 %", "waiting for data", "25.0 %", "4 at step 1, 0.1333 at step 30", "R@10"):
         assert words in page
 
 
@@ -118,8 +118,8 @@ def test_evaluations_in_the_loop_stand_together_by_kind(tmp_path: Path) -> None:
         "mAP, % (val)",
         "Zero-shot accuracy, % (val)",
     ]
-    assert [(label, last) for _, label, last in curves[0].legend] == [("R@1", "50"), ("R@5", "50")]
-    assert curves[0].svg.count("<title>R@1 50 at") == 2
+    texts = [f"{label}: 50 at step 10, 50 at step 20, from 50 to 50" for label in ("R@1", "R@5")]
+    assert [line.text for line in curves[0].lines] == texts
     steady = {"lr": 1e-3, "samples_per_s": 9.0, "step_s": 2.0, "data_wait_s": 0.5, "epoch": 1.0}
     append_lines(run.metrics, [{**line, **steady} for line in lines])
     write_page(run)
@@ -132,13 +132,13 @@ def test_probes_of_several_labels_stand_in_one_chart_by_method() -> None:
     numbers = {f"val/{label}_{method}_top1": 0.5 for label in ("motion", "main_shape") for method in ("knn", "linear")}
     curves = evaluation_curves([{"step": step, "loss": 1.0, **numbers} for step in (10, 20)], GROUPS)
     assert [curve.title for curve in curves] == ["k-NN, top-1, % (val)", "Linear probe, top-1, % (val)"]
-    assert [(label, last) for _, label, last in curves[0].legend] == [("motion", "50"), ("main shape", "50")]
+    assert [line.label for line in curves[0].lines] == ["motion", "main shape"]
 
 
 def test_numbers_of_captions_have_the_names_of_the_table() -> None:
     numbers = {"val/cider_d": 0.5, "val/rouge_l": 0.25, "val/bleu1": 3e-17, "val/exact_match": 0.125, "val/loss": 2.0}
     curves = evaluation_curves([{"step": step, "loss": 1.0, **numbers} for step in (10, 20)], GROUPS)
-    shown = {curve.title: curve.legend[0][1:] for curve in curves}
+    shown = {curve.title: (curve.lines[0].label, f"{curve.lines[0].points[-1][1]:g}") for curve in curves}
     assert shown == {
         "CIDEr-D, times 100 (val)": ("CIDEr-D", "50"),
         "ROUGE-L, times 100 (val)": ("ROUGE-L", "25"),
@@ -147,8 +147,6 @@ def test_numbers_of_captions_have_the_names_of_the_table() -> None:
         "Exact match, times 100 (val)": ("exact match", "12.5"),
         "Loss (val)": ("loss", "2"),
     }
-    [flat] = [curve.svg for curve in curves if curve.title.startswith("BLEU-1")]
-    assert ">0<" in flat and ">-" not in flat  # no axis below what the number can be
 
 
 def test_tiles_of_two_splits_are_told_apart_and_the_one_trained_on_comes_last(tmp_path: Path) -> None:
@@ -189,39 +187,6 @@ def test_a_run_without_steps_has_a_page(tmp_path: Path) -> None:
     save_settings(DualEncoderSettings(), run.settings)
     write_page(run)
     assert "Settings" in run.page.read_text()
-
-
-def test_charts_stay_small_and_inside_their_frame() -> None:
-    points = [(float(step), 1.0 / (1 + step)) for step in range(100_000)]
-    chart = line_chart([Line(points, "raw")], x_label="step", y_label="loss")
-    assert len(chart) < 30_000
-    places = chart.split('points="')[1].split('"')[0].split()
-    across, down = zip(*(map(float, place.split(",")) for place in places), strict=True)
-    assert min(across) >= 0 and max(across) <= 640 and min(down) >= 0 and max(down) <= 260
-    assert down[0] < down[-1]  # a falling loss goes down
-    assert line_chart([Line([], "raw")], x_label="step", y_label="loss") == ""
-    assert "polyline" in line_chart([Line([(1.0, 2.0)], "raw")], x_label="step", y_label="loss")
-
-
-def test_smoothing_keeps_a_constant_and_its_start() -> None:
-    assert smoothed([(0.0, 3.0), (1.0, 3.0)]) == [(0.0, 3.0), (1.0, 3.0)]
-    assert json.dumps(smoothed([(0.0, 5.0)])) == "[[0.0, 5.0]]"
-
-
-def test_no_peak_is_lost_where_points_are_many() -> None:
-    points = [(float(step), 5.0 if step == 777 else -3.0 if step == 778 else 0.0) for step in range(50_000)]
-    few = thinned(points)
-    assert len(few) <= 800 and {(777.0, 5.0), (778.0, -3.0)} <= set(few)
-    assert [x for x, _ in few] == sorted(x for x, _ in few)
-
-
-def test_ticks_are_round_and_cover_the_range() -> None:
-    assert ticks(0.0, 1.0) == [0.0, 0.5, 1.0]
-    assert ticks(1.3, 4.3) == [1.0, 2.0, 3.0, 4.0, 5.0]
-    assert ticks(1, 3, whole=True) == [1, 2, 3]
-    for low, high in ((0.0641, 0.0702), (-3.0, 12_345.0), (0.0, 7e-9)):
-        found = ticks(low, high)
-        assert found[0] <= low and found[-1] >= high - 1e-12 and 3 <= len(found) <= 7
 
 
 def long_run(folder: Path) -> RunFolder:
@@ -295,7 +260,7 @@ def test_charts_and_tables_obey_a_keyboard(tmp_path: Path) -> None:
 
 def test_many_points_become_the_extremes_and_means_of_equal_parts() -> None:
     points = [(float(step), 5.0 if step == 777 else float(step % 2)) for step in range(50_000)]
-    [chart] = json.loads(chart_values([Curve("Loss", "", "", lines=(Line(points, "raw", "a\u202e"),))])["json"])
+    [chart] = json.loads(chart_values([Curve("Loss", (Line(points, "a\u202e"),))])["json"])
     [line] = chart["lines"]
     assert line["label"] == r"a\u202e"
     assert len(line["x"]) <= 2000 and 5.0 in line["y"] and {0.0, 1.0} <= set(line["y"])

@@ -30,9 +30,9 @@ from rich.table import Table
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from clipmill.manifests.publish import publish_bytes
+from clipmill.shards.pages.templates import load_template
 from clipmill.train.bench.report import about
 from clipmill.train.bench.steps import Opened, Steps
-from clipmill.train.evaluation.pages import load_template
 
 _STEP = "clipmill::step"
 _NUM_WARMUP = 3  # DDP orders its buckets after the first backward pass

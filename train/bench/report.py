@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from clipmill.manifests.units import size_text
 from clipmill.train.bench.stages import AUGMENT, CROP, DECODE, LOADING, READ, TOKENS
 from clipmill.train.config.training import ClipSettings
 
@@ -115,13 +116,13 @@ def _conclusion(result: dict[str, Any]) -> list[str]:
         f"slowest stage: {result['slowest']}; {result['bound']}-bound: the loader gives {loader:,.1f} items/s, augment "
         f"and model process {compute:,.1f}; waiting for data takes {result['wait_share']:.0%} of a step "
         f"(expected: {result['expected_wait_share']:.0%})",
-        f"memory: {result['memory_bytes'] / 1e9:.2f} GB{' of GPU memory' if result['device'] == 'cuda' else ''}",
+        f"memory: {size_text(result['memory_bytes'])}{' of GPU memory' if result['device'] == 'cuda' else ''}",
     ]
     if result["read_bytes_per_item"] is not None:
         lines.append(f"{result['read_bytes_per_item'] / 1000:,.0f} kB are read from the disk per sample")
     if speed := (result["disk"] or {}).get("speed"):
-        mb_per_s = speed["read_bytes_per_s"] / 1e6
-        lines.append(f"the disk is read at {mb_per_s:,.0f} MB/s, 64 KiB in {speed['piece_ms']:.2f} ms")
+        per_s = size_text(speed["read_bytes_per_s"])
+        lines.append(f"the disk is read at {per_s}/s, 64 KiB in {speed['piece_ms']:.2f} ms")
     if cause != result["slowest"]:
         lines.append(f"the bottleneck is {cause}: stages before the model add up in each loader thread")
     if result["device"] == "cpu":

@@ -119,10 +119,9 @@ def evaluation_command(evaluation: EvaluationSpec) -> Callable[..., None]:
             if as_json:
                 print(json.dumps({name: value for name, value in result.items() if name != evaluation.pictures}))
             else:
-                from clipmill.train.evaluation.pages import table_of
-                from clipmill.train.evaluation.tables import describe
+                from clipmill.train.evaluation.tables import describe, table_of
 
-                print(describe(table_of(evaluation, result)))
+                print(describe(table_of(evaluation.table, result)))
                 if files:
                     page = f"; results page: {open_run(Path(weights)).page}" if out is None else ""
                     print(f"written: {files[-1]}{page}")

@@ -112,7 +112,7 @@ def search(
         Texts to search for.
     """
     with Activity("loading the search"):
-        from clipmill.train.evaluation.pages import require_page_path
+        from clipmill.shards.pages.templates import require_page_path
         from clipmill.train.search.folder import open_embedded
         from clipmill.train.search.searching import describe, result_json, search_folder, write_search_page
 

@@ -11,8 +11,8 @@ from typing import Annotated
 from cyclopts import Parameter
 
 from clipmill.manifests.errors import UserError
-from clipmill.manifests.storage.cache import parse_size
 from clipmill.manifests.storage.objects import is_remote
+from clipmill.manifests.units import parse_size
 from clipmill.train.config import fields as groups
 from clipmill.train.config.fields import FIRST_RUN, Checked, caught, without_effect
 

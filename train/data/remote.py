@@ -13,9 +13,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from clipmill.manifests.errors import UserError
-from clipmill.manifests.storage.cache import CachedFile, ObjectCache, parse_size
+from clipmill.manifests.storage.cache import CachedFile, ObjectCache
 from clipmill.manifests.storage.errors import no_damage
 from clipmill.manifests.storage.objects import Objects, is_remote, open_objects
+from clipmill.manifests.units import parse_size
 from clipmill.shards.format import DATASET_FILE
 from clipmill.shards.reader import CommittedShard
 from clipmill.train.data.node_cache import choose_folder

@@ -24,8 +24,9 @@ from numpy.typing import NDArray
 
 from clipmill.manifests.errors import UserError
 from clipmill.manifests.mapped_files import map_descriptor
-from clipmill.manifests.storage.cache import CachedFile, NoRoom, shown_size
+from clipmill.manifests.storage.cache import CachedFile, NoRoom
 from clipmill.manifests.storage.errors import Unanswered
+from clipmill.manifests.units import size_text
 from clipmill.shards.open_maps import MAX_OPEN_MAPS
 from clipmill.shards.reader import Variant
 from clipmill.train.data.mapped_tars import MappedTars
@@ -72,9 +73,9 @@ class RemoteMaps(MappedTars):
         here, fitting, whole = (
             int(self._sizes[which].sum()) for which in (wanted & self._is_mapped, self._chosen(), wanted)
         )
-        limit = f"{'80% of the free disk' if cache.is_derived else '--cache-size'}: {shown_size(cache.limit_bytes)}"
-        part = "" if fitting == whole else f"; {shown_size(fitting)} of them fit, and the rest is read by range"
-        return f"{shown_size(here)} of {shown_size(whole)} of tars in the cache {cache.folder} ({limit}{part})"
+        limit = f"{'80% of the free disk' if cache.is_derived else '--cache-size'}: {size_text(cache.limit_bytes)}"
+        part = "" if fitting == whole else f"; {size_text(fitting)} of them fit, and the rest is read by range"
+        return f"{size_text(here)} of {size_text(whole)} of tars in the cache {cache.folder} ({limit}{part})"
 
     def want(self, places: NDArray[np.int64]) -> None:
         """Note that the tars of these places are needed, and map those that are in the cache."""

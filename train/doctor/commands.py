@@ -12,6 +12,7 @@ from typing import Any
 
 from clipmill.manifests.errors import FailedWork, UserError
 from clipmill.manifests.progress import Activity
+from clipmill.manifests.units import size_text
 from clipmill.train.doctor.examined import CODECS, Examined, as_json, examine, examine_in_run, used_by_training
 from clipmill.train.doctor.host import Finding
 from clipmill.train.doctor.judge import judge
@@ -166,10 +167,10 @@ def _disk(examined: Examined) -> str:
         return ""
     text = f"{disk.path}: {disk.file_system or 'file system not known'}, {_DISK_KINDS[disk.kind]}"
     if disk.free_bytes is not None:
-        text += f", {disk.free_bytes / 1e9:.0f} GB free"
+        text += f", {size_text(disk.free_bytes)} free"
     if (speed := disk.speed) is not None:
-        text += "" if speed.write_bytes_per_s is None else f"; writes {speed.write_bytes_per_s / 1e6:,.0f} MB/s"
-        text += f"; reads {speed.read_bytes_per_s / 1e6:,.0f} MB/s, 64 KiB in {speed.piece_ms:.2f} ms"
+        text += "" if speed.write_bytes_per_s is None else f"; writes {size_text(speed.write_bytes_per_s)}/s"
+        text += f"; reads {size_text(speed.read_bytes_per_s)}/s, 64 KiB in {speed.piece_ms:.2f} ms"
         text += f" ({_CACHED[speed.cached]})"
     return text
 

@@ -4,6 +4,7 @@ import re
 from collections.abc import Callable, Iterator
 from functools import partial
 
+from clipmill.manifests.units import size_text
 from clipmill.train.doctor.examined import Examined
 from clipmill.train.doctor.host import LEVELS, Finding
 
@@ -117,7 +118,7 @@ def _shared_memory(examined: Examined) -> Iterator[Finding]:
     size = examined.host.shm_bytes
     if size is not None and size < _MIN_SHM and len(examined.accelerator.gpus) > 1:
         yield _warning(
-            f"/dev/shm has {size / 1e6:.0f} MB, through which the processes of several GPUs exchange data (NCCL)",
+            f"/dev/shm has {size_text(size)}, through which the processes of several GPUs exchange data (NCCL)",
             "start the container with --shm-size 8g or --ipc host",
         )
 
@@ -153,7 +154,7 @@ def _disk(examined: Examined) -> Iterator[Finding]:
     if speed is None or speed.cached is not False:  # reads from the page cache say nothing about the disk
         return
     if speed.read_bytes_per_s < _SLOW_READ:
-        yield _warning(f"{disk.path} is read at {speed.read_bytes_per_s / 1e6:.0f} MB/s", _FASTER_DISK)
+        yield _warning(f"{disk.path} is read at {size_text(speed.read_bytes_per_s)}/s", _FASTER_DISK)
     if speed.piece_ms > _SLOW_PIECE_MS:
         yield _warning(
             f"random reads of 64 KiB from {disk.path} take {speed.piece_ms:.0f} ms; clips are read in such pieces",

@@ -6,6 +6,7 @@ from contextlib import contextmanager
 import torch
 
 from clipmill.manifests.errors import UserError
+from clipmill.manifests.units import size_text
 from clipmill.train.config.training import TrainingSettings
 from clipmill.train.distributed.world import World
 
@@ -65,8 +66,8 @@ def too_large(
     """
     fits = fitting(at_once, before_bytes=before_bytes, peak_bytes=peak_bytes, total_bytes=total_bytes)
     message = (
-        f"out of GPU memory: {at_once} samples at once want more than {total_bytes / 1e9:.1f} GB, of which "
-        f"{before_bytes / 1e9:.1f} GB were taken before the step and {peak_bytes / 1e9:.1f} GB at its peak"
+        f"out of GPU memory: {at_once} samples at once want more than {size_text(total_bytes)}, of which "
+        f"{size_text(before_bytes)} were taken before the step and {size_text(peak_bytes)} at its peak"
     )
     if fits is None:
         return UserError(

@@ -1,7 +1,5 @@
 """Clips as small videos and pictures that a page holds and plays in place: H.264 in mp4, JPEG, as data URIs."""
 
-import base64
-import io
 from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
@@ -11,6 +9,7 @@ import numpy as np
 import pyarrow as pa
 
 from clipmill.manifests.errors import UserError
+from clipmill.shards.pages.media import CLIP_FPS, data_uri, evenly_within, jpeg_uri, small_clip, small_frame
 from clipmill.train.config.training import ClipSettings
 from clipmill.train.data.chunk_table import rows_of
 from clipmill.train.data.chunks import ChunkSet
@@ -19,17 +18,14 @@ from clipmill.train.data.outcomes import SampleFailed
 from clipmill.train.data.remote import open_data_folder
 from clipmill.train.data.streams.tars import names_tars
 from clipmill.train.data.usable_captions import usable_captions
-from clipmill.train.evaluation.pages import PicturedSamples, evenly_within, jpeg_uri
 
 if TYPE_CHECKING:
     import av
+    from numpy.typing import NDArray
 
-_SHORT_SIDE_PX = 240
-_FPS = 12
 _LONGEST_S = 15.0
 _BUDGET_BYTES = 24 << 20
 _RESULT_BUDGET_BYTES = 8 << 20  # a page of a run may hold several results
-_ENCODER = {"crf": "29", "preset": "veryfast", "threads": "1"}
 
 
 class PlayedClip(Protocol):
@@ -74,6 +70,26 @@ class SampleClip:
     def video(self) -> str:
         """The video, of which the key of a chunk begins with the name."""
         return self.key.rpartition("_")[0]
+
+
+class PicturedSamples(Protocol):
+    """Samples of a split as pages show them."""
+
+    def text(self, sample: int) -> str:
+        """The caption."""
+        ...
+
+    def key(self, sample: int) -> str:
+        """The chunk in which the clip begins."""
+        ...
+
+    def span_s(self, sample: int) -> tuple[float, float]:
+        """Begin and end of the clip in its video, in seconds."""
+        ...
+
+    def pictures(self, sample: int, *, num_frames: int) -> "list[NDArray[np.uint8]]":
+        """Frames of the clip, uint8 RGB [H, W, 3]; an empty list if it cannot be decoded."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -130,15 +146,16 @@ class Player:
 
     def _make(self, clip: PlayedClip) -> Shown:
         end_s = min(clip.end_s, clip.begin_s + _LONGEST_S)
-        num_frames = max(1, round((end_s - clip.begin_s) * _FPS)) if self._left_bytes > 0 else 1
+        num_frames = max(1, round((end_s - clip.begin_s) * CLIP_FPS)) if self._left_bytes > 0 else 1
         frames = self._frames(clip, end_s=end_s, num_frames=num_frames)
-        picture = jpeg_uri(_small(frames[len(frames) // 2]).to_ndarray(format="rgb24").astype(np.uint8, copy=False))
+        picture = jpeg_uri(
+            small_frame(frames[len(frames) // 2]).to_ndarray(format="rgb24").astype(np.uint8, copy=False)
+        )
         if self._left_bytes <= 0:
             return Shown(picture=picture)
-        content = encode(frames, fps=Fraction(num_frames / (end_s - clip.begin_s)).limit_denominator(1000))
+        content = small_clip(frames, fps=Fraction(num_frames / (end_s - clip.begin_s)).limit_denominator(1000))
         self._left_bytes -= len(content)
-        uri = "data:video/mp4;base64," + base64.b64encode(content).decode()
-        return Shown(video=uri, picture=picture, is_cut=end_s < clip.end_s)
+        return Shown(video=data_uri(content, "video/mp4"), picture=picture, is_cut=end_s < clip.end_s)
 
     def _frames(self, clip: PlayedClip, *, end_s: float, num_frames: int) -> "list[av.VideoFrame]":
         """Frames evenly spread over a clip."""
@@ -192,28 +209,3 @@ def clip_figure(
         "frames": [jpeg_uri(frame) for frame in evenly_within(pictures, at_most=at_most)],
         **{"video": shown.video, "picture": shown.picture if shown.video else ""},
     }
-
-
-def encode(frames: "list[av.VideoFrame]", *, fps: Fraction) -> bytes:
-    """An mp4 of frames in H.264, scaled down to a short side of 240 pixels."""
-    import av
-    from av.video.stream import VideoStream
-
-    first = _small(frames[0])
-    content = io.BytesIO()
-    with av.open(content, "w", format="mp4") as container:
-        stream = container.add_stream("libx264", rate=fps, options=_ENCODER)
-        assert isinstance(stream, VideoStream)
-        stream.width, stream.height, stream.pix_fmt = first.width, first.height, "yuv420p"
-        for number, frame in enumerate(frames):
-            small = frame.reformat(width=first.width, height=first.height, format="yuv420p")
-            small.pts, small.time_base = number, 1 / fps
-            container.mux(stream.encode(small))
-        container.mux(stream.encode(None))
-    return content.getvalue()
-
-
-def _small(frame: "av.VideoFrame") -> "av.VideoFrame":
-    scale = min(1.0, _SHORT_SIDE_PX / min(frame.width, frame.height))
-    width, height = (max(2, 2 * round(scale * side / 2)) for side in (frame.width, frame.height))
-    return frame.reformat(width=width, height=height, format="yuv420p")

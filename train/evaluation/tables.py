@@ -1,10 +1,14 @@
 """Results of `train eval` as tables with their protocols, for the console and the results page."""
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
+from clipmill.manifests.units import percent
 from clipmill.train.run.folder import other_data
 
+CLASSES_SECTION = Path(__file__).with_name("classes.html.j2")  # of a page, for results with `by_class`
 _LABEL_WIDTH, _CELL_WIDTH = 14, 13
 _INCOMPLETE = "(incomplete)"
 FEW_CLASSES = 5  # with so few classes, top-5 accuracy is always 100 %
@@ -45,16 +49,25 @@ class Table:
     headline: int = 0  # the row that represents the table in overviews
     baseline: int | None = None  # the row of a trivial model
 
+    @property
+    def baseline_text(self) -> str:
+        """What the first metric is compared with: its chance level, or a trivial model; else its detail."""
+        row = self.rows[self.headline]
+        if row.cells[0].chance:
+            return f"chance {row.cells[0].chance}"
+        if self.baseline is not None:
+            other = self.rows[self.baseline]
+            return f"{other.label} {other.cells[0].text}"
+        return row.cells[0].baseline or row.detail
 
-def baseline_text(table: Table) -> str:
-    """What the first metric of a table is compared with: its chance level, or a trivial model; else its detail."""
-    row = table.rows[table.headline]
-    if row.cells[0].chance:
-        return f"chance {row.cells[0].chance}"
-    if table.baseline is not None:
-        other = table.rows[table.baseline]
-        return f"{other.label} {other.cells[0].text}"
-    return row.cells[0].baseline or row.detail
+
+def table_of(make: Callable[[dict[str, Any]], Table], result: dict[str, Any]) -> Table:
+    """The table that an evaluation makes of a result; title and rows of one that is incomplete say so."""
+    table = make(result)
+    if not (incomplete := result.get("incomplete", "")):
+        return table
+    rows = tuple(replace(row, label=marked(row.label)) for row in table.rows)
+    return replace(table, title=marked(table.title), rows=rows, protocol={"incomplete": incomplete, **table.protocol})
 
 
 def marked(title: str) -> str:
@@ -71,11 +84,6 @@ def describe(table: Table) -> str:
         if any(cell.chance for cell in row.cells):
             lines.append(_line("  chance", [cell.chance for cell in row.cells], width=width))
     return "\n".join([*lines, *(f"{name}: {text}" for name, text in table.protocol.items())])
-
-
-def percent(share: float | None) -> str:
-    """A fraction in percent; a dash for None."""
-    return "-" if share is None else f"{100 * share:.1f} %"
 
 
 def share_cell(value: float | None, chance: float | None = None) -> Cell:

@@ -7,6 +7,7 @@ from statistics import fmean
 
 from clipmill.manifests.errors import UserError
 from clipmill.manifests.quoting import counted
+from clipmill.manifests.units import size_text
 from clipmill.train.data.classes import proposed_label
 from clipmill.train.quickstart.survey import Survey
 
@@ -111,9 +112,9 @@ def choose_preset(task: str, *, gpu_bytes: Sequence[int]) -> Chosen:
     if recipe.on_gpu is None:
         return Chosen(recipe.on_cpu, f"train {task} has no larger preset that needs no further files")
     if min(gpu_bytes) < _MIN_GPU_BYTES:
-        return Chosen(recipe.on_cpu, f"{recipe.on_gpu} needs a GPU with {_MIN_GPU_BYTES / 1e9:.0f} GB")
+        return Chosen(recipe.on_cpu, f"{recipe.on_gpu} needs a GPU with {size_text(_MIN_GPU_BYTES)}")
     which = "a GPU has" if len(gpu_bytes) == 1 else f"{len(gpu_bytes)} GPUs have at least"
-    return Chosen(recipe.on_gpu, f"{which} {min(gpu_bytes) / 1e9:.0f} GB of memory")
+    return Chosen(recipe.on_gpu, f"{which} {size_text(min(gpu_bytes))} of memory")
 
 
 def first_batch(preset: int, *, num_samples: int, on_gpu: bool) -> int:

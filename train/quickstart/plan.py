@@ -11,6 +11,7 @@ from typing import Any
 
 from clipmill.manifests.errors import FailedWork, UserError
 from clipmill.manifests.quoting import counted
+from clipmill.manifests.units import duration_text, size_text
 from clipmill.train.config.files import load_settings, preset_path, presets_of
 from clipmill.train.config.training import ClipSettings
 from clipmill.train.doctor.commands import filled
@@ -138,7 +139,7 @@ class Plan:
         host, gpus = proposal.examined.host, proposal.examined.accelerator.gpus
         yield from (("data", line) for one in proposal.surveys for line in describe(one))
         gpu = f"{counted(len(gpus), 'GPU')} ({', '.join(sorted({gpu.name for gpu in gpus}))})" if gpus else "no GPU"
-        memory = "" if host.memory_bytes is None else f", {host.memory_bytes / 1e9:.0f} GB of memory"
+        memory = "" if host.memory_bytes is None else f", {size_text(host.memory_bytes)} of memory"
         yield "machine", f"{gpu}; {counted(host.allowed_cores, 'core')}{memory}"
         yield "task", f"{proposal.task.value} on split {proposal.split}: {proposal.task.reason}"
         about = f"{settings.num_frames} frames of {settings.size_px} px"
@@ -148,7 +149,7 @@ class Plan:
         yield "batch", f"{counted(settings.batch, 'clip')}{several}{halved}"
         samples = counted(measured.num_samples, "sample")
         yield "steps", f"{settings.steps:,}, {self.length.epochs:.1f} epochs of {samples}: {self.length.reason}"
-        times = [_duration(one) for one in (expected.seconds, expected.least_s, expected.most_s)]
+        times = [duration_text(one) for one in (expected.seconds, expected.least_s, expected.most_s)]
         yield (
             "time",
             f"about {times[0]}, between {times[1]} and {times[2]}; measured: {measured.taken.step_s:.2g} s per step, "
@@ -156,8 +157,8 @@ class Plan:
             f"{measured.checkpoint_s:.1f} s per checkpoint",
         )
         of_gpu = " of GPU memory" if proposal.is_on_gpu else ""
-        yield "memory", f"{measured.taken.memory_bytes / 1e9:.1f} GB{of_gpu}, measured"
-        yield "disk", f"{self.disk_bytes / 1e9:.2g} GB for checkpoints; {self.free_bytes / 1e9:,.1f} GB are free"
+        yield "memory", f"{size_text(measured.taken.memory_bytes)}{of_gpu}, measured"
+        yield "disk", f"{size_text(self.disk_bytes)} for checkpoints; {size_text(self.free_bytes)} are free"
         yield from (("warning", words) for words in self.warnings)
 
 
@@ -316,11 +317,4 @@ def _warnings(proposal: Proposal, measured: Measured, length: Length, *, needed:
         cores = counted(proposal.examined.host.allowed_cores, "core")
         yield f"other processes use this machine (load {proposal.load:.0f} on {cores}), and the time depends on them"
     if needed > free:
-        yield f"checkpoints take {needed / 1e9:.1f} GB, and {free / 1e9:.1f} GB are free: use another --out"
-
-
-def _duration(seconds: float) -> str:
-    """A time in words: 45 s, 3.5 minutes, 2.1 hours."""
-    if seconds < 90:
-        return f"{seconds:.0f} s"
-    return f"{seconds / 60:.1f} minutes" if seconds < 5400 else f"{seconds / 3600:.1f} hours"
+        yield f"checkpoints take {size_text(needed)}, and {size_text(free)} are free: use another --out"

@@ -13,6 +13,7 @@ from clipmill.manifests.errors import UserError
 from clipmill.manifests.quoting import counted
 from clipmill.manifests.storage.objects import is_remote
 from clipmill.manifests.store import manifest_dir, num_captions_of, open_captions, read_videos
+from clipmill.manifests.units import duration_text
 from clipmill.shards.damage import Damaged
 from clipmill.shards.dataset import current_variant, variant_dir
 from clipmill.shards.format import COLUMNS, DATASET_FILE
@@ -138,20 +139,18 @@ def split_to_evaluate(surveys: Sequence[Survey], *, trained: str) -> str | None:
 
 def describe(one: Survey) -> list[str]:
     """Lines about a data folder."""
-    chunks, hours = sum(its.num_chunks for its in one.splits.values()), sum(its.hours for its in one.splits.values())
+    chunks = sum(its.num_chunks for its in one.splits.values())
+    length = duration_text(3600 * sum(its.hours for its in one.splits.values()))
     labels = f"; labels: {', '.join(one.labels)}" if one.labels else ""
-    lines = [f"{one.address}: {counted(chunks, 'chunk')} of {one.chunk_s:.3g} s, {_hours(hours)}{labels}"]
+    lines = [f"{one.address}: {counted(chunks, 'chunk')} of {one.chunk_s:.3g} s, {length}{labels}"]
     lines += [
-        f"split {name}: {counted(its.num_videos, 'video')}, {counted(its.num_chunks, 'chunk')}, {_hours(its.hours)}, "
+        f"split {name}: {counted(its.num_videos, 'video')}, {counted(its.num_chunks, 'chunk')}, "
+        + f"{duration_text(3600 * its.hours)}, "
         + (counted(its.num_captions, "caption") if its.num_captions else "no captions")
         for name, its in one.splits.items()
     ]
     others = [name for name in one.columns if name != "video"]
     return [*lines, f"other columns: {', '.join(others)}"] if others else lines
-
-
-def _hours(hours: float) -> str:
-    return f"{hours:,.1f} hours" if hours >= 1 else f"{60 * hours:.1f} minutes"
 
 
 def _require_folder(path: Path) -> None:

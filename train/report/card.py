@@ -10,9 +10,8 @@ import yaml
 
 from clipmill.train.config.files import plain_values
 from clipmill.train.config.training import flat
-from clipmill.train.evaluation.pages import table_of
 from clipmill.train.evaluation.runner import OpenedRun
-from clipmill.train.evaluation.tables import Table
+from clipmill.train.evaluation.tables import Table, table_of
 from clipmill.train.registry import evaluations_of
 from clipmill.train.report.results import initial_weights
 from clipmill.train.run.folder import RunFolder, installed_version, read_object
@@ -131,7 +130,7 @@ def _tables(run: RunFolder, task: str, *, step: int | None) -> list[Table]:
     known = {one.result_name: one for one in evaluations_of(task)}
     results = [read_object(path) for path in run.results()]
     return [
-        table_of(known[result["evaluation"]], result)
+        table_of(known[result["evaluation"]].table, result)
         for result in results
         if result.get("evaluation") in known and result.get("step") == step and not result.get("overrides")
     ]

@@ -1,5 +1,5 @@
 "use strict";
-// Replaces the SVG in each element with data-chart by a chart of uPlot: values under the pointer, zoom by dragging
+// Replaces the words in each element with data-chart by a chart of uPlot: values under the pointer, zoom by dragging
 // (double click resets it), smoothing and a logarithmic axis; by keyboard with the arrow keys, + and -, and Escape.
 // Elements with data-sort sort their table.
 (() => {
@@ -79,14 +79,9 @@
   function describe(plot, chart, element) {
     element.setAttribute("role", "group");
     element.setAttribute("aria-label", chart.title);
-    const texts = chart.lines.map((line) => {
-      const of = line.label ? `${line.label}: ` : "", end = line.y.length - 1;
-      return `${of}${number(line.y[0])} at step ${line.x[0]}, ${number(line.y[end])} at step ${line.x[end]}, `
-        + `from ${number(Math.min(...line.y))} to ${number(Math.max(...line.y))}`;
-    });
     const canvas = element.querySelector("canvas");
     canvas.setAttribute("role", "img");
-    canvas.setAttribute("aria-label", `${chart.title} by step. ${texts.join("; ")}`);
+    canvas.setAttribute("aria-label", `${chart.title} by step. ${chart.text}`);
     element.querySelectorAll(".u-legend .u-series").forEach((row, at) => {
       const head = row.querySelector("th");
       if (at === 0 || row.classList.contains("raw")) return;

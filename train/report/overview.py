@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from clipmill.manifests.errors import UserError
-from clipmill.train.evaluation.pages import page_title, require_page_path
+from clipmill.shards.pages.templates import page_title, require_page_path
 from clipmill.train.evaluation.tables import Cell, Table
 from clipmill.train.report.charts import chart_values
 from clipmill.train.report.curves import overlaid

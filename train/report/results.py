@@ -9,9 +9,12 @@ from typing import Any
 
 from clipmill.manifests.errors import UserError
 from clipmill.manifests.publish import publish_bytes
+from clipmill.manifests.units import duration_text
+from clipmill.shards.pages.templates import load_template
 from clipmill.train.config.files import read_values
 from clipmill.train.config.training import TrainingSettings, flat, plain_values
-from clipmill.train.evaluation.pages import load_template, table_of
+from clipmill.train.evaluation.by_class import class_view
+from clipmill.train.evaluation.tables import table_of
 from clipmill.train.registry import DEFAULT, evaluations_of, task_named, task_names
 from clipmill.train.report.charts import chart_values
 from clipmill.train.report.curves import NUM_LAST, evaluation_curves, training_curves
@@ -82,13 +85,16 @@ def _shown_result(result: dict[str, Any], evaluation: EvaluationSpec) -> dict[st
     """What a page shows of a result besides its values."""
     of = {"other_data": other_data(result), "is_part_of_own_data": result.get("is_part_of_own_data", False)}
     section = evaluation.section if result.get(evaluation.pictures) else None
-    table = table_of(evaluation, result)
+    table = table_of(evaluation.table, result)
     return {
         **of,
         "split": str(result["split"]),
         "table": table,
         "overridden": ", ".join(f"{name.replace('_', ' ')} {one}" for name, one in result.get("overrides", {}).items()),
-        "section": section and load_template(section).render(result={**result, **of}, title=table.title),
+        "section": section
+        and load_template(section).render(
+            result={**result, **of}, title=table.title, class_views=map(class_view, result.get("by_class", []))
+        ),
         "strips": evaluation.strips(result) if section and evaluation.strips else [],
     }
 
@@ -119,7 +125,7 @@ def _summary(lines: list[dict[str, Any]]) -> dict[str, Any]:
         "first_loss": lines[0]["loss"],
         "last_loss": sum(line["loss"] for line in last) / len(last),
         "num_last": len(last),
-        "took": _duration(sum(line["step_s"] for line in lines)),
+        "took": duration_text(sum(line["step_s"] for line in lines)),
         "samples_per_s": sum(line["samples_per_s"] * line["step_s"] for line in steady) / took_s,
         "wait_share": waited_s / took_s,
         "epochs": lines[-1].get("epoch"),  # streams have no epochs
@@ -139,13 +145,6 @@ def _sources(facts: dict[str, Any], lines: list[dict[str, Any]]) -> list[dict[st
 def _command(run: RunFolder, task: str) -> str:
     """The command line that repeats the training."""
     return shlex.join(["train", task, "--config", str(run.settings), "--out", f"{run.path}-again"])
-
-
-def _duration(seconds: float) -> str:
-    if seconds < 120:
-        return f"{seconds:.0f} s"
-    minutes = round(seconds / 60)
-    return f"{minutes} min" if minutes < 120 else f"{minutes // 60} h {minutes % 60} min"
 
 
 def initial_weights(facts: Mapping[str, Any]) -> dict[str, Any]:
@@ -173,4 +172,5 @@ def _shape(change: dict[str, Any], side: str) -> str:
 
 def publish_page(template: str, path: Path, **values: Any) -> None:
     """Publish a page from a template of this folder."""
-    publish_bytes(path, load_template(Path(__file__).with_name(template)).render(**values).encode())
+    page = load_template(Path(__file__).with_name(template)).render(**values, scripts=values["charts"]["scripts"])
+    publish_bytes(path, page.encode())

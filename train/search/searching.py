@@ -12,7 +12,7 @@ from clipmill.manifests.errors import UserError
 from clipmill.manifests.progress import Activity
 from clipmill.manifests.publish import publish_bytes
 from clipmill.manifests.quoting import on_one_line
-from clipmill.train.evaluation.pages import load_template
+from clipmill.shards.pages.templates import load_template
 from clipmill.train.evaluation.player import Player
 from clipmill.train.search.folder import VIDEO, Embedded, EmbeddedClip
 from clipmill.train.search.nearest import nearest
@@ -211,7 +211,7 @@ def write_search_page(path: Path, embedded: Embedded, results: Sequence[Result],
         "data": data["description"],
         "folder": str(embedded.path.resolve()),
     }
-    template = load_template(Path(__file__).with_name("page.html.j2"))
+    template = load_template(Path(__file__).with_name("search.html.j2"))
     content = template.render(results=results, show=player.show, num_clips=embedded.num_clips, data=data, facts=facts)
     publish_bytes(path, content.encode("utf-8", errors="replace"))
     return player.num_missing

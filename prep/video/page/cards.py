@@ -4,15 +4,21 @@ import json
 import zlib
 from dataclasses import dataclass, field
 from fractions import Fraction
+from itertools import accumulate
 from typing import Any
 
 import av.error
 
-from clipmill.prep.video.page.clips import Clip, ClipFolder, ClipPlan, clip_name, data_uri
-from clipmill.prep.video.page.pictures import NoPicture, decode_frames, jpeg, preview, spread
+from clipmill.manifests.units import clock, short_number
+from clipmill.prep.video.page.clips import Clip, ClipFolder, ClipPlan, clip_name
+from clipmill.prep.video.page.pictures import PREVIEW_S, NoPicture, decode_frames, jpeg, preview
 from clipmill.shards.damage import Damaged
+from clipmill.shards.pages.media import data_uri, evenly_within
 from clipmill.shards.reader import CommittedShard
 
+_MAX_CAPTIONS = 3  # before the others are folded
+_MAX_FOLDED, _MAX_FOLDED_CHARS = 100, 20_000
+_MAX_CAPTION_CHARS = 1000
 _PICTURES = 4
 _PICTURE_HEIGHT_PX = 108
 
@@ -25,12 +31,25 @@ class CaptionLine:
     begin_s: float
     end_s: float | None
 
+    @property
+    def shown(self) -> str:
+        """The text, truncated if it is very long."""
+        if len(self.text) <= _MAX_CAPTION_CHARS:
+            return self.text
+        return f"{self.text[:_MAX_CAPTION_CHARS]}… ({len(self.text):,} characters)"
+
+    @property
+    def times(self) -> str:
+        """Begin and end as a player shows them."""
+        end = "the end" if self.end_s is None else clock(self.end_s, decimals=1)
+        return f"{clock(self.begin_s, decimals=1)} to {end}"
+
 
 @dataclass(frozen=True)
 class Picture:
-    """A frame as a JPEG file; `time_s` is its position in the chunk."""
+    """A frame: `source` is a JPEG file as a data URI, `time_s` its position in the chunk."""
 
-    jpeg: bytes
+    source: str
     time_s: float
 
 
@@ -72,6 +91,47 @@ class Card:
         """Bit rate in kbit/s."""
         return self.size_bytes * 8 / max(self.seconds, 1e-3) / 1000
 
+    @property
+    def times(self) -> str:
+        """Begin and end in the video as a player shows them."""
+        return f"{clock(self.begin_s, decimals=3)} to {clock(self.end_s, decimals=3)}"
+
+    @property
+    def clip_label(self) -> str:
+        """What the clip plays."""
+        is_part = self.clip is not None and self.clip.is_preview and self.seconds > PREVIEW_S
+        return f"Play {self.key}, {'first seconds, ' if is_part else ''}{self.times} of {self.video_id}"
+
+    @property
+    def names(self) -> str:
+        """The video, its source and its dataset."""
+        source = self.source_id if self.source_id != self.video_id else ""
+        return " · ".join(filter(None, (self.video_id, source, self.dataset)))
+
+    @property
+    def properties(self) -> str:
+        """Codec and frame size, duration, bit rate, and place in the data folder."""
+        numbers = (f"{self.seconds:.4g} s", f"{short_number(self.kbit_s)} kbit/s")
+        return " · ".join(filter(None, (self.facts, *numbers, self.place)))
+
+    @property
+    def first_captions(self) -> tuple[CaptionLine, ...]:
+        """The first three captions."""
+        return self.captions[:_MAX_CAPTIONS]
+
+    @property
+    def num_folded(self) -> int:
+        """Number of captions after the first three."""
+        return max(0, len(self.captions) - _MAX_CAPTIONS)
+
+    @property
+    def folded_captions(self) -> tuple[CaptionLine, ...]:
+        """The captions after the first three, as far as they are listed."""
+        folded = self.captions[_MAX_CAPTIONS:][:_MAX_FOLDED]
+        chars = accumulate(len(caption.shown) for caption in folded)
+        num_listed = next((number for number, sum_ in enumerate(chars, 1) if sum_ >= _MAX_FOLDED_CHARS), len(folded))
+        return folded[:num_listed]
+
 
 def read_details(shard: CommittedShard, row: int, *, plan: ClipPlan, folder: ClipFolder) -> dict[str, Any]:
     """Return the fields of a card that are read from the shard: of a damaged chunk, those up to the `problem`.
@@ -90,9 +150,9 @@ def read_details(shard: CommittedShard, row: int, *, plan: ClipPlan, folder: Cli
         content = shard.read(row, "mp4")
         if zlib.crc32(content) != entry["mp4_crc32"]:
             raise NoPicture(f"its content in {shard.tar_path.name} differs from the commit; run prep verify")
-        frames = spread(entry["num_frames"], num_pictures=_PICTURES)
+        frames = evenly_within(range(entry["num_frames"]), at_most=_PICTURES)
         found["pictures"] = tuple(
-            Picture(jpeg(picture, height=_PICTURE_HEIGHT_PX), float(number / fps))
+            Picture(data_uri(jpeg(picture, height=_PICTURE_HEIGHT_PX), "image/jpeg"), float(number / fps))
             for number, picture in zip(frames, decode_frames(content, entry, frames=frames), strict=True)
         )
         found["clip"] = _clip(content, entry, fps=fps, plan=plan, folder=folder)

@@ -11,10 +11,10 @@ from numpy.typing import NDArray
 from clipmill.manifests.errors import UserError
 from clipmill.manifests.keys import chunk_key
 from clipmill.prep.core.plan import is_readable, problems_of
-from clipmill.prep.video.page.pictures import spread
 from clipmill.shards.chunk_table import read_chunk_rows
 from clipmill.shards.damage import Damaged
 from clipmill.shards.moments import order_of
+from clipmill.shards.pages.media import evenly_within
 from clipmill.shards.reader import Variant
 from clipmill.shards.selection import selected_chunks
 from clipmill.shards.where import parse_where
@@ -185,7 +185,9 @@ def chosen(chunks: Chunks, *, num_chunks: int) -> NDArray[np.int64]:
     sizes = np.bincount(chunks.split, minlength=len(chunks.splits))
     shares = _shares(sizes, min(num_chunks, len(chunks)))
     picked = [
-        np.flatnonzero(chunks.split == split)[np.array(spread(int(sizes[split]), num_pictures=share), np.int64)]
+        np.flatnonzero(chunks.split == split)[
+            np.array(evenly_within(range(int(sizes[split])), at_most=share), np.int64)
+        ]
         for split, share in enumerate(shares)
     ]
     return np.sort(np.concatenate(picked))

@@ -10,7 +10,6 @@ a page that is open never plays another chunk. Clips are written first, then the
 page names any more are removed last.
 """
 
-import base64
 import re
 import shutil
 from collections.abc import Collection
@@ -22,6 +21,7 @@ from urllib.parse import quote
 from clipmill.manifests.errors import UserError
 from clipmill.manifests.keys import safe_video_id
 from clipmill.manifests.publish import make_folder, publish_bytes, remove_temporaries
+from clipmill.manifests.units import size_text
 
 EMBEDDED_BYTES = 8_000_000
 COPIED_BYTES = 256_000_000
@@ -36,6 +36,11 @@ class Clip:
     address: str
     size_bytes: int
     is_preview: bool
+
+    @property
+    def is_embedded(self) -> bool:
+        """Whether the clip is in the page."""
+        return self.address.startswith("data:")
 
 
 @dataclass(frozen=True)
@@ -53,7 +58,7 @@ def plan_clips(codec: str, *, total_bytes: int) -> ClipPlan:
         names = {"mjpeg": "browsers do not play MJPEG in MP4", "hevc": "only some browsers play HEVC"}
         return ClipPlan(True, False, names.get(codec, f"browsers may not play {codec}"))
     if total_bytes > COPIED_BYTES:
-        return ClipPlan(True, False, f"copies of these chunks would take {total_bytes / 1e6:,.0f} MB")
+        return ClipPlan(True, False, f"copies of these chunks would take {size_text(total_bytes)}")
     return ClipPlan(False, total_bytes <= EMBEDDED_BYTES, "copies of the chunks, byte for byte")
 
 
@@ -108,7 +113,7 @@ class ClipFolder:
             left = shutil.disk_usage(self.path).free
             raise UserError(
                 f"{self.path / name} cannot be written: {error.strerror}",
-                hint=f"{left / 1e6:,.0f} MB are free; show fewer chunks with --chunks, or write to another disk",
+                hint=f"{size_text(left)} are free; show fewer chunks with --chunks, or write to another disk",
             ) from None
 
     def sweep(self, kept: Collection[str]) -> None:
@@ -123,11 +128,6 @@ class ClipFolder:
 def clip_name(key: str, crc32: int, *, is_preview: bool) -> str:
     """Return the file name of a clip, safe in any file system and address."""
     return f"{safe_video_id(key)}-{crc32:08x}{'-preview' if is_preview else ''}.mp4"
-
-
-def data_uri(content: bytes, kind: str) -> str:
-    """Return a data URI."""
-    return f"data:{kind};base64,{base64.b64encode(content).decode()}"
 
 
 def _is_ours(name: str) -> bool:

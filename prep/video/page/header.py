@@ -8,8 +8,7 @@ from typing import Any
 import numpy as np
 
 from clipmill.manifests.quoting import counted
-from clipmill.prep.core.histograms import short_number
-from clipmill.prep.core.report import size_text
+from clipmill.manifests.units import duration_text, short_number, size_text
 from clipmill.prep.video.page.chunks import Chunks, Hole
 from clipmill.prep.video.page.clips import ClipPlan
 from clipmill.prep.video.page.pictures import PREVIEW_S
@@ -20,7 +19,6 @@ _CODEC_NAMES = {
     **{"h264": "H.264", "h264_nvenc": "H.264 (NVENC)", "hevc": "HEVC", "hevc_nvenc": "HEVC (NVENC)"},
     **{"av1": "AV1", "av1_nvenc": "AV1 (NVENC)", "vp9": "VP9", "mjpeg": "MJPEG"},
 }
-SECONDS_IN = {"minutes": 60, "hours": 3600}
 _LENGTH = re.compile(r"(\d[\d./]*)(ms|s|m|min|h)")
 
 
@@ -62,22 +60,16 @@ def summary(everything: Chunks, chunks: Chunks, *, num_shown: int, variant: Vari
 def tiles(chunks: Chunks, variant: Variant) -> list[tuple[str, str]]:
     """Return the totals as values with their names."""
     seconds, size_bytes = float(chunks.duration_s.sum()), int(chunks.size_bytes.sum())
-    unit = time_unit(seconds)
     found = [
         (f"{len(np.unique(chunks.video)):,}", "videos"),
         (f"{len(chunks):,}", "chunks"),
-        (short_number(seconds / SECONDS_IN[unit]), unit),
+        (duration_text(seconds), "of video"),
         (size_text(size_bytes), "of MP4 files"),
         (f"{short_number(size_bytes * 8e-3 / max(seconds, 1e-3))} kbit/s", "mean bit rate"),
         (f"{variant.num_shards:,}", "shard" if variant.num_shards == 1 else "shards"),
     ]
     failures = sum(len(commit.failures) for commit in variant.commits.values())
     return [*found, (f"{failures:,}", "failed parts of videos: see prep status")] if failures else found
-
-
-def time_unit(seconds: float) -> str:
-    """Return the unit for some seconds of video."""
-    return "hours" if seconds >= SECONDS_IN["hours"] else "minutes"
 
 
 def hole_text(hole: Hole) -> str:

@@ -1,15 +1,17 @@
 """Single frames of a chunk as pictures, decoded with its packet table, and a chunk as a small clip for a browser."""
 
 import io
+import math
 from collections.abc import Sequence
 from fractions import Fraction
+from itertools import islice
 from typing import Any
 
 import av
 from av.video.frame import VideoFrame
-from av.video.stream import VideoStream
 
 from clipmill.shards.format import PACKET_KEY, PACKET_REFERENCE
+from clipmill.shards.pages.media import CLIP_FPS, small_clip
 
 _JPEG_QUANTISER = 5  # from 2 (best) to 31
 _DECODERS = {"av1": "libdav1d"}  # libav's native av1 decoder requires hardware
@@ -17,12 +19,6 @@ _DECODERS = {"av1": "libdav1d"}  # libav's native av1 decoder requires hardware
 
 class NoPicture(Exception):
     """The decoder did not return a requested frame."""
-
-
-def spread(num_frames: int, *, num_pictures: int) -> list[int]:
-    """Return the middle frames of `num_pictures` equal parts of a chunk."""
-    count = min(num_pictures, num_frames)
-    return [(2 * part + 1) * num_frames // (2 * count) for part in range(count)]
 
 
 def decode_frames(content: bytes, row: dict[str, Any], *, frames: Sequence[int]) -> list[VideoFrame]:
@@ -79,9 +75,6 @@ def _pick(frames: Sequence[Any], wanted: int) -> VideoFrame | None:
 
 
 PREVIEW_S = 20.0  # a preview is of the first seconds of a longer chunk
-_PREVIEW_SHORT_SIDE_PX = 240
-_PREVIEW_FPS = 12
-_PREVIEW_OPTIONS = {"crf": "29", "preset": "veryfast", "threads": "1"}
 
 
 def preview(content: bytes, *, fps: Fraction) -> bytes:
@@ -94,26 +87,8 @@ def preview(content: bytes, *, fps: Fraction) -> bytes:
     Raises:
         av.error.FFmpegError: it cannot be decoded.
     """
-    step = max(1, round(fps / _PREVIEW_FPS))
-    written = io.BytesIO()
-    with (
-        av.open(io.BytesIO(content), "r", format="mp4") as source,
-        av.open(written, "w", format="mp4") as target,
-    ):
-        video = source.streams.video[0]
-        video.codec_context.thread_count = 1
-        scale = min(1.0, _PREVIEW_SHORT_SIDE_PX / min(video.width, video.height))
-        width, height = (max(2, 2 * round(scale * side / 2)) for side in (video.width, video.height))
-        stream = target.add_stream("libx264", rate=fps / step, options=_PREVIEW_OPTIONS)
-        assert isinstance(stream, VideoStream)
-        stream.width, stream.height, stream.pix_fmt = width, height, "yuv420p"
-        for number, frame in enumerate(source.decode(video)):
-            if number >= PREVIEW_S * fps:
-                break
-            if number % step:
-                continue
-            small = frame.reformat(width=width, height=height, format="yuv420p")
-            small.pts, small.time_base = number // step, step / fps
-            target.mux(stream.encode(small))
-        target.mux(stream.encode(None))
-    return written.getvalue()
+    step = max(1, round(fps / CLIP_FPS))
+    with av.open(io.BytesIO(content), "r", format="mp4") as source:
+        source.streams.video[0].codec_context.thread_count = 1
+        frames = islice(source.decode(video=0), 0, math.ceil(PREVIEW_S * fps), step)
+        return small_clip(frames, fps=fps / step)

@@ -10,9 +10,9 @@ import pyarrow.compute as pc
 from numpy.typing import NDArray
 
 from clipmill.manifests.store import open_captions
-from clipmill.prep.core.histograms import Histogram, histogram
 from clipmill.prep.video.page.chunks import Chunks
 from clipmill.shards.moments import Moments
+from clipmill.shards.pages.histogram import Histogram, histogram
 from clipmill.shards.scores import open_scores
 from clipmill.shards.selection import find_chunks
 

@@ -1,7 +1,7 @@
 """Writing the page of `prep inspect --html`: the choice of chunks, their clips, the pages, and what was written."""
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -16,17 +16,19 @@ from clipmill.manifests.quoting import counted
 from clipmill.manifests.storage.mirrors import mirror_of
 from clipmill.manifests.storage.urls import masked
 from clipmill.manifests.store import read_videos
-from clipmill.prep.core.pages import PageRequest, publish_page, require_page_path
-from clipmill.prep.core.report import Report, size_text
+from clipmill.manifests.units import size_text
+from clipmill.prep.core.pages import PageRequest, publish_page
+from clipmill.prep.core.report import Report
 from clipmill.prep.video.codecs import CODECS
 from clipmill.prep.video.page.cards import Card, read_details
 from clipmill.prep.video.page.chunks import Chunks, chosen, read_chunks
 from clipmill.prep.video.page.clips import ClipFolder, ClipPlan, plan_clips
 from clipmill.prep.video.page.header import Header, clips_text, hole_text, settings_words, summary, tiles
-from clipmill.prep.video.page.html import Pages, chunk_page, list_page
+from clipmill.prep.video.page.html import TEMPLATE, Pages, page_values
 from clipmill.prep.video.page.totals import ChunkScores, distributions, num_captions, scores_of, split_totals
 from clipmill.prep.video.recipe import settings_line
 from clipmill.shards.dataset import current_variant
+from clipmill.shards.pages.templates import require_page_path
 from clipmill.shards.reader import Variant
 
 PAGE_CHUNKS = 150
@@ -39,7 +41,7 @@ def write_chunk_page(variant: Variant, request: PageRequest) -> Report:
     Raises:
         UserError: a file cannot be written, no shard is readable, or `request.where` keeps no chunk.
     """
-    require_page_path(request.path)
+    require_page_path(request.path, flag="--html")
     folder = ClipFolder(request.path)
     data_dir = variant.directory.parent.parent
     everything = read_chunks(variant)
@@ -83,7 +85,12 @@ def _publish(
     pages = [Pages(path.name, folder.address, number, count, num_shown) for number in range(1, count + 1)]
     kept: set[str] = set()
     listed: list[tuple[Card, int]] = []
-    written_bytes, clip_bytes, first = 0, 0, []
+    written_bytes, clip_bytes = 0, 0
+    first: list[Card] = []
+
+    def publish(file: Path, cards: Sequence[tuple[Card, int]], page: Pages) -> int:
+        return publish_page(file, TEMPLATE, **page_values(cards, header, page, media=media))
+
     for page in pages:
         mine = [card for _, card in zip(range(min(PAGE_CHUNKS, num_shown - len(listed))), cards, strict=False)]
         clips = [card.clip for card in mine if card.clip is not None]
@@ -94,13 +101,12 @@ def _publish(
             first = mine  # published last: what it names exists then
         else:
             name = f"page-{page.number}.html"
-            written_bytes += publish_page(folder.path / name, chunk_page(mine, header, page, media=media))
+            written_bytes += publish(folder.path / name, [(card, page.number) for card in mine], page)
             kept.add(name)
     if count > 1:
-        lister = replace(pages[0], number=0)
-        written_bytes += publish_page(folder.path / "all.html", list_page(listed, header, lister))
+        written_bytes += publish(folder.path / "all.html", listed, replace(pages[0], number=0))
         kept.add("all.html")
-    written_bytes += publish_page(path, chunk_page(first, header, pages[0], media=media))
+    written_bytes += publish(path, [(card, 1) for card in first], pages[0])
     folder.sweep(kept)
     num_problems = sum(card.problem is not None for card, _ in listed)
     values: dict[str, Any] = {

@@ -11,8 +11,7 @@ from typing import Any
 
 import pytest
 
-from clipmill.manifests.errors import UserError
-from clipmill.manifests.storage.cache import Damaged, NoRoom, ObjectCache, parse_size, shown_size
+from clipmill.manifests.storage.cache import Damaged, NoRoom, ObjectCache
 
 
 def writing(content: bytes) -> Callable[[Path], None]:
@@ -151,21 +150,3 @@ def test_claims_are_bounded_and_noted_once(tmp_path: Path) -> None:
 def test_the_limit_follows_from_the_free_disk(tmp_path: Path) -> None:
     cache = ObjectCache(tmp_path)
     assert cache.is_derived and cache.limit_bytes > 0
-
-
-@pytest.mark.parametrize(
-    ("text", "size"), [("100GB", 10**11), ("1.5 tb", 1_500_000_000_000), ("10k", 10_000), ("7", 7)]
-)
-def test_sizes_are_read(text: str, size: int) -> None:
-    assert parse_size(text, flag="--cache-size") == size
-
-
-@pytest.mark.parametrize("text", ["", "0", "GB", "-1GB", "1XB", "100 %"])
-def test_what_is_no_size_is_the_users_mistake(text: str) -> None:
-    with pytest.raises(UserError, match="--cache-size is") as caught:
-        parse_size(text, flag="--cache-size")
-    assert caught.value.hint and "100GB" in caught.value.hint
-
-
-def test_sizes_are_shown() -> None:
-    assert [shown_size(one) for one in (999, 1000, 1_234_000, 10**11)] == ["999 bytes", "1 kB", "1.23 MB", "100 GB"]

@@ -54,11 +54,11 @@ def test_the_longest_chunk_is_where_reading_takes_as_long_as_the_step() -> None:
 
 def test_the_advice_in_words_follows_the_figures() -> None:
     slow = replace(LOAD, read_bytes_per_s=4e6)
-    assert "256 x 1.8 MB = 460.8 MB" in line_of(LOAD, WHOLE) and "fine, 1.3 times" in line_of(LOAD, WHOLE)
+    assert "256 x 1.8 MB = 461 MB" in line_of(LOAD, WHOLE) and "fine, 1.3 times" in line_of(LOAD, WHOLE)
     assert "it sustains is 19.5 s (AVION, arXiv:2309.16669, equation 3)" in line_of(LOAD, WHOLE)
     assert "too much, reading takes 76.8 times as long as the step" in line_of(slow, WHOLE)
     assert "fine, 23.4 times" in line_of(LOAD, "packets") and "takes 4.3 times" in line_of(slow, "packets")
-    assert "256 x 164.0 kB" in line_of(LOAD, "latents") and "fine, 14.3 times" in line_of(LOAD, "latents")
+    assert "256 x 164 kB" in line_of(LOAD, "latents") and "fine, 14.3 times" in line_of(LOAD, "latents")
     values = advice_values(replace(LOAD, read_bytes_per_s=100e6))
     assert (values["whole_chunks"]["is_fine"], values["packets"]["is_fine"]) == (False, True)
 
@@ -75,7 +75,7 @@ def test_a_cluster_shares_what_the_disk_delivers() -> None:
     assert "17.1 MB/s per node: fine" in line_of(cluster, "packets")
     assert "even if 8 nodes together get only what this node measured" in line_of(cluster, "packets")
     unsure = line_of(replace(cluster, read_bytes_per_s=50e6), "packets")
-    assert "fine only if 8 nodes together get 136.5 MB/s" in unsure and "--read-speed" in unsure
+    assert "fine only if 8 nodes together get 137 MB/s" in unsure and "--read-speed" in unsure
     assert "too much" in line_of(replace(cluster, read_bytes_per_s=10e6), "packets")
     given = line_of(replace(cluster, is_total=True), "packets")
     assert "fine" in given and "8 nodes" not in given
@@ -101,7 +101,7 @@ def test_the_requests_in_flight_are_rate_times_latency() -> None:
     slow = "\n".join(replace(bucket, latency_s=3.0, load=replace(load, step_s=0.05)).lines())
     assert "not enough" in slow and "more than the 5,500/s that S3 promises" in slow
     tars = "\n".join(replace(bucket, load=replace(load, clip_bytes={"latents": 164_000.0})).lines())
-    assert "60.0 GB in 200 requests on each node, which takes 150 s" in tars
+    assert "60 GB in 200 requests on each node, which takes 150 s" in tars
     assert "an epoch of 400,000 clips takes 2,344 s" in tars
 
 

@@ -68,10 +68,8 @@ def test_the_disk_is_said_to_be_too_small() -> None:
         free_bytes=8_000_000,
     )
     first, others, warning = use.lines()
-    assert (
-        first == "disk     4.0 MB in 2 variants now; 2.0 to 9.0 MB to be added; 8.0 MB free (whole data folder: 5.0 MB)"
-    )
-    assert others.strip() == "2 other variants are kept beside it; then `prep gc` frees 4.0 MB"
+    assert first == "disk     4 MB in 2 variants now; 2 to 9 MB to be added; 8 MB free (whole data folder: 5 MB)"
+    assert others.strip() == "2 other variants are kept beside it; then `prep gc` frees 4 MB"
     assert warning.startswith("warning  this may not fit") and not use.fits
     assert replace(use, free_bytes=None).fits, "a bucket has no free space"
 

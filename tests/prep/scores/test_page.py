@@ -7,8 +7,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from clipmill.prep.core.histograms import histogram
-from clipmill.prep.scores.distribution import evenly, landmarks
+from clipmill.prep.scores.distribution import landmarks
+from clipmill.shards.pages.histogram import histogram
+from clipmill.shards.pages.media import evenly_spaced
 from clipmill.shards.reader import Variant
 from tests.prep.running import Ran
 
@@ -67,7 +68,7 @@ def test_the_page_of_chunks_has_their_scores_and_the_distribution_of_motion(
         (("--where", "motion > 1"), "--where has no effect without a page"),
         (("--chunks", "5", "--html", "PAGE"), "--chunks does not apply to column scores"),
         (("--chunks", "5"), "--chunks has no effect without a page"),
-        (("--html", "missing/PAGE"), "in a folder that does not exist"),
+        (("--html", "missing/PAGE"), "there is no folder"),
     ],
 )
 def test_requests_that_make_no_page(
@@ -94,7 +95,7 @@ def test_landmarks_are_chunks_at_the_quartiles() -> None:
         *(("lowest", 2), ("1st quartile", 4), ("median", 3), ("3rd quartile", 5), ("highest", 0))
     ]
     assert landmarks(np.array([np.nan])) == [] and landmarks(np.array([7.0])) == [("lowest", 0)]
-    assert evenly(list(range(100)), count=3) == [0, 50, 99] and evenly([], count=3) == []
+    assert evenly_spaced(range(100), at_most=3) == [0, 50, 99] and evenly_spaced([], at_most=3) == []
 
 
 def test_histograms_hold_all_values_and_end_before_a_long_tail() -> None:

@@ -13,10 +13,11 @@ import pytest
 
 from clipmill.prep.core.pages import PageRequest
 from clipmill.prep.synthetic.frame_code import read_frame_number
-from clipmill.prep.video.inspection import clock, gop_line
-from clipmill.prep.video.page.pictures import decode_frames, jpeg, spread
+from clipmill.prep.video.inspection import gop_line
+from clipmill.prep.video.page.pictures import decode_frames, jpeg
 from clipmill.prep.video.page.write import PAGE_CHUNKS, write_chunk_page
 from clipmill.shards.format import PACKET_KEY, PACKET_REFERENCE
+from clipmill.shards.pages.media import evenly_within
 from clipmill.shards.reader import Variant
 from tests.prep.running import Ran
 from tests.prep.sets import NASTY, ShardSet, rerun
@@ -93,10 +94,6 @@ def test_a_gop_is_one_line(frames: list[int], flags: list[int], line: str) -> No
     assert gop_line(frames, flags) == line
 
 
-def test_times_read_as_in_a_player() -> None:
-    assert [clock(seconds) for seconds in (0, 15, 75.5, 3723, 59.9996)] == ["0:00", "0:15", "1:15.5", "1:02:03", "1:00"]
-
-
 class _Page(HTMLParser):
     """The images, texts and addresses of a page."""
 
@@ -131,7 +128,7 @@ def test_the_page_shows_frames_of_every_chunk_and_needs_nothing_else(
     for image in found.images:
         with av.open(BytesIO(image), "r", format="jpeg_pipe") as container:
             numbers.append(read_frame_number(next(container.decode(video=0)).to_ndarray(format="gray")))
-    long, short = spread(60, num_pictures=4), spread(30, num_pictures=4)
+    long, short = evenly_within(range(60), at_most=4), evenly_within(range(30), at_most=4)
     expected = [*long, *(60 + n for n in long), *(120 + n for n in short), *long, *(60 + n for n in short)]
     assert numbers == expected
     assert "&lt;script&gt;" in text and "5 chunks of 2 videos" in text and "showing" not in text

@@ -104,10 +104,10 @@ def test_one_video_still_gives_a_range() -> None:
     [
         ({"core_hours": 3.0, "core_hours_range": (2.0, 4.0)}, "estimate 2.0 to 4.0 h of CPU time for 9.0 h of video"),
         ({"core_hours": 1.0, "core_hours_range": (0.5, 1.5)}, "estimate 30.0 min to 1.5 h of CPU time"),
-        ({"core_hours": 1.0}, "estimate 1.0 h of CPU time for 9.0 h of video; 1.0 GB"),
+        ({"core_hours": 1.0}, "estimate 1.0 h of CPU time for 9.0 h of video; 1 GB"),
         (
             {"core_hours": 1.0, "size_bytes_range": (8e8, 2e9)},
-            "estimate 1.0 h of CPU time for 9.0 h of video; 800.0 MB",
+            "estimate 1.0 h of CPU time for 9.0 h of video; 800 MB",
         ),
     ],
 )

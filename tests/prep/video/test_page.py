@@ -14,15 +14,17 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from clipmill.prep.core.histograms import histogram, histogram_html
-from clipmill.prep.core.pages import PageRequest, publish_page
+from clipmill.prep.core.pages import PageRequest
 from clipmill.prep.synthetic.frame_code import read_frame_number
 from clipmill.prep.video.page import clips, write
 from clipmill.prep.video.page.cards import CaptionLine, Card
 from clipmill.prep.video.page.chunks import Chunks, chosen, read_chunks
-from clipmill.prep.video.page.html import card_html
+from clipmill.prep.video.page.html import TEMPLATE
 from clipmill.prep.video.page.totals import num_captions
 from clipmill.prep.video.page.write import write_chunk_page
+from clipmill.shards.pages import templates
+from clipmill.shards.pages.histogram import Histogram, histogram
+from clipmill.shards.pages.templates import load_template
 from clipmill.shards.reader import Variant
 from tests.browser import needs_chromium, shown
 from tests.object_storage.faults import Faults
@@ -188,7 +190,7 @@ def test_an_expression_chooses_the_chunks(prep: Prep, shard_set: ShardSet, tmp_p
         assert error in prep("inspect", *arguments, "--data", shard_set.data, status=2).error
 
 
-def test_any_text_of_a_chunk_is_shown_as_text(tmp_path: Path) -> None:
+def test_any_text_of_a_chunk_is_shown_as_text() -> None:
     long = "x" * 5000
     hidden = "👩‍👩‍👧 a\x07b\u202ec\u2066d\ud800"
     texts = [NASTY, "مرحبا", hidden, long, *[f"caption {number}" for number in range(400)]]
@@ -198,29 +200,34 @@ def test_any_text_of_a_chunk_is_shown_as_text(tmp_path: Path) -> None:
         key=odd, video_id=odd, split=odd, dataset=odd, source_id=odd, path=odd, facts=odd, captions=captions,
         begin_s=0.0, end_s=3725.5, size_bytes=10,
     )  # fmt: skip
-    text = "\n".join(card_html(card, order=0, inside=""))
-    assert "<script" not in text and 'id="&quot;&lt;script' in text and "0:00 to 1:02:05.5" in text
+    cards = load_template(TEMPLATE.with_name("card.html.j2")).module
+    page = str(cards.chunk(card, 0, ""))  # type: ignore[attr-defined]
+    text = html.unescape(page)
+    assert "<script" not in page and 'id="&#34;&lt;script' in page and "0:00 to 1:02:05.5" in page
     assert text.count('dir="auto"') == 3 + 100 and "and 401 more captions" in text and "and 301 more" in text
-    publish_page(tmp_path / "page.html", text.splitlines())
-    page = (tmp_path / "page.html").read_text(encoding="utf-8")
     assert r"a\x07b\u202ec\u2066d\ud800" in page and not re.search("[\x07\u202e\u2066]", page) and "👩‍👩‍👧" in page
     assert long[:1001] not in text and "(5,000 characters)" in text and "مرحبا" in text and len(text) < 30_000
 
 
+def histogram_html(found: Histogram, *, title: str, unit: str = "") -> str:
+    template = load_template(Path(templates.__file__).with_name("histogram.html.j2"))
+    return str(template.module.histogram(found, title, unit))  # type: ignore[attr-defined]
+
+
 def test_every_bar_of_a_histogram_has_a_text() -> None:
     lengths = np.array([*[15.0] * 50, 3.2, 4.0])
-    text = "".join(histogram_html(histogram(lengths), title="Length", unit="s"))
+    text = histogram_html(histogram(lengths), title="Length", unit="s")
     assert 'role="list" aria-label="Length: histogram of 52 values from 0 to 15 s"' in text
     assert re.findall(r'role="listitem" aria-label="([^"]+)"', text) == [
         *("2.81 to 3.28 s: 1 chunk", "3.75 to 4.22 s: 1 chunk", "14.5 to 15 s: 50 chunks")
     ]
-    counts = "".join(histogram_html(histogram(np.array([0.0, 0.0, 3.0]), is_count=True), title="Captions"))
+    counts = histogram_html(histogram(np.array([0.0, 0.0, 3.0]), is_count=True), title="Captions")
     assert "0: 2 chunks" in counts and "3: 1 chunk" in counts
     assert '<span class="ticks bins"><span>0</span><span>1</span><span>2</span><span>3</span></span>' in counts
-    many = "".join(histogram_html(histogram(np.array([0.0, 127.0]), is_count=True), title="Captions"))
+    many = histogram_html(histogram(np.array([0.0, 127.0]), is_count=True), title="Captions")
     assert re.findall("<span>([^<]+ to [^<]+)</span>", many) == ["16 to 19", "48 to 51", "80 to 83", "112 to 115"]
     kept = histogram(np.array([0.1, 0.9]), bounds=(0.0, 1.0), is_kept=np.array([True, False]))
-    assert "1 chunk, 0 kept" in "".join(histogram_html(kept, title="Black"))
+    assert "1 chunk, 0 kept" in histogram_html(kept, title="Black")
 
 
 def test_a_page_of_a_bucket_reads_ranges_of_its_tars(

@@ -173,7 +173,7 @@ def test_a_limit_that_a_source_exceeds_is_a_failure_until_it_is_raised(
     summary = chunk(data, *LEN, "--scratch-size", "1kB", status=1)
     assert failures(data, summary) == {"a": "source_too_large"}
     assert chunk(data, *LEN)["num_encoded"] == 5, "without being asked for"
-    for size in ("60", "60KB", "x", "1e3GB"):
+    for size in ("60", "60XB", "x", "1e3GB"):
         ran = prep_here("chunk", *LEN, "--data", data, "--scratch-size", size, status=2)
         assert f'--scratch-size "{size}" is not a size' in ran.error
 

@@ -126,7 +126,7 @@ def test_nothing_is_said_of_a_good_machine() -> None:
         (
             machine(host={"shm_bytes": 64 << 20}, accelerator={"gpus": [H200, H200]}),
             "warning",
-            "/dev/shm has 67 MB",
+            "/dev/shm has 67.1 MB",
             "--shm-size",
         ),
         (machine(decoder={"error": "No module named 'av'"}), "broken", "PyAV cannot be used", "install"),

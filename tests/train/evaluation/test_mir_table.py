@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from clipmill.manifests.dataset_write import write_manifest
 from clipmill.manifests.errors import UserError
-from clipmill.train.evaluation.pages import table_of
+from clipmill.train.evaluation.tables import table_of
 from clipmill.train.tasks.dual_encoder.mir_table import MirTable, open_mir_table
 from clipmill.train.tasks.dual_encoder.spec import MIR
 
@@ -212,7 +212,7 @@ def test_results_name_their_relevancy_and_count_queries_that_have_a_score(releva
     facts = {"data": "", "variant": "", "protocol": "", "shards": "data", "step": 2, "weights": "", "clip": ""}
     result = {**facts, "relevancy": relevancy, "coverage": "8 of 15 clips", "incomplete": "8 of 15 clips scored"}
     result |= {"video_to_text": scores, "text_to_video": scores, "average": {"mean_ap": 0.5, "ndcg": 0.5}}
-    found = table_of(MIR, result)
+    found = table_of(MIR.table, result)
     assert found.title == f"Multi-instance retrieval (EK-100 MIR, {which}) (incomplete)"
     of_file = "" if which == "computed relevancy" else f", {which}"
     assert found.rows[found.headline].label == f"average{of_file} (incomplete)"  # of its tile

@@ -11,8 +11,7 @@ from clipmill.manifests.imported import late
 from clipmill.manifests.quoting import counted
 from clipmill.train.config.evaluation import METHODS, NEIGHBOURS, PROBE_NUMBERS, Method, ProbeEvaluation, named_once
 from clipmill.train.config.fields import Checked
-from clipmill.train.evaluation.pages import CLASSES_SECTION
-from clipmill.train.evaluation.tables import FEW_CLASSES, Row, Table, protocol_of, share_cell
+from clipmill.train.evaluation.tables import CLASSES_SECTION, FEW_CLASSES, Row, Table, protocol_of, share_cell
 from clipmill.train.spec import CurveGroup, EvaluationSpec
 
 METHOD_TITLES: dict[str, str] = {"knn": "k-NN", "linear": "linear"}

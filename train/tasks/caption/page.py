@@ -3,8 +3,6 @@
 Both load nothing, whatever captions and names contain.
 """
 
-import base64
-import hashlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,8 +12,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from clipmill.manifests.publish import published
-from clipmill.train.evaluation.pages import PicturedSamples, evenly_spaced, evenly_within, load_template
-from clipmill.train.evaluation.player import Player, SampleClip, Shown, clip_figure
+from clipmill.shards.pages.media import data_uri, evenly_spaced, evenly_within
+from clipmill.shards.pages.templates import load_template
+from clipmill.train.evaluation.player import PicturedSamples, Player, SampleClip, Shown, clip_figure
 from clipmill.train.evaluation.runner import every_for
 from clipmill.train.tasks.caption.metrics.scores import CaptionScores
 from clipmill.train.tasks.caption.settings import METRIC_LABELS
@@ -131,8 +130,6 @@ def write_captions_page(
         protocol: what must be known to compare the values with others.
     """
     script = (_FOLDER / "captions.js").read_text(encoding="utf-8")
-    # The content security policy allows this script only, and none that came with a caption.
-    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     parts = load_template(_FOLDER / "captions.html.j2").stream(
         title=title,
         videos=videos,
@@ -141,8 +138,7 @@ def write_captions_page(
         labels=METRIC_LABELS,
         absent=absent,
         protocol=protocol,
-        script=script,
-        script_hash=f"sha256-{digest}",
+        scripts=[script],
     )
     with published(path) as temporary:
         parts.dump(str(temporary), encoding="utf-8", errors="replace")
@@ -171,4 +167,4 @@ def sheet_uri(frames: Sequence[NDArray[np.uint8]]) -> str:
     sheet = np.vstack(rows)[:-_GAP_PX, :-_GAP_PX]
     # OpenCV expects BGR.
     _, jpeg = cv2.imencode(".jpg", sheet[:, :, ::-1], [cv2.IMWRITE_JPEG_QUALITY, _QUALITY])
-    return "data:image/jpeg;base64," + base64.b64encode(jpeg.tobytes()).decode()
+    return data_uri(jpeg.tobytes(), "image/jpeg")

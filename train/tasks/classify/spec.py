@@ -10,9 +10,8 @@ from clipmill.manifests.imported import late
 from clipmill.manifests.quoting import counted
 from clipmill.train.config.fields import Checked
 from clipmill.train.evaluation.by_class import CHANCE_KEYS
-from clipmill.train.evaluation.pages import CLASSES_SECTION
 from clipmill.train.evaluation.probe.spec import PROBE
-from clipmill.train.evaluation.tables import FEW_CLASSES, Row, Table, protocol_of, share_cell
+from clipmill.train.evaluation.tables import CLASSES_SECTION, FEW_CLASSES, Row, Table, protocol_of, share_cell
 from clipmill.train.spec import EvaluationSpec, Features, TaskSpec
 from clipmill.train.tasks.classify.settings import VIEWS, ClassEvaluation, ClassifySettings
 

@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 from torch import nn
 
 from clipmill.manifests.errors import FailedWork, UserError
+from clipmill.shards.pages.media import evenly_spaced
 from clipmill.train.config.evaluation import DualEncoderEvaluation
 from clipmill.train.data.decoding.clip import Views
 from clipmill.train.data.loader import TrainingSet
@@ -18,8 +19,7 @@ from clipmill.train.data.remote import open_data_folder
 from clipmill.train.data.streams.tars import names_tars
 from clipmill.train.distributed.world import World
 from clipmill.train.evaluation.by_class import Predictions, most_frequent
-from clipmill.train.evaluation.pages import PicturedSamples, evenly_spaced
-from clipmill.train.evaluation.player import open_player
+from clipmill.train.evaluation.player import PicturedSamples, open_player
 from clipmill.train.evaluation.runner import OpenedRun, Score, describe_clip, every_for, split_metrics
 from clipmill.train.run.counted_batches import counted_batches
 from clipmill.train.tasks.dual_encoder.embeddings import (

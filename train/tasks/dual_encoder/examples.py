@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from clipmill.train.evaluation.pages import PicturedSamples, evenly_spaced
-from clipmill.train.evaluation.player import Player, clip_figure
+from clipmill.shards.pages.media import evenly_spaced
+from clipmill.train.evaluation.player import PicturedSamples, Player, clip_figure
 from clipmill.train.tasks.dual_encoder.metrics import ranks
 
 _NUM_QUERIES = 6

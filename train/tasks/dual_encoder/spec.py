@@ -10,9 +10,8 @@ from clipmill.manifests.quoting import counted
 from clipmill.train.config.evaluation import TEMPERATURE, DualEncoderEvaluation, RetrievalName
 from clipmill.train.config.fields import Checked, Range
 from clipmill.train.evaluation.by_class import CHANCE_KEYS
-from clipmill.train.evaluation.pages import CLASSES_SECTION
 from clipmill.train.evaluation.probe.spec import PROBE
-from clipmill.train.evaluation.tables import Cell, Row, Table, protocol_of, share_cell
+from clipmill.train.evaluation.tables import CLASSES_SECTION, Cell, Row, Table, protocol_of, share_cell
 from clipmill.train.spec import CurveGroup, EvaluationSpec, Features, TaskSpec
 from clipmill.train.tasks.dual_encoder.settings import DualEncoderSettings
 

@@ -10,12 +10,12 @@ import torch
 from numpy.typing import NDArray
 
 from clipmill.manifests.errors import FailedWork, UserError
+from clipmill.shards.pages.media import evenly_spaced, evenly_within, jpeg_uri, png_uri
 from clipmill.train.data.chunk_clips import ChunkClips
 from clipmill.train.data.latents.loader import FALSE_COLOUR_STDS, LatentLoader
 from clipmill.train.data.latents.segments import times_us
 from clipmill.train.data.loader import SampleRequest
 from clipmill.train.distributed.world import World
-from clipmill.train.evaluation.pages import evenly_spaced, evenly_within, jpeg_uri, png_uri
 from clipmill.train.evaluation.runner import OpenedRun, Score, describe_clip, evaluate, every_for
 from clipmill.train.models.video_vit import CubeGrid
 from clipmill.train.run.counted_batches import counted_batches

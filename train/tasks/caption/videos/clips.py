@@ -5,7 +5,6 @@ and resized like those of chunks. Chunks were resized and encoded before, so tha
 exactly, equal to those from its shards.
 """
 
-import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from fractions import Fraction
@@ -16,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from clipmill.manifests.errors import UserError
+from clipmill.manifests.units import parse_length
 from clipmill.train.augment.colour import colour_kind
 from clipmill.train.data.decoding.pictures import Planes, Rectangle, as_yuv420, crop_clip
 from clipmill.train.data.frame_sampling import US_PER_S, Moments, Sampling, moments_of
@@ -24,7 +24,6 @@ from clipmill.train.tasks.caption.videos.source import TimedFrame, VideoFailed, 
 if TYPE_CHECKING:
     import av
 
-_LENGTH = re.compile(r"(?P<number>\d+(\.\d+)?)(?P<unit>s|ms)", re.ASCII)
 _LARGEST_RATE = 1_000_000  # one frame per microsecond
 _SHORTEST_US, _LONGEST_US = US_PER_S // 10, 3600 * US_PER_S
 # A remainder shorter than this fraction of a window is added to the last window.
@@ -59,10 +58,7 @@ def length_us(length: str, *, flag: str = "--len") -> int:
     Raises:
         UserError: it is not a length, or is out of range.
     """
-    match = _LENGTH.fullmatch(length)
-    if match is None:
-        raise UserError(f'{flag} "{length}" is not a length', hint="write a number with its unit: 10s or 500ms")
-    found_us = round(Fraction(match["number"]) * (1000 if match["unit"] == "ms" else US_PER_S))
+    found_us = round(parse_length(length, flag=flag) * US_PER_S)
     if not _SHORTEST_US <= found_us <= _LONGEST_US:
         raise UserError(
             f"{flag} {length} is out of range", hint="use 100ms to 3600s; most captioned clips have about 10s"

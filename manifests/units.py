@@ -1,0 +1,106 @@
+"""Sizes, durations and rates: how they are written for people, and how the values of flags are read."""
+
+import math
+import re
+from fractions import Fraction
+
+from clipmill.manifests.errors import UserError
+
+_SIZE_UNITS = ("bytes", "kB", "MB", "GB", "TB")
+_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([kmgtp])b?", re.ASCII | re.IGNORECASE)
+_LENGTH = re.compile(r"(?P<number>\d+(\.\d+)?)(?P<unit>s|ms)", re.ASCII)
+_BITRATE = re.compile(r"(?P<number>[1-9]\d*)(?P<unit>[kM])", re.ASCII)
+
+
+def short_number(value: float) -> str:
+    """Format a value with three significant digits and without an exponent."""
+    if value == 0 or abs(value) >= 100:
+        return f"{value:,.0f}"
+    text = f"{value:.{2 - math.floor(math.log10(abs(value)))}f}"
+    return text.rstrip("0").rstrip(".") if "." in text else text
+
+
+def size_text(size_bytes: float) -> str:
+    """Format a number of bytes with a suitable unit of powers of 1000: 999 bytes, 12.3 MB, 100 GB."""
+    power = 0
+    while size_bytes >= 999.5 and power < len(_SIZE_UNITS) - 1:
+        size_bytes, power = size_bytes / 1000, power + 1
+    return f"{short_number(size_bytes) if power else f'{size_bytes:.0f}'} {_SIZE_UNITS[power]}"
+
+
+def duration_text(seconds: float) -> str:
+    """Format a duration with a suitable unit: 12 s, 3.5 min, 2.0 h."""
+    if seconds < 60:
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:.1f} min" if seconds < 3600 else f"{seconds / 3600:,.1f} h"
+
+
+def between(low: str, high: str) -> str:
+    """Return a range of two texts with units in words; the unit once if both have the same."""
+    if low == high:
+        return low
+    number, unit = low.split(" ")
+    return f"{number if unit == high.split(' ')[1] else low} to {high}"
+
+
+def clock(seconds: float, *, decimals: int = 0) -> str:
+    """Format a time as a media player does: 0:42, 1:02:03.
+
+    Args:
+        decimals: of a second, at most; trailing zeros are left out.
+    """
+    minutes, rest = divmod(round(seconds, decimals), 60)
+    hours, minutes = divmod(int(minutes), 60)
+    shown = f"{rest:0{decimals + 3 if decimals else 2}.{decimals}f}"
+    shown = shown.rstrip("0").rstrip(".") if decimals else shown
+    return f"{hours}:{minutes:02d}:{shown}" if hours else f"{minutes}:{shown}"
+
+
+def rate_text(per_s: float) -> str:
+    """Format how often something happens: 1,200/s, 1.5/s, 30.0/min."""
+    return f"{per_s:,.0f}/s" if per_s >= 10 else f"{per_s:.1f}/s" if per_s >= 1 else f"{per_s * 60:.1f}/min"
+
+
+def percent(share: float | None) -> str:
+    """Format a fraction in percent; a dash for None."""
+    return "-" if share is None else f"{100 * share:.1f} %"
+
+
+def parse_size(text: str, *, flag: str) -> int:
+    """Return the bytes of a size such as 100GB or 1.5TB (units of 1000).
+
+    Raises:
+        UserError: it is not a size above 0 with a unit.
+    """
+    match = _SIZE.fullmatch(text.strip())
+    size_bytes = 0 if match is None else int(Fraction(match[1]) * 1000 ** " kmgtp".index(match[2].lower()))
+    if size_bytes <= 0:
+        raise UserError(f'{flag} "{text}" is not a size', hint=f"give a number with a unit, such as {flag} 100GB")
+    return size_bytes
+
+
+def parse_length(text: str, *, flag: str) -> Fraction:
+    """Return the seconds of a length such as 15s or 500ms, exact.
+
+    Raises:
+        UserError: it is not a length above 0 with a unit.
+    """
+    match = _LENGTH.fullmatch(text)
+    if match is None or Fraction(match["number"]) == 0:
+        raise UserError(f'{flag} "{text}" is not a length', hint="write a number with a unit: 15s or 500ms")
+    return Fraction(match["number"]) / (1000 if match["unit"] == "ms" else 1)
+
+
+def parse_bitrate(text: str, *, flag: str) -> float:
+    """Return the bits per second of a bitrate such as 800k or 2M.
+
+    Raises:
+        UserError: it is not a bitrate, or has no unit.
+    """
+    if text.isdecimal() and int(text):
+        meant = f"{int(text) // 1000}k" if int(text) >= 10_000 else f"{int(text)}k"
+        raise UserError(f'{flag} "{text}" has no unit', hint=f"write {flag} {meant} (bits per second)")
+    match = _BITRATE.fullmatch(text)
+    if match is None:
+        raise UserError(f'{flag} "{text}" is not a bitrate', hint="write 800k or 2M (bits per second)")
+    return float(match["number"]) * (1e3 if match["unit"] == "k" else 1e6)

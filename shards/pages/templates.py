@@ -1,0 +1,85 @@
+"""What the pages of both programs are made with: templates, their head, and the policy by which they load nothing.
+
+A page extends `page.html.j2`. Text from outside never becomes markup: values are escaped, and hidden characters in them
+become visible.
+"""
+
+import base64
+import hashlib
+import html
+import re
+from collections.abc import Sequence
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from clipmill.manifests.errors import UserError
+from clipmill.manifests.quoting import counted, visible
+from clipmill.manifests.units import clock, duration_text, percent, short_number, size_text
+
+if TYPE_CHECKING:
+    from jinja2 import Environment, Template
+
+_FOLDER = Path(__file__).parent
+_TITLE, _TITLE_WITHIN = re.compile("<title>([^<]*) · clipmill</title>"), 4096  # in the head of every page
+
+
+def page_title(path: Path) -> str | None:
+    """Return the title of a page of clipmill; None if the file is not one. OSError if it cannot be read."""
+    with path.open("rb") as file:
+        found = _TITLE.search(file.read(_TITLE_WITHIN).decode(errors="replace"))
+    return None if found is None else html.unescape(found[1])
+
+
+def require_page_path(path: Path, *, flag: str) -> None:
+    """Raise a UserError if there is no folder for a page, or a file that is not a page of clipmill in its place."""
+    if not path.parent.is_dir():
+        raise UserError(f"there is no folder {path.parent} ({flag})", hint=f"make it first, or use another {flag}")
+    if path.exists() and not (path.is_file() and page_title(path) is not None):
+        raise UserError(f"{path} exists and is not a page of clipmill ({flag})", hint=f"use another {flag}")
+
+
+def load_template(path: Path) -> "Template":
+    """Return a jinja2 template, which may use those of this folder too."""
+    return _environment(path.parent).get_template(path.name)
+
+
+def policy(scripts: Sequence[str], media: str = "data:") -> str:
+    """Return the content security policy of a page: it loads nothing but clips, and runs only these scripts.
+
+    Args:
+        media: sources of clips.
+    """
+    allowed = f"default-src 'none'; img-src data:; style-src 'unsafe-inline'; media-src {media}"
+    allowed += "; base-uri 'none'; form-action 'none'"
+    digests = (base64.b64encode(hashlib.sha256(script.encode()).digest()).decode() for script in scripts)
+    named = " ".join(f"'sha256-{digest}'" for digest in digests)
+    return f"{allowed}; script-src {named}" if named else allowed
+
+
+@cache
+def _environment(folder: Path) -> "Environment":
+    """Return the templates of a folder, each of which is compiled once per process."""
+    from jinja2 import Environment, FileSystemLoader, StrictUndefined
+    from markupsafe import Markup
+
+    environment = Environment(
+        loader=FileSystemLoader([folder, _FOLDER]),
+        autoescape=True,
+        finalize=lambda value: Markup(visible(value)) if isinstance(value, Markup) else visible(str(value)),
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    # `markup`: scripts and rendered sections, which clipmill made itself.
+    environment.filters |= {
+        "clock": clock,
+        "counted": counted,
+        "duration": duration_text,
+        "markup": Markup,
+        "percent": percent,
+        "policy": policy,
+        "short": short_number,
+        "size": size_text,
+    }
+    return environment
