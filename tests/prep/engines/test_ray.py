@@ -12,6 +12,7 @@ import sys
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -112,6 +113,20 @@ def test_tasks_are_listed_by_their_names(cluster: Any, tmp_path: Path) -> None:
     names = {f"numbered {number:06d}" for number in range(3)}
     address = f"http://{cluster.head_node.webui_url}"
     wait_until(lambda: names <= {task.name for task in list_tasks(address=address, limit=1000)})
+
+
+def test_workers_that_wait_for_room_tell_an_autoscaler_what_is_missing(cluster: Any, tmp_path: Path) -> None:
+    from ray.util.state import list_actors
+
+    address, pending = f"http://{cluster.head_node.webui_url}", list[Any]()
+    engine = RayEngine(num_workers=None, address=cluster.address)
+    running: Any = engine.run(work, [Task(number, tmp_path, slow=True) for number in range(3)])
+    for _ in islice(running, 60):
+        pending = list_actors(address=address, filters=[("state", "=", "PENDING_CREATION")])
+        if pending and (tmp_path / "slow").exists():
+            break
+    running.close()
+    assert len(pending) == 1  # the other CPU that there would be room for
 
 
 def test_gpus_that_are_still_to_come_are_awaited_and_shared(cluster: Any, tmp_path: Path) -> None:
