@@ -47,7 +47,7 @@ class Table:
 
 
 def baseline_text(table: Table) -> str:
-    """What the first metric of a table is compared with: its chance level, or a trivial model; else its detail."""
+    """The baseline of the first metric of a table: its chance level, or a trivial model; otherwise its detail."""
     row = table.rows[table.headline]
     if row.cells[0].chance:
         return f"chance {row.cells[0].chance}"
