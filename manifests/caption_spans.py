@@ -97,7 +97,8 @@ class CaptionSpans:
 
     @classmethod
     def of_table(cls, captions: pa.Table, video_ids: pa.Array) -> "CaptionSpans":
-        """Those of a table with the columns of captions.parquet, in place of it; `video_ids` as in videos.parquet."""
+        """The captions of a table with the columns of captions.parquet, in place of the stored ones; `video_ids` as in
+        videos.parquet."""
         spans, texts = pa.BufferOutputStream(), pa.BufferOutputStream()
         write_caption_spans(captions, video_ids, spans=spans, texts=texts)
         return cls(spans.getvalue(), texts.getvalue())

@@ -90,7 +90,7 @@ class FurtherCaptions:
 
     @staticmethod
     def read(old: PreviousManifest) -> "FurtherCaptions":
-        """Read those of an existing manifest."""
+        """Read the further captions of an existing manifest."""
         tables = [pa.table({name: [] for name in _SCHEMA.names}, schema=_SCHEMA)]
         if old.captions_path is not None and old.further:
             names = set(pq.read_schema(old.captions_path).names)
@@ -103,17 +103,17 @@ class FurtherCaptions:
         return self.captions.num_rows
 
     def of_videos(self, video_ids: pa.ChunkedArray) -> "FurtherCaptions":
-        """Return those of some videos."""
+        """Return the captions of some videos."""
         if not len(self):
             return self
         return self._filtered(rows_of(self.captions["video_id"], video_ids) >= 0)
 
     def without(self, sources: Iterable[str]) -> "FurtherCaptions":
-        """Return those of all other sources."""
+        """Return the captions of all other sources."""
         return self._filtered(~of_sources(sources)(self.captions)) if len(self) else self
 
     def with_source(self, captions: pa.Table, *, ids: np.ndarray, records: Mapping[str, Any]) -> "FurtherCaptions":
-        """Return these and new ones, given without IDs."""
+        """Return these captions and new ones, which are given without IDs."""
         fresh = _in_schema(captions.append_column("caption_id", pa.array(ids)))
         joined = pa.concat_tables([self.captions, fresh]).unify_dictionaries()
         return FurtherCaptions(joined, {**self.records, **records})

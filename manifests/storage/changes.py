@@ -100,7 +100,7 @@ class Changes:
             some = list(keys[begin : begin + num_at_once])
             try:
                 self._repeated(some[0], partial(obstore.delete, self._store, some), guard)
-            except FileNotFoundError:  # of one of them, by Azure and Google; nobody says whether the others are gone
+            except FileNotFoundError:  # one is missing (Azure, Google); whether the others are gone is unknown
                 for key in some if len(some) > 1 else ():
                     self.delete([key], guard=guard)
 

@@ -105,11 +105,11 @@ class Overrides(Checked):
     """Frame size in pixels; positional embeddings are interpolated. Default: as in training."""
 
     def given(self) -> dict[str, Any]:
-        """Those that are not None."""
+        """The overrides that are not None, by name."""
         return {name: value for name, value in vars(self).items() if value is not None}
 
     def beside(self, settings: object) -> "Overrides":
-        """Those that differ from the settings of a run.
+        """The overrides that differ from the settings of a run.
 
         Raises:
             UserError: clips of latents cannot be shown in that way.
@@ -125,7 +125,7 @@ class Overrides(Checked):
         return Overrides(**found)
 
     def applied(self, settings: Settings) -> Settings:
-        """The settings of a run with these. A model that is named for its size of pictures takes others, too."""
+        """The settings of a run with these overrides. A model named after its frame size accepts other sizes, too."""
         changes, model = self.given(), getattr(settings, "model", "")
         if self.size_px is not None and model in PICTURE_PX:
             changes["model"] = model.removesuffix(f"-{PICTURE_PX[model]}")

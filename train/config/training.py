@@ -105,7 +105,7 @@ Crop = Annotated[Literal["random", "simple", "multi-scale", "centre"], groups.CL
 @Parameter(name="*")
 @dataclass(frozen=True, kw_only=True)
 class TrainingSettings(DataSettings):
-    """What the loop needs to know, whatever it trains."""
+    """Settings of the training loop, common to all tasks."""
 
     command: ClassVar[str] = ""
     """The command whose settings these are."""

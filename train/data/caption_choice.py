@@ -204,7 +204,7 @@ class CaptionTexts:
 
     @classmethod
     def joined(cls, parts: Sequence["CaptionTexts"], *, num_ids: Sequence[int]) -> "CaptionTexts":
-        """Those of several manifests; captions with ids below `num_ids` are numbered one manifest after another."""
+        """The texts of several manifests; captions with ids below `num_ids` are numbered one manifest after another."""
         found = cls.__new__(cls)
         counts = [int(np.searchsorted(one._caption_id, num)) for one, num in zip(parts, num_ids, strict=True)]
         first = [0, *np.cumsum(num_ids).tolist()]

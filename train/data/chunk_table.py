@@ -97,7 +97,7 @@ class ChunkSearch:
         self.num_gaps: NDArray[np.int64] = np.cumsum(_gaps(table, self.end_us))
 
     def last_started(self, video_row: NDArray[np.int64], at_ms: NDArray[np.int64]) -> NDArray[np.int64]:
-        """For each (video, time) the last chunk that has begun; -1 or another video's chunk if none has."""
+        """For each (video, time) the last chunk that has started; -1 or another video's chunk if none has."""
         return np.searchsorted(self._starts, self._moments.numbers(video_row, at_ms), side="right") - 1
 
     def last_of(self, video_row: NDArray[np.int64]) -> NDArray[np.int64]:

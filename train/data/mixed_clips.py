@@ -261,7 +261,7 @@ class MixedClips(MixedSets, Loader):
         return number, sample - self._first_sample[number]
 
     def _outcomes(self, groups: Iterator[list[SampleRequest | None]]) -> Iterator[Sample | FailedSample | None]:
-        """Those of `Loader`; failures name their folder."""
+        """The outcomes of `Loader`, in which failures name their folder."""
         waiting: deque[SampleRequest | None] = deque()
 
         def noted() -> Iterator[list[SampleRequest | None]]:

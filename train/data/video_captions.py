@@ -161,7 +161,7 @@ class VideoCaptions(ClipSamples):
 
     @cached_property
     def _order_sha256(self) -> str:
-        """Of the captions, their order, their spans and the variants."""
+        """Hash of the captions, their order, their spans and the variants."""
         opened = self._opened
         digest = hashlib.sha256(self.variant_name.encode())
         if self._group > 1:
@@ -175,7 +175,7 @@ class VideoCaptions(ClipSamples):
 
     @cached_property
     def _content_sha256(self) -> str:
-        """Of the texts of the captions in use, and of how a clip's captions are divided into sources."""
+        """Hash of the texts of the captions in use, and of how a clip's captions are divided into sources."""
         content = hashlib.sha256(self._opened.texts_sha256.encode())
         for array in (self.captions.choice.first_entry, self.captions.choice.first_run):
             content.update(b"" if array is None else np.ascontiguousarray(array).data)

@@ -1,6 +1,6 @@
 """The training loop of all tasks. Model, objective and evaluation come from the task (clipmill.train.engine.task).
 
-All ranks run it in lockstep. Before each step they exchange whether everyone has a batch and nobody is to stop; an
+All ranks run it in lockstep. Before each step they exchange whether each has a batch and whether one has to stop; an
 error or signal on one rank therefore ends all of them (clipmill.train.engine.failure_log).
 
 The metrics of a step are read after the next step has been started (clipmill.train.device.transfer), or at once for a

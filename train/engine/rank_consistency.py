@@ -83,7 +83,7 @@ def open_consistent(
 
 
 def _content(samples: NamedSamples, settings: TrainingSettings, *, columns: tuple[str, ...]) -> Start:
-    """What determines the bytes that a rank trains on and evaluates."""
+    """Facts that determine the bytes on which a rank trains and evaluates."""
     content: dict[str, object] = {}
     folders = settings.folders
     own = dict(zip([f" of {name}" for name in folder_names(folders)], folders, strict=True))

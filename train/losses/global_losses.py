@@ -58,7 +58,7 @@ class OneTemperature(GlobalContrast):
         return parameter.detach()
 
     def temperatures(self, state_BC: torch.Tensor) -> torch.Tensor:
-        """One for all."""
+        """The one temperature, for all rows."""
         return (-self.log_scale()).exp().to(state_BC.dtype).expand(len(state_BC))
 
     def factors(self, temperature_B: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -124,7 +124,7 @@ class SampleTemperature(GlobalContrast):
         super().__init__(settings, inputs=inputs, dataset=dataset, world=world, further_state=state)
 
     def temperatures(self, state_BC: torch.Tensor) -> torch.Tensor:
-        """Each its own."""
+        """The temperature that each row stores."""
         return state_BC[:, _TEMPERATURE]
 
     def factors(self, temperature_B: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

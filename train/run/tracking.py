@@ -61,7 +61,7 @@ class Progress:
             self.say(f"{self._place(line['step'])}  {found}")
 
     def show(self, step: int, text: str) -> None:
-        """Show that `step` steps are done; in a log only the first, the last, and one now and then."""
+        """Show that `step` steps are done; in a log only the first, the last, and some at growing intervals."""
         self._pace.add(step)
         if self._activity is not None and is_terminal(sys.stderr):
             done = amount_text(step, self._num_steps, f"{self._unit}s")

@@ -74,7 +74,7 @@ def temperature_of(settings: DecodingSettings) -> float:
 
 
 def num_beams_of(settings: DecodingSettings) -> int:
-    """Captions of a clip that are followed at once."""
+    """Number of captions of a clip that are generated in parallel."""
     return _NUM_BEAMS if settings.num_beams is None else settings.num_beams
 
 
