@@ -40,7 +40,7 @@ from clipmill.prep.video.codecs import codec_named
 from clipmill.prep.video.encode import output_size, span_arguments
 from clipmill.prep.video.ffmpeg import PROGRAM_VARIABLE, find_ffmpeg
 from clipmill.prep.video.plan import SpanPlan
-from clipmill.prep.video.planning import Planned, make_plan
+from clipmill.prep.video.plan_inputs import Planned, make_plan
 from clipmill.prep.video.recipe import Recipe, ResolvedRecipe, resolve
 
 PREP, BARE = "prep chunk", "bare ffmpeg"

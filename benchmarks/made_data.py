@@ -28,7 +28,7 @@ from clipmill.prep.core.variant_folder import make_variant
 from clipmill.prep.sources.table import PROBES, PROBES_FILE
 from clipmill.prep.video.layout import layout_path
 from clipmill.prep.video.plan import Plan, ShardPlan
-from clipmill.prep.video.planning import make_plan
+from clipmill.prep.video.plan_inputs import make_plan
 from clipmill.prep.video.recipe import ResolvedRecipe
 from clipmill.shards.commits import Commit, ShardFiles, write_commit
 from clipmill.shards.dataset import set_current_variant, variant_dir

@@ -72,7 +72,7 @@ class SpanBlock:
         return SpanBlock(video[is_own], **of_span, **captions)
 
     def each_caption(self) -> "SpanBlock":
-        """The same captions, each with a span of its own."""
+        """The captions, each with a span of its own."""
         of_span = {name: np.repeat(getattr(self, name), self.counts) for name in ("video", "begin_s", "end_s")}
         return replace(self, **of_span, counts=np.ones(len(self.source), np.int32))
 
@@ -210,7 +210,7 @@ def _write_spans(sink: Any, columns: dict[str, NDArray[Any]], *, num_videos: int
 def _read_columns(
     captions: pa.Table | pq.ParquetFile, video_ids: pa.Array, *, new_array: _NewArray
 ) -> tuple[dict[str, NDArray[Any]], list[str]]:
-    """What the spans are made of, by row, and the names of the sources."""
+    """The columns that the spans are made of, by row, and the names of the sources."""
     num_rows = captions.num_rows if isinstance(captions, pa.Table) else captions.metadata.num_rows
     kinds = {"video": np.int32, "begin_s": np.float64, "end_s": np.float64, "caption_id": np.int64, "source": np.int16}
     columns = {name: new_array(num_rows, kind) for name, kind in kinds.items()}

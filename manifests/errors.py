@@ -63,7 +63,7 @@ class UserErrors(UserError):
 class Inaccessible(ClipmillError):
     """A file of a bucket cannot be read now, which says nothing about its content.
 
-    It is no OSError, so that code which takes one for a damaged or missing file does not see it.
+    It is not an OSError, so that code that takes an OSError for a damaged or missing file does not catch it.
 
     Attributes:
         cause: what the storage says.

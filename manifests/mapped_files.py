@@ -1,10 +1,10 @@
 """Mapped files, and what happens when one loses its pages: the process ends with the name of the file.
 
 A mapped file that another program truncates, or whose disk fails, has pages that cannot be read. The kernel then sends
-SIGBUS to whoever touches one of them, which would end the process without a word. A handler of this signal finds the
-file by the address, reports it, and exits. It costs nothing until then; reading with `preadv` instead, which returns an
-error, takes up to 3.9 times as long for latents (benchmarks/README.md). `read_ahead` is for bytes that are read for the
-first time: there an error of the disk is an error of the call.
+SIGBUS to the thread that touches one of them, which would end the process without a message. A handler of this signal
+finds the file by the address, reports it, and exits. It costs nothing until then; reading with `preadv` instead, which
+returns an error, takes up to 3.9 times as long for latents (benchmarks/README.md). `read_ahead` is for bytes that are
+read for the first time: there an error of the disk is an error of the call.
 
 The handler runs Python code in the middle of the access, in the thread that made it. This is possible because the
 signal arises from that access alone, and an access to mapped data holds none of the interpreter's locks.

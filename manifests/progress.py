@@ -81,7 +81,7 @@ class Activity:
             what: what is shown in place of the description of the work until all are done.
             unit: what is counted, such as "clips".
         """
-        outer, pace = self._what, Pace()
+        outer, pace = self._what, ProgressRate()
 
         def show(done: int, total: int | None) -> None:
             if total is not None and done >= total:
@@ -89,7 +89,9 @@ class Activity:
                 return
             pace.add(done)
             share = None if total is None else done / total
-            self.say(lambda: joined(of(done, total, unit), pace.rate(), pace.left(total)), what=what, share=share)
+            self.say(
+                lambda: joined(amount_text(done, total, unit), pace.rate(), pace.left(total)), what=what, share=share
+            )
 
         return show
 
@@ -148,13 +150,13 @@ def joined(*parts: str) -> str:
     return ", ".join(filter(None, parts))
 
 
-def of(done: float, total: int | None, unit: str) -> str:
+def amount_text(done: float, total: int | None, unit: str) -> str:
     """Format how much is done: `12 of 24 chunks`, or `12 chunks` if the total is not known."""
     shown = f"{done:,}" if total is None else f"{done:,} of {total:,}"
     return f"{shown} {unit}".rstrip()
 
 
-class Pace:
+class ProgressRate:
     """How fast work proceeds: over the second half of the time so far, at least the last minute.
 
     The first half holds what happens once, such as starting workers and loading a model.

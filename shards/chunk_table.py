@@ -174,7 +174,7 @@ class _Part:
         self._column = variant.directory.parent.name
 
     def current(self) -> pa.Table | None:
-        """Map the file; None if it is missing, or of other commits. Raises DamagedTable if it is no table."""
+        """Map the file; None if it is missing, or of other commits. Raises DamagedTable if it is not a table."""
         try:
             table = open_merged_table(self.path)
         except FileNotFoundError:

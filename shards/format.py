@@ -55,7 +55,7 @@ shards: a file of other commits is stale, and readers use the indexes of these s
 only new ones; `open_gops` lists the shards of `video` whose first chunk cannot be decoded from single packets. Each
 column's metadata has the CRC-32 of its values, and `schema_crc32` that of the schema (clipmill.shards.merged_table).
 The bytes of a part are a function of the commits of its shards. A part that is missing, stale or damaged is written
-again by the next run of its column, and the others are left as they are. A set without parts is of a run that was
+again by the next run of its column, and the others are left as they are. A set without parts belongs to a run that was
 killed.
 
 Index columns of every sample: `key`, and for each extension `<ext>_offset` (u64, of the payload in the tar),

@@ -97,7 +97,7 @@ def open_index(path: Path, *, columns: Sequence[str] | None = None) -> pa.Table:
 
 
 def open_index_content(path: Path, *, columns: Sequence[str] | None = None) -> tuple[pa.Table, pa.Buffer]:
-    """Return the same, and the content of the file, which the columns are views of."""
+    """Return `open_index`, and the content of the file, of which the columns are views."""
     try:
         # By now the path is known to open without blocking and to be a regular file, so Arrow may open it by name.
         descriptor = open_regular(path)

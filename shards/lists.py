@@ -73,21 +73,21 @@ def finish_run(variant_dir: Path, *, dropped: Collection[int], wanted: Collectio
         the remaining commits, by shard ID.
     """
     before = _recorded(variant_dir)
-    found = read_records(variant_dir)
-    unsound = {damaged.shard_id for damaged in found.damaged}
+    records = read_records(variant_dir)
+    unsound = {damaged.shard_id for damaged in records.damaged}
     dropped = {*dropped, *unsound.difference(wanted)}
-    commits = {shard_id: commit for shard_id, commit in found.commits.items() if shard_id not in dropped}
+    commits = {shard_id: commit for shard_id, commit in records.commits.items() if shard_id not in dropped}
     shard_ids = frozenset(commits.keys() | unsound.intersection(wanted))
     if before is not None and before.shard_ids - shard_ids:
         write_contents(variant_dir, Contents(before.shard_ids & shard_ids, before.files))
-    folders = dict(found.folders)
+    folders = dict(records.folders)
     for shard_id in dropped:
         path = commit_path(variant_dir, shard_id)
         remove(path)
         if (name := _folder_name(path)) in folders:
             folders[name] = path.parent.stat().st_mtime_ns
     write_shard_lists(variant_dir, commits)
-    table_sha256 = _write_table(variant_dir, found, commits)
+    table_sha256 = _write_table(variant_dir, records, commits)
     with naming(variant_dir / RECIPE_FILE):
         recipe = (variant_dir / RECIPE_FILE).read_bytes()
     contents = {RECIPE_FILE: recipe, **shard_lists(commits)}
@@ -98,7 +98,7 @@ def finish_run(variant_dir: Path, *, dropped: Collection[int], wanted: Collectio
     if table_sha256 is None:
         remove(variant_dir / COMMIT_TABLE_FILE)
     else:
-        damaged = {_folder_name(record.path) for record in found.damaged}
+        damaged = {_folder_name(record.path) for record in records.damaged}
         confirm(variant_dir, sha256=table_sha256, folders=folders, except_for=damaged)
     return commits
 
@@ -108,27 +108,27 @@ def _folder_name(path: Path) -> str:
     return "" if path.parent.name == COMMITS_FOLDER else path.parent.name
 
 
-def _write_table(variant_dir: Path, found: Records, commits: dict[int, Commit]) -> str | None:
+def _write_table(variant_dir: Path, records: Records, commits: dict[int, Commit]) -> str | None:
     """Publish the table of `commits` and return its SHA-256; None if there are too few commits for one.
 
     Args:
-        found: the commits before some of them were dropped.
+        records: the commits before some of them were dropped.
     """
     if len(commits) < MIN_COMMITS:
         return None
-    if found.table is not None and found.is_table_current and len(commits) == len(found.commits):
-        return found.table.sha256
+    if records.table is not None and records.is_table_current and len(commits) == len(records.commits):
+        return records.table.sha256
     recorded = _recorded(variant_dir)
     if recorded is not None and COMMIT_TABLE_FILE in recorded.files:
         # From here on, the table is not the recorded one.
         others = {name: sha256 for name, sha256 in recorded.files.items() if name != COMMIT_TABLE_FILE}
         write_contents(variant_dir, Contents(recorded.shard_ids, others))
-    seconds = found.seconds()
+    seconds = records.seconds()
     for shard_id, commit in commits.items():
         if commit.files is not None and shard_id not in seconds:
             with suppress(Damaged, OSError):  # unknown, until the shard has been made again
                 seconds[shard_id] = index_seconds(variant_dir / commit.files.index)
-    content = replace(found, commits=commits).as_table(seconds=seconds)
+    content = replace(records, commits=commits).as_table(seconds=seconds)
     publish_bytes(variant_dir / COMMIT_TABLE_FILE, content)
     return file_sha256(content)
 

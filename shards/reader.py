@@ -30,7 +30,7 @@ from clipmill.shards.scan import scan
 from clipmill.shards.table_commits import TableCommits, open_table_commits
 from clipmill.shards.tars import LocalTars, TarBytes, TarFiles
 
-# Of a variant, kept for random access; beyond, those that were opened first are given up, with their maps. 2.5 kB each.
+# Number of opened shards that a variant keeps, 2.5 kB each. Those opened first are dropped first, with their maps.
 MAX_KEPT_SHARDS = 4096
 _RECIPE_HINT = "run the command that created the variant again with the same settings to rewrite it"
 
@@ -91,7 +91,7 @@ class CommittedShard:
         return index
 
     def close(self) -> bool:
-        """Unmap the index once nobody uses it any more; it is mapped again when needed."""
+        """Unmap the index once it is no longer in use; it is mapped again when needed."""
         self._index = self._packet_tables = None
         OPEN_MAPS.closed(self)
         return True

@@ -5,7 +5,7 @@ Columns: SCORES_FIELDS without `chunk_fingerprint`, `video_id` as a dictionary w
 row of the first chunk of an earlier video that looks alike, or -1; `has_look_alike`, whether any chunk of another video
 does (clipmill.shards.look_alikes). A chunk whose scores could not be computed has a row of unknown values.
 
-clipmill.shards.merged_table has how the file tells that it is stale or damaged.
+clipmill.shards.merged_table defines how readers recognise a stale or damaged file.
 """
 
 import shlex

@@ -1,5 +1,4 @@
-"""The commits of a variant as its table has them (clipmill.shards.commit_table), made one by one when they are asked
-for.
+"""The commits of a variant from its table (clipmill.shards.commit_table), each created when it is asked for.
 
 Training opens a few shards at a time: with tens of thousands of them, an object for each commit in every rank would
 take more memory than everything else that opening needs.

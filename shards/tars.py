@@ -28,7 +28,7 @@ class TarBytes(Protocol):
     gap_bytes: int
 
     def name(self, path: Path) -> str:
-        """Return what people know the tar at `path` by: its path, or its address."""
+        """Return the name of the tar at `path` in messages: its path, or its address."""
         ...
 
     def read(self, path: Path, offset: int, size: int) -> bytes:
@@ -65,7 +65,7 @@ class _OpenTar:
 
 
 class LocalTars:
-    """Tars on local or mounted file systems. The `_MAX_OPEN_TARS` most recently used ones stay open.
+    """`TarBytes` of local or mounted file systems. The `_MAX_OPEN_TARS` most recently used ones stay open.
 
     Opening a tar blocks only the threads that read from it, for at most `clipmill.shards.opening.OPEN_LIMIT_S` seconds.
     """
@@ -78,11 +78,9 @@ class LocalTars:
         self._lock = threading.Lock()
 
     def name(self, path: Path) -> str:
-        """See `TarBytes`."""
         return str(path)
 
     def read(self, path: Path, offset: int, size: int) -> bytes:
-        """See `TarBytes`."""
         tar = self._open(path)
         pieces = []
         while size > 0:
@@ -95,7 +93,6 @@ class LocalTars:
         return pieces[0] if len(pieces) == 1 else b"".join(pieces)
 
     def read_ranges(self, path: Path, ranges: Sequence[tuple[int, int]]) -> list[bytes]:
-        """See `TarBytes`."""
         return [self.read(path, offset, size) for offset, size in ranges]
 
     def provide(self, index: Path, *, size_bytes: int, sha256: str | None = None) -> None:

@@ -37,7 +37,7 @@ _LIGHT = (
     ),
     *("clipmill.prep.latents.plan", "clipmill.prep.text.run", "clipmill.prep.text.tower", "clipmill.prep.text.plan"),
     *(
-        "clipmill.prep.video.planning",
+        "clipmill.prep.video.plan_inputs",
         "clipmill.prep.video.report",
         "clipmill.prep.video.check",
         "clipmill.prep.latents.sample",

@@ -129,10 +129,10 @@ def _call() -> None:
 
 
 def _let_first_speak() -> None:
-    """Waits where a launcher started several processes on this machine, and this one is not the first.
+    """Wait, if a launcher started several processes on this machine and this is not the first of them.
 
-    They make a user's mistake together. Once the first one has said it and left, torchrun ends the others; one that is
-    still there has made a mistake of its own, and says it.
+    A mistake in the flags is usually the same in all processes. The first one reports it and exits, and torchrun then
+    ends the others. A process that is still running after the wait has a mistake of its own, and reports it.
     """
     if os.environ.get("LOCAL_RANK", "0") != "0":
         time.sleep(_FIRST_SPEAKS_S)

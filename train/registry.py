@@ -32,13 +32,13 @@ DEFAULT = "dual-encoder"  # the task of runs that do not name theirs
 
 
 def register(task: TaskSpec) -> None:
-    """Adds a task; call it before `clipmill.train.cli` is imported, which lists the tasks.
+    """Add a task; call it before `clipmill.train.cli` is imported, which lists the tasks.
 
     Raises:
-        ValueError: there is a task of that name, or the name is none.
+        ValueError: the name is taken or not valid.
     """
     if task.name in _TASKS or re.fullmatch(r"[a-z][a-z0-9]*(-[a-z0-9]+)*", task.name) is None:
-        raise ValueError(f"{task.name!r} is taken, or is no name of a task: lower-case letters, digits and -")
+        raise ValueError(f"{task.name!r} is taken, or not a valid name of a task: lower-case letters, digits and -")
     _TASKS[task.name] = task
 
 

@@ -77,7 +77,7 @@ class EvaluationSpec:
 
     @property
     def result_name(self) -> str:
-        """What result files call it."""
+        """Its name in result files."""
         return self.result or self.name
 
 

@@ -75,7 +75,7 @@ def _add_video(
 
 def _times(interval: object, *, duration_s: float) -> tuple[float, float]:
     if not isinstance(interval, list) or len(interval) != 2 or any(time is None or time == "" for time in interval):
-        raise ValueError(f"its times are {quoted(interval)}, not begin and end")
+        raise ValueError(f"its times are {quoted(interval)}, not a start and an end")
     begin_s, end_s = (seconds(time, default=inf) for time in interval)
     if begin_s >= duration_s:
         raise ValueError(f"begins at {begin_s} s, after the end of the video at {duration_s} s")

@@ -62,7 +62,8 @@ def note_unread(builder: ReadingBuilder, files: Sequence[VideoFile], *, numbers:
 
 
 def _looks_like_asr(path: Place) -> bool:
-    """Return True if the begin of a file has the keys of segments. To parse all files for a note would take long.
+    """Return True if the first bytes of a file contain the keys of segments. Parsing whole files for a note would take
+    long.
 
     Objects are not read for a note.
     """

@@ -2,8 +2,8 @@
 
 The columns are found by the names that are common for them, in English, German, French and Spanish and in any case:
 `Video`, `file name` and `Datei` are all `video`. docs/datasets.md lists the names. Files are UTF-8 or UTF-16, else
-Windows-1252 (of which Latin-1 is a part); cells are separated by commas, semicolons, tabs or vertical bars. What was
-taken is reported wherever it is not the documented form.
+Windows-1252 (of which Latin-1 is a part); cells are separated by commas, semicolons, tabs or vertical bars. Every
+difference from the documented form is reported.
 """
 
 import codecs

@@ -58,7 +58,7 @@ def read_didemo(
 
 
 def moment_of(times: object, *, num_segments: object = _MAX_SEGMENTS) -> tuple[float, float]:
-    """Return begin and end in seconds of the interval that most annotators marked.
+    """Return start and end in seconds of the interval that most annotators marked.
 
     Raises:
         ValueError: `times` is not a list of pairs of a first and a last segment of the video.

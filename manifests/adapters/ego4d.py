@@ -195,7 +195,7 @@ def _add_pickled_list(builder: ReadingBuilder, wanted: WantedVideos, *, path: Pa
         if video is None:
             continue
         if not (_is_time(begin_s) and _is_time(end_s)):
-            detail = f"begin and end are {quoted(begin_s)} and {quoted(end_s)}, expected numbers of seconds"
+            detail = f"start and end are {quoted(begin_s)} and {quoted(end_s)}, expected numbers of seconds"
             builder.reject(Reason.BAD_TIME, file=str(path), row=row, source_id=source_id, detail=detail)
             continue
         for text in texts:

@@ -100,7 +100,7 @@ def read_folder(
 
 
 def _silent(_: str) -> None:
-    """Take no note: the table is read once more, for its captions."""
+    """Ignore a note: the table is read again for its captions, with the same notes."""
 
 
 def _add_captions(
@@ -171,7 +171,7 @@ def _add_captions(
     if taken:
         written, meant = next(iter(taken.items()))
         builder.note(
-            f"{table.name}: {counted(len(taken), 'name')} of videos taken despite other separators or case,"
+            f"{table.name}: {counted(len(taken), 'name')} of videos matched although separators or case differ,"
             f' such as "{written}" for "{meant}"'
         )
 
@@ -197,7 +197,7 @@ def _meant(name: str, *, base: str | None, is_named: bool) -> str:
 
 
 def _numbers(row: Row) -> tuple[float, float, float | None]:
-    """Return begin and end in seconds, and the likelihood, of a row; _Unusable if one of them is not valid."""
+    """Return start and end in seconds, and the likelihood, of a row; _Unusable if one of them is not valid."""
     try:
         begin_s = seconds(row.values.get("begin_s"), default=0.0)
         end_s = seconds(row.values.get("end_s"), default=inf)

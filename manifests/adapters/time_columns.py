@@ -67,7 +67,7 @@ def as_taken(name: str) -> str:
 
 
 def in_seconds(row: Row) -> Row:
-    """Return a row with its times in seconds; a time that cannot be converted is left as a text that is no number.
+    """Return a row with its times in seconds; a time that cannot be converted is kept as text that is not a number.
 
     The row has a fault if times are in frames and its frame rate is not a positive number.
     """

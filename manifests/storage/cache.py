@@ -6,8 +6,8 @@
     <folder>/locks/room          held while room is made
     <folder>/locks/room-<bytes>-...  room that a download has taken; void if its maker no longer holds its lock
 
-All locks are flocks, which end with their process. A copy in use is under a shared lock, and only copies that nobody
-uses are evicted, least recently used first (by mtime, which is set at each use): the bytes on disk are those that are
+All locks are flocks, which end with their process. A copy in use is under a shared lock, and only copies that are not
+in use are evicted, least recently used first (by mtime, which is set at each use): the bytes on disk are those that are
 counted. A mapping keeps the open file, and with it the lock, after its descriptor was closed (Linux, local disks).
 """
 
@@ -184,7 +184,7 @@ class ObjectCache:
             return True
 
     def drop(self, name: str) -> None:
-        """Remove a copy that is damaged or outdated; who has it open or mapped keeps it."""
+        """Remove a copy that is damaged or outdated; processes that have it open or mapped keep it."""
         (self._files / name).unlink(missing_ok=True)
 
     def names(self, prefix: str = "") -> list[str]:

@@ -1,8 +1,8 @@
 """Locks in a bucket: an object that one process at a time holds, and that expires when its holder has died.
 
-The holder writes the object under the condition that nobody else has (If-None-Match for a new object, If-Match for a
-released one), writes it again every `RENEWAL_S` seconds, and at the end leaves a random number in it. No two states of
-the object have the same content, and so none has the etag of an earlier one. A lease that has not been renewed for
+The holder writes the object under the condition that no other process has (If-None-Match for a new object, If-Match for
+a released one), writes it again every `RENEWAL_S` seconds, and at the end leaves a random number in it. No two states
+of the object have the same content, and so none has the etag of an earlier one. A lease that has not been renewed for
 `EXPIRY_S` seconds may be taken over. Its age is the difference of two times of the server, so that the clocks of the
 machines do not matter.
 
@@ -131,7 +131,7 @@ class Lease:
             time.sleep(LAST_POLL_S)
 
     def _await_change(self) -> None:
-        """Wait until somebody writes the object; return in time as well to see whether the holder has died."""
+        """Wait until the object is written; return in time as well to see whether the holder has died."""
         before = self._state()
         interval_s = _FIRST_POLL_S
         while before is not None and not is_released(before) and interval_s <= LAST_POLL_S:
@@ -202,9 +202,9 @@ class Lease:
                 self._etag = self._objects.write(self.key, content, replaces=self._etag)
                 break
             except Conflict:
-                found, info = read_info(self._objects, self.key)
-                if info is None or found.get("token") != self.token:
-                    self._lost_to = name_of(found) or "another process, which has finished"
+                record, info = read_info(self._objects, self.key)
+                if info is None or record.get("token") != self.token:
+                    self._lost_to = name_of(record) or "another process, which has finished"
                     return False
                 if is_last:
                     raise
@@ -230,31 +230,31 @@ class Lease:
             info = self._objects.info(self.key)
         except FileNotFoundError:
             return None
-        found = {} if is_released(info) else read(self._objects, self.key)
-        if found and not is_abandoned(found):
+        record = {} if is_released(info) else read(self._objects, self.key)
+        if record and not is_abandoned(record):
             age_s = server_time_s(self._objects) - info.modified_s
             if age_s < EXPIRY_S:
-                raise self._held(found, expires_in_s=EXPIRY_S - age_s)
+                raise self._held(record, expires_in_s=EXPIRY_S - age_s)
         return info
 
-    def _held(self, found: dict[str, Any], *, expires_in_s: float | None = None) -> LeaseHeld:
-        since = f" since {found['since']}" if found.get("since") else ""
+    def _held(self, record: dict[str, Any], *, expires_in_s: float | None = None) -> LeaseHeld:
+        since = f" since {record['since']}" if record.get("since") else ""
         expiry = "" if expires_in_s is None else f"; if it was killed, its lock expires in {max(1, expires_in_s):.0f} s"
         held = LeaseHeld(
-            f"another command is writing to {self._what} ({name_of(found) or 'unknown'}{since})",
+            f"another command is writing to {self._what} ({name_of(record) or 'unknown'}{since})",
             hint=f"wait until it finishes, or stop it{expiry}",
         )
-        held.is_alive = found.get("machine") == _machine()
-        held.holder = name_of(found) or "unknown"
-        held.note = str(found.get("note") or held.holder)
+        held.is_alive = record.get("machine") == _machine()
+        held.holder = name_of(record) or "unknown"
+        held.note = str(record.get("note") or held.holder)
         return held
 
 
-def is_abandoned(found: dict[str, Any]) -> bool:
+def is_abandoned(record: dict[str, Any]) -> bool:
     """Return True if the holder was a process of this machine that does not run any more."""
-    if found.get("machine") != _machine():
+    if record.get("machine") != _machine():
         return False
-    return _start_of(int(found.get("process", 0))) != found.get("started")
+    return _start_of(int(record.get("process", 0))) != record.get("started")
 
 
 def server_time_s(objects: Objects) -> float:
@@ -271,12 +271,12 @@ def server_time_s(objects: Objects) -> float:
 
 
 def released() -> bytes:
-    """Return what is written into a lease that nobody holds."""
+    """Return the content of a released lease."""
     return secrets.token_hex(_RELEASED_BYTES // 2).encode()
 
 
 def is_released(info: ObjectInfo) -> bool:
-    """Return True if nobody holds the lease."""
+    """Return True if the lease is released."""
     return info.size_bytes <= _RELEASED_BYTES
 
 
@@ -301,15 +301,15 @@ def read_info(objects: Objects, key: str) -> tuple[dict[str, Any], ObjectInfo | 
 
 def _parsed(content: bytes) -> dict[str, Any]:
     try:
-        found = json.loads(content)
+        record = json.loads(content)
     except ValueError:
         return {}
-    return found if isinstance(found, dict) else {}
+    return record if isinstance(record, dict) else {}
 
 
-def name_of(found: dict[str, Any]) -> str:
+def name_of(record: dict[str, Any]) -> str:
     """Return the name of the holder in the record of a lease."""
-    return str(found.get("holder") or "")
+    return str(record.get("holder") or "")
 
 
 def now_s() -> float:

@@ -81,7 +81,7 @@ class Mirror(Protocol):
         """Raise LeaseLost if another command may have taken over a lock of this one."""
 
     def holder_of(self, name: str) -> str | None:
-        """Return who holds the lock of a column and since when; None if nobody does."""
+        """Return who holds the lock of a column and since when; None if it is free."""
 
     def refresh(self, folder: Path) -> None:
         """Bring the files of a folder to the state of the bucket."""

@@ -1,7 +1,7 @@
-"""What is said while a server does not answer a request.
+"""Messages while a server does not answer a request.
 
 A request is repeated for a while before it fails (`stores.py`): without a word, a command would look as if it had
-stopped. Commands give a function that shows a line (`tell_of_waiting`); in other processes nothing is said.
+stopped. Commands give a function that shows a line (`tell_of_waiting`); other processes show nothing.
 """
 
 import itertools

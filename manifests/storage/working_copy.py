@@ -51,7 +51,7 @@ _NUM_THREADS = 32
 
 
 class WorkingCopy:
-    """See the module. Thread-safe.
+    """A data folder in a bucket, as a `Mirror`, which documents its methods. Thread-safe.
 
     Args:
         folder: an existing local folder that this command, or the command of this worker, uses alone.
@@ -91,12 +91,11 @@ class WorkingCopy:
         return not any(not key.startswith(".") for key in self._found or ())
 
     def foreign_keys(self) -> list[str]:
-        """Return the keys of the objects that cannot be local files, and that nothing but a listing meets."""
+        """Return the keys of the objects that cannot be local files, which only listings return."""
         self.require_listed()
         return sorted(self._foreign | self.objects.odd_names)
 
     def refresh(self, folder: Path) -> None:
-        """See `Mirror`."""
         self._refresh(self.key_of(folder))
 
     def _refresh(self, prefix: str, *, recursive: bool = True) -> None:
@@ -147,7 +146,6 @@ class WorkingCopy:
         set_stamp(path, info, is_content=True)
 
     def open(self, path: Path) -> int | None:
-        """See `Mirror`."""
         if not self.is_away(path):
             return None
         if not path.name.endswith(".tar"):
@@ -170,7 +168,6 @@ class WorkingCopy:
 
     @contextmanager
     def local_copy(self, path: Path) -> Iterator[None]:
-        """See `Mirror`."""
         if not self.is_away(path):
             yield
             return
@@ -183,17 +180,14 @@ class WorkingCopy:
 
     @no_damage()
     def state(self, path: Path) -> tuple[int, int]:
-        """See `Mirror`."""
         info = self._info(path)
         return info.size_bytes, int(info.modified_s * 1e9)
 
     @no_damage()
     def read_range(self, path: Path, offset: int, size: int) -> bytes:
-        """See `Mirror`."""
         return self.objects.read_range(self.key_of(path), offset, size)
 
     def is_away(self, path: Path) -> bool:
-        """See `Mirror`."""
         if TEMPORARY_PREFIX in self.key_of(path):
             return False
         try:
@@ -213,7 +207,6 @@ class WorkingCopy:
     # Writing
 
     def upload(self, temporary: Path, path: Path) -> None:
-        """See `Mirror`."""
         key = self.key_of(path)
         if TEMPORARY_PREFIX in key:
             return
@@ -234,7 +227,6 @@ class WorkingCopy:
             set_stamp(temporary, info, is_content=True)
 
     def move(self, source: Path, target: Path) -> None:
-        """See `Mirror`."""
         paths = [path for path in source.rglob("*") if path.is_file()] if source.is_dir() else [source]
         for path in paths:
             key, to = self.key_of(path), target / path.relative_to(source) if path != source else target
@@ -250,7 +242,6 @@ class WorkingCopy:
             self.remove(source)
 
     def remove(self, *paths: Path) -> None:
-        """See `Mirror`."""
         keys = [self.key_of(path) for path in paths]
         if self._found is not None:
             folders = tuple(f"{key}/" for key, path in zip(keys, paths, strict=True) if path.is_dir())
@@ -262,7 +253,6 @@ class WorkingCopy:
                 (self._found or {}).pop(known, None)
 
     def touch(self, path: Path) -> None:
-        """See `Mirror`."""
         info = self._info(path)
         with self.local_copy(path):
             etag = self.objects.write(info.key, path.read_bytes(), replaces=info.etag, guard=self.require_locks)
@@ -275,7 +265,6 @@ class WorkingCopy:
 
     @contextmanager
     def column_lock(self, name: str, *, unless: re.Pattern[str] | None = None) -> Iterator[None]:
-        """See `Mirror`."""
         self.require_listed()
         before = (self._found or {}).get(name)
         lease = Lease(self.objects, name, what=self.address)
@@ -298,17 +287,14 @@ class WorkingCopy:
             self.sync()
 
     def lock_names(self) -> list[str]:
-        """See `Mirror`."""
         return [key for key in self._found or () if is_lock(key) and "/" not in key]
 
     def holder_of(self, name: str) -> str | None:
-        """See `Mirror`."""
         info = (self._found or {}).get(name)
         return None if info is None else holder_of(self.objects, info)
 
     @contextmanager
     def folder_lock(self) -> Iterator[None]:
-        """See `Mirror`."""
         lease = Lease(self.objects, _ROOT_LOCK, what=self.address)
         lease.wait()
         with self.leases.held(lease):
@@ -316,7 +302,6 @@ class WorkingCopy:
             yield
 
     def publish_token(self, path: Path) -> tuple[str, ...]:
-        """See `Mirror`."""
         key = self.key_of(path)
         self.objects.write(key, path.read_bytes(), guard=self.require_locks)
         if self._found is not None:
@@ -325,7 +310,6 @@ class WorkingCopy:
         return (self.address, os.fspath(self.folder), run_of(self.folder), *leases)
 
     def require_locks(self) -> None:
-        """See `Mirror`."""
         self.leases.require()
 
     def key_of(self, path: Path) -> str:

@@ -32,7 +32,7 @@ def ends_of_videos(data_dir: Path, videos: pa.Table) -> np.ndarray:
 
 
 def chunk_finder(data_dir: Path, videos: pa.Table) -> Callable[[np.ndarray, np.ndarray, np.ndarray], np.ndarray] | None:
-    """Return a function of video row, begin and end in seconds: whether there is a chunk at these times, bool[N].
+    """Return a function of video row, start and end in seconds: whether there is a chunk at these times, bool[N].
 
     Return None if this is unknown: the current variant has no chunks yet, or damaged ones.
 

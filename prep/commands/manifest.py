@@ -18,7 +18,7 @@ from clipmill.manifests.quoting import counted, on_one_line
 from clipmill.manifests.storage.mirrors import mirror_of
 from clipmill.manifests.storage.urls import folder_of, place_of
 from clipmill.prep.commands import manifest_captions
-from clipmill.prep.commands.benchmarks import BENCHMARKS, Adapter
+from clipmill.prep.commands.datasets import DATASETS, Adapter
 from clipmill.prep.core.request import OPTIONS, Data
 
 if TYPE_CHECKING:
@@ -106,7 +106,7 @@ ADAPTERS = (
             Folder of the videos, named <video_uid>.mp4.
         """,
     ),
-    *BENCHMARKS,
+    *DATASETS,
 )
 
 

@@ -31,7 +31,7 @@ _ADVICE = {
     "then this command again",
     Reason.BAD_SPLIT: "a split is train, val or test, and a video has one; use another data folder (--data) for other "
     "splits of the same videos",
-    Reason.BAD_TIME: "give times in seconds, with the end after the begin",
+    Reason.BAD_TIME: "give times in seconds, with the end after the start",
 }
 
 

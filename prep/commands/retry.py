@@ -18,7 +18,7 @@ ColumnOfFailures = Annotated[AnyColumn, Parameter(help="Column whose failures to
 
 @dataclass(frozen=True, kw_only=True)
 class RetryRequest(Request):
-    """Of any column: a column ignores what it does not need."""
+    """The flags of `prep retry`; a column ignores those that it does not need."""
 
     scratch_size: ScratchSize = None
 

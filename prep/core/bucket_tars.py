@@ -15,7 +15,7 @@ def tars_of(data_dir: Path) -> TarBytes | None:
 
 
 class BucketTars:
-    """See `TarBytes`. Opening such a tar as a file would fetch all of it, half a gigabyte, for a single chunk."""
+    """`TarBytes` by ranges: opening such a tar as a file would fetch all of it, half a gigabyte, for a single chunk."""
 
     gap_bytes = 1 << 18
 
@@ -23,18 +23,16 @@ class BucketTars:
         self._mirror = mirror
 
     def name(self, path: Path) -> str:
-        """See `TarBytes`. The commands show addresses in place of the folders that mirror them."""
+        """Return the local path: the commands show addresses in place of the folders that mirror them."""
         return str(path)
 
     def read(self, path: Path, offset: int, size: int) -> bytes:
-        """See `TarBytes`."""
         content = self._mirror.read_range(path, offset, size)
         if len(content) != size:
             raise DamagedTar(path, f"truncated: it ends before byte {offset + size}, which the index refers to")
         return content
 
     def read_ranges(self, path: Path, ranges: Sequence[tuple[int, int]]) -> list[bytes]:
-        """See `TarBytes`."""
         return [self.read(path, offset, size) for offset, size in ranges]
 
     def provide(self, index: Path, *, size_bytes: int, sha256: str | None = None) -> None:

@@ -191,11 +191,11 @@ def column_lock(data_dir: Path, *, column: str = VIDEO) -> Iterator[None]:
 
 
 def has_stopped(data_dir: Path, *, column: str) -> bool:
-    """Return True if nobody writes a column of a local data folder any more, whatever its heartbeats say.
+    """Return True if no process writes a column of a local data folder any more, whatever its heartbeats show.
 
-    It reads what commands and parts have noted in their lock files. On this machine, the process that is named there
-    tells. A part on another node, which touches its file, has stopped if the file is untouched and its lock free; of a
-    command without `--part` on another node, nothing is known but its heartbeats.
+    It reads what commands and parts have noted in their lock files. For this machine, it looks for the process that is
+    named there. A part on another node, which touches its file, has stopped if the file is untouched and its lock free;
+    a command without `--part` on another node is known by its heartbeats alone.
     """
     if mirror_of(data_dir) is not None:
         return False
@@ -209,7 +209,7 @@ def _may_run(path: Path, *, is_free: Callable[[Path], bool]) -> bool:
     """Return whether the process that has noted itself in a lock file may run; `is_free` is asked on other nodes."""
     words = holder_of(path).partition("\n")[0].split()
     if not words:
-        return False  # nobody has the lock, or it has ended
+        return False  # the lock is free, or its holder has ended
     if len(words) != 4 or not words[1].isdecimal() or words[3] != os.uname().nodename:
         return not is_free(path)
     try:

@@ -39,8 +39,8 @@ def with_ending(report: Report, column: ColumnSpec, variant_dir: Path, *, data: 
     """
     variant = Variant(variant_dir)
     files = [commit.files for commit in variant.commits.values() if commit.files is not None]
-    num_samples = sum(one.num_samples for one in files)
-    num_bytes = sum(one.tar_bytes + one.index_bytes for one in files)
+    num_samples = sum(file.num_samples for file in files)
+    num_bytes = sum(file.tar_bytes + file.index_bytes for file in files)
     length = length_of(variant) if column.has_hours else None
     of_video = ""
     if length is not None:
@@ -76,7 +76,7 @@ def _unused_bytes(variant: Variant, files: Sequence[ShardFiles], *, data: Path, 
     if mirror_of(data) is not None:
         return 0
     directory = variant.directory
-    named = {directory / path for one in files for path in (one.tar, one.energon_index, one.index)}
+    named = {directory / path for file in files for path in (file.tar, file.energon_index, file.index)}
     others = (name for name in list_variants(data, column) if name != directory.name)
     unused_bytes = sum(folder_bytes(directory.parent / name) for name in others)
     for folder in (directory, *folders_in(directory)):
@@ -115,8 +115,8 @@ def length_of(variant: Variant) -> Length:
     known = variant.known_seconds()
     unknown = [shard for shard in variant.shards() if shard.shard_id not in known]
     with ThreadPoolExecutor(NUM_CHECK_THREADS) as pool:
-        found = [*known.values(), *pool.map(_seconds, unknown)]
-    return Length(sum(seconds or 0.0 for seconds in found), found.count(None))
+        lengths = [*known.values(), *pool.map(_seconds, unknown)]
+    return Length(sum(seconds or 0.0 for seconds in lengths), lengths.count(None))
 
 
 def _seconds(shard: CommittedShard) -> float | None:

@@ -20,7 +20,7 @@ from clipmill.prep.core.part_locks import Part, RunningPart, column_is_written
 
 
 class PartLeases:
-    """See `clipmill.prep.core.part_locks.PartLocks`."""
+    """`clipmill.prep.core.part_locks.PartLocks`, which documents the methods, as leases in a bucket."""
 
     def __init__(self, data_dir: Path, column: str, part: Part) -> None:
         copy = mirror_of(data_dir)
@@ -35,13 +35,13 @@ class PartLeases:
         self._turn: Lease | None = None
 
     def lock_column(self) -> None:
-        """See `PartLocks`; `take_own` looks again."""
+        """Refuse a column that is locked; `take_own` checks again, within the turn."""
         for record in held_leases(self._copy.objects, re.compile(re.escape(self._column_lock))).values():
             by = f"{record.get('holder')} since {record.get('since')}"
             raise column_is_written(self._copy.folder, self._column, by=by)
 
     def take_turn(self, doing: str, *, on_wait: Callable[[str], object]) -> str:
-        """See `PartLocks`. Parts leave no texts: what they have published is visible at once."""
+        """Wait for the turn. Parts leave no texts in it: what they have published is visible at once."""
         turn = Lease(
             self._copy.objects, f".{self._column}.parts.lock", what=f"parts of {self._copy.address}", note=doing
         )
@@ -51,7 +51,6 @@ class PartLeases:
         return ""
 
     def running(self) -> list[RunningPart]:
-        """See `PartLocks`."""
         self._copy.require_locks()
         names = part_lock_names(self._column)
         found = []
@@ -62,7 +61,6 @@ class PartLeases:
         return found
 
     def take_own(self) -> str | None:
-        """See `PartLocks`."""
         try:
             self._own.take_over(on_wait=self._tell)
         except LeaseHeld as held:
@@ -76,11 +74,9 @@ class PartLeases:
         sys.stderr.write(f"part {self._part} waits: {holder} had its lock; free after {EXPIRY_S:g} s without renewal\n")
 
     def note_own(self, *, makes: str, source: str) -> None:
-        """See `PartLocks`."""
         self._own.note(f"{makes}\n{source}")
 
     def leave_turn(self, text: str) -> None:
-        """See `PartLocks`."""
         self._turn_held.close()
         self._turn = None
 
@@ -88,7 +84,6 @@ class PartLeases:
         """Do nothing: a lease renews itself."""
 
     def release(self) -> None:
-        """See `PartLocks`."""
         is_removable = False
         if self._is_held and self._turn is not None:
             with suppress(OSError):  # one was taken over, or the bucket cannot be reached

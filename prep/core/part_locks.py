@@ -110,7 +110,7 @@ class PartLocks(Protocol):
 
 
 class PartFiles:
-    """Locks of a part on a local or shared disk; see `PartLocks`."""
+    """`PartLocks`, which documents the methods, as files on a local or shared disk."""
 
     def __init__(self, data_dir: Path, column: str, part: Part) -> None:
         self._data_dir, self._column, self._part = data_dir, column, part
@@ -120,7 +120,6 @@ class PartFiles:
         self._own: FileLock | None = None
 
     def lock_column(self) -> None:
-        """See `PartLocks`."""
         path = lock_path(self._data_dir, self._column)
         self._shared = FileLock.take(path, is_shared=True)
         if self._shared is None:
@@ -128,7 +127,6 @@ class PartFiles:
         self._shared.note("")  # a note of a killed command
 
     def take_turn(self, doing: str, *, on_wait: Callable[[str], object]) -> str:
-        """See `PartLocks`."""
         path = self._data_dir / f".{self._column}.parts.lock"
         self._turn = FileLock.wait(path, on_wait=lambda: on_wait(holder_of(path).partition("\n")[0]))
         _, _, text = path.read_text("utf-8", "replace").partition("\n")
@@ -136,7 +134,6 @@ class PartFiles:
         return text
 
     def running(self) -> list[RunningPart]:
-        """See `PartLocks`."""
         found = []
         for path in sorted(self._data_dir.glob(f".{self._column}.part-*.lock")):
             match = part_lock_names(self._column).fullmatch(path.name)
@@ -151,7 +148,6 @@ class PartFiles:
         return found
 
     def take_own(self) -> str | None:
-        """See `PartLocks`."""
         self._own = take_part_lock(self._path)
         if self._own is None:
             return RunningPart.read(holder_of(self._path), self._part).holder
@@ -159,25 +155,21 @@ class PartFiles:
         return None
 
     def note_own(self, *, makes: str, source: str) -> None:
-        """See `PartLocks`."""
         assert self._own is not None
         self._own.note(f"{this_process()}\n{makes}\n{source}\n")
 
     def leave_turn(self, text: str) -> None:
-        """See `PartLocks`."""
         if self._turn is not None:
             self._turn.note(f"nobody\n{text}")
             self._turn.release()
             self._turn = None
 
     def touch(self) -> None:
-        """See `PartLocks`."""
         if self._own is not None:
             with suppress(OSError):
                 self._own.touch()
 
     def release(self) -> None:
-        """See `PartLocks`."""
         if self._own is not None:
             if self._turn is not None:
                 self._path.unlink(missing_ok=True)

@@ -17,10 +17,10 @@ The kernel releases the locks of a part that is killed. Since every change of "w
 exactly one of several parts that end at the same time is the last. A part that is killed as the last leaves the
 finishing to its next attempt, or to a command without `--part`.
 
-Where locks do not reach other nodes (NFS mounted with `nolock`, Lustre with `localflock`), a part would believe to be
-alone. A running part therefore touches the file of its lock, and a part that can take a lock whose file goes on
-changing is refused. Network file systems may show a new commit late: a part that ends notes in the file of the turn,
-which a lock keeps up to date, how much it has made, and the last one waits until it sees all of it.
+Where locks do not reach other nodes (NFS mounted with `nolock`, Lustre with `localflock`), a part would not see the
+others. A running part therefore touches the file of its lock, and a part that can take a lock whose file keeps changing
+is refused. Network file systems may show a new commit late: a part that ends notes in the file of the turn, which a
+lock keeps up to date, how much it has made, and the last one waits until it sees all of it.
 
 In a bucket, locks are leases, which expire when a part is killed (`clipmill.prep.core.part_leases`). What others have
 published is seen at once, and fetched at the two turns.
@@ -145,7 +145,7 @@ class PartRun:
             self._leave_turn()
 
     def begin(self) -> None:
-        """Let the other parts go on: what all of them have in common is published."""
+        """Let the other parts continue: everything that they share is published."""
         self._leave_turn()
 
     def end(self) -> bool:
@@ -220,7 +220,7 @@ class PartRun:
         return f"part     {self.part} has ended as the last one running; not made: {', '.join(listed)}{more}"
 
     def values(self) -> dict[str, Any]:
-        """Return the same as JSON values."""
+        """Return how the part ended as JSON values."""
         return {
             "part": str(self.part),
             "is_last": bool(self.is_last),

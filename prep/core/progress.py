@@ -6,7 +6,7 @@ from types import TracebackType
 from typing import Self
 
 from clipmill.manifests.errors import Stopped
-from clipmill.manifests.progress import Activity, Pace, joined
+from clipmill.manifests.progress import Activity, ProgressRate, joined
 from clipmill.manifests.quoting import counted
 from clipmill.prep.engines import Refused
 
@@ -33,7 +33,7 @@ class RunProgress:
         self._num_shards, self._num_shards_made, self._num_kept = num_shards, 0, 0
         self._has_begun = False
         self._failures: Counter[str] = Counter()
-        self._pace = Pace()
+        self._pace = ProgressRate()
         self._activity = Activity(doing)
 
     def __enter__(self) -> Self:
@@ -52,7 +52,7 @@ class RunProgress:
 
     def start(self) -> None:
         """Begin to measure: workers are ready."""
-        self._pace = Pace()
+        self._pace = ProgressRate()
 
     def finish_shard(self, num_samples: int) -> None:
         """Count a committed shard and its samples."""

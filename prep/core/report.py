@@ -57,7 +57,7 @@ def states_lines(
 
 
 def states_values(shards: Sequence[ShardPlan], *, sample: str = "chunk") -> dict[str, Any]:
-    """Return the same as `states_lines`, as JSON values."""
+    """Return the JSON values of `states_lines`."""
     states, held = _count_states(shards)
     work = [
         {

@@ -200,14 +200,14 @@ class Request:
 
 @dataclass(frozen=True, kw_only=True)
 class PartRequest(Request):
-    """Of a column that is made by several commands, one for each part."""
+    """The flags of a column that several commands can make, one for each part."""
 
     part: PartOf = None
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelRequest(PartRequest):
-    """Of a column that a model makes; each worker loads a replica of it."""
+    """The flags of a column that a model computes; each worker loads a replica of the model."""
 
     workers: ModelWorkers = None
     num_gpus: NumGpus = None

@@ -27,7 +27,7 @@ from clipmill.prep.core.progress import RunProgress, warn_refused
 from clipmill.prep.core.selection import write_selection
 from clipmill.prep.core.shard_result import ShardResult, Stop, W, stopped
 from clipmill.prep.core.variant_folder import make_variant
-from clipmill.prep.engines import Engine, Label, Refused
+from clipmill.prep.engines import Engine, Refused
 from clipmill.prep.engines.admission import worker_ticket
 from clipmill.shards.chunk_table import update_chunk_table
 from clipmill.shards.commits import Commit, Failure, commit_path, read_commits_of
@@ -177,13 +177,13 @@ def _results(job: Job[W], engine: Engine, summary: Summary) -> Iterator[ShardRes
         progress.start()
         yield from (job.task(shard) for shard in work)
 
-    def label(task: W) -> Label:
-        return Label(f"{job.column.command} {task.shard_id:06d}", work=num_chunks[task.shard_id])
+    def name(task: W) -> str:
+        return f"{job.column.command} {task.shard_id:06d}"
 
     full_disks, made, work_done = 0, 0, 0.0
     running = RunningChunks(job.variant_dir, shard_ids=num_chunks.keys(), shares=shares)
     with worker_ticket(job.variant_dir, package=job.column.package, needs=job.needs) as ticket, progress:
-        for outcome in engine.run(job.make, tasks(), check=ticket, label=label):
+        for outcome in engine.run(job.make, tasks(), check=ticket, name=name):
             require_locks(job.variant_dir)
             if isinstance(outcome, Refused):
                 summary.refused_workers.append(outcome)

@@ -40,19 +40,6 @@ class Outcome(Generic[T, R]):
 
 
 @dataclass(frozen=True)
-class Label:
-    """What an engine knows about a task.
-
-    Attributes:
-        name: name of the task where the engine lists it, such as "chunk 000123".
-        work: amount of work, in any unit that all tasks of a run share; 0 if unknown.
-    """
-
-    name: str
-    work: float = 0.0
-
-
-@dataclass(frozen=True)
 class Refused:
     """A node, or this machine, that gets no tasks, and the reason."""
 
@@ -73,13 +60,13 @@ class Engine(Protocol):
         tasks: Iterable[T],
         *,
         check: Check | None = None,
-        label: Callable[[T], Label] | None = None,
+        name: Callable[[T], str] | None = None,
     ) -> Iterator[Outcome[T, R] | Refused | None]:
         """Apply `function` to each of `tasks`, which are taken in order as workers become available.
 
         Args:
             check: called in every worker before its first task.
-            label: returns the label of a task.
+            name: returns the name of a task where the engine lists it, such as "chunk 000123".
 
         Raises:
             UserError: no worker passes the check.

@@ -14,14 +14,14 @@ def open_engine(
     *,
     address: str | None,
     workers: int | None,
-    gpus_per_worker: float | None = None,
+    gpus_per_worker: float = 0.0,
     execution: Execution = Execution(),  # noqa: B008 - frozen
     memory_gb: float = 0.0,
 ) -> Engine:
     """Return the engine for `--engine`.
 
     Args:
-        gpus_per_worker: GPUs per worker for workers that keep a model loaded (0: none); None for stateless workers.
+        gpus_per_worker: GPUs per worker; 0: none.
         execution: settings of the Ray engine.
         memory_gb: memory that a worker of this column takes on a cluster, unless `execution` gives it.
 
@@ -34,7 +34,6 @@ def open_engine(
         return isolated_ray_engine(
             num_workers=workers,
             address=address,
-            actor_gpus=gpus_per_worker,
             # On one machine the user chooses the number of workers, and memory is not reserved unasked.
             need=need_of(execution, gpus=gpus_per_worker, default_memory_gb=memory_gb if address is not None else 0.0),
             execution=execution,

@@ -24,9 +24,6 @@ class Execution:
     need (docs/cluster.md)."""
     task_retries: Annotated[int, CLUSTER, RARE] = 2
     """Number of times to retry a task whose worker died, 0 or more. A lost node does not count."""
-    straggler_factor: Annotated[float, CLUSTER, RARE] = 5.0
-    """Start a second copy of a task on another node once it takes this many times the median time per chunk, above 1;
-    the first result is used. 0: never."""
     wait_for_nodes: Annotated[float, CLUSTER, RARE] = 600.0
     """Time to wait for nodes that can run a task, in seconds, for example for an autoscaler to start them."""
 
@@ -35,11 +32,6 @@ class Execution:
             ("task_cpus", self.task_cpus is None or 0 < self.task_cpus < 10_000, "give a number above 0, such as 2"),
             ("task_memory", self.task_memory is None or 0 <= self.task_memory < 10_000, "give GB such as 2.5, or 0"),
             ("task_retries", 0 <= self.task_retries <= 100, "give 0 to 100"),
-            (
-                "straggler_factor",
-                self.straggler_factor == 0 or 1 < self.straggler_factor < float("inf"),
-                "give a number above 1, or 0 for never",
-            ),
             ("wait_for_nodes", 0 <= self.wait_for_nodes <= _MAX_WAIT_S, "give seconds, up to a week"),
         ):
             if not is_allowed:
@@ -73,7 +65,7 @@ class Need:
         return min((int(resources.get(resource, 0) / taken) for resource, taken in needs if taken), default=0)
 
     def options(self) -> dict[str, float]:
-        """Return the options of a Ray task or actor."""
+        """Return the options of a Ray actor."""
         memory = {"memory": self.memory_bytes} if self.memory_bytes else {}
         return {"num_cpus": self.cpus, "num_gpus": self.gpus, **memory}
 
@@ -86,16 +78,16 @@ class Need:
         return " and ".join(parts) or "any resources"
 
 
-def need_of(execution: Execution, *, gpus: float | None, default_memory_gb: float) -> Need:
+def need_of(execution: Execution, *, gpus: float, default_memory_gb: float) -> Need:
     """Return what one worker takes.
 
     Args:
-        gpus: GPUs per worker; None or 0 for a worker on a CPU.
+        gpus: GPUs per worker; 0 for a worker on a CPU.
         default_memory_gb: memory of a worker if the settings do not give it.
     """
     cpus = execution.task_cpus if execution.task_cpus is not None else 0.0 if gpus else 1.0
     memory_gb = execution.task_memory if execution.task_memory is not None else default_memory_gb
-    return Need(cpus, gpus or 0.0, round(memory_gb * _BYTES_PER_GB))
+    return Need(cpus, gpus, round(memory_gb * _BYTES_PER_GB))
 
 
 def _flag(name: str) -> str:

@@ -17,7 +17,7 @@ from typing import Any, Protocol
 
 from clipmill.manifests.errors import ClipmillError, FailedWork
 from clipmill.manifests.progress import Activity
-from clipmill.prep.engines import TICK_S, Check, Label, Outcome, R, Refused, T, die_with_driver, exit_reason
+from clipmill.prep.engines import TICK_S, Check, Outcome, R, Refused, T, die_with_driver, exit_reason
 
 _CONTEXT = multiprocessing.get_context("spawn")
 _GRACE_S = 15.0  # for the engine to stop what it started
@@ -32,7 +32,7 @@ class NotifyingEngine(Protocol):
         tasks: Iterable[T],
         *,
         check: Check | None = None,
-        label: Callable[[T], Label] | None = None,
+        name: Callable[[T], str] | None = None,
         notify: Callable[[str], None] = ...,
     ) -> Iterator[Outcome[T, R] | Refused | None]:
         """See `clipmill.prep.engines.Engine`."""
@@ -56,7 +56,7 @@ class IsolatedEngine:
         tasks: Iterable[T],
         *,
         check: Check | None = None,
-        label: Callable[[T], Label] | None = None,
+        name: Callable[[T], str] | None = None,
     ) -> Iterator[Outcome[T, R] | Refused | None]:
         """See `clipmill.prep.engines.Engine`."""
         waiting = enumerate(tasks)
@@ -64,7 +64,7 @@ class IsolatedEngine:
         starting = ExitStack()
         if self._starting is not None:
             starting.enter_context(Activity(self._starting))
-        process, ours = _started(_serve, self._engine, function, check, label is not None)
+        process, ours = _started(_serve, self._engine, function, check, name is not None)
         try:
             while True:
                 if not ours.poll(TICK_S):
@@ -80,7 +80,7 @@ class IsolatedEngine:
                     item = next(waiting, None)
                     if item is not None:
                         given[item[0]] = item[1]
-                    ours.send(item and (*item, label(item[1]) if label is not None else None))
+                    ours.send(item and (*item, name(item[1]) if name is not None else None))
                 elif kind == "outcome":
                     number, result, lost = value
                     yield Outcome(given.pop(number), result, lost)
@@ -149,7 +149,7 @@ class _Disconnected(Exception):
 
 
 def _serve(
-    engine: NotifyingEngine, function: Callable[[Any], Any], check: Check | None, is_labelled: bool, pipe: Connection
+    engine: NotifyingEngine, function: Callable[[Any], Any], check: Check | None, is_named: bool, pipe: Connection
 ) -> None:
     _detach()
 
@@ -162,7 +162,7 @@ def _serve(
                 _Numbered(function),
                 _tasks(pipe),
                 check=check,
-                label=_label_of if is_labelled else None,
+                name=_name_of if is_named else None,
                 notify=notify,
             ):
                 if isinstance(outcome, Outcome):
@@ -198,7 +198,7 @@ def _detach() -> None:
         os.dup2(silence, stream)
 
 
-def _label_of(task: tuple[int, Any, Label]) -> Label:
+def _name_of(task: tuple[int, Any, str]) -> str:
     return task[2]
 
 
@@ -209,12 +209,12 @@ class _Numbered:
         self._function = function
         self.__name__ = getattr(function, "__name__", "task")
 
-    def __call__(self, task: tuple[int, Any, Label]) -> Any:
+    def __call__(self, task: tuple[int, Any, str]) -> Any:
         return self._function(task[1])
 
 
-def _tasks(pipe: Connection) -> Iterator[tuple[int, Any, Label]]:
-    """Yield the command's tasks with numbers and labels; each is requested from the command when it is needed."""
+def _tasks(pipe: Connection) -> Iterator[tuple[int, Any, str]]:
+    """Yield the command's tasks with numbers and names; each is requested from the command when it is needed."""
     while True:
         _send(pipe, "next", None)
         try:

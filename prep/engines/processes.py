@@ -19,7 +19,6 @@ from clipmill.prep.engines import (
     MAX_TRIES,
     TICK_S,
     Check,
-    Label,
     Outcome,
     R,
     Refused,
@@ -65,7 +64,7 @@ class ProcessEngine:
         tasks: Iterable[T],
         *,
         check: Check | None = None,
-        label: Callable[[T], Label] | None = None,
+        name: Callable[[T], str] | None = None,
     ) -> Iterator[Outcome[T, R] | Refused | None]:
         """See `clipmill.prep.engines.Engine`."""
         waiting, retries = iter(tasks), deque[tuple[T, int]]()

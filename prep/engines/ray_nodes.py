@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
-from clipmill.manifests.errors import FailedWork, UserError, first_line
+from clipmill.manifests.errors import FailedWork, UserError
 from clipmill.manifests.quoting import counted
 from clipmill.prep.engines import Refused, no_worker_left
 from clipmill.prep.engines.execution import Need
@@ -28,7 +28,7 @@ class Nodes:
     """
 
     def __init__(self, ray: Any, need: Need, *, where: str, wait_s: float, notify: Notify) -> None:
-        self._ray, self._need = ray, need
+        self._ray, self.need = ray, need
         self._where, self._wait_s, self._notify = where, wait_s, notify
         self._refused: dict[str, Refused] = {}
         self._checked_s = time.monotonic()
@@ -36,43 +36,18 @@ class Nodes:
         self._reported_s = 0.0
         self._had_one = False
         self._counted_s, self._capacities = float("-inf"), (0, 0)
-        self._asked: dict[Any, str] = {}
 
-    def ask(self, refusal: Callable[[], tuple[str, str] | None]) -> None:
-        """Call `refusal` on every living node, in parallel with its other work."""
-        remote = self._ray.remote(refusal)
-        for node in self._able_nodes():
-            options = {"num_cpus": 0, "max_retries": 0, "label_selector": {_NODE_LABEL: node["NodeID"]}}
-            self._asked[remote.options(name="check of a node", **options).remote()] = node["NodeID"]
+    def options(self) -> dict[str, Any]:
+        """Return the options of an actor: what it takes, and a selector that keeps it off the refused nodes."""
+        refused = {"label_selector": {_NODE_LABEL: f"!in({','.join(self._refused)})"}} if self._refused else {}
+        return {**self.need.options(), **refused}
 
-    def answers(self, *, limit_s: float = 0.0) -> Iterator[Refused]:
-        """Yield the refused nodes among those that have answered, waiting at most `limit_s` seconds."""
-        if not self._asked:
-            return
-        ready, _ = self._ray.wait(list(self._asked), num_returns=len(self._asked), timeout=limit_s)
-        for reference in ready:
-            node_id = self._asked.pop(reference)
-            try:
-                refusal = self._ray.get(reference)
-            except self._ray.exceptions.RayTaskError as error:
-                refusal = node_id, first_line(error)
-            except self._ray.exceptions.RayError:
-                continue  # the node has disappeared
-            if refusal is not None:
-                yield from self.refuse(refusal)
-
-    def options(self, *, without: str | None = None) -> dict[str, Any]:
-        """Return options for a task or an actor that keep it off the refused nodes, and off the node `without`."""
-        excluded = [*self._refused, *([without] if without is not None else [])]
-        return {"label_selector": {_NODE_LABEL: f"!in({','.join(excluded)})"}} if excluded else {}
-
-    def refuse(self, refusal: tuple[str, str]) -> Iterator[Refused]:
-        """Exclude a node, given as (node id, reason), from now on; yield it if it was not excluded before.
+    def refuse(self, node_id: str, reason: str) -> Iterator[Refused]:
+        """Exclude a node from now on; yield it if it was not excluded before.
 
         Raises:
             UserError: no node is left.
         """
-        node_id, reason = refusal
         if node_id in self._refused:
             return
         refused = Refused(self.name_of(node_id), reason)
@@ -84,10 +59,6 @@ class Nodes:
         """Return the name of a node for messages."""
         names = {node["NodeID"]: node["NodeManagerHostname"] for node in self._ray.nodes()}
         return f"node {node_id[:8]} on {names.get(node_id, 'an unknown host')}"
-
-    def has_other(self, node_id: str) -> bool:
-        """Return True if a node other than this one can run a worker."""
-        return any(node["NodeID"] not in {node_id, *self._refused} for node in self._able_nodes())
 
     def is_alive(self, node_id: str) -> bool:
         """Return True if a node is alive."""
@@ -107,8 +78,8 @@ class Nodes:
             nodes = [node["Resources"] for node in self._able_nodes() if node["NodeID"] not in self._refused]
             largest = self._ray._private.state.state.get_max_resources_from_cluster_config() or {}
             # The types of nodes need not tell their memory.
-            room = replace(self._need, memory_bytes=0).room(largest)
-            self._capacities = sum(map(self._need.room, nodes)), min(room, _MOST_AWAITED)
+            room = replace(self.need, memory_bytes=0).room(largest)
+            self._capacities = sum(map(self.need.room, nodes)), min(room, _MOST_AWAITED)
         return self._capacities
 
     def require_one(self, *, at_once: bool = False) -> None:
@@ -126,7 +97,7 @@ class Nodes:
         if any(node["NodeID"] not in self._refused for node in able):
             self._had_one = True
             if self._waiting_since_s is not None:
-                self._notify(f"a node with {self._need} has joined after {now_s - self._waiting_since_s:.0f} s")
+                self._notify(f"a node with {self.need} has joined after {now_s - self._waiting_since_s:.0f} s")
             self._waiting_since_s = None
             return
         if self._refused:
@@ -139,19 +110,17 @@ class Nodes:
         if now_s - self._reported_s >= _REPORT_INTERVAL_S:
             self._reported_s = now_s
             left_s = self._wait_s - waited_s
-            self._notify(
-                f"waiting up to {left_s:.0f} s for a node with {self._need}; {self._where} has {self._found()}"
-            )
+            self._notify(f"waiting up to {left_s:.0f} s for a node with {self.need}; {self._where} has {self._found()}")
 
     def _give_up(self) -> None:
         if self._had_one:
             raise FailedWork(
-                f"{self._where} has lost its last node with {self._need}, and none has joined for {self._wait_s:g} s; "
+                f"{self._where} has lost its last node with {self.need}, and none has joined for {self._wait_s:g} s; "
                 "finished work is kept; run the same command again to resume"
             )
         waited = f", and none has joined for {self._wait_s:g} s" if self._wait_s else ""
         raise UserError(
-            f"{self._where} has {self._found()}, but a worker requires {self._need} on one node{waited}",
+            f"{self._where} has {self._found()}, but a worker requires {self.need} on one node{waited}",
             hint="start such nodes, wait longer with --wait-for-nodes, or give a smaller --num-gpus (0: CPU), "
             "--task-cpus or --task-memory",
         )
@@ -166,4 +135,4 @@ class Nodes:
 
     def _able_nodes(self) -> list[Any]:
         """Return the living nodes that can run workers, including refused ones."""
-        return [node for node in self._ray.nodes() if node["Alive"] and self._need.fits(node["Resources"])]
+        return [node for node in self._ray.nodes() if node["Alive"] and self.need.fits(node["Resources"])]

@@ -43,7 +43,7 @@ class _Growing(Generic[C]):
 
 
 @dataclass(frozen=True)
-class Part(Generic[C, P]):
+class FramesOfChunk(Generic[C, P]):
     """The frames in a batch that belong to one chunk, starting with its frame `first_frame`."""
 
     owner: _Growing[C]
@@ -59,7 +59,7 @@ def encoded_chunks(
     pieces: Iterable[Piece[C]],
     *,
     resized: Callable[[NDArray[np.uint8]], P],
-    encode: Callable[[list[Part[C, P]]], NDArray[np.float32]],
+    encode: Callable[[list[FramesOfChunk[C, P]]], NDArray[np.float32]],
     batch: int,
 ) -> Iterator[EncodedChunk[C]]:
     """Run the model over the pieces of many chunks, `batch` frames at a time, and yield the chunks in order.
@@ -70,7 +70,7 @@ def encoded_chunks(
         encode: return the latents of the pictures of all parts, concatenated.
     """
     growing: deque[_Growing[C]] = deque()
-    waiting: list[Part[C, P]] = []
+    waiting: list[FramesOfChunk[C, P]] = []
     for piece in pieces:
         if not growing or growing[-1].is_ended:
             growing.append(_Growing(piece.chunk))
@@ -81,7 +81,7 @@ def encoded_chunks(
             pictures = resized(piece.crops)
             while len(pictures):
                 room = batch - sum(len(part.pictures) for part in waiting)
-                part = Part(owner, owner.num_frames, pictures[:room])
+                part = FramesOfChunk(owner, owner.num_frames, pictures[:room])
                 waiting.append(part)
                 owner.num_frames += len(part.pictures)
                 owner.num_waiting += len(part.pictures)
@@ -95,7 +95,7 @@ def encoded_chunks(
     yield from _finished(growing)
 
 
-def _run(parts: list[Part[C, P]], encode: Callable[[list[Part[C, P]]], NDArray[np.float32]]) -> None:
+def _run(parts: list[FramesOfChunk[C, P]], encode: Callable[[list[FramesOfChunk[C, P]]], NDArray[np.float32]]) -> None:
     latents = encode(parts)
     for part in parts:
         own, latents = latents[: len(part.pictures)], latents[len(part.pictures) :]

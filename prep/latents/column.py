@@ -20,7 +20,7 @@ BATCH = 16
 
 @dataclass(frozen=True, kw_only=True)
 class LatentsRequest(ModelRequest):
-    """A VAE needs its frames in batches."""
+    """The flags of `prep latents` that are not settings: a VAE encodes frames in batches."""
 
     batch: Annotated[int, EXECUTION, FIRST_RUN, Parameter(help="Batch size of the VAE in frames, 1 or more.")] = BATCH
 

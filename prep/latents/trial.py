@@ -29,7 +29,7 @@ _CPU_FRAMES, _GPU_FRAMES = 2, 16
 
 
 @dataclass(frozen=True)
-class Trial:
+class FrameCost:
     """Cost of a frame: decoding, resizing and the VAE, with one thread on a CPU, or with one GPU.
 
     Attributes:
@@ -48,7 +48,7 @@ class Trial:
         return max(least, _SECOND), max(most, _SECOND)
 
 
-def run_trial(plan: LatentsPlan) -> Trial | None:
+def run_trial(plan: LatentsPlan) -> FrameCost | None:
     """Encode a few frames of a chunk; None if its chunks or the model cannot be read, which the run reports."""
     recipe = plan.recipe
     try:
@@ -68,7 +68,7 @@ def run_trial(plan: LatentsPlan) -> Trial | None:
             encode_s = (time.monotonic() - begin_s) / len(crops)
     except (UserError, SourceFailure, Damaged, MemoryError, OSError, StopIteration):
         return None
-    return Trial(device, decode_s + encode_s, num_gpus or num_cores())
+    return FrameCost(device, decode_s + encode_s, num_gpus or num_cores())
 
 
 def _crops(plan: LatentsPlan) -> Iterator[NDArray[np.uint8]]:
@@ -78,7 +78,7 @@ def _crops(plan: LatentsPlan) -> Iterator[NDArray[np.uint8]]:
     return cut(read_chunk_video(video, 0 if rows is None else rows[0], settings=plan.recipe.settings))
 
 
-def time_lines(trial: Trial | None, *, num_frames: int) -> list[str]:
+def time_lines(trial: FrameCost | None, *, num_frames: int) -> list[str]:
     """Return how long encoding takes, in words."""
     if trial is None:
         return ["         how long it takes is unknown: the model or the chunks cannot be read here"]
@@ -89,8 +89,8 @@ def time_lines(trial: Trial | None, *, num_frames: int) -> list[str]:
     return [f"         at most {hours} on the {where} ({1 / trial.frame_s:,.1f} frames/s per {noun}{note})"]
 
 
-def time_values(trial: Trial | None, *, num_frames: int) -> dict[str, Any]:
-    """Return the same as JSON values; empty without a trial."""
+def time_values(trial: FrameCost | None, *, num_frames: int) -> dict[str, Any]:
+    """Return how long encoding takes as JSON values; empty without a trial."""
     if trial is None:
         return {}
     return {"trial": asdict(trial), "wall_hours_range": list(trial.hours(num_frames))}

@@ -139,7 +139,7 @@ def _require_weights(path: Path) -> None:
         raise UserError("safetensors is not installed", hint="install clipmill[columns]") from None
     try:
         with safe_open(path, framework="numpy") as file:
-            is_vae = any(name.startswith("encoder.") for name in file.keys())  # noqa: SIM118 - it is no dict
+            is_vae = any(name.startswith("encoder.") for name in file.keys())  # noqa: SIM118 - it is not a dict
     except (SafetensorError, OSError) as error:
         raise UserError(f"{path} is damaged: {error}", hint="download or save the weights again") from None
     if not is_vae:

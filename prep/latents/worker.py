@@ -20,7 +20,7 @@ from clipmill.prep.core.failures import FailureCode, SourceFailure
 from clipmill.prep.core.heartbeat import Heartbeat
 from clipmill.prep.core.shard_result import ShardResult, cpu_s, stopped, system_errors_as_results
 from clipmill.prep.engines import worker_threads
-from clipmill.prep.latents.batches import Part, encoded_chunks
+from clipmill.prep.latents.batches import FramesOfChunk, encoded_chunks
 from clipmill.prep.latents.frames import generator
 from clipmill.prep.latents.pieces import pieces_in_order
 from clipmill.prep.latents.recipe import LATENTS, LatentsRecipe
@@ -145,7 +145,7 @@ def _make_samples(
     settings = task.recipe.settings
     keys = video.index["key"]
 
-    def encode(parts: list[Part[int, Any]]) -> NDArray[np.float32]:
+    def encode(parts: list[FramesOfChunk[int, Any]]) -> NDArray[np.float32]:
         noise = None
         if settings.posterior == "sample":
             # The noise is drawn frame by frame, so that it does not depend on the batch.

@@ -1,4 +1,4 @@
-"""Scoring one chunk: which frames are decoded, and what the values are made of. docs/columns.md defines the values."""
+"""Scoring one chunk: which frames are decoded, and how values are computed from them (defined in docs/columns.md)."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass

@@ -4,7 +4,7 @@ A hostile or damaged file can make its reader block for ever (a dead mount), cra
 a heartbeat for `SILENCE_LIMIT_S` is killed, and its current source fails with a timeout. When a reader ends by itself
 or is killed by others, its source may not be to blame: memory may have been short. That source is read again when all
 others have been read and nothing else runs, and fails only if it ends its reader there as well, twice. A new reader
-takes the sources behind it. A process that even SIGKILL cannot terminate (blocked inside the kernel) is abandoned.
+takes the sources after it. A process that even SIGKILL cannot terminate (blocked inside the kernel) is abandoned.
 
 `serve` runs in the reader. It reads paths as lines of JSON strings and writes lines of JSON objects: heartbeats and, as
 the last line for each path, an object with `facts` or `failure`. It imports nothing but libav, which takes 0.1 s.

@@ -22,7 +22,7 @@ from clipmill.prep.core.failures import FailureCode, SourceFailure
 from clipmill.prep.core.progress import warn_refused
 from clipmill.prep.core.shard_result import cpu_s
 from clipmill.prep.core.table_file import as_array, read_table_file, write_table_file
-from clipmill.prep.engines import Check, Engine, Label, Outcome, Refused
+from clipmill.prep.engines import Check, Engine, Outcome, Refused
 from clipmill.prep.sources.detector import Detector
 from clipmill.prep.sources.files import current_fingerprint
 
@@ -200,17 +200,17 @@ def _searched(
     Without the shots of a source its chunks are unknown, and chunks of later runs are assigned to further shards.
     """
     lost = []
-    for outcome in engine.run(find_shots, tasks, check=check, label=_label):
+    for outcome in engine.run(find_shots, tasks, check=check, name=_name):
         if isinstance(outcome, Outcome) and outcome.lost is not None:
             lost.append(outcome.task)
         else:
             yield outcome
     for task in lost:
-        yield from engine.run(find_shots, [task], check=check, label=_label)
+        yield from engine.run(find_shots, [task], check=check, name=_name)
 
 
-def _label(task: ShotTask) -> Label:
-    return Label(f"shots {Path(task.path).name}", work=task.num_frames)
+def _name(task: ShotTask) -> str:
+    return f"shots {Path(task.path).name}"
 
 
 def _row(task: ShotTask, found: FoundShots, *, key: str) -> tuple[dict[str, object], bool]:

@@ -18,7 +18,7 @@ Settings = Annotated[TextRecipe, Parameter(name="*")]
 
 @dataclass(frozen=True, kw_only=True)
 class TextRequest(ModelRequest):
-    """A text encoder needs its texts in batches."""
+    """The flags of `prep text` that are not settings: a text encoder takes texts in batches."""
 
     batch: Annotated[
         int | None,

@@ -24,7 +24,7 @@ from clipmill.prep.core.progress import warn_refused
 from clipmill.prep.core.run import Job, execute
 from clipmill.prep.core.selection import write_selection
 from clipmill.prep.core.variant_folder import make_variant
-from clipmill.prep.engines import Check, Engine, Label, Outcome, R, Refused, T
+from clipmill.prep.engines import Check, Engine, Outcome, R, Refused, T
 from clipmill.prep.engines.admission import worker_ticket
 from clipmill.prep.text.bank import Bank, copy_embeddings
 from clipmill.prep.text.blocks import Block, BlockResult, TowerUse, blocks_of, encode_block
@@ -150,7 +150,7 @@ class _LocalEngine:
         tasks: Iterable[T],
         *,
         check: Check | None = None,
-        label: Callable[[T], Label] | None = None,
+        name: Callable[[T], str] | None = None,
     ) -> Iterator[Outcome[T, R] | None]:
         for task in tasks:
             yield Outcome(task, function(task))
@@ -193,7 +193,7 @@ class Needed:
     row_groups: dict[int, list[int]]
 
     def of_part(self, part: Part) -> "Needed":
-        """Return the same with the texts of a part only."""
+        """Return the inputs with the texts of a part only."""
         owners = owners_of(self.digests, num_parts=part.count)
         return replace(self, digests=self.digests[owners == part.number - 1])
 
@@ -259,7 +259,7 @@ def fill(
     encoding = "encoding texts"
     with worker_ticket(plan.variant_dir, package=COLUMN.package) as ticket, Activity(encoding) as now:
         on_encoded = now.counter(encoding)
-        for outcome in engine.run(encode_block, blocks, check=ticket, label=_block_label):
+        for outcome in engine.run(encode_block, blocks, check=ticket, name=_name):
             if isinstance(outcome, Refused):
                 refused.append(outcome)
                 warn_refused(outcome)
@@ -276,8 +276,8 @@ def fill(
     return Filled(num_encoded, num_cut, frozenset(not_finite), error, tuple(refused))
 
 
-def _block_label(block: Block) -> Label:
-    return Label(f"text {block.number:06d}", work=sum(map(len, block.texts)))
+def _name(block: Block) -> str:
+    return f"text {block.number:06d}"
 
 
 def _is_filled(bank: Bank, need: Needed, not_finite: frozenset[bytes]) -> bool:

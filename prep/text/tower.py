@@ -260,7 +260,7 @@ def _shapes_in(path: Path) -> dict[str, tuple[int, ...]]:
         loaded = torch.load(path, map_location="meta", weights_only=True)
         tensors = loaded.get("state_dict", loaded)
         return {name.removeprefix("module."): tuple(tensor.shape) for name, tensor in tensors.items()}
-    except Exception as error:  # noqa: BLE001 - what is no checkpoint can fail in any way, in pickle's for one
+    except Exception as error:  # noqa: BLE001 - a file that is not a checkpoint can fail in any way, in pickle for example
         raise UserError(
             f"{path} is not a torch checkpoint that can be loaded safely ({type(error).__name__})",
             hint="give a .safetensors file, or a checkpoint that torch.load(weights_only=True) accepts",

@@ -44,10 +44,11 @@ def find_in_bucket(data_dir: Path) -> BucketGarbage:
 
 
 def abort(uploads: Sequence["OpenUpload"], data_dir: Path) -> None:
-    """Abort uploads, which frees their parts; raises as `Objects` does."""
-    copy = _copy_of(data_dir)
+    """Abort uploads, which frees their parts; raises as `Objects` does, and if a lock has been lost in any case."""
+    if (copy := _copy_of(data_dir)) is None:
+        return
+    copy.require_locks()  # files that a successor has removed already take no request
     for upload in uploads:
-        assert copy is not None
         copy.require_locks()
         copy.objects.abort(upload)
 

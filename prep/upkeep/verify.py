@@ -108,16 +108,16 @@ def verify_variant(
     """
     problems = {damaged.shard_id: [damaged] for damaged in map(damaged_commit, variant.damaged)}
     refused: dict[int, Finding] = {}
-    for done, (commit, found) in enumerate(_verify_bytes(variant, num_threads=num_workers), 1):
+    for done, (commit, outcome) in enumerate(_verify_bytes(variant, num_threads=num_workers), 1):
         on_shard(done, len(variant.commits))
-        if isinstance(found, Inaccessible):
-            refused[commit.shard_id] = Finding(commit.shard_id, None, _INACCESSIBLE, str(found))
-        elif found:
-            problems[commit.shard_id] = found
+        if isinstance(outcome, Inaccessible):
+            refused[commit.shard_id] = Finding(commit.shard_id, None, _INACCESSIBLE, str(outcome))
+        elif outcome:
+            problems[commit.shard_id] = outcome
     unseen = [
         shard_id
-        for shard_id, found in problems.items()
-        if (commit_of := variant.commits.get(shard_id)) and not mark(variant.directory, commit_of, found)
+        for shard_id, of_shard in problems.items()
+        if (commit_of := variant.commits.get(shard_id)) and not mark(variant.directory, commit_of, of_shard)
     ]
     tried = problems.keys() | refused.keys()
     whole = [commit for shard_id, commit in variant.commits.items() if shard_id not in tried and commit.files]
@@ -141,8 +141,8 @@ def verify_variant(
         num_deep=sum(result.num_checked for result in results),
         findings=tuple(
             Finding(problem.shard_id, problem.key, str(problem.code), problem.message)
-            for _, found in sorted(problems.items())
-            for problem in found
+            for _, of_shard in sorted(problems.items())
+            for problem in of_shard
         ),
         unseen=tuple(sorted(unseen)),
         deep_findings=tuple(finding for finding in deep_findings if finding.code != _INACCESSIBLE),

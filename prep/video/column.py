@@ -20,7 +20,7 @@ Settings = Annotated[Recipe, Parameter(name="*")]
 
 @dataclass(frozen=True, kw_only=True)
 class ChunkRequest(PartRequest):
-    """Workers copy remote videos."""
+    """The flags of `prep chunk` that are not settings; workers copy remote videos."""
 
     scratch_size: ScratchSize = None
 

@@ -34,7 +34,7 @@ def shot_chunks(cuts: Sequence[int], num_frames: int, *, max_frames: int, min_fr
 
     1. A shot longer than `max_frames` is divided into the smallest number of chunks, whose lengths differ by at most
        one frame: equal parts, and not a long row of full chunks with a short rest.
-    2. From the begin of the video on, a shot shorter than `min_frames` is joined to the shorter one of the chunk before
+    2. From the start of the video on, a shot shorter than `min_frames` is joined to the shorter one of the chunk before
        it and the shot after it, of those that leave the result within `max_frames`, until it is long enough.
     3. A shot that is still too short is left out.
 

@@ -19,9 +19,9 @@ from clipmill.prep.core.plan import ShardPlan, ShardState
 from clipmill.prep.engines.choice import num_cores
 from clipmill.prep.video.codecs import codec_named
 from clipmill.prep.video.plan import Workload
-from clipmill.prep.video.planning import Planned
+from clipmill.prep.video.plan_inputs import Planned
 from clipmill.prep.video.settings import ChunkSettings
-from clipmill.prep.video.trial import Trial, factor_range, run_trials
+from clipmill.prep.video.trial import EncodeTrial, factor_range, run_trials
 from clipmill.shards.damage import DamagedIndex
 from clipmill.shards.index import open_index
 
@@ -55,7 +55,11 @@ class Estimate:
 
 
 def estimate(
-    work: Workload, trials: Sequence[Trial] = (), *, settings: ChunkSettings, bytes_per_second: float | None = None
+    work: Workload,
+    trials: Sequence[EncodeTrial] = (),
+    *,
+    settings: ChunkSettings,
+    bytes_per_second: float | None = None,
 ) -> Estimate:
     """Estimate the cost of encoding `work`, scaled by what trial encodes cost in comparison with their own estimates.
 

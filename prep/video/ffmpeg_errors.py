@@ -96,9 +96,8 @@ def cause(text: str) -> str:
     """Return the line of ffmpeg's standard error that states the cause, without parts that vary between runs.
 
     This is the first line about damage or an error of the operating system that is not merely a consequence of another,
-    otherwise any line that is no consequence, otherwise a consequence (a decoder may conceal damage without a word). Of
-    several, it is the first one. Memory addresses are removed: `[in#0/mpegts @ 0x5616b5]` becomes
-    `mpegts`.
+    otherwise any line that is not a consequence, otherwise a consequence (a decoder may conceal damage without a word).
+    Of several, it is the first one. Memory addresses are removed: `[in#0/mpegts @ 0x5616b5]` becomes `mpegts`.
     """
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     if not lines:

@@ -28,7 +28,7 @@ from clipmill.prep.video.column import COLUMN
 from clipmill.prep.video.cutting import ShotCutting
 from clipmill.prep.video.estimate import detection_core_s, estimate_lines, estimate_of
 from clipmill.prep.video.plan import Plan
-from clipmill.prep.video.planning import Planned
+from clipmill.prep.video.plan_inputs import Planned
 from clipmill.shards.dataset import current_variant
 
 # Why shards that videos enter or leave are made or removed, by whether all of their videos do.

@@ -22,7 +22,7 @@ _SHORT_S, _LONG_S = 1.0, 4.0
 
 
 @dataclass(frozen=True)
-class Trial:
+class EncodeTrial:
     """Cost of one second of a video.
 
     Attributes:
@@ -34,7 +34,7 @@ class Trial:
     size_bytes: float
 
 
-def run_trials(plan: Plan, rows: np.ndarray, work: Workload) -> list[Trial]:
+def run_trials(plan: Plan, rows: np.ndarray, work: Workload) -> list[EncodeTrial]:
     """Encode sections of videos that a plan has work for: a small one, a medium one, a large one and the heaviest one.
 
     The heaviest one has the most bytes per second at the size of the chunks: what took much in its source, such as
@@ -61,7 +61,7 @@ def run_trials(plan: Plan, rows: np.ndarray, work: Workload) -> list[Trial]:
             more_s = long_s - short_s
             core_s, size_bytes = (long_core_s - short_core_s) / more_s, (long_bytes - short_bytes) / more_s
             if core_s > 0 and size_bytes > 0:
-                found.append(Trial(index, core_s, size_bytes))
+                found.append(EncodeTrial(index, core_s, size_bytes))
     return found
 
 

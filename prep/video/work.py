@@ -15,7 +15,7 @@ from clipmill.prep.video.ffmpeg import find_ffmpeg, require_encoder
 from clipmill.prep.video.inspection import chunk_report
 from clipmill.prep.video.layout import layout_file
 from clipmill.prep.video.page.write import write_chunk_page
-from clipmill.prep.video.planning import Planned, chunk_job, make_plan, pending_chunks, with_shots
+from clipmill.prep.video.plan_inputs import Planned, chunk_job, make_plan, pending_chunks, with_shots
 from clipmill.prep.video.recipe import Recipe, recipe_from_dict, resolve
 from clipmill.prep.video.report import chunk_summary, explanation, plan_report, with_cutting
 from clipmill.prep.video.scratch import remove_abandoned

@@ -188,7 +188,7 @@ def test_names_in_another_case_or_with_other_separators_are_taken_if_they_are_un
     reading = read_folder(folder, captions=table)
     assert sorted(row[3] for row in captions(reading)) == ["0", "1", "2", "3", "6"]
     assert reading.notes == (
-        "captions.csv: 4 names of videos taken despite other separators or case, such as "
+        "captions.csv: 4 names of videos matched although separators or case differ, such as "
         '"Küche 2024\\Häschen & Baum.mp4" for "Küche 2024/Häschen & Baum.mp4"',
     )
     ambiguous, missing = reading.rejected.to_pylist()

@@ -9,7 +9,7 @@ from collections.abc import Callable
 import pytest
 
 from clipmill.manifests import progress
-from clipmill.manifests.progress import Activity, Pace, joined, log_interval
+from clipmill.manifests.progress import Activity, ProgressRate, joined, log_interval
 from tests.screens import open_screen
 
 
@@ -121,7 +121,7 @@ def test_lines_of_a_log_become_rarer() -> None:
 def test_the_time_left_follows_the_present_pace(monkeypatch: pytest.MonkeyPatch) -> None:
     now_s = 0.0
     monkeypatch.setattr(time, "monotonic", lambda: now_s)
-    pace = Pace()
+    pace = ProgressRate()
     assert joined(pace.rate(), pace.left(100)) == ""
     for _ in range(600):  # nothing for ten minutes, while a model is loaded
         now_s += 1

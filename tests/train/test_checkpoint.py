@@ -110,7 +110,7 @@ def test_a_table_that_points_elsewhere_is_refused(tmp_path: Path) -> None:
     table["model.b"]["pieces"][0]["file"] = "../elsewhere"
     (path / "tensors.json").write_text(json.dumps(table))
     reseal(path)
-    with pytest.raises(UserError, match=r"'\.\./elsewhere' is no name of a file"):
+    with pytest.raises(UserError, match=r"'\.\./elsewhere' is not a file name"):
         read_weights(path)
 
 

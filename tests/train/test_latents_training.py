@@ -159,7 +159,7 @@ def test_damaged_latents_are_named_and_never_trained_on(
 @pytest.mark.parametrize(
     ("flags", "part"),
     [
-        ((*FLAGS, "--captions.min-relevancy", "0.1"), "segments of latents are none"),
+        ((*FLAGS, "--captions.min-relevancy", "0.1"), "not for segments of latents"),
         ((*FLAGS, "--captions.sources", "human=1"), "no caption of this manifest has the source 'human'"),
         (("--text-tower", "frozen", "--model", "tiny"), "has no video shards"),
         ((*COLUMNS, "--segment", "2s", "--num-frames", "9"), "--num-frames 9: a segment of 2s has 8 frames"),

@@ -1,1 +1,1 @@
-"""What the commands of `train` do, once their flags are read."""
+"""The implementations of the commands of `train`."""

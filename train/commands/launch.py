@@ -65,7 +65,7 @@ def launch(spec: TaskSpec, settings: ClipSettings, *, resume: Resume) -> None:
         try:
             _train(spec, settings, old_run=old_run, held=held, world=world, device=device)
         except Stopped as stop:
-            again = f"go on with --resume --out {shlex.quote(str(settings.out))}"
+            again = f"continue with --resume --out {shlex.quote(str(settings.out))}"
             raise Stopped(f"{stop}, {'the same command continues' if resume == 'auto' else again}") from None
 
 
@@ -180,7 +180,7 @@ def _train(
 
 
 def _next_command(spec: TaskSpec, settings: ClipSettings) -> str | None:
-    """The evaluation to begin with, if there is one and the data have the split that it takes."""
+    """The first evaluation to suggest, if there is one and the data have its split."""
     evaluation = spec.first_evaluation
     if evaluation is None:
         return None
@@ -194,7 +194,7 @@ def _next_command(spec: TaskSpec, settings: ClipSettings) -> str | None:
 
 
 def _remarks(settings: ClipSettings, *, world: World, has_weights: bool) -> Iterator[str]:
-    """What in the settings is allowed but probably not meant."""
+    """Warnings about settings that are valid, but probably not intended."""
     share = world.replicas.share(settings.batch)
     if world.replicas.size > 1 and share % settings.samples_per_chunk:
         yield (
@@ -239,11 +239,11 @@ def _open_weights(settings: ClipSettings, *, world: World, say: Say, run: RunFol
 
 
 def _quiet(_: str) -> None:
-    """Print nothing: what became of the weights was said when the run began."""
+    """Print nothing: the messages about the weights were printed when the run began."""
 
 
 def _latents_facts(samples: object) -> dict[str, Any]:
-    """Size of latents, which an export needs and no tensor shows."""
+    """Size of latents, which an export needs and which no tensor shows."""
     shape = getattr(samples, "frame_shape", None)
     return {"latents": {"channels": shape.channels, "side": shape.height}} if isinstance(shape, FrameShape) else {}
 

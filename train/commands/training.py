@@ -109,7 +109,7 @@ def _require_as_many(folders: Sequence[str], of_run: Sequence[str], *, out: Path
         raise UserError(
             f"--shards names {counted(len(folders), 'data folder')}, but the run in {out} has {len(of_run)}: "
             f"{', '.join(of_run)}",
-            hint="name each of them, or leave --shards out to go on, or begin a new run with another --out",
+            hint="name each of them, or leave --shards out to continue, or start a new run with another --out",
         )
 
 
@@ -132,7 +132,7 @@ SOURCES = (add_files, refuse_fractions)
 
 
 def name_files(error: UserError, words: Sequence[str]) -> None:
-    """Adds to the hints of mistakes which preset or file has the flags that they name and nobody typed.
+    """Add to the hints which preset or file sets the flags that an error names and that were not typed.
 
     Args:
         words: of the command line.

@@ -31,7 +31,7 @@ class CaptionSettings(Checked):
     only the clip's own captions."""
 
     def rules(self) -> Iterator[UserError]:
-        """Weights can be read."""
+        """Yields weights that cannot be parsed."""
         if self.sources is not None:
             yield from caught(parse_weights, self.sources)
 

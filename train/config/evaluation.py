@@ -84,7 +84,7 @@ class EvaluatedData:
 
 
 def check_where(where: str | None) -> None:
-    """Raises a UserError where `where` is no expression."""
+    """Raises a UserError if `where` is not a valid expression."""
     if where is not None:
         from clipmill.shards.where import parse_where  # slow
 
@@ -139,7 +139,7 @@ class EvaluationSettings(Checked):
         return tuple(found.values())
 
     def from_anywhere(self) -> Self:
-        """The settings with data folders as any working directory finds them."""
+        """The settings with absolute paths of data folders, valid in any working directory."""
         found = [one for one in self.evaluated() if one.shards is not None]
         return replace(self, shards=tuple(one.text(base=Path.cwd()) for one in found))
 
@@ -148,14 +148,14 @@ class EvaluationSettings(Checked):
         return ()
 
     def rules(self) -> Iterator[UserError]:
-        """The data can be told apart, their protocols are known, and the condition is one."""
+        """Yields mistakes in --evaluate.shards, in its protocols and in --evaluate.where."""
         yield from caught(self.evaluated)
         yield from caught(check_where, self.where)
 
     def protocol_named(self, name: str) -> ProtocolName:
         """The protocol that --evaluate.shards names; raises UserError if this task has none of that name."""
         raise UserError(
-            f"{self.flag('shards')} names the protocol {name!r}, and this task has a single one",
+            f"{self.flag('shards')} names the protocol {name!r}, but this task has only one",
             hint=_USE,
         )
 
@@ -182,7 +182,7 @@ class DualEncoderEvaluation(EvaluationSettings):
     """zero-shot: label column of the captions, such as verb."""
 
     def number_names(self, one: EvaluatedData) -> tuple[str, ...]:
-        """Those of its protocol, and those with dual softmax."""
+        """Names of the metrics of its protocol, also with dual softmax."""
         protocol = one.protocol or self.protocol
         has_more = self.dual_softmax is not None and protocol in RETRIEVAL_NAMES
         return _NUMBERS.get(protocol, ()) + (_retrieval_numbers("_dual_softmax") if has_more else ())
@@ -203,7 +203,7 @@ class DualEncoderEvaluation(EvaluationSettings):
                 )
 
     def protocol_named(self, name: str) -> ProtocolName:
-        """One of `protocol`."""
+        """The protocol called `name`; raises UserError if it is unknown."""
         known: dict[str, ProtocolName] = {one: one for one in get_args(ProtocolName)}
         if name not in known:
             raise UserError(f"{self.flag('shards')} names the protocol {name!r}", hint=f"protocols: {', '.join(known)}")
@@ -244,11 +244,11 @@ class ProbeEvaluation(EvaluationSettings):
     """Maximum number of samples of the training split, spread evenly, for neighbours and the linear probe."""
 
     def number_names(self, one: EvaluatedData) -> tuple[str, ...]:
-        """Those of each label and method."""
+        """Names of the metrics of each label and method."""
         return tuple(f"{label}_{way}_{name}" for label in self.labels for way in self.methods for name in PROBE_NUMBERS)
 
     def rules(self) -> Iterator[UserError]:
-        """There is something to predict, by something, and nothing twice."""
+        """Yields missing or repeated labels and methods."""
         yield from super().rules()
         if self.every and not self.labels:
             yield UserError(
@@ -262,7 +262,7 @@ class ProbeEvaluation(EvaluationSettings):
 
 
 def named_once(flag: str, values: tuple[str, ...], *, known: tuple[str, ...] = ()) -> Iterator[UserError]:
-    """Yields the mistakes of a flag with several values: one twice, or none where there are some to choose from."""
+    """Yields the mistakes of a flag with several values: a repeated value, or none."""
     if len(set(values)) < len(values):
         yield UserError(f"{flag} names one twice: {', '.join(values)}", hint="name each once")
     if known and not values:

@@ -1,4 +1,4 @@
-"""What a field of the settings says of itself beside its type and its meaning, and the one pass that checks them all.
+"""Annotations of a field of the settings beside its type and its text, and the one pass that checks all fields.
 
     batch: Annotated[int, groups.TRAINING, FIRST_RUN, Range(1, 10**6)] = 64
     \"\"\"Batch size, over all processes.\"\"\"
@@ -154,7 +154,7 @@ def _said_by(settings: Checked) -> tuple[_Said, ...]:
 
 @cache
 def _said_of(kind: Any) -> tuple[_Said, ...]:
-    """What the fields of a class of settings say; of an annotation within another, the outer one counts."""
+    """The annotations of the fields of a class of settings; of nested annotations, the outer one counts."""
     hints, found = get_type_hints(kind, include_extras=True), []
     for field in fields(kind):
         said = {type(one): one for one in getattr(hints[field.name], "__metadata__", ())}
@@ -169,7 +169,7 @@ def mistakes(settings: Checked) -> list[UserError]:
 
 
 def _examined(settings: Checked) -> tuple[list[UserError], Any]:
-    """The mistakes, and the settings with defaults in place of values out of range, which rules need not expect."""
+    """The mistakes, and the settings with defaults in place of values out of range, so that rules get valid values."""
     found: list[UserError] = []
     sound: dict[str, object] = {}
     for said in _said_by(settings):
@@ -203,8 +203,8 @@ def _unmet(settings: Checked, name: str, needs: Needs) -> Iterator[UserError]:
 def flags_without_effect(settings: Checked, typed: Mapping[str, str]) -> Iterator[UserError]:
     """Yields the flags that were typed and have no effect beside the other settings.
 
-    Those of files are let pass: a preset or the settings of a run may well say more than what the flags beside them
-    leave in effect. So are flags that say the default.
+    Settings from files are accepted: flags may leave some values of a preset or of a run without effect. Flags that
+    give the default are accepted too.
 
     Args:
         typed: flags of the command line with their values.
@@ -229,7 +229,7 @@ def without_effect(flag: str, typed: Mapping[str, str], why: str, *, use: str) -
 
 @contextmanager
 def deferred_checks() -> Iterator[None]:
-    """Settings that are constructed meanwhile are not checked; whoever defers the checks makes them."""
+    """Settings that are constructed meanwhile are not checked; the caller checks them later."""
     token = _checks_are_deferred.set(True)
     try:
         yield

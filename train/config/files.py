@@ -27,7 +27,7 @@ _FLAGS_HINT = "one `key: value` a line, keys spelled as the flags"
 
 
 def settings_yaml(settings: TrainingSettings) -> str:
-    """The settings as YAML, one key a field."""
+    """The settings as YAML, one key per field."""
     import yaml
 
     return yaml.safe_dump(plain_values(asdict(settings)), sort_keys=False, allow_unicode=True)
@@ -111,7 +111,8 @@ def _by_name() -> type[Any]:
     """A collection of arguments that finds one by its whole name at once.
 
     cyclopts compares every key of a file with every argument, which is most of the time of a `train` command until it
-    begins. The arguments are those of the command; what is no whole name is left to cyclopts, errors included.
+    begins. The arguments are those of the command. Names that are not found here are left to cyclopts, which reports
+    unknown ones.
     """
     from cyclopts.argument import Argument, ArgumentCollection
 
@@ -143,7 +144,7 @@ def read_values(path: Path) -> dict[object, Any]:
         values = yaml.load(path.read_bytes(), Loader=_loader())
     except OSError as error:
         raise UserError(f"cannot read {path}: {error.strerror}", hint="name a YAML file of settings") from error
-    except (yaml.YAMLError, ValueError) as error:  # the second of a date or a number that is none
+    except (yaml.YAMLError, ValueError) as error:  # ValueError: an invalid date or number
         raise UserError(f"{path} is not YAML: {str(error).splitlines()[0]}", hint="one `key: value` a line") from error
     except RecursionError as error:
         raise UserError(f"{path} holds values that are nested too deeply", hint="one `key: value` a line") from error
@@ -155,7 +156,7 @@ def read_values(path: Path) -> dict[object, Any]:
 
 @cache
 def _loader() -> type[Any]:
-    """yaml.SafeLoader, which would take the last of several equal keys, with an error for them."""
+    """yaml.SafeLoader that reports duplicate keys, of which it would otherwise take the last."""
     import yaml
 
     class UniqueKeys(yaml.SafeLoader):
@@ -172,7 +173,7 @@ def _loader() -> type[Any]:
 
 
 def _require_small(values: dict[object, Any], path: Path) -> None:
-    """Raises a UserError for what no settings are: values within themselves, thousands of them, pages of text."""
+    """Raises a UserError for values that no settings have: recursive ones, thousands of them, or long texts."""
     waiting: list[tuple[Any, int]] = [(values, 1)]
     num_seen = 0
     while waiting:

@@ -61,13 +61,13 @@ class Towers(Checked):
     """Recompute activations in the backward pass: less memory, one more forward pass."""
 
     def rules(self) -> Iterator[UserError]:
-        """A videomae tower has what is set."""
+        """Yields settings that a videomae tower does not have."""
         if self.kind == "videomae":
             yield from of_clip_alone(self, hint="leave it out, or use --towers.kind clip")
 
 
 def of_clip_alone(towers: Towers, *, hint: str) -> Iterator[UserError]:
-    """Yields what is set for a videomae tower, and only a tower of the kind clip has."""
+    """Yields the settings of a videomae tower that only towers of the kind clip have."""
     for name, none in _OF_CLIP_ALONE.items():
         value = getattr(towers, name)
         if value != none:
@@ -85,7 +85,7 @@ def tubelet_of(towers: Towers) -> int:
 
 
 def check_picture(model: ModelName, *, size_px: int) -> None:
-    """Raises a UserError where pictures of `size_px` do not suit a model."""
+    """Raises a UserError if a model cannot take frames of `size_px`."""
     patch_px, only_px = PATCH_PX[model], PICTURE_PX.get(model)
     if only_px is not None and size_px != only_px:
         plain = model.removesuffix(f"-{only_px}")
@@ -98,7 +98,7 @@ def check_picture(model: ModelName, *, size_px: int) -> None:
 
 
 def check_frames(towers: Towers, *, num_frames: int) -> None:
-    """Raises a UserError where a clip cannot be cut into cubes."""
+    """Raises a UserError if a clip cannot be cut into cubes."""
     tubelet = tubelet_of(towers)
     if num_frames % tubelet:
         raise UserError(
@@ -126,7 +126,7 @@ class Init(Checked):
     """Standard deviation of R, G and B for normalisation. Default: see --init.pixel-mean."""
 
     def rules(self) -> Iterator[UserError]:
-        """There are weights that the other flags are about."""
+        """Yields flags about initial weights if there are none."""
         if self.weights is None and (self.format != "auto" or self.allow):
             yield UserError(
                 "--init.format and --init.allow are about weights, and there are none", hint="name them: --init.weights"

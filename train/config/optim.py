@@ -50,7 +50,7 @@ class OptimizerSettings(Checked):
     """Decay of an exponential moving average of the weights, which is then the model that is evaluated; 0: none."""
 
     def rules(self) -> Iterator[UserError]:
-        """The optimizer has the hyperparameters that are given."""
+        """Yields hyperparameters that the optimizer does not have."""
         for name in ("beta1", "beta2", "eps", "momentum"):
             if getattr(self, name) is not None and name not in DEFAULTS[self.name]:
                 users = ", ".join(other for other, numbers in DEFAULTS.items() if name in numbers)

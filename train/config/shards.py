@@ -23,7 +23,7 @@ _MAX_WHOLE = 10**6  # of a weight as a whole number
 
 
 def absolute(address: str) -> str:
-    """`--shards` as it names the same data from any working directory; patterns of tars are joined by `::`."""
+    """`--shards` with absolute paths, valid in any working directory; patterns of tars are joined by `::`."""
     parts = address.split("::")
     return "::".join(one if is_remote(one) or one.startswith("$") else str(Path.cwd() / one) for one in parts)
 
@@ -105,7 +105,7 @@ class DataSettings(Checked):
         )
 
     def rules(self) -> Iterator[UserError]:
-        """Several data folders differ, and each has a weight if any has; the size of the cache is one."""
+        """Yields repeated data folders, a wrong number of weights, and an invalid size of the cache."""
         if self.cache_size is not None:
             yield from caught(parse_size, self.cache_size, flag="--cache-size")
         if len(self.folders) > 1:

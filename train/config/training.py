@@ -47,7 +47,7 @@ class ParallelSettings(Checked):
     of a kind (type:block); 5,9: these counts."""
 
     def rules(self) -> Iterator[UserError]:
-        """The partition is one, and the strategy suits it."""
+        """Yields an invalid partition, and a strategy that a pipeline cannot have."""
         yield from caught(check_rule, self.partition)
         if self.stages > 1 and self.strategy == "fsdp":
             yield UserError(
@@ -56,14 +56,14 @@ class ParallelSettings(Checked):
             )
 
     def without_effect(self, typed: Mapping[str, str]) -> Iterator[UserError]:
-        """Yields the flags about stages of a model that is not cut into any."""
+        """Yields flags of pipelines if there is a single stage."""
         for flag in typed if self.stages == 1 else ():
             if flag in (self.flag("schedule"), self.flag("partition")):
                 yield without_effect(flag, typed, "--parallel.stages is 1", use="--parallel.stages 2 or more")
 
 
 def check_rule(rule: str) -> None:
-    """Raises a UserError where `rule` is none of those of `partition`."""
+    """Raises a UserError if `rule` is not a valid `partition`."""
     if (
         rule in ("parameters", "uniform")
         or COUNTS_RULE.fullmatch(rule)
@@ -195,7 +195,7 @@ class TrainingSettings(DataSettings):
         return tuple(EvaluatedData(name=name, shards=folder, split=split, is_named=False) for name, folder in named)
 
     def rules(self) -> Iterator[UserError]:
-        """The best checkpoint can be known, and the schedule rises in warmup and not after it."""
+        """Yields --best without an evaluation, and learning rates above the peak."""
         yield from super().rules()
         if self.best is not None and not self.evaluate.every:
             yield UserError(f"--best {self.best} needs an evaluation in the loop", hint="add --evaluate.every STEPS")
@@ -210,7 +210,7 @@ class TrainingSettings(DataSettings):
             )
 
     def without_effect(self, typed: Mapping[str, str]) -> Iterator[UserError]:
-        """Yields --decode with data that is not decoded, and the start of no warmup."""
+        """Yields --decode with data that is not decoded, and --optimizer.start-lr without warmup."""
         yield from super().without_effect(typed)
         if "--decode" in typed and getattr(self, "input", "pixels") == "latents":
             yield without_effect("--decode", typed, "--input is latents", use="--input pixels")
@@ -225,7 +225,7 @@ class ClipSettings(TrainingSettings):
     """Clips, and the video tower that encodes them."""
 
     only_kind: ClassVar[Kind | None] = None
-    """The kind of tower that the task has, where it has but one."""
+    """The kind of tower, for tasks that support a single one."""
     has_head: ClassVar[bool] = False
     """Whether the model has trained parameters besides those of its towers."""
 
@@ -267,7 +267,7 @@ class ClipSettings(TrainingSettings):
         return ("video",)
 
     def rules(self) -> Iterator[UserError]:
-        """Clips can be cut into tubelets, a simple crop finds its size in the frame, and something is trained."""
+        """Yields clips that tubelets do not divide, crops larger than the frame, and settings that train nothing."""
         yield from super().rules()
         if self.short_side_px is not None and self.short_side_px < self.size_px:
             yield UserError(
@@ -290,10 +290,10 @@ def adapted_towers(settings: ClipSettings) -> tuple[Tower, ...]:
 
 
 def check_best(best: str | None, settings: TrainingSettings) -> None:
-    """Raises a UserError where `--best` is none of the metrics of the evaluations, as far as these are known."""
+    """Raises a UserError if `--best` is not a metric of the evaluations, as far as these are known."""
     numbers = [f"{one.name}/{name}" for one in settings.evaluated() for name in settings.evaluate.number_names(one)]
     if best is not None and numbers and best not in numbers:
-        raise UserError(f"--best {best} is no number of the evaluation", hint=f"there are {', '.join(numbers)}")
+        raise UserError(f"--best {best} is not a metric of the evaluation", hint=f"there are {', '.join(numbers)}")
 
 
 # What may differ when a run is resumed: it does not change the weights, but for rounding.
@@ -328,11 +328,11 @@ def flat(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
     return found
 
 
-_GO_ON = "leave it out to go on with the run, or begin a new one with another --out"
+_GO_ON = "leave it out to continue the run, or start a new one with another --out"
 
 
 def require_same(old: dict[str, Any], new: dict[str, Any], *, where: str, hint: str = _GO_ON) -> None:
-    """Raises a UserError where settings that decide the weights are other ones (both as of `shaping`).
+    """Raises a UserError if settings that determine the weights differ (both as returned by `shaping`).
 
     Args:
         where: whose the old ones are.

@@ -41,7 +41,7 @@ class Lora(Checked):
         return 1.0 if self.alpha is None else self.alpha / self.rank
 
     def rules(self) -> Iterator[UserError]:
-        """There is something to adapt."""
+        """Yields adapters without any layer."""
         if self.rank and not self.targets:
             yield UserError("--lora.targets names no layers", hint="use attention, mlp, or both")
 
@@ -86,7 +86,7 @@ def frozen_part(name: str) -> FrozenPart:
 
 
 def frozen_at_random(freeze: Sequence[str]) -> str:
-    """What to say of --freeze where a model has no weights to start from; empty if it freezes only a decoder."""
+    """The warning about --freeze for a model with random weights; empty if it freezes only a decoder."""
     names = [part.given for part in map(frozen_part, freeze) if part.tower != "decoder"]
     return f"--freeze {' '.join(names)} keeps random weights: --init.weights names none" if names else ""
 

@@ -17,7 +17,7 @@ def require_whole_numbers(**arguments: object) -> None:
 
 
 def require_device(device: object) -> None:
-    """Refuse a device that this machine does not have; None is no device."""
+    """Refuse a device that this machine does not have; None means no device."""
     if device is None:
         return
     there = _devices()
@@ -31,7 +31,7 @@ def require_device(device: object) -> None:
 
 
 def require_process(process: int, *, what: str) -> None:
-    """Refuse to go on in a fork of the process that began: its threads were not copied."""
+    """Refuse to continue in a fork of the process that started: its threads were not copied."""
     if os.getpid() != process:
         raise UserError(
             f"{what} that process {process} opened are used in process {os.getpid()}, a fork of it",

@@ -108,7 +108,7 @@ class Batches:
         return f"<Batches of {self._batch}, {ranks}: {self._samples.describe()}>"
 
     def close(self) -> None:
-        """End the threads; what is loaded ahead is dropped. Iterating again goes on after the last batch taken."""
+        """End the threads; what is loaded ahead is dropped. Iterating again continues after the last batch taken."""
         running, self._running = self._running, None
         if running is not None:
             running.close()
@@ -120,14 +120,14 @@ class Batches:
         return state | {"position": self._cursor.position, "ahead": list(self._cursor.ahead)}
 
     def load_state_dict(self, *states: dict[str, Any]) -> None:
-        """Go on after the batch at which a state was taken; the next iteration is the rest of that one.
+        """Continue after the batch at which a state was taken; the next iteration is the rest of that one.
 
         Batch size and number of ranks may differ. One state is enough if no sample had failed, or if there was one
         rank; otherwise all ranks' states are needed.
 
         Raises:
             UserError: the states are of other data, another split, seed or order, or of different steps; or they are
-                no states, or none is given.
+            not states, or none is given.
         """
         entries = self.state_dict().keys()
         if not states:

@@ -112,7 +112,7 @@ class CaptionChoice:
         return begin + integers_below(end - begin, position, seed=seed, purpose="caption")
 
     def draw_one(self, clip: int, *, position: int, seed: int) -> int:
-        """The same for one clip, with a shortcut for a single caption: this is done for every sample."""
+        """`draw` for one clip, with a shortcut for a single caption, as it is called for every sample."""
         entries = self.entries(clip)
         if len(entries) == 1:
             return entries[0]
@@ -225,7 +225,7 @@ class CaptionTexts:
         return [str(self._texts[row].as_py()) for row in np.searchsorted(self._caption_id, caption_id).tolist()]
 
     def require_different(self, caption_id: NDArray[np.integer], *, split: str) -> None:
-        """See `require_different`."""
+        """Raise a UserError if these captions all have the same text."""
         require_different(self._texts, np.searchsorted(self._caption_id, caption_id), split=split)
 
 

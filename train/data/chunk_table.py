@@ -47,7 +47,7 @@ class ChunkTable:
         return self.end_us_of(slice(None))
 
     def end_us_of(self, chunks: NDArray[np.integer] | slice) -> NDArray[np.int64]:
-        """The same of some chunks.
+        """`end_us` of some chunks.
 
         Rounded down, a span of whole frames would be a little too short, and its moments a frame too early.
         """

@@ -57,7 +57,7 @@ def _open_chunks(variant: Variant, data_dir: Path, *, split: str) -> _OpenedChun
 
 
 def manifest_mark(data_dir: Path) -> tuple[object, ...]:
-    """What is read of the manifest depends on: its fingerprint, and the checksums of its tables."""
+    """What data that are read from the manifest depend on: its fingerprint, and the checksums of its tables."""
     manifest = read_manifest(data_dir)
     tables = manifest.get("tables") or [
         (path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in sorted(manifest_dir(data_dir).iterdir())

@@ -89,7 +89,7 @@ def class_labels(schema: pa.Schema) -> tuple[str, ...]:
 
 
 def proposed_label(labels: Sequence[str]) -> str:
-    """The label to propose: actions, which are scored as verbs and nouns too, or else the first."""
+    """The label to propose: actions, whose verbs and nouns are scored too, or else the first one."""
     return ACTION if ACTION in labels else labels[0]
 
 

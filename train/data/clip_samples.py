@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ClipPlan:
-    """The frames of a requested clip, as (chunk, frame); `rng` goes on to draw the crop.
+    """The frames of a requested clip, as (chunk, frame); `rng` then draws the crop.
 
     `request.sample` is the number of the clip, and `key` its first chunk.
     """
@@ -148,11 +148,11 @@ class ClipSamples(Loader):
         return self.chunks.key(int(self.spans.first_chunk[sample // self._repeats]))
 
     def span_us(self, clips: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Begin and end of clips in their videos, microseconds."""
+        """Start and end of clips in their videos, microseconds."""
         return self.spans.begin_us[clips], self.spans.end_us[clips]
 
     def span_s(self, sample: int) -> tuple[float, float]:
-        """Begin and end of the clip in its video, seconds."""
+        """Start and end of the clip in its video, seconds."""
         clip = sample // self._repeats
         return float(self.spans.begin_us[clip]) / 1e6, float(self.spans.end_us[clip]) / 1e6
 

@@ -113,7 +113,7 @@ def frame_indices(
 def view_offsets(rule: SamplingRule, num_views: int) -> tuple[Fraction, ...]:
     """Where each of `num_views` views of a clip takes its moments, from 0 to 1 of the room that the rule leaves.
 
-    With "stride" the windows reach from the begin of the span to its end (VideoMAE's test clips); with the other rules
+    With "stride" the windows reach from the start of the span to its end (VideoMAE's test clips); with the other rules
     each segment is sampled at the middles of equal parts. A single view is in the middle with every rule.
     """
     if num_views == 1:

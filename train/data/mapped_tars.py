@@ -237,7 +237,7 @@ class VerifiedMembers:
         return self._noted(member, problem)
 
     def give_up(self, member: int, stuck: Stuck) -> Problem:
-        """The problem of a member that was not loaded in time, so that nobody waits for it again."""
+        """Record that a member was not loaded in time; later requests for it fail at once instead of waiting."""
         number, _ = self._tars.locate(self._payload(member).place)
         return self._noted(member, Problem("stuck", f"{self._where(number)} were not read within {stuck.after_s:g} s"))
 

@@ -193,7 +193,7 @@ class MixedSets:
         return np.searchsorted(self._first_clip, clips, side="right") - 1
 
     def span_us(self, clips: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Begin and end of clips in their videos, microseconds."""
+        """Start and end of clips in their videos, microseconds."""
         begin_us, end_us = np.empty_like(clips), np.empty_like(clips)
         number = self.folder_of(clips)
         for one in np.unique(number).tolist():

@@ -66,7 +66,7 @@ class Share:
     """The positions of a rank: every `num_ranks`-th group of the order, starting with the `rank`-th.
 
     The shares of all ranks are equal and cover every position. They are counted from the first position of the order,
-    wherever a run is resumed, so that the same number of ranks goes on with the same shares.
+    wherever a run is resumed, so that the same number of ranks continues with the same shares.
 
     Attributes:
         rank: or an array, for the shares of several ranks at once.
@@ -93,7 +93,7 @@ def permute(positions: Positions, num_samples: int, *, seed: int, epoch: int) ->
 
 
 def _permuted(positions: Positions, num_samples: int, keys: NDArray[np.uint64]) -> Positions:
-    """The same with round keys [rounds, 1], or [rounds, N] for positions of several epochs."""
+    """`permute` with round keys [rounds, 1], or [rounds, N] for positions of several epochs."""
     num_bits = max(2, (num_samples - 1).bit_length())
     samples = _feistel(positions.astype(np.uint64), num_bits, keys)
     outside = samples >= num_samples

@@ -184,7 +184,7 @@ def _require_few(values_V: NDArray[np.float64]) -> None:
 
 
 class RelevantCaptions:
-    """The captions that N clips can be shown with.
+    """The captions with which N clips can be shown.
 
     Args:
         captions: text and labels of all captions in use, ordered by id.

@@ -49,7 +49,7 @@ def open_cache(chosen: Path | None, *, size: str | None = None) -> ObjectCache:
         size: the limit, such as 100GB; None for one by the free disk.
 
     Raises:
-        UserError: the folder cannot be created or written, or the size is none.
+        UserError: the folder cannot be created or written, or `size` is not valid.
     """
     folder = cache_folder(chosen)
     limit_bytes = None if size is None else parse_size(size, flag="--cache-size")
@@ -133,15 +133,13 @@ class RemoteTars:
         return path.relative_to(self.files.copy).as_posix()
 
     def name(self, path: Path) -> str:
-        """See `clipmill.shards.tars.TarBytes`."""
         return self.objects.address_of(self.key(path))
 
     def read(self, path: Path, offset: int, size: int) -> bytes:
-        """See `clipmill.shards.tars.TarBytes`."""
         return self.read_ranges(path, [(offset, size)])[0]
 
     def read_ranges(self, path: Path, ranges: Sequence[tuple[int, int]]) -> list[bytes]:
-        """See `clipmill.shards.tars.TarBytes`; all ranges are requested at once."""
+        """Request all ranges at once; see `clipmill.shards.tars.TarBytes`."""
         try:
             return self.objects.read_ranges(self.key(path), ranges)
         except UserError:
@@ -152,7 +150,6 @@ class RemoteTars:
             raise
 
     def provide(self, index: Path, *, size_bytes: int, sha256: str | None = None) -> None:
-        """See `clipmill.shards.tars.TarBytes`."""
         try:
             with no_damage():
                 self.files.copy_file(self.key(index), size_bytes=size_bytes, sha256=sha256)

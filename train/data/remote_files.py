@@ -65,7 +65,7 @@ class RemoteFiles:
         """Copy dataset.json and the manifest, unless they are here.
 
         Raises:
-            UserError: the address is no data folder, or it cannot be read, or the copy cannot be written.
+            UserError: the address is not a data folder, or it cannot be read, or the copy cannot be written.
         """
         with self._errors(missing="name one that prep made, or tars: {000..999}.tar"), self._once("manifest") as is_due:
             if is_due:
@@ -250,7 +250,7 @@ class RemoteFiles:
         try:
             yield
         except FileNotFoundError as error:
-            raise UserError(f"{address} is no data folder: {error.filename} is not there", hint=missing) from error
+            raise UserError(f"{address} is not a data folder: {error.filename} is missing", hint=missing) from error
         except UserError:
             raise
         except OSError as error:

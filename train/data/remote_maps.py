@@ -65,7 +65,7 @@ class RemoteMaps(MappedTars):
             self._fetch_whole(range(first, first + whole.num_shards), column=whole.directory.parent.name)
 
     def require_files(self) -> None:
-        """See `MappedTars`: tars that are missing in the bucket fail the samples that are in them."""
+        """Check nothing: tars that are missing in the bucket fail the samples that are in them."""
 
     def describe(self) -> str:
         """How much is in the cache, for the log."""
@@ -78,7 +78,7 @@ class RemoteMaps(MappedTars):
         return f"{size_text(here)} of {size_text(whole)} of tars in the cache {cache.folder} ({limit}{part})"
 
     def want(self, places: NDArray[np.int64]) -> None:
-        """See `MappedTars`: maps those of the tars that are in the cache."""
+        """Note that the tars of these places are needed, and map those that are in the cache."""
         self._wanted[np.unique(np.searchsorted(self.starts, places, side="right") - 1)] = True
         cache, found = self._tars.cache, set(self._tars.cache.names())
         numbers = np.flatnonzero(self._wanted & ~self._is_mapped).tolist()
@@ -91,7 +91,7 @@ class RemoteMaps(MappedTars):
                 self._map_copy(number, copy)
 
     def begin_fetching(self) -> None:
-        """See `MappedTars`: those that fit into the cache, until this object is gone."""
+        """Fetch the tars that are needed and fit into the cache, in the background, until this object is gone."""
         numbers = np.flatnonzero(self._chosen() & ~self._is_mapped).tolist()
         if not numbers or self._is_fetching:
             return
@@ -194,7 +194,7 @@ def _fetch_all(of: "weakref.ref[RemoteMaps]", pending: deque[int], end: threadin
                 _note(f"the cache takes no more tars, the others are read by range: {error}")
             elif is_done:
                 _note(f"a tar is not fetched into the cache, it is read by range: {error}")
-        del maps  # a set that nobody uses any more is not kept by waiting here
+        del maps  # while this thread waits, it must not keep a set alive that is no longer in use
         if not is_done:
             pending.append(number)
             end.wait(_RETRY_AFTER_S)

@@ -120,7 +120,7 @@ def _number(mask: NDArray[np.bool_], rows: NDArray[np.int64], counts: NDArray[np
 
 
 def _to_us(times_s: NDArray[np.float64]) -> NDArray[np.int64]:
-    """Microseconds; times beyond the end of any video are clipped to one that is too, and that fits into 64 bits."""
+    """Microseconds; times beyond the end of any video are clipped to a later time that fits into 64 bits."""
     return np.rint(np.clip(times_s, -_LONGEST_S, _LONGEST_S) * US_PER_S).astype(np.int64)
 
 

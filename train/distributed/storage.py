@@ -103,7 +103,7 @@ def dtype_of(name: str) -> torch.dtype:
     """The dtype by its name in the table; ValueError if there is none."""
     dtype = getattr(torch, name, None)
     if not isinstance(dtype, torch.dtype):
-        raise ValueError(f"{name!r} is no dtype")
+        raise ValueError(f"{name!r} is not a dtype")
     return dtype
 
 
@@ -193,7 +193,7 @@ def _table(metadata: Metadata) -> Table:
     table: Table = {}
     for name, entry in metadata.state_dict_metadata.items():
         if not isinstance(entry, TensorStorageMetadata):
-            raise TypeError(f"{name} is no tensor: only tensors are stored here, and all other values in JSON")
+            raise TypeError(f"{name} is not a tensor: only tensors are stored here, and all other values in JSON")
         dtype = str(entry.properties.dtype).removeprefix("torch.")
         pieces = []
         for chunk in entry.chunks:
@@ -211,7 +211,7 @@ def _metadata(table: Table) -> Metadata:
         chunks = []
         for piece in entry["pieces"]:
             if Path(piece["file"]).name != piece["file"]:
-                raise ValueError(f"{piece['file']!r} is no name of a file")
+                raise ValueError(f"{piece['file']!r} is not a file name")
             offsets = torch.Size(piece["offsets"])
             chunks.append(ChunkStorageMetadata(offsets, torch.Size(piece["sizes"])))
             places[MetadataIndex(name, offsets)] = _StorageInfo(piece["file"], piece["begin"], piece["length"])

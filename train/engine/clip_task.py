@@ -71,7 +71,7 @@ class ClipTask(Generic[Settings, Samples, Model]):
         self._evaluations: dict[str, dict[str, Any]] = {}
 
     def on(self, shards: str | None) -> Self:
-        """The same task, with its classes or tokens, on the data of an evaluation in the loop, selected as that says.
+        """The task, with its classes or tokens, on the data of an evaluation in the loop.
 
         Args:
             shards: None for the data of the run.

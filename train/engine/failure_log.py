@@ -115,7 +115,7 @@ class FailureLog:
         if self._world.is_first and not self._is_told:
             self._is_told = True
             sys.stderr.write(
-                f"note: a sample could not be loaded, the run goes on without it: {last}; the run ends after "
+                f"note: a sample could not be loaded, the run continues without it: {last}; the run ends after "
                 f"{self._max_failures} of them (--max-failures), listed in {self._path}{_remedy(failed)}\n"
             )
 

@@ -77,9 +77,9 @@ def resume_hint(run: RunFolder, *, command: str) -> Iterator[None]:
     try:
         yield
     except KeyboardInterrupt as interrupt:
-        step = "the latest checkpoint" if latest_checkpoint(run.checkpoints) else "its begin: it has no checkpoint yet"
+        step = "the latest checkpoint" if latest_checkpoint(run.checkpoints) else "step 0 (no checkpoint yet)"
         words = ("train", *filter(None, [command]), "--resume", "--out", str(run.path))
-        raise KeyboardInterrupt(f"{shlex.join(words)} goes on from {step}") from interrupt
+        raise KeyboardInterrupt(f"{shlex.join(words)} continues from {step}") from interrupt
 
 
 def train(

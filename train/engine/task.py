@@ -60,7 +60,7 @@ class Task(Protocol):
 
 
 class StartableTask(Task, Protocol):
-    """A task that the commands can start: its model can be initialised from weights, and its run describes it."""
+    """A task that the commands can start: its model can be initialised from weights, and run.json describes it."""
 
     def training_set(self, world: World) -> NamedSamples:
         """This rank's part of the training samples."""
@@ -83,9 +83,7 @@ class StartableTask(Task, Protocol):
 class PipelineTask(Protocol):
     """A task whose model is a flat list of layers and whose objective can run a `distributed.pipeline.Pipeline`."""
 
-    def build_model(self, samples: Any) -> nn.Module:
-        """See `Task`."""
-        ...
+    def build_model(self, samples: Any) -> nn.Module: ...
 
     def layers(self, model: Any) -> Sequence[LayerCost]:
         """The layers of a model, in order."""

@@ -38,7 +38,7 @@ def open_weights_as(
     suited: Callable[[str], str] | None = None,
     say: Say,
 ) -> OpenedRun:
-    """Open weights with the one of some tasks whose model they are.
+    """Open weights as the model of one of several tasks.
 
     Args:
         tasks: their specs, by name; a run that does not name its task is of the first.
@@ -53,8 +53,7 @@ def open_weights_as(
         say: prints origin, and what was interpolated.
 
     Raises:
-        UserError: there are no such weights, they are damaged, of a task that is not known here, or of a model that the
-            towers here cannot be.
+        UserError: there are no such weights, they are damaged, of an unknown task, or of a model that is not supported.
     """
     path = Path(weights)
     if is_run(path):
@@ -106,9 +105,9 @@ def open_weights_as(
 
 
 def require_weights(weights: str | Path, tasks: Tasks) -> None:
-    """Raise a UserError where there is neither a run nor a file of weights.
+    """Raise a UserError if there is neither a run nor a file of weights.
 
-    A NAME:TAG of open_clip is let pass where it may be the model of one of the tasks.
+    A NAME:TAG of open_clip is accepted if it may be the model of one of the tasks.
     """
     path = Path(weights)
     if path.is_file() or is_run(path) or has_weights(path):

@@ -100,7 +100,7 @@ class Shown:
         video: data URI of an mp4; empty once the page's budget is used up.
         picture: data URI of its middle frame; empty if the clip cannot be read or decoded.
         missing: the reason for that.
-        is_cut: whether the clip goes on after the video.
+        is_cut: whether the clip is longer than the video.
     """
 
     video: str = ""

@@ -1,4 +1,4 @@
-"""What an exported folder keeps of the run that it was made of: how clips are shown, and what no tensor says.
+"""The record of its run in an exported folder: how clips are shown, and facts that no tensor shows.
 
     OUT/clipmill/settings.yaml   the settings of the model; without the data, paths and initial weights of the run
     OUT/clipmill/run.json        task, classes, decoder, side of latents

@@ -200,7 +200,7 @@ def score_opened(
         UserError: the data lack what the evaluation needs, or `out` has the result of other weights or data.
         FailedWork: nothing could be decoded.
     """
-    found: Score = evaluation.score(opened, wanted)
+    score: Score = evaluation.score(opened, wanted)
     facts = opened.facts()
     result = {
         "evaluation": evaluation.result_name,
@@ -209,38 +209,38 @@ def score_opened(
         "step": opened.trained.step,
         "weights": opened.trained.weights,
         "overrides": opened.overrides.given(),
-        "data": found.samples.describe(),
-        "variant": found.samples.variant_name,
-        "clip": found.clip,
-        **found.values,
-        **_incomplete(found),
-        "failed": [failure.as_json() for failure in found.failed],
+        "data": score.samples.describe(),
+        "variant": score.samples.variant_name,
+        "clip": score.clip,
+        **score.values,
+        **_incomplete(score),
+        "failed": [failure.as_json() for failure in score.failed],
         "command": command_line(evaluation.name, opened, wanted),
     }
     path = None
     if opened.run is not None:
-        path = opened.run.write_evaluation(f"{found.name}{opened.suffix}", result)
+        path = opened.run.write_evaluation(f"{score.name}{opened.suffix}", result)
     elif out is not None:
-        path = out / f"{opened.result_name(found.name)}.json"
+        path = out / f"{opened.result_name(score.name)}.json"
         if path.exists() and any(read_object(path).get(name) != value for name, value in facts.items()):
             raise UserError(f"{path} is the result of other weights or data", hint="use another --out")
         out.mkdir(parents=True, exist_ok=True)
         publish_json(path, result)
     if path is not None:
-        if found.beside is not None:
-            found.beside(path, result)
+        if score.beside is not None:
+            score.beside(path, result)
         written(path)
     return result
 
 
-def _incomplete(found: Score) -> dict[str, str]:
-    """What a result says where samples are missing from it; empty if all that its protocol asks for were scored."""
-    said = found.values.get("incomplete", "")
-    if not found.failed:
+def _incomplete(score: Score) -> dict[str, str]:
+    """The note on a result about missing samples; empty if all samples of its protocol were scored."""
+    said = score.values.get("incomplete", "")
+    if not score.failed:
         return {"incomplete": said} if said else {}
-    num = len(found.failed)
+    num = len(score.failed)
     failed = f"{num:,} samples could not be decoded and are" if num > 1 else "1 sample could not be decoded and is"
-    title = found.values.get("title", "")
+    title = score.values.get("title", "")
     return {
         "incomplete": f"{said}; {failed} not scored" if said else f"{failed} not scored",
         **({"title": marked(title)} if title else {}),
@@ -310,10 +310,10 @@ def command_line(name: str, opened: OpenedRun, wanted: Any) -> str:
 
 def _defaults(wanted: Any) -> dict[str, Any]:
     """Defaults by flag; a group whose default is None has the defaults of its own class."""
-    found = flat(asdict(type(wanted)()))
-    for one in fields(wanted):
-        value = getattr(wanted, one.name)
+    defaults = flat(asdict(type(wanted)()))
+    for group in fields(wanted):
+        value = getattr(wanted, group.name)
         if is_dataclass(value):
             kind: Any = type(value)
-            found |= flat(asdict(kind()), f"{one.name}.")
-    return found
+            defaults |= flat(asdict(kind()), f"{group.name}.")
+    return defaults

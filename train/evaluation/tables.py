@@ -40,7 +40,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Table:
-    """Metrics with their protocol: everything that is needed to compare them with others."""
+    """Metrics with their protocol, which is needed to compare them with others."""
 
     title: str
     columns: tuple[str, ...]

@@ -26,7 +26,7 @@ class Objective(nn.Module):
 
         Returns:
             Metrics for the log, equal on all ranks; `loss` is that of the whole batch. What the device computes stays
-            there, as zero-dimensional tensors that nobody modifies.
+            there, as zero-dimensional tensors that are not modified later.
         """
         raise NotImplementedError
 

@@ -55,7 +55,7 @@ class Loss(Checked):
     """Multiply the margin by the relevancy of the caption, as LaViLa does (max-margin)."""
 
     def rules(self) -> Iterator[UserError]:
-        """The loss exists, and takes what is set."""
+        """Yields an unknown loss, and settings that the loss does not have."""
         spec = LOSSES.get(self.kind)
         if spec is None:
             yield UserError(f"--loss.kind is {self.kind}", hint=f"--loss.kind must be one of: {', '.join(LOSSES)}")
@@ -65,7 +65,7 @@ class Loss(Checked):
             if name not in spec.settings and value not in (None, False):
                 users = sorted(other.name for other in LOSSES.values() if name in other.settings)
                 yield UserError(
-                    f"{self.flag(name)} is {value}, and {self.kind} has no use for it",
+                    f"{self.flag(name)} is {value}, and {self.kind} does not use it",
                     hint=f"leave out {self.flag(name)}, or use --loss.kind with one of: {', '.join(users)}",
                 )
         if "temperature" in spec.settings and (start := self.number("temperature")) < self.min_temperature:

@@ -140,7 +140,7 @@ def read_table(path: Path) -> dict[str, Any]:
     try:
         table = parse_json((path / TABLE_FILE).read_bytes())
         if not isinstance(table, dict):
-            raise ValueError(f"{TABLE_FILE} is no table")
+            raise ValueError(f"{TABLE_FILE} is not a table")
         for name, entry in table.items():
             pieces = [(piece["offsets"], piece["sizes"]) for piece in entry["pieces"]]
             if not is_tiled(entry["size"], pieces):
@@ -159,7 +159,7 @@ def is_tiled(size: Sequence[int], pieces: Iterable[tuple[Sequence[int], Sequence
     corners: Counter[tuple[int, ...]] = Counter()
     for sign, offsets, sizes in ((-1, [0] * len(size), size), *((1, *piece) for piece in pieces)):
         if not len(offsets) == len(sizes) == len(size) <= _MAX_DIMENSIONS or any(length < 0 for length in sizes):
-            raise ValueError(f"{sizes} at {offsets} is no part of a tensor {size}")
+            raise ValueError(f"{sizes} at {offsets} is not a part of a tensor {size}")
         ends = [
             ((begin, 1), (begin + length, -1))
             for begin, length in zip(map(index, offsets), map(index, sizes), strict=True)

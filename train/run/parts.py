@@ -26,7 +26,7 @@ _MAX_WHOLE = 60  # characters of a value that is shown whole; a hash is longer
 _MAX_SHOWN, _BEFORE = 32, 8  # characters of a longer one, and those of them before the first that differs
 
 
-class Part(Protocol):
+class PartFile(Protocol):
     """A share of the work, the rows from `begin` to `end`, published as one file."""
 
     @property
@@ -43,7 +43,7 @@ class Part(Protocol):
         """Its file once it is finished, in a folder of the work."""
 
 
-P = TypeVar("P", bound=Part)
+P = TypeVar("P", bound=PartFile)
 
 
 def begin_parts(parts: Path, plan: Mapping[str, Any], *, require_same: Callable[[Mapping[str, Any]], None]) -> None:

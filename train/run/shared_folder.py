@@ -63,7 +63,7 @@ def wait_for_files(folder: Path, *, world: World) -> None:
         return
     expected = world.first(lambda: _sizes(folder))
     _wait(lambda: _sizes(folder) == expected)
-    world.gather_objects(None)  # nobody reads, and perhaps removes, what another one still looks for
+    world.gather_objects(None)  # no rank goes on to read or remove files before every rank has seen them
 
 
 def _begin(folder: Path, name: str) -> bool:

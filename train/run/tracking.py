@@ -11,7 +11,7 @@ from typing import Any, Protocol
 
 from clipmill.manifests.errors import UserError
 from clipmill.manifests.json_text import parse_json
-from clipmill.manifests.progress import Activity, Pace, is_terminal, joined, log_interval, of
+from clipmill.manifests.progress import Activity, ProgressRate, amount_text, is_terminal, joined, log_interval
 from clipmill.manifests.publish import publish_json
 from clipmill.train.config.files import settings_yaml
 from clipmill.train.config.training import ClipSettings, TrackSettings, TrainingSettings
@@ -31,7 +31,7 @@ class Progress:
         self._what, self._unit, self._is_quiet = what, unit, is_quiet
         self._begin_s = self._line_s = 0.0
         self._num_steps = 0
-        self._pace = Pace()
+        self._pace = ProgressRate()
         self._activity: Activity | None = None
 
     def say(self, text: str) -> None:
@@ -48,10 +48,10 @@ class Progress:
         """Begin with step `step` + 1 of `num_steps`."""
         self._num_steps = num_steps
         self._begin_s = self._line_s = time.monotonic()
-        self._pace = Pace(step)
+        self._pace = ProgressRate(step)
         if step < num_steps and not self._is_quiet:
             self._activity = Activity(self._what)
-            self._activity.say(of(step, num_steps, f"{self._unit}s"), share=step / num_steps)
+            self._activity.say(amount_text(step, num_steps, f"{self._unit}s"), share=step / num_steps)
             self._activity.__enter__()
 
     def log(self, line: dict[str, Any]) -> None:
@@ -64,7 +64,7 @@ class Progress:
         """Show that `step` steps are done; in a log only the first, the last, and one now and then."""
         self._pace.add(step)
         if self._activity is not None and is_terminal(sys.stderr):
-            done = of(step, self._num_steps, f"{self._unit}s")
+            done = amount_text(step, self._num_steps, f"{self._unit}s")
             self._activity.say(
                 lambda: joined(done, self._pace.rate(), self._pace.left(self._num_steps), text),
                 share=step / self._num_steps,

@@ -39,7 +39,7 @@ from clipmill.train.run.folder import data_facts, held_folder, installed_version
 from clipmill.train.run.parts import PLAN, begin_parts, missing_parts, share_parts
 from clipmill.train.run.tracking import Progress
 from clipmill.train.search.folder import PARTS, read_folder_record, require_same_work, require_whole_files
-from clipmill.train.search.publishing import Part, Samples, num_captions, publish_folder, publish_part
+from clipmill.train.search.publishing import EmbeddingPart, Samples, num_captions, publish_folder, publish_part
 from clipmill.train.search.request import EmbedRequest, FeatureKind
 
 _BATCHES_PER_PART = 4
@@ -47,7 +47,7 @@ _TEXTS_PER_PART = 4096
 
 
 @dataclass(frozen=True, kw_only=True)
-class Work:
+class EmbeddingWork:
     """What is to be embedded.
 
     Attributes:
@@ -65,7 +65,7 @@ class Work:
     plan: dict[str, Any]
 
     @property
-    def parts(self) -> list[Part]:
+    def parts(self) -> list[EmbeddingPart]:
         """All parts, in the order of rows; the number of clips of a part of tokens is that of a batch."""
         clips = self.batch * (1 if self.features == "tokens" else _BATCHES_PER_PART)
         return [
@@ -74,11 +74,11 @@ class Work:
         ]
 
 
-def _parts(kind: Literal["video", "text"], count: int, *, size: int) -> list[Part]:
-    return [Part(kind, begin, min(begin + size, count)) for begin in range(0, count, size)]
+def _parts(kind: Literal["video", "text"], count: int, *, size: int) -> list[EmbeddingPart]:
+    return [EmbeddingPart(kind, begin, min(begin + size, count)) for begin in range(0, count, size)]
 
 
-def open_work(model: LoadedModel, request: EmbedRequest, *, weights: str) -> Work:
+def open_work(model: LoadedModel, request: EmbedRequest, *, weights: str) -> EmbeddingWork:
     """Open the clips to embed.
 
     Args:
@@ -95,9 +95,11 @@ def open_work(model: LoadedModel, request: EmbedRequest, *, weights: str) -> Wor
     if getattr(settings, "input", "pixels") == "latents":
         raise UserError(f"{weights} takes latents, and train embed reads pixels", hint="use weights of --input pixels")
     if features == "embedding" and not has_embedding:
-        raise UserError(f"{weights} has no embeddings: it is no dual encoder", hint="use --features pooled, or tokens")
+        raise UserError(
+            f"{weights} has no embeddings: it is not a dual encoder", hint="use --features pooled, or tokens"
+        )
     samples = _open_samples(model, settings, request)
-    return Work(
+    return EmbeddingWork(
         model=model,
         samples=samples,
         features=features,
@@ -125,7 +127,7 @@ def open_work(model: LoadedModel, request: EmbedRequest, *, weights: str) -> Wor
 
 
 def _address(weights: str) -> str:
-    """A path from anywhere, so that a search finds local weights; names stay as they are."""
+    """The absolute path of local weights, so that a search finds them; names are returned unchanged."""
     return str(Path(weights).resolve()) if Path(weights).exists() else weights
 
 
@@ -172,7 +174,7 @@ def _open_samples(model: LoadedModel, settings: Any, request: EmbedRequest) -> S
         raise UserError(str(error), hint=hint) from error
 
 
-def embed(work: Work, out: Path, *, world: World, progress: Progress) -> dict[str, Any]:
+def embed(work: EmbeddingWork, out: Path, *, world: World, progress: Progress) -> dict[str, Any]:
     """Embed what is missing in `out`, and publish the folder; all ranks call it.
 
     Returns:
@@ -195,7 +197,7 @@ def embed(work: Work, out: Path, *, world: World, progress: Progress) -> dict[st
         return world.first(lambda: publish_folder(out, parts, work.samples, plan=work.plan))
 
 
-def _begin(work: Work, out: Path, *, held: ExitStack) -> dict[str, Any] | None:
+def _begin(work: EmbeddingWork, out: Path, *, held: ExitStack) -> dict[str, Any] | None:
     """Lock and prepare the folder; return its record if it is finished."""
     if out.exists() and not out.is_dir():
         raise UserError(f"{out} is a file (--out)", hint="use another --out")
@@ -215,7 +217,9 @@ def _begin(work: Work, out: Path, *, held: ExitStack) -> dict[str, Any] | None:
     return None
 
 
-def _embed_parts(work: Work, parts: Sequence[Part], out: Path, *, world: World, progress: Progress) -> None:
+def _embed_parts(
+    work: EmbeddingWork, parts: Sequence[EmbeddingPart], out: Path, *, world: World, progress: Progress
+) -> None:
     """Embed this rank's share of the parts; the loader's threads read ahead across their borders."""
     own = parts[world.rank :: world.size]
     clips = (part for part in own if part.kind == "video")
@@ -226,7 +230,7 @@ def _embed_parts(work: Work, parts: Sequence[Part], out: Path, *, world: World, 
 
 
 def _embed_part(
-    work: Work, part: Part, *, outcomes: Iterator[Sample | FailedSample], ring: BatchRing, out: Path
+    work: EmbeddingWork, part: EmbeddingPart, *, outcomes: Iterator[Sample | FailedSample], ring: BatchRing, out: Path
 ) -> int:
     """Embed and publish a part; return the number of clips that failed."""
     if part.kind == "video":
@@ -236,7 +240,7 @@ def _embed_part(
 
 
 def _embed_clips(
-    work: Work, part: Part, outcomes: Iterator[Sample | FailedSample], ring: BatchRing, *, out: Path
+    work: EmbeddingWork, part: EmbeddingPart, outcomes: Iterator[Sample | FailedSample], ring: BatchRing, *, out: Path
 ) -> int:
     """Embed and publish a part; return the number of clips that failed."""
     found, samples, failed = [], [], []
@@ -256,7 +260,7 @@ def _embed_clips(
 
 
 @torch.no_grad()
-def _features(work: Work, batch: Batch) -> NDArray[np.float32]:
+def _features(work: EmbeddingWork, batch: Batch) -> NDArray[np.float32]:
     model = work.model
     if work.features == "pooled":
         with model.opened.trained.precision.autocast():
@@ -269,7 +273,7 @@ def _features(work: Work, batch: Batch) -> NDArray[np.float32]:
     return rows.cpu().numpy()
 
 
-def _embed_texts(work: Work, part: Part) -> NDArray[np.float32]:
+def _embed_texts(work: EmbeddingWork, part: EmbeddingPart) -> NDArray[np.float32]:
     """Embeddings of captions; each distinct text of the part is encoded once, so that equal texts have equal rows."""
     texts = cast(VideoCaptions, work.samples).texts(np.arange(part.begin, part.end))
     distinct = {text: number for number, text in enumerate(dict.fromkeys(texts))}

@@ -70,7 +70,7 @@ class EmbeddedClip:
 
     @property
     def file(self) -> str:
-        """`path` for people: without the query of a URL, which may hold a key; empty if it is not known."""
+        """`path` in messages: without the query string of a URL, which may contain a key; empty if it is not known."""
         path = self.path or ""
         return path.partition("?")[0] if "://" in path else path
 
@@ -179,7 +179,9 @@ def read_folder_record(path: Path) -> dict[str, Any] | None:
     try:
         record = read_checked_json(path / RECORD)
         if record["format"] != FORMAT:
-            raise UserError(f"{path} has format {record['format']}, not {FORMAT}", hint="use the clipmill that made it")
+            raise UserError(
+                f"{path} has format {record['format']}, not {FORMAT}", hint="use the version of clipmill that wrote it"
+            )
     except (FileNotFoundError, NotADirectoryError):
         return None
     except (OSError, ValueError, KeyError, TypeError) as error:

@@ -39,7 +39,7 @@ _ROWS_PER_GROUP = 1 << 16
 
 
 @dataclass(frozen=True)
-class Part:
+class EmbeddingPart:
     """A range of clips or captions that is embedded and published as one file."""
 
     kind: Literal["video", "text"]
@@ -62,7 +62,9 @@ def publish_part(path: Path, rows: NDArray[np.float32], **more: NDArray[Any]) ->
         np.savez(temporary, allow_pickle=False, rows=rows, **more)
 
 
-def publish_folder(out: Path, parts: Sequence[Part], samples: Samples, *, plan: Mapping[str, Any]) -> dict[str, Any]:
+def publish_folder(
+    out: Path, parts: Sequence[EmbeddingPart], samples: Samples, *, plan: Mapping[str, Any]
+) -> dict[str, Any]:
     """Join the parts and publish the folder; embed.json comes last, and then the parts are removed.
 
     Returns:
@@ -105,7 +107,9 @@ def publish_folder(out: Path, parts: Sequence[Part], samples: Samples, *, plan: 
     return record
 
 
-def _read_outcomes(parts: Sequence[Part], out: Path) -> tuple[NDArray[np.int64], list[dict[str, Any]], tuple[int, ...]]:
+def _read_outcomes(
+    parts: Sequence[EmbeddingPart], out: Path
+) -> tuple[NDArray[np.int64], list[dict[str, Any]], tuple[int, ...]]:
     """The samples that have a row, in order; the failures; and the shape of a row."""
     sample_N: list[NDArray[np.int64]] = []
     failed: list[dict[str, Any]] = []
@@ -120,7 +124,7 @@ def _read_outcomes(parts: Sequence[Part], out: Path) -> tuple[NDArray[np.int64],
     return np.concatenate(sample_N), failed, shape
 
 
-def _join(out: Path, parts: Iterable[Part], path: Path, *, shape: tuple[int, ...]) -> None:
+def _join(out: Path, parts: Iterable[EmbeddingPart], path: Path, *, shape: tuple[int, ...]) -> None:
     """Write the rows of parts as one npy file."""
     with published(path) as temporary, temporary.open("wb") as file:
         header = {"descr": "<f4", "fortran_order": False, "shape": shape}
@@ -161,7 +165,7 @@ def _caption_tables(samples: VideoCaptions, row_of_sample: NDArray[np.int64]) ->
 
 
 def _places(samples: Samples, rows: NDArray[np.int64], *, paths: pa.Array) -> list[Any]:
-    """Keys, videos, their files, and begins and ends in seconds, of clips."""
+    """Keys, videos, files, and start and end in seconds of clips."""
     spans, chunks = samples.spans, samples.chunks
     first = spans.first_chunk[rows]
     video_row = pa.array(chunks.table.video_row[first])

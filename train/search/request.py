@@ -1,4 +1,4 @@
-"""The flags of `train embed` and `train search`, which are passed on whole."""
+"""The flags of `train embed` and `train search`."""
 
 from dataclasses import dataclass
 from pathlib import Path

@@ -1,8 +1,8 @@
 """The settings that take effect once it is known which weights a run starts from.
 
-What the user left open (None) becomes what the weights were trained with; what the user said stays, and a difference is
-said aloud; only of another kind the tower cannot be. The result is what the run saves: to resume, score or export it,
-the weights are not needed again.
+Settings that the user left open (None) become those that the weights were trained with. Settings that the user gave are
+kept, and a difference is reported. Only the kind of the tower cannot differ. The result is what the run saves: to
+resume, score or export it, the weights are not needed again.
 """
 
 from dataclasses import replace
@@ -37,7 +37,7 @@ def effective_clip_settings(settings: Clips, source: Source | None, *, say: Say)
     for remark in facts.remarks:
         say(f"weights: {remark}")
     if facts.activation is None and towers.activation is None:
-        say("weights: they do not say which activation they were trained with: gelu (else --towers.activation)")
+        say("weights: their activation is not recorded, so gelu is used (change it with --towers.activation)")
     if source.kind is not None and towers.kind not in (None, source.kind):
         raise UserError(
             f"{source.title}: the weights are of {KINDS[source.kind]}, and the model has {KINDS[towers.kind]}",
@@ -59,31 +59,31 @@ def effective_clip_settings(settings: Clips, source: Source | None, *, say: Say)
     if kind == "videomae" and facts.picture_px not in (None, settings.size_px):
         # CLIP's tower has an embedding of each place, which is resized; here places are fixed and cannot be.
         say(
-            f"weights: they know a place as the number of its cube in pictures of {facts.picture_px} px; with "
-            f"--size-px {settings.size_px} the same number is another place (--size-px {facts.picture_px} has theirs)"
+            f"weights: their positions are cube indices in frames of {facts.picture_px} px; with "
+            f"--size-px {settings.size_px} an index is another position (--size-px {facts.picture_px} keeps theirs)"
         )
     return replace(settings, towers=towers, init=init)
 
 
 def _weights_for(settings: ClipSettings, kind: Kind) -> str:
-    """What to do where the weights are of another kind than `kind`: some tasks have but one."""
+    """Return the hint for weights of another kind than `kind`; some tasks support a single kind."""
     if settings.only_kind is not None:
         return f"train {settings.command} takes weights of the kind {kind} and no other"
     return "use weights of the same kind, or leave --towers.kind out"
 
 
 def _without_idle_temporal(settings: Clips, source: Source | None, *, say: Say) -> Clips:
-    """The settings without a temporal embedding that a videomae tower has not: presets are for any kind of tower."""
+    """The settings without a temporal embedding, which videomae towers lack: presets are for any kind of tower."""
     towers = settings.towers
     kind = towers.kind or (None if source is None else source.kind)
     if kind != "videomae" or towers.temporal == "zero":
         return settings
-    say("towers: a videomae tower knows time by fixed sines, and has no use for --towers.temporal")
+    say("towers: a videomae tower has fixed positional embeddings, so --towers.temporal has no effect")
     return replace(settings, towers=replace(towers, temporal="zero"))
 
 
 def _with_normalisation(settings: Clips) -> Clips:
-    """The settings with the normalisation of the tower's kind where nobody said another."""
+    """The settings with the normalisation of the tower's kind unless the user gave another."""
     kind, init = kind_of(settings.towers), settings.init
     if kind == "clip":
         return settings
@@ -95,5 +95,5 @@ def _chosen(flag: str, given: Value | None, known: Value | None, *, say: Say) ->
     if given is None:
         return known
     if known is not None and given != known:
-        say(f"weights: they were trained with {known}, and {flag} is {given}: that is used")
+        say(f"weights: they were trained with {known}, but {flag} is {given}, which is used")
     return given

@@ -1,4 +1,4 @@
-"""Exported folders: written whole or not at all, with the files that all formats share.
+"""Exported folders, which are written completely or not at all, and the files that all formats share.
 
 An image tower has no parameters for time. What it lacks of a video tower stays beside it in video_extras.safetensors,
 so that `--init.weights FOLDER` restores the video tower bit for bit. That file names the SHA-256 of the weights that it

@@ -227,7 +227,7 @@ def _read_torch(path: Path) -> dict[str, torch.Tensor]:
     except _Refused as error:
         raise UserError(
             f"{path} is refused: {_refused_thing(error)}",
-            hint="where you trust it, save its state dict alone: torch.save(model.state_dict(), FILE)",
+            hint="if you trust it, save only its state dict: torch.save(model.state_dict(), FILE)",
         ) from error
     except Exception as error:
         raise UserError(
@@ -265,8 +265,8 @@ def _read_openai_archive(path: Path) -> dict[str, torch.Tensor]:
         digest = hashlib.file_digest(file, "sha256").hexdigest()
     if digest not in openai_digests():
         raise UserError(
-            f"{path} is a program (TorchScript), and none that OpenAI published (SHA-256 {digest[:12]}...): not opened",
-            hint="use open_clip's copy, such as ViT-B-16:openai; or where you trust it, save its state dict alone: "
+            f"{path} is a program (TorchScript) that OpenAI did not publish (SHA-256 {digest[:12]}...): not opened",
+            hint="use open_clip's copy, such as ViT-B-16:openai; or if you trust it, save only its state dict: "
             "torch.save(torch.jit.load(FILE, 'cpu').state_dict(), OTHER)",
         )
     return dict(torch.jit.load(path, map_location="cpu").state_dict())
@@ -285,7 +285,7 @@ def _refused_thing(error: Exception) -> str:
     if "GLOBAL " in text:
         return f"it holds {text.partition('GLOBAL ')[2].split()[0]}, and only tensors and plain values are loaded"
     # Not torch's own words: they advise to load the file with everything that it can run.
-    return "it is no file of tensors"
+    return "it is not a tensor file"
 
 
 def _first_line(error: Exception) -> str:

@@ -1,4 +1,4 @@
-"""Fits a converted state dict to a model: what is copied, resized, created, dropped, or unexplained.
+"""Fits a converted state dict to a model: which tensors are copied, resized, created, dropped, or unexplained.
 
 Shape suffixes: P positions (1 + patches), D width, H and W patches of a frame.
 """

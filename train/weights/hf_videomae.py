@@ -110,13 +110,13 @@ def facts_of_hf_videomae(config: Mapping[str, Any], preprocess: Mapping[str, Any
     if any("PreTraining" in name for name in found.architectures or ()):
         if found.use_mean_pooling:
             remarks.append(
-                "they were pre-trained without a layer norm behind the encoder (use_mean_pooling); masked autoencoders "
+                "they were pre-trained without a layer norm after the encoder (use_mean_pooling); masked autoencoders "
                 "and captioners have one, which --init.allow 'video.ln_post.*' initialises anew"
             )
         if not found.norm_pix_loss:
             remarks.append(
-                "they were pre-trained towards pixels as they are (norm_pix_loss is false); a masked autoencoder here "
-                "predicts normalised cubes, which its decoder has to learn"
+                "they were pre-trained to predict unnormalised pixels (norm_pix_loss is false); a masked autoencoder "
+                "here predicts normalised cubes, which its decoder has to learn"
             )
     is_rgb = found.num_channels == _RGB
     return SourceFacts(

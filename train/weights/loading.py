@@ -1,4 +1,4 @@
-"""Loads weights into a model: a table of what became of each tensor, or an error with what to do."""
+"""Loads weights into a model, with a table of how each tensor was used, or an error with a hint."""
 
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -23,7 +23,7 @@ class Loaded:
 
     Attributes:
         title: origin and format.
-        fitted: what became of each tensor.
+        fitted: how each tensor was used.
     """
 
     title: str
@@ -49,7 +49,7 @@ def fit_to(model: nn.Module, source: Source, *, allow: Sequence[str] = (), say: 
 
     Args:
         allow: patterns of names of tensors that may differ without a reason.
-        say: prints what became of the tensors.
+        say: prints how the tensors were used.
 
     Raises:
         UserError: a tensor is missing, unexpected or of another shape without a reason, or not finite; or the number of
@@ -200,7 +200,7 @@ def _architecture_of(shapes: Mapping[str, Shape]) -> str:
 
 
 def _hint_about(unexplained: Sequence[Change], *, there: Mapping[str, Shape], here: Mapping[str, Shape]) -> str:
-    """What the user can do, given the shapes of the weights (there) and of the model (here)."""
+    """The hint for weights that do not fit, by the shapes of the weights and of the model."""
     if CONV in there and CONV in here and there[CONV][1] != here[CONV][1]:
         return (
             f"the weights see {there[CONV][1]} channels, the model {here[CONV][1]} (pixels have 3, latents others): "
@@ -222,7 +222,7 @@ def _hint_about(unexplained: Sequence[Change], *, there: Mapping[str, Shape], he
     parts = {next((part for part in _PARTS if change.name.startswith(part)), "") for change in unexplained}
     if "" not in parts and not all(depths):
         patterns = " ".join(f"'{part}*'" for part in sorted(parts))
-        return f"these are parts for another purpose: to go on without them, --init.allow {patterns}"
+        return f"these are parts for another purpose: to continue without them, use --init.allow {patterns}"
     return "use the --model (and --input) that the weights are of, or name what may differ: --init.allow PATTERN"
 
 

@@ -133,7 +133,7 @@ class Source:
 
 
 def fetch_tag(init: Init, *, say: Say) -> None:
-    """Has open_clip download the weights of a NAME:TAG that are not in its cache; does nothing about files.
+    """Downloads the weights of a NAME:TAG that are not in open_clip's cache; does nothing for files.
 
     Raises:
         UserError: open_clip knows no such weights, or cannot download them.

@@ -21,7 +21,7 @@ GPU_NODES = {"gpu": {"resources": {"CPU": 4, "GPU": 1}, "node_config": {}, "min_
 def outcomes(address: str) -> Iterator[tuple[int, str | None, str]]:
     """Run tasks that take one GPU each."""
     engine = isolated_ray_engine(
-        num_workers=None, address=address, actor_gpus=1, need=Need(0, 1, 0), execution=Execution(wait_for_nodes=300)
+        num_workers=None, address=address, need=Need(0, 1, 0), execution=Execution(wait_for_nodes=300)
     )
     for outcome in engine.run(where, range(40)):
         if isinstance(outcome, Outcome):

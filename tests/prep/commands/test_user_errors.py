@@ -56,7 +56,6 @@ def data(tmp_path_factory: pytest.TempPathFactory, write_video: Callable[..., Pa
         (["--engine", "ray", "--task-cpus", "0"], "--task-cpus 0 is out of range"),
         (["--engine", "ray", "--task-memory", "-1"], "--task-memory -1 is out of range"),
         (["--engine", "ray", "--task-retries", "-1"], "--task-retries -1 is out of range"),
-        (["--engine", "ray", "--straggler-factor", "1"], "--straggler-factor 1 is out of range"),
         (["--engine", "ray", "--wait-for-nodes", "nan"], "--wait-for-nodes nan is out of range"),
         (["--task-cpus", "2", "--engine", "processes"], "--task-cpus requires --engine ray"),
         (["--engine", "slurm"], "slurm"),

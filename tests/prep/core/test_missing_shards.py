@@ -15,7 +15,7 @@ from clipmill.prep.core.run import Summary, execute
 from clipmill.prep.core.shard_result import ShardResult, stopped
 from clipmill.prep.engines import Check, Outcome, R, T
 from clipmill.prep.video.ffmpeg import find_ffmpeg
-from clipmill.prep.video.planning import chunk_job, make_plan
+from clipmill.prep.video.plan_inputs import chunk_job, make_plan
 from clipmill.prep.video.recipe import Recipe, resolve
 from clipmill.prep.video.worker import ShardTask, make_shard
 from clipmill.shards.commits import commit_path

@@ -51,9 +51,7 @@ def work(task: Task) -> tuple[int, int]:
     return task.number, worker
 
 
-@pytest.mark.parametrize(
-    "engine", [ProcessEngine(num_workers=2), RayEngine(num_workers=2, address=None, actor_gpus=0)], ids=type
-)
+@pytest.mark.parametrize("engine", [ProcessEngine(num_workers=2), RayEngine(num_workers=2, address=None)], ids=type)
 def test_workers_keep_what_they_loaded_and_outlive_each_other(
     engine: Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

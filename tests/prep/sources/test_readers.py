@@ -22,7 +22,7 @@ from clipmill.prep.sources import probe_processes
 from clipmill.prep.sources.files import current_fingerprint
 from clipmill.prep.sources.probe import SourceFacts, probe
 from clipmill.prep.video.ffmpeg import find_ffmpeg
-from clipmill.prep.video.planning import Planned, make_plan, with_shots
+from clipmill.prep.video.plan_inputs import Planned, make_plan, with_shots
 from clipmill.prep.video.recipe import Recipe, resolve
 from clipmill.shards.reader import Variant
 from tests.conftest import ROOT

@@ -11,7 +11,7 @@ from clipmill.prep.engines import choice
 from clipmill.prep.sources.access import source_fingerprint
 from clipmill.prep.sources.shot_table import SHOTS, ShotTask, detect_shots, read_shots
 from clipmill.prep.sources.table import PROBES
-from clipmill.prep.video.planning import chunk_job, make_plan, with_shots
+from clipmill.prep.video.plan_inputs import chunk_job, make_plan, with_shots
 from clipmill.prep.video.recipe import Recipe, resolve
 from clipmill.prep.video.shots import detector_key, shots_of
 from tests.conftest import ROOT
@@ -62,7 +62,7 @@ def test_a_lasting_failure_is_stored_and_tried_again_on_request_only(tmp_path: P
 KILLED = """
 import os, signal, sys
 from pathlib import Path
-from clipmill.prep.video.planning import make_plan, with_shots
+from clipmill.prep.video.plan_inputs import make_plan, with_shots
 from tests.prep.scenes import RECIPE, Here
 
 class Killed(Here):

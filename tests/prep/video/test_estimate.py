@@ -14,7 +14,7 @@ from clipmill.prep.video.estimate import Estimate, estimate, estimate_lines, wit
 from clipmill.prep.video.ffmpeg import find_ffmpeg
 from clipmill.prep.video.plan import Workload
 from clipmill.prep.video.recipe import Recipe
-from clipmill.prep.video.trial import Trial, factor_range
+from clipmill.prep.video.trial import EncodeTrial, factor_range
 from tests.prep.running import Ran
 
 Prep = Callable[..., Ran]
@@ -78,7 +78,9 @@ def test_an_estimate_is_scaled_by_what_the_trials_cost() -> None:
     work = workload()
     plain = estimate(work, settings=SETTINGS)
     per_s, bytes_per_s = plain.core_hours * 3600 / work.seconds.sum(), plain.size_bytes / work.seconds.sum()
-    trials = [Trial(row, core_s=factor * per_s, size_bytes=factor * bytes_per_s) for row, factor in ((0, 2), (1, 4))]
+    trials = [
+        EncodeTrial(row, core_s=factor * per_s, size_bytes=factor * bytes_per_s) for row, factor in ((0, 2), (1, 4))
+    ]
     found = estimate(work, trials, settings=SETTINGS)
     assert found.core_hours == pytest.approx(3 * plain.core_hours) and found.num_trials == 2
     assert found.core_hours_range == pytest.approx((2 * plain.core_hours, 4 * plain.core_hours))

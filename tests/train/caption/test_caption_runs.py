@@ -285,7 +285,7 @@ def test_a_decoder_that_has_only_read_gets_new_cross_attention(
         (("--towers.heads", "3"), "--towers.width is 128, which 3 heads cannot share"),
         (("--towers.patch-px", "9"), "--size-px is 32"),
         (("--freeze", "encoder", "decoder"), "leaves nothing to train"),
-        (("--captions.min-relevancy", "0.5"), "a captioner must not say"),
+        (("--captions.min-relevancy", "0.5"), "which do not describe the clip"),
         (("--evaluate.every", "1", "--evaluate.split", "test"), "no videos of split 'test'"),
         (("--input", "latents"), "--input"),
         (("--decoding.max-tokens", "30"), "--decoding.max-tokens is 30, and the decoder's context has 12 tokens"),

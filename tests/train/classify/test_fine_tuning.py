@@ -100,7 +100,7 @@ def test_a_classifier_is_what_its_masked_autoencoder_was_and_learns_with_the_who
     larger = words(*TINY, *STEPS, *still, "--size-px", 64, "--init.weights", first)
     assert train("classify", *larger, "--out", tmp_path / "larger") == 0
     printed = capsys.readouterr().out
-    assert "the number of its cube in pictures of 32 px" in printed and "(--size-px 32 has theirs)" in printed
+    assert "their positions are cube indices in frames of 32 px" in printed and "(--size-px 32 keeps theirs)" in printed
 
     for mistake, message in (
         (("--init.weights", first, "--towers.kind", "clip"), "the weights are of a tower as VideoMAE's (videomae)"),
@@ -108,8 +108,8 @@ def test_a_classifier_is_what_its_masked_autoencoder_was_and_learns_with_the_who
         (("--init.weights", first, "--num-frames", 3), "--num-frames 3 cannot be cut into cubes of 2 frames"),
         (("--init.weights", first, "--towers.tubelet", 4), "use --towers.tubelet 2, the frames of a cube"),
         (("--repeats", 0), "--repeats is 0"),
-        (("--input", "latents", "--augment.flip", 0.5), "--augment.flip changes pictures"),
-        (("--input", "latents", "--repeats", 2), "--repeats is 2, and latents have no decoding"),
+        (("--input", "latents", "--augment.flip", 0.5), "--augment.flip applies to frames in pixels"),
+        (("--input", "latents", "--repeats", 2), "--repeats is 2, but latents are not decoded"),
     ):
         assert train("classify", *words(*TINY, *STEPS, *still, *mistake), "--out", tmp_path / "none") == 2
         assert message in capsys.readouterr().err
@@ -161,7 +161,7 @@ def test_latents_are_classified_as_their_masked_autoencoder_saw_them(
     result = json.loads(capsys.readouterr().out)
     assert result["num_samples"] == 3 and "8 frames of latents of a segment of 5s, in a row" in result["clip"]
     assert train("eval", "classification", second, "--clips", 5) == 2
-    assert "5 clips x 1 crops are looks at pictures, and latents are none" in capsys.readouterr().err
+    assert "5 clips x 1 crops apply to frames in pixels, not to latents" in capsys.readouterr().err
     assert train("classify", *words(*few, "--num-frames", 40), "--out", tmp_path / "none") == 2
     assert "--num-frames 40: a segment of 5s has 20 frames" in capsys.readouterr().err
 

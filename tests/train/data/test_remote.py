@@ -113,7 +113,7 @@ def test_a_commit_that_went_away_goes_away_here(served: HttpFolder, tmp_path: Pa
 @pytest.mark.parametrize(
     ("address", "said"),
     [
-        ("{served}/nothing", "is no data folder"),
+        ("{served}/nothing", "is not a data folder"),
         ("nosuchthing://bucket/data", "are not supported"),
         ("s3:///data", "is incomplete"),
     ],

@@ -180,7 +180,7 @@ def test_a_cache_that_is_too_small_for_a_tar_is_the_users_mistake(bucket: str, t
 def test_buckets_that_are_not_there_or_refuse_are_the_users_mistake(s3: S3Server, bucket: str, tmp_path: Path) -> None:
     with pytest.raises(UserError, match="does not exist"):
         open_set("s3://no-such-bucket-anywhere/data", tmp_path)
-    with pytest.raises(UserError, match=r"is no data folder: .*dataset\.json is not there"):
+    with pytest.raises(UserError, match=r"is not a data folder: .*dataset\.json is missing"):
         open_set(f"{bucket}/data", tmp_path)
     s3.require_known_users()
     try:

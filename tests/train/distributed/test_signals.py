@@ -55,7 +55,7 @@ def test_a_run_that_is_stopped_and_then_loses_a_rank_goes_on_by_one_process(colu
     assert [status for status, _ in ends] == [143, 143], said
     (stopped_at,) = all_checkpoints(checkpoints)
     assert stopped_at == read_lines(metrics)[-1]["step"]
-    assert all(f"stopped: step {stopped_at} is saved, go on with --resume" in one for one in said)
+    assert all(f"stopped: step {stopped_at} is saved, continue with --resume" in one for one in said)
 
     first, second = fork_ranks(run_command, *command, "--resume", size=2, folder=tmp_path)
     wait_for(metrics, num_lines=stopped_at + 20, runs=second.process.is_alive)

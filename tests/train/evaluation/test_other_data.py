@@ -211,7 +211,7 @@ def test_what_names_data() -> None:
         f"c={Path.cwd()}/a@b/c@held-out",
     )
     assert kept.from_anywhere() == kept and EvaluationSettings().from_anywhere() == EvaluationSettings()
-    with pytest.raises(UserError, match="this task has a single one"):
+    with pytest.raises(UserError, match="this task has only one"):
         EvaluationSettings(every=1, shards=("a=x@val:vatex",))
 
 

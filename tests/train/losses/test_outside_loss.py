@@ -136,7 +136,7 @@ def test_a_name_that_nobody_registered_or_that_is_taken_is_refused() -> None:
 
 @pytest.mark.usefixtures("_registered")
 def test_a_setting_that_its_row_does_not_name_is_refused() -> None:
-    with pytest.raises(UserError, match="decoupled has no use for it"):
+    with pytest.raises(UserError, match="decoupled does not use it"):
         Loss(kind="decoupled", margin=0.1)
 
 

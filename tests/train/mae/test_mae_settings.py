@@ -67,7 +67,7 @@ def test_the_learning_rate_grows_with_the_batch() -> None:
         (("--repeat", "masks"), "--samples-per-chunk is 1", "--samples-per-chunk 2"),
         (("--decoder-mask", "running-cell", "--decoder-mask-ratio", 0.3), "--decoder-mask-ratio is 0.3", "0.25, 0.5"),
         (("--decoder-mask", "random", "--decoder-mask-ratio", 0), "--decoder-mask-ratio is 0", "more than 0"),
-        (("--augment.erase", 0.25), "noise is nothing to reconstruct", "leave it out"),
+        (("--augment.erase", 0.25), "noise in erased boxes cannot be reconstructed", "leave it out"),
         (("--decoder-depth", 0), "--decoder-depth is 0", "from 1 to"),
         (("--optimizer.lr-batch", 0), "--optimizer.lr-batch is 0", "from 1 to"),
         (("--best", "val/x", "--evaluate.every", 1, "--evaluate.labels", "shape"), "--best val/x", "shape_knn_top1"),

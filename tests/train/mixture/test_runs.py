@@ -82,7 +82,7 @@ def test_the_best_checkpoint_is_chosen_by_a_metric_of_one_folder(
     words = ("dual-encoder", *shards(near, far), *SMALL, *STEPS, "--evaluate.every", 1, "--out", tmp_path / "run")
     assert train(*words, "--best", "val/text_to_video_r5") == 2
     error, hint = two_lines(capsys)
-    assert "--best val/text_to_video_r5 is no number of the evaluation" in error and BEST[1] in hint
+    assert "--best val/text_to_video_r5 is not a metric of the evaluation" in error and BEST[1] in hint
 
 
 def test_a_run_that_is_killed_ends_with_the_same_weights(train: Train, finished: Path, tmp_path: Path) -> None:

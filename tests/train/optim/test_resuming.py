@@ -46,7 +46,7 @@ def test_a_run_goes_on_with_moments_averages_and_scale(
 
     with monkeypatch.context() as patch:
         patch.setattr(Progress, "log", stop)
-        with pytest.raises(KeyboardInterrupt, match=r"train --resume --out .*broken goes on from"):
+        with pytest.raises(KeyboardInterrupt, match=r"train --resume --out .*broken continues from"):
             train_plane(broken, settings(broken.path, **chosen))
     train_plane(broken, settings(broken.path, **chosen))
     expected = weights(whole)

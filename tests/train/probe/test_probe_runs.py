@@ -150,7 +150,7 @@ def test_a_mistake_in_the_loops_probe_leaves_no_run_behind(
         ((), "--evaluate.labels is missing: the label to predict from frozen features"),
         (("--evaluate.labels", "mood"), "no column label_mood"),
         (("--evaluate.labels", "verb", "--evaluate.max-bank", 10), "20 neighbours are to vote"),
-        (("--evaluate.labels", "verb", "--best", "val/noun_knn_top1"), "--best val/noun_knn_top1 is no number"),
+        (("--evaluate.labels", "verb", "--best", "val/noun_knn_top1"), "--best val/noun_knn_top1 is not a metric"),
     ):
         assert train("mae", "--shards", moving, "--out", tmp_path / "run", *PIXELS, *MASKED, *every, *flags) == 2
         assert message in capsys.readouterr().err
@@ -188,7 +188,7 @@ def test_classes_that_the_bank_lacks_are_counted_and_one_class_is_nothing_to_lea
         assert (one["num_classes"], one["num_unseen"], one["num_unseen_classes"]) == (4, 3, 2)
         assert one["found"]["top1"] <= 0.25
     assert train("eval", "probe", run, *few) == 0
-    assert "3 clips of 2 classes of class that the bank lacks: never right" in capsys.readouterr().out
+    assert "3 clips of 2 classes of class without a clip in the bank: always wrong" in capsys.readouterr().out
 
     write_captions(tmp_path, videos, [*captions("a", "p", "p"), *captions("b", "p", "q")])
     assert train("eval", "probe", run, *few) == 2

@@ -144,14 +144,14 @@ def test_what_the_user_said_goes_before_the_weights_and_is_said(tmp_path: Path) 
     path = write_avion(tmp_path / "avion.pt")
     settings = settings_from(path, said.append, towers=Towers(activation="quick_gelu"))
     assert (settings.towers.activation, settings.towers.video_norm_eps) == ("quick_gelu", 1e-6)
-    assert "weights: they were trained with gelu, and --towers.activation is quick_gelu: that is used" in said
+    assert "weights: they were trained with gelu, but --towers.activation is quick_gelu, which is used" in said
 
 
 def test_weights_that_say_no_activation_are_remarked_on(tmp_path: Path) -> None:
     said: list[str] = []
     settings = settings_from(write_open_clip(tmp_path / "w.safetensors"), said.append)
     assert settings.towers.activation is None
-    assert any("do not say which activation" in line for line in said)
+    assert any("their activation is not recorded" in line for line in said)
 
 
 def test_the_temperature_is_handed_over_where_it_means_the_same(tmp_path: Path) -> None:

@@ -201,8 +201,8 @@ def test_a_pre_training_without_a_last_norm_is_remarked_on(folder: Path, tmp_pat
     hf_autoencoder(use_mean_pooling=True, norm_pix_loss=False).save_pretrained(tmp_path)
     source = opened(tmp_path)
     assert [remark.partition(" (")[0] for remark in source.facts.remarks] == [
-        "they were pre-trained without a layer norm behind the encoder",
-        "they were pre-trained towards pixels as they are",
+        "they were pre-trained without a layer norm after the encoder",
+        "they were pre-trained to predict unnormalised pixels",
     ]
     assert not any("train mae" in remark for remark in source.facts.remarks)  # it may be another command
     with pytest.raises(UserError, match=r"2 missing \(video.ln_post.weight, video.ln_post.bias\)"):

@@ -218,7 +218,7 @@ def _half(rectangle: Rectangle) -> Rectangle:
 
 
 def crop_clip_in_graph(frames: "Sequence[av.VideoFrame]", rectangle: Rectangle, *, size_px: int) -> Planes:
-    """The same in libav's filter graph, as AVION's decoder does it (swscale, bilinear); for comparisons."""
+    """Crop and resize frames in libav's filter graph, as AVION's decoder does (swscale, bilinear); for comparisons."""
     from av.filter import Graph
 
     graph = Graph()

@@ -1,4 +1,4 @@
-"""Which captions a segment can be shown with: those of its video whose span overlaps it.
+"""The captions of a segment: those of its video whose span overlaps it.
 
 Captions may need stored embeddings; captions without one are then excluded. Everything is arrays: a pair of segment and
 caption takes four bytes, a caption up to twelve, a segment eight; if a segment has captions of several sources, each of

@@ -189,7 +189,7 @@ class LatentLoader(BatchLoader):
             yield from self._read(chosen, chosen, seed=None)
 
     def span_us(self, samples: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Begin and end of the samples' segments in their videos, microseconds."""
+        """Start and end of the samples' segments in their videos, microseconds."""
         return times_us(self.samples.records, self.samples.segments, self.samples.segment_of(samples))
 
     def texts_of(self, caption_id: NDArray[np.int64]) -> list[str]:
@@ -270,7 +270,7 @@ class CaptionedLatents(LatentLoader):
         self._texts.require_different(captions.caption_id, split=self.split)
 
     def span_s(self, sample: int) -> tuple[float, float]:
-        """Begin and end of the segment in its video, seconds."""
+        """Start and end of the segment in its video, seconds."""
         begin_us, end_us = self.span_us(np.array([sample]))
         return float(begin_us[0]) / 1e6, float(end_us[0]) / 1e6
 

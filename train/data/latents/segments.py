@@ -199,7 +199,7 @@ def cut(records: LatentRecords, *, num_frames: int, tails: Tails) -> Segments:
 def times_us(
     records: LatentRecords, segments: Segments, numbers: NDArray[np.int64]
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Begin and end of segments in their videos, microseconds, rounded down; a tail ends with its last frame."""
+    """Start and end of segments in their videos, microseconds, rounded down; a tail ends with its last frame."""
     chunk = segments.chunk_of(numbers)
     begin = (numbers - segments.first[chunk]) * segments.num_frames
     end = np.minimum(begin + segments.num_frames, records.num_frames[chunk])

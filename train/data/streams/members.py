@@ -165,7 +165,7 @@ def _members(source: _Source, limit_of: Callable[[str], int]) -> Iterator[Member
         try:
             info = tarfile.TarInfo.frombuf(block, "utf-8", "surrogateescape")
         except tarfile.HeaderError as error:
-            raise source.broken("what follows is no member") from error
+            raise source.broken("what follows is not a tar member") from error
         if info.size < 0:
             raise source.broken("a member has a negative size")
         if info.type in (tarfile.GNUTYPE_LONGNAME, *_PAX):

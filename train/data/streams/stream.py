@@ -127,7 +127,7 @@ class VideoStream(BatchLoader):
         return self._shown[sample].key
 
     def span_s(self, sample: int) -> tuple[float, float]:
-        """Begin and end of such a clip in its file, seconds."""
+        """Start and end of such a clip in its file, seconds."""
         clip = self._shown[sample]
         return clip.begin_us / US_PER_S, float("inf") if clip.end_us is None else clip.end_us / US_PER_S
 

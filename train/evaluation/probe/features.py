@@ -97,7 +97,7 @@ def gathered(found: ClipFeatures, world: World) -> ClipFeatures:
     num_failed = int(world.gather(torch.tensor([found.num_failed], device=sample_N.device)).sum())
     if not len(sample_N):
         detail = f"; the first: {found.failed[0].detail}" if found.failed else ""
-        raise FailedWork(f"none of the {num_failed} samples to probe could be had{detail}")
+        raise FailedWork(f"none of the {num_failed} samples to probe could be decoded{detail}")
     order = sample_N.argsort()
     rows = tuple(gather_uneven(its, world)[order] for its in found.of_tower)
     return replace(found, of_tower=rows, sample=sample_N[order], num_failed=num_failed)

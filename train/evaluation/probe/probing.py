@@ -111,7 +111,7 @@ def _probe(
     num_there = len(bank_label_M.unique())
     if not len(label_N) or num_there < 2:
         raise FailedWork(
-            f"of label {its.label}, {len(label_N)} clips to score and {num_there} classes to learn from could be had"
+            f"label {its.label}: only {len(label_N)} clips to score and {num_there} training classes could be decoded"
         )
     l2 = gradient = None
     if method == "knn":

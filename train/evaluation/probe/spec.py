@@ -33,7 +33,7 @@ class ProbeFlags(Checked):
     """Number of neighbours (k)."""
 
     def rules(self) -> Iterator[UserError]:
-        """Something predicts, and nothing is named twice."""
+        """Yields missing or repeated labels and methods."""
         yield from named_once("--label", self.label)
         yield from named_once("--method", self.method, known=METHODS)
 
@@ -60,7 +60,7 @@ def probe_table(result: dict[str, Any]) -> Table:
             left_out.append(
                 f"{counted(one['num_unseen'], 'clip')} of "
                 f"{counted(one['num_unseen_classes'], 'class', 'classes')} of {one['label']} "
-                f"that the bank lacks: never right"
+                f"without a clip in the bank: always wrong"
             )
     sizes = "; ".join(dict.fromkeys(left_out))
     protocol = protocol_of(

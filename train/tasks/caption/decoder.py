@@ -88,7 +88,9 @@ def open_decoder(settings: DecoderSettings, texts: Iterable[str], *, say: Say) -
     tensors = {name: one for name, one in found.converted.tensors.items() if name.startswith("decoder.")}
     hint = "name the tokenizer of the decoder, or leave --decoder.tokenizer out"
     if settings.tokenizer is None:
-        hint = f"the tokenizer is that of {folder}: name the decoder's own with --decoder.tokenizer, or mend the folder"
+        hint = (
+            f"the tokenizer is that of {folder}: name the decoder's own with --decoder.tokenizer, or repair the folder"
+        )
     return DecoderParts(
         tokenizer=tokenizer, size=found.config.decoder, tensors=tensors, source=str(settings.weights), hint=hint
     )
@@ -162,9 +164,9 @@ def decoder_folder(wanted: str, *, say: Say) -> Path:
         return Path(snapshot_download(wanted, allow_patterns=_FILES))
     except (OSError, HfHubHTTPError, HFValidationError) as error:
         raise UserError(
-            f"there is no folder {wanted}, and nothing of that name in Hugging Face's cache or to be had: "
+            f"there is no folder {wanted}, and no model of that name in Hugging Face's cache or to download: "
             f"{str(error).splitlines()[0]}",
-            hint="is there a network? On a machine with one, fill the cache; or name a folder with GPT-2's files",
+            hint="check the network, fill the cache on a machine that has one, or name a folder with GPT-2's files",
         ) from error
 
 
@@ -269,6 +271,6 @@ def decoder_size_of(run: RunFolder) -> Gpt2Size:
         return Gpt2Size(trunk=trunk, vocabulary_size=facts["vocabulary"], context_length=facts["context"])
     except (KeyError, TypeError) as error:
         raise UserError(
-            f"{run.facts} names no decoder: {run.path} is no run of train caption",
+            f"{run.facts} names no decoder: {run.path} is not a run of train caption",
             hint="other runs are scored by other commands: train eval --help",
         ) from error

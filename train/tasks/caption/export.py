@@ -52,7 +52,7 @@ def adopted_captioner(source: Source, path: Path, *, say: Say) -> Adopted | None
             hint="name the folder that save_pretrained or train export wrote",
         )
     video = caption_config_of(config, source=str(path)).video
-    assert video is not None  # a decoder alone is no captioner's weights
+    assert video is not None  # a decoder alone does not make a captioner
     trunk = video.size.trunk
     with deferred_checks():  # which are about --model
         settings = CaptionerSettings(
@@ -127,7 +127,7 @@ def save_hf(
         decoding: as `generate` decodes by default; transformers' own defaults when left out.
 
     Raises:
-        UserError: the video tower is no TimeSformer.
+        UserError: the video tower is not a TimeSformer.
     """
     tower, decoder = captioner.video, captioner.decoder
     if not isinstance(tower, TimeSformer):

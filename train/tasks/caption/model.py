@@ -178,12 +178,12 @@ def _resized_embeddings(
 ) -> dict[str, torch.Tensor]:
     """A TimeSformer's position and time embeddings, resized to other clips by nearest neighbours as in transformers."""
     fitted = dict(tensors)
-    for name, what in ((_POSITIONS, "places"), (_TIMES, "times")):
+    for name, what in ((_POSITIONS, "positional"), (_TIMES, "temporal")):
         if name not in tensors:
             continue
         wanted = len(tower.positional_embedding if name == _POSITIONS else tower.temporal_embedding)
         if len(tensors[name]) != wanted:
-            say(f"weights: {len(tensors[name])} {what} become {wanted}, each the nearest one")
+            say(f"weights: {what} embeddings resized from {len(tensors[name])} to {wanted} (nearest)")
             resize = nearest_times if name == _TIMES else (lambda old, count: nearest_places(old, count - 1))
             fitted[name] = resize(tensors[name], wanted)
     return fitted

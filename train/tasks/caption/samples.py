@@ -1,4 +1,4 @@
-"""The set of (clip, captions) samples of one split for a captioner: it says captions, and is not shown one of them.
+"""The set of (clip, captions) samples of one split for a captioner: captions are targets, not inputs.
 
 Shape suffixes: K captions of a visit, L tokens.
 """
@@ -48,7 +48,7 @@ class CaptionedClips(VideoCaptions):
 
     @cached_property
     def tokenizer(self) -> CaptionTokenizer:
-        """Of the targets; made when it is first asked for, as it may depend on the captions of several sets."""
+        """The tokenizer of the targets; created on first use, since it may depend on the captions of several sets."""
         return self._make_tokenizer(self.all_texts())
 
     @cached_property
@@ -57,11 +57,11 @@ class CaptionedClips(VideoCaptions):
 
     @cached_property
     def _order_sha256(self) -> str:
-        """Of what decides which sample stands where, and what a word is in tokens."""
+        """Hash of the order of samples, of their captions and of the tokenizer."""
         return hashlib.sha256(super()._order_sha256.encode() + self.tokenizer.as_json()).hexdigest()
 
     def describe(self) -> str:
-        """One line: captions that are used, and those that are not, by reason; and those that are cut."""
+        """One line for the log: captions used and excluded, by reason, and truncated ones."""
         described = super().describe()
         # The set describes itself before it is whole, where nothing can be shown.
         num_cut = self._num_cut if len(self) else 0
@@ -81,7 +81,7 @@ class CaptionedClips(VideoCaptions):
         sample["targets"] = targets_KL
 
     def _drawn(self, request: SampleRequest) -> list[int]:
-        """Places of the captions that a visit has, in their order."""
+        """Entries of the captions that a visit shows, in order."""
         choice = self.captions.choice
         entries = choice.entries(request.sample)
         if request.seed is None or len(entries) <= self._per_visit:

@@ -56,7 +56,7 @@ class DecodingSettings(Checked):
     """sample: random seed, combined with the index of the clip."""
 
     def rules(self) -> Iterator[UserError]:
-        """A caption may have some length."""
+        """Yields a minimum length that leaves no room for a caption."""
         # How long captions may be if nothing is said depends on the decoder: see `within`.
         if self.max_tokens is not None and self.min_tokens >= self.max_tokens:
             yield UserError(
@@ -69,7 +69,7 @@ Decoding = TypeVar("Decoding", bound=DecodingSettings)
 
 
 def temperature_of(settings: DecodingSettings) -> float:
-    """What logits are divided by."""
+    """The temperature, by which logits are divided."""
     return _TEMPERATURE if settings.temperature is None else settings.temperature
 
 
@@ -84,18 +84,19 @@ def length_penalty_of(settings: DecodingSettings) -> float:
 
 
 def max_tokens_of(settings: DecodingSettings) -> int:
-    """Tokens of a caption at most, where the decoder's context has as many."""
+    """Maximum number of tokens of a caption, before the decoder's context limits it."""
     return _MAX_TOKENS if settings.max_tokens is None else settings.max_tokens
 
 
 def within(settings: Decoding, context_length: int, *, is_of_run: bool = False) -> Decoding:
-    """The same for a decoder whose texts have at most so many tokens, with `max_tokens` as a number.
+    """Limit decoding to the context of a decoder; `max_tokens` of the result is a number.
 
     Args:
-        is_of_run: they were saved with a run; runs of before have a default of 30 there, which nobody asked for.
+        is_of_run: the settings were saved with a run. Old runs saved a default of 30, which is reduced without an
+        error.
 
     Raises:
-        UserError: a limit that was asked for is beyond them.
+        UserError: a limit that the user set exceeds the context.
     """
     least_flag, most_flag = settings.flag("min_tokens"), settings.flag("max_tokens")
     if is_of_run and settings.max_tokens == _MAX_TOKENS:
@@ -184,7 +185,7 @@ class DecoderSettings(Checked):
     """Dropout probability of embeddings and residual branches."""
 
     def rules(self) -> Iterator[UserError]:
-        """Weights have a size of their own."""
+        """Yields a size beside pretrained weights, which have their own."""
         for name in ("width", "depth", "heads"):
             if self.weights is not None and getattr(self, name) is not None:
                 yield UserError(
@@ -236,11 +237,11 @@ class CaptionerSettings(ClipSettings):
         return ("video", "decoder")
 
     def rules(self) -> Iterator[UserError]:
-        """Captions are the clip's own, patches fill a frame, and something is trained."""
+        """Yields captions of other clips, patches that do not fill a frame, and settings that train nothing."""
         yield from super().rules()
         if self.captions.min_relevancy is not None:
             yield UserError(
-                "--captions.min-relevancy draws captions of other clips, which a captioner must not say",
+                "--captions.min-relevancy draws captions of other clips, which do not describe the clip",
                 hint="leave it out",
             )
         patch_px = self.towers.patch_px or PATCH_PX[self.model]
@@ -274,7 +275,7 @@ def has_captioner(folder: Path) -> bool:
 
 
 def _value(path: Path, name: str) -> object:
-    """Nothing where the file is not there or damaged: whoever needs it says so."""
+    """Empty if the file is missing or damaged; the code that needs it reports that."""
     try:
         found = parse_json(path.read_bytes())
     except (OSError, ValueError):

@@ -26,7 +26,7 @@ NO_TOKEN = -100
 
 
 class CaptionTokenizer:
-    """A byte-level BPE: every text has tokens, and the tokens have that text again.
+    """A byte-level BPE: every text has tokens, from which it can be restored.
 
     Attributes:
         end_id: the token before the first and behind the last one of a caption.
@@ -44,7 +44,7 @@ class CaptionTokenizer:
         self.vocabulary_size: int = tokenizer.get_vocab_size()
 
     def ids(self, text: str) -> list[int]:
-        """The tokens of a caption, without an end."""
+        """The tokens of a caption, without the end token."""
         found: list[int] = self._tokenizer.encode(one_line(text), add_special_tokens=False).ids
         return found
 
@@ -59,14 +59,14 @@ class CaptionTokenizer:
         return targets
 
     def text(self, ids: Sequence[int]) -> str:
-        """The words of tokens up to the first end, in one line; bytes that are no UTF-8 become U+FFFD."""
+        """The text of tokens up to the first end token, on one line; bytes that are not UTF-8 become U+FFFD."""
         ids = list(ids)
         if self.end_id in ids:
             ids = ids[: ids.index(self.end_id)]
         return one_line(self._tokenizer.decode(ids, skip_special_tokens=True))
 
     def num_longer(self, texts: Iterable[str], *, max_tokens: int) -> int:
-        """How many captions have no room for all of their tokens and an end."""
+        """Number of captions that do not fit with all of their tokens and the end token."""
         # A token is a byte at least: most captions need not be looked at.
         long = [line for line in map(one_line, texts) if len(line.encode()) >= max_tokens]
         return sum(len(one.ids) >= max_tokens for one in self._tokenizer.encode_batch(long, add_special_tokens=False))
@@ -116,7 +116,7 @@ def read_tokenizer(folder: Path, *, hint: str | None = None) -> CaptionTokenizer
     """The tokenizer in a folder: tokenizer.json, or GPT-2's vocab.json and merges.txt.
 
     Args:
-        hint: what to do where it is missing or damaged, if not what is done with a folder from elsewhere.
+        hint: replaces the hint of errors about a missing or damaged tokenizer.
 
     Raises:
         UserError: there is none, it is damaged, or it has no token for the end of a text.

@@ -179,7 +179,7 @@ def score_classifier(
     """Score a model in evaluation mode on this rank's part of a split; all ranks call it.
 
     Args:
-        inputs: clips [B, C, T, H, W] of a batch, the with the frames of all views one after another.
+        inputs: clips [B, C, T, H, W] of a batch, with the frames of all views one after another.
 
     Raises:
         FailedWork: nothing could be decoded, or logits are not finite.
@@ -291,13 +291,13 @@ def read_run_classes(run: RunFolder) -> ClassList:
     """The classes that a run was trained on.
 
     Raises:
-        UserError: it is no run of `train classify`.
+        UserError: it is not a run of `train classify`.
     """
     try:
         facts = run.require_facts()
         return ClassList(facts["classes"]["label"], tuple(facts["classes"]["names"]))
     except (KeyError, TypeError) as error:
         raise UserError(
-            f"{run.facts} names no classes: {run.path} is no run of train classify",
+            f"{run.facts} names no classes: {run.path} is not a run of train classify",
             hint="other runs are scored by other commands: train eval --help",
         ) from error

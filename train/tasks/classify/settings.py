@@ -60,10 +60,12 @@ class ClassifySettings(ClipSettings):
     evaluate: Annotated[ClassEvaluation, groups.EVALUATION] = field(default_factory=ClassEvaluation)
 
     def rules(self) -> Iterator[UserError]:
-        """The input suits the tower, and what is done to clips suits the input."""
+        """Yields towers that do not suit the input, and augmentation that does not apply to it."""
         yield from super().rules()
         if self.towers.kind == "timesformer":
-            yield UserError("--towers.kind is timesformer, and train caption alone has it", hint="use clip or videomae")
+            yield UserError(
+                "--towers.kind is timesformer, which only train caption supports", hint="use clip or videomae"
+            )
         if self.input == "pixels":
             yield from caught(check_picture, self.model, size_px=self.size_px)
         else:
@@ -75,16 +77,16 @@ class ClassifySettings(ClipSettings):
         for one in fields(Augment):
             if getattr(self.augment, one.name) != one.default:
                 yield UserError(
-                    f"{self.augment.flag(one.name)} changes pictures, and latents are none",
+                    f"{self.augment.flag(one.name)} applies to frames in pixels, not to latents",
                     hint="leave it out with --input latents, or use --input pixels",
                 )
         if self.repeats > 1:
             yield UserError(
-                f"--repeats is {self.repeats}, and latents have no decoding that it could save",
+                f"--repeats is {self.repeats}, but latents are not decoded, so that it saves nothing",
                 hint="leave it out with --input latents",
             )
         if self.sampling == "lavila":
             yield UserError(
-                "--sampling lavila is a rule for the frames of clips, and segments of latents are none",
+                "--sampling lavila applies to the frames of clips, not to segments of latents",
                 hint="use --sampling uniform, or stride for frames in a row",
             )

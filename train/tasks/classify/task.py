@@ -128,7 +128,7 @@ class ClassifyTask(ClipTask[ClassifySettings, Samples, VideoClassifier]):
         settings = self._settings
         if views is not None and len(views) > 1:
             raise UserError(
-                f"{views.num_clips} clips x {views.num_crops} crops are looks at pictures, and latents are none",
+                f"{views.num_clips} clips x {views.num_crops} crops apply to frames in pixels, not to latents",
                 hint="leave --clips and --crops out with --input latents",
             )
         most = settings.max_segments if split == settings.split else None

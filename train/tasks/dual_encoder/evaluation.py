@@ -57,7 +57,7 @@ class Scorer(Protocol):
         """What is ranked or classified, and what is correct."""
         ...
 
-    def score(self, found: Embeddings, embed_texts: EmbedTexts) -> dict[str, Any]:
+    def score(self, embeddings: Embeddings, embed_texts: EmbedTexts) -> dict[str, Any]:
         """The result as plain values; `embed_texts` gives unit-length embeddings of texts that are not captions."""
         ...
 
@@ -85,16 +85,16 @@ class MirScorer:
     table: MirTable
     definition: str = MIR_PROTOCOL
 
-    def score(self, found: Embeddings, embed_texts: EmbedTexts) -> dict[str, Any]:
-        return self.result(self.match(found, embed_texts))
+    def score(self, embeddings: Embeddings, embed_texts: EmbedTexts) -> dict[str, Any]:
+        return self.result(self.match(embeddings, embed_texts))
 
-    def match(self, found: Embeddings, embed_texts: EmbedTexts) -> "MirMatch":
+    def match(self, embeddings: Embeddings, embed_texts: EmbedTexts) -> "MirMatch":
         """Clips that have a row in the relevancy, and all sentences."""
         table = self.table
-        rows, place = table.rows_shown(found.caption_id)
+        rows, place = table.rows_shown(embeddings.caption_id)
         if not len(rows):
             raise FailedWork("none of the clips that could be decoded has a row in the relevancy")
-        similarity = found.video[place] @ embed_texts(table.sentences).T
+        similarity = embeddings.video[place] @ embed_texts(table.sentences).T
         return MirMatch(similarity, table.relevancy.take(rows, np.arange(len(table.sentences))), place)
 
     def result(self, match: "MirMatch") -> dict[str, Any]:
@@ -131,15 +131,15 @@ class ZeroShotScorer:
     classes: ClassPrompts
     definition: str = PROTOCOL
 
-    def score(self, found: Embeddings, embed_texts: EmbedTexts) -> dict[str, Any]:
+    def score(self, embeddings: Embeddings, embed_texts: EmbedTexts) -> dict[str, Any]:
         classes = self.classes
-        has_class = np.isin(found.caption_id, classes.caption_ids)
+        has_class = np.isin(embeddings.caption_id, classes.caption_ids)
         if not has_class.any():
             raise FailedWork("none of the clips that could be decoded has a class")
-        class_of_clip = classes.class_of_N[np.searchsorted(classes.caption_ids, found.caption_id[has_class])]
+        class_of_clip = classes.class_of_N[np.searchsorted(classes.caption_ids, embeddings.caption_id[has_class])]
         texts, class_of_prompt = classes.prompts()
         embedded = class_embeddings(embed_texts(texts), class_of_prompt)
-        similarity = found.video[has_class] @ embedded.T
+        similarity = embeddings.video[has_class] @ embedded.T
         scores = score_classes(similarity, class_of_clip).as_json()
         by_class = Predictions.of(
             *map(torch.from_numpy, (similarity, class_of_clip)),
@@ -256,9 +256,9 @@ class LoopEvaluation:
         """The protocol's metrics as `<name>/<metric>`, equal on all ranks; collective."""
         batches = self._samples.evaluation_batches(every=self._every)
         own = embed_all(self._task, model, batches, device=self._device)
-        found = gathered(own, world, device=self._device)
-        result = self._scorer.score(found, text_embedder(model, device=self._device))
-        return split_metrics(self._name, self._scorer.metrics(result), num_failed=found.num_failed)
+        embeddings = gathered(own, world, device=self._device)
+        result = self._scorer.score(embeddings, text_embedder(model, device=self._device))
+        return split_metrics(self._name, self._scorer.metrics(result), num_failed=embeddings.num_failed)
 
 
 def open_scorer(wanted: DualEncoderEvaluation, settings: DualEncoderSettings) -> Scorer:
@@ -303,16 +303,16 @@ def score_run(opened: OpenedRun, flags: RetrievalFlags | MirFlags | ZeroShotFlag
     with trained.precision.autocast():
         batches = counted_batches(samples.evaluation_batches(), "embedding", total=samples.num_samples)
         own = embed_all(task, model, batches, device=trained.device, num_clips=num_clips)
-        found = gathered(own, World(), device=trained.device)
+        embeddings = gathered(own, World(), device=trained.device)
         embed = text_embedder(model, device=trained.device)
         if isinstance(scorer, RetrievalScorer):
-            match = scorer.match(found, embed)
-            values, ranking = scorer.result(match), _ranking(match, found, samples)
+            match = scorer.match(embeddings, embed)
+            values, ranking = scorer.result(match), _ranking(match, embeddings, samples)
         elif isinstance(scorer, MirScorer):
-            ranked = scorer.match(found, embed)
-            values, ranking = scorer.result(ranked), scorer.ranking(ranked, found.samples)
+            ranked = scorer.match(embeddings, embed)
+            values, ranking = scorer.result(ranked), scorer.ranking(ranked, embeddings.samples)
         else:
-            values = scorer.score(found, embed)
+            values = scorer.score(embeddings, embed)
     if ranking is not None:
         player = open_player(settings, split=wanted.split)
         examples = retrieval_examples(ranking, samples, num_frames=settings.num_frames, player=player)
@@ -322,13 +322,13 @@ def score_run(opened: OpenedRun, flags: RetrievalFlags | MirFlags | ZeroShotFlag
         samples=samples,
         clip=describe_clip(settings, views=Views(num_clips=num_clips), mean_of="embeddings"),
         values={"split": samples.split, **values},
-        failed=found.failed,
+        failed=embeddings.failed,
     )
 
 
-def _ranking(match: Match, found: Embeddings, samples: PicturedSamples) -> Ranking:
+def _ranking(match: Match, embeddings: Embeddings, samples: PicturedSamples) -> Ranking:
     """Texts and clips of a protocol, for examples."""
-    sample_N, sample_M = found.samples[match.clip_N], found.samples[match.row_M]
+    sample_N, sample_M = embeddings.samples[match.clip_N], embeddings.samples[match.row_M]
 
     def text(index: int) -> str:
         return samples.text(int(sample_M[index])) if match.texts is None else match.texts[index]

@@ -54,7 +54,8 @@ def load_array_pickle(path: Path) -> NDArray[Any]:
         raise UserError(f"cannot read {path}: {error.strerror}") from error
     except _Refused as error:
         raise UserError(
-            f"{path} asks for {error}, which is refused: loading it could run code, and it is no array of numbers",
+            f"{path} refers to {error}, which is refused: loading it could run code, and an array of numbers does not "
+            "need it",
             hint=_HINT,
         ) from error
     # What a damaged pickle raises is not limited to UnpicklingError (Python's documentation of pickle.load).
@@ -63,7 +64,7 @@ def load_array_pickle(path: Path) -> NDArray[Any]:
         MemoryError,
     ) as error:  # fmt: skip
         raise UserError(
-            f"{path} is no whole pickle of an array: {error or type(error).__name__}", hint=_HINT
+            f"{path} is not a complete pickle of an array: {error or type(error).__name__}", hint=_HINT
         ) from error
 
 

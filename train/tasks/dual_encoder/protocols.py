@@ -196,17 +196,17 @@ class RetrievalScorer:
         num_texts = 0 if self.captions is None else len(self.captions)
         return _missing(PROTOCOLS[self.name], num_videos=num_videos, num_texts=num_texts)
 
-    def score(self, found: Embeddings, embed_texts: EmbedTexts) -> dict[str, Any]:
+    def score(self, embeddings: Embeddings, embed_texts: EmbedTexts) -> dict[str, Any]:
         """The result as plain values."""
-        return self.result(self.match(found, embed_texts))
+        return self.result(self.match(embeddings, embed_texts))
 
-    def match(self, found: Embeddings, embed_texts: EmbedTexts) -> Match:
+    def match(self, embeddings: Embeddings, embed_texts: EmbedTexts) -> Match:
         """Clips and texts of the protocol; raises FailedWork if no clip of it could be decoded."""
         if self.captions is not None:
-            return self._named(self.captions, found, embed_texts)
-        row_M, text_of_N = distinct_texts(found.text_key)
+            return self._named(self.captions, embeddings, embed_texts)
+        row_M, text_of_N = distinct_texts(embeddings.text_key)
         is_right_NM = text_of_N[:, None] == np.arange(len(row_M))
-        return Match(found.video @ found.text[row_M].T, is_right_NM, np.arange(len(found)), row_M)
+        return Match(embeddings.video @ embeddings.text[row_M].T, is_right_NM, np.arange(len(embeddings)), row_M)
 
     def result(self, match: Match) -> dict[str, Any]:
         """The result of a match; that of dual softmax is apart."""
@@ -236,22 +236,22 @@ class RetrievalScorer:
                 metrics[f"{name}_median_rank"] = scored[direction]["median_rank"]
         return metrics
 
-    def _named(self, captions: pa.Table, found: Embeddings, embed_texts: EmbedTexts) -> Match:
+    def _named(self, captions: pa.Table, embeddings: Embeddings, embed_texts: EmbedTexts) -> Match:
         id_M = captions["caption_id"].to_numpy()
         video_M = captions["video_id"].combine_chunks().dictionary_encode().indices.to_numpy()
-        clip_N = np.flatnonzero(np.isin(found.caption_id, id_M))
+        clip_N = np.flatnonzero(np.isin(embeddings.caption_id, id_M))
         if not len(clip_N):
             raise FailedWork(f"none of the clips of the protocol {self.name} could be decoded")
-        own_N = np.searchsorted(id_M, found.caption_id[clip_N])
+        own_N = np.searchsorted(id_M, embeddings.caption_id[clip_N])
         if len(np.unique(video_M)) == len(video_M):
-            shown, text_ME = own_N, found.text[clip_N]
+            shown, text_ME = own_N, embeddings.text[clip_N]
         else:
             shown, text_ME = np.flatnonzero(np.isin(video_M, video_M[own_N])), None
         texts = tuple(captions["text"].take(pa.array(shown)).to_pylist())
         text_ME = embed_texts(texts) if text_ME is None else text_ME
         is_right_NM = video_M[own_N][:, None] == video_M[shown]
         return Match(
-            found.video[clip_N] @ text_ME.T,
+            embeddings.video[clip_N] @ text_ME.T,
             is_right_NM,
             clip_N,
             row_M=clip_N[is_right_NM.argmax(axis=0)],

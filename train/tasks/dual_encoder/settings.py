@@ -48,16 +48,16 @@ class DualEncoderSettings(ClipSettings):
         return ("video",) if self.text_tower == "frozen" else ("video", "text")
 
     def rules(self) -> Iterator[UserError]:
-        """There are negatives, and what is chosen suits the input and the text tower."""
+        """Yields batches without negatives, and settings that do not suit the input or the text tower."""
         yield from super().rules()
         if self.input == "latents" and self.captions.min_relevancy is not None:
             yield UserError(
-                "--captions.min-relevancy draws captions for clips, and segments of latents are none",
+                "--captions.min-relevancy draws captions for clips, not for segments of latents",
                 hint="leave it out, or use --input pixels",
             )
         if self.batch < 2:
             yield UserError(
-                f"--batch is {self.batch}", hint="it must be at least 2: a caption needs others to be told from"
+                f"--batch is {self.batch}", hint="it must be at least 2: a contrastive loss needs negatives"
             )
         if self.input == "pixels":
             yield from caught(check_picture, self.model, size_px=self.size_px)

@@ -50,7 +50,7 @@ def score_run(opened: OpenedRun, wanted: ReconstructionFlags, *, chosen: str = "
     """Reconstruct masked cubes of clips of a split with a run's latest checkpoint.
 
     Args:
-        chosen: why it is this split, if nobody asked for it.
+        chosen: why this split was chosen, if the user named none.
 
     Raises:
         UserError: there are no such clips.
@@ -151,7 +151,7 @@ def _figures(clips: Sequence[ReconstructedClip], samples: Samples, *, num_frames
 
 
 def span_s(samples: Samples, sample: int, *, num_frames: int) -> tuple[float, float]:
-    """Begin and end of the frames of an evaluated clip in its video, in seconds."""
+    """Start and end of the frames of an evaluated clip in its video, in seconds."""
     if isinstance(samples, ChunkClips):
         frames = samples.plan(SampleRequest(sample, sample, None)).frames
         times = [(samples.chunks.table.times(chunk), frame) for chunk, frame in (frames[0], frames[-1])]

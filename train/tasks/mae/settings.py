@@ -57,7 +57,7 @@ class MaeTowers(Towers):
     patch_dropout: Annotated[float, groups.HIDDEN] = 0.0
 
     def rules(self) -> Iterator[UserError]:
-        """What the help leaves out is as it is."""
+        """Yields other values of the settings that the help leaves out."""
         hint = "leave it out: train mae has no other kind of tower"
         if self.kind != "videomae":
             yield UserError(
@@ -111,11 +111,12 @@ class MaeSettings(ClipSettings):
         return ("video", "decoder")
 
     def rules(self) -> Iterator[UserError]:
-        """Something is masked and something is left, and what is chosen goes together."""
+        """Yields masks that leave nothing to see or to predict, and settings that contradict each other."""
         yield from super().rules()
         if self.augment.erase:
             yield UserError(
-                f"--augment.erase is {self.augment.erase}, and noise is nothing to reconstruct", hint="leave it out"
+                f"--augment.erase is {self.augment.erase}, but noise in erased boxes cannot be reconstructed",
+                hint="leave it out",
             )
         if self.decoder_mask == "running-cell" and self.decoder_mask_ratio not in _CELL_RATIOS:
             yield UserError(
@@ -136,7 +137,7 @@ class MaeSettings(ClipSettings):
 
 
 def without_effect(settings: MaeSettings) -> list[str]:
-    """Flags that are set, and that the input which is chosen has no use for."""
+    """Flags that have no effect with the chosen input."""
     defaults, unused = MaeSettings(), _OF_PIXELS if settings.input == "latents" else _OF_LATENTS
     flags = [name.replace("_", "-") for name in unused if getattr(settings, name) != getattr(defaults, name)]
     if settings.input == "latents" and (settings.init.pixel_mean, settings.init.pixel_std) != (None, None):
@@ -145,7 +146,7 @@ def without_effect(settings: MaeSettings) -> list[str]:
 
 
 def check_mask(ratio: float, *, num_places: int) -> None:
-    """Raises a UserError where a mask leaves nothing to see, or nothing to reconstruct, of a moment's cubes."""
+    """Raises a UserError if a mask leaves no cube of a moment visible, or none to reconstruct."""
     num_masked = num_masked_places(ratio, num_places=num_places)
     if 0 < num_masked < num_places:
         return

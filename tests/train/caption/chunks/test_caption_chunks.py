@@ -279,7 +279,7 @@ def test_files_that_are_no_such_table_stay(
     out = tmp_path / "pseudo.parquet"
     out.write_text("mine")
     assert caption(captioner_run, data_dir, out) == 2
-    assert "is no table of train caption-chunks" in capsys.readouterr().err
+    assert "is not a table of train caption-chunks" in capsys.readouterr().err
     (tmp_path / "other.parts").mkdir()
     (tmp_path / "other.parts" / "notes.txt").write_text("mine")
     assert caption(captioner_run, data_dir, tmp_path / "other.parquet") == 2

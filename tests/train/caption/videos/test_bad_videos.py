@@ -82,7 +82,7 @@ def test_what_is_no_video_is_named_and_the_others_are_done(tmp_path: Path, batch
     assert list(ends) == [video.name for video in videos]
     assert ends["empty.mp4"] == "the file is empty"
     assert ends["gone.mp4"] == "there is no such file"
-    assert ends["folder.mp4"] == "it is no file"
+    assert ends["folder.mp4"] == "not a regular file"
     assert "cannot be opened as a video" in (ends["list.m3u8"] or "")
 
 
@@ -191,7 +191,7 @@ def test_times_that_make_no_sense_are_found(tmp_path: Path) -> None:
                 packet.pts = packet.dts = (packet.pts or 0) + 10**11
             target.mux(packet)
     _, ends = captions(tmp_path / "far.mkv")
-    assert "its times make no sense" in (ends["far.mkv"] or "")
+    assert "its timestamps are not plausible" in (ends["far.mkv"] or "")
 
 
 def test_folders_are_searched_by_suffix_and_files_come_once(tmp_path: Path) -> None:

@@ -36,7 +36,7 @@ from clipmill.train.tasks.caption.chunks.request import ChunkCaptionsRequest, Ch
 from clipmill.train.tasks.caption.chunks.table import (
     KIND,
     SCHEMA,
-    Part,
+    CaptionPart,
     failures_path,
     parts_path,
     publish_part,
@@ -53,7 +53,7 @@ _BATCHES_PER_PART = 4
 
 
 @dataclass(frozen=True, kw_only=True)
-class Work:
+class CaptionWork:
     """What is to be captioned.
 
     Attributes:
@@ -68,13 +68,13 @@ class Work:
     plan: dict[str, Any]
 
     @property
-    def parts(self) -> list[Part]:
+    def parts(self) -> list[CaptionPart]:
         """All parts, in the order of the clips."""
         size, count = self.batch * _BATCHES_PER_PART, len(self.samples)
-        return [Part(begin, min(begin + size, count)) for begin in range(0, count, size)]
+        return [CaptionPart(begin, min(begin + size, count)) for begin in range(0, count, size)]
 
 
-def open_work(weights: str, request: ChunkCaptionsRequest, *, say: Say) -> Work:
+def open_work(weights: str, request: ChunkCaptionsRequest, *, say: Say) -> CaptionWork:
     """Open the captioner and the clips.
 
     Raises:
@@ -122,7 +122,7 @@ def open_work(weights: str, request: ChunkCaptionsRequest, *, say: Say) -> Work:
             "clipmill": installed_version("clipmill"),
         },
     }
-    return Work(captioner=captioner, samples=samples, decoding=decoding, batch=request.batch, plan=plan)
+    return CaptionWork(captioner=captioner, samples=samples, decoding=decoding, batch=request.batch, plan=plan)
 
 
 def _chunks_sha256(chunks: ChunkSet) -> str:
@@ -135,7 +135,7 @@ def _chunks_sha256(chunks: ChunkSet) -> str:
     return digest.hexdigest()
 
 
-def caption(work: Work, out: Path, *, world: World, progress: Progress) -> dict[str, Any]:
+def caption(work: CaptionWork, out: Path, *, world: World, progress: Progress) -> dict[str, Any]:
     """Caption what is missing, and publish the table; all ranks call it.
 
     Returns:
@@ -160,7 +160,7 @@ def caption(work: Work, out: Path, *, world: World, progress: Progress) -> dict[
         return world.first(lambda: _finish(work, parts, out))
 
 
-def _begin(work: Work, out: Path, *, held: ExitStack) -> dict[str, Any] | None:
+def _begin(work: CaptionWork, out: Path, *, held: ExitStack) -> dict[str, Any] | None:
     """Lock and prepare the folder of parts; return the metadata of a finished table."""
     parts, record = parts_path(out), read_record(out)
     if record is not None:
@@ -184,14 +184,14 @@ def _begin(work: Work, out: Path, *, held: ExitStack) -> dict[str, Any] | None:
     return None
 
 
-def _finish(work: Work, parts: Sequence[Part], out: Path) -> dict[str, Any]:
+def _finish(work: CaptionWork, parts: Sequence[CaptionPart], out: Path) -> dict[str, Any]:
     record = publish_table(out, parts, plan=work.plan)
     shutil.rmtree(parts_path(out))
     return record
 
 
 def _caption_part(
-    work: Work, part: Part, *, outcomes: Iterator[Sample | FailedSample], ring: BatchRing, out: Path
+    work: CaptionWork, part: CaptionPart, *, outcomes: Iterator[Sample | FailedSample], ring: BatchRing, out: Path
 ) -> int:
     """Caption and publish a part; return the number of clips that failed."""
     tables, failed = [SCHEMA.empty_table()], []
@@ -204,7 +204,7 @@ def _caption_part(
     return len(failed)
 
 
-def _captioned(work: Work, clips: Sequence[Sample], ring: BatchRing) -> pa.Table:
+def _captioned(work: CaptionWork, clips: Sequence[Sample], ring: BatchRing) -> pa.Table:
     """The rows of a batch of clips."""
     spans, chunks, count = work.samples.spans, work.samples.chunks, work.decoding.num_samples or 1
     rows = np.array([clip["position"] for clip in clips])

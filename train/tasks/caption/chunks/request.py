@@ -1,4 +1,4 @@
-"""The flags of `train caption-chunks`, which are passed on whole."""
+"""The flags of `train caption-chunks`."""
 
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -28,7 +28,7 @@ class ChunkDecoding(DecodingSettings):
     top_p: Annotated[float | None, Range(above=0, most=1), Needs("method", ("sample",))] = None
     """sample: nucleus sampling, from the most likely tokens whose probabilities add up to this. Default: 0.9."""
     seed: int = 0
-    """sample: random seed, combined with the key and begin of the clip and the number of the caption."""
+    """sample: random seed, combined with the key and start of the clip and the number of the caption."""
 
     def effective(self) -> "ChunkDecoding":
         """The settings with the defaults of sampling."""

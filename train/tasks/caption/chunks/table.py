@@ -46,7 +46,7 @@ _COUNTS = ("num_clips", "num_captions", "num_empty", "num_failed")
 
 
 @dataclass(frozen=True)
-class Part:
+class CaptionPart:
     """A range of clips that is captioned and published as one file."""
 
     begin: int
@@ -77,16 +77,16 @@ def read_record(out: Path) -> dict[str, Any] | None:
     """The metadata of a finished table, None if there is none.
 
     Raises:
-        UserError: there is something else.
+        UserError: the file is something else.
     """
     if not out.exists():
         return None
     try:
         record = parse_json((pq.read_schema(out).metadata or {})[_METADATA])
         if not isinstance(record, dict) or record["kind"] != KIND:
-            raise ValueError(f"it is no table of {KIND}")
+            raise ValueError(f"not a table of {KIND}")
     except (OSError, ValueError, KeyError) as error:
-        raise UserError(f"{out} exists already, and is no table of train caption-chunks", hint=_OTHER) from error
+        raise UserError(f"{out} exists already, and is not a table of train caption-chunks", hint=_OTHER) from error
     return record
 
 
@@ -109,7 +109,7 @@ def publish_part(path: Path, rows: pa.Table, *, failed: Sequence[FailedSample]) 
         pq.write_table(rows.replace_schema_metadata({_FAILED: lines}), temporary)
 
 
-def publish_table(out: Path, parts: Sequence[Part], *, plan: Mapping[str, Any]) -> dict[str, Any]:
+def publish_table(out: Path, parts: Sequence[CaptionPart], *, plan: Mapping[str, Any]) -> dict[str, Any]:
     """Join the parts and publish the failures and the table, in this order.
 
     Returns:
@@ -139,7 +139,7 @@ def publish_table(out: Path, parts: Sequence[Part], *, plan: Mapping[str, Any]) 
     return record
 
 
-def _groups(parts: Sequence[Part], out: Path) -> Iterator[pa.Table]:
+def _groups(parts: Sequence[CaptionPart], out: Path) -> Iterator[pa.Table]:
     """The rows of all parts in tables of about the same size."""
     waiting: list[pa.Table] = []
     for part in parts:

@@ -9,7 +9,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from clipmill.manifests.progress import Activity, Pace, joined, of
+from clipmill.manifests.progress import Activity, ProgressRate, amount_text, joined
 from clipmill.manifests.quoting import counted
 from clipmill.train.data.frame_sampling import US_PER_S, Sampling
 from clipmill.train.tasks.caption.tokenizer import one_line
@@ -146,7 +146,7 @@ class VideoProgress:
     def __init__(self, *, num_videos: int) -> None:
         self._num_videos, self._num_done, self._num_failed = num_videos, 0, 0
         self._before_us = self._now_us = self._num_windows = 0
-        self._begin_s, self._pace = time.monotonic(), Pace()
+        self._begin_s, self._pace = time.monotonic(), ProgressRate()
         self._activity = Activity("decoding and captioning the first windows")
 
     def __enter__(self) -> Self:
@@ -178,7 +178,7 @@ class VideoProgress:
                 print(f"{shown_name(event.video)}: {event.failure}", file=sys.stderr, flush=True)
         done = self._num_done + share
         self._pace.add(done)
-        shown = of(round(done, 1), self._num_videos, "videos")
+        shown = amount_text(round(done, 1), self._num_videos, "videos")
         self._activity.say(
             lambda: joined(shown, self._speed(), self._pace.left(self._num_videos)),
             what="captioning",

@@ -112,7 +112,9 @@ def read_timing(path: Path) -> VideoTiming:
     if begin is None:
         raise VideoFailed("its video stream has no frames, or they have no times")
     if (end - begin) * unit_us > _LONGEST_S * US_PER_S:
-        raise VideoFailed(f"its times make no sense: it would last {float((end - begin) * unit_us) / US_PER_S:.0f} s")
+        raise VideoFailed(
+            f"its timestamps are not plausible: it would last {float((end - begin) * unit_us) / US_PER_S:.0f} s"
+        )
     mean = Fraction(end - begin, count - 1) if count > 1 else Fraction(0)
     # Earlier frames may be missing, so the average duration is not used for the last frame.
     shown = length or (0 if before is None else end - before) or US_PER_S / (unit_us * (rate or 30))
@@ -127,7 +129,7 @@ def read_timing(path: Path) -> VideoTiming:
 
 
 def frames_of(path: Path, timing: VideoTiming) -> Iterator[TimedFrame]:
-    """The frames of a video in presentation order, decoded once from begin to end.
+    """The frames of a video in presentation order, decoded once from start to end.
 
     Raises:
         VideoFailed: the decoder reports an error, a frame is damaged, or the last ones are missing. Frames before that
@@ -156,15 +158,13 @@ def frames_of(path: Path, timing: VideoTiming) -> Iterator[TimedFrame]:
                 last_us = max(last_us, begin_us)
                 yield TimedFrame(begin_us, frame)
         except (av.FFmpegError, ValueError) as error:
-            where = f"after {float(last_us) / US_PER_S:.2f} s" if num_frames else "from its begin"
+            where = f"after {float(last_us) / US_PER_S:.2f} s" if num_frames else "from the start"
             raise VideoFailed(f"it cannot be decoded {where}: {_reason(error)}") from error
     if not num_frames:
         raise VideoFailed("no frame of it can be decoded")
     if last_us < timing.last_us - _SLACK_S * US_PER_S:
         shown, due = float(last_us) / US_PER_S, timing.last_us / US_PER_S
-        raise VideoFailed(
-            f"frames come out of the decoder until {shown:.2f} s, and there should be some until {due:.2f} s"
-        )
+        raise VideoFailed(f"the last decoded frame is at {shown:.2f} s, but the video has frames until {due:.2f} s")
 
 
 @contextmanager
@@ -174,7 +174,7 @@ def _opened(path: Path) -> "Iterator[tuple[InputContainer, VideoStream]]":
     options = {"format_whitelist": CONTAINERS, "protocol_whitelist": FILE_PROTOCOLS}
     try:
         if not path.is_file():
-            raise VideoFailed("it is no file" if path.exists() else "there is no such file")
+            raise VideoFailed("not a regular file" if path.exists() else "there is no such file")
         if not path.stat().st_size:
             raise VideoFailed("the file is empty")
         container = av.open(os.fspath(path), options=options, metadata_errors="ignore")

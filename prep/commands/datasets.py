@@ -1,4 +1,4 @@
-"""Kinds of datasets that `prep manifest` reads; `BENCHMARKS` lists those of video-text retrieval and action classes."""
+"""Kinds of datasets that `prep manifest` reads; `DATASETS` lists those of video-text retrieval and action classes."""
 
 import importlib
 from dataclasses import dataclass
@@ -34,7 +34,7 @@ class Adapter:
         return found
 
 
-BENCHMARKS = (
+DATASETS = (
     Adapter(
         "epic-kitchens",
         "epic_kitchens:read_epic_kitchens",

@@ -1,4 +1,4 @@
-"""Collecting the inputs of a `video` plan, turning the plan into a job, and counting what the manifest requires.
+"""The inputs of a `video` plan, the plan as a job for the driver, and the number of chunks that the manifest requires.
 
 `make_plan` reads the sources. `with_shots` detects the shots that its plan lacks, and plans again. `wanted_chunks` uses
 stored records only; it serves the commands that maintain a data folder.
