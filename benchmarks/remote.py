@@ -192,8 +192,8 @@ def _latent_ways(
     text = sum(path.stat().st_size for path in local.glob("text/*/*.tar"))
     ways = {
         "local": Way(lambda: (LatentLoader(local, split="train", batch=BATCH), None)),
-        "S3, 0 ms, by range": Way(lambda: opened(server.endpoint, "near", str(text))),
-        f"S3, {shown_ms}, by range": Way(lambda: opened(proxy.endpoint, "far", str(text))),
+        "S3, 0 ms, by range": Way(lambda: opened(server.endpoint, "near", f"{text}B")),
+        f"S3, {shown_ms}, by range": Way(lambda: opened(proxy.endpoint, "far", f"{text}B")),
         f"S3, {shown_ms}, first epoch": Way(
             lambda: opened(proxy.endpoint, "first", WHOLE, is_empty=True), reopens=True
         ),

@@ -7,7 +7,7 @@ from fractions import Fraction
 from clipmill.manifests.errors import UserError
 
 _SIZE_UNITS = ("bytes", "kB", "MB", "GB", "TB")
-_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([kmgtp])b?", re.ASCII | re.IGNORECASE)
+_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*(?:([kmgtp])b?|b)", re.ASCII | re.IGNORECASE)
 _LENGTH = re.compile(r"(?P<number>\d+(\.\d+)?)(?P<unit>s|ms)", re.ASCII)
 _BITRATE = re.compile(r"(?P<number>[1-9]\d*)(?P<unit>[kM])", re.ASCII)
 
@@ -73,7 +73,7 @@ def parse_size(text: str, *, flag: str) -> int:
         UserError: it is not a size above 0 with a unit.
     """
     match = _SIZE.fullmatch(text.strip())
-    size_bytes = 0 if match is None else int(Fraction(match[1]) * 1000 ** " kmgtp".index(match[2].lower()))
+    size_bytes = 0 if match is None else int(Fraction(match[1]) * 1000 ** " kmgtp".index((match[2] or " ").lower()))
     if size_bytes <= 0:
         raise UserError(f'{flag} "{text}" is not a size', hint=f"give a number with a unit, such as {flag} 100GB")
     return size_bytes

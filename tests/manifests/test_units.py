@@ -38,7 +38,7 @@ def test_times_read_as_in_a_player() -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "size"), [("100GB", 10**11), ("1.5 tb", 1_500_000_000_000), ("10k", 10_000), ("0.1kB", 100)]
+    ("text", "size"), [("100GB", 10**11), ("1.5 tb", 1_500_000_000_000), ("10k", 10_000), ("0.1kB", 100), ("60 B", 60)]
 )
 def test_sizes_are_read(text: str, size: int) -> None:
     assert parse_size(text, flag="--cache-size") == size

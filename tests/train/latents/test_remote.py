@@ -90,7 +90,7 @@ def test_latents_in_a_bucket_are_those_of_the_local_folder(
     written: Written, remote: Objects, tmp_path: Path, has_room: bool
 ) -> None:
     limit = 10**9 if has_room else size_of_text(written)
-    samples, expected = loader(opened(remote.address, tmp_path, size=str(limit))), loader(DataFolder(written.data_dir))
+    samples, expected = loader(opened(remote.address, tmp_path, size=f"{limit}B")), loader(DataFolder(written.data_dir))
     assert samples.fingerprint == expected.fingerprint
     assert ("the rest is read by range" in samples.describe()) == (not has_room)
     assert content(shown(samples)) == content(shown(expected))
@@ -110,7 +110,7 @@ def test_compressed_latents_are_read_by_range(written: Written, bucket: str, tmp
     remote = upload(upload_from, f"{bucket}/packed")
     upload(written.data_dir / "manifest", f"{remote.address}/manifest")
     settings = {"text": False, "tails": "pad"}
-    samples = loader(opened(remote.address, tmp_path / "cache", size="1"), **settings)
+    samples = loader(opened(remote.address, tmp_path / "cache", size="1B"), **settings)
     assert content(shown(samples)) == content(shown(loader(DataFolder(upload_from), **settings)))
 
 
@@ -157,7 +157,7 @@ def test_faults_in_passing_lose_nothing(written: Written, remote: Objects, tmp_p
         Fault("cut", path=r"\.tar", skip=1, every=4),
         Fault("delay", path=r"\.tar", every=5, delay_s=0.05),
     )
-    samples = loader(opened(remote.address, tmp_path, size=str(size_of_text(written))))
+    samples = loader(opened(remote.address, tmp_path, size=f"{size_of_text(written)}B"))
     assert content(shown(samples)) == content(shown(loader(DataFolder(written.data_dir))))
     assert faults.seen().num_faults > 3
 
@@ -176,7 +176,7 @@ def test_a_disk_that_fills_up_is_noted_and_the_rest_is_read_by_range(
 def test_a_tar_that_vanishes_is_failures_by_name(
     written: Written, remote: Objects, tmp_path: Path, faults: Faults, few_retries: None
 ) -> None:
-    samples = loader(opened(remote.address, tmp_path, size=str(size_of_text(written))))
+    samples = loader(opened(remote.address, tmp_path, size=f"{size_of_text(written)}B"))
     faults.set(vanished(r"latents/.*/000001-\w+\.tar"))
     batches = list(samples.evaluation_batches())
     failures = [failure for one in batches for failure in one.failed]
@@ -193,7 +193,7 @@ def test_a_tar_that_vanishes_is_failures_by_name(
 def test_wrong_bytes_of_an_object_are_reported_under_its_address(own: Written, bucket: str, tmp_path: Path) -> None:
     flip(own.data_dir, column="latents", key="c_000015000")
     tar = Variant.open(own.data_dir, column="latents").find("c_000015000")[0].tar_path.relative_to(own.data_dir)
-    samples = loader(opened(upload(own.data_dir, f"{bucket}/data").address, tmp_path, size=str(size_of_text(own))))
+    samples = loader(opened(upload(own.data_dir, f"{bucket}/data").address, tmp_path, size=f"{size_of_text(own)}B"))
     failed = [one for loaded in samples.evaluation_batches() for one in loaded.failed]
     assert {(one.key, one.reason) for one in failed} == {("c_000015000", "checksum")}
     assert f"({bucket}/data/{tar}) do not match their checksum" in failed[0].detail
@@ -209,7 +209,7 @@ def test_open_latents_reads_a_bucket_and_a_mixture(written: Written, remote: Obj
     settings: dict[str, Any] = {"batch": 3, "shuffle": False, "captions": "embedding"}
 
     def shown(data: Any) -> list[Any]:
-        batches = open_latents(data, cache=tmp_path, cache_size=str(size_of_text(written)), **settings)
+        batches = open_latents(data, cache=tmp_path, cache_size=f"{size_of_text(written)}B", **settings)
         return [(list(batch["key"]), bits(batch["latents"]), bits(batch["text"])) for batch in batches]
 
     assert shown(remote.address) == shown(str(written.data_dir))
@@ -217,5 +217,5 @@ def test_open_latents_reads_a_bucket_and_a_mixture(written: Written, remote: Obj
 
 
 def test_a_cache_keeps_its_claims(tmp_path: Path) -> None:
-    cache = open_cache(tmp_path, size="100")
+    cache = open_cache(tmp_path, size="100B")
     assert cache.claim({"a": 60}) and cache.claim({"a": 60}) and not cache.claim({"b": 50}, only_if_it_fits=True)
