@@ -24,9 +24,7 @@ from clipmill.manifests.errors import FailedWork, UserError
 from clipmill.manifests.publish import remove_temporaries
 from clipmill.train.data.batch import Batch, BatchRing, Sample, to_device
 from clipmill.train.data.chunk_clips import ChunkClips
-from clipmill.train.data.clip_query import ClipQuery
-from clipmill.train.data.decoding.clip import Views
-from clipmill.train.data.inputs import clip_shape, open_folder
+from clipmill.train.data.inputs import clip_query, open_folder
 from clipmill.train.data.loader import LoaderSettings
 from clipmill.train.data.outcomes import FailedSample
 from clipmill.train.data.video_captions import ALL_CAPTIONS, VideoCaptions
@@ -133,7 +131,6 @@ def _address(weights: str) -> str:
 
 def _open_samples(model: LoadedModel, settings: Any, request: EmbedRequest) -> Samples:
     folder = open_folder(settings, reason="embeddings have a row for each clip of a data folder")
-    shape = clip_shape(settings, views=Views())
     loading = LoaderSettings(
         batch=request.batch,
         num_threads=request.workers,
@@ -141,32 +138,11 @@ def _open_samples(model: LoadedModel, settings: Any, request: EmbedRequest) -> S
         seed=0,
         pin=model.device.type == "cuda",
     )
+    query = clip_query(settings, folder, split=request.split, loading=loading)
     if request.clips == "chunks":
-        return ChunkClips(
-            ClipQuery(
-                folder.path,
-                split=request.split,
-                shape=shape,
-                loading=loading,
-                decode=settings.decode,
-                tars=folder.tars,
-                where=settings.where,
-            )
-        )
+        return ChunkClips(query)
     try:
-        return VideoCaptions(
-            ClipQuery(
-                folder.path,
-                split=request.split,
-                shape=shape,
-                loading=loading,
-                decode=settings.decode,
-                tars=folder.tars,
-                where=settings.where,
-            ),
-            tokenize=None,
-            captions=getattr(settings, "captions", ALL_CAPTIONS),
-        )
+        return VideoCaptions(query, tokenize=None, captions=getattr(settings, "captions", ALL_CAPTIONS))
     except UserError as error:
         if "has no captions" not in str(error):
             raise
