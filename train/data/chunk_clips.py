@@ -116,10 +116,14 @@ def _open_clips(chunks: ChunkSet, *, segment_us: int | None) -> OpenedClips:
     return OpenedClips(
         _spans(table, rows, segment_us=segment_us),
         num_chunks=len(rows),
-        num_videos=len(np.unique(table.video_row[rows])),
-        num_without=len(chunks.video_ids) - len(np.unique(table.video_row)),
+        num_videos=_num_different(table.video_row[rows]),
+        num_without=len(chunks.video_ids) - _num_different(table.video_row),
         num_single=int((table.num_frames[rows] == 1).sum()),
     )
+
+
+def _num_different(ascending: NDArray[np.integer]) -> int:
+    return int(np.count_nonzero(ascending[1:] != ascending[:-1])) + bool(len(ascending))
 
 
 def _spans(table: ChunkTable, chunks: NDArray[np.int64], *, segment_us: int | None) -> Spans:

@@ -33,7 +33,7 @@ from clipmill.manifests.publish import published
 
 FOLDER = "opened"
 MIN_ROWS = 200_000  # sets below it take less than a second, and a few megabytes
-SCRATCH_BYTES = 1 << 20
+SCRATCH_BYTES = 32 << 20  # smaller arrays cost less in memory, whose pages the kernel need not keep for a file
 _MAX_BYTES = 64 << 30
 _FORMAT = 2  # increased whenever what `compute` returns for the same data changes
 _STRUCTURE = b"clipmill_structure"
