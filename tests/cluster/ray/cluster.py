@@ -140,4 +140,4 @@ def where(number: int) -> tuple[int, str | None, str]:
     import ray
 
     time.sleep(2)
-    return number, os.environ.get("CUDA_VISIBLE_DEVICES"), ray.get_runtime_context().get_node_id()[:8]
+    return number, os.environ.get("CUDA_VISIBLE_DEVICES"), ray.get_runtime_context().get_node_id()[-8:]
