@@ -1,4 +1,4 @@
-"""Where working copies are: the local folder of a command, and those of its workers on other nodes."""
+"""Mounting working copies: the local folder of a command, and those of its workers on other nodes."""
 
 import errno
 import fcntl
@@ -13,7 +13,7 @@ from pathlib import Path
 
 from clipmill.manifests.errors import UserError
 from clipmill.manifests.storage.local_files import run_of
-from clipmill.manifests.storage.mirrors import mirror_of, register
+from clipmill.manifests.storage.mirrors import mirror_of, mount
 from clipmill.manifests.storage.objects import open_objects
 from clipmill.manifests.storage.stores import scheme_of
 from clipmill.manifests.storage.working_copy import WorkingCopy
@@ -51,20 +51,22 @@ def open_data(address: str) -> Path:
         os.ftruncate(lock, 0)
         os.pwrite(lock, secrets.token_hex(16).encode(), 0)  # the descriptor stays open until the process ends
         folder.mkdir(exist_ok=True)
-        register(WorkingCopy(address, folder))
+        mount(WorkingCopy(address, folder))
         return folder
     raise UserError(f"too many commands on this machine use {address}", hint="wait until some of them have finished")
 
 
-def bucket_problem(access: tuple[str, ...], token_file: Path, token: str) -> str | None:
-    """Attach this worker to the bucket of its command; return why it must not work, or None.
+def mount_problem(access: tuple[str, ...], token_file: Path | None = None, token: str = "") -> str | None:
+    """Mount the data folder of a command in this worker; return why it must not work, or None.
 
     Args:
-        access: from `WorkingCopy.publish_token`.
-        token_file, token: the token of the run, which is read from the bucket.
+        access: `Mirror.access` of the command.
+        token_file, token: the token of the run, which is read from the bucket; None for a run without one.
     """
     try:
-        copy = attach_worker(access)
+        copy = _mounted_by_worker(access)
+        if token_file is None:
+            return None
         token_file.parent.mkdir(parents=True, exist_ok=True)
         found = copy.objects.read(copy.key_of(token_file)).decode("utf-8", "replace")
     except FileNotFoundError:
@@ -74,8 +76,8 @@ def bucket_problem(access: tuple[str, ...], token_file: Path, token: str) -> str
     return None if found == token else f"{access[0]} is another bucket there"
 
 
-def attach_worker(access: tuple[str, ...]) -> WorkingCopy:
-    """Return the working copy of a worker, which is made if this node has none of the run.
+def _mounted_by_worker(access: tuple[str, ...]) -> WorkingCopy:
+    """Return the working copy of a worker, whose folder is made if this node has none of the run.
 
     Raises:
         UserError: the bucket cannot be used from here.
@@ -88,7 +90,7 @@ def attach_worker(access: tuple[str, ...]) -> WorkingCopy:
         if run_of(path) != run:
             _make_anew(path, run, access)
         copy = WorkingCopy(address, path)
-        register(copy)
+        mount(copy)
     assert isinstance(copy, WorkingCopy)
     if not copy.leases.fences:  # of a worker, not of the command itself
         for key, token in zip(leases[::2], leases[1::2], strict=True):

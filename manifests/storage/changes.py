@@ -15,21 +15,16 @@ import errno
 import random
 import time
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 from clipmill.manifests.errors import UserError
 from clipmill.manifests.storage.clouds import cloud_of
 from clipmill.manifests.storage.errors import Conflict, NoAnswer, storage_errors
-from clipmill.manifests.storage.listing import quoted_etag
+from clipmill.manifests.storage.listing import ObjectInfo, quoted_etag
 from clipmill.manifests.storage.stores import RETRY_S, open_store
 from clipmill.manifests.storage.waiting import awaited
-
-if TYPE_CHECKING:
-    from clipmill.manifests.storage.listing import ObjectInfo
-    from clipmill.manifests.storage.objects import Objects
 
 _FIRST_PAUSE_S, _LAST_PAUSE_S = 0.1, 5.0
 _NUM_BATCHES = 20  # of deletions that obstore sends at once
@@ -44,17 +39,25 @@ def unguarded() -> None:
 
 
 class Changes:
-    """The changing requests of `objects`, whose methods say what they do and raise. Thread-safe.
+    """The changing requests of `Objects`, whose methods say what they do and raise. Thread-safe.
 
     Args:
+        is_writable: False for a web server, to which no request is sent.
+        read: return content and version of an object.
         count: called with the number of requests that have been made, and of bytes sent.
     """
 
-    def __init__(self, objects: "Objects", *, count: Callable[[int, int], object]) -> None:
-        self._objects, self._count = objects, count
-        self._store: Any = None
-        if objects.is_writable:
-            self._store = open_store(objects.address, scheme=objects.scheme, is_written=True)
+    def __init__(
+        self,
+        address: str,
+        *,
+        scheme: str,
+        is_writable: bool,
+        read: Callable[[str], tuple[bytes, ObjectInfo]],
+        count: Callable[[int, int], object],
+    ) -> None:
+        self._address, self._scheme, self._read, self._count = address, scheme, read, count
+        self._store: Any = open_store(address, scheme=scheme, is_written=True) if is_writable else None
 
     def put(self, key: str, content: bytes | Path, *, guard: Guard, mode: Any = "overwrite") -> str:
         """Write an object and return its etag."""
@@ -76,7 +79,7 @@ class Changes:
                 mode = self._repeated(key, lambda: self._precondition(key, replaces), guard)
             return self.put(key, content, guard=guard, mode=mode)
         except FileNotFoundError:
-            raise conflict(self._objects.address_of(key)) from None
+            raise self._conflict(key) from None
         except (Conflict, NoAnswer):
             if etag := self._etag_of_same(key, content):
                 return etag
@@ -93,7 +96,7 @@ class Changes:
         """Delete objects."""
         import obstore
 
-        per_request = cloud_of(self._objects.address).num_deleted
+        per_request = cloud_of(self._address).num_deleted
         self._count(-(-len(keys) // per_request), 0)
         num_at_once = per_request * _NUM_BATCHES
         for begin in range(0, len(keys), num_at_once):
@@ -113,18 +116,18 @@ class Changes:
         """Return obstore's condition that an object still has an etag; Google compares generations instead."""
         import obstore
 
-        if self._objects.scheme != "gs":
+        if self._scheme != "gs":
             return {"e_tag": etag}
         found = obstore.head(self._store, key)
         self._count(1, 0)
         if quoted_etag(found["e_tag"]) != etag:
-            raise conflict(self._objects.address_of(key))
+            raise self._conflict(key)
         return {"e_tag": etag, "version": found["version"]}
 
     def _etag_of_same(self, key: str, content: bytes) -> str | None:
         """Return the etag of an object if it has this content."""
         try:
-            found, info = self._objects.read_version(key)
+            found, info = self._read(key)
         except FileNotFoundError:
             return None
         return info.etag if found == content else None
@@ -133,15 +136,15 @@ class Changes:
         """Return the answer of a request; repeat it while it fails in passing, and the guard allows it."""
         if self._store is None:
             raise UserError(
-                f"{self._objects.address} is read-only: objects can be written to s3://, gs:// and az://",
+                f"{self._address} is read-only: objects can be written to s3://, gs:// and az://",
                 hint="give an address of a bucket",
             )
         end_s, pause_s = time.monotonic() + RETRY_S, _FIRST_PAUSE_S
-        with awaited(self._objects.address, num_bytes=num_bytes):
+        with awaited(self._address, num_bytes=num_bytes):
             while True:
                 guard()
                 try:
-                    with storage_errors(self._objects.address, self._objects.address_of(key), num_bytes=num_bytes):
+                    with storage_errors(self._address, f"{self._address}/{key}", num_bytes=num_bytes):
                         return request()
                 except NoAnswer:
                     if time.monotonic() > end_s:
@@ -149,36 +152,5 @@ class Changes:
                 time.sleep(pause_s * random.uniform(0.5, 1.0))
                 pause_s = min(2 * pause_s, _LAST_PAUSE_S)
 
-
-def replace_record(
-    objects: "Objects", key: str, content: bytes, seen: "ObjectInfo | None", old: Path, *, guard: Guard
-) -> str:
-    """Write a record in place of the one that this process has seen, and return its etag.
-
-    Args:
-        seen: that record; None if there was none.
-        old: local file with its content.
-
-    Raises:
-        Conflict: another process has written or removed it.
-    """
-
-    def write(before: "ObjectInfo | None") -> str:
-        replaces = None if before is None else before.etag
-        return objects.write(key, content, only_new=before is None, replaces=replaces, guard=guard)
-
-    try:
-        return write(seen)
-    except Conflict as refused:
-        guard()  # which says who has taken over a lock
-        with suppress(FileNotFoundError):
-            found, info = objects.read_version(key)
-            if seen is not None and found == old.read_bytes():
-                return write(info)  # some servers name another etag in their answer to a write
-        refused.strerror = "another command has written it meanwhile"
-        raise
-
-
-def conflict(address: str) -> Conflict:
-    """Return the error of a conditional write whose condition does not hold."""
-    return Conflict(errno.EEXIST, "another writer was faster", address)
+    def _conflict(self, key: str) -> Conflict:
+        return Conflict(errno.EEXIST, "another writer was faster", f"{self._address}/{key}")

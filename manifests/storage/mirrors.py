@@ -1,12 +1,12 @@
-"""Local folders that mirror a folder of a bucket, and which of them a path belongs to.
+"""The local folders that mirror a folder of a bucket: a table of mounts, as the kernel has one of file systems.
 
 `clipmill.manifests.publish` and `clipmill.shards.opening` ask here for every durable file that they write, remove or
-open. Without a data folder in a bucket, nothing is registered and nothing else of this package is imported. Worker
-processes on the same machine find the mirrors of their command in an environment variable; those of other nodes attach
-themselves with their ticket (`clipmill.prep.engines.admission`).
+open. This file knows nothing of buckets, and without a data folder in one, nothing else of this package is imported.
+
+A mirror is mounted at two places only (`attaching.py`): by the command that opens an address, and by each worker
+process, on this machine or another, before its first task (`Mirror.access`).
 """
 
-import json
 import os
 import re
 import stat
@@ -19,7 +19,6 @@ from clipmill.manifests.errors import UserError, folder_in_place
 
 _ADDRESS = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://.*", re.DOTALL)
 _ONE_SLASH = re.compile(r"(s3|gs|az|abfs|https?):/(?!/)([^/]*)")
-VARIABLE = "CLIPMILL_WORKING_COPIES"  # of the processes that a command starts: JSON, folder -> address
 
 
 class Mirror(Protocol):
@@ -74,8 +73,12 @@ class Mirror(Protocol):
     def lock_names(self) -> list[str]:
         """Return the names of all locks, as of the last listing."""
 
-    def publish_token(self, path: Path) -> tuple[str, ...]:
-        """Write the object of a temporary file for workers; return what they need to attach themselves."""
+    @property
+    def access(self) -> tuple[str, ...]:
+        """What a worker needs to mount the same address, with the locks that its writes rest on."""
+
+    def publish_token(self, path: Path) -> None:
+        """Write the object of a temporary file, which has none otherwise, for workers on other nodes."""
 
     def require_locks(self) -> None:
         """Raise LeaseLost if another command may have taken over a lock of this one."""
@@ -87,8 +90,7 @@ class Mirror(Protocol):
         """Bring the files of a folder to the state of the bucket."""
 
 
-_mirrors: dict[str, Mirror] = {}
-_is_inherited = False
+_mounted: dict[str, Mirror] = {}  # by folder
 
 
 def is_remote(address: str) -> bool:
@@ -105,20 +107,17 @@ def require_not_mistyped(text: str) -> None:
         )
 
 
-def register(mirror: Mirror) -> None:
-    """Make a mirror known in this process and in those that it starts."""
-    _mirrors[os.fspath(mirror.folder)] = mirror
-    os.environ[VARIABLE] = json.dumps({folder: known.address for folder, known in _mirrors.items()})
+def mount(mirror: Mirror) -> None:
+    """Make the files below a mirror's folder stand for its objects, until this process ends."""
+    _mounted[os.fspath(mirror.folder)] = mirror
 
 
 def mirror_of(path: Path) -> Mirror | None:
     """Return the mirror that a path belongs to, or None."""
-    if not _is_inherited:
-        _inherit()
-    if not _mirrors:
+    if not _mounted:
         return None
     text = os.fspath(path)
-    for folder, mirror in _mirrors.items():
+    for folder, mirror in _mounted.items():
         if text == folder or text.startswith(folder + "/"):
             return mirror
     return None
@@ -190,7 +189,7 @@ def touched(path: Path, *, time_ns: int) -> None:
 
 def shown(text: str) -> str:
     """Replace the folders of mirrors by their addresses in a text for people."""
-    for folder, mirror in _mirrors.items():
+    for folder, mirror in _mounted.items():
         text = text.replace(folder, mirror.address)
     return text
 
@@ -203,18 +202,8 @@ class AddressStream:
 
     def write(self, text: str) -> int:
         """Write a text."""
-        self._stream.write(shown(text) if _mirrors else text)
+        self._stream.write(shown(text) if _mounted else text)
         return len(text)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stream, name)
-
-
-def _inherit() -> None:
-    global _is_inherited
-    _is_inherited = True
-    for folder, address in json.loads(os.environ.get(VARIABLE) or "{}").items():
-        if folder not in _mirrors and Path(folder).is_dir():
-            from clipmill.manifests.storage.working_copy import WorkingCopy
-
-            _mirrors[folder] = WorkingCopy(address, Path(folder))

@@ -10,7 +10,7 @@ threads do not survive a fork: a process that has used this module must spawn it
 import errno
 import threading
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -18,7 +18,7 @@ from clipmill.manifests.errors import UserError
 from clipmill.manifests.publish import naming, temporary_path
 from clipmill.manifests.storage.changes import Changes, Guard, unguarded
 from clipmill.manifests.storage.errors import AccessRefused as AccessRefused
-from clipmill.manifests.storage.errors import storage_errors
+from clipmill.manifests.storage.errors import Conflict, storage_errors
 from clipmill.manifests.storage.listing import Listing, info_of
 from clipmill.manifests.storage.listing import ObjectInfo as ObjectInfo
 from clipmill.manifests.storage.mirrors import is_remote as is_remote
@@ -59,7 +59,9 @@ class Objects:
         self.num_bytes = 0
         self._count_lock = threading.Lock()
         self._store = open_store(self.address, scheme=self.scheme)
-        self._changes = Changes(self, count=self._count)
+        self._changes = Changes(
+            self.address, scheme=self.scheme, is_writable=self.is_writable, read=self.read_version, count=self._count
+        )
         self._listing = Listing(self.address, self._store, scheme=self.scheme, errors=self._errors)
 
     def __reduce__(self) -> tuple[type["Objects"], tuple[str]]:
@@ -210,6 +212,28 @@ class Objects:
             return self._changes.put(key, content, guard=guard)
         content = content if isinstance(content, bytes) else content.read_bytes()
         return self._changes.put_if(key, content, replaces=None if only_new else replaces, guard=guard)
+
+    def replace(self, key: str, content: bytes, *, seen: ObjectInfo | None, old: Path, guard: Guard) -> str:
+        """Write a record in place of the one that this process has seen, and return its etag.
+
+        Args:
+            seen: that record; None if there was none.
+            old: local file with its content.
+
+        Raises:
+            Conflict: another process has written or removed it.
+        """
+        try:
+            return self.write(key, content, only_new=seen is None, replaces=seen and seen.etag, guard=guard)
+        except Conflict as refused:
+            guard()  # which says who has taken over a lock
+            with suppress(FileNotFoundError):
+                found, info = self.read_version(key)
+                if seen is not None and found == old.read_bytes():
+                    # Some servers name another etag in their answer to a write.
+                    return self.write(key, content, replaces=info.etag, guard=guard)
+            refused.strerror = "another command has written it meanwhile"
+            raise
 
     def copy(self, source: str, target: str, *, guard: Guard = unguarded) -> None:
         """Copy an object within the bucket, without sending its content through this machine."""

@@ -29,7 +29,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from clipmill.manifests.publish import TEMPORARY_PREFIX, temporary_path
-from clipmill.manifests.storage.changes import PART_BYTES, replace_record
+from clipmill.manifests.storage.changes import PART_BYTES
 from clipmill.manifests.storage.errors import no_damage
 from clipmill.manifests.storage.lease_holders import HeldLeases, held_leases, holder_of
 from clipmill.manifests.storage.leases import Lease, LeaseHeld
@@ -215,7 +215,8 @@ class WorkingCopy:
             seen: ObjectInfo | None = None
             with suppress(FileNotFoundError):
                 seen = self._info(path)
-            etag = replace_record(self.objects, key, temporary.read_bytes(), seen, path, guard=self.require_locks)
+            content = temporary.read_bytes()
+            etag = self.objects.replace(key, content, seen=seen, old=path, guard=self.require_locks)
         else:
             etag = self.objects.write(key, temporary, guard=self.require_locks)
         info = ObjectInfo(key, size_bytes, etag, time.time())
@@ -301,13 +302,16 @@ class WorkingCopy:
             self._refresh("", recursive=False)
             yield
 
-    def publish_token(self, path: Path) -> tuple[str, ...]:
+    @property
+    def access(self) -> tuple[str, ...]:
+        leases = (text for fence in self.leases.fences for text in fence)
+        return (self.address, os.fspath(self.folder), run_of(self.folder), *leases)
+
+    def publish_token(self, path: Path) -> None:
         key = self.key_of(path)
         self.objects.write(key, path.read_bytes(), guard=self.require_locks)
         if self._found is not None:
             self._found[key] = self.objects.info(key)
-        leases = (text for fence in self.leases.fences for text in fence)
-        return (self.address, os.fspath(self.folder), run_of(self.folder), *leases)
 
     def require_locks(self) -> None:
         self.leases.require()

@@ -9,11 +9,10 @@ import re
 import sys
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
-from pathlib import Path
 
 from clipmill.manifests.storage.lease_holders import held_leases
 from clipmill.manifests.storage.leases import EXPIRY_S, Lease, LeaseHeld
-from clipmill.manifests.storage.mirrors import mirror_of
+from clipmill.manifests.storage.mirrors import Mirror
 from clipmill.manifests.storage.working_copy import WorkingCopy
 from clipmill.prep.core.data_folder import lock_path, part_lock_names
 from clipmill.prep.core.part_locks import Part, RunningPart, column_is_written
@@ -22,11 +21,10 @@ from clipmill.prep.core.part_locks import Part, RunningPart, column_is_written
 class PartLeases:
     """`clipmill.prep.core.part_locks.PartLocks`, which documents the methods, as leases in a bucket."""
 
-    def __init__(self, data_dir: Path, column: str, part: Part) -> None:
-        copy = mirror_of(data_dir)
+    def __init__(self, copy: Mirror, column: str, part: Part) -> None:
         assert isinstance(copy, WorkingCopy)
         self._copy, self._column, self._part = copy, column, part
-        self._column_lock = lock_path(data_dir, column).name
+        self._column_lock = lock_path(copy.folder, column).name
         self._own = Lease(
             copy.objects, f".{column}.part-{part.number}-of-{part.count}.lock", what=f"part {part} of {copy.address}"
         )

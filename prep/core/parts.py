@@ -76,12 +76,12 @@ class PartRun:
     _locks: PartLocks = field(init=False)
 
     def __post_init__(self) -> None:
-        if mirror_of(self.data_dir) is None:
+        if (mirror := mirror_of(self.data_dir)) is None:
             self._locks = PartFiles(self.data_dir, self.column, self.part)
         else:
             from clipmill.prep.core.part_leases import PartLeases
 
-            self._locks = PartLeases(self.data_dir, self.column, self.part)
+            self._locks = PartLeases(mirror, self.column, self.part)
 
     def lock_column(self) -> None:
         """Exclude commands without `--part`.

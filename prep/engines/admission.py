@@ -36,7 +36,7 @@ class Ticket:
         package: package of the column's code.
         needs: import path `package.module:function` of a function that returns why a machine must not work, or None;
             and its argument. None if there are no such requirements.
-        bucket: what `clipmill.manifests.storage.attaching.attach_worker` needs if the data folder is in a bucket.
+        bucket: `Mirror.access` of the driver, with which a worker mounts a data folder in a bucket; else empty.
     """
 
     host: str
@@ -63,9 +63,9 @@ class Ticket:
     def _folder_problem(self) -> str | None:
         folder = self.token_file.parent
         if self.bucket:
-            from clipmill.manifests.storage.attaching import bucket_problem
+            from clipmill.manifests.storage.attaching import mount_problem
 
-            return bucket_problem(self.bucket, self.token_file, self.token)
+            return mount_problem(self.bucket, self.token_file, self.token)
         deadline_s = time.monotonic() + (_LAG_LIMIT_S if os.uname().nodename != self.host else 0.0)
         while not self.token_file.exists() and time.monotonic() < deadline_s:
             time.sleep(_LAG_LIMIT_S / 10)
@@ -105,7 +105,9 @@ def worker_ticket(variant_dir: Path, *, package: str, needs: tuple[str, str] | N
             sync(token_file)
             sync(variant_dir)
         mirror = mirror_of(variant_dir)
-        bucket = () if mirror is None else mirror.publish_token(token_file)
+        if mirror is not None:
+            mirror.publish_token(token_file)
+        bucket = () if mirror is None else mirror.access
         yield Ticket(
             os.uname().nodename, token_file, token, _version(), source_sha256(package) or "", package, needs, bucket
         )

@@ -10,12 +10,13 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from clipmill.manifests.errors import Inaccessible
 from clipmill.manifests.imported import imported
-from clipmill.manifests.storage.mirrors import file_state, local_copy, touched
+from clipmill.manifests.storage.mirrors import file_state, local_copy, mirror_of, touched
 from clipmill.prep.core.column import CheckedSample, ColumnSpec, DeepCode
 from clipmill.prep.engines import Outcome
 from clipmill.prep.engines.processes import ProcessEngine
@@ -197,7 +198,12 @@ def _check_deep(
 ) -> Iterator[DeepResult]:
     longest_first = sorted(commits, key=lambda commit: -(commit.files.num_samples if commit.files else 0))
     tasks = (DeepTask(variant.directory, commit, column.check_sample) for commit in longest_first)
-    for outcome in ProcessEngine(num_workers=num_workers).run(check_deep, tasks):
+    check = None
+    if (mirror := mirror_of(variant.directory)) is not None:
+        from clipmill.manifests.storage.attaching import mount_problem
+
+        check = partial(mount_problem, mirror.access)
+    for outcome in ProcessEngine(num_workers=num_workers).run(check_deep, tasks, check=check):
         if not isinstance(outcome, Outcome):
             continue
         lost = DeepResult(outcome.task.commit.shard_id, 0, ((None, _WORKER_LOST, outcome.lost or ""),))

@@ -62,9 +62,7 @@ def other_machine(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.Temp
     def move() -> Path:
         scratch = tmp_path_factory.mktemp("scratch")
         monkeypatch.setenv("TMPDIR", str(scratch))
-        monkeypatch.setattr(mirrors, "_mirrors", {})
-        monkeypatch.setattr(mirrors, "_is_inherited", True)
-        monkeypatch.setenv(mirrors.VARIABLE, "{}")
+        monkeypatch.setattr(mirrors, "_mounted", {})
         return scratch
 
     return move

@@ -48,15 +48,13 @@ def manifests(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def machine(bucket: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Machine:
     """The working copy of a machine, by the machine's name; all of them are used by this process."""
-    monkeypatch.setattr(mirrors, "_mirrors", {})
-    monkeypatch.setattr(mirrors, "_is_inherited", True)
-    monkeypatch.setenv(mirrors.VARIABLE, "{}")
+    monkeypatch.setattr(mirrors, "_mounted", {})
 
     def attach(name: str) -> Path:
         folder = tmp_path / name
         if mirrors.mirror_of(folder) is None:
             folder.mkdir()
-            mirrors.register(copy := WorkingCopy(bucket, folder))
+            mirrors.mount(copy := WorkingCopy(bucket, folder))
             copy.sync()
         return folder
 

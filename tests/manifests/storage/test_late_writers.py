@@ -34,14 +34,12 @@ def objects(bucket: str) -> Objects:
 @pytest.fixture
 def machine(objects: Objects, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., WorkingCopy]:
     """The working copy of a machine, which has listed the bucket."""
-    monkeypatch.setattr(mirrors, "_mirrors", {})
-    monkeypatch.setattr(mirrors, "_is_inherited", True)
-    monkeypatch.setenv(mirrors.VARIABLE, "{}")
+    monkeypatch.setattr(mirrors, "_mounted", {})
 
     def attach(name: str, *, endpoint: str) -> WorkingCopy:
         monkeypatch.setenv("AWS_ENDPOINT_URL", endpoint)
         (folder := tmp_path / name).mkdir()
-        mirrors.register(copy := WorkingCopy(objects.address, folder))
+        mirrors.mount(copy := WorkingCopy(objects.address, folder))
         copy.sync()
         return copy
 

@@ -13,7 +13,7 @@ from clipmill.manifests.errors import UserError
 from clipmill.manifests.publish import folder_lock, publish_bytes, published, remove, rename
 from clipmill.manifests.storage.attaching import open_data
 from clipmill.manifests.storage.leases import LeaseLost
-from clipmill.manifests.storage.mirrors import VARIABLE, file_state, local_copy, mirror_of, shown
+from clipmill.manifests.storage.mirrors import file_state, local_copy, mirror_of, shown
 from clipmill.manifests.storage.objects import Objects, open_objects
 from clipmill.manifests.storage.working_copy import WorkingCopy
 from clipmill.shards.opening import open_regular
@@ -161,9 +161,8 @@ def test_a_key_that_is_listed_and_gone_is_an_error_that_names_it(
 def test_commands_at_once_have_folders_of_their_own(address: str, objects: Objects) -> None:
     folder, _ = copy_of(address)
     program = "import sys; from clipmill.manifests.storage.attaching import open_data; print(open_data(sys.argv[1]))"
-    environment = {name: value for name, value in os.environ.items() if name != VARIABLE}
     command = [sys.executable, "-c", program, address]
-    other = subprocess.run(command, env=environment, check=True, capture_output=True, text=True).stdout.strip()
+    other = subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
     assert Path(other).parent == folder.parent and Path(other) != folder == open_data(address)
     assert folder.parent.stat().st_mode & 0o777 == 0o700
 
