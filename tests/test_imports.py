@@ -3,6 +3,7 @@
 Which of our packages may import which is held by import-linter: the contracts in pyproject.toml, run by `make lint`.
 """
 
+import ast
 import subprocess
 import sys
 import tomllib
@@ -43,6 +44,18 @@ MAY_START_PROGRAMS = {
 MAY_UNPICKLE = {"manifests/adapters/plain_pickle.py", "train/tasks/dual_encoder/mir_table.py"}
 
 
+MAX_PARAMETERS = 8
+# The documented Python interface has the flags of the loader as parameters, so that an editor completes them.
+MAY_HAVE_MANY_PARAMETERS = {"train/data/interface.py: open_clips", "train/data/interface.py: open_latents"}
+STILL_HAVE_MANY_PARAMETERS = {
+    "train/commands/evaluation.py: score_run",
+    "train/data/latents/loader.py: __init__",
+    "train/evaluation/opening.py: open_weights_as",
+    "train/evaluation/runner.py: open_for",
+    "train/tasks/caption/decoding.py: beam_search",
+    "train/tasks/mae/reconstruction.py: evaluate_reconstruction",
+}
+
 # The files that copy a data folder from and to a bucket: a path belongs to one if a registry says so.
 STORAGE = frozenset(
     f"clipmill.manifests.{name}"
@@ -62,6 +75,13 @@ def named_files(repository: Path, package: str) -> Iterator[tuple[str, Path]]:
     for path in python_files(repository, package):
         parts = ("clipmill", *path.relative_to(repository).with_suffix("").parts)
         yield ".".join(parts).removesuffix(".__init__"), path
+
+
+def num_parameters(function: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
+    """Count the parameters beside self."""
+    given = function.args
+    names = [one.arg for one in (*given.posonlyargs, *given.args, *given.kwonlyargs)]
+    return len(names) - (names[:1] in (["self"], ["cls"]))
 
 
 def files_that_import(repository: Path, module: str, *, packages: tuple[str, ...] = PACKAGES) -> set[str]:
@@ -108,6 +128,18 @@ def test_no_file_imports_itself_through_others(repository: Path) -> None:
     imports = {name: {found for found in imported_names(path) if found in files} for name, path in files.items()}
     found = {frozenset(group) for group in circles(imports)}
     assert found <= {STORAGE}, [sorted(group) for group in found - {STORAGE}]
+
+
+def test_no_function_has_more_parameters_than_a_reader_keeps_in_mind(repository: Path) -> None:
+    many = {
+        f"{path.relative_to(repository).as_posix()}: {node.name}"
+        for folder in (*PACKAGES, "scripts", "benchmarks")
+        for path in python_files(repository, folder)
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and num_parameters(node) > MAX_PARAMETERS
+    }
+    found = sorted(many - MAY_HAVE_MANY_PARAMETERS - STILL_HAVE_MANY_PARAMETERS)
+    assert not found, f"{found}: pass what belongs together as one frozen dataclass"
 
 
 @pytest.mark.parametrize("module", INTERFACES)

@@ -84,8 +84,7 @@ def make_plan(data_dir: Path, recipe: BrightnessRecipe, *, retry_codes: frozense
 
     shards = plan_shards(
         wanted(),
-        stored.commits,
-        problems=stored.problems,
+        stored,
         what_changed="its chunks",
         orphaned_because="its chunks are no longer in the video column",
         retry_codes=retry_codes,
