@@ -73,8 +73,8 @@ Column `text`: one sample per video, with the video_id as key. Members: `text.np
 length per distinct caption text of the video, and `json`, with the text of each row and the row of each caption.
 
 Column `scores`: the keys of `video`, in its order and in shards of the same ids and splits, as in `latents`. One
-member, `scores.json`, with the values of the index row (SCORES_FIELDS); a value that is unknown is null, never NaN. The
-hash is written as 16 hexadecimal digits there, since many JSON readers round integers above 2^53.
+member, `scores.json`, with the values of the index row (clipmill.shards.score_fields); a value that is unknown is null,
+never NaN. The hash is written as 16 hexadecimal digits there, since many JSON readers round integers above 2^53.
 """
 
 import os
@@ -148,25 +148,6 @@ TEXT_FIELDS = [
     # The captions of the video, ascending by ID, and the row of each.
     pa.field("caption_id", pa.list_(pa.int64()), nullable=False),
     pa.field("caption_row", pa.list_(pa.int32()), nullable=False),
-]
-
-# Fields of a `scores` index row. docs/columns.md defines the values; null where unknown.
-SCORES_FIELDS = [
-    pa.field("video_id", pa.string(), nullable=False),
-    pa.field("start_ms", pa.int64(), nullable=False),  # of the chunk in its video
-    pa.field("motion", pa.float32()),  # mean displacement in frame heights per second
-    pa.field("camera_motion", pa.float32()),  # its part that a single similarity transform explains
-    pa.field("object_motion", pa.float32()),  # the rest
-    pa.field("sharpness", pa.float32()),  # variance of the Laplacian of the luma
-    pa.field("brightness", pa.float32()),  # mean luma, 0 to 1
-    pa.field("black", pa.float32()),  # share of the chunk's time, 0 to 1
-    pa.field("frozen", pa.float32()),  # share of the chunk's time, 0 to 1
-    pa.field("letterbox", pa.float32()),  # share of the picture that bars cover, 0 to 1
-    pa.field("cuts", pa.int32()),
-    pa.field("cut_times_s", pa.list_(pa.float32())),  # in the chunk: time of the first frame of each new shot
-    pa.field("speech", pa.float32()),  # share of the chunk's time, 0 to 1; null without audio
-    pa.field("phash", pa.uint64()),  # perceptual hash of the middle frame, bit for bit ImageHash's phash
-    pa.field("chunk_fingerprint", pa.string(), nullable=False),  # of the chunk that was scored
 ]
 
 
