@@ -122,8 +122,8 @@ def distributions(
     if captions is not None and captions.any():
         about = "captions of the manifest that overlap each chunk"
         found.append(Distribution("Captions", "", about, histogram(captions.astype(np.float64), is_count=True)))
-    for score in SCORES if scores is not None else ():
-        if score.order and len(known := scores.known(score.name)):
+    for score in SCORES:
+        if scores is not None and score.order and len(known := scores.known(score.name)):
             about = f"score of {len(known):,} chunks, {score.meaning}"
             shown = histogram(known, bounds=score.bounds, is_count=score.is_count)
             found.append(Distribution(score.title, "", about, shown))
