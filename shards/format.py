@@ -7,7 +7,7 @@
     <data>/<column>/<variant>/000003-1f2e3d4c.index.arrow  our index: Arrow IPC file, one row per sample, mmap-able
     <data>/<column>/<variant>/commits/000003.json          the commit, without which the shard does not exist
     <data>/<column>/<variant>/012/012345-1f2e3d4c.tar ...  files of shard 12345, and commits/012/012345.json: see below
-    <data>/<column>/<variant>/commits.arrow        all commits of a large variant in one table, derived from them
+    <data>/<column>/<variant>/commits.arrow        all commits in one table, derived from them
     <data>/<column>/<variant>/chunks.arrow         samples of shards 0 to 999 in one table, derived from their indexes
     <data>/<column>/<variant>/012/chunks.arrow     the same of shards 12000 to 12999
     <data>/<column>/<variant>/shards.txt, shards-<split>.txt   committed tars, one name per line, for other tools
@@ -34,7 +34,7 @@ and dataset.json. A run writes contents.json when it finishes: a listed shard wi
 is not listed yet belongs to a run that was killed. Before a run removes commits that are no longer wanted, it removes
 them from the list. Only a set whose first run has not ended lacks it.
 
-A run with 100 commits or more ends by writing commits.arrow, so that readers open one file instead of one per shard;
+A run ends by writing commits.arrow, so that readers open one file instead of one per shard;
 clipmill.shards.commit_table defines it and when it counts. It is derived from the commits and replaces none of them.
 
 A run of `video`, `latents` or `text` also ends by bringing the parts of its merged table up to date: the chunks.arrow
