@@ -1,6 +1,7 @@
 """Writing the caption table: a streaming merge by ID of one dataset's captions with those of the others."""
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -19,32 +20,43 @@ ROWS_PER_GROUP = 131_072
 Selection = Callable[[pa.Table], np.ndarray]
 
 
+@dataclass(frozen=True)
+class CaptionChange:
+    """What a write does to the captions of a manifest.
+
+    Attributes:
+        added: captions in the form of `write_manifest`.
+        ids: int64[N], the IDs of `added`.
+        next_id: the first ID that was never used.
+        keep: selects the previous captions that stay; None if none do.
+        keep_labels: keep the label columns of the previous captions.
+    """
+
+    added: pa.Table
+    ids: np.ndarray
+    next_id: int
+    keep: Selection | None
+    keep_labels: bool
+
+
 def write_caption_table(
-    path: Path,
-    *,
-    old_path: Path | None,
-    captions: pa.Table,
-    ids: np.ndarray,
-    keep: Selection | None,
-    keep_labels: bool,
-    metadata: dict[bytes, bytes],
+    path: Path, change: CaptionChange, *, old_path: Path | None, metadata: dict[bytes, bytes]
 ) -> None:
-    """Publish `path`: the captions in `old_path` that `keep` selects, and `captions` with `ids`, ordered by ID.
+    """Publish `path`: the captions in `old_path` that stay, and those that are added, ordered by ID.
 
     Args:
         old_path: the previous table; None if there is none.
-        keep: None keeps nothing.
-        keep_labels: keep the label columns of the previous table.
 
     Raises:
         UserError: a label column already exists with another type.
     """
+    captions, keep = change.added, change.keep
     kept: Iterator[pa.Table] = iter(())
     has_likelihood = _has_likelihood(captions)
     if old_path is not None and keep is not None:
         kept = kept_batches(old_path, keep)
         has_likelihood = has_likelihood or _keeps_likelihood(old_path, keep)
-    schema = _stored_schema(old_path if keep_labels else None, captions.schema, has_likelihood=has_likelihood)
+    schema = _stored_schema(old_path if change.keep_labels else None, captions.schema, has_likelihood=has_likelihood)
     with (
         published(path) as temporary,
         pq.ParquetWriter(
@@ -54,7 +66,7 @@ def write_caption_table(
             use_dictionary=[name for name in schema.names if name not in _PLAIN_COLUMNS],
         ) as writer,
     ):
-        for table in _regrouped(_merged(kept, captions=captions, ids=ids, schema=schema)):
+        for table in _regrouped(_merged(kept, captions=captions, ids=change.ids, schema=schema)):
             writer.write_table(table, row_group_size=ROWS_PER_GROUP)
 
 

@@ -9,10 +9,11 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from clipmill.manifests.caption_digest import captions_sha256
+from clipmill.manifests.caption_table import CaptionChange
 from clipmill.manifests.further_sources import FurtherCaptions, require_own_sources
 from clipmill.manifests.merge import num_other_splits, replace_dataset, rows_of, video_table, without_taken_ids
 from clipmill.manifests.previous import PreviousManifest, read_previous, stable_ids
-from clipmill.manifests.publication import MANIFEST_FILE, publish_manifest
+from clipmill.manifests.publication import MANIFEST_FILE, NewManifest, publish_manifest
 from clipmill.manifests.schema import REJECTED
 from clipmill.manifests.store import manifest_dir, read_manifest
 from clipmill.manifests.table_files import (
@@ -120,15 +121,19 @@ def write_manifest(
     publish_manifest(
         folder,
         old,
-        videos=all_videos,
-        rejected=pa.concat_tables([other_rejected, rejected.select(REJECTED.names).cast(REJECTED)]),
-        captions=captions,
-        ids=ids,
-        next_id=next_id,
-        keep=keep if len(other_ids) or len(further) else None,
-        keep_labels=len(other_ids) > 0,
-        datasets={**old.datasets, dataset: entry},
-        further=further.stored_records(),
+        NewManifest(
+            videos=all_videos,
+            rejected=pa.concat_tables([other_rejected, rejected.select(REJECTED.names).cast(REJECTED)]),
+            captions=CaptionChange(
+                captions,
+                ids,
+                next_id,
+                keep=keep if len(other_ids) or len(further) else None,
+                keep_labels=len(other_ids) > 0,
+            ),
+            datasets={**old.datasets, dataset: entry},
+            further=further.stored_records(),
+        ),
     )
     num_added = int((ids >= old.next_caption_id).sum())
     num_before = int(old.datasets.get(dataset, {}).get("num_captions", 0))

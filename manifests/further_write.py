@@ -9,12 +9,13 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
+from clipmill.manifests.caption_table import CaptionChange
 from clipmill.manifests.dataset_write import previous_manifest
 from clipmill.manifests.errors import UserError
 from clipmill.manifests.further_sources import FurtherCaptions, of_sources, source_counts, source_name
 from clipmill.manifests.merge import rows_of
 from clipmill.manifests.previous import stable_ids
-from clipmill.manifests.publication import publish_manifest
+from clipmill.manifests.publication import NewManifest, publish_manifest
 from clipmill.manifests.schema import REJECTED
 from clipmill.manifests.store import manifest_dir, read_manifest
 
@@ -77,15 +78,13 @@ def write_further_captions(
     publish_manifest(
         folder,
         old,
-        videos=changed.added_to(further.removed_from(old.videos)),
-        rejected=pa.concat_tables([other_rejected, rejected.cast(REJECTED)]),
-        captions=captions,
-        ids=ids,
-        next_id=next_id,
-        keep=lambda table: ~is_replaced(table),
-        keep_labels=True,
-        datasets=old.datasets,
-        further=changed.stored_records(),
+        NewManifest(
+            videos=changed.added_to(further.removed_from(old.videos)),
+            rejected=pa.concat_tables([other_rejected, rejected.cast(REJECTED)]),
+            captions=CaptionChange(captions, ids, next_id, keep=lambda table: ~is_replaced(table), keep_labels=True),
+            datasets=old.datasets,
+            further=changed.stored_records(),
+        ),
     )
     is_new = ids >= old.next_caption_id
     num_captions, num_added = (_by_source(captions.filter(pa.array(mask))) for mask in (ids >= 0, is_new))

@@ -1,16 +1,16 @@
 """Publishing all tables of a manifest at once: the end of every write."""
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pyarrow as pa
 import pyarrow.csv as csv
 import pyarrow.parquet as pq
 
 from clipmill.manifests.caption_spans import write_caption_spans
-from clipmill.manifests.caption_table import Selection, write_caption_table
+from clipmill.manifests.caption_table import CaptionChange, write_caption_table
 from clipmill.manifests.checked_json import publish_checked_json
 from clipmill.manifests.merge import tables_fingerprint
 from clipmill.manifests.previous import FURTHER_KEY, PreviousManifest
@@ -35,32 +35,31 @@ from clipmill.manifests.table_files import (
 MANIFEST_FILE = "manifest.json"
 
 
-def publish_manifest(
-    folder: Path,
-    old: PreviousManifest,
-    *,
-    videos: pa.Table,
-    rejected: pa.Table,
-    captions: pa.Table,
-    ids: np.ndarray,
-    next_id: int,
-    keep: Selection | None,
-    keep_labels: bool,
-    datasets: Mapping[str, Any],
-    further: Mapping[str, Any],
-) -> None:
-    """Publish a manifest in `folder`.
+@dataclass(frozen=True)
+class NewManifest:
+    """A manifest that takes the place of the previous one.
 
-    Args:
+    Attributes:
         videos: schema.VIDEOS and schema.OWN_DIGEST.
-        captions: captions to add to those of `old` that stay, in the form of `write_manifest`.
-        ids: int64[N], their IDs.
-        keep: selects the captions of `old` that stay; None if none do.
-        keep_labels: keep the label columns of `old`.
+        rejected: schema.REJECTED.
+        captions: those of the previous manifest that stay, and those that are added.
+        datasets, further: the records of the datasets and of the further sources, by name.
+    """
+
+    videos: pa.Table
+    rejected: pa.Table
+    captions: CaptionChange
+    datasets: Mapping[str, Any]
+    further: Mapping[str, Any]
+
+
+def publish_manifest(folder: Path, old: PreviousManifest, new: NewManifest) -> None:
+    """Publish a manifest in `folder`.
 
     Raises:
         UserError: the previous manifest is damaged and this is another one, or labels have another type.
     """
+    videos, rejected = new.videos, new.rejected
     if videos[OWN_DIGEST.name].null_count == videos.num_rows:
         videos = videos.drop_columns([OWN_DIGEST.name])
     fingerprint = tables_fingerprint(videos, rejected)
@@ -68,15 +67,7 @@ def publish_manifest(
     require_numbers(folder / VIDEOS_FILE, num_rows=len(videos), videos=videos)
     metadata = {FINGERPRINT_KEY: fingerprint.encode()}
     staged = {name: staged_path(folder, name, fingerprint=fingerprint) for name in (*TABLE_FILES, *MAPPED_FILES)}
-    write_caption_table(
-        staged[CAPTIONS_FILE],
-        old_path=old.captions_path,
-        captions=captions,
-        ids=ids,
-        keep=keep,
-        keep_labels=keep_labels,
-        metadata=metadata,
-    )
+    write_caption_table(staged[CAPTIONS_FILE], new.captions, old_path=old.captions_path, metadata=metadata)
     with (
         pq.ParquetFile(staged[CAPTIONS_FILE], read_dictionary=["video_id", "source"], pre_buffer=False) as file,
         published(staged[SPANS_FILE]) as spans,
@@ -93,9 +84,9 @@ def publish_manifest(
         {
             "format": MANIFEST_FORMAT,
             "fingerprint": fingerprint,
-            "next_caption_id": next_id,
-            "datasets": datasets,
-            **({FURTHER_KEY: further} if further else {}),
+            "next_caption_id": new.captions.next_id,
+            "datasets": new.datasets,
+            **({FURTHER_KEY: new.further} if new.further else {}),
             "tables": {name: describe(path) for name, path in staged.items()},
         },
     )

@@ -30,7 +30,6 @@ from clipmill.manifests.mapped_files import map_arrow_file
 from clipmill.shards.format import COMMIT_TABLE_FILE, COMMITS_FOLDER, FORMAT_VERSION, folders_in
 from clipmill.shards.opening import open_regular
 
-MIN_COMMITS = 100  # reading fewer records takes milliseconds
 _FORMAT_KEY = b"clipmill_format"
 # Dates of folders. Even seconds, because some disks and archives keep no finer times.
 _FIRST_DATE_S = 1_000_000_000

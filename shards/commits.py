@@ -1,7 +1,7 @@
 """Commit records: a shard exists only once it has one.
 
-Each is a small JSON file with its own checksum, and records neither times nor hosts. The records of a large variant are
-read from one table as far as it holds them (clipmill.shards.commit_table).
+Each is a small JSON file with its own checksum, and records neither times nor hosts. The records are read from one
+table as far as it holds them (clipmill.shards.commit_table).
 """
 
 import json

@@ -7,7 +7,7 @@
     <data>/<column>/<variant>/000003-1f2e3d4c.index.arrow  our index: Arrow IPC file, one row per sample, mmap-able
     <data>/<column>/<variant>/commits/000003.json          the commit, without which the shard does not exist
     <data>/<column>/<variant>/012/012345-1f2e3d4c.tar ...  files of shard 12345, and commits/012/012345.json: see below
-    <data>/<column>/<variant>/commits.arrow        all commits of a large variant in one table, derived from them
+    <data>/<column>/<variant>/commits.arrow        all commits in one table, derived from them
     <data>/<column>/<variant>/chunks.arrow         samples of shards 0 to 999 in one table, derived from their indexes
     <data>/<column>/<variant>/012/chunks.arrow     the same of shards 12000 to 12999
     <data>/<column>/<variant>/shards.txt, shards-<split>.txt   committed tars, one name per line, for other tools
@@ -34,7 +34,7 @@ and dataset.json. A run writes contents.json when it finishes: a listed shard wi
 is not listed yet belongs to a run that was killed. Before a run removes commits that are no longer wanted, it removes
 them from the list. Only a set whose first run has not ended lacks it.
 
-A run with 100 commits or more ends by writing commits.arrow, so that readers open one file instead of one per shard;
+A run ends by writing commits.arrow, so that readers open one file instead of one per shard;
 clipmill.shards.commit_table defines it and when it counts. It is derived from the commits and replaces none of them.
 
 A run of `video`, `latents` or `text` also ends by bringing the parts of its merged table up to date: the chunks.arrow
@@ -73,8 +73,8 @@ Column `text`: one sample per video, with the video_id as key. Members: `text.np
 length per distinct caption text of the video, and `json`, with the text of each row and the row of each caption.
 
 Column `scores`: the keys of `video`, in its order and in shards of the same ids and splits, as in `latents`. One
-member, `scores.json`, with the values of the index row (SCORES_FIELDS); a value that is unknown is null, never NaN. The
-hash is written as 16 hexadecimal digits there, since many JSON readers round integers above 2^53.
+member, `scores.json`, with the values of the index row (clipmill.shards.score_fields); a value that is unknown is null,
+never NaN. The hash is written as 16 hexadecimal digits there, since many JSON readers round integers above 2^53.
 """
 
 import os
@@ -148,25 +148,6 @@ TEXT_FIELDS = [
     # The captions of the video, ascending by ID, and the row of each.
     pa.field("caption_id", pa.list_(pa.int64()), nullable=False),
     pa.field("caption_row", pa.list_(pa.int32()), nullable=False),
-]
-
-# Fields of a `scores` index row. docs/columns.md defines the values; null where unknown.
-SCORES_FIELDS = [
-    pa.field("video_id", pa.string(), nullable=False),
-    pa.field("start_ms", pa.int64(), nullable=False),  # of the chunk in its video
-    pa.field("motion", pa.float32()),  # mean displacement in frame heights per second
-    pa.field("camera_motion", pa.float32()),  # its part that a single similarity transform explains
-    pa.field("object_motion", pa.float32()),  # the rest
-    pa.field("sharpness", pa.float32()),  # variance of the Laplacian of the luma
-    pa.field("brightness", pa.float32()),  # mean luma, 0 to 1
-    pa.field("black", pa.float32()),  # share of the chunk's time, 0 to 1
-    pa.field("frozen", pa.float32()),  # share of the chunk's time, 0 to 1
-    pa.field("letterbox", pa.float32()),  # share of the picture that bars cover, 0 to 1
-    pa.field("cuts", pa.int32()),
-    pa.field("cut_times_s", pa.list_(pa.float32())),  # in the chunk: time of the first frame of each new shot
-    pa.field("speech", pa.float32()),  # share of the chunk's time, 0 to 1; null without audio
-    pa.field("phash", pa.uint64()),  # perceptual hash of the middle frame, bit for bit ImageHash's phash
-    pa.field("chunk_fingerprint", pa.string(), nullable=False),  # of the chunk that was scored
 ]
 
 

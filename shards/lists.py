@@ -10,7 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from clipmill.manifests.publish import naming, publish_bytes, read_record, remove
-from clipmill.shards.commit_table import MIN_COMMITS, confirm, open_commit_table
+from clipmill.shards.commit_table import confirm, open_commit_table
 from clipmill.shards.commits import Commit, Records, commit_path, read_records
 from clipmill.shards.contents import Contents, file_sha256, read_contents, write_contents
 from clipmill.shards.damage import Damaged, DamagedContents
@@ -92,14 +92,9 @@ def finish_run(variant_dir: Path, *, dropped: Collection[int], wanted: Collectio
         recipe = (variant_dir / RECIPE_FILE).read_bytes()
     contents = {RECIPE_FILE: recipe, **shard_lists(commits)}
     checksums = {name: file_sha256(content) for name, content in contents.items()}
-    if table_sha256 is not None:
-        checksums[COMMIT_TABLE_FILE] = table_sha256
-    write_contents(variant_dir, Contents(shard_ids, checksums))
-    if table_sha256 is None:
-        remove(variant_dir / COMMIT_TABLE_FILE)
-    else:
-        damaged = {_folder_name(record.path) for record in records.damaged}
-        confirm(variant_dir, sha256=table_sha256, folders=folders, except_for=damaged)
+    write_contents(variant_dir, Contents(shard_ids, {**checksums, COMMIT_TABLE_FILE: table_sha256}))
+    damaged = {_folder_name(record.path) for record in records.damaged}
+    confirm(variant_dir, sha256=table_sha256, folders=folders, except_for=damaged)
     return commits
 
 
@@ -108,14 +103,12 @@ def _folder_name(path: Path) -> str:
     return "" if path.parent.name == COMMITS_FOLDER else path.parent.name
 
 
-def _write_table(variant_dir: Path, records: Records, commits: dict[int, Commit]) -> str | None:
-    """Publish the table of `commits` and return its SHA-256; None if there are too few commits for one.
+def _write_table(variant_dir: Path, records: Records, commits: dict[int, Commit]) -> str:
+    """Publish the table of `commits`, unless it is there, and return its SHA-256.
 
     Args:
         records: the commits before some of them were dropped.
     """
-    if len(commits) < MIN_COMMITS:
-        return None
     if records.table is not None and records.is_table_current and len(commits) == len(records.commits):
         return records.table.sha256
     recorded = _recorded(variant_dir)

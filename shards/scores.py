@@ -22,7 +22,6 @@ from clipmill.manifests.keys import split_key
 from clipmill.manifests.store import read_videos
 from clipmill.shards.damage import Damaged
 from clipmill.shards.dataset import current_variant
-from clipmill.shards.format import SCORES_FIELDS
 from clipmill.shards.look_alikes import first_alike, is_comparable
 from clipmill.shards.merged_table import (
     CHUNKS_FILE,
@@ -33,6 +32,7 @@ from clipmill.shards.merged_table import (
     write_merged_table,
 )
 from clipmill.shards.reader import Variant
+from clipmill.shards.score_fields import SCORES_FIELDS
 
 SCORES = "scores"
 _STALE = "shards of scores have changed since it was written"

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from clipmill.manifests.errors import UserError
 from clipmill.shards.expressions import Condition, Kind, connect, parse_conditions, refused
-from clipmill.shards.format import SCORES_FIELDS
+from clipmill.shards.score_fields import NUMBERS
 
 _FLAG = "--where"
 
@@ -27,10 +27,8 @@ class Field:
     sql: str = ""
 
 
-_NO_NAMES = ("video_id", "start_ms", "cut_times_s", "chunk_fingerprint")
-SCORE_NAMES = tuple(field.name for field in SCORES_FIELDS if field.name not in _NO_NAMES)
 FIELDS: dict[str, Field] = {
-    **{name: Field("number", "chunk", name) for name in SCORE_NAMES},
+    **{name: Field("number", "chunk", name) for name in NUMBERS},
     "duplicate": Field("condition", "chunk", "duplicate_of", "duplicate_of >= 0"),
     "begin_s": Field("number", "chunk", "start_ms", "start_ms / 1000"),
     **{name: Field("number", "chunk", name) for name in ("duration_s", "width", "height")},
@@ -70,7 +68,7 @@ class Where:
     @property
     def uses_scores(self) -> bool:
         """Whether it needs the scores of the chunks."""
-        return not self.names.isdisjoint((*SCORE_NAMES, "duplicate"))
+        return not self.names.isdisjoint((*NUMBERS, "duplicate"))
 
     def mask(self, table: pa.Table) -> NDArray[np.bool_]:
         """bool [rows], True where all conditions hold; one that is unknown does not.

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from clipmill.manifests.adapters.json_stream import object_items
-from clipmill.manifests.adapters.reading import Reading, ReadingBuilder
+from clipmill.manifests.adapters.reading import Origin, Reading, ReadingBuilder
 from clipmill.manifests.adapters.reasons import Reason
 from clipmill.manifests.adapters.splits import split_in_file_name
 from clipmill.manifests.adapters.tables import seconds
@@ -64,13 +64,14 @@ def _add_video(
     if video is None:
         return
     source = SECOND_SOURCE if path.stem.endswith("_2") else SOURCE
+    origin = Origin(path, source, row)
     for text, interval in zip(sentences, timestamps, strict=True):
         try:
             begin_s, end_s = _times(interval, duration_s=seconds(entry.get("duration"), default=inf))
         except ValueError as error:
             builder.reject(Reason.BAD_TIME, file=str(path), row=row, source_id=source_id, detail=str(error))
         else:
-            builder.add_caption(video, text=text, source=source, file=path, row=row, begin_s=begin_s, end_s=end_s)
+            builder.add_caption(video, text, origin, begin_s=begin_s, end_s=end_s)
 
 
 def _times(interval: object, *, duration_s: float) -> tuple[float, float]:

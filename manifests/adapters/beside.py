@@ -13,7 +13,7 @@ from collections import defaultdict
 from collections.abc import Collection, Container, Mapping, Sequence
 from pathlib import PurePosixPath
 
-from clipmill.manifests.adapters.reading import ReadingBuilder
+from clipmill.manifests.adapters.reading import Origin, ReadingBuilder
 from clipmill.manifests.adapters.reasons import Reason
 from clipmill.manifests.adapters.subtitles import (
     Cue,
@@ -180,10 +180,8 @@ class _Reader:
                 self._builder.reject(reason, file=str(file), row=cue.number, source_id=source_id, detail=detail)
             elif self._builder.add_caption(
                 video,
-                text=cue.text,
-                source=source,
-                file=file,
-                row=cue.number,
+                cue.text,
+                Origin(file, source, cue.number),
                 begin_s=cue.begin_s,
                 end_s=cue.end_s,
                 likelihood=cue.likelihood,

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from clipmill.manifests.adapters.json_stream import array_items
-from clipmill.manifests.adapters.reading import Reading, ReadingBuilder
+from clipmill.manifests.adapters.reading import Origin, Reading, ReadingBuilder
 from clipmill.manifests.adapters.reasons import Reason
 from clipmill.manifests.adapters.splits import split_in_file_name
 from clipmill.manifests.adapters.tables import text_lines
@@ -106,13 +106,5 @@ def _add_entry(
         return
     if listed is not None:
         builder.use_row(listed[name])
-    builder.add_caption(
-        video,
-        text=entry.get("description"),
-        source=SOURCE,
-        file=path,
-        row=row,
-        begin_s=begin_s,
-        end_s=end_s,
-        field="description",
-    )
+    origin = Origin(path, SOURCE, row, field="description")
+    builder.add_caption(video, entry.get("description"), origin, begin_s=begin_s, end_s=end_s)

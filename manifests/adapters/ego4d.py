@@ -25,7 +25,7 @@ import pyarrow as pa
 
 from clipmill.manifests.adapters.json_stream import object_items
 from clipmill.manifests.adapters.plain_pickle import load_plain_pickle
-from clipmill.manifests.adapters.reading import Reading, ReadingBuilder, encodable, printable
+from clipmill.manifests.adapters.reading import Origin, Reading, ReadingBuilder, encodable, printable
 from clipmill.manifests.adapters.reasons import Reason
 from clipmill.manifests.adapters.splits import TRAIN, split_in_file_name
 from clipmill.manifests.adapters.wanted import WantedVideos, begin_reading
@@ -198,8 +198,9 @@ def _add_pickled_list(builder: ReadingBuilder, wanted: WantedVideos, *, path: Pa
             detail = f"start and end are {quoted(begin_s)} and {quoted(end_s)}, expected numbers of seconds"
             builder.reject(Reason.BAD_TIME, file=str(path), row=row, source_id=source_id, detail=detail)
             continue
+        origin = Origin(path, source, row)
         for text in texts:
-            builder.add_caption(video, text=text, begin_s=begin_s, end_s=end_s, source=source, file=path, row=row)
+            builder.add_caption(video, text, origin, begin_s=begin_s, end_s=end_s)
 
 
 def _is_time(value: object) -> TypeGuard[float]:

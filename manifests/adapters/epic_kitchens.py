@@ -15,7 +15,7 @@ from typing import Any
 
 import pyarrow as pa
 
-from clipmill.manifests.adapters.reading import Reading, ReadingBuilder
+from clipmill.manifests.adapters.reading import Origin, Reading, ReadingBuilder
 from clipmill.manifests.adapters.reasons import Reason
 from clipmill.manifests.adapters.splits import split_of_list
 from clipmill.manifests.adapters.tables import Row, read_csv
@@ -133,16 +133,8 @@ def _add_row(builder: ReadingBuilder, wanted: WantedVideos, row: Row, *, path: P
     except ValueError as error:
         builder.reject(reason, file=str(path), row=row.number, source_id=cells["video_id"], detail=str(error))
         return
-    builder.add_caption(
-        video,
-        text=cells["narration"],
-        begin_s=begin_s,
-        end_s=end_s,
-        source=SOURCE,
-        file=path,
-        row=row.number,
-        labels=labels,
-    )
+    origin = Origin(path, SOURCE, row.number)
+    builder.add_caption(video, cells["narration"], origin, begin_s=begin_s, end_s=end_s, labels=labels)
 
 
 def _labels(cells: dict[str, Any]) -> dict[str, Any]:

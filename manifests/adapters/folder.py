@@ -21,7 +21,7 @@ from pathlib import Path
 from clipmill.manifests.adapters.beside import SUFFIXES, add_files_beside, note_unread
 from clipmill.manifests.adapters.dialects import read_caption_rows
 from clipmill.manifests.adapters.file_ids import file_ids
-from clipmill.manifests.adapters.reading import Reading, ReadingBuilder
+from clipmill.manifests.adapters.reading import Origin, Reading, ReadingBuilder
 from clipmill.manifests.adapters.reasons import Reason
 from clipmill.manifests.adapters.remote_videos import distinct, named_videos, normal_url
 from clipmill.manifests.adapters.splits import split_named, split_of_folders
@@ -160,13 +160,11 @@ def _add_captions(
             continue
         builder.add_caption(
             video,
-            text=row.values.get("text"),
+            row.values.get("text"),
+            Origin(table, source, row.number),
             begin_s=begin_s,
             end_s=end_s,
-            source=source,
             likelihood=likelihood,
-            file=table,
-            row=row.number,
         )
     if taken:
         written, meant = next(iter(taken.items()))

@@ -25,7 +25,7 @@ from pathlib import Path, PurePosixPath
 
 import pyarrow as pa
 
-from clipmill.manifests.adapters.reading import Reading, ReadingBuilder
+from clipmill.manifests.adapters.reading import Origin, Reading, ReadingBuilder
 from clipmill.manifests.adapters.reasons import Reason
 from clipmill.manifests.adapters.splits import split_in_file_name, split_named
 from clipmill.manifests.adapters.tables import Row, read_csv, seconds, text_lines
@@ -199,13 +199,5 @@ def _exists(name: str, lookup: VideoLookup) -> bool:
 def _add_class(
     builder: ReadingBuilder, video: int, label: str, *, path: Path, row: int, begin_s: float, end_s: float
 ) -> None:
-    builder.add_caption(
-        video,
-        text=label,
-        begin_s=begin_s,
-        end_s=end_s,
-        source=SOURCE,
-        file=path,
-        row=row,
-        labels={"label_class": label},
-    )
+    labels = {"label_class": label}
+    builder.add_caption(video, label, Origin(path, SOURCE, row), begin_s=begin_s, end_s=end_s, labels=labels)

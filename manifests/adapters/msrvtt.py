@@ -22,7 +22,7 @@ from typing import Any
 import pyarrow as pa
 
 from clipmill.manifests.adapters.json_stream import object_items
-from clipmill.manifests.adapters.reading import Reading, ReadingBuilder
+from clipmill.manifests.adapters.reading import Origin, Reading, ReadingBuilder
 from clipmill.manifests.adapters.reasons import Reason
 from clipmill.manifests.adapters.splits import split_named, split_of_list
 from clipmill.manifests.adapters.tables import read_csv
@@ -142,8 +142,8 @@ def _add_tables(
                 video = wanted.number(video_id, split=split, file=path, row=row.number)
                 if video is not None:
                     labels = {"label_category": categories.get(video_id)}
-                    text = row.values["sentence"]
-                    builder.add_caption(video, text=text, source=SOURCE, file=path, row=row.number, labels=labels)
+                    origin = Origin(path, SOURCE, row.number)
+                    builder.add_caption(video, row.values["sentence"], origin, labels=labels)
     for video_id in [video_id for video_id in listed if video_id in paired]:
         path, number = listed.pop(video_id)
         detail = "a row of another CSV has its only caption"
@@ -174,5 +174,5 @@ def _add_sentence(
     if is_first and listed is not None:
         builder.use_row(listed[0])
     labels = {"label_category": facts.category}
-    text = entry.get("caption")
-    builder.add_caption(video, text=text, source=SOURCE, file=info.path, row=row, labels=labels, field="caption")
+    origin = Origin(info.path, SOURCE, row, field="caption")
+    builder.add_caption(video, entry.get("caption"), origin, labels=labels)

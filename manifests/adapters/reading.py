@@ -23,6 +23,22 @@ WHOLE_VIDEO = (0.0, inf)
 _VIDEO_FIELDS = pa.schema([VIDEOS.field(name) for name in ("video_id", "source_id", "path", "split", "dataset")])
 
 
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """Where a caption was read.
+
+    Attributes:
+        source: what made the caption, as the manifest names it.
+        row: its row or entry in the file, or None.
+        field: has the text in the file.
+    """
+
+    file: Place
+    source: str
+    row: int | None
+    field: str = "text"
+
+
 @dataclass(frozen=True)
 class Reading:
     """The videos and captions that an adapter read from one dataset.
@@ -140,28 +156,22 @@ class ReadingBuilder:
     def add_caption(
         self,
         video: int,
-        *,
         text: object,
-        source: str,
-        file: Place,
-        row: int | None,
+        origin: Origin,
+        *,
         begin_s: float = 0.0,
         end_s: float = inf,
         likelihood: float | None = None,
         labels: Mapping[str, Any] | None = None,
-        field: str = "text",
     ) -> bool:
-        """Add one caption and return True, or add a rejected row if its text or times are unusable.
-
-        Args:
-            field: has the text in the file.
-        """
-        reason, detail = _caption_fault(text, begin_s, end_s, field=field)
+        """Add one caption and return True, or add a rejected row if its text or times are unusable."""
+        file, source = origin.file, origin.source
+        reason, detail = _caption_fault(text, begin_s, end_s, field=origin.field)
         if reason is None and source not in self._sources and not encodable(source):
             reason, detail = Reason.MALFORMED_ROW, f"source is not valid Unicode: {quoted(source)}"
         if reason is not None:
             source_id = self._videos["source_id"][video]
-            self.reject(reason, file=str(file), row=row, source_id=source_id, detail=detail)
+            self.reject(reason, file=str(file), row=origin.row, source_id=source_id, detail=detail)
             return False
         values = {name: (labels or {}).get(name) for name in self._labels}
         values |= {"source": self._source_code(source), "likelihood": likelihood}

@@ -16,7 +16,7 @@ from typing import Any
 import pyarrow as pa
 
 from clipmill.manifests.adapters.json_stream import array_items, object_items
-from clipmill.manifests.adapters.reading import Reading, ReadingBuilder, encodable
+from clipmill.manifests.adapters.reading import Origin, Reading, ReadingBuilder, encodable
 from clipmill.manifests.adapters.reasons import Reason
 from clipmill.manifests.adapters.splits import split_in_file_name
 from clipmill.manifests.adapters.tables import text_lines
@@ -91,4 +91,4 @@ def _add_entry(
         return
     source = CLASS_SOURCE if path.suffix.lower() == ".csv" else SOURCE
     labels = {"label_class": name}
-    builder.add_caption(video, text=entry.get("label"), source=source, file=path, row=row, labels=labels)
+    builder.add_caption(video, entry.get("label"), Origin(path, source, row), labels=labels)

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from clipmill.manifests.adapters.json_stream import array_items
-from clipmill.manifests.adapters.reading import Reading, ReadingBuilder
+from clipmill.manifests.adapters.reading import Origin, Reading, ReadingBuilder
 from clipmill.manifests.adapters.reasons import Reason
 from clipmill.manifests.adapters.splits import split_in_file_name
 from clipmill.manifests.adapters.wanted import WantedVideos, begin_reading
@@ -46,5 +46,6 @@ def _add_entry(
     video = wanted.number(entry.get("videoID"), split=split, file=path, row=row, num_captions=len(texts))
     if video is None:
         return
+    origin = Origin(path, SOURCE, row)
     for text in texts:
-        builder.add_caption(video, text=text, source=SOURCE, file=path, row=row)
+        builder.add_caption(video, text, origin)

@@ -4,6 +4,7 @@ Columns that hold one sample for each chunk (`latents`, `scores`) have shards wi
 """
 
 import hashlib
+import shlex
 import zlib
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -15,10 +16,13 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from clipmill.manifests.errors import UserError
+from clipmill.prep.core.column import VIDEO
 from clipmill.prep.core.failures import FailureCode, SourceFailure
 from clipmill.prep.core.plan import NUM_CHECK_THREADS, WantedShard
 from clipmill.shards.commits import Commit, Failure
 from clipmill.shards.damage import Damaged, DamagedIndex
+from clipmill.shards.dataset import current_variant
 from clipmill.shards.index import extensions_of, open_index
 from clipmill.shards.reader import CommittedShard, open_shard
 from clipmill.shards.writer import Sample
@@ -55,6 +59,19 @@ class ChunkShard:
         """Return the shard that a recipe wants to have made from these chunks."""
         text = f"{recipe_fingerprint} {self.split} {self.fingerprint}"
         return WantedShard(self.shard_id, self.split, hashlib.sha256(text.encode()).hexdigest(), self.num_chunks)
+
+
+def current_chunks(data_dir: Path) -> str:
+    """Return the current variant of `video`.
+
+    Raises:
+        UserError: there is none.
+    """
+    video = current_variant(data_dir, VIDEO)
+    if video is None:
+        hint = f"create them first: prep chunk --len 15s --data {shlex.quote(str(data_dir))}"
+        raise UserError(f"{data_dir} has no chunks", hint=hint)
+    return video
 
 
 def read_chunk_shards(

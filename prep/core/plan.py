@@ -1,7 +1,7 @@
 """The common part of all plans: the state of each shard and its reason, computed from wanted and stored shards."""
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
@@ -79,42 +79,59 @@ class ShardPlan:
         return 1.0 - 0.98 * (self.num_copied or 0) / max(1, self.num_chunks)
 
 
+@dataclass(frozen=True)
+class StoredShards:
+    """Commits of a variant, by shard id, and problems found by a quick check of their files."""
+
+    commits: dict[int, Commit]
+    problems: Problems
+
+    def without(self, shard_ids: Collection[int]) -> "StoredShards":
+        """Return all but the commits of the given shards."""
+        commits = {shard_id: commit for shard_id, commit in self.commits.items() if shard_id not in shard_ids}
+        return StoredShards(commits, self.problems)
+
+
+@dataclass(frozen=True)
+class HeldShards:
+    """Shards to leave unchanged because what they should hold is unknown, and why it is."""
+
+    shard_ids: frozenset[int] = frozenset()
+    because: str = ""
+
+
 def plan_shards(
     wanted: Iterable[WantedShard],
-    commits: Mapping[int, Commit],
+    stored: StoredShards,
     *,
-    problems: Problems,
     what_changed: str,
     orphaned_because: str,
     retry_codes: frozenset[str] = frozenset(),
     unreadable: frozenset[str] = frozenset(),
-    held: frozenset[int] = frozenset(),
-    held_because: str = "",
+    held: HeldShards = HeldShards(),
 ) -> Iterator[ShardPlan]:
     """Return the state of every shard: the wanted shards in their order, followed by orphaned ones.
 
     Args:
-        commits: commits of the variant, by shard id.
         what_changed: name of the input that changed if the fingerprint differs; used in the reason.
         orphaned_because: reason why none of a committed shard's content is wanted.
         retry_codes: failure codes to try again even if nothing changed, in addition to the transient ones.
         unreadable: ids of videos whose sources cannot be read at present.
-        held: ids of shards to leave unchanged because what they should hold is unknown.
-        held_because: why it is unknown.
+        held: shards to leave unchanged.
     """
-    known = set()
+    known, commits = set(), stored.commits
     for shard in wanted:
         known.add(shard.shard_id)
         state, reason = state_of(
             commits.get(shard.shard_id),
             shard.fingerprint,
-            problem=problems.get(shard.shard_id),
+            problem=stored.problems.get(shard.shard_id),
             retry_codes=TRANSIENT | retry_codes,
             unreadable=unreadable,
             what_changed=what_changed,
         )
-        if state == ShardState.CHANGED and shard.shard_id in held:
-            yield _kept(commits[shard.shard_id], held_because)
+        if state == ShardState.CHANGED and shard.shard_id in held.shard_ids:
+            yield _kept(commits[shard.shard_id], held.because)
             continue
         yield ShardPlan(
             shard_id=shard.shard_id,
@@ -126,8 +143,10 @@ def plan_shards(
             num_chunks=shard.num_chunks,
         )
     for shard_id, commit in commits.items():
-        if shard_id not in known:
-            yield _kept(commit, held_because) if shard_id in held else _orphaned(commit, orphaned_because)
+        if shard_id in known:
+            continue
+        is_held = shard_id in held.shard_ids
+        yield _kept(commit, held.because) if is_held else _orphaned(commit, orphaned_because)
 
 
 def state_of(
@@ -194,14 +213,6 @@ def pending_of(shards: Sequence[ShardPlan]) -> Pending:
         wanted_shards=frozenset(shard.shard_id for shard in wanted),
         to_make=dict(Counter(str(shard.state) for shard in shards if shard.has_work)),
     )
-
-
-@dataclass(frozen=True)
-class StoredShards:
-    """Commits of a variant, and problems found by a quick check of their files."""
-
-    commits: dict[int, Commit]
-    problems: dict[int, tuple[ShardState, str]]
 
 
 def stored_shards(variant_dir: Path) -> StoredShards:

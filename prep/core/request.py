@@ -7,7 +7,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from cyclopts import Group, Parameter, Token
 
@@ -18,6 +18,9 @@ from clipmill.manifests.units import parse_size
 from clipmill.prep.core.column import DATA_VARIABLE
 from clipmill.prep.core.lag import LIMIT_S
 from clipmill.prep.engines.execution import Execution
+
+if TYPE_CHECKING:
+    from clipmill.prep.engines import Engine
 
 _CLUSTER = re.compile(r"auto|local|(ray://)?[^\s/]+:\d{1,5}", re.ASCII)
 EXECUTION = Parameter(group=Group("Execution", sort_key=8))
@@ -184,6 +187,36 @@ class Request:
                 f"--part {self.part} has no effect with --address {self.address}: Ray divides the work itself",
                 hint="omit --part to use all nodes of the cluster, or omit --address",
             )
+
+    def gpus_per_worker(self, *, has_work: bool) -> float:
+        """Return `num_gpus`, or its default; 0.0 without work, because detecting GPUs takes seconds.
+
+        Raises:
+            UserError: there is no cluster at the address.
+        """
+        from clipmill.prep.engines.choice import resolve_gpus_per_worker
+
+        return resolve_gpus_per_worker(self.num_gpus, address=self.cluster) if has_work else 0.0
+
+    def open_engine(self, *, memory_gb: float, gpus_per_worker: float = 0.0) -> "Engine":
+        """Return the engine that the flags describe.
+
+        Args:
+            memory_gb: memory that a worker of the column takes on a cluster, unless a flag gives it.
+
+        Raises:
+            UserError: there are fewer GPUs than one worker needs.
+        """
+        from clipmill.prep.engines.choice import open_engine
+
+        return open_engine(
+            self.engine,
+            address=self.cluster,
+            workers=self.workers,
+            gpus_per_worker=gpus_per_worker,
+            execution=self.execution,
+            memory_gb=memory_gb,
+        )
 
     def require_variant(self, found: str, *, command: str) -> None:
         """Check that the recipe read from a variant still produces that variant.

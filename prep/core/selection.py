@@ -19,14 +19,6 @@ SELECTION_FILE = "selection.json"
 WHERE = "where"
 
 
-def check_where(where: str | None) -> None:
-    """Raise a UserError if `where` is not an expression."""
-    if where is not None:
-        from clipmill.shards.where import parse_where  # slow
-
-        parse_where(where)
-
-
 def write_selection(folder: Path, where: str | None) -> None:
     """Record the selection of a run in its variant's folder; None, everything, needs no file."""
     path = folder / SELECTION_FILE

@@ -93,8 +93,7 @@ def make_latents_plan(
     fingerprint = recipe.fingerprint
     shards = plan_shards(
         (shard.wanted(recipe_fingerprint=fingerprint) for shard in chunk_shards),
-        {shard_id: commit for shard_id, commit in own.commits.items() if shard_id not in unknown},
-        problems=own.problems,
+        own.without(unknown),
         what_changed="its chunks",
         orphaned_because="its chunks are no longer in the video column"
         if where is None

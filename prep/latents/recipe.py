@@ -12,8 +12,8 @@ from clipmill.manifests.errors import UserError
 from clipmill.manifests.help_text import FIRST_RUN
 from clipmill.manifests.units import parse_length
 from clipmill.prep.core.column import recipe_fingerprint
-from clipmill.prep.core.selection import check_where
 from clipmill.prep.latents.weights import Vae, find_vae
+from clipmill.shards.where_flag import check_where
 
 LATENTS = "latents"
 MODEL = Parameter(group=Group("Latents", sort_key=1))

@@ -23,6 +23,7 @@ from clipmill.shards.pages.histogram import histogram
 from clipmill.shards.pages.media import evenly_spaced
 from clipmill.shards.pages.templates import require_page_path
 from clipmill.shards.reader import Variant
+from clipmill.shards.score_fields import SCORES, Score
 from clipmill.shards.scores import open_scores
 from clipmill.shards.selection import selected_chunks
 from clipmill.shards.where import parse_where
@@ -30,31 +31,7 @@ from clipmill.shards.where import parse_where
 NUM_SELECTED = 12  # pictures of chunks that a selection keeps, and of those that it drops
 NUM_CUT_CHUNKS = 8  # chunks whose cuts are shown: those with the most
 NUM_CUT_PICTURES = 6
-
-
-@dataclass(frozen=True)
-class Score:
-    """How a score is shown. `bounds` is its range, or None if it has no upper bound; a count is a whole number."""
-
-    name: str
-    title: str
-    meaning: str
-    bounds: tuple[float, float] | None = None
-    is_count: bool = False
-
-
-SCORES = (
-    Score("motion", "Motion", "mean displacement, frame heights per second"),
-    Score("camera_motion", "Camera motion", "the part of it that one similarity transform explains"),
-    Score("object_motion", "Object motion", "the rest of it"),
-    Score("sharpness", "Sharpness", "variance of the Laplacian of the luma"),
-    Score("brightness", "Brightness", "mean luma, 0 to 1", (0.0, 1.0)),
-    Score("black", "Black", "share of the time", (0.0, 1.0)),
-    Score("frozen", "Frozen", "share of the time", (0.0, 1.0)),
-    Score("letterbox", "Letterbox", "share of the picture that black bars cover", (0.0, 1.0)),
-    Score("cuts", "Cuts", "number of shot cuts", is_count=True),
-    Score("speech", "Speech", "share of the time, of chunks with audio", (0.0, 1.0)),
-)
+SHOWN = tuple(score for score in SCORES if score.title)
 
 
 @dataclass(frozen=True)
@@ -127,8 +104,8 @@ def _select(text: str, table: pa.Table, *, data_dir: Path) -> Selection:
 
 def _page(chunks: Chunks, *, selection: Selection | None, on_picture: Callable[[int, int], None]) -> dict[str, Any]:
     """Return the values of the template."""
-    columns = {score.name: _values(chunks.table[score.name]) for score in SCORES}
-    picked = {score.name: landmarks(columns[score.name]) for score in SCORES}
+    columns = {score.name: _values(chunks.table[score.name]) for score in SHOWN}
+    picked = {score.name: landmarks(columns[score.name]) for score in SHOWN}
     cut = _most_cut(columns["cuts"])
     groups = [] if selection is None else _groups(selection)
     middles = [*(row for marks in picked.values() for _, row in marks), *(row for _, rows in groups for row in rows)]
@@ -148,7 +125,7 @@ def _page(chunks: Chunks, *, selection: Selection | None, on_picture: Callable[[
                 **_distribution(score, columns[score.name], selection=selection),
                 "marks": [mark(row, name, columns[score.name][row]) for name, row in picked[score.name]],
             }
-            for score in SCORES
+            for score in SHOWN
         ],
         "cut": [_cuts(chunks, row, pictures=pictures) for row in cut],
     }

@@ -59,8 +59,7 @@ def make_scores_plan(data_dir: Path, recipe: ScoresRecipe, *, retry_codes: froze
     fingerprint = recipe.fingerprint
     shards = plan_shards(
         (shard.wanted(recipe_fingerprint=fingerprint) for shard in chunk_shards),
-        {shard_id: commit for shard_id, commit in own.commits.items() if shard_id not in unknown},
-        problems=own.problems,
+        own.without(unknown),
         what_changed="its chunks",
         orphaned_because="its chunks are no longer in the video column",
         retry_codes=retry_codes,

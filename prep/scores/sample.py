@@ -11,13 +11,11 @@ from clipmill.prep.core.chunk_shards import frame_rate, read_chunk
 from clipmill.prep.core.column import CheckedSample, DeepCode
 from clipmill.prep.core.failures import FailureCode, SourceFailure
 from clipmill.prep.scores.score import ChunkFile, score_chunk
-from clipmill.shards.format import SCORES_FIELDS
 from clipmill.shards.reader import CommittedShard
+from clipmill.shards.score_fields import SCORES, SCORES_FIELDS
 from clipmill.shards.writer import Sample
 
 EXTENSION = "scores.json"
-SHARES = ("brightness", "black", "frozen", "letterbox", "speech")  # values from 0 to 1
-_SIZES = ("motion", "camera_motion", "object_motion", "sharpness")  # values from 0 on
 _HASH_DIGITS = 16
 
 
@@ -67,9 +65,9 @@ def check_scores(row: dict[str, Any], members: dict[str, bytes], split: str) -> 
         if found[name] != row[name]
     ]
     differences += [
-        (DeepCode.JSON_DIFFERS, f"{name}: {row[name]!r} is out of range")
-        for name in (*SHARES, *_SIZES)
-        if row[name] is not None and not 0 <= row[name] <= (1 if name in SHARES else math.inf)
+        (DeepCode.JSON_DIFFERS, f"{score.name}: {row[score.name]!r} is out of range")
+        for score in SCORES
+        if score.is_number and row[score.name] is not None and not 0 <= row[score.name] <= score.most
     ]
     if row["cuts"] != len(row["cut_times_s"] or ()):
         message = f"cuts: {row['cuts']!r}, but {len(row['cut_times_s'] or ())} cut_times_s"

@@ -69,7 +69,7 @@ class _Seen:
 
 
 def score_chunk(chunk: ChunkFile, *, cut_threshold: float) -> dict[str, Any]:
-    """Return the scores of a chunk: the fields of clipmill.shards.format.SCORES_FIELDS from `motion` to `phash`.
+    """Return the scores of a chunk: a value for each row of clipmill.shards.score_fields.SCORES.
 
     Numbers are rounded to six decimals; unknown values are None.
 

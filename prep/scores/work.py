@@ -1,21 +1,18 @@
 """The functions behind the column `scores`."""
 
-import shlex
 from dataclasses import replace
 from pathlib import Path
 
-from clipmill.manifests.errors import UserError
-from clipmill.prep.core.column import VIDEO, data_flags
+from clipmill.prep.core.chunk_shards import current_chunks
+from clipmill.prep.core.column import data_flags
 from clipmill.prep.core.parts import PartRun
 from clipmill.prep.core.request import Request
 from clipmill.prep.core.run import Summary, execute
 from clipmill.prep.core.work import ColumnWork, ExtraFile
-from clipmill.prep.engines.choice import open_engine
 from clipmill.prep.scores.page import write_scores_page
 from clipmill.prep.scores.plan import ScoresPlan, make_scores_plan, pending_scores, scores_job, table_problem
 from clipmill.prep.scores.recipe import SCORES, ScoresSettings, resolve
 from clipmill.prep.scores.report import ScoresSummary, scores_report, scores_summary
-from clipmill.shards.dataset import current_variant
 from clipmill.shards.reader import Variant
 from clipmill.shards.scores import CHUNKS_FILE, publish_score_table
 
@@ -23,23 +20,13 @@ _WORKER_GB = 0.5  # measured (benchmarks/README.md): 0.16 GB
 
 
 def _plan(data_dir: Path, settings: ScoresSettings, request: Request) -> ScoresPlan:
-    video = current_variant(data_dir, VIDEO)
-    if video is None:
-        hint = f"create them first: prep chunk --len 15s --data {shlex.quote(str(data_dir))}"
-        raise UserError(f"{data_dir} has no chunks", hint=hint)
-    recipe = resolve(settings, video=video)
+    recipe = resolve(settings, video=current_chunks(data_dir))
     request.require_variant(recipe.variant, command="prep scores")
     return make_scores_plan(data_dir, recipe, retry_codes=request.retry_codes)
 
 
 def _run(plan: ScoresPlan, settings: ScoresSettings, request: Request, part_run: PartRun | None) -> ScoresSummary:
-    engine = open_engine(
-        request.engine,
-        address=request.cluster,
-        workers=request.workers,
-        execution=request.execution,
-        memory_gb=_WORKER_GB,
-    )
+    engine = request.open_engine(memory_gb=_WORKER_GB)
     job = replace(scores_job(plan), lag_limit_s=request.lag_limit_s)
     summary = execute(job, engine, part_run=part_run)
     if part_run is not None and not part_run.is_last:

@@ -16,8 +16,8 @@ from clipmill.prep.scores.recipe import SCORES
 from clipmill.prep.scores.sample import EXTENSION, scores_sample
 from clipmill.shards.commits import Commit, Failure, write_commit
 from clipmill.shards.damage import Damaged
-from clipmill.shards.format import SCORES_FIELDS
 from clipmill.shards.reader import open_shard
+from clipmill.shards.score_fields import SCORES_FIELDS
 from clipmill.shards.writer import ShardWriter
 
 

@@ -127,14 +127,28 @@ class Detection:
     refused: tuple[Refused, ...]
 
 
+@dataclass(frozen=True)
+class UsedShots:
+    """The rows of the table that are in use: those of these detectors (keys) and these sources (fingerprints)."""
+
+    detectors: Collection[str]
+    sources: pa.Array
+
+    def mask(self, shots: pa.Table) -> pa.ChunkedArray:
+        """Return bool[N], one per row of `shots`."""
+        return pc.and_(
+            pc.is_in(shots["fingerprint"], value_set=self.sources),
+            pc.is_in(shots["detector"], value_set=pa.array(sorted(self.detectors), pa.string())),
+        )
+
+
 def detect_shots(
     data_dir: Path,
     tasks: list[ShotTask],
     *,
     shots: pa.Table,
     key: str,
-    keys: Collection[str],
-    fingerprints: pa.Array,
+    used: UsedShots,
     engine: Engine,
     check: Check,
     on_progress: Callable[[int, int], None] = lambda done, total: None,
@@ -145,18 +159,13 @@ def detect_shots(
         tasks: sources to be searched, each once.
         shots: the stored shots.
         key: key of the detector of all tasks.
-        keys: keys of the detectors in use; other rows are removed.
-        fingerprints: fingerprints of the sources in use; other rows are removed.
+        used: the rows in use; others are removed.
         check: called in every worker before its first task.
         on_progress: called with (sources searched, sources to search).
     """
     searched = pa.array([task.fingerprint for task in tasks], pa.string())
     is_searched = pc.and_(pc.is_in(shots["fingerprint"], value_set=searched), pc.equal(shots["detector"], key))
-    is_used = pc.and_(
-        pc.is_in(shots["fingerprint"], value_set=fingerprints),
-        pc.is_in(shots["detector"], value_set=pa.array(sorted(keys), pa.string())),
-    )
-    kept = shots.filter(pc.and_not(is_used, is_searched))
+    kept = shots.filter(pc.and_not(used.mask(shots), is_searched))
     stored: list[dict[str, object]] = []
     passing: list[dict[str, object]] = []  # failures that may be gone at the next run
     refused: list[Refused] = []

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pyarrow as pa
 
-from clipmill.manifests.adapters.reading import Reading, ReadingBuilder
+from clipmill.manifests.adapters.reading import Origin, Reading, ReadingBuilder
 from clipmill.manifests.adapters.splits import TRAIN, VAL
 from clipmill.manifests.publish import folder_lock, published, remove_temporaries
 from clipmill.prep.synthetic.encode import TICKS_PER_FRAME, VideoTrack, encode_video
@@ -131,14 +131,6 @@ def make_synthetic(
         if number is None:
             continue
         for row, (begin_s, end_s, text, labels) in enumerate(video.captions()):
-            builder.add_caption(
-                number,
-                text=text,
-                begin_s=begin_s,
-                end_s=end_s,
-                source="synthetic",
-                file=path,
-                row=row,
-                labels=labels,
-            )
+            origin = Origin(path, "synthetic", row)
+            builder.add_caption(number, text, origin, begin_s=begin_s, end_s=end_s, labels=labels)
     return builder.build()

@@ -101,8 +101,7 @@ def make_text_plan(
     fingerprint = recipe.fingerprint + ("" if of_captions is None else f" where {of_captions.text}")
     shards = plan_shards(
         _wanted_shards(np.asarray(layout["shard_id"])[rows], planned, fingerprint=fingerprint),
-        stored.commits,
-        problems=stored.problems,
+        stored,
         what_changed="its videos or their captions",
         orphaned_because="its videos are no longer in the manifest, or not selected",
         retry_codes=retry_codes,

@@ -18,7 +18,8 @@ from cyclopts import Group, Parameter
 from clipmill.manifests.errors import UserError
 from clipmill.manifests.json_text import parse_json
 from clipmill.prep.core.column import recipe_fingerprint
-from clipmill.prep.core.selection import WHERE, check_where
+from clipmill.prep.core.selection import WHERE
+from clipmill.shards.where_flag import check_where
 
 SAFETENSORS = ".safetensors"
 _PIECE_BYTES = 1 << 24

@@ -5,7 +5,6 @@ from pathlib import Path
 from clipmill.prep.core.parts import PartRun
 from clipmill.prep.core.request import Request
 from clipmill.prep.core.work import MERGED_TABLE, ColumnWork, ExtraFolder
-from clipmill.prep.engines.choice import open_engine, resolve_gpus_per_worker
 from clipmill.prep.text.bank import is_whole_block
 from clipmill.prep.text.blocks import TowerUse
 from clipmill.prep.text.plan import TextPlan, make_text_plan, pending_text
@@ -25,31 +24,15 @@ def _plan(data_dir: Path, recipe: TextRecipe, request: Request) -> TextPlan:
 
 
 def _run(plan: TextPlan, recipe: TextRecipe, request: Request, part_run: PartRun | None) -> TextSummary:
-    # Detecting GPUs takes seconds, so a run without work skips it.
-    gpus_per_worker = 0.0
-    if any(shard.has_work for shard in plan.shards):
-        gpus_per_worker = resolve_gpus_per_worker(request.num_gpus, address=request.cluster)
+    gpus_per_worker = request.gpus_per_worker(has_work=any(shard.has_work for shard in plan.shards))
     use = TowerUse(
         recipe.clip,
         plan.recipe.clip_sha256,
         batch=request.batch or (_GPU_BATCH if gpus_per_worker else _CPU_BATCH),
         device="cuda" if gpus_per_worker else "cpu",
     )
-    engine = open_engine(
-        request.engine,
-        address=request.cluster,
-        workers=request.workers,
-        gpus_per_worker=gpus_per_worker,
-        execution=request.execution,
-        memory_gb=_WORKER_GB,
-    )
-    return run_text(
-        plan,
-        use,
-        engine,
-        part_run=part_run,
-        lag_limit_s=request.lag_limit_s,
-    )
+    engine = request.open_engine(memory_gb=_WORKER_GB, gpus_per_worker=gpus_per_worker)
+    return run_text(plan, use, engine, part_run=part_run, lag_limit_s=request.lag_limit_s)
 
 
 WORK = ColumnWork(

@@ -8,7 +8,7 @@ Tables are handled by column, and a shard takes a single hash update, so that pl
 
 import hashlib
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -16,7 +16,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from clipmill.prep.core.plan import Problems, ShardPlan, WantedShard, plan_shards
+from clipmill.prep.core.plan import HeldShards, ShardPlan, StoredShards, WantedShard, plan_shards
 from clipmill.prep.core.table_file import as_array
 from clipmill.prep.sources.probe import SourceFacts
 from clipmill.prep.sources.shot_table import ShotTask
@@ -26,7 +26,7 @@ from clipmill.prep.video.recipe import SPAN_CHUNKS, ResolvedRecipe
 from clipmill.prep.video.shots import VideoShots, cutting_of, frames_of
 from clipmill.prep.video.spans import Span
 from clipmill.prep.video.videos import Videos
-from clipmill.shards.commits import Commit, Failure
+from clipmill.shards.commits import Failure
 
 _ROWS_AT_ONCE = 1 << 16
 _HELD = "kept, because a source cannot be read and its duration is unknown"
@@ -88,8 +88,7 @@ class Plan:
         videos: Videos,
         probes: pa.Table,
         layout: pa.Table,
-        commits: Mapping[int, Commit],
-        problems: Problems,
+        stored: StoredShards,
         shots: VideoShots | None = None,
         retry_codes: frozenset[str] = frozenset(),
     ) -> None:
@@ -99,8 +98,7 @@ class Plan:
             videos: those of the manifest.
             probes: one row per video, in the same order (clipmill.prep.sources.table.PROBES, without paths).
             layout: the stored layout (clipmill.prep.core.layout.LAYOUT).
-            commits: commits of the variant, by shard id.
-            problems: problems found by checking the committed files.
+            stored: the shards of the variant.
             shots: the known shots of the videos; required by `--cut shots`.
             retry_codes: failure codes to try again even if nothing changed.
         """
@@ -119,7 +117,7 @@ class Plan:
         if shots is not None:
             self.unusable.update(shots.failures[row][0] for row in shots.failures)
         self.has_captions = bool(pc.any(pc.greater(videos.column("num_captions"), 0)).as_py())
-        self.shards = list(self._plan_shards(rows, commits, problems, retry_codes))
+        self.shards = list(self._plan_shards(rows, stored, retry_codes))
 
     @property
     def num_chunks(self) -> int:
@@ -230,11 +228,7 @@ class Plan:
         return Workload(self._num_frames[videos] / float(self.recipe.settings.fps_exact), *columns)
 
     def _plan_shards(
-        self,
-        layout_rows: np.ndarray,
-        commits: Mapping[int, Commit],
-        problems: Problems,
-        retry_codes: frozenset[str],
+        self, layout_rows: np.ndarray, stored: StoredShards, retry_codes: frozenset[str]
     ) -> Iterator[ShardPlan]:
         shard_ids = np.asarray(self.layout["shard_id"])[layout_rows]
         # The layout grows in shard order, so the rows of a shard are contiguous.
@@ -257,14 +251,12 @@ class Plan:
 
         return plan_shards(
             wanted(),
-            commits,
-            problems=problems,
+            stored,
             what_changed="its videos, their files or their captions",
             orphaned_because="its videos are no longer in the manifest",
             retry_codes=retry_codes,
             unreadable=unreadable,
-            held=self._held_shards(),
-            held_because=_HELD if self.shots is None else _HELD_SHOTS,
+            held=HeldShards(self._held_shards(), _HELD if self.shots is None else _HELD_SHOTS),
         )
 
     def _held_shards(self) -> frozenset[int]:

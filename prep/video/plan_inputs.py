@@ -23,7 +23,7 @@ from clipmill.prep.core.plan import NUM_CHECK_THREADS, ShardPlan, stored_shards
 from clipmill.prep.core.table_file import as_array
 from clipmill.prep.core.variant_folder import make_variant
 from clipmill.prep.engines.admission import worker_ticket
-from clipmill.prep.sources.shot_table import SHOTS, Detection, detect_shots, read_shots
+from clipmill.prep.sources.shot_table import SHOTS, Detection, UsedShots, detect_shots, read_shots
 from clipmill.prep.sources.table import probe_sources, probes_of, read_probes
 from clipmill.prep.video.captions import caption_groups
 from clipmill.prep.video.changes import ShardChange, with_changes
@@ -129,8 +129,7 @@ def _planned(
             video_ids=videos.ids,
             splits=videos.splits,
         ),
-        commits=stored.commits,
-        problems=stored.problems,
+        stored=stored,
         retry_codes=retry_codes,
     )
     changes = with_changes(plan, stored.commits, folder)
@@ -158,8 +157,7 @@ def with_shots(planned: Planned, engine: "Engine") -> Planned:
             list(plan.detection_tasks()),
             shots=planned.shots,
             key=detector_key(recipe),
-            keys=_keys_in_use(planned.data_dir),
-            fingerprints=as_array(planned.probes["fingerprint"]),
+            used=UsedShots(_keys_in_use(planned.data_dir), as_array(planned.probes["fingerprint"])),
             engine=engine,
             check=ticket,
             on_progress=now.counter(detecting),

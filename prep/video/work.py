@@ -10,7 +10,6 @@ from clipmill.prep.core.parts import PartRun
 from clipmill.prep.core.request import Request
 from clipmill.prep.core.run import Summary, execute
 from clipmill.prep.core.work import MERGED_TABLE, ColumnWork
-from clipmill.prep.engines.choice import open_engine
 from clipmill.prep.video.ffmpeg import find_ffmpeg, require_encoder
 from clipmill.prep.video.inspection import chunk_report
 from clipmill.prep.video.layout import layout_file
@@ -36,13 +35,7 @@ def _plan(data_dir: Path, recipe: Recipe, request: Request) -> Planned:
 
 
 def _run(plan: Planned, recipe: Recipe, request: Request, part_run: PartRun | None) -> Summary:
-    engine = open_engine(
-        request.engine,
-        address=request.cluster,
-        workers=request.workers,
-        execution=request.execution,
-        memory_gb=_WORKER_GB,
-    )
+    engine = request.open_engine(memory_gb=_WORKER_GB)
     plan = with_shots(plan, engine)
     job = replace(chunk_job(plan, scratch_bytes=request.scratch_bytes), lag_limit_s=request.lag_limit_s)
     summary = with_cutting(execute(job, engine, part_run=part_run), plan)

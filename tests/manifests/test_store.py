@@ -9,7 +9,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from clipmill.manifests.adapters.reading import Reading, ReadingBuilder
+from clipmill.manifests.adapters.reading import Origin, Reading, ReadingBuilder
 from clipmill.manifests.checked_json import publish_checked_json
 from clipmill.manifests.dataset_write import WriteResult, write_manifest
 from clipmill.manifests.errors import UserError
@@ -37,9 +37,8 @@ def reading_of(
     for row, (name, begin_s, end_s, text) in enumerate(captions):
         number = numbers[name]
         assert number is not None
-        builder.add_caption(
-            number, text=text, begin_s=begin_s, end_s=end_s, source="human", file=folder, row=row, labels=labels
-        )
+        origin = Origin(folder, "human", row)
+        builder.add_caption(number, text, origin, begin_s=begin_s, end_s=end_s, labels=labels)
     return builder.build()
 
 

@@ -11,8 +11,8 @@ from clipmill.manifests.keys import split_key
 from clipmill.manifests.publish import publish_json
 from clipmill.shards.commits import Commit, Failure, write_commit
 from clipmill.shards.dataset import current_variant, set_current_variant, variant_dir
-from clipmill.shards.format import SCORES_FIELDS
 from clipmill.shards.reader import Variant
+from clipmill.shards.score_fields import SCORES_FIELDS
 from clipmill.shards.scores import publish_score_table
 from clipmill.shards.writer import Sample, ShardWriter
 

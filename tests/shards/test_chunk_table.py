@@ -12,6 +12,7 @@ from clipmill.shards.chunk_table import chunk_table_problem, missing_parts, read
 from clipmill.shards.commits import commit_path, read_commits
 from clipmill.shards.contents import Contents, write_contents
 from clipmill.shards.format import RECIPE_FILE
+from clipmill.shards.lists import finish_run
 from clipmill.shards.merged_table import CHUNKS_FILE, commits_digest
 from clipmill.shards.reader import Variant
 from clipmill.shards.table_commits import TableCommits, committed_tars, open_table_commits
@@ -175,15 +176,12 @@ def test_an_index_that_is_not_the_committed_one_makes_no_table(data: Path) -> No
     assert not (variant.directory / CHUNKS_FILE).exists()
 
 
-def test_commits_of_a_table_are_those_of_the_records(data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from clipmill.shards import lists
-
-    monkeypatch.setattr(lists, "MIN_COMMITS", 1)
+def test_commits_of_a_table_are_those_of_the_records(data: Path) -> None:
     directory = Variant.open(data).directory
     records = read_commits(directory).commits
     assert open_table_commits(directory) is None
     tars = list(committed_tars(directory))
-    lists.finish_run(directory, dropped=(), wanted=records)
+    finish_run(directory, dropped=(), wanted=records)
     commits = Variant.open(data).commits
     assert isinstance(commits, TableCommits) and dict(commits) == records and dict(commits.items()) == records
     assert commits_digest(commits) == commits_digest(records)

@@ -22,7 +22,6 @@ from clipmill.shards.commits import (
     read_records,
     write_commit,
 )
-from clipmill.shards.contents import read_contents
 from clipmill.shards.damage import DamagedCommit
 from clipmill.shards.format import COMMIT_TABLE_FILE
 from clipmill.shards.lists import damaged_lists, finish_run
@@ -39,11 +38,6 @@ def made(shard_id: int, *, num_samples: int = 2) -> Commit:
     files = ShardFiles(f"{stem}.tar", 10240, "a" * 64, f"{stem}.index.arrow", 100, "b" * 64, num_samples)
     failures = (Failure("v", None, "io_error", "cannot read \udcff.mp4"),) if shard_id == 1 else ()
     return Commit("video", shard_id, "train", f"{num_samples:064x}", None if failures else files, failures)
-
-
-@pytest.fixture(autouse=True)
-def small_tables(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("clipmill.shards.lists.MIN_COMMITS", 4)
 
 
 @pytest.fixture
@@ -213,11 +207,9 @@ def test_a_lost_worker_that_commits_at_the_end_of_a_run_is_not_overlooked(
     assert num_read(variant) == 2 and read_commits(variant).commits[1001] == made(1001, num_samples=4)
 
 
-def test_small_variants_have_no_table(variant: Path) -> None:
-    finish_run(variant, dropped=(0, 1, 998, 999, 1000), wanted=(1001, 2500))
-    assert not (variant / COMMIT_TABLE_FILE).exists() and num_read(variant) == 2
-    contents = read_contents(variant)
-    assert contents is not None and COMMIT_TABLE_FILE not in contents.files
+def test_a_variant_of_one_shard_has_a_table_too(variant: Path) -> None:
+    finish_run(variant, dropped=IDS[1:], wanted=IDS[:1])
+    assert num_read(variant) == 0 and read_commits(variant).commits == {0: made(0)}
 
 
 def test_folders_that_cannot_be_dated_are_read_record_by_record(variant: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,7 +10,7 @@ import pytest
 
 from clipmill.manifests.checked_json import publish_checked_json
 from clipmill.manifests.errors import UserError
-from clipmill.manifests.publish import publish_json
+from clipmill.manifests.publish import publish_bytes, publish_json
 from clipmill.shards.commits import Commit, commit_path, read_commits
 from clipmill.shards.contents import read_contents
 from clipmill.shards.damage import DamagedContents
@@ -48,7 +48,7 @@ def test_what_a_run_leaves_is_sound_and_settling_again_writes_nothing(variant: P
     assert is_sound(variant)
     contents = read_contents(variant)
     assert contents is not None and contents.shard_ids == {0, 1, 2, 3}
-    assert set(contents.files) == {"recipe.json", "shards.txt", "shards-train.txt", "shards-val.txt"}
+    assert set(contents.files) == {"recipe.json", "commits.arrow", "shards.txt", "shards-train.txt", "shards-val.txt"}
     before = {path: path.stat().st_ino for path in variant.iterdir()}
     finish_run(variant, dropped=(), wanted=range(4))
     assert {path: path.stat().st_ino for path in variant.iterdir()} == before
@@ -80,7 +80,7 @@ def test_a_commit_that_cannot_be_made_again_stays_reported(variant: Path) -> Non
 
 
 def test_a_damaged_commit_of_a_shard_that_nothing_wants_goes(variant: Path) -> None:
-    commit_path(variant, 3).write_text("{")
+    publish_bytes(commit_path(variant, 3), b"{")
     finish_run(variant, dropped=(), wanted=(0, 1, 2))
     assert is_sound(variant) and not commit_path(variant, 3).exists()
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Annotated, Literal, Self, get_args
 
 from clipmill.manifests.errors import UserError
+from clipmill.shards.where_flag import check_where
 from clipmill.train.config.fields import FIRST_RUN, SEVERAL, Checked, GoesWith, Range, caught
 
 EVERY = GoesWith("every", use="STEPS")
@@ -81,14 +82,6 @@ class EvaluatedData:
             hint = error.hint and _FLAGS.sub(lambda flag: flags.get(flag[0], flag[0]), error.hint)
             place = "" if self.shards is None else f"--evaluate.shards {self.name}={self.shards}: "
             raise UserError(f"{place}{error}", hint=hint) from error
-
-
-def check_where(where: str | None) -> None:
-    """Raises a UserError if `where` is not a valid expression."""
-    if where is not None:
-        from clipmill.shards.where import parse_where  # slow
-
-        parse_where(where)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,9 +9,10 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 from cyclopts import Parameter
 
 from clipmill.manifests.errors import UserError
+from clipmill.shards.where_flag import check_where
 from clipmill.train.config import fields as groups
 from clipmill.train.config.data import Augment
-from clipmill.train.config.evaluation import EvaluatedData, EvaluationSettings, check_where
+from clipmill.train.config.evaluation import EvaluatedData, EvaluationSettings
 from clipmill.train.config.fields import FIRST_RUN, Checked, GoesWith, Range, caught, without_effect
 from clipmill.train.config.model import Init, Kind, ModelName, Towers, check_frames
 from clipmill.train.config.optim import OptimizerSettings

@@ -27,7 +27,7 @@ from clipmill.manifests.storage.objects import ObjectInfo, Objects
 from clipmill.manifests.store import MANIFEST_FILE, MANIFEST_FOLDER
 from clipmill.manifests.table_files import CAPTIONS_FILE, MAPPED_FILES, VIDEOS_FILE, describe, staged_path
 from clipmill.shards.chunk_table import MEMBERS, missing_parts, shards_to_merge, update_chunk_table
-from clipmill.shards.commit_table import MIN_COMMITS, commit_folders, confirm, open_commit_table
+from clipmill.shards.commit_table import commit_folders, confirm, open_commit_table
 from clipmill.shards.commits import Commit, commit_bytes, commits_in
 from clipmill.shards.contents import listed_contents
 from clipmill.shards.dataset import current_variant
@@ -142,13 +142,10 @@ class RemoteFiles:
         if self._copy_chunk_table(folder, local):
             return
         variant = Variant(local)
-        has_many = variant.num_shards >= MIN_COMMITS  # a few are opened as fast without a table
-        shards = shards_to_merge(variant) if has_many else variant.shards()
-        files = [shard.commit.files for shard in shards if shard.commit.files is not None]
+        files = [shard.commit.files for shard in shards_to_merge(variant) if shard.commit.files is not None]
         _at_once(lambda one: self.copy_file(f"{folder}/{one.index}", sha256=one.index_sha256), files)
-        if has_many:
-            with suppress(UserError):  # opening the set reports what is wrong with an index
-                update_chunk_table(variant, column=folder.partition("/")[0])
+        with suppress(UserError):  # opening the set reports what is wrong with an index
+            update_chunk_table(variant, column=folder.partition("/")[0])
 
     def _copy_chunk_table(self, folder: str, local: Path) -> bool:
         """Copy the parts of the merged table that are not here; False if one is of other commits, or missing."""

@@ -15,6 +15,7 @@ from clipmill.prep.video.page.pictures import PREVIEW_S, NoPicture, decode_frame
 from clipmill.shards.damage import Damaged
 from clipmill.shards.pages.media import data_uri, evenly_within
 from clipmill.shards.reader import CommittedShard
+from clipmill.shards.score_fields import SCORES
 
 _MAX_CAPTIONS = 3  # before the others are folded
 _MAX_FOLDED, _MAX_FOLDED_CHARS = 100, 20_000
@@ -80,6 +81,11 @@ class Card:
     scores: dict[str, float] = field(default_factory=dict)
     clip: Clip | None = None
     problem: str | None = None
+
+    @property
+    def sorting(self) -> list[tuple[str, float]]:
+        """The scores by which a page can be sorted, and their values."""
+        return [(score.name, self.scores[score.name]) for score in SCORES if score.order and score.name in self.scores]
 
     @property
     def seconds(self) -> float:

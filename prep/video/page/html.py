@@ -8,6 +8,7 @@ from urllib.parse import quote
 
 from clipmill.prep.video.page.cards import Card
 from clipmill.prep.video.page.header import Header
+from clipmill.shards.score_fields import SCORES
 
 _MAX_OPTIONS = 400
 TEMPLATE = Path(__file__).with_name("chunks.html.j2")
@@ -96,4 +97,5 @@ def _filters(cards: Sequence[Card]) -> list[tuple[str, str, list[str]]]:
 def _orders(cards: Sequence[Card]) -> list[tuple[str, str]]:
     orders = [("order", "video and time"), ("length", "longest first"), ("bitrate", "highest bit rate first")]
     orders += [("captions", "most captions first")] if any(card.captions for card in cards) else []
-    return orders + ([("motion", "most motion first")] if any("motion" in card.scores for card in cards) else [])
+    sorting = [(score.name, score.order) for score in SCORES if score.order]
+    return orders + [(name, order) for name, order in sorting if any(name in card.scores for card in cards)]

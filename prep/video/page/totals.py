@@ -1,4 +1,4 @@
-"""The numbers at the top of a page: totals by split, and distributions of length, bit rate, captions and motion."""
+"""The numbers at the top of a page: totals by split, and distributions of length, bit rate, captions and scores."""
 
 from contextlib import closing
 from dataclasses import dataclass
@@ -13,10 +13,11 @@ from clipmill.manifests.store import open_captions
 from clipmill.prep.video.page.chunks import Chunks
 from clipmill.shards.moments import Moments
 from clipmill.shards.pages.histogram import Histogram, histogram
+from clipmill.shards.score_fields import SCORES
 from clipmill.shards.scores import open_scores
 from clipmill.shards.selection import find_chunks
 
-SHOWN_SCORES = ("motion", "sharpness", "brightness", "cuts", "speech")
+BRIEF = tuple(score.name for score in SCORES if score.is_brief)
 _BATCH_CAPTIONS = 1 << 18
 _LONGEST_MS = 1e15  # longer than any video
 
@@ -52,8 +53,13 @@ class ChunkScores:
     def of(self, number: int) -> dict[str, float]:
         """Return the known scores of a chunk."""
         row = int(self.rows[number])
-        values = {name: self.table[name][row].as_py() for name in SHOWN_SCORES} if row >= 0 else {}
+        values = {name: self.table[name][row].as_py() for name in BRIEF} if row >= 0 else {}
         return {name: float(value) for name, value in values.items() if value is not None}
+
+    def known(self, name: str) -> NDArray[np.float64]:
+        """Return the known values of a score."""
+        values = self.table[name].to_numpy()[self.rows[self.rows >= 0]].astype(np.float64)
+        return values[~np.isnan(values)]
 
 
 def split_totals(chunks: Chunks) -> list[SplitTotal]:
@@ -73,7 +79,7 @@ def scores_of(chunks: Chunks, data_dir: Path) -> ChunkScores | None:
     Raises:
         UserError: there are none, or they cannot be used.
     """
-    table = open_scores(data_dir, columns={"video_id", "start_ms", *SHOWN_SCORES}).table
+    table = open_scores(data_dir, columns={"video_id", "start_ms", *BRIEF}).table
     rows = find_chunks(table, video_ids=chunks.video_ids, video_row=chunks.video, start_ms=chunks.start_ms)
     return ChunkScores(table, rows) if (rows >= 0).any() else None
 
@@ -116,9 +122,9 @@ def distributions(
     if captions is not None and captions.any():
         about = "captions of the manifest that overlap each chunk"
         found.append(Distribution("Captions", "", about, histogram(captions.astype(np.float64), is_count=True)))
-    if scores is not None:
-        motion = scores.table["motion"].to_numpy()[scores.rows[scores.rows >= 0]].astype(np.float64)
-        if len(known := motion[~np.isnan(motion)]):
-            about = f"score of {len(known):,} chunks, mean displacement in frame heights per second"
-            found.append(Distribution("Motion", "", about, histogram(known)))
+    for score in SCORES:
+        if scores is not None and score.order and len(known := scores.known(score.name)):
+            about = f"score of {len(known):,} chunks, {score.meaning}"
+            shown = histogram(known, bounds=score.bounds, is_count=score.is_count)
+            found.append(Distribution(score.title, "", about, shown))
     return found

@@ -24,7 +24,6 @@ from clipmill.prep.core.request import Request
 from clipmill.prep.core.run import Job, Summary, execute
 from clipmill.prep.core.shard_result import ShardResult, system_errors_as_results
 from clipmill.prep.core.work import ColumnWork
-from clipmill.prep.engines.choice import open_engine
 from clipmill.shards.commits import Commit, Failure, read_commits, write_commit
 from clipmill.shards.dataset import current_variant, variant_dir
 from clipmill.shards.npy import load_npy, npy_bytes
@@ -84,8 +83,7 @@ def make_plan(data_dir: Path, recipe: BrightnessRecipe, *, retry_codes: frozense
 
     shards = plan_shards(
         wanted(),
-        stored.commits,
-        problems=stored.problems,
+        stored,
         what_changed="its chunks",
         orphaned_because="its chunks are no longer in the video column",
         retry_codes=retry_codes,
@@ -172,7 +170,7 @@ def _plan(data_dir: Path, settings: BrightnessSettings, request: Request) -> Bri
 
 
 def _run(plan: BrightnessPlan, settings: BrightnessSettings, request: Request, part_run: PartRun | None) -> Summary:
-    engine = open_engine(request.engine, address=None, workers=request.workers)
+    engine = request.open_engine(memory_gb=0.0)
     return execute(brightness_job(plan), engine, part_run=part_run)
 
 

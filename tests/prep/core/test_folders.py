@@ -60,10 +60,7 @@ def test_damage_in_a_folder_is_found_and_repaired(prep: Prep, far_set: ShardSet)
     assert contents(far_set.variant) == before
 
 
-def test_verify_reads_the_records_behind_the_table(
-    prep: Prep, far_set: ShardSet, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("clipmill.shards.lists.MIN_COMMITS", 2)
+def test_verify_reads_the_records_behind_the_table(prep: Prep, far_set: ShardSet) -> None:
     rerun(prep, far_set, *LEN)
     before = contents(far_set.variant)
     assert "commits.arrow" in before

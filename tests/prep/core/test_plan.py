@@ -5,7 +5,7 @@ from itertools import product
 import pytest
 
 from clipmill.prep.core.failures import SOURCE_AWAY, TRANSIENT, FailureCode
-from clipmill.prep.core.plan import ShardState, WantedShard, plan_shards, state_of
+from clipmill.prep.core.plan import HeldShards, ShardState, StoredShards, WantedShard, plan_shards, state_of
 from clipmill.shards.commits import Commit, Failure, ShardFiles
 
 FILES = ShardFiles("000000-0.tar", 1, "0", "000000-0.index.arrow", 1, "0", 3)
@@ -43,11 +43,10 @@ def test_every_committed_shard_is_planned_once() -> None:
         commits = {number: commit(number, fingerprint="g") for number in range(1, 1 + stored)}
         found = plan_shards(
             shards,
-            commits,
-            problems={},
+            StoredShards(commits, problems={}),
             what_changed="its captions",
             orphaned_because="gone",
-            held=frozenset(range(1, 1 + held)),
+            held=HeldShards(frozenset(range(1, 1 + held)), "unknown"),
         )
         states = {shard.shard_id: shard.state for shard in found}
         assert states.keys() == set(range(wanted)) | commits.keys()

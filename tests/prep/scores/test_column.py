@@ -14,10 +14,10 @@ from clipmill.prep.scores.recipe import installed_libraries, resolve, version_mi
 from clipmill.prep.scores.sample import EXTENSION, check_scores
 from clipmill.shards.commits import commit_path, read_commits
 from clipmill.shards.dataset import current_variant
-from clipmill.shards.format import SCORES_FIELDS
 from clipmill.shards.lists import finish_run
 from clipmill.shards.merged_table import open_merged_table, write_merged_table
 from clipmill.shards.reader import Variant
+from clipmill.shards.score_fields import SCORES_FIELDS
 from clipmill.shards.scores import CHUNKS_FILE, has_score_table, open_scores
 from tests.prep.running import Ran, contents, identities
 from tests.prep.scores.conftest import ScoresSettings, make, rows_of

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from clipmill.shards.format import SCORES_FIELDS
+from clipmill.shards.score_fields import SCORES_FIELDS
 from clipmill.shards.scores import open_scores
 from tests.prep.scores.conftest import CUTS, FPS, HEIGHT, SIDE, SPEED, WIDTH
 

@@ -102,6 +102,7 @@ def test_no_flipped_bit_is_read_as_another_value(shard_set: ShardSet, name: str)
     for _ in range(150):
         damaged = bytearray(content)
         damaged[rng.randrange(len(content))] ^= 1 << rng.randrange(8)
+        path.unlink()  # in place of a commit that is written over, readers take what the table says
         path.write_bytes(damaged)
         try:
             assert read_everything(shard_set) == before

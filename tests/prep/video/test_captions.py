@@ -8,7 +8,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from clipmill.manifests import caption_table
-from clipmill.manifests.caption_table import write_caption_table
+from clipmill.manifests.caption_table import CaptionChange, write_caption_table
 from clipmill.prep.video import captions as captions_module
 from clipmill.prep.video.captions import CaptionGroups, caption_groups, captions_of
 
@@ -32,7 +32,8 @@ def table(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.Mo
         }
     )
     path, ids = tmp_path / "captions.parquet", np.arange(len(videos))
-    write_caption_table(path, old_path=None, captions=content, ids=ids, keep=None, keep_labels=False, metadata={})
+    change = CaptionChange(content, ids, next_id=len(ids), keep=None, keep_labels=False)
+    write_caption_table(path, change, old_path=None, metadata={})
     return path
 
 

@@ -9,7 +9,7 @@ import pyarrow as pa
 
 from clipmill.prep.engines import choice
 from clipmill.prep.sources.access import source_fingerprint
-from clipmill.prep.sources.shot_table import SHOTS, ShotTask, detect_shots, read_shots
+from clipmill.prep.sources.shot_table import SHOTS, ShotTask, UsedShots, detect_shots, read_shots
 from clipmill.prep.sources.table import PROBES
 from clipmill.prep.video.plan_inputs import chunk_job, make_plan, with_shots
 from clipmill.prep.video.recipe import Recipe, resolve
@@ -45,8 +45,7 @@ def test_a_lasting_failure_is_stored_and_tried_again_on_request_only(tmp_path: P
         [task],
         shots=SHOTS.empty_table(),
         key=key,
-        keys={key},
-        fingerprints=known,
+        used=UsedShots({key}, known),
         engine=Here(),
         check=lambda: None,
     )

@@ -15,7 +15,6 @@ from clipmill.manifests.errors import UserError
 from clipmill.manifests.publish import publish_json
 from clipmill.manifests.storage.objects import Objects, open_objects
 from clipmill.shards.chunk_table import update_chunk_table
-from clipmill.shards.commit_table import MIN_COMMITS
 from clipmill.shards.commits import commit_path
 from clipmill.shards.lists import finish_run
 from clipmill.shards.reader import Variant
@@ -28,7 +27,7 @@ from tests.train.data.test_remote import open_set
 from tests.train.full_disk import fill
 from tests.train.tiny_data import VARIANT, Caption, encode_chunk, video_sample, write_captions, write_shard
 
-NUM_SHARDS = MIN_COMMITS + 20
+NUM_SHARDS = 120
 
 
 @pytest.fixture(scope="module")

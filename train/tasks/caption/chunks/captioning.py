@@ -23,9 +23,7 @@ from clipmill.manifests.publish import remove_temporaries, target_of
 from clipmill.train.data.batch import BatchRing, Sample
 from clipmill.train.data.chunk_clips import ChunkClips
 from clipmill.train.data.chunks import ChunkSet
-from clipmill.train.data.clip_query import ClipQuery
-from clipmill.train.data.decoding.clip import Views
-from clipmill.train.data.inputs import clip_shape, open_folder
+from clipmill.train.data.inputs import clip_query, open_folder
 from clipmill.train.data.loader import LoaderSettings
 from clipmill.train.data.outcomes import FailedSample
 from clipmill.train.distributed.world import World
@@ -82,14 +80,14 @@ def open_work(weights: str, request: ChunkCaptionsRequest, *, say: Say) -> Capti
     """
     segment_us = None if request.segment is None else length_us(request.segment, flag="--segment")
     captioner = open_captioner(weights, overrides=request.shown, device=request.device, say=say)
-    settings = replace(captioner.trained.settings, shards=request.shards)
+    settings = replace(captioner.trained.settings, shards=request.shards, where=request.where)
     decoding = within(request.decoding.effective(), captioner.task.decoder.size.context_length)
     folder = open_folder(settings, reason="train caption-chunks captions the chunks of a data folder")
     samples = ChunkClips(
-        ClipQuery(
-            folder.path,
+        clip_query(
+            settings,
+            folder,
             split=request.split,
-            shape=clip_shape(settings, views=Views()),
             loading=LoaderSettings(
                 batch=request.batch,
                 num_threads=request.workers,
@@ -97,9 +95,6 @@ def open_work(weights: str, request: ChunkCaptionsRequest, *, say: Say) -> Capti
                 seed=0,
                 pin=captioner.trained.device.type == "cuda",
             ),
-            decode=settings.decode,
-            tars=folder.tars,
-            where=request.where,
         ),
         segment_us=segment_us,
     )

@@ -1,0 +1,81 @@
+"""The scores of a chunk, one row each: what is stored, what it means, and how it is shown (docs/columns.md).
+
+A score that is added here becomes a field of the index and of the member, a name of `--where`, a section of the page of
+`prep inspect --column scores --html`, and a range that `prep verify --deep` checks. `score_chunk` in
+`prep/scores/score.py` computes its value.
+"""
+
+from dataclasses import dataclass
+from math import inf
+
+import pyarrow as pa
+
+
+@dataclass(frozen=True)
+class Score:
+    """A value that is known of most chunks; null where unknown.
+
+    Attributes:
+        kind: number, or list of numbers, which is a detail that no expression can use.
+        meaning: what the value is, with its unit.
+        title: heading of its distribution; empty if a distribution would say nothing.
+        most: upper bound; the lower bound of each number is 0.
+        is_brief: shown with the other facts of a chunk on its card.
+        order: how cards that it sorts are described; empty if they are not sorted by it, and their page does not show
+            its distribution.
+    """
+
+    name: str
+    kind: pa.DataType
+    meaning: str
+    title: str = ""
+    most: float = inf
+    is_brief: bool = False
+    order: str = ""
+
+    @property
+    def is_number(self) -> bool:
+        """Whether a chunk has one value, and not a list."""
+        return not pa.types.is_list(self.kind)
+
+    @property
+    def is_count(self) -> bool:
+        """Whether the values are whole numbers."""
+        return pa.types.is_integer(self.kind)
+
+    @property
+    def bounds(self) -> tuple[float, float] | None:
+        """Range of the values, or None if they have no upper bound."""
+        return None if self.most == inf else (0.0, self.most)
+
+
+SCORES = (
+    Score(
+        "motion",
+        pa.float32(),
+        "mean displacement in frame heights per second",
+        "Motion",
+        is_brief=True,
+        order="most motion first",
+    ),
+    Score("camera_motion", pa.float32(), "the part of it that one similarity transform explains", "Camera motion"),
+    Score("object_motion", pa.float32(), "the rest of it", "Object motion"),
+    Score("sharpness", pa.float32(), "variance of the Laplacian of the luma", "Sharpness", is_brief=True),
+    Score("brightness", pa.float32(), "mean luma, 0 to 1", "Brightness", most=1.0, is_brief=True),
+    Score("black", pa.float32(), "share of the time", "Black", most=1.0),
+    Score("frozen", pa.float32(), "share of the time", "Frozen", most=1.0),
+    Score("letterbox", pa.float32(), "share of the picture that black bars cover", "Letterbox", most=1.0),
+    Score("cuts", pa.int32(), "number of shot cuts", "Cuts", is_brief=True),
+    Score("cut_times_s", pa.list_(pa.float32()), "time in the chunk of the first frame of each new shot"),
+    Score("speech", pa.float32(), "share of the time, of chunks with audio", "Speech", most=1.0, is_brief=True),
+    Score("phash", pa.uint64(), "perceptual hash of the middle frame, bit for bit ImageHash's phash"),
+)
+NUMBERS = tuple(score.name for score in SCORES if score.is_number)
+
+# Fields of a `scores` index row in addition to key and member.
+SCORES_FIELDS = [
+    pa.field("video_id", pa.string(), nullable=False),
+    pa.field("start_ms", pa.int64(), nullable=False),  # of the chunk in its video
+    *(pa.field(score.name, score.kind) for score in SCORES),
+    pa.field("chunk_fingerprint", pa.string(), nullable=False),  # of the chunk that was scored
+]

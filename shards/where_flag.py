@@ -1,0 +1,9 @@
+"""Checking the value of `--where` when flags are read: `where.py` and what it needs are loaded only if it is given."""
+
+
+def check_where(where: str | None) -> None:
+    """Raise a UserError if `where` is not an expression."""
+    if where is not None:
+        from clipmill.shards.where import parse_where  # slow
+
+        parse_where(where)
