@@ -7,7 +7,6 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +21,7 @@ from clipmill.shards.reader import Variant
 from tests.conftest import ROOT
 from tests.prep.brightness.column import COLUMN
 from tests.prep.brightness.work import PAUSE, measure
-from tests.prep.running import ENGINES, MARK, Process, Ran, contents, identities, processes, wait_until
+from tests.prep.running import MARK, Process, Ran, contents, identities, processes, wait_until
 from tests.prep.sets import LEN, ShardSet, flip, rerun
 from tests.served import Commands, served
 
@@ -64,10 +63,10 @@ def run(program: Commands) -> Prep:
 
 @pytest.fixture
 def make(run: Prep) -> Make:
-    """Runs `prep brightness --json`, and gives its summary."""
+    """Runs `prep brightness --json` without Ray, and gives its summary."""
 
-    def make(data: Path, *settings: object, status: int = 0) -> dict[str, Any]:
-        flags = ("--data", data, "--json", *settings, *(() if "--workers" in settings else ("--workers", 1)))
+    def make(data: Path, *settings: object, status: int = 0, workers: int = 1) -> dict[str, Any]:
+        flags = ("--engine", "processes", "--workers", workers, "--data", data, "--json", *settings)
         return run("brightness", *flags, status=status).summary
 
     return make
@@ -82,7 +81,7 @@ def stored(data: Path) -> dict[str, list[float]]:
 
 def is_worker(process: Process) -> bool:
     """Whether it may still write a shard."""
-    return any(name in " ".join(process.arguments) for name in ("ray::brightness", "multiprocessing.spawn"))
+    return "multiprocessing.spawn" in " ".join(process.arguments)
 
 
 def test_it_is_planned_made_and_looked_after(run: Prep, make: Make, shard_set: ShardSet) -> None:
@@ -90,7 +89,7 @@ def test_it_is_planned_made_and_looked_after(run: Prep, make: Make, shard_set: S
     assert "nothing" not in run("plan", "brightness", "--data", data).stdout
     planned = run("plan", "brightness", "--data", data, "--json").summary
     assert (planned["shards"], planned["chunks"]) == ({"new": 2}, {"new": 5})
-    made = make(data, "--workers", 2)
+    made = make(data, workers=2)
     assert (made["num_shards_made"], made["num_chunks"], made["failures"]) == (2, 5, {})
     status = run("status", "--data", data, "--json").summary["columns"]["brightness"]
     assert status["current"] == made["variant"] and (status["to_make"], status["problems"]) == ({}, [])
@@ -132,7 +131,7 @@ def test_damage_is_found_and_repaired_by_the_command_that_is_named(run: Prep, ma
     command = f"prep brightness --every 2 --data {data}"
     assert f"to repair, run: {command}" in ran.stderr
     assert command in run("status", "--data", data, status=1).stderr
-    run(*command.split()[1:])
+    run(*command.split()[1:], "--engine", "processes")
     assert contents(data / "brightness") == whole
 
 
@@ -185,33 +184,24 @@ def half_written(data: Path) -> list[str]:
     return [name for name in names if name.startswith(".tmp-") and name.endswith(".tar")]
 
 
-def is_begun(data: Path, run: "subprocess.Popen[str]") -> bool:
-    return bool(half_written(data)) or run.poll() is not None
-
-
-def test_a_killed_run_is_finished_by_the_next_with_the_same_bytes(
-    make: Make, tmp_path: Path, shard_set: ShardSet
-) -> None:
-    mark, folders = secrets.token_hex(8), {engine: tmp_path / engine for engine in ENGINES}
-    for engine, data in folders.items():
-        shutil.copytree(shard_set.data, data)
-        flags = ("brightness", "--data", data, "--engine", engine, "--workers", 1, "--json")
-        killed = start(*flags, **{MARK: mark, PAUSE: "5"})
-        wait_until(partial(is_begun, data, killed), seconds=120)
-        killed.send_signal(signal.SIGKILL)
-        assert killed.communicate(timeout=60) and killed.returncode == -signal.SIGKILL, "it ended by itself"
-        wait_until(lambda: not any(is_worker(process) for process in processes(mark)))
-        assert not list(data.glob("brightness/*/commits/*.json"))
-    mark = secrets.token_hex(8)  # the agents of the killed Ray need a minute to see that it is gone
+def test_a_killed_run_is_finished_by_ray_with_the_same_bytes(make: Make, tmp_path: Path, shard_set: ShardSet) -> None:
+    mark, data = secrets.token_hex(8), tmp_path / "killed"
+    shutil.copytree(shard_set.data, data)
+    flags = ("brightness", "--data", data, "--workers", 1, "--json")
+    killed = start(*flags, "--engine", "processes", **{MARK: mark, PAUSE: "5"})
+    wait_until(lambda: half_written(data) or killed.poll() is not None, seconds=120)
+    killed.send_signal(signal.SIGKILL)
+    assert killed.communicate(timeout=60) and killed.returncode == -signal.SIGKILL, "it ended by itself"
+    wait_until(lambda: not any(is_worker(process) for process in processes(mark)))
+    assert not list(data.glob("brightness/*/commits/*.json"))
     again = start(*flags, **{MARK: mark})
     stdout, stderr = again.communicate(timeout=240)
     assert again.returncode == 0, stderr
-    for summary in (make(folders["processes"]), Ran(0, stdout, stderr).summary):
-        assert (summary["num_shards"], summary["num_shards_made"], summary["failures"]) == (2, 2, {})
+    summary = Ran(0, stdout, stderr).summary
+    assert (summary["num_shards"], summary["num_shards_made"], summary["failures"]) == (2, 2, {})
     wait_until(lambda: not list(processes(mark)))  # and their temporary files come and go no more
     make(shard_set.data)
-    for data in folders.values():
-        assert contents(data / "brightness") == contents(shard_set.data / "brightness")
+    assert contents(data / "brightness") == contents(shard_set.data / "brightness")
 
 
 def test_it_is_made_in_parts(make: Make, tmp_path: Path, shard_set: ShardSet) -> None:
