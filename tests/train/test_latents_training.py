@@ -2,7 +2,6 @@
 
 import hashlib
 import json
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -102,17 +101,6 @@ def test_a_run_has_no_text_tower_and_needs_no_chunks(train: Callable[..., int], 
     assert not [name for name in names if name.startswith("text.")]
     assert names["video.conv1.weight"].shape[1:] == (4, 2, 2) and names["video.proj"].shape[1] == WIDTH
     assert not (columns / "video").exists()
-
-
-def test_a_resumed_run_ends_with_the_same_weights(train: Callable[..., int], columns: Path, tmp_path: Path) -> None:
-    flags = ("dual-encoder", "--shards", columns, *FLAGS, *STEPS, "--checkpoint-every", 3)
-    assert train(*flags, "--out", tmp_path / "whole", "--steps", 9) == 0
-    assert train(*flags, "--out", tmp_path / "broken", "--steps", 9) == 0
-    run = RunFolder(tmp_path / "broken")
-    for path in sorted(run.checkpoints.iterdir())[1:]:
-        shutil.rmtree(path)
-    assert train("dual-encoder", "--resume", "--out", tmp_path / "broken") == 0
-    assert losses(tmp_path / "broken") == losses(tmp_path / "whole")
 
 
 def test_latents_train_a_text_tower_too_without_a_column_of_text(

@@ -1,7 +1,5 @@
 """The loop: resuming is exact, failures are budgeted, a loss that is no number stops the run."""
 
-import signal
-import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -12,14 +10,11 @@ import torch
 from torch import nn
 
 from clipmill.manifests.errors import FailedWork, UserError
-from clipmill.train.cli import main
 from clipmill.train.config.training import TrainingSettings
 from clipmill.train.engine.loop import check_batch, train
 from clipmill.train.run.checkpoint import latest_checkpoint, read_weights
 from clipmill.train.run.folder import RunFolder, append_lines, create_run, keep_lines, read_lines, reopen_run
 from clipmill.train.run.tracking import Progress
-from tests import workers
-from tests.train.distributed.runs import run_command
 from tests.train.plane import ONE, LoadedPoints, PlaneTask, Points, settings
 
 CPU = torch.device("cpu")
@@ -64,39 +59,6 @@ def test_a_run_that_is_stopped_and_resumed_is_the_undisturbed_one(
     for name in ("step", "loss", "lr", "worst", "epoch", "num_failed"):
         assert [one[name] for one in read_lines(broken.metrics)] == [one[name] for one in read_lines(whole.metrics)]
     assert read_lines(broken.failures) == read_lines(whole.failures)
-
-
-def test_a_killed_run_resumes_to_the_same_weights(
-    data_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The whole program, killed without warning between two checkpoints."""
-    flags = ["--model", "tiny", "--num-frames", "2", "--size-px", "32", "--batch", "4"]
-    flags += ["--warmup-steps", "2", "--steps", "20", "--checkpoint-every", "5"]
-
-    def arguments(out: str, *more: str) -> list[str]:
-        return ["dual-encoder", "--out", str(tmp_path / out), *more]
-
-    def run_here(given: list[str]) -> None:
-        monkeypatch.setattr("sys.argv", ["train", *given])
-        with pytest.raises(SystemExit) as left:
-            main()
-        assert not left.value.code
-
-    begin = ["--shards", str(data_dir), *flags]
-    killed = workers.process(target=run_command, args=tuple(arguments("killed", *begin)))
-    killed.start()
-    checkpoints = tmp_path / "killed" / "checkpoints"
-    while killed.is_alive() and latest_checkpoint(checkpoints) is None:
-        time.sleep(0.005)
-    killed.kill()
-    killed.join()
-    assert killed.exitcode == -signal.SIGKILL, "it ended before it could be killed"
-    run_here(arguments("killed", "--resume"))
-    run_here(arguments("whole", *begin))
-    expected = weights(RunFolder(tmp_path / "whole"))
-    found = weights(RunFolder(tmp_path / "killed"))
-    assert found.keys() == expected.keys()
-    assert all(torch.equal(value, expected[name]) for name, value in found.items())
 
 
 @pytest.mark.parametrize(("batch", "num_samples", "fitting"), [(21, 20, 16), (64, 16, 16), (2, 1, 1)])

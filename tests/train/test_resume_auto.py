@@ -3,7 +3,6 @@
 import signal
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -19,14 +18,16 @@ from tests.train.weights.test_export import run_train
 __all__ = ["train"]
 
 Train = Callable[..., int]
-SMALL = ("--preset", "tiny", "--num-frames", 4, "--size-px", 32, "--batch", 4, "--workers", 1, "--device", "cpu")
-STEPS = ("--warmup-steps", 1, "--steps", 3, "--checkpoint-every", 1)
-DECODER = ("--decoder.name", "tiny", "--decoder.depth", 1, "--decoder.max-tokens", 24, "--decoder.vocabulary", 280)
-COMMANDS: dict[str, tuple[Any, ...]] = {
-    "dual-encoder": ("--init.pixel-mean", 0.5, 0.4, 0.3),
-    "classify": ("--label", "action", "--towers.kind", "videomae"),
-    "mae": ("--stride", 2, "--samples-per-chunk", 2, "--mask-ratio", 0.5),
-    "caption": DECODER,
+SMALL = "--preset tiny --num-frames 4 --size-px 32 --batch 4 --workers 1 --device cpu"
+STEPS = "--warmup-steps 1 --steps 3 --checkpoint-every 1"
+# Of each task, what draws numbers and keeps state.
+COMMANDS = {
+    "dual-encoder": "--init.pixel-mean 0.5 0.4 0.3 --loss.kind fastclip-v3",
+    "classify": "--label action --towers.kind videomae --mixup 0.8 --cutmix 1 --dropout 0.1"
+    " --optimizer.ema 0.9 --repeats 2 --augment.rand-ops 4 --augment.erase 0.5 --towers.drop-path 0.1",
+    "mae": "--stride 2 --samples-per-chunk 2 --repeat masks --mask-ratio 0.5 --decoder-mask running-cell",
+    "caption": "--decoder.name tiny --decoder.depth 1 --decoder.max-tokens 24 --decoder.vocabulary 280"
+    " --captions-per-visit 2 --decoder.dropout 0.1 --microbatch 2",
 }
 
 
@@ -39,8 +40,8 @@ def moving(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def line(command: str, data_dir: Path, out: Path, *more: object) -> list[str]:
     """The one command line."""
-    given = (command, *SMALL, *STEPS, *COMMANDS[command], "--shards", data_dir, "--out", out, *more)
-    return [str(word) for word in (*given, "--resume", "auto")]
+    words = f"{command} {SMALL} {STEPS} {COMMANDS[command]} --shards {data_dir} --out {out}".split()
+    return [*words, *map(str, more), "--resume", "auto"]
 
 
 def weights(out: Path) -> dict[str, torch.Tensor]:

@@ -34,10 +34,6 @@ def moving(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return data_dir
 
 
-def losses(out: Path) -> list[float]:
-    return [line["loss"] for line in read_lines(RunFolder(out).metrics)]
-
-
 def error_of(capsys: pytest.CaptureFixture[str]) -> str:
     return next(line for line in capsys.readouterr().err.splitlines() if line.startswith("error: "))
 
@@ -78,27 +74,6 @@ def test_it_learns_which_way_things_move_and_is_scored_by_verb_noun_and_action(
     command = json.loads(RunFolder(out).evaluation("classification-val").read_bytes())["command"]
     assert f"--classes {verbs} --classes {nouns}" in command
     assert page.count("<h2>Classification") == 2
-
-
-def test_a_resumed_run_ends_with_the_same_weights(train: Train, moving: Path, tmp_path: Path) -> None:
-    mixed = ("--dropout", 0.5, "--mixup", 0.8, "--cutmix", 1.0, "--label-smoothing", 0.1, "--augment.flip", 0.5)
-    sgd = ("--optimizer.name", "sgd", "--towers.drop-path", 0.1, "--checkpoint-every", 3, "--keep-checkpoints", 9)
-    flags = ("classify", "--shards", moving, *TINY, *STEPS, *mixed, *sgd, "--steps", 8)
-    for name in ("whole", "broken"):
-        assert train(*flags, "--out", tmp_path / name) == 0
-    run = RunFolder(tmp_path / "broken")
-    for path in sorted(run.checkpoints.iterdir())[1:]:
-        shutil.rmtree(path)
-    assert train("classify", "--resume", "--out", tmp_path / "broken") == 0
-    assert losses(tmp_path / "broken") == losses(tmp_path / "whole")
-
-
-def test_a_batch_in_parts_gives_the_gradients_of_the_whole(train: Train, moving: Path, tmp_path: Path) -> None:
-    mixed = ("--mixup", 0.8, "--cutmix", 1.0, "--label-smoothing", 0.1)
-    flags = ("classify", "--shards", moving, *TINY, *STEPS, *mixed, "--steps", 4, "--precision", "fp32")
-    assert train(*flags, "--out", tmp_path / "whole") == 0
-    assert train(*flags, "--out", tmp_path / "parts", "--microbatch", 5) == 0
-    assert losses(tmp_path / "parts") == pytest.approx(losses(tmp_path / "whole"), rel=1e-4)
 
 
 def test_it_starts_from_the_video_tower_of_a_run(

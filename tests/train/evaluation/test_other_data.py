@@ -8,22 +8,15 @@ from typing import Any
 
 import pyarrow as pa
 import pytest
-import torch
 
 from clipmill.manifests.dataset_write import write_manifest
 from clipmill.manifests.errors import UserError
 from clipmill.manifests.store import read_captions, read_videos
 from clipmill.train.config.evaluation import DualEncoderEvaluation, EvaluatedData, EvaluationSettings
-from clipmill.train.config.files import load_settings
-from clipmill.train.distributed.world import World
-from clipmill.train.models.attention import open_attention
-from clipmill.train.registry import task_named
 from clipmill.train.run.folder import RunFolder, read_lines
-from clipmill.train.tasks.dual_encoder.settings import DualEncoderSettings
 from tests.train.classify.moving import write_moving
 from tests.train.data.test_stream_tars import write_tar
 from tests.train.evaluation.test_commands import scored
-from tests.train.evaluation.threads import on_two_ranks
 from tests.train.test_cli import train
 from tests.train.tiny_data import encode_chunk
 
@@ -90,27 +83,6 @@ def test_the_loop_finds_on_other_data_what_the_command_finds(
     assert "(far)</h3>" in page and f"far: split “val” of {other}" in page
 
 
-def test_a_run_with_other_data_is_resumed_with_the_same_numbers(
-    train: Train, moving: Path, other: Path, tmp_path: Path
-) -> None:
-    words = [*TASKS["dual-encoder"].split(), "--checkpoint-every", 1, "--keep-checkpoints", 9]
-    shards = ["--evaluate.every", 1, "--evaluate.shards", f"far={other}", f"near={moving}@train"]
-    best = ["--best", "far/text_to_video_median_rank"]
-    for name in ("whole", "broken"):
-        assert train("dual-encoder", "--shards", moving, *words, *shards, *best, "--out", tmp_path / name) == 0
-    broken = RunFolder(tmp_path / "broken")
-    before = read_lines(broken.metrics)
-    shutil.rmtree(sorted(broken.checkpoints.glob("step_*"))[-1])
-    assert train("dual-encoder", "--resume", "--out", tmp_path / "broken") == 0
-    numbers = [
-        [{name: line[name] for name in line if "/" in name} for line in lines]
-        for lines in (before, read_lines(broken.metrics), read_lines(RunFolder(tmp_path / "whole").metrics))
-    ]
-    assert numbers[0] == numbers[1] == numbers[2] and set(numbers[0][0]) == set(numbers[0][1])
-    settings = load_settings(broken.settings, DualEncoderSettings)
-    assert settings.evaluate.shards == (f"far={other}@val", f"near={moving}@train")
-
-
 def test_settings_of_a_file_name_several(train: Train, moving: Path, other: Path, tmp_path: Path) -> None:
     (tmp_path / "evaluate.yaml").write_text(
         f"evaluate:\n  every: 2\n  shards: [far={other}, 'near={moving}@train:mir']\n"
@@ -123,37 +95,6 @@ def test_settings_of_a_file_name_several(train: Train, moving: Path, other: Path
     assert train("dual-encoder", "--shards", moving, *words, "--out", tmp_path / "run") == 0
     last = read_lines(RunFolder(tmp_path / "run").metrics)[-1]
     assert {"far/text_to_video_r1", "near/top1"} <= set(last) and "near/text_to_video_r1" not in last
-
-
-def test_two_ranks_share_other_data(moving: Path, other: Path) -> None:
-    settings = DualEncoderSettings(
-        shards=str(moving),
-        model="tiny",
-        num_frames=2,
-        size_px=32,
-        batch=4,
-        workers=1,
-        evaluate=DualEncoderEvaluation(every=1, shards=(f"far={other}", str(moving)), dual_softmax=0.05),
-    )
-
-    def open_task() -> Any:
-        attention = open_attention("sdpa", device_type="cpu")
-        return task_named("dual-encoder").open(settings, attention=attention, device=torch.device("cpu"))
-
-    torch.manual_seed(0)
-    task = open_task()
-    model = task.build_model(task.training_set(World())).eval()
-
-    def work(world: World) -> dict[str, float]:
-        task = open_task()
-        task.training_set(world)
-        found: dict[str, float] = task.evaluate(model, world)
-        return found
-
-    alone = work(World())
-    assert {"far/text_to_video_r1", "moving/video_to_text_dual_softmax_r5"} <= set(alone) and len(alone) == 32
-    for numbers in on_two_ranks(work):
-        assert numbers == pytest.approx(alone)
 
 
 @pytest.mark.parametrize("task", TASKS)

@@ -1,19 +1,17 @@
 """Runs on several data folders: what they record, how they resume, and what is evaluated."""
 
 import json
-import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from clipmill.manifests.errors import UserError
 from clipmill.train.config.files import load_settings
 from clipmill.train.engine.rank_consistency import _content
-from clipmill.train.run.checkpoint import all_checkpoints, latest_checkpoint, read_metadata, read_weights
+from clipmill.train.run.checkpoint import all_checkpoints, read_metadata
 from clipmill.train.run.folder import RunFolder, read_lines
 from clipmill.train.tasks.dual_encoder.settings import DualEncoderSettings
 from tests.train.plane import ONE
@@ -47,12 +45,6 @@ def finished(near: Path, far: Path, tmp_path_factory: pytest.TempPathFactory) ->
     return out
 
 
-def weights(out: Path) -> dict[str, torch.Tensor]:
-    path = latest_checkpoint(RunFolder(out).checkpoints)
-    assert path is not None
-    return read_weights(path)
-
-
 def test_a_run_records_its_folders_and_counts_their_samples(finished: Path, near: Path, far: Path) -> None:
     run = RunFolder(finished)
     lines = read_lines(run.metrics)
@@ -83,21 +75,6 @@ def test_the_best_checkpoint_is_chosen_by_a_metric_of_one_folder(
     assert train(*words, "--best", "val/text_to_video_r5") == 2
     error, hint = two_lines(capsys)
     assert "--best val/text_to_video_r5 is not a metric of the evaluation" in error and BEST[1] in hint
-
-
-def test_a_run_that_is_killed_ends_with_the_same_weights(train: Train, finished: Path, tmp_path: Path) -> None:
-    """As it was after the checkpoint of the second step, some steps later."""
-    killed = shutil.copytree(finished, tmp_path / "killed")
-    shutil.rmtree(RunFolder(killed).checkpoints / "step_000004")
-    assert train("dual-encoder", "--resume", "--out", killed) == 0
-    expected, found = weights(finished), weights(killed)
-    assert expected.keys() == found.keys() and all(torch.equal(one, found[name]) for name, one in expected.items())
-    drop = ("samples_per_s", "step_s", "data_wait_s", "data_wait_share", "tflops")
-    kept = [
-        [{key: value for key, value in line.items() if key not in drop} for line in read_lines(RunFolder(out).metrics)]
-        for out in (finished, killed)
-    ]
-    assert kept[0] == kept[1]
 
 
 def test_a_run_goes_on_with_its_weights_and_folders_only(

@@ -2,7 +2,6 @@
 
 import json
 import shutil
-import signal
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,6 @@ from tests.train.caption.chunks.small_parts import caption_small_parts
 from tests.train.caption.conftest import DECODER, SMALL
 from tests.train.conftest import NUM_FRAMES, VIDEOS
 from tests.train.distributed.forked import end_well, fork_ranks
-from tests.train.killed import killed_at
 from tests.train.search.conftest import content, overwrite_chunk
 from tests.train.tiny_data import Caption, chunks_of, encode_chunk, video_sample, write_captions, write_shard
 from tests.train.weights.test_export import run_train
@@ -126,29 +124,6 @@ def test_two_processes_write_the_same_bytes_as_one(
     assert caption(captioner_run, data_dir, one) == 0
     end_well(fork_ranks(caption_small_parts, *words(captioner_run, data_dir, two), size=2, folder=tmp_path))
     assert two.read_bytes() == one.read_bytes()
-
-
-def test_a_killed_command_is_resumed_to_the_same_bytes(
-    captioner_run: Path,
-    data_dir: Path,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(captioning, "_BATCHES_PER_PART", 1)
-    whole = tmp_path / "whole" / "pseudo.parquet"
-    assert caption(captioner_run, data_dir, whole) == 0
-    status: int | None = -signal.SIGKILL
-    num_resumed, number = 0, 2
-    while status == -signal.SIGKILL:
-        out = tmp_path / f"killed-{number}" / "pseudo.parquet"
-        status = killed_at(number, caption_small_parts, *words(captioner_run, data_dir, out), folder=out.parent)
-        capsys.readouterr()
-        assert caption(captioner_run, data_dir, out) == 0
-        num_resumed += "resumed: " in capsys.readouterr().out
-        assert content(out.parent) == content(whole.parent), f"killed at change {number}"
-        number += 3
-    assert status == 0 and num_resumed >= 2
 
 
 def test_the_same_again_does_nothing_and_other_captions_are_refused_by_name(
