@@ -15,19 +15,12 @@ from clipmill.train.run.checkpoint import (
     all_checkpoints,
     checkpoint_name,
     is_intact,
-    latest_checkpoint,
     read_metadata,
-    read_weights,
 )
 from clipmill.train.run.checkpoint_writer import recover
 from clipmill.train.run.folder import RunFolder
 from tests.train.killed import StoppedPoints, killed_at, three_steps, train_and_stop, train_plane
-
-
-def weights(out: Path) -> dict[str, torch.Tensor]:
-    path = latest_checkpoint(RunFolder(out).checkpoints)
-    assert path is not None
-    return read_weights(path)
+from tests.train.running import all_files, weights_of
 
 
 def assert_same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
@@ -35,13 +28,9 @@ def assert_same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor
     assert all(torch.equal(value, expected[name]) for name, value in found.items())
 
 
-def all_files(folder: Path) -> set[str]:
-    return {str(path.relative_to(folder)) for path in folder.rglob("*")}
-
-
 def test_a_run_killed_at_any_change_of_names_loses_no_checkpoint_and_ends_the_same(tmp_path: Path) -> None:
     train_plane(three_steps(tmp_path / "whole"))
-    expected, files = weights(tmp_path / "whole"), all_files(tmp_path / "whole")
+    expected, files = weights_of(tmp_path / "whole"), all_files(tmp_path / "whole")
     number, status, furthest = 0, None, 0
     while status != 0:
         number += 1
@@ -56,7 +45,7 @@ def test_a_run_killed_at_any_change_of_names_loses_no_checkpoint_and_ends_the_sa
         assert max(steps) >= furthest, f"change {number} loses a checkpoint"
         furthest = max(steps)
         train_plane(three_steps(out))
-        assert_same(weights(out), expected)
+        assert_same(weights_of(out), expected)
         assert all_files(out) == files, f"change {number} leaves litter"
     assert number > 5 and furthest == 2, "too few changes were seen: the test shows nothing"
 

@@ -2,7 +2,6 @@
 
 import hashlib
 import json
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -16,10 +15,8 @@ from clipmill.train.run.checkpoint import latest_checkpoint, read_weights
 from clipmill.train.run.folder import RunFolder, read_lines
 from tests.train.latents.test_checksums import flip
 from tests.train.latents.written import Caption, Chunk, Written, write_latents, write_text
-from tests.train.test_cli import train
+from tests.train.running import losses, train
 from tests.train.tiny_data import write_captions
-
-__all__ = ["train"]
 
 FRAME, WIDTH = (4, 8, 8), 24
 COLUMNS = ("--input", "latents", "--text-tower", "frozen", "--model", "tiny")
@@ -70,12 +67,8 @@ def _as_train(chunk: Chunk) -> Chunk:
     return Chunk(f"train{chunk.video_id[-1]}", chunk.start_ms, chunk.num_frames, frame=chunk.frame)
 
 
-def losses(out: Path) -> list[float]:
-    return [line["loss"] for line in read_lines(RunFolder(out).metrics)]
-
-
 def test_it_learns_what_the_stored_embeddings_say(
-    train: Callable[..., int], columns: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    columns: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "run"
     assert train("dual-encoder", "--shards", columns, "--out", out, *FLAGS, *STEPS, "--steps", 40) == 0
@@ -92,7 +85,7 @@ def test_it_learns_what_the_stored_embeddings_say(
     assert page.count("data:image/jpeg") >= 8
 
 
-def test_a_run_has_no_text_tower_and_needs_no_chunks(train: Callable[..., int], columns: Path, tmp_path: Path) -> None:
+def test_a_run_has_no_text_tower_and_needs_no_chunks(columns: Path, tmp_path: Path) -> None:
     out = tmp_path / "run"
     assert train("dual-encoder", "--shards", columns, "--out", out, *FLAGS, *STEPS, "--steps", 2) == 0
     path = latest_checkpoint(RunFolder(out).checkpoints)
@@ -104,7 +97,7 @@ def test_a_run_has_no_text_tower_and_needs_no_chunks(train: Callable[..., int], 
 
 
 def test_latents_train_a_text_tower_too_without_a_column_of_text(
-    train: Callable[..., int], columns: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    columns: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out, data_dir = tmp_path / "run", tmp_path / "data"
     data_dir.mkdir()
@@ -120,9 +113,7 @@ def test_latents_train_a_text_tower_too_without_a_column_of_text(
     assert json.loads(capsys.readouterr().out)["video_to_text"]["recall"]["1"] > 0.3  # chance 0.125
 
 
-def test_damaged_latents_are_named_and_never_trained_on(
-    train: Callable[..., int], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_damaged_latents_are_named_and_never_trained_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     data_dir = tmp_path / "data"
     data_dir.mkdir()
     write_columns(data_dir)
@@ -157,7 +148,6 @@ def test_damaged_latents_are_named_and_never_trained_on(
     ],
 )
 def test_settings_that_do_not_fit_are_two_lines_and_leave_nothing(
-    train: Callable[..., int],
     columns: Path,
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],

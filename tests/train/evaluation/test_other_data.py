@@ -17,12 +17,9 @@ from clipmill.train.run.folder import RunFolder, read_lines
 from tests.train.classify.moving import write_moving
 from tests.train.data.test_stream_tars import write_tar
 from tests.train.evaluation.test_commands import scored
-from tests.train.test_cli import train
+from tests.train.running import train
 from tests.train.tiny_data import encode_chunk
 
-__all__ = ["train"]
-
-Train = Callable[..., int]
 SMALL = "--model tiny --num-frames 2 --size-px 32 --workers 1 --batch 6 --lr 1e-3 --warmup-steps 1 --steps 2"
 CAPTIONER = " --decoder.name tiny --decoder.depth 1 --decoder.max-tokens 12 --decoder.vocabulary 280"
 TASKS = {
@@ -58,7 +55,7 @@ def other(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("task", TASKS)
 def test_the_loop_finds_on_other_data_what_the_command_finds(
-    train: Train, moving: Path, other: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], task: str
+    moving: Path, other: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], task: str
 ) -> None:
     out = tmp_path / "run"
     words = f"--shards {moving} --out {out} --evaluate.every 1 {TASKS[task]}"
@@ -83,7 +80,7 @@ def test_the_loop_finds_on_other_data_what_the_command_finds(
     assert "(far)</h3>" in page and f"far: split “val” of {other}" in page
 
 
-def test_settings_of_a_file_name_several(train: Train, moving: Path, other: Path, tmp_path: Path) -> None:
+def test_settings_of_a_file_name_several(moving: Path, other: Path, tmp_path: Path) -> None:
     (tmp_path / "evaluate.yaml").write_text(
         f"evaluate:\n  every: 2\n  shards: [far={other}, 'near={moving}@train:mir']\n"
     )
@@ -99,7 +96,7 @@ def test_settings_of_a_file_name_several(train: Train, moving: Path, other: Path
 
 @pytest.mark.parametrize("task", TASKS)
 def test_missing_data_are_named_before_training_starts(
-    train: Train, moving: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], task: str
+    moving: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], task: str
 ) -> None:
     words = f"--shards {moving} --out {tmp_path / 'run'} --evaluate.every 1 {TASKS[task]}".split()
     for flags, said, hint in (
@@ -156,7 +153,7 @@ def test_what_names_data() -> None:
         EvaluationSettings(every=1, shards=("a=x@val:vatex",))
 
 
-def test_best_is_a_number_of_one_of_them(train: Train, capsys: pytest.CaptureFixture[str]) -> None:
+def test_best_is_a_number_of_one_of_them(capsys: pytest.CaptureFixture[str]) -> None:
     words = ["--evaluate.every", 1, "--evaluate.shards", "a=x@test:mir", "b=y"]
     assert train("dual-encoder", *words, "--best", "val/text_to_video_r1") == 2
     hint = capsys.readouterr().err
@@ -164,7 +161,7 @@ def test_best_is_a_number_of_one_of_them(train: Train, capsys: pytest.CaptureFix
 
 
 def test_a_protocol_of_a_whole_test_set_is_not_computed_on_a_part(
-    train: Train, other: Path, moving: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    other: Path, moving: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     words = [*TASKS["dual-encoder"].split(), "--evaluate.every", 1, "--evaluate.max-samples", 2]
     shards = ["--evaluate.shards", f"far={other}@val:paragraph"]
@@ -174,7 +171,7 @@ def test_a_protocol_of_a_whole_test_set_is_not_computed_on_a_part(
 
 
 def test_the_protocol_stands_beside_the_numbers_of_the_loop(
-    train: Train, other: Path, moving: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    other: Path, moving: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Also that settings of the training's captions are not for other data, which do not have these sources."""
     table = read_captions(moving).drop(["caption_id", "source"])
@@ -197,7 +194,7 @@ def test_the_protocol_stands_beside_the_numbers_of_the_loop(
 
 
 def test_a_stream_of_tars_is_evaluated_on_a_data_folder(
-    train: Train, other: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    other: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     tar = write_tar(tmp_path / "0.tar", encode_chunk(0, 20), [f"clip{number}" for number in range(8)])
     words = [*SMALL.split(), "--shards", tar, "--out", tmp_path / "run", "--evaluate.every", 2]

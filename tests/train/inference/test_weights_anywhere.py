@@ -26,8 +26,8 @@ from clipmill.train.weights.avion import MISTYPED_MEAN
 from tests.train.classify.moving import encode_clips
 from tests.train.inference.conftest import EVALUATIONS, FORMATS
 from tests.train.latents.written import Chunk, Written, write_latents
+from tests.train.running import train
 from tests.train.weights.small import open_clip_model, our_model
-from tests.train.weights.test_export import run_train
 
 # What differs between results of one and the same model: names of the weights, not what they compute.
 OF_THE_NAME = {"source", "shards", "is_own_data", "step", "weights", "command", "all_said"}
@@ -35,7 +35,7 @@ OF_THE_NAME = {"source", "shards", "is_own_data", "step", "weights", "command", 
 
 def scored(capsys: pytest.CaptureFixture[str], kind: str, weights: object, *flags: object) -> dict[str, Any]:
     capsys.readouterr()
-    assert run_train("eval", kind, weights, *flags, "--json") == 0, capsys.readouterr().err
+    assert train("eval", kind, weights, *flags, "--json") == 0, capsys.readouterr().err
     result: dict[str, Any] = json.loads(capsys.readouterr().out)
     return result
 
@@ -100,7 +100,7 @@ def test_exports_are_converted_to_the_other_format_and_back(
         ("mae", "videomae", "hf", "model.safetensors"),
     ):
         out = tmp_path / task
-        assert run_train("export", exports[task, first], "--format", second, "--out", out) == 0
+        assert train("export", exports[task, first], "--format", second, "--out", out) == 0
         here, there = load_file(out / file), load_file(exports[task, second] / file)
         assert here.keys() == there.keys() and all(torch.equal(here[name], there[name]) for name in here)
         assert (out / "config.json").read_text() == (exports[task, second] / "config.json").read_text()
@@ -114,7 +114,7 @@ def test_a_run_of_4_frames_is_scored_with_16_in_one_command(
     shutil.copytree(runs["dual-encoder"], run, ignore=shutil.ignore_patterns("evaluations"))
     plain = scored(capsys, "retrieval", run)
     capsys.readouterr()
-    assert run_train("eval", "retrieval", run, "--num-frames", 16) == 0
+    assert train("eval", "retrieval", run, "--num-frames", 16) == 0
     printed = capsys.readouterr().out
     assert "4 x 128 -> 16 x 128" in printed and "interpolated along time" in printed
     assert "overrides: --num-frames 16, unlike in training" in printed and "T = 16 frames" in printed
@@ -160,8 +160,8 @@ def test_models_of_latents_are_opened_without_data_and_take_more_frames(
     write_latents(Written(data), [chunks])
     flags = "--input latents --segment 1s --model tiny --num-frames 2 --batch 6 --steps 2 --device cpu"
     for task, more in (("dual-encoder", "--towers.temporal random"), ("mae", "--mask-ratio 0.5")):
-        assert run_train(task, "--shards", data, "--out", run / task, *flags.split(), *more.split()) == 0
-    assert run_train("export", run / "mae", "--format", "videomae", "--out", out) == 0
+        assert train(task, "--shards", data, "--out", run / task, *flags.split(), *more.split()) == 0
+    assert train("export", run / "mae", "--format", "videomae", "--out", out) == 0
     for weights in (run / "dual-encoder", run / "mae", out):
         model = load_model(weights)
         side, channels = model.opened.shape.image_px, model.opened.shape.size.video.num_channels
@@ -174,7 +174,7 @@ def test_models_of_latents_are_opened_without_data_and_take_more_frames(
     probe = ("probe", run / "mae", "--label", "verb", "--neighbours", "5")
     assert same(scored(capsys, *probe)) == same(scored(capsys, "probe", out, "--shards", data, *probe[2:]))
     assert "T = 4 frames" in scored(capsys, "retrieval", run / "dual-encoder", "--num-frames", 4)["clip"]
-    assert run_train("eval", "retrieval", run / "dual-encoder", "--size-px", 48) == 2
+    assert train("eval", "retrieval", run / "dual-encoder", "--size-px", 48) == 2
     assert "--size-px is 48, which is about pictures" in capsys.readouterr().err
 
 
@@ -186,7 +186,7 @@ def test_results_of_other_weights_are_written_where_the_user_says(
     assert json.loads((out / "retrieval-val.json").read_text()).items() >= printed.items()
     scored(capsys, "retrieval", folder, "--shards", moving, "--out", out)
     other = exports["dual-encoder", "open_clip"]
-    assert run_train("eval", "retrieval", other, "--shards", moving, "--out", out) == 2
+    assert train("eval", "retrieval", other, "--shards", moving, "--out", out) == 2
     assert "is the result of other weights or data" in capsys.readouterr().err
     scored(capsys, "caption", exports["caption", "hf"], "--shards", moving, "--out", out)
     assert {path.name for path in out.iterdir()} >= {"captions-val.json", "captions-val.coco.json", "captions-val.html"}
@@ -210,7 +210,7 @@ def test_folders_of_other_programs_are_read_by_their_configuration(
         kind, *flags = EVALUATIONS[task][0]
         if task == "classify":
             # config.json names the classes, and no label: clips that have a `class`.
-            assert run_train("eval", kind, folder, "--shards", moving, *flags) == 2
+            assert train("eval", kind, folder, "--shards", moving, *flags) == 2
             assert "class" in capsys.readouterr().err
             kind, *flags = EVALUATIONS[task][1]
         result = scored(capsys, kind, folder, "--shards", moving, *flags)
@@ -290,7 +290,7 @@ def test_a_file_of_avion_or_lavila_is_scored_and_embedded_as_its_model(
     assert project in result["weights"] and "T = 16 frames" in result["clip"] and result["overrides"]
     assert scored(capsys, "zero-shot", file, "--shards", moving, "--label", "noun")["num_clips"] == 12
     if is_divided:
-        assert run_train("export", file, "--format", "hf", "--out", tmp_path / "out") == 2
+        assert train("export", file, "--format", "hf", "--out", tmp_path / "out") == 2
         assert "LaViLa's divided attention" in capsys.readouterr().err
 
 
@@ -320,11 +320,11 @@ def test_a_tag_of_open_clip_is_its_model(
     result = scored(capsys, "retrieval", "small-clip:here", "--shards", moving)
     assert result["source"] == "small-clip:here" and "T = 4 frames" in result["clip"] and "48 px" in result["clip"]
     out = tmp_path / "exported"
-    assert run_train("export", "small-clip:here", "--format", "hf", "--out", out) == 0
+    assert train("export", "small-clip:here", "--format", "hf", "--out", out) == 0
     assert load_model(out, num_frames=1).identity == model.identity
     (cache / "small-clip.pt").unlink()
     capsys.readouterr()
-    assert run_train("eval", "retrieval", "small-clip:here", "--shards", moving) == 2
+    assert train("eval", "retrieval", "small-clip:here", "--shards", moving) == 2
     assert "cannot download small-clip:here, and it is not in the cache" in capsys.readouterr().err
 
 
@@ -337,6 +337,6 @@ def test_videos_are_captioned_alike_by_a_run_and_by_its_export(
         printed = []
         for weights in (runs["caption"], exports["caption", "hf"]):
             capsys.readouterr()
-            assert run_train("caption-video", weights, video, "--len", "1s", *flags) == 0
+            assert train("caption-video", weights, video, "--len", "1s", *flags) == 0
             printed.append(capsys.readouterr().out)
         assert printed[0] == printed[1] and printed[0].strip()

@@ -1,7 +1,6 @@
 """Runs on several data folders: what they record, how they resume, and what is evaluated."""
 
 import json
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,11 +14,8 @@ from clipmill.train.run.checkpoint import all_checkpoints, read_metadata
 from clipmill.train.run.folder import RunFolder, read_lines
 from clipmill.train.tasks.dual_encoder.settings import DualEncoderSettings
 from tests.train.plane import ONE
-from tests.train.test_cli import train, two_lines
+from tests.train.running import train, two_lines
 
-__all__ = ["train"]
-
-Train = Callable[..., int]
 SMALL = ("--model", "tiny", "--num-frames", 2, "--size-px", 32, "--batch", 6, "--workers", 1, "--device", "cpu")
 STEPS = ("--warmup-steps", 1, "--lr", 1e-3, "--steps", 4, "--checkpoint-every", 2)
 SHOWN = ("--captions.sources", "test=1")
@@ -65,7 +61,7 @@ def test_a_run_records_its_folders_and_counts_their_samples(finished: Path, near
 
 
 def test_the_best_checkpoint_is_chosen_by_a_metric_of_one_folder(
-    train: Train, finished: Path, near: Path, far: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    finished: Path, near: Path, far: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     lines = [line for line in read_lines(RunFolder(finished).metrics) if BEST[1] in line]
     assert [line["step"] for line in lines] == [3, 4]
@@ -78,7 +74,7 @@ def test_the_best_checkpoint_is_chosen_by_a_metric_of_one_folder(
 
 
 def test_a_run_goes_on_with_its_weights_and_folders_only(
-    train: Train, finished: Path, near: Path, far: Path, capsys: pytest.CaptureFixture[str]
+    finished: Path, near: Path, far: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     capsys.readouterr()
     assert train("dual-encoder", "--resume", "--out", finished, "--mix", "1,1") == 2
@@ -90,7 +86,7 @@ def test_a_run_goes_on_with_its_weights_and_folders_only(
 
 
 def test_each_folder_is_evaluated_with_the_settings_of_the_run(
-    train: Train, finished: Path, near: Path, far: Path, capsys: pytest.CaptureFixture[str]
+    finished: Path, near: Path, far: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     capsys.readouterr()
     assert train("eval", "retrieval", finished, "--json") == 0
@@ -113,7 +109,7 @@ def test_each_folder_is_evaluated_with_the_settings_of_the_run(
     ],
 )
 def test_the_other_tasks_train_on_mixtures(
-    train: Train, near: Path, far: Path, tmp_path: Path, words: str, capsys: pytest.CaptureFixture[str]
+    near: Path, far: Path, tmp_path: Path, words: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "run"
     given = (*words.split(), *shards(near, far), *SMALL, "--warmup-steps", 1, "--steps", 2, "--out", out)
@@ -163,7 +159,7 @@ def test_bad_mixtures_are_named(given: dict[str, Any], error: str, hint: str) ->
 
 
 def test_what_cannot_be_mixed_is_said(
-    train: Train, near: Path, far: Path, data_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    near: Path, far: Path, data_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     capsys.readouterr()
     out = ("--out", tmp_path / "run", *SMALL)
