@@ -11,9 +11,9 @@ import torch
 from clipmill.train.inference.model import load_model
 from clipmill.train.run.checkpoint import read_weights
 from clipmill.train.run.folder import RunFolder, read_lines
-from tests.train.classify.moving import encode_clips, write_moving
-from tests.train.running import train
-from tests.train.tuning.runs import CROSS, LORA, SHORT, TINY, killed, latest, losses, stored, weights
+from tests.train.classify.moving import write_moving
+from tests.train.running import losses, train
+from tests.train.tuning.runs import CROSS, LORA, SHORT, TINY, killed, latest, stored, weights
 
 
 def test_a_checkpoint_of_adapters_holds_nothing_else_and_is_resumed(
@@ -58,71 +58,30 @@ def test_adapters_are_merged_for_evaluation_export_and_a_new_start(
         torch.testing.assert_close(begun[name], one, rtol=0, atol=1e-9)
 
 
-def test_exports_of_a_run_with_adapters_are_weights_like_the_run(
-    data_dir: Path, adapted: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def test_exports_have_the_adapters_merged_and_are_weights_like_the_run(
+    data_dir: Path, adapted: Path, masked: Path, tmp_path: Path
 ) -> None:
-    once, twice = tmp_path / "once", tmp_path / "twice"
-    assert train("export", adapted, "--format", "open_clip", "--out", once) == 0
-    assert train("export", once, "--format", "hf", "--out", twice) == 0
-    scores = []
-    for path in (adapted, once, twice):
-        capsys.readouterr()
-        assert train("eval", "retrieval", path, "--shards", data_dir, "--json") == 0
-        result = json.loads(capsys.readouterr().out)
-        scores.append([result[direction] for direction in ("text_to_video", "video_to_text")])
-        assert load_model(path).identity == load_model(adapted).identity
-    assert scores[0] == scores[1] == scores[2]
-
-
-def test_exports_of_a_classifier_with_adapters_are_weights_like_the_run(
-    masked: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    moving, out = tmp_path / "moving", tmp_path / "run"
+    classes, captions, base, moving = (tmp_path / name for name in ("classes", "captions", "base", "moving"))
     write_moving(moving, num_videos=4)
     flags = ("--label", "verb", "--init.weights", masked, *LORA)
-    assert train("classify", *SHORT, "--shards", moving, *flags, "--out", out) == 0
-    exports = {form: tmp_path / form for form in ("hf", "videomae")}
-    require_equal_models(out, exports)
-    scores = []
-    for path in (out, *exports.values()):
-        capsys.readouterr()
-        assert train("eval", "classification", path, "--shards", moving, "--json") == 0
-        scores.append(json.loads(capsys.readouterr().out)["numbers"])
-    assert scores[0] and scores[0] == scores[1] == scores[2]
-
-
-def test_an_export_of_a_captioner_with_adapters_is_weights_like_the_run(
-    data_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    base, out, video = tmp_path / "base", tmp_path / "run", tmp_path / "video.mp4"
+    assert train("classify", *SHORT, "--shards", moving, *flags, "--out", classes) == 0
     words = ("caption", *SHORT, "--shards", data_dir, "--decoder.max-tokens", 8, "--towers.temporal", "random")
     decoder = ("--decoder.name", "tiny", "--decoder.depth", 1, "--decoder.vocabulary", 280)
     assert train(*words, *decoder, "--out", base) == 0
-    flags = ("--init.weights", base, *LORA, "--lora.towers", "video", "decoder")
-    assert train(*words, *flags, "--out", out) == 0
-    exports = {"hf": tmp_path / "hf"}
-    require_equal_models(out, exports)
-    video.write_bytes(encode_clips(["bright:left"], np.random.default_rng(0)))
-    said = []
-    for path in (out, *exports.values()):
-        capsys.readouterr()
-        assert train("caption-video", path, video, "--len", "1s") == 0
-        said.append(capsys.readouterr().out)
-    assert said[0].strip() and said[0] == said[1]
-
-
-def require_equal_models(run: Path, exports: dict[str, Path]) -> None:
-    """The adapters of a run have changed it, and are merged in exports with the same tensors and features."""
-    adapters = {name: one for name, one in read_weights(latest(run)).items() if name.endswith(".lora.B")}
-    assert adapters and all(one.abs().sum() > 0 for one in adapters.values())
+    both = ("--init.weights", base, *LORA, "--lora.towers", "video", "decoder")
+    assert train(*words, *both, "--out", captions) == 0
     clips = np.random.default_rng(0).integers(0, 256, (3, 2, 32, 32, 3), dtype=np.uint8)
-    own = load_model(run)
-    for form, path in exports.items():
-        assert train("export", run, "--format", form, "--out", path) == 0
-        model = load_model(path)
-        assert not any(".lora." in name for name in model.model.state_dict())
-        assert model.identity == own.identity, form
-        assert torch.equal(model.encode_video(clips), own.encode_video(clips)), form
+    for run, forms in ((adapted, ("open_clip", "hf")), (classes, ("hf", "videomae")), (captions, ("hf",))):
+        adapters = {name: one for name, one in read_weights(latest(run)).items() if name.endswith(".lora.B")}
+        assert adapters and all(one.abs().sum() > 0 for one in adapters.values())
+        own = load_model(run)
+        for form in forms:
+            out = tmp_path / f"{run.name}-{form}"
+            assert train("export", run, "--format", form, "--out", out) == 0
+            model = load_model(out)
+            assert not any(".lora." in name for name in model.model.state_dict())
+            assert model.identity == own.identity, form
+            assert torch.equal(model.encode_video(clips), own.encode_video(clips)), form
 
 
 def test_adapters_need_the_weights_that_they_adapt(
