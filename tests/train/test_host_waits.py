@@ -11,7 +11,6 @@ from clipmill.train.augment.rand_augment import change
 from tests.train.classify.moving import write_moving
 from tests.train.device_reads import DeviceReads, Look, device_reads
 from tests.train.running import train
-from tests.train.test_latents_training import write_columns
 
 SMALL = "--model tiny --num-frames 2 --warmup-steps 2 --lr 1e-3 --steps 4 --workers 1 --device cpu"
 PIXELS = f"{SMALL} --size-px 32 --batch 4"
@@ -39,11 +38,6 @@ RUNS = {
     "classifier": f"classify {PIXELS} {FINE_TUNING}",
     "captioner": f"caption {PIXELS} {DECODER} --captions-per-visit 2 --microbatch 2 --towers.kind timesformer",
 }
-
-
-@pytest.fixture(scope="module")
-def columns(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_columns(tmp_path_factory.mktemp("columns"))
 
 
 @pytest.mark.parametrize("name", RUNS)

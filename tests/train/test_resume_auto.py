@@ -8,7 +8,6 @@ import torch
 
 from clipmill.train.run.checkpoint import all_checkpoints
 from clipmill.train.run.folder import RunFolder, read_lines
-from tests.train.classify.moving import write_moving
 from tests.train.distributed.runs import run_command
 from tests.train.killed import killed_at
 from tests.train.running import all_files, train, two_lines, weights_of
@@ -24,13 +23,6 @@ COMMANDS = {
     "caption": "--decoder.name tiny --decoder.depth 1 --decoder.max-tokens 24 --decoder.vocabulary 280"
     " --captions-per-visit 2 --decoder.dropout 0.1 --microbatch 2",
 }
-
-
-@pytest.fixture(scope="module")
-def moving(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    data_dir = tmp_path_factory.mktemp("moving")
-    write_moving(data_dir, num_videos=4)
-    return data_dir
 
 
 def line(command: str, data_dir: Path, out: Path, *more: object) -> list[str]:

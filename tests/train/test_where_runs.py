@@ -1,6 +1,5 @@
 """`--where` of commands: what a run records of it, resuming, evaluations and embeddings."""
 
-import html
 import json
 import shutil
 from pathlib import Path
@@ -9,7 +8,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from clipmill.shards.reader import Variant
-from clipmill.train.run.folder import RunFolder, read_lines
+from clipmill.train.run.folder import RunFolder
 from tests.shards.made_scores import phash, write_scores
 from tests.train.classify.moving import write_moving
 from tests.train.evaluation.test_other_data import TASKS
@@ -32,24 +31,6 @@ def scored(tmp_path_factory: pytest.TempPathFactory) -> Path:
         },
     )
     return data_dir
-
-
-@pytest.mark.parametrize("task", ["classify", "mae", "caption"])
-def test_a_run_says_what_it_selected_and_evaluates_on_everything(
-    scored: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], task: str
-) -> None:
-    out = tmp_path / "run"
-    words = ["--shards", scored, "--out", out, *TASKS[task].split(), "--where", "motion > 0.5 and not duplicate"]
-    assert train(task, *words, "--evaluate.every", 2) == 0
-    selected = "where motion > 0.5 and not duplicate: 8 of 12 chunks selected"
-    assert selected in capsys.readouterr().out
-    facts = RunFolder(out).read_facts()
-    assert selected in facts["data"]
-    assert selected in html.unescape(RunFolder(out).page.read_text())
-    # The held-out videos do not move: the condition is on training data alone.
-    assert "where" not in facts["evaluations"]["val"]["data"]
-    assert any(name.startswith("val/") for name in read_lines(RunFolder(out).metrics)[-1])
-    assert "where: motion > 0.5 and not duplicate" in RunFolder(out).settings.read_text()
 
 
 @pytest.fixture(scope="module")

@@ -15,19 +15,11 @@ from clipmill.train.run.checkpoint import latest_checkpoint, read_weights
 from clipmill.train.run.folder import RunFolder, read_lines
 from clipmill.train.tasks.classify.settings import ClassifySettings
 from clipmill.train.tasks.classify.task import ClassifyTask
-from tests.train.classify.moving import write_moving
 from tests.train.running import error_of, train
 from tests.train.tiny_data import Caption, chunks_of, write_captions, write_shard
 
 TINY = ("--model", "tiny", "--num-frames", 2, "--size-px", 32, "--min-crop-area", 0.9, "--workers", 1)
 STEPS = ("--batch", 12, "--lr", "2e-3", "--warmup-steps", 5, "--towers.temporal", "random")
-
-
-@pytest.fixture(scope="module")
-def moving(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    data_dir = tmp_path_factory.mktemp("moving")
-    write_moving(data_dir)
-    return data_dir
 
 
 def scores(capsys: pytest.CaptureFixture[str], *arguments: Any) -> dict[str, Any]:

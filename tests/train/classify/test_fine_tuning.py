@@ -15,7 +15,6 @@ from clipmill.train.optim.parameters import parameter_groups
 from clipmill.train.run.folder import RunFolder, read_lines
 from clipmill.train.tasks.classify.model import VideoClassifier
 from clipmill.train.weights.conversion import IMAGENET_MEAN, IMAGENET_STD
-from tests.train.classify.moving import write_moving
 from tests.train.latents.written import Chunk, Written, write_latents
 from tests.train.running import losses, train, weights_of
 from tests.train.tiny_data import Caption, write_captions
@@ -28,13 +27,6 @@ RECIPE = (
     *("--augment.flip", 0.5, "--augment.rand-ops", 4, "--augment.erase", 0.5),
     *("--towers.drop-path", 0.1, "--optimizer.layer-decay", 0.75, "--optimizer.ema", 0.9),
 )
-
-
-@pytest.fixture(scope="module")
-def moving(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    data_dir = tmp_path_factory.mktemp("moving")
-    write_moving(data_dir)
-    return data_dir
 
 
 def words(*flags: Any) -> list[Any]:

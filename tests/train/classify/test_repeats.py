@@ -14,16 +14,8 @@ from clipmill.train.data.decoding.decoders import ChunkDecoder
 from clipmill.train.data.frame_sampling import Sampling
 from clipmill.train.data.labelled_clips import LabelledClips
 from clipmill.train.data.loader import LoaderSettings
-from tests.train.classify.moving import write_moving
 
 NUM_CLIPS = 36
-
-
-@pytest.fixture(scope="module")
-def moving(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    data_dir = tmp_path_factory.mktemp("moving")
-    write_moving(data_dir)
-    return data_dir
 
 
 def labelled(data_dir: Path, *, repeats: int, batch: int = 12, rank: int = 0, num_ranks: int = 1) -> LabelledClips:

@@ -8,7 +8,6 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-import pytest
 import torch
 
 from clipmill.train.run.checkpoint import all_checkpoints
@@ -17,17 +16,12 @@ from tests.forks import Forks
 from tests.train.distributed.conftest import slurm_environment
 from tests.train.distributed.forked import end_well, fork_ranks
 from tests.train.distributed.runs import run_command, run_command_of_two, run_impatient_command
+from tests.train.latents.columns import FLAGS
 from tests.train.running import train, weights_of
-from tests.train.test_latents_training import FLAGS, write_columns
 
 TRAIN = ("dual-encoder", *FLAGS, "--batch", "8", "--warmup-steps", "2", "--device", "cpu", "--workers", "1")
 # Long enough to be caught in the middle.
 STEPS = ("--steps", "160", "--checkpoint-every", "30")
-
-
-@pytest.fixture(scope="module")
-def columns(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_columns(tmp_path_factory.mktemp("columns"))
 
 
 def is_running(process: subprocess.Popen[str]) -> Callable[[], bool]:

@@ -59,7 +59,9 @@ def test_the_loop_finds_on_other_data_what_the_command_finds(
 ) -> None:
     out = tmp_path / "run"
     words = f"--shards {moving} --out {out} --evaluate.every 1 {TASKS[task]}"
-    assert train(task, *words.split(), "--evaluate.shards", f"far={other}@val", f"{moving}") == 0
+    assert (
+        train(task, *words.split(), "--where", "begin_s < 1", "--evaluate.shards", f"far={other}@val", f"{moving}") == 0
+    )
     printed = capsys.readouterr().out
     assert (
         f"evaluation far: split 'val' of {other}" in printed
@@ -72,7 +74,9 @@ def test_the_loop_finds_on_other_data_what_the_command_finds(
         assert train("eval", *kind.split()[:1], out, "--shards", data, *kind.split()[1:], "--json") == 0
         result = json.loads(capsys.readouterr().out)
         assert line[f"{name}/{number}"] == pytest.approx(value(result), rel=1e-5), name
-    facts = RunFolder(out).read_facts()["evaluations"]
+    data, facts = (RunFolder(out).read_facts()[name] for name in ("data", "evaluations"))
+    assert "where begin_s < 1: 6 of 12 chunks " in data and "selected" in printed, "of training data alone"
+    assert not any("where" in one["data"] for one in facts.values())
     assert facts["far"]["shards"] == str(other.resolve()) and not facts["far"]["is_own_data"]
     assert facts["moving"]["is_own_data"] and facts["moving"]["split"] == "val"
     assert "16" in facts["far"]["data"] and "8" in facts["moving"]["data"]  # four clips of every fourth video

@@ -4,7 +4,6 @@ from pathlib import Path
 
 import pytest
 
-from tests.train.classify.moving import write_moving
 from tests.train.running import train
 
 SMALL = "--model tiny --size-px 32 --num-frames 4 --workers 1 --batch 6 --steps 3 --warmup-steps 1 --lr 1e-3"
@@ -38,14 +37,6 @@ FORMATS = [
     ("mae", "videomae"),
     ("caption", "hf"),
 ]
-
-
-@pytest.fixture(scope="package")
-def moving(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Clips of three splits' videos with labels verb and noun."""
-    data_dir = tmp_path_factory.mktemp("moving")
-    write_moving(data_dir)
-    return data_dir
 
 
 @pytest.fixture(scope="package")

@@ -9,21 +9,18 @@ from typing import Any
 
 import numpy as np
 import open_clip
-import pyarrow.compute as pc
 import pytest
 import torch
 from safetensors.torch import load_file
 from torch import nn
 
 from clipmill.manifests.errors import UserError
-from clipmill.manifests.store import read_captions, read_videos
 from clipmill.train.config.model import Towers
 from clipmill.train.inference.model import load_model
 from clipmill.train.models.dual_encoder import size_of
 from clipmill.train.models.text import load_tokenizer
 from clipmill.train.run.folder import RunFolder
 from clipmill.train.weights.avion import MISTYPED_MEAN
-from tests.train.classify.moving import encode_clips
 from tests.train.inference.conftest import EVALUATIONS, FORMATS
 from tests.train.latents.written import Chunk, Written, write_latents
 from tests.train.running import train
@@ -59,30 +56,6 @@ def test_scores_of_a_run_and_of_its_exports_are_equal_to_the_digit(
             its = scored(capsys, kind, exports[task, form], "--shards", moving, *flags)
             assert same(its) == same(own), (kind, form)
             assert its["source"] == str(exports[task, form]) and its["step"] is None
-
-
-def test_multi_instance_retrieval_of_a_run_and_of_its_exports_is_equal_to_the_digit(
-    runs: dict[str, Path],
-    exports: dict[tuple[str, str], Path],
-    moving: Path,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    # Texts are `<brightness>:<direction> <video>`: half a point for each of the two that a clip and a sentence share.
-    kinds = np.array([text.split()[0].split(":") for text in texts_of_val(moving)])
-    np.save(tmp_path / "relevancy.npy", (kinds[:, None] == kinds).mean(axis=2))
-    words = ("--split", "val", "--relevancy", tmp_path / "relevancy.npy")
-    own = scored(capsys, "mir", runs["dual-encoder"], *words)
-    assert own["coverage"] == "12 of 12 clips, 12 sentences" and 0 < own["average"]["ndcg"] < 1
-    for form in ("open_clip", "hf"):
-        assert same(scored(capsys, "mir", exports["dual-encoder", form], "--shards", moving, *words)) == same(own)
-
-
-def texts_of_val(data_dir: Path) -> list[str]:
-    videos, captions = read_videos(data_dir), read_captions(data_dir)
-    of_val = videos.filter(pc.equal(videos["split"], "val"))["video_id"]
-    found: list[str] = captions.filter(pc.is_in(captions["video_id"].cast("string"), of_val))["text"].to_pylist()
-    return found
 
 
 @pytest.mark.parametrize(("task", "form"), FORMATS)
@@ -132,7 +105,7 @@ def test_a_run_of_4_frames_is_scored_with_16_in_one_command(
         assert RunFolder(run).evaluation(f"retrieval-val-{name}").is_file()
 
 
-@pytest.mark.parametrize("task", ["classify", "mae", "caption"])
+@pytest.mark.parametrize("task", ["mae", "caption"])
 def test_other_models_are_shown_more_and_larger_frames_too(
     runs: dict[str, Path],
     exports: dict[tuple[str, str], Path],
@@ -326,17 +299,3 @@ def test_a_tag_of_open_clip_is_its_model(
     capsys.readouterr()
     assert train("eval", "retrieval", "small-clip:here", "--shards", moving) == 2
     assert "cannot download small-clip:here, and it is not in the cache" in capsys.readouterr().err
-
-
-def test_videos_are_captioned_alike_by_a_run_and_by_its_export(
-    runs: dict[str, Path], exports: dict[tuple[str, str], Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    video = tmp_path / "moving.mp4"
-    video.write_bytes(encode_clips(["bright:left", "dark:right"], np.random.default_rng(0)))
-    for flags in ((), ("--num-frames", 8)):
-        printed = []
-        for weights in (runs["caption"], exports["caption", "hf"]):
-            capsys.readouterr()
-            assert train("caption-video", weights, video, "--len", "1s", *flags) == 0
-            printed.append(capsys.readouterr().out)
-        assert printed[0] == printed[1] and printed[0].strip()

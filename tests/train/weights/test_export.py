@@ -4,7 +4,6 @@ import json
 import shutil
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -111,20 +110,6 @@ def test_the_tokenizer_of_transformers_gives_the_ids_that_the_run_saw(run: Path,
         assert theirs[:length] == ours[:length].tolist(), text
     processor = transformers.CLIPImageProcessor.from_pretrained(tmp_path / "exported")
     assert list(processor.image_mean) == [0.42, 0.46, 0.41] and processor.crop_size["height"] == SIDE
-
-
-@pytest.mark.parametrize("form", ["open_clip", "hf"])
-def test_an_export_gives_the_run_its_weights_back_bit_by_bit(run: Path, tmp_path: Path, form: Any) -> None:
-    export_run(run, form=form, out=tmp_path / "exported", frame_embedding="mean", say=quiet)
-    source = open_weights(Init(weights=str(tmp_path / "exported")))
-    assert source is not None
-    assert (source.facts.activation, source.facts.video_eps) == ("quick_gelu", 1e-6)
-    assert source.facts.mean == (0.42, 0.46, 0.41)
-    model = model_of(run, num_frames=2)
-    loaded = loaded_weights(model, source, say=quiet)
-    assert loaded.fitted.changes == ()
-    wanted = weights_of(run)
-    assert all(torch.equal(tensor, wanted[name]) for name, tensor in model.state_dict().items())
 
 
 def test_a_run_itself_is_a_start_with_more_frames(run: Path) -> None:
