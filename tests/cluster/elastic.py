@@ -17,7 +17,7 @@ from pathlib import Path
 from tests.cluster import elastic_losses, elastic_starts
 from tests.cluster.elastic_nodes import nodes
 from tests.cluster.elastic_runs import Case, Skipped, end_well
-from tests.train.test_latents_training import write_columns
+from tests.train.latents.columns import write_columns
 from tests.train.tiny_data import Caption, chunks_of, write_captions, write_shard
 
 _VIDEOS = {"a": "train", "b": "train", "c": "train"}

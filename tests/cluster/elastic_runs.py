@@ -10,7 +10,7 @@ import torch
 from clipmill.train.run.checkpoint import all_checkpoints, read_weights
 from clipmill.train.run.folder import RunFolder, read_lines
 from tests.cluster.elastic_nodes import Launch, launch, wait_until
-from tests.train.test_latents_training import FLAGS
+from tests.train.latents.columns import FLAGS
 
 _SHARED = ("--warmup-steps", "2", "--device", "cpu", "--workers", "1", "--checkpoint-every", "20", "--resume", "auto")
 DUAL = ("dual-encoder", *FLAGS, "--batch", "8", "--steps", "300", *_SHARED)

@@ -5,7 +5,9 @@ import pytest
 
 from clipmill.train.tasks.caption.metrics.java import MetricUnavailable
 from tests.narrow_text import narrow, whole
+from tests.train.classify.moving import write_moving
 from tests.train.full_disk import small_disk
+from tests.train.latents.columns import write_columns
 from tests.train.tiny_data import Caption, chunks_of, write_captions, write_shard
 
 NUM_FRAMES = 55  # chunks of 20, 20 and 15
@@ -58,3 +60,17 @@ def tiny_disk(tmp_path: Path) -> Iterator[Path]:
     """A file system of its own, of half a megabyte."""
     with small_disk(tmp_path / "disk") as folder:
         yield folder
+
+
+@pytest.fixture(scope="session")
+def moving(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Labelled clips of twelve videos, three of them held out."""
+    data_dir = tmp_path_factory.mktemp("moving")
+    write_moving(data_dir)
+    return data_dir
+
+
+@pytest.fixture(scope="session")
+def columns(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Latents and text embeddings of sixteen videos, half of them held out."""
+    return write_columns(tmp_path_factory.mktemp("columns"))

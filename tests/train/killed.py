@@ -13,11 +13,8 @@ import torch
 from clipmill.manifests.errors import Stopped
 from clipmill.train.config.training import TrainingSettings
 from clipmill.train.data.outcomes import LoadedBatch
-from clipmill.train.engine.loop import train
-from clipmill.train.run.folder import RunFolder, create_run
-from clipmill.train.run.tracking import Progress
 from tests import workers
-from tests.train.plane import ONE, LoadedPoints, PlaneTask, Points, settings
+from tests.train.plane import LoadedPoints, settings, train_plane
 
 # What changes names on a disk; os.replace is os.rename here, and Path.unlink os.remove.
 _CHANGES = ("os.rename", "os.remove", "os.rmdir", "os.mkdir")
@@ -38,18 +35,10 @@ def three_steps(out: Path) -> TrainingSettings:
     return settings(out, steps=3, batch=4, checkpoint_every=1, keep_checkpoints=1, workers=1)
 
 
-def train_plane(chosen: TrainingSettings, kind: type[LoadedPoints] = LoadedPoints) -> None:
-    run = RunFolder(chosen.out)
-    if not run.settings.exists():
-        create_run(chosen)
-    points = kind(Points(), chosen)
-    train(PlaneTask(), points, chosen, run=run, world=ONE, device=torch.device("cpu"), progress=Progress())
-
-
 def train_and_stop(chosen: TrainingSettings) -> None:
     """Trains until it is told to stop in the second step, which makes a checkpoint as well."""
     with suppress(Stopped):
-        train_plane(chosen, StoppedPoints)
+        train_plane(chosen, kind=StoppedPoints)
 
 
 def killed_at(number: int, work: Callable[..., None], *arguments: Any, folder: Path) -> int | None:

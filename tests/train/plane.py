@@ -16,9 +16,14 @@ from clipmill.train.data.order import LoaderState
 from clipmill.train.data.outcomes import FailedSample, LoadedBatch
 from clipmill.train.device.transfer import Scalar
 from clipmill.train.distributed.world import Step, World
+from clipmill.train.engine.loop import train
 from clipmill.train.losses.objective import Objective
+from clipmill.train.run.folder import RunFolder, create_run, read_lines
+from clipmill.train.run.tracking import Progress
+from tests.train.running import weights_of
 
 ONE = World()
+CPU = torch.device("cpu")
 
 
 class Points:
@@ -148,3 +153,30 @@ class PlaneTask:
 def settings(out: Path, **changes: Any) -> TrainingSettings:
     base = TrainingSettings(out=out, steps=12, batch=6, lr=0.05, warmup_steps=3, checkpoint_every=4, workers=2)
     return replace(base, **changes)
+
+
+def train_plane(
+    chosen: TrainingSettings,
+    task: PlaneTask | None = None,
+    points: Points | None = None,
+    *,
+    kind: type[LoadedPoints] = LoadedPoints,
+    device: torch.device = CPU,
+) -> RunFolder:
+    """A run of the task, begun in the folder or gone on with."""
+    run = RunFolder(chosen.out)
+    if not run.settings.exists():
+        create_run(chosen)
+    samples = kind(points or Points(), chosen)
+    train(task or PlaneTask(), samples, chosen, run=run, world=ONE, device=device, progress=Progress())
+    return run
+
+
+def assert_same(run: RunFolder, other: RunFolder) -> None:
+    """The weights, the numbers of every step and the failures."""
+    found, expected = weights_of(run.path), weights_of(other.path)
+    assert found.keys() == expected.keys() and all(torch.equal(one, expected[name]) for name, one in found.items())
+    for key in ("step", "loss", "lr", "grad_norm", "worst", "epoch", "num_failed", "loss_scale", "num_skipped"):
+        lines, again = ([line.get(key) for line in read_lines(one.metrics)] for one in (run, other))
+        assert lines == again, key
+    assert read_lines(run.failures) == read_lines(other.failures)

@@ -4,7 +4,6 @@ import json
 import re
 import shutil
 import subprocess
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -14,36 +13,7 @@ from clipmill.train.config.files import load_settings
 from clipmill.train.run.folder import RunFolder, read_lines
 from clipmill.train.tasks.dual_encoder.settings import DualEncoderSettings
 from tests.forks import Forks
-
-Train = Callable[..., int]
-
-SMALL = [
-    "--model",
-    "tiny",
-    "--num-frames",
-    "2",
-    "--size-px",
-    "32",
-    "--batch",
-    "4",
-    "--warmup-steps",
-    "2",
-    "--lr",
-    "1e-3",
-]
-
-
-@pytest.fixture
-def train(monkeypatch: pytest.MonkeyPatch) -> Train:
-    """Runs the command in this process and gives its exit status."""
-
-    def run(*arguments: object) -> int:
-        monkeypatch.setattr("sys.argv", ["train", *map(str, arguments)])
-        with pytest.raises(SystemExit) as left:
-            main()
-        return int(left.value.code or 0)
-
-    return run
+from tests.train.running import SMALL, train, two_lines
 
 
 @pytest.fixture(scope="module")
@@ -57,12 +27,6 @@ def finished_run(data_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Pa
             main()
     assert not left.value.code
     return out
-
-
-def two_lines(capsys: pytest.CaptureFixture[str]) -> tuple[str, str]:
-    error, hint = capsys.readouterr().err.splitlines()
-    assert error.startswith("error: ") and hint.startswith("hint: ")
-    return error, hint
 
 
 def test_a_run_leaves_settings_metrics_a_checkpoint_and_a_page(finished_run: Path, data_dir: Path) -> None:
@@ -84,7 +48,7 @@ def test_the_page_of_a_run_carries_what_doctor_says(finished_run: Path) -> None:
 
 
 def test_the_first_lines_say_which_attention_and_why_and_what_a_warm_up_leaves(
-    train: Train, data_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    data_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     status = train(
         "dual-encoder", "--shards", data_dir, "--out", tmp_path / "run", *SMALL, "--steps", 1, "--attention", "sdpa"
@@ -98,7 +62,7 @@ def test_the_first_lines_say_which_attention_and_why_and_what_a_warm_up_leaves(
 
 
 def test_retrieval_prints_recalls_chance_and_protocol(
-    train: Train, finished_run: Path, data_dir: Path, capsys: pytest.CaptureFixture[str]
+    finished_run: Path, data_dir: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert train("eval", "retrieval", finished_run, "--shards", data_dir) == 0
     printed = capsys.readouterr().out
@@ -114,7 +78,7 @@ def test_retrieval_prints_recalls_chance_and_protocol(
 
 
 def test_a_run_is_not_begun_over_another(
-    train: Train, finished_run: Path, data_dir: Path, capsys: pytest.CaptureFixture[str]
+    finished_run: Path, data_dir: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert train("dual-encoder", "--shards", data_dir, "--out", finished_run, *SMALL) == 2
     error, hint = two_lines(capsys)
@@ -122,7 +86,7 @@ def test_a_run_is_not_begun_over_another(
 
 
 def test_a_finished_run_resumes_to_nothing_and_refuses_other_settings(
-    train: Train, finished_run: Path, capsys: pytest.CaptureFixture[str]
+    finished_run: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     before = (finished_run / "metrics.jsonl").read_bytes()
     assert train("dual-encoder", "--out", finished_run, "--resume") == 0
@@ -150,7 +114,6 @@ def test_a_finished_run_resumes_to_nothing_and_refuses_other_settings(
     ],
 )
 def test_mistakes_are_two_lines_and_leave_nothing_behind(
-    train: Train,
     data_dir: Path,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -168,9 +131,7 @@ def test_mistakes_are_two_lines_and_leave_nothing_behind(
     assert not (tmp_path / "run").exists()
 
 
-def test_a_folder_that_is_no_run_cannot_be_scored(
-    train: Train, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_folder_that_is_no_run_cannot_be_scored(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert train("eval", "retrieval", tmp_path) == 2
     assert "there is no run in" in two_lines(capsys)[0]
 
@@ -178,7 +139,7 @@ def test_a_folder_that_is_no_run_cannot_be_scored(
 @pytest.mark.parametrize("damage", ["cut", "flipped", "empty", "missing"])
 @pytest.mark.parametrize("file", ["checkpoint.json", "tensors.json", "__0_0.distcp"])
 def test_a_damaged_checkpoint_is_named(
-    train: Train, finished_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], file: str, damage: str
+    finished_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], file: str, damage: str
 ) -> None:
     run = tmp_path / "run"
     shutil.copytree(finished_run, run)
@@ -195,7 +156,7 @@ def test_a_damaged_checkpoint_is_named(
     assert "step_000008 cannot be read" in error and "remove it" in hint
 
 
-def test_help_names_every_command_with_an_example(train: Train, capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_names_every_command_with_an_example(capsys: pytest.CaptureFixture[str]) -> None:
     for command in (*(["dual-encoder"], ["classify"], ["doctor"], ["eval", "retrieval"], ["eval", "classification"]),):
         assert train(*command, "--help") == 0
         printed = capsys.readouterr().out

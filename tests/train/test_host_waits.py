@@ -10,10 +10,7 @@ from clipmill.train.augment.draws import OPERATIONS
 from clipmill.train.augment.rand_augment import change
 from tests.train.classify.moving import write_moving
 from tests.train.device_reads import DeviceReads, Look, device_reads
-from tests.train.test_cli import train
-from tests.train.test_latents_training import write_columns
-
-__all__ = ["train"]
+from tests.train.running import train
 
 SMALL = "--model tiny --num-frames 2 --warmup-steps 2 --lr 1e-3 --steps 4 --workers 1 --device cpu"
 PIXELS = f"{SMALL} --size-px 32 --batch 4"
@@ -43,14 +40,9 @@ RUNS = {
 }
 
 
-@pytest.fixture(scope="module")
-def columns(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_columns(tmp_path_factory.mktemp("columns"))
-
-
 @pytest.mark.parametrize("name", RUNS)
 def test_each_step_looks_once_at_the_device_and_sees_the_step_before(
-    train: Callable[..., int], data_dir: Path, columns: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+    data_dir: Path, columns: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     flags = RUNS[name]
     shards = columns if "--input latents" in flags else data_dir

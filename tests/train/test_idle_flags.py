@@ -7,9 +7,7 @@ import pytest
 
 from clipmill.train.config.files import save_settings
 from clipmill.train.tasks.mae.settings import MaeSettings
-from tests.train.test_cli import Train, train, two_lines
-
-__all__ = ["train"]
+from tests.train.running import train, two_lines
 
 
 @pytest.mark.parametrize(
@@ -77,16 +75,14 @@ __all__ = ["train"]
     ],
 )
 def test_a_flag_that_has_no_effect_is_refused_with_the_one_that_it_goes_with(
-    train: Train, capsys: pytest.CaptureFixture[str], words: str, flag: str, beside: str, hint: str
+    capsys: pytest.CaptureFixture[str], words: str, flag: str, beside: str, hint: str
 ) -> None:
     assert train(*words.split()) == 2
     first, second = two_lines(capsys)
     assert f"{flag}, which has no effect: {beside}" in first and "leave it out" in second and hint in second
 
 
-def test_what_has_an_effect_or_nobody_gave_is_let_pass(
-    train: Train, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_what_has_an_effect_or_nobody_gave_is_let_pass(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     chosen: list[Any] = []
     monkeypatch.setattr("clipmill.train.commands.launch.launch", lambda spec, settings, resume: chosen.append(settings))
     save_settings(MaeSettings(stride=8, sampling="uniform", decoder_mask_ratio=0.75), tmp_path / "mae.yaml")
@@ -115,9 +111,7 @@ def test_what_has_an_effect_or_nobody_gave_is_let_pass(
     assert [(one.stride, one.sampling) for one in chosen[:2]] == [(16, "uniform"), (8, "uniform")]
 
 
-def test_flags_without_effect_are_named_together_with_all_other_mistakes(
-    train: Train, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_flags_without_effect_are_named_together_with_all_other_mistakes(capsys: pytest.CaptureFixture[str]) -> None:
     words = "mae --preset tiny --sampling uniform --stride 2 --steps 0 --evaluate.neighbours 0 --optimizer.ema 1"
     assert train(*words.split()) == 2
     lines = capsys.readouterr().err.splitlines()
@@ -132,7 +126,7 @@ def test_flags_without_effect_are_named_together_with_all_other_mistakes(
 
 
 def test_a_decoder_of_the_weights_to_start_from_is_not_a_new_one(
-    train: Train, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "config.json").write_text('{"model_type": "vision-encoder-decoder"}')
     assert train("caption", "--init.weights", tmp_path, "--decoder.name", "tiny") == 2

@@ -6,7 +6,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import torch
 
 from clipmill.manifests.errors import Stopped, UserError
 from clipmill.manifests.publish import TEMPORARY_PREFIX
@@ -15,33 +14,18 @@ from clipmill.train.run.checkpoint import (
     all_checkpoints,
     checkpoint_name,
     is_intact,
-    latest_checkpoint,
     read_metadata,
-    read_weights,
 )
 from clipmill.train.run.checkpoint_writer import recover
 from clipmill.train.run.folder import RunFolder
-from tests.train.killed import StoppedPoints, killed_at, three_steps, train_and_stop, train_plane
-
-
-def weights(out: Path) -> dict[str, torch.Tensor]:
-    path = latest_checkpoint(RunFolder(out).checkpoints)
-    assert path is not None
-    return read_weights(path)
-
-
-def assert_same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
-    assert found.keys() == expected.keys()
-    assert all(torch.equal(value, expected[name]) for name, value in found.items())
-
-
-def all_files(folder: Path) -> set[str]:
-    return {str(path.relative_to(folder)) for path in folder.rglob("*")}
+from tests.train.killed import StoppedPoints, killed_at, three_steps, train_and_stop
+from tests.train.plane import assert_same, train_plane
+from tests.train.running import all_files
 
 
 def test_a_run_killed_at_any_change_of_names_loses_no_checkpoint_and_ends_the_same(tmp_path: Path) -> None:
-    train_plane(three_steps(tmp_path / "whole"))
-    expected, files = weights(tmp_path / "whole"), all_files(tmp_path / "whole")
+    whole = train_plane(three_steps(tmp_path / "whole"))
+    files = all_files(whole.path)
     number, status, furthest = 0, None, 0
     while status != 0:
         number += 1
@@ -55,8 +39,7 @@ def test_a_run_killed_at_any_change_of_names_loses_no_checkpoint_and_ends_the_sa
         # Killed later, it has come as far: nothing that was complete is lost.
         assert max(steps) >= furthest, f"change {number} loses a checkpoint"
         furthest = max(steps)
-        train_plane(three_steps(out))
-        assert_same(weights(out), expected)
+        assert_same(train_plane(three_steps(out)), whole)
         assert all_files(out) == files, f"change {number} leaves litter"
     assert number > 5 and furthest == 2, "too few changes were seen: the test shows nothing"
 
@@ -65,7 +48,7 @@ def test_a_checkpoint_that_is_there_is_not_written_again_when_the_run_is_told_to
     """What it knows of its step, such as the numbers of an evaluation, stays as well."""
     chosen = replace(three_steps(tmp_path / "run"), evaluate=EvaluationSettings(every=1))
     with pytest.raises(Stopped, match="step 2 is saved"):
-        train_plane(chosen, StoppedPoints)
+        train_plane(chosen, kind=StoppedPoints)
     (path,) = all_checkpoints(RunFolder(chosen.out).checkpoints).values()
     assert read_metadata(path).step == 2 and "error" in read_metadata(path).numbers
 

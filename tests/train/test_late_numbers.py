@@ -16,7 +16,6 @@ import clipmill.train.engine.loop
 from clipmill.manifests.errors import FailedWork, Stopped
 from clipmill.train.config.evaluation import EvaluationSettings
 from clipmill.train.config.optim import OptimizerSettings
-from clipmill.train.config.training import TrainingSettings
 from clipmill.train.data.batch import Batch, Sample
 from clipmill.train.data.loader import SampleRequest, TrainingSet
 from clipmill.train.data.outcomes import FailedSample
@@ -24,13 +23,11 @@ from clipmill.train.device.transfer import LateMetrics, Scalar, StepGuard
 from clipmill.train.distributed.world import Step, World
 from clipmill.train.engine.state import State
 from clipmill.train.losses.objective import Objective
-from clipmill.train.run.checkpoint import all_checkpoints, latest_checkpoint, read_weights
-from clipmill.train.run.folder import RunFolder, create_run, read_lines
-from clipmill.train.run.tracking import Progress
+from clipmill.train.run.checkpoint import all_checkpoints
+from clipmill.train.run.folder import RunFolder, read_lines
 from tests.train.device_reads import as_on_a_gpu
-from tests.train.plane import ONE, Distance, LoadedPoints, PlaneTask, Points, settings
+from tests.train.plane import CPU, Distance, PlaneTask, Points, assert_same, settings, train_plane
 
-CPU = torch.device("cpu")
 Fault = Literal["loss", "gradient", "order to stop", "bug"]
 Faults = Mapping[int, Sequence[Fault]]
 SAID = {"loss": "the loss is nan at step {}", "gradient": "the norm of the gradients is nan at step {}"}
@@ -76,33 +73,8 @@ class FaultyTask(PlaneTask):
         return {"closeness": 1.0}
 
 
-def train_plane(
-    chosen: TrainingSettings, task: PlaneTask, points: Points | None = None, *, device: torch.device = CPU
-) -> RunFolder:
-    run = RunFolder(chosen.out)
-    if not run.settings.exists():
-        create_run(chosen)
-    samples = LoadedPoints(points or Points(), chosen)
-    clipmill.train.engine.loop.train(task, samples, chosen, run=run, world=ONE, device=device, progress=Progress())
-    return run
-
-
 def steps(run: RunFolder) -> list[int]:
     return [line["step"] for line in read_lines(run.metrics)]
-
-
-def weights(run: RunFolder) -> dict[str, torch.Tensor]:
-    path = latest_checkpoint(run.checkpoints)
-    assert path is not None
-    return read_weights(path)
-
-
-def assert_same(run: RunFolder, other: RunFolder) -> None:
-    expected = weights(other)
-    assert all(torch.equal(value, expected[name]) for name, value in weights(run).items())
-    for key in ("step", "loss", "lr", "grad_norm", "worst", "epoch", "num_failed", "loss_scale", "num_skipped"):
-        lines, again = ([line.get(key) for line in read_lines(one.metrics)] for one in (run, other))
-        assert lines == again, key
 
 
 @pytest.fixture(autouse=True)

@@ -1,82 +1,25 @@
 """`train dual-encoder --input latents --text-tower frozen`: a run that decodes nothing and has no text tower."""
 
-import hashlib
 import json
-import shutil
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from numpy.typing import NDArray
 
 from clipmill.train.data.frame_sampling import spread_frames
 from clipmill.train.device.random import uniform
 from clipmill.train.run.checkpoint import latest_checkpoint, read_weights
 from clipmill.train.run.folder import RunFolder, read_lines
+from tests.train.latents.columns import COLUMNS, FLAGS, WIDTH, write_columns
 from tests.train.latents.test_checksums import flip
-from tests.train.latents.written import Caption, Chunk, Written, write_latents, write_text
-from tests.train.test_cli import train
-from tests.train.tiny_data import write_captions
+from tests.train.running import losses, train
 
-__all__ = ["train"]
-
-FRAME, WIDTH = (4, 8, 8), 24
-COLUMNS = ("--input", "latents", "--text-tower", "frozen", "--model", "tiny")
-FLAGS = (*COLUMNS, "--segment", "2s", "--num-frames", "2")
 STEPS = ("--batch", "8", "--lr", "1e-3", "--warmup-steps", "2")
 
 
-def generator(text: str) -> np.random.Generator:
-    return np.random.default_rng(int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little"))
-
-
-def pattern_and_noise(chunk: Chunk) -> NDArray[np.float16]:
-    """Each video has a pattern of its own, and every frame noise."""
-    pattern = generator(chunk.video_id).standard_normal(chunk.frame)
-    noise = generator(chunk.key).standard_normal((chunk.num_frames, *chunk.frame))
-    values: NDArray[np.float16] = (pattern + 0.5 * noise).astype(np.float16)
-    return values
-
-
-def unit_vector(text: str) -> NDArray[np.float16]:
-    vector = generator(text).standard_normal(WIDTH)
-    unit: NDArray[np.float16] = (vector / np.linalg.norm(vector)).astype(np.float16)
-    return unit
-
-
-@pytest.fixture(scope="module")
-def columns(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_columns(tmp_path_factory.mktemp("columns"))
-
-
-def write_columns(folder: Path) -> Path:
-    """Eight videos of two chunks, each with its own caption; the same in train and val."""
-    written = Written(folder)
-    videos = {f"{split}{number}": split for split in ("train", "val") for number in range(8)}
-    chunks = [[Chunk(name, start, 24, frame=FRAME) for start in (0, 6000)] for name in videos]
-    captions = [
-        Caption(name, 0.0, float("inf"), f"<pattern> of {name[-1]}", labels={"label_pattern": name[-1]})
-        for name in videos
-    ]
-    write_captions(written.data_dir, videos, captions)
-    # A video of val has the pattern of the video of train with the same number.
-    write_latents(written, chunks, values=lambda chunk: pattern_and_noise(_as_train(chunk)))
-    write_text(written, captions, width=WIDTH, embed=unit_vector)
-    return written.data_dir
-
-
-def _as_train(chunk: Chunk) -> Chunk:
-    return Chunk(f"train{chunk.video_id[-1]}", chunk.start_ms, chunk.num_frames, frame=chunk.frame)
-
-
-def losses(out: Path) -> list[float]:
-    return [line["loss"] for line in read_lines(RunFolder(out).metrics)]
-
-
 def test_it_learns_what_the_stored_embeddings_say(
-    train: Callable[..., int], columns: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    columns: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "run"
     assert train("dual-encoder", "--shards", columns, "--out", out, *FLAGS, *STEPS, "--steps", 40) == 0
@@ -93,7 +36,7 @@ def test_it_learns_what_the_stored_embeddings_say(
     assert page.count("data:image/jpeg") >= 8
 
 
-def test_a_run_has_no_text_tower_and_needs_no_chunks(train: Callable[..., int], columns: Path, tmp_path: Path) -> None:
+def test_a_run_has_no_text_tower_and_needs_no_chunks(columns: Path, tmp_path: Path) -> None:
     out = tmp_path / "run"
     assert train("dual-encoder", "--shards", columns, "--out", out, *FLAGS, *STEPS, "--steps", 2) == 0
     path = latest_checkpoint(RunFolder(out).checkpoints)
@@ -104,19 +47,8 @@ def test_a_run_has_no_text_tower_and_needs_no_chunks(train: Callable[..., int], 
     assert not (columns / "video").exists()
 
 
-def test_a_resumed_run_ends_with_the_same_weights(train: Callable[..., int], columns: Path, tmp_path: Path) -> None:
-    flags = ("dual-encoder", "--shards", columns, *FLAGS, *STEPS, "--checkpoint-every", 3)
-    assert train(*flags, "--out", tmp_path / "whole", "--steps", 9) == 0
-    assert train(*flags, "--out", tmp_path / "broken", "--steps", 9) == 0
-    run = RunFolder(tmp_path / "broken")
-    for path in sorted(run.checkpoints.iterdir())[1:]:
-        shutil.rmtree(path)
-    assert train("dual-encoder", "--resume", "--out", tmp_path / "broken") == 0
-    assert losses(tmp_path / "broken") == losses(tmp_path / "whole")
-
-
 def test_latents_train_a_text_tower_too_without_a_column_of_text(
-    train: Callable[..., int], columns: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    columns: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out, data_dir = tmp_path / "run", tmp_path / "data"
     data_dir.mkdir()
@@ -132,9 +64,7 @@ def test_latents_train_a_text_tower_too_without_a_column_of_text(
     assert json.loads(capsys.readouterr().out)["video_to_text"]["recall"]["1"] > 0.3  # chance 0.125
 
 
-def test_damaged_latents_are_named_and_never_trained_on(
-    train: Callable[..., int], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_damaged_latents_are_named_and_never_trained_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     data_dir = tmp_path / "data"
     data_dir.mkdir()
     write_columns(data_dir)
@@ -169,7 +99,6 @@ def test_damaged_latents_are_named_and_never_trained_on(
     ],
 )
 def test_settings_that_do_not_fit_are_two_lines_and_leave_nothing(
-    train: Callable[..., int],
     columns: Path,
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],

@@ -1,7 +1,5 @@
 """The loop: resuming is exact, failures are budgeted, a loss that is no number stops the run."""
 
-import signal
-import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -9,25 +7,16 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
 
 from clipmill.manifests.errors import FailedWork, UserError
-from clipmill.train.cli import main
-from clipmill.train.config.training import TrainingSettings
-from clipmill.train.engine.loop import check_batch, train
-from clipmill.train.run.checkpoint import latest_checkpoint, read_weights
-from clipmill.train.run.folder import RunFolder, append_lines, create_run, keep_lines, read_lines, reopen_run
+from clipmill.train.engine.loop import check_batch
+from clipmill.train.run.checkpoint import latest_checkpoint
+from clipmill.train.run.folder import RunFolder, append_lines, keep_lines, read_lines
 from clipmill.train.run.tracking import Progress
-from tests import workers
-from tests.train.distributed.runs import run_command
-from tests.train.plane import ONE, LoadedPoints, PlaneTask, Points, settings
+from tests.train.plane import LoadedPoints, Points, assert_same, settings, train_plane
+from tests.train.running import losses
 
 CPU = torch.device("cpu")
-
-
-def train_plane(run: RunFolder, chosen: TrainingSettings, samples: Points | None = None) -> nn.Module:
-    points = LoadedPoints(samples or Points(), chosen)
-    return train(PlaneTask(), points, chosen, run=run, world=ONE, device=CPU, progress=Progress())
 
 
 def stop_after(steps: int) -> Callable[[Any, dict[str, Any]], None]:
@@ -38,65 +27,19 @@ def stop_after(steps: int) -> Callable[[Any, dict[str, Any]], None]:
     return show
 
 
-def weights(run: RunFolder) -> dict[str, Any]:
-    path = latest_checkpoint(run.checkpoints)
-    assert path is not None
-    return read_weights(path)
-
-
 @pytest.mark.parametrize("failing", [(), (3, 11)])
 @pytest.mark.parametrize("stop", [1, 4, 6, 9])
 def test_a_run_that_is_stopped_and_resumed_is_the_undisturbed_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stop: int, failing: tuple[int, ...]
 ) -> None:
-    whole = create_run(settings(tmp_path / "whole"))
-    train_plane(whole, settings(tmp_path / "whole"), Points(failing=failing))
-    broken = create_run(settings(tmp_path / "broken"))
+    points = Points(failing=failing)
+    whole = train_plane(settings(tmp_path / "whole"), points=points)
     with monkeypatch.context() as patch:
         patch.setattr(Progress, "log", stop_after(stop))
         with pytest.raises(KeyboardInterrupt):
-            train_plane(broken, settings(tmp_path / "broken"), Points(failing=failing))
+            train_plane(settings(tmp_path / "broken"), points=points)
     torch.manual_seed(99)  # whatever happened in between
-    chosen = settings(tmp_path / "broken", workers=1)
-    train_plane(reopen_run(chosen), chosen, Points(failing=failing))
-    expected = weights(whole)
-    assert all(torch.equal(value, expected[name]) for name, value in weights(broken).items())
-    for name in ("step", "loss", "lr", "worst", "epoch", "num_failed"):
-        assert [one[name] for one in read_lines(broken.metrics)] == [one[name] for one in read_lines(whole.metrics)]
-    assert read_lines(broken.failures) == read_lines(whole.failures)
-
-
-def test_a_killed_run_resumes_to_the_same_weights(
-    data_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The whole program, killed without warning between two checkpoints."""
-    flags = ["--model", "tiny", "--num-frames", "2", "--size-px", "32", "--batch", "4"]
-    flags += ["--warmup-steps", "2", "--steps", "20", "--checkpoint-every", "5"]
-
-    def arguments(out: str, *more: str) -> list[str]:
-        return ["dual-encoder", "--out", str(tmp_path / out), *more]
-
-    def run_here(given: list[str]) -> None:
-        monkeypatch.setattr("sys.argv", ["train", *given])
-        with pytest.raises(SystemExit) as left:
-            main()
-        assert not left.value.code
-
-    begin = ["--shards", str(data_dir), *flags]
-    killed = workers.process(target=run_command, args=tuple(arguments("killed", *begin)))
-    killed.start()
-    checkpoints = tmp_path / "killed" / "checkpoints"
-    while killed.is_alive() and latest_checkpoint(checkpoints) is None:
-        time.sleep(0.005)
-    killed.kill()
-    killed.join()
-    assert killed.exitcode == -signal.SIGKILL, "it ended before it could be killed"
-    run_here(arguments("killed", "--resume"))
-    run_here(arguments("whole", *begin))
-    expected = weights(RunFolder(tmp_path / "whole"))
-    found = weights(RunFolder(tmp_path / "killed"))
-    assert found.keys() == expected.keys()
-    assert all(torch.equal(value, expected[name]) for name, value in found.items())
+    assert_same(train_plane(settings(tmp_path / "broken", workers=1), points=points), whole)
 
 
 @pytest.mark.parametrize(("batch", "num_samples", "fitting"), [(21, 20, 16), (64, 16, 16), (2, 1, 1)])
@@ -113,49 +56,44 @@ def test_a_batch_of_more_than_all_samples_is_refused_with_one_that_fits(
 
 def test_settings_that_were_edited_by_hand_are_no_settings_of_the_checkpoint(tmp_path: Path) -> None:
     chosen = settings(tmp_path / "run")
-    run = create_run(chosen)
-    train_plane(run, chosen)
+    train_plane(chosen)
     with pytest.raises(UserError, match=r"--lr is 0\.5, .*step_.* has"):
-        train_plane(run, replace(chosen, lr=0.5, steps=chosen.steps))
+        train_plane(replace(chosen, lr=0.5, steps=chosen.steps))
 
 
 def test_the_seed_decides_the_run(tmp_path: Path) -> None:
     runs = []
     for name, seed in (("a", 0), ("b", 0), ("c", 1)):
-        chosen = settings(tmp_path / name, seed=seed)
-        run = create_run(chosen)
-        train_plane(run, chosen)
-        runs.append([line["loss"] for line in read_lines(run.metrics)])
+        train_plane(settings(tmp_path / name, seed=seed))
+        runs.append(losses(tmp_path / name))
     assert runs[0] == runs[1] != runs[2]
 
 
 def test_failures_are_listed_and_the_budget_stops_the_run(tmp_path: Path) -> None:
     chosen = settings(tmp_path / "run", max_failures=3)
-    run = create_run(chosen)
+    run = RunFolder(chosen.out)
     with pytest.raises(FailedWork, match=r"4 samples failed, more than --max-failures 3.*failures\.jsonl"):
-        train_plane(run, chosen, Points(failing=(3, 11)))
+        train_plane(chosen, points=Points(failing=(3, 11)))
     lines = read_lines(run.failures)
     assert [line["key"] for line in lines].count("point_3") == 2 and len(lines) == 4
     assert {line["reason"] for line in lines} == {"undecodable"}
-    again = replace(chosen, max_failures=100)
-    train_plane(reopen_run(again), again, Points(failing=(3, 11)))
+    train_plane(replace(chosen, max_failures=100), points=Points(failing=(3, 11)))
     assert read_lines(run.metrics)[-1]["num_failed"] == len(read_lines(run.failures)) > 4
 
 
 def test_a_loss_that_is_no_number_stops_with_the_keys_of_its_batch(tmp_path: Path) -> None:
     chosen = settings(tmp_path / "run")
-    run = create_run(chosen)
     with pytest.raises(FailedWork, match=r"the loss is nan at step \d+; .*bad_batch\.json"):
-        train_plane(run, chosen, Points(poisoned=7))
-    assert "point_7" in (run.path / "bad_batch.json").read_text()
+        train_plane(chosen, points=Points(poisoned=7))
+    assert "point_7" in (chosen.out / "bad_batch.json").read_text()
 
 
 def test_other_samples_than_those_of_the_run_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     chosen = settings(tmp_path / "run")
-    train_plane(create_run(chosen), chosen)
+    train_plane(chosen)
     monkeypatch.setattr(Points, "fingerprint", "other points")
     with pytest.raises(UserError, match="to other samples"):
-        train_plane(reopen_run(chosen), chosen)
+        train_plane(chosen)
 
 
 def test_the_latest_checkpoint_is_the_one_of_the_highest_step(tmp_path: Path) -> None:

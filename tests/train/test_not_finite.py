@@ -11,13 +11,11 @@ from torch import nn
 import clipmill.train.engine.loop
 from clipmill.manifests.errors import FailedWork, UserError
 from clipmill.train.config.evaluation import EvaluationSettings
-from clipmill.train.config.training import TrainingSettings
 from clipmill.train.distributed.world import World
 from clipmill.train.engine.metrics_log import not_finite
 from clipmill.train.run.checkpoint import all_checkpoints
-from clipmill.train.run.folder import RunFolder, create_run
-from clipmill.train.run.tracking import Progress
-from tests.train.plane import ONE, LoadedPoints, PlaneTask, Points, settings
+from clipmill.train.run.folder import RunFolder
+from tests.train.plane import ONE, PlaneTask, settings, train_plane
 
 
 class PoisonedTask(PlaneTask):
@@ -26,16 +24,6 @@ class PoisonedTask(PlaneTask):
     def evaluate(self, model: nn.Module, world: World) -> dict[str, float]:
         next(model.parameters()).data[0, 0] = float("nan")
         return {}
-
-
-def train_plane(chosen: TrainingSettings, task: PlaneTask) -> None:
-    run = RunFolder(chosen.out)
-    if not run.settings.exists():
-        create_run(chosen)
-    samples = LoadedPoints(Points(), chosen)
-    clipmill.train.engine.loop.train(
-        task, samples, chosen, run=run, world=ONE, device=torch.device("cpu"), progress=Progress()
-    )
 
 
 def test_no_checkpoint_is_made_of_them_and_the_last_good_one_stays(

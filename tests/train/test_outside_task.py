@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 from clipmill.train.run.checkpoint import read_weights
 from clipmill.train.run.folder import RunFolder, read_lines
 from tests.served import Commands, served
-from tests.train.test_cli import SMALL
+from tests.train.running import SMALL
 
 STEPS = ["--steps", "6", "--checkpoint-every", "3", "--keep-checkpoints", "9"]
 

@@ -13,10 +13,8 @@ from clipmill.prep.commands.manifest import app
 from clipmill.train.config.files import PRESETS_FOLDER
 from clipmill.train.run.folder import RunFolder, read_lines
 from tests.train.latents.written import Chunk, Written, write_latents
-from tests.train.test_cli import Train, train
+from tests.train.running import train
 from tests.train.tiny_data import chunks_of, write_captions, write_shard
-
-__all__ = ["train"]
 
 NUM_FRAMES = 40  # two chunks of 2 s
 TINY = ("--model", "tiny", "--batch", 4, "--steps", 2, "--warmup-steps", 0, "--workers", 1, "--device", "cpu")
@@ -152,9 +150,7 @@ def test_every_published_preset_is_tried() -> None:
 
 
 @pytest.mark.parametrize("preset", PRESETS)
-def test_a_published_preset_trains_on_the_files_of_its_data_set(
-    train: Train, data_of: Make, tmp_path: Path, preset: str
-) -> None:
+def test_a_published_preset_trains_on_the_files_of_its_data_set(data_of: Make, tmp_path: Path, preset: str) -> None:
     command, data_set, flags = PRESETS[preset]
     data_dir, out = data_of(data_set), tmp_path / "run"
     assert train(command, "--shards", data_dir, "--preset", preset, "--out", out, *TINY, *flags) == 0
@@ -166,7 +162,7 @@ def test_a_published_preset_trains_on_the_files_of_its_data_set(
 
 
 def test_the_official_files_of_multi_instance_retrieval_are_scored(
-    train: Train, data_of: Make, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    data_of: Make, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     data_dir, out = data_of("ek100-mir"), tmp_path / "run"
     assert set(read_videos(data_dir)["split"].to_pylist()) == {"train", "test"}

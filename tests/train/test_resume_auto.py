@@ -1,61 +1,39 @@
 """`--resume auto`: one command line begins a run, and goes on with it after whatever killed it."""
 
 import signal
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
-from clipmill.train.run.checkpoint import all_checkpoints, latest_checkpoint, read_weights
+from clipmill.train.run.checkpoint import all_checkpoints
 from clipmill.train.run.folder import RunFolder, read_lines
-from tests.train.classify.moving import write_moving
 from tests.train.distributed.runs import run_command
 from tests.train.killed import killed_at
-from tests.train.test_cli import train, two_lines
-from tests.train.weights.test_export import run_train
+from tests.train.running import all_files, train, two_lines, weights_of
 
-__all__ = ["train"]
-
-Train = Callable[..., int]
-SMALL = ("--preset", "tiny", "--num-frames", 4, "--size-px", 32, "--batch", 4, "--workers", 1, "--device", "cpu")
-STEPS = ("--warmup-steps", 1, "--steps", 3, "--checkpoint-every", 1)
-DECODER = ("--decoder.name", "tiny", "--decoder.depth", 1, "--decoder.max-tokens", 24, "--decoder.vocabulary", 280)
-COMMANDS: dict[str, tuple[Any, ...]] = {
-    "dual-encoder": ("--init.pixel-mean", 0.5, 0.4, 0.3),
-    "classify": ("--label", "action", "--towers.kind", "videomae"),
-    "mae": ("--stride", 2, "--samples-per-chunk", 2, "--mask-ratio", 0.5),
-    "caption": DECODER,
+SMALL = "--preset tiny --num-frames 4 --size-px 32 --batch 4 --workers 1 --device cpu"
+STEPS = "--warmup-steps 1 --steps 3 --checkpoint-every 1"
+# Of each task, what draws numbers and keeps state.
+COMMANDS = {
+    "dual-encoder": "--init.pixel-mean 0.5 0.4 0.3 --loss.kind fastclip-v3",
+    "classify": "--label action --towers.kind videomae --mixup 0.8 --cutmix 1 --dropout 0.1"
+    " --optimizer.ema 0.9 --repeats 2 --augment.rand-ops 4 --augment.erase 0.5 --towers.drop-path 0.1",
+    "mae": "--stride 2 --samples-per-chunk 2 --repeat masks --mask-ratio 0.5 --decoder-mask running-cell",
+    "caption": "--decoder.name tiny --decoder.depth 1 --decoder.max-tokens 24 --decoder.vocabulary 280"
+    " --captions-per-visit 2 --decoder.dropout 0.1 --microbatch 2",
 }
-
-
-@pytest.fixture(scope="module")
-def moving(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    data_dir = tmp_path_factory.mktemp("moving")
-    write_moving(data_dir, num_videos=4)
-    return data_dir
 
 
 def line(command: str, data_dir: Path, out: Path, *more: object) -> list[str]:
     """The one command line."""
-    given = (command, *SMALL, *STEPS, *COMMANDS[command], "--shards", data_dir, "--out", out, *more)
-    return [str(word) for word in (*given, "--resume", "auto")]
-
-
-def weights(out: Path) -> dict[str, torch.Tensor]:
-    path = latest_checkpoint(RunFolder(out).checkpoints)
-    assert path is not None
-    return read_weights(path)
-
-
-def all_files(folder: Path) -> set[str]:
-    return {str(path.relative_to(folder)) for path in folder.rglob("*")}
+    words = f"{command} {SMALL} {STEPS} {COMMANDS[command]} --shards {data_dir} --out {out}".split()
+    return [*words, *map(str, more), "--resume", "auto"]
 
 
 @pytest.mark.parametrize("command", COMMANDS)
 def test_one_command_line_begins_a_run_and_goes_on_with_it_however_it_was_killed(
-    train: Train, moving: Path, tmp_path: Path, command: str
+    moving: Path, tmp_path: Path, command: str
 ) -> None:
     whole, killed = tmp_path / "whole", tmp_path / "killed"
     assert train(*line(command, moving, whole)) == 0
@@ -65,8 +43,8 @@ def test_one_command_line_begins_a_run_and_goes_on_with_it_however_it_was_killed
         assert status == -signal.SIGKILL, f"change {number}"
     assert all_checkpoints(RunFolder(killed).checkpoints)
     assert train(*line(command, moving, killed)) == 0
-    expected = weights(whole)
-    assert all(torch.equal(value, expected[name]) for name, value in weights(killed).items())
+    expected = weights_of(whole)
+    assert all(torch.equal(value, expected[name]) for name, value in weights_of(killed).items())
     assert all_files(killed) == all_files(whole)
     assert [one["step"] for one in read_lines(RunFolder(killed).metrics)] == [1, 2, 3]
     before = RunFolder(killed).metrics.read_bytes()
@@ -77,12 +55,12 @@ def test_one_command_line_begins_a_run_and_goes_on_with_it_however_it_was_killed
 @pytest.fixture(scope="module")
 def begun(moving: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("runs") / "begun"
-    assert run_train(*line("dual-encoder", moving, out)) == 0
+    assert train(*line("dual-encoder", moving, out)) == 0
     return out
 
 
 def test_a_flag_or_preset_that_the_run_did_not_begin_with_is_named_with_both_values(
-    train: Train, moving: Path, begun: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    moving: Path, begun: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert train(*line("dual-encoder", moving, begun, "--lr", 0.5, "--seed", 3)) == 2
     error, hint = two_lines(capsys)
@@ -97,7 +75,7 @@ def test_a_flag_or_preset_that_the_run_did_not_begin_with_is_named_with_both_val
 
 
 def test_settings_that_do_not_shape_the_weights_may_be_others_and_those_left_out_are_the_runs(
-    train: Train, begun: Path, tmp_path: Path
+    begun: Path, tmp_path: Path
 ) -> None:
     config = tmp_path / "where.yaml"
     config.write_text(f"out: {begun}\n")
@@ -105,7 +83,7 @@ def test_settings_that_do_not_shape_the_weights_may_be_others_and_those_left_out
 
 
 def test_a_folder_that_holds_something_else_is_not_taken_for_a_run(
-    train: Train, moving: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    moving: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "mine"
     out.mkdir()
@@ -116,7 +94,7 @@ def test_a_folder_that_holds_something_else_is_not_taken_for_a_run(
 
 
 def test_without_auto_a_run_is_asked_for_and_a_preset_is_refused(
-    train: Train, begun: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    begun: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert train("dual-encoder", "--out", tmp_path / "none", "--resume") == 2
     assert "there is no run in" in two_lines(capsys)[0]

@@ -1,7 +1,6 @@
 """Runs that are opened to be evaluated, and are not as they were trained."""
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -13,9 +12,7 @@ from clipmill.train.tasks.caption.settings import CaptionerSettings
 from clipmill.train.tasks.classify.settings import ClassifySettings
 from clipmill.train.tasks.dual_encoder.settings import DualEncoderSettings
 from clipmill.train.tasks.mae.settings import MaeSettings
-from tests.train.test_cli import train, two_lines
-
-__all__ = ["train"]
+from tests.train.running import train, two_lines
 
 SETTINGS: dict[str, type[ClipSettings]] = {
     "dual-encoder": DualEncoderSettings,
@@ -37,7 +34,7 @@ SETTINGS: dict[str, type[ClipSettings]] = {
     ],
 )
 def test_a_run_without_a_checkpoint_is_named_before_its_data_is_opened(
-    train: Callable[..., int], tmp_path: Path, capsys: pytest.CaptureFixture[str], task: str, command: tuple[str, ...]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], task: str, command: tuple[str, ...]
 ) -> None:
     run = RunFolder(tmp_path)
     save_settings(SETTINGS[task](shards=str(tmp_path / "nowhere")), run.settings)

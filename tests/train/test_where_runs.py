@@ -1,24 +1,18 @@
 """`--where` of commands: what a run records of it, resuming, evaluations and embeddings."""
 
-import html
 import json
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 
 import pyarrow.parquet as pq
 import pytest
 
 from clipmill.shards.reader import Variant
-from clipmill.train.run.folder import RunFolder, read_lines
+from clipmill.train.run.folder import RunFolder
 from tests.shards.made_scores import phash, write_scores
 from tests.train.classify.moving import write_moving
 from tests.train.evaluation.test_other_data import TASKS
-from tests.train.test_cli import train
-from tests.train.weights.test_export import run_train
-
-__all__ = ["train"]
-Train = Callable[..., int]
+from tests.train.running import train
 
 
 @pytest.fixture(scope="module")
@@ -39,30 +33,12 @@ def scored(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return data_dir
 
 
-@pytest.mark.parametrize("task", ["classify", "mae", "caption"])
-def test_a_run_says_what_it_selected_and_evaluates_on_everything(
-    train: Train, scored: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], task: str
-) -> None:
-    out = tmp_path / "run"
-    words = ["--shards", scored, "--out", out, *TASKS[task].split(), "--where", "motion > 0.5 and not duplicate"]
-    assert train(task, *words, "--evaluate.every", 2) == 0
-    selected = "where motion > 0.5 and not duplicate: 8 of 12 chunks selected"
-    assert selected in capsys.readouterr().out
-    facts = RunFolder(out).read_facts()
-    assert selected in facts["data"]
-    assert selected in html.unescape(RunFolder(out).page.read_text())
-    # The held-out videos do not move: the condition is on training data alone.
-    assert "where" not in facts["evaluations"]["val"]["data"]
-    assert any(name.startswith("val/") for name in read_lines(RunFolder(out).metrics)[-1])
-    assert "where: motion > 0.5 and not duplicate" in RunFolder(out).settings.read_text()
-
-
 @pytest.fixture(scope="module")
 def run(scored: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("runs") / "selected"
     evaluate = ["--evaluate.every", 2, "--evaluate.where", "begin_s < 1"]
     words = [*TASKS["dual-encoder"].split(), "--where", "motion > 0.5 and words == 2", *evaluate]
-    assert run_train("dual-encoder", "--shards", scored, "--out", out, *words) == 0
+    assert train("dual-encoder", "--shards", scored, "--out", out, *words) == 0
     return out
 
 
@@ -77,7 +53,7 @@ def test_captions_and_evaluations_are_selected(run: Path) -> None:
 
 
 def test_resuming_with_another_expression_is_refused(
-    train: Train, run: Path, scored: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    run: Path, scored: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     copy = tmp_path / "run"
     shutil.copytree(run, copy)
@@ -92,9 +68,7 @@ def test_resuming_with_another_expression_is_refused(
     assert "sample" in capsys.readouterr().err
 
 
-def test_an_evaluation_has_a_condition_of_its_own(
-    train: Train, run: Path, scored: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_evaluation_has_a_condition_of_its_own(run: Path, scored: Path, capsys: pytest.CaptureFixture[str]) -> None:
     def evaluated(*flags: object) -> dict:
         capsys.readouterr()
         assert train("eval", "retrieval", run, *flags, "--json") == 0
@@ -115,7 +89,7 @@ def test_an_evaluation_has_a_condition_of_its_own(
     assert "selects none of the 4 chunks of split 'val'" in capsys.readouterr().err
 
 
-def test_embeddings_are_of_the_selected_clips(train: Train, run: Path, scored: Path, tmp_path: Path) -> None:
+def test_embeddings_are_of_the_selected_clips(run: Path, scored: Path, tmp_path: Path) -> None:
     words = ["--shards", scored, "--split", "train", "--workers", 1, "--device", "cpu", "--clips", "chunks"]
     where = ["--where", "motion > 0.5"]
     assert train("embed", run, *words, "--out", tmp_path / "embedded", *where) == 0
@@ -125,7 +99,7 @@ def test_embeddings_are_of_the_selected_clips(train: Train, run: Path, scored: P
 
 
 def test_a_mistake_is_named_before_the_run_is_made(
-    train: Train, scored: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    scored: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     words = ["--shards", scored, "--out", tmp_path / "run", *TASKS["mae"].split(), "--evaluate.every", 2]
     for where, message in (

@@ -21,7 +21,7 @@ from clipmill.shards.reader import Variant
 from tests.object_storage.faults import Faults, vanished
 from tests.prep.running import Ran
 from tests.prep.sets import ShardSet, flip
-from tests.train.test_latents_training import write_columns
+from tests.train.latents.columns import write_columns
 
 Prep = Callable[..., Ran]
 STEP = ("--batch", 64, "--step-time", 0.25)

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from clipmill.train.cli import main
-from tests.train.test_latents_training import write_columns
+from tests.train.latents.columns import write_columns
 
 Bench = Callable[..., int]
 SMALL = {"--model": "tiny", "--num-frames": 2, "--size-px": 32, "--batch": 4, "--workers": 2, "--device": "cpu"}

@@ -2,7 +2,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.train.weights.test_export import run_train
+from tests.train.running import train
 
 SMALL = "--model tiny --size-px 32 --num-frames 2 --workers 1 --batch 4 --lr 1e-3 --warmup-steps 2 --device cpu"
 DECODER = "--decoder.name tiny --decoder.depth 1 --decoder.max-tokens 12 --decoder.vocabulary 280"
@@ -12,7 +12,5 @@ DECODER = "--decoder.name tiny --decoder.depth 1 --decoder.max-tokens 12 --decod
 def captioner_run(data_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A captioner that has learned a little, of clips of 2 pictures of 32 px."""
     out = tmp_path_factory.mktemp("captioner") / "run"
-    assert (
-        run_train("caption", "--shards", data_dir, "--out", out, *SMALL.split(), *DECODER.split(), "--steps", 12) == 0
-    )
+    assert train("caption", "--shards", data_dir, "--out", out, *SMALL.split(), *DECODER.split(), "--steps", 12) == 0
     return out

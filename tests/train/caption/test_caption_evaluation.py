@@ -2,7 +2,6 @@
 
 import json
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +12,9 @@ from clipmill.train.commands.evaluation import score_run
 from clipmill.train.tasks.caption.generation import GeneratedCaptions, metrics_of
 from clipmill.train.tasks.caption.metrics.scores import score_captions
 from clipmill.train.tasks.caption.spec import CAPTIONS, CaptionFlags
-from tests.train.test_cli import train
+from tests.train.running import train
 from tests.train.tiny_data import Caption, chunks_of, write_captions, write_shard
 
-__all__ = ["train"]
-
-Train = Callable[..., int]
 BAD = ["<script>alert(1)</script> & <b>bold</b>", "two\x1b[31m\nlines\x00", "两只猫在睡觉 🐈", "...", "a cat " * 40]
 
 
@@ -86,7 +82,7 @@ def test_the_page_has_the_table_and_what_the_model_says(captioner_run: Path, res
 
 
 def test_captions_as_nobody_wants_them_are_escaped_and_counted(
-    train: Train, captioner_run: Path, odd_data: Path, result: dict[str, Any], capsys: pytest.CaptureFixture[str]
+    captioner_run: Path, odd_data: Path, result: dict[str, Any], capsys: pytest.CaptureFixture[str]
 ) -> None:
     own = {path: path.read_bytes() for path in (captioner_run / "evaluations").glob("captions-val.*")}
     assert train("eval", "caption", captioner_run, "--shards", odd_data, "--json") == 0
@@ -109,7 +105,7 @@ def test_captions_as_nobody_wants_them_are_escaped_and_counted(
 
 
 def test_references_without_words_are_left_out_and_named(
-    train: Train, captioner_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    captioner_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     data_dir = tmp_path / "wordless"
     splits = {"e": "val", "f": "val", "g": "test"}
@@ -139,7 +135,7 @@ def test_a_split_without_captions_is_named(captioner_run: Path, odd_data: Path) 
 
 
 def test_decoding_and_the_number_of_clips_are_chosen_and_stated(
-    train: Train, captioner_run: Path, capsys: pytest.CaptureFixture[str]
+    captioner_run: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     flags = ("--decoding.method", "beam", "--decoding.num-beams", 2, "--decoding.early-stopping", "--max-samples", 2)
     assert train("eval", "caption", captioner_run, "--split", "train", *flags) == 0
@@ -169,7 +165,6 @@ def test_decoding_and_the_number_of_clips_are_chosen_and_stated(
     ],
 )
 def test_a_run_that_lacks_a_file_is_not_told_to_lose_more(
-    train: Train,
     captioner_run: Path,
     tmp_path: Path,
     name: str,

@@ -1,8 +1,7 @@
-"""`train caption` from outside: towers of three kinds, decoders of folders, resuming, and what transformers open."""
+"""`train caption` from outside: towers of three kinds, decoders of folders, and what transformers open."""
 
 import json
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,19 +10,15 @@ import torch
 
 from clipmill.train.config.files import load_settings
 from clipmill.train.models.attention import attend_with_sdpa
-from clipmill.train.run.checkpoint import latest_checkpoint, read_weights
-from clipmill.train.run.folder import RunFolder, read_lines
+from clipmill.train.run.folder import RunFolder
 from clipmill.train.tasks.caption.decoder import decoder_size_of, read_decoder_parts
 from clipmill.train.tasks.caption.decoding import generate_captions as captions_of
 from clipmill.train.tasks.caption.model import build_captioner
 from clipmill.train.tasks.caption.settings import CaptionerSettings, DecodingSettings
 from clipmill.train.tasks.caption.tokenizer import train_tokenizer
-from tests.train.test_cli import train
+from tests.train.running import facts, losses, train, weights_of
 from tests.train.tiny_data import Caption, write_captions
 
-__all__ = ["train"]
-
-Train = Callable[..., int]
 SMALL = "--model tiny --size-px 32 --num-frames 2 --workers 1 --batch 4 --lr 1e-3 --warmup-steps 2 --device cpu"
 DECODER = "--decoder.name tiny --decoder.depth 1 --decoder.max-tokens 12 --decoder.vocabulary 280"
 TINY = (*SMALL.split(), *DECODER.split())
@@ -31,60 +26,30 @@ TINY = (*SMALL.split(), *DECODER.split())
 
 @pytest.fixture(scope="module")
 def run(data_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run of six steps, with a checkpoint after the third."""
-    from tests.train.weights.test_export import run_train
+    """A run of six steps."""
 
     out = tmp_path_factory.mktemp("captions") / "run"
-    flags = ("--steps", 6, "--checkpoint-every", 3, "--captions-per-visit", 2, "--decoder.dropout", 0.1)
-    assert run_train("caption", "--shards", data_dir, "--out", out, *TINY, *flags) == 0
+    flags = ("--steps", 6, "--captions-per-visit", 2, "--decoder.dropout", 0.1)
+    assert train("caption", "--shards", data_dir, "--out", out, *TINY, *flags) == 0
     return out
-
-
-def losses(out: Path) -> list[float]:
-    return [line["loss"] for line in read_lines(RunFolder(out).metrics)]
-
-
-def weights(out: Path) -> dict[str, torch.Tensor]:
-    path = latest_checkpoint(RunFolder(out).checkpoints)
-    assert path is not None
-    return read_weights(path)
-
-
-def facts(out: Path) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads((out / "run.json").read_bytes())
-    return found
 
 
 def message_of(capsys: pytest.CaptureFixture[str]) -> str:
     return next(line for line in capsys.readouterr().err.splitlines() if line.startswith("error: "))
 
 
-def test_a_run_learns_and_a_resumed_one_ends_the_same(train: Train, run: Path, data_dir: Path, tmp_path: Path) -> None:
+def test_a_run_learns(run: Path) -> None:
     assert losses(run)[-1] < losses(run)[0]
-    again = tmp_path / "again"
-    flags = ("--captions-per-visit", 2, "--decoder.dropout", 0.1, "--checkpoint-every", 3, "--microbatch", 4)
-    assert train("caption", "--shards", data_dir, "--out", again, *TINY, *flags, "--steps", 6) == 0
-    # As if it had been killed after the third step.
-    shutil.rmtree(latest_checkpoint(RunFolder(again).checkpoints) or again)
-    (again / "metrics.jsonl").write_text(
-        "".join(f"{json.dumps(one)}\n" for one in read_lines(again / "metrics.jsonl")[:3])
-    )
-    assert train("caption", "--out", again, "--resume") == 0
-    assert losses(again) == losses(run)
-    whole = weights(run)
-    assert all(torch.equal(one, whole[name]) for name, one in weights(again).items())
 
 
-def test_parts_of_a_batch_give_the_same_losses(train: Train, run: Path, data_dir: Path, tmp_path: Path) -> None:
+def test_parts_of_a_batch_give_the_same_losses(run: Path, data_dir: Path, tmp_path: Path) -> None:
     for name, microbatch in (("whole", 4), ("parts", 2)):
         flags = ("--steps", 3, "--microbatch", microbatch, "--captions-per-visit", 2)
         assert train("caption", "--shards", data_dir, "--out", tmp_path / name, *TINY, *flags) == 0
     assert losses(tmp_path / "parts") == pytest.approx(losses(tmp_path / "whole"), rel=1e-5)
 
 
-def test_transformers_open_an_export_and_it_comes_back_bit_by_bit(
-    train: Train, run: Path, data_dir: Path, tmp_path: Path
-) -> None:
+def test_transformers_open_an_export_and_it_comes_back_bit_by_bit(run: Path, data_dir: Path, tmp_path: Path) -> None:
     from transformers import AutoTokenizer, VisionEncoderDecoderModel
 
     folder, back = tmp_path / "folder", tmp_path / "back"
@@ -99,7 +64,7 @@ def test_transformers_open_an_export_and_it_comes_back_bit_by_bit(
     captioner = build_captioner(
         load_settings(RunFolder(run).settings, CaptionerSettings), ours.size, attend=attend_with_sdpa
     )
-    captioner.load_state_dict(weights(run))
+    captioner.load_state_dict(weights_of(run))
     video = torch.randn(2, 3, 2, 32, 32, generator=torch.Generator().manual_seed(0))
     end_id, decoding = ours.tokenizer.end_id, DecodingSettings(max_tokens=12)
     written = captions_of(captioner.eval(), video, decoding, end_id=end_id, samples=range(2)).tokens_VL
@@ -110,14 +75,14 @@ def test_transformers_open_an_export_and_it_comes_back_bit_by_bit(
     assert train("caption", "--shards", data_dir, "--out", back, *still, *decoder) == 0
     assert facts(back)["decoder"] == facts(run)["decoder"]
     assert (back / "tokenizer.json").read_bytes() == (run / "tokenizer.json").read_bytes()
-    before = weights(run)
-    for name, one in weights(back).items():
+    before = weights_of(run)
+    for name, one in weights_of(back).items():
         torch.testing.assert_close(one, before[name], atol=1e-9, rtol=0)
 
 
 @pytest.mark.parametrize("task", ["dual-encoder", "mae", "caption"])
 def test_a_tower_of_any_run_sees_for_a_captioner(
-    train: Train, run: Path, data_dir: Path, tmp_path: Path, task: str, capsys: pytest.CaptureFixture[str]
+    run: Path, data_dir: Path, tmp_path: Path, task: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     source = run
     if task != "caption":
@@ -131,7 +96,7 @@ def test_a_tower_of_any_run_sees_for_a_captioner(
     preset.write_text("towers:\n  temporal: random\n")
     words = (*SMALL.split(), *decoder, *frozen, "--config", preset)
     assert train("caption", "--shards", data_dir, "--out", tmp_path / "run", *words) == 0
-    before, after = weights(source), weights(tmp_path / "run")
+    before, after = weights_of(source), weights_of(tmp_path / "run")
     tower = [name for name in after if name.startswith("video.")]
     assert len(tower) > 20 and all(torch.equal(after[name], before[name]) for name in tower)
     if task == "caption":
@@ -158,7 +123,7 @@ def other_tokens(tmp_path_factory: pytest.TempPathFactory, run: Path) -> Path:
 
 
 def test_tokens_come_with_the_decoder_whatever_the_new_captions_are(
-    train: Train, run: Path, data_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    run: Path, data_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     others = tmp_path / "data"
     shutil.copytree(data_dir, others)
@@ -178,7 +143,6 @@ def test_tokens_come_with_the_decoder_whatever_the_new_captions_are(
 
 
 def test_what_contradicts_the_decoder_of_the_start_is_refused(
-    train: Train,
     run: Path,
     other_tokens: Path,
     data_dir: Path,
@@ -217,7 +181,7 @@ def test_what_contradicts_the_decoder_of_the_start_is_refused(
 
 
 def test_a_decoder_that_has_only_read_gets_new_cross_attention(
-    train: Train, data_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    data_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     from transformers import GPT2Config, GPT2LMHeadModel
 
@@ -237,7 +201,7 @@ def test_a_decoder_that_has_only_read_gets_new_cross_attention(
     (folder / "tokenizer.json").write_bytes(tokenizer.as_json())
     decoder = ("--decoder.weights", folder, "--decoder.max-tokens", 8, "--freeze", "decoder-except-cross-attention")
     assert train("caption", "--shards", data_dir, "--out", out, *SMALL.split(), *decoder, "--steps", 2) == 0
-    found = weights(out)
+    found = weights_of(out)
     assert torch.equal(found["decoder.token_embedding.weight"], theirs.transformer.wte.weight)
     second = theirs.get_parameter("transformer.h.1.mlp.c_fc.weight")
     assert torch.equal(found["decoder.transformer.resblocks.1.mlp.c_fc.weight"], second.T)
@@ -293,7 +257,6 @@ def test_a_decoder_that_has_only_read_gets_new_cross_attention(
     ],
 )
 def test_what_cannot_be_is_said_and_leaves_nothing_behind(
-    train: Train,
     data_dir: Path,
     tmp_path: Path,
     flags: tuple[str, ...],

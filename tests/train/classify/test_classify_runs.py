@@ -2,7 +2,6 @@
 
 import json
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,33 +15,14 @@ from clipmill.train.run.checkpoint import latest_checkpoint, read_weights
 from clipmill.train.run.folder import RunFolder, read_lines
 from clipmill.train.tasks.classify.settings import ClassifySettings
 from clipmill.train.tasks.classify.task import ClassifyTask
-from tests.train.classify.moving import write_moving
-from tests.train.test_cli import train
+from tests.train.running import error_of, train
 from tests.train.tiny_data import Caption, chunks_of, write_captions, write_shard
 
-__all__ = ["train"]
-
-Train = Callable[..., int]
 TINY = ("--model", "tiny", "--num-frames", 2, "--size-px", 32, "--min-crop-area", 0.9, "--workers", 1)
 STEPS = ("--batch", 12, "--lr", "2e-3", "--warmup-steps", 5, "--towers.temporal", "random")
 
 
-@pytest.fixture(scope="module")
-def moving(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    data_dir = tmp_path_factory.mktemp("moving")
-    write_moving(data_dir)
-    return data_dir
-
-
-def losses(out: Path) -> list[float]:
-    return [line["loss"] for line in read_lines(RunFolder(out).metrics)]
-
-
-def error_of(capsys: pytest.CaptureFixture[str]) -> str:
-    return next(line for line in capsys.readouterr().err.splitlines() if line.startswith("error: "))
-
-
-def scores(train: Train, capsys: pytest.CaptureFixture[str], *arguments: Any) -> dict[str, Any]:
+def scores(capsys: pytest.CaptureFixture[str], *arguments: Any) -> dict[str, Any]:
     capsys.readouterr()
     assert train("eval", "classification", *arguments, "--json") == 0
     result: dict[str, Any] = json.loads(capsys.readouterr().out)
@@ -50,7 +30,7 @@ def scores(train: Train, capsys: pytest.CaptureFixture[str], *arguments: Any) ->
 
 
 def test_it_learns_which_way_things_move_and_is_scored_by_verb_noun_and_action(
-    train: Train, moving: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    moving: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "run"
     flags = (*TINY, *STEPS, "--label", "action", "--steps", 100, "--evaluate.every", 50)
@@ -61,11 +41,11 @@ def test_it_learns_which_way_things_move_and_is_scored_by_verb_noun_and_action(
     # Directions are in the order of the frames alone.
     assert last["val/action_top1"] > 0.8 and last["val/verb_top1"] > 0.8 and last["val/noun_top1"] > 0.8  # chance: 1/4
 
-    result = scores(train, capsys, out)
+    result = scores(capsys, out)
     assert result["numbers"]["action_top1"] == pytest.approx(last["val/action_top1"])
     assert result["num_classes"] == {"verb": 2, "noun": 2, "action": 4} and result["num_samples"] == 12
     assert result["numbers"]["action_mean_class"] == pytest.approx(result["numbers"]["action_top1"])
-    views = scores(train, capsys, out, "--clips", 2, "--crops", 3)
+    views = scores(capsys, out, "--clips", 2, "--crops", 3)
     assert views["numbers"]["action_top1"] > 0.8 and "2 clips x 3 crops" in views["clip"]
     verbs, nouns = tmp_path / "verbs.csv", tmp_path / "nouns.txt"
     verbs.write_text("id,key,instances,category\n1,go-right,[],move\n0,go-left,[],move\n")
@@ -80,29 +60,8 @@ def test_it_learns_which_way_things_move_and_is_scored_by_verb_noun_and_action(
     assert page.count("<h2>Classification") == 2
 
 
-def test_a_resumed_run_ends_with_the_same_weights(train: Train, moving: Path, tmp_path: Path) -> None:
-    mixed = ("--dropout", 0.5, "--mixup", 0.8, "--cutmix", 1.0, "--label-smoothing", 0.1, "--augment.flip", 0.5)
-    sgd = ("--optimizer.name", "sgd", "--towers.drop-path", 0.1, "--checkpoint-every", 3, "--keep-checkpoints", 9)
-    flags = ("classify", "--shards", moving, *TINY, *STEPS, *mixed, *sgd, "--steps", 8)
-    for name in ("whole", "broken"):
-        assert train(*flags, "--out", tmp_path / name) == 0
-    run = RunFolder(tmp_path / "broken")
-    for path in sorted(run.checkpoints.iterdir())[1:]:
-        shutil.rmtree(path)
-    assert train("classify", "--resume", "--out", tmp_path / "broken") == 0
-    assert losses(tmp_path / "broken") == losses(tmp_path / "whole")
-
-
-def test_a_batch_in_parts_gives_the_gradients_of_the_whole(train: Train, moving: Path, tmp_path: Path) -> None:
-    mixed = ("--mixup", 0.8, "--cutmix", 1.0, "--label-smoothing", 0.1)
-    flags = ("classify", "--shards", moving, *TINY, *STEPS, *mixed, "--steps", 4, "--precision", "fp32")
-    assert train(*flags, "--out", tmp_path / "whole") == 0
-    assert train(*flags, "--out", tmp_path / "parts", "--microbatch", 5) == 0
-    assert losses(tmp_path / "parts") == pytest.approx(losses(tmp_path / "whole"), rel=1e-4)
-
-
 def test_it_starts_from_the_video_tower_of_a_run(
-    train: Train, moving: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    moving: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     first, second = tmp_path / "towers", tmp_path / "classes"
     few = ("--batch", 4, "--warmup-steps", 1, "--steps", 1)
@@ -140,7 +99,6 @@ def _latest(out: Path) -> Path:
     ],
 )
 def test_mistakes_are_named_and_leave_nothing_behind(
-    train: Train,
     moving: Path,
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
@@ -153,15 +111,13 @@ def test_mistakes_are_named_and_leave_nothing_behind(
     assert not (tmp_path / "run").exists()
 
 
-def test_an_evaluation_names_the_flag_that_was_typed(
-    train: Train, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_evaluation_names_the_flag_that_was_typed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert train("eval", "classification", tmp_path, "--clips", 0) == 2
     assert "error: --clips is 0" in error_of(capsys)
 
 
 def test_two_clips_are_needed_to_mix_and_enough_for_a_batch(
-    train: Train, moving: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    moving: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for flags, message in (
         (("--batch", 1, "--mixup", 0.8), "--batch is 1, and --mixup and --cutmix mix two clips"),
@@ -187,7 +143,7 @@ def test_one_class_for_all_is_nothing_to_learn_from(tmp_path: Path) -> None:
 
 
 def test_a_resumed_run_keeps_its_classes_whatever_labels_the_data_has_by_then(
-    train: Train, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     data_dir, out = tmp_path / "data", tmp_path / "run"
     for shard_id, (name, split) in enumerate((("a", "train"), ("b", "val"))):
@@ -212,9 +168,7 @@ def test_a_resumed_run_keeps_its_classes_whatever_labels_the_data_has_by_then(
     assert "1 of 2 captions of split 'val', 1 of 2 classes (class); 1 of other classes" in capsys.readouterr().out
 
 
-def test_a_run_of_another_task_has_no_classes(
-    train: Train, moving: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_run_of_another_task_has_no_classes(moving: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "towers"
     few = ("--batch", 4, "--warmup-steps", 1, "--steps", 1)
     assert train("dual-encoder", "--shards", moving, *TINY, *few, "--out", out) == 0

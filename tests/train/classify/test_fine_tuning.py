@@ -1,13 +1,10 @@
 """`train classify` of a tower that was pre-trained by `train mae`, with all of VideoMAE's recipe."""
 
 import json
-import shutil
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 import yaml
 
 from clipmill.train.config.model import Towers
@@ -15,18 +12,13 @@ from clipmill.train.losses.objective import Objective
 from clipmill.train.models.attention import open_attention
 from clipmill.train.models.dual_encoder import size_of
 from clipmill.train.optim.parameters import parameter_groups
-from clipmill.train.run.checkpoint import latest_checkpoint, read_weights
 from clipmill.train.run.folder import RunFolder, read_lines
 from clipmill.train.tasks.classify.model import VideoClassifier
 from clipmill.train.weights.conversion import IMAGENET_MEAN, IMAGENET_STD
-from tests.train.classify.moving import write_moving
 from tests.train.latents.written import Chunk, Written, write_latents
-from tests.train.test_cli import train
+from tests.train.running import losses, train, weights_of
 from tests.train.tiny_data import Caption, write_captions
 
-__all__ = ["train"]
-
-Train = Callable[..., int]
 TINY = ("--model", "tiny", "--num-frames", 4, "--sampling", "stride", "--stride", 2, "--size-px", 32, "--workers", 1)
 FEW = ("--batch", 6, "--lr", "2e-3", "--warmup-steps", 1)
 STEPS = (*FEW, "--min-crop-area", 0.9)
@@ -37,31 +29,14 @@ RECIPE = (
 )
 
 
-@pytest.fixture(scope="module")
-def moving(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    data_dir = tmp_path_factory.mktemp("moving")
-    write_moving(data_dir)
-    return data_dir
-
-
 def words(*flags: Any) -> list[Any]:
     """Flags with their values, of which the last counts where one is given again."""
     pairs = dict(zip(flags[::2], flags[1::2], strict=True))
     return [word for pair in pairs.items() for word in pair]
 
 
-def losses(out: Path) -> list[float]:
-    return [line["loss"] for line in read_lines(RunFolder(out).metrics)]
-
-
-def weights(out: Path) -> dict[str, torch.Tensor]:
-    path = latest_checkpoint(RunFolder(out).checkpoints)
-    assert path is not None
-    return read_weights(path)
-
-
 def test_a_classifier_is_what_its_masked_autoencoder_was_and_learns_with_the_whole_recipe(
-    train: Train, moving: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    moving: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     first, second, third = tmp_path / "mae", tmp_path / "classes", tmp_path / "verbs"
     assert train("mae", "--shards", moving, *TINY, *FEW, "--steps", 1, "--out", first) == 0
@@ -79,7 +54,7 @@ def test_a_classifier_is_what_its_masked_autoencoder_was_and_learns_with_the_who
     towers, init = settings["towers"], settings["init"]
     assert (towers["kind"], towers["tubelet"], towers["video_norm_eps"]) == ("videomae", 2, 1e-12)
     assert (tuple(init["pixel_mean"]), tuple(init["pixel_std"])) == (IMAGENET_MEAN, IMAGENET_STD)
-    theirs, ours = weights(first), weights(second)
+    theirs, ours = weights_of(first), weights_of(second)
     shared = [name for name in theirs if name in ours]
     assert len(shared) == 54 and all(name.startswith("video.") for name in shared)
     assert max((theirs[name] - ours[name]).abs().max().item() for name in shared) < 1e-6
@@ -94,8 +69,8 @@ def test_a_classifier_is_what_its_masked_autoencoder_was_and_learns_with_the_who
     flags = words(*TINY, *STEPS, *still, "--label", "verb", "--init.weights", second)
     assert train("classify", *flags, "--out", third) == 0
     assert "not used, because a classifier has no such parts: a classifier's last layer" in capsys.readouterr().out
-    assert weights(third)["head.weight"].shape == (2, 128)
-    assert (weights(third)["fc_norm.weight"] - ours["fc_norm.weight"]).abs().max() < 1e-6
+    assert weights_of(third)["head.weight"].shape == (2, 128)
+    assert (weights_of(third)["fc_norm.weight"] - ours["fc_norm.weight"]).abs().max() < 1e-6
 
     larger = words(*TINY, *STEPS, *still, "--size-px", 64, "--init.weights", first)
     assert train("classify", *larger, "--out", tmp_path / "larger") == 0
@@ -116,7 +91,7 @@ def test_a_classifier_is_what_its_masked_autoencoder_was_and_learns_with_the_who
     assert not (tmp_path / "none").exists()
 
 
-def test_resuming_and_parts_of_a_batch_change_nothing_of_the_recipe(train: Train, moving: Path, tmp_path: Path) -> None:
+def test_parts_of_a_batch_change_nothing_of_the_recipe(moving: Path, tmp_path: Path) -> None:
     flags = ("--shards", moving, *TINY, *STEPS, *RECIPE, "--towers.kind", "videomae")
     # What parts draw for themselves differs: features of the last layer, and whole blocks.
     drawn = ("--dropout", 0, "--towers.drop-path", 0, "--precision", "fp32", "--steps", 4)
@@ -124,21 +99,9 @@ def test_resuming_and_parts_of_a_batch_change_nothing_of_the_recipe(train: Train
         assert train("classify", *words(*flags, *drawn, *more), "--out", tmp_path / name) == 0
     assert losses(tmp_path / "parts") == pytest.approx(losses(tmp_path / "whole"), rel=1e-4)
 
-    broken = tmp_path / "broken"
-    assert (
-        train("classify", *flags, "--steps", 5, "--checkpoint-every", 2, "--keep-checkpoints", 9, "--out", broken) == 0
-    )
-    expected, ending = losses(broken), weights(broken)
-    for path in sorted(RunFolder(broken).checkpoints.iterdir())[1:]:
-        shutil.rmtree(path)
-    assert train("classify", "--resume", "--out", broken) == 0
-    assert losses(broken) == expected
-    resumed = weights(broken)
-    assert all(torch.equal(resumed[name], tensor) for name, tensor in ending.items())
-
 
 def test_latents_are_classified_as_their_masked_autoencoder_saw_them(
-    train: Train, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     data_dir, first, second = tmp_path / "data", tmp_path / "mae", tmp_path / "classes"
     captions = [

@@ -14,16 +14,8 @@ from clipmill.train.data.decoding.decoders import ChunkDecoder
 from clipmill.train.data.frame_sampling import Sampling
 from clipmill.train.data.labelled_clips import LabelledClips
 from clipmill.train.data.loader import LoaderSettings
-from tests.train.classify.moving import write_moving
 
 NUM_CLIPS = 36
-
-
-@pytest.fixture(scope="module")
-def moving(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    data_dir = tmp_path_factory.mktemp("moving")
-    write_moving(data_dir)
-    return data_dir
 
 
 def labelled(data_dir: Path, *, repeats: int, batch: int = 12, rank: int = 0, num_ranks: int = 1) -> LabelledClips:
@@ -65,21 +57,3 @@ def test_an_epoch_shows_every_clip_as_often_as_asked_for_each_time_in_another_wa
         assert (batch["label"].numpy() == samples.labels[batch["clip_id"].numpy()]).all()
         first, second, third = batch["video"].unflatten(0, (-1, 3)).unbind(1)
         assert (first != second).flatten(1).any(1).all() and (second != third).flatten(1).any(1).all()
-
-
-def test_ranks_share_clips_not_repeats_and_a_run_goes_on_within_a_clip(moving: Path) -> None:
-    alone = next(labelled(moving, repeats=2, batch=6).batches(max_failures=0)).batch["clip_id"].tolist()
-    halves = [
-        next(labelled(moving, repeats=2, batch=2, rank=rank, num_ranks=3).batches(max_failures=0)) for rank in range(3)
-    ]
-    assert [clip for half in halves for clip in half.batch["clip_id"].tolist()] == alone
-
-    whole = labelled(moving, repeats=2, batch=3)
-    expected = [loaded.batch["video"].clone() for loaded in islice(whole.batches(max_failures=0), 4)]
-    begun = labelled(moving, repeats=2, batch=3)
-    next(begun.batches(max_failures=0))
-    resumed = labelled(moving, repeats=2, batch=3)
-    resumed.load_state_dict(begun.state_dict())
-    for loaded, video in zip(resumed.batches(max_failures=0), expected[1:], strict=False):
-        assert (loaded.batch["video"] == video).all()
-    assert begun.state_dict()["samples"] != labelled(moving, repeats=1).state_dict()["samples"]

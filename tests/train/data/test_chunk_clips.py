@@ -127,7 +127,7 @@ def test_repeated_masks_show_the_same_frames_cut_out_in_different_ways(videos: P
     assert len(others | {whole.fingerprint}) == 3
 
 
-def test_ranks_together_show_what_one_shows_and_a_run_goes_on_within_a_chunk(videos: Path) -> None:
+def test_ranks_together_show_what_one_shows_and_another_seed_shows_others(videos: Path) -> None:
     alone = shown(chunk_clips(videos, per_chunk=2, batch=4), 3)
     ranks = [shown(chunk_clips(videos, per_chunk=2, batch=2, rank=rank, num_ranks=2), 3) for rank in range(2)]
     for (ids, rows), *parts in zip(alone, *ranks, strict=True):
@@ -135,15 +135,7 @@ def test_ranks_together_show_what_one_shows_and_a_run_goes_on_within_a_chunk(vid
         for part_ids, part_rows in parts:
             found |= dict(zip(part_ids["position"], part_rows.tolist(), strict=True))
         assert [found[at] for at in ids["position"]] == rows.tolist()
-
-    expected = shown(chunk_clips(videos, per_chunk=2, batch=3), 4)
-    begun = chunk_clips(videos, per_chunk=2, batch=3)
-    next(begun.batches(max_failures=0))
-    resumed = chunk_clips(videos, per_chunk=2, batch=3)
-    resumed.load_state_dict(begun.state_dict())
-    for (ids, rows), (expected_ids, expected_rows) in zip(shown(resumed, 3), expected[1:], strict=True):
-        assert ids == expected_ids and (rows == expected_rows).all()
-    assert (shown(chunk_clips(videos, per_chunk=2, batch=3, seed=4), 1)[0][1] != expected[0][1]).any()
+    assert (shown(chunk_clips(videos, per_chunk=2, batch=4, seed=4), 1)[0][1] != alone[0][1]).any()
 
 
 def test_damaged_chunks_are_failures_by_name_and_others_take_their_place(tmp_path: Path) -> None:

@@ -97,17 +97,6 @@ def test_every_clip_comes_once_an_epoch_with_one_of_its_captions(data_dir: Path)
     assert "human = 1 (3 captions), narrator = 1 (3 captions), rephraser = 1 (3 captions)" in samples.describe()
 
 
-def test_ranks_and_places_to_resume_from_change_nothing(data_dir: Path) -> None:
-    whole = visits(opened(data_dir), 30)
-    parts = [visits(opened(data_dir, rank=rank, num_ranks=2), 15) for rank in range(2)]
-    assert sorted(parts[0] + parts[1]) == whole
-    samples = opened(data_dir)
-    visits(samples, 7)
-    again = opened(data_dir, batch=2)
-    again.load_state_dict(samples.state_dict())
-    assert visits(again, 4) == whole[7:15]
-
-
 def test_tokens_are_those_of_the_caption_that_is_named(data_dir: Path) -> None:
     batches = opened(data_dir, batch=5).batches(max_failures=0)
     for loaded in islice(batches, 4):

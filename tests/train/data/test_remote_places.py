@@ -1,60 +1,23 @@
 """Places other than a well-behaved web server, and what the cache does when they change or the disk is full."""
 
 import json
-from dataclasses import replace
-from datetime import timedelta
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from clipmill.manifests.errors import UserError
 from clipmill.manifests.publish import publish_json
-from clipmill.manifests.storage import stores, waiting
 from clipmill.manifests.storage.objects import open_objects
 from clipmill.manifests.table_files import CAPTIONS_FILE, staged_path
 from clipmill.shards.lists import finish_run
 from clipmill.train.data.loader import SampleRequest
 from clipmill.train.data.outcomes import FailedSample
 from clipmill.train.data.remote import local_copy
-from tests.object_storage.faults import Fault, Faults
 from tests.object_storage.server import S3Server
-from tests.object_storage.upload import upload
 from tests.train.data.http_folder import HttpFolder
 from tests.train.data.test_remote import open_set, tar_of
 from tests.train.full_disk import make_read_only
 from tests.train.tiny_data import Caption, encode_chunk, video_sample, write_captions, write_shard
-
-
-def test_a_bucket_will_do(data_dir: Path, tmp_path: Path, bucket: str) -> None:
-    upload(data_dir, f"{bucket}/tiny")
-    local, remote = open_set(str(data_dir)), open_set(f"{bucket}/tiny", tmp_path / "cache")
-    for sample in range(len(local)):
-        [one], [other] = (samples.load([SampleRequest(sample, sample, 3)]) for samples in (remote, local))
-        assert not isinstance(one, FailedSample) and not isinstance(other, FailedSample)
-        assert np.array_equal(one["video"], other["video"])
-    assert not list((tmp_path / "cache").rglob("*.tar"))
-
-
-def test_a_server_that_fails_for_long_is_waited_for_and_loses_no_sample(
-    data_dir: Path, tmp_path: Path, bucket: str, faults: Faults, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    backoff = {"init_backoff": timedelta(milliseconds=5), "max_backoff": timedelta(milliseconds=20), "base": 3}
-    monkeypatch.setitem(stores._RETRY, "backoff", backoff)
-    monkeypatch.setitem(stores._TIMEOUTS, "read_timeout", timedelta(milliseconds=100))
-    monkeypatch.setattr(waiting, "_PATIENCE_S", 0.2)
-    monkeypatch.setattr(waiting, "_PERIOD_S", 0.05)
-    upload(data_dir, f"{bucket}/tiny")
-    samples, told = open_set(f"{bucket}/tiny", tmp_path / "cache"), list[str]()
-    waiting.tell_of_waiting(told.append)
-    kinds = (Fault("error"), Fault("error", status=429, code="TooManyRequests"), Fault("reset"), Fault("hang"))
-    for number, fault in enumerate(kinds, start=1):
-        faults.set(replace(fault, for_s=1.0))
-        [sample] = samples.load([SampleRequest(0, 0, 3)])
-        assert not isinstance(sample, FailedSample), (fault, sample)
-        assert faults.seen().num_faults and len(told) == number
-    waiting.tell_of_waiting(None)
-    assert told[0].startswith(f"waiting for {bucket}/tiny, which has not answered for 0.2 s")
 
 
 def test_a_clip_at_the_end_of_a_long_chunk_is_a_small_part_of_its_tar(tmp_path: Path) -> None:

@@ -119,24 +119,6 @@ def test_ranks_take_equal_parts(foreign: Path) -> None:
     assert len(set(parts[0] + parts[1] + parts[2])) == 12
 
 
-def test_a_run_resumes_where_it_was_on_other_ranks_too(foreign: Path) -> None:
-    pattern = foreign / "{00000..00002}.tar"
-    whole = keys_of(first(open_stream(pattern), 6))
-    stopped = open_stream(pattern)
-    first(stopped, 2)
-    resumed = open_stream(pattern)
-    resumed.load_state_dict(stopped.state_dict())
-    assert keys_of(first(resumed, 4)) == whole[8:]
-    parts = []
-    for rank in range(2):
-        stream = open_stream(pattern, rank=rank, num_ranks=2, batch=2)
-        stream.load_state_dict(stopped.state_dict())
-        parts.append(keys_of(first(stream, 4)))
-    assert parts == [whole[8::2], whole[9::2]]
-    with pytest.raises(UserError, match="seed 1"):
-        open_stream(pattern, seed=2).load_state_dict(stopped.state_dict())
-
-
 def test_what_is_wrong_is_named_and_the_rest_goes_on(foreign: Path, tmp_path: Path) -> None:
     with wds.TarWriter(str(tmp_path / "0.tar")) as writer:
         good = encode_chunk(0, 20, size_px=SIZE_PX)

@@ -23,7 +23,7 @@ from tests.train.distributed.runs import (
     train_plane,
     train_towers,
 )
-from tests.train.test_latents_training import write_columns
+from tests.train.latents.columns import write_columns
 
 ONE = World()
 

@@ -6,8 +6,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-import pytest
-
 from clipmill.shards.commits import read_commit, write_commit
 from clipmill.train.distributed.launch import difference
 from clipmill.train.engine.rank_consistency import launch_facts
@@ -16,7 +14,7 @@ from clipmill.train.run.folder import RunFolder, read_lines
 from clipmill.train.tasks.dual_encoder.settings import DualEncoderSettings
 from tests.train.distributed.forked import end_well, fork_ranks, free_port
 from tests.train.distributed.runs import run_own_commands
-from tests.train.test_latents_training import FLAGS, write_columns
+from tests.train.latents.columns import FLAGS
 
 DUAL = ("dual-encoder", *FLAGS, "--batch", "8", "--steps", "2", "--warmup-steps", "1", "--device", "cpu")
 MAE = ("mae", "--input", "latents", "--model", "tiny", "--segment", "2s", "--num-frames", "2", "--device", "cpu")
@@ -38,11 +36,6 @@ DIFFERING: list[dict[str, tuple[str, str]]] = [
     },
     {"--preset": ("tiny-latents", "")},
 ]
-
-
-@pytest.fixture(scope="module")
-def columns(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_columns(tmp_path_factory.mktemp("columns"))
 
 
 def ends_of(folder: Path, cases: list[tuple[Sequence[str], ...]]) -> list[tuple[tuple[int, str], tuple[int, str]]]:

@@ -7,27 +7,18 @@ from pathlib import Path
 import pytest
 import torch
 
-from clipmill.train.run.checkpoint import all_checkpoints, latest_checkpoint, read_metadata, read_table, read_weights
+from clipmill.train.run.checkpoint import all_checkpoints, latest_checkpoint, read_metadata, read_table
 from clipmill.train.run.folder import RunFolder, read_lines
 from tests.train.distributed.conftest import ONE, Runs
 from tests.train.distributed.runs import FAILING, STRATEGIES, adapted, exact_plane, towers, train_plane, train_towers
 from tests.train.plane import Points
-
-
-def losses(out: Path) -> list[float]:
-    return [line["loss"] for line in read_lines(RunFolder(out).metrics)]
-
-
-def weights(out: Path) -> dict[str, torch.Tensor]:
-    path = latest_checkpoint(RunFolder(out).checkpoints)
-    assert path is not None
-    return read_weights(path)
+from tests.train.running import losses, weights_of
 
 
 def assert_same(found: Path, expected: Path, *, atol: float = 1e-10) -> None:
     assert losses(found) == pytest.approx(losses(expected), abs=atol)
-    expected_weights = weights(expected)
-    found_weights = weights(found)
+    expected_weights = weights_of(expected)
+    found_weights = weights_of(found)
     assert found_weights.keys() == expected_weights.keys()
     for name, value in found_weights.items():
         torch.testing.assert_close(value, expected_weights[name], atol=atol, rtol=0)

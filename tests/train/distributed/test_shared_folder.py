@@ -5,7 +5,7 @@ from pathlib import Path
 
 from tests.train.distributed.forked import end_well, fork_ranks, free_port
 from tests.train.distributed.runs import run_apart
-from tests.train.test_latents_training import FLAGS, write_columns
+from tests.train.latents.columns import FLAGS, write_columns
 
 
 def test_ranks_find_out_whether_they_share_a_folder(tmp_path: Path) -> None:

@@ -8,26 +8,20 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-import pytest
 import torch
 
-from clipmill.train.run.checkpoint import all_checkpoints, latest_checkpoint, read_weights
+from clipmill.train.run.checkpoint import all_checkpoints
 from clipmill.train.run.folder import RunFolder, read_lines
 from tests.forks import Forks
 from tests.train.distributed.conftest import slurm_environment
 from tests.train.distributed.forked import end_well, fork_ranks
 from tests.train.distributed.runs import run_command, run_command_of_two, run_impatient_command
-from tests.train.test_latents_training import FLAGS, write_columns
-from tests.train.weights.test_export import run_train
+from tests.train.latents.columns import FLAGS
+from tests.train.running import train, weights_of
 
 TRAIN = ("dual-encoder", *FLAGS, "--batch", "8", "--warmup-steps", "2", "--device", "cpu", "--workers", "1")
 # Long enough to be caught in the middle.
 STEPS = ("--steps", "160", "--checkpoint-every", "30")
-
-
-@pytest.fixture(scope="module")
-def columns(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_columns(tmp_path_factory.mktemp("columns"))
 
 
 def is_running(process: subprocess.Popen[str]) -> Callable[[], bool]:
@@ -68,7 +62,7 @@ def test_a_run_that_is_stopped_and_then_loses_a_rank_goes_on_by_one_process(colu
     assert "Traceback" not in error
 
     assert max(all_checkpoints(checkpoints)) > stopped_at
-    assert run_train("dual-encoder", "--resume", "--out", out) == 0
+    assert train("dual-encoder", "--resume", "--out", out) == 0
     assert [line["step"] for line in read_lines(metrics)] == list(range(1, num_steps + 1))
 
 
@@ -101,12 +95,6 @@ def test_a_rank_that_dies_before_the_first_collective_is_noticed(columns: Path, 
     assert second.end(within_s=60)[0] == -signal.SIGKILL
     assert status == 1 and "failed: rank 1 has sent no heartbeat for 2 s; rank 0 stops too" in error, error
     assert "Traceback" not in error
-
-
-def weights(out: Path) -> dict[str, torch.Tensor]:
-    path = latest_checkpoint(RunFolder(out).checkpoints)
-    assert path is not None
-    return read_weights(path)
 
 
 def children(process: int) -> list[int]:
@@ -160,8 +148,8 @@ def test_torchrun_restarts_a_run_that_lost_a_rank_and_it_ends_as_if_nothing_had_
     assert process.returncode == 0, said
     assert said.count("done: 30 steps") == 1 and said.count("attention: ") == 2, "it was not restarted"
     end_well(fork_ranks(run_command, *flags, "--out", str(whole), size=2, folder=tmp_path))
-    expected = weights(whole)
-    assert all(torch.equal(value, expected[name]) for name, value in weights(killed).items())
+    expected = weights_of(whole)
+    assert all(torch.equal(value, expected[name]) for name, value in weights_of(killed).items())
     assert {path.name for path in checkpoints.iterdir()} == {
         path.name for path in RunFolder(whole).checkpoints.iterdir()
     }

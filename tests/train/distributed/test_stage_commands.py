@@ -9,7 +9,7 @@ import pytest
 from clipmill.train.run.folder import RunFolder, read_lines
 from tests.forks import Forks
 from tests.train.distributed.conftest import slurm_environment
-from tests.train.weights.test_export import run_train
+from tests.train.running import train
 
 SMALL = "--model tiny --size-px 32 --num-frames 2 --workers 1 --batch 4 --lr 1e-3 --warmup-steps 2 --device cpu"
 DECODER = "--decoder.name tiny --decoder.depth 1 --decoder.max-tokens 12 --decoder.vocabulary 280"
@@ -29,7 +29,7 @@ def test_the_slurm_script_launches_a_pipeline(repository: Path, data_dir: Path, 
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
     )
-    assert run_train("caption", "--shards", data_dir, "--out", one, *FLAGS) == 0
+    assert train("caption", "--shards", data_dir, "--out", one, *FLAGS) == 0
     said, _ = process.communicate(timeout=180)
     assert process.returncode == 0, said
     assert said.count("done: 4 steps") == 1, "one process speaks for all"
@@ -47,6 +47,6 @@ def test_stages_need_processes_and_a_model_that_can_be_cut(
     data_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "run"
-    assert run_train("mae", "--shards", data_dir, "--out", out, "--parallel.stages", 2, "--device", "cpu") == 2
+    assert train("mae", "--shards", data_dir, "--out", out, "--parallel.stages", 2, "--device", "cpu") == 2
     assert "--parallel.stages is 2, and 1 process cannot be divided" in capsys.readouterr().err
     assert not out.exists()

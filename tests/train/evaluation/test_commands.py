@@ -2,7 +2,6 @@
 
 import json
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -13,8 +12,6 @@ from clipmill.manifests.dataset_write import write_manifest
 from clipmill.manifests.store import read_captions, read_videos
 from clipmill.train.cli import main
 from clipmill.train.run.folder import RunFolder, read_lines
-
-Train = Callable[..., int]
 
 
 @pytest.fixture(scope="module")

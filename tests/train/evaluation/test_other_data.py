@@ -8,28 +8,18 @@ from typing import Any
 
 import pyarrow as pa
 import pytest
-import torch
 
 from clipmill.manifests.dataset_write import write_manifest
 from clipmill.manifests.errors import UserError
 from clipmill.manifests.store import read_captions, read_videos
 from clipmill.train.config.evaluation import DualEncoderEvaluation, EvaluatedData, EvaluationSettings
-from clipmill.train.config.files import load_settings
-from clipmill.train.distributed.world import World
-from clipmill.train.models.attention import open_attention
-from clipmill.train.registry import task_named
 from clipmill.train.run.folder import RunFolder, read_lines
-from clipmill.train.tasks.dual_encoder.settings import DualEncoderSettings
 from tests.train.classify.moving import write_moving
 from tests.train.data.test_stream_tars import write_tar
 from tests.train.evaluation.test_commands import scored
-from tests.train.evaluation.threads import on_two_ranks
-from tests.train.test_cli import train
+from tests.train.running import train
 from tests.train.tiny_data import encode_chunk
 
-__all__ = ["train"]
-
-Train = Callable[..., int]
 SMALL = "--model tiny --num-frames 2 --size-px 32 --workers 1 --batch 6 --lr 1e-3 --warmup-steps 1 --steps 2"
 CAPTIONER = " --decoder.name tiny --decoder.depth 1 --decoder.max-tokens 12 --decoder.vocabulary 280"
 TASKS = {
@@ -65,11 +55,13 @@ def other(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("task", TASKS)
 def test_the_loop_finds_on_other_data_what_the_command_finds(
-    train: Train, moving: Path, other: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], task: str
+    moving: Path, other: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], task: str
 ) -> None:
     out = tmp_path / "run"
     words = f"--shards {moving} --out {out} --evaluate.every 1 {TASKS[task]}"
-    assert train(task, *words.split(), "--evaluate.shards", f"far={other}@val", f"{moving}") == 0
+    assert (
+        train(task, *words.split(), "--where", "begin_s < 1", "--evaluate.shards", f"far={other}@val", f"{moving}") == 0
+    )
     printed = capsys.readouterr().out
     assert (
         f"evaluation far: split 'val' of {other}" in printed
@@ -82,7 +74,9 @@ def test_the_loop_finds_on_other_data_what_the_command_finds(
         assert train("eval", *kind.split()[:1], out, "--shards", data, *kind.split()[1:], "--json") == 0
         result = json.loads(capsys.readouterr().out)
         assert line[f"{name}/{number}"] == pytest.approx(value(result), rel=1e-5), name
-    facts = RunFolder(out).read_facts()["evaluations"]
+    data, facts = (RunFolder(out).read_facts()[name] for name in ("data", "evaluations"))
+    assert "where begin_s < 1: 6 of 12 chunks " in data and "selected" in printed, "of training data alone"
+    assert not any("where" in one["data"] for one in facts.values())
     assert facts["far"]["shards"] == str(other.resolve()) and not facts["far"]["is_own_data"]
     assert facts["moving"]["is_own_data"] and facts["moving"]["split"] == "val"
     assert "16" in facts["far"]["data"] and "8" in facts["moving"]["data"]  # four clips of every fourth video
@@ -90,28 +84,7 @@ def test_the_loop_finds_on_other_data_what_the_command_finds(
     assert "(far)</h3>" in page and f"far: split “val” of {other}" in page
 
 
-def test_a_run_with_other_data_is_resumed_with_the_same_numbers(
-    train: Train, moving: Path, other: Path, tmp_path: Path
-) -> None:
-    words = [*TASKS["dual-encoder"].split(), "--checkpoint-every", 1, "--keep-checkpoints", 9]
-    shards = ["--evaluate.every", 1, "--evaluate.shards", f"far={other}", f"near={moving}@train"]
-    best = ["--best", "far/text_to_video_median_rank"]
-    for name in ("whole", "broken"):
-        assert train("dual-encoder", "--shards", moving, *words, *shards, *best, "--out", tmp_path / name) == 0
-    broken = RunFolder(tmp_path / "broken")
-    before = read_lines(broken.metrics)
-    shutil.rmtree(sorted(broken.checkpoints.glob("step_*"))[-1])
-    assert train("dual-encoder", "--resume", "--out", tmp_path / "broken") == 0
-    numbers = [
-        [{name: line[name] for name in line if "/" in name} for line in lines]
-        for lines in (before, read_lines(broken.metrics), read_lines(RunFolder(tmp_path / "whole").metrics))
-    ]
-    assert numbers[0] == numbers[1] == numbers[2] and set(numbers[0][0]) == set(numbers[0][1])
-    settings = load_settings(broken.settings, DualEncoderSettings)
-    assert settings.evaluate.shards == (f"far={other}@val", f"near={moving}@train")
-
-
-def test_settings_of_a_file_name_several(train: Train, moving: Path, other: Path, tmp_path: Path) -> None:
+def test_settings_of_a_file_name_several(moving: Path, other: Path, tmp_path: Path) -> None:
     (tmp_path / "evaluate.yaml").write_text(
         f"evaluate:\n  every: 2\n  shards: [far={other}, 'near={moving}@train:mir']\n"
     )
@@ -125,40 +98,9 @@ def test_settings_of_a_file_name_several(train: Train, moving: Path, other: Path
     assert {"far/text_to_video_r1", "near/top1"} <= set(last) and "near/text_to_video_r1" not in last
 
 
-def test_two_ranks_share_other_data(moving: Path, other: Path) -> None:
-    settings = DualEncoderSettings(
-        shards=str(moving),
-        model="tiny",
-        num_frames=2,
-        size_px=32,
-        batch=4,
-        workers=1,
-        evaluate=DualEncoderEvaluation(every=1, shards=(f"far={other}", str(moving)), dual_softmax=0.05),
-    )
-
-    def open_task() -> Any:
-        attention = open_attention("sdpa", device_type="cpu")
-        return task_named("dual-encoder").open(settings, attention=attention, device=torch.device("cpu"))
-
-    torch.manual_seed(0)
-    task = open_task()
-    model = task.build_model(task.training_set(World())).eval()
-
-    def work(world: World) -> dict[str, float]:
-        task = open_task()
-        task.training_set(world)
-        found: dict[str, float] = task.evaluate(model, world)
-        return found
-
-    alone = work(World())
-    assert {"far/text_to_video_r1", "moving/video_to_text_dual_softmax_r5"} <= set(alone) and len(alone) == 32
-    for numbers in on_two_ranks(work):
-        assert numbers == pytest.approx(alone)
-
-
 @pytest.mark.parametrize("task", TASKS)
 def test_missing_data_are_named_before_training_starts(
-    train: Train, moving: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], task: str
+    moving: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], task: str
 ) -> None:
     words = f"--shards {moving} --out {tmp_path / 'run'} --evaluate.every 1 {TASKS[task]}".split()
     for flags, said, hint in (
@@ -215,7 +157,7 @@ def test_what_names_data() -> None:
         EvaluationSettings(every=1, shards=("a=x@val:vatex",))
 
 
-def test_best_is_a_number_of_one_of_them(train: Train, capsys: pytest.CaptureFixture[str]) -> None:
+def test_best_is_a_number_of_one_of_them(capsys: pytest.CaptureFixture[str]) -> None:
     words = ["--evaluate.every", 1, "--evaluate.shards", "a=x@test:mir", "b=y"]
     assert train("dual-encoder", *words, "--best", "val/text_to_video_r1") == 2
     hint = capsys.readouterr().err
@@ -223,7 +165,7 @@ def test_best_is_a_number_of_one_of_them(train: Train, capsys: pytest.CaptureFix
 
 
 def test_a_protocol_of_a_whole_test_set_is_not_computed_on_a_part(
-    train: Train, other: Path, moving: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    other: Path, moving: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     words = [*TASKS["dual-encoder"].split(), "--evaluate.every", 1, "--evaluate.max-samples", 2]
     shards = ["--evaluate.shards", f"far={other}@val:paragraph"]
@@ -233,7 +175,7 @@ def test_a_protocol_of_a_whole_test_set_is_not_computed_on_a_part(
 
 
 def test_the_protocol_stands_beside_the_numbers_of_the_loop(
-    train: Train, other: Path, moving: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    other: Path, moving: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Also that settings of the training's captions are not for other data, which do not have these sources."""
     table = read_captions(moving).drop(["caption_id", "source"])
@@ -256,7 +198,7 @@ def test_the_protocol_stands_beside_the_numbers_of_the_loop(
 
 
 def test_a_stream_of_tars_is_evaluated_on_a_data_folder(
-    train: Train, other: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    other: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     tar = write_tar(tmp_path / "0.tar", encode_chunk(0, 20), [f"clip{number}" for number in range(8)])
     words = [*SMALL.split(), "--shards", tar, "--out", tmp_path / "run", "--evaluate.every", 2]

@@ -4,8 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.train.classify.moving import write_moving
-from tests.train.weights.test_export import run_train
+from tests.train.running import train
 
 SMALL = "--model tiny --size-px 32 --num-frames 4 --workers 1 --batch 6 --steps 3 --warmup-steps 1 --lr 1e-3"
 TEMPORAL = "--towers.temporal random"
@@ -41,20 +40,12 @@ FORMATS = [
 
 
 @pytest.fixture(scope="package")
-def moving(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Clips of three splits' videos with labels verb and noun."""
-    data_dir = tmp_path_factory.mktemp("moving")
-    write_moving(data_dir)
-    return data_dir
-
-
-@pytest.fixture(scope="package")
 def runs(moving: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """A run of each task."""
     folder = tmp_path_factory.mktemp("runs")
     for task, flags in FLAGS.items():
         words = (*SMALL.split(), *UNUSUAL.split(), *flags.split())
-        assert run_train(task, "--shards", moving, "--out", folder / task, *words) == 0
+        assert train(task, "--shards", moving, "--out", folder / task, *words) == 0
     return {task: folder / task for task in FLAGS}
 
 
@@ -63,5 +54,5 @@ def exports(runs: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> 
     """Every format of every run."""
     folder = tmp_path_factory.mktemp("exports")
     for task, form in FORMATS:
-        assert run_train("export", runs[task], "--format", form, "--out", folder / task / form) == 0
+        assert train("export", runs[task], "--format", form, "--out", folder / task / form) == 0
     return {(task, form): folder / task / form for task, form in FORMATS}

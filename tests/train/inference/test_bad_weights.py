@@ -14,13 +14,13 @@ from clipmill.manifests.errors import UserError
 from clipmill.train.evaluation import opening
 from clipmill.train.inference.model import load_model
 from clipmill.train.run.folder import RunFolder
-from tests.train.weights.test_export import run_train
+from tests.train.running import train
 
 
 def refused(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[str, str]:
     """Error and hint of a command that exits with 2."""
     capsys.readouterr()
-    assert run_train(*arguments) == 2
+    assert train(*arguments) == 2
     error, hint = capsys.readouterr().err.splitlines()[-2:]
     assert error.startswith("error: ") and hint.startswith("hint: ")
     return error, hint
@@ -29,7 +29,7 @@ def refused(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[str
 @pytest.fixture(scope="module")
 def exported(runs: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("exported") / "clip"
-    assert run_train("export", runs["dual-encoder"], "--format", "hf", "--out", out) == 0
+    assert train("export", runs["dual-encoder"], "--format", "hf", "--out", out) == 0
     return out
 
 
@@ -54,17 +54,17 @@ def test_a_protocol_that_needs_a_part_that_the_weights_lack_says_so(
     runs: dict[str, Path], moving: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out, bare = tmp_path / "out", tmp_path / "bare.safetensors"
-    assert run_train("export", runs["mae"], "--format", "videomae", "--out", out) == 0
+    assert train("export", runs["mae"], "--format", "videomae", "--out", out) == 0
     state = torch.load(out / "checkpoint.pth", weights_only=True)["model"]
     save_file({name: one for name, one in state.items() if name.startswith("encoder.") and ".norm." not in name}, bare)
     error, hint = refused(capsys, "eval", "reconstruction", bare, "--shards", moving)
     assert "has no decoder, which this evaluation needs" in error and "train eval probe" in hint
     shown = ("--num-frames", 4, "--size-px", 32)  # in place of the 16 and 224 that such a file is for
-    assert run_train("eval", "probe", bare, "--shards", moving, "--label", "verb", "--neighbours", 5, *shown) == 0
+    assert train("eval", "probe", bare, "--shards", moving, "--label", "verb", "--neighbours", 5, *shown) == 0
     tower = load_model(bare)
     assert tower.model.video.ln_post is None and "encoder" not in tower.description  # type: ignore[union-attr]
 
-    assert run_train("export", runs["classify"], "--format", "videomae", "--out", tmp_path / "classes") == 0
+    assert train("export", runs["classify"], "--format", "videomae", "--out", tmp_path / "classes") == 0
     file = tmp_path / "classes" / "checkpoint.pth"
     error, _ = refused(capsys, "eval", "classification", file, "--shards", moving)
     assert "has no names of its classes" in error
@@ -132,7 +132,7 @@ def test_an_export_whose_weights_have_changed_is_not_taken_for_its_run(
     error, hint = refused(capsys, "eval", "retrieval", other, "--shards", moving)
     assert "belongs to other weights than model.safetensors" in error and "remove" in hint
     shutil.rmtree(other / "clipmill")
-    assert run_train("eval", "retrieval", other, "--shards", moving) == 0
+    assert train("eval", "retrieval", other, "--shards", moving) == 0
 
 
 def test_an_export_whose_other_files_have_changed_or_are_missing_is_refused(
@@ -166,7 +166,7 @@ def test_an_export_whose_other_files_have_changed_or_are_missing_is_refused(
     (record / "files.json").unlink()
     assert "files.json cannot be read" in refused(capsys, *score)[0]
     shutil.rmtree(record)
-    assert run_train(*score) == 0
+    assert train(*score) == 0
 
 
 def test_weights_of_another_embedding_width_are_not_half_random(
@@ -223,11 +223,11 @@ def test_a_run_is_scored_from_any_working_directory(
     (tmp_path / "elsewhere").mkdir()
     monkeypatch.chdir(tmp_path)
     small = "--model tiny --size-px 32 --num-frames 2 --workers 1 --batch 4 --steps 1 --device cpu"
-    assert run_train("dual-encoder", "--shards", "data", "--out", "run", *small.split()) == 0
+    assert train("dual-encoder", "--shards", "data", "--out", "run", *small.split()) == 0
     assert RunFolder(tmp_path / "run").data_facts("data")["is_own_data"]
     monkeypatch.chdir(tmp_path / "elsewhere")
     for shards in ((), ("--shards", "../data"), ("--shards", moving)):
-        assert run_train("eval", "retrieval", "../run", *shards) == 0
+        assert train("eval", "retrieval", "../run", *shards) == 0
     assert [path.stem for path in RunFolder(tmp_path / "run").results()] == ["retrieval-val"]
 
 

@@ -10,7 +10,7 @@ import pytest
 from huggingface_hub import ModelCard
 
 from clipmill.train.inference.model import load_model
-from tests.train.weights.test_export import run_train
+from tests.train.running import train
 
 
 @pytest.fixture(scope="module")
@@ -18,8 +18,8 @@ def evaluated(runs: dict[str, Path], moving: Path, tmp_path_factory: pytest.Temp
     """An evaluated run, and its export for open_clip."""
     run, out = tmp_path_factory.mktemp("carded") / "a_run|", tmp_path_factory.mktemp("out") / "exported"
     shutil.copytree(runs["dual-encoder"], run)
-    assert run_train("eval", "retrieval", run, "--shards", moving) == 0
-    assert run_train("export", run, "--format", "open_clip", "--out", out) == 0
+    assert train("eval", "retrieval", run, "--shards", moving) == 0
+    assert train("export", run, "--format", "open_clip", "--out", out) == 0
     return run, out
 
 
@@ -55,9 +55,9 @@ def test_the_code_of_the_card_opens_the_weights(evaluated: tuple[Path, Path], mo
 def test_results_of_other_checkpoints_are_left_out(runs: dict[str, Path], moving: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
     shutil.copytree(runs["mae"], run)
-    assert run_train("eval", "reconstruction", run, "--shards", moving) == 0
+    assert train("eval", "reconstruction", run, "--shards", moving) == 0
     path = run / "evaluations" / "reconstruction-val.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"step": 2}))
-    assert run_train("export", run, "--format", "hf", "--out", tmp_path / "out") == 0
+    assert train("export", run, "--format", "hf", "--out", tmp_path / "out") == 0
     text = (tmp_path / "out" / "README.md").read_text()
     assert "Not evaluated." in text and "VideoMAEForPreTraining.from_pretrained" in text

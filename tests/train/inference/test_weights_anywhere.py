@@ -9,25 +9,22 @@ from typing import Any
 
 import numpy as np
 import open_clip
-import pyarrow.compute as pc
 import pytest
 import torch
 from safetensors.torch import load_file
 from torch import nn
 
 from clipmill.manifests.errors import UserError
-from clipmill.manifests.store import read_captions, read_videos
 from clipmill.train.config.model import Towers
 from clipmill.train.inference.model import load_model
 from clipmill.train.models.dual_encoder import size_of
 from clipmill.train.models.text import load_tokenizer
 from clipmill.train.run.folder import RunFolder
 from clipmill.train.weights.avion import MISTYPED_MEAN
-from tests.train.classify.moving import encode_clips
 from tests.train.inference.conftest import EVALUATIONS, FORMATS
 from tests.train.latents.written import Chunk, Written, write_latents
+from tests.train.running import train
 from tests.train.weights.small import open_clip_model, our_model
-from tests.train.weights.test_export import run_train
 
 # What differs between results of one and the same model: names of the weights, not what they compute.
 OF_THE_NAME = {"source", "shards", "is_own_data", "step", "weights", "command", "all_said"}
@@ -35,7 +32,7 @@ OF_THE_NAME = {"source", "shards", "is_own_data", "step", "weights", "command", 
 
 def scored(capsys: pytest.CaptureFixture[str], kind: str, weights: object, *flags: object) -> dict[str, Any]:
     capsys.readouterr()
-    assert run_train("eval", kind, weights, *flags, "--json") == 0, capsys.readouterr().err
+    assert train("eval", kind, weights, *flags, "--json") == 0, capsys.readouterr().err
     result: dict[str, Any] = json.loads(capsys.readouterr().out)
     return result
 
@@ -61,30 +58,6 @@ def test_scores_of_a_run_and_of_its_exports_are_equal_to_the_digit(
             assert its["source"] == str(exports[task, form]) and its["step"] is None
 
 
-def test_multi_instance_retrieval_of_a_run_and_of_its_exports_is_equal_to_the_digit(
-    runs: dict[str, Path],
-    exports: dict[tuple[str, str], Path],
-    moving: Path,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    # Texts are `<brightness>:<direction> <video>`: half a point for each of the two that a clip and a sentence share.
-    kinds = np.array([text.split()[0].split(":") for text in texts_of_val(moving)])
-    np.save(tmp_path / "relevancy.npy", (kinds[:, None] == kinds).mean(axis=2))
-    words = ("--split", "val", "--relevancy", tmp_path / "relevancy.npy")
-    own = scored(capsys, "mir", runs["dual-encoder"], *words)
-    assert own["coverage"] == "12 of 12 clips, 12 sentences" and 0 < own["average"]["ndcg"] < 1
-    for form in ("open_clip", "hf"):
-        assert same(scored(capsys, "mir", exports["dual-encoder", form], "--shards", moving, *words)) == same(own)
-
-
-def texts_of_val(data_dir: Path) -> list[str]:
-    videos, captions = read_videos(data_dir), read_captions(data_dir)
-    of_val = videos.filter(pc.equal(videos["split"], "val"))["video_id"]
-    found: list[str] = captions.filter(pc.is_in(captions["video_id"].cast("string"), of_val))["text"].to_pylist()
-    return found
-
-
 @pytest.mark.parametrize(("task", "form"), FORMATS)
 def test_an_export_has_the_identity_of_its_run(
     runs: dict[str, Path], exports: dict[tuple[str, str], Path], task: str, form: str
@@ -100,7 +73,7 @@ def test_exports_are_converted_to_the_other_format_and_back(
         ("mae", "videomae", "hf", "model.safetensors"),
     ):
         out = tmp_path / task
-        assert run_train("export", exports[task, first], "--format", second, "--out", out) == 0
+        assert train("export", exports[task, first], "--format", second, "--out", out) == 0
         here, there = load_file(out / file), load_file(exports[task, second] / file)
         assert here.keys() == there.keys() and all(torch.equal(here[name], there[name]) for name in here)
         assert (out / "config.json").read_text() == (exports[task, second] / "config.json").read_text()
@@ -114,7 +87,7 @@ def test_a_run_of_4_frames_is_scored_with_16_in_one_command(
     shutil.copytree(runs["dual-encoder"], run, ignore=shutil.ignore_patterns("evaluations"))
     plain = scored(capsys, "retrieval", run)
     capsys.readouterr()
-    assert run_train("eval", "retrieval", run, "--num-frames", 16) == 0
+    assert train("eval", "retrieval", run, "--num-frames", 16) == 0
     printed = capsys.readouterr().out
     assert "4 x 128 -> 16 x 128" in printed and "interpolated along time" in printed
     assert "overrides: --num-frames 16, unlike in training" in printed and "T = 16 frames" in printed
@@ -132,7 +105,7 @@ def test_a_run_of_4_frames_is_scored_with_16_in_one_command(
         assert RunFolder(run).evaluation(f"retrieval-val-{name}").is_file()
 
 
-@pytest.mark.parametrize("task", ["classify", "mae", "caption"])
+@pytest.mark.parametrize("task", ["mae", "caption"])
 def test_other_models_are_shown_more_and_larger_frames_too(
     runs: dict[str, Path],
     exports: dict[tuple[str, str], Path],
@@ -160,8 +133,8 @@ def test_models_of_latents_are_opened_without_data_and_take_more_frames(
     write_latents(Written(data), [chunks])
     flags = "--input latents --segment 1s --model tiny --num-frames 2 --batch 6 --steps 2 --device cpu"
     for task, more in (("dual-encoder", "--towers.temporal random"), ("mae", "--mask-ratio 0.5")):
-        assert run_train(task, "--shards", data, "--out", run / task, *flags.split(), *more.split()) == 0
-    assert run_train("export", run / "mae", "--format", "videomae", "--out", out) == 0
+        assert train(task, "--shards", data, "--out", run / task, *flags.split(), *more.split()) == 0
+    assert train("export", run / "mae", "--format", "videomae", "--out", out) == 0
     for weights in (run / "dual-encoder", run / "mae", out):
         model = load_model(weights)
         side, channels = model.opened.shape.image_px, model.opened.shape.size.video.num_channels
@@ -174,7 +147,7 @@ def test_models_of_latents_are_opened_without_data_and_take_more_frames(
     probe = ("probe", run / "mae", "--label", "verb", "--neighbours", "5")
     assert same(scored(capsys, *probe)) == same(scored(capsys, "probe", out, "--shards", data, *probe[2:]))
     assert "T = 4 frames" in scored(capsys, "retrieval", run / "dual-encoder", "--num-frames", 4)["clip"]
-    assert run_train("eval", "retrieval", run / "dual-encoder", "--size-px", 48) == 2
+    assert train("eval", "retrieval", run / "dual-encoder", "--size-px", 48) == 2
     assert "--size-px is 48, which is about pictures" in capsys.readouterr().err
 
 
@@ -186,7 +159,7 @@ def test_results_of_other_weights_are_written_where_the_user_says(
     assert json.loads((out / "retrieval-val.json").read_text()).items() >= printed.items()
     scored(capsys, "retrieval", folder, "--shards", moving, "--out", out)
     other = exports["dual-encoder", "open_clip"]
-    assert run_train("eval", "retrieval", other, "--shards", moving, "--out", out) == 2
+    assert train("eval", "retrieval", other, "--shards", moving, "--out", out) == 2
     assert "is the result of other weights or data" in capsys.readouterr().err
     scored(capsys, "caption", exports["caption", "hf"], "--shards", moving, "--out", out)
     assert {path.name for path in out.iterdir()} >= {"captions-val.json", "captions-val.coco.json", "captions-val.html"}
@@ -210,7 +183,7 @@ def test_folders_of_other_programs_are_read_by_their_configuration(
         kind, *flags = EVALUATIONS[task][0]
         if task == "classify":
             # config.json names the classes, and no label: clips that have a `class`.
-            assert run_train("eval", kind, folder, "--shards", moving, *flags) == 2
+            assert train("eval", kind, folder, "--shards", moving, *flags) == 2
             assert "class" in capsys.readouterr().err
             kind, *flags = EVALUATIONS[task][1]
         result = scored(capsys, kind, folder, "--shards", moving, *flags)
@@ -290,7 +263,7 @@ def test_a_file_of_avion_or_lavila_is_scored_and_embedded_as_its_model(
     assert project in result["weights"] and "T = 16 frames" in result["clip"] and result["overrides"]
     assert scored(capsys, "zero-shot", file, "--shards", moving, "--label", "noun")["num_clips"] == 12
     if is_divided:
-        assert run_train("export", file, "--format", "hf", "--out", tmp_path / "out") == 2
+        assert train("export", file, "--format", "hf", "--out", tmp_path / "out") == 2
         assert "LaViLa's divided attention" in capsys.readouterr().err
 
 
@@ -320,23 +293,9 @@ def test_a_tag_of_open_clip_is_its_model(
     result = scored(capsys, "retrieval", "small-clip:here", "--shards", moving)
     assert result["source"] == "small-clip:here" and "T = 4 frames" in result["clip"] and "48 px" in result["clip"]
     out = tmp_path / "exported"
-    assert run_train("export", "small-clip:here", "--format", "hf", "--out", out) == 0
+    assert train("export", "small-clip:here", "--format", "hf", "--out", out) == 0
     assert load_model(out, num_frames=1).identity == model.identity
     (cache / "small-clip.pt").unlink()
     capsys.readouterr()
-    assert run_train("eval", "retrieval", "small-clip:here", "--shards", moving) == 2
+    assert train("eval", "retrieval", "small-clip:here", "--shards", moving) == 2
     assert "cannot download small-clip:here, and it is not in the cache" in capsys.readouterr().err
-
-
-def test_videos_are_captioned_alike_by_a_run_and_by_its_export(
-    runs: dict[str, Path], exports: dict[tuple[str, str], Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    video = tmp_path / "moving.mp4"
-    video.write_bytes(encode_clips(["bright:left", "dark:right"], np.random.default_rng(0)))
-    for flags in ((), ("--num-frames", 8)):
-        printed = []
-        for weights in (runs["caption"], exports["caption", "hf"]):
-            capsys.readouterr()
-            assert run_train("caption-video", weights, video, "--len", "1s", *flags) == 0
-            printed.append(capsys.readouterr().out)
-        assert printed[0] == printed[1] and printed[0].strip()

@@ -1,7 +1,6 @@
 """Bytes that changed after they were written: named, counted, budgeted, and nothing shown in their place in silence."""
 
 import os
-from collections import Counter
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,7 @@ import pytest
 from clipmill.manifests.keys import split_key
 from clipmill.shards.reader import Variant
 from clipmill.train.data.latents.loader import CaptionedLatents, LatentLoader
-from clipmill.train.data.outcomes import LoadedBatch, TooManyFailures
+from clipmill.train.data.outcomes import LoadedBatch
 from tests.forked import forked
 from tests.train.latents.written import Caption, Chunk, Written, write_all
 
@@ -49,17 +48,6 @@ def test_the_second_time_everything_comes_as_the_first_time(written: Written, ba
     assert positions(second) == list(range(len(checked)))
 
 
-def test_what_is_intact_comes_as_without_the_check(written: Written) -> None:
-    checked = list(islice(loader(written), 20))
-    plain = list(islice(loader(written, verify=False), 20))
-    assert positions(checked) == positions(plain)
-    assert [one.cursor.position for one in checked] == [one.cursor.position for one in plain]
-    assert not any(one.failed for one in checked)
-    for tails in ("drop", "pad"):
-        sizes = [len(one.batch["key"]) for one in loader(written, tails=tails, text=False).evaluation_batches()]
-        assert sum(sizes) == len(loader(written, tails=tails, text=False))
-
-
 @pytest.mark.parametrize(("column", "damaged"), [("latents", "b_000000000"), ("text", "b")])
 def test_a_flipped_byte_is_named_and_the_next_sample_takes_the_place(own: Written, column: str, damaged: str) -> None:
     flip(own.data_dir, column=column, key=damaged)
@@ -76,57 +64,6 @@ def test_a_flipped_byte_is_named_and_the_next_sample_takes_the_place(own: Writte
 def test_without_the_check_the_bytes_come_as_they_are(own: Written) -> None:
     flip(own.data_dir, column="latents", key="b_000000000")
     assert not any(loaded.failed for loaded in islice(loader(own, verify=False), 15))
-
-
-def test_a_damaged_run_resumes_exactly(own: Written) -> None:
-    flip(own.data_dir, column="latents", key="b_000000000")
-    whole = list(islice(loader(own), 12))
-    for stop in (1, 4, 7):
-        rest = list(islice(loader(own).batches(position=whole[stop - 1].cursor.position), 12 - stop))
-        assert positions(rest) == positions(whole[stop:])
-        assert [one.failed for one in rest] == [one.failed for one in whole[stop:]]
-
-
-@pytest.mark.parametrize("then", [1, 2, 5])
-def test_ranks_of_which_some_met_damage_resume_exactly(own: Written, then: int) -> None:
-    flip(own.data_dir, column="latents", key="a_000015000")
-    flip(own.data_dir, column="text", key="e")
-    seen: list[int] = []
-    states = []
-    for rank in range(3):
-        running = loader(own, rank=rank, num_ranks=3, batch=2)
-        batches = list(islice(running, 4))
-        seen += positions(batches) + [one.position for loaded in batches for one in loaded.failed]
-        states.append(running.state_dict())
-    assert len({len(state["ahead"]) for state in states}) > 1
-    for rank in range(then):
-        resumed = loader(own, rank=rank, num_ranks=then, batch=3)
-        resumed.load_state_dict(*states)
-        batches = list(islice(resumed, 4))
-        seen += positions(batches) + [one.position for loaded in batches for one in loaded.failed]
-    counts = Counter(seen)
-    assert set(counts.values()) == {1}
-    # Every rank has come at least this far.
-    assert set(range(3 * 4 * 2 + then * 4 * 3)) <= set(counts)
-
-
-def test_evaluation_names_what_failed_and_shows_the_rest(own: Written) -> None:
-    flip(own.data_dir, column="latents", key="a_000000000")
-    batches = list(loader(own, text=False).evaluation_batches())
-    failed = [failure for loaded in batches for failure in loaded.failed]
-    assert [(one.position, one.key) for one in failed] == [(number, "a_000000000") for number in range(3)]
-    assert positions(batches) == list(range(3, len(loader(own, text=False))))
-    assert batches[-1].cursor.position == len(loader(own, text=False))
-
-
-def test_a_set_of_which_nothing_is_intact_ends(own: Written) -> None:
-    for key in own.latents:
-        flip(own.data_dir, column="latents", key=key)
-    with pytest.raises(TooManyFailures) as caught:
-        next(loader(own).batches(max_failures=10))
-    assert len(caught.value.failed) == 11
-    (last,) = loader(own).evaluation_batches()
-    assert not last.batch and len(last.failed) == len(loader(own))
 
 
 def test_tars_of_equal_size_that_changed_places_are_not_shown(tmp_path: Path) -> None:

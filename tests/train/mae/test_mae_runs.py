@@ -1,28 +1,19 @@
-"""`train mae` from outside: on videos without captions, on latents, stopped and resumed, in parts, from weights."""
+"""`train mae` from outside: on videos without captions, on latents, in parts, from weights."""
 
-import shutil
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from clipmill.manifests.errors import FailedWork
-from clipmill.train.run.checkpoint import latest_checkpoint, read_weights
-from clipmill.train.run.folder import RunFolder, read_lines
-from clipmill.train.run.tracking import Progress
 from tests.train.latents.written import Chunk, Written, write_latents
-from tests.train.test_cli import train
+from tests.train.running import error_of, losses, steps, train, weights_of
 from tests.train.tiny_data import chunks_of, write_captions, write_shard
 
-__all__ = ["train"]
-
-Train = Callable[..., int]
 TINY = ("--model", "tiny", "--size-px", 32, "--num-frames", 4, "--stride", 2, "--mask-ratio", 0.75, "--workers", 1)
 STEPS = ("--batch", 4, "--warmup-steps", 2, "--decoder-depth", 1)
 RATE = ("--lr", 0.1)  # times 4 / 256
-FOUR = ("--segment", "2s", "--steps", 4, "--checkpoint-every", 2)
+FOUR = ("--segment", "2s", "--steps", 4)
 LATENTS = ("--input", "latents", "--model", "tiny", "--mask-ratio", 0.5)
 
 
@@ -48,56 +39,20 @@ def noise(chunk: Chunk) -> Any:
     return drawn.to(torch.float16).numpy()
 
 
-def lines(out: Path) -> list[dict[str, Any]]:
-    return read_lines(RunFolder(out).metrics)
-
-
-def losses(out: Path) -> list[float]:
-    return [line["loss"] for line in lines(out)]
-
-
-def weights(out: Path) -> dict[str, torch.Tensor]:
-    path = latest_checkpoint(RunFolder(out).checkpoints)
-    assert path is not None
-    return read_weights(path)
-
-
-def assert_same(found: Path, expected: Path) -> None:
-    assert losses(found) == losses(expected)
-    ours, theirs = weights(found), weights(expected)
-    assert ours.keys() == theirs.keys() and all(torch.equal(value, theirs[name]) for name, value in ours.items())
-
-
-def error_of(capsys: pytest.CaptureFixture[str]) -> str:
-    return next(line for line in capsys.readouterr().err.splitlines() if line.startswith("error: "))
-
-
-def test_a_run_that_is_stopped_and_resumed_is_the_undisturbed_one(
-    train: Train, videos: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_run_says_what_it_shows_and_learns(videos: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     several = ("--samples-per-chunk", 3, "--repeat", "masks", "--augment.flip", 0.5, "--decoder-mask", "running-cell")
-    flags = (*TINY, *STEPS, *RATE, *several, "--steps", 8, "--checkpoint-every", 3)
-    assert train("mae", "--shards", videos, "--out", tmp_path / "whole", *flags) == 0
+    out = tmp_path / "run"
+    assert train("mae", "--shards", videos, "--out", out, *TINY, *STEPS, *RATE, *several, "--steps", 8) == 0
     printed = capsys.readouterr().out
     assert "6 chunks of 2 videos of split 'train'; 3 crops of the same frames of each in an epoch" in printed
     assert "; 1 of a single frame, which is repeated; 2 shorter than 4 x 2 frames, with a smaller stride;" in printed
-
-    def kill(self: Progress, line: dict[str, Any]) -> None:
-        if line["step"] == 5:
-            raise FailedWork("killed")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(Progress, "log", kill)
-        assert train("mae", "--shards", videos, "--out", tmp_path / "broken", *flags) == 1
-    assert train("mae", "--resume", "--out", tmp_path / "broken") == 0
-    assert_same(tmp_path / "broken", tmp_path / "whole")
-    its = lines(tmp_path / "whole")
+    its = steps(out)
     # 18 samples are an epoch; a batch of 4 has 1 / 64 of the rate for one of 256.
     assert its[-1]["epoch"] == pytest.approx(8 * 4 / 18) and its[1]["lr"] == pytest.approx(0.1 / 64)
     assert its[-1]["loss"] < its[0]["loss"]
 
 
-def test_a_batch_in_parts_and_another_seed(train: Train, videos: Path, tmp_path: Path) -> None:
+def test_a_batch_in_parts_and_another_seed(videos: Path, tmp_path: Path) -> None:
     flags = ("mae", "--shards", videos, *TINY, *STEPS, *RATE, "--steps", 3, "--precision", "fp32")
     assert train(*flags, "--out", tmp_path / "whole") == 0
     assert train(*flags, "--out", tmp_path / "parts", "--microbatch", 3) == 0
@@ -107,7 +62,7 @@ def test_a_batch_in_parts_and_another_seed(train: Train, videos: Path, tmp_path:
 
 
 def test_latents_are_reconstructed_without_decoding_and_without_captions(
-    train: Train, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     data_dir = write_columns(tmp_path / "data")
     flags = ("mae", "--shards", data_dir, *LATENTS, "--num-frames", 4, *STEPS, "--crop", "centre")
@@ -115,17 +70,12 @@ def test_latents_are_reconstructed_without_decoding_and_without_captions(
     printed = capsys.readouterr().out
     assert "without effect with --input latents, given or from a preset: --crop" in printed
     assert "4 segments of 8 frames (4 x 8 x 8 float16 at 4 frames a second) in 2 chunks" in printed
-    assert weights(tmp_path / "whole")["video.conv1.weight"].shape == (128, 4, 2, 2, 2)
-    shutil.copytree(tmp_path / "whole", tmp_path / "broken")
-    for path in sorted((tmp_path / "broken" / "checkpoints").iterdir())[1:]:
-        shutil.rmtree(path)
-    assert train("mae", "--resume", "--out", tmp_path / "broken") == 0
-    assert_same(tmp_path / "broken", tmp_path / "whole")
+    assert weights_of(tmp_path / "whole")["video.conv1.weight"].shape == (128, 4, 2, 2, 2)
 
     # Where it ended is where another run begins.
     begin = ("--init.weights", tmp_path / "whole", "--lr", 1e-9, "--steps", 1)
     assert train(*flags, "--segment", "2s", "--out", tmp_path / "more", *begin) == 0
-    ours, theirs = weights(tmp_path / "more"), weights(tmp_path / "whole")
+    ours, theirs = weights_of(tmp_path / "more"), weights_of(tmp_path / "whole")
     assert max((value - theirs[name]).abs().max() for name, value in ours.items()) < 1e-6
 
 
@@ -141,7 +91,6 @@ def test_latents_are_reconstructed_without_decoding_and_without_captions(
     ],
 )
 def test_latents_that_do_not_suit_the_model_are_named(
-    train: Train,
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
     frame: tuple[int, int, int],
@@ -156,7 +105,7 @@ def test_latents_that_do_not_suit_the_model_are_named(
 
 
 def test_tars_and_splits_that_are_not_there_are_named(
-    train: Train, videos: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    videos: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for flags, message in (
         (

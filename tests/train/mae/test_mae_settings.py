@@ -10,9 +10,7 @@ from clipmill.manifests.errors import UserError
 from clipmill.train.config.files import load_settings, preset_path, save_settings
 from clipmill.train.config.optim import OptimizerSettings
 from clipmill.train.tasks.mae.settings import MaeOptimizer, MaeSettings, check_mask, num_masked_places, without_effect
-from tests.train.test_cli import Train, train
-
-__all__ = ["train"]
+from tests.train.running import train
 
 
 @pytest.fixture
@@ -23,9 +21,7 @@ def chosen(monkeypatch: pytest.MonkeyPatch) -> list[MaeSettings]:
     return given
 
 
-def test_a_flag_leaves_the_defaults_beside_it_as_they_are(
-    train: Train, chosen: list[MaeSettings], tmp_path: Path
-) -> None:
+def test_a_flag_leaves_the_defaults_beside_it_as_they_are(chosen: list[MaeSettings], tmp_path: Path) -> None:
     (tmp_path / "some.yaml").write_text("optimizer: {schedule: linear}\ntowers: {drop_path: 0.1}\n")
     nested = ("--optimizer.schedule", "linear", "--towers.drop-path", 0.1)
     assert train("mae", *nested) == 0 and train("mae", "--config", tmp_path / "some.yaml") == 0
@@ -74,14 +70,14 @@ def test_the_learning_rate_grows_with_the_batch() -> None:
     ],
 )
 def test_mistakes_are_named(
-    train: Train, capsys: pytest.CaptureFixture[str], flags: tuple[Any, ...], message: str, hint: str
+    capsys: pytest.CaptureFixture[str], flags: tuple[Any, ...], message: str, hint: str
 ) -> None:
     assert train("mae", *flags) == 2
     first, second = capsys.readouterr().err.splitlines()
     assert first.startswith("error: ") and message in first and second.startswith("hint: ") and hint in second
 
 
-def test_the_help_names_no_flag_that_is_always_refused(train: Train, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_help_names_no_flag_that_is_always_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert train("mae", "--help-all") == 0
     printed = capsys.readouterr().out
     assert "--towers.drop-path " in printed

@@ -4,7 +4,6 @@ import base64
 import html
 import io
 import json
-from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -32,13 +31,10 @@ from clipmill.train.tasks.mae.reconstruction import Pictures, ReconstructionResu
 from clipmill.train.tasks.mae.settings import MaeSettings
 from tests.train.latents.written import Chunk
 from tests.train.mae.test_mae_runs import noise, write_columns
-from tests.train.test_cli import train
+from tests.train.running import train
 from tests.train.test_report import HOSTILE, Tags, assert_own_scripts_only
 from tests.train.tiny_data import Caption, chunks_of, write_captions, write_shard
 
-__all__ = ["train"]
-
-Train = Callable[..., int]
 SIZE = VideoViTSize(trunk=TransformerSize(width=8, depth=1, num_heads=1), patch_px=4, cube_frames=2)
 MASKING = Masking(MaeSettings(mask_ratio=0.75, size_px=224), CubeGrid(2, 4, 4))
 TINY = ("--model", "tiny", "--size-px", 64, "--num-frames", 4, "--stride", 2, "--mask-ratio", 0.75, "--workers", 1)
@@ -124,7 +120,7 @@ def test_small_pictures_lose_nothing() -> None:
 
 
 def test_a_run_ends_with_pictures_of_held_out_clips(
-    train: Train, data_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    data_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = RunFolder(tmp_path / "run")
     steps = ("--steps", 2, "--batch", 4, "--warmup-steps", 0)
@@ -178,7 +174,7 @@ def test_a_run_ends_with_pictures_of_held_out_clips(
 
 
 def test_a_split_to_look_at_that_no_video_has_is_refused_before_the_first_step(
-    train: Train, data_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    data_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     flags = (*TINY, "--steps", 1, "--batch", 2, "--out", tmp_path / "run")
     assert train("mae", "--shards", data_dir, *flags, "--evaluate.split", "nosplit") == 2
@@ -188,7 +184,7 @@ def test_a_split_to_look_at_that_no_video_has_is_refused_before_the_first_step(
 
 
 def test_where_nothing_is_held_out_clips_of_training_are_shown_and_the_page_says_so(
-    train: Train, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     data_dir, run = tmp_path / "data", RunFolder(tmp_path / "run")
     write_shard(data_dir, 0, chunks_of("only", 40), split="train")
@@ -199,7 +195,7 @@ def test_where_nothing_is_held_out_clips_of_training_are_shown_and_the_page_says
     assert "train, which the model was trained on, because val cannot be used" in run.page.read_text()
 
 
-def test_latents_are_shown_in_false_colours(train: Train, tmp_path: Path) -> None:
+def test_latents_are_shown_in_false_colours(tmp_path: Path) -> None:
     data_dir, run = write_columns(tmp_path / "data"), RunFolder(tmp_path / "run")
     flags = ("--input", "latents", "--model", "tiny", "--mask-ratio", 0.5, "--num-frames", 4, "--segment", "2s")
     assert train("mae", "--shards", data_dir, *flags, "--steps", 1, "--batch", 2, "--out", run.path) == 0

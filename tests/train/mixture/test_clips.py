@@ -31,7 +31,6 @@ from clipmill.train.losses.settings import Loss
 from clipmill.train.models.attention import open_attention
 from clipmill.train.tasks.dual_encoder.settings import DualEncoderEvaluation, DualEncoderSettings
 from clipmill.train.tasks.dual_encoder.task import DualEncoderTask
-from tests.train.data.http_folder import HttpFolder
 from tests.train.plane import ONE
 
 CPU = torch.device("cpu")
@@ -192,21 +191,6 @@ def test_mixtures_in_python(near: Path, far: Path) -> None:
     assert torch.cat([one["folder"] for one in in_order]).tolist() == [0] * 6 + [1] * 4
     names = [labelled.classes[one] for one in torch.cat([one["label"] for one in in_order]).tolist()]
     assert names == ["up", "down"] * 3 + ["up", "left"] * 2
-
-
-def test_a_remote_folder_is_mixed_like_a_local_one(near: Path, far: Path, tmp_path: Path) -> None:
-    shutil.copytree(far, tmp_path / "far")
-    server = HttpFolder(tmp_path)
-    shards: Any = (str(near), f"{server.address}/far")
-    task = task_on(near, far)
-    local = [one.batch for one in islice(task.training_set(ONE).batches(max_failures=0), 3)]
-    settings = replace(SETTINGS, shards=shards, cache=tmp_path / "cache")
-    remote = DualEncoderTask(settings, attention=open_attention("sdpa", device_type="cpu"), device=CPU)
-    samples = remote.training_set(ONE)
-    for expected, loaded in zip(local[-1:], list(islice(samples.batches(max_failures=0), 3))[-1:], strict=True):
-        assert torch.equal(loaded.batch["video"], expected["video"])
-        assert loaded.batch["clip_id"].tolist() == expected["clip_id"].tolist()
-    server.close()
 
 
 def test_where_selects_in_each_folder_and_not_in_their_evaluations(near: Path, far: Path) -> None:

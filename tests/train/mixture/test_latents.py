@@ -115,27 +115,6 @@ def test_compressed_latents_and_labels(tmp_path: Path) -> None:
             assert np.array_equal(batch["latents"][row].view(np.uint16), expected)
 
 
-def test_a_run_goes_on_with_the_same_samples_on_other_ranks(pair: tuple[Written, Written]) -> None:
-    folders = [one.data_dir for one in pair]
-
-    def taken(mixed: MixedLatents, count: int) -> list[tuple[int, int]]:
-        batches = islice(mixed.batches(max_failures=0), count)
-        return [pair for one in batches for pair in zip(*(one.batch[n].tolist() for n in NAMES), strict=True)]  # type: ignore[literal-required]
-
-    whole = taken(mixed_of(*folders), 8)
-    begun = mixed_of(*folders)
-    first = taken(begun, 2)
-    later: list[tuple[int, int]] = []
-    for rank in range(2):
-        one = mixed_of(*folders, batch=3, rank=rank, num_ranks=2)
-        one.load_state_dict(begun.state_dict())
-        later += taken(one, 4)
-    assert first + sorted(later) == whole
-
-
-NAMES = ("position", "clip_id")
-
-
 def test_failures_name_the_tar_and_so_the_folder(pair: tuple[Written, Written], tmp_path: Path) -> None:
     broken = write(tmp_path / "far")
     flip(broken.data_dir, column="latents", key="z_000000000")

@@ -1,27 +1,21 @@
 """Runs on several data folders: what they record, how they resume, and what is evaluated."""
 
 import json
-import shutil
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from clipmill.manifests.errors import UserError
 from clipmill.train.config.files import load_settings
 from clipmill.train.engine.rank_consistency import _content
-from clipmill.train.run.checkpoint import all_checkpoints, latest_checkpoint, read_metadata, read_weights
+from clipmill.train.run.checkpoint import all_checkpoints, read_metadata
 from clipmill.train.run.folder import RunFolder, read_lines
 from clipmill.train.tasks.dual_encoder.settings import DualEncoderSettings
 from tests.train.plane import ONE
-from tests.train.test_cli import train, two_lines
+from tests.train.running import train, two_lines
 
-__all__ = ["train"]
-
-Train = Callable[..., int]
 SMALL = ("--model", "tiny", "--num-frames", 2, "--size-px", 32, "--batch", 6, "--workers", 1, "--device", "cpu")
 STEPS = ("--warmup-steps", 1, "--lr", 1e-3, "--steps", 4, "--checkpoint-every", 2)
 SHOWN = ("--captions.sources", "test=1")
@@ -47,12 +41,6 @@ def finished(near: Path, far: Path, tmp_path_factory: pytest.TempPathFactory) ->
     return out
 
 
-def weights(out: Path) -> dict[str, torch.Tensor]:
-    path = latest_checkpoint(RunFolder(out).checkpoints)
-    assert path is not None
-    return read_weights(path)
-
-
 def test_a_run_records_its_folders_and_counts_their_samples(finished: Path, near: Path, far: Path) -> None:
     run = RunFolder(finished)
     lines = read_lines(run.metrics)
@@ -73,7 +61,7 @@ def test_a_run_records_its_folders_and_counts_their_samples(finished: Path, near
 
 
 def test_the_best_checkpoint_is_chosen_by_a_metric_of_one_folder(
-    train: Train, finished: Path, near: Path, far: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    finished: Path, near: Path, far: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     lines = [line for line in read_lines(RunFolder(finished).metrics) if BEST[1] in line]
     assert [line["step"] for line in lines] == [3, 4]
@@ -85,23 +73,8 @@ def test_the_best_checkpoint_is_chosen_by_a_metric_of_one_folder(
     assert "--best val/text_to_video_r5 is not a metric of the evaluation" in error and BEST[1] in hint
 
 
-def test_a_run_that_is_killed_ends_with_the_same_weights(train: Train, finished: Path, tmp_path: Path) -> None:
-    """As it was after the checkpoint of the second step, some steps later."""
-    killed = shutil.copytree(finished, tmp_path / "killed")
-    shutil.rmtree(RunFolder(killed).checkpoints / "step_000004")
-    assert train("dual-encoder", "--resume", "--out", killed) == 0
-    expected, found = weights(finished), weights(killed)
-    assert expected.keys() == found.keys() and all(torch.equal(one, found[name]) for name, one in expected.items())
-    drop = ("samples_per_s", "step_s", "data_wait_s", "data_wait_share", "tflops")
-    kept = [
-        [{key: value for key, value in line.items() if key not in drop} for line in read_lines(RunFolder(out).metrics)]
-        for out in (finished, killed)
-    ]
-    assert kept[0] == kept[1]
-
-
 def test_a_run_goes_on_with_its_weights_and_folders_only(
-    train: Train, finished: Path, near: Path, far: Path, capsys: pytest.CaptureFixture[str]
+    finished: Path, near: Path, far: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     capsys.readouterr()
     assert train("dual-encoder", "--resume", "--out", finished, "--mix", "1,1") == 2
@@ -113,7 +86,7 @@ def test_a_run_goes_on_with_its_weights_and_folders_only(
 
 
 def test_each_folder_is_evaluated_with_the_settings_of_the_run(
-    train: Train, finished: Path, near: Path, far: Path, capsys: pytest.CaptureFixture[str]
+    finished: Path, near: Path, far: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     capsys.readouterr()
     assert train("eval", "retrieval", finished, "--json") == 0
@@ -136,7 +109,7 @@ def test_each_folder_is_evaluated_with_the_settings_of_the_run(
     ],
 )
 def test_the_other_tasks_train_on_mixtures(
-    train: Train, near: Path, far: Path, tmp_path: Path, words: str, capsys: pytest.CaptureFixture[str]
+    near: Path, far: Path, tmp_path: Path, words: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "run"
     given = (*words.split(), *shards(near, far), *SMALL, "--warmup-steps", 1, "--steps", 2, "--out", out)
@@ -186,7 +159,7 @@ def test_bad_mixtures_are_named(given: dict[str, Any], error: str, hint: str) ->
 
 
 def test_what_cannot_be_mixed_is_said(
-    train: Train, near: Path, far: Path, data_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    near: Path, far: Path, data_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     capsys.readouterr()
     out = ("--out", tmp_path / "run", *SMALL)

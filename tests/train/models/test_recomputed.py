@@ -83,9 +83,8 @@ def _fresh_compiler() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("_fresh_compiler")
-@pytest.mark.parametrize("checkpointing", [False, True])
-def test_compiled_blocks_are_whole_graphs_that_all_of_them_share(checkpointing: bool) -> None:
-    towers = Towers(activation_checkpointing=checkpointing, temporal="random", **LEFT_OUT)  # type: ignore[arg-type]
+def test_compiled_blocks_are_whole_graphs_that_all_of_them_share() -> None:
+    towers = Towers(activation_checkpointing=True, temporal="random", **LEFT_OUT)  # type: ignore[arg-type]
     plain, compiled = small_encoder(towers), small_encoder(towers)
     names = list(compiled.state_dict())
     compile_blocks(compiled, backend="aot_eager", fullgraph=True)

@@ -2,13 +2,12 @@
 
 from pathlib import Path
 
-import pytest
 import torch
 
-from clipmill.train.cli import main
 from clipmill.train.config.files import load_settings
-from clipmill.train.run.folder import RunFolder, read_lines
+from clipmill.train.run.folder import RunFolder
 from clipmill.train.tasks.dual_encoder.settings import DualEncoderSettings
+from tests.train.running import losses, train
 
 SMALL = "--model tiny --num-frames 4 --size-px 32 --batch 4 --warmup-steps 2 --lr 1e-3 --steps 4 --checkpoint-every 2"
 TOWERS = (
@@ -18,24 +17,14 @@ TOWERS = (
 )
 
 
-def train(*arguments: object) -> None:
-    with pytest.MonkeyPatch.context() as patch, pytest.raises(SystemExit) as left:
-        patch.setattr("sys.argv", ["train", *map(str, arguments)])
-        main()
-    assert not left.value.code
-
-
 def test_flags_of_the_towers_reach_the_run_and_its_evaluation(data_dir: Path, tmp_path: Path) -> None:
     flags = [*SMALL.split(), *TOWERS.split(), "--shards", data_dir]
-    train("dual-encoder", *flags, "--towers.no-packed-text", "--out", tmp_path / "padded")
-    train("dual-encoder", *flags, "--out", tmp_path / "packed")
+    for name, more in (("padded", ["--towers.no-packed-text"]), ("packed", [])):
+        assert train("dual-encoder", *flags, *more, "--out", tmp_path / name) == 0
     towers = load_settings(RunFolder(tmp_path / "padded").settings, DualEncoderSettings).towers
     assert (towers.tubelet, towers.temporal, towers.embedding_width) == (2, "random", 64)
     assert (towers.packed_text, towers.activation_checkpointing, towers.drop_path_rule) == (False, True, "constant")
-    losses = {
-        name: torch.tensor([line["loss"] for line in read_lines(RunFolder(tmp_path / name).metrics)])
-        for name in ("padded", "packed")
-    }
+    packed, padded = (torch.tensor(losses(tmp_path / name)) for name in ("packed", "padded"))
     # What is left out is drawn alike: the two differ by rounding alone.
-    torch.testing.assert_close(losses["packed"], losses["padded"], atol=1e-3, rtol=0)
-    train("eval", "retrieval", tmp_path / "packed", "--shards", data_dir)
+    torch.testing.assert_close(packed, padded, atol=1e-3, rtol=0)
+    assert train("eval", "retrieval", tmp_path / "packed", "--shards", data_dir) == 0

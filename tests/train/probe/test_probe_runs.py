@@ -1,7 +1,6 @@
 """`train eval probe` from outside, on runs of every task that has a video tower, and the probe in the loop."""
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +12,9 @@ from clipmill.train.run.checkpoint import latest_checkpoint, read_metadata
 from clipmill.train.run.folder import RunFolder, read_lines
 from tests.train.classify.moving import write_moving
 from tests.train.latents.written import Chunk, Written, write_latents
-from tests.train.test_cli import train
+from tests.train.running import train
 from tests.train.tiny_data import Caption, chunks_of, write_captions, write_shard
 
-__all__ = ["train"]
-
-Train = Callable[..., int]
 TINY = ("--model", "tiny", "--num-frames", 2, "--workers", 1, "--steps", 2, "--batch", 6, "--warmup-steps", 1)
 PIXELS = (*TINY, "--size-px", 32)
 MASKED = ("--mask-ratio", 0.5)
@@ -34,12 +30,12 @@ def moving(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return data_dir
 
 
-def trained(train: Train, out: Path, task: str, moving: Path, *flags: Any) -> Path:
+def trained(out: Path, task: str, moving: Path, *flags: Any) -> Path:
     assert train(task, "--shards", moving, "--out", out, *flags) == 0
     return out
 
 
-def probed(train: Train, capsys: pytest.CaptureFixture[str], *arguments: Any) -> dict[str, Any]:
+def probed(capsys: pytest.CaptureFixture[str], *arguments: Any) -> dict[str, Any]:
     capsys.readouterr()
     assert train("eval", "probe", *arguments, "--json") == 0
     result: dict[str, Any] = json.loads(capsys.readouterr().out)
@@ -47,13 +43,13 @@ def probed(train: Train, capsys: pytest.CaptureFixture[str], *arguments: Any) ->
 
 
 def test_a_masked_autoencoder_is_probed_in_the_loop_and_afterwards_alike(
-    train: Train, moving: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    moving: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     labels = ("--evaluate.labels", "verb", "--evaluate.labels", "noun", "--evaluate.neighbours", 5)
     methods = ("--evaluate.methods", "knn", "--evaluate.methods", "linear", "--evaluate.every", 1)
     best = ("--best", "val/noun_knn_top1", "--keep-checkpoints", 1, "--checkpoint-every", 1)
     flags = (*PIXELS, *MASKED, *labels, *methods, *best, "--lr", "1e-2")
-    out = trained(train, tmp_path / "run", "mae", moving, *flags)
+    out = trained(tmp_path / "run", "mae", moving, *flags)
     lines = read_lines(RunFolder(out).metrics)
     names = {f"val/{label}_{method}_{name}" for label in ("verb", "noun") for method in ("knn", "linear")
              for name in ("top1", "top5", "mean_class")}  # fmt: skip
@@ -62,7 +58,7 @@ def test_a_masked_autoencoder_is_probed_in_the_loop_and_afterwards_alike(
     kept = {read_metadata(path).step for path in RunFolder(out).checkpoints.glob("step_*")}
     assert kept == {2, best_step}
 
-    result = probed(train, capsys, out, "--label", "verb", "--label", "noun", "--neighbours", 5)
+    result = probed(capsys, out, "--label", "verb", "--label", "noun", "--neighbours", 5)
     found = {(one["label"], one["method"], one["encoder"]): one for one in result["findings"]}
     assert len(found) == 8 and [one["label"] for one in result["findings"]] == ["verb"] * 4 + ["noun"] * 4
     for label in ("verb", "noun"):
@@ -78,9 +74,7 @@ def test_a_masked_autoencoder_is_probed_in_the_loop_and_afterwards_alike(
     assert "Probes of frozen features" in page and "verb, k-NN, random" in page
 
 
-def test_towers_of_every_task_are_probed(
-    train: Train, moving: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_towers_of_every_task_are_probed(moving: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     latents = ("--input", "latents", "--segment", "1s")
     runs: dict[str, tuple[Any, ...]] = {
         "mae": ("mae", *TINY, *latents, *MASKED),
@@ -93,17 +87,17 @@ def test_towers_of_every_task_are_probed(
         "classes": "what the last layer sees",
     }
     for name, flags in runs.items():
-        out = trained(train, tmp_path / name, flags[0], moving, *flags[1:])
+        out = trained(tmp_path / name, flags[0], moving, *flags[1:])
         wanted = ("--label", "noun", "--neighbours", 3, "--method", "knn")
-        result = probed(train, capsys, out, *wanted)
+        result = probed(capsys, out, *wanted)
         assert words[name] in result["features"], name
         trained_one, random_one = result["findings"]
         assert trained_one["encoder"] == "trained" and random_one["encoder"] == "random"
         if name != "mae":  # whose latents here are noise
             assert random_one["found"]["top1"] > 0.8
         # Two steps change little, and the seed draws what the run began with.
-        assert probed(train, capsys, out, *wanted)["findings"] == result["findings"]
-    assert "segments of 4 frames" in probed(train, capsys, tmp_path / "mae", *wanted)["data"]
+        assert probed(capsys, out, *wanted)["findings"] == result["findings"]
+    assert "segments of 4 frames" in probed(capsys, tmp_path / "mae", *wanted)["data"]
 
 
 @pytest.mark.parametrize(
@@ -119,7 +113,6 @@ def test_towers_of_every_task_are_probed(
     ],
 )
 def test_mistakes_are_named(
-    train: Train,
     moving: Path,
     run: Path,
     capsys: pytest.CaptureFixture[str],
@@ -143,7 +136,7 @@ def run(moving: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_a_mistake_in_the_loops_probe_leaves_no_run_behind(
-    train: Train, moving: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    moving: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     every = ("--evaluate.every", 1)
     for flags, message in (
@@ -157,9 +150,7 @@ def test_a_mistake_in_the_loops_probe_leaves_no_run_behind(
         assert not (tmp_path / "run").exists()
 
 
-def test_a_run_without_a_video_tower_is_refused(
-    train: Train, run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_run_without_a_video_tower_is_refused(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     other = tmp_path / "other"
     other.mkdir()
     for path in run.iterdir():
@@ -172,7 +163,7 @@ def test_a_run_without_a_video_tower_is_refused(
 
 
 def test_classes_that_the_bank_lacks_are_counted_and_one_class_is_nothing_to_learn(
-    train: Train, run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def captions(video_id: str, *names: str) -> list[Caption]:
         return [
@@ -184,7 +175,7 @@ def test_classes_that_the_bank_lacks_are_counted_and_one_class_is_nothing_to_lea
     videos = {"a": "train", "b": "val"}
     write_captions(tmp_path, videos, [*captions("a", "p", "q", "p", "q"), *captions("b", "p", "r", "s", "r")])
     few = ("--label", "class", "--neighbours", 2, "--shards", tmp_path)
-    for one in probed(train, capsys, run, *few)["findings"]:
+    for one in probed(capsys, run, *few)["findings"]:
         assert (one["num_classes"], one["num_unseen"], one["num_unseen_classes"]) == (4, 3, 2)
         assert one["found"]["top1"] <= 0.25
     assert train("eval", "probe", run, *few) == 0

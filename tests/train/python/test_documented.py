@@ -11,8 +11,8 @@ from PIL import Image
 
 from tests.train.conftest import NUM_FRAMES, VIDEOS
 from tests.train.latents.written import Chunk, Written, write_latents, write_text
+from tests.train.running import train
 from tests.train.tiny_data import Caption
-from tests.train.weights.test_export import run_train
 
 BLOCK = re.compile(r"^```python\n(.*?)^```", flags=re.MULTILINE | re.DOTALL)
 MOST_LINES_OF_A_PICTURE = 10
@@ -31,7 +31,7 @@ def folder(data_dir: Path, tmp_path: Path) -> Path:
     write_latents(written, [[Chunk(name, 0, NUM_FRAMES // 3) for name in VIDEOS]])
     write_text(written, [Caption(name, 0, 1, "") for name in VIDEOS])
     flags = ("--model", "tiny", "--size-px", "32", "--batch", "4", "--steps", "1", "--device", "cpu", "--workers", "1")
-    assert run_train("dual-encoder", "--shards", tmp_path / "data", "--out", tmp_path / "runs/first", *flags) == 0
+    assert train("dual-encoder", "--shards", tmp_path / "data", "--out", tmp_path / "runs/first", *flags) == 0
     return tmp_path
 
 

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from clipmill.shards.reader import Variant
-from tests.train.weights.test_export import run_train
+from tests.train.running import train
 
 FLAGS = "--model tiny --size-px 32 --num-frames 2 --workers 1 --batch 3 --steps 2 --warmup-steps 1 --device cpu"
 SMALL = FLAGS.split()
@@ -14,14 +14,14 @@ SMALL = FLAGS.split()
 @pytest.fixture(scope="package")
 def run(data_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("search") / "run"
-    assert run_train("dual-encoder", "--shards", data_dir, "--out", out, *SMALL, "--towers.temporal", "random") == 0
+    assert train("dual-encoder", "--shards", data_dir, "--out", out, *SMALL, "--towers.temporal", "random") == 0
     return out
 
 
 @pytest.fixture(scope="package")
 def masked(data_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("search") / "masked"
-    assert run_train("mae", "--shards", data_dir, "--out", out, *SMALL) == 0
+    assert train("mae", "--shards", data_dir, "--out", out, *SMALL) == 0
     return out
 
 
@@ -35,7 +35,7 @@ def embedded(run: Path, data_dir: Path, tmp_path_factory: pytest.TempPathFactory
 
 def embed(weights: Path, data_dir: Path, out: Path, *flags: object, split: str = "train") -> int:
     words = ("--shards", data_dir, "--split", split, "--out", out, "--workers", 1, "--device", "cpu", *flags)
-    return run_train("embed", weights, *words)
+    return train("embed", weights, *words)
 
 
 def content(folder: Path) -> dict[str, bytes]:

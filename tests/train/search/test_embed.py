@@ -16,10 +16,10 @@ from clipmill.train.search import embedding
 from tests.train.conftest import VIDEOS
 from tests.train.distributed.forked import end_well, fork_ranks
 from tests.train.killed import killed_at
+from tests.train.running import train
 from tests.train.search.conftest import SMALL, content, embed, overwrite_chunk
 from tests.train.search.small_parts import embed_small_parts
 from tests.train.tiny_data import Caption, write_captions
-from tests.train.weights.test_export import run_train
 
 TEXTS = [text for video in "abc" for text in ("it begins", f"the middle of {video}", f"the end of {video}")]
 
@@ -54,7 +54,7 @@ def test_scores_computed_by_numpy_are_those_of_eval_retrieval(
     embedded: Path, run: Path, data_dir: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     capsys.readouterr()
-    assert run_train("eval", "retrieval", run, "--shards", data_dir, "--split", "train", "--json") == 0
+    assert train("eval", "retrieval", run, "--shards", data_dir, "--split", "train", "--json") == 0
     expected = json.loads(capsys.readouterr().out.splitlines()[-1])
     video, text = np.load(embedded / "video.npy"), np.load(embedded / "text.npy")
     caption = pq.read_table(embedded / "clips.parquet")["caption"].to_numpy()
@@ -92,7 +92,7 @@ def words(run: Path, data_dir: Path, out: Path) -> list[str]:
 @pytest.mark.usefixtures("small_parts")
 def test_two_processes_write_the_same_bytes_as_one(embedded: Path, run: Path, data_dir: Path, tmp_path: Path) -> None:
     one, two = tmp_path / "one", tmp_path / "two"
-    assert run_train("embed", *words(run, data_dir, one)) == 0
+    assert train("embed", *words(run, data_dir, one)) == 0
     end_well(fork_ranks(embed_small_parts, *words(run, data_dir, two), size=2, folder=tmp_path))
     assert content(two) == content(one)
     assert content(one)["clips.parquet"] == content(embedded)["clips.parquet"]
@@ -104,7 +104,7 @@ def test_a_killed_command_is_resumed_to_the_same_bytes(
     run: Path, data_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     whole = tmp_path / "whole"
-    assert run_train("embed", *words(run, data_dir, whole)) == 0
+    assert train("embed", *words(run, data_dir, whole)) == 0
     status: int | None = -signal.SIGKILL
     num_resumed, number = 0, 2
     while status == -signal.SIGKILL:
@@ -112,7 +112,7 @@ def test_a_killed_command_is_resumed_to_the_same_bytes(
         status = killed_at(number, embed_small_parts, *words(run, data_dir, out), folder=out)
         is_finished = (out / "embed.json").exists()
         capsys.readouterr()
-        assert run_train("embed", *words(run, data_dir, out)) == 0
+        assert train("embed", *words(run, data_dir, out)) == 0
         num_resumed += "resumed: " in capsys.readouterr().out
         assert content(out) == content(whole), f"killed at change {number}, finished: {is_finished}"
         number += 5
@@ -153,20 +153,20 @@ def test_the_data_of_a_run_are_embedded_where_none_are_named(
     embedded: Path, run: Path, data_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     flags = ("--split", "train", "--workers", 1, "--device", "cpu")
-    assert run_train("embed", run, "--out", tmp_path / "own", *flags) == 0
+    assert train("embed", run, "--out", tmp_path / "own", *flags) == 0
     assert content(tmp_path / "own")["video.npy"] == content(embedded)["video.npy"]
     several, exported = tmp_path / "several", tmp_path / "exported"
     shutil.copytree(run, several)
     settings = yaml.safe_load((several / "settings.yaml").read_text())
     (several / "settings.yaml").write_text(yaml.safe_dump({**settings, "shards": [str(data_dir), "other"]}))
-    assert run_train("export", run, "--format", "open_clip", "--out", exported) == 0
+    assert train("export", run, "--format", "open_clip", "--out", exported) == 0
     capsys.readouterr()
     for weights, message in (
         (several, "was trained on 2 data folders"),
         (exported, "--shards is missing"),
         (tmp_path / "nowhere", "there is no run in"),
     ):
-        assert run_train("embed", weights, "--out", tmp_path / "out", *flags) == 2
+        assert train("embed", weights, "--out", tmp_path / "out", *flags) == 2
         assert message in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
 
@@ -175,7 +175,7 @@ def test_unfinished_work_is_not_continued_with_other_weights(
     run: Path, data_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     other, out = tmp_path / "other", tmp_path / "out"
-    assert run_train("dual-encoder", "--shards", data_dir, "--out", other, *SMALL, "--seed", 1) == 0
+    assert train("dual-encoder", "--shards", data_dir, "--out", other, *SMALL, "--seed", 1) == 0
     assert killed_at(7, embed_small_parts, *words(run, data_dir, out), folder=out) == -signal.SIGKILL
     assert (out / "parts" / "plan.json").is_file()
     capsys.readouterr()
@@ -272,5 +272,5 @@ def test_a_split_without_captions_is_pointed_to_its_chunks(
 def test_what_cannot_be_embedded_is_refused_and_leaves_nothing(
     masked: Path, data_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], flags: list[str], message: str
 ) -> None:
-    assert run_train("embed", masked, "--shards", data_dir, "--out", tmp_path / "out", *flags) == 2
+    assert train("embed", masked, "--shards", data_dir, "--out", tmp_path / "out", *flags) == 2
     assert message in capsys.readouterr().err and not (tmp_path / "out").exists()

@@ -21,9 +21,9 @@ from clipmill.prep.synthetic.frame_code import read_frame_number
 from clipmill.train.evaluation import player
 from clipmill.train.inference.model import load_model
 from clipmill.train.search.folder import EmbeddedClip, open_embedded
+from tests.train.running import train
 from tests.train.search.conftest import SMALL, embed, overwrite_chunk
 from tests.train.tiny_data import Caption, write_captions
-from tests.train.weights.test_export import run_train
 
 
 @pytest.fixture
@@ -32,7 +32,7 @@ def search(capsys: pytest.CaptureFixture[str]) -> Any:
 
     def call(*words: object) -> dict[str, Any]:
         capsys.readouterr()
-        assert run_train("search", *words, "--device", "cpu", "--json") == 0
+        assert train("search", *words, "--device", "cpu", "--json") == 0
         result: dict[str, Any] = json.loads(capsys.readouterr().out)
         return result
 
@@ -110,7 +110,7 @@ def test_pooled_features_are_searched_by_example(masked: Path, data_dir: Path, t
 
 def test_the_console_has_a_line_per_clip(embedded: Path, capsys: pytest.CaptureFixture[str]) -> None:
     capsys.readouterr()
-    assert run_train("search", embedded, "it begins", "--top", 2, "--device", "cpu") == 0
+    assert train("search", embedded, "it begins", "--top", 2, "--device", "cpu") == 0
     title, *lines = capsys.readouterr().out.splitlines()
     assert title == "it begins" and len(lines) == 2
     assert all(re.match(rf"   {rank}  [ -]0\.\d{{3}}  [abc]_0\d+ ", line) for rank, line in enumerate(lines, start=1))
@@ -135,7 +135,7 @@ def test_a_file_is_shown_without_the_query_of_its_address() -> None:
 
 def refused(capsys: pytest.CaptureFixture[str], *words: object) -> str:
     capsys.readouterr()
-    assert run_train("search", *words) == 2
+    assert train("search", *words) == 2
     return capsys.readouterr().err
 
 
@@ -164,7 +164,7 @@ def test_texts_are_not_compared_with_embeddings_of_other_weights(
     embedded: Path, data_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     other = tmp_path / "other"
-    assert run_train("dual-encoder", "--shards", data_dir, "--out", other, *SMALL, "--seed", 1) == 0
+    assert train("dual-encoder", "--shards", data_dir, "--out", other, *SMALL, "--seed", 1) == 0
     said = refused(capsys, embedded, "it begins", "--weights", other, "--device", "cpu")
     assert "was embedded with other weights" in said
 
@@ -234,7 +234,7 @@ def test_the_page_names_clips_that_are_damaged_or_over_its_budget(
     overwrite_chunk(damaged, "b_000002000")
     monkeypatch.setattr(player, "_BUDGET_BYTES", 1)
     words = (embedded, "it begins", "--top", 9, "--page", path, "--shards", damaged, "--device", "cpu")
-    assert run_train("search", *words) == 1, "clips that the page lacks are a failure"
+    assert train("search", *words) == 1, "clips that the page lacks are a failure"
     page = path.read_text()
     # A single frame of one of the two clips in the damaged chunk lies in another chunk.
     num_missing = page.count("not available: its bytes in")
@@ -270,6 +270,6 @@ def test_texts_are_encoded_by_an_export_of_the_same_weights(
     embedded: Path, run: Path, tmp_path: Path, search: Any
 ) -> None:
     out = tmp_path / "exported"
-    assert run_train("export", run, "--format", "open_clip", "--out", out) == 0
+    assert train("export", run, "--format", "open_clip", "--out", out) == 0
     expected = search(embedded, "the middle of a")
     assert search(embedded, "the middle of a", "--weights", out)["results"] == expected["results"]

@@ -4,7 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.train.tuning.runs import LORA, SHORT, SMALL, TINY, call
+from tests.train.running import train
+from tests.train.tuning.runs import LORA, SHORT, SMALL, TINY
 
 
 @pytest.fixture(scope="session")
@@ -12,7 +13,7 @@ def source(data_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A trained dual encoder."""
     out = tmp_path_factory.mktemp("source") / "run"
     flags = ("--lr", "1e-3", "--steps", 2, "--towers.temporal", "random")
-    call("dual-encoder", *TINY, *flags, "--shards", data_dir, "--out", out)
+    assert train("dual-encoder", *TINY, *flags, "--shards", data_dir, "--out", out) == 0
     return out
 
 
@@ -21,7 +22,7 @@ def adapted(data_dir: Path, source: Path, tmp_path_factory: pytest.TempPathFacto
     """That dual encoder with adapters in both towers."""
     out = tmp_path_factory.mktemp("adapted") / "run"
     flags = [*SMALL, *LORA, "--evaluate.every", 4, "--shards", data_dir, "--init.weights", source, "--out", out]
-    call("dual-encoder", *flags)
+    assert train("dual-encoder", *flags) == 0
     return out
 
 
@@ -29,5 +30,5 @@ def adapted(data_dir: Path, source: Path, tmp_path_factory: pytest.TempPathFacto
 def masked(data_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A masked autoencoder."""
     out = tmp_path_factory.mktemp("masked") / "run"
-    call("mae", *SHORT, "--mask-ratio", 0.5, "--shards", data_dir, "--out", out)
+    assert train("mae", *SHORT, "--mask-ratio", 0.5, "--shards", data_dir, "--out", out) == 0
     return out

@@ -3,12 +3,10 @@
 import shutil
 from pathlib import Path
 
-import pytest
 import torch
 
-from clipmill.train.cli import main
 from clipmill.train.run.checkpoint import latest_checkpoint, read_table
-from clipmill.train.run.folder import RunFolder, read_lines
+from clipmill.train.run.folder import RunFolder
 from clipmill.train.weights.sources import whole_weights
 
 TINY = ["--model", "tiny", "--num-frames", 2, "--size-px", 32, "--batch", 4, "--warmup-steps", 1, "--workers", 1]
@@ -16,14 +14,6 @@ SHORT = [*TINY, "--lr", "1e-2", "--steps", 2]
 SMALL = [*TINY, "--lr", "1e-2", "--steps", 4, "--checkpoint-every", 2, "--optimizer.ema", 0.9]
 LORA = ("--lora.rank", 2, "--lora.alpha", 4)
 CROSS = "decoder.transformer.resblocks.0.cross_attn.kv_proj.weight"
-
-
-def call(*words: object) -> None:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("sys.argv", ["train", *map(str, words)])
-        with pytest.raises(SystemExit) as left:
-            main()
-    assert not left.value.code
 
 
 def latest(out: Path) -> Path:
@@ -38,10 +28,6 @@ def weights(out: Path) -> dict[str, torch.Tensor]:
 
 def stored(out: Path, prefix: str) -> set[str]:
     return {name.removeprefix(prefix) for name in read_table(latest(out)) if name.startswith(prefix)}
-
-
-def losses(out: Path) -> list[float]:
-    return [line["loss"] for line in read_lines(RunFolder(out).metrics)]
 
 
 def killed(out: Path, copy: Path) -> Path:

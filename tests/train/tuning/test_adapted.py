@@ -2,7 +2,6 @@
 
 import json
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -12,17 +11,13 @@ import torch
 from clipmill.train.inference.model import load_model
 from clipmill.train.run.checkpoint import read_weights
 from clipmill.train.run.folder import RunFolder, read_lines
-from tests.train.classify.moving import encode_clips, write_moving
-from tests.train.test_cli import train
-from tests.train.tuning.runs import CROSS, LORA, SHORT, TINY, killed, latest, losses, stored, weights
-
-__all__ = ["train"]
-
-Train = Callable[..., int]
+from tests.train.classify.moving import write_moving
+from tests.train.running import losses, train
+from tests.train.tuning.runs import CROSS, LORA, SHORT, TINY, killed, latest, stored, weights
 
 
 def test_a_checkpoint_of_adapters_holds_nothing_else_and_is_resumed(
-    train: Train, source: Path, adapted: Path, tmp_path: Path
+    source: Path, adapted: Path, tmp_path: Path
 ) -> None:
     frozen = "(video, with adapters of rank 2; text, with adapters of rank 2)"
     assert RunFolder(adapted).read_facts()["parameters"].endswith(f"of them frozen {frozen}")
@@ -46,7 +41,7 @@ def test_a_checkpoint_of_adapters_holds_nothing_else_and_is_resumed(
 
 
 def test_adapters_are_merged_for_evaluation_export_and_a_new_start(
-    train: Train, data_dir: Path, adapted: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    data_dir: Path, adapted: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert train("eval", "retrieval", adapted, "--json") == 0
     result = json.loads(capsys.readouterr().out)
@@ -63,75 +58,34 @@ def test_adapters_are_merged_for_evaluation_export_and_a_new_start(
         torch.testing.assert_close(begun[name], one, rtol=0, atol=1e-9)
 
 
-def test_exports_of_a_run_with_adapters_are_weights_like_the_run(
-    train: Train, data_dir: Path, adapted: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def test_exports_have_the_adapters_merged_and_are_weights_like_the_run(
+    data_dir: Path, adapted: Path, masked: Path, tmp_path: Path
 ) -> None:
-    once, twice = tmp_path / "once", tmp_path / "twice"
-    assert train("export", adapted, "--format", "open_clip", "--out", once) == 0
-    assert train("export", once, "--format", "hf", "--out", twice) == 0
-    scores = []
-    for path in (adapted, once, twice):
-        capsys.readouterr()
-        assert train("eval", "retrieval", path, "--shards", data_dir, "--json") == 0
-        result = json.loads(capsys.readouterr().out)
-        scores.append([result[direction] for direction in ("text_to_video", "video_to_text")])
-        assert load_model(path).identity == load_model(adapted).identity
-    assert scores[0] == scores[1] == scores[2]
-
-
-def test_exports_of_a_classifier_with_adapters_are_weights_like_the_run(
-    train: Train, masked: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    moving, out = tmp_path / "moving", tmp_path / "run"
+    classes, captions, base, moving = (tmp_path / name for name in ("classes", "captions", "base", "moving"))
     write_moving(moving, num_videos=4)
     flags = ("--label", "verb", "--init.weights", masked, *LORA)
-    assert train("classify", *SHORT, "--shards", moving, *flags, "--out", out) == 0
-    exports = {form: tmp_path / form for form in ("hf", "videomae")}
-    require_equal_models(train, out, exports)
-    scores = []
-    for path in (out, *exports.values()):
-        capsys.readouterr()
-        assert train("eval", "classification", path, "--shards", moving, "--json") == 0
-        scores.append(json.loads(capsys.readouterr().out)["numbers"])
-    assert scores[0] and scores[0] == scores[1] == scores[2]
-
-
-def test_an_export_of_a_captioner_with_adapters_is_weights_like_the_run(
-    train: Train, data_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    base, out, video = tmp_path / "base", tmp_path / "run", tmp_path / "video.mp4"
+    assert train("classify", *SHORT, "--shards", moving, *flags, "--out", classes) == 0
     words = ("caption", *SHORT, "--shards", data_dir, "--decoder.max-tokens", 8, "--towers.temporal", "random")
     decoder = ("--decoder.name", "tiny", "--decoder.depth", 1, "--decoder.vocabulary", 280)
     assert train(*words, *decoder, "--out", base) == 0
-    flags = ("--init.weights", base, *LORA, "--lora.towers", "video", "decoder")
-    assert train(*words, *flags, "--out", out) == 0
-    exports = {"hf": tmp_path / "hf"}
-    require_equal_models(train, out, exports)
-    video.write_bytes(encode_clips(["bright:left"], np.random.default_rng(0)))
-    said = []
-    for path in (out, *exports.values()):
-        capsys.readouterr()
-        assert train("caption-video", path, video, "--len", "1s") == 0
-        said.append(capsys.readouterr().out)
-    assert said[0].strip() and said[0] == said[1]
-
-
-def require_equal_models(train: Train, run: Path, exports: dict[str, Path]) -> None:
-    """The adapters of a run have changed it, and are merged in exports with the same tensors and features."""
-    adapters = {name: one for name, one in read_weights(latest(run)).items() if name.endswith(".lora.B")}
-    assert adapters and all(one.abs().sum() > 0 for one in adapters.values())
+    both = ("--init.weights", base, *LORA, "--lora.towers", "video", "decoder")
+    assert train(*words, *both, "--out", captions) == 0
     clips = np.random.default_rng(0).integers(0, 256, (3, 2, 32, 32, 3), dtype=np.uint8)
-    own = load_model(run)
-    for form, path in exports.items():
-        assert train("export", run, "--format", form, "--out", path) == 0
-        model = load_model(path)
-        assert not any(".lora." in name for name in model.model.state_dict())
-        assert model.identity == own.identity, form
-        assert torch.equal(model.encode_video(clips), own.encode_video(clips)), form
+    for run, forms in ((adapted, ("open_clip", "hf")), (classes, ("hf", "videomae")), (captions, ("hf",))):
+        adapters = {name: one for name, one in read_weights(latest(run)).items() if name.endswith(".lora.B")}
+        assert adapters and all(one.abs().sum() > 0 for one in adapters.values())
+        own = load_model(run)
+        for form in forms:
+            out = tmp_path / f"{run.name}-{form}"
+            assert train("export", run, "--format", form, "--out", out) == 0
+            model = load_model(out)
+            assert not any(".lora." in name for name in model.model.state_dict())
+            assert model.identity == own.identity, form
+            assert torch.equal(model.encode_video(clips), own.encode_video(clips)), form
 
 
 def test_adapters_need_the_weights_that_they_adapt(
-    train: Train, data_dir: Path, source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    data_dir: Path, source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     base, out = tmp_path / "base", tmp_path / "run"
     shutil.copytree(source, base)
@@ -167,9 +121,7 @@ def test_adapters_need_the_weights_that_they_adapt(
         assert train(*command) == 0
 
 
-def test_what_weights_lack_is_trained_whole_beside_the_adapters(
-    train: Train, data_dir: Path, source: Path, tmp_path: Path
-) -> None:
+def test_what_weights_lack_is_trained_whole_beside_the_adapters(data_dir: Path, source: Path, tmp_path: Path) -> None:
     """A new projection, and the positions of another picture size, which a rule of resizing has made."""
     out = tmp_path / "run"
     flags = [*TINY[:2], "--num-frames", 4, "--size-px", 48, *TINY[6:], "--lr", "1e-2", "--steps", 2]
@@ -188,7 +140,7 @@ def test_what_weights_lack_is_trained_whole_beside_the_adapters(
 
 
 def test_a_captioner_has_adapters_in_its_tower_and_then_in_its_decoder(
-    train: Train, data_dir: Path, masked: Path, tmp_path: Path
+    data_dir: Path, masked: Path, tmp_path: Path
 ) -> None:
     out, both = tmp_path / "captions", tmp_path / "both"
     flags = ("--shards", data_dir, "--decoder.name", "tiny", "--decoder.max-tokens", 8, *LORA)

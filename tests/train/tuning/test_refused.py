@@ -1,17 +1,12 @@
 """What cannot be trained is refused before there is a run."""
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.train.test_cli import train
+from tests.train.running import train
 from tests.train.tuning.runs import LORA, TINY
-
-__all__ = ["train"]
-
-Train = Callable[..., int]
 
 
 @pytest.mark.parametrize(
@@ -41,7 +36,6 @@ Train = Callable[..., int]
     ],
 )
 def test_what_cannot_be_trained_is_refused(
-    train: Train,
     data_dir: Path,
     source: Path,
     tmp_path: Path,
@@ -59,7 +53,7 @@ def test_what_cannot_be_trained_is_refused(
 
 
 def test_a_decoder_without_pretrained_weights_gets_no_adapters(
-    train: Train, data_dir: Path, source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    data_dir: Path, source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     flags = ("--decoder.name", "tiny", "--decoder.max-tokens", 8, *LORA, "--lora.towers", "decoder")
     words = [*TINY, "--steps", 1, "--shards", data_dir, "--init.weights", source, *flags]

@@ -2,10 +2,8 @@
 
 import json
 import shutil
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -13,7 +11,6 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from clipmill.manifests.errors import UserError
-from clipmill.train.cli import main
 from clipmill.train.commands.export import export_run
 from clipmill.train.config.files import load_settings
 from clipmill.train.config.model import Init, Towers
@@ -26,28 +23,20 @@ from clipmill.train.run.checkpoint_writer import CheckpointWriter
 from clipmill.train.tasks.dual_encoder.export import image_towers
 from clipmill.train.tasks.dual_encoder.settings import DualEncoderSettings
 from clipmill.train.weights.sources import open_weights
+from tests.train.running import train, weights_of
 from tests.train.weights.small import loaded_weights, our_model, quiet
 
-Train = Callable[..., int]
 SIDE = 32
 TOWERS = ["--towers.activation", "quick_gelu", "--towers.video-norm-eps", "1e-6", "--towers.temporal", "random"]
 SMALL = ["--model", "tiny", "--num-frames", "2", "--size-px", str(SIDE), "--batch", "4", "--lr", "1e-3", "--steps", "2"]
 MEAN = ["--init.pixel-mean", "0.42", "0.46", "0.41"]
 
 
-def run_train(*arguments: object) -> int:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("sys.argv", ["train", *map(str, arguments)])
-        with pytest.raises(SystemExit) as left:
-            main()
-    return int(left.value.code or 0)
-
-
 @pytest.fixture(scope="module")
 def run(data_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run of two steps with a temporal embedding, QuickGELU and eps 1e-6."""
     out = tmp_path_factory.mktemp("runs") / "run"
-    assert run_train("dual-encoder", "--shards", data_dir, "--out", out, *SMALL, *TOWERS, *MEAN) == 0
+    assert train("dual-encoder", "--shards", data_dir, "--out", out, *SMALL, *TOWERS, *MEAN) == 0
     return out
 
 
@@ -55,12 +44,6 @@ def model_of(run: Path, *, num_frames: int) -> DualEncoder:
     settings = load_settings(run / "settings.yaml", DualEncoderSettings)
     size = size_of(settings.model, settings.towers)
     return DualEncoder(size, image_px=SIDE, num_frames=num_frames, attend=attend_with_sdpa).eval()
-
-
-def weights_of(run: Path) -> dict[str, torch.Tensor]:
-    path = latest_checkpoint(run / "checkpoints")
-    assert path is not None
-    return read_weights(path)
 
 
 def picture_features(run: Path, *, rule: str) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -83,7 +66,7 @@ def test_open_clip_computes_what_the_run_does(run: Path, tmp_path: Path, rule: s
     import open_clip
 
     out = tmp_path / "exported"
-    assert run_train("export", run, "--format", "open_clip", "--out", out, "--frame-embedding", rule) == 0
+    assert train("export", run, "--format", "open_clip", "--out", out, "--frame-embedding", rule) == 0
     modes = {path.stat().st_mode for path in out.iterdir() if path.is_file()}
     assert len(modes) == 1, "those of the weights are not as of the others"
     model = open_clip.create_model(f"local-dir:{out}").eval()
@@ -105,7 +88,7 @@ def test_open_clip_computes_what_the_run_does(run: Path, tmp_path: Path, rule: s
 def test_clip_model_computes_what_the_run_does(run: Path, tmp_path: Path, rule: str) -> None:
     transformers = pytest.importorskip("transformers")
     out = tmp_path / "exported"
-    assert run_train("export", run, "--format", "hf", "--out", out, "--frame-embedding", rule) == 0
+    assert train("export", run, "--format", "hf", "--out", out, "--frame-embedding", rule) == 0
     model, told = transformers.CLIPModel.from_pretrained(out, output_loading_info=True)
     assert not any(told[name] for name in ("missing_keys", "unexpected_keys", "mismatched_keys"))
     pictures, ids, video, text = picture_features(run, rule=rule)
@@ -127,20 +110,6 @@ def test_the_tokenizer_of_transformers_gives_the_ids_that_the_run_saw(run: Path,
         assert theirs[:length] == ours[:length].tolist(), text
     processor = transformers.CLIPImageProcessor.from_pretrained(tmp_path / "exported")
     assert list(processor.image_mean) == [0.42, 0.46, 0.41] and processor.crop_size["height"] == SIDE
-
-
-@pytest.mark.parametrize("form", ["open_clip", "hf"])
-def test_an_export_gives_the_run_its_weights_back_bit_by_bit(run: Path, tmp_path: Path, form: Any) -> None:
-    export_run(run, form=form, out=tmp_path / "exported", frame_embedding="mean", say=quiet)
-    source = open_weights(Init(weights=str(tmp_path / "exported")))
-    assert source is not None
-    assert (source.facts.activation, source.facts.video_eps) == ("quick_gelu", 1e-6)
-    assert source.facts.mean == (0.42, 0.46, 0.41)
-    model = model_of(run, num_frames=2)
-    loaded = loaded_weights(model, source, say=quiet)
-    assert loaded.fitted.changes == ()
-    wanted = weights_of(run)
-    assert all(torch.equal(tensor, wanted[name]) for name, tensor in model.state_dict().items())
 
 
 def test_a_run_itself_is_a_start_with_more_frames(run: Path) -> None:
@@ -174,7 +143,7 @@ def test_extras_of_other_weights_are_refused(run: Path, tmp_path: Path) -> None:
 
 
 def test_the_user_hears_what_is_lost(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run_train("export", run, "--format", "open_clip", "--out", tmp_path / "exported") == 0
+    assert train("export", run, "--format", "open_clip", "--out", tmp_path / "exported") == 0
     printed = capsys.readouterr().out
     assert "the temporal embedding of 2 steps has no place in an image tower: its mean is added" in printed
     assert "kept in video_extras.safetensors" in printed
@@ -204,7 +173,7 @@ def test_mistakes_have_two_lines_and_leave_nothing_behind(
         ([run, "--out", tmp_path / "a", "--checkpoint", tmp_path / "step_000009"], "is not a checkpoint of"),
         ([run, "--out", full / "precious" / "a"], "cannot write"),
     ):
-        assert run_train("export", *arguments, "--format", "open_clip") == 2
+        assert train("export", *arguments, "--format", "open_clip") == 2
         printed = capsys.readouterr().err.splitlines()
         assert len(printed) == 2 and error in printed[0] and printed[1].startswith("hint: "), printed
     assert sorted(path.name for path in tmp_path.iterdir()) == ["full"]

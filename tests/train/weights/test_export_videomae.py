@@ -12,10 +12,10 @@ from transformers import VideoMAEForPreTraining, VideoMAEForVideoClassification,
 from clipmill.manifests.errors import UserError
 from clipmill.train.commands.export import export_run
 from clipmill.train.config.files import load_settings
-from clipmill.train.run.checkpoint import latest_checkpoint, read_weights
 from clipmill.train.tasks.mae.settings import MaeSettings
 from clipmill.train.weights.videomae import to_videomae
 from tests.train.latents.written import Chunk, Written, write_latents
+from tests.train.running import train, weights_of
 from tests.train.tiny_data import Caption, chunks_of, write_captions, write_shard
 from tests.train.weights.small import loaded_weights, quiet
 from tests.train.weights.small_videomae import (
@@ -26,7 +26,6 @@ from tests.train.weights.small_videomae import (
     our_classifier,
     tiny_size,
 )
-from tests.train.weights.test_export import run_train
 
 SMALL = (
     "--model",
@@ -70,14 +69,8 @@ def run(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Two steps of pre-training, with a normalisation and an eps of its own."""
     out = tmp_path_factory.mktemp("runs") / "mae"
     own = ("--init.pixel-mean", "0.42", "0.46", "0.41", "--towers.video-norm-eps", "1e-9")
-    assert run_train("mae", "--shards", data, "--out", out, *MAE, *own, "--steps", "2", "--lr", "1e-2") == 0
+    assert train("mae", "--shards", data, "--out", out, *MAE, *own, "--steps", "2", "--lr", "1e-2") == 0
     return out
-
-
-def weights_of(run: Path) -> dict[str, torch.Tensor]:
-    path = latest_checkpoint(run / "checkpoints")
-    assert path is not None
-    return read_weights(path)
 
 
 def from_pretrained(kind: Any, folder: Path) -> Any:
@@ -88,7 +81,7 @@ def from_pretrained(kind: Any, folder: Path) -> Any:
 
 def test_transformers_reconstructs_what_the_run_does_and_the_run_comes_back(run: Path, tmp_path: Path) -> None:
     out = tmp_path / "exported"
-    assert run_train("export", run, "--format", "hf", "--out", out) == 0
+    assert train("export", run, "--format", "hf", "--out", out) == 0
     ours = our_autoencoder(size=tiny_size(1e-9), image_px=SIDE)
     weights = weights_of(run)
     ours.load_state_dict(weights)
@@ -106,7 +99,7 @@ def test_the_authors_format_holds_tensors_alone_and_says_what_it_does_not_hold(
     run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "exported"
-    assert run_train("export", run, "--format", "videomae", "--out", out) == 0
+    assert train("export", run, "--format", "videomae", "--out", out) == 0
     printed = capsys.readouterr().out
     assert "layer norms of eps 1e-06, and this run of 1e-09" in printed and "normalised pictures otherwise" in printed
     state = torch.load(out / "checkpoint.pth", weights_only=True)["model"]
@@ -124,7 +117,7 @@ def test_pre_training_goes_on_from_weights(data: Path, run: Path, tmp_path: Path
         weights = tmp_path / "exported"
         export_run(run, form="hf", out=weights, say=quiet)
     out = tmp_path / "second"
-    assert run_train("mae", "--shards", data, "--out", out, *MAE, *STILL, "--init.weights", weights) == 0
+    assert train("mae", "--shards", data, "--out", out, *MAE, *STILL, "--init.weights", weights) == 0
     first, second = weights_of(run), weights_of(out)
     assert all(torch.allclose(second[name], first[name], atol=1e-7) for name in first)
     settings = load_settings(out / "settings.yaml", MaeSettings)
@@ -138,12 +131,12 @@ def test_a_classifier_starts_from_a_folder_and_leaves_as_one(
     pretrained, out, exported = tmp_path / "pretrained", tmp_path / "classes", tmp_path / "exported"
     export_run(run, form="hf", out=pretrained, say=quiet)
     flags = ("--shards", data, "--label", "shape", *SMALL, "--init.weights", pretrained)
-    assert run_train("classify", *flags, "--out", out, *STILL) == 0
+    assert train("classify", *flags, "--out", out, *STILL) == 0
     first, weights = weights_of(run), weights_of(out)
     tower = [name for name in weights if name.startswith("video.")]
     assert tower and all(torch.allclose(weights[name], first[name], atol=1e-7) for name in tower)
 
-    assert run_train("export", out, "--format", "hf", "--out", exported) == 0
+    assert train("export", out, "--format", "hf", "--out", exported) == 0
     theirs = from_pretrained(VideoMAEForVideoClassification, exported)
     assert theirs.config.id2label == {0: "a disc", 1: "a star"} and theirs.config.label2id["a star"] == 1
     size = tiny_size(1e-9)
@@ -157,9 +150,9 @@ def test_a_classifier_starts_from_a_folder_and_leaves_as_one(
     # Pre-training goes on from its tower, with a new decoder.
     mae = ("mae", "--shards", data, *MAE, *STILL, "--init.weights", exported, "--out", tmp_path / "mae")
     capsys.readouterr()
-    assert run_train(*mae) == 2
+    assert train(*mae) == 2
     assert "--init.allow 'decoder.*' 'fc_norm.*' 'head.*' 'video.ln_post.*'" in capsys.readouterr().err
-    assert run_train(*mae, "--init.allow", "decoder.*", "fc_norm.*", "head.*", "video.ln_post.*") == 0
+    assert train(*mae, "--init.allow", "decoder.*", "fc_norm.*", "head.*", "video.ln_post.*") == 0
     on = weights_of(tmp_path / "mae")
     assert all(torch.allclose(on[name], weights[name], atol=1e-7) for name in tower)
 
@@ -167,7 +160,7 @@ def test_a_classifier_starts_from_a_folder_and_leaves_as_one(
     export_run(out, form="videomae", out=tmp_path / "theirs", say=quiet)
     assert "blocks.0.attn.q_bias" in torch.load(tmp_path / "theirs" / "checkpoint.pth", weights_only=True)["model"]
     again = tmp_path / "again"
-    assert run_train("classify", *flags[:-1], tmp_path / "theirs", "--out", again, *STILL) == 0
+    assert train("classify", *flags[:-1], tmp_path / "theirs", "--out", again, *STILL) == 0
     assert torch.allclose(weights_of(again)["fc_norm.weight"], weights["fc_norm.weight"], atol=1e-7)
 
 
@@ -176,8 +169,8 @@ def test_latents_have_a_place_in_transformers_format(
 ) -> None:
     out, exported = tmp_path / "latents", tmp_path / "exported"
     begin = ("mae", "--shards", data, "--steps", "1")
-    assert run_train(*begin, "--out", out, *LATENTS) == 0
-    assert run_train("export", out, "--format", "hf", "--out", exported) == 0
+    assert train(*begin, "--out", out, *LATENTS) == 0
+    assert train("export", out, "--format", "hf", "--out", exported) == 0
     assert not (exported / "preprocessor_config.json").exists()
     config = json.loads((exported / "config.json").read_text())
     assert (config["num_channels"], config["image_size"], config["patch_size"]) == (4, 8, 2)
@@ -188,10 +181,10 @@ def test_latents_have_a_place_in_transformers_format(
 
     capsys.readouterr()
     for source in (out, exported):
-        assert run_train(*begin, "--out", tmp_path / "no", *MAE, "--init.weights", source) == 2
+        assert train(*begin, "--out", tmp_path / "no", *MAE, "--init.weights", source) == 2
         error, hint = capsys.readouterr().err.splitlines()
         assert "does not fit the model" in error and "the weights see 4 channels, the model 3" in hint
-    assert run_train(*begin, "--out", tmp_path / "no", *LATENTS, "--init.weights", run) == 2
+    assert train(*begin, "--out", tmp_path / "no", *LATENTS, "--init.weights", run) == 2
     assert "the weights see 3 channels, the model 4" in capsys.readouterr().err
     assert not (tmp_path / "no").exists()
     # A run of before: what no tensor shows is said by nothing.
@@ -204,7 +197,7 @@ def test_what_a_format_cannot_hold_is_refused(
     data: Path, run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "classes"
-    assert run_train("classify", "--shards", data, "--label", "shape", *SMALL, "--out", out, "--steps", "1") == 0
+    assert train("classify", "--shards", data, "--label", "shape", *SMALL, "--out", out, "--steps", "1") == 0
     capsys.readouterr()
     for arguments, error, hint in (
         ((run, "--format", "open_clip"), "--format is open_clip, which has no place for a masked", "hf or videomae"),
@@ -212,7 +205,7 @@ def test_what_a_format_cannot_hold_is_refused(
         ((run, "--format", "hf", "--frame-embedding", "zero"), "--frame-embedding is about the pictures", "leave"),
         ((out, "--format", "hf"), "is a classifier with CLIP's tower, which no format has a place for", "videomae"),
     ):
-        assert run_train("export", *arguments, "--out", tmp_path / "no") == 2
+        assert train("export", *arguments, "--out", tmp_path / "no") == 2
         printed = capsys.readouterr().err.splitlines()
         assert len(printed) == 2 and error in printed[0] and hint in printed[1], printed
     assert not (tmp_path / "no").exists()

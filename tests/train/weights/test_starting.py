@@ -12,7 +12,6 @@ from safetensors.torch import save_file
 
 from clipmill.manifests.errors import UserError
 from clipmill.train.augment import pictures
-from clipmill.train.cli import main
 from clipmill.train.config.files import load_settings
 from clipmill.train.config.model import Init, Towers
 from clipmill.train.losses.settings import Loss
@@ -26,23 +25,10 @@ from clipmill.train.weights.avion import MISTYPED_MEAN
 from clipmill.train.weights.conversion import LOGIT_SCALE
 from clipmill.train.weights.open_clip import to_open_clip
 from clipmill.train.weights.sources import open_weights
+from tests.train.running import train
 
-Train = Callable[..., int]
 SMALL = ["--model", "tiny", "--num-frames", "2", "--size-px", "32", "--batch", "4", "--lr", "1e-9", "--steps", "1"]
 TEMPERATURE = 0.025
-
-
-@pytest.fixture
-def train(monkeypatch: pytest.MonkeyPatch) -> Train:
-    """Runs the command in this process and gives its exit status."""
-
-    def run(*arguments: object) -> int:
-        monkeypatch.setattr("sys.argv", ["train", *map(str, arguments)])
-        with pytest.raises(SystemExit) as left:
-            main()
-        return int(left.value.code or 0)
-
-    return run
 
 
 def tiny_weights() -> dict[str, torch.Tensor]:
@@ -66,7 +52,7 @@ def write_avion(path: Path) -> Path:
 
 
 def test_a_run_starts_from_weights_says_so_and_goes_on_without_them(
-    train: Train, data_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    data_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     means: list[Any] = []
     whole = pictures.to_model_input
@@ -101,7 +87,7 @@ def test_a_run_starts_from_weights_says_so_and_goes_on_without_them(
 
 
 def test_the_user_names_what_may_differ_in_one_flag(
-    train: Train, data_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    data_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     weights = {**tiny_weights(), "head.weight": torch.ones(2, 3)}
     del weights["video.ln_post.bias"]
@@ -120,7 +106,7 @@ def test_the_user_names_what_may_differ_in_one_flag(
 
 
 def test_what_does_not_fit_leaves_no_run_behind(
-    train: Train, data_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    data_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     weights = write_open_clip(tmp_path / "w.safetensors")
     arguments = ["--shards", data_dir, "--out", tmp_path / "run", *SMALL[2:], "--model", "s16"]

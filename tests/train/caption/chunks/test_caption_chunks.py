@@ -2,7 +2,6 @@
 
 import json
 import shutil
-import signal
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +16,9 @@ from tests.train.caption.chunks.small_parts import caption_small_parts
 from tests.train.caption.conftest import DECODER, SMALL
 from tests.train.conftest import NUM_FRAMES, VIDEOS
 from tests.train.distributed.forked import end_well, fork_ranks
-from tests.train.killed import killed_at
+from tests.train.running import train
 from tests.train.search.conftest import content, overwrite_chunk
 from tests.train.tiny_data import Caption, chunks_of, encode_chunk, video_sample, write_captions, write_shard
-from tests.train.weights.test_export import run_train
 
 KEYS = [(video, begin, end) for video in "abc" for begin, end in ((0.0, 2.0), (2.0, 4.0), (4.0, 5.5))]
 
@@ -32,7 +30,7 @@ def words(run: Path, data_dir: Path, out: Path, **other: object) -> list[str]:
 
 
 def caption(run: Path, data_dir: Path, out: Path, **other: object) -> int:
-    return run_train("caption-chunks", *words(run, data_dir, out, **other))
+    return train("caption-chunks", *words(run, data_dir, out, **other))
 
 
 def rows(out: Path) -> list[dict[str, Any]]:
@@ -103,16 +101,14 @@ def test_segments_and_other_methods_have_one_caption_per_clip(
     captioner_run: Path, data_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out, flags = tmp_path / "new" / "segments.parquet", ("--shards", data_dir, "--split", "val", "--device", "cpu")
-    assert (
-        run_train("caption-chunks", captioner_run, *flags, "--out", out, "--method", "beam", "--segment", "800ms") == 0
-    )
+    assert train("caption-chunks", captioner_run, *flags, "--out", out, "--method", "beam", "--segment", "800ms") == 0
     # A remainder of half a segment is one of its own, and there is none of less than a quarter.
     spans = [(0.0, 0.8), (0.8, 1.6), (1.6, 2.0), (2.0, 2.8), (2.8, 3.6), (3.6, 4.0), (4.0, 4.8), (4.8, 5.5)]
     assert [(row["begin_s"], row["end_s"], row["sample"]) for row in rows(out)] == [(*span, 0) for span in spans]
     capsys.readouterr()
     greedy = tmp_path / "greedy.parquet"
     words = ("--out", greedy, "--method", "greedy", "--segment", "1750ms", "--json")
-    assert run_train("caption-chunks", captioner_run, *flags, *words) == 0
+    assert train("caption-chunks", captioner_run, *flags, *words) == 0
     printed = json.loads(capsys.readouterr().out)
     assert printed == {"out": str(greedy), **metadata(greedy)} and printed["num_captions"] == 3
     assert [(row["begin_s"], row["end_s"]) for row in rows(greedy)] == [key[1:] for key in KEYS[:3]]
@@ -128,29 +124,6 @@ def test_two_processes_write_the_same_bytes_as_one(
     assert two.read_bytes() == one.read_bytes()
 
 
-def test_a_killed_command_is_resumed_to_the_same_bytes(
-    captioner_run: Path,
-    data_dir: Path,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(captioning, "_BATCHES_PER_PART", 1)
-    whole = tmp_path / "whole" / "pseudo.parquet"
-    assert caption(captioner_run, data_dir, whole) == 0
-    status: int | None = -signal.SIGKILL
-    num_resumed, number = 0, 2
-    while status == -signal.SIGKILL:
-        out = tmp_path / f"killed-{number}" / "pseudo.parquet"
-        status = killed_at(number, caption_small_parts, *words(captioner_run, data_dir, out), folder=out.parent)
-        capsys.readouterr()
-        assert caption(captioner_run, data_dir, out) == 0
-        num_resumed += "resumed: " in capsys.readouterr().out
-        assert content(out.parent) == content(whole.parent), f"killed at change {number}"
-        number += 3
-    assert status == 0 and num_resumed >= 2
-
-
 def test_the_same_again_does_nothing_and_other_captions_are_refused_by_name(
     table: Path, captioner_run: Path, data_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -160,7 +133,7 @@ def test_the_same_again_does_nothing_and_other_captions_are_refused_by_name(
     assert caption(captioner_run, data_dir, out) == 0
     assert "nothing to do" in capsys.readouterr().out
     more = ("--steps", 2, "--seed", 1)
-    assert run_train("caption", "--shards", data_dir, "--out", trained, *SMALL.split(), *DECODER.split(), *more) == 0
+    assert train("caption", "--shards", data_dir, "--out", trained, *SMALL.split(), *DECODER.split(), *more) == 0
     shutil.copytree(data_dir, changed)
     # Captions are in the tars too, and are no part of what was captioned.
     write_captions(changed, VIDEOS, [Caption("a", 0.0, 1.0, "it begins")])
@@ -245,7 +218,7 @@ def test_mistakes_are_named_and_leave_nothing(
     message: str,
 ) -> None:
     out = () if "--out" in flags else ("--out", tmp_path / "pseudo.parquet")
-    assert run_train("caption-chunks", captioner_run, "--shards", data_dir, *out, *flags) == 2
+    assert train("caption-chunks", captioner_run, "--shards", data_dir, *out, *flags) == 2
     assert message in capsys.readouterr().err and not list(tmp_path.iterdir())
 
 

@@ -15,7 +15,7 @@ from clipmill.manifests.store import read_captions
 from clipmill.prep.cli import main as prep_main
 from clipmill.prep.synthetic.frame_numbers import FrameNumberVideo
 from clipmill.shards.reader import Variant
-from tests.train.weights.test_export import run_train
+from tests.train.running import train
 
 NAMES = ("a", "b", "c", "d", "val/e")
 LABELLED = ("a", "val/e")
@@ -40,7 +40,7 @@ def documented(repository: Path) -> list[list[str]]:
 
 def run(words: list[str]) -> int:
     if words[0] == "train":
-        return run_train(*words[1:])
+        return train(*words[1:])
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("sys.argv", words)
         with pytest.raises(SystemExit) as left:

@@ -2,7 +2,6 @@
 
 import json
 import shutil
-from collections.abc import Callable
 from dataclasses import replace
 from fractions import Fraction
 from pathlib import Path
@@ -14,11 +13,7 @@ from clipmill.manifests.further_sources import is_source_name, source_name
 from clipmill.prep.synthetic.frame_numbers import FrameNumberVideo
 from clipmill.train.inference.model import load_model
 from clipmill.train.tasks.caption.videos.run import open_captioner
-from tests.train.test_cli import train
-
-__all__ = ["train"]
-
-Train = Callable[..., int]
+from tests.train.running import train
 
 
 @pytest.fixture(scope="module")
@@ -32,7 +27,7 @@ def films(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_lines_are_printed_for_each_window(
-    train: Train, captioner_run: Path, films: Path, capsys: pytest.CaptureFixture[str]
+    captioner_run: Path, films: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert train("caption-video", captioner_run, films, "--len", "2s") == 0
     rows = [line.split("\t") for line in capsys.readouterr().out.splitlines()]
@@ -43,7 +38,7 @@ def test_lines_are_printed_for_each_window(
     assert all(row[2] == " ".join(row[2].split()) for row in rows)
 
 
-def test_a_file_has_the_same_whatever_the_batch(train: Train, captioner_run: Path, films: Path, tmp_path: Path) -> None:
+def test_a_file_has_the_same_whatever_the_batch(captioner_run: Path, films: Path, tmp_path: Path) -> None:
     common = ("caption-video", captioner_run, films, "--len", "1s")
     assert train(*common, "--out", tmp_path / "new/c.json", "--batch", 1) == 0
     assert train(*common, "--out", tmp_path / "c.json", "--batch", 5) == 0
@@ -56,7 +51,7 @@ def test_a_file_has_the_same_whatever_the_batch(train: Train, captioner_run: Pat
 
 
 def test_subtitles_of_several_videos_are_files_in_a_folder(
-    train: Train, captioner_run: Path, films: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    captioner_run: Path, films: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     draws = ("--decoding.method", "sample", "--decoding.min-tokens", 2)
     common = ("caption-video", captioner_run, films, "--len", "1s", *draws)
@@ -74,7 +69,7 @@ def test_subtitles_of_several_videos_are_files_in_a_folder(
 
 
 def test_a_damaged_video_is_named_and_the_others_are_written(
-    train: Train, captioner_run: Path, films: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    captioner_run: Path, films: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "bad.mp4").write_bytes((films / "a.mp4").read_bytes()[:2000])
     for out in ("c.json", "srt"):
@@ -101,22 +96,20 @@ def test_a_damaged_video_is_named_and_the_others_are_written(
     ],
 )
 def test_mistakes_are_named(
-    train: Train, captioner_run: Path, films: Path, capsys: pytest.CaptureFixture[str], flags: list[str], message: str
+    captioner_run: Path, films: Path, capsys: pytest.CaptureFixture[str], flags: list[str], message: str
 ) -> None:
     assert train("caption-video", captioner_run, *(flag.format(films=films) for flag in flags)) == 2
     assert message in capsys.readouterr().err
 
 
-def test_a_run_of_another_task_has_no_captions(
-    train: Train, films: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_run_of_another_task_has_no_captions(films: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert train("caption-video", tmp_path, films) == 2
     assert "there is no run" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("flag", ["--decoding.max-tokens", "--decoding.min-tokens"])
 def test_a_limit_beyond_the_context_is_refused(
-    train: Train, captioner_run: Path, films: Path, flag: str, capsys: pytest.CaptureFixture[str]
+    captioner_run: Path, films: Path, flag: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     limit = {"--decoding.max-tokens": 13, "--decoding.min-tokens": 12}[flag]
     for command in (("caption-video", captioner_run, films), ("eval", "caption", captioner_run)):

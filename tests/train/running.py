@@ -1,0 +1,72 @@
+"""Commands of `train` in the process of the tests, what they print, and what their runs leave."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from clipmill.train.cli import main
+from clipmill.train.run.checkpoint import latest_checkpoint, read_weights
+from clipmill.train.run.folder import RunFolder, read_lines
+
+# A model and a run that take hundredths of a second per step, with frames of `tests/train/tiny_data.py`.
+SMALL = [
+    "--model",
+    "tiny",
+    "--num-frames",
+    "2",
+    "--size-px",
+    "32",
+    "--batch",
+    "4",
+    "--warmup-steps",
+    "2",
+    "--lr",
+    "1e-3",
+]
+
+
+def train(*arguments: object) -> int:
+    """The exit status of `train` with these arguments."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("sys.argv", ["train", *map(str, arguments)])
+        with pytest.raises(SystemExit) as left:
+            main()
+    return int(left.value.code or 0)
+
+
+def two_lines(capsys: pytest.CaptureFixture[str]) -> tuple[str, str]:
+    """The error and the hint, which are all that a refused command prints on stderr."""
+    error, hint = capsys.readouterr().err.splitlines()
+    assert error.startswith("error: ") and hint.startswith("hint: ")
+    return error, hint
+
+
+def error_of(capsys: pytest.CaptureFixture[str]) -> str:
+    return next(line for line in capsys.readouterr().err.splitlines() if line.startswith("error: "))
+
+
+def steps(out: Path) -> list[dict[str, Any]]:
+    return read_lines(RunFolder(out).metrics)
+
+
+def losses(out: Path) -> list[float]:
+    return [line["loss"] for line in steps(out)]
+
+
+def weights_of(out: Path) -> dict[str, torch.Tensor]:
+    """Of the latest checkpoint of a run."""
+    path = latest_checkpoint(RunFolder(out).checkpoints)
+    assert path is not None
+    return read_weights(path)
+
+
+def facts(out: Path) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((out / "run.json").read_bytes())
+    return found
+
+
+def all_files(folder: Path) -> set[str]:
+    return {str(path.relative_to(folder)) for path in folder.rglob("*")}
