@@ -81,7 +81,7 @@ def open_weights_as(
         overrides = overrides.beside(settings)
         settings = overrides.applied(settings)
     shape = adopted.shape
-    if getattr(settings, "input", "pixels") == "pixels":
+    if not settings.reads_latents:
         shape = replace(shape, image_px=settings.size_px)
         _require_whole_cubes(settings, shape)
     facts = {} if record is None else record.read_facts()

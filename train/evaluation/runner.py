@@ -16,6 +16,7 @@ from typing import Any, Protocol
 from clipmill.manifests.errors import UserError
 from clipmill.manifests.publish import publish_json
 from clipmill.train.config.data import AS_TRAINED, Overrides
+from clipmill.train.config.latents import LatentSettings
 from clipmill.train.config.training import ClipSettings, Device, flat
 from clipmill.train.data.decoding.clip import Views
 from clipmill.train.data.outcomes import FailedSample
@@ -269,10 +270,9 @@ def describe_clip(
         is_consecutive: the frames of latents are consecutive.
     """
     frames = f"T = {settings.num_frames} frames"
-    if getattr(settings, "input", "pixels") == "latents":
+    if isinstance(settings, LatentSettings) and settings.reads_latents:
         which = "in a row, in the middle" if is_consecutive else "one in the middle of each of equal parts"
-        segment: str = settings.segment  # type: ignore[attr-defined]
-        return f"{frames} of latents of a segment of {segment}, {which}"
+        return f"{frames} of latents of a segment of {settings.segment}, {which}"
     crops = "1 crop (centre square)" if views.num_crops == 1 else f"{views.num_crops} crops along the longer side"
     moments = _describe_sampling(settings, is_centred=views.num_clips == 1)
     if len(views) == 1:

@@ -172,7 +172,7 @@ class LoadedModel:
     def _of_rgb(self, frames_BTHWC: torch.Tensor) -> torch.Tensor:
         """Normalised clips of RGB frames, whose centre squares are resized where they have another size."""
         settings = self.settings
-        if getattr(settings, "input", "pixels") == "latents":
+        if settings.reads_latents:
             raise UserError(f"{self.opened.title} takes latents, and these are RGB frames", hint="encode them first")
         if frames_BTHWC.ndim != _CLIP_DIMS or frames_BTHWC.shape[-1] != _RGB:
             raise UserError(f"frames of shape {tuple(frames_BTHWC.shape)} are not [B, T, H, W, 3]", hint=_CLIPS_HINT)

@@ -129,7 +129,7 @@ def describe_mask(settings: MaeSettings, grid: CubeGrid) -> str:
 
 def _to_display(settings: MaeSettings) -> ToDisplay:
     """From model inputs to values from 0 to 1: undo the normalisation of pixels, or map latents to false colours."""
-    if settings.input == "latents":
+    if settings.reads_latents:
         return lambda latents: latents / (2 * FALSE_COLOUR_STDS) + 0.5
     mean_C111, std_C111 = (
         torch.tensor(values)[:, None, None, None]

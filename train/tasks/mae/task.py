@@ -55,7 +55,7 @@ class MaeTask(ClipTask[MaeSettings, Samples, MaskedAutoencoder]):
     def __init__(self, settings: MaeSettings, **opened: Any) -> None:
         super().__init__(settings, **opened)
         self._probes: list[LoopProbe] = []
-        self.columns: tuple[str, ...] = ("latents",) if settings.input == "latents" else ("video",)
+        self.columns: tuple[str, ...] = ("latents",) if settings.reads_latents else ("video",)
 
     def training_set(self, world: World) -> Samples:
         """This rank's part of the chunks, or of the segments of latents, of the split that the settings name.
@@ -98,7 +98,7 @@ class MaeTask(ClipTask[MaeSettings, Samples, MaskedAutoencoder]):
             UserError: there are none, or they do not fit the settings.
         """
         settings = self._settings
-        if settings.input == "latents":
+        if settings.reads_latents:
             return self._latents(split, world)
         folder = open_folder(settings, reason="train mae reads data folders")
         return ChunkClips(
@@ -113,9 +113,9 @@ class MaeTask(ClipTask[MaeSettings, Samples, MaskedAutoencoder]):
 
     def _latents(self, split: str, world: World) -> LatentLoader:
         settings = self._settings
-        most = settings.max_segments if split == settings.split else None
-        make = partial(LatentLoader, text=False, max_segments=most)
-        latents = open_segments(make, settings, segment=settings.segment, split=split, world=world)
+        latents = open_segments(
+            lambda query: LatentLoader(replace(query, captions="none")), settings, split=split, world=world
+        )
         check_mask(settings.mask_ratio, num_places=(latents.frame_shape.height // LATENT_PATCH) ** 2)
         return latents
 
@@ -127,7 +127,7 @@ class MaeTask(ClipTask[MaeSettings, Samples, MaskedAutoencoder]):
     @property
     def std(self) -> Sequence[float] | None:
         """Divisor of the clips' channels; None for latents, which are not divided."""
-        return (self._settings.init.pixel_std or IMAGENET_STD) if self._settings.input == "pixels" else None
+        return (self._settings.init.pixel_std or IMAGENET_STD) if not self._settings.reads_latents else None
 
     def size(self, samples: Samples) -> VideoViTSize:
         """The size of the encoder, for clips as `samples` has them."""
