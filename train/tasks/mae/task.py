@@ -3,7 +3,6 @@
 Shape suffixes: B batch, C channels, T frames, H and W pixels, F frames of a segment of latents.
 """
 
-from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -36,7 +35,7 @@ from clipmill.train.losses.objective import Objective
 from clipmill.train.models.dual_encoder import size_of
 from clipmill.train.models.masked_autoencoder import MaskedAutoencoder
 from clipmill.train.models.video_vit import CubeGrid, VideoViTSize
-from clipmill.train.tasks.mae.objective import MaskedReconstruction, Masking
+from clipmill.train.tasks.mae.objective import MaskedClips, MaskedReconstruction, Masking
 from clipmill.train.tasks.mae.settings import MaeSettings, check_mask, without_effect
 from clipmill.train.weights.conversion import IMAGENET_MEAN, IMAGENET_STD
 from clipmill.train.weights.effective import effective_clip_settings
@@ -121,13 +120,18 @@ class MaeTask(ClipTask[MaeSettings, Samples, MaskedAutoencoder]):
 
     def build_objective(self, samples: Samples, world: World) -> Objective:
         """Reconstruction error of masked cubes."""
-        inputs: Callable[[Batch, slice], torch.Tensor] = partial(self.inputs, is_training=True)
-        return MaskedReconstruction(inputs, self.masking(samples), size=self.size(samples), std=self.std)
+        return MaskedReconstruction(self.masked_clips(samples, is_training=True))
 
-    @property
-    def std(self) -> Sequence[float] | None:
-        """Divisor of the clips' channels; None for latents, which are not divided."""
-        return (self._settings.init.pixel_std or IMAGENET_STD) if not self._settings.reads_latents else None
+    def masked_clips(self, samples: Samples, *, is_training: bool = False) -> MaskedClips:
+        """Clips as `samples` has them, with masks."""
+        settings = self._settings
+        return MaskedClips(
+            inputs=partial(self.inputs, is_training=is_training),
+            masking=self.masking(samples),
+            size=self.size(samples),
+            # Latents are not divided.
+            std=None if settings.reads_latents else settings.init.pixel_std or IMAGENET_STD,
+        )
 
     def size(self, samples: Samples) -> VideoViTSize:
         """The size of the encoder, for clips as `samples` has them."""
