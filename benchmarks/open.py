@@ -192,6 +192,7 @@ def open_as_rank(data: Path, name: str) -> None:
     from clipmill.train.data.frame_sampling import Sampling
     from clipmill.train.data.labelled_clips import LabelledClips
     from clipmill.train.data.latents.loader import LatentLoader
+    from clipmill.train.data.latents.segment_query import SegmentQuery
     from clipmill.train.data.loader import LoaderSettings
     from clipmill.train.data.order import SampleOrder
     from clipmill.train.data.video_captions import VideoCaptions
@@ -215,8 +216,8 @@ def open_as_rank(data: Path, name: str) -> None:
         classes = ClassList("class", tuple(f"{number:03d}" for number in range(400)))
         samples = LabelledClips(ClipQuery(data, split="train", shape=shape, loading=loading), classes=classes)
     else:
-        has_captions = name != "latents"
-        samples = LatentLoader(data, split="train", segment="5s", text=has_captions, words=has_captions)
+        query = SegmentQuery(data, split="train", captions="none" if name == "latents" else "words")
+        samples = LatentLoader(query)
     print(f"{samples.fingerprint[:16]} {samples.describe()}", file=sys.stderr)
     SampleOrder(samples.num_samples, seed=0).at(np.arange(1024))
     found = {"cpu_s": time.process_time() - begin_s, "samples": samples.num_samples}

@@ -21,6 +21,7 @@ import tempfile
 import time
 from collections.abc import Callable, Generator, Iterator
 from contextlib import closing
+from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -38,7 +39,8 @@ from clipmill import Batches, open_clips, open_latents
 from clipmill.prep.video.ffmpeg import find_ffmpeg
 from clipmill.train.augment.pictures import to_rgb_uint8
 from clipmill.train.data.latents.loader import LatentLoader
-from clipmill.train.data.loader import TrainingSet
+from clipmill.train.data.latents.segment_query import SegmentQuery
+from clipmill.train.data.loader import LoaderSettings, TrainingSet
 from clipmill.train.data.prefetch import prefetch
 from clipmill.train.distributed.world import World
 from clipmill.train.models.attention import open_attention
@@ -120,12 +122,13 @@ def _clip_ways(data: Path, batch: int) -> Ways:
 
 
 def _latent_ways(data: Path, batch: int) -> Ways:
-    kept = LatentLoader(data, split="train", batch=batch, words=True, copy=True)
+    query = SegmentQuery(data, split="train", captions="words", loading=LoaderSettings(batch=batch))
+    kept = LatentLoader(replace(query, loading=LoaderSettings(batch=batch, can_keep=True)))
     name = f"latents, batches of {batch}"
     command = f"{name}, kept, command"
     return {
         command: (_command(kept), None),
-        f"{name}, command": (_command(LatentLoader(data, split="train", batch=batch, words=True)), command),
+        f"{name}, command": (_command(LatentLoader(query)), command),
         f"{name}, kept, open_latents": (_public(open_latents(data, batch=batch)), command),
         f"{name}, kept, open_latents, all read": (_public(open_latents(data, batch=batch), use=dict), command),
     }

@@ -37,9 +37,10 @@ from benchmarks.timing import turns
 from clipmill.manifests.storage.objects import Objects
 from clipmill.prep.video.ffmpeg import find_ffmpeg
 from clipmill.train.data.latents.loader import LatentLoader
-from clipmill.train.data.loader import TrainingSet
+from clipmill.train.data.latents.segment_query import SegmentQuery
+from clipmill.train.data.loader import LoaderSettings, TrainingSet
 from clipmill.train.data.prefetch import prefetch
-from clipmill.train.data.remote import RemoteTars, open_data_folder
+from clipmill.train.data.remote import DataFolder, RemoteTars, open_data_folder
 from clipmill.train.data.remote_maps import RemoteMaps
 from clipmill.train.distributed.world import World
 from clipmill.train.models.attention import open_attention
@@ -191,7 +192,7 @@ def _latent_ways(
 
     text = sum(path.stat().st_size for path in local.glob("text/*/*.tar"))
     ways = {
-        "local": Way(lambda: (LatentLoader(local, split="train", batch=BATCH), None)),
+        "local": Way(lambda: (_latents(DataFolder(local)), None)),
         "S3, 0 ms, by range": Way(lambda: opened(server.endpoint, "near", f"{text}B")),
         f"S3, {shown_ms}, by range": Way(lambda: opened(proxy.endpoint, "far", f"{text}B")),
         f"S3, {shown_ms}, first epoch": Way(
@@ -204,17 +205,21 @@ def _latent_ways(
 def _cached_ways(local: Path, remote: str, folder: Path, proxy: Faults, shown_ms: str) -> dict[str, Way]:
     _through(proxy.endpoint)
     ways = {
-        "local": Way(lambda: (LatentLoader(local, split="train", batch=BATCH), None)),
+        "local": Way(lambda: (_latents(DataFolder(local)), None)),
         f"S3, {shown_ms}, from the cache": Way(lambda: _open_latents(remote, folder / "cache" / "cached", WHOLE)),
     }
     _fill_cache(ways[f"S3, {shown_ms}, from the cache"])
     return ways
 
 
+def _latents(folder: DataFolder) -> LatentLoader:
+    return LatentLoader(SegmentQuery(folder.path, split="train", tars=folder.tars, loading=LoaderSettings(batch=BATCH)))
+
+
 def _open_latents(remote: str, cache: Path, size: str) -> tuple[TrainingSet, Objects | None]:
     found = open_data_folder(remote, cache=cache, cache_size=size, column="latents")
     assert isinstance(found.tars, RemoteTars)
-    return LatentLoader(found.path, split="train", batch=BATCH, tars=found.tars), found.tars.objects
+    return _latents(found), found.tars.objects
 
 
 def _start(name: str, way: Way) -> dict[str, Any]:

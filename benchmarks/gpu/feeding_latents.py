@@ -25,6 +25,8 @@ from benchmarks.latent_peers.segment_set import (
 )
 from clipmill.train.data.batch import Batch, to_device
 from clipmill.train.data.latents.loader import LatentLoader
+from clipmill.train.data.latents.segment_query import SegmentQuery
+from clipmill.train.data.loader import LoaderSettings
 from clipmill.train.data.prefetch import prefetch
 
 _GOAL = 0.9
@@ -42,7 +44,8 @@ def measure_latents(setup: Setup) -> Result:
     for batch in (8,) if setup.is_dry_run else (32, 256, 1024):
         rounds = 1 if setup.is_dry_run else 5
         seconds = 0.05 if setup.is_dry_run else 0.8
-        rows.append(_row(setup, LatentLoader(data, split=SPLIT, batch=batch), batch, rounds=rounds, seconds=seconds))
+        samples = LatentLoader(SegmentQuery(data, split=SPLIT, loading=LoaderSettings(batch=batch)))
+        rows.append(_row(setup, samples, batch, rounds=rounds, seconds=seconds))
     return Result(
         rows=rows,
         notes=[

@@ -17,8 +17,10 @@ class OurLoader(NothingToClose):
 
     def __init__(self, data: Path, batch: int) -> None:
         from clipmill.train.data.latents.loader import LatentLoader
+        from clipmill.train.data.latents.segment_query import SegmentQuery
+        from clipmill.train.data.loader import LoaderSettings
 
-        self._loader = LatentLoader(data, split=SPLIT, batch=batch)
+        self._loader = LatentLoader(SegmentQuery(data, split=SPLIT, loading=LoaderSettings(batch=batch)))
         self._batches = self._loader.batches(position=0)
         self._rest: tuple[Any, Any] | None = None
 

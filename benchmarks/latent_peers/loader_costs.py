@@ -35,16 +35,18 @@ def measure(data: Path) -> dict[str, Any]:
     import torch  # noqa: F401 - the memory of libraries is not the loader's
 
     from clipmill.train.data.latents.loader import LatentLoader
+    from clipmill.train.data.latents.segment_query import SegmentQuery
+    from clipmill.train.data.loader import LoaderSettings
     from clipmill.train.data.order import SampleOrder
 
     before = anonymous_bytes()
-    loader = LatentLoader(data, split=SPLIT, batch=BATCH)
+    loader = LatentLoader(SegmentQuery(data, split=SPLIT, loading=LoaderSettings(batch=BATCH)))
     for loaded in loader.batches(position=0):
         if loaded.cursor.position >= len(loader):
             break
     after = anonymous_bytes()
     order = SampleOrder(BILLION, seed=0)
-    single = LatentLoader(data, split=SPLIT, batch=1)
+    single = LatentLoader(SegmentQuery(data, split=SPLIT, loading=LoaderSettings(batch=1)))
     return {
         "num_segments": len(loader),
         "before_bytes": before,

@@ -12,6 +12,8 @@ from clipmill import open_clips
 from clipmill.train.data import prefetch as prefetch_module
 from clipmill.train.data.batch import Batch, BatchRing, Sample, to_device
 from clipmill.train.data.latents.loader import LatentLoader
+from clipmill.train.data.latents.segment_query import SegmentQuery
+from clipmill.train.data.loader import LoaderSettings
 from clipmill.train.data.order import Cursor
 from clipmill.train.data.outcomes import LoadedBatch
 from clipmill.train.data.prefetch import prefetch
@@ -118,7 +120,8 @@ def test_latents_are_those_that_a_cpu_reads(
     """The ring of the latents, which are gathered from mapped tars into pinned buffers."""
 
     def loader() -> LatentLoader:
-        return LatentLoader(latents_dir, split="train", segment="2s", batch=16, seed=3, text=True)
+        loading = LoaderSettings(batch=16, seed=3)
+        return LatentLoader(SegmentQuery(latents_dir, split="train", segment="2s", loading=loading))
 
     expected = []
     for number, loaded in enumerate(loader().batches(max_failures=0)):

@@ -14,6 +14,7 @@ from clipmill.manifests.progress import Activity
 from clipmill.train.commands.training import docstring
 from clipmill.train.config.data import AS_TRAINED, Overrides, Weights
 from clipmill.train.config.files import read_values
+from clipmill.train.evaluation.use import AS_IN_TRAINING, Use
 from clipmill.train.registry import evaluations, evaluations_of
 from clipmill.train.run.counted_batches import counting_batches
 from clipmill.train.run.folder import open_run, read_lines
@@ -24,10 +25,8 @@ def score_run(
     evaluation: EvaluationSpec,
     weights: str | Path,
     wanted: Any,
+    use: Use = AS_IN_TRAINING,
     *,
-    shards: str | None = None,
-    where: str | None = None,
-    overrides: Overrides = AS_TRAINED,
     out: Path | None = None,
     say: Callable[[str], None] = print,
     written: Callable[[Path], object] = lambda path: None,
@@ -35,7 +34,6 @@ def score_run(
     """Evaluate a run's latest checkpoint or other weights, and write the result file and the run's page.
 
     Args:
-        where: condition that selects the samples.
         out: folder for the result of weights that are not a run.
         written: called with the path of the result file.
 
@@ -61,12 +59,10 @@ def score_run(
             raise UserError(
                 f"--out is {out}, and the results of a run are written into {run.path}", hint="leave it out"
             )
-    elif shards is None:
+    elif use.shards is None:
         require_weights(weights, tasks)
         raise UserError(f"--shards is missing: {weights} is not a run, which has data of its own", hint="add it")
-    opened = open_weights_as(
-        tasks, weights, shards=shards, where=where, overrides=overrides, suited=_evaluations_of, say=say
-    )
+    opened = open_weights_as(tasks, weights, use, suited=_evaluations_of, say=say)
     with counting_batches():
         result = score_opened(opened, evaluation, wanted, out=out, written=written)
     if run is not None:
@@ -112,10 +108,10 @@ def evaluation_command(evaluation: EvaluationSpec) -> Callable[..., None]:
     ) -> None:
         say = partial(print, file=sys.stderr) if as_json else print
         files: list[Path] = []
-        how: dict[str, Any] = {"where": where, "overrides": shown, "out": out}
         failed = 0
         for data in data_of(weights) if shards is None else (shards,):
-            result = score_run(evaluation, weights, wanted, shards=data, **how, say=say, written=files.append)
+            use = Use(shards=data, where=where, overrides=shown)
+            result = score_run(evaluation, weights, wanted, use, out=out, say=say, written=files.append)
             if as_json:
                 print(json.dumps({name: value for name, value in result.items() if name != evaluation.pictures}))
             else:

@@ -60,8 +60,10 @@ def export_run(
             such a model.
     """
     with Activity("importing torch"):
+        from clipmill.train.evaluation.opening import open_weights_as
         from clipmill.train.evaluation.record import write_record
-        from clipmill.train.inference.model import open_weights_for_use
+        from clipmill.train.evaluation.use import Use
+        from clipmill.train.inference.model import tasks_where
         from clipmill.train.report.card import CARD_FILE, model_card
         from clipmill.train.run.checkpoint import checkpoint_step
         from clipmill.train.weights.conversion import require_finite
@@ -74,9 +76,8 @@ def export_run(
         run.require_facts()
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise UserError(f"{out} exists already", hint="use another --out")
-    opened = open_weights_for_use(
-        weights, overrides=overrides, is_without_data=bool(overrides.given()), checkpoint=path, say=say
-    )
+    use = Use(overrides=overrides, is_without_data=bool(overrides.given()), checkpoint=path)
+    opened = open_weights_as(tasks_where(), weights, use, say=say)
     spec, task = opened.spec, opened.spec.name
     whose = f"{weights} is a run" if opened.run is not None else f"{weights} holds weights"
     if spec.export is None:

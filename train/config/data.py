@@ -108,15 +108,15 @@ class Overrides(Checked):
         """The overrides that are not None, by name."""
         return {name: value for name, value in vars(self).items() if value is not None}
 
-    def beside(self, settings: object) -> "Overrides":
-        """The overrides that differ from the settings of a run.
+    def beside(self, settings: Any) -> "Overrides":
+        """The overrides that differ from the settings of a run (`ClipSettings`).
 
         Raises:
             UserError: clips of latents cannot be shown in that way.
         """
         found = {name: value for name, value in self.given().items() if value != getattr(settings, name)}
         wrong = [name for name in found if name != "num_frames"]
-        if wrong and getattr(settings, "input", "pixels") == "latents":
+        if wrong and settings.reads_latents:
             raise UserError(
                 f"--{wrong[0].replace('_', '-')} is {found[wrong[0]]}, which is about pictures, and the model takes "
                 "latents",

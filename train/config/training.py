@@ -195,6 +195,11 @@ class TrainingSettings(DataSettings):
         split, named = self.evaluate.split, zip(folder_names(self.folders), self.folders, strict=True)
         return tuple(EvaluatedData(name=name, shards=folder, split=split, is_named=False) for name, folder in named)
 
+    @property
+    def reads_latents(self) -> bool:
+        """Whether samples are latents, which are not decoded."""
+        return False
+
     def rules(self) -> Iterator[UserError]:
         """Yields --best without an evaluation, and learning rates above the peak."""
         yield from super().rules()
@@ -213,7 +218,7 @@ class TrainingSettings(DataSettings):
     def without_effect(self, typed: Mapping[str, str]) -> Iterator[UserError]:
         """Yields --decode with data that is not decoded, and --optimizer.start-lr without warmup."""
         yield from super().without_effect(typed)
-        if "--decode" in typed and getattr(self, "input", "pixels") == "latents":
+        if "--decode" in typed and self.reads_latents:
             yield without_effect("--decode", typed, "--input is latents", use="--input pixels")
         flag = self.optimizer.flag("start_lr")
         if flag in typed and self.warmup_steps == 0:

@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 import torch
 
 from clipmill.manifests.errors import UserError
+from clipmill.train.config.latents import LatentSettings
 from clipmill.train.config.shards import DataSettings, parse_mix
 from clipmill.train.config.training import ClipSettings
 from clipmill.train.data.clip_query import ClipQuery
@@ -16,6 +17,7 @@ from clipmill.train.data.decoding.pictures import SIMPLE_SHARE
 from clipmill.train.data.frame_sampling import Sampling
 from clipmill.train.data.latents.loader import LatentLoader
 from clipmill.train.data.latents.mixed import MixedLatents
+from clipmill.train.data.latents.segment_query import SegmentQuery
 from clipmill.train.data.latents.segments import FrameShape
 from clipmill.train.data.loader import LoaderSettings
 from clipmill.train.data.mixed_clips import MixedClips, MixedSets
@@ -145,20 +147,16 @@ def loader_settings(settings: ClipSettings, world: World, *, device: torch.devic
 
 
 def open_segments(
-    make: Callable[..., Latents],
-    settings: ClipSettings,
+    make: Callable[[SegmentQuery], Latents],
+    settings: LatentSettings,
     *,
-    segment: str,
     split: str,
     world: World,
-    batch: int | None = None,
 ) -> Latents:
     """Open this rank's share of the segments of latents of a split.
 
     Args:
-        make: `LatentLoader` or a subclass, with the arguments that only it takes.
-        segment: length of a segment, as in `LatentLoader`.
-        batch: samples in this rank's batch; by default its share of the settings'.
+        make: makes a loader of the query, to which it may add.
 
     Raises:
         UserError: there are none, they are not on this machine, or they do not fit the settings.
@@ -169,21 +167,24 @@ def open_segments(
             hint="name the data folder that prep made",
         )
     folder = open_data_folder(settings.folder, cache=settings.cache, cache_size=settings.cache_size, column="latents")
+    loading = LoaderSettings(
+        batch=world.share(settings.batch), seed=settings.seed, rank=world.rank, num_ranks=world.size
+    )
     latents = make(
-        folder.path,
-        tars=folder.tars,
-        split=split,
-        segment=segment,
-        batch=batch or world.share(settings.batch),
-        seed=settings.seed,
-        rank=world.rank,
-        num_ranks=world.size,
-        where=settings.where,
+        SegmentQuery(
+            folder.path,
+            split=split,
+            segment=settings.segment,
+            loading=loading,
+            max_segments=settings.max_segments if split == settings.split else None,
+            where=settings.where,
+            tars=folder.tars,
+        )
     )
     shape, length = latents.frame_shape, latents.segment_frames
     if settings.num_frames > length:
         raise UserError(
-            f"--num-frames {settings.num_frames}: a segment of {segment} has {length} frames",
+            f"--num-frames {settings.num_frames}: a segment of {settings.segment} has {length} frames",
             hint=f"use --num-frames {length} or fewer, or a longer --segment",
         )
     if shape.height != shape.width or shape.height % LATENT_PATCH:

@@ -5,7 +5,6 @@ Samples, order, random draws, checks and failures are those of the commands.
 
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -29,7 +28,9 @@ from clipmill.train.data.frame_sampling import US_PER_S, SamplingRule
 from clipmill.train.data.inputs import Mixture, clip_shape, loader_settings, open_mixed, require_folders
 from clipmill.train.data.labelled_clips import LabelledClips
 from clipmill.train.data.latents.loader import LatentLoader
+from clipmill.train.data.latents.segment_query import Captions, SegmentQuery
 from clipmill.train.data.latents.segments import Tails
+from clipmill.train.data.loader import LoaderSettings
 from clipmill.train.data.remote import open_data_folder
 from clipmill.train.data.streams.stream import VideoStream
 from clipmill.train.data.streams.tars import names_tars
@@ -212,22 +213,26 @@ def open_latents(
         one: open_data_folder(one, cache=cache, cache_size=cache_size, column="latents") for one in settings.folders
     }
     classes = None if label is None else _classes([folder.path for folder in opened.values()], label)
-    open_one = partial(
-        LatentLoader,
-        split=split,
-        segment=segment,
-        batch=batch,
-        seed=seed,
-        rank=own.rank,
-        num_ranks=own.size,
-        text=captions is not None,
-        words=captions == "text",
-        classes=() if classes is None else (classes,),
-        tails=tails,
-        where=where,
-        copy=device is None or torch.device(device).type != "cuda",
-    )
-    samples = open_mixed(lambda address: open_one(opened[address].path, tars=opened[address].tars), settings)
+    can_keep = device is None or torch.device(device).type != "cuda"
+    loading = LoaderSettings(batch=batch, seed=seed, rank=own.rank, num_ranks=own.size, can_keep=can_keep)
+    shown: dict[str | None, Captions] = {None: "none", "text": "words", "embedding": "stored"}
+
+    def open_one(address: str) -> LatentLoader:
+        return LatentLoader(
+            SegmentQuery(
+                opened[address].path,
+                split=split,
+                segment=segment,
+                captions=shown[captions if classes is None else None],
+                loading=loading,
+                tails=tails,
+                classes=() if classes is None else (classes,),
+                where=where,
+                tars=opened[address].tars,
+            )
+        )
+
+    samples = open_mixed(open_one, settings)
     assert isinstance(samples, LatentLoader)
     has_texts = captions == "text" and classes is None
     late = ("folder",) if isinstance(samples, Mixture) else ()

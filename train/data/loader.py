@@ -101,10 +101,10 @@ class LoaderSettings:
         can_keep: never overwrite a batch that is still in use; otherwise the second batch after it overwrites it.
     """
 
-    batch: int
-    num_threads: int
-    num_ahead: int
-    seed: int
+    batch: int = 32
+    num_threads: int = 4
+    num_ahead: int = 64
+    seed: int = 0
     group: int = 1
     rank: int = 0
     num_ranks: int = 1

@@ -192,21 +192,13 @@ class VerifiedMembers:
     Args:
         payload: of a member.
         noun: what a sample takes from a member, for messages.
-        verify: verify members of local tars; those that are fetched are verified always.
     """
 
     def __init__(
-        self,
-        tars: MappedTars,
-        num_members: int,
-        payload: Callable[[int], Payload],
-        *,
-        column: str,
-        noun: str,
-        verify: bool = True,
+        self, tars: MappedTars, num_members: int, payload: Callable[[int], Payload], *, column: str, noun: str
     ) -> None:
         self._tars, self._payload, self._what = tars, payload, f"its {noun} in the {column} column"
-        self._state = np.full(num_members, _UNKNOWN if verify else _GOOD, np.uint8)
+        self._state = np.full(num_members, _UNKNOWN, np.uint8)
         self._problems: dict[int, Problem] = {}
         self._turns: dict[int, threading.Lock] = {}
 

@@ -50,13 +50,13 @@ class TextMembers:
         """The member that holds the embedding at a place, or those at an array of places."""
         return np.searchsorted(self.place, place, side="right") - 1
 
-    def verified(self, tars: MappedTars, *, verify: bool = True) -> VerifiedMembers:
+    def verified(self, tars: MappedTars) -> VerifiedMembers:
         """These members of `tars`."""
 
         def payload(member: int) -> Payload:
             return Payload(int(self.place[member]), int(self.size_bytes[member]), int(self.crc32[member]))
 
-        return VerifiedMembers(tars, len(self.place), payload, column="text", noun="embeddings", verify=verify)
+        return VerifiedMembers(tars, len(self.place), payload, column="text", noun="embeddings")
 
     def row_of(self, content: memoryview, member: int, place: int) -> Part:
         """The embedding at a place, of the bytes of its member."""

@@ -107,7 +107,7 @@ def shape_of_run(run: RunFolder, settings: ClipSettings) -> ModelShape:
         size = replace(size, video=replace(size.video, num_channels=conv[1], patch_px=conv[-1]))
     if (projection := sizes.get("model.video.proj")) is not None:
         size = replace(size, embedding_width=projection[1])
-    if getattr(settings, "input", "pixels") == "latents":
+    if settings.reads_latents:
         latents = run.read_facts().get("latents")
         image_px = int(latents["side"]) if isinstance(latents, dict) and "side" in latents else 0
     return ModelShape(size=size, image_px=image_px)

@@ -7,14 +7,14 @@ from pathlib import Path
 from typing import Any
 
 from clipmill.manifests.errors import UserError
-from clipmill.train.config.data import AS_TRAINED, Overrides
 from clipmill.train.config.fields import deferred_checks
 from clipmill.train.config.files import load_settings
 from clipmill.train.config.model import Init
-from clipmill.train.config.training import ClipSettings, Device
+from clipmill.train.config.training import ClipSettings
 from clipmill.train.engine.trained_run import ready
 from clipmill.train.evaluation.record import read_record
 from clipmill.train.evaluation.runner import OpenedRun, open_for
+from clipmill.train.evaluation.use import AS_IN_TRAINING, Use
 from clipmill.train.models.dual_encoder import ModelShape, size_of
 from clipmill.train.run.folder import RunFolder, open_run
 from clipmill.train.spec import Adopted, TaskSpec
@@ -28,13 +28,8 @@ Tasks = Mapping[str, Callable[[], TaskSpec]]
 def open_weights_as(
     tasks: Tasks,
     weights: str | Path,
+    use: Use = AS_IN_TRAINING,
     *,
-    shards: str | None = None,
-    where: str | None = None,
-    device: Device | None = None,
-    overrides: Overrides = AS_TRAINED,
-    is_without_data: bool = False,
-    checkpoint: Path | None = None,
     suited: Callable[[str], str] | None = None,
     say: Say,
 ) -> OpenedRun:
@@ -43,12 +38,6 @@ def open_weights_as(
     Args:
         tasks: their specs, by name; a run that does not name its task is of the first.
         weights: a run, an exported folder, a file of another project, or a NAME:TAG of open_clip.
-        shards: data that replaces a run's own; other weights have none.
-        where: condition on the samples that the task opens; that of a run's training does not apply.
-        device: replaces a run's own: auto, cpu or cuda.
-        overrides: of how clips are shown; embeddings of time and place are interpolated.
-        is_without_data: let the task build models without samples.
-        checkpoint: of a run, in place of its latest.
         suited: the hint for weights of another task, by its name.
         say: prints origin, and what was interpolated.
 
@@ -57,31 +46,18 @@ def open_weights_as(
     """
     path = Path(weights)
     if is_run(path):
-        return open_for(
-            task_of_run(open_run(path), tasks, suited=suited),
-            open_run(path),
-            shards=shards,
-            where=where,
-            device=device,
-            overrides=overrides,
-            is_without_data=is_without_data,
-            checkpoint=checkpoint,
-            say=say,
-        )
-    if checkpoint is not None:
-        raise UserError(f"--checkpoint is {checkpoint}, and {weights} is not a run", hint="leave it out")
+        return open_for(task_of_run(open_run(path), tasks, suited=suited), open_run(path), use, say=say)
+    if use.checkpoint is not None:
+        raise UserError(f"--checkpoint is {use.checkpoint}, and {weights} is not a run", hint="leave it out")
     source = _source(str(weights), tasks, say=say)
     record = read_record(path)
     adopted, spec = (
         _adopted(source, path, tasks, say=say) if record is None else _recorded(source, record, tasks, suited=suited)
     )
     with deferred_checks():  # which are about --model
-        settings = replace(adopted.settings, device=device or adopted.settings.device, where=where)
-        settings = settings if shards is None else settings.on(shards)
-        overrides = overrides.beside(settings)
-        settings = overrides.applied(settings)
+        settings, overrides = use.applied(adopted.settings)
     shape = adopted.shape
-    if getattr(settings, "input", "pixels") == "pixels":
+    if not settings.reads_latents:
         shape = replace(shape, image_px=settings.size_px)
         _require_whole_cubes(settings, shape)
     facts = {} if record is None else record.read_facts()
@@ -95,7 +71,7 @@ def open_weights_as(
         run=None,
         settings=settings,
         shape=shape,
-        shards=shards,
+        shards=use.shards,
         trained=replace(trained, load=partial(load_whole, source=source, fit=task.fit_whole, say=say)),
         task=task,
         overrides=overrides,

@@ -55,7 +55,7 @@ def write_record(folder: Path, opened: OpenedRun) -> None:
     facts: dict[str, Any] = {"task": opened.spec.name, **opened.task.facts()}
     # Which attention it was trained with: others round differently.
     facts |= {name: value for name, value in opened.trained.facts.items() if name in ("attention", CHOICE_FACT)}
-    if getattr(settings, "input", "pixels") == "latents":
+    if settings.reads_latents:
         shape = opened.shape
         facts["latents"] = {"channels": shape.size.video.num_channels, "side": shape.image_px}
     record.path.mkdir()

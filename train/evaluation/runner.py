@@ -16,11 +16,13 @@ from typing import Any, Protocol
 from clipmill.manifests.errors import UserError
 from clipmill.manifests.publish import publish_json
 from clipmill.train.config.data import AS_TRAINED, Overrides
-from clipmill.train.config.training import ClipSettings, Device, flat
+from clipmill.train.config.latents import LatentSettings
+from clipmill.train.config.training import ClipSettings, flat
 from clipmill.train.data.decoding.clip import Views
 from clipmill.train.data.outcomes import FailedSample
 from clipmill.train.engine.trained_run import TrainedRun, open_trained_run, read_settings, shape_of_run
 from clipmill.train.evaluation.tables import marked
+from clipmill.train.evaluation.use import AS_IN_TRAINING, Use
 from clipmill.train.models.dual_encoder import ModelShape
 from clipmill.train.run.folder import RunFolder, data_facts, read_object, result_name
 from clipmill.train.spec import EvaluationSpec, TaskSpec
@@ -122,43 +124,25 @@ class Score:
     beside: Callable[[Path, dict[str, Any]], None] | None = field(default=None)
 
 
-def open_for(
-    spec: TaskSpec,
-    run: RunFolder,
-    *,
-    shards: str | None = None,
-    where: str | None = None,
-    device: Device | None = None,
-    overrides: Overrides = AS_TRAINED,
-    is_without_data: bool = False,
-    checkpoint: Path | None = None,
-    say: Say = print,
-) -> OpenedRun:
-    """Open the latest checkpoint of a run and its task.
+def open_for(spec: TaskSpec, run: RunFolder, use: Use = AS_IN_TRAINING, *, say: Say = print) -> OpenedRun:
+    """Open a checkpoint of a run and its task.
 
     Args:
-        shards: data that replaces the run's own.
-        where: condition on the samples that the task opens; that of the training does not apply.
-        device: replaces the run's own.
-        overrides: of how clips are shown; embeddings of time and place are interpolated.
-        is_without_data: let the task build models without samples, by the shapes in the checkpoint.
-        checkpoint: in place of the latest.
         say: prints which tensors were interpolated.
 
     Raises:
         UserError: there is no checkpoint, or it does not fit this machine, the run's settings or the overrides.
     """
-    settings: ClipSettings = read_settings(run, spec.settings)
-    settings = settings if device is None else replace(settings, device=device)
-    trained = open_trained_run(run, settings, checkpoint=checkpoint)
-    settings = replace(settings if shards is None else settings.on(shards), where=where)
-    overrides = overrides.beside(settings)
-    settings = overrides.applied(settings)
+    trained_with: ClipSettings = read_settings(run, spec.settings)
+    trained = open_trained_run(
+        run, replace(trained_with, device=use.device or trained_with.device), checkpoint=use.checkpoint
+    )
+    settings, overrides = use.applied(trained.settings)
     shape = shape_of_run(run, settings)
-    given = {"shape": shape} if is_without_data else {}
+    given = {"shape": shape} if use.is_without_data else {}
     task: Any = spec.open(settings, attention=trained.attention, device=trained.device, run=run, **given)
     if overrides.given():
-        source = open_run_weights(run, checkpoint=checkpoint)
+        source = open_run_weights(run, checkpoint=use.checkpoint)
         load = partial(load_whole, source=source, fit=task.fit_whole, say=say)
         trained = replace(trained, settings=settings, load=load)
     return OpenedRun(
@@ -166,7 +150,7 @@ def open_for(
         title=str(run.path),
         run=run,
         settings=settings,
-        shards=shards,
+        shards=use.shards,
         trained=trained,
         task=task,
         overrides=overrides,
@@ -178,7 +162,7 @@ def evaluate(
     spec: TaskSpec, evaluation: EvaluationSpec, run: RunFolder, wanted: Any, *, shards: str | None = None
 ) -> dict[str, Any]:
     """Evaluate the latest checkpoint of a run, and write the result file; see `open_for` and `score_opened`."""
-    return score_opened(open_for(spec, run, shards=shards), evaluation, wanted)
+    return score_opened(open_for(spec, run, Use(shards=shards)), evaluation, wanted)
 
 
 def score_opened(
@@ -269,10 +253,9 @@ def describe_clip(
         is_consecutive: the frames of latents are consecutive.
     """
     frames = f"T = {settings.num_frames} frames"
-    if getattr(settings, "input", "pixels") == "latents":
+    if isinstance(settings, LatentSettings) and settings.reads_latents:
         which = "in a row, in the middle" if is_consecutive else "one in the middle of each of equal parts"
-        segment: str = settings.segment  # type: ignore[attr-defined]
-        return f"{frames} of latents of a segment of {segment}, {which}"
+        return f"{frames} of latents of a segment of {settings.segment}, {which}"
     crops = "1 crop (centre square)" if views.num_crops == 1 else f"{views.num_crops} crops along the longer side"
     moments = _describe_sampling(settings, is_centred=views.num_clips == 1)
     if len(views) == 1:

@@ -11,7 +11,7 @@ Shape suffixes: B clips or texts, C channels, T frames, H and W pixels, N tokens
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Literal, cast
 
 import numpy as np
 import torch
@@ -29,6 +29,7 @@ from clipmill.train.evaluation.identity import identity_of, normalisation_of
 from clipmill.train.evaluation.opening import Tasks, open_weights_as
 from clipmill.train.evaluation.probe.features import tower_of
 from clipmill.train.evaluation.runner import OpenedRun
+from clipmill.train.evaluation.use import Use
 from clipmill.train.models.captioner import VideoTower
 from clipmill.train.models.dual_encoder import DualEncoder
 from clipmill.train.models.text import load_tokenizer
@@ -172,7 +173,7 @@ class LoadedModel:
     def _of_rgb(self, frames_BTHWC: torch.Tensor) -> torch.Tensor:
         """Normalised clips of RGB frames, whose centre squares are resized where they have another size."""
         settings = self.settings
-        if getattr(settings, "input", "pixels") == "latents":
+        if settings.reads_latents:
             raise UserError(f"{self.opened.title} takes latents, and these are RGB frames", hint="encode them first")
         if frames_BTHWC.ndim != _CLIP_DIMS or frames_BTHWC.shape[-1] != _RGB:
             raise UserError(f"frames of shape {tuple(frames_BTHWC.shape)} are not [B, T, H, W, 3]", hint=_CLIPS_HINT)
@@ -200,11 +201,6 @@ _TEXTS_HINT = 'give a list of strings, such as ["a dog catches a frisbee"]'
 def tasks_where(holds: Callable[[TaskSpec], bool] = lambda spec: True) -> Tasks:
     """The tasks of which something holds; all by default."""
     return {name: partial(task_named, name) for name in task_names() if holds(task_named(name))}
-
-
-def open_weights_for_use(weights: str | Path, **how: Any) -> OpenedRun:
-    """`clipmill.train.evaluation.opening.open_weights_as` any task."""
-    return open_weights_as(tasks_where(), weights, **how)
 
 
 def load_model(
@@ -236,15 +232,8 @@ def load_model(
         require_device(device)
     remarks: list[str] = []
     overrides = Overrides(num_frames=num_frames, sampling=sampling, size_px=size_px)
-    opened = open_weights_as(
-        tasks_where(lambda spec: spec.features is not None),
-        weights,
-        shards=shards,
-        device=device,
-        overrides=overrides,
-        is_without_data=True,
-        say=remarks.append,
-    )
+    use = Use(shards=shards, device=device, overrides=overrides, is_without_data=True)
+    opened = open_weights_as(tasks_where(lambda spec: spec.features is not None), weights, use, say=remarks.append)
     return model_of(opened, remarks=remarks)
 
 

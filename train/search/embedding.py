@@ -90,7 +90,7 @@ def open_work(model: LoadedModel, request: EmbedRequest, *, weights: str) -> Emb
     has_embedding = isinstance(model.model, DualEncoder)
     features = request.features or ("embedding" if has_embedding else "pooled")
     settings = replace(model.settings, shards=request.shards, where=request.where)
-    if getattr(settings, "input", "pixels") == "latents":
+    if settings.reads_latents:
         raise UserError(f"{weights} takes latents, and train embed reads pixels", hint="use weights of --input pixels")
     if features == "embedding" and not has_embedding:
         raise UserError(

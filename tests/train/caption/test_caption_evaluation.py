@@ -9,6 +9,7 @@ import pytest
 
 from clipmill.manifests.errors import UserError
 from clipmill.train.commands.evaluation import score_run
+from clipmill.train.evaluation.use import Use
 from clipmill.train.tasks.caption.generation import GeneratedCaptions, metrics_of
 from clipmill.train.tasks.caption.metrics.scores import score_captions
 from clipmill.train.tasks.caption.spec import CAPTIONS, CaptionFlags
@@ -126,12 +127,12 @@ def test_references_without_words_are_left_out_and_named(
     assert [numbers.pop(name) for name in counted] == [1, 1] and numbers.pop("loss") == 0.5
     assert numbers == pytest.approx(dict.fromkeys(numbers, 0.0), abs=1e-6)
     with pytest.raises(UserError, match="clips whose references have words: 0 of 1"):
-        score_run(CAPTIONS, run, CaptionFlags(split="test"), shards=str(data_dir))
+        score_run(CAPTIONS, run, CaptionFlags(split="test"), Use(shards=str(data_dir)))
 
 
 def test_a_split_without_captions_is_named(captioner_run: Path, odd_data: Path) -> None:
     with pytest.raises(UserError, match="has no captions of split 'test'"):
-        score_run(CAPTIONS, captioner_run, CaptionFlags(split="test"), shards=str(odd_data))
+        score_run(CAPTIONS, captioner_run, CaptionFlags(split="test"), Use(shards=str(odd_data)))
 
 
 def test_decoding_and_the_number_of_clips_are_chosen_and_stated(

@@ -13,6 +13,7 @@ from clipmill.train.data.order import LoaderState
 from clipmill.train.models.text import load_tokenizer
 from tests.train.conftest import VIDEOS
 from tests.train.latents.conftest import CAPTIONS, SHARDS, WITHOUT_EMBEDDING
+from tests.train.latents.querying import segments
 from tests.train.latents.written import write_all
 from tests.train.test_video_captions import open_set
 from tests.train.tiny_data import Caption, write_captions
@@ -55,8 +56,8 @@ def test_other_words_of_latents_are_noticed(tmp_path: Path, is_stored: bool) -> 
     splits = dict.fromkeys((chunk.video_id for chunks in SHARDS for chunk in chunks), "train")
 
     def opened(sources: str | None = None) -> LatentLoader:
-        tokenize = None if is_stored else load_tokenizer()
-        return LatentLoader(data_dir, split="train", tokenize=tokenize, sources=sources)
+        captions, tokenize = ("stored", None) if is_stored else ("words", load_tokenizer())
+        return LatentLoader(segments(data_dir, split="train", captions=captions, sources=sources), tokenize=tokenize)
 
     before = opened().fingerprint
     rewrite(data_dir, splits, [replace(one, text=one.text.replace("moment", "minute")) for one in CAPTIONS])
@@ -69,7 +70,7 @@ def test_words_of_sources_that_are_left_out_are_no_others(tmp_path: Path) -> Non
     captions = [*CAPTIONS, Caption("a", 0.0, 9.0, "as a model says", "model")]
     data_dir = write_all(tmp_path / "data", SHARDS, captions).data_dir
     splits = dict.fromkeys((chunk.video_id for chunks in SHARDS for chunk in chunks), "train")
-    before = LatentLoader(data_dir, split="train", sources="test=1").fingerprint
+    before = LatentLoader(segments(data_dir, split="train", sources="test=1")).fingerprint
     rewrite(data_dir, splits, [*CAPTIONS, replace(captions[-1], text="as another model says")])
-    assert LatentLoader(data_dir, split="train", sources="test=1").fingerprint == before
-    assert LatentLoader(data_dir, split="train").fingerprint.partition("-")[2] != before.partition("-")[2]
+    assert LatentLoader(segments(data_dir, split="train", sources="test=1")).fingerprint == before
+    assert LatentLoader(segments(data_dir, split="train")).fingerprint.partition("-")[2] != before.partition("-")[2]

@@ -12,6 +12,7 @@ from clipmill.train.data.latents.loader import LatentLoader
 from clipmill.train.data.loader import LoaderSettings
 from clipmill.train.data.video_captions import VideoCaptions
 from clipmill.train.models.text import load_tokenizer
+from tests.train.latents.querying import segments
 from tests.train.latents.written import Caption as LatentsCaption
 from tests.train.latents.written import Chunk, write_all
 from tests.train.test_video_captions import SHAPE
@@ -45,4 +46,4 @@ def test_a_pipe_in_place_of_a_file_of_latents_is_named(tmp_path: Path, what: str
     path.unlink()
     os.mkfifo(path)
     with pytest.raises(UserError, match=f"{path.name} cannot be used: .*not a regular file"):
-        LatentLoader(written.data_dir, split="train")
+        LatentLoader(segments(written.data_dir, split="train"))

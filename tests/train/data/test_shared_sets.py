@@ -34,6 +34,7 @@ from clipmill.train.data.latents.mixed import MixedLatents
 from clipmill.train.data.loader import LoaderSettings
 from clipmill.train.data.video_captions import VideoCaptions
 from tests.train.latents.conftest import CAPTIONS, SHARDS, WITHOUT_EMBEDDING
+from tests.train.latents.querying import segments
 from tests.train.latents.written import Written, write_all
 from tests.train.tiny_data import Caption, chunks_of, write_captions, write_shard
 
@@ -46,9 +47,9 @@ OPEN: dict[str, Callable[[Path], Any]] = {
         ClipQuery(data, split="train", shape=SHAPE, loading=LOADING, where="words > 2 and video != 'd'"), tokenize=None
     ),
     "chunks": lambda data: ChunkClips(ClipQuery(data, split="train", shape=SHAPE, loading=LOADING), segment_us=400_000),
-    "latents": lambda data: LatentLoader(data, split="train", text=False, tails="pad", batch=3),
-    "words": lambda data: LatentLoader(data, split="train", words=True, batch=3),
-    "stored": lambda data: LatentLoader(data, split="train", batch=3),
+    "latents": lambda data: LatentLoader(segments(data, split="train", captions="none", tails="pad", batch=3)),
+    "words": lambda data: LatentLoader(segments(data, split="train", captions="words", batch=3)),
+    "stored": lambda data: LatentLoader(segments(data, split="train", batch=3)),
 }
 OF_VIDEO = ("captions", "selected", "chunks")
 
@@ -287,7 +288,7 @@ def test_tars_beyond_the_limit_are_mapped_when_needed(written: Written, monkeypa
 
 def test_a_tar_that_is_gone_after_opening_fails_its_samples(tmp_path: Path) -> None:
     own = write_all(tmp_path / "data", SHARDS, CAPTIONS)
-    samples = LatentLoader(own.data_dir, split="train", text=False, batch=2, copy=True)
+    samples = LatentLoader(segments(own.data_dir, split="train", captions="none", batch=2, can_keep=True))
     gone = Variant.open(own.data_dir, column="latents").shards()[0].tar_path
     gone.unlink()
     batches = list(samples.evaluation_batches())
@@ -297,4 +298,4 @@ def test_a_tar_that_is_gone_after_opening_fails_its_samples(tmp_path: Path) -> N
     }
     assert {key[0] for loaded in batches if loaded.batch for key in loaded.batch["key"]} == {"c", "e"}
     with pytest.raises(UserError, match="cannot be used"):
-        LatentLoader(own.data_dir, split="train", text=False)
+        LatentLoader(segments(own.data_dir, split="train", captions="none"))

@@ -16,6 +16,7 @@ from clipmill.manifests.errors import UserError
 from clipmill.train.config.evaluation import DualEncoderEvaluation, RetrievalName
 from clipmill.train.distributed.world import World
 from clipmill.train.evaluation.runner import OpenedRun, open_for
+from clipmill.train.evaluation.use import Use
 from clipmill.train.models.text import load_tokenizer
 from clipmill.train.registry import task_named
 from clipmill.train.run.folder import RunFolder
@@ -174,7 +175,7 @@ def test_dual_softmax_is_not_tied_by_rounding() -> None:
 
 
 def opened(run: Path, data: Path) -> tuple[OpenedRun, torch.nn.Module]:
-    one = open_for(task_named("dual-encoder"), RunFolder(run), shards=str(data))
+    one = open_for(task_named("dual-encoder"), RunFolder(run), Use(shards=str(data)))
     return one, one.trained.fill(one.task.build_model(one.task.samples("test", World())))
 
 

@@ -5,6 +5,7 @@ import shutil
 from dataclasses import replace
 from fractions import Fraction
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -13,12 +14,13 @@ from clipmill.shards.commits import write_commit
 from clipmill.shards.reader import Variant
 from clipmill.train.data.latents.loader import LatentLoader
 from tests.train.latents.conftest import CAPTIONS, SHARDS, WITHOUT_EMBEDDING
+from tests.train.latents.querying import segments
 from tests.train.latents.written import Caption, Chunk, Written, write_all, write_latents
 from tests.train.tiny_data import write_captions
 
 
-def opened(data_dir: Path, *, text: bool = True) -> LatentLoader:
-    return LatentLoader(data_dir, split="train", text=text)
+def opened(data_dir: Path, **settings: Any) -> LatentLoader:
+    return LatentLoader(segments(data_dir, split="train", **settings))
 
 
 def tar(written: Written, column: str, shard_id: int = 0) -> Path:
@@ -52,13 +54,13 @@ def test_an_index_of_another_tar_never_leads_beyond_the_end(own: Written) -> Non
     first, other = Variant.open(own.data_dir, column="latents").shards()[:2]
     shutil.copy(first.index_path, other.index_path)
     with pytest.raises(UserError, match="its content differs from the commit"):
-        opened(own.data_dir, text=False)
+        opened(own.data_dir, captions="none")
     # A commit that vouches for it all the same.
     assert first.commit.files is not None and other.commit.files is not None
     files = replace(other.commit.files, index_sha256=first.commit.files.index_sha256)
     write_commit(own.latents_dir, replace(other.commit, files=files))
     with pytest.raises(UserError, match="its position of the array of"):
-        opened(own.data_dir, text=False)
+        opened(own.data_dir, captions="none")
 
 
 def test_a_damaged_index_is_named(own: Written) -> None:
@@ -83,10 +85,10 @@ def test_missing_columns_are_named_with_the_command_that_makes_them(own: Written
     with pytest.raises(UserError) as caught:
         opened(own.data_dir)
     assert "text" in str(caught.value) and "prep text" in str(caught.value.hint)
-    assert len(opened(own.data_dir, text=False)) > 0
+    assert len(opened(own.data_dir, captions="none")) > 0
     shutil.rmtree(own.data_dir / "latents")
     with pytest.raises(UserError) as caught:
-        opened(own.data_dir, text=False)
+        opened(own.data_dir, captions="none")
     assert "prep latents" in str(caught.value.hint)
     with pytest.raises(UserError, match="no data folder"):
         opened(own.data_dir / "nothing")
@@ -118,7 +120,7 @@ def test_latents_of_another_data_set_are_named(own: Written) -> None:
     for shard_id in (1, 2):
         (own.latents_dir / "commits" / f"{shard_id:06d}.json").unlink()
     with pytest.raises(UserError) as caught:
-        opened(own.data_dir, text=False)
+        opened(own.data_dir, captions="none")
     assert "the manifest names 'a', 'b', 'c'" in str(caught.value)
     assert "'other-a', 'other-b'" in str(caught.value)
 
@@ -150,17 +152,17 @@ def test_only_videos_of_the_split_are_shown(tmp_path: Path) -> None:
     captions = [Caption("a", 0, 9, "a"), Caption("b", 0, 9, "b")]
     written = write_all(tmp_path / "data", [chunks], captions, splits=splits)
     for split, key in (("train", "a_000000000"), ("val", "b_000000000")):
-        loader = LatentLoader(written.data_dir, split=split)
+        loader = LatentLoader(segments(written.data_dir, split=split))
         assert {key for loaded in loader.evaluation_batches() for key in loaded.batch["key"]} == {key}
     with pytest.raises(UserError, match="no videos of split 'test'"):
-        LatentLoader(written.data_dir, split="test")
+        LatentLoader(segments(written.data_dir, split="test"))
 
 
 def test_a_split_without_captions_says_what_there_is(own: Written) -> None:
     write_captions(own.data_dir, dict.fromkeys("abcde", "train"), [])
     with pytest.raises(UserError, match="no segment of split 'train' can be shown"):
         opened(own.data_dir)
-    assert len(opened(own.data_dir, text=False)) > 0
+    assert len(opened(own.data_dir, captions="none")) > 0
 
 
 def test_chunks_of_videos_that_left_the_manifest_are_counted(own: Written) -> None:

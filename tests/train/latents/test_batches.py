@@ -16,13 +16,14 @@ from clipmill.shards.reader import Variant
 from clipmill.train.data.batch import Batch
 from clipmill.train.data.latents.loader import CaptionedLatents, LatentLoader
 from tests.train.latents.conftest import CAPTIONS, SHARDS, WITHOUT_EMBEDDING
+from tests.train.latents.querying import segments
 from tests.train.latents.written import Caption, Chunk, Written, write_all, write_captions, write_latents
 
 T = 20
 
 
 def evaluation(written: Written, **settings: Any) -> list[Batch]:
-    loader = LatentLoader(written.data_dir, split="train", copy=True, **settings)
+    loader = LatentLoader(segments(written.data_dir, split="train", **settings, can_keep=True))
     return [loaded.batch for loaded in loader.evaluation_batches()]
 
 
@@ -45,7 +46,7 @@ def rows_of(batches: list[Batch], name: str) -> list[Any]:
 
 @pytest.mark.parametrize("batch", [1, 3, 100])
 def test_every_segment_comes_as_it_was_written(written: Written, batch: int) -> None:
-    batches = evaluation(written, text=False, batch=batch)
+    batches = evaluation(written, captions="none", batch=batch)
     expected = segments_of(written)
     assert rows_of(batches, "key") == [key for key, _ in expected]
     for got, wanted in zip(rows_of(batches, "latents"), expected.values(), strict=True):
@@ -78,7 +79,7 @@ def test_a_segment_is_shown_with_the_captions_that_overlap_it(written: Written) 
     for latents, place in zip(rows_of(batches, "latents"), wanted, strict=True):
         assert np.array_equal(bits(latents), segments_of(written)[place])
     drawn: dict[tuple[str, int], set[int]] = {place: set() for place in wanted}
-    loader = LatentLoader(written.data_dir, split="train", batch=7, copy=True)
+    loader = LatentLoader(segments(written.data_dir, split="train", batch=7, can_keep=True))
     places = list(wanted)
     by_bits = {latents.tobytes(): place for place, latents in segments_of(written).items()}
     for loaded in islice(loader, 60):
@@ -96,7 +97,7 @@ def test_embeddings_come_as_they_were_written(written: Written) -> None:
 
 
 def test_the_log_says_what_is_left_out(written: Written) -> None:
-    line = LatentLoader(written.data_dir, split="train").describe()
+    line = LatentLoader(segments(written.data_dir, split="train")).describe()
     num_segments = sum(1 for place in segments_of(written) if overlapping(*place))
     assert line.startswith(f"{num_segments} segments of 20 frames (2 x 4 x 4 float16 at 4 frames a second) in 7 chunks")
     assert "2 shorter tails left out" in line
@@ -106,7 +107,7 @@ def test_the_log_says_what_is_left_out(written: Written) -> None:
 
 
 def test_a_tail_is_filled_up_with_zeros_and_says_so(written: Written) -> None:
-    batches = evaluation(written, text=False, tails="pad", batch=3)
+    batches = evaluation(written, captions="none", tails="pad", batch=3)
     expected = [
         (key, latents[first : first + T])
         for key, latents in sorted(written.latents.items(), key=lambda item: split_key(item[0]))
@@ -119,7 +120,7 @@ def test_a_tail_is_filled_up_with_zeros_and_says_so(written: Written) -> None:
 
 
 def test_a_buffer_that_held_a_full_segment_shows_nothing_of_it_behind_a_tail(written: Written) -> None:
-    loader = LatentLoader(written.data_dir, split="train", text=False, tails="pad", batch=1)
+    loader = LatentLoader(segments(written.data_dir, split="train", captions="none", tails="pad", batch=1))
     shown = [
         (int(loaded.batch["num_frames"]), loaded.batch["latents"][0].any(dim=(1, 2, 3)).tolist())
         for loaded in islice(loader, 40)
@@ -163,25 +164,25 @@ def test_sizes_that_fit_no_block_come_as_they_were_written(
 
 def test_a_segment_that_is_no_whole_number_of_frames_is_refused(written: Written) -> None:
     with pytest.raises(UserError, match=r"0\.3s' is 1\.2 frames at 4 frames"):
-        LatentLoader(written.data_dir, split="train", segment="0.3s")
+        LatentLoader(segments(written.data_dir, split="train", segment="0.3s"))
     with pytest.raises(UserError, match="not a segment length"):
-        LatentLoader(written.data_dir, split="train", segment="5 minutes")
+        LatentLoader(segments(written.data_dir, split="train", segment="5 minutes"))
 
 
 def test_segments_that_would_show_two_crops_are_refused(tmp_path: Path) -> None:
     captions = [Caption("a", 0, 1, "a")]
     written = write_all(tmp_path / "data", [[Chunk("a", 0, 60)]], captions, crop="random", segment="5s")
-    LatentLoader(written.data_dir, split="train", segment="2.5s")
+    LatentLoader(segments(written.data_dir, split="train", segment="2.5s"))
     for segment in ("10s", "3s"):
         with pytest.raises(UserError, match="two crops"):
-            LatentLoader(written.data_dir, split="train", segment=segment)
+            LatentLoader(segments(written.data_dir, split="train", segment=segment))
 
 
-@pytest.mark.parametrize("text", [False, True])
+@pytest.mark.parametrize("captions", ["none", "stored"])
 @pytest.mark.parametrize("most", [1, 2, 3, 4, 100])
-def test_a_video_has_at_most_so_many_segments_evenly_over_it(written: Written, text: bool, most: int) -> None:
-    every = evaluation(written, text=text, batch=100)[0]
-    batch = evaluation(written, text=text, batch=100, max_segments=most)[0]
+def test_a_video_has_at_most_so_many_segments_evenly_over_it(written: Written, captions: str, most: int) -> None:
+    every = evaluation(written, captions=captions, batch=100)[0]
+    batch = evaluation(written, captions=captions, batch=100, max_segments=most)[0]
     of_all = [content.tobytes() for content in bits(every["latents"])]
     kept = [of_all.index(content.tobytes()) for content in bits(batch["latents"])]
     assert kept == sorted(set(kept)) and batch["key"] == [every["key"][row] for row in kept]
@@ -191,13 +192,13 @@ def test_a_video_has_at_most_so_many_segments_evenly_over_it(written: Written, t
         parts = [(row - first) * min(most, count) // count for row in kept if videos[row] == video]
         assert parts == list(range(min(most, count))), "one in each of equal parts of the video"
     assert batch["clip_id"].tolist() == list(range(len(kept)))
-    if text:
+    if captions == "stored":
         assert batch["caption_id"].tolist() == every["caption_id"][kept].tolist()
 
 
 def test_another_number_of_segments_is_another_set(written: Written) -> None:
     sets = [
-        LatentLoader(written.data_dir, split="train", text=False, max_segments=most).samples
+        LatentLoader(segments(written.data_dir, split="train", captions="none", max_segments=most)).samples
         for most in (None, 1, 2, 100)
     ]
     assert len({one.fingerprint for one in sets}) == 4
@@ -205,21 +206,22 @@ def test_another_number_of_segments_is_another_set(written: Written) -> None:
 
 
 @pytest.mark.parametrize("tails", ["drop", "pad"])
-@pytest.mark.parametrize("text", [False, True])
-def test_compressed_latents_make_the_same_batches(written: Written, tmp_path: Path, tails: str, text: bool) -> None:
+@pytest.mark.parametrize("captions", ["none", "stored"])
+def test_compressed_latents_make_the_same_batches(written: Written, tmp_path: Path, tails: str, captions: str) -> None:
     packed = Written(tmp_path / "data")
     shutil.copytree(written.data_dir, packed.data_dir)
     shutil.rmtree(packed.latents_dir)
     write_latents(packed, SHARDS, is_compressed=True)  # the same noise
-    settings: dict[str, Any] = {"split": "train", "text": text, "tails": tails, "batch": 4, "copy": True, "seed": 3}
-    plain, compressed = (LatentLoader(one.data_dir, **settings) for one in (written, packed))
+    given: dict[str, Any] = {"captions": captions, "tails": tails, "batch": 4, "can_keep": True, "seed": 3}
+    plain, compressed = (LatentLoader(segments(one.data_dir, split="train", **given)) for one in (written, packed))
     assert compressed.samples.describe() == plain.samples.describe().replace(" a second", " a second, compressed")
     for one, other in zip(islice(plain, 9), islice(compressed, 9), strict=True):
         assert one.batch["key"] == other.batch["key"] and one.cursor == other.cursor
         assert np.array_equal(bits(one.batch["latents"]), bits(other.batch["latents"]))
-    shown = [CaptionedLatents(one.data_dir, **settings) for one in (written, packed) if text]
+    folders = (written, packed) if captions == "stored" else ()
+    shown = [CaptionedLatents(segments(one.data_dir, split="train", **given)) for one in folders]
     pictures = [np.stack(one.pictures(2, num_frames=3)) for one in shown]
-    assert not text or np.array_equal(pictures[0], pictures[1])
+    assert captions == "none" or np.array_equal(pictures[0], pictures[1])
 
 
 def test_damaged_compressed_latents_are_failures_by_name(tmp_path: Path) -> None:
@@ -231,7 +233,7 @@ def test_damaged_compressed_latents_are_failures_by_name(tmp_path: Path) -> None
     with shard.tar_path.open("r+b") as tar:
         tar.seek(shard.index["latents.npy.zst_offset"][0].as_py() + 100)
         tar.write(b"\x00\x01\x02\x03")
-    loaded = list(LatentLoader(packed.data_dir, split="train", text=False, batch=5).evaluation_batches())
+    loaded = list(LatentLoader(segments(packed.data_dir, split="train", captions="none", batch=5)).evaluation_batches())
     failed = [one for part in loaded for one in part.failed]
     assert {one.key for one in failed} == {"a_000000000"} and {one.reason for one in failed} == {"checksum"}
     assert rows_of([part.batch for part in loaded], "key") == ["c_000000000"] * 2

@@ -6,21 +6,22 @@ import pytest
 
 from clipmill.manifests.errors import UserError
 from clipmill.train.data.latents.loader import LatentLoader
+from tests.train.latents.querying import segments
 from tests.train.latents.written import Written
 
 SEED = 11
 
 
 def loader(written: Written, **settings: Any) -> LatentLoader:
-    return LatentLoader(written.data_dir, split="train", **{"seed": SEED, "copy": True, **settings})
+    return LatentLoader(segments(written.data_dir, split="train", **{"seed": SEED, "can_keep": True, **settings}))
 
 
 def test_a_state_of_other_samples_or_another_order_is_refused(written: Written) -> None:
     state = loader(written).state_dict()
-    for other in ({"text": False}, {"segment": "2.5s"}, {"tails": "pad"}, {"seed": SEED + 1}):
+    for other in ({"captions": "none"}, {"segment": "2.5s"}, {"tails": "pad"}, {"seed": SEED + 1}):
         with pytest.raises(UserError, match=r"state (belongs to other|has seed 11)"):
             loader(written, **other).load_state_dict(state)
-    loader(written, batch=3, num_ranks=2, copy=False).load_state_dict(state)
+    loader(written, batch=3, num_ranks=2, can_keep=False).load_state_dict(state)
 
 
 def test_states_of_different_steps_do_not_belong_together(written: Written) -> None:

@@ -1,6 +1,5 @@
 """Which labels segments of latents have."""
 
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +10,7 @@ from clipmill.manifests.errors import UserError
 from clipmill.manifests.store import read_captions
 from clipmill.train.data.classes import ClassList, read_classes
 from clipmill.train.data.latents.loader import LabelledLatents
+from tests.train.latents.querying import segments
 from tests.train.latents.written import Chunk, Written, write_latents
 from tests.train.tiny_data import Caption, write_captions
 
@@ -46,8 +46,8 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> Written:
 
 
 def opened(data_dir: Path, *, split: str = "train", also: tuple[ClassList, ...] = (), **ranks: Any) -> LabelledLatents:
-    make = partial(LabelledLatents, classes=(MOTION, *also))
-    return make(data_dir, split=split, segment="5s", batch=4, seed=0, **ranks)
+    query = segments(data_dir, split=split, classes=(MOTION, *also), captions="none", batch=4, **ranks)
+    return LabelledLatents(query)
 
 
 def test_a_segment_has_the_label_of_the_caption_that_shares_most_time_with_it(written: Written) -> None:
@@ -106,9 +106,7 @@ def test_a_split_without_labels_has_nothing_to_show(written: Written) -> None:
 
 
 def test_labels_stay_with_their_segments_where_a_video_has_too_many(written: Written) -> None:
-    every, some = (
-        LabelledLatents(written.data_dir, split="train", classes=(MOTION,), max_segments=most) for most in (None, 2)
-    )
+    every, some = (opened(written.data_dir, max_segments=most) for most in (None, 2))
     kept = some.samples.rows_of(np.arange(len(some)))
     assert 0 < len(some) < len(every)
     assert some.labels.tolist() == every.labels[kept].tolist() and some.video.tolist() == every.video[kept].tolist()

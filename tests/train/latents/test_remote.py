@@ -21,6 +21,7 @@ from tests.object_storage.faults import Fault, Faults, vanished
 from tests.object_storage.upload import upload
 from tests.train.full_disk import fill
 from tests.train.latents.conftest import SHARDS
+from tests.train.latents.querying import segments
 from tests.train.latents.test_checksums import flip
 from tests.train.latents.written import Written, write_latents
 
@@ -37,10 +38,11 @@ def opened(address: str, cache: Path, *, size: str = ALL) -> DataFolder:
     return open_data_folder(address, cache=cache, cache_size=size, column="latents")
 
 
+GIVEN: dict[str, Any] = {"split": "train", "batch": 3, "seed": 5, "can_keep": True}
+
+
 def loader(folder: DataFolder, **settings: Any) -> CaptionedLatents:
-    return CaptionedLatents(
-        folder.path, tars=folder.tars, **{"split": "train", "batch": 3, "seed": 5, "copy": True, **settings}
-    )
+    return CaptionedLatents(segments(folder.path, tars=folder.tars, **{**GIVEN, **settings}))
 
 
 def shown(samples: LatentLoader) -> Iterator[LoadedBatch]:
@@ -109,7 +111,7 @@ def test_compressed_latents_are_read_by_range(written: Written, bucket: str, tmp
     write_latents(packed, SHARDS, is_compressed=True)
     remote = upload(upload_from, f"{bucket}/packed")
     upload(written.data_dir / "manifest", f"{remote.address}/manifest")
-    settings = {"text": False, "tails": "pad"}
+    settings = {"captions": "none", "tails": "pad"}
     samples = loader(opened(remote.address, tmp_path / "cache", size="1B"), **settings)
     assert content(shown(samples)) == content(shown(loader(DataFolder(upload_from), **settings)))
 

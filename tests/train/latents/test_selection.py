@@ -11,6 +11,7 @@ from clipmill.train.data.interface import open_latents
 from clipmill.train.data.latents.loader import CaptionedLatents
 from tests.shards.made_scores import write_scores
 from tests.train.latents.conftest import SHARDS
+from tests.train.latents.querying import segments
 from tests.train.latents.written import Written
 
 
@@ -26,7 +27,7 @@ def scored(written: Written, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def opened(data_dir: Path, where: str | None, **how: Any) -> CaptionedLatents:
-    return CaptionedLatents(data_dir, split="train", segment="5s", batch=2, seed=0, where=where, words=True, **how)
+    return CaptionedLatents(segments(data_dir, split="train", where=where, captions="words", batch=2, **how))
 
 
 def test_segments_of_selected_chunks_with_selected_captions_are_kept(scored: Path) -> None:

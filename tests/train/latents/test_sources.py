@@ -1,6 +1,7 @@
 """Segments with captions of several sources, and with the words of captions in place of embeddings."""
 
 from collections import Counter
+from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 
@@ -8,7 +9,9 @@ import numpy as np
 import pytest
 
 from clipmill.train.data.latents.loader import CaptionedLatents, LatentLoader
+from clipmill.train.data.loader import LoaderSettings
 from clipmill.train.models.text import load_tokenizer
+from tests.train.latents.querying import segments
 from tests.train.latents.written import Caption, Chunk, Written, write_all
 
 # Ids are places; segments of 5 s. The third segment has captions of one source only.
@@ -36,7 +39,8 @@ def drawn(loader: LatentLoader, count: int) -> list[tuple[int, int, int]]:
 
 
 def test_sources_are_drawn_by_weight_and_segments_are_clips(spoken: Written) -> None:
-    loader = LatentLoader(spoken.data_dir, split="train", batch=1, copy=True, sources="rephraser=3,human=1")
+    query = segments(spoken.data_dir, split="train", sources="rephraser=3,human=1", batch=1, can_keep=True)
+    loader = LatentLoader(query)
     assert (len(loader), loader.num_clips, loader.num_caption_ids) == (2, 2, 5)
     found = drawn(loader, 4000)
     assert all(sorted(clip for _, clip, _ in found[at : at + 2]) == [0, 1] for at in range(0, 4000, 2))
@@ -44,16 +48,13 @@ def test_sources_are_drawn_by_weight_and_segments_are_clips(spoken: Written) -> 
     wanted = {(0, 0): 500, (0, 2): 500, (0, 3): 500, (0, 4): 500, (1, 1): 500, (1, 2): 1500}
     assert counts.keys() == wanted.keys()
     assert all(abs(counts[key] - wanted[key]) < 4 * np.sqrt(wanted[key]) for key in wanted)
-    [first] = [
-        one.batch
-        for one in LatentLoader(spoken.data_dir, split="train", sources="rephraser=3,human=1").evaluation_batches()
-    ]
+    [first] = [one.batch for one in LatentLoader(replace(query, loading=LoaderSettings())).evaluation_batches()]
     assert first["caption_id"].tolist() == [2, 2]
     assert "1 captions of other sources left out" in loader.describe()
 
 
 def test_by_default_all_sources_weigh_alike_and_the_first_of_the_alphabet_is_shown(spoken: Written) -> None:
-    loader = LatentLoader(spoken.data_dir, split="train", batch=3, copy=True)
+    loader = LatentLoader(segments(spoken.data_dir, split="train", batch=3, can_keep=True))
     [shown] = [one.batch for one in loader.evaluation_batches()]
     assert shown["clip_id"].tolist() == [0, 1, 2] and shown["caption_id"].tolist() == [0, 1, 5]
     counts = Counter(
@@ -68,7 +69,7 @@ def test_by_default_all_sources_weigh_alike_and_the_first_of_the_alphabet_is_sho
 def test_captions_come_as_words_where_a_tokenizer_is_given(spoken: Written, tmp_path: Path) -> None:
     for name in ("manifest", "latents", "dataset.json"):
         (tmp_path / name).symlink_to(spoken.data_dir / name)  # and no column of text
-    samples = CaptionedLatents(tmp_path, split="train", segment="5s", batch=3, seed=0, tokenize=load_tokenizer())
+    samples = CaptionedLatents(segments(tmp_path, split="train", captions="words", batch=3), tokenize=load_tokenizer())
     assert samples.text_width is None and samples.text(1) == "said later"
     for one in islice(samples, 5):
         assert "text" not in one.batch

@@ -26,7 +26,7 @@ from clipmill.train.models.video_vit import CubeGrid, VideoViTSize
 from clipmill.train.report.results import write_page
 from clipmill.train.run.folder import RunFolder
 from clipmill.train.tasks.mae.evaluation import picture_uri
-from clipmill.train.tasks.mae.objective import Masking, normalised_cubes
+from clipmill.train.tasks.mae.objective import MaskedClips, Masking, normalised_cubes
 from clipmill.train.tasks.mae.reconstruction import Pictures, ReconstructionResult, evaluate_reconstruction
 from clipmill.train.tasks.mae.settings import MaeSettings
 from tests.train.latents.written import Chunk
@@ -62,16 +62,13 @@ def evaluated(model: nn.Module, num_clips: int = 40, **changes: Any) -> Reconstr
         for part in parts
     ]
     batches.insert(0, LoadedBatch(Batch(), (failure,), Cursor(0)))
+    clips = MaskedClips(inputs=lambda batch, rows: video[batch["position"][rows]], masking=MASKING, size=SIZE, std=None)
     given: dict[str, Any] = {
-        "inputs": lambda batch, rows: video[batch["position"][rows]],
-        "masking": MASKING,
-        "size": SIZE,
-        "std": None,
         "pictures": Pictures({3, 39}, (0, 2), lambda clips: clips / 2 + 0.5),
         "autocast": nullcontext,
         "device": torch.device("cpu"),
     }
-    return evaluate_reconstruction(model, batches, **(given | changes))
+    return evaluate_reconstruction(model, batches, clips, **(given | changes))
 
 
 def test_the_loss_is_the_mean_over_all_samples_beside_that_of_flat_cubes() -> None:

@@ -16,6 +16,7 @@ from clipmill.train.data.inputs import open_mixed
 from clipmill.train.data.latents.loader import CaptionedLatents
 from clipmill.train.data.latents.mixed import MixedLatents
 from clipmill.train.data.outcomes import FailedSample, LoadedBatch
+from tests.train.latents.querying import segments
 from tests.train.latents.test_checksums import flip
 from tests.train.latents.written import Caption, Chunk, Written, write_all, write_latents
 from tests.train.tiny_data import write_captions
@@ -47,12 +48,12 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Written, Written]:
 
 def mixed_of(*folders: Path, mix: str | None = "1,1", **more: Any) -> MixedLatents:
     settings = DataSettings(shards=tuple(map(str, folders)), mix=mix)
-    found = open_mixed(lambda one: CaptionedLatents(Path(one), **{**GIVEN, **more}), settings)
+    found = open_mixed(lambda one: CaptionedLatents(segments(Path(one), **{**GIVEN, **more})), settings)
     assert isinstance(found, MixedLatents)
     return found
 
 
-GIVEN: dict[str, Any] = {"split": "train", "segment": "5s", "batch": 4, "seed": 1, "copy": True}
+GIVEN: dict[str, Any] = {"split": "train", "segment": "5s", "batch": 4, "seed": 1, "can_keep": True}
 
 
 def compare(mixed: MixedLatents, alone: list[CaptionedLatents], loaded: LoadedBatch) -> None:
@@ -76,11 +77,13 @@ def compare(mixed: MixedLatents, alone: list[CaptionedLatents], loaded: LoadedBa
             assert int(batch["num_frames"][row]) == int(expected["num_frames"][0])
 
 
-@pytest.mark.parametrize("more", [{}, {"words": True}, {"text": False, "tails": "pad"}, {"max_segments": 2}], ids=str)
+@pytest.mark.parametrize(
+    "more", [{}, {"captions": "words"}, {"captions": "none", "tails": "pad"}, {"max_segments": 2}], ids=str
+)
 def test_each_row_is_that_of_its_own_folder(pair: tuple[Written, Written], more: dict[str, Any]) -> None:
     folders = [one.data_dir for one in pair]
     mixed = mixed_of(*folders, **more)
-    alone = [CaptionedLatents(one, **{**GIVEN, **more, "batch": 1}) for one in folders]
+    alone = [CaptionedLatents(segments(one, **{**GIVEN, **more, "batch": 1})) for one in folders]
     assert mixed.num_samples == sum(map(len, alone)) and mixed.num_caption_ids == sum(
         one.num_caption_ids for one in alone
     )

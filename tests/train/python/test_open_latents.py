@@ -17,6 +17,7 @@ from clipmill.manifests.store import read_captions
 from clipmill.train.data.batches import LateBatch
 from clipmill.train.data.latents.loader import LatentLoader
 from tests.train.latents.conftest import CAPTIONS, SHARDS
+from tests.train.latents.querying import segments as latent_query
 from tests.train.latents.written import Caption, Chunk, Written, write_all
 
 VIDEOS = ("a", "b", "c", "d", "e")
@@ -34,7 +35,7 @@ def opened(written: Written, **changes: Any) -> Batches:
 
 
 def test_batches_are_those_of_the_latent_loader(written: Written) -> None:
-    expected = LatentLoader(written.data_dir, split="train", batch=3, seed=5)
+    expected = LatentLoader(latent_query(written.data_dir, split="train", batch=3, seed=5))
     with opened(written, seed=5, captions="embedding") as segments:
         assert len(segments) == len(expected) // 3
         for loaded, batch in zip(islice(expected, len(segments)), segments, strict=True):

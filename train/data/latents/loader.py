@@ -1,9 +1,9 @@
 """`LatentLoader`: batches of latents, with the captions or labels of their segments."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
 from functools import cached_property
 from itertools import islice
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -11,16 +11,14 @@ from numpy.typing import NDArray
 
 from clipmill.train.data.batch import Batch
 from clipmill.train.data.caption_choice import CaptionTexts
-from clipmill.train.data.classes import ClassList
 from clipmill.train.data.latents.reading import LatentSample, SegmentReader
 from clipmill.train.data.latents.ring import LatentRing
-from clipmill.train.data.latents.segment_query import Captions, SegmentQuery
+from clipmill.train.data.latents.segment_query import SegmentQuery
 from clipmill.train.data.latents.segment_set import SegmentSet
-from clipmill.train.data.latents.segments import FrameShape, Tails, times_us
-from clipmill.train.data.loader import BatchLoader, LoaderSettings, Order
+from clipmill.train.data.latents.segments import FrameShape, times_us
+from clipmill.train.data.loader import BatchLoader, Order
 from clipmill.train.data.order import Cursor, SampleOrder
 from clipmill.train.data.outcomes import FailedSample, LoadedBatch
-from clipmill.train.data.remote import RemoteTars
 
 if TYPE_CHECKING:
     import torch
@@ -30,8 +28,6 @@ if TYPE_CHECKING:
 FALSE_COLOUR_STDS = 2.0  # range of false colours: standard deviations on either side of grey
 
 _BLOCK = 4096  # samples of an evaluation that are requested at a time
-_NUM_THREADS = 4  # keep a disk busy; one thread verifies several gigabytes per second
-_NUM_AHEAD = 64
 
 
 class LatentLoader(BatchLoader):
@@ -42,27 +38,11 @@ class LatentLoader(BatchLoader):
     batches. Positions count on across epochs, so that no sample is dropped or repeated if the batch size does not
     divide an epoch. Rank r takes every `num_ranks`-th position.
 
+    Every record is verified against its checksum when it is first needed, so that only the first epoch takes longer. A
+    record that does not match is a failed sample (clipmill.train.data.outcomes).
+
     Args:
-        data_dir: folder that prep made.
-        split: of the manifest.
-        segment: length of a segment in seconds, a whole number of frames.
-        batch: samples in this rank's batch.
-        seed: of the sample order and the choice of captions.
-        text: give samples captions; segments without one are then excluded.
-        tokenize: makes captions tokens; without it they are stored embeddings, and those without one are excluded.
-        words: captions are texts (`texts_of`), neither tokens nor embeddings.
-        sources: weights of the captions' sources (clipmill.train.config.data).
-        classes: of labels, in place of captions; segments without any of them are excluded
-            (clipmill.train.data.latents.labels).
-        max_segments: at most this many samples of each video, spread evenly over it.
-        tails: what to do with the frames after the last full segment of a chunk: "drop", or "pad" with zeros (batches
-            then have `num_frames`).
-        copy: never overwrite a batch that is in use; its memory is not pinned. Otherwise the second batch after it
-            overwrites it, and memory is pinned if there is a GPU.
-        verify: verify every record against its checksum when it is first needed, so that only the first epoch takes
-            longer. A record that does not match is a failed sample (clipmill.train.data.outcomes).
-        where: an expression that selects segments, by chunks and captions (clipmill.shards.where); None for all.
-        tars: reads the tars of a remote data folder, whose small files are in `data_dir`.
+        tokenize: makes tokens of captions that are words; without it, they are texts (`texts_of`).
 
     Attributes:
         samples: the set.
@@ -71,61 +51,14 @@ class LatentLoader(BatchLoader):
         UserError: nothing can be shown, the columns do not belong together, or a tar is missing or truncated.
     """
 
-    def __init__(
-        self,
-        data_dir: Path,
-        *,
-        split: str,
-        segment: str = "5s",
-        batch: int = 32,
-        seed: int = 0,
-        rank: int = 0,
-        num_ranks: int = 1,
-        text: bool = True,
-        tokenize: "Tokenize | None" = None,
-        words: bool = False,
-        sources: str | None = None,
-        classes: Sequence[ClassList] = (),
-        max_segments: int | None = None,
-        tails: Tails = "drop",
-        copy: bool = False,
-        verify: bool = True,
-        where: str | None = None,
-        tars: RemoteTars | None = None,
-    ) -> None:
+    def __init__(self, query: SegmentQuery, *, tokenize: "Tokenize | None" = None) -> None:
         import torch
 
-        pin = not copy and torch.cuda.is_available()
-        super().__init__(
-            LoaderSettings(
-                batch=batch,
-                num_threads=_NUM_THREADS,
-                num_ahead=_NUM_AHEAD,
-                seed=seed,
-                rank=rank,
-                num_ranks=num_ranks,
-                pin=pin,
-                can_keep=copy,
-            )
-        )
-        self._data_dir, self.split = data_dir, split
-        captions: Captions = "none" if classes or not text else "words" if words or tokenize else "stored"
-        query = SegmentQuery(
-            data_dir=data_dir,
-            split=split,
-            segment=segment,
-            captions=captions,
-            tails=tails,
-            sources=sources,
-            classes=classes,
-            max_segments=max_segments,
-            where=where,
-            tars=tars,
-        )
+        super().__init__(replace(query.loading, pin=not query.loading.can_keep and torch.cuda.is_available()))
+        self._data_dir, self.split = query.data_dir, query.split
         self.samples = SegmentSet(query)
-        self._order: Order = SampleOrder(len(self.samples), seed)
-        self._tokenize = tokenize if captions == "words" else None
-        self._verify = verify
+        self._order: Order = SampleOrder(len(self.samples), query.loading.seed)
+        self._tokenize = tokenize
 
     def __len__(self) -> int:
         """Number of samples in an epoch, of all ranks together."""
@@ -209,7 +142,7 @@ class LatentLoader(BatchLoader):
     def reader(self) -> SegmentReader:
         """What reads the samples."""
         self.samples.tars.begin_fetching()
-        return SegmentReader(self.samples, self._loading, verify=self._verify)
+        return SegmentReader(self.samples, self._loading)
 
     def _training_outcomes(self, begin: Cursor) -> Iterator[LatentSample | FailedSample]:
         for positions in self._positions(begin):

@@ -32,16 +32,13 @@ class SegmentReader:
 
     Args:
         loading: how members are loaded that are not parts of maps.
-        verify: verify members when they are first needed; those that are fetched are verified always.
     """
 
-    def __init__(self, samples: SegmentSet, loading: LoaderSettings, *, verify: bool = True) -> None:
+    def __init__(self, samples: SegmentSet, loading: LoaderSettings) -> None:
         records, self._loading = samples.records, loading
         self._samples, self._records, self._tars = samples, records, samples.tars
-        self._latents = VerifiedMembers(
-            samples.tars, len(records), records.payload, column="latents", noun="bytes", verify=verify
-        )
-        self._text = None if samples.text is None else samples.text.verified(samples.tars, verify=verify)
+        self._latents = VerifiedMembers(samples.tars, len(records), records.payload, column="latents", noun="bytes")
+        self._text = None if samples.text is None else samples.text.verified(samples.tars)
 
     def read(self, requests: SegmentRequests) -> Iterator[LatentSample | FailedSample]:
         """Read the samples of some requests, in their order.

@@ -1,12 +1,13 @@
 """`SegmentQuery`: which segments of latents of a data folder are opened. It is passed on whole."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
 from clipmill.train.data.classes import ClassList
 from clipmill.train.data.latents.segments import Tails
+from clipmill.train.data.loader import LoaderSettings
 from clipmill.train.data.remote import RemoteTars
 
 Captions = Literal["none", "stored", "words"]
@@ -14,19 +15,38 @@ Captions = Literal["none", "stored", "words"]
 
 @dataclass(frozen=True, kw_only=True)
 class SegmentQuery:
-    """A question to the latents of a data folder; for the attributes see `LatentLoader`.
+    """A query of segments.
 
     Attributes:
-        captions: what samples have of captions: nothing, stored embeddings, or words.
+        data_dir: folder that prep made.
+        split: of the manifest.
+        segment: length of a segment in seconds, a whole number of frames.
+        captions: what samples have of captions: nothing, stored embeddings, or words. Segments without it are excluded.
+        loading: batches and this rank's share. The threads read what has to be verified, fetched or unpacked; four keep
+            a disk busy, and one verifies several gigabytes per second. Memory is pinned if there is a GPU, unless
+            batches that are in use are kept.
+        tails: what to do with the frames after the last full segment of a chunk: "drop", or "pad" with zeros (batches
+            then have `num_frames`).
+        sources: weights of the captions' sources (clipmill.train.config.data).
+        classes: of labels, in place of captions; segments without any of them are excluded
+            (clipmill.train.data.latents.labels).
+        max_segments: at most this many samples of each video, spread evenly over it.
+        where: an expression that selects segments, by chunks and captions (clipmill.shards.where); None for all.
+        tars: reads the tars of a remote data folder, whose small files are in `data_dir`.
     """
 
-    data_dir: Path
+    data_dir: Path = field(kw_only=False)
     split: str
-    segment: str
-    captions: Captions
+    segment: str = "5s"
+    captions: Captions = "stored"
+    loading: LoaderSettings = field(default_factory=LoaderSettings)
     tails: Tails = "drop"
     sources: str | None = None
     classes: Sequence[ClassList] = ()
     max_segments: int | None = None
     where: str | None = None
     tars: RemoteTars | None = None
+
+    def __post_init__(self) -> None:
+        if self.classes and self.captions != "none":
+            raise ValueError(f"samples with labels have no captions: {self.captions}")

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 
 import numpy as np
 import torch
@@ -10,12 +9,14 @@ import torch
 from clipmill.manifests.errors import UserError
 from clipmill.manifests.store import read_captions
 from clipmill.train.config.evaluation import ProbeEvaluation
+from clipmill.train.config.latents import LatentSettings
 from clipmill.train.config.training import ClipSettings
 from clipmill.train.data.batch import Batch
 from clipmill.train.data.classes import ClassList, class_labels, read_classes
 from clipmill.train.data.inputs import clip_query, loader_settings, open_labelled_folder, open_segments
 from clipmill.train.data.labelled_clips import LabelledClips
 from clipmill.train.data.latents.loader import LabelledLatents
+from clipmill.train.data.latents.segment_query import SegmentQuery
 from clipmill.train.distributed.world import World
 from clipmill.train.evaluation.probe.features import ClipFeatures, Tower, extract, gathered
 from clipmill.train.evaluation.probe.probing import LabelledFeatures
@@ -122,15 +123,13 @@ def _open_labelled(
     """This rank's part of the clips of a split, pixels or latents, that have any of the labels, each once."""
     # A batch of training fits into memory; an autoencoder sees all cubes here, but keeps no activations.
     batch = settings.microbatch or world.share(settings.batch)
-    if getattr(settings, "input", "pixels") == "latents":
-        return open_segments(
-            partial(LabelledLatents, classes=classes),
-            settings,
-            segment=getattr(settings, "segment", ""),  # of the tasks that can read latents
-            split=split,
-            world=world,
-            batch=batch,
-        )
+    if isinstance(settings, LatentSettings) and settings.reads_latents:
+
+        def open_latents(query: SegmentQuery) -> LabelledLatents:
+            loading = replace(query.loading, batch=batch)
+            return LabelledLatents(replace(query, captions="none", classes=classes, loading=loading, max_segments=None))
+
+        return open_segments(open_latents, settings, split=split, world=world)
     folder = open_labelled_folder(settings)
     return LabelledClips(
         clip_query(

@@ -99,19 +99,19 @@ def generate_captions(
     """
     if prompt_VP is None:
         prompt_VP = torch.full((len(samples) // rows_per_video, 1), end_id, device=video.device)
-    limits = {"end_id": end_id, "min_tokens": settings.min_tokens, "max_tokens": max_tokens_of(settings)}
     if settings.method == "beam":
-        return beam_search(
-            generator,
-            video,
-            prompt_VP,
-            num_beams=num_beams_of(settings),
-            length_penalty=length_penalty_of(settings),
-            early_stopping=bool(settings.early_stopping),
-            **limits,
-        )
+        return beam_search(generator, video, prompt_VP, settings, end_id=end_id)
     choose = greedy if settings.method == "greedy" else sampling(settings, samples, device=prompt_VP.device)
-    return generate(generator, video, prompt_VP, choose=choose, rows_per_video=rows_per_video, **limits)
+    return generate(
+        generator,
+        video,
+        prompt_VP,
+        choose=choose,
+        end_id=end_id,
+        min_tokens=settings.min_tokens,
+        max_tokens=max_tokens_of(settings),
+        rows_per_video=rows_per_video,
+    )
 
 
 def generate(
@@ -228,13 +228,9 @@ def beam_search(
     generator: Generator[C],
     video: torch.Tensor,
     prompt_VP: torch.Tensor,
+    settings: DecodingSettings,
     *,
-    num_beams: int,
-    length_penalty: float,
-    early_stopping: bool,
     end_id: int,
-    min_tokens: int,
-    max_tokens: int,
 ) -> Generated:
     """Find the best text of each video, by the rules of transformers' `generate`.
 
@@ -246,6 +242,7 @@ def beam_search(
     """
     num_videos, prompt_length = prompt_VP.shape
     device = prompt_VP.device
+    num_beams, length_penalty, max_tokens = num_beams_of(settings), length_penalty_of(settings), max_tokens_of(settings)
     cache = generator.start(video, num_tokens=prompt_length + max_tokens - 1, rows_per_video=num_beams)
     given = prompt_VP.repeat_interleave(num_beams, 0)
     running_vBL = torch.full((num_videos, num_beams, max_tokens), end_id, device=device)
@@ -259,7 +256,7 @@ def beam_search(
 
     for number in range(max_tokens):
         log_probabilities = generator.step(given, cache).float().log_softmax(dim=1)
-        if number < min_tokens:
+        if number < settings.min_tokens:
             log_probabilities[:, end_id] = -torch.inf
         vocabulary = log_probabilities.shape[1]
         totals = running_scores_vB[..., None] + log_probabilities.view(-1, num_beams, vocabulary)
@@ -280,9 +277,9 @@ def beam_search(
         beams_vB = beams_vc.gather(1, chosen_vB)
 
         is_full_v = (finished_scores_vB > _NEVER).all(dim=1)
-        is_done_v = (
-            is_full_v if early_stopping else is_full_v & (running_scores_vB[:, 0] / power <= finished_scores_vB[:, -1])
-        )
+        is_done_v = is_full_v
+        if not settings.early_stopping:
+            is_done_v = is_full_v & (running_scores_vB[:, 0] / power <= finished_scores_vB[:, -1])
         best_VL[videos_v], best_scores_V[videos_v] = finished_vBL[:, 0], finished_scores_vB[:, 0]
         left = (~is_done_v).nonzero()[:, 0]
         if len(left) == 0 or number + 1 == max_tokens:

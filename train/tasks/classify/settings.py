@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field, fields
-from typing import Annotated, Literal
+from typing import Annotated
 
 from cyclopts import Parameter
 
@@ -11,8 +11,8 @@ from clipmill.train.config import fields as groups
 from clipmill.train.config.data import Augment
 from clipmill.train.config.evaluation import EVERY, EvaluationSettings
 from clipmill.train.config.fields import FIRST_RUN, SHARE, GoesWith, Range, caught, help_group
+from clipmill.train.config.latents import LatentSettings
 from clipmill.train.config.model import check_picture
-from clipmill.train.config.training import ClipSettings
 
 CLASSES = help_group("Classes", 6)
 VIEWS = Range(1, 100)
@@ -33,18 +33,14 @@ class ClassEvaluation(EvaluationSettings):
 
 @Parameter(name="*")
 @dataclass(frozen=True, kw_only=True)
-class ClassifySettings(ClipSettings):
+class ClassifySettings(LatentSettings):
     """Settings of `train classify`."""
 
     command = "classify"
     has_head = True
 
-    input: Annotated[Literal["pixels", "latents"], groups.CLIPS, FIRST_RUN] = "pixels"
-    """Input of the model. pixels: decoded clips of captions; latents: segments of the column made by prep latents."""
     segment: Annotated[str, groups.CLIPS, GoesWith("input", ("latents",))] = "5s"
     """Length of a segment of latents. Its label is that of the caption which covers most of it."""
-    max_segments: Annotated[int | None, groups.CLIPS, Range(1, 10**9), GoesWith("input", ("latents",))] = None
-    """Maximum number of segments of a training video, spread evenly over it. Default: all of them."""
     repeats: Annotated[int, groups.CLIPS, Range(1, 1000)] = 1
     """Number of samples per clip (repeated augmentation), decoded once, each with its own frames and crop."""
     label: Annotated[str, CLASSES, FIRST_RUN] = "class"
@@ -66,7 +62,7 @@ class ClassifySettings(ClipSettings):
             yield UserError(
                 "--towers.kind is timesformer, which only train caption supports", hint="use clip or videomae"
             )
-        if self.input == "pixels":
+        if not self.reads_latents:
             yield from caught(check_picture, self.model, size_px=self.size_px)
         else:
             yield from self._rules_of_latents()

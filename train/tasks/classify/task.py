@@ -60,7 +60,7 @@ class ClassifyTask(ClipTask[ClassifySettings, Samples, VideoClassifier]):
         super().__init__(settings, **opened)
         self._classes = classes
         self._held_out: dict[str, OneFolder] = {}
-        self.columns: tuple[str, ...] = ("latents",) if settings.input == "latents" else ("video",)
+        self.columns: tuple[str, ...] = ("latents",) if settings.reads_latents else ("video",)
 
     @property
     def classes(self) -> ClassList:
@@ -110,7 +110,7 @@ class ClassifyTask(ClipTask[ClassifySettings, Samples, VideoClassifier]):
             UserError: there are none, or they do not fit the settings.
         """
         settings = self._settings
-        if settings.input == "latents":
+        if settings.reads_latents:
             return self._latents(split, world, views=views)
         folder = open_labelled_folder(settings)
         loading = loader_settings(settings, world, device=self._device)
@@ -131,11 +131,9 @@ class ClassifyTask(ClipTask[ClassifySettings, Samples, VideoClassifier]):
                 f"{views.num_clips} clips x {views.num_crops} crops apply to frames in pixels, not to latents",
                 hint="leave --clips and --crops out with --input latents",
             )
-        most = settings.max_segments if split == settings.split else None
         return open_segments(
-            partial(LabelledLatents, classes=(self.classes,), max_segments=most),
+            lambda query: LabelledLatents(replace(query, captions="none", classes=(self.classes,))),
             settings,
-            segment=settings.segment,
             split=split,
             world=world,
         )

@@ -267,7 +267,7 @@ def open_scorer(wanted: DualEncoderEvaluation, settings: DualEncoderSettings) ->
     Raises:
         UserError: see `make_scorer`; also for protocols of clips on latents.
     """
-    if wanted.protocol in ("mir", *NAMED) and settings.input == "latents":
+    if wanted.protocol in ("mir", *NAMED) and settings.reads_latents:
         raise UserError(
             f"{wanted.protocol} scores the clips of captions, and latents are in segments", hint="use --input pixels"
         )
@@ -294,7 +294,7 @@ def score_run(opened: OpenedRun, flags: RetrievalFlags | MirFlags | ZeroShotFlag
     """
     settings, trained, task = opened.settings, opened.trained, opened.task
     wanted, num_clips = flags.evaluation(), flags.clips
-    if num_clips > 1 and settings.input == "latents":
+    if num_clips > 1 and settings.reads_latents:
         raise UserError(f"--clips is {num_clips}", hint="leave it out: latents have a single view")
     scorer = open_scorer(wanted, settings)
     samples = task.samples_of(wanted, World(), num_clips=num_clips)

@@ -10,9 +10,9 @@ from clipmill.manifests.errors import UserError
 from clipmill.train.config import fields as groups
 from clipmill.train.config.data import CaptionSettings
 from clipmill.train.config.evaluation import DualEncoderEvaluation
-from clipmill.train.config.fields import FIRST_RUN, GoesWith, Range, caught, help_group
+from clipmill.train.config.fields import FIRST_RUN, caught, help_group
+from clipmill.train.config.latents import LatentSettings
 from clipmill.train.config.model import check_picture
-from clipmill.train.config.training import ClipSettings
 from clipmill.train.config.tuning import Tower
 from clipmill.train.losses.settings import Loss
 
@@ -21,22 +21,15 @@ LOSS = help_group("Loss", 6)
 
 @Parameter(name="*")
 @dataclass(frozen=True, kw_only=True)
-class DualEncoderSettings(ClipSettings):
+class DualEncoderSettings(LatentSettings):
     """Settings of `train dual-encoder`."""
 
     command = "dual-encoder"
     of_other_data: ClassVar[Mapping[str, Any]] = {"captions": CaptionSettings()}
     only_kind = "clip"
 
-    input: Annotated[Literal["pixels", "latents"], groups.CLIPS, FIRST_RUN] = "pixels"
-    """Input of the video tower. pixels: decoded clips of captions; latents: segments of the column made by prep
-    latents."""
     text_tower: Annotated[Literal["trained", "frozen"], groups.MODEL, FIRST_RUN] = "trained"
     """Text tower. frozen: the embeddings made by prep text take its place."""
-    segment: Annotated[str, groups.CLIPS, GoesWith("input", ("latents",))] = "5s"
-    """Length of a segment of latents."""
-    max_segments: Annotated[int | None, groups.CLIPS, Range(1, 10**9), GoesWith("input", ("latents",))] = None
-    """Maximum number of segments of a training video, spread evenly over it. Default: all of them."""
     captions: Annotated[CaptionSettings, groups.CAPTIONS] = field(default_factory=CaptionSettings)
     """Which caption of a clip a sample shows."""
     loss: Annotated[Loss, LOSS] = field(default_factory=Loss)
@@ -50,7 +43,7 @@ class DualEncoderSettings(ClipSettings):
     def rules(self) -> Iterator[UserError]:
         """Yields batches without negatives, and settings that do not suit the input or the text tower."""
         yield from super().rules()
-        if self.input == "latents" and self.captions.min_relevancy is not None:
+        if self.reads_latents and self.captions.min_relevancy is not None:
             yield UserError(
                 "--captions.min-relevancy draws captions for clips, not for segments of latents",
                 hint="leave it out, or use --input pixels",
@@ -59,7 +52,7 @@ class DualEncoderSettings(ClipSettings):
             yield UserError(
                 f"--batch is {self.batch}", hint="it must be at least 2: a contrastive loss needs negatives"
             )
-        if self.input == "pixels":
+        if not self.reads_latents:
             yield from caught(check_picture, self.model, size_px=self.size_px)
         if self.text_tower == "frozen" and self.towers.embedding_width is not None:
             yield UserError(

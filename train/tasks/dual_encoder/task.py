@@ -5,7 +5,6 @@ Clips are pixels or precomputed VAE latents; captions are tokens for a text towe
 
 import math
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import pyarrow as pa
@@ -29,6 +28,7 @@ from clipmill.train.data.inputs import (
     size_on_latents,
 )
 from clipmill.train.data.latents.loader import CaptionedLatents
+from clipmill.train.data.latents.segment_query import Captions
 from clipmill.train.data.remote import open_data_folder
 from clipmill.train.data.streams.stream import VideoStream
 from clipmill.train.data.streams.tars import names_tars
@@ -62,7 +62,7 @@ class DualEncoderTask(ClipTask[DualEncoderSettings, Samples, DualEncoder]):
     def __init__(self, settings: DualEncoderSettings, **opened: Any) -> None:
         super().__init__(settings, **opened)
         self._in_loop: list[LoopEvaluation] = []
-        pictures = "latents" if settings.input == "latents" else "video"
+        pictures = "latents" if settings.reads_latents else "video"
         self.columns: tuple[str, ...] = (pictures, "text") if settings.text_tower == "frozen" else (pictures,)
 
     def training_set(self, world: World) -> Samples:
@@ -86,7 +86,7 @@ class DualEncoderTask(ClipTask[DualEncoderSettings, Samples, DualEncoder]):
             UserError: as of `samples`, or they contradict the protocol.
         """
         settings = self._settings
-        if settings.input == "latents" or names_tars(settings.folder) or wanted.protocol not in NAMED:
+        if settings.reads_latents or names_tars(settings.folder) or wanted.protocol not in NAMED:
             # In multi-instance retrieval, two narrations of one span are two queries.
             each_caption = wanted.protocol == "mir"
             return self.samples(wanted.split, world, num_clips=num_clips, each_caption=each_caption)
@@ -125,7 +125,7 @@ class DualEncoderTask(ClipTask[DualEncoderSettings, Samples, DualEncoder]):
         """
         settings = self._settings
         tokenize = load_tokenizer() if settings.text_tower == "trained" else None
-        if settings.input == "latents":
+        if settings.reads_latents:
             return self._latents(split, world, tokenize=tokenize)
         shape = clip_shape(settings, views=Views(num_clips=num_clips))
         loading = loader_settings(settings, world, device=self._device)
@@ -159,11 +159,14 @@ class DualEncoderTask(ClipTask[DualEncoderSettings, Samples, DualEncoder]):
         )
 
     def _latents(self, split: str, world: World, *, tokenize: Tokenize | None) -> CaptionedLatents:
-        settings = self._settings
-        most = settings.max_segments if split == settings.split else None
-        sources = settings.captions.sources
-        make = partial(CaptionedLatents, tokenize=tokenize, sources=sources, max_segments=most)
-        return open_segments(make, settings, segment=settings.segment, split=split, world=world)
+        captions: Captions = "stored" if tokenize is None else "words"
+        sources = self._settings.captions.sources
+        return open_segments(
+            lambda query: CaptionedLatents(replace(query, captions=captions, sources=sources), tokenize=tokenize),
+            self._settings,
+            split=split,
+            world=world,
+        )
 
     def new_model(self, samples: Samples) -> DualEncoder:
         """The two towers in the size that the settings name, for clips as `samples` has them."""

@@ -20,6 +20,7 @@ from clipmill.train.evaluation.runner import OpenedRun, Score, describe_clip, ev
 from clipmill.train.models.video_vit import CubeGrid
 from clipmill.train.run.counted_batches import counted_batches
 from clipmill.train.run.folder import RunFolder
+from clipmill.train.tasks.mae.objective import MaskedClips
 from clipmill.train.tasks.mae.reconstruction import Pictures, ReconstructedClip, ToDisplay, evaluate_reconstruction
 from clipmill.train.tasks.mae.settings import MaeSettings, num_masked_places
 from clipmill.train.tasks.mae.spec import RECONSTRUCTION, TASK, ReconstructionFlags
@@ -61,14 +62,11 @@ def score_run(opened: OpenedRun, wanted: ReconstructionFlags, *, chosen: str = "
     samples = task.samples(wanted.split, World())
     model = trained.fill(task.build_model(samples))
     every = every_for(len(samples), at_most=wanted.max_samples)
-    masking = task.masking(samples)
+    clips: MaskedClips = task.masked_clips(samples)
     found = evaluate_reconstruction(
         model,
         counted_batches(samples.evaluation_batches(every=every), "reconstructing", total=-(-len(samples) // every)),
-        inputs=task.inputs,
-        masking=masking,
-        size=task.size(samples),
-        std=task.std,
+        clips,
         pictures=Pictures(
             samples=frozenset(evenly_spaced(range(0, len(samples), every), at_most=_NUM_CLIPS)),
             frames=evenly_within(range(settings.num_frames), at_most=_MAX_FRAMES),
@@ -83,8 +81,8 @@ def score_run(opened: OpenedRun, wanted: ReconstructionFlags, *, chosen: str = "
         clip=describe_clip(settings, is_consecutive=True),
         values={
             "split_chosen": chosen,
-            "mask": describe_mask(settings, masking.grid),
-            "share_hidden": masking.counts.num_masked / masking.grid.cubes,
+            "mask": describe_mask(settings, clips.masking.grid),
+            "share_hidden": clips.masking.counts.num_masked / clips.masking.grid.cubes,
             "protocol": _PROTOCOL,
             "num_samples": found.num_samples,
             "loss": found.loss,
@@ -129,7 +127,7 @@ def describe_mask(settings: MaeSettings, grid: CubeGrid) -> str:
 
 def _to_display(settings: MaeSettings) -> ToDisplay:
     """From model inputs to values from 0 to 1: undo the normalisation of pixels, or map latents to false colours."""
-    if settings.input == "latents":
+    if settings.reads_latents:
         return lambda latents: latents / (2 * FALSE_COLOUR_STDS) + 0.5
     mean_C111, std_C111 = (
         torch.tensor(values)[:, None, None, None]

@@ -161,28 +161,42 @@ class Masking:
 _EPS = 1e-6
 
 
-class MaskedReconstruction(Objective):
-    """Mean squared error over the predicted cubes of all clips of a batch (VideoMAE, section 3).
+@dataclass(frozen=True, kw_only=True)
+class MaskedClips:
+    """Clips as the model sees them, and as it predicts them.
 
-    Every clip has equally many of them, so the mean over microbatches and ranks is the mean over the batch.
-
-    Args:
+    Attributes:
         inputs: normalised clips [R, C, T, H, W] of some rows of a batch.
         masking: draws the masks.
         size: of the encoder, whose cubes are predicted.
         std: divisor of the clips' channels; None if they were not divided.
     """
 
-    def __init__(
-        self,
-        inputs: Callable[[Batch, slice], torch.Tensor],
-        masking: Masking,
-        *,
-        size: VideoViTSize,
-        std: Sequence[float] | None,
-    ) -> None:
+    inputs: Callable[[Batch, slice], torch.Tensor]
+    masking: Masking
+    size: VideoViTSize
+    std: Sequence[float] | None
+
+    def targets(self, clips_RCTHW: torch.Tensor, predicted_RM: torch.Tensor) -> torch.Tensor:
+        """`normalised_cubes` of clips."""
+        return normalised_cubes(
+            clips_RCTHW,
+            predicted_RM,
+            cube_frames=self.size.cube_frames,
+            patch_px=self.size.patch_px,
+            std=self.std,
+        )
+
+
+class MaskedReconstruction(Objective):
+    """Mean squared error over the predicted cubes of all clips of a batch (VideoMAE, section 3).
+
+    Every clip has equally many of them, so the mean over microbatches and ranks is the mean over the batch.
+    """
+
+    def __init__(self, clips: MaskedClips) -> None:
         super().__init__()
-        self._inputs, self._masking, self._size, self._std = inputs, masking, size, std
+        self._clips = clips
 
     def backward(self, model: nn.Module, batch: Batch, step: Step) -> dict[str, Scalar]:
         """Add the gradients of this rank's share of the batch; return the loss of the whole batch."""
@@ -195,16 +209,10 @@ class MaskedReconstruction(Objective):
         return {"loss": step.world.sum(torch.stack(losses).sum()).double() / step.world.size}
 
     def _loss(self, model: nn.Module, batch: Batch, rows: slice, *, step: Step) -> torch.Tensor:
-        clips_RCTHW = self._inputs(batch, rows)
-        masks, counts = self._masking.draw(batch["position"][rows], device=clips_RCTHW.device), self._masking.counts
+        clips_RCTHW, masking = self._clips.inputs(batch, rows), self._clips.masking
+        masks, counts = masking.draw(batch["position"][rows], device=clips_RCTHW.device), masking.counts
         predicted_RM = predicted_cubes(masks.masked_BN, masks.decoded_BN, count=counts.num_predicted)
-        targets_RMV = normalised_cubes(
-            clips_RCTHW,
-            predicted_RM,
-            cube_frames=self._size.cube_frames,
-            patch_px=self._size.patch_px,
-            std=self._std,
-        )
+        targets_RMV = self._clips.targets(clips_RCTHW, predicted_RM)
         with step.autocast():
             values_RMV = model(
                 clips_RCTHW,

@@ -21,11 +21,11 @@ from numpy.typing import NDArray
 from torch import nn
 
 from clipmill.manifests.errors import FailedWork
-from clipmill.train.data.batch import Batch, to_device
+from clipmill.train.data.batch import to_device
 from clipmill.train.data.outcomes import FailedSample, LoadedBatch
 from clipmill.train.models.masked_autoencoder import predicted_cubes
 from clipmill.train.models.video_vit import CubeGrid, VideoViTSize, cubes_of, grid_of
-from clipmill.train.tasks.mae.objective import Masking, normalised_cubes
+from clipmill.train.tasks.mae.objective import MaskedClips
 
 _AT_ONCE = 32  # clips: batches of training may be larger than one GPU can hold
 _POWER = 4  # docs/mae.md compares it with others
@@ -81,20 +81,13 @@ class Pictures:
 def evaluate_reconstruction(
     model: nn.Module,
     batches: Iterable[LoadedBatch],
+    masked: MaskedClips,
     *,
-    inputs: Callable[[Batch, slice], torch.Tensor],
-    masking: Masking,
-    size: VideoViTSize,
-    std: Sequence[float] | None,
     pictures: Pictures,
     autocast: Callable[[], AbstractContextManager[None]],
     device: torch.device,
 ) -> ReconstructionResult:
     """Evaluate a model in evaluation mode; the mask of a sample depends on its index and the seed alone.
-
-    Args:
-        inputs: clips [B, C, T, H, W] of some rows of a batch, as in an evaluation.
-        size, std: see `normalised_cubes`.
 
     Raises:
         FailedWork: nothing could be decoded, or predictions are not finite.
@@ -102,6 +95,7 @@ def evaluate_reconstruction(
     losses: list[torch.Tensor] = []
     failed: list[FailedSample] = []
     clips: list[ReconstructedClip] = []
+    masking = masked.masking
     for loaded in batches:
         failed += loaded.failed
         if not loaded.batch:
@@ -109,16 +103,10 @@ def evaluate_reconstruction(
         batch = to_device(loaded.batch, device)
         for begin in range(0, len(batch["position"]), _AT_ONCE):
             rows = slice(begin, begin + _AT_ONCE)
-            clips_BCTHW, numbers_B = inputs(batch, rows), batch["position"][rows]
+            clips_BCTHW, numbers_B = masked.inputs(batch, rows), batch["position"][rows]
             masked_BN = masking.draw(numbers_B, device=device, is_training=False).masked_BN
             num_masked = masking.counts.num_masked
-            targets_BMV = normalised_cubes(
-                clips_BCTHW,
-                predicted_cubes(masked_BN, count=num_masked),
-                cube_frames=size.cube_frames,
-                patch_px=size.patch_px,
-                std=std,
-            )
+            targets_BMV = masked.targets(clips_BCTHW, predicted_cubes(masked_BN, count=num_masked))
             with autocast():
                 values_BMV = model(clips_BCTHW, masked_BN, num_masked=num_masked)
             values_BMV = values_BMV.to(targets_BMV.dtype)
@@ -129,7 +117,8 @@ def evaluate_reconstruction(
             for row, number in enumerate(numbers_B.tolist()):
                 if number in pictures.samples:
                     one = slice(row, row + 1)
-                    frames = _frames(clips_BCTHW[one], values_BMV[one], masked_BN[one], size=size, pictures=pictures)
+                    shown = clips_BCTHW[one], values_BMV[one], masked_BN[one]
+                    frames = _frames(*shown, size=masked.size, pictures=pictures)
                     key = batch["key"][begin + row]
                     clips.append(ReconstructedClip(number, key, losses_B2[row, 0].item(), *frames))
     if not losses:

@@ -11,9 +11,10 @@ from clipmill.manifests.errors import UserError
 from clipmill.train.config import fields as groups
 from clipmill.train.config.evaluation import ProbeEvaluation
 from clipmill.train.config.fields import FIRST_RUN, SHARE, GoesWith, Range, caught, help_group
+from clipmill.train.config.latents import LatentSettings
 from clipmill.train.config.model import PATCH_PX, Kind, Towers, check_picture, of_clip_alone
 from clipmill.train.config.optim import OptimizerSettings
-from clipmill.train.config.training import COUNT, ClipSettings, Crop, LearningRate, NumFrames, Sampling, WeightDecay
+from clipmill.train.config.training import COUNT, Crop, LearningRate, NumFrames, Sampling, WeightDecay
 from clipmill.train.config.tuning import Tower
 
 DecoderMask = Literal["none", "random", "running-cell"]
@@ -70,14 +71,12 @@ class MaeTowers(Towers):
 
 @Parameter(name="*")
 @dataclass(frozen=True, kw_only=True)
-class MaeSettings(ClipSettings):
+class MaeSettings(LatentSettings):
     """Settings of `train mae`; the defaults are VideoMAE's (Tong et al. 2022, table 8)."""
 
     command = "mae"
     only_kind = "videomae"
 
-    input: Annotated[Literal["pixels", "latents"], groups.CLIPS, FIRST_RUN] = "pixels"
-    """Input of the encoder. pixels: decoded chunks; latents: segments of the column made by prep latents."""
     segment: Annotated[str, groups.CLIPS] = "5s"
     """Length of a segment of latents, of which --num-frames consecutive frames are shown."""
     max_segments: Annotated[int | None, groups.CLIPS, Range(1, 10**9)] = None
@@ -128,7 +127,7 @@ class MaeSettings(ClipSettings):
                 "--repeat masks is about several samples of a chunk, and --samples-per-chunk is 1",
                 hint="use --samples-per-chunk 2 or more, or leave --repeat out",
             )
-        if self.input == "pixels":
+        if not self.reads_latents:
             misfits = list(caught(check_picture, self.model, size_px=self.size_px))
             yield from misfits
             if not misfits:
@@ -138,9 +137,9 @@ class MaeSettings(ClipSettings):
 
 def without_effect(settings: MaeSettings) -> list[str]:
     """Flags that have no effect with the chosen input."""
-    defaults, unused = MaeSettings(), _OF_PIXELS if settings.input == "latents" else _OF_LATENTS
+    defaults, unused = MaeSettings(), _OF_PIXELS if settings.reads_latents else _OF_LATENTS
     flags = [name.replace("_", "-") for name in unused if getattr(settings, name) != getattr(defaults, name)]
-    if settings.input == "latents" and (settings.init.pixel_mean, settings.init.pixel_std) != (None, None):
+    if settings.reads_latents and (settings.init.pixel_mean, settings.init.pixel_std) != (None, None):
         flags.append("init.pixel-*")
     return [f"--{flag}" for flag in flags]
 

@@ -3,7 +3,6 @@
 Shape suffixes: B batch, C channels, T frames, H and W pixels, F frames of a segment of latents.
 """
 
-from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -36,7 +35,7 @@ from clipmill.train.losses.objective import Objective
 from clipmill.train.models.dual_encoder import size_of
 from clipmill.train.models.masked_autoencoder import MaskedAutoencoder
 from clipmill.train.models.video_vit import CubeGrid, VideoViTSize
-from clipmill.train.tasks.mae.objective import MaskedReconstruction, Masking
+from clipmill.train.tasks.mae.objective import MaskedClips, MaskedReconstruction, Masking
 from clipmill.train.tasks.mae.settings import MaeSettings, check_mask, without_effect
 from clipmill.train.weights.conversion import IMAGENET_MEAN, IMAGENET_STD
 from clipmill.train.weights.effective import effective_clip_settings
@@ -55,7 +54,7 @@ class MaeTask(ClipTask[MaeSettings, Samples, MaskedAutoencoder]):
     def __init__(self, settings: MaeSettings, **opened: Any) -> None:
         super().__init__(settings, **opened)
         self._probes: list[LoopProbe] = []
-        self.columns: tuple[str, ...] = ("latents",) if settings.input == "latents" else ("video",)
+        self.columns: tuple[str, ...] = ("latents",) if settings.reads_latents else ("video",)
 
     def training_set(self, world: World) -> Samples:
         """This rank's part of the chunks, or of the segments of latents, of the split that the settings name.
@@ -98,7 +97,7 @@ class MaeTask(ClipTask[MaeSettings, Samples, MaskedAutoencoder]):
             UserError: there are none, or they do not fit the settings.
         """
         settings = self._settings
-        if settings.input == "latents":
+        if settings.reads_latents:
             return self._latents(split, world)
         folder = open_folder(settings, reason="train mae reads data folders")
         return ChunkClips(
@@ -113,21 +112,26 @@ class MaeTask(ClipTask[MaeSettings, Samples, MaskedAutoencoder]):
 
     def _latents(self, split: str, world: World) -> LatentLoader:
         settings = self._settings
-        most = settings.max_segments if split == settings.split else None
-        make = partial(LatentLoader, text=False, max_segments=most)
-        latents = open_segments(make, settings, segment=settings.segment, split=split, world=world)
+        latents = open_segments(
+            lambda query: LatentLoader(replace(query, captions="none")), settings, split=split, world=world
+        )
         check_mask(settings.mask_ratio, num_places=(latents.frame_shape.height // LATENT_PATCH) ** 2)
         return latents
 
     def build_objective(self, samples: Samples, world: World) -> Objective:
         """Reconstruction error of masked cubes."""
-        inputs: Callable[[Batch, slice], torch.Tensor] = partial(self.inputs, is_training=True)
-        return MaskedReconstruction(inputs, self.masking(samples), size=self.size(samples), std=self.std)
+        return MaskedReconstruction(self.masked_clips(samples, is_training=True))
 
-    @property
-    def std(self) -> Sequence[float] | None:
-        """Divisor of the clips' channels; None for latents, which are not divided."""
-        return (self._settings.init.pixel_std or IMAGENET_STD) if self._settings.input == "pixels" else None
+    def masked_clips(self, samples: Samples, *, is_training: bool = False) -> MaskedClips:
+        """Clips as `samples` has them, with masks."""
+        settings = self._settings
+        return MaskedClips(
+            inputs=partial(self.inputs, is_training=is_training),
+            masking=self.masking(samples),
+            size=self.size(samples),
+            # Latents are not divided.
+            std=None if settings.reads_latents else settings.init.pixel_std or IMAGENET_STD,
+        )
 
     def size(self, samples: Samples) -> VideoViTSize:
         """The size of the encoder, for clips as `samples` has them."""

@@ -20,6 +20,7 @@ from clipmill.train.data.frame_sampling import Sampling
 from clipmill.train.engine.trained_run import TrainedRun
 from clipmill.train.evaluation.identity import identity_of
 from clipmill.train.evaluation.opening import open_weights_as
+from clipmill.train.evaluation.use import Use
 from clipmill.train.models.captioner import Captioner
 from clipmill.train.tasks.caption.decoding import generate_captions
 from clipmill.train.tasks.caption.settings import CaptionerSettings, DecodingSettings, VideoFormat
@@ -165,6 +166,6 @@ def open_captioner(
     Raises:
         UserError: there are no such weights, they are of another task, or damaged.
     """
-    opened = open_weights_as({TASK.name: lambda: TASK}, weights, overrides=overrides, device=device, say=say)
+    opened = open_weights_as({TASK.name: lambda: TASK}, weights, Use(overrides=overrides, device=device), say=say)
     name = opened.name if opened.run is not None else Path(opened.title).name
     return TrainedCaptioner(name, opened.trained, opened.task, opened.trained.fill(opened.task.build_model()))

@@ -1,0 +1,17 @@
+"""Queries of latents in tests."""
+
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+from clipmill.train.data.latents.segment_query import SegmentQuery
+from clipmill.train.data.loader import LoaderSettings
+
+_OF_LOADING = {field.name for field in fields(LoaderSettings)}
+
+
+def segments(data_dir: Path, **settings: Any) -> SegmentQuery:
+    """The query of these settings, of which those of `LoaderSettings` are its `loading`."""
+    loading = {name: value for name, value in settings.items() if name in _OF_LOADING}
+    own = {name: value for name, value in settings.items() if name not in _OF_LOADING}
+    return SegmentQuery(data_dir, **own, loading=LoaderSettings(**loading))
