@@ -224,7 +224,7 @@ class Objects:
             Conflict: another process has written or removed it.
         """
         try:
-            return self.write(key, content, only_new=seen is None, replaces=seen and seen.etag, guard=guard)
+            return self.write(key, content, only_new=seen is None, replaces=seen.etag if seen else None, guard=guard)
         except Conflict as refused:
             guard()  # which says who has taken over a lock
             with suppress(FileNotFoundError):
