@@ -16,22 +16,19 @@ more, however they end, and removes it. If the sweeper is killed too, the next p
 it unlocked and removes what is in it.
 """
 
-import errno
-import fcntl
 import hashlib
 import os
 import re
-import shutil
-import stat
 import subprocess
 import sys
-import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from clipmill.manifests.locks import lock, locked, try_lock
+from clipmill.manifests.private_folders import is_still_at, open_private, private_root
+from clipmill.manifests.storage.cache import FREE_SHARE, default_limit, evict, files_in
 from clipmill.manifests.storage.mirrors import is_remote
 from clipmill.manifests.storage.objects import Objects
 from clipmill.prep.core.failures import FailureCode, SourceFailure
@@ -51,7 +48,6 @@ if os.path.samestat(os.stat(sys.argv[1]), os.fstat(folder)):
 _COPY = re.compile(r"[0-9a-f]{32}")
 _RANGE_BYTES = 16 << 20
 _NUM_RANGES = 4  # requested in parallel: one connection does not fill a network
-_FREE_SHARE = 0.8  # of the free space is used if there is no limit
 _WAIT_S = 0.5
 _in_use: tuple[int, Path, int] | None = None  # (process, folder, descriptor of its lock): until the process exits
 _sweepers: "list[subprocess.Popen[bytes]]" = []
@@ -99,10 +95,6 @@ class StagedSources:
         self._place, self._lock = "", -1
 
 
-def _root() -> Path:
-    return Path(os.environ.get("TMPDIR") or tempfile.gettempdir()) / f"sources-clipmill-{os.geteuid()}"
-
-
 def _opened_root() -> Path:
     """Return the folder of the copies, locked by this process until it exits; what killed processes left is removed.
 
@@ -110,29 +102,16 @@ def _opened_root() -> Path:
         OSError: it cannot be created, or is not a folder exclusive to this user.
     """
     global _in_use
-    root = _root()
+    root = private_root("sources")
     if _in_use is not None and _in_use[:2] == (os.getpid(), root):
         return root
     while True:
-        root.mkdir(mode=0o700, exist_ok=True)
-        try:
-            folder = os.open(root, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
-        except FileNotFoundError:
-            continue  # the sweeper has removed it
-        state = os.fstat(folder)
-        if state.st_uid != os.geteuid() or stat.S_IMODE(state.st_mode) & 0o077:
-            os.close(folder)
-            message = "not a private folder of this user (mode 0700); remove it, or set TMPDIR to another folder"
-            raise PermissionError(errno.EPERM, message, os.fspath(root))
-        is_first = False
-        with suppress(BlockingIOError):
-            fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            is_first = True
+        folder = open_private(root)
+        if is_first := lock(folder, waits=False):
             _empty(root)
-        fcntl.flock(folder, fcntl.LOCK_SH)
-        with suppress(FileNotFoundError):
-            if os.path.samestat(os.stat(root), state):  # noqa: PTH116 - compared with a descriptor
-                break
+        lock(folder, is_shared=True)
+        if is_still_at(root, folder):
+            break
         os.close(folder)  # the sweeper has removed it meanwhile
     if is_first:
         command = [sys.executable, "-I", "-S", "-c", _SWEEPER, os.fspath(root)]
@@ -158,8 +137,8 @@ def _copy_of(url: str, *, limit_bytes: int | None, on_wait: Callable[[], None]) 
     copy = root / hashlib.sha256(f"{url}\0{state}".encode()).hexdigest()[:32]
     reserved = copy.with_suffix(".size")
     while True:
-        with _alone(root):
-            found = _locked(copy, fcntl.LOCK_SH)
+        with locked(root / "lock"):
+            found = try_lock(copy, is_shared=True)
             if found is not None:
                 os.utime(copy)
                 return copy, found
@@ -172,7 +151,7 @@ def _copy_of(url: str, *, limit_bytes: int | None, on_wait: Callable[[], None]) 
         try:
             return copy, _fetch(objects, key, copy, state=state, on_wait=on_wait)
         finally:
-            with _alone(root):  # so that others find either the copy or the reservation
+            with locked(root / "lock"):  # so that others find either the copy or the reservation
                 reserved.unlink()
                 os.close(reservation)
 
@@ -186,31 +165,26 @@ def _reserve(reserved: Path, size_bytes: int, *, limit_bytes: int | None) -> int
         SourceFailure: source_too_large: there would not be enough room without any other copy.
     """
     root = reserved.parent
-    sizes, written = dict[Path, int](), 0
-    for entry in root.iterdir():
-        with suppress(FileNotFoundError):
-            state = entry.stat()
-            written += state.st_blocks * 512
-            if entry.suffix == ".size" and not _is_locked(entry):  # its worker was killed while it fetched
-                entry.unlink()
-                entry.with_suffix(".part").unlink(missing_ok=True)
-            elif entry.suffix == ".size" or _COPY.fullmatch(entry.name):
-                sizes[entry] = state.st_size
-    limit = int((shutil.disk_usage(root).free + written) * _FREE_SHARE) if limit_bytes is None else limit_bytes
+    for abandoned in root.glob("*.size"):
+        if not _is_locked(abandoned):  # its worker was killed while it fetched
+            abandoned.unlink()
+            abandoned.with_suffix(".part").unlink(missing_ok=True)
+    files = files_in(root)
+    limit = limit_bytes
+    if limit is None:
+        limit = default_limit(root, held_bytes=sum(state.st_blocks * 512 for state in files.values()))
     if size_bytes > limit:
-        free = f"{_FREE_SHARE:.0%} of the free space in {root.parent}; set TMPDIR to a larger disk"
+        free = f"{FREE_SHARE:.0%} of the free space in {root.parent}; set TMPDIR to a larger disk"
         what = "--scratch-size" if limit_bytes is not None else free
         message = f"the source has {size_bytes:,} bytes, and a copy may have {limit:,} ({what})"
         raise SourceFailure(FailureCode.SOURCE_TOO_LARGE, message, is_lasting=False)
-    by_age = sorted((path for path in sizes if path.suffix != ".size"), key=lambda path: path.stat().st_mtime_ns)
-    while sum(sizes.values()) + size_bytes > limit:
-        oldest = next((path for path in by_age if path in sizes and not _is_locked(path)), None)
-        if oldest is None:
-            return None
-        oldest.unlink()
-        del sizes[oldest]
+    copies = {path: state for path, state in files.items() if _COPY.fullmatch(path.name)}
+    taken = sum(state.st_size for path, state in files.items() if path in copies or path.suffix == ".size")
+    excess_bytes = taken + size_bytes - limit
+    if evict(copies, excess_bytes=excess_bytes) < excess_bytes:
+        return None
     descriptor = os.open(reserved, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
-    fcntl.flock(descriptor, fcntl.LOCK_EX)
+    lock(descriptor)
     os.truncate(descriptor, size_bytes)
     return descriptor
 
@@ -247,41 +221,16 @@ def _fetch(objects: Objects, key: str, copy: Path, *, state: tuple[int, int], on
                 raise SourceFailure(
                     FailureCode.SOURCE_CHANGED, "the object changed while it was fetched", is_lasting=False
                 )
-            lock = os.open(part, os.O_RDONLY)
-            fcntl.flock(lock, fcntl.LOCK_SH)
+            held = os.open(part, os.O_RDONLY)
+            lock(held, is_shared=True)
             part.rename(copy)
-            return lock
+            return held
     finally:
         part.unlink(missing_ok=True)
 
 
-@contextmanager
-def _alone(root: Path) -> Iterator[None]:
-    """Hold the lock of the copies."""
-    descriptor = os.open(root / "lock", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX)
-        yield
-    finally:
-        os.close(descriptor)
-
-
-def _locked(path: Path, kind: int) -> int | None:
-    """Lock a file; return the descriptor that holds the lock, or None if the file is missing or locked otherwise."""
-    try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
-    except FileNotFoundError:
-        return None
-    try:
-        fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
-    except BlockingIOError:
-        os.close(descriptor)
-        return None
-    return descriptor
-
-
 def _is_locked(path: Path) -> bool:
-    descriptor = _locked(path, fcntl.LOCK_EX)
+    descriptor = try_lock(path)
     if descriptor is not None:
         os.close(descriptor)
         return False
