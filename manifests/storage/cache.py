@@ -1,7 +1,7 @@
 """A bounded cache of whole objects in a local folder, shared by the processes of a machine.
 
-    <folder>/tars/<name>         a copy: complete, and verified when it was written
-    <folder>/tars/.tmp-...       a download, under the lock of its name
+    <folder>/objects/<name>      a copy: complete, and verified when it was written
+    <folder>/objects/.tmp-...    a download, under the lock of its name
     <folder>/locks/000 ... 255   one of them is held while an object is fetched, so that it is fetched once
     <folder>/locks/room          held while room is made
     <folder>/locks/room-<bytes>-...  room that a download has taken; void if its maker no longer holds its lock
@@ -24,9 +24,10 @@ from typing import Self
 
 from clipmill.manifests.errors import UserError
 from clipmill.manifests.locks import lock, locked, try_lock
-from clipmill.manifests.publish import TEMPORARY_PREFIX, published, remove_temporaries, target_of
+from clipmill.manifests.publish import TEMPORARY_PREFIX, naming, remove_temporaries, target_of, temporary_path
 
 FREE_SHARE = 0.8  # of the free disk, and of what the files already take: the limit if none is chosen
+PARTS = ("objects", "locks")  # folders in that of a cache
 _NUM_LOCKS = 256
 _HINT = "use a larger --cache-size, or a --cache on a larger disk"
 _PIECE_BYTES = 1 << 20
@@ -71,7 +72,8 @@ class ObjectCache:
     """The cache in a folder, under a limit. Thread-safe, and safe with other processes that use the same folder.
 
     Args:
-        limit_bytes: of the copies together; None for most of what is free now (`default_limit`).
+        limit_bytes: of the copies together; None for `FREE_SHARE` of what is free now.
+        is_durable: whether the copies are used after the machine was restarted, even by a loss of power.
 
     Attributes:
         is_derived: whether the limit comes from the free disk.
@@ -81,14 +83,15 @@ class ObjectCache:
         OSError: the folder cannot be made.
     """
 
-    def __init__(self, folder: Path, *, limit_bytes: int | None = None) -> None:
-        self.folder = folder
-        self._files, self._locks = folder / "tars", folder / "locks"
+    def __init__(self, folder: Path, *, limit_bytes: int | None = None, is_durable: bool = True) -> None:
+        self.folder, self._is_durable = folder, is_durable
+        self._files, self._locks = (folder / part for part in PARTS)
         for one in (self._files, self._locks):
             one.mkdir(parents=True, exist_ok=True)
         self.is_derived = limit_bytes is None
         if limit_bytes is None:
-            limit_bytes = default_limit(folder, held_bytes=self.held_bytes)
+            written = sum(state.st_blocks * 512 for state in files_in(self._files).values())
+            limit_bytes = int(FREE_SHARE * (shutil.disk_usage(folder).free + written))
         self.limit_bytes = limit_bytes
         self._claims_lock = threading.Lock()
         self.claims: dict[str, int] = {}
@@ -146,12 +149,20 @@ class ObjectCache:
             if found := self.find(name, size_bytes=size_bytes):
                 return found
             remove_temporaries(self._files, of=lambda target: target == name)
-            with self._room(size_bytes, name=name), published(self._files / name) as temporary:
-                fetch(temporary)
-                _require(temporary, size_bytes=size_bytes, sha256=sha256)
-                descriptor = os.open(temporary, os.O_RDONLY | os.O_CLOEXEC)
-                lock(descriptor, is_shared=True)  # before anybody can find and evict it
-                held = CachedFile(self._files / name, descriptor)
+            path = self._files / name
+            temporary = temporary_path(path)
+            with self._room(size_bytes, name=name), naming(path):
+                try:
+                    fetch(temporary)
+                    _require(temporary, size_bytes=size_bytes, sha256=sha256)
+                    descriptor = os.open(temporary, os.O_RDONLY)
+                    held = CachedFile(path, descriptor)
+                    lock(descriptor, is_shared=True)  # before anybody can find and evict it
+                    if self._is_durable:
+                        os.fsync(descriptor)
+                    temporary.rename(path)
+                finally:
+                    temporary.unlink(missing_ok=True)
             return held
 
     def claim(self, sizes: Mapping[str, int], *, only_if_it_fits: bool = False) -> bool:
@@ -247,11 +258,6 @@ def files_in(folder: Path) -> dict[Path, os.stat_result]:
             with suppress(FileNotFoundError):  # it was removed meanwhile
                 found[Path(entry.path)] = entry.stat(follow_symlinks=False)
     return found
-
-
-def default_limit(folder: Path, *, held_bytes: int) -> int:
-    """Return how many bytes the files in a folder may take if no limit is chosen."""
-    return int(FREE_SHARE * (shutil.disk_usage(folder).free + held_bytes))
 
 
 def evict(files: Mapping[Path, os.stat_result], *, excess_bytes: int, are_locked: bool = True) -> int:
