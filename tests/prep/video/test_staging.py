@@ -186,6 +186,10 @@ def test_a_folder_of_somebody_else_is_refused(root: Path, urls: list[str]) -> No
     with StagedSources() as sources, pytest.raises(SourceFailure, match="not a private folder"):
         sources.path_of(urls[0])
     root.rmdir()
+    (private := root.with_name("elsewhere")).mkdir(mode=0o700)
+    root.symlink_to(private)
+    with StagedSources() as sources, pytest.raises(SourceFailure, match="not a private folder"):
+        sources.path_of(urls[0])
 
 
 @pytest.mark.usefixtures("few_retries")
