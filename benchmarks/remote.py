@@ -186,8 +186,8 @@ def _latent_ways(
         _through(endpoint)
         cache = folder / "cache" / f"latents-{name}"
         if is_empty:
-            shutil.rmtree(cache / "tars", ignore_errors=True)
-            (cache / "tars").mkdir(parents=True, exist_ok=True)
+            shutil.rmtree(cache / "objects", ignore_errors=True)
+            (cache / "objects").mkdir(parents=True, exist_ok=True)
         return _open_latents(remote, cache, size)
 
     text = sum(path.stat().st_size for path in local.glob("text/*/*.tar"))

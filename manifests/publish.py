@@ -9,7 +9,6 @@ In a data folder in a bucket, the object is written before the file appears, and
 """
 
 import errno
-import fcntl
 import json
 import os
 import re
@@ -174,22 +173,6 @@ def temporaries_in(folder: Path, *, of: Callable[[str], bool] = lambda target: T
             )
     except (FileNotFoundError, NotADirectoryError):
         return []
-
-
-@contextmanager
-def folder_lock(folder: Path) -> Iterator[None]:
-    """Acquire an exclusive lock on `folder`, waiting for other processes; the kernel releases it at exit."""
-    mirror = mirror_of(folder)
-    if mirror is not None and mirror.folder == folder:
-        with mirror.folder_lock():
-            yield
-        return
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX)
-        yield
-    finally:
-        os.close(descriptor)
 
 
 def sync(path: Path) -> None:

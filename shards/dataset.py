@@ -5,7 +5,7 @@ from typing import Any
 
 from clipmill.manifests.checked_json import publish_checked_json, read_checked_json
 from clipmill.manifests.errors import UserError
-from clipmill.manifests.publish import folder_lock
+from clipmill.manifests.locks import folder_lock
 from clipmill.shards.format import COLUMNS, DATASET_FILE, FORMAT_VERSION, RECIPE_FILE
 
 

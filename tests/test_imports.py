@@ -137,6 +137,10 @@ def test_only_the_runner_starts_programs(repository: Path) -> None:
         assert files_that_import(repository, module) <= MAY_START_PROGRAMS, module
 
 
+def test_one_module_takes_locks(repository: Path) -> None:
+    assert files_that_import(repository, "fcntl") == {"manifests/locks.py"}
+
+
 def test_only_the_plain_unpickler_knows_pickle(repository: Path) -> None:
     for module in ("pickle", "marshal", "shelve", "dill", "cloudpickle"):
         assert files_that_import(repository, module) <= MAY_UNPICKLE, module

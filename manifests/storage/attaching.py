@@ -1,17 +1,14 @@
 """Mounting working copies: the local folder of a command, and those of its workers on other nodes."""
 
-import errno
-import fcntl
 import hashlib
 import os
 import secrets
 import shutil
-import stat
-import tempfile
-from contextlib import suppress
 from pathlib import Path
 
 from clipmill.manifests.errors import UserError
+from clipmill.manifests.locks import lock
+from clipmill.manifests.private_folders import open_private, private_root
 from clipmill.manifests.storage.local_files import run_of
 from clipmill.manifests.storage.mirrors import mirror_of, mount
 from clipmill.manifests.storage.objects import open_objects
@@ -42,14 +39,12 @@ def open_data(address: str) -> Path:
             if isinstance(known, WorkingCopy):
                 known.forget()
             return folder
-        lock = os.open(parent / f"{folder.name}.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            os.close(lock)
+        held = os.open(parent / f"{folder.name}.lock", os.O_RDWR | os.O_CREAT, 0o600)
+        if not lock(held, waits=False):
+            os.close(held)
             continue
-        os.ftruncate(lock, 0)
-        os.pwrite(lock, secrets.token_hex(16).encode(), 0)  # the descriptor stays open until the process ends
+        os.ftruncate(held, 0)
+        os.pwrite(held, secrets.token_hex(16).encode(), 0)  # the descriptor stays open until the process ends
         folder.mkdir(exist_ok=True)
         mount(WorkingCopy(address, folder))
         return folder
@@ -102,8 +97,8 @@ def _make_anew(folder: Path, run: str, access: tuple[str, ...]) -> None:
     """Make the folder of a run on another node than the command's, with the files that all its workers read."""
     _require_private(folder.parent.parent)
     folder.parent.mkdir(mode=0o700, exist_ok=True)
-    with (folder.parent / f"{folder.name}.lock").open("a+") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)  # another worker of this node may be making it
+    with (folder.parent / f"{folder.name}.lock").open("a+") as run_file:
+        lock(run_file.fileno())  # another worker of this node may be making it
         if run_of(folder) == run:
             return
         shutil.rmtree(folder, ignore_errors=True)
@@ -111,14 +106,14 @@ def _make_anew(folder: Path, run: str, access: tuple[str, ...]) -> None:
         copy = WorkingCopy(access[0], folder)
         for name in _SHARED_FOLDERS:
             copy.refresh(folder / name)
-        lock.truncate(0)
-        lock.write(run)
+        run_file.truncate(0)
+        run_file.write(run)
 
 
 def _folder_of(address: str) -> Path:
     """Return the local folder of an address, which is made if it is missing."""
-    # If $TMPDIR is unusable, gettempdir() silently returns another folder.
-    root = Path(os.environ.get("TMPDIR") or tempfile.gettempdir()).resolve() / f"data-clipmill-{os.geteuid()}"
+    root = private_root("data")
+    root = root.parent.resolve() / root.name
     _require_private(root)
     folder = root / hashlib.sha256(address.encode()).hexdigest()[:16]
     folder.mkdir(mode=0o700, exist_ok=True)
@@ -126,10 +121,5 @@ def _folder_of(address: str) -> Path:
 
 
 def _require_private(root: Path) -> None:
-    """Make a folder that only this user can read, or check that it is one."""
-    with suppress(FileExistsError):
-        root.mkdir(mode=0o700, parents=True)
-    state = root.lstat()
-    if not stat.S_ISDIR(state.st_mode) or state.st_uid != os.geteuid() or state.st_mode & 0o077:
-        message = "not a private folder of this user (mode 0700); remove it, or set TMPDIR to another folder"
-        raise PermissionError(errno.EPERM, message, os.fspath(root))
+    root.parent.mkdir(parents=True, exist_ok=True)
+    os.close(open_private(root))

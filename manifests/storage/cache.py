@@ -1,7 +1,7 @@
 """A bounded cache of whole objects in a local folder, shared by the processes of a machine.
 
-    <folder>/tars/<name>         a copy: complete, and verified when it was written
-    <folder>/tars/.tmp-...       a download, under the lock of its name
+    <folder>/objects/<name>      a copy: complete, and verified when it was written
+    <folder>/objects/.tmp-...    a download, under the lock of its name
     <folder>/locks/000 ... 255   one of them is held while an object is fetched, so that it is fetched once
     <folder>/locks/room          held while room is made
     <folder>/locks/room-<bytes>-...  room that a download has taken; void if its maker no longer holds its lock
@@ -11,23 +11,23 @@ in use are evicted, least recently used first (by mtime, which is set at each us
 counted. A mapping keeps the open file, and with it the lock, after its descriptor was closed (Linux, local disks).
 """
 
-import fcntl
 import hashlib
 import os
 import secrets
 import shutil
 import threading
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Self
 
 from clipmill.manifests.errors import UserError
-from clipmill.manifests.publish import TEMPORARY_PREFIX, published, remove_temporaries, target_of
+from clipmill.manifests.locks import lock, locked, try_lock
+from clipmill.manifests.publish import TEMPORARY_PREFIX, naming, remove_temporaries, target_of, temporary_path
 
-FREE_SHARE = 0.8  # of the free disk, and of what the cache already holds: the limit if none is chosen
+FREE_SHARE = 0.8  # of the free disk, and of what the files already take: the limit if none is chosen
+PARTS = ("objects", "locks")  # folders in that of a cache
 _NUM_LOCKS = 256
 _HINT = "use a larger --cache-size, or a --cache on a larger disk"
 _PIECE_BYTES = 1 << 20
@@ -68,18 +68,12 @@ class CachedFile:
         self.close()
 
 
-@dataclass(frozen=True)
-class _Entry:
-    used_s: float
-    size_bytes: int
-    path: Path
-
-
 class ObjectCache:
     """The cache in a folder, under a limit. Thread-safe, and safe with other processes that use the same folder.
 
     Args:
         limit_bytes: of the copies together; None for `FREE_SHARE` of what is free now.
+        is_durable: whether the copies are used after the machine was restarted, even by a loss of power.
 
     Attributes:
         is_derived: whether the limit comes from the free disk.
@@ -89,15 +83,15 @@ class ObjectCache:
         OSError: the folder cannot be made.
     """
 
-    def __init__(self, folder: Path, *, limit_bytes: int | None = None) -> None:
-        self.folder = folder
-        self._files, self._locks = folder / "tars", folder / "locks"
+    def __init__(self, folder: Path, *, limit_bytes: int | None = None, is_durable: bool = True) -> None:
+        self.folder, self._is_durable = folder, is_durable
+        self._files, self._locks = (folder / part for part in PARTS)
         for one in (self._files, self._locks):
             one.mkdir(parents=True, exist_ok=True)
         self.is_derived = limit_bytes is None
         if limit_bytes is None:
-            free = shutil.disk_usage(folder).free
-            limit_bytes = int(FREE_SHARE * (free + self.held_bytes))
+            written = sum(state.st_blocks * 512 for state in files_in(self._files).values())
+            limit_bytes = int(FREE_SHARE * (shutil.disk_usage(folder).free + written))
         self.limit_bytes = limit_bytes
         self._claims_lock = threading.Lock()
         self.claims: dict[str, int] = {}
@@ -106,7 +100,7 @@ class ObjectCache:
     @property
     def held_bytes(self) -> int:
         """Size of the copies now."""
-        return sum(entry.size_bytes for entry in self._entries())
+        return sum(state.st_size for state in self._copies().values())
 
     def find(self, name: str, *, size_bytes: int | None = None) -> CachedFile | None:
         """The copy with this name, None if there is none; one of another size is removed."""
@@ -116,7 +110,7 @@ class ObjectCache:
                 descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
             except FileNotFoundError:
                 return None
-            fcntl.flock(descriptor, fcntl.LOCK_SH)
+            lock(descriptor, is_shared=True)
             found = os.fstat(descriptor)
             if found.st_nlink and size_bytes in (None, found.st_size):
                 with suppress(PermissionError):  # a copy that another user has fetched
@@ -125,7 +119,7 @@ class ObjectCache:
             os.close(descriptor)
             if found.st_nlink:
                 self.drop(name)
-            # Otherwise it was evicted between `open` and `flock`; by now another copy may be there.
+            # Otherwise it was evicted between `open` and `lock`; by now another copy may be there.
 
     def get(
         self,
@@ -149,18 +143,26 @@ class ObjectCache:
         """
         if found := self.find(name, size_bytes=size_bytes):
             return found
-        with self._lock(_lock_of(name), waits=waits) as is_mine:
+        with locked(self._lock_of(name), waits=waits) as is_mine:
             if not is_mine:
                 return None
             if found := self.find(name, size_bytes=size_bytes):
                 return found
             remove_temporaries(self._files, of=lambda target: target == name)
-            with self._room(size_bytes, name=name), published(self._files / name) as temporary:
-                fetch(temporary)
-                _require(temporary, size_bytes=size_bytes, sha256=sha256)
-                descriptor = os.open(temporary, os.O_RDONLY | os.O_CLOEXEC)
-                fcntl.flock(descriptor, fcntl.LOCK_SH)  # before anybody can find and evict it
-                held = CachedFile(self._files / name, descriptor)
+            path = self._files / name
+            temporary = temporary_path(path)
+            with self._room(size_bytes, name=name), naming(path):
+                try:
+                    fetch(temporary)
+                    _require(temporary, size_bytes=size_bytes, sha256=sha256)
+                    descriptor = os.open(temporary, os.O_RDONLY)
+                    held = CachedFile(path, descriptor)
+                    lock(descriptor, is_shared=True)  # before anybody can find and evict it
+                    if self._is_durable:
+                        os.fsync(descriptor)
+                    temporary.rename(path)
+                finally:
+                    temporary.unlink(missing_ok=True)
             return held
 
     def claim(self, sizes: Mapping[str, int], *, only_if_it_fits: bool = False) -> bool:
@@ -189,51 +191,34 @@ class ObjectCache:
 
     def names(self, prefix: str = "") -> list[str]:
         """Names of the copies."""
-        return [entry.path.name for entry in self._entries() if entry.path.name.startswith(prefix)]
+        return [path.name for path in self._copies() if path.name.startswith(prefix)]
 
-    def _entries(self) -> Iterator[_Entry]:
-        with os.scandir(self._files) as found:
-            for one in found:
-                if not one.name.startswith(TEMPORARY_PREFIX):
-                    with suppress(FileNotFoundError):
-                        stat = one.stat(follow_symlinks=False)
-                        yield _Entry(stat.st_mtime, stat.st_size, Path(one.path))
-
-    @contextmanager
-    def _lock(self, name: str, *, waits: bool = True) -> Iterator[bool]:
-        descriptor = os.open(self._locks / name, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
-        try:
-            yield _flock(descriptor, waits=waits)
-        finally:
-            os.close(descriptor)
+    def _copies(self) -> dict[Path, os.stat_result]:
+        files = files_in(self._files)
+        return {path: state for path, state in files.items() if not path.name.startswith(TEMPORARY_PREFIX)}
 
     @contextmanager
     def _room(self, size_bytes: int, *, name: str) -> Iterator[None]:
         """Room for `size_bytes` under the limit, until the download has become a copy or failed."""
-        with self._lock("room"):
+        with locked(self._locks / "room"):
             self._make_room(size_bytes, name=name)
             taken = self._locks / f"room-{size_bytes}-{secrets.token_hex(6)}-{name}"
-            descriptor = os.open(taken, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
-            _flock(descriptor, waits=True)
-        try:
-            yield
-        finally:
-            taken.unlink(missing_ok=True)
-            os.close(descriptor)
+            held = ExitStack()
+            held.enter_context(locked(taken))
+        with held:
+            try:
+                yield
+            finally:
+                taken.unlink(missing_ok=True)
 
     def _make_room(self, size_bytes: int, *, name: str) -> None:
         self._remove_dead_downloads()
         # Downloads first: one that becomes a copy meanwhile is then seen as both, and counted once.
         downloads = self._downloads()
-        entries = sorted(self._entries(), key=lambda entry: entry.used_s)
-        done = {entry.path.name for entry in entries}
-        taken = sum(entry.size_bytes for entry in entries)
-        taken += sum(size for target, size in downloads if target not in done)
-        for entry in entries:
-            if taken + size_bytes <= self.limit_bytes:
-                return
-            if _evict(entry.path):
-                taken -= entry.size_bytes
+        copies = self._copies()
+        taken = sum(state.st_size for state in copies.values())
+        taken += sum(size for target, size in downloads if self._files / target not in copies)
+        taken -= evict(copies, excess_bytes=taken + size_bytes - self.limit_bytes)
         if taken + size_bytes > self.limit_bytes:
             what = f"{name} has {size_bytes:,} bytes, and the cache {self.folder} has room for"
             raise NoRoom(
@@ -245,49 +230,55 @@ class ObjectCache:
         """Names and sizes of the copies that are being downloaded."""
         found = []
         for path in self._locks.glob("room-*"):
-            with suppress(FileNotFoundError):
-                descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
-                if _flock(descriptor, waits=False):  # its maker is gone
-                    path.unlink(missing_ok=True)
-                else:
-                    _, size, _, target = path.name.split("-", 3)
-                    found.append((target, int(size)))
+            if (descriptor := try_lock(path)) is not None:  # its maker is gone
+                path.unlink(missing_ok=True)
                 os.close(descriptor)
+            elif path.exists():
+                _, size, _, target = path.name.split("-", 3)
+                found.append((target, int(size)))
         return found
 
     def _remove_dead_downloads(self) -> None:
         for path in self._files.glob(f"{TEMPORARY_PREFIX}*"):
             if (name := target_of(path.name)) is not None:
-                with self._lock(_lock_of(name), waits=False) as is_mine:
+                with locked(self._lock_of(name), waits=False) as is_mine:
                     if is_mine:
                         path.unlink(missing_ok=True)
 
-
-def _lock_of(name: str) -> str:
-    return f"{int.from_bytes(hashlib.blake2b(name.encode(), digest_size=2).digest()) % _NUM_LOCKS:03d}"
-
-
-def _flock(descriptor: int, *, waits: bool) -> bool:
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | (0 if waits else fcntl.LOCK_NB))
-    except BlockingIOError:
-        return False
-    return True
+    def _lock_of(self, name: str) -> Path:
+        number = int.from_bytes(hashlib.blake2b(name.encode(), digest_size=2).digest()) % _NUM_LOCKS
+        return self._locks / f"{number:03d}"
 
 
-def _evict(path: Path) -> bool:
-    """Remove a copy; False if it is in use."""
-    try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    except FileNotFoundError:
-        return True
-    try:
-        if not _flock(descriptor, waits=False):
-            return False
-        path.unlink(missing_ok=True)
-        return True
-    finally:
-        os.close(descriptor)
+def files_in(folder: Path) -> dict[Path, os.stat_result]:
+    """Return the state of each file in a folder."""
+    found = {}
+    with os.scandir(folder) as entries:
+        for entry in entries:
+            with suppress(FileNotFoundError):  # it was removed meanwhile
+                found[Path(entry.path)] = entry.stat(follow_symlinks=False)
+    return found
+
+
+def evict(files: Mapping[Path, os.stat_result], *, excess_bytes: int, are_locked: bool = True) -> int:
+    """Remove files, the least recently used first, until `excess_bytes` are freed; return the bytes that were freed.
+
+    Args:
+        files: those that may be removed, with their state; the time of modification is that of the last use.
+        are_locked: whether processes lock the files that they use (`try_lock`), which then stay.
+    """
+    freed_bytes = 0
+    for path, state in sorted(files.items(), key=lambda item: item[1].st_mtime_ns):
+        if freed_bytes >= excess_bytes:
+            break
+        if not are_locked:
+            path.unlink(missing_ok=True)
+        elif (descriptor := try_lock(path)) is not None:
+            path.unlink(missing_ok=True)  # within the lock, so that nobody begins to use it
+            os.close(descriptor)
+        if not path.exists():
+            freed_bytes += state.st_size
+    return freed_bytes
 
 
 def _require(path: Path, *, size_bytes: int, sha256: str | None) -> None:

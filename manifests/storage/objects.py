@@ -223,8 +223,9 @@ class Objects:
         Raises:
             Conflict: another process has written or removed it.
         """
+        replaces = None if seen is None else seen.etag
         try:
-            return self.write(key, content, only_new=seen is None, replaces=seen.etag if seen else None, guard=guard)
+            return self.write(key, content, only_new=seen is None, replaces=replaces, guard=guard)
         except Conflict as refused:
             guard()  # which says who has taken over a lock
             with suppress(FileNotFoundError):

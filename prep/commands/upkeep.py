@@ -219,8 +219,8 @@ def gc(
     """
     from contextlib import ExitStack
 
+    from clipmill.manifests.locks import folder_lock
     from clipmill.manifests.progress import Activity
-    from clipmill.manifests.publish import folder_lock
     from clipmill.prep.core.data_folder import column_lock, require_data_folder
     from clipmill.prep.upkeep.bucket_garbage import abort, find_in_bucket
     from clipmill.prep.upkeep.garbage import find_garbage, remove

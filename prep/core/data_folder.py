@@ -1,18 +1,15 @@
 """The data folder of a command: its layout on disk, and the locks that allow one writer per column."""
 
-import errno
-import fcntl
-import os
 import re
 import shlex
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from clipmill.manifests.data_location import resolved_folder
 from clipmill.manifests.errors import UserError
-from clipmill.manifests.publish import folder_lock, naming, remove_temporaries, target_of
+from clipmill.manifests.locks import FileLock, folder_lock, holder_of, this_process
+from clipmill.manifests.publish import remove_temporaries, target_of
 from clipmill.manifests.storage.mirrors import mirror_of
 from clipmill.manifests.store import manifest_dir
 from clipmill.prep.core.column import VIDEO
@@ -25,8 +22,6 @@ PROBES_FILE = "probes.parquet"
 SHOTS_FILE = "shots.parquet"
 # Written by every command, under the lock of the data folder.
 ROOT_FILES = frozenset({DATASET_FILE, PROBES_FILE, SHOTS_FILE})
-_NUM_TRIES, _TRY_INTERVAL_S = 20, 0.1  # before a wait is worth a message
-_SILENT_S = 5.0  # a running part touches its file every second
 RUNNING_FILE = re.compile(r"\d{6,}\.json")
 
 
@@ -65,100 +60,6 @@ def writing(data_dir: Path, *, column: str = VIDEO) -> Iterator[None]:
         yield
 
 
-class FileLock:
-    """A lock on a file that the kernel releases when the process ends, even if it is killed.
-
-    The file keeps a note of who holds the lock. It reaches other nodes where the file system's `flock` does: NFS and
-    Lustre have mount options that turn that off, and others that turn locks off.
-    """
-
-    def __init__(self, path: Path, descriptor: int) -> None:
-        self.path, self._descriptor = path, descriptor
-
-    @classmethod
-    def take(cls, path: Path, *, is_shared: bool = False) -> "FileLock | None":
-        """Return the lock, or None if another process holds it.
-
-        Args:
-            is_shared: whether others may hold it too, if they share it.
-
-        Raises:
-            UserError: the folder is not writable, or its file system has no locks.
-        """
-        lock = cls._opened(path)
-        return lock if lock._acquire((fcntl.LOCK_SH if is_shared else fcntl.LOCK_EX) | fcntl.LOCK_NB) else None
-
-    @classmethod
-    def wait(cls, path: Path, *, on_wait: Callable[[], object]) -> "FileLock":
-        """Return the lock as soon as it is free; `on_wait` is called if that takes long.
-
-        Raises:
-            UserError: see `take`.
-        """
-        for _ in range(_NUM_TRIES):
-            if (lock := cls.take(path)) is not None:
-                return lock
-            time.sleep(_TRY_INTERVAL_S)
-        on_wait()
-        lock = cls._opened(path)
-        lock._acquire(fcntl.LOCK_EX)
-        return lock
-
-    @classmethod
-    def _opened(cls, path: Path) -> "FileLock":
-        try:
-            return cls(path, os.open(path, os.O_RDWR | os.O_CREAT, 0o644))
-        except OSError as error:
-            raise UserError(
-                f"{path.parent} is not writable: {error.strerror}",
-                hint="grant write permission, or give another folder with --data",
-            ) from None
-
-    def _acquire(self, operation: int) -> bool:
-        try:
-            with naming(self.path):
-                fcntl.flock(self._descriptor, operation)
-        except BlockingIOError:
-            self.release()
-            return False
-        except OSError as error:
-            self.release()
-            if error.errno not in (errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK):
-                raise
-            raise UserError(
-                f"the file system of {self.path.parent} has no locks: {error.strerror}",
-                hint="mount Lustre with -o flock, or NFS with its lock service",
-            ) from None
-        return True
-
-    def note(self, holder: str) -> None:
-        """Record who holds the lock."""
-        with naming(self.path):
-            os.ftruncate(self._descriptor, 0)
-            os.pwrite(self._descriptor, holder.encode(), 0)
-
-    def touch(self) -> None:
-        """Set the time of the file's last change to now."""
-        os.utime(self._descriptor)
-
-    def release(self) -> None:
-        """Release the lock."""
-        os.close(self._descriptor)
-
-
-def holder_of(path: Path) -> str:
-    """Return the note in the file of a lock; empty if there is none."""
-    try:
-        return path.read_bytes()[:4000].decode("utf-8", "replace").strip()
-    except OSError:
-        return ""
-
-
-def this_process() -> str:
-    """Return the note of this process: its id and its node."""
-    return f"process {os.getpid()} on {os.uname().nodename}"
-
-
 @contextmanager
 def column_lock(data_dir: Path, *, column: str = VIDEO) -> Iterator[None]:
     """Hold the lock of one column. The kernel releases the lock when the process ends, even if it is killed.
@@ -188,69 +89,6 @@ def column_lock(data_dir: Path, *, column: str = VIDEO) -> Iterator[None]:
         lock.note("")
     finally:
         lock.release()
-
-
-def has_stopped(data_dir: Path, *, column: str) -> bool:
-    """Return True if no process writes a column of a local data folder any more, whatever its heartbeats show.
-
-    It reads what commands and parts have noted in their lock files. For this machine, it looks for the process that is
-    named there. A part on another node, which touches its file, has stopped if the file is untouched and its lock free;
-    a command without `--part` on another node is known by its heartbeats alone.
-    """
-    if mirror_of(data_dir) is not None:
-        return False
-    parts = [path for path in data_dir.glob(f".{column}.part-*.lock") if part_lock_names(column).fullmatch(path.name)]
-    return not _may_run(lock_path(data_dir, column), is_free=lambda _: False) and not any(
-        _may_run(path, is_free=_is_silent) for path in parts
-    )
-
-
-def _may_run(path: Path, *, is_free: Callable[[Path], bool]) -> bool:
-    """Return whether the process that has noted itself in a lock file may run; `is_free` is asked on other nodes."""
-    words = holder_of(path).partition("\n")[0].split()
-    if not words:
-        return False  # the lock is free, or its holder has ended
-    if len(words) != 4 or not words[1].isdecimal() or words[3] != os.uname().nodename:
-        return not is_free(path)
-    try:
-        os.kill(int(words[1]), 0)
-    except ProcessLookupError:
-        return False
-    except (OSError, OverflowError):
-        pass  # it belongs to another user
-    return True
-
-
-def _is_silent(path: Path) -> bool:
-    """Return True if a part has not touched its file and its lock is free.
-
-    The lock is tried only then, and shared, so that a part which begins at that moment is not refused.
-    """
-    try:
-        with path.open("rb") as file:
-            if time.time() - os.fstat(file.fileno()).st_mtime < _SILENT_S:
-                return False
-            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except FileNotFoundError:
-        return True  # it has just ended
-    except OSError:
-        return False
-    return True
-
-
-def writer_of(data_dir: Path, *, column: str) -> str | None:
-    """Return which command writes a column of a data folder in a bucket, on any machine, and since when.
-
-    Return None if none does, or if the data folder is local: its heartbeats tell more (`clipmill.prep.core.heartbeat`).
-    """
-    mirror = mirror_of(data_dir)
-    if mirror is None:
-        return None
-    if (holder := mirror.holder_of(lock_path(data_dir, column).name)) is not None:
-        return holder
-    matches = filter(None, map(part_lock_names(column).fullmatch, sorted(mirror.lock_names())))
-    parts = [f"part {match[1]}/{match[2]}, {holder}" for match in matches if (holder := mirror.holder_of(match[0]))]
-    return "; ".join(parts) or None
 
 
 def lock_path(data_dir: Path, column: str) -> Path:

@@ -6,7 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from clipmill.manifests.errors import UserError
-from clipmill.manifests.publish import folder_lock, publish_bytes, remove_temporaries
+from clipmill.manifests.locks import folder_lock
+from clipmill.manifests.publish import publish_bytes, remove_temporaries
 from clipmill.shards.pages.templates import load_template
 
 

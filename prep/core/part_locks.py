@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import Protocol
 
 from clipmill.manifests.errors import UserError
-from clipmill.prep.core.data_folder import FileLock, holder_of, lock_path, part_lock_names, this_process
+from clipmill.manifests.locks import FileLock, holder_of, this_process
+from clipmill.prep.core.data_folder import lock_path, part_lock_names
 
 _PART = re.compile(r"(-?\d{1,6})/(-?\d{1,6})", re.ASCII)
 SIGN_INTERVAL_S = 1.0  # a running part touches its file

@@ -39,9 +39,10 @@ from threading import Event, Thread
 from typing import Any, TypeVar
 
 from clipmill.manifests.errors import UserError
+from clipmill.manifests.locks import this_process
 from clipmill.manifests.quoting import counted
 from clipmill.manifests.storage.mirrors import mirror_of, refresh
-from clipmill.prep.core.data_folder import remove_leftovers, this_process
+from clipmill.prep.core.data_folder import remove_leftovers
 from clipmill.prep.core.part_locks import SIGN_INTERVAL_S, Part, PartFiles, PartLocks
 from clipmill.prep.core.shard_result import ShardWork
 from clipmill.prep.engines.admission import source_sha256

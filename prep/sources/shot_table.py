@@ -16,7 +16,8 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from clipmill.manifests.publish import folder_lock, remove_temporaries
+from clipmill.manifests.locks import folder_lock
+from clipmill.manifests.publish import remove_temporaries
 from clipmill.prep.core.data_folder import SHOTS_FILE
 from clipmill.prep.core.failures import FailureCode, SourceFailure
 from clipmill.prep.core.progress import warn_refused

@@ -13,7 +13,8 @@ import pyarrow as pa
 
 from clipmill.manifests.adapters.reading import Origin, Reading, ReadingBuilder
 from clipmill.manifests.adapters.splits import TRAIN, VAL
-from clipmill.manifests.publish import folder_lock, published, remove_temporaries
+from clipmill.manifests.locks import folder_lock
+from clipmill.manifests.publish import published, remove_temporaries
 from clipmill.prep.synthetic.encode import TICKS_PER_FRAME, VideoTrack, encode_video
 from clipmill.prep.synthetic.frame_numbers import FrameNumberVideo
 from clipmill.prep.synthetic.shapes import HEIGHT, WIDTH, Scene, draw_scenes, plan_scenes

@@ -14,7 +14,6 @@ import pyarrow.compute as pc
 from clipmill.manifests.errors import UserError
 from clipmill.manifests.store import MANIFEST_FILE, manifest_dir, read_videos
 from clipmill.prep.core.column import ColumnSpec, Pending
-from clipmill.prep.core.data_folder import has_stopped, writer_of
 from clipmill.prep.core.disk_use import folder_bytes
 from clipmill.prep.core.ending import length_of
 from clipmill.prep.core.failure_list import MAX_NAMED, FailureEntry, first_failures, first_few, named_values
@@ -24,6 +23,7 @@ from clipmill.prep.core.plan import problems_of
 from clipmill.prep.core.run import FAILURES_FILE
 from clipmill.prep.core.selection import read_selection
 from clipmill.prep.core.work import work_of
+from clipmill.prep.core.writers import has_stopped, writer_of
 from clipmill.prep.registry import columns
 from clipmill.prep.sources.table import probes_of, read_probes
 from clipmill.prep.upkeep.caption_sources import CaptionSource, num_captions_beyond, read_caption_sources

@@ -12,20 +12,20 @@ the marker beside it names the folder that it belongs to.
 """
 
 import errno
-import fcntl
 import json
 import os
 import re
 import secrets
 import shutil
 import stat
-import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 from clipmill.manifests.json_text import parse_json
+from clipmill.manifests.locks import lock
+from clipmill.manifests.private_folders import is_still_at, open_private, private_root
 
 _PROGRAM, _FORMAT = "clipmill", 1
 _MARKER = "clipmill-scratch.json"
@@ -46,13 +46,13 @@ def scratch_folder(run: str = "") -> Iterator[Path]:
         OSError: the folder cannot be created, or its parent folder is not exclusive to this user.
     """
     remove_abandoned()
-    folder, lock = _make(_root(), run)
+    folder, held = _make(_root(), run)
     try:
         yield folder
     finally:
         with suppress(OSError):  # if removal fails, the folder counts as abandoned and the next worker removes it
             _remove(folder)
-        os.close(lock)
+        os.close(held)
 
 
 def remove_abandoned() -> None:
@@ -75,8 +75,7 @@ def remove_abandoned() -> None:
 
 
 def _root() -> Path:
-    # If $TMPDIR is unusable, gettempdir() silently returns another directory.
-    return Path(os.environ.get("TMPDIR") or tempfile.gettempdir()) / f"scratch-{_PROGRAM}-{os.geteuid()}"
+    return private_root("scratch")
 
 
 def _make(root: Path, run: str) -> tuple[Path, int]:
@@ -89,18 +88,18 @@ def _make(root: Path, run: str) -> tuple[Path, int]:
         try:
             loose.write_text(json.dumps({**marker, "worker": f"process {os.getpid()} on {host}"}) + "\n")
             folder.mkdir(mode=0o700)
-            lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+            held = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
             try:
-                fcntl.flock(lock, fcntl.LOCK_EX)
+                lock(held)
                 loose.rename(folder / _MARKER)
             except BaseException:
-                os.close(lock)
+                os.close(held)
                 raise
         except BaseException:
             with suppress(OSError):
                 _finish_removing(folder)
             raise
-        return folder, lock
+        return folder, held
 
 
 def _remove(folder: Path) -> None:
@@ -133,14 +132,14 @@ def _remove_loose(loose: Path, folder: Path) -> None:
 
 
 def _remove_if_abandoned(folder: Path) -> None:
-    lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
     try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        marker = os.open(_MARKER, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK, dir_fd=lock)
-        if _names(_content(marker), folder.name):
-            _remove(folder)
+        if lock(descriptor, waits=False):
+            marker = os.open(_MARKER, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK, dir_fd=descriptor)
+            if _names(_content(marker), folder.name):
+                _remove(folder)
     finally:
-        os.close(lock)
+        os.close(descriptor)
 
 
 def _content(descriptor: int) -> bytes:
@@ -173,22 +172,11 @@ def _alone(root: Path) -> Iterator[None]:
         OSError: it cannot be created, or is not a folder exclusive to this user.
     """
     while True:
-        with suppress(FileExistsError):
-            root.mkdir(mode=0o700)
+        descriptor = open_private(root)
         try:
-            lock = os.open(root, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
-        except FileNotFoundError:
-            if not root.parent.is_dir():
-                raise
-            continue  # the previous worker left it empty and removed it
-        try:
-            state = os.fstat(lock)
-            if state.st_uid != os.geteuid() or stat.S_IMODE(state.st_mode) & 0o077:
-                message = "not a private folder of this user (mode 0700); remove it, or set TMPDIR to another folder"
-                raise PermissionError(errno.EPERM, message, os.fspath(root))
-            fcntl.flock(lock, fcntl.LOCK_EX)
-            if not _is_same(root, state):
-                continue
+            lock(descriptor)
+            if not is_still_at(root, descriptor):
+                continue  # the previous worker left it empty and removed it
             try:
                 yield
             finally:
@@ -196,15 +184,7 @@ def _alone(root: Path) -> Iterator[None]:
                     root.rmdir()
             return
         finally:
-            os.close(lock)
-
-
-def _is_same(path: Path, state: os.stat_result) -> bool:
-    try:
-        found = path.lstat()
-    except FileNotFoundError:
-        return False
-    return (found.st_dev, found.st_ino) == (state.st_dev, state.st_ino)
+            os.close(descriptor)
 
 
 def _loose_marker(folder: Path) -> Path:

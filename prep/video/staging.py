@@ -1,10 +1,8 @@
 """Local copies of remote sources for the encoder, shared by the workers of a node under a limit of bytes.
 
     $TMPDIR/sources-clipmill-<uid>/      accessible to this user only (0700), locked (shared) by the processes using it
-        lock                             held while copies are looked up, reserved or removed
-        <32 hex>                         copy of one version of one source, locked (shared) while a worker reads it
-        <32 hex>.size                    its (sparse) length reserves that many bytes; locked while the copy is fetched
-        <32 hex>.part                    the part of the copy that has been fetched
+        objects/, locks/                 a bounded cache (`clipmill.manifests.storage.cache`)
+            <32 hex>                     in objects/: copy of one version of one source
 
 ffmpeg may not use the network (`clipmill.prep.sources.probe.PROTOCOLS`), so it gets a copy of the whole file. A copy
 stays while there is room, since the spans of a long video lie in several shards: the node then fetches it once. Copies
@@ -16,42 +14,38 @@ more, however they end, and removes it. If the sweeper is killed too, the next p
 it unlocked and removes what is in it.
 """
 
-import errno
-import fcntl
 import hashlib
 import os
-import re
 import shutil
-import stat
 import subprocess
 import sys
-import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
+from clipmill.manifests.locks import lock
+from clipmill.manifests.private_folders import is_still_at, open_private, private_root
+from clipmill.manifests.storage.cache import FREE_SHARE, PARTS, CachedFile, NoRoom, ObjectCache
 from clipmill.manifests.storage.mirrors import is_remote
 from clipmill.manifests.storage.objects import Objects
 from clipmill.prep.core.failures import FailureCode, SourceFailure
 from clipmill.prep.sources.remote import as_source_failure, object_state, objects_of
 
-_OWN_FILE = re.compile(r"lock|[0-9a-f]{32}(\.size|\.part)?")
 _SWEEPER = f"""
-import fcntl, os, re, sys
+import fcntl, os, shutil, sys
 folder = os.open(sys.argv[1], os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
 fcntl.flock(folder, fcntl.LOCK_EX)
-for name in os.listdir(folder):
-    if re.fullmatch({_OWN_FILE.pattern!r}, name):
-        os.unlink(name, dir_fd=folder)
+os.fchdir(folder)
+for part in {PARTS!r}:
+    shutil.rmtree(part, ignore_errors=True)
 if os.path.samestat(os.stat(sys.argv[1]), os.fstat(folder)):
     os.rmdir(sys.argv[1])
 """
-_COPY = re.compile(r"[0-9a-f]{32}")
 _RANGE_BYTES = 16 << 20
 _NUM_RANGES = 4  # requested in parallel: one connection does not fill a network
-_FREE_SHARE = 0.8  # of the free space is used if there is no limit
 _WAIT_S = 0.5
 _in_use: tuple[int, Path, int] | None = None  # (process, folder, descriptor of its lock): until the process exits
 _sweepers: "list[subprocess.Popen[bytes]]" = []
@@ -67,7 +61,8 @@ class StagedSources:
 
     def __init__(self, *, limit_bytes: int | None = None, on_wait: Callable[[], None] = lambda: None) -> None:
         self._limit_bytes, self._on_wait = limit_bytes, on_wait
-        self._place, self._path, self._lock = "", Path(), -1
+        self._place = ""
+        self._copy: CachedFile | None = None
 
     def __enter__(self) -> "StagedSources":
         return self
@@ -84,23 +79,19 @@ class StagedSources:
         if not is_remote(place):
             self.release()
             return Path(place)
-        if place != self._place:
+        if self._copy is None or place != self._place:
             self.release()
-            self._path, self._lock = _copy_of(place, limit_bytes=self._limit_bytes, on_wait=self._on_wait)
+            self._copy = _copy_of(place, limit_bytes=self._limit_bytes, on_wait=self._on_wait)
             self._place = place
-        return self._path
+        return self._copy.path
 
     def release(self, *, is_damaged: bool = False) -> None:
         """Stop using the source. A damaged copy is removed, so that it is fetched again."""
-        if self._lock >= 0:
+        if self._copy is not None:
             if is_damaged:
-                self._path.unlink(missing_ok=True)
-            os.close(self._lock)
-        self._place, self._lock = "", -1
-
-
-def _root() -> Path:
-    return Path(os.environ.get("TMPDIR") or tempfile.gettempdir()) / f"sources-clipmill-{os.geteuid()}"
+                self._copy.path.unlink(missing_ok=True)
+            self._copy.close()
+        self._copy = None
 
 
 def _opened_root() -> Path:
@@ -110,29 +101,17 @@ def _opened_root() -> Path:
         OSError: it cannot be created, or is not a folder exclusive to this user.
     """
     global _in_use
-    root = _root()
+    root = private_root("sources")
     if _in_use is not None and _in_use[:2] == (os.getpid(), root):
         return root
     while True:
-        root.mkdir(mode=0o700, exist_ok=True)
-        try:
-            folder = os.open(root, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
-        except FileNotFoundError:
-            continue  # the sweeper has removed it
-        state = os.fstat(folder)
-        if state.st_uid != os.geteuid() or stat.S_IMODE(state.st_mode) & 0o077:
-            os.close(folder)
-            message = "not a private folder of this user (mode 0700); remove it, or set TMPDIR to another folder"
-            raise PermissionError(errno.EPERM, message, os.fspath(root))
-        is_first = False
-        with suppress(BlockingIOError):
-            fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            is_first = True
-            _empty(root)
-        fcntl.flock(folder, fcntl.LOCK_SH)
-        with suppress(FileNotFoundError):
-            if os.path.samestat(os.stat(root), state):  # noqa: PTH116 - compared with a descriptor
-                break
+        folder = open_private(root)
+        if is_first := lock(folder, waits=False):
+            for part in PARTS:
+                shutil.rmtree(root / part, ignore_errors=True)
+        lock(folder, is_shared=True)
+        if is_still_at(root, folder):
+            break
         os.close(folder)  # the sweeper has removed it meanwhile
     if is_first:
         command = [sys.executable, "-I", "-S", "-c", _SWEEPER, os.fspath(root)]
@@ -142,147 +121,55 @@ def _opened_root() -> Path:
     return root
 
 
-def _empty(root: Path) -> None:
-    for entry in root.iterdir():
-        if _OWN_FILE.fullmatch(entry.name):
-            entry.unlink()
-
-
-def _copy_of(url: str, *, limit_bytes: int | None, on_wait: Callable[[], None]) -> tuple[Path, int]:
-    """Return a copy of an object and the descriptor that holds its lock."""
+def _copy_of(url: str, *, limit_bytes: int | None, on_wait: Callable[[], None]) -> CachedFile:
+    """Return a copy of an object."""
     with as_source_failure():
         root = _opened_root()
         objects, key = objects_of(url)
         state = object_state(objects.info(key))
-    size_bytes = state[0]
-    copy = root / hashlib.sha256(f"{url}\0{state}".encode()).hexdigest()[:32]
-    reserved = copy.with_suffix(".size")
+    name = hashlib.sha256(f"{url}\0{state}".encode()).hexdigest()[:32]
+    fetch = partial(_fetch, objects, key, state=state, on_wait=on_wait)
     while True:
-        with _alone(root):
-            found = _locked(copy, fcntl.LOCK_SH)
-            if found is not None:
-                os.utime(copy)
-                return copy, found
-            is_fetched = _is_locked(reserved)  # by another worker
-            reservation = None if is_fetched else _reserve(reserved, size_bytes, limit_bytes=limit_bytes)
-        if reservation is None:
-            on_wait()
-            time.sleep(_WAIT_S)
-            continue
-        try:
-            return copy, _fetch(objects, key, copy, state=state, on_wait=on_wait)
-        finally:
-            with _alone(root):  # so that others find either the copy or the reservation
-                reserved.unlink()
-                os.close(reservation)
+        with as_source_failure():
+            cache = ObjectCache(root, limit_bytes=limit_bytes, is_durable=False)
+        if state[0] > cache.limit_bytes:
+            free = f"{FREE_SHARE:.0%} of the free space in {root.parent}; set TMPDIR to a larger disk"
+            what = "--scratch-size" if limit_bytes is not None else free
+            message = f"the source has {state[0]:,} bytes, and a copy may have {cache.limit_bytes:,} ({what})"
+            raise SourceFailure(FailureCode.SOURCE_TOO_LARGE, message, is_lasting=False)
+        with as_source_failure(), suppress(NoRoom):  # until other workers have released their copies
+            copy = cache.get(name, size_bytes=state[0], fetch=fetch, waits=False)
+            if copy is not None:
+                return copy
+        on_wait()
+        time.sleep(_WAIT_S)
 
 
-def _reserve(reserved: Path, size_bytes: int, *, limit_bytes: int | None) -> int | None:
-    """Reserve the bytes of a copy, and remove unused copies to make room; return the descriptor that holds the lock.
-
-    None is returned if workers have to release their copies first. The lock of the folder must be held.
-
-    Raises:
-        SourceFailure: source_too_large: there would not be enough room without any other copy.
-    """
-    root = reserved.parent
-    sizes, written = dict[Path, int](), 0
-    for entry in root.iterdir():
-        with suppress(FileNotFoundError):
-            state = entry.stat()
-            written += state.st_blocks * 512
-            if entry.suffix == ".size" and not _is_locked(entry):  # its worker was killed while it fetched
-                entry.unlink()
-                entry.with_suffix(".part").unlink(missing_ok=True)
-            elif entry.suffix == ".size" or _COPY.fullmatch(entry.name):
-                sizes[entry] = state.st_size
-    limit = int((shutil.disk_usage(root).free + written) * _FREE_SHARE) if limit_bytes is None else limit_bytes
-    if size_bytes > limit:
-        free = f"{_FREE_SHARE:.0%} of the free space in {root.parent}; set TMPDIR to a larger disk"
-        what = "--scratch-size" if limit_bytes is not None else free
-        message = f"the source has {size_bytes:,} bytes, and a copy may have {limit:,} ({what})"
-        raise SourceFailure(FailureCode.SOURCE_TOO_LARGE, message, is_lasting=False)
-    by_age = sorted((path for path in sizes if path.suffix != ".size"), key=lambda path: path.stat().st_mtime_ns)
-    while sum(sizes.values()) + size_bytes > limit:
-        oldest = next((path for path in by_age if path in sizes and not _is_locked(path)), None)
-        if oldest is None:
-            return None
-        oldest.unlink()
-        del sizes[oldest]
-    descriptor = os.open(reserved, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
-    fcntl.flock(descriptor, fcntl.LOCK_EX)
-    os.truncate(descriptor, size_bytes)
-    return descriptor
-
-
-def _fetch(objects: Objects, key: str, copy: Path, *, state: tuple[int, int], on_wait: Callable[[], None]) -> int:
+def _fetch(objects: Objects, key: str, path: Path, *, state: tuple[int, int], on_wait: Callable[[], None]) -> None:
     """Fetch an object by ranges in parallel, and check that it has not changed meanwhile.
 
-    Returns the descriptor that holds the lock of the copy, taken before others can see it.
-
     Raises:
-        SourceFailure: source_missing, source_unreadable, source_changed, disk_full or io_error.
+        SourceFailure: source_changed.
+        UserError, OSError: see `Objects`; or the file cannot be written.
     """
-    part, size_bytes = copy.with_suffix(".part"), state[0]
+    size_bytes = state[0]
     begins = range(0, size_bytes, _RANGE_BYTES)
-    try:
-        with as_source_failure(), part.open("wb") as file, ThreadPoolExecutor(_NUM_RANGES) as pool:
+    with path.open("wb") as file, ThreadPoolExecutor(_NUM_RANGES) as pool:
 
-            def fetch(begin: int) -> None:
-                wanted = min(_RANGE_BYTES, size_bytes - begin)
-                content = objects.read_range(key, begin, wanted)
-                while content:
-                    done = os.pwrite(file.fileno(), content, begin)
-                    begin, content = begin + done, content[done:]
+        def fetch(begin: int) -> None:
+            wanted = min(_RANGE_BYTES, size_bytes - begin)
+            content = objects.read_range(key, begin, wanted)
+            while content:
+                done = os.pwrite(file.fileno(), content, begin)
+                begin, content = begin + done, content[done:]
 
-            tasks = [pool.submit(fetch, begin) for begin in begins]
-            try:
-                for task in tasks:
-                    task.result()
-                    on_wait()
-            except BaseException:
-                pool.shutdown(cancel_futures=True)
-                raise
-            if len(begins) > 1 and object_state(objects.info(key)) != state:
-                raise SourceFailure(
-                    FailureCode.SOURCE_CHANGED, "the object changed while it was fetched", is_lasting=False
-                )
-            lock = os.open(part, os.O_RDONLY)
-            fcntl.flock(lock, fcntl.LOCK_SH)
-            part.rename(copy)
-            return lock
-    finally:
-        part.unlink(missing_ok=True)
-
-
-@contextmanager
-def _alone(root: Path) -> Iterator[None]:
-    """Hold the lock of the copies."""
-    descriptor = os.open(root / "lock", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX)
-        yield
-    finally:
-        os.close(descriptor)
-
-
-def _locked(path: Path, kind: int) -> int | None:
-    """Lock a file; return the descriptor that holds the lock, or None if the file is missing or locked otherwise."""
-    try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
-    except FileNotFoundError:
-        return None
-    try:
-        fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
-    except BlockingIOError:
-        os.close(descriptor)
-        return None
-    return descriptor
-
-
-def _is_locked(path: Path) -> bool:
-    descriptor = _locked(path, fcntl.LOCK_EX)
-    if descriptor is not None:
-        os.close(descriptor)
-        return False
-    return path.exists()
+        tasks = [pool.submit(fetch, begin) for begin in begins]
+        try:
+            for task in tasks:
+                task.result()
+                on_wait()
+        except BaseException:
+            pool.shutdown(cancel_futures=True)
+            raise
+    if len(begins) > 1 and object_state(objects.info(key)) != state:
+        raise SourceFailure(FailureCode.SOURCE_CHANGED, "the object changed while it was fetched", is_lasting=False)

@@ -69,7 +69,7 @@ def _tar(workspace: Workspace, hostile: HostileTar, folder: Path) -> None:
     canary.parent.mkdir()
     canary.write_bytes(encode_chunk(CANARY_NUMBER, 20, size_px=SIZE_PX))
     canary.with_suffix(".txt").write_text(CANARY_TEXT)
-    tars = folder / "tars"
+    tars = folder / "objects"
     tars.mkdir()
     (tars / "canary.mp4").write_bytes(canary.read_bytes())
     (tars / "1.tar").write_bytes(sample("good") + END)

@@ -10,15 +10,14 @@ on standard error. The folder holds at most `_MAX_BYTES`; results that were not 
 """
 
 import ctypes
-import fcntl
 import hashlib
 import json
 import mmap
 import os
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack, suppress
 from dataclasses import fields, is_dataclass
 from fractions import Fraction
 from pathlib import Path
@@ -28,8 +27,10 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
+from clipmill.manifests.locks import locked
 from clipmill.manifests.mapped_files import map_arrow_file
 from clipmill.manifests.publish import published
+from clipmill.manifests.storage.cache import evict, files_in
 
 FOLDER = "opened"
 MIN_ROWS = 200_000  # sets below it take less than a second, and a few megabytes
@@ -67,7 +68,7 @@ def shared(
     with ExitStack() as held:
         try:
             path = _folder() / f"{column}-{key}"
-            held.enter_context(_lock(path.with_name(f".{key}.lock")))
+            held.enter_context(locked(path.with_name(f".{key}.lock")))
             found = _opened(path, by_name)
         except OSError as error:
             _warn(error)
@@ -149,31 +150,11 @@ def _folder() -> Path:
     return folder
 
 
-@contextmanager
-def _lock(path: Path) -> Iterator[None]:
-    """Hold an exclusive lock; the kernel releases it if the process is killed."""
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX)
-        yield
-    finally:
-        os.close(descriptor)
-
-
 def _make_room(folder: Path, *, keep: Path) -> None:
     """Remove the results that were not used for the longest time; a process that maps one keeps it until it ends."""
-    entries = []
-    for path in folder.iterdir():
-        with suppress(FileNotFoundError):
-            found = path.stat()
-            entries.append((found.st_mtime, found.st_size, path))
-    total = sum(size for _, size, _ in entries)
-    for _, size, path in sorted(entries):
-        if total <= _MAX_BYTES:
-            return
-        if path != keep and not path.name.startswith("."):
-            path.unlink(missing_ok=True)
-            total -= size
+    files = files_in(folder)
+    results = {path: state for path, state in files.items() if path != keep and not path.name.startswith(".")}
+    evict(results, excess_bytes=sum(state.st_size for state in files.values()) - _MAX_BYTES, are_locked=False)
 
 
 def _write(value: object, path: Path) -> None:

@@ -10,7 +10,6 @@ added to its copy; any other index is copied when its shard is first read. Whate
 Web servers are not listed: contents.json names the shards, and in older folders the page of the directory does.
 """
 
-import fcntl
 import hashlib
 import json
 import os
@@ -22,6 +21,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from clipmill.manifests.errors import DISK_ERRORS, UserError
+from clipmill.manifests.locks import locked
 from clipmill.manifests.publish import publish_bytes
 from clipmill.manifests.storage.objects import ObjectInfo, Objects
 from clipmill.manifests.store import MANIFEST_FILE, MANIFEST_FOLDER
@@ -97,7 +97,7 @@ class RemoteFiles:
         if _is_whole(path, sha256=sha256, size_bytes=size_bytes):
             return
         path.parent.mkdir(parents=True, exist_ok=True)
-        with _locked(path.parent / f".{path.name}.lock"):
+        with locked(path.parent / f".{path.name}.lock"):
             if _is_whole(path, sha256=sha256, size_bytes=size_bytes):
                 return
             self.objects.fetch(key, path)
@@ -235,7 +235,7 @@ class RemoteFiles:
         """Hold the lock of the copy; yields False if a process of the same launch has already done `what`."""
         self.copy.mkdir(parents=True, exist_ok=True)
         path, launch = self.copy / _LAUNCH_FILE.format(what), _launch()
-        with _locked(self.copy / ".lock"):
+        with locked(self.copy / ".lock"):
             is_due = launch is None or not path.is_file() or path.read_text() != launch
             yield is_due
             if is_due and launch is not None:
@@ -281,16 +281,6 @@ def _launch() -> str | None:
     except (OSError, IndexError):
         return None
     return f"{parent} {began} {os.environ.get('TORCHELASTIC_RESTART_COUNT', '')}"
-
-
-@contextmanager
-def _locked(path: Path) -> Iterator[None]:
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX)
-        yield
-    finally:
-        os.close(descriptor)
 
 
 def _is_whole(path: Path, *, sha256: str | None, size_bytes: int | None) -> bool:

@@ -12,7 +12,6 @@
 The two .jsonl files grow by whole lines; resuming drops lines after the checkpoint.
 """
 
-import fcntl
 import hashlib
 import json
 import os
@@ -29,6 +28,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from clipmill.manifests.errors import UserError
 from clipmill.manifests.json_text import parse_json
+from clipmill.manifests.locks import lock
 from clipmill.manifests.publish import TEMPORARY_PREFIX, naming, publish_bytes, publish_json
 from clipmill.train.config.files import load_settings, read_values, save_settings
 from clipmill.train.config.shards import Shards, absolute, folders_of, normalised
@@ -164,7 +164,7 @@ def held_folder(path: Path, *, work: str, wait_s: float = 0.0) -> Iterator[None]
     folder = os.open(path, os.O_RDONLY)
     latest_s = time.monotonic() + wait_s
     try:
-        while not _locks(folder):
+        while not lock(folder, waits=False):
             if time.monotonic() >= latest_s:
                 hint = "wait until it is over, or use another --out"
                 raise UserError(f"another process {work} in {path}", hint=hint)
@@ -172,14 +172,6 @@ def held_folder(path: Path, *, work: str, wait_s: float = 0.0) -> Iterator[None]
         yield
     finally:
         os.close(folder)
-
-
-def _locks(folder: int) -> bool:
-    try:
-        fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True
 
 
 def create_run(settings: TrainingSettings) -> RunFolder:

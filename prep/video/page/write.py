@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from clipmill.manifests.errors import UserError
 from clipmill.manifests.quoting import counted
-from clipmill.manifests.storage.mirrors import mirror_of
+from clipmill.manifests.storage.mirrors import mirror_of, shown
 from clipmill.manifests.storage.urls import masked
 from clipmill.manifests.store import read_videos
 from clipmill.manifests.units import size_text
@@ -62,8 +62,8 @@ def write_chunk_page(variant: Variant, request: PageRequest) -> Report:
         tiles=tiles(chunks, variant),
         splits=split_totals(chunks),
         distributions=distributions(chunks, captions=captions, scores=scores),
-        notes=[_with_address(note, data_dir) for note in notes],
-        holes=[_with_address(hole_text(hole), data_dir) for hole in chunks.holes.values()],
+        notes=[shown(note) for note in notes],
+        holes=[shown(hole_text(hole)) for hole in chunks.holes.values()],
         clips=clips_text(plan),
     )
     cards = _cards(variant, chunks, picked, scores=scores, plan=plan, folder=folder, on_card=request.on_sample)
@@ -174,7 +174,7 @@ def _cards(
         if "problem" in details:
             hole = chunks.holes.get(shard_id)
             why = details["problem"] if hole is None else f"cannot be shown: {hole.why}"
-            details["problem"] = _with_address(why, data_dir)
+            details["problem"] = shown(why)
         return replace(known, **details)
 
     with ThreadPoolExecutor(num_threads) as pool:
@@ -203,12 +203,6 @@ def _or_note(read: Callable[[], Any], notes: list[str]) -> Any:
     except UserError as error:
         notes.append(f"Not shown: {error}")
         return None
-
-
-def _with_address(text: str, data_dir: Path) -> str:
-    """Replace the local copy of a bucket in a message by its address."""
-    mirror = mirror_of(data_dir)
-    return text if mirror is None else text.replace(os.fspath(mirror.folder), mirror.address)
 
 
 def _has(data_dir: Path, column: str) -> bool:

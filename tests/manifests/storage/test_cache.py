@@ -107,13 +107,13 @@ def test_what_was_not_asked_for_is_no_copy(tmp_path: Path, content: bytes, said:
     cache = ObjectCache(tmp_path, limit_bytes=100)
     with pytest.raises(Damaged, match=said):
         cache.get("a", size_bytes=7, fetch=writing(content), sha256=sha256(b"content").hexdigest())
-    assert not list((tmp_path / "tars").iterdir())
+    assert not list((tmp_path / "objects").iterdir())
 
 
 def test_a_copy_of_another_size_is_fetched_again(tmp_path: Path) -> None:
     cache = ObjectCache(tmp_path, limit_bytes=100)
     put(cache, "a", b"content")
-    os.truncate(tmp_path / "tars" / "a", 3)
+    os.truncate(tmp_path / "objects" / "a", 3)
     assert cache.find("a", size_bytes=7) is None
     put(cache, "a", b"content")
 
@@ -133,9 +133,9 @@ def test_a_killed_download_takes_no_room_for_long(tmp_path: Path) -> None:
     assert begun.wait(30)
     process.kill()
     process.join(30)
-    assert len(list((tmp_path / "tars").iterdir())) == 1
+    assert len(list((tmp_path / "objects").iterdir())) == 1
     put(cache, "b", bytes(10))
-    assert [path.name for path in (tmp_path / "tars").iterdir()] == ["b"]
+    assert [path.name for path in (tmp_path / "objects").iterdir()] == ["b"]
     assert not list((tmp_path / "locks").glob("room-*"))
 
 

@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from clipmill.manifests.errors import UserError
-from clipmill.manifests.publish import folder_lock, publish_bytes, published, remove, rename
+from clipmill.manifests.locks import folder_lock
+from clipmill.manifests.publish import publish_bytes, published, remove, rename
 from clipmill.manifests.storage.attaching import open_data
 from clipmill.manifests.storage.leases import LeaseLost
 from clipmill.manifests.storage.mirrors import file_state, local_copy, mirror_of, shown

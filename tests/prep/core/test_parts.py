@@ -15,8 +15,9 @@ from threading import Event, Thread
 
 import pytest
 
+from clipmill.manifests import locks
 from clipmill.manifests.errors import UserError
-from clipmill.prep.core import data_folder, part_locks, parts
+from clipmill.prep.core import part_locks, parts
 from clipmill.prep.core.data_folder import column_lock, writing
 from clipmill.prep.core.part_locks import Part
 from clipmill.prep.core.parts import PartRun, writing_part
@@ -124,7 +125,7 @@ def test_parts_at_once_that_are_killed_and_run_again_leave_the_bytes_of_one_comm
     quick = current_variant(data, "video")
     processes = {part: start_part(data, part) for part in ("1/3", "2/3", "3/3")}
     killed = processes.pop("2/3")
-    wait_until(lambda: "h264" in data_folder.holder_of(lock_of(data, "2/3")) or killed.poll() is not None)
+    wait_until(lambda: "h264" in locks.holder_of(lock_of(data, "2/3")) or killed.poll() is not None)
     killed.send_signal(signal.SIGKILL)
     assert killed.wait() == -signal.SIGKILL, "it ended by itself"
     rans = {part: ended(process) for part, process in processes.items()}
@@ -167,7 +168,7 @@ def test_gc_keeps_what_parts_have_begun_and_a_command_without_part_finishes_it(
 def test_other_parts_wait_for_the_first_and_probe_nothing_again(
     data: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(data_folder, "_NUM_TRIES", 1)
+    monkeypatch.setattr(locks, "_NUM_TRIES", 1)
     (data / "probes.parquet").unlink()
     (data / "layout" / "500ms-keep.parquet").unlink()
     joined = Event()
@@ -232,7 +233,7 @@ def test_parts_exclude_commands_without_part_other_settings_and_other_code(
 
 
 def test_exactly_one_of_many_parts_that_end_at_once_is_the_last(data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(data_folder, "_TRY_INTERVAL_S", 0.001)
+    monkeypatch.setattr(locks, "_TRY_INTERVAL_S", 0.001)
 
     def end(run: PartRun) -> bool:
         is_last = run.end()

@@ -72,7 +72,7 @@ def ask(process: "subprocess.Popen[str]", url: str) -> Path:
 
 def copies(root: Path) -> set[int]:
     """First byte of every copy."""
-    return {path.read_bytes()[0] for path in root.iterdir() if len(path.name) == 32}
+    return {path.read_bytes()[0] for path in root.glob("objects/*") if len(path.name) == 32}
 
 
 def test_a_copy_is_fetched_once_and_shared_by_processes(root: Path, urls: list[str], faults: Faults) -> None:
@@ -139,14 +139,14 @@ def test_what_a_killed_worker_leaves_is_taken_over_or_removed(root: Path, urls: 
         faults.set(Fault("hang", method="GET"))
         assert worker.stdin is not None
         print(urls[1], file=worker.stdin, flush=True)
-        wait_until(lambda: list(root.glob("*.part")))
+        wait_until(lambda: list(root.glob("objects/.tmp-*")))
         with StagedSources(limit_bytes=10 * SIZE) as sources:
             sources.path_of(urls[0])
             worker.send_signal(signal.SIGKILL)
             worker.wait()
             faults.set()
             assert sources.path_of(urls[1]).read_bytes() == b"\1" * SIZE, "the reservation of a killed worker is void"
-            assert not list(root.glob("*.size")) and not list(root.glob("*.part"))
+            assert not list(root.glob("locks/room-*")) and not list(root.glob("objects/.tmp-*"))
             (root / "notes.txt").touch()
     leave()
     wait_until(lambda: [path.name for path in root.iterdir()] == ["notes.txt"])
@@ -186,6 +186,10 @@ def test_a_folder_of_somebody_else_is_refused(root: Path, urls: list[str]) -> No
     with StagedSources() as sources, pytest.raises(SourceFailure, match="not a private folder"):
         sources.path_of(urls[0])
     root.rmdir()
+    (private := root.with_name("elsewhere")).mkdir(mode=0o700)
+    root.symlink_to(private)
+    with StagedSources() as sources, pytest.raises(SourceFailure, match="not a private folder"):
+        sources.path_of(urls[0])
 
 
 @pytest.mark.usefixtures("few_retries")
@@ -206,7 +210,7 @@ def test_a_fetch_that_fails_leaves_nothing(
         with pytest.raises(SourceFailure) as caught:
             sources.path_of(urls[0])
         assert caught.value.code == code
-        assert {path.name for path in root.iterdir()} <= {"lock"}
+        assert not list(root.glob("objects/*")) and not list(root.glob("locks/room-*"))
         faults.set()
         assert sources.path_of(urls[0]).stat().st_size == SIZE
 
@@ -242,4 +246,4 @@ def test_a_full_disk_is_named(root: Path, urls: list[str], monkeypatch: pytest.M
             patched.setattr(os, "pwrite", full)
             sources.path_of(urls[0])
         assert caught.value.code == "disk_full"
-        assert {path.name for path in root.iterdir()} == {"lock"}
+        assert not list(root.glob("objects/*")) and not list(root.glob("locks/room-*"))

@@ -115,7 +115,7 @@ def test_a_tar_that_changed_over_there_is_fetched_again_and_the_old_copy_dropped
     assert first.read_bytes() == b"one" * 1000 and local_copy(address, cache=tmp_path) == first
     objects.write("0.tar", b"two" * 1000)
     second = local_copy(address, cache=tmp_path)
-    assert second.read_bytes() == b"two" * 1000 and list((tmp_path / "tars").iterdir()) == [second]
+    assert second.read_bytes() == b"two" * 1000 and list((tmp_path / "objects").iterdir()) == [second]
 
 
 def test_a_disk_that_is_full_is_named_at_once(tiny_disk: Path, bucket: str) -> None:

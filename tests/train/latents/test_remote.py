@@ -78,7 +78,7 @@ def size_of_text(written: Written) -> int:
 
 def copies_of(written: Written, cache: Path) -> list[Path]:
     names = {path.name for path in written.latents_dir.glob("*.tar")}
-    return sorted(path for path in (cache / "tars").iterdir() if path.name.partition("-")[2] in names)
+    return sorted(path for path in (cache / "objects").iterdir() if path.name.partition("-")[2] in names)
 
 
 def fetch_all(samples: LatentLoader) -> None:
@@ -98,7 +98,7 @@ def test_latents_in_a_bucket_are_those_of_the_local_folder(
     assert content(shown(samples)) == content(shown(expected))
     assert content(samples.evaluation_batches()) == content(expected.evaluation_batches())
     assert samples.pictures(1, num_frames=1)[0].tolist() == expected.pictures(1, num_frames=1)[0].tolist()
-    assert sum(path.stat().st_size for path in (tmp_path / "tars").iterdir()) <= limit
+    assert sum(path.stat().st_size for path in (tmp_path / "objects").iterdir()) <= limit
     if not has_room:
         assert not copies_of(written, tmp_path)
 

@@ -1,0 +1,166 @@
+"""Locks between processes: the kernel's `flock`, which ends with its holder, even if that is killed.
+
+A lock belongs to an open file or folder: it lasts until its descriptor and all mappings made of it are closed. It
+reaches other nodes where the file system's `flock` does: NFS and Lustre have mount options that turn that off, and
+others that turn locks off. In a bucket, locks are leases (`clipmill.manifests.storage.leases`).
+"""
+
+import errno
+import fcntl
+import os
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from clipmill.manifests.errors import UserError
+from clipmill.manifests.publish import naming
+from clipmill.manifests.storage.mirrors import mirror_of
+
+_NUM_TRIES, _TRY_INTERVAL_S = 20, 0.1  # before a wait is worth a message
+
+
+def lock(descriptor: int, *, is_shared: bool = False, waits: bool = True) -> bool:
+    """Lock an open file or folder; return False if another process holds it and this one does not wait.
+
+    Args:
+        is_shared: whether others may hold the lock too, if they share it.
+    """
+    kind = fcntl.LOCK_SH if is_shared else fcntl.LOCK_EX
+    try:
+        fcntl.flock(descriptor, kind if waits else kind | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+def try_lock(path: Path, *, is_shared: bool = False) -> int | None:
+    """Lock an existing file; return the descriptor that holds the lock, or None if it is missing or locked."""
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
+    except FileNotFoundError:
+        return None
+    if lock(descriptor, is_shared=is_shared, waits=False):
+        return descriptor
+    os.close(descriptor)
+    return None
+
+
+@contextmanager
+def locked(path: Path, *, waits: bool = True) -> Iterator[bool]:
+    """Hold the lock of a file that is there for it alone, and is made if it is missing; yield whether it is held.
+
+    Args:
+        waits: wait for other processes and threads; otherwise the block may run without the lock.
+    """
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
+    try:
+        yield lock(descriptor, waits=waits)
+    finally:
+        os.close(descriptor)
+
+
+@contextmanager
+def folder_lock(folder: Path) -> Iterator[None]:
+    """Hold the exclusive lock of a folder, waiting for other processes."""
+    mirror = mirror_of(folder)
+    if mirror is not None and mirror.folder == folder:
+        with mirror.folder_lock():
+            yield
+        return
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        lock(descriptor)
+        yield
+    finally:
+        os.close(descriptor)
+
+
+class FileLock:
+    """The lock of a file in a data folder, which keeps a note of who holds it."""
+
+    def __init__(self, path: Path, descriptor: int) -> None:
+        self.path, self._descriptor = path, descriptor
+
+    @classmethod
+    def take(cls, path: Path, *, is_shared: bool = False) -> "FileLock | None":
+        """Return the lock, or None if another process holds it.
+
+        Args:
+            is_shared: see `lock`.
+
+        Raises:
+            UserError: the folder is not writable, or its file system has no locks.
+        """
+        taken = cls._opened(path)
+        return taken if taken._acquire(is_shared=is_shared, waits=False) else None
+
+    @classmethod
+    def wait(cls, path: Path, *, on_wait: Callable[[], object]) -> "FileLock":
+        """Return the lock as soon as it is free; `on_wait` is called if that takes long.
+
+        Raises:
+            UserError: see `take`.
+        """
+        for _ in range(_NUM_TRIES):
+            if (taken := cls.take(path)) is not None:
+                return taken
+            time.sleep(_TRY_INTERVAL_S)
+        on_wait()
+        awaited = cls._opened(path)
+        awaited._acquire(is_shared=False, waits=True)
+        return awaited
+
+    @classmethod
+    def _opened(cls, path: Path) -> "FileLock":
+        try:
+            return cls(path, os.open(path, os.O_RDWR | os.O_CREAT, 0o644))
+        except OSError as error:
+            raise UserError(
+                f"{path.parent} is not writable: {error.strerror}",
+                hint="grant write permission, or give another folder with --data",
+            ) from None
+
+    def _acquire(self, *, is_shared: bool, waits: bool) -> bool:
+        is_held = False
+        try:
+            with naming(self.path):
+                is_held = lock(self._descriptor, is_shared=is_shared, waits=waits)
+        except OSError as error:
+            if error.errno not in (errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK):
+                raise
+            raise UserError(
+                f"the file system of {self.path.parent} has no locks: {error.strerror}",
+                hint="mount Lustre with -o flock, or NFS with its lock service",
+            ) from None
+        finally:
+            if not is_held:
+                self.release()
+        return is_held
+
+    def note(self, holder: str) -> None:
+        """Record who holds the lock."""
+        with naming(self.path):
+            os.ftruncate(self._descriptor, 0)
+            os.pwrite(self._descriptor, holder.encode(), 0)
+
+    def touch(self) -> None:
+        """Set the time of the file's last change to now."""
+        os.utime(self._descriptor)
+
+    def release(self) -> None:
+        """Release the lock."""
+        os.close(self._descriptor)
+
+
+def holder_of(path: Path) -> str:
+    """Return the note in the file of a lock; empty if there is none."""
+    try:
+        return path.read_bytes()[:4000].decode("utf-8", "replace").strip()
+    except OSError:
+        return ""
+
+
+def this_process() -> str:
+    """Return the note of this process: its id and its node."""
+    return f"process {os.getpid()} on {os.uname().nodename}"
