@@ -229,6 +229,8 @@ class TrainingSettings(DataSettings):
 class ClipSettings(TrainingSettings):
     """Clips, and the video tower that encodes them."""
 
+    least_batch: ClassVar[int] = 1
+    """The smallest batch that the objective makes sense of."""
     only_kind: ClassVar[Kind | None] = None
     """The kind of tower, for tasks that support a single one."""
     has_head: ClassVar[bool] = False

@@ -13,13 +13,13 @@ import torch
 from clipmill.manifests.dataset_write import write_manifest
 from clipmill.manifests.errors import UserError
 from clipmill.manifests.store import read_captions, read_videos
-from clipmill.train.config.evaluation import DualEncoderEvaluation, EvaluatedData, EvaluationSettings
+from clipmill.train.config.evaluation import EvaluatedData, EvaluationSettings
 from clipmill.train.config.files import load_settings
 from clipmill.train.distributed.world import World
 from clipmill.train.models.attention import open_attention
 from clipmill.train.registry import task_named
 from clipmill.train.run.folder import RunFolder, read_lines
-from clipmill.train.tasks.dual_encoder.settings import DualEncoderSettings
+from clipmill.train.tasks.dual_encoder.settings import DualEncoderEvaluation, DualEncoderSettings
 from tests.train.classify.moving import write_moving
 from tests.train.data.test_stream_tars import write_tar
 from tests.train.evaluation.test_commands import scored

@@ -60,7 +60,7 @@ class ClassifySettings(LatentSettings):
         yield from super().rules()
         if self.towers.kind == "timesformer":
             yield UserError(
-                "--towers.kind is timesformer, which only train caption supports", hint="use clip or videomae"
+                "--towers.kind is timesformer, a tower that this task does not support", hint="use clip or videomae"
             )
         if not self.reads_latents:
             yield from caught(check_picture, self.model, size_px=self.size_px)
