@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal
 if TYPE_CHECKING:
     import torch
 
-    from clipmill.train.config.training import ClipSettings
+    from clipmill.train.config.clips import ClipSettings
     from clipmill.train.data.batch import Batch
     from clipmill.train.engine.task import StartableTask
     from clipmill.train.evaluation.tables import Table

@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Any
 
 from clipmill.manifests.errors import UserError
+from clipmill.train.config.clips import ClipSettings
 from clipmill.train.config.fields import deferred_checks
 from clipmill.train.config.files import load_settings
 from clipmill.train.config.model import Init
-from clipmill.train.config.training import ClipSettings
 from clipmill.train.engine.trained_run import ready
 from clipmill.train.evaluation.record import read_record
 from clipmill.train.evaluation.runner import OpenedRun, open_for

@@ -15,7 +15,7 @@ from clipmill.manifests.errors import UserError
 from clipmill.manifests.progress import Activity
 from clipmill.manifests.publish import TEMPORARY_PREFIX
 from clipmill.train.bench.steps import Opened, Steps, Taken, open_to_measure, take_steps
-from clipmill.train.config.training import ClipSettings
+from clipmill.train.config.clips import ClipSettings
 from clipmill.train.distributed.world import World
 from clipmill.train.quickstart.choice import first_batch
 from clipmill.train.run.checkpoint_writer import CheckpointWriter

@@ -12,8 +12,8 @@ from typing import Any
 from clipmill.manifests.errors import FailedWork, UserError
 from clipmill.manifests.quoting import counted
 from clipmill.manifests.units import duration_text, size_text
+from clipmill.train.config.clips import ClipSettings
 from clipmill.train.config.files import load_settings, preset_path, presets_of
-from clipmill.train.config.training import ClipSettings
 from clipmill.train.doctor.commands import filled
 from clipmill.train.doctor.examined import Examined
 from clipmill.train.doctor.judge import judge

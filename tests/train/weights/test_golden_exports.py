@@ -14,8 +14,8 @@ import pytest
 import torch
 from torch import nn
 
+from clipmill.train.config.clips import ClipSettings
 from clipmill.train.config.model import Init, Towers
-from clipmill.train.config.training import ClipSettings
 from clipmill.train.models.attention import attend_with_sdpa
 from clipmill.train.models.captioner import Captioner
 from clipmill.train.models.dual_encoder import ModelShape, size_of
