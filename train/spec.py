@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal
 if TYPE_CHECKING:
     import torch
 
-    from clipmill.train.config.training import ClipSettings
+    from clipmill.train.config.clips import ClipSettings
     from clipmill.train.data.batch import Batch
     from clipmill.train.engine.task import StartableTask
     from clipmill.train.evaluation.tables import Table
@@ -137,6 +137,30 @@ class Features:
     is_consecutive: Callable[[Any], bool] = lambda settings: False
 
 
+@dataclass(frozen=True, kw_only=True)
+class FirstRun:
+    """What `train quickstart` proposes for a task.
+
+    Attributes:
+        on_gpu: preset for a large GPU; None if there is none that needs no further files.
+        weights: initial weights that this preset was published with, as `--init.weights` takes them.
+        on_latents: flags for data without video; '' if the task cannot be the first run on them.
+        without_text: further ones for captions without stored embeddings.
+        needs_captions: whether samples have captions.
+        needs_label: whether samples have labels.
+        searches: whether the embeddings of its models can be searched by text.
+    """
+
+    on_cpu: str
+    on_gpu: str | None = None
+    weights: str = ""
+    on_latents: str = ""
+    without_text: str = ""
+    needs_captions: bool = True
+    needs_label: bool = False
+    searches: bool = False
+
+
 def _nothing_kept(run: RunFolder) -> dict[str, Any]:
     return {}
 
@@ -164,9 +188,12 @@ class TaskSpec:
         formats: of `train export --format`.
         export: the files of an export.
         adopt: (source, path, say) -> weights that are not a run as this task's model; None if they are of another task.
+        adopted: which these are, such as "a CLIP with both towers".
         adopts_tags: whether a NAME:TAG of open_clip is this task's model; others refuse it before a download.
         has_frame_embedding: whether an export chooses the temporal embedding of a picture.
         features: of its video tower, None where it cannot be probed.
+        first_run: None for a task that `train quickstart` does not offer.
+        pipeline: the Hugging Face Hub's name of what exported weights are for.
     """
 
     name: str
@@ -182,9 +209,12 @@ class TaskSpec:
     formats: Mapping[str, str] = field(default_factory=dict)
     export: Callable[[ExportRequest], Exported] | None = None
     adopt: Callable[..., Adopted | None] | None = None
+    adopted: str = ""
     adopts_tags: bool = False
     has_frame_embedding: bool = False
     features: Features | None = None
+    first_run: FirstRun | None = None
+    pipeline: str | None = None
 
     @property
     def first_evaluation(self) -> EvaluationSpec | None:

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from jinja2 import Environment, Template
 
 _FOLDER = Path(__file__).parent
+SEARCH_SCRIPT = (_FOLDER / "search.js").read_text(encoding="utf-8")  # which others rely on
 _TITLE, _TITLE_WITHIN = re.compile("<title>([^<]*) · clipmill</title>"), 4096  # in the head of every page
 
 

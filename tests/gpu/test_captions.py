@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from clipmill.train.config.files import load_settings
 from clipmill.train.distributed.world import World
-from clipmill.train.engine.trained_run import open_trained_run, read_settings
+from clipmill.train.engine.trained_run import open_trained_run
 from clipmill.train.run.folder import open_run
 from clipmill.train.tasks.caption.decoder import read_decoder_parts
 from clipmill.train.tasks.caption.settings import CaptionerSettings, DecodingSettings
@@ -31,7 +32,9 @@ SHOWN = "beam"
 def open_on(run_path: Path, device: torch.device) -> TrainedCaptioner:
     """The captioner of a run, on a device of our own choice."""
     run = open_run(run_path)
-    settings = replace(read_settings(run, CaptionerSettings), device="cuda" if device.type == "cuda" else "cpu")
+    settings = replace(
+        load_settings(run.settings, CaptionerSettings), device="cuda" if device.type == "cuda" else "cpu"
+    )
     trained = open_trained_run(run, settings)
     assert trained.device.type == device.type and trained.precision.name == "fp32"
     make = partial(CaptionTask, attention=trained.attention, device=trained.device, decoder=read_decoder_parts(run))

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
+from clipmill.train.config.clips import ClipSettings
 from clipmill.train.config.files import save_settings
-from clipmill.train.config.training import ClipSettings
 from clipmill.train.run.folder import RunFolder
 from clipmill.train.tasks.caption.settings import CaptionerSettings
 from clipmill.train.tasks.classify.settings import ClassifySettings

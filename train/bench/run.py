@@ -16,7 +16,8 @@ from clipmill.train.bench.communication import measure_breakdown
 from clipmill.train.bench.report import advice, judge
 from clipmill.train.bench.stages import measure_stages
 from clipmill.train.bench.steps import Opened, enough_samples, open_to_measure, take_steps
-from clipmill.train.config.training import ClipSettings, Strategy, plain_values
+from clipmill.train.config.clips import ClipSettings
+from clipmill.train.config.training import Strategy, plain_values
 from clipmill.train.data.streams.tars import names_tars
 from clipmill.train.device.precision import choose_device
 from clipmill.train.distributed.world import World

@@ -11,8 +11,9 @@ from clipmill.manifests.errors import UserError
 from clipmill.manifests.progress import Activity
 from clipmill.train.commands.training import docstring
 from clipmill.train.config import fields as groups
+from clipmill.train.config.clips import ClipSettings
 from clipmill.train.config.fields import FIRST_RUN
-from clipmill.train.config.training import ClipSettings, Strategy
+from clipmill.train.config.training import Strategy
 from clipmill.train.registry import DEFAULT, task_named, task_names
 from clipmill.train.spec import TaskSpec
 

@@ -14,7 +14,8 @@ from clipmill.manifests.progress import Activity
 from clipmill.manifests.publish import publish_bytes, publish_json
 from clipmill.manifests.quoting import counted
 from clipmill.manifests.store import read_videos
-from clipmill.train.config.training import ClipSettings, ParallelSettings
+from clipmill.train.config.clips import ClipSettings
+from clipmill.train.config.training import ParallelSettings
 from clipmill.train.config.tuning import frozen_at_random
 from clipmill.train.data.inputs import Mixture, first_of, open_folder
 from clipmill.train.data.latents.segments import FrameShape

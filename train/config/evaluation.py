@@ -1,40 +1,17 @@
 """Settings of the evaluation during training."""
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated, Literal, Self, get_args
+from typing import Annotated, Literal, Self
 
 from clipmill.manifests.errors import UserError
 from clipmill.shards.where_flag import check_where
 from clipmill.train.config.fields import FIRST_RUN, SEVERAL, Checked, GoesWith, Range, caught
 
 EVERY = GoesWith("every", use="STEPS")
-# Named protocols of text-video retrieval; `retrieval` is the plain one (clipmill.train.tasks.dual_encoder.protocols).
-RetrievalName = Literal["retrieval", "msrvtt-1ka", "paragraph", "vatex"]
-ProtocolName = Literal["retrieval", "msrvtt-1ka", "paragraph", "vatex", "mir", "zero-shot"]
-RETRIEVAL_NAMES: tuple[RetrievalName, ...] = get_args(RetrievalName)
-TEMPERATURE = Range(1e-4, 1e4)
-
-
-def _retrieval_numbers(kind: str = "") -> tuple[str, ...]:
-    ways, numbers = ("text_to_video", "video_to_text"), ("r1", "r5", "r10", "median_rank")
-    return tuple(f"{way}{kind}_{number}" for way in ways for number in numbers)
-
-
-# The metrics that a protocol logs during training.
-_NUMBERS: dict[str, tuple[str, ...]] = {
-    **dict.fromkeys(RETRIEVAL_NAMES, _retrieval_numbers()),
-    "mir": tuple(
-        f"{direction}_{name}"
-        for direction in ("average", "video_to_text", "text_to_video")
-        for name in ("mean_ap", "ndcg")
-    ),
-    "zero-shot": ("top1", "top5", "mean_class_accuracy"),
-}
-
 
 # What stands before the first =, unless it is a part of a path.
 _NAME = re.compile(r"(?P<name>[^=/]*)=")
@@ -51,14 +28,14 @@ class EvaluatedData:
     Attributes:
         name: prefix of its metrics.
         shards: data folder; None for that of the run.
-        protocol: one that differs from `--evaluate.protocol`, of dual encoders.
+        protocol: one that differs from the task's own, where it has several.
         is_named: whether --evaluate.shards names them; otherwise they are a folder of the training data.
     """
 
     name: str
     shards: str | None
     split: str
-    protocol: ProtocolName | None = None
+    protocol: str | None = None
     is_named: bool = True
 
     def text(self, *, base: Path) -> str:
@@ -145,69 +122,12 @@ class EvaluationSettings(Checked):
         yield from caught(self.evaluated)
         yield from caught(check_where, self.where)
 
-    def protocol_named(self, name: str) -> ProtocolName:
+    def protocol_named(self, name: str) -> str:
         """The protocol that --evaluate.shards names; raises UserError if this task has none of that name."""
         raise UserError(
             f"{self.flag('shards')} names the protocol {name!r}, but this task has only one",
             hint=_USE,
         )
-
-
-@dataclass(frozen=True, kw_only=True)
-class DualEncoderEvaluation(EvaluationSettings):
-    """How a dual encoder is evaluated."""
-
-    protocol: Annotated[ProtocolName, EVERY] = "retrieval"
-    """Evaluation protocol. retrieval: R@k and median rank; msrvtt-1ka, paragraph, vatex: the same by the rules of these
-    benchmarks; mir: EK-100's mAP and nDCG; zero-shot: classification by prompts. Data of --evaluate.shards can have
-    their own: DATA@SPLIT:PROTOCOL."""
-    dual_softmax: Annotated[float | None, TEMPERATURE, EVERY] = None
-    """Retrieval: also log R@k with dual softmax at this temperature of the cosines, under names of their own."""
-    relevancy: Annotated[Path | None, EVERY] = None
-    """mir: relevancy matrix, .pkl or .npy. Default: computed from verb and noun classes."""
-    sentences: Annotated[Path | None, EVERY] = None
-    """mir: CSV file whose `narration` column has the sentences of --evaluate.relevancy, in its order."""
-    classes: Annotated[Path | None, EVERY] = None
-    """zero-shot: text file, one class per line. Default: the labels of the captions."""
-    templates: Annotated[Path | None, EVERY] = None
-    """zero-shot: text file, one prompt template with {} per line. Default: the bare class name."""
-    label: Annotated[str | None, EVERY] = None
-    """zero-shot: label column of the captions, such as verb."""
-
-    def number_names(self, one: EvaluatedData) -> tuple[str, ...]:
-        """Names of the metrics of its protocol, also with dual softmax."""
-        protocol = one.protocol or self.protocol
-        has_more = self.dual_softmax is not None and protocol in RETRIEVAL_NAMES
-        return _NUMBERS.get(protocol, ()) + (_retrieval_numbers("_dual_softmax") if has_more else ())
-
-    def without_effect(self, typed: Mapping[str, str]) -> Iterator[UserError]:
-        """Settings of protocols that none of the evaluations uses."""
-        try:
-            used = {one.protocol or self.protocol for one in self.evaluated()}
-        except UserError:
-            return  # one of `rules`
-        for name, protocols in _OF_PROTOCOL.items():
-            flag = self.flag(name)
-            if self.every and flag in typed and used.isdisjoint(protocols):
-                other = self.flag("protocol")
-                yield UserError(
-                    f"{flag} is {typed[flag]}, which has no effect: {other} is {', '.join(sorted(used))}",
-                    hint=f"leave it out, or use {other} {' or '.join(protocols)}",
-                )
-
-    def protocol_named(self, name: str) -> ProtocolName:
-        """The protocol called `name`; raises UserError if it is unknown."""
-        known: dict[str, ProtocolName] = {one: one for one in get_args(ProtocolName)}
-        if name not in known:
-            raise UserError(f"{self.flag('shards')} names the protocol {name!r}", hint=f"protocols: {', '.join(known)}")
-        return known[name]
-
-
-_OF_PROTOCOL: dict[str, tuple[str, ...]] = {
-    "dual_softmax": RETRIEVAL_NAMES,
-    **dict.fromkeys(("relevancy", "sentences"), ("mir",)),
-    **dict.fromkeys(("classes", "templates", "label"), ("zero-shot",)),
-}
 
 
 Method = Literal["knn", "linear"]

@@ -11,13 +11,10 @@ from cyclopts import Parameter
 from clipmill.manifests.errors import UserError
 from clipmill.shards.where_flag import check_where
 from clipmill.train.config import fields as groups
-from clipmill.train.config.data import Augment
 from clipmill.train.config.evaluation import EvaluatedData, EvaluationSettings
 from clipmill.train.config.fields import FIRST_RUN, Checked, GoesWith, Range, caught, without_effect
-from clipmill.train.config.model import Init, Kind, ModelName, Towers, check_frames
 from clipmill.train.config.optim import OptimizerSettings
 from clipmill.train.config.shards import DataSettings, folder_names, normalised
-from clipmill.train.config.tuning import Freeze, Lora, Tower, towers_to_adapt, tuning_mistakes
 
 # Settings of distributed training and of experiment tracking.
 
@@ -98,9 +95,6 @@ COUNT = Range(1, 10**6)
 # Fields of which tasks have defaults of their own; their meaning is inherited.
 LearningRate = Annotated[float, groups.TRAINING, FIRST_RUN, Range(1e-12, 1e3)]
 WeightDecay = Annotated[float, groups.TRAINING, FIRST_RUN, Range(0, 1e3)]
-NumFrames = Annotated[int, groups.CLIPS, FIRST_RUN, Range(1, 1024)]
-Sampling = Annotated[Literal["uniform", "stride", "lavila"], groups.CLIPS, FIRST_RUN]
-Crop = Annotated[Literal["random", "simple", "multi-scale", "centre"], groups.CLIPS]
 
 
 @Parameter(name="*")
@@ -223,76 +217,6 @@ class TrainingSettings(DataSettings):
         flag = self.optimizer.flag("start_lr")
         if flag in typed and self.warmup_steps == 0:
             yield without_effect(flag, typed, "--warmup-steps is 0", use="--warmup-steps STEPS")
-
-
-@Parameter(name="*")
-@dataclass(frozen=True, kw_only=True)
-class ClipSettings(TrainingSettings):
-    """Clips, and the video tower that encodes them."""
-
-    only_kind: ClassVar[Kind | None] = None
-    """The kind of tower, for tasks that support a single one."""
-    has_head: ClassVar[bool] = False
-    """Whether the model has trained parameters besides those of its towers."""
-
-    num_frames: NumFrames = 4
-    """Number of frames per clip."""
-    sampling: Sampling = "uniform"
-    """Frame sampling. uniform: one frame from each of equal segments; stride: every --stride-th frame; lavila: LaViLa's
-    rule."""
-    stride: Annotated[int, groups.CLIPS, FIRST_RUN, COUNT, GoesWith("sampling", ("stride",))] = 4
-    """Step of --sampling stride, in frames. It is reduced for clips that are too short."""
-    size_px: Annotated[int, groups.CLIPS, FIRST_RUN, Range(2, 4096)] = 224
-    """Frame size in pixels. Frames are resized to squares; latents have their own size."""
-    crop: Crop = "random"
-    """Crop in training. random: torchvision's RandomResizedCrop; simple: a square at a random position, of one scale
-    (SimpleRandomCrop); multi-scale: VideoMAE's; centre: the centre square."""
-    min_crop_area: Annotated[float, groups.CLIPS, Range(above=0, most=1), GoesWith("crop", ("random",))] = 0.5
-    """Minimum area of a random crop, as a share of the frame's."""
-    short_side_px: Annotated[int | None, groups.CLIPS, Range(2, 8192), GoesWith("crop", ("simple",))] = None
-    """Length that a simple crop scales the short side of a frame to before it takes --size-px of it. Default: 8/7 of
-    --size-px (256 for 224)."""
-    samples_per_chunk: Annotated[int, groups.CLIPS, COUNT] = 1
-    """Number of consecutive samples drawn from the same chunk, so that it is decoded only once."""
-    augment: Annotated[Augment, groups.AUGMENTATION] = field(default_factory=Augment)
-    """Augmentation in training."""
-    model: Annotated[ModelName, groups.MODEL, FIRST_RUN] = "b16"
-    """Model size."""
-    towers: Annotated[Towers, groups.TOWERS] = field(default_factory=Towers)
-    """Architecture of the towers beyond their size."""
-    init: Annotated[Init, groups.MODEL, groups.SEVERAL] = field(default_factory=Init)
-    """Weights to start from."""
-    freeze: Freeze = ()
-    """Parts to freeze: a tower (video, text), or its embeddings and first N blocks (blocks:N of the video tower,
-    text.blocks:N)."""
-    lora: Annotated[Lora, groups.ADAPTERS, groups.SEVERAL] = field(default_factory=Lora)
-    """Low-rank adapters."""
-
-    def tower_names(self) -> tuple[Tower, ...]:
-        """The towers that the model has."""
-        return ("video",)
-
-    def rules(self) -> Iterator[UserError]:
-        """Yields clips that tubelets do not divide, crops larger than the frame, and settings that train nothing."""
-        yield from super().rules()
-        if self.short_side_px is not None and self.short_side_px < self.size_px:
-            yield UserError(
-                f"--short-side-px is {self.short_side_px}, less than --size-px {self.size_px}",
-                hint="use a larger --short-side-px, or a smaller --size-px",
-            )
-        yield from caught(check_frames, self.towers, num_frames=self.num_frames)
-        yield from tuning_mistakes(
-            self.freeze,
-            self.lora,
-            towers=self.tower_names(),
-            has_head=self.has_head,
-            has_weights=self.init.weights is not None,
-        )
-
-
-def adapted_towers(settings: ClipSettings) -> tuple[Tower, ...]:
-    """The towers that get adapters."""
-    return towers_to_adapt(settings.lora, settings.freeze, towers=settings.tower_names())
 
 
 def check_best(best: str | None, settings: TrainingSettings) -> None:

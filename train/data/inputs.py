@@ -8,9 +8,8 @@ from typing import Any, TypeVar
 import torch
 
 from clipmill.manifests.errors import UserError
-from clipmill.train.config.latents import LatentSettings
+from clipmill.train.config.clips import ClipSettings, LatentSettings
 from clipmill.train.config.shards import DataSettings, parse_mix
-from clipmill.train.config.training import ClipSettings
 from clipmill.train.data.clip_query import ClipQuery
 from clipmill.train.data.decoding.clip import ClipShape, Views
 from clipmill.train.data.decoding.pictures import SIMPLE_SHARE

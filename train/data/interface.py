@@ -15,8 +15,8 @@ from torch.utils.data import get_worker_info
 from clipmill.manifests.errors import UserError
 from clipmill.manifests.quoting import quoted
 from clipmill.manifests.store import read_videos
+from clipmill.train.config.clips import ClipSettings
 from clipmill.train.config.shards import DataSettings, Shards
-from clipmill.train.config.training import ClipSettings
 from clipmill.train.data.arguments import require_device, require_whole_numbers
 from clipmill.train.data.batches import Batches, LateBatch
 from clipmill.train.data.classes import ClassList, read_classes

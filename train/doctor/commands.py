@@ -103,7 +103,7 @@ def _gpus(examined: Examined) -> str:
     if not accelerator.gpus:
         return f"none{driver or '; no NVIDIA driver'}"
     kinds = Counter(
-        f"{gpu.name}, {gpu.memory_bytes / 2**30:.0f} GiB, compute capability {'.'.join(map(str, gpu.capability))}"
+        f"{gpu.name}, {size_text(gpu.memory_bytes)}, compute capability {'.'.join(map(str, gpu.capability))}"
         for gpu in accelerator.gpus
     )
     return "; ".join(f"{count} x {kind}" for kind, count in kinds.items()) + driver
@@ -145,9 +145,9 @@ def _processor(examined: Examined) -> str:
     host = examined.host
     text = f"{host.processor}, {host.num_cores} cores"
     if host.memory_bytes is not None:
-        text += f"; memory {host.memory_bytes / 2**30:.0f} GiB"
-        text += f" ({host.free_bytes / 2**30:.0f} GiB free)" if host.free_bytes is not None else ""
-    return text + (f"; /dev/shm {host.shm_bytes / 2**30:.1f} GiB" if host.shm_bytes is not None else "; no /dev/shm")
+        text += f"; memory {size_text(host.memory_bytes)}"
+        text += f" ({size_text(host.free_bytes)} free)" if host.free_bytes is not None else ""
+    return text + (f"; /dev/shm {size_text(host.shm_bytes)}" if host.shm_bytes is not None else "; no /dev/shm")
 
 
 def _threads(examined: Examined) -> str:

@@ -11,7 +11,7 @@ from typing import Any, cast
 import torch
 
 from clipmill.manifests.errors import UserError
-from clipmill.train.config.training import ClipSettings
+from clipmill.train.config.clips import ClipSettings
 from clipmill.train.distributed.world import World
 from clipmill.train.models.attention import AttentionBackend, AttentionChoice, Packing, open_attention, pack
 from clipmill.train.models.attention_kernels import Kernels, kernels_of

@@ -15,8 +15,8 @@ from torch import nn
 from clipmill.manifests.errors import UserError
 from clipmill.train.augment.draws import draw
 from clipmill.train.augment.pictures import to_model_input
+from clipmill.train.config.clips import ClipSettings, adapted_towers
 from clipmill.train.config.evaluation import EvaluatedData
-from clipmill.train.config.training import ClipSettings, adapted_towers
 from clipmill.train.config.tuning import frozen_part
 from clipmill.train.data.batch import Batch
 from clipmill.train.data.inputs import Mixture, open_mixed

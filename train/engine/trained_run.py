@@ -9,8 +9,7 @@ import torch
 from torch import nn
 
 from clipmill.manifests.errors import UserError
-from clipmill.train.config.files import load_settings
-from clipmill.train.config.training import ClipSettings
+from clipmill.train.config.clips import ClipSettings
 from clipmill.train.device.precision import Precision, choose_device, open_precision
 from clipmill.train.engine.attention_choice import as_before, is_chosen
 from clipmill.train.models.adapters import remove_adapters
@@ -60,11 +59,6 @@ class TrainedRun(Generic[Settings]):
         model.to(self.device)
         self.load(model)
         return model.eval()
-
-
-def read_settings(run: RunFolder, kind: type[Settings]) -> Settings:
-    """The settings of a run; UserError if they cannot be read, or are those of another task."""
-    return load_settings(run.settings, kind)
 
 
 def open_trained_run(run: RunFolder, settings: Settings, *, checkpoint: Path | None = None) -> TrainedRun[Settings]:

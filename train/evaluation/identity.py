@@ -6,8 +6,8 @@ from typing import Any, cast
 
 from torch import nn
 
+from clipmill.train.config.clips import ClipSettings
 from clipmill.train.config.model import kind_of
-from clipmill.train.config.training import ClipSettings
 from clipmill.train.models.captioner import VideoTower
 from clipmill.train.weights.conversion import MEANS, STDS
 

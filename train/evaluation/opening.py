@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Any
 
 from clipmill.manifests.errors import UserError
+from clipmill.train.config.clips import ClipSettings
 from clipmill.train.config.fields import deferred_checks
 from clipmill.train.config.files import load_settings
 from clipmill.train.config.model import Init
-from clipmill.train.config.training import ClipSettings
 from clipmill.train.engine.trained_run import ready
 from clipmill.train.evaluation.record import read_record
 from clipmill.train.evaluation.runner import OpenedRun, open_for
@@ -140,14 +140,15 @@ def _recorded(
 
 def _adopted(source: Source, path: Path, tasks: Tasks, *, say: Say) -> tuple[Adopted, TaskSpec]:
     """The task whose model the weights of another project are."""
-    for open_spec in tasks.values():
-        spec = open_spec()
-        if spec.adopt is not None and (adopted := spec.adopt(source, path, say=say)) is not None:
+    specs = {name: open_spec() for name, open_spec in tasks.items()}
+    adopting = {name: spec for name, spec in specs.items() if spec.adopt is not None}
+    for spec in adopting.values():
+        assert spec.adopt is not None
+        if (adopted := spec.adopt(source, path, say=say)) is not None:
             return adopted, spec
     raise UserError(
         f"{source.title}: these are not the weights of a whole model of train {', '.join(tasks)}",
-        hint="a CLIP with both towers is a dual-encoder; a VideoMAE is of mae, or of classify with a last layer; a "
-        "captioner of TimeSformer and GPT-2 is of caption",
+        hint="there are " + "; ".join(f"{one.adopted} ({name})" for name, one in adopting.items()),
     )
 
 

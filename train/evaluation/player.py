@@ -10,7 +10,7 @@ import pyarrow as pa
 
 from clipmill.manifests.errors import UserError
 from clipmill.shards.pages.media import CLIP_FPS, data_uri, evenly_within, jpeg_uri, small_clip, small_frame
-from clipmill.train.config.training import ClipSettings
+from clipmill.train.config.clips import ClipSettings
 from clipmill.train.data.chunk_table import rows_of
 from clipmill.train.data.chunks import ChunkSet
 from clipmill.train.data.frame_sampling import Sampling, frame_indices

@@ -15,12 +15,13 @@ from typing import Any, Protocol
 
 from clipmill.manifests.errors import UserError
 from clipmill.manifests.publish import publish_json
+from clipmill.train.config.clips import ClipSettings, LatentSettings
 from clipmill.train.config.data import AS_TRAINED, Overrides
-from clipmill.train.config.latents import LatentSettings
-from clipmill.train.config.training import ClipSettings, flat
+from clipmill.train.config.files import load_settings
+from clipmill.train.config.training import flat
 from clipmill.train.data.decoding.clip import Views
 from clipmill.train.data.outcomes import FailedSample
-from clipmill.train.engine.trained_run import TrainedRun, open_trained_run, read_settings, shape_of_run
+from clipmill.train.engine.trained_run import TrainedRun, open_trained_run, shape_of_run
 from clipmill.train.evaluation.tables import marked
 from clipmill.train.evaluation.use import AS_IN_TRAINING, Use
 from clipmill.train.models.dual_encoder import ModelShape
@@ -133,7 +134,7 @@ def open_for(spec: TaskSpec, run: RunFolder, use: Use = AS_IN_TRAINING, *, say: 
     Raises:
         UserError: there is no checkpoint, or it does not fit this machine, the run's settings or the overrides.
     """
-    trained_with: ClipSettings = read_settings(run, spec.settings)
+    trained_with: ClipSettings = load_settings(run.settings, spec.settings)
     trained = open_trained_run(
         run, replace(trained_with, device=use.device or trained_with.device), checkpoint=use.checkpoint
     )

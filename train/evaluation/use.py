@@ -3,8 +3,9 @@
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from clipmill.train.config.clips import ClipSettings
 from clipmill.train.config.data import AS_TRAINED, Overrides
-from clipmill.train.config.training import ClipSettings, Device
+from clipmill.train.config.training import Device
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -21,8 +21,9 @@ from torch.nn.functional import interpolate
 
 from clipmill.manifests.errors import UserError
 from clipmill.manifests.quoting import quoted
+from clipmill.train.config.clips import ClipSettings
 from clipmill.train.config.data import Overrides
-from clipmill.train.config.training import ClipSettings, Device
+from clipmill.train.config.training import Device
 from clipmill.train.data.arguments import require_device, require_whole_numbers
 from clipmill.train.data.batch import Batch, to_device
 from clipmill.train.evaluation.identity import identity_of, normalisation_of

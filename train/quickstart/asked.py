@@ -2,11 +2,18 @@
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from cyclopts import Parameter
 
 from clipmill.train.config.training import Device
+from clipmill.train.registry import task_named, task_names
+
+OFFERED = tuple(name for name in task_names() if task_named(name).first_run is not None)
+if TYPE_CHECKING:
+    Task = str
+else:
+    Task = Literal[OFFERED]
 
 
 @Parameter(name="*")
@@ -14,7 +21,7 @@ from clipmill.train.config.training import Device
 class Asked:
     """What the user has decided; None for what is to be proposed."""
 
-    task: Literal["dual-encoder", "mae", "classify", "caption"] | None = None
+    task: Task | None = None
     """Task to train. Default: dual-encoder on data with captions, otherwise mae."""
 
     label: str | None = None

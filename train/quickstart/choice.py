@@ -9,7 +9,10 @@ from clipmill.manifests.errors import UserError
 from clipmill.manifests.quoting import counted
 from clipmill.manifests.units import size_text
 from clipmill.train.data.classes import proposed_label
+from clipmill.train.quickstart.asked import OFFERED
 from clipmill.train.quickstart.survey import Survey
+from clipmill.train.registry import DEFAULT, task_named
+from clipmill.train.spec import FirstRun
 
 EPOCHS = 30  # about those of the presets for synthetic videos
 _MIN_STEPS = 200
@@ -20,28 +23,16 @@ _MIN_GPU_BYTES = 8 * 10**9  # a ViT-B/16 with a text tower, its gradients and Ad
 MINUTES = {"cpu": 10.0, "cuda": 60.0}
 
 
-@dataclass(frozen=True)
-class Recipe:
-    """The presets of a task.
-
-    Attributes:
-        on_gpu: None if there is none that needs no further files.
-        weights: initial weights that this preset was published with, as `--init.weights` takes them.
-        searches: the embeddings of its models can be searched by text.
-    """
-
-    on_cpu: str
-    on_gpu: str | None
-    weights: str = ""
-    searches: bool = False
+def first_run_of(task: str) -> FirstRun:
+    """The presets of a task that quickstart offers."""
+    found = task_named(task).first_run
+    assert found is not None
+    return found
 
 
-RECIPES = {
-    "dual-encoder": Recipe("tiny", "b16-ego4d", weights="ViT-B-16:openai", searches=True),
-    "mae": Recipe("tiny", "mae-b16-k400"),
-    "classify": Recipe("tiny", "k400-videomae"),
-    "caption": Recipe("tiny", None),
-}
+def task_without_captions() -> str:
+    """The first task whose samples need none."""
+    return next(name for name in OFFERED if not first_run_of(name).needs_captions)
 
 
 @dataclass(frozen=True)
@@ -62,20 +53,21 @@ def choose_task(surveys: Sequence[Survey], *, split: str, asked: str | None) -> 
     num = sum(one.splits[split].num_captions for one in surveys)
     if asked is None:
         if not without:
-            return Chosen("dual-encoder", f"{counted(num, 'caption')}")
+            return Chosen(DEFAULT, counted(num, "caption"))
         where = "no captions" if len(without) == len(surveys) else f"no captions in {', '.join(without)}"
-        return Chosen("mae", f"{where}, and a masked autoencoder needs none")
-    if asked != "mae" and without:
+        task = task_without_captions()
+        return Chosen(task, f"{where}, and train {task} needs none")
+    if without and first_run_of(asked).needs_captions:
         raise UserError(
             f"split {split!r} of {without[0]} has no captions, and train {asked} needs them",
             hint="add a table of captions: prep manifest folder VIDEOS --captions captions.csv --data "
-            f"{without[0]}; or use --task mae",
+            f"{without[0]}; or use --task {task_without_captions()}",
         )
     return Chosen(asked, "--task")
 
 
 def choose_label(surveys: Sequence[Survey], *, asked: str | None) -> str:
-    """The label of `train classify`.
+    """The label to train on.
 
     Raises:
         UserError: there is none that all data folders have, or there are several and none is asked for.
@@ -90,7 +82,7 @@ def choose_label(surveys: Sequence[Survey], *, asked: str | None) -> str:
         )
     if not labels:
         raise UserError(
-            "the captions have no labels, and train classify needs them",
+            "the captions have no labels, and this task needs them",
             hint="see docs/classification.md for datasets with labels; or use another --task",
         )
     if len(labels) > 1:
@@ -106,7 +98,7 @@ def choose_preset(task: str, *, gpu_bytes: Sequence[int]) -> Chosen:
     Args:
         gpu_bytes: memory of each GPU; empty to train on a CPU.
     """
-    recipe = RECIPES[task]
+    recipe = first_run_of(task)
     if not gpu_bytes:
         return Chosen(recipe.on_cpu, "small enough for a CPU")
     if recipe.on_gpu is None:

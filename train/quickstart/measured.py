@@ -15,7 +15,7 @@ from clipmill.manifests.errors import UserError
 from clipmill.manifests.progress import Activity
 from clipmill.manifests.publish import TEMPORARY_PREFIX
 from clipmill.train.bench.steps import Opened, Steps, Taken, open_to_measure, take_steps
-from clipmill.train.config.training import ClipSettings
+from clipmill.train.config.clips import ClipSettings
 from clipmill.train.distributed.world import World
 from clipmill.train.quickstart.choice import first_batch
 from clipmill.train.run.checkpoint_writer import CheckpointWriter
@@ -67,7 +67,7 @@ def measure(
         UserError: the data or the weights do not suit the task, or not even the smallest batch fits.
         FailedWork: too many samples could not be loaded.
     """
-    least, num_halved = 2 if spec.name == "dual-encoder" else 1, 0
+    least, num_halved = settings.least_batch, 0
     while True:
         opened = _opened(spec, settings, device=device, say=say)
         batch, opened_s = opened.settings.batch, time.perf_counter() - began_s

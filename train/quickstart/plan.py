@@ -12,14 +12,14 @@ from typing import Any
 from clipmill.manifests.errors import FailedWork, UserError
 from clipmill.manifests.quoting import counted
 from clipmill.manifests.units import duration_text, size_text
+from clipmill.train.config.clips import ClipSettings
 from clipmill.train.config.files import load_settings, preset_path, presets_of
-from clipmill.train.config.training import ClipSettings
 from clipmill.train.doctor.commands import filled
 from clipmill.train.doctor.examined import Examined
 from clipmill.train.doctor.judge import judge
 from clipmill.train.quickstart import choice
-from clipmill.train.quickstart.asked import Asked
-from clipmill.train.quickstart.choice import RECIPES, Chosen, Expected, Length
+from clipmill.train.quickstart.asked import OFFERED, Asked
+from clipmill.train.quickstart.choice import Chosen, Expected, Length
 from clipmill.train.quickstart.measured import Measured, existing
 from clipmill.train.quickstart.survey import Survey, describe, split_to_evaluate, split_to_train
 from clipmill.train.registry import task_named
@@ -193,11 +193,12 @@ def propose(asked: Asked, surveys: Sequence[Survey], examined: Examined) -> Prop
     }
     if asked.weights is not None:
         changes["init"] = replace(settings.init, weights=asked.weights)
-    if task.value == "classify":
+    if choice.first_run_of(task.value).needs_label:
         changes["label"] = choice.choose_label(surveys, asked=asked.label)
     elif asked.label is not None:
         raise UserError(
-            f"--label {asked.label} is about train classify, and this is {task.value}", hint="add --task classify"
+            f"--label {asked.label} has no effect: train {task.value} needs no labels",
+            hint="add --task " + " or ".join(name for name in OFFERED if choice.first_run_of(name).needs_label),
         )
     if asked.out is not None and asked.out.exists() and any(asked.out.iterdir()):
         raise UserError(f"{asked.out} exists and is not empty", hint="name another --out, or leave it out")
@@ -288,7 +289,7 @@ def _then(proposal: Proposal, settings: ClipSettings) -> Iterator[str]:
     if proposal.held_out is not None and evaluation is not None:
         split = "" if proposal.held_out == evaluation.settings().split else f" --split {proposal.held_out}"
         yield f"train eval {evaluation.name} {run}{split}"
-    if RECIPES[proposal.task.value].searches and len(settings.folders) == 1:
+    if choice.first_run_of(proposal.task.value).searches and len(settings.folders) == 1:
         embedded = shlex.quote(f"{settings.out}-embedded")
         yield f"train embed {run} --split {proposal.held_out or proposal.split} --out {embedded}"
         yield f'train search {embedded} "what to look for" --page search.html'
@@ -302,7 +303,7 @@ def _warnings(proposal: Proposal, measured: Measured, length: Length, *, needed:
             "videos: give some the split val (column split of the table of captions or videos), and run prep manifest "
             "again"
         )
-    recipe = RECIPES[proposal.task.value]
+    recipe = choice.first_run_of(proposal.task.value)
     if recipe.weights and proposal.preset.value == recipe.on_gpu and proposal.settings.init.weights is None:
         yield (
             f"{recipe.on_gpu} was published with pretrained weights: add --init.weights {recipe.weights}, which "

@@ -22,6 +22,7 @@ from clipmill.train.data.chunk_table import ChunkTable, chunk_table, rows_of
 from clipmill.train.data.classes import class_labels
 from clipmill.train.data.remote import open_data_folder
 from clipmill.train.data.streams.tars import names_tars
+from clipmill.train.registry import DEFAULT, task_named, task_names
 
 _HELD_OUT = ("val", "validation", "test")  # in the order in which evaluations prefer them
 
@@ -122,7 +123,7 @@ def split_to_train(surveys: Sequence[Survey]) -> str:
     have = "; ".join(f"{one.address} has {', '.join(sorted(its))}" for one, its in zip(surveys, names, strict=True))
     raise UserError(
         f"no split 'train' has chunks in each data folder: {have}",
-        hint="name the split to train on: train dual-encoder --shards DATA --split NAME",
+        hint=f"name the split to train on: train {DEFAULT} --shards DATA --split NAME",
     )
 
 
@@ -171,10 +172,13 @@ def _require_folder(path: Path) -> None:
 
 def _on_latents(address: str, data_dir: Path, *, has_text: bool) -> str:
     """A first run on latents."""
-    shards = shlex.quote(address)
-    if not num_captions_of(data_dir):
-        return f"train mae --shards {shards} --preset mae-latents"
-    return f"train dual-encoder --shards {shards} --preset tiny-latents" + ("" if has_text else " --text-tower trained")
+    has_captions = bool(num_captions_of(data_dir))
+    for name in task_names():
+        run = task_named(name).first_run
+        if run is not None and run.on_latents and run.needs_captions == has_captions:
+            flags = run.on_latents if has_text or not run.without_text else f"{run.on_latents} {run.without_text}"
+            return f"train {name} --shards {shlex.quote(address)} {flags}"
+    raise AssertionError("a task reads latents")
 
 
 def _seconds(table: ChunkTable) -> NDArray[np.float64]:

@@ -20,12 +20,6 @@ CARD_FILE = "README.md"
 _PATH = re.compile(r"(?<![\w:/])/(?:[^\s/;,]+/)*([^\s/;,]+)")
 _NOT_EVALUATED = "Not evaluated. `train eval` of the run writes the metrics that the next export shows here."
 _LEFT_OUT = ("command",)  # lines of a protocol
-_PIPELINES = {
-    "dual-encoder": "zero-shot-image-classification",
-    "classify": "video-classification",
-    "mae": "feature-extraction",
-    "caption": "video-text-to-text",
-}
 _LIBRARIES = {"open_clip": "open_clip", "hf": "transformers"}
 _SHOWN_SETTINGS = ("model", "num_frames", "sampling", "stride", "size_px", "batch", "steps", "lr", "seed")
 _FACTS = ("data", "variant", "precision", "parameters")
@@ -55,12 +49,12 @@ def model_card(
         "licences of the training data and of the initial weights apply as well.",
     }
     body = "\n\n".join(f"## {title}\n\n{text}" for title, text in sections.items() if text)
-    front = yaml.safe_dump(_metadata(opened.spec.name, form, tables, name=name), sort_keys=False, allow_unicode=True)
+    metadata = _metadata(opened.spec.pipeline, form, tables, name=name)
+    front = yaml.safe_dump(metadata, sort_keys=False, allow_unicode=True)
     return f"---\n{front}---\n\n# {_plain(name)}\n\n{_summary(opened)}\n\n{body}\n"
 
 
-def _metadata(task: str, form: str, tables: Sequence[Table], *, name: str) -> dict[str, Any]:
-    pipeline = _PIPELINES.get(task)
+def _metadata(pipeline: str | None, form: str, tables: Sequence[Table], *, name: str) -> dict[str, Any]:
     metadata: dict[str, Any] = {"license": "unknown", "pipeline_tag": pipeline, "tags": ["video", "clipmill"]}
     if form in _LIBRARIES:
         metadata["library_name"] = _LIBRARIES[form]

@@ -13,8 +13,9 @@ from clipmill.manifests.errors import UserError
 from clipmill.manifests.json_text import parse_json
 from clipmill.manifests.progress import Activity, ProgressRate, amount_text, is_terminal, joined, log_interval
 from clipmill.manifests.publish import publish_json
+from clipmill.train.config.clips import ClipSettings
 from clipmill.train.config.files import settings_yaml
-from clipmill.train.config.training import ClipSettings, TrackSettings, TrainingSettings
+from clipmill.train.config.training import TrackSettings, TrainingSettings
 from clipmill.train.run.folder import RunFolder, append_lines, keep_lines, read_lines
 
 

@@ -9,8 +9,8 @@ from dataclasses import replace
 from typing import TypeVar
 
 from clipmill.manifests.errors import UserError
+from clipmill.train.config.clips import ClipSettings
 from clipmill.train.config.model import Kind, kind_of
-from clipmill.train.config.training import ClipSettings
 from clipmill.train.weights.conversion import MEANS, STDS
 from clipmill.train.weights.sources import Say, Source
 

@@ -18,8 +18,8 @@ import torch
 
 from clipmill.manifests.errors import UserError
 from clipmill.manifests.publish import TEMPORARY_PREFIX, sync
+from clipmill.train.config.clips import ClipSettings
 from clipmill.train.config.model import Kind
-from clipmill.train.config.training import ClipSettings
 from clipmill.train.weights.conversion import MEANS, STDS, Tensors
 from clipmill.train.weights.files import read_tensors
 

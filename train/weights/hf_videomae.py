@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from clipmill.manifests.errors import UserError
-from clipmill.train.config.training import ClipSettings
+from clipmill.train.config.clips import ClipSettings
 from clipmill.train.models.dual_encoder import ModelShape
 from clipmill.train.weights.conversion import (
     CONV,

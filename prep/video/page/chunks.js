@@ -6,8 +6,7 @@
   root.classList.add("js");
   const grid = document.querySelector(".chunks");
   const cards = [...grid.querySelectorAll("article")];
-  const folded = (text) => text.normalize("NFKD").replace(/\p{M}/gu, "").toLowerCase();
-  const texts = new Map(cards.map((card) => [card, folded(`${card.id} ${card.textContent}`)]));
+  const contains = searchable(cards);
 
   for (const clip of grid.querySelectorAll(".clip")) {
     const video = clip.querySelector("video");
@@ -43,10 +42,10 @@
   const all = document.querySelectorAll("a[data-all]");
 
   function update() {
-    const words = folded(field("q").value).split(/\s+/).filter(Boolean);
+    const words = wordsOf(field("q"));
     let shown = 0;
     for (const card of cards) {
-      const isShown = words.every((word) => texts.get(card).includes(word))
+      const isShown = contains(card, words)
         && filters.every((one) => !one.value || card.dataset[one.name] === one.value);
       card.hidden = !isShown;
       shown += isShown;

@@ -9,6 +9,7 @@ from urllib.parse import quote
 from clipmill.prep.video.page.cards import Card
 from clipmill.prep.video.page.header import Header
 from clipmill.shards.score_fields import SCORES
+from clipmill.shards.pages.templates import SEARCH_SCRIPT
 
 _MAX_OPTIONS = 400
 TEMPLATE = Path(__file__).with_name("chunks.html.j2")
@@ -78,7 +79,7 @@ def page_values(cards: Sequence[tuple[Card, int]], header: Header, pages: Pages,
         "cards": [
             (card, f"{pages.address(number)}#{quote(card.key)}" if pages.is_list else "") for card, number in cards
         ],
-        "scripts": [_SCRIPT],
+        "scripts": [SEARCH_SCRIPT, _SCRIPT],
         "media": media,
     }
 

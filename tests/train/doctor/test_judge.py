@@ -180,6 +180,6 @@ def test_what_training_uses_follows_from_the_machine() -> None:
 
 def test_about_ten_lines_say_it_all() -> None:
     lines = lines_of(machine(accelerator={"gpus": [H200, H200]}))
-    assert lines["gpu"] == ("2 x NVIDIA H200, 140 GiB, compute capability 9.0; driver 580.65.06")
+    assert lines["gpu"] == ("2 x NVIDIA H200, 150 GB, compute capability 9.0; driver 580.65.06")
     assert lines["torch"] == "2.15.0+cu132, CUDA 13.2, cuDNN 9.26.0, xformers 0.0.35"
     assert len(lines) == 9

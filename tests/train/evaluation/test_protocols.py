@@ -13,7 +13,6 @@ import torch
 from numpy.typing import NDArray
 
 from clipmill.manifests.errors import UserError
-from clipmill.train.config.evaluation import DualEncoderEvaluation, RetrievalName
 from clipmill.train.distributed.world import World
 from clipmill.train.evaluation.runner import OpenedRun, open_for
 from clipmill.train.evaluation.use import Use
@@ -24,7 +23,7 @@ from clipmill.train.tasks.dual_encoder.embeddings import Embeddings, embed_all
 from clipmill.train.tasks.dual_encoder.evaluation import open_scorer
 from clipmill.train.tasks.dual_encoder.metrics import dual_softmax
 from clipmill.train.tasks.dual_encoder.protocols import RetrievalScorer, protocol_captions
-from clipmill.train.tasks.dual_encoder.settings import DualEncoderSettings
+from clipmill.train.tasks.dual_encoder.settings import DualEncoderEvaluation, DualEncoderSettings, RetrievalName
 from tests.train.evaluation.test_commands import call, scored
 from tests.train.search.conftest import overwrite_chunk
 from tests.train.tiny_data import Caption, chunks_of, write_captions, write_shard

@@ -5,8 +5,8 @@ from pathlib import Path
 from typing import Any
 
 from clipmill.manifests.imported import late
+from clipmill.train.config.clips import ClipSettings
 from clipmill.train.config.evaluation import EvaluationSettings
-from clipmill.train.config.training import ClipSettings
 from clipmill.train.evaluation.tables import Row, Table, protocol_of, share_cell
 from clipmill.train.spec import CurveGroup, EvaluationSpec, ExportRequest, TaskSpec
 

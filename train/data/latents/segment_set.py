@@ -177,11 +177,6 @@ class SegmentSet:
     def _variant_names(self) -> list[str]:
         return [variant.directory.name for variant in (self._latents, self._text_variant) if variant]
 
-    @property
-    def segment_bytes(self) -> int:
-        """Size of a full segment."""
-        return self.segments.num_frames * self.records.shape.frame_bytes
-
     def key(self, chunk: int) -> str:
         """Key of a chunk."""
         return self.records.key(chunk, self.video_ids)

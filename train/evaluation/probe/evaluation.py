@@ -6,8 +6,8 @@ import torch
 from torch import nn
 
 from clipmill.manifests.errors import UserError
+from clipmill.train.config.clips import ClipSettings
 from clipmill.train.config.evaluation import PROBE_NUMBERS, ProbeEvaluation
-from clipmill.train.config.training import ClipSettings
 from clipmill.train.data.batch import Batch
 from clipmill.train.data.classes import listed
 from clipmill.train.distributed.world import World

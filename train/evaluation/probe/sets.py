@@ -8,9 +8,8 @@ import torch
 
 from clipmill.manifests.errors import UserError
 from clipmill.manifests.store import read_captions
+from clipmill.train.config.clips import ClipSettings, LatentSettings
 from clipmill.train.config.evaluation import ProbeEvaluation
-from clipmill.train.config.latents import LatentSettings
-from clipmill.train.config.training import ClipSettings
 from clipmill.train.data.batch import Batch
 from clipmill.train.data.classes import ClassList, class_labels, read_classes
 from clipmill.train.data.inputs import clip_query, loader_settings, open_labelled_folder, open_segments

@@ -78,8 +78,8 @@ PROBE = EvaluationSpec(
     needs="--label NAME",
     help="Evaluate frozen features of the video tower with a k-NN classifier and a linear probe.\n\n"
     "Baselines are chance and the same tower with random weights.",
-    example="train eval probe runs/mae --shards data --label motion --label shape",
-    run_help="Run folder of train mae, dual-encoder or classify.",
+    example="train eval probe runs/first --shards data --label motion --label shape",
+    run_help="Run folder of a task with a video tower.",
     settings=ProbeFlags,
     score=late("clipmill.train.evaluation.probe.evaluation:score_features"),
     table=probe_table,

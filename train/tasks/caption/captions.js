@@ -2,7 +2,7 @@
 // Sort, search and step through the captions. The page's address keeps the choice (#sort=...&find=...).
 const list = document.getElementById("videos");
 const videos = [...list.children];
-const texts = videos.map((video) => video.textContent.toLowerCase());
+const contains = searchable(videos);
 const sort = document.getElementById("sort");
 const direction = document.getElementById("direction");
 const find = document.getElementById("find");
@@ -25,12 +25,9 @@ function compare(one, other) {
 }
 
 function show() {
-  const words = find.value.toLowerCase().split(/\s+/).filter(Boolean);
-  let shown = 0;
-  videos.forEach((video, place) => {
-    video.hidden = !words.every((word) => texts[place].includes(word));
-    shown += video.hidden ? 0 : 1;
-  });
+  const words = wordsOf(find);
+  for (const video of videos) video.hidden = !contains(video, words);
+  const shown = videos.filter((video) => !video.hidden).length;
   count.textContent = shown === videos.length ? `${shown}` : `${shown} of ${videos.length}`;
   document.getElementById("none").hidden = shown > 0;
 }

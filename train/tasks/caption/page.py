@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from clipmill.manifests.publish import published
 from clipmill.shards.pages.media import data_uri, evenly_spaced, evenly_within
-from clipmill.shards.pages.templates import load_template
+from clipmill.shards.pages.templates import SEARCH_SCRIPT, load_template
 from clipmill.train.evaluation.player import PicturedSamples, Player, SampleClip, Shown, clip_figure
 from clipmill.train.evaluation.runner import every_for
 from clipmill.train.tasks.caption.metrics.scores import CaptionScores
@@ -138,7 +138,7 @@ def write_captions_page(
         labels=METRIC_LABELS,
         absent=absent,
         protocol=protocol,
-        scripts=[script],
+        scripts=[SEARCH_SCRIPT, script],
     )
     with published(path) as temporary:
         parts.dump(str(temporary), encoding="utf-8", errors="replace")

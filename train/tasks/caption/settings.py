@@ -10,11 +10,11 @@ from cyclopts import Parameter
 from clipmill.manifests.errors import UserError
 from clipmill.manifests.json_text import parse_json
 from clipmill.train.config import fields as groups
+from clipmill.train.config.clips import ClipSettings, NumFrames
 from clipmill.train.config.data import CaptionSettings
 from clipmill.train.config.evaluation import EVERY, EvaluatedData, EvaluationSettings
 from clipmill.train.config.fields import FIRST_RUN, SHARE, Checked, Needs, Range, help_group
 from clipmill.train.config.model import PATCH_PX, SIZE, Towers
-from clipmill.train.config.training import ClipSettings, NumFrames
 from clipmill.train.config.tuning import Freeze, Tower
 
 Method = Literal["greedy", "sample", "beam"]

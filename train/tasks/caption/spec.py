@@ -9,7 +9,7 @@ from clipmill.manifests.imported import late
 from clipmill.manifests.quoting import counted
 from clipmill.train.config.fields import Checked, Range
 from clipmill.train.evaluation.tables import Cell, Row, Table, protocol_of
-from clipmill.train.spec import CurveGroup, EvaluationSpec, Features, TaskSpec
+from clipmill.train.spec import CurveGroup, EvaluationSpec, Features, FirstRun, TaskSpec
 from clipmill.train.tasks.caption.settings import DECODING, METRIC_LABELS, CaptionerSettings, DecodingSettings
 
 # Columns of the table; the first one is the metric that captioners are compared by.
@@ -117,8 +117,11 @@ TASK = TaskSpec(
     formats={"hf": "VisionEncoderDecoderModel.from_pretrained('OUT')"},
     export=late("clipmill.train.tasks.caption.export:exported_captioner"),
     adopt=late("clipmill.train.tasks.caption.export:adopted_captioner"),
+    adopted="a captioner of TimeSformer and GPT-2",
     features=Features(
         description="the encoder's class token, or the mean of its tokens where it has none",
         inputs=lambda task: task.inputs,
     ),
+    first_run=FirstRun(on_cpu="tiny"),
+    pipeline="video-text-to-text",
 )

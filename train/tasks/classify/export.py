@@ -81,7 +81,7 @@ def exported_classifier(request: ExportRequest) -> Exported:
     if kind_of_tensors(request.weights) != "videomae":
         raise UserError(
             f"{request.title} is a classifier with CLIP's tower, which no format has a place for",
-            hint="export the run of train dual-encoder, or a classifier with --towers.kind videomae",
+            hint="export the run that trained the tower, or a classifier with --towers.kind videomae",
         )
     require_format(request.form, ("hf", "videomae"), what="a classifier of videos")
     # VideoMAE's own checkpoints do not name the classes.

@@ -8,10 +8,10 @@ from cyclopts import Parameter
 
 from clipmill.manifests.errors import UserError
 from clipmill.train.config import fields as groups
+from clipmill.train.config.clips import LatentSettings
 from clipmill.train.config.data import Augment
 from clipmill.train.config.evaluation import EVERY, EvaluationSettings
 from clipmill.train.config.fields import FIRST_RUN, SHARE, GoesWith, Range, caught, help_group
-from clipmill.train.config.latents import LatentSettings
 from clipmill.train.config.model import check_picture
 
 CLASSES = help_group("Classes", 6)
@@ -60,7 +60,7 @@ class ClassifySettings(LatentSettings):
         yield from super().rules()
         if self.towers.kind == "timesformer":
             yield UserError(
-                "--towers.kind is timesformer, which only train caption supports", hint="use clip or videomae"
+                "--towers.kind is timesformer, a tower that this task does not support", hint="use clip or videomae"
             )
         if not self.reads_latents:
             yield from caught(check_picture, self.model, size_px=self.size_px)

@@ -12,7 +12,7 @@ from clipmill.train.config.fields import Checked
 from clipmill.train.evaluation.by_class import CHANCE_KEYS
 from clipmill.train.evaluation.probe.spec import PROBE
 from clipmill.train.evaluation.tables import CLASSES_SECTION, FEW_CLASSES, Row, Table, protocol_of, share_cell
-from clipmill.train.spec import EvaluationSpec, Features, TaskSpec
+from clipmill.train.spec import EvaluationSpec, Features, FirstRun, TaskSpec
 from clipmill.train.tasks.classify.settings import VIEWS, ClassEvaluation, ClassifySettings
 
 
@@ -79,9 +79,12 @@ TASK = TaskSpec(
     },
     export=late("clipmill.train.tasks.classify.export:exported_classifier"),
     adopt=late("clipmill.train.tasks.classify.export:adopted_classifier"),
+    adopted="a VideoMAE with a last layer",
     features=Features(
         description="what the last layer sees",
         inputs=lambda task: task.inputs,
         is_consecutive=lambda settings: settings.sampling == "stride",
     ),
+    first_run=FirstRun(on_cpu="tiny", on_gpu="k400-videomae", needs_label=True),
+    pipeline="video-classification",
 )

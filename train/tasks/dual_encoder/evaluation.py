@@ -11,7 +11,6 @@ from torch import nn
 
 from clipmill.manifests.errors import FailedWork, UserError
 from clipmill.shards.pages.media import evenly_spaced
-from clipmill.train.config.evaluation import DualEncoderEvaluation
 from clipmill.train.data.decoding.clip import Views
 from clipmill.train.data.loader import TrainingSet
 from clipmill.train.data.relevancy import Relevancy
@@ -34,7 +33,7 @@ from clipmill.train.tasks.dual_encoder.examples import Ranking, retrieval_exampl
 from clipmill.train.tasks.dual_encoder.metrics import MIR_PROTOCOL, score_mir
 from clipmill.train.tasks.dual_encoder.mir_table import MirTable, open_mir_table
 from clipmill.train.tasks.dual_encoder.protocols import NAMED, Match, RetrievalScorer, protocol_captions
-from clipmill.train.tasks.dual_encoder.settings import DualEncoderSettings
+from clipmill.train.tasks.dual_encoder.settings import DualEncoderEvaluation, DualEncoderSettings
 from clipmill.train.tasks.dual_encoder.spec import MirFlags, RetrievalFlags, ZeroShotFlags
 from clipmill.train.tasks.dual_encoder.zero_shot import (
     PLAIN_TEMPLATE,

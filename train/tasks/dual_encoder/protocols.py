@@ -18,13 +18,13 @@ from numpy.typing import NDArray
 from clipmill.manifests.errors import FailedWork, UserError
 from clipmill.manifests.quoting import counted
 from clipmill.manifests.store import read_captions
-from clipmill.train.config.evaluation import RetrievalName
 from clipmill.train.data.caption_choice import choose_sources
 from clipmill.train.data.chunk_table import rows_of
 from clipmill.train.data.chunks import videos_of_split
 from clipmill.train.models.text import CONTEXT_LENGTH, load_tokenizer
 from clipmill.train.tasks.dual_encoder.embeddings import Embeddings, EmbedTexts, distinct_texts
 from clipmill.train.tasks.dual_encoder.metrics import score_retrieval
+from clipmill.train.tasks.dual_encoder.settings import RetrievalName
 
 _TIES = "ties count against the model"
 _OWN = f"only a video and its own text are right for each other, even where two videos have equal texts; {_TIES}"

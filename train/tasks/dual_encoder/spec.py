@@ -7,13 +7,17 @@ from typing import Annotated, Any
 
 from clipmill.manifests.imported import late
 from clipmill.manifests.quoting import counted
-from clipmill.train.config.evaluation import TEMPERATURE, DualEncoderEvaluation, RetrievalName
 from clipmill.train.config.fields import Checked, Range
 from clipmill.train.evaluation.by_class import CHANCE_KEYS
 from clipmill.train.evaluation.probe.spec import PROBE
 from clipmill.train.evaluation.tables import CLASSES_SECTION, Cell, Row, Table, protocol_of, share_cell
-from clipmill.train.spec import CurveGroup, EvaluationSpec, Features, TaskSpec
-from clipmill.train.tasks.dual_encoder.settings import DualEncoderSettings
+from clipmill.train.spec import CurveGroup, EvaluationSpec, Features, FirstRun, TaskSpec
+from clipmill.train.tasks.dual_encoder.settings import (
+    TEMPERATURE,
+    DualEncoderEvaluation,
+    DualEncoderSettings,
+    RetrievalName,
+)
 
 MAX_CLIPS = 100
 _RUNS = "Run folder of train dual-encoder."
@@ -242,9 +246,19 @@ TASK = TaskSpec(
     formats={"open_clip": "create_model('local-dir:OUT')", "hf": "CLIPModel.from_pretrained('OUT')"},
     export=late("clipmill.train.tasks.dual_encoder.export:exported_clip"),
     adopt=late("clipmill.train.tasks.dual_encoder.export:adopted_clip"),
+    adopted="a CLIP with both towers",
     adopts_tags=True,
     has_frame_embedding=True,
     features=Features(
         description="the video tower's class token, before the projection", inputs=lambda task: task.clips
     ),
+    first_run=FirstRun(
+        on_cpu="tiny",
+        on_gpu="b16-ego4d",
+        weights="ViT-B-16:openai",
+        on_latents="--preset tiny-latents",
+        without_text="--text-tower trained",
+        searches=True,
+    ),
+    pipeline="zero-shot-image-classification",
 )

@@ -13,7 +13,7 @@ from torch import nn
 
 from clipmill.manifests.errors import UserError
 from clipmill.train.config.data import CaptionSettings
-from clipmill.train.config.evaluation import DualEncoderEvaluation, EvaluatedData
+from clipmill.train.config.evaluation import EvaluatedData
 from clipmill.train.config.model import Towers
 from clipmill.train.data.batch import Batch
 from clipmill.train.data.decoding.clip import Views
@@ -43,7 +43,7 @@ from clipmill.train.models.text import Tokenize, load_tokenizer
 from clipmill.train.models.transformer import NORM_EPS
 from clipmill.train.tasks.dual_encoder.evaluation import LoopEvaluation
 from clipmill.train.tasks.dual_encoder.protocols import NAMED, protocol_captions
-from clipmill.train.tasks.dual_encoder.settings import DualEncoderSettings
+from clipmill.train.tasks.dual_encoder.settings import DualEncoderEvaluation, DualEncoderSettings
 from clipmill.train.weights.conversion import CLIP_MEAN, CLIP_STD, LOGIT_SCALE, require_finite
 from clipmill.train.weights.effective import KINDS, effective_clip_settings
 from clipmill.train.weights.sources import Say, Source
@@ -225,7 +225,8 @@ class DualEncoderTask(ClipTask[DualEncoderSettings, Samples, DualEncoder]):
 
     def _open_evaluation(self, one: EvaluatedData, world: World) -> LoopEvaluation:
         task, evaluate = self.on(one.shards), self._settings.evaluate
-        wanted = replace(evaluate, shards=(), split=one.split, protocol=one.protocol or evaluate.protocol)
+        protocol = evaluate.protocol if one.protocol is None else evaluate.protocol_named(one.protocol)
+        wanted = replace(evaluate, shards=(), split=one.split, protocol=protocol)
         with one.opening():
             samples = task.samples_of(wanted, world)
             found = LoopEvaluation(task, samples, task._settings, wanted=wanted, name=one.name, device=self._device)

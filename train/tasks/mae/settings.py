@@ -9,12 +9,12 @@ from cyclopts import Parameter
 
 from clipmill.manifests.errors import UserError
 from clipmill.train.config import fields as groups
+from clipmill.train.config.clips import Crop, LatentSettings, NumFrames, Sampling
 from clipmill.train.config.evaluation import ProbeEvaluation
 from clipmill.train.config.fields import FIRST_RUN, SHARE, GoesWith, Range, caught, help_group
-from clipmill.train.config.latents import LatentSettings
 from clipmill.train.config.model import PATCH_PX, Kind, Towers, check_picture, of_clip_alone
 from clipmill.train.config.optim import OptimizerSettings
-from clipmill.train.config.training import COUNT, Crop, LearningRate, NumFrames, Sampling, WeightDecay
+from clipmill.train.config.training import COUNT, LearningRate, WeightDecay
 from clipmill.train.config.tuning import Tower
 
 DecoderMask = Literal["none", "random", "running-cell"]

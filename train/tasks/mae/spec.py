@@ -10,7 +10,7 @@ from clipmill.manifests.units import percent
 from clipmill.train.config.fields import Checked, Range
 from clipmill.train.evaluation.probe.spec import PROBE
 from clipmill.train.evaluation.tables import Cell, Row, Table, protocol_of
-from clipmill.train.spec import EvaluationSpec, Features, TaskSpec
+from clipmill.train.spec import EvaluationSpec, Features, FirstRun, TaskSpec
 from clipmill.train.tasks.mae.settings import MaeSettings
 
 
@@ -73,9 +73,12 @@ TASK = TaskSpec(
     formats={"hf": "VideoMAEForPreTraining.from_pretrained('OUT')", "videomae": "VideoMAE's code, as a checkpoint"},
     export=late("clipmill.train.tasks.mae.export:exported_autoencoder"),
     adopt=late("clipmill.train.tasks.mae.export:adopted_autoencoder"),
+    adopted="a VideoMAE",
     features=Features(
         description="mean of the encoder's tokens of all cubes, none masked",
         inputs=lambda task: task.inputs,
         is_consecutive=lambda settings: True,
     ),
+    first_run=FirstRun(on_cpu="tiny", on_gpu="mae-b16-k400", on_latents="--preset mae-latents", needs_captions=False),
+    pipeline="feature-extraction",
 )
