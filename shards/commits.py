@@ -19,7 +19,7 @@ import pyarrow.compute as pc
 from clipmill.manifests.checked_json import read_checked_json, record_sha256
 from clipmill.manifests.errors import UserError
 from clipmill.manifests.publish import make_folder, publish_bytes
-from clipmill.shards.commit_table import CommitTable, commit_folders, date_of, open_commit_table, table_bytes
+from clipmill.shards.commit_table import SCHEMA, CommitTable, commit_folders, date_of, open_commit_table
 from clipmill.shards.contents import listed_contents
 from clipmill.shards.damage import DamagedCommit
 from clipmill.shards.format import (
@@ -120,8 +120,8 @@ class Records:
                 found[shard_id] = seconds
         return found
 
-    def as_table(self, *, seconds: Mapping[int, float]) -> bytes:
-        """Return the content of the table of these commits; `seconds` as in `seconds()`."""
+    def rows(self, *, seconds: Mapping[int, float]) -> pa.Table:
+        """Return the table of these commits (commit_table.SCHEMA), in one chunk; `seconds` as in `seconds()`."""
         files = [commit.files for commit in self.commits.values()]
         columns: dict[str, list[Any]] = {
             "shard_id": list(self.commits),
@@ -135,7 +135,7 @@ class Records:
             columns[name] = [getattr(commit, name) for commit in self.commits.values()]
         for name in _FILE_FIELDS:
             columns[name] = [None if file is None else getattr(file, name) for file in files]
-        return table_bytes(columns)
+        return pa.table(columns, schema=SCHEMA)
 
 
 _FILE_FIELDS = tuple(one.name for one in fields(ShardFiles))

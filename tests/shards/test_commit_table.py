@@ -11,7 +11,7 @@ import pytest
 
 from clipmill.manifests.publish import publish_json
 from clipmill.shards import commits as commits_module
-from clipmill.shards.commit_table import distrust
+from clipmill.shards.commit_table import distrust, table_bytes
 from clipmill.shards.commits import (
     Commit,
     Commits,
@@ -120,7 +120,7 @@ def test_a_table_that_is_not_the_recorded_one_does_not_count_and_is_written_agai
     elif harm == "not recorded":
         (variant / "contents.json").unlink()
     elif harm == "of another run":
-        path.write_bytes(read_records(variant).as_table(seconds={0: 7.0}))
+        path.write_bytes(table_bytes(read_records(variant).rows(seconds={0: 7.0})))
     else:
         at = content.index(b"train")
         path.write_bytes(content[:at] + b"vrain" + content[at + 5 :] if harm == "flipped" else content[:-200])
