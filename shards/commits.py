@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.compute as pc
@@ -74,13 +74,6 @@ class Commit:
     plan_fingerprint: str
     files: ShardFiles | None
     failures: tuple[Failure, ...]
-
-
-class Commits(NamedTuple):
-    """All commit records of a variant."""
-
-    commits: dict[int, Commit]  # by shard id, ascending
-    damaged: tuple[DamagedCommit, ...]
 
 
 @dataclass(frozen=True)
@@ -205,7 +198,7 @@ def _is_file_of(shard_id: int, name: str) -> bool:
     return shard_id_of(base) == shard_id and name == in_folder(shard_id, base)
 
 
-def read_commits(variant_dir: Path) -> Commits:
+def read_commits(variant_dir: Path) -> Records:
     """Read every commit record of a variant. Files whose names are not commit names are ignored.
 
     A record that is listed in the variant's contents.json but missing is reported as damaged.
@@ -213,12 +206,6 @@ def read_commits(variant_dir: Path) -> Commits:
     Raises:
         UserError: a record is intact, but uses another version of the format.
     """
-    records = read_records(variant_dir)
-    return Commits(records.commits, records.damaged)
-
-
-def read_records(variant_dir: Path) -> Records:
-    """Read every commit record of a variant, as `read_commits` does, and return where they were read as well."""
     contents = listed_contents(variant_dir)
     found = _records(variant_dir, table_sha256=contents.files.get(COMMIT_TABLE_FILE))
     known = found.commits.keys() | {damaged.shard_id for damaged in found.damaged}

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from clipmill.manifests.publish import naming, publish_bytes, read_record, remove
 from clipmill.shards.commit_table import confirm, open_commit_table, table_bytes
-from clipmill.shards.commits import Commit, Records, commit_path, read_records
+from clipmill.shards.commits import Commit, Records, commit_path, read_commits
 from clipmill.shards.contents import Contents, file_sha256, read_contents, write_contents
 from clipmill.shards.damage import Damaged, DamagedContents
 from clipmill.shards.format import COMMIT_TABLE_FILE, COMMITS_FOLDER, RECIPE_FILE
@@ -73,7 +73,7 @@ def finish_run(variant_dir: Path, *, dropped: Collection[int], wanted: Collectio
         the remaining commits, by shard ID.
     """
     before = _recorded(variant_dir)
-    records = read_records(variant_dir)
+    records = read_commits(variant_dir)
     unsound = {damaged.shard_id for damaged in records.damaged}
     dropped = {*dropped, *unsound.difference(wanted)}
     commits = {shard_id: commit for shard_id, commit in records.commits.items() if shard_id not in dropped}

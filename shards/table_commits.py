@@ -19,7 +19,7 @@ import pyarrow.compute as pc
 from numpy.typing import NDArray
 
 from clipmill.shards.commit_table import commit_folders, date_of, open_commit_table
-from clipmill.shards.commits import Commit, commits_in, read_records
+from clipmill.shards.commits import Commit, commits_in, read_commits
 from clipmill.shards.contents import listed_contents
 from clipmill.shards.damage import DamagedCommit
 from clipmill.shards.format import COMMIT_TABLE_FILE, SHARDS_PER_FOLDER, folder_of
@@ -104,7 +104,7 @@ def open_commits(variant_dir: Path) -> tuple[TableCommits, tuple[DamagedCommit, 
     commits = open_table_commits(variant_dir)
     if commits is not None:
         return commits, ()
-    records = read_records(variant_dir)
+    records = read_commits(variant_dir)
     return TableCommits(records.rows(seconds=records.seconds())), records.damaged
 
 
