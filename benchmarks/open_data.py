@@ -22,7 +22,7 @@ from clipmill.manifests.publish import publish_bytes, publish_json
 from clipmill.manifests.schema import CAPTIONS, MANIFEST_FORMAT, VIDEOS
 from clipmill.manifests.table_files import CAPTIONS_FILE, FINGERPRINT_KEY, MAPPED_FILES, VIDEOS_FILE, describe
 from clipmill.shards.chunk_table import chunk_table_metadata
-from clipmill.shards.commit_table import commit_folders, confirm, table_bytes
+from clipmill.shards.commit_table import SCHEMA, commit_folders, confirm, table_bytes
 from clipmill.shards.contents import Contents, file_sha256, write_contents
 from clipmill.shards.dataset import set_current_variant, variant_dir
 from clipmill.shards.format import (
@@ -35,7 +35,7 @@ from clipmill.shards.format import (
 )
 from clipmill.shards.index import index_bytes, index_schema
 from clipmill.shards.merged_table import CHUNKS_FILE, write_merged_table
-from clipmill.shards.table_commits import commits_by_folder, index_sha256_of, open_table_commits
+from clipmill.shards.table_commits import open_table_commits
 
 CHUNKS_PER_VIDEO, CHUNKS_PER_SHARD, CHUNK_MS, FPS = 10, 240, 15_000, 30
 VARIANTS = {"video": "made-video-00000000", "latents": "made-latents-00000000"}
@@ -148,7 +148,7 @@ def write_column(
     same: dict[str, object] = {"column": column, "split": "train", "plan_fingerprint": "1", "tar_sha256": _FINGERPRINT}
     columns |= {name: [value] * num_shards for name, value in same.items()}
     columns |= {"failures": [None] * num_shards, "seconds": [1.0] * num_shards}
-    content = table_bytes(columns)
+    content = table_bytes(pa.table(columns, schema=SCHEMA))
     publish_bytes(folder / COMMIT_TABLE_FILE, content)
     sha256 = file_sha256(content)
     recipe_sha256 = hashlib.sha256((folder / RECIPE_FILE).read_bytes()).hexdigest()
@@ -158,10 +158,10 @@ def write_column(
     set_current_variant(data, column, VARIANTS[column])
     commits = open_table_commits(folder)
     assert commits is not None, "the table of commits does not count"
-    for part, of_folder in commits_by_folder(commits):
+    for part, of_folder in commits.by_folder():
         first, last = min(of_folder), max(of_folder)
         number = np.arange(first * chunks_per_shard, min((last + 1) * chunks_per_shard, num_chunks))
-        metadata = chunk_table_metadata(_MEMBERS[column], index_sha256_of(of_folder), open_gops=())
+        metadata = chunk_table_metadata(_MEMBERS[column], of_folder.index_sha256(), open_gops=())
         table = _part(column, number, chunks_per_shard, chunks_per_video)
         write_merged_table(folder / part / CHUNKS_FILE, table, commits=of_folder, metadata=metadata)
 

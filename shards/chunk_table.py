@@ -17,7 +17,6 @@ from numpy.typing import NDArray
 from clipmill.manifests.errors import UserError
 from clipmill.manifests.publish import make_folder, remove
 from clipmill.manifests.storage.mirrors import is_away
-from clipmill.shards.commits import Commit
 from clipmill.shards.damage import Damaged, DamagedIndex
 from clipmill.shards.format import FORMAT_VERSION, folders_in
 from clipmill.shards.merged_table import (
@@ -30,7 +29,7 @@ from clipmill.shards.merged_table import (
     write_merged_table,
 )
 from clipmill.shards.reader import CommittedShard, Variant
-from clipmill.shards.table_commits import commits_by_folder, index_sha256_of
+from clipmill.shards.table_commits import TableCommits
 
 MEMBERS = {"video": ("mp4",), "latents": ("latents.npy", "latents.npy.zst"), "text": ("text.npy",)}
 _NUMBERS = {name: pa.int32() for name in ("num_frames", "fps_num", "fps_den", "width", "height")}
@@ -167,9 +166,9 @@ def chunk_table_metadata(
 class _Part:
     """The part of the table of a variant for the shards of one folder."""
 
-    def __init__(self, variant: Variant, path: Path, commits: Mapping[int, Commit]) -> None:
+    def __init__(self, variant: Variant, path: Path, commits: TableCommits) -> None:
         self.path = path
-        self.index_sha256 = index_sha256_of(commits)  # of its shards
+        self.index_sha256 = commits.index_sha256()  # of its shards
         self._variant, self._commits = variant, commits
         self._column = variant.directory.parent.name
 
@@ -253,7 +252,7 @@ class _Part:
 
 
 def _parts(variant: Variant) -> list[_Part]:
-    by_folder = commits_by_folder(variant.commits)
+    by_folder = variant.commits.by_folder()
     parts = [_Part(variant, variant.directory / folder / CHUNKS_FILE, commits) for folder, commits in by_folder]
     return [part for part in parts if part.index_sha256]
 

@@ -18,11 +18,10 @@ newer than the table (clipmill.shards.verify).
 
 import hashlib
 import os
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import pyarrow as pa
 
@@ -72,12 +71,11 @@ def table_written_ns(variant_dir: Path) -> int | None:
         return None
 
 
-def table_bytes(columns: Mapping[str, Iterable[Any]]) -> bytes:
-    """Return the content of the file for columns of SCHEMA, ascending by shard ID."""
-    arrays = [pa.array(columns[field.name], field.type) for field in SCHEMA]
+def table_bytes(rows: pa.Table) -> bytes:
+    """Return the content of the file for rows of SCHEMA, ascending by shard ID."""
     sink = pa.BufferOutputStream()
     with pa.ipc.new_file(sink, SCHEMA) as writer:
-        writer.write_batch(pa.record_batch(arrays, schema=SCHEMA))
+        writer.write_table(rows)
     return bytes(sink.getvalue())
 
 

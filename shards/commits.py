@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.compute as pc
@@ -19,7 +19,7 @@ import pyarrow.compute as pc
 from clipmill.manifests.checked_json import read_checked_json, record_sha256
 from clipmill.manifests.errors import UserError
 from clipmill.manifests.publish import make_folder, publish_bytes
-from clipmill.shards.commit_table import CommitTable, commit_folders, date_of, open_commit_table, table_bytes
+from clipmill.shards.commit_table import SCHEMA, CommitTable, commit_folders, date_of, open_commit_table
 from clipmill.shards.contents import listed_contents
 from clipmill.shards.damage import DamagedCommit
 from clipmill.shards.format import (
@@ -76,13 +76,6 @@ class Commit:
     failures: tuple[Failure, ...]
 
 
-class Commits(NamedTuple):
-    """All commit records of a variant."""
-
-    commits: dict[int, Commit]  # by shard id, ascending
-    damaged: tuple[DamagedCommit, ...]
-
-
 @dataclass(frozen=True)
 class Records:
     """All commit records of a variant, and where they were read.
@@ -120,8 +113,8 @@ class Records:
                 found[shard_id] = seconds
         return found
 
-    def as_table(self, *, seconds: Mapping[int, float]) -> bytes:
-        """Return the content of the table of these commits; `seconds` as in `seconds()`."""
+    def rows(self, *, seconds: Mapping[int, float]) -> pa.Table:
+        """Return the table of these commits (commit_table.SCHEMA), in one chunk; `seconds` as in `seconds()`."""
         files = [commit.files for commit in self.commits.values()]
         columns: dict[str, list[Any]] = {
             "shard_id": list(self.commits),
@@ -135,7 +128,7 @@ class Records:
             columns[name] = [getattr(commit, name) for commit in self.commits.values()]
         for name in _FILE_FIELDS:
             columns[name] = [None if file is None else getattr(file, name) for file in files]
-        return table_bytes(columns)
+        return pa.table(columns, schema=SCHEMA)
 
 
 _FILE_FIELDS = tuple(one.name for one in fields(ShardFiles))
@@ -205,7 +198,7 @@ def _is_file_of(shard_id: int, name: str) -> bool:
     return shard_id_of(base) == shard_id and name == in_folder(shard_id, base)
 
 
-def read_commits(variant_dir: Path) -> Commits:
+def read_commits(variant_dir: Path) -> Records:
     """Read every commit record of a variant. Files whose names are not commit names are ignored.
 
     A record that is listed in the variant's contents.json but missing is reported as damaged.
@@ -213,12 +206,6 @@ def read_commits(variant_dir: Path) -> Commits:
     Raises:
         UserError: a record is intact, but uses another version of the format.
     """
-    records = read_records(variant_dir)
-    return Commits(records.commits, records.damaged)
-
-
-def read_records(variant_dir: Path) -> Records:
-    """Read every commit record of a variant, as `read_commits` does, and return where they were read as well."""
     contents = listed_contents(variant_dir)
     found = _records(variant_dir, table_sha256=contents.files.get(COMMIT_TABLE_FILE))
     known = found.commits.keys() | {damaged.shard_id for damaged in found.damaged}

@@ -10,8 +10,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from clipmill.manifests.publish import naming, publish_bytes, read_record, remove
-from clipmill.shards.commit_table import confirm, open_commit_table
-from clipmill.shards.commits import Commit, Records, commit_path, read_records
+from clipmill.shards.commit_table import confirm, open_commit_table, table_bytes
+from clipmill.shards.commits import Commit, Records, commit_path, read_commits
 from clipmill.shards.contents import Contents, file_sha256, read_contents, write_contents
 from clipmill.shards.damage import Damaged, DamagedContents
 from clipmill.shards.format import COMMIT_TABLE_FILE, COMMITS_FOLDER, RECIPE_FILE
@@ -73,7 +73,7 @@ def finish_run(variant_dir: Path, *, dropped: Collection[int], wanted: Collectio
         the remaining commits, by shard ID.
     """
     before = _recorded(variant_dir)
-    records = read_records(variant_dir)
+    records = read_commits(variant_dir)
     unsound = {damaged.shard_id for damaged in records.damaged}
     dropped = {*dropped, *unsound.difference(wanted)}
     commits = {shard_id: commit for shard_id, commit in records.commits.items() if shard_id not in dropped}
@@ -121,7 +121,7 @@ def _write_table(variant_dir: Path, records: Records, commits: dict[int, Commit]
         if commit.files is not None and shard_id not in seconds:
             with suppress(Damaged, OSError):  # unknown, until the shard has been made again
                 seconds[shard_id] = index_seconds(variant_dir / commit.files.index)
-    content = replace(records, commits=commits).as_table(seconds=seconds)
+    content = table_bytes(replace(records, commits=commits).rows(seconds=seconds))
     publish_bytes(variant_dir / COMMIT_TABLE_FILE, content)
     return file_sha256(content)
 

@@ -11,7 +11,7 @@ clipmill.shards.format says which columns the table of each column has.
 
 import os
 import zlib
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 
 import pyarrow as pa
@@ -19,10 +19,9 @@ import pyarrow as pa
 from clipmill.manifests.mapped_files import map_arrow_file
 from clipmill.manifests.publish import published
 from clipmill.manifests.storage.mirrors import read_range
-from clipmill.shards.commits import Commit
 from clipmill.shards.damage import Damaged
 from clipmill.shards.opening import open_regular
-from clipmill.shards.table_commits import TableCommits, marks_digest
+from clipmill.shards.table_commits import TableCommits
 
 CHUNKS_FILE = "chunks.arrow"
 _DIGEST_KEY = b"commits_sha256"
@@ -45,16 +44,14 @@ def _unreadable(path: Path, error: Exception) -> DamagedTable:
     return DamagedTable(path, f"not a readable table of {path.parent.parent.name} ({error})")
 
 
-def write_merged_table(
-    path: Path, table: pa.Table, *, commits: Mapping[int, Commit], metadata: Mapping[bytes, bytes]
-) -> None:
+def write_merged_table(path: Path, table: pa.Table, *, commits: TableCommits, metadata: Mapping[bytes, bytes]) -> None:
     """Publish `table`, whose columns have one chunk each, as the merged table of `commits`.
 
     Args:
         metadata: further metadata of the schema.
     """
     fields = [field.with_metadata({_CRC_KEY: _crc32(table[field.name])}) for field in table.schema]
-    schema = pa.schema(fields, metadata={**metadata, _DIGEST_KEY: commits_digest(commits)})
+    schema = pa.schema(fields, metadata={**metadata, _DIGEST_KEY: commits.digest})
     schema = schema.with_metadata({**schema.metadata, _SCHEMA_CRC_KEY: _schema_crc32(schema)})
     with published(path) as temporary, pa.ipc.new_file(temporary, schema) as writer:
         if len(table):
@@ -104,10 +101,10 @@ def verified(table: pa.Table, path: Path, *, columns: Collection[str] | None = N
     return used
 
 
-def is_table_of(table: pa.Table | pa.Schema, commits: Mapping[int, Commit]) -> bool:
+def is_table_of(table: pa.Table | pa.Schema, commits: TableCommits) -> bool:
     """Return True if a merged table, which may be given by its schema, was made of these commits."""
     schema = table if isinstance(table, pa.Schema) else table.schema
-    return (schema.metadata or {}).get(_DIGEST_KEY) == commits_digest(commits)
+    return (schema.metadata or {}).get(_DIGEST_KEY) == commits.digest
 
 
 def read_away_schema(path: Path) -> pa.Schema:
@@ -130,25 +127,14 @@ def read_away_schema(path: Path) -> pa.Schema:
     return schema
 
 
-def merged_mark(variant_dir: Path, commits: Mapping[int, Commit]) -> tuple[object, ...]:
+def merged_mark(variant_dir: Path, commits: TableCommits) -> tuple[object, ...]:
     """Return what arrays that are read of a variant depend on: its commits, and the file of its merged table."""
     try:
         found = (variant_dir / CHUNKS_FILE).stat()
         file: tuple[int, ...] | None = (found.st_size, found.st_mtime_ns, found.st_ino)
     except OSError:
         file = None
-    return variant_dir.name, commits_digest(commits), file
-
-
-def commits_digest(commits: Mapping[int, Commit]) -> bytes:
-    """Digest (hex) of what a merged table depends on: the indexes of the commits, and the samples that failed."""
-    return commits.digest if isinstance(commits, TableCommits) else marks_digest(_marks(commits))
-
-
-def _marks(commits: Mapping[int, Commit]) -> Iterator[tuple[int, str | None, list[str | None]]]:
-    for shard_id, commit in commits.items():
-        failed = [failure.key for failure in commit.failures]
-        yield shard_id, None if commit.files is None else commit.files.index_sha256, failed
+    return variant_dir.name, commits.digest, file
 
 
 def _matches(column: pa.ChunkedArray, field: pa.Field) -> bool:

@@ -9,16 +9,15 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pyarrow as pa
 
 from clipmill.manifests.errors import UserError
 from clipmill.manifests.json_text import parse_json
 from clipmill.manifests.publish import read_record
 from clipmill.manifests.quoting import counted
-from clipmill.shards.commits import Commit, Records, ShardFiles, read_records
+from clipmill.shards.commits import Commit, ShardFiles
 from clipmill.shards.contents import file_sha256, read_contents
-from clipmill.shards.damage import DamagedCommit, DamagedContents, DamagedIndex
+from clipmill.shards.damage import DamagedContents, DamagedIndex
 from clipmill.shards.dataset import current_variant, list_variants, variant_dir
 from clipmill.shards.format import CONTENTS_FILE, RECIPE_FILE
 from clipmill.shards.index import extensions_of, open_index, open_index_content
@@ -27,7 +26,7 @@ from clipmill.shards.open_maps import OPEN_MAPS
 from clipmill.shards.opening import open_lock, open_regular
 from clipmill.shards.packets import PacketTables
 from clipmill.shards.scan import scan
-from clipmill.shards.table_commits import TableCommits, open_table_commits
+from clipmill.shards.table_commits import open_commits
 from clipmill.shards.tars import LocalTars, TarBytes, TarFiles
 
 # Number of opened shards that a variant keeps, 2.5 kB each. Those opened first are dropped first, with their maps.
@@ -186,10 +185,8 @@ class Variant:
 
     def __init__(self, directory: Path, *, tars: TarBytes | None = None) -> None:
         self.directory = directory
-        of_table = open_table_commits(directory)
-        self.commits: Mapping[int, Commit] = self._records.commits if of_table is None else of_table
-        # Records whose shards are unreadable.
-        self.damaged: tuple[DamagedCommit, ...] = self._records.damaged if of_table is None else ()
+        # The damaged are records whose shards are unreadable.
+        self.commits, self.damaged = open_commits(directory)
         self.contents_damage: DamagedContents | None = None
         self._file_sha256: Mapping[str, str] = {}
         try:
@@ -297,19 +294,10 @@ class Variant:
     @cached_property
     def tar_files(self) -> TarFiles:
         """The tars of the committed shards, ordered by shard ID."""
-        if isinstance(self.commits, TableCommits):
-            rows = self.commits.with_files().combine_chunks()
-            shard_ids, sizes, num_samples = (rows[name].to_numpy() for name in ("shard_id", "tar_bytes", "num_samples"))
-            names = rows["tar"].chunk(0) if len(rows) else pa.array([], pa.string())
-            return TarFiles(self.directory, shard_ids, names, sizes, int(num_samples.sum()))
-        files = {commit.shard_id: commit.files for commit in self.commits.values() if commit.files is not None}
-        return TarFiles(
-            directory=self.directory,
-            shard_ids=np.array(list(files), np.int64),
-            names=pa.array([one.tar for one in files.values()], pa.string()),
-            sizes=np.array([one.tar_bytes for one in files.values()], np.int64),
-            num_samples=sum(one.num_samples for one in files.values()),
-        )
+        rows = self.commits.with_files().combine_chunks()
+        shard_ids, sizes, num_samples = (rows[name].to_numpy() for name in ("shard_id", "tar_bytes", "num_samples"))
+        names = rows["tar"].chunk(0) if len(rows) else pa.array([], pa.string())
+        return TarFiles(self.directory, shard_ids, names, sizes, int(num_samples.sum()))
 
     @property
     def num_shards(self) -> int:
@@ -320,14 +308,6 @@ class Variant:
     def num_samples(self) -> int:
         """Number of samples in them, from the commits."""
         return self.tar_files.num_samples
-
-    @cached_property
-    def _records(self) -> Records:
-        return read_records(self.directory)
-
-    def known_seconds(self) -> dict[int, float]:
-        """Return the seconds of video in each shard by its ID, as far as they are known without opening its index."""
-        return self._records.seconds()
 
     def find(self, key: str) -> tuple[CommittedShard, int]:
         """Return the shard and row of the sample `key`. The first call reads the keys of all shards.

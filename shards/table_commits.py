@@ -1,4 +1,6 @@
-"""The commits of a variant from its table (clipmill.shards.commit_table), each created when it is asked for.
+"""The commits of a variant as rows of a table, each created when it is asked for.
+
+The table is commits.arrow (clipmill.shards.commit_table), or where that is not current, made of the records.
 
 Training opens a few shards at a time: with tens of thousands of them, an object for each commit in every rank would
 take more memory than everything else that opening needs.
@@ -6,7 +8,7 @@ take more memory than everything else that opening needs.
 
 import hashlib
 import json
-from collections.abc import ItemsView, Iterable, Iterator, Mapping, ValuesView
+from collections.abc import ItemsView, Iterator, Mapping, ValuesView
 from functools import cached_property
 from itertools import groupby
 from pathlib import Path
@@ -19,11 +21,12 @@ from numpy.typing import NDArray
 from clipmill.shards.commit_table import commit_folders, date_of, open_commit_table
 from clipmill.shards.commits import Commit, commits_in, read_commits
 from clipmill.shards.contents import listed_contents
+from clipmill.shards.damage import DamagedCommit
 from clipmill.shards.format import COMMIT_TABLE_FILE, SHARDS_PER_FOLDER, folder_of
 
 
 class TableCommits(Mapping[int, Commit]):
-    """Commits by shard ID, ascending, in the rows of a mapped table."""
+    """Commits by shard ID, ascending, in the rows of a table (clipmill.shards.commit_table.SCHEMA)."""
 
     def __init__(self, rows: pa.Table) -> None:
         self.rows = rows
@@ -63,45 +66,46 @@ class TableCommits(Mapping[int, Commit]):
         """Return the rows of the commits that have files, without making commits."""
         return self.rows.filter(pc.is_valid(self.rows["tar"]))
 
-    def marks(self) -> Iterator[tuple[int, str | None, list[str | None]]]:
-        """Yield shard ID, SHA-256 of the index, and the keys of failures of each commit, without making commits."""
-        columns = (self.rows[name].to_pylist() for name in ("shard_id", "index_sha256", "failures"))
-        for shard_id, index_sha256, failures in zip(*columns, strict=True):
-            yield shard_id, index_sha256, [one["key"] for one in json.loads(failures)] if failures else []
-
     @cached_property
     def digest(self) -> bytes:
-        """`marks_digest` of these commits."""
-        return marks_digest(self.marks())
+        """Digest (hex) of what a merged table depends on: shard IDs, SHA-256 of indexes, and the keys of failures."""
+        digest = hashlib.sha256()
+        columns = (self.rows[name].to_pylist() for name in ("shard_id", "index_sha256", "failures"))
+        for shard_id, index_sha256, failures in zip(*columns, strict=True):
+            failed = [one["key"] for one in json.loads(failures)] if failures else []
+            digest.update(f"{shard_id} {index_sha256} {failed}\n".encode())
+        return digest.hexdigest().encode()
 
-
-def marks_digest(marks: Iterable[tuple[int, str | None, list[str | None]]]) -> bytes:
-    """Digest (hex) of shard ID, SHA-256 of the index, and the keys of failures of each commit."""
-    digest = hashlib.sha256()
-    for shard_id, index_sha256, failed in marks:
-        digest.update(f"{shard_id} {index_sha256} {failed}\n".encode())
-    return digest.hexdigest().encode()
-
-
-def index_sha256_of(commits: Mapping[int, Commit]) -> dict[int, str]:
-    """Return the SHA-256 of the index (hex) of each shard with files, by shard ID, without making commits."""
-    if isinstance(commits, TableCommits):
-        rows = commits.with_files()
+    def index_sha256(self) -> dict[int, str]:
+        """Return the SHA-256 of the index (hex) of each shard with files, by shard ID."""
+        rows = self.with_files()
         return dict(zip(rows["shard_id"].to_pylist(), rows["index_sha256"].to_pylist(), strict=True))
-    return {shard_id: commit.files.index_sha256 for shard_id, commit in commits.items() if commit.files is not None}
+
+    def seconds(self) -> dict[int, float]:
+        """Return the seconds of video in each shard by its ID, as far as they are known."""
+        rows = self.rows.filter(pc.is_valid(self.rows["seconds"]))
+        return dict(zip(rows["shard_id"].to_pylist(), rows["seconds"].to_pylist(), strict=True))
+
+    def by_folder(self) -> "Iterator[tuple[str, TableCommits]]":
+        """Yield the commits of the shards of each folder (`folder_of`), in order, with the folder's name."""
+        begin = 0
+        for folder, of_folder in groupby(self, key=folder_of):
+            count = sum(1 for _ in of_folder)
+            yield folder, TableCommits(self.rows.slice(begin, count))
+            begin += count
 
 
-def commits_by_folder(commits: Mapping[int, Commit]) -> Iterator[tuple[str, Mapping[int, Commit]]]:
-    """Yield the commits of the shards of each folder (`folder_of`), in order, with the folder's name."""
-    if not isinstance(commits, TableCommits):
-        for folder, shard_ids in groupby(sorted(commits), key=folder_of):
-            yield folder, {shard_id: commits[shard_id] for shard_id in shard_ids}
-        return
-    begin = 0
-    for folder, of_folder in groupby(commits, key=folder_of):
-        count = sum(1 for _ in of_folder)
-        yield folder, TableCommits(commits.rows.slice(begin, count))
-        begin += count
+def open_commits(variant_dir: Path) -> tuple[TableCommits, tuple[DamagedCommit, ...]]:
+    """Open the commits of a variant by its table, or else by the records, of which some may be damaged.
+
+    Raises:
+        UserError: contents.json or a record is of another version of the format.
+    """
+    commits = open_table_commits(variant_dir)
+    if commits is not None:
+        return commits, ()
+    records = read_commits(variant_dir)
+    return TableCommits(records.rows(seconds=records.seconds())), records.damaged
 
 
 def open_table_commits(variant_dir: Path) -> TableCommits | None:
@@ -127,9 +131,5 @@ def open_table_commits(variant_dir: Path) -> TableCommits | None:
 
 def committed_tars(variant_dir: Path) -> Iterator[tuple[int, str, str | None]]:
     """Yield shard ID, split, and the SHA-256 of the tar (None if every sample failed) of each commit of a variant."""
-    commits = open_table_commits(variant_dir)
-    if commits is not None:
-        yield from zip(*(commits.rows[name].to_pylist() for name in ("shard_id", "split", "tar_sha256")), strict=True)
-        return
-    for shard_id, commit in read_commits(variant_dir).commits.items():
-        yield shard_id, commit.split, None if commit.files is None else commit.files.tar_sha256
+    commits, _ = open_commits(variant_dir)
+    yield from zip(*(commits.rows[name].to_pylist() for name in ("shard_id", "split", "tar_sha256")), strict=True)

@@ -17,8 +17,9 @@ import pyarrow.parquet as pq
 
 from clipmill.manifests.adapters.annotation_file import open_annotations
 from clipmill.manifests.adapters.dialects import TABLE_SUFFIXES, columns_of, read_caption_rows
-from clipmill.manifests.adapters.reading import ROWS_PER_CHUNK, encodable
+from clipmill.manifests.adapters.reading import encodable
 from clipmill.manifests.adapters.reasons import Reason
+from clipmill.manifests.adapters.row_buffer import ROWS_PER_CHUNK
 from clipmill.manifests.adapters.tables import Row, log_probability, require_once, seconds
 from clipmill.manifests.errors import UserError
 from clipmill.manifests.json_text import parse_json

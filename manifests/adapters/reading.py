@@ -12,13 +12,13 @@ import pyarrow as pa
 from clipmill.manifests.adapters.annotation_file import stat_kind
 from clipmill.manifests.adapters.reasons import Reason
 from clipmill.manifests.adapters.remote_videos import scan_bucket
+from clipmill.manifests.adapters.row_buffer import ROWS_PER_CHUNK, RowBuffer
 from clipmill.manifests.adapters.video_files import Scan, VideoFile, scan_videos
 from clipmill.manifests.keys import safe_video_id
 from clipmill.manifests.quoting import quoted
 from clipmill.manifests.schema import CAPTIONS, LIKELIHOOD, REJECTED, VIDEOS
 from clipmill.manifests.storage.urls import Place
 
-ROWS_PER_CHUNK = 65_536
 WHOLE_VIDEO = (0.0, inf)
 _VIDEO_FIELDS = pa.schema([VIDEOS.field(name) for name in ("video_id", "source_id", "path", "split", "dataset")])
 
@@ -77,10 +77,10 @@ class ReadingBuilder:
         schema = schema.append(pa.field("text", pa.string())).append(pa.field("source", pa.int32())).append(LIKELIHOOD)
         for name, kind in self._labels.items():
             schema = schema.append(pa.field(name, kind))
-        self._captions = _Rows(schema)
+        self._captions = RowBuffer(schema)
         self._bulk: list[pa.RecordBatch] = []
         self._num_bulk_rows = 0
-        self._rejected = _Rows(REJECTED)
+        self._rejected = RowBuffer(REJECTED)
         self._lost: dict[tuple[str, str, Reason, str], tuple[int, int | None]] = {}  # captions, first row
         self._num_rows_used: dict[Place, int] = {}
         self._example_file: str | None = None
@@ -274,31 +274,6 @@ class ReadingBuilder:
             columns[name] = rows[name]
             schema = schema.append(pa.field(name, kind))
         return pa.table(columns, schema=schema)
-
-
-class _Rows:
-    """Rows of one schema, converted to Arrow every ROWS_PER_CHUNK rows."""
-
-    def __init__(self, schema: pa.Schema) -> None:
-        self.schema = schema
-        self.chunks: list[pa.RecordBatch] = []
-        self._open: dict[str, list[Any]] = {name: [] for name in schema.names}
-
-    def append(self, **values: Any) -> None:
-        for name, column in self._open.items():
-            column.append(values[name])
-        if len(column) >= ROWS_PER_CHUNK:
-            self._close()
-
-    def table(self) -> pa.Table:
-        self._close()
-        return pa.Table.from_batches(self.chunks, schema=self.schema)
-
-    def _close(self) -> None:
-        arrays = [pa.array(self._open[field.name], field.type) for field in self.schema]
-        if len(arrays[0]):
-            self.chunks.append(pa.RecordBatch.from_arrays(arrays, schema=self.schema))
-            self._open = {name: [] for name in self.schema.names}
 
 
 def encodable(text: str) -> bool:

@@ -112,7 +112,7 @@ def length_text(seconds: float, *, num_unread: int) -> str:
 
 def length_of(variant: Variant) -> Length:
     """Return how much video is in a variant."""
-    known = variant.known_seconds()
+    known = variant.commits.seconds()
     unknown = [shard for shard in variant.shards() if shard.shard_id not in known]
     with ThreadPoolExecutor(NUM_CHECK_THREADS) as pool:
         lengths = [*known.values(), *pool.map(_seconds, unknown)]

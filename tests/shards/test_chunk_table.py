@@ -13,9 +13,9 @@ from clipmill.shards.commits import commit_path, read_commits
 from clipmill.shards.contents import Contents, write_contents
 from clipmill.shards.format import RECIPE_FILE
 from clipmill.shards.lists import finish_run
-from clipmill.shards.merged_table import CHUNKS_FILE, commits_digest
+from clipmill.shards.merged_table import CHUNKS_FILE
 from clipmill.shards.reader import Variant
-from clipmill.shards.table_commits import TableCommits, committed_tars, open_table_commits
+from clipmill.shards.table_commits import committed_tars, open_commits, open_table_commits
 from tests.train.latents.written import Chunk, Written, write_latents, write_text
 from tests.train.tiny_data import VARIANT, Caption, encode_chunk, video_sample, write_captions, write_shard
 
@@ -180,11 +180,11 @@ def test_commits_of_a_table_are_those_of_the_records(data: Path) -> None:
     directory = Variant.open(data).directory
     records = read_commits(directory).commits
     assert open_table_commits(directory) is None
-    tars = list(committed_tars(directory))
+    tars, (of_records, _) = list(committed_tars(directory)), open_commits(directory)
     finish_run(directory, dropped=(), wanted=records)
     commits = Variant.open(data).commits
-    assert isinstance(commits, TableCommits) and dict(commits) == records and dict(commits.items()) == records
-    assert commits_digest(commits) == commits_digest(records)
+    assert open_table_commits(directory) is not None and dict(commits) == records and dict(commits.items()) == records
+    assert commits.digest == of_records.digest
     assert list(committed_tars(directory)) == tars
     assert [shard.commit for shard in Variant.open(data).shards()] == list(records.values())
     with pytest.raises(KeyError):

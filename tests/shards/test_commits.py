@@ -19,7 +19,7 @@ def test_a_commit_is_read_as_it_was_written(tmp_path: Path) -> None:
     for commit in (COMMIT, nothing_made):
         write_commit(tmp_path, commit)
         assert read_commit(commit_path(tmp_path, commit.shard_id)) == commit
-    assert read_commits(tmp_path) == ({3: COMMIT, 4: nothing_made}, ())
+    assert read_commits(tmp_path).commits == {3: COMMIT, 4: nothing_made}
 
 
 def test_equal_commits_are_equal_bytes(tmp_path: Path) -> None:
@@ -90,12 +90,12 @@ def test_a_newer_format_is_the_users_business_and_not_damage(tmp_path: Path) -> 
 
 
 def test_all_commits_are_read_and_the_damaged_named(tmp_path: Path) -> None:
-    assert read_commits(tmp_path) == ({}, ())
+    assert not read_commits(tmp_path).commits
     for shard_id in (0, 7, 999_999, 1_000_000):
         write_commit(tmp_path, Commit("video", shard_id, "train", "c" * 64, None, ()))
     commit_path(tmp_path, 7).write_text("{")
     (tmp_path / "commits" / ".tmp-0123-000009.json").write_text("{")
     (tmp_path / "commits" / "notes.json").write_text("{")
-    commits, damaged = read_commits(tmp_path)
-    assert list(commits) == [0, 999_999, 1_000_000]
-    assert [error.path.name for error in damaged] == ["000007.json"]
+    found = read_commits(tmp_path)
+    assert list(found.commits) == [0, 999_999, 1_000_000]
+    assert [error.path.name for error in found.damaged] == ["000007.json"]

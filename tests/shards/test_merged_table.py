@@ -6,7 +6,11 @@ from random import Random
 import pyarrow as pa
 import pytest
 
+from clipmill.shards.commit_table import SCHEMA
 from clipmill.shards.merged_table import DamagedTable, is_table_of, open_merged_table, verified, write_merged_table
+from clipmill.shards.table_commits import TableCommits
+
+NO_COMMITS = TableCommits(SCHEMA.empty_table())
 
 
 def test_no_flipped_bit_of_a_schema_is_served(tmp_path: Path) -> None:
@@ -17,7 +21,7 @@ def test_no_flipped_bit_of_a_schema_is_served(tmp_path: Path) -> None:
         "cut_times_s": pa.array([[1.0], [], None], pa.list_(pa.float32())),
         "cuts": pa.array([1, 2, 3], pa.int32()),
     }
-    write_merged_table(path, pa.table(columns), commits={}, metadata={b"member": b"mp4"})
+    write_merged_table(path, pa.table(columns), commits=NO_COMMITS, metadata={b"member": b"mp4"})
     whole = verified(open_merged_table(path), path)
     content = path.read_bytes()
     footer_bytes = int.from_bytes(content[-10:-6], "little")
@@ -31,7 +35,7 @@ def test_no_flipped_bit_of_a_schema_is_served(tmp_path: Path) -> None:
         except DamagedTable:
             noticed += 1
             continue
-        if is_table_of(found, {}):  # otherwise it is stale, and not used
+        if is_table_of(found, NO_COMMITS):  # otherwise it is stale, and not used
             assert found.equals(whole) and found.schema.equals(whole.schema), f"byte {at}"
             assert found.schema.metadata[b"member"] == b"mp4", f"byte {at}"
     assert noticed > footer_bytes // 4
@@ -39,7 +43,7 @@ def test_no_flipped_bit_of_a_schema_is_served(tmp_path: Path) -> None:
 
 def test_a_table_without_a_checksum_of_its_schema_is_damaged(tmp_path: Path) -> None:
     path, old = tmp_path / "chunks.arrow", tmp_path / "old.arrow"
-    write_merged_table(path, pa.table({"cuts": [1, 2]}), commits={}, metadata={})
+    write_merged_table(path, pa.table({"cuts": [1, 2]}), commits=NO_COMMITS, metadata={})
     table = open_merged_table(path)
     metadata = {key: value for key, value in table.schema.metadata.items() if key != b"schema_crc32"}
     assert len(metadata) < len(table.schema.metadata)

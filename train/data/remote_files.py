@@ -7,7 +7,7 @@ the folder.
 Of a column these are contents.json, recipe.json, the commits and the tables that `prep` merges them into. Only those
 records of commits are copied that differ from their table, and only those indexes that the table of chunks lacks, to be
 added to its copy; any other index is copied when its shard is first read. Whatever has a checksum is verified by it.
-Web servers are not listed: contents.json names the shards, and in older folders the page of the directory does.
+Web servers are not listed: contents.json names the shards, and during a first run the page of the directory does.
 """
 
 import hashlib

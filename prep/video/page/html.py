@@ -8,8 +8,8 @@ from urllib.parse import quote
 
 from clipmill.prep.video.page.cards import Card
 from clipmill.prep.video.page.header import Header
-from clipmill.shards.score_fields import SCORES
 from clipmill.shards.pages.templates import SEARCH_SCRIPT
+from clipmill.shards.score_fields import SCORES
 
 _MAX_OPTIONS = 400
 TEMPLATE = Path(__file__).with_name("chunks.html.j2")

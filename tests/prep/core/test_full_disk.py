@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from clipmill.shards.dataset import current_variant
+from clipmill.shards.format import COMMIT_TABLE_FILE
 from clipmill.shards.merged_table import CHUNKS_FILE
 from clipmill.shards.reader import Variant
 from clipmill.shards.verify import verify_shard
@@ -64,7 +65,7 @@ def test_a_full_disk_loses_nothing_and_the_run_goes_on_when_there_is_room(
     assert [p for commit in committed.commits.values() for p in verify_shard(folder, commit)] == []
     named = {name for shard in committed.shards() for name in (shard.tar_path.name, shard.index_path.name)}
     files = {path.name for path in folder.iterdir() if path.name.endswith((".tar", ".arrow"))}
-    assert files - {CHUNKS_FILE} == named
+    assert files - {CHUNKS_FILE, COMMIT_TABLE_FILE} == named
     assert list(folder.glob(".tmp-*")) == []
     subprocess.run(["mount", "-o", "remount,size=20m", str(disk)], check=True)
     summary = chunk(data, *SETTINGS)

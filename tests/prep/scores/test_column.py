@@ -12,6 +12,7 @@ from clipmill.prep.core.column import DeepCode
 from clipmill.prep.scores.column import COLUMN
 from clipmill.prep.scores.recipe import installed_libraries, resolve, version_mismatch
 from clipmill.prep.scores.sample import EXTENSION, check_scores
+from clipmill.shards.commit_table import SCHEMA
 from clipmill.shards.commits import commit_path, read_commits
 from clipmill.shards.dataset import current_variant
 from clipmill.shards.lists import finish_run
@@ -19,6 +20,7 @@ from clipmill.shards.merged_table import open_merged_table, write_merged_table
 from clipmill.shards.reader import Variant
 from clipmill.shards.score_fields import SCORES_FIELDS
 from clipmill.shards.scores import CHUNKS_FILE, has_score_table, open_scores
+from clipmill.shards.table_commits import TableCommits
 from tests.prep.running import Ran, contents, identities
 from tests.prep.scores.conftest import ScoresSettings, make, rows_of
 from tests.prep.sets import LEN, ShardSet, flip, rerun
@@ -155,7 +157,7 @@ def test_a_merged_table_that_is_not_whole_is_written_again(prep: Prep, scored: S
         flip(path, whole.index(b"long") + 1)
         assert CHUNKS_FILE in prep("verify", "--data", scored.data, status=1).stdout
     else:
-        write_merged_table(path, open_merged_table(path), commits={}, metadata={})
+        write_merged_table(path, open_merged_table(path), commits=TableCommits(SCHEMA.empty_table()), metadata={})
     assert not has_score_table(Variant(folder_of(scored.data)))
     what = {"removed": "missing", "flipped": "damaged", "of other commits": "stale"}[damage]
     verified = prep("verify", "--column", "scores", "--data", scored.data, status=1)

@@ -182,7 +182,7 @@ def test_a_plan_says_in_words_what_happens_to_the_chunks(made: Set, write_video:
         (lambda s: s.tar(3).with_suffix(".index.arrow").unlink(), 3, (0, 14)),
         (lambda s: Path(f"{s.tar(3)}.idx").unlink(), 3, (0, 14)),
         (lambda s: (s.folder / "commits/000003.json").unlink(), 3, (14, 0)),
-        (lambda s: (s.folder / "commits/000003.json").write_text("{}"), 3, (14, 0)),
+        (lambda s: (s.folder / "commits/000003.json").write_text("{}"), 3, (0, 14)),
         (lambda s: flip_payload(s, "b_000011000"), 3, (4, 10)),
         (lambda s: flip_payload(s, "c_000000000"), 3, (10, 4)),
     ],

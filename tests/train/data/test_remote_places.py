@@ -1,6 +1,7 @@
 """Places other than a well-behaved web server, and what the cache does when they change or the disk is full."""
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -90,17 +91,20 @@ def test_a_commit_that_is_missing_over_there_is_refused(served: HttpFolder, tmp_
     finish_run(folder, dropped=(), wanted=(0, 1))
     open_set(f"{served.address}/data", tmp_path / "cache")
     (folder / "commits" / "000001.json").unlink()
+    (folder / "commits.arrow").unlink()  # which stands for the commits
+    shutil.rmtree(tmp_path / "cache")
     with pytest.raises(UserError, match=r"000001\.json: the commit record is missing"):
         open_set(f"{served.address}/data", tmp_path / "cache")
 
 
 def test_a_copy_that_was_damaged_is_fetched_again(served: HttpFolder, tmp_path: Path) -> None:
     open_set(f"{served.address}/data", tmp_path / "cache")
-    index = next((tmp_path / "cache").rglob("*.index.arrow"))
+    index = next((tmp_path / "cache").rglob("000000-*.index.arrow"))
     whole = index.read_bytes()
     index.write_bytes(whole[:-10] + bytes(10))
-    open_set(f"{served.address}/data", tmp_path / "cache")
-    assert index.read_bytes() == whole
+    opened = open_set(f"{served.address}/data", tmp_path / "cache")
+    clips = [opened.load([SampleRequest(number, number, 0)])[0] for number in range(len(opened))]
+    assert not any(isinstance(clip, FailedSample) for clip in clips) and index.read_bytes() == whole
     captions = next((tmp_path / "cache").rglob(CAPTIONS_FILE))
     whole = captions.read_bytes()
     captions.write_bytes(whole[:-10] + bytes(10))
