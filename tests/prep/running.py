@@ -19,8 +19,11 @@ from pathlib import Path
 from tempfile import mkdtemp
 from typing import Any
 
+import pytest
+
 from clipmill.manifests.errors import run_command
 from clipmill.prep import cli
+from clipmill.prep.engines import Engine
 
 MARK = "CLIPMILL_TEST_MARK"
 ENGINES = ("processes", "ray")
@@ -85,9 +88,18 @@ def start(*arguments: object, **environment: str) -> "subprocess.Popen[str]":
     )
 
 
+def _no_ray(**settings: object) -> Engine:
+    raise AssertionError("give the command --engine processes, or run it by `prep`")
+
+
 def prep_here(*arguments: object, status: int | None = 0) -> Ran:
-    """`prep` in this process, which has imported it already."""
-    with redirect_stdout(StringIO()) as stdout, redirect_stderr(StringIO()) as stderr:
+    """`prep` in this process, which has imported it already; it must not start Ray, which takes seconds."""
+    with (
+        pytest.MonkeyPatch.context() as patch,
+        redirect_stdout(StringIO()) as stdout,
+        redirect_stderr(StringIO()) as stderr,
+    ):
+        patch.setattr("clipmill.prep.engines.ray.isolated_ray_engine", _no_ray)
         try:
             run_command(lambda: cli._run([str(argument) for argument in arguments]))
         except SystemExit as ended:

@@ -2,7 +2,7 @@
 
 import os
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
@@ -10,12 +10,10 @@ from typing import Any
 
 import pytest
 
-from clipmill.manifests.errors import run_command
-from clipmill.prep import cli
 from clipmill.prep.synthetic.frame_numbers import FrameNumberVideo
 from clipmill.shards.commits import Commit, read_commits
 from clipmill.shards.dataset import current_variant
-from tests.prep.running import Ran, chunk, manifest
+from tests.prep.running import Ran, chunk, manifest, prep_here
 
 LEN = ("--len", "2s", "--preset", "ultrafast", "--short-side", "96")
 NASTY = '<script>alert("x")</script> & more'
@@ -90,15 +88,6 @@ def shard_set(made_set: Path, tmp_path: Path) -> ShardSet:
 
 
 @pytest.fixture
-def prep(capsys: pytest.CaptureFixture[str]) -> Iterator[Callable[..., Ran]]:
+def prep() -> Callable[..., Ran]:
     """`prep ARGUMENTS` in this process; fails when the exit status is not `status`."""
-
-    def run(*arguments: object, status: int = 0) -> Ran:
-        capsys.readouterr()
-        with pytest.raises(SystemExit) as caught:
-            run_command(lambda: cli._run([str(argument) for argument in arguments]))
-        output = capsys.readouterr()
-        assert caught.value.code == status, f"{output.out}\n{output.err}"
-        return Ran(status, output.out, output.err)
-
-    yield run
+    return prep_here

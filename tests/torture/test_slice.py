@@ -15,8 +15,9 @@ from tests.torture.subjects import SUBJECTS
 from tests.torture.workspace import Workspace
 
 SEED = 1
-# They import much in each new process, or wait for leases, which takes longer than everything else together.
-TOO_LONG = {"text-fresh", "late-chunk", "late-gc", "late-gc-twice", "late-scores"}
+# They start Ray (whose kills are those of core/test_killed.py), import much in each new process, or wait for leases,
+# which takes longer than everything else together.
+TOO_LONG = {"chunk-ray", "text-fresh", "late-chunk", "late-gc", "late-gc-twice", "late-scores"}
 # Their files have the format, the reader and the repair of another subject's.
 LIKE_OTHERS = {"probes", "contents", "latents-tars", "latents-indexes", "text-indexes"}
 LIKE_OTHERS |= {"merged-tables", "scores-tars", "scores-indexes", "subtitles"}

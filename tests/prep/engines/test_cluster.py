@@ -210,8 +210,8 @@ def test_a_cluster_that_is_lost_is_one_line(
 def test_ray_that_is_told_to_stop_says_one_line_and_leaves_no_process(
     mark: str, tmp_path: Path, write_video: Callable[..., Path]
 ) -> None:
-    for name in "ab":
-        write_video(tmp_path / "videos" / f"{name}.mp4", seconds=10)
+    for name, seconds in {"a": 1, "b": 10}.items():
+        write_video(tmp_path / "videos" / f"{name}.mp4", seconds=seconds)
     manifest(tmp_path / "data", tmp_path / "videos")
     run = start("chunk", "--data", tmp_path / "data", "--workers", 1, *SETTINGS)
     wait_until(lambda: list((tmp_path / "data").glob("video/*/commits/*.json")) or run.poll() is not None)

@@ -156,7 +156,7 @@ def test_embeddings_that_are_not_finite_are_counted_and_not_stored(
     assert engine.texts == []  # the same weights would give the same
     again = make_text_plan(data, resolve(TextRecipe(clip=clip)), retry_codes=frozenset({FailureCode.NOT_FINITE}))
     assert [shard.state for shard in again.shards] == [ShardState.CURRENT, ShardState.RETRY]
-    arguments = ("text", "--clip", clip, "--data", data)
+    arguments = ("text", "--clip", clip, "--engine", "processes", "--data", data)
     assert "1 of 3 videos failed" in prep(*arguments, status=1).stderr
     assert "within --max-failures 1" in prep(*arguments, "--max-failures", 1).stderr
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pyarrow as pa
 
-from clipmill.prep.engines import choice
+from clipmill.prep.engines.processes import ProcessEngine
 from clipmill.prep.sources.access import source_fingerprint
 from clipmill.prep.sources.shot_table import SHOTS, ShotTask, UsedShots, detect_shots, read_shots
 from clipmill.prep.sources.table import PROBES
@@ -15,7 +15,7 @@ from clipmill.prep.video.plan_inputs import chunk_job, make_plan, with_shots
 from clipmill.prep.video.recipe import Recipe, resolve
 from clipmill.prep.video.shots import detector_key, shots_of
 from tests.conftest import ROOT
-from tests.prep.running import ENGINES, contents, manifest
+from tests.prep.running import contents, manifest
 from tests.prep.scenes import RECIPE, Here, run_here, write_scenes
 
 
@@ -87,15 +87,14 @@ def test_a_killed_detection_goes_on_with_what_was_found(tmp_path: Path) -> None:
     assert summary["num_searched"] == 5 - num_found and summary["num_chunks"] == 6 + 5 + 4 + 3 + 2
 
 
-def test_engines_find_the_same_shots_and_their_chunks_have_the_same_bytes(tmp_path: Path) -> None:
-    """Encoding through Ray is tested elsewhere; here it only detects, and starts once."""
+def test_workers_find_the_same_shots_and_their_chunks_have_the_same_bytes(tmp_path: Path) -> None:
     write_scenes(tmp_path / "videos" / "video.mp4", [40, 50, 45])
     found = []
-    for name in (*ENGINES, "here"):
+    for name in ("processes", "here"):
         data = tmp_path / name
         manifest(data, tmp_path / "videos")
-        if name != "here":
-            with_shots(make_plan(data, RECIPE), choice.open_engine(name, address=None, workers=1))
+        if name == "processes":
+            with_shots(make_plan(data, RECIPE), ProcessEngine(num_workers=1))
         assert run_here(data)["num_searched"] == (name == "here")
         found.append(contents(data))
-    assert found[0] == found[1] == found[2]
+    assert found[0] == found[1]
