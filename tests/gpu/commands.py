@@ -6,13 +6,13 @@ import sys
 import torch
 
 from clipmill.train.distributed import launch
-from tests.gpu.runs import run_train
+from tests.train.running import train
 
 
 def train_alone(command: list[str]) -> None:
     """A run of one process."""
     torch.set_num_threads(1)
-    sys.exit(run_train(*command))
+    sys.exit(train(*command))
 
 
 def train_within(command: list[str], limit_bytes: int) -> None:
@@ -20,13 +20,13 @@ def train_within(command: list[str], limit_bytes: int) -> None:
     torch.set_num_threads(1)
     total_bytes = torch.cuda.get_device_properties(0).total_memory
     torch.cuda.set_per_process_memory_fraction(limit_bytes / total_bytes, 0)
-    sys.exit(run_train(*command))
+    sys.exit(train(*command))
 
 
 def train_and_say_peak(command: list[str]) -> None:
     """A run that ends with the most bytes that torch had taken of the GPU."""
     torch.set_num_threads(1)
-    status = run_train(*command)
+    status = train(*command)
     print(f"peak_bytes={torch.cuda.max_memory_reserved()}", flush=True)
     sys.exit(status)
 
@@ -46,5 +46,5 @@ def train_as_rank(commands: list[list[str]], ports: list[int], backend: str) -> 
     launch.dist.init_process_group = with_backend  # type: ignore[assignment]
     for command, port in zip(commands, ports, strict=True):
         os.environ["MASTER_PORT"] = str(port)
-        if status := run_train(*command):
+        if status := train(*command):
             sys.exit(status)

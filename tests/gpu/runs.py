@@ -1,16 +1,13 @@
 """Whole runs of `train` in this process, on either device, through its command line."""
 
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import pytest
 import torch
 
-from clipmill.train.cli import main
-from clipmill.train.run.checkpoint import latest_checkpoint, read_weights
 from clipmill.train.run.folder import RunFolder, read_lines
+from tests.train.running import train
 
 SMALL = "--model tiny --num-frames 2 --size-px 32 --batch 8 --lr 1e-3 --warmup-steps 4 --workers 2"
 JITTER = "--augment.flip 0.5 --augment.brightness 0.2 --augment.hue 0.1 --augment.blur 0.3"
@@ -24,17 +21,6 @@ TASKS = {
     "classify": f"classify {SMALL} {JITTER} --towers.kind videomae --label class --mixup 0.8 --cutmix 1 --dropout 0",
     "caption": f"caption {SMALL} {JITTER} {DECODER} --captions-per-visit 1",
 }
-
-
-def run_train(*words: object) -> int | str | None:
-    """`train WORDS` in this process; its exit status."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sys, "argv", ["train", *(str(word) for word in words)])
-        try:
-            main()
-        except SystemExit as end:
-            return end.code
-    return 0
 
 
 @dataclass
@@ -73,7 +59,7 @@ class Runs:
         if key not in self._made:
             out = self.folder / f"run-{len(self._made)}"
             command = self.command(task, device, *flags, out=out)
-            status = run_train(*command)
+            status = train(*command)
             assert not status, f"train {' '.join(command)} ended with {status}"
             self._made[key] = out
         return self._made[key]
@@ -90,21 +76,9 @@ def _by_name(flags: Sequence[str]) -> list[list[str]]:
     return found
 
 
-def losses(out: Path) -> list[float]:
-    """The loss of each step."""
-    return [line["loss"] for line in read_lines(RunFolder(out).metrics)]
-
-
 def numbers(out: Path, name: str) -> list[float]:
     """Another number of each step."""
     return [line[name] for line in read_lines(RunFolder(out).metrics)]
-
-
-def weights(out: Path) -> dict[str, torch.Tensor]:
-    """Of the latest checkpoint; averages where it has them."""
-    path = latest_checkpoint(RunFolder(out).checkpoints)
-    assert path is not None
-    return read_weights(path)
 
 
 def deviation(found: Sequence[float], expected: Sequence[float]) -> float:

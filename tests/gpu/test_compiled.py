@@ -8,8 +8,9 @@ import pytest
 import torch
 
 from clipmill.train.models import transformer
-from tests.gpu.runs import Runs, losses
+from tests.gpu.runs import Runs
 from tests.gpu.test_tasks import ALL, FIRST, Record, assert_near
+from tests.train.running import losses
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(120)]
 

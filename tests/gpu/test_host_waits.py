@@ -15,9 +15,10 @@ from clipmill.train.device.transfer import DeviceEvent, LateMetrics
 from clipmill.train.engine.failure_log import FailureLog, SyncedBatch
 from clipmill.train.run.checkpoint import all_checkpoints
 from clipmill.train.run.folder import RunFolder, read_lines
-from tests.gpu.runs import TASKS, Runs, run_train
+from tests.gpu.runs import TASKS, Runs
 from tests.train.device_reads import device_reads
 from tests.train.plane import settings
+from tests.train.running import train
 from tests.train.test_late_numbers import SAID, Fault, FaultyTask, steps, train_plane
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(120)]
@@ -76,11 +77,11 @@ def test_each_step_waits_once_and_for_the_step_before(
     command = runs.command(task, device, *MORE.get(task, []), "--steps", str(NUM_STEPS), out=tmp_path / "run")
     if is_dry_run:
         with device_reads(monkeypatch) as reads:
-            assert not run_train(*command)
+            assert not train(*command)
         found = [(one.step, f"numbers of {one.numbers_of}" if one.numbers_of else one.where) for one in reads.looks]
     else:
         with waits(monkeypatch) as found:
-            assert not run_train(*command)
+            assert not train(*command)
     # The first step of a process sends what is the same in all others; the last one's numbers are read at once.
     expected = [(step, f"numbers of {step - 1}") for step in range(2, NUM_STEPS)]
     assert [one for one in found if 2 <= one[0] < NUM_STEPS] == expected

@@ -8,9 +8,10 @@ import torch
 
 from tests.gpu.commands import train_as_rank
 from tests.gpu.processes import start
-from tests.gpu.runs import Runs, losses
+from tests.gpu.runs import Runs
 from tests.gpu.test_tasks import ALL, FIRST, Record, assert_near
 from tests.train.distributed.forked import free_port
+from tests.train.running import losses
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(200)]
 

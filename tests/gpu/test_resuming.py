@@ -10,8 +10,9 @@ import torch
 from clipmill.train.run.checkpoint import latest_checkpoint
 from tests.gpu.commands import train_alone
 from tests.gpu.processes import start
-from tests.gpu.runs import Runs, deviation, losses, run_train
+from tests.gpu.runs import Runs, deviation
 from tests.gpu.test_tasks import ALL, Record
+from tests.train.running import losses, train
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(150)]
 
@@ -35,7 +36,7 @@ def test_a_killed_run_goes_on_with_the_losses_of_an_undisturbed_one(
     status, said = killed.end(within_s=20)
     assert status == -signal.SIGKILL, f"it ended before it could be killed, with {status}: {said[-2000:]}"
     num_taken = len(losses(out))
-    assert not run_train(task, "--resume", "--out", out)
+    assert not train(task, "--resume", "--out", out)
     undisturbed = losses(runs.make(task, device, *flags))
     # A CPU makes the same bits again; a GPU may, and then the run that was killed must.
     again = undisturbed if is_dry_run else losses(runs.make(task, device, *flags, again=1))

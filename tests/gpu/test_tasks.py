@@ -10,7 +10,8 @@ from torch import nn
 
 from clipmill.train.device import precision
 from clipmill.train.optim.parameters import Ema
-from tests.gpu.runs import TASKS, Runs, deviation, losses, numbers, weights
+from tests.gpu.runs import TASKS, Runs, deviation, numbers
+from tests.train.running import losses, weights_of
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(120)]
 
@@ -88,7 +89,7 @@ def test_an_overflow_is_left_out_and_the_scale_halves_and_grows_again(
     assert any(after == 2 * before for before, after in pairwise(scales)), "it never grew again"
     found = losses(run)
     assert is_dry_run or found[-1] < 0.9 * found[0]
-    assert all(bool(one.isfinite().all()) for one in weights(run).values())
+    assert all(bool(one.isfinite().all()) for one in weights_of(run).values())
 
 
 @pytest.mark.parametrize("chosen", TASKS, indirect=True)
@@ -117,7 +118,7 @@ def test_an_average_of_weights_changes_no_loss_and_is_another_set_of_weights(
     plain = runs.make(SHOWN, device)
     averaged = runs.make(SHOWN, device, "--optimizer.ema", "0.9")
     assert_near(losses(averaged), losses(plain), first=FIRST, every=ALL, record=record_property)
-    found, latest = weights(averaged), weights(plain)
+    found, latest = weights_of(averaged), weights_of(plain)
     assert found.keys() == latest.keys()
     assert any(not torch.allclose(one, latest[name], atol=1e-4) for name, one in found.items())
 

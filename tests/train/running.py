@@ -13,18 +13,8 @@ from clipmill.train.run.folder import RunFolder, read_lines
 
 # A model and a run that take hundredths of a second per step, with frames of `tests/train/tiny_data.py`.
 SMALL = [
-    "--model",
-    "tiny",
-    "--num-frames",
-    "2",
-    "--size-px",
-    "32",
-    "--batch",
-    "4",
-    "--warmup-steps",
-    "2",
-    "--lr",
-    "1e-3",
+    *("--model", "tiny", "--num-frames", "2", "--size-px", "32"),
+    *("--batch", "4", "--warmup-steps", "2", "--lr", "1e-3"),
 ]
 
 

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from clipmill.train.cli import main
 from clipmill.train.config.files import load_settings
 from clipmill.train.run.folder import RunFolder, read_lines
 from clipmill.train.tasks.dual_encoder.settings import DualEncoderSettings
@@ -19,13 +18,7 @@ from tests.train.running import SMALL, train, two_lines
 @pytest.fixture(scope="module")
 def finished_run(data_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("runs") / "first"
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(
-            "sys.argv", ["train", "dual-encoder", "--shards", str(data_dir), "--out", str(out), *SMALL, "--steps", "8"]
-        )
-        with pytest.raises(SystemExit) as left:
-            main()
-    assert not left.value.code
+    assert train("dual-encoder", "--shards", data_dir, "--out", out, *SMALL, "--steps", 8) == 0
     return out
 
 

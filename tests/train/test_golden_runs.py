@@ -9,9 +9,8 @@ from pathlib import Path
 import cv2
 import pytest
 
-from clipmill.train.cli import main
-from clipmill.train.run.folder import RunFolder, read_lines
 from tests.train.classify.moving import write_moving
+from tests.train.running import losses, train
 
 pytestmark = pytest.mark.usefixtures("whole_text_tower")
 GOLDEN = Path(__file__).with_name("golden_runs.json")
@@ -30,19 +29,12 @@ RUNS = {
 
 
 @pytest.mark.parametrize("name", RUNS)
-def test_a_run_has_its_golden_losses(
-    data_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
-) -> None:
+def test_a_run_has_its_golden_losses(data_dir: Path, tmp_path: Path, name: str) -> None:
     if name == "fine-tuning":
         if not cv2.ipp.useIPP():
             pytest.skip("this OpenCV has no IPP, and resizes otherwise (clipmill.train.data.decoding.pictures)")
         data_dir = tmp_path / "labelled"
         write_moving(data_dir, num_videos=4)
-    words = [*RUNS[name].split(), "--shards", str(data_dir), "--out", str(tmp_path / "run")]
-    monkeypatch.setattr("sys.argv", ["train", *words])
-    with pytest.raises(SystemExit) as left:
-        main()
-    assert not left.value.code
-    losses = [line["loss"] for line in read_lines(RunFolder(tmp_path / "run").metrics)]
+    assert train(*RUNS[name].split(), "--shards", data_dir, "--out", tmp_path / "run") == 0
     # Other processors add numbers up in another order.
-    assert losses == pytest.approx(json.loads(GOLDEN.read_bytes())[name], rel=1e-3)
+    assert losses(tmp_path / "run") == pytest.approx(json.loads(GOLDEN.read_bytes())[name], rel=1e-3)

@@ -9,7 +9,7 @@ import pytest
 
 import clipmill.train.commands.launch
 from clipmill.manifests.errors import UserError, UserErrors
-from clipmill.train.cli import app, main
+from clipmill.train.cli import app
 from clipmill.train.config.fields import Range, deferred_checks, mistakes
 from clipmill.train.config.files import PRESETS_FOLDER, load_settings, preset_path, save_settings
 from clipmill.train.config.training import FREE_ON_RESUME, require_same, shaping
@@ -18,6 +18,7 @@ from clipmill.train.tasks.caption.settings import CaptionerSettings, CaptionTowe
 from clipmill.train.tasks.classify.settings import ClassifySettings
 from clipmill.train.tasks.dual_encoder.settings import DualEncoderSettings
 from clipmill.train.tasks.mae.settings import MaeOptimizer, MaeSettings
+from tests.train.running import train
 
 
 def test_saved_settings_load_back_equal(tmp_path: Path) -> None:
@@ -189,13 +190,11 @@ def test_an_unknown_preset_names_those_there_are() -> None:
     ],
 )
 def test_a_preset_of_another_task_is_refused_with_those_of_the_command(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], words: str, message: str
+    capsys: pytest.CaptureFixture[str], words: str, message: str
 ) -> None:
-    monkeypatch.setattr("sys.argv", ["train", *words.split()])
-    with pytest.raises(SystemExit) as left:
-        main()
+    assert train(*words.split()) == 2
     error, hint = capsys.readouterr().err.splitlines()
-    assert left.value.code == 2 and message in error
+    assert message in error
     assert hint.startswith(f"hint: presets of train {words.split()[0]}: ") and "tiny" in hint
 
 
@@ -238,11 +237,8 @@ def test_flags_go_before_files_before_the_preset(
         "launch",
         lambda spec, settings, resume: print(settings.steps, settings.lr, settings.model),
     )
-    monkeypatch.setattr("sys.argv", ["train", "dual-encoder", *arguments])
-    with pytest.raises(SystemExit) as left:
-        main()
+    assert train("dual-encoder", *arguments) == 0
     tiny = load_settings(preset_path("tiny"), DualEncoderSettings)
-    assert not left.value.code
     assert capsys.readouterr().out.strip() == expected.format(steps=tiny.steps, lr=tiny.lr)
 
 
@@ -260,10 +256,7 @@ def test_a_mistake_in_a_value_that_nobody_typed_says_where_it_is_from(
 ) -> None:
     (tmp_path / "one.yaml").write_text("size-px: 40")
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("sys.argv", ["train", "caption", "--towers.patch-px", "9", *words.split()])
-    with pytest.raises(SystemExit) as left:
-        main()
-    assert left.value.code == 2
+    assert train("caption", "--towers.patch-px", "9", *words.split()) == 2
     error, said = capsys.readouterr().err.splitlines()
     assert error.startswith("error: --size-px is ") and said.endswith(hint)
 
@@ -284,8 +277,5 @@ def test_of_several_processes_the_first_says_a_mistake_and_the_others_wait_to_be
         monkeypatch.setenv("LOCAL_RANK", local_rank)
     slept: list[float] = []
     monkeypatch.setattr("clipmill.train.cli.time.sleep", slept.append)
-    monkeypatch.setattr("sys.argv", ["train", *words])
-    with pytest.raises(SystemExit) as left:
-        main()
     # Nobody has ended this one: it was alone with its mistake.
-    assert left.value.code == 2 and slept == pauses and capsys.readouterr().err.startswith("error: ")
+    assert train(*words) == 2 and slept == pauses and capsys.readouterr().err.startswith("error: ")

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from clipmill.train.cli import main
 from tests.train.latents.columns import write_columns
+from tests.train.running import train
 
 Bench = Callable[..., int]
 SMALL = {"--model": "tiny", "--num-frames": 2, "--size-px": 32, "--batch": 4, "--workers": 2, "--device": "cpu"}
@@ -16,16 +16,13 @@ LINKS = ["read", "decode", "crop", "tokens", "transfer", "augment", "model"]
 
 
 @pytest.fixture
-def bench(monkeypatch: pytest.MonkeyPatch) -> Bench:
+def bench() -> Bench:
     """Runs the command in this process and gives its exit status."""
 
     def run(*arguments: object) -> int:
         defaults = {**SMALL, "--seconds": 0.05}
         given = [word for flag, value in defaults.items() if flag not in arguments for word in (flag, value)]
-        monkeypatch.setattr("sys.argv", ["train", "bench", *map(str, [*arguments, *given])])
-        with pytest.raises(SystemExit) as left:
-            main()
-        return int(left.value.code or 0)
+        return train("bench", *arguments, *given)
 
     return run
 

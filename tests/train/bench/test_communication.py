@@ -13,6 +13,7 @@ from clipmill.train.bench.communication import Event, breakdowns
 from clipmill.train.cli import main
 from tests.train.bench.test_bench import SMALL
 from tests.train.distributed.forked import end_well, fork_ranks
+from tests.train.running import train
 
 STRATEGIES = ("ddp", "zero1", "fsdp")
 NAMES = ("total_s", "compute_s", "overlap_s", "exposed_s", "other_s")
@@ -106,9 +107,7 @@ def test_two_processes_break_their_steps_down_under_each_strategy(data_dir: Path
     ],
 )
 def test_what_a_breakdown_needs_is_said_at_once(
-    data_dir: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], words: str, said: str
+    data_dir: Path, capsys: pytest.CaptureFixture[str], words: str, said: str
 ) -> None:
-    monkeypatch.setattr("sys.argv", ["train", "bench", "--shards", str(data_dir), *words.split()])
-    with pytest.raises(SystemExit, match="2"):
-        main()
+    assert train("bench", "--shards", data_dir, *words.split()) == 2
     assert said in capsys.readouterr().err

@@ -119,6 +119,14 @@ def test_ranks_take_equal_parts(foreign: Path) -> None:
     assert len(set(parts[0] + parts[1] + parts[2])) == 12
 
 
+def test_a_state_of_two_ranks_goes_on_in_one(foreign: Path) -> None:
+    pattern = foreign / "{00000..00002}.tar"
+    stopped, resumed = open_stream(pattern, rank=1, num_ranks=2, batch=2), open_stream(pattern)
+    first(stopped, 2)
+    resumed.load_state_dict(stopped.state_dict())
+    assert keys_of(first(resumed, 4)) == keys_of(first(open_stream(pattern), 6))[8:]
+
+
 def test_what_is_wrong_is_named_and_the_rest_goes_on(foreign: Path, tmp_path: Path) -> None:
     with wds.TarWriter(str(tmp_path / "0.tar")) as writer:
         good = encode_chunk(0, 20, size_px=SIZE_PX)

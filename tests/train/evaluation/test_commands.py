@@ -10,8 +10,8 @@ import pytest
 
 from clipmill.manifests.dataset_write import write_manifest
 from clipmill.manifests.store import read_captions, read_videos
-from clipmill.train.cli import main
 from clipmill.train.run.folder import RunFolder, read_lines
+from tests.train.running import train
 
 
 @pytest.fixture(scope="module")
@@ -29,40 +29,19 @@ def kitchen(data_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return kitchen
 
 
-def call(*arguments: object) -> int:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("sys.argv", ["train", *map(str, arguments)])
-        with pytest.raises(SystemExit) as left:
-            main()
-    return int(left.value.code or 0)
-
-
 @pytest.fixture(scope="module")
 def run(kitchen: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("runs") / "first"
-    small = [
-        "--model",
-        "tiny",
-        "--num-frames",
-        "2",
-        "--size-px",
-        "32",
-        "--batch",
-        "4",
-        "--steps",
-        "2",
-        "--workers",
-        "1",
-    ]
-    evaluation = ["--evaluate.every", "1", "--evaluate.protocol", "mir", "--evaluate.split", "train"]
+    small = ["--model", "tiny", "--num-frames", 2, "--size-px", 32, "--batch", 4, "--steps", 2, "--workers", 1]
+    evaluation = ["--evaluate.every", 1, "--evaluate.protocol", "mir", "--evaluate.split", "train"]
     averages = ["--optimizer.ema", "0.5"]
-    assert call("dual-encoder", "--shards", kitchen, "--out", out, *small, *evaluation, *averages) == 0
+    assert train("dual-encoder", "--shards", kitchen, "--out", out, *small, *evaluation, *averages) == 0
     return out
 
 
 def scored(capsys: pytest.CaptureFixture[str], *arguments: object) -> dict[str, object]:
     capsys.readouterr()
-    assert call("eval", *arguments, "--json") == 0
+    assert train("eval", *arguments, "--json") == 0
     result: dict[str, object] = json.loads(capsys.readouterr().out)
     return result
 
@@ -82,7 +61,7 @@ def test_every_protocol_stands_beside_its_numbers(
     run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     capsys.readouterr()
-    assert call("eval", "mir", run, "--split", "train", "--clips", 2) == 0
+    assert train("eval", "mir", run, "--split", "train", "--clips", 2) == 0
     printed = capsys.readouterr().out
     for words in (
         "mAP",
@@ -97,11 +76,11 @@ def test_every_protocol_stands_beside_its_numbers(
     ):
         assert words in printed
     (tmp_path / "templates.txt").write_text("{}\na video: {}\n")
-    assert call("eval", "zero-shot", run, "--label", "verb", "--templates", tmp_path / "templates.txt") == 0
+    assert train("eval", "zero-shot", run, "--label", "verb", "--templates", tmp_path / "templates.txt") == 0
     printed = capsys.readouterr().out
     for words in ("top-1", "mean class", "2 classes of the captions' label_verb", "6 prompts: 2 templates, 3 names"):
         assert words in printed
-    assert call("eval", "retrieval", run) == 0
+    assert train("eval", "retrieval", run) == 0
     page = RunFolder(run).page.read_text()
     for title in ("Text-video retrieval", "Multi-instance retrieval", "Zero-shot classification", "mAP, % (train)"):
         assert title in page
@@ -119,7 +98,7 @@ def test_a_part_of_a_split_is_incomplete_in_title_result_and_text(
 ) -> None:
     own = shutil.copytree(run, tmp_path / "run")
     capsys.readouterr()
-    assert call("eval", "mir", own, "--split", "train", "--where", "'begins' in text") == 0
+    assert train("eval", "mir", own, "--split", "train", "--where", "'begins' in text") == 0
     said = "3 of 9 clips scored; not comparable with published numbers"
     printed = capsys.readouterr().out
     assert f"incomplete: {said}" in printed and "average (incomplete)" in printed
@@ -133,7 +112,7 @@ def test_a_relevancy_of_another_split_names_both_shapes(
 ) -> None:
     np.save(tmp_path / "test.npy", np.eye(3))
     capsys.readouterr()
-    assert call("eval", "mir", run, "--split", "train", "--relevancy", tmp_path / "test.npy") == 2
+    assert train("eval", "mir", run, "--split", "train", "--relevancy", tmp_path / "test.npy") == 2
     error, hint = capsys.readouterr().err.splitlines()
     assert "3 clips x 3 sentences, and split 'train' has 9 x 7" in error and "--sentences" in hint
 
@@ -141,7 +120,7 @@ def test_a_relevancy_of_another_split_names_both_shapes(
 @pytest.mark.parametrize("clips", [0, -1])
 def test_no_look_at_a_clip_is_a_mistake(run: Path, clips: int, capsys: pytest.CaptureFixture[str]) -> None:
     capsys.readouterr()
-    assert call("eval", "retrieval", run, "--clips", clips) == 2
+    assert train("eval", "retrieval", run, "--clips", clips) == 2
     said = capsys.readouterr().err
     assert f"--clips is {clips}" in said and "--clips must be from 1 to" in said
 
@@ -165,14 +144,7 @@ def test_settings_that_were_changed_by_hand_are_refused(
     capsys.readouterr()
     checkpoint = copy / "checkpoints" / "step_000002"
     for command in (("eval", "retrieval", copy, "--split", "train"), ("eval", "probe", copy, "--label", "verb")):
-        assert call(*command) == 2
+        assert train(*command) == 2
         error, hint = capsys.readouterr().err.splitlines()
         assert error == f"error: {said.format(checkpoint)}"
         assert f"was {settings} changed by hand? put back what the run was trained with" in hint
-
-
-@pytest.mark.parametrize("command", ["retrieval", "mir", "zero-shot"])
-def test_help_has_an_example(command: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert call("eval", command, "--help") == 0
-    printed = capsys.readouterr().out
-    assert f"train eval {command} " in printed and "Example" in printed

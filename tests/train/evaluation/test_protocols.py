@@ -24,7 +24,8 @@ from clipmill.train.tasks.dual_encoder.evaluation import open_scorer
 from clipmill.train.tasks.dual_encoder.metrics import dual_softmax
 from clipmill.train.tasks.dual_encoder.protocols import RetrievalScorer, protocol_captions
 from clipmill.train.tasks.dual_encoder.settings import DualEncoderEvaluation, DualEncoderSettings, RetrievalName
-from tests.train.evaluation.test_commands import call, scored
+from tests.train.evaluation.test_commands import scored
+from tests.train.running import train
 from tests.train.search.conftest import overwrite_chunk
 from tests.train.tiny_data import Caption, chunks_of, write_captions, write_shard
 
@@ -45,7 +46,7 @@ def folder_of(path: Path, captions: Captions, *, videos: Sequence[str] = VIDEOS)
 def run(data_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("runs") / "first"
     small = "--model tiny --num-frames 2 --size-px 32 --batch 4 --steps 2 --workers 1"
-    assert call("dual-encoder", "--shards", data_dir, "--out", out, *small.split()) == 0
+    assert train("dual-encoder", "--shards", data_dir, "--out", out, *small.split()) == 0
     return out
 
 
@@ -214,7 +215,7 @@ def test_vatex_from_a_data_folder_is_named_incomplete(
     common = similarity.shape[1] * float(result["text_to_video"]["recall"]["5"]) * 10 - (rank < 5).sum()  # type: ignore[index]
     assert common == pytest.approx(5)  # of six videos, a text that is everyone's finds five among the first five
     assert result["text_to_video"]["num_queries"] == 60 and "6 of 1,500 videos" in str(result["incomplete"])  # type: ignore[index]
-    assert call("eval", *words) == 0
+    assert train("eval", *words) == 0
     printed = capsys.readouterr().out
     for said in (
         "text → video, vatex (incomplete)",
@@ -230,7 +231,7 @@ def test_vatex_from_a_data_folder_is_named_incomplete(
     page = RunFolder(run).page.read_text()
     assert "VATEX retrieval (incomplete)" in page and "text → video, vatex (incomplete), dual softmax" in page
     # The plain result is another file.
-    assert call("eval", "retrieval", run, "--shards", vatex, "--split", "test") == 0
+    assert train("eval", "retrieval", run, "--shards", vatex, "--split", "test") == 0
     assert len([path for path in RunFolder(run).results() if "vatex-test" in path.name]) == 1
 
 
@@ -242,7 +243,7 @@ def test_a_result_without_the_clips_that_fail_says_so_everywhere(
     for name in VIDEOS[:4]:
         overwrite_chunk(damaged, f"{name}_000000000")
     shutil.copytree(run, copy, ignore=shutil.ignore_patterns("evaluations"))
-    assert call("eval", "retrieval", copy, "--shards", damaged, "--split", "test") == 1
+    assert train("eval", "retrieval", copy, "--shards", damaged, "--split", "test") == 1
     printed = capsys.readouterr()
     (path,) = RunFolder(copy).results()
     assert printed.err.splitlines()[-1] == f"failed: 4 samples could not be decoded; see `failed` in {path}"
@@ -253,7 +254,7 @@ def test_a_result_without_the_clips_that_fail_says_so_everywhere(
     assert "<h2>Text-video retrieval (incomplete)</h2>" in RunFolder(copy).page.read_text()
     # Beside what the data lack of a protocol.
     words = ("--split", "test", "--protocol", "msrvtt-1ka", "--json")
-    assert call("eval", "retrieval", copy, "--shards", damaged, *words) == 1
+    assert train("eval", "retrieval", copy, "--shards", damaged, *words) == 1
     result = json.loads(capsys.readouterr().out)
     assert result["title"] == "MSR-VTT 1k-A retrieval (incomplete)"
     assert "2 of 1,000 captions of the protocol" in result["incomplete"] and result["incomplete"].endswith(said)
@@ -266,7 +267,7 @@ def test_a_protocol_whose_captions_have_no_chunks_names_their_source(
     captions = [Caption("elsewhere", *WHOLE, "a video", "human")]
     captions += [Caption(name, *WHOLE, name, "other") for name in VIDEOS[:2]]
     write_captions(tmp_path, dict.fromkeys(["elsewhere", *VIDEOS[:2]], "test"), captions)
-    assert call("eval", "retrieval", run, "--shards", tmp_path, "--split", "test", "--protocol", "msrvtt-1ka") == 2
+    assert train("eval", "retrieval", run, "--shards", tmp_path, "--split", "test", "--protocol", "msrvtt-1ka") == 2
     assert "the protocol msrvtt-1ka takes the captions of source 'human' only" in capsys.readouterr().err
 
 

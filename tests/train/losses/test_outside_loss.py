@@ -10,17 +10,16 @@ import torch
 from torch.nn import functional
 
 from clipmill.manifests.errors import UserError
-from clipmill.train.cli import main
 from clipmill.train.distributed.world import Step, World
 from clipmill.train.losses.contrastive import AutogradObjective, Pairs
 from clipmill.train.losses.registry import LOSSES, LossSpec, register
 from clipmill.train.losses.settings import Loss
-from clipmill.train.run.folder import RunFolder, read_lines
 from tests.train.distributed.forked import end_well, fork_ranks
 from tests.train.losses import decoupled
 from tests.train.losses.decoupled import DECOUPLED
 from tests.train.losses.pairs import Table, Towers, batch_of, objective_of, settings_of
 from tests.train.losses.runs import Results, run_outside, run_outside_rank
+from tests.train.running import steps, train
 
 METRICS = ("batch_accuracy", "temperature")
 
@@ -69,14 +68,11 @@ def test_two_ranks_with_microbatches_are_one_process_and_plain_autograd(tmp_path
 
 
 @pytest.mark.usefixtures("_registered")
-def test_a_run_trains_with_it(data_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_trains_with_it(data_dir: Path, tmp_path: Path) -> None:
     words = "--model tiny --num-frames 2 --size-px 32 --batch 4 --microbatch 2 --steps 2 --workers 1 --device cpu"
-    named = ["--loss.kind", "decoupled", "--shards", str(data_dir), "--out", str(tmp_path / "run")]
-    monkeypatch.setattr("sys.argv", ["train", "dual-encoder", *words.split(), *named])
-    with pytest.raises(SystemExit) as left:
-        main()
-    assert not left.value.code
-    lines = list(read_lines(RunFolder(tmp_path / "run").metrics))
+    named = ["--loss.kind", "decoupled", "--shards", data_dir, "--out", tmp_path / "run"]
+    assert train("dual-encoder", *words.split(), *named) == 0
+    lines = steps(tmp_path / "run")
     assert lines[0]["loss"] > 0 and lines[0]["temperature"] == pytest.approx(0.07)
     assert lines[1]["temperature"] != lines[0]["temperature"]
 

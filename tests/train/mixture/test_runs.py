@@ -31,13 +31,7 @@ def finished(near: Path, far: Path, tmp_path_factory: pytest.TempPathFactory) ->
     """A run with a loss that keeps state per sample, an evaluation in the loop, and captions chosen by source."""
     out = tmp_path_factory.mktemp("runs") / "mixed"
     words = ("dual-encoder", *shards(near, far), "--mix", "2,1", *SMALL, *STEPS, *SHOWN, "--loss.kind", "fastclip-v3")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("sys.argv", ["train", *map(str, words), "--evaluate.every", "3", "--out", str(out), *BEST])
-        with pytest.raises(SystemExit) as left:
-            from clipmill.train.cli import main
-
-            main()
-    assert not left.value.code
+    assert train(*words, "--evaluate.every", 3, "--out", out, *BEST) == 0
     return out
 
 

@@ -50,20 +50,6 @@ def test_a_model_has_the_averages_for_a_while_and_its_own_weights_after_it() -> 
     assert all((one == 1.0).all() for one in ema.state_dict().values())
 
 
-def test_averages_go_into_a_checkpoint_and_back() -> None:
-    model = model_of(2.0)
-    ema = Ema(model, decay=0.9)
-    saved = {name: one.clone() for name, one in ema.state_dict().items()}
-    assert saved.keys() == model.state_dict().keys()
-    other = model_of(7.0)
-    resumed = Ema(other, decay=0.9)
-    resumed.load_state_dict(saved)
-    assert all((one == 2.0).all() for one in resumed.state_dict().values())
-    assert all((one == 7.0).all() for one in other.parameters())
-    with pytest.raises(ValueError, match="bias"):
-        resumed.load_state_dict({"weight": saved["weight"]})
-
-
 def test_frozen_weights_have_no_average() -> None:
     model = model_of(2.0)
     model.bias.requires_grad_(False)

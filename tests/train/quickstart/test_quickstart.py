@@ -14,7 +14,7 @@ from clipmill.manifests.dataset_write import write_manifest
 from clipmill.manifests.errors import UserError
 from clipmill.manifests.publish import TEMPORARY_PREFIX
 from clipmill.shards.dataset import set_current_variant
-from clipmill.train.cli import app, main
+from clipmill.train.cli import app
 from clipmill.train.commands import quickstart as commands
 from clipmill.train.commands.training import parse
 from clipmill.train.doctor.examined import examine_in_run
@@ -25,6 +25,7 @@ from clipmill.train.quickstart.plan import Plan, propose
 from clipmill.train.quickstart.survey import survey
 from clipmill.train.run.folder import RunFolder, read_lines
 from tests.train.data.http_folder import HttpFolder
+from tests.train.running import train
 
 CPU = torch.device("cpu")
 Quickstart = Callable[..., int]
@@ -46,10 +47,7 @@ def quickstart(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Quickstart:
     monkeypatch.chdir(tmp_path)
 
     def run(*arguments: object) -> int:
-        monkeypatch.setattr("sys.argv", ["train", "quickstart", *map(str, arguments)])
-        with pytest.raises(SystemExit) as left:
-            main()
-        return int(left.value.code or 0)
+        return train("quickstart", *arguments)
 
     return run
 
