@@ -157,7 +157,7 @@ def test_tables_that_cannot_be_read_are_named(data: Path, tmp_path: Path) -> Non
         (types, "column begin_s of .* has type string, expected double"),
         (metadata, "is not JSON"),
         (other, "not that of pseudo-captions"),
-        (tmp_path, "is not a .parquet, .csv, .tsv or .jsonl file"),
+        (tmp_path, "it is a folder, not a file"),
         (tmp_path / "none.parquet", "No such file"),
         (tmp_path / "none.csv", "No such file"),
     ):
