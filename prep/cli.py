@@ -7,10 +7,11 @@ from contextlib import redirect_stderr, redirect_stdout
 from cyclopts import App, CycloptsError
 
 from clipmill.manifests.completion import register_completion
-from clipmill.manifests.errors import Stopped, UserError, program_version, run_command
+from clipmill.manifests.errors import Stopped, program_version, run_command
 from clipmill.manifests.help_text import help_text, wants_help
 from clipmill.manifests.storage.mirrors import AddressStream
 from clipmill.manifests.storage.waiting import tell_of_waiting
+from clipmill.manifests.usage_errors import usage_error
 from clipmill.manifests.whole_numbers import refuse_fractions
 from clipmill.prep.commands import advise, manifest, retry, upkeep
 from clipmill.prep.core.request import OPTIONS
@@ -81,8 +82,7 @@ def _run(arguments: list[str]) -> None:
         how = (*interrupt.args, "run the same command again to continue")
         raise KeyboardInterrupt("; ".join(how)) from None
     except CycloptsError as error:
-        message = " ".join(str(error).split())
-        raise UserError(message[:1].lower() + message[1:], hint="see prep --help, or --help after a command") from None
+        raise usage_error(error, app, arguments) from None
 
 
 if __name__ == "__main__":

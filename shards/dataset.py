@@ -1,11 +1,13 @@
 """The variants of each column on disk, which of them is current, and which one is being made (`dataset.json`)."""
 
+import shlex
 from pathlib import Path
 from typing import Any
 
 from clipmill.manifests.checked_json import publish_checked_json, read_checked_json
 from clipmill.manifests.errors import UserError
 from clipmill.manifests.locks import folder_lock
+from clipmill.manifests.store import manifest_dir
 from clipmill.shards.format import COLUMNS, DATASET_FILE, FORMAT_VERSION, RECIPE_FILE
 
 
@@ -32,6 +34,23 @@ def variant_dir(data_dir: Path, column: str, variant: str) -> Path:
                 f"{name!r} is not a valid column or variant name", hint="give the name of a folder in the data folder"
             )
     return data_dir / column / variant
+
+
+def how_to_make(column: str, data_dir: Path) -> str:
+    """Return the hint with the command that makes a column."""
+    flags = {"video": "chunk", "latents": "latents --vae NAME", "text": "text --clip NAME"}
+    return f"run prep {flags.get(column, column)} --data {shlex.quote(str(data_dir))}"
+
+
+def no_shards(data_dir: Path, column: str) -> UserError:
+    """Return the error for a folder without a variant of `column`, which may be one of videos given by mistake."""
+    if manifest_dir(data_dir).exists() or (data_dir / DATASET_FILE).exists():
+        return UserError(f"{data_dir} has no {column} shards", hint=how_to_make(column, data_dir))
+    return UserError(
+        f"{data_dir} is not a data folder: it has no {column} shards, and no manifest",
+        hint=f"if it has videos, make a data folder of them: prep manifest folder {shlex.quote(str(data_dir))} "
+        "--data DATA; then prep chunk --data DATA",
+    )
 
 
 def list_variants(data_dir: Path, column: str) -> list[str]:

@@ -18,7 +18,7 @@ from clipmill.manifests.quoting import counted
 from clipmill.shards.commits import Commit, ShardFiles
 from clipmill.shards.contents import file_sha256, read_contents
 from clipmill.shards.damage import DamagedContents, DamagedIndex
-from clipmill.shards.dataset import current_variant, list_variants, variant_dir
+from clipmill.shards.dataset import current_variant, how_to_make, list_variants, no_shards, variant_dir
 from clipmill.shards.format import CONTENTS_FILE, RECIPE_FILE
 from clipmill.shards.index import extensions_of, open_index, open_index_content
 from clipmill.shards.key_lookup import KeyLookup
@@ -171,11 +171,6 @@ def open_shard(variant_directory: Path, commit: Commit) -> CommittedShard:
     return CommittedShard(variant_directory, commit=commit, files=commit.files, tars=LocalTars(), verified={})
 
 
-def _how_to_make(column: str, data_dir: Path) -> str:
-    flags = {"video": "chunk", "latents": "latents --vae NAME", "text": "text --clip NAME"}
-    return f"run prep {flags.get(column, column)} --data {shlex.quote(str(data_dir))}"
-
-
 class Variant:
     """A snapshot of one variant of one column: the commits at the time of opening.
 
@@ -209,10 +204,10 @@ class Variant:
         Raises:
             UserError: the variant does not exist.
         """
-        hint = _how_to_make(column, data_dir)
+        hint = how_to_make(column, data_dir)
         name = variant or current_variant(data_dir, column)
         if name is None:
-            raise UserError(f"{data_dir} has no {column} shards", hint=hint)
+            raise no_shards(data_dir, column)
         directory = variant_dir(data_dir, column, name)
         if not directory.is_dir():
             known = ", ".join(list_variants(data_dir, column)) or "none"
@@ -228,7 +223,7 @@ class Variant:
             UserError: there are no commits, or the samples of some shard would be dropped silently.
         """
         if not self.commits and not self.damaged:
-            hint = _how_to_make(self.directory.parent.name, self.directory.parent.parent)
+            hint = how_to_make(self.directory.parent.name, self.directory.parent.parent)
             raise UserError(f"{self.directory} has no committed shards", hint=hint)
         if self.damaged:
             num_more = len(self.damaged) - 1

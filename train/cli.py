@@ -13,6 +13,7 @@ from clipmill.manifests.errors import UserError, program_version, run_command
 from clipmill.manifests.help_text import wants_help
 from clipmill.manifests.progress import Activity
 from clipmill.manifests.storage.waiting import tell_of_waiting
+from clipmill.manifests.usage_errors import usage_error
 from clipmill.train.commands.training import SOURCES, name_files, parse
 from clipmill.train.registry import COMMANDS, task_names
 
@@ -123,9 +124,8 @@ def _call() -> None:
         _let_first_speak()
         raise
     except CycloptsError as error:
-        message = " ".join(str(error).split())
         _let_first_speak()
-        raise UserError(message[:1].lower() + message[1:], hint="see train --help, or --help after a command") from None
+        raise usage_error(error, app, words) from None
 
 
 def _let_first_speak() -> None:

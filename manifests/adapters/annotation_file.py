@@ -23,12 +23,21 @@ def open_annotations(path: Path, mode: str = "r", **options: Any) -> Iterator[IO
         UserError: the file cannot be opened or read, or is a folder, a pipe, a socket or a device.
     """
     with reading(path):
-        kind = stat_kind(path.stat().st_mode)
-        if kind is not None:
-            hint = "give the path of a file" if kind == "a folder" else "save its content to a file, and give that file"
-            raise UserError(f"cannot read {path}: it is {kind}, not a file", hint=hint)
+        require_file(path)
         with path.open(mode, **options) as file:
             yield file
+
+
+def require_file(path: Path) -> None:
+    """Raise UserError unless `path` is a regular file or missing, which opening it says."""
+    with reading(path):
+        try:
+            kind = stat_kind(path.stat().st_mode)
+        except FileNotFoundError:
+            return
+    if kind is not None:
+        hint = "give the path of a file" if kind == "a folder" else "save its content to a file, and give that file"
+        raise UserError(f"cannot read {path}: it is {kind}, not a file", hint=hint)
 
 
 @contextmanager

@@ -15,7 +15,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from clipmill.manifests.adapters.annotation_file import open_annotations
+from clipmill.manifests.adapters.annotation_file import open_annotations, require_file
 from clipmill.manifests.adapters.dialects import TABLE_SUFFIXES, columns_of, read_caption_rows
 from clipmill.manifests.adapters.reading import encodable
 from clipmill.manifests.adapters.reasons import Reason
@@ -88,12 +88,13 @@ def open_caption_table(path: Path, *, note: Callable[[str], None], source: str |
     Raises:
         UserError: the file cannot be read, has another format, or lacks a column; `batches` raises it as well.
     """
+    require_file(path)
     suffix = path.suffix.lower()
     if suffix == ".parquet":
         return _open_parquet(path, source=source)
     if suffix not in TABLE_SUFFIXES:
         raise UserError(
-            f"{path} is not a .parquet, .csv, .tsv or .jsonl file",
+            f"{path} is not a .parquet, .csv, .tsv, .txt or .jsonl file",
             hint="give a table of captions in one of these formats",
         )
     return OpenTable(path, None, _typed(read_caption_rows(path, note=note), source=source))

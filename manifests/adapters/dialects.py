@@ -14,7 +14,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from clipmill.manifests.adapters.annotation_file import not_utf8, open_annotations
+from clipmill.manifests.adapters.annotation_file import not_utf8, open_annotations, require_file
 from clipmill.manifests.adapters.tables import Row, csv_rows, json_rows, require_once, text_lines
 from clipmill.manifests.adapters.time_columns import OTHER_TIMES, as_taken, in_seconds, require_frame_rate, superfluous
 from clipmill.manifests.errors import UserError
@@ -66,10 +66,11 @@ def read_caption_rows(
     Raises:
         UserError: the file is not such a table, lacks a column, or has two that could both be the same.
     """
+    require_file(path)
     suffix = path.suffix.lower()
     if suffix not in TABLE_SUFFIXES:
         raise UserError(
-            f"{path} is neither a .csv, a .tsv nor a .jsonl file", hint="give a caption table in one of these formats"
+            f"{path} is neither a .csv, .tsv, .txt nor .jsonl file", hint="give a caption table in one of these formats"
         )
     encoding = encoding_of(path)
     if encoding in _ENCODING_NAMES:

@@ -25,7 +25,7 @@ import pyarrow as pa
 
 from clipmill.manifests.adapters.json_stream import object_items
 from clipmill.manifests.adapters.plain_pickle import load_plain_pickle
-from clipmill.manifests.adapters.reading import Origin, Reading, ReadingBuilder, encodable, printable
+from clipmill.manifests.adapters.reading import LONGEST_S, Origin, Reading, ReadingBuilder, encodable, printable
 from clipmill.manifests.adapters.reasons import Reason
 from clipmill.manifests.adapters.splits import TRAIN, split_in_file_name
 from clipmill.manifests.adapters.wanted import WantedVideos, begin_reading
@@ -36,7 +36,6 @@ from clipmill.manifests.storage.urls import Place
 PASSES = ("narration_pass_1", "narration_pass_2")
 REDACTED_STATUS = "redacted"
 # Longer than any video, and small enough for sums over a file to stay finite.
-_MAX_TIME_S = 1e9
 
 
 def read_ego4d(
@@ -128,7 +127,7 @@ def _narrations_of(entry: dict[str, Any], name: str) -> list[Any]:
 def _times(rows: list[Any]) -> np.ndarray:
     """Return the timestamp of every narration in seconds, float64[N]; NaN if missing or invalid."""
     times = [row.get("timestamp_sec") if isinstance(row, dict) else None for row in rows]
-    numbers = [time if _is_time(time) and 0 <= time <= _MAX_TIME_S else np.nan for time in times]
+    numbers = [time if _is_time(time) and 0 <= time <= LONGEST_S else np.nan for time in times]
     return np.array(numbers, np.float64)
 
 
@@ -204,5 +203,5 @@ def _add_pickled_list(builder: ReadingBuilder, wanted: WantedVideos, *, path: Pa
 
 
 def _is_time(value: object) -> TypeGuard[float]:
-    """Return True if `value` is a number representable as a float; it may be infinite or negative."""
-    return type(value) is float or (type(value) is int and abs(value) <= _MAX_TIME_S)
+    """Return True if `value` is a finite number representable as a float; it may be negative."""
+    return (type(value) is float and isfinite(value)) or (type(value) is int and abs(value) <= LONGEST_S)

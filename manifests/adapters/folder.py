@@ -128,6 +128,7 @@ def _add_captions(
     required = ("video",) if is_named else ("video", "text")
     for row in read_caption_rows(table, required=required, note=builder.note):
         name = row.values.get("video")
+        video: int | None = None
         if row.fault is not None:
             source_id = masked(name) if isinstance(name, str) else None
             builder.reject(row.reason, file=str(table), row=row.number, source_id=source_id, detail=row.fault)
@@ -139,8 +140,8 @@ def _add_captions(
             file = _find(_meant(name, base=base, is_named=is_named), lookup=lookup, owners=owners)
             if file is None and (file := _find(name, lookup=loose, owners=owners)) is not None:
                 taken[name] = file.relative
-            begin_s, end_s, likelihood = _numbers(row)
             video = None if file is None else numbers.get(file.relative)
+            begin_s, end_s, likelihood = _numbers(row)
             if video is None:
                 why = "the video was rejected"
                 if file is None:
@@ -153,7 +154,8 @@ def _add_captions(
             source = _source(row)
             _apply_split(builder, video, row.values.get("split"), given=splits_given)
         except _Unusable as fault:
-            builder.reject(fault.reason, file=str(table), row=row.number, source_id=masked(name), detail=fault.detail)
+            source_id = masked(name) if video is None else builder.source_id_of(video)
+            builder.reject(fault.reason, file=str(table), row=row.number, source_id=source_id, detail=fault.detail)
             continue
         if is_named and row.values.get("text") in (None, ""):
             builder.use_row(table)

@@ -18,7 +18,7 @@ import pyarrow.compute as pc
 
 from clipmill.manifests.adapters.annotation_file import reading, stat_kind
 from clipmill.manifests.adapters.caption_tables import Batch, OpenTable, open_caption_table
-from clipmill.manifests.adapters.reading import Reading, ReadingBuilder, interval_fault, printable
+from clipmill.manifests.adapters.reading import LONGEST_S, Reading, ReadingBuilder, interval_fault, printable
 from clipmill.manifests.adapters.reasons import Reason
 from clipmill.manifests.adapters.video_files import Ambiguous, VideoFile, VideoLookup
 from clipmill.manifests.errors import UserError
@@ -219,7 +219,8 @@ class _Reader:
 
         reject(_is_blank(rows["video"]), Reason.EMPTY_ID, lambda index: "the row names no video")
         reject(_is_blank(rows["text"]), Reason.EMPTY_CAPTION, lambda index: "the text is empty")
-        is_interval = np.isfinite(begin_s) & (begin_s >= 0) & (end_s > begin_s)
+        is_interval = (begin_s >= 0) & (begin_s <= LONGEST_S) & (end_s > begin_s)
+        is_interval &= (end_s <= LONGEST_S) | np.isposinf(end_s)
         reject(~is_interval, Reason.BAD_TIME, lambda index: str(interval_fault(begin_s[index], end_s[index])))
         reject(
             ~(np.isfinite(likelihood) & (likelihood <= 0)),

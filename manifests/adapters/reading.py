@@ -20,6 +20,7 @@ from clipmill.manifests.schema import CAPTIONS, LIKELIHOOD, REJECTED, VIDEOS
 from clipmill.manifests.storage.urls import Place
 
 WHOLE_VIDEO = (0.0, inf)
+LONGEST_S = 1e7  # 115 days; a later time is a mistake, such as another unit
 _VIDEO_FIELDS = pa.schema([VIDEOS.field(name) for name in ("video_id", "source_id", "path", "split", "dataset")])
 
 
@@ -296,6 +297,9 @@ def interval_fault(begin_s: float, end_s: float) -> str | None:
         return f"begin_s is {begin_s}, expected a number of seconds, 0 or more"
     if not end_s > begin_s:
         return f"end_s is {end_s}, expected a time after begin_s, {begin_s}"
+    for name, time_s in (("begin_s", begin_s), ("end_s", end_s)):
+        if LONGEST_S < time_s < inf:
+            return f"{name} is {time_s}, expected at most {LONGEST_S:,.0f} seconds"
     return None
 
 

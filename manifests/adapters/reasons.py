@@ -16,7 +16,7 @@ class Reason(StrEnum):
     UNREADABLE = "unreadable"  # the file or folder is inaccessible: a broken or circular link, or no permission
     EMPTY_ID = "empty_id"  # the row names no video
     EMPTY_CAPTION = "empty_caption"
-    BAD_TIME = "bad_time"  # not a number, negative, or an end that is not after the start
+    BAD_TIME = "bad_time"  # not a finite number, negative, later than any video, or an end not after the start
     BAD_FPS = "bad_fps"  # times are in frames, and fps is not the frame rate of the video
     BAD_LIKELIHOOD = "bad_likelihood"  # not a number, or more than 0: it is the logarithm of a probability
     BAD_SOURCE = "bad_source"  # a source with other characters than letters, digits, ".", "-" and "_"

@@ -10,7 +10,7 @@ import html
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from math import isfinite, nan
+from math import nan
 from pathlib import Path
 from typing import Any
 
@@ -188,8 +188,6 @@ def _cue(number: int, timing: str, lines: Sequence[str]) -> Cue:
 
 def _checked(cue: Cue) -> Cue:
     fault = interval_fault(cue.begin_s, cue.end_s)
-    if fault is None and not isfinite(cue.end_s):
-        fault = f"end_s is {cue.end_s}, expected a number of seconds"
     return cue if fault is None else Cue(cue.number, text=cue.text, fault=(Reason.BAD_TIME, fault))
 
 

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from math import isfinite, isnan, nan
+from math import isfinite, nan
 from pathlib import Path
 from typing import Any
 
@@ -157,11 +157,11 @@ def text_lines(path: Path, *, encoding: str = _UTF8) -> Iterator[str]:
 
 
 def seconds(value: object, *, default: float) -> float:
-    """Convert a cell to seconds, possibly infinite; an empty cell gives `default`. A time may be written as a clock
-    shows it: 00:01:02.5, or 1:02 for a minute and two seconds.
+    """Convert a cell to seconds, a finite number; an empty cell gives `default`. A time may be written as a clock shows
+    it: 00:01:02.5, or 1:02 for a minute and two seconds.
 
     Raises:
-        ValueError: the value is neither, or not representable as a float.
+        ValueError: the value is neither, infinite, or not representable as a float.
     """
     if value is None or value == "":
         return default
@@ -172,7 +172,7 @@ def seconds(value: object, *, default: float) -> float:
         number = float(value) if clock is None else _of_clock(*clock.groups())
     except (ValueError, OverflowError):
         number = nan
-    if isnan(number):
+    if not isfinite(number):
         raise ValueError(f"{quoted(value)} is not a number of seconds, nor a time such as 00:01:02.5")
     return number
 

@@ -27,7 +27,7 @@ from clipmill.manifests.storage.urls import Place
 from clipmill.prep.core.failures import FailureCode, SourceFailure
 from clipmill.prep.sources.access import OpenSource, fingerprint_of, open_source
 from clipmill.prep.sources.packet_times import demuxed_times, indexed_times, is_indexed
-from clipmill.prep.sources.truncation import truncation
+from clipmill.prep.sources.truncation import missing_index, truncation
 from clipmill.shards.containers import CONTAINERS, FILE_PROTOCOLS
 
 DEMUXERS = f"{CONTAINERS},h264,hevc"
@@ -121,16 +121,21 @@ def opened(source: OpenSource) -> Iterator[InputContainer]:
     """Open a source with an allowlist of demuxers and protocols.
 
     Raises:
-        SourceFailure: source_unreadable, or out_of_memory.
+        SourceFailure: source_unreadable, source_truncated (an MP4 file without its index), or out_of_memory.
     """
-    with as_failure(FailureCode.SOURCE_UNREADABLE, "not a supported video container"):
-        source.file.seek(0)
-        container: InputContainer = av.open(
-            source.for_libav,
-            "r",
-            options={"format_whitelist": DEMUXERS, "protocol_whitelist": PROTOCOLS},
-            metadata_errors="ignore",
-        )
+    try:
+        with as_failure(FailureCode.SOURCE_UNREADABLE, "not a supported video container"):
+            source.file.seek(0)
+            container: InputContainer = av.open(
+                source.for_libav,
+                "r",
+                options={"format_whitelist": DEMUXERS, "protocol_whitelist": PROTOCOLS},
+                metadata_errors="ignore",
+            )
+    except SourceFailure as failure:
+        if failure.code != FailureCode.SOURCE_UNREADABLE or (missing := missing_index(source)) is None:
+            raise
+        raise SourceFailure(FailureCode.SOURCE_TRUNCATED, missing) from None
     with container:
         yield container
 

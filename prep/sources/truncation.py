@@ -11,6 +11,7 @@ _SEGMENT, _CLUSTER = 0x18538067, 0x1F43B675
 _ASF_DATA = bytes.fromhex("3626b2758e66cf11a6d900aa0062ce6c")
 _OGG_LONGEST_PAGE = 27 + 255 + 255 * 255
 _FLV_TAGS = frozenset({8, 9, 18})  # audio, video, script data
+_BOX_TYPES_OF_INDEX = frozenset({b"moof", b"moov", b"meta"})  # meta: that of pictures
 _BOX_TYPES_OF_MEDIA = frozenset({b"mdat", b"moof", b"moov"})
 
 
@@ -29,6 +30,26 @@ def truncation(source: OpenSource, *, format_name: str) -> str | None:
         if name in format_name:
             return check(source.file, source.size_bytes)
     return None
+
+
+def missing_index(source: OpenSource) -> str | None:
+    """Return what is missing of an MP4 file that libav cannot open because it ends before its index, or None.
+
+    Raises:
+        OSError: the file cannot be read.
+    """
+    position = 0
+    while position + 8 <= source.size_bytes:
+        source.file.seek(position)
+        head = source.file.read(16)
+        if head[4:8] in _BOX_TYPES_OF_INDEX or (position == 0 and head[4:8] != b"ftyp"):
+            return None
+        if (length := _box_bytes(head)) == 0:  # up to the end of the file
+            break
+        if length < 8:
+            return None
+        position += length
+    return "truncated: its index (box moov) is missing" if position else None
 
 
 def _matroska(file: SourceBytes, size_bytes: int) -> str | None:
@@ -122,15 +143,19 @@ def _mp4(file: SourceBytes, size_bytes: int) -> str | None:
     while position + 8 <= size_bytes:
         file.seek(position)
         head = file.read(16)
-        length = int.from_bytes(head[:4], "big")
-        if length == 1 and len(head) == 16:
-            length = int.from_bytes(head[8:], "big")
+        length = _box_bytes(head)
         if length < 8:  # 0 means up to the end of the file
             return None
         if position + length > size_bytes and head[4:8] in _BOX_TYPES_OF_MEDIA:
             return _cut(f"box {head[4:8].decode()}", position + length, size_bytes)
         position += length
     return None
+
+
+def _box_bytes(head: bytes) -> int:
+    """Return the size in the first 16 bytes of an MP4 box; 0 means up to the end of the file."""
+    length = int.from_bytes(head[:4], "big")
+    return int.from_bytes(head[8:], "big") if length == 1 and len(head) == 16 else length
 
 
 def _flv(file: SourceBytes, size_bytes: int) -> str | None:

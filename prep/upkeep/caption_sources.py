@@ -1,4 +1,4 @@
-"""Status of the captions: how many each source has, which models wrote them, and how many begin after their video."""
+"""Status of the captions: how many each source has, which models wrote them, and how many lie after their video."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -13,6 +13,8 @@ from clipmill.manifests.previous import FURTHER_KEY
 from clipmill.manifests.store import open_captions, read_manifest
 from clipmill.prep.core.column import VIDEO
 from clipmill.shards.dataset import current_variant
+
+_ROUNDING_S = 1.0
 
 
 @dataclass(frozen=True)
@@ -58,8 +60,16 @@ def read_caption_sources(data_dir: Path) -> list[CaptionSource]:
     return sources
 
 
-def num_captions_beyond(data_dir: Path, *, end_s: np.ndarray) -> int:
-    """Count the captions that begin at or after the end of their video.
+@dataclass(frozen=True)
+class CaptionsBeyond:
+    """Number of captions that begin at or after the end of their video, and of those that only end after it."""
+
+    num_begin: int
+    num_end: int
+
+
+def captions_beyond(data_dir: Path, *, end_s: np.ndarray) -> CaptionsBeyond:
+    """Count the captions whose times are after the end of their video; an end up to a second after it is rounding.
 
     Args:
         end_s: end of each video of the manifest in seconds, +inf if unknown, float64.
@@ -69,7 +79,12 @@ def num_captions_beyond(data_dir: Path, *, end_s: np.ndarray) -> int:
     """
     captions = open_stored_captions(data_dir)
     captions.verify()
-    return sum(int(one.counts[one.begin_s >= end_s[one.video]].sum()) for one in captions.blocks())
+    num_begin = num_end = 0
+    for one in captions.blocks():
+        begins = one.begin_s >= end_s[one.video]
+        ends = ~begins & np.isfinite(one.end_s) & (one.end_s > end_s[one.video] + _ROUNDING_S)
+        num_begin, num_end = num_begin + int(one.counts[begins].sum()), num_end + int(one.counts[ends].sum())
+    return CaptionsBeyond(num_begin, num_end)
 
 
 def other_variants(models: list[Mapping[str, Any]], *, current: str | None) -> list[str]:

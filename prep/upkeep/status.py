@@ -26,7 +26,7 @@ from clipmill.prep.core.work import work_of
 from clipmill.prep.core.writers import has_stopped, writer_of
 from clipmill.prep.registry import columns
 from clipmill.prep.sources.table import probes_of, read_probes
-from clipmill.prep.upkeep.caption_sources import CaptionSource, num_captions_beyond, read_caption_sources
+from clipmill.prep.upkeep.caption_sources import CaptionsBeyond, CaptionSource, captions_beyond, read_caption_sources
 from clipmill.prep.upkeep.leakage import Leakage, find_leakage
 from clipmill.shards.commits import Failure
 from clipmill.shards.dataset import current_variant
@@ -121,6 +121,7 @@ class VideosStatus:
         lost: code -> number of videos that were usable before and cannot be read now; what was made from them is kept.
         first_lost: the first few of them.
         num_captions_beyond: captions that begin after the end of their video, among the probed ones; None if unknown.
+        num_captions_ending_beyond: the others that end more than a second after it, likewise.
         caption_sources: None if the table of captions is damaged.
     """
 
@@ -134,6 +135,7 @@ class VideosStatus:
     first_lost: list[FailureEntry]
     caption_sources: list[CaptionSource] | None
     num_captions_beyond: int | None = None
+    num_captions_ending_beyond: int | None = None
 
 
 @dataclass(frozen=True)
@@ -238,9 +240,9 @@ def _sources(data_dir: Path, damaged: list[UserError]) -> list[CaptionSource] | 
         return None
 
 
-def _num_beyond(data_dir: Path, ends_s: np.ndarray, damaged: list[UserError]) -> int | None:
+def _beyond(data_dir: Path, ends_s: np.ndarray, damaged: list[UserError]) -> CaptionsBeyond | None:
     try:
-        return num_captions_beyond(data_dir, end_s=ends_s)
+        return captions_beyond(data_dir, end_s=ends_s)
     except UserError as error:
         damaged.append(error)
     except (OSError, pa.ArrowException):
@@ -259,6 +261,7 @@ def _videos_status(data_dir: Path, damaged: list[UserError]) -> VideosStatus:
     is_usable = pc.is_valid(mine["end_s"])  # as is its fingerprint, a gigabyte of ten million videos
     unusable = mine.filter(pc.invert(is_usable))
     lost = mine.filter(pc.and_(is_usable, pc.is_valid(mine["code"])))
+    sources, beyond = _sources(data_dir, damaged), _beyond(data_dir, ends_s, damaged)
     return VideosStatus(
         num_videos=len(videos),
         num_captions=pc.sum(videos["num_captions"]).as_py() or 0,
@@ -268,8 +271,9 @@ def _videos_status(data_dir: Path, damaged: list[UserError]) -> VideosStatus:
         first_unusable=_first_sources(unusable),
         lost=dict(Counter[str](lost["code"].to_pylist()).most_common()),
         first_lost=_first_sources(lost),
-        caption_sources=_sources(data_dir, damaged),
-        num_captions_beyond=_num_beyond(data_dir, ends_s, damaged),
+        caption_sources=sources,
+        num_captions_beyond=None if beyond is None else beyond.num_begin,
+        num_captions_ending_beyond=None if beyond is None else beyond.num_end,
     )
 
 

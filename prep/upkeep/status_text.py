@@ -76,6 +76,12 @@ def _videos_lines(videos: VideosStatus) -> list[str]:
     if count := videos.num_captions_beyond:
         begin = "begins" if count == 1 else "begin"
         lines.append(f"{_INDENT}{count:,} {begin} after the end of the video: not used in training")
+    if count := videos.num_captions_ending_beyond:
+        end = "ends" if count == 1 else "end"
+        said = (
+            f"{count:,} {end} more than a second after the end of the video: used up to it; are all times in seconds?"
+        )
+        lines.append(f"{_INDENT}{said}")
     lines += _source_lines(videos.caption_sources)
     for code, count in videos.lost.items():
         lines.append(f"lost      {counted(count, 'source')} no longer readable ({code}); existing chunks are kept")

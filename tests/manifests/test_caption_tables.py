@@ -37,7 +37,7 @@ def test_rows_that_cannot_be_used_are_rejected_by_reason(data: Path, tmp_path: P
         {"video": "v", "text": " "},
         {"video": "v", "text": None},
         {"video": "v", "text": "a", "begin_s": -1.0},
-        {"video": "v", "text": "a", "begin_s": 2.0},
+        {"video": "v", "text": "a", "begin_s": 1e300, "end_s": 1e301},
         {"video": "v", "text": "a", "end_s": float("nan")},
         {"video": "v", "text": "a", "likelihood": float("nan")},
         {"video": "v", "text": "a", "likelihood": 0.5},
@@ -157,7 +157,7 @@ def test_tables_that_cannot_be_read_are_named(data: Path, tmp_path: Path) -> Non
         (types, "column begin_s of .* has type string, expected double"),
         (metadata, "is not JSON"),
         (other, "not that of pseudo-captions"),
-        (tmp_path, "is not a .parquet, .csv, .tsv or .jsonl file"),
+        (tmp_path, "it is a folder, not a file"),
         (tmp_path / "none.parquet", "No such file"),
         (tmp_path / "none.csv", "No such file"),
     ):

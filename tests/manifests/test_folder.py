@@ -210,6 +210,9 @@ def test_unusable_rows_are_listed_with_their_reason(make_videos: VideoMaker, tmp
         ("a,x,-1,1,", "bad_time"),
         ("a,x,2,2,", "bad_time"),
         ("a,x,inf,,", "bad_time"),
+        ("a.mp4,x,0,inf,", "bad_time"),
+        ("a,x,0,1e8,", "bad_time"),
+        ("a,x,1e300,1e301,", "bad_time"),
         ("a,x,0,nan,", "bad_time"),
         ("a,x,soon,1,", "bad_time"),
         ("same,x,0,1,", "ambiguous_video"),
@@ -224,6 +227,7 @@ def test_unusable_rows_are_listed_with_their_reason(make_videos: VideoMaker, tmp
     assert {
         (row["row"], row["reason"]) for row in listed if row["file"] == str(table) and row["row"] is not None
     } == expected
+    assert {row["source_id"] for row in listed if row["reason"] == "bad_time"} == {"a"}, "however the row names it"
     lost = {row["source_id"]: row["detail"] for row in listed if row["reason"] == "missing_file"}
     assert lost["gone"].endswith("captions lost: 2")
     assert lost["empty"].endswith("captions lost: 1")
@@ -257,13 +261,15 @@ def test_bad_lines_of_json_are_listed_and_the_others_read(make_videos: VideoMake
         ("c.csv", b"", "no column for video and text; the file is empty"),
         ("c.csv", b"video,text\na,\xc3\xa9\nb,\xff\n", "line 3: not UTF-8"),
         ("c.csv", b"video,text\na,one\0\n", "line 2"),
-        ("c.xlsx", b"", "neither a .csv, a .tsv nor a .jsonl file"),
+        (".", b"", "it is a folder, not a file"),
+        ("c.xlsx", b"", "neither a .csv, .tsv, .txt nor .jsonl file"),
     ],
 )
 def test_a_table_that_cannot_be_read_is_a_users_error(
     make_videos: VideoMaker, tmp_path: Path, name: str, content: bytes, message: str
 ) -> None:
-    (tmp_path / name).write_bytes(content)
+    if name != ".":
+        (tmp_path / name).write_bytes(content)
     with pytest.raises(UserError, match=message):
         read_folder(make_videos("a.mp4", "b.mp4"), captions=tmp_path / name)
 

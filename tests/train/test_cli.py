@@ -94,7 +94,11 @@ def test_a_finished_run_resumes_to_nothing_and_refuses_other_settings(
     ("arguments", "error", "hint"),
     [
         (["--shards", "nowhere"], "there is no data folder nowhere", "--shards"),
-        (["--shards", "{empty}"], "has no video shards", "prep chunk"),
+        (
+            ["--shards", "{empty}"],
+            "is not a data folder: it has no video shards, and no manifest",
+            "prep manifest folder",
+        ),
         (["--shards", "{data}", "--split", "test"], "no videos of split 'test'", "train, val"),
         (["--shards", "{data}", "--batch", "10"], "--batch is 10, and there are 9 samples", "use --batch 8"),
         (["--shards", "{data}", "--steps", "0"], "--steps is 0", "from 1 to"),

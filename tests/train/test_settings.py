@@ -138,11 +138,12 @@ def test_a_run_of_a_task_loads_no_module_of_another(repository: Path) -> None:
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        ("stepz: 3", "stepz"),
+        ("stepz: 3", r"unknown key stepz in .*bad.yaml; did you mean steps\?"),
+        ("loss: {kindd: a}", r"unknown key loss.kindd in .*bad.yaml; did you mean loss.kind\?"),
         ("steps: many", "steps"),
         ("- 1", "holds no settings"),
-        ("steps: [", "is not YAML"),
-        ("steps: 1\nsteps: 2", "is not YAML: it has the key steps twice"),
+        ("steps: 1\nlr: [", r"is not YAML: expected the node content, but found .* \(line [23]\)"),
+        ("steps: 1\nsteps: 2", r"is not YAML: it has the key steps twice \(line 2\)"),
         ("max-failures: 1\nmax_failures: 2", "is not YAML: it has the key max_failures twice"),
         ("evaluate: {every: 1, every: 2}", "is not YAML: it has the key every twice"),
         ("steps: 2024-13-45", "is not YAML: month"),

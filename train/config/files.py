@@ -14,6 +14,7 @@ from typing import Any, TypeVar, get_type_hints
 
 from clipmill.manifests.errors import UserError
 from clipmill.manifests.publish import publish_bytes
+from clipmill.manifests.usage_errors import usage_message
 from clipmill.train.config.fields import deferred_checks, mistakes, refuse
 from clipmill.train.config.training import TrainingSettings, plain_values
 
@@ -77,7 +78,7 @@ def _parsed(path: Path, kind: type[Settings]) -> Settings:
         refuse(mistakes(settings))
         return settings
     except (CycloptsError, UserError) as error:
-        wrong = str(error) if isinstance(error, UserError) else str(error).splitlines()[0]
+        wrong = str(error) if isinstance(error, UserError) else usage_message(error)
         wrong = wrong if str(path) in wrong else f"{path}: {wrong}"
         hints = ["put back what the run wrote"]
         if isinstance(error, UserError) and error.hint:
@@ -145,13 +146,22 @@ def read_values(path: Path) -> dict[object, Any]:
     except OSError as error:
         raise UserError(f"cannot read {path}: {error.strerror}", hint="name a YAML file of settings") from error
     except (yaml.YAMLError, ValueError) as error:  # ValueError: an invalid date or number
-        raise UserError(f"{path} is not YAML: {str(error).splitlines()[0]}", hint="one `key: value` a line") from error
+        raise UserError(f"{path} is not YAML: {_fault(error)}", hint="one `key: value` a line") from error
     except RecursionError as error:
         raise UserError(f"{path} holds values that are nested too deeply", hint="one `key: value` a line") from error
     if not isinstance(values, dict):
         raise UserError(f"{path} holds no settings", hint=_FLAGS_HINT)
     _require_small(values, path)
     return values
+
+
+def _fault(error: Exception) -> str:
+    """What is wrong with a YAML file, with the number of the line if the parser knows it."""
+    import yaml
+
+    if not isinstance(error, yaml.MarkedYAMLError) or error.problem is None:
+        return str(error).splitlines()[0]
+    return error.problem if error.problem_mark is None else f"{error.problem} (line {error.problem_mark.line + 1})"
 
 
 @cache
@@ -165,7 +175,9 @@ def _loader() -> type[Any]:
             for key, _ in node.value:
                 if isinstance(key, yaml.ScalarNode):
                     if (name := key.value.replace("-", "_")) in seen:
-                        raise yaml.constructor.ConstructorError(problem=f"it has the key {key.value} twice")
+                        raise yaml.constructor.ConstructorError(
+                            problem=f"it has the key {key.value} twice", problem_mark=key.start_mark
+                        )
                     seen.add(name)
             return super().construct_mapping(node, deep)
 

@@ -100,8 +100,9 @@ def open_clips(
     require_device(device)
     _require_choice("sampling", sampling, SamplingRule)
     _require_choice("crop", crop, CropRule)
-    if rgb and size_px % 2:
-        raise UserError(f"size_px is {size_px}", hint="use an even number: chroma has half the size of luma")
+    if size_px < 1 or (rgb and size_px % 2):
+        parity = "even number, as chroma has half the size of luma" if rgb else "number"
+        raise UserError(f"size_px is {size_px}", hint=f"use a positive {parity}")
     ranks = _ranks(rank, world)
     own = ranks or joined_world()
     settings = ClipSettings(

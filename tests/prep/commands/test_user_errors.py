@@ -70,6 +70,23 @@ def test_a_wrong_setting_is_named_and_nothing_is_done(arguments: list[str], name
     assert contents(data) == before
 
 
+@pytest.mark.parametrize(
+    ("words", "message", "hint"),
+    [
+        ("inspect -rf_0", "unknown option: -rf_0.", "given after --, behind all flags: prep inspect ... -- -rf_0; "),
+        ("inspect -- -rf_0 --data x", "unknown option: --data.", "words after -- are values: put the flags before it"),
+        ("inspect --data x -- -rf_0", "the data folder x does not exist", "create one"),
+        ("plan --explain -rf", "--explain requires an argument", "is given with =: --explain=-rf; see prep plan"),
+        ("plan --explain=-rf --data x", "the data folder x does not exist", "create one"),
+        ("chunk extra", "unexpected argument: extra", "see prep chunk --help"),
+        ("manifest folder --jsn", "unknown option: --jsn. Did you mean --json?", "see prep manifest folder --help"),
+    ],
+)
+def test_words_that_no_command_takes_are_named_with_what_to_do(words: str, message: str, hint: str) -> None:
+    ran = prep_here(*words.split(), status=2)
+    assert message in ran.error and hint in ran.stderr
+
+
 def test_a_folder_without_manifest_or_shards(data: Path, tmp_path: Path) -> None:
     assert str(tmp_path / "none") in prep_here("chunk", "--data", tmp_path / "none", status=2).error
     assert "manifest" in prep_here("chunk", "--data", tmp_path, "--engine", "processes", status=2).error

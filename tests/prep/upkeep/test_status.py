@@ -174,7 +174,7 @@ def test_a_source_that_went_away_is_told_apart_from_an_unusable_one(prep: Prep, 
     assert (videos["num_usable"], videos["lost"]) == (2, {"source_missing": 1})
 
 
-def test_captions_that_begin_after_the_end_of_their_video_are_counted(
+def test_captions_with_times_after_the_end_of_their_video_are_counted(
     prep: Prep, shard_set: ShardSet, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = shard_set.data / "probes.parquet"
@@ -184,6 +184,12 @@ def test_captions_that_begin_after_the_end_of_their_video_are_counted(
     column = table.schema.get_field_index("end_s")
     write_table_file(path, table.set_column(column, table.schema.field("end_s"), pa.array(ends)))
     said = "3\n          1 begins after the end of the video"
+    assert said in (text := prep("status", "--data", shard_set.data).stdout) and "more than a second" not in text
+    ends = [
+        1.9 if row["path"].endswith("short.mp4") else end_s for row, end_s in zip(table.to_pylist(), ends, strict=True)
+    ]
+    write_table_file(path, table.set_column(column, table.schema.field("end_s"), pa.array(ends)))
+    said += ": not used in training\n          1 ends more than a second after the end of the video: used up to it"
     assert said in prep("status", "--data", shard_set.data).stdout
     (shard_set.data / "manifest" / SPANS_FILE).write_bytes(b"x")
     assert "after the end" not in prep("status", "--data", shard_set.data, status=2).stdout

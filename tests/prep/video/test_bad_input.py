@@ -32,7 +32,7 @@ EXPECTED = {
     "cut-mkv": "source_truncated",
     "cut-avi": "source_truncated",
     "cut-late": "source_truncated",
-    "cut-slow": "source_unreadable",
+    "cut-slow": "source_truncated",
     "raw-h264": "bad_timestamps",
     "raw-hevc": "bad_timestamps",
     "raw-mpeg": "bad_timestamps",
@@ -118,6 +118,8 @@ def test_each_bad_source_is_named_and_all_others_are_made(
     variant = Variant.open(data)
     listed = [json.loads(line) for line in (variant.directory / "failures.jsonl").read_text().splitlines()]
     assert {one["video_id"]: one["code"] for one in listed} == EXPECTED
+    (cut,) = (one["message"] for one in listed if one["video_id"] == "cut-slow")
+    assert cut.endswith("truncated: its index (box moov) is missing")
     assert all(one["message"] for one in listed) and summary["num_failed_videos"] == len(EXPECTED)
     probes = pq.read_table(data / "probes.parquet").to_pylist()
     in_probes = {Path(row["path"]).stem: row["code"] for row in probes if row["code"]}

@@ -77,6 +77,7 @@ def test_states_of_another_split_seed_or_order_are_refused(data_dir: Path) -> No
         ({"batch": 0}, "--batch is 0"),
         ({"num_frames": 0}, "--num-frames is 0"),
         ({"size_px": 33}, "size_px is 33"),
+        ({"size_px": -1}, "(?s)size_px is -1.*a positive even number"),
         ({"sampling": "every"}, "sampling is 'every'"),
         ({"crop": "left"}, "crop is 'left'"),
         ({"rank": 1}, "rank is 1 and world is None"),
