@@ -11,7 +11,6 @@ from clipmill.manifests.errors import Stopped, program_version, run_command
 from clipmill.manifests.help_text import help_text, wants_help
 from clipmill.manifests.storage.mirrors import AddressStream
 from clipmill.manifests.storage.waiting import tell_of_waiting
-from clipmill.manifests.usage_errors import usage_error
 from clipmill.manifests.whole_numbers import refuse_fractions
 from clipmill.prep.commands import advise, manifest, retry, upkeep
 from clipmill.prep.core.request import OPTIONS
@@ -82,6 +81,8 @@ def _run(arguments: list[str]) -> None:
         how = (*interrupt.args, "run the same command again to continue")
         raise KeyboardInterrupt("; ".join(how)) from None
     except CycloptsError as error:
+        from clipmill.manifests.usage_errors import usage_error
+
         raise usage_error(error, app, arguments) from None
 
 

@@ -13,7 +13,6 @@ from clipmill.manifests.errors import UserError, program_version, run_command
 from clipmill.manifests.help_text import wants_help
 from clipmill.manifests.progress import Activity
 from clipmill.manifests.storage.waiting import tell_of_waiting
-from clipmill.manifests.usage_errors import usage_error
 from clipmill.train.commands.training import SOURCES, name_files, parse
 from clipmill.train.registry import COMMANDS, task_names
 
@@ -124,6 +123,8 @@ def _call() -> None:
         _let_first_speak()
         raise
     except CycloptsError as error:
+        from clipmill.manifests.usage_errors import usage_error
+
         _let_first_speak()
         raise usage_error(error, app, words) from None
 

@@ -25,9 +25,10 @@ import pyarrow as pa
 
 from clipmill.manifests.adapters.json_stream import object_items
 from clipmill.manifests.adapters.plain_pickle import load_plain_pickle
-from clipmill.manifests.adapters.reading import LONGEST_S, Origin, Reading, ReadingBuilder, encodable, printable
+from clipmill.manifests.adapters.reading import Origin, Reading, ReadingBuilder, encodable, printable
 from clipmill.manifests.adapters.reasons import Reason
 from clipmill.manifests.adapters.splits import TRAIN, split_in_file_name
+from clipmill.manifests.adapters.tables import LONGEST_S
 from clipmill.manifests.adapters.wanted import WantedVideos, begin_reading
 from clipmill.manifests.errors import UserError
 from clipmill.manifests.quoting import quoted

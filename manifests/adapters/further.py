@@ -18,8 +18,9 @@ import pyarrow.compute as pc
 
 from clipmill.manifests.adapters.annotation_file import reading, stat_kind
 from clipmill.manifests.adapters.caption_tables import Batch, OpenTable, open_caption_table
-from clipmill.manifests.adapters.reading import LONGEST_S, Reading, ReadingBuilder, interval_fault, printable
+from clipmill.manifests.adapters.reading import Reading, ReadingBuilder, printable
 from clipmill.manifests.adapters.reasons import Reason
+from clipmill.manifests.adapters.tables import LONGEST_S, interval_fault
 from clipmill.manifests.adapters.video_files import Ambiguous, VideoFile, VideoLookup
 from clipmill.manifests.errors import UserError
 from clipmill.manifests.further_sources import source_fault

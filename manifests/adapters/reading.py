@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from math import inf, isfinite
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -13,14 +13,14 @@ from clipmill.manifests.adapters.annotation_file import stat_kind
 from clipmill.manifests.adapters.reasons import Reason
 from clipmill.manifests.adapters.remote_videos import scan_bucket
 from clipmill.manifests.adapters.row_buffer import ROWS_PER_CHUNK, RowBuffer
+from clipmill.manifests.adapters.tables import interval_fault
 from clipmill.manifests.adapters.video_files import Scan, VideoFile, scan_videos
 from clipmill.manifests.keys import safe_video_id
-from clipmill.manifests.quoting import quoted
+from clipmill.manifests.quoting import counted, quoted
 from clipmill.manifests.schema import CAPTIONS, LIKELIHOOD, REJECTED, VIDEOS
 from clipmill.manifests.storage.urls import Place
 
 WHOLE_VIDEO = (0.0, inf)
-LONGEST_S = 1e7  # 115 days; a later time is a mistake, such as another unit
 _VIDEO_FIELDS = pa.schema([VIDEOS.field(name) for name in ("video_id", "source_id", "path", "split", "dataset")])
 
 
@@ -102,6 +102,8 @@ class ReadingBuilder:
         for fault in scan.faults:
             self.reject(fault.reason, file=str(fault.path), detail=fault.why)
         self._example_file = scan.files[0].relative if scan.files else None
+        if scan.num_hidden:
+            self.note(f"{counted(scan.num_hidden, 'hidden video')} ignored (file names that begin with a dot)")
         return scan
 
     def begin_annotations(self, file: Place) -> None:
@@ -289,18 +291,6 @@ def encodable(text: str) -> bool:
 def printable(text: str) -> str:
     """Replace the characters of `text` that cannot be encoded as UTF-8 by escapes."""
     return text if encodable(text) else text.encode("utf-8", "backslashreplace").decode()
-
-
-def interval_fault(begin_s: float, end_s: float) -> str | None:
-    """Describe what is wrong with a caption's times, or return None. An end of +inf means the end of the video."""
-    if not isfinite(begin_s) or begin_s < 0:
-        return f"begin_s is {begin_s}, expected a number of seconds, 0 or more"
-    if not end_s > begin_s:
-        return f"end_s is {end_s}, expected a time after begin_s, {begin_s}"
-    for name, time_s in (("begin_s", begin_s), ("end_s", end_s)):
-        if LONGEST_S < time_s < inf:
-            return f"{name} is {time_s}, expected at most {LONGEST_S:,.0f} seconds"
-    return None
 
 
 def _file_fault(path: Place, *, size_bytes: int | None) -> tuple[Reason | None, str]:

@@ -14,9 +14,8 @@ from math import nan
 from pathlib import Path
 from typing import Any
 
-from clipmill.manifests.adapters.reading import interval_fault
 from clipmill.manifests.adapters.reasons import Reason
-from clipmill.manifests.adapters.tables import log_probability, seconds
+from clipmill.manifests.adapters.tables import interval_fault, log_probability, seconds
 from clipmill.manifests.json_text import parse_json
 from clipmill.manifests.publish import read_record
 from clipmill.manifests.quoting import quoted

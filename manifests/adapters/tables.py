@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from math import isfinite, nan
+from math import inf, isfinite, nan
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ from clipmill.manifests.adapters.reasons import Reason
 from clipmill.manifests.errors import UserError
 from clipmill.manifests.quoting import on_one_line, quoted
 
+LONGEST_S = 1e7  # 115 days; a later time is a mistake, such as another unit
 # Lines are read whole, so a file without line ends, such as a sparse file of zeros, must not exhaust the memory.
 _MAX_LINE_CHARS = 1 << 26
 _UTF8 = "utf-8-sig"
@@ -182,6 +183,18 @@ def _of_clock(hours: str | None, minutes: str, seconds: str) -> float:
     if (int(minutes) >= 60 and hours is not None) or rest >= 60:
         return nan
     return int(hours or 0) * 3600 + int(minutes) * 60 + rest
+
+
+def interval_fault(begin_s: float, end_s: float) -> str | None:
+    """Describe what is wrong with a caption's times, or return None. An end of +inf means the end of the video."""
+    if not isfinite(begin_s) or begin_s < 0:
+        return f"begin_s is {begin_s}, expected a number of seconds, 0 or more"
+    if not end_s > begin_s:
+        return f"end_s is {end_s}, expected a time after begin_s, {begin_s}"
+    for name, time_s in (("begin_s", begin_s), ("end_s", end_s)):
+        if LONGEST_S < time_s < inf:
+            return f"{name} is {time_s}, expected at most {LONGEST_S:,.0f} seconds"
+    return None
 
 
 def log_probability(value: object) -> float | None:

@@ -71,11 +71,13 @@ class Scan:
 
     Attributes:
         beside: entries with one of the other extensions that were asked for.
+        num_hidden: number of entries with the extension of a video that were ignored because they are hidden.
     """
 
     files: list[VideoFile]
     faults: list[Fault]
     beside: list[VideoFile]
+    num_hidden: int = 0
 
 
 def scan_videos(directory: Path, *, skip: Path | None = None, beside: frozenset[str] = frozenset()) -> Scan:
@@ -96,6 +98,7 @@ def scan_videos(directory: Path, *, skip: Path | None = None, beside: frozenset[
     others: list[VideoFile] = []
     faults: list[Fault] = []
     named_like_videos: list[Path] = []
+    num_hidden = 0
     seen = {None if skip is None else _identity(skip)}
     # Links come last, so that a folder reachable directly and by a link is listed under its own name, whatever the
     # directory order on disk.
@@ -103,13 +106,14 @@ def scan_videos(directory: Path, *, skip: Path | None = None, beside: frozenset[
     while pending:
         _, folder = heappop(pending)
         try:
-            entries = _entries(folder, seen)
+            entries, hidden = _entries(folder, seen)
         except OSError as error:
             if folder == root:
                 hint = "check its permissions"
                 raise UserError(f"cannot list {directory}: {error.strerror or error}", hint=hint) from error
             faults.append(Fault(folder, Reason.UNREADABLE, f"the folder cannot be listed: {error.strerror or error}"))
             continue
+        num_hidden += sum(Path(entry.name).suffix.lower() in VIDEO_SUFFIXES for entry in hidden)
         for entry in entries:
             path = Path(entry.path)
             is_video = path.suffix.lower() in VIDEO_SUFFIXES
@@ -135,6 +139,7 @@ def scan_videos(directory: Path, *, skip: Path | None = None, beside: frozenset[
         sorted(files, key=file_order),
         sorted(faults, key=lambda fault: os.fsencode(fault.path)),
         sorted(others, key=file_order),
+        num_hidden,
     )
 
 
@@ -267,15 +272,17 @@ def file_order(file: VideoFile) -> bytes:
     return file.relative.encode("utf-8", "surrogateescape")
 
 
-def _entries(folder: Path, seen: set[tuple[int, int] | None]) -> list[os.DirEntry[str]]:
-    """List the entries of `folder` that are not hidden, and add it to `seen`; empty if it is already there."""
+def _entries(folder: Path, seen: set[tuple[int, int] | None]) -> tuple[list[os.DirEntry[str]], list[os.DirEntry[str]]]:
+    """List the entries of `folder`, then its hidden ones, and add it to `seen`; empty if it is already there."""
     status = folder.stat()
     identity = (status.st_dev, status.st_ino)
     if identity in seen:
-        return []
+        return [], []
     seen.add(identity)
     with os.scandir(folder) as entries:
-        return [entry for entry in entries if not entry.name.startswith(".")]
+        found = list(entries)
+    shown = [entry for entry in found if not entry.name.startswith(".")]
+    return shown, [entry for entry in found if entry.name.startswith(".")]
 
 
 def _is_folder(entry: os.DirEntry[str], *, is_video: bool) -> bool:

@@ -33,6 +33,8 @@ def verified_text(found: Verified, *, column: ColumnSpec, max_findings: int) -> 
     deep = f", {counted(found.num_deep, column.checked_noun)}" if found.num_deep else ""
     state = "damaged" if found.num_damaged else "not read completely" if found.inaccessible else "OK"
     lines.append(f"{column.name} {found.variant}: {total}, {size_text(found.num_bytes)} read{deep}: {state}")
+    if not found.num_shards and not found.num_problems:
+        lines[-1] += "; no shard is made yet, and prep status shows what is to be made"
     return "\n".join(lines)
 
 

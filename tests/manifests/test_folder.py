@@ -48,6 +48,7 @@ def test_hidden_files_other_files_and_the_data_folder_are_passed_over(make_video
     folder = make_videos("a.mp4", ".b.mp4", ".hidden/c.mp4", "notes.txt", "list.m3u8", "data/video/d.mp4")
     reading = read_folder(folder, skip=folder / "data")
     assert reading.videos["source_id"].to_pylist() == ["a"]
+    assert reading.notes == ("1 hidden video ignored (file names that begin with a dot)",)
 
 
 def test_links_to_folders_are_followed_once(make_videos: VideoMaker) -> None:

@@ -110,8 +110,13 @@ def test_a_table_that_points_elsewhere_is_refused(tmp_path: Path) -> None:
     table["model.b"]["pieces"][0]["file"] = "../elsewhere"
     (path / "tensors.json").write_text(json.dumps(table))
     reseal(path)
-    with pytest.raises(UserError, match=r"'\.\./elsewhere' is not a file name"):
+    with pytest.raises(UserError, match=r"'\.\./elsewhere' is not a file name") as caught:
         read_weights(path)
+    assert caught.value.hint == "remove it: there is none before it, so that training starts again"
+    write(tmp_path, 2)
+    with pytest.raises(UserError) as caught:
+        read_weights(path)
+    assert caught.value.hint == "remove it: step_000002 is used instead"
 
 
 @pytest.mark.parametrize(

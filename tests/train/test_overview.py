@@ -27,7 +27,7 @@ def test_runs_are_linked_and_nothing_from_outside_becomes_markup(tmp_path: Path)
     assert HOSTILE not in out.read_text()
     assert_own_scripts_only(out.read_text())
     links = [one for one in found.loaded if not one.startswith("data:")]
-    assert len(links) == 4  # in the comparison too
+    assert len(links) == 6  # in both tables of the comparison too
     assert all((out.parent / unquote(link)).resolve() == run.page.resolve() for link in links)
     assert out.read_text().count(PIXEL) == 2  # of the first text found, in each card
 

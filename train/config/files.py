@@ -14,7 +14,6 @@ from typing import Any, TypeVar, get_type_hints
 
 from clipmill.manifests.errors import UserError
 from clipmill.manifests.publish import publish_bytes
-from clipmill.manifests.usage_errors import usage_message
 from clipmill.train.config.fields import deferred_checks, mistakes, refuse
 from clipmill.train.config.training import TrainingSettings, plain_values
 
@@ -78,6 +77,8 @@ def _parsed(path: Path, kind: type[Settings]) -> Settings:
         refuse(mistakes(settings))
         return settings
     except (CycloptsError, UserError) as error:
+        from clipmill.manifests.usage_errors import usage_message
+
         wrong = str(error) if isinstance(error, UserError) else usage_message(error)
         wrong = wrong if str(path) in wrong else f"{path}: {wrong}"
         hints = ["put back what the run wrote"]

@@ -113,6 +113,7 @@ def train(
     if (path := world.first(lambda: latest_checkpoint(run.checkpoints))) is not None:
         state.restore(path, samples, settings, task=task, world=world)
         saved_step = state.step
+        progress.say(f"resumes at step {state.step} of {settings.steps} from {path}")
         writer.prune()
     failures = FailureLog(run, world=world, max_failures=settings.max_failures, cursor=state.cursor)
     trackers = Trackers([])

@@ -24,7 +24,7 @@ from clipmill.train.engine.task import Task, own_part
 from clipmill.train.losses.objective import Objective
 from clipmill.train.optim.optimizer import make_optimizer
 from clipmill.train.optim.parameters import Ema, plain_name
-from clipmill.train.run.checkpoint import CheckpointMetadata, check_fits, fill, read_metadata, read_table
+from clipmill.train.run.checkpoint import CheckpointMetadata, check_fits, fill, read_metadata, read_table, removal_hint
 from clipmill.train.weights.sources import Base
 
 Of = TypeVar("Of")
@@ -130,7 +130,7 @@ class State:
         if (names := not_finite(self.tensors(), world=world)) is not None:
             raise UserError(
                 f"checkpoint {path} holds values that are not finite (NaN or infinity) in {names}",
-                hint="remove it: the one before it, if there is one, is used instead",
+                hint=removal_hint(path),
             )
         if self.base is not None:
             # The path is absolute there; the run may have been resumed in another folder.

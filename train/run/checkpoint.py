@@ -246,8 +246,17 @@ def _checksum_of(content: Mapping[str, Any]) -> str:
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
+def removal_hint(path: Path) -> str:
+    """The hint for a checkpoint that cannot be used: what takes its place once it is removed."""
+    step = checkpoint_step(path)
+    before = [name for number, name in all_checkpoints(path.parent).items() if step is not None and number < step]
+    if not before:
+        return "remove it: there is none before it, so that training starts again"
+    return f"remove it: {before[-1].name} is used instead"
+
+
 def _unreadable(path: Path, why: str) -> UserError:
     return UserError(
         f"checkpoint {path} cannot be read: {why}",
-        hint="remove it: the one before it, if there is one, is used instead",
+        hint=removal_hint(path),
     )

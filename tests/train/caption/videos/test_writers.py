@@ -6,7 +6,7 @@ import pytest
 
 from clipmill.manifests.errors import FailedWork, UserError
 from clipmill.train.tasks.caption.settings import VideoFormat
-from clipmill.train.tasks.caption.videos.captioning import CaptionedWindow
+from clipmill.train.tasks.caption.videos.captioning import CaptionedWindow, VideoProgress
 from clipmill.train.tasks.caption.videos.outputs import WRITERS, format_of, open_sink, srt_time, subtitle_names
 
 CAPTIONS = [
@@ -28,6 +28,15 @@ def windows(captions: list[str] = CAPTIONS) -> list[CaptionedWindow]:
         CaptionedWindow(Path("a, b/v.mp4"), number * 2_500_000, (number + 1) * 2_500_000, caption, 99)
         for number, caption in enumerate(captions)
     ]
+
+
+def test_empty_captions_are_counted_at_the_end(capsys: pytest.CaptureFixture[str]) -> None:
+    with VideoProgress(num_videos=1) as progress:
+        for window in windows():
+            progress.show(window)
+    progress.say_done(" in a.srt")
+    said = "done: captions of 10 windows of 1 video in a.srt; 1 of 10 captions are empty; "
+    assert said in capsys.readouterr().err
 
 
 def written(path: Path, form: VideoFormat, captions: list[str] = CAPTIONS) -> str:

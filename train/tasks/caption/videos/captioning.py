@@ -145,7 +145,7 @@ class VideoProgress:
 
     def __init__(self, *, num_videos: int) -> None:
         self._num_videos, self._num_done, self._num_failed = num_videos, 0, 0
-        self._before_us = self._now_us = self._num_windows = 0
+        self._before_us = self._now_us = self._num_windows = self._num_empty = 0
         self._begin_s, self._pace = time.monotonic(), ProgressRate()
         self._activity = Activity("decoding and captioning the first windows")
 
@@ -159,16 +159,18 @@ class VideoProgress:
         self._activity.__exit__(kind, error, trace)
 
     def say_done(self, where: str) -> None:
-        """Say how much was captioned, and where the captions are."""
+        """Say how much was captioned, where the captions are, and how many are empty."""
         windows, videos = counted(self._num_windows, "window"), counted(self._num_videos, "video")
         rates = f"{self._seen_s():.0f} s of video, {self._speed()}"
-        print(f"done: captions of {windows} of {videos}{where}; {rates}", file=sys.stderr, flush=True)
+        empty = f"; {self._num_empty:,} of {counted(self._num_windows, 'caption')} are empty" if self._num_empty else ""
+        print(f"done: captions of {windows} of {videos}{where}{empty}; {rates}", file=sys.stderr, flush=True)
 
     def show(self, event: CaptionedWindow | VideoEnd) -> None:
         """Show a captioned window, or the end of a video."""
         share = 0.0
         if isinstance(event, CaptionedWindow):
             self._num_windows += 1
+            self._num_empty += not event.caption
             self._now_us, share = event.end_us, min(event.end_us / event.video_us, 1.0)
         else:
             self._num_done += 1
