@@ -1,6 +1,7 @@
 """Commands of `train` in the process of the tests, what they print, and what their runs leave."""
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -28,10 +29,10 @@ def train(*arguments: object) -> int:
 
 
 def two_lines(capsys: pytest.CaptureFixture[str]) -> tuple[str, str]:
-    """The error and the hint, which are all that a refused command prints on stderr."""
-    error, hint = capsys.readouterr().err.splitlines()
-    assert error.startswith("error: ") and hint.startswith("hint: ")
-    return error, hint
+    """The error and the hint, which are all that a refused command prints on stderr, besides what takes it long."""
+    lines = [line for line in capsys.readouterr().err.splitlines() if not re.match(r"\[\d+:\d\d\] ", line)]
+    assert [line.partition(":")[0] for line in lines] == ["error", "hint"], lines
+    return lines[0], lines[1]
 
 
 def error_of(capsys: pytest.CaptureFixture[str]) -> str:
