@@ -12,7 +12,6 @@ from clipmill.prep.engines import Outcome
 from clipmill.prep.synthetic.encode import VideoTrack, encode_video, set_rotation
 from clipmill.prep.synthetic.frame_code import draw_frame_number, read_frame_number
 from clipmill.prep.synthetic.frame_numbers import frame_ticks
-from clipmill.prep.video import work
 from clipmill.prep.video.ffmpeg import find_ffmpeg
 from clipmill.prep.video.recipe import Recipe, resolve
 from tests.prep.running import prep_here
@@ -88,5 +87,5 @@ class Here:
 def run_here(data: Path, *settings: str) -> dict[str, Any]:
     """`prep chunk --json` without workers; its summary."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(work, "open_engine", lambda *names, **given: Here())
+        patch.setattr("clipmill.prep.engines.choice.open_engine", lambda *names, **given: Here())
         return prep_here("chunk", "--data", data, "--json", *SETTINGS, *QUICK, *settings).summary

@@ -7,6 +7,7 @@ import pytest
 
 from clipmill.manifests.errors import UserError
 from clipmill.manifests.publish import publish_json
+from clipmill.manifests.store import manifest_dir
 from clipmill.shards import tars
 from clipmill.shards.commits import Commit, Failure, commit_path, write_commit
 from clipmill.shards.damage import DamagedTar
@@ -90,6 +91,7 @@ def test_what_is_not_there_is_a_users_error_with_the_command_to_run(data_dir: Pa
     with pytest.raises(UserError, match="no variant 'h265-1'") as raised:
         Variant.open(data_dir, variant="h265-1")
     assert NAME in (raised.value.hint or "")
+    manifest_dir(tmp_path / "elsewhere").mkdir(parents=True)
     for column, command in (("video", "prep chunk"), ("latents", "prep latents")):
         with pytest.raises(UserError, match=f"no {column} shards") as raised:
             Variant.open(tmp_path / "elsewhere", column=column)

@@ -1,6 +1,6 @@
 """Data folders and tars at addresses: small files are copied to this machine, and tars are read by range or cached.
 
-The cache folder (`--cache`) has `folders/`, the small files of each data folder, and `tars/`, whole tars under a limit
+The cache folder (`--cache`) has `folders/`, the small files of each data folder, and `objects/`, whole tars under a limit
 (`--cache-size`, clipmill.manifests.storage.cache).
 """
 

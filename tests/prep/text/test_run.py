@@ -13,7 +13,7 @@ from clipmill.prep.text.digests import text_digest
 from clipmill.prep.text.recipe import BANK_FOLDER
 from clipmill.shards.commits import read_commits
 from clipmill.shards.dataset import current_variant, set_current_variant
-from clipmill.shards.format import BLOCK_BYTES
+from clipmill.shards.format import BLOCK_BYTES, COMMIT_TABLE_FILE
 from clipmill.shards.merged_table import CHUNKS_FILE
 from clipmill.shards.npy import data_offset
 from clipmill.shards.reader import Variant
@@ -135,7 +135,7 @@ def test_a_new_video_goes_into_a_new_shard_and_moves_no_other(data: Path) -> Non
     encode(data, engine=engine)
     assert engine.texts == ["new"]
     after = contents(variant(data))
-    lists = {"contents.json", CHUNKS_FILE, *(name for name in before if "shards" in name)}
+    lists = {"contents.json", CHUNKS_FILE, COMMIT_TABLE_FILE, *(name for name in before if "shards" in name)}
     assert {name: after[name] for name in before.keys() - lists} == {
         name: before[name] for name in before.keys() - lists
     }

@@ -12,7 +12,7 @@ import pytest
 
 from clipmill.manifests.schema import VIDEOS
 from clipmill.prep.core.layout import LAYOUT
-from clipmill.prep.core.plan import ShardState
+from clipmill.prep.core.plan import ShardState, StoredShards
 from clipmill.prep.sources.table import PROBES
 from clipmill.prep.video.plan import Plan
 from clipmill.prep.video.recipe import Recipe, resolve
@@ -67,10 +67,9 @@ def plan(names: str = "ab", **changes: Any) -> Plan:
         "videos": videos(*names),
         "probes": probes(*names),
         "layout": LAYOUT.empty_table(),
-        "commits": {},
-        "problems": {},
     }
-    return Plan(**{**given, **changes})
+    stored = StoredShards(changes.pop("commits", {}), changes.pop("problems", {}))
+    return Plan(**{**given, **changes}, stored=stored)
 
 
 def committed(plan_: Plan, *failures: Failure) -> dict[int, Commit]:

@@ -224,11 +224,11 @@ def test_a_killed_download_leaves_no_tar(tmp_path: Path, payload: bytes) -> None
     address, cache = f"{server.address}/0.tar", tmp_path / "cache"
     with subprocess.Popen([sys.executable, "-c", script, address, str(cache)]) as process:
         assert server.has_hung.wait(60)
-        while process.poll() is None and not list(cache.glob("tars/*")):
+        while process.poll() is None and not list(cache.glob("objects/*")):
             time.sleep(0.01)  # it has been sent half, and makes its file
         process.send_signal(signal.SIGKILL)
     server.hanging.clear()
-    left = [path.name for path in cache.glob("tars/*")]
+    left = [path.name for path in cache.glob("objects/*")]
     assert len(left) == 1 and left[0].startswith(TEMPORARY_PREFIX)
     assert local_copy(address, cache=cache).read_bytes() == (served / "0.tar").read_bytes()
     server.close()
