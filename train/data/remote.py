@@ -1,7 +1,7 @@
 """Data folders and tars at addresses: small files are copied to this machine, and tars are read by range or cached.
 
-The cache folder (`--cache`) has `folders/`, the small files of each data folder, and `objects/`, whole tars under a limit
-(`--cache-size`, clipmill.manifests.storage.cache).
+The cache folder (`--cache`) has `folders/`, the small files of each data folder, and `objects/`, whole tars under a
+limit (`--cache-size`, clipmill.manifests.storage.cache).
 """
 
 import hashlib
