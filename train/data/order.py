@@ -15,7 +15,7 @@ positions are empty.
 import hashlib
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from typing import TypedDict
+from typing import NamedTuple, TypedDict
 
 import numpy as np
 from numpy.typing import NDArray
@@ -143,8 +143,7 @@ class LoaderState(TypedDict):
     samples: str  # fingerprint of the sample set
 
 
-@dataclass(frozen=True)
-class Cursor:
+class Cursor(NamedTuple):  # as `LoadedBatch`
     """All positions before `position` have been taken, and those in `ahead` (ascending, at or after `position`)."""
 
     position: int

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import cached_property
-from itertools import islice
+from itertools import chain, islice
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -145,8 +145,10 @@ class LatentLoader(BatchLoader):
         return SegmentReader(self.samples, self._loading)
 
     def _training_outcomes(self, begin: Cursor) -> Iterator[LatentSample | FailedSample]:
-        for positions in self._positions(begin):
-            yield from self._read(self._order.at(positions), positions, seed=self._seed)
+        # Not a generator, which would be resumed for every sample.
+        return chain.from_iterable(
+            self._read(self._order.at(positions), positions, seed=self._seed) for positions in self._positions(begin)
+        )
 
     def _read(
         self, samples: NDArray[np.int64], positions: NDArray[np.int64], *, seed: int | None
