@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from clipmill.shards.disk_speed import DiskSpeed, speed_of_file, speed_of_folder
-from clipmill.train.run.folder import processor
+from clipmill.train.run.environment import processor
 
 _MIN_FREE_BYTES = 200_000_000  # four times what is written to measure a disk
 _TIMEOUT_S = 15.0

@@ -35,7 +35,8 @@ from clipmill.train.losses.objective import Objective
 from clipmill.train.models.dual_encoder import size_of
 from clipmill.train.models.masked_autoencoder import MaskedAutoencoder
 from clipmill.train.models.video_vit import CubeGrid, VideoViTSize
-from clipmill.train.tasks.mae.objective import MaskedClips, MaskedReconstruction, Masking
+from clipmill.train.tasks.mae.masks import Masking
+from clipmill.train.tasks.mae.objective import MaskedClips, MaskedReconstruction
 from clipmill.train.tasks.mae.settings import MaeSettings, check_mask, without_effect
 from clipmill.train.weights.conversion import IMAGENET_MEAN, IMAGENET_STD
 from clipmill.train.weights.effective import effective_clip_settings
