@@ -8,12 +8,12 @@ import diffusers
 import pytest
 import torch
 
-from clipmill.prep.core.column import VIDEO
 from clipmill.prep.core.data_folder import writing
 from clipmill.prep.core.run import Summary, execute
 from clipmill.prep.engines import Check, Outcome, R, T
 from clipmill.prep.latents.plan import latents_job, make_latents_plan
 from clipmill.prep.latents.recipe import LATENTS, LatentsSettings, resolve
+from clipmill.shards.columns import VIDEO
 from clipmill.shards.dataset import current_variant
 
 AutoencoderKL: Any = diffusers.AutoencoderKL  # its types say nothing of its methods
