@@ -181,7 +181,7 @@ def open_segments(
             tars=folder.tars,
         )
     )
-    shape, length = latents.frame_shape, latents.segment_frames
+    shape, length = latents.frame_shape, latents.samples.segments.num_frames
     if settings.num_frames > length:
         raise UserError(
             f"--num-frames {settings.num_frames}: a segment of {settings.segment} has {length} frames",
