@@ -36,7 +36,8 @@ from clipmill.train.data.batch import Batch
 from clipmill.train.distributed.launch import open_world
 from clipmill.train.distributed.pipeline import Pipeline
 from clipmill.train.distributed.stages import partition
-from clipmill.train.distributed.world import Step, World
+from clipmill.train.distributed.step import Step
+from clipmill.train.distributed.world import World
 from clipmill.train.models.attention import attend_with_sdpa
 from clipmill.train.models.captioner import Captioner
 from clipmill.train.models.gpt2 import Gpt2, Gpt2Size

@@ -11,7 +11,8 @@ from clipmill.train.config.model import ModelName, Towers
 from clipmill.train.models.attention import open_attention
 from clipmill.train.models.dual_encoder import size_of
 from clipmill.train.models.masked_autoencoder import MaskedAutoencoder, predicted_cubes
-from clipmill.train.tasks.mae.objective import normalised_cubes, reconstruction_loss, tube_masks
+from clipmill.train.tasks.mae.masks import tube_masks
+from clipmill.train.tasks.mae.objective import normalised_cubes, reconstruction_loss
 from clipmill.train.weights.conversion import IMAGENET_STD
 from clipmill.train.weights.hf_videomae import to_hf_videomae
 

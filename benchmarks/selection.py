@@ -29,11 +29,12 @@ from benchmarks.measure import run_measured
 from benchmarks.report import parser_for, print_report
 from clipmill.manifests.dataset_write import write_manifest
 from clipmill.manifests.publish import publish_json
+from clipmill.shards.columns import SCORES
 from clipmill.shards.commits import Commit, write_commit
 from clipmill.shards.dataset import set_current_variant, variant_dir
 from clipmill.shards.reader import Variant
 from clipmill.shards.score_fields import SCORES_FIELDS
-from clipmill.shards.scores import CHUNKS_FILE, SCORES, open_scores, write_score_table
+from clipmill.shards.scores import CHUNKS_FILE, open_scores, write_score_table
 from clipmill.shards.selection import selected_chunks
 from clipmill.shards.where import parse_where
 

@@ -17,8 +17,9 @@ from numpy.typing import NDArray
 from clipmill.manifests.errors import UserError
 from clipmill.manifests.publish import make_folder, remove
 from clipmill.manifests.storage.mirrors import is_away
+from clipmill.shards.columns import COLUMNS, VIDEO, has_chunk_table
 from clipmill.shards.damage import Damaged, DamagedIndex
-from clipmill.shards.format import FORMAT_VERSION, folders_in
+from clipmill.shards.format import FORMAT_VERSION, INDEX_FIELDS, folders_in
 from clipmill.shards.merged_table import (
     CHUNKS_FILE,
     DamagedTable,
@@ -31,20 +32,7 @@ from clipmill.shards.merged_table import (
 from clipmill.shards.reader import CommittedShard, Variant
 from clipmill.shards.table_commits import TableCommits
 
-MEMBERS = {"video": ("mp4",), "latents": ("latents.npy", "latents.npy.zst"), "text": ("text.npy",)}
-_NUMBERS = {name: pa.int32() for name in ("num_frames", "fps_num", "fps_den", "width", "height")}
-_OF_CHUNKS = {"start_ms": pa.int64(), **_NUMBERS}
 _TEXT = pa.string()  # in the table, a dictionary in the order of first occurrence
-_COPIED = {
-    "video": _OF_CHUNKS,
-    "latents": {**_OF_CHUNKS, "channels": pa.int32(), "dtype": _TEXT},
-    "text": {
-        "num_rows": pa.int32(),
-        "width": pa.int32(),
-        "caption_id": pa.list_(pa.int64()),
-        "caption_row": pa.list_(pa.int32()),
-    },
-}
 _OF_MEMBER = {"offset": pa.uint64(), "size": pa.uint64(), "crc32": pa.uint32()}
 _PLACE = {"shard": pa.int32(), "row": pa.int32()}
 _SHARDS_KEY, _INDEXES_KEY, _OPEN_GOPS_KEY = b"shard_ids", b"index_sha256", b"open_gops"
@@ -118,7 +106,7 @@ def update_chunk_table(variant: Variant, *, column: str) -> bool:
     Raises:
         UserError: an index cannot be read. The variant then lacks a part, or has one that readers recognise as stale.
     """
-    if column not in MEMBERS or variant.damaged:
+    if not has_chunk_table(column) or variant.damaged:
         return False
     parts = _parts(variant)
     stale = [part for part in parts if not part.is_intact()]
@@ -226,7 +214,7 @@ class _Part:
             if len(members) > 1:
                 raise DamagedIndex(shard.index_path, f"its samples have {member}, those of other shards do not")
             tables.append(table)
-            if finds_open_gops and self._column == "video" and not shard.packet_tables.has_closed_gops(0):
+            if finds_open_gops and self._column == VIDEO and not shard.packet_tables.has_closed_gops(0):
                 open_gops.add(shard.shard_id)
             shard.close()
         table = pa.concat_tables(tables).combine_chunks()
@@ -259,16 +247,18 @@ def _parts(variant: Variant) -> list[_Part]:
 
 def _schema(column: str) -> pa.Schema:
     """The columns of a table while it is made, with plain texts."""
-    return pa.schema({"video_id": _TEXT, **_COPIED[column], **_OF_MEMBER, **_PLACE})
+    types = {field.name: field.type for field in INDEX_FIELDS[column]}
+    merged = {name: types[name] for name in COLUMNS[column].merged}
+    return pa.schema({"video_id": _TEXT, **merged, **_OF_MEMBER, **_PLACE})
 
 
 def _rows_of(shard: CommittedShard, column: str, schema: pa.Schema) -> tuple[pa.Table, str]:
     """Return the rows of a shard, and the extension of their member."""
-    index = shard.index
-    member = next((one for one in MEMBERS[column] if f"{one}_offset" in index.column_names), None)
-    wanted = {"video_id", *_COPIED[column]}
+    index, members = shard.index, COLUMNS[column].members
+    member = next((one for one in members if f"{one}_offset" in index.column_names), None)
+    wanted = {"video_id", *COLUMNS[column].merged}
     if member is None or (missing := wanted.difference(index.column_names)):
-        what = f"member {MEMBERS[column][0]}" if member is None else ", ".join(sorted(missing))
+        what = f"member {members[0]}" if member is None else ", ".join(sorted(missing))
         raise DamagedIndex(shard.index_path, f"not an index of {column}: it has no {what}")
     rows = np.arange(index.num_rows, dtype=np.int32)
     renamed = index.rename_columns([name.removeprefix(f"{member}_") for name in index.column_names])

@@ -8,7 +8,8 @@ from clipmill.manifests.checked_json import publish_checked_json, read_checked_j
 from clipmill.manifests.errors import UserError
 from clipmill.manifests.locks import folder_lock
 from clipmill.manifests.store import manifest_dir
-from clipmill.shards.format import COLUMNS, DATASET_FILE, FORMAT_VERSION, RECIPE_FILE
+from clipmill.shards.columns import COLUMNS, VIDEO, command_for, how_to_make
+from clipmill.shards.format import DATASET_FILE, FORMAT_VERSION, RECIPE_FILE
 
 
 class DamagedDataset(UserError):
@@ -17,7 +18,7 @@ class DamagedDataset(UserError):
     def __init__(self, path: Path, why: str) -> None:
         super().__init__(
             f"{path} is damaged: {why}",
-            hint="run the prep command of each column again (first prep chunk) to rewrite it; "
+            hint=f"run the prep command of each column again (first prep {command_for(VIDEO)}) to rewrite it; "
             "if a command fails, remove the file first",
         )
 
@@ -36,20 +37,14 @@ def variant_dir(data_dir: Path, column: str, variant: str) -> Path:
     return data_dir / column / variant
 
 
-def how_to_make(column: str, data_dir: Path) -> str:
-    """Return the hint with the command that makes a column."""
-    flags = {"video": "chunk", "latents": "latents --vae NAME", "text": "text --clip NAME"}
-    return f"run prep {flags.get(column, column)} --data {shlex.quote(str(data_dir))}"
-
-
 def no_shards(data_dir: Path, column: str) -> UserError:
     """Return the error for a folder without a variant of `column`, which may be one of videos given by mistake."""
     if manifest_dir(data_dir).exists() or (data_dir / DATASET_FILE).exists():
-        return UserError(f"{data_dir} has no {column} shards", hint=how_to_make(column, data_dir))
+        return UserError(f"{data_dir} has no {column} shards", hint=f"run {how_to_make(column, data_dir)}")
     return UserError(
         f"{data_dir} is not a data folder: it has no {column} shards, and no manifest",
         hint=f"if it has videos, make a data folder of them: prep manifest folder {shlex.quote(str(data_dir))} "
-        "--data DATA; then prep chunk --data DATA",
+        f"--data DATA; then {how_to_make(VIDEO, 'DATA')}",
     )
 
 

@@ -84,8 +84,9 @@ from pathlib import Path
 
 import pyarrow as pa
 
+from clipmill.shards.columns import LATENTS, TEXT, VIDEO
+
 FORMAT_VERSION = 2
-COLUMNS = ("video", "latents", "text", "scores")
 BLOCK_BYTES = 512  # tar's unit, and the alignment of the arrays of .npy members
 MAX_MEMBER_NAME_BYTES = 100
 COMMITS_FOLDER = "commits"
@@ -149,6 +150,8 @@ TEXT_FIELDS = [
     pa.field("caption_id", pa.list_(pa.int64()), nullable=False),
     pa.field("caption_row", pa.list_(pa.int32()), nullable=False),
 ]
+
+INDEX_FIELDS = {VIDEO: VIDEO_FIELDS, LATENTS: LATENTS_FIELDS, TEXT: TEXT_FIELDS}
 
 
 @dataclass(frozen=True)

@@ -15,10 +15,11 @@ from clipmill.manifests.errors import UserError
 from clipmill.manifests.json_text import parse_json
 from clipmill.manifests.publish import read_record
 from clipmill.manifests.quoting import counted
+from clipmill.shards.columns import VIDEO, command_for, how_to_make
 from clipmill.shards.commits import Commit, ShardFiles
 from clipmill.shards.contents import file_sha256, read_contents
 from clipmill.shards.damage import DamagedContents, DamagedIndex
-from clipmill.shards.dataset import current_variant, how_to_make, list_variants, no_shards, variant_dir
+from clipmill.shards.dataset import current_variant, list_variants, no_shards, variant_dir
 from clipmill.shards.format import CONTENTS_FILE, RECIPE_FILE
 from clipmill.shards.index import extensions_of, open_index, open_index_content
 from clipmill.shards.key_lookup import KeyLookup
@@ -197,14 +198,14 @@ class Variant:
 
     @classmethod
     def open(
-        cls, data_dir: Path, *, column: str = "video", variant: str | None = None, tars: TarBytes | None = None
+        cls, data_dir: Path, *, column: str = VIDEO, variant: str | None = None, tars: TarBytes | None = None
     ) -> "Variant":
         """Open a variant of `column`: the current one by default.
 
         Raises:
             UserError: the variant does not exist.
         """
-        hint = how_to_make(column, data_dir)
+        hint = f"run {how_to_make(column, data_dir)}"
         name = variant or current_variant(data_dir, column)
         if name is None:
             raise no_shards(data_dir, column)
@@ -223,7 +224,7 @@ class Variant:
             UserError: there are no commits, or the samples of some shard would be dropped silently.
         """
         if not self.commits and not self.damaged:
-            hint = how_to_make(self.directory.parent.name, self.directory.parent.parent)
+            hint = f"run {how_to_make(self.directory.parent.name, self.directory.parent.parent)}"
             raise UserError(f"{self.directory} has no committed shards", hint=hint)
         if self.damaged:
             num_more = len(self.damaged) - 1
@@ -236,9 +237,8 @@ class Variant:
     def _repair_hint(self) -> str:
         data_dir, column = self.directory.parent.parent, self.directory.parent.name
         verify = f"prep verify --column {column} --data {shlex.quote(str(data_dir))}"
-        command = "chunk" if column == "video" else column
         settings = f"with the settings of {self.directory.name}"
-        return f"to repair it, run `prep {command}` {settings}; `{verify}` prints the command"
+        return f"to repair it, run `prep {command_for(column)}` {settings}; `{verify}` prints the command"
 
     @cached_property
     def recipe(self) -> dict[str, Any]:

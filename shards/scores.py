@@ -8,7 +8,6 @@ does (clipmill.shards.look_alikes). A chunk whose scores could not be computed h
 clipmill.shards.merged_table defines how readers recognise a stale or damaged file.
 """
 
-import shlex
 from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +19,7 @@ import pyarrow.compute as pc
 from clipmill.manifests.errors import UserError
 from clipmill.manifests.keys import split_key
 from clipmill.manifests.store import read_videos
+from clipmill.shards.columns import SCORES, VIDEO, command_for, how_to_make, how_to_repair
 from clipmill.shards.damage import Damaged
 from clipmill.shards.dataset import current_variant
 from clipmill.shards.look_alikes import first_alike, is_comparable
@@ -34,7 +34,6 @@ from clipmill.shards.merged_table import (
 from clipmill.shards.reader import Variant
 from clipmill.shards.score_fields import SCORES_FIELDS
 
-SCORES = "scores"
 _STALE = "shards of scores have changed since it was written"
 _ROWS = pa.schema([field for field in SCORES_FIELDS if field.name != "chunk_fingerprint"])
 _SCHEMA = pa.schema(
@@ -92,8 +91,8 @@ def open_scores(data_dir: Path, *, columns: Collection[str] | None = None) -> Sc
             commits, or damaged.
     """
     variant = Variant.open(data_dir, column=SCORES).whole()
-    hint = f"run prep scores --data {shlex.quote(str(data_dir))}"
-    made_of, video = variant.recipe.get("video"), current_variant(data_dir, "video")
+    hint = f"run {how_to_make(SCORES, data_dir)}"
+    made_of, video = variant.recipe.get(VIDEO), current_variant(data_dir, VIDEO)
     if made_of is not None and made_of != video:
         raise UserError(f"the scores are of the chunks of {made_of}, and {video} is the current variant", hint=hint)
     path = variant.directory / CHUNKS_FILE
@@ -145,13 +144,13 @@ def _read_rows(variant: Variant) -> pa.Table:
         try:
             table = shard.index.select(_ROWS.names).cast(_ROWS)
         except (Damaged, OSError, KeyError, pa.ArrowException) as error:
-            hint = f"see prep verify --column {SCORES}; prep scores makes that shard again"
+            hint = how_to_repair(SCORES)
             raise UserError(f"{shard.index_path}: {error}", hint=hint) from error
         for field in _ROWS:
             if pa.types.is_floating(field.type) and pc.any(pc.is_nan(table[field.name])).as_py():
                 raise UserError(
                     f"{shard.index_path}: {field.name} is NaN for some chunks",
-                    hint=f"remove {shard.index_path} and run prep scores, which makes that shard again",
+                    hint=f"remove {shard.index_path} and run prep {command_for(SCORES)}, which makes that shard again",
                 )
         tables.append(table)
     failed = {failure.key for commit in variant.commits.values() for failure in commit.failures if failure.key}

@@ -13,6 +13,7 @@ from clipmill.manifests.errors import UserError
 from clipmill.manifests.quoting import counted
 from clipmill.manifests.store import read_videos
 from clipmill.shards.chunk_table import read_chunk_rows
+from clipmill.shards.columns import SCORES, VIDEO, how_to_make, how_to_repair
 from clipmill.shards.damage import Damaged
 from clipmill.shards.moments import Moments
 from clipmill.shards.reader import Variant
@@ -58,7 +59,7 @@ def selected_chunks(
         if num_missing := int((rows < 0).sum()):
             raise UserError(
                 f"--where uses scores, and {counted(num_missing, 'chunk')} of {len(rows):,} have none",
-                hint=f"run prep scores --data {shlex.quote(str(data_dir))}, or leave scores out of --where",
+                hint=f"run {how_to_make(SCORES, data_dir)}, or leave scores out of --where",
             )
         columns |= {name: _taken(scores[name], rows) for name in of_scores}
     return where.mask(pa.table(columns))
@@ -124,7 +125,7 @@ def _chunk_fields(data_dir: Path) -> pa.Table:
     try:
         rows = read_chunk_rows(variant, columns=names)
     except (Damaged, OSError) as error:
-        raise UserError(str(error), hint="see prep verify; prep chunk makes the table or the shard again") from error
+        raise UserError(str(error), hint=how_to_repair(VIDEO, what="the table or the shard")) from error
     found = rows.table
     num_frames, fps_num, fps_den = (found[name].to_numpy() for name in ("num_frames", "fps_num", "fps_den"))
     entries, codes = rows.coded("video_id")

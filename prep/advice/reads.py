@@ -9,6 +9,7 @@ import numpy as np
 
 from clipmill.manifests.errors import UserError
 from clipmill.manifests.quoting import counted
+from clipmill.shards.columns import VIDEO
 from clipmill.shards.disk_speed import ReadSpeed, drop_cache, read_speed
 from clipmill.shards.packets import PacketTable
 from clipmill.shards.reader import CommittedShard, Variant
@@ -56,7 +57,7 @@ def open_column(variant: Variant, name: str) -> Column:
     """Find out what clips of a column read.
 
     Args:
-        name: "video" or "latents".
+        name: VIDEO or LATENTS.
 
     Raises:
         UserError: there are no shards.
@@ -71,7 +72,7 @@ def open_column(variant: Variant, name: str) -> Column:
     seconds = np.concatenate([_chunk_seconds(one) for one in sampled])
     sizes = np.concatenate([np.asarray(one.index[f"{_extension(one)}_size"], np.float64) for one in sampled])
     num_chunks = sum(one.num_samples for one in shards)
-    if name == "video":
+    if name == VIDEO:
         reads = clip_reads(sampled)
         clip_bytes = float(np.mean([sum(size for _, size in ranges) for _, ranges in reads]))
         requests, num_clips = float(np.mean([len(ranges) for _, ranges in reads])), num_chunks

@@ -11,10 +11,14 @@ from cyclopts import Parameter
 from clipmill.manifests.errors import UserError
 from clipmill.manifests.quoting import counted
 from clipmill.prep.core.request import Data, Json
+from clipmill.shards.columns import LATENTS, VIDEO
 
 if TYPE_CHECKING:
     from clipmill.prep.advice.reads import Column
 
+    ReadColumn = str
+else:
+    ReadColumn = Literal[VIDEO, LATENTS]
 _Number = Parameter(allow_leading_hyphen=True)
 _MAX_NODES, _MAX_GPUS = 100_000, 1_000
 
@@ -38,7 +42,7 @@ class Asked:
     gpus: Annotated[int | None, _Number] = None
     """GPUs per node. Default: 1."""
 
-    column: Literal["video", "latents"] = "video"
+    column: ReadColumn = VIDEO
     """What training reads: video, or latents (train --input latents)."""
 
     read_speed: Annotated[float | None, _Number] = None
@@ -64,8 +68,8 @@ class Asked:
                     f"--{name.replace('_', '-')} {value} is out of range",
                     hint=f"give a number of {unit} greater than 0{limit}",
                 )
-        if self.bitrate is not None and self.column != "video":
-            raise UserError(f"--bitrate has no effect on {self.column}", hint="leave it out, or use --column video")
+        if self.bitrate is not None and self.column != VIDEO:
+            raise UserError(f"--bitrate has no effect on {self.column}", hint=f"leave it out, or use --column {VIDEO}")
 
 
 def advise(
@@ -118,7 +122,7 @@ def advise(
             f"the shards cannot be read: {error}", hint="run `prep verify` to find what is damaged"
         ) from None
     scale = 1.0 if given_bytes_per_s is None else given_bytes_per_s / column.bytes_per_s
-    ways = {"packets" if name == "video" else name: one.clip_bytes for name, one in columns.items()}
+    ways = {"packets" if name == VIDEO else name: one.clip_bytes for name, one in columns.items()}
     load = Load(
         batch=step.batch,
         step_s=step.step_s,
@@ -169,8 +173,8 @@ def _columns(data_dir: Path, asked: str) -> tuple[dict[str, "Column"], bool]:
     from clipmill.shards.reader import Variant
 
     tars, names = tars_of(data_dir), [asked]
-    if asked == "video" and tars is None and current_variant(data_dir, "latents") is not None:
-        names.append("latents")
+    if asked == VIDEO and tars is None and current_variant(data_dir, LATENTS) is not None:
+        names.append(LATENTS)
     opened = {name: Variant.open(data_dir, column=name, tars=tars).whole() for name in names}
     return {name: open_column(variant, name) for name, variant in opened.items()}, tars is not None
 

@@ -7,9 +7,9 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from clipmill.prep.core.column import VIDEO
 from clipmill.prep.sources.table import probes_of, read_probes
 from clipmill.shards.chunk_table import read_chunk_rows
+from clipmill.shards.columns import VIDEO
 from clipmill.shards.damage import Damaged
 from clipmill.shards.dataset import current_variant, variant_dir
 from clipmill.shards.moments import Moments

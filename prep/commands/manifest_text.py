@@ -16,9 +16,10 @@ from clipmill.manifests.dataset_write import WriteResult
 from clipmill.manifests.errors import UserError
 from clipmill.manifests.quoting import counted, on_one_line
 from clipmill.manifests.table_files import REJECTED_LIST
-from clipmill.prep.core.column import VIDEO, data_flags
+from clipmill.prep.core.column import data_flags
 from clipmill.prep.core.failure_list import FailureEntry, first_rejected, named_lines, named_values
 from clipmill.prep.registry import column_named
+from clipmill.shards.columns import VIDEO, command_for
 from clipmill.shards.dataset import current_variant
 from clipmill.shards.reader import Variant
 
@@ -27,7 +28,8 @@ _INDENT = "  "
 _ADVICE = {
     Reason.MALFORMED_ROW: "in CSV files, enclose text that contains commas in double quotes",
     Reason.AMBIGUOUS_VIDEO: "give the path of each video relative to the folder, with the extension",
-    Reason.MISSING_CHUNK: "if the videos have no chunks yet, such as videos that returned, run `prep chunk` first, "
+    Reason.MISSING_CHUNK: "if the videos have no chunks yet, such as videos that returned, run "
+    f"`prep {command_for(VIDEO)}` first, "
     "then this command again",
     Reason.BAD_SPLIT: "a split is train, val or test, and a video has one; use another data folder (--data) for other "
     "splits of the same videos",

@@ -8,6 +8,7 @@ from cyclopts import Parameter
 from clipmill.manifests.errors import UserError
 from clipmill.prep.core.request import Request, ScratchSize
 from clipmill.prep.registry import column_named, column_names
+from clipmill.shards.columns import VIDEO
 
 if TYPE_CHECKING:
     AnyColumn = str
@@ -25,7 +26,7 @@ class RetryRequest(Request):
 
 def retry(
     *,
-    column: ColumnOfFailures = "video",
+    column: ColumnOfFailures = VIDEO,
     only: Annotated[
         list[str] | None,
         Parameter(help="Failure codes to retry, as shown by prep status. Default: all.", negative=""),

@@ -11,9 +11,9 @@ from cyclopts import Parameter
 
 from clipmill.manifests.errors import FailedWork, UserError, UserErrors
 from clipmill.manifests.quoting import counted
-from clipmill.prep.core.column import VIDEO
 from clipmill.prep.core.request import Data, Json
 from clipmill.prep.registry import column_named, column_names, columns
+from clipmill.shards.columns import VIDEO
 
 VariantName = Annotated[
     str | None, Parameter(name="--variant", help="Variant name, as shown by prep status. Default: the current variant.")
@@ -128,17 +128,13 @@ def inspect(
     html: Annotated[
         Path | None,
         Parameter(
-            help="HTML file to write. video: chunks that play in place, with totals, distributions, search and "
-            "filters; clips that take more than 8 MB go to a folder beside it. scores: the distribution of each score, "
-            "and pictures along it."
+            help="HTML file to write. "
+            + " ".join(f"{column.name}: {column.page}." for column in columns() if column.page)
         ),
     ] = None,
     where: Annotated[
         str | None,
-        Parameter(
-            help="Expression such as 'motion > 0.2 and cuts = 0'. The page of chunks has only those that it keeps; "
-            "the page of --column scores shows what it keeps and drops."
-        ),
+        Parameter(help="Expression such as 'motion > 0.2 and cuts = 0', which selects what the page of --html shows."),
     ] = None,
     chunks: Annotated[
         int | None,
@@ -182,7 +178,10 @@ def inspect(
             )
         write_page = work_of(known).write_page
         if write_page is None:
-            raise UserError(f"--html does not support column {column}", hint="omit --html, or use --column video")
+            with_page = " or ".join(column.name for column in columns() if column.page)
+            raise UserError(
+                f"--html does not support column {column}", hint=f"omit --html, or use --column {with_page}"
+            )
         if chunks is not None and chunks < 1:
             raise UserError(f"--chunks is {chunks}", hint="give a number of 1 or more")
         writing = f"writing {html}"

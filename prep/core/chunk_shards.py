@@ -4,7 +4,6 @@ Columns that hold one sample for each chunk (`latents`, `scores`) have shards wi
 """
 
 import hashlib
-import shlex
 import zlib
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -17,9 +16,9 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from clipmill.manifests.errors import UserError
-from clipmill.prep.core.column import VIDEO
 from clipmill.prep.core.failures import FailureCode, SourceFailure
 from clipmill.prep.core.plan import NUM_CHECK_THREADS, WantedShard
+from clipmill.shards.columns import VIDEO, command_for, how_to_make
 from clipmill.shards.commits import Commit, Failure
 from clipmill.shards.damage import Damaged, DamagedIndex
 from clipmill.shards.dataset import current_variant
@@ -27,6 +26,8 @@ from clipmill.shards.index import extensions_of, open_index
 from clipmill.shards.reader import CommittedShard, open_shard
 from clipmill.shards.writer import Sample
 
+# Why a column that is made of chunks had nothing to do.
+NO_CHUNKS = f"there are no committed chunks yet; run it again after `prep {command_for(VIDEO)}`"
 _FINGERPRINT_COLUMNS = ["key", "span_fingerprint", "mp4_size", "mp4_crc32"]
 _COLUMNS = [*_FINGERPRINT_COLUMNS, "video_id", "num_frames", "fps_num", "fps_den"]
 
@@ -69,7 +70,7 @@ def current_chunks(data_dir: Path) -> str:
     """
     video = current_variant(data_dir, VIDEO)
     if video is None:
-        hint = f"create them first: prep chunk --len 15s --data {shlex.quote(str(data_dir))}"
+        hint = f"create them first: {how_to_make(VIDEO, data_dir)}"
         raise UserError(f"{data_dir} has no chunks", hint=hint)
     return video
 

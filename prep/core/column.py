@@ -16,8 +16,9 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
+from clipmill.shards.columns import VIDEO, command_for
+
 DATA_VARIABLE = "CLIPMILL_DATA"
-VIDEO = "video"  # made from the source videos; all other columns are made from it or from the manifest
 Stored = Mapping[str, Any]  # content of a variant's recipe.json
 
 
@@ -77,6 +78,7 @@ class ColumnSpec:
         verb: what the command does to a sample; it ends in e.
         checked_noun: noun for what `verify --deep` counts, singular: "decoded frame".
         has_hours: whether `status` reports hours of video, computed from num_frames and the frame rate in the index.
+        page: what the page of `prep inspect --html` shows, as a clause; empty without such a page.
         make_command: function behind `prep NAME`, with its flags.
         plan_command: function behind `prep plan NAME`.
         flags: stored recipe -> flags of `prep NAME` that reproduce it; raises UserError if another version wrote the
@@ -93,6 +95,7 @@ class ColumnSpec:
     verb: str = "encode"
     checked_noun: str = "checked row"
     has_hours: bool = True
+    page: str = ""
     make_command: Callable[..., None]
     plan_command: Callable[..., None]
     flags: Callable[[Stored], list[str]]
@@ -101,7 +104,7 @@ class ColumnSpec:
 
     @property
     def is_first(self) -> bool:
-        """True if the column is made directly from the source videos."""
+        """True if the column is made from the source videos; others are made from it or from the manifest."""
         return self.name == VIDEO
 
     @property
@@ -135,11 +138,6 @@ def short_path(path: Path) -> str:
     with suppress(ValueError, OSError):
         return os.fspath(path.relative_to(Path.cwd()))
     return os.fspath(path)
-
-
-def command_for(column: str) -> str:
-    """Return the name of the command that makes `column`."""
-    return "chunk" if column == VIDEO else column
 
 
 def changed_flags(values: Mapping[str, Any], defaults: Mapping[str, Any]) -> list[str]:

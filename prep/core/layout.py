@@ -16,12 +16,12 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from clipmill.manifests.errors import UserError
-from clipmill.prep.core.column import VIDEO, command_for
 from clipmill.prep.core.table_file import as_array, read_table_file, write_table_file
+from clipmill.shards.columns import COLUMNS, VIDEO, command_for
 from clipmill.shards.commits import Commit, Failure
 from clipmill.shards.damage import Damaged
 from clipmill.shards.dataset import list_variants, variant_dir
-from clipmill.shards.format import COLUMNS, RECIPE_FILE
+from clipmill.shards.format import RECIPE_FILE
 from clipmill.shards.index import open_index
 from clipmill.shards.reader import Variant
 

@@ -16,12 +16,13 @@ import pyarrow as pa
 from clipmill.manifests.errors import UserError
 from clipmill.manifests.quoting import counted
 from clipmill.prep.core.chunk_shards import ChunkShard, read_chunk_shards
-from clipmill.prep.core.column import VIDEO, Pending
+from clipmill.prep.core.column import Pending
 from clipmill.prep.core.plan import ShardPlan, pending_of, plan_shards, stored_shards
 from clipmill.prep.core.selection import stored_request
 from clipmill.prep.latents.column import COLUMN
 from clipmill.prep.latents.frames import frames_on_screen
 from clipmill.prep.latents.recipe import LATENTS, LatentsRecipe, latents_recipe_from_dict
+from clipmill.shards.columns import VIDEO
 from clipmill.shards.commits import Commit, Failure, read_commits
 from clipmill.shards.damage import DamagedIndex
 from clipmill.shards.dataset import current_variant, variant_dir

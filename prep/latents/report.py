@@ -5,6 +5,7 @@ from pathlib import Path
 
 from clipmill.manifests.quoting import counted
 from clipmill.manifests.units import size_text
+from clipmill.prep.core.chunk_shards import NO_CHUNKS
 from clipmill.prep.core.disk_use import disk_use
 from clipmill.prep.core.report import (
     NOTHING_TO_DO,
@@ -73,5 +74,5 @@ def latents_summary(summary: Summary, *, vae: str, listed: Path) -> Report:
         )
     nothing = None
     if not summary.num_chunks:
-        nothing = "there are no committed chunks yet; run it again after `prep chunk`"
+        nothing = NO_CHUNKS
     return summary_report(summary, listed=listed, speed=speed, nothing=nothing, vae=vae)

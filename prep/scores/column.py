@@ -58,6 +58,7 @@ COLUMN = ColumnSpec(
     check_sample="clipmill.prep.scores.sample:check_scores",
     verb="score",
     has_hours=False,
+    page="the distribution of each score, pictures along it, and what --where keeps and drops",
     make_command=scores,
     plan_command=plan_scores,
     flags=_flags,

@@ -12,10 +12,11 @@ import pyarrow as pa
 
 from clipmill.manifests.errors import UserError
 from clipmill.prep.core.chunk_shards import ChunkShard, read_chunk_shards
-from clipmill.prep.core.column import VIDEO, Pending
+from clipmill.prep.core.column import Pending
 from clipmill.prep.core.plan import ShardPlan, pending_of, plan_shards, stored_shards
 from clipmill.prep.scores.column import COLUMN
 from clipmill.prep.scores.recipe import SCORES, ScoresRecipe, scores_recipe_from_dict
+from clipmill.shards.columns import VIDEO
 from clipmill.shards.commits import Commit, Failure, read_commits
 from clipmill.shards.dataset import current_variant, variant_dir
 from clipmill.shards.reader import Variant

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from clipmill.manifests.units import duration_text
+from clipmill.prep.core.chunk_shards import NO_CHUNKS
 from clipmill.prep.core.report import (
     NOTHING_TO_DO,
     Report,
@@ -67,7 +68,7 @@ def scores_summary(summary: ScoresSummary, *, listed: Path) -> Report:
         )
     nothing = None
     if not summary.num_chunks:
-        nothing = "there are no committed chunks yet; run it again after `prep chunk`"
+        nothing = NO_CHUNKS
     report = summary_report(summary, listed=listed, speed=speed, nothing=nothing, verb="score")
     written = [f"table    {CHUNKS_FILE}: written"] if summary.is_table_written else []
     return Report("\n".join([report.text, *written]), report.values)

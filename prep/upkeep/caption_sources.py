@@ -11,7 +11,7 @@ from clipmill.manifests.caption_reader import open_stored_captions
 from clipmill.manifests.further_sources import source_counts
 from clipmill.manifests.previous import FURTHER_KEY
 from clipmill.manifests.store import open_captions, read_manifest
-from clipmill.prep.core.column import VIDEO
+from clipmill.shards.columns import VIDEO
 from clipmill.shards.dataset import current_variant
 
 _ROUNDING_S = 1.0

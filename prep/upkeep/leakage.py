@@ -16,9 +16,10 @@ from clipmill.manifests.errors import UserError
 from clipmill.manifests.keys import chunk_key
 from clipmill.manifests.quoting import counted
 from clipmill.manifests.store import read_videos
+from clipmill.shards.columns import SCORES
 from clipmill.shards.dataset import current_variant
 from clipmill.shards.look_alikes import first_of_each_part
-from clipmill.shards.scores import SCORES, open_scores
+from clipmill.shards.scores import open_scores
 
 MAX_PAIRS = 1000
 _MAX_SHOWN = 3

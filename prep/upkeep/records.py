@@ -16,7 +16,7 @@ from clipmill.manifests.caption_reader import open_stored_captions
 from clipmill.manifests.errors import UserError
 from clipmill.manifests.store import MANIFEST_FILE, manifest_dir, open_captions, read_rejected, read_videos
 from clipmill.manifests.table_files import TABLE_FILES
-from clipmill.prep.core.column import VIDEO, ColumnSpec, Stored, command_for, recipe_fingerprint
+from clipmill.prep.core.column import ColumnSpec, Stored, recipe_fingerprint
 from clipmill.prep.core.data_folder import PROBES_FILE, SHOTS_FILE
 from clipmill.prep.core.layout import LAYOUT_FOLDER, DamagedLayout, owner_of_layout, read_layout, variants_of
 from clipmill.prep.core.selection import SELECTION_FILE, read_selection, stored_request
@@ -25,6 +25,7 @@ from clipmill.prep.core.work import work_of
 from clipmill.prep.registry import column_named, columns
 from clipmill.prep.sources.shot_table import SHOTS
 from clipmill.prep.sources.table import PROBES
+from clipmill.shards.columns import VIDEO, command_for
 from clipmill.shards.dataset import current_variant, list_variants, variant_dir
 from clipmill.shards.format import DATASET_FILE, RECIPE_FILE
 from clipmill.shards.lists import damaged_lists
@@ -124,9 +125,10 @@ def _shots(data_dir: Path) -> Iterator[RecordFinding]:
     except FileNotFoundError:
         return
     except (OSError, ValueError) as error:
-        message = f"{error}; until it is repaired, shots are detected again by `prep chunk --cut shots`"
+        detecting = f"prep {command_for(VIDEO)} --cut shots"
+        message = f"{error}; until it is repaired, shots are detected again by `{detecting}`"
         again = _command_of(data_dir, column_named(VIDEO), lambda stored: stored.get("cut") == "shots")
-        repair = again or "prep chunk --cut shots with the same settings as before"
+        repair = again or f"{detecting} with the same settings as before"
         yield RecordFinding(str(data_dir / SHOTS_FILE), message, repair)
 
 

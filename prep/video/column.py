@@ -8,12 +8,13 @@ from typing import Annotated, Any
 from cyclopts import Parameter
 
 from clipmill.manifests.help_text import FIRST_RUN
-from clipmill.prep.core.column import VIDEO, ColumnSpec, changed_flags
+from clipmill.prep.core.column import ColumnSpec, changed_flags
 from clipmill.prep.core.make import make_column, plan_column
 from clipmill.prep.core.request import Data, Json, PartRequest, Request, ScratchSize
 from clipmill.prep.sources.detector import DEFAULT_DETECTOR
 from clipmill.prep.video.recipe import NAMED_RECIPES, Recipe, recipe_from_dict, settings_line
 from clipmill.prep.video.settings import SHOT_SETTINGS
+from clipmill.shards.columns import VIDEO
 
 Settings = Annotated[Recipe, Parameter(name="*")]
 
@@ -86,6 +87,8 @@ COLUMN = ColumnSpec(
     work="clipmill.prep.video.work:WORK",
     check_sample="clipmill.prep.video.check:check_video",
     checked_noun="decoded frame",
+    page="chunks that play in place, with totals, distributions, search and filters; clips that take "
+    "more than 8 MB go to a folder beside it; --where leaves out the other chunks",
     make_command=chunk,
     plan_command=plan,
     flags=_flags,

@@ -15,7 +15,6 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from clipmill.manifests.errors import UserError
-from clipmill.prep.core.column import VIDEO
 from clipmill.prep.core.layout import (
     LAYOUT,
     LAYOUT_FOLDER,
@@ -29,6 +28,7 @@ from clipmill.prep.core.table_file import as_array
 from clipmill.prep.video.cutting import Cutting, ShotCutting
 from clipmill.prep.video.recipe import SPAN_CHUNKS, recipe_from_dict
 from clipmill.prep.video.settings import ChunkSettings
+from clipmill.shards.columns import VIDEO
 from clipmill.shards.commits import Failure
 from clipmill.shards.reader import Variant
 

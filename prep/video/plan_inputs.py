@@ -17,7 +17,7 @@ from clipmill.manifests.progress import Activity
 from clipmill.manifests.quoting import counted
 from clipmill.manifests.store import MANIFEST_FILE, captions_path, manifest_dir, open_videos, read_videos
 from clipmill.manifests.table_files import VIDEOS_FILE
-from clipmill.prep.core.column import VIDEO, Pending
+from clipmill.prep.core.column import Pending
 from clipmill.prep.core.layout import read_layout, stored_or_rebuilt_layout, variants_of, video_rows_of, write_layout
 from clipmill.prep.core.plan import NUM_CHECK_THREADS, ShardPlan, stored_shards
 from clipmill.prep.core.table_file import as_array
@@ -33,6 +33,7 @@ from clipmill.prep.video.plan import Plan
 from clipmill.prep.video.recipe import ResolvedRecipe, stored_recipe
 from clipmill.prep.video.shots import cutting_of, detector_key, frames_of, shots_of
 from clipmill.prep.video.videos import Videos
+from clipmill.shards.columns import VIDEO
 from clipmill.shards.commits import Commit
 from clipmill.shards.dataset import variant_dir
 from clipmill.shards.reader import Variant

@@ -10,7 +10,6 @@ from clipmill.manifests.keys import split_key
 from clipmill.manifests.quoting import counted, on_one_line
 from clipmill.manifests.store import captions_path
 from clipmill.manifests.units import duration_text
-from clipmill.prep.core.column import VIDEO
 from clipmill.prep.core.disk_use import disk_use
 from clipmill.prep.core.failure_list import MAX_NAMED, failure_lines
 from clipmill.prep.core.plan import ShardState
@@ -29,6 +28,7 @@ from clipmill.prep.video.cutting import ShotCutting
 from clipmill.prep.video.estimate import detection_core_s, estimate_lines, estimate_of
 from clipmill.prep.video.plan import Plan
 from clipmill.prep.video.plan_inputs import Planned
+from clipmill.shards.columns import VIDEO
 from clipmill.shards.dataset import current_variant
 
 # Why shards that videos enter or leave are made or removed, by whether all of their videos do.

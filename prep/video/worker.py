@@ -13,7 +13,6 @@ from pathlib import Path
 
 from clipmill.manifests.errors import FailedWork
 from clipmill.manifests.keys import chunk_key
-from clipmill.prep.core.column import VIDEO
 from clipmill.prep.core.failures import FailureCode, SourceFailure
 from clipmill.prep.core.heartbeat import Heartbeat
 from clipmill.prep.core.shard_result import ShardResult, cpu_s, stopped, system_errors_as_results
@@ -26,6 +25,7 @@ from clipmill.prep.video.scratch import scratch_folder
 from clipmill.prep.video.span_task import OldChunks, SpanChunks, make_span
 from clipmill.prep.video.spans import start_ms
 from clipmill.prep.video.staging import StagedSources
+from clipmill.shards.columns import VIDEO
 from clipmill.shards.commits import Commit, Failure, write_commit
 from clipmill.shards.format import VIDEO_FIELDS
 from clipmill.shards.writer import ShardWriter

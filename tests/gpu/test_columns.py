@@ -2,7 +2,7 @@
 
 import shutil
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable
 from io import BytesIO
 from pathlib import Path
 
@@ -13,7 +13,6 @@ from numpy.typing import NDArray
 
 from clipmill.prep.core.data_folder import VIDEO, writing
 from clipmill.prep.core.run import execute
-from clipmill.prep.engines import Check, Outcome, R, T
 from clipmill.prep.latents.plan import latents_job, make_latents_plan
 from clipmill.prep.latents.recipe import LatentsSettings
 from clipmill.prep.latents.recipe import resolve as resolve_latents
@@ -25,6 +24,7 @@ from clipmill.prep.text.run import run_text
 from clipmill.prep.text.tower import resolve as resolve_text
 from clipmill.shards.dataset import current_variant
 from clipmill.shards.reader import Variant
+from tests.prep.here import Here
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(150)]
 
@@ -33,16 +33,6 @@ BOUNDS: dict[Precision, float] = {"float32": 1e-3, "float16": 1e-2, "bfloat16": 
 SIZE_PX, RESIZED_PX = 64, 48
 LATENTS, TEXT = "latents", "text"
 Record = Callable[[str, object], None]
-
-
-class Here:
-    """The engine without workers: what they do, in this process."""
-
-    def run(
-        self, function: Callable[[T], R], tasks: Iterable[T], *, check: Check | None = None, **named: object
-    ) -> Iterator[Outcome[T, R] | None]:
-        for task in tasks:
-            yield Outcome(task, function(task))
 
 
 def device_name(device: torch.device) -> Device:

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from clipmill.train.device import precision
-from clipmill.train.optim.parameters import Ema
+from clipmill.train.optim.ema import Ema
 from tests.gpu.runs import TASKS, Runs, deviation, numbers
 from tests.train.running import losses, weights_of
 

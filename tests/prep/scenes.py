@@ -1,6 +1,5 @@
 """Videos of scenes with known cuts, whose frames carry their number in a corner, and ways to cut them into chunks."""
 
-from collections.abc import Callable, Iterable, Iterator
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
@@ -8,12 +7,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from clipmill.prep.engines import Outcome
 from clipmill.prep.synthetic.encode import VideoTrack, encode_video, set_rotation
 from clipmill.prep.synthetic.frame_code import draw_frame_number, read_frame_number
 from clipmill.prep.synthetic.frame_numbers import frame_ticks
 from clipmill.prep.video.ffmpeg import find_ffmpeg
 from clipmill.prep.video.recipe import Recipe, resolve
+from tests.prep.here import Here
 from tests.prep.running import prep_here
 
 WIDTH, HEIGHT = 160, 120
@@ -71,17 +70,6 @@ def scene_number(picture: np.ndarray) -> int:
     """The number in a decoded frame, grey [H, W] of any size."""
     height, width = picture.shape
     return read_frame_number(picture[: round(height * _CODE_HEIGHT / HEIGHT), : round(width * _CODE_WIDTH / WIDTH)])
-
-
-class Here:
-    """An engine without workers."""
-
-    def run(
-        self, function: Callable[[Any], Any], tasks: Iterable[Any], *, check: Any = None, **named: Any
-    ) -> Iterator[Any]:
-        assert check is None or check() is None
-        for task in tasks:
-            yield Outcome(task, function(task))
 
 
 def run_here(data: Path, *settings: str) -> dict[str, Any]:

@@ -29,8 +29,8 @@ from clipmill.shards.dataset import current_variant
 from tests.object_storage.faults import Fault, Faults, vanished
 from tests.object_storage.folders import contents_of, upload
 from tests.object_storage.server import S3Server
+from tests.prep.here import Here
 from tests.prep.running import contents, prep_here
-from tests.prep.scores.conftest import Here
 
 LEN = ("--len", "500ms", "--preset", "ultrafast", "--short-side", 64, "--engine", "processes")
 

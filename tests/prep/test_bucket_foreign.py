@@ -14,8 +14,8 @@ from clipmill.shards.dataset import current_variant
 from tests.object_storage.faults import Fault, Faults
 from tests.object_storage.folders import contents_of, upload
 from tests.object_storage.server import S3Server
+from tests.prep.here import Here
 from tests.prep.running import prep_here
-from tests.prep.scores.conftest import Here
 from tests.prep.sets import LEN
 
 CHUNK = ("chunk", *LEN, "--engine", "processes", "--workers", 1)

@@ -23,7 +23,7 @@ from clipmill.train.device.precision import choose_device
 from clipmill.train.distributed.world import World
 from clipmill.train.doctor.host import examine_disk
 from clipmill.train.engine.loop import check_batch
-from clipmill.train.run.folder import machine
+from clipmill.train.run.environment import machine
 from clipmill.train.spec import TaskSpec
 
 

@@ -31,17 +31,8 @@ from clipmill.train.engine.task import check_stages
 from clipmill.train.report.results import initial_weights, write_page
 from clipmill.train.run.checkpoint import latest_checkpoint
 from clipmill.train.run.checkpoint_writer import recover
-from clipmill.train.run.folder import (
-    Resume,
-    RunFolder,
-    create_run,
-    find_run,
-    machine,
-    read_lines,
-    reopen_run,
-    sweep,
-    versions,
-)
+from clipmill.train.run.environment import machine, versions
+from clipmill.train.run.folder import Resume, RunFolder, create_run, find_run, read_lines, reopen_run, sweep
 from clipmill.train.run.shared_folder import require_shared, wait_for_files
 from clipmill.train.run.tracking import Progress, check_tracking
 from clipmill.train.spec import TaskSpec

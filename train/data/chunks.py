@@ -14,6 +14,7 @@ from clipmill.manifests.data_location import resolved_folder
 from clipmill.manifests.errors import Inaccessible, UserError
 from clipmill.manifests.keys import chunk_key
 from clipmill.manifests.store import manifest_dir, read_manifest, read_videos
+from clipmill.shards.columns import VIDEO, how_to_repair
 from clipmill.shards.damage import Damaged
 from clipmill.shards.merged_table import merged_mark
 from clipmill.shards.reader import CommittedShard, Variant
@@ -52,7 +53,7 @@ def _open_chunks(variant: Variant, data_dir: Path, *, split: str) -> _OpenedChun
     try:
         table, open_gops = chunk_table(variant, video_ids)
     except (Damaged, OSError) as error:
-        raise UserError(str(error), hint="see prep verify; prep chunk makes that shard again") from error
+        raise UserError(str(error), hint=how_to_repair(VIDEO)) from error
     return _OpenedChunks(video_ids, table, None if open_gops is None else len(open_gops))
 
 

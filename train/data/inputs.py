@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 import torch
 
 from clipmill.manifests.errors import UserError
+from clipmill.shards.columns import LATENTS, VIDEO
 from clipmill.train.config.clips import ClipSettings, LatentSettings
 from clipmill.train.config.shards import DataSettings, parse_mix
 from clipmill.train.data.clip_query import ClipQuery
@@ -32,7 +33,7 @@ Latents = TypeVar("Latents", bound=LatentLoader)
 Samples = TypeVar("Samples")
 
 
-def open_folder(settings: ClipSettings, *, reason: str, column: str | None = "video") -> DataFolder:
+def open_folder(settings: ClipSettings, *, reason: str, column: str | None = VIDEO) -> DataFolder:
     """Open the data folder of a task that cannot read a stream of tars, for `reason`.
 
     Args:
@@ -48,7 +49,7 @@ def open_folder(settings: ClipSettings, *, reason: str, column: str | None = "vi
     return open_data_folder(settings.folder, cache=settings.cache, cache_size=settings.cache_size, column=column)
 
 
-def open_labelled_folder(settings: ClipSettings, *, column: str | None = "video") -> DataFolder:
+def open_labelled_folder(settings: ClipSettings, *, column: str | None = VIDEO) -> DataFolder:
     """Open the data folder of a task that needs labels; raises UserError like `open_folder`."""
     return open_folder(settings, reason="labels are in the manifest of a data folder", column=column)
 
@@ -165,7 +166,7 @@ def open_segments(
             f"--input latents cannot be read from {settings.folder}: latents need the index of their tars",
             hint="name the data folder that prep made",
         )
-    folder = open_data_folder(settings.folder, cache=settings.cache, cache_size=settings.cache_size, column="latents")
+    folder = open_data_folder(settings.folder, cache=settings.cache, cache_size=settings.cache_size, column=LATENTS)
     loading = LoaderSettings(
         batch=world.share(settings.batch), seed=settings.seed, rank=world.rank, num_ranks=world.size
     )
@@ -180,7 +181,7 @@ def open_segments(
             tars=folder.tars,
         )
     )
-    shape, length = latents.frame_shape, latents.segment_frames
+    shape, length = latents.frame_shape, latents.samples.segments.num_frames
     if settings.num_frames > length:
         raise UserError(
             f"--num-frames {settings.num_frames}: a segment of {settings.segment} has {length} frames",

@@ -15,6 +15,7 @@ from torch.utils.data import get_worker_info
 from clipmill.manifests.errors import UserError
 from clipmill.manifests.quoting import quoted
 from clipmill.manifests.store import read_videos
+from clipmill.shards.columns import LATENTS
 from clipmill.train.config.clips import ClipSettings
 from clipmill.train.config.shards import DataSettings, Shards
 from clipmill.train.data.arguments import require_device, require_whole_numbers
@@ -211,7 +212,7 @@ def open_latents(
     if captions not in ("text", "embedding", None):
         raise UserError(f"captions is {captions!r}", hint="use 'text', 'embedding' or None")
     opened = {
-        one: open_data_folder(one, cache=cache, cache_size=cache_size, column="latents") for one in settings.folders
+        one: open_data_folder(one, cache=cache, cache_size=cache_size, column=LATENTS) for one in settings.folders
     }
     classes = None if label is None else _classes([folder.path for folder in opened.values()], label)
     can_keep = device is None or torch.device(device).type != "cuda"

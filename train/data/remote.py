@@ -17,6 +17,7 @@ from clipmill.manifests.storage.cache import CachedFile, ObjectCache
 from clipmill.manifests.storage.errors import no_damage
 from clipmill.manifests.storage.objects import Objects, is_remote, open_objects
 from clipmill.manifests.units import parse_size
+from clipmill.shards.columns import VIDEO
 from clipmill.shards.format import DATASET_FILE
 from clipmill.shards.reader import CommittedShard
 from clipmill.train.data.node_cache import choose_folder
@@ -195,7 +196,7 @@ class DataFolder:
 
 
 def open_data_folder(
-    address: str, *, cache: Path | None, cache_size: str | None = None, column: str | None = "video"
+    address: str, *, cache: Path | None, cache_size: str | None = None, column: str | None = VIDEO
 ) -> DataFolder:
     """Open the data folder at a local path or a remote address.
 

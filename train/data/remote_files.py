@@ -26,7 +26,8 @@ from clipmill.manifests.publish import publish_bytes
 from clipmill.manifests.storage.objects import ObjectInfo, Objects
 from clipmill.manifests.store import MANIFEST_FILE, MANIFEST_FOLDER
 from clipmill.manifests.table_files import CAPTIONS_FILE, MAPPED_FILES, VIDEOS_FILE, describe, staged_path
-from clipmill.shards.chunk_table import MEMBERS, missing_parts, shards_to_merge, update_chunk_table
+from clipmill.shards.chunk_table import missing_parts, shards_to_merge, update_chunk_table
+from clipmill.shards.columns import command_for, has_chunk_table, how_to_make
 from clipmill.shards.commit_table import commit_folders, confirm, open_commit_table
 from clipmill.shards.commits import Commit, commit_bytes, commits_in
 from clipmill.shards.contents import listed_contents
@@ -79,11 +80,10 @@ class RemoteFiles:
             UserError: as of `copy_manifest`.
         """
         variant = current_variant(self.copy, column)
-        command = {"video": "chunk"}.get(column, column)
         if variant is None:
             address = self.objects.address
-            raise UserError(f"{address} has no {column} shards", hint=f"run prep {command} --data {address}")
-        with self._errors(missing=f"run prep {command}"), self._once(f"{column}-{variant}") as is_due:
+            raise UserError(f"{address} has no {column} shards", hint=f"run {how_to_make(column, address)}")
+        with self._errors(missing=f"run prep {command_for(column)}"), self._once(f"{column}-{variant}") as is_due:
             if is_due:
                 self._copy_variant(f"{column}/{variant}")
 
@@ -306,7 +306,7 @@ def _is_record(info: ObjectInfo, commit: Commit) -> bool:
 
 def _missing_parts(variant: Variant) -> list[str]:
     """The files of the merged table that are not up to date, relative to the variant's folder."""
-    if variant.directory.parent.name in MEMBERS:
+    if has_chunk_table(variant.directory.parent.name):
         return missing_parts(variant)
     return [] if score_table_problem(variant) is None else [CHUNKS_FILE]
 

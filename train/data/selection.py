@@ -10,10 +10,10 @@ from numpy.typing import NDArray
 
 from clipmill.manifests.caption_table import caption_blocks
 from clipmill.manifests.store import open_captions
+from clipmill.shards.columns import SCORES, VIDEO
 from clipmill.shards.dataset import current_variant, variant_dir
 from clipmill.shards.merged_table import merged_mark
 from clipmill.shards.reader import Variant
-from clipmill.shards.scores import SCORES
 from clipmill.shards.selection import caption_columns, nothing_selected, selected_captions, selected_chunks
 from clipmill.shards.where import Where, parse_where
 from clipmill.train.data.chunk_table import rows_of
@@ -164,7 +164,7 @@ def selection_mark(where: str | None, data_dir: Path, *, tars: RemoteTars | None
     parsed = parse_where(where)
     if parsed.uses_scores and tars is not None:
         tars.files.copy_column(SCORES)
-    return parsed.text, current_variant(data_dir, "video"), _scores_mark(data_dir) if parsed.uses_scores else ()
+    return parsed.text, current_variant(data_dir, VIDEO), _scores_mark(data_dir) if parsed.uses_scores else ()
 
 
 def _scores_mark(data_dir: Path) -> tuple[object, ...]:

@@ -1,6 +1,5 @@
 """Embeddings of captions that `prep text` has stored: where each lies in the tars of the `text` column."""
 
-import shlex
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,6 +11,7 @@ from numpy.typing import NDArray
 
 from clipmill.manifests.errors import UserError
 from clipmill.manifests.store import num_captions_of
+from clipmill.shards.columns import TEXT, command_for, how_to_make
 from clipmill.shards.merged_table import merged_mark
 from clipmill.shards.reader import Variant
 from clipmill.train.data.chunk_table import index_in
@@ -56,7 +56,7 @@ class TextMembers:
         def payload(member: int) -> Payload:
             return Payload(int(self.place[member]), int(self.size_bytes[member]), int(self.crc32[member]))
 
-        return VerifiedMembers(tars, len(self.place), payload, column="text", noun="embeddings")
+        return VerifiedMembers(tars, len(self.place), payload, column=TEXT, noun="embeddings")
 
     def row_of(self, content: memoryview, member: int, place: int) -> Part:
         """The embedding at a place, of the bytes of its member."""
@@ -96,7 +96,7 @@ class TextRows:
             raise UserError(
                 f"caption {caption_id[at]} is of video {video_ids[int(video_row[at])].as_py()!r} in the manifest, and "
                 f"of {other} in the text column: they belong to different data sets",
-                hint="run prep text again, or use the text column of this manifest",
+                hint=f"run prep {command_for(TEXT)} again, or use the text column of this manifest",
             )
         return np.where(found, index, -1)
 
@@ -121,7 +121,7 @@ def read_text_rows(variant: Variant, *, starts: NDArray[np.int64], video_ids: pa
         seen, found = (tars.path(int(shard_of[at])) for at in (first, second))
         raise UserError(
             f"text embeddings differ in width: {widths[first]} in {seen}, {widths[second]} in {found}",
-            hint="all embeddings of a variant must be alike: run prep text again",
+            hint=f"all embeddings of a variant must be alike: run prep {command_for(TEXT)} again",
         )
     row_bytes = int(widths[0]) * _ITEM_BYTES
     num_rows = table["num_rows"].to_numpy().astype(np.int64)
@@ -177,21 +177,21 @@ class StoredText:
         tars: RemoteTars | None = None,
     ) -> None:
         if tars is not None:
-            tars.files.copy_column("text")
-        variant = Variant.open(data_dir, column="text", tars=tars).whole()
+            tars.files.copy_column(TEXT)
+        variant = Variant.open(data_dir, column=TEXT, tars=tars).whole()
         self.variant_name = variant.directory.name
         self._variant, self._video_ids = variant, video_ids
         if not variant.num_shards:
-            hint = f"run prep text --data {shlex.quote(str(data_dir))}"
+            hint = f"run {how_to_make(TEXT, data_dir)}"
             raise UserError(f"{variant.directory} has no text of any video", hint=hint)
         self._tars = open_maps([variant], tars, whole=variant)
         self.depends_on: tuple[object, ...] = merged_mark(variant.directory, variant.commits)
         self._members, self._rows = shared(
             lambda: self._read(variant),
-            of=("text", self.depends_on, *videos),
+            of=(TEXT, self.depends_on, *videos),
             num_rows=variant.num_samples + num_captions_of(data_dir),
             types=(TextMembers, TextRows),
-            column="text",
+            column=TEXT,
         )
         self._verified = self._members.verified(self._tars)
 

@@ -18,7 +18,8 @@ from torch import nn
 from clipmill.manifests.errors import ClipmillError, UserError
 from clipmill.train.config.training import ParallelSettings
 from clipmill.train.distributed.parallel import average_gradients
-from clipmill.train.distributed.world import Step, World
+from clipmill.train.distributed.step import Step
+from clipmill.train.distributed.world import World
 
 if TYPE_CHECKING:
     from torch.distributed.pipelining.schedules import PipelineScheduleSingle

@@ -9,8 +9,7 @@ device of a tensor: gloo for CPUs, NCCL for GPUs. Pipelines are worlds within th
 """
 
 import os
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar, cast
 
@@ -165,57 +164,3 @@ def gather_uneven(rows: torch.Tensor, world: World) -> torch.Tensor:
         padded[: len(rows)] = rows
     parts = world.gather(padded).split(longest) if longest else [padded]
     return torch.cat([part[:num] for part, num in zip(parts, num_rows, strict=False)])
-
-
-# The optimizer step as an objective sees it.
-
-
-ONE_PROCESS = World()
-
-
-@dataclass(frozen=True, kw_only=True)
-class Step:
-    """One optimizer step of one rank.
-
-    Attributes:
-        number: 1, 2, ...
-        world: the ranks that share the batch.
-        epoch: epochs completed before this step, a float; 0 for sets without end.
-        microbatch: samples of this rank per forward pass; None for all of them.
-        autocast: context in which the model computes in the run's precision.
-        scale: scales a loss before its backward pass, for fp16.
-        synced: context for the forward and backward pass of a microbatch; gradients are synchronised if given True,
-            for the last microbatch of the step.
-    """
-
-    number: int
-    epoch: float = 0.0
-    world: World = ONE_PROCESS
-    seed: int = 0
-    microbatch: int | None = None
-    autocast: Callable[[], AbstractContextManager[None]] = nullcontext
-    scale: Callable[[torch.Tensor], torch.Tensor] = torch.as_tensor
-    synced: Callable[[bool], AbstractContextManager[bool | None]] = nullcontext
-
-    @contextmanager
-    def random(self, part: int) -> Iterator[None]:
-        """Seed torch's generators for microbatch `part` from seed, step, rank, part and pipeline stage.
-
-        A microbatch can so be computed twice with the same dropout, and checkpoints hold no generator state.
-        """
-        # The first stage draws the same numbers as a single process.
-        stage = (self.world.stages.rank,) if self.world.stages.rank else ()
-        torch.manual_seed(seed_of(self.seed, self.number, self.world.rank, part, *stage))
-        yield
-
-
-def seed_of(*numbers: int) -> int:
-    """Combine whole numbers into a seed."""
-    mixed = 0
-    for number in numbers:
-        # SplitMix64's finalizer (Steele, Lea, Flood 2014).
-        mixed = (mixed + number + 0x9E3779B97F4A7C15) & 0xFFFFFFFFFFFFFFFF
-        mixed = ((mixed ^ (mixed >> 30)) * 0xBF58476D1CE4E5B9) & 0xFFFFFFFFFFFFFFFF
-        mixed = ((mixed ^ (mixed >> 27)) * 0x94D049BB133111EB) & 0xFFFFFFFFFFFFFFFF
-        mixed ^= mixed >> 31
-    return mixed

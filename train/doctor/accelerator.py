@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from clipmill.manifests.errors import first_line
-from clipmill.train.run.folder import installed_version
+from clipmill.train.run.environment import installed_version
 
 _DRIVER_FILE = Path("/proc/driver/nvidia/version")
 _TIMEOUT_S = 180.0

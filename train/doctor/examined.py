@@ -8,7 +8,7 @@ from typing import Any
 from clipmill.train.config.training import TrainingSettings
 from clipmill.train.doctor.accelerator import Accelerator, ask_child, examine_accelerator
 from clipmill.train.doctor.host import Disk, Host, examine_disk, examine_host
-from clipmill.train.run.folder import versions
+from clipmill.train.run.environment import versions
 
 # Decoders of what `prep chunk` writes (clipmill.train.data.decoding.decoders), the default's first.
 CODECS = ("h264", "hevc", "libdav1d", "vp9", "mjpeg")

@@ -15,8 +15,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from clipmill.shards.columns import VIDEO, command_for
 from clipmill.shards.disk_speed import DiskSpeed, speed_of_file, speed_of_folder
-from clipmill.train.run.folder import processor
+from clipmill.train.run.environment import processor
 
 _MIN_FREE_BYTES = 200_000_000  # four times what is written to measure a disk
 _TIMEOUT_S = 15.0
@@ -206,7 +207,11 @@ def _examine(folder: Path, *, is_data: bool) -> Disk:
             return Disk(**known, speed=speed_of_folder(path) if free_bytes >= _MIN_FREE_BYTES else None)
         tar = _some_tar(path)
         if tar is None:
-            none = Finding("note", "there is no shard to read, so its speed was not measured", "run prep chunk first")
+            none = Finding(
+                "note",
+                "there is no shard to read, so its speed was not measured",
+                f"run prep {command_for(VIDEO)} first",
+            )
             return Disk(**known, problem=none)
         with tar.open("rb", buffering=0) as file:
             return Disk(**known, speed=speed_of_file(file.fileno()))

@@ -27,7 +27,7 @@ from clipmill.train.models.attention import AttentionBackend
 from clipmill.train.models.dual_encoder import ModelShape
 from clipmill.train.models.transformer import blocks_of, compile_blocks
 from clipmill.train.optim.parameters import freeze
-from clipmill.train.run.folder import data_facts
+from clipmill.train.run.result_names import data_facts
 from clipmill.train.weights.conversion import LOGIT_SCALE
 from clipmill.train.weights.loading import Loaded, copy_into, fit_to
 from clipmill.train.weights.sources import Base, Say, Source, base_of

@@ -124,4 +124,4 @@ def _remedy(failed: list[FailedSample]) -> str:
     """Return what to do about missing and damaged shards; empty if the last sample failed for another reason."""
     if failed[-1].reason not in ("shard_unreadable", "checksum"):
         return ""
-    return "; prep verify names missing and damaged shards, and prep chunk (or the column's command) makes them again"
+    return "; prep verify names missing and damaged shards, and the commands that make them again"

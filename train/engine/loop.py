@@ -27,7 +27,8 @@ from clipmill.train.data.outcomes import LoadedBatch
 from clipmill.train.data.prefetch import prefetch
 from clipmill.train.device.transfer import DeviceEvent, LateMetrics, Scalar, StepGuard
 from clipmill.train.distributed.parallel import average_gradients, synced
-from clipmill.train.distributed.world import Step, World
+from clipmill.train.distributed.step import Step
+from clipmill.train.distributed.world import World
 from clipmill.train.engine.failure_log import FailureLog
 from clipmill.train.engine.metrics_log import BatchIds, MetricsLog, PendingStep, require_finite_state
 from clipmill.train.engine.out_of_memory import explain_out_of_memory

@@ -14,7 +14,8 @@ from clipmill.manifests.errors import FailedWork
 from clipmill.manifests.publish import publish_json
 from clipmill.train.device.transfer import DeviceEvent, LateMetrics
 from clipmill.train.distributed.sharded import local_part
-from clipmill.train.distributed.world import Step, World
+from clipmill.train.distributed.step import Step
+from clipmill.train.distributed.world import World
 from clipmill.train.engine.throughput import Throughput
 from clipmill.train.run.folder import RunFolder
 from clipmill.train.run.tracking import Trackers

@@ -20,7 +20,7 @@ from clipmill.train.data.loader import TrainingSet
 from clipmill.train.data.streams.tars import names_tars
 from clipmill.train.distributed.launch import COMMAND, Start, difference
 from clipmill.train.distributed.world import World
-from clipmill.train.run.folder import versions
+from clipmill.train.run.environment import versions
 
 # Location of the data and speed of reading; neither affects what is trained.
 MACHINE_FLAGS = frozenset({"shards", "cache", "cache_size", "workers", "batches_ahead"})

@@ -22,8 +22,9 @@ from clipmill.train.engine.clip_task import ClipTask
 from clipmill.train.engine.metrics_log import not_finite
 from clipmill.train.engine.task import Task, own_part
 from clipmill.train.losses.objective import Objective
+from clipmill.train.optim.ema import Ema
 from clipmill.train.optim.optimizer import make_optimizer
-from clipmill.train.optim.parameters import Ema, plain_name
+from clipmill.train.optim.parameters import plain_name
 from clipmill.train.run.checkpoint import CheckpointMetadata, check_fits, fill, read_metadata, read_table, removal_hint
 from clipmill.train.weights.sources import Base
 

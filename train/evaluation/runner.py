@@ -25,7 +25,8 @@ from clipmill.train.engine.trained_run import TrainedRun, open_trained_run, shap
 from clipmill.train.evaluation.tables import marked
 from clipmill.train.evaluation.use import AS_IN_TRAINING, Use
 from clipmill.train.models.dual_encoder import ModelShape
-from clipmill.train.run.folder import RunFolder, data_facts, read_object, result_name
+from clipmill.train.run.folder import RunFolder, read_object
+from clipmill.train.run.result_names import data_facts, result_name
 from clipmill.train.spec import EvaluationSpec, TaskSpec
 from clipmill.train.weights.loading import load_whole
 from clipmill.train.weights.sources import Say, Source, open_run_weights

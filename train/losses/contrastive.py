@@ -17,7 +17,8 @@ from torch import nn
 
 from clipmill.train.data.batch import Batch
 from clipmill.train.device.transfer import Scalar
-from clipmill.train.distributed.world import Step, World
+from clipmill.train.distributed.step import Step
+from clipmill.train.distributed.world import World
 from clipmill.train.losses.objective import Objective
 from clipmill.train.losses.registry import LOSSES
 from clipmill.train.losses.settings import Loss

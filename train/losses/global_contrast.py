@@ -16,7 +16,8 @@ from clipmill.manifests.errors import UserError
 from clipmill.train.data.batch import Batch
 from clipmill.train.device.transfer import sent
 from clipmill.train.distributed.sharded import ShardedRows
-from clipmill.train.distributed.world import Step, World
+from clipmill.train.distributed.step import Step
+from clipmill.train.distributed.world import World
 from clipmill.train.losses.contrastive import Contrast, ContrastiveObjective, DatasetSize, Inputs
 from clipmill.train.losses.settings import Convention, GammaSchedule, Loss
 from clipmill.train.losses.similarities import Similarities, exponential_gradients, log_sums

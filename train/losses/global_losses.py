@@ -6,7 +6,8 @@ import torch
 from torch import nn
 
 from clipmill.train.device.transfer import Scalar
-from clipmill.train.distributed.world import Step, World
+from clipmill.train.distributed.step import Step
+from clipmill.train.distributed.world import World
 from clipmill.train.losses.contrastive import DatasetSize, Inputs
 from clipmill.train.losses.global_contrast import Estimate, GlobalContrast, Side, group_means
 from clipmill.train.losses.settings import Loss

@@ -8,7 +8,8 @@ from torch.nn import functional
 
 from clipmill.manifests.errors import UserError
 from clipmill.train.data.batch import Batch
-from clipmill.train.distributed.world import Step, World
+from clipmill.train.distributed.step import Step
+from clipmill.train.distributed.world import World
 from clipmill.train.losses.contrastive import Contrast, ContrastiveObjective, DatasetSize, Inputs
 from clipmill.train.losses.settings import Loss
 from clipmill.train.losses.similarities import Similarities, blocks, exponential_gradients, log_sums

@@ -1,4 +1,4 @@
-"""What is trained, by parameter names and shapes: frozen parts, groups of learning rate and weight decay, averages.
+"""What is trained, by parameter names and shapes: frozen parts, groups of learning rate and weight decay.
 
 Besides torch.optim's keys, groups have three of their own, which checkpoints contain too:
 
@@ -8,16 +8,13 @@ Besides torch.optim's keys, groups have three of their own, which checkpoints co
 """
 
 import re
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping
 from typing import Any
 
-import torch
 from torch import nn
 
 from clipmill.manifests.errors import UserError
 from clipmill.train.config.tuning import FrozenPart
-from clipmill.train.distributed.sharded import local_part, reshard
 from clipmill.train.models.gpt2 import CROSS_ATTENTION
 
 # Prefixes added by DDP, torch.compile and activation checkpointing.
@@ -133,68 +130,3 @@ def freeze(model: nn.Module, parts: Iterable[FrozenPart]) -> None:
                 continue
             if part.num_blocks is None or above[name] > depths[prefix] - part.num_blocks:
                 parameter.requires_grad_(False)
-
-
-# Exponential moving average (EMA) of the weights, which is used for evaluation.
-
-
-class Ema:
-    """average = d average + (1 - d) weights, after every step.
-
-    d rises to `decay` as (1 + step) / (10 + step), so that the first steps have little weight. Averages are sharded
-    like the weights. Buffers are not averaged.
-    """
-
-    def __init__(self, model: nn.Module, *, decay: float) -> None:
-        self._decay = decay
-        self._averages = {name: one.detach().clone() for name, one in _weights(model).items()}
-
-    @torch.no_grad()
-    def update(self, model: nn.Module, *, step: int) -> None:
-        """Update with the weights after step 1, 2, ..."""
-        weights = _weights(model)
-        decay = min(self._decay, (1 + step) / (10 + step))
-        if not self._averages:
-            return
-        torch._foreach_lerp_(
-            [local_part(one) for one in self._averages.values()],
-            [local_part(weights[name].detach()) for name in self._averages],
-            1 - decay,
-        )
-
-    def state_dict(self) -> dict[str, torch.Tensor]:
-        """The averages by parameter name, not copied; DTensors for sharded weights."""
-        return dict(self._averages)
-
-    @torch.no_grad()
-    def load_state_dict(self, state: dict[str, torch.Tensor]) -> None:
-        """Restore the state of `state_dict`; ValueError if it is of other weights."""
-        if state.keys() != self._averages.keys():
-            raise ValueError(f"averages of other weights: {sorted(state.keys() ^ self._averages.keys())[:5]}")
-        for name, average in self._averages.items():
-            average.copy_(state[name])
-
-    @contextmanager
-    def swapped(self, model: nn.Module) -> Iterator[None]:
-        """Context in which `model` has the averages as weights; it must not be trained or saved within."""
-        weights = _weights(model)
-        self._swap(weights)
-        try:
-            yield
-        finally:
-            # FSDP may still have gathered averages, which training must not continue with.
-            reshard(model)
-            self._swap(weights)
-
-    @torch.no_grad()
-    def _swap(self, weights: dict[str, nn.Parameter]) -> None:
-        for name, average in self._averages.items():
-            weight, average = local_part(weights[name].detach()), local_part(average)
-            kept = weight.clone()
-            weight.copy_(average)
-            average.copy_(kept)
-
-
-def _weights(model: nn.Module) -> dict[str, nn.Parameter]:
-    reshard(model)
-    return {plain_name(name): one for name, one in model.named_parameters() if one.requires_grad}

@@ -14,6 +14,7 @@ import torch
 from clipmill.manifests.errors import UserError
 from clipmill.manifests.progress import Activity
 from clipmill.manifests.publish import TEMPORARY_PREFIX
+from clipmill.shards.columns import VIDEO, command_for
 from clipmill.train.bench.steps import Opened, Steps, Taken, open_to_measure, take_steps
 from clipmill.train.config.clips import ClipSettings
 from clipmill.train.distributed.world import World
@@ -120,7 +121,7 @@ def _opened(spec: TaskSpec, settings: ClipSettings, *, device: torch.device, say
     if batch > num_samples:
         raise UserError(
             f"there are {num_samples} samples to train on, too few for a batch of {batch}",
-            hint="add videos or captions, and run prep chunk again",
+            hint=f"add videos or captions, and run prep {command_for(VIDEO)} again",
         )
     return opened
 

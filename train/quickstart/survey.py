@@ -14,9 +14,10 @@ from clipmill.manifests.quoting import counted
 from clipmill.manifests.storage.objects import is_remote
 from clipmill.manifests.store import manifest_dir, num_captions_of, open_captions, read_videos
 from clipmill.manifests.units import duration_text
+from clipmill.shards.columns import COLUMNS, LATENTS, TEXT, VIDEO, command_for, how_to_make, how_to_repair
 from clipmill.shards.damage import Damaged
 from clipmill.shards.dataset import current_variant, variant_dir
-from clipmill.shards.format import COLUMNS, DATASET_FILE
+from clipmill.shards.format import DATASET_FILE
 from clipmill.shards.reader import Variant
 from clipmill.train.data.chunk_table import ChunkTable, chunk_table, rows_of
 from clipmill.train.data.classes import class_labels
@@ -73,16 +74,16 @@ def survey(address: str) -> Survey:
     if not videos.num_rows:
         raise UserError(
             f"the manifest of {address} has no videos",
-            hint=f"add some: prep manifest folder VIDEOS --data {shlex.quote(address)}; then prep chunk",
+            hint=f"add some: prep manifest folder VIDEOS --data {shlex.quote(address)}; then prep {command_for(VIDEO)}",
         )
     columns = {name: variant for name in COLUMNS if (variant := current_variant(folder.path, name)) is not None}
-    if "video" in columns and folder.tars is not None:
-        folder.tars.files.copy_column("video")
-    if "video" not in columns or not variant_dir(folder.path, "video", columns["video"]).is_dir():
-        others = [name for name in columns if name != "video"]
-        hint = f"make them: prep chunk --data {shlex.quote(address)}"
-        if "latents" in columns:
-            hint += f"; or train on what there is: {_on_latents(address, folder.path, has_text='text' in columns)}"
+    if VIDEO in columns and folder.tars is not None:
+        folder.tars.files.copy_column(VIDEO)
+    if VIDEO not in columns or not variant_dir(folder.path, VIDEO, columns[VIDEO]).is_dir():
+        others = [name for name in columns if name != VIDEO]
+        hint = f"make them: {how_to_make(VIDEO, address)}"
+        if LATENTS in columns:
+            hint += f"; or train on what there is: {_on_latents(address, folder.path, has_text=TEXT in columns)}"
         raise UserError(
             f"{address} has no chunks of video{'; it has ' if others else ''}{', '.join(others)}", hint=hint
         )
@@ -90,11 +91,11 @@ def survey(address: str) -> Survey:
     try:
         table, _ = chunk_table(Variant.open(folder.path, tars=folder.tars).whole(), video_ids)
     except (Damaged, OSError) as error:
-        raise UserError(str(error), hint="see prep verify; prep chunk makes that shard again") from error
+        raise UserError(str(error), hint=how_to_repair(VIDEO)) from error
     if not len(table):
         raise UserError(
             f"no chunk of {address} is of a video of its manifest",
-            hint=f"make them: prep chunk --data {shlex.quote(address)}",
+            hint=f"make them: {how_to_make(VIDEO, address)}",
         )
     coded = videos["split"].combine_chunks().dictionary_encode()
     codes: NDArray[np.int64] = coded.indices.to_numpy(zero_copy_only=False).astype(np.int64)
@@ -150,12 +151,12 @@ def describe(one: Survey) -> list[str]:
         + (counted(its.num_captions, "caption") if its.num_captions else "no captions")
         for name, its in one.splits.items()
     ]
-    others = [name for name in one.columns if name != "video"]
+    others = [name for name in one.columns if name != VIDEO]
     return [*lines, f"other columns: {', '.join(others)}"] if others else lines
 
 
 def _require_folder(path: Path) -> None:
-    make = "prep manifest folder VIDEOS --data data; then prep chunk --data data"
+    make = f"prep manifest folder VIDEOS --data data; then {how_to_make(VIDEO, 'data')}"
     if not path.exists():
         raise UserError(f"there is no folder {path}", hint=f"prep makes a data folder: {make}")
     if not path.is_dir():

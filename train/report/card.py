@@ -14,7 +14,8 @@ from clipmill.train.evaluation.runner import OpenedRun
 from clipmill.train.evaluation.tables import Table, table_of
 from clipmill.train.registry import evaluations_of
 from clipmill.train.report.results import initial_weights
-from clipmill.train.run.folder import RunFolder, installed_version, read_object
+from clipmill.train.run.environment import installed_version
+from clipmill.train.run.folder import RunFolder, read_object
 
 CARD_FILE = "README.md"
 _PATH = re.compile(r"(?<![\w:/])/(?:[^\s/;,]+/)*([^\s/;,]+)")

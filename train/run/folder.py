@@ -12,73 +12,25 @@
 The two .jsonl files grow by whole lines; resuming drops lines after the checkpoint.
 """
 
-import hashlib
 import json
 import os
-import platform
-import re
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
-from functools import cache
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from clipmill.manifests.errors import UserError
 from clipmill.manifests.json_text import parse_json
 from clipmill.manifests.locks import lock
 from clipmill.manifests.publish import TEMPORARY_PREFIX, naming, publish_bytes, publish_json
 from clipmill.train.config.files import load_settings, read_values, save_settings
-from clipmill.train.config.shards import Shards, absolute, folders_of, normalised
+from clipmill.train.config.shards import absolute
 from clipmill.train.config.training import TrainingSettings, require_same, shaping
-
-if TYPE_CHECKING:
-    import torch
-
-# The environment of a run: machine and versions, for the results page and `train doctor`.
-
-
-_DISTRIBUTIONS = ("clipmill", "torch", "xformers", "open_clip_torch", "av", "pyarrow", "numpy")
-
-
-def machine(device: "torch.device") -> str:
-    """Describe the processor, its cores and the GPU, if there is one."""
-    import torch
-
-    cores = len(os.sched_getaffinity(0))
-    text = f"{processor()}, {cores} cores, {torch.get_num_threads()} torch threads"
-    return f"{text}, {torch.cuda.get_device_name(device)}" if device.type == "cuda" else text
-
-
-def versions() -> dict[str, str]:
-    """Versions of Python and of the packages that affect results."""
-    return {"python": platform.python_version()} | {name: installed_version(name) for name in _DISTRIBUTIONS}
-
-
-@cache
-def installed_version(distribution: str) -> str:
-    """Version of a package, or "not installed". It is read once per process."""
-    try:
-        return version(distribution)
-    except PackageNotFoundError:
-        return "not installed"
-
-
-def processor() -> str:
-    """Name of the processor."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return platform.machine()
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.machine()
-
+from clipmill.train.run.result_names import data_facts, result_name
 
 COCO_SUFFIX = ".coco.json"
-_MAX_DATA_NAME = 40
-_NUM_HASH_DIGITS = 8
 _LOOK_S = 0.2
 EVALUATIONS = "evaluations"
 # Name of the files by which nodes find out whether they share the folder (clipmill.train.run.shared_folder).
@@ -292,30 +244,3 @@ def keep_lines(path: Path, belongs: Callable[[dict[str, Any]], bool]) -> list[di
         raise UserError(f"a line of {path} is not as clipmill wrote it: {error}", hint="remove that line") from error
     publish_bytes(path, "".join(json.dumps(value) + "\n" for value in kept).encode())
     return kept
-
-
-def data_facts(own: Shards, shards: str | None) -> dict[str, Any]:
-    """The data fields of a result: `shards`, its address, and `is_own_data`, given --shards of run and evaluation.
-
-    Each of several data folders of a run has results of its own, with `is_part_of_own_data`.
-    """
-    folders = [normalised(one) for one in folders_of(own)]
-    if shards is None:
-        return {"shards": ", ".join(folders), "is_own_data": True}
-    address = normalised(shards)
-    part = {"is_part_of_own_data": True} if len(folders) > 1 and address in folders else {}
-    return {"shards": address, "is_own_data": [address] == folders, **part}
-
-
-def result_name(name: str, facts: dict[str, Any]) -> str:
-    """File name of a result with the fields of `data_facts`: `name`, with the folder name and a hash of other data."""
-    address = other_data(facts)
-    if not address:
-        return name
-    folder = re.sub(r"[^\w.-]+", "-", address.rpartition("/")[2])[:_MAX_DATA_NAME].strip("-.") or "data"
-    return f"{name}-{folder}-{hashlib.sha256(address.encode()).hexdigest()[:_NUM_HASH_DIGITS]}"
-
-
-def other_data(result: dict[str, Any]) -> str:
-    """Address of the data of a result; empty for the run's own data, which is assumed if the result does not say."""
-    return "" if result.get("is_own_data", True) else str(result["shards"])

@@ -27,6 +27,7 @@ from clipmill.prep.video.page.header import Header, clips_text, hole_text, setti
 from clipmill.prep.video.page.html import TEMPLATE, Pages, page_values
 from clipmill.prep.video.page.totals import ChunkScores, distributions, num_captions, scores_of, split_totals
 from clipmill.prep.video.recipe import settings_line
+from clipmill.shards.columns import SCORES, VIDEO
 from clipmill.shards.dataset import current_variant
 from clipmill.shards.pages.templates import require_page_path
 from clipmill.shards.reader import Variant
@@ -52,8 +53,8 @@ def write_chunk_page(variant: Variant, request: PageRequest) -> Report:
     if count > 1 or not plan.is_embedded:
         folder.make()
     notes: list[str] = []
-    is_current = current_variant(data_dir, "video") == variant.directory.name
-    scores = _or_note(lambda: scores_of(chunks, data_dir), notes) if is_current and _has(data_dir, "scores") else None
+    is_current = current_variant(data_dir, VIDEO) == variant.directory.name
+    scores = _or_note(lambda: scores_of(chunks, data_dir), notes) if is_current and _has(data_dir, SCORES) else None
     captions = _or_note(lambda: num_captions(chunks, data_dir), notes)
     header = Header(
         title=variant.directory.name,

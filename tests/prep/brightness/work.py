@@ -14,7 +14,7 @@ import av
 import numpy as np
 import pyarrow as pa
 
-from clipmill.prep.core.column import VIDEO, CheckedSample, DeepCode, Pending, recipe_fingerprint
+from clipmill.prep.core.column import CheckedSample, DeepCode, Pending, recipe_fingerprint
 from clipmill.prep.core.failures import FailureCode
 from clipmill.prep.core.heartbeat import Heartbeat
 from clipmill.prep.core.parts import PartRun
@@ -24,6 +24,7 @@ from clipmill.prep.core.request import Request
 from clipmill.prep.core.run import Job, Summary, execute
 from clipmill.prep.core.shard_result import ShardResult, system_errors_as_results
 from clipmill.prep.core.work import ColumnWork
+from clipmill.shards.columns import VIDEO
 from clipmill.shards.commits import Commit, Failure, read_commits, write_commit
 from clipmill.shards.dataset import current_variant, variant_dir
 from clipmill.shards.npy import load_npy, npy_bytes

@@ -10,7 +10,7 @@ import pytest
 
 from clipmill.manifests.publish import temporary_path
 from clipmill.prep.core.data_folder import writing
-from clipmill.shards.format import COLUMNS
+from clipmill.shards.columns import COLUMNS
 from tests.conftest import ROOT
 from tests.prep.running import Ran, chunk
 from tests.prep.sets import LEN, ShardSet, rerun

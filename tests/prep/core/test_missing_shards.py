@@ -2,7 +2,7 @@
 
 import json
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from threading import Event, Thread
@@ -13,28 +13,17 @@ import pytest
 from clipmill.prep.core.failures import FailureCode
 from clipmill.prep.core.run import Summary, execute
 from clipmill.prep.core.shard_result import ShardResult, stopped
-from clipmill.prep.engines import Check, Outcome, R, T
 from clipmill.prep.video.ffmpeg import find_ffmpeg
 from clipmill.prep.video.plan_inputs import chunk_job, make_plan
 from clipmill.prep.video.recipe import Recipe, resolve
 from clipmill.prep.video.worker import ShardTask, make_shard
 from clipmill.shards.commits import commit_path
 from clipmill.shards.dataset import current_variant
+from tests.prep.here import Here
 from tests.prep.running import Ran, manifest
 from tests.prep.sets import LEN, ShardSet
 
 Prep = Callable[..., Ran]
-
-
-class Here:
-    """An engine that runs tasks in this process."""
-
-    def run(
-        self, function: Callable[[T], R], tasks: Iterable[T], *, check: Check | None = None, **named: object
-    ) -> Iterator[Outcome[T, R] | None]:
-        assert check is None or check() is None
-        for task in tasks:
-            yield Outcome(task, function(task))
 
 
 @pytest.fixture

@@ -1,6 +1,6 @@
 """VAEs as a user would bring them, and latents made in this process."""
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -8,25 +8,15 @@ import diffusers
 import pytest
 import torch
 
-from clipmill.prep.core.column import VIDEO
 from clipmill.prep.core.data_folder import writing
 from clipmill.prep.core.run import Summary, execute
-from clipmill.prep.engines import Check, Outcome, R, T
 from clipmill.prep.latents.plan import latents_job, make_latents_plan
 from clipmill.prep.latents.recipe import LATENTS, LatentsSettings, resolve
+from clipmill.shards.columns import VIDEO
 from clipmill.shards.dataset import current_variant
+from tests.prep.here import Here
 
 AutoencoderKL: Any = diffusers.AutoencoderKL  # its types say nothing of its methods
-
-
-class Here:
-    """The engine without workers."""
-
-    def run(
-        self, function: Callable[[T], R], tasks: Iterable[T], *, check: Check | None = None, **named: object
-    ) -> Iterator[Outcome[T, R] | None]:
-        for task in tasks:
-            yield Outcome(task, function(task))
 
 
 def make(data: Path, *, batch: int = 16, num_threads: int = 2, **settings: Any) -> Summary:

@@ -1,6 +1,5 @@
 """Clips whose scores are known, as chunks of one data folder, and scores made in this process."""
 
-from collections.abc import Callable, Iterable, Iterator
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
@@ -13,13 +12,13 @@ from numpy.typing import NDArray
 
 from clipmill.prep.core.data_folder import writing
 from clipmill.prep.core.run import execute
-from clipmill.prep.engines import Check, Outcome, R, T
 from clipmill.prep.scores.plan import make_scores_plan, scores_job
 from clipmill.prep.scores.recipe import SCORES, ScoresSettings, resolve
 from clipmill.prep.scores.report import ScoresSummary
 from clipmill.prep.scores.work import publish_table
 from clipmill.shards.dataset import current_variant
 from clipmill.shards.reader import Variant
+from tests.prep.here import Here
 from tests.prep.running import chunk, manifest
 
 FPS = 30
@@ -31,16 +30,6 @@ CUTS = (7, 50, 97)  # first frames of new shots
 RATE_HZ = 48_000
 LEN = ("--len", "4s", "--preset", "ultrafast", "--short-side", HEIGHT, "--audio", "keep", "--crf", 18)
 Picture = NDArray[np.uint8]
-
-
-class Here:
-    """The engine without workers."""
-
-    def run(
-        self, function: Callable[[T], R], tasks: Iterable[T], *, check: Check | None = None, **named: object
-    ) -> Iterator[Outcome[T, R] | None]:
-        for task in tasks:
-            yield Outcome(task, function(task))
 
 
 def make(data: Path, **settings: Any) -> ScoresSummary:

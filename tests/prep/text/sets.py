@@ -19,6 +19,7 @@ from clipmill.prep.text.recipe import TextRecipe
 from clipmill.prep.text.report import TextSummary
 from clipmill.prep.text.run import run_text
 from clipmill.prep.text.tower import resolve
+from tests.prep.here import Here
 
 # Three videos of two splits: repeated texts in a video and between videos, and a video without captions.
 CAPTIONS = {
@@ -53,8 +54,8 @@ def write_captions(data: Path, captions: dict[str, list[str]], *, splits: dict[s
 
 
 @dataclass
-class Here:
-    """The engine of these tests: in this process, and it remembers which texts it was given."""
+class Encoding(Here):
+    """An engine in this process that remembers which texts it was given."""
 
     texts: list[str] = field(default_factory=list)
     max_blocks: int | None = None  # then it is as if the driver had been killed
@@ -62,23 +63,26 @@ class Here:
     def run(
         self, function: Callable[[T], R], tasks: Iterable[T], *, check: Check | None = None, **named: object
     ) -> Iterator[Outcome[T, R] | None]:
-        for number, task in enumerate(tasks):
-            if number == self.max_blocks:
-                raise KeyboardInterrupt
-            assert isinstance(task, Block)
-            self.texts.extend(task.texts)
-            yield Outcome(task, function(task))
+        def given() -> Iterator[T]:
+            for number, task in enumerate(tasks):
+                if number == self.max_blocks:
+                    raise KeyboardInterrupt
+                assert isinstance(task, Block)
+                self.texts.extend(task.texts)
+                yield task
+
+        return super().run(function, given(), check=check)
 
 
 def plan_of(data: Path, clip: str = "tiny") -> TextPlan:
     return make_text_plan(data, resolve(TextRecipe(clip=clip)))
 
 
-def encode(data: Path, clip: str = "tiny", *, engine: Here | None = None, batch: int = 8) -> TextSummary:
+def encode(data: Path, clip: str = "tiny", *, engine: Encoding | None = None, batch: int = 8) -> TextSummary:
     """`prep text` on the CPU."""
     plan = plan_of(data, clip)
     use = TowerUse(clip, plan.recipe.clip_sha256, batch=batch, device="cpu")
-    return run_text(plan, use, engine or Here())
+    return run_text(plan, use, engine or Encoding())
 
 
 def samples(variant_dir: Path) -> dict[str, dict[str, Any]]:

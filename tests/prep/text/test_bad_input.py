@@ -24,7 +24,7 @@ from tests.prep.text.conftest import Checkpoints
 from tests.prep.text.sets import (
     CAPTIONS,
     SPLITS,
-    Here,
+    Encoding,
     embedding_of_captions,
     encode,
     plan_of,
@@ -151,7 +151,7 @@ def test_embeddings_that_are_not_finite_are_counted_and_not_stored(
     assert read_commits(folder).commits[1].files is None
     assert '"not_finite"' in (folder / "failures.jsonl").read_text()
 
-    engine = Here()
+    engine = Encoding()
     assert encode(data, clip, engine=engine).failures == summary.failures
     assert engine.texts == []  # the same weights would give the same
     again = make_text_plan(data, resolve(TextRecipe(clip=clip)), retry_codes=frozenset({FailureCode.NOT_FINITE}))
@@ -195,7 +195,7 @@ def test_a_lost_worker_costs_the_shards_that_need_its_texts_until_the_next_run(
     assert summary.num_encoded == 2
     assert samples(plan.variant_dir)["short"]["json"]["texts"] == ["a cat", "the end"]  # as before
     assert samples(plan.variant_dir)["other"]["json"]["texts"] == ["newest"]
-    engine = Here()
+    engine = Encoding()
     assert encode(data, engine=engine).failures == []
     assert engine.texts == ["new"]
     assert samples(plan.variant_dir)["short"]["json"]["texts"] == ["newer", "new"]

@@ -10,7 +10,7 @@ import pytest
 
 from clipmill.shards.commits import read_commits
 from tests.prep.running import MARK, contents, processes, start, wait_until
-from tests.prep.text.sets import Here, encode, samples, write_captions
+from tests.prep.text.sets import Encoding, encode, samples, write_captions
 
 NUM_TEXTS = 8_000
 
@@ -31,7 +31,7 @@ def test_a_killed_run_is_finished_by_the_next(tmp_path: Path, engine: str) -> No
     (folder,) = (data / "text").iterdir()
     assert not read_commits(folder).commits, "killed too late to tell anything"
 
-    here = Here()
+    here = Encoding()
     summary = encode(data, engine=here, batch=32)
     assert 0 < len(here.texts) < NUM_TEXTS and summary.num_texts == NUM_TEXTS
     assert summary.num_copied == NUM_TEXTS - len(here.texts)

@@ -16,10 +16,10 @@ from clipmill.prep.text.run import run_text
 from clipmill.shards.commits import read_commits
 from tests.prep.running import contents
 from tests.prep.text.conftest import Checkpoints
-from tests.prep.text.sets import CAPTIONS, SPLITS, Here, encode, plan_of, write_captions
+from tests.prep.text.sets import CAPTIONS, SPLITS, Encoding, encode, plan_of, write_captions
 
 
-def encode_part(data: Path, part: str, clip: str = "tiny", *, engine: Here) -> tuple[TextSummary, PartRun]:
+def encode_part(data: Path, part: str, clip: str = "tiny", *, engine: Encoding) -> tuple[TextSummary, PartRun]:
     """`prep text --part` on the CPU."""
     with writing_part(data, Part.parse(part), column=TEXT) as run:
         plan = plan_of(data, clip)
@@ -32,12 +32,12 @@ def test_each_text_is_encoded_by_one_part_though_one_is_killed(tmp_path: Path) -
     captions = {f"v{n}": ["all", f"one of {n % 2}", *(f"text {k} of {n}" for k in range(20))] for n in range(4)}
     write_captions(data, captions, splits={"v3": "val"})
     shutil.copytree(data, other)
-    engine = Here()
+    engine = Encoding()
     first, run = encode_part(data, "1/3", engine=engine)
     assert (first.num_texts, first.num_encoded, first.num_shards_made) == (len(engine.texts),) * 2 + (0,)
     assert run.is_last and run.not_made.keys() == {Part(2, 3), Part(3, 3)}
     with pytest.raises(KeyboardInterrupt):
-        encode_part(data, "2/3", engine=Here(max_blocks=0))
+        encode_part(data, "2/3", engine=Encoding(max_blocks=0))
     _, run = encode_part(data, "3/3", engine=engine)
     assert run.not_made.keys() == {Part(2, 3)} and not read_commits(plan_of(data).variant_dir).commits
     second, run = encode_part(data, "2/3", engine=engine)
@@ -62,7 +62,7 @@ def test_a_text_without_embedding_fails_in_the_part_that_makes_the_shards(
     clip = f"{checkpoints.model}:{tmp_path / 'nan.safetensors'}"
 
     parts = ["1/3", "3/3", "2/3"]  # the text belongs to the second one
-    engines = {part: Here() for part in parts}
+    engines = {part: Encoding() for part in parts}
     ran = [encode_part(data, part, clip, engine=engines[part])[0] for part in parts]
     assert [part for part in parts if "a bird" in engines[part].texts] == ["3/3"]
     assert [len(summary.failures) for summary in ran] == [0, 0, 1]

@@ -23,7 +23,7 @@ from tests.prep.text.conftest import Checkpoints
 from tests.prep.text.sets import (
     CAPTIONS,
     SPLITS,
-    Here,
+    Encoding,
     embedding_of_captions,
     encode,
     plan_of,
@@ -54,7 +54,7 @@ def states(data: Path) -> list[str]:
 
 
 def test_every_distinct_text_is_encoded_once(data: Path) -> None:
-    engine = Here()
+    engine = Encoding()
     summary = encode(data, engine=engine)
     assert sorted(engine.texts) == sorted(DISTINCT)
     assert (summary.num_texts, summary.num_encoded, summary.num_copied) == (5, 5, 0)
@@ -102,7 +102,7 @@ def test_the_index_says_what_the_samples_say(data: Path) -> None:
 def test_a_second_run_encodes_nothing_and_touches_nothing(data: Path) -> None:
     encode(data)
     before = identities(data)
-    engine = Here()
+    engine = Encoding()
     summary = encode(data, engine=engine)
     assert (engine.texts, summary.num_shards_made, summary.num_videos) == ([], 0, 3)
     assert identities(data) == before
@@ -114,7 +114,7 @@ def test_a_changed_caption_encodes_the_new_text_alone(data: Path) -> None:
     texts_before = texts_of_captions(data)
     write_captions(data, {**CAPTIONS, "short": ["a bird", "the beginning"]}, splits=SPLITS)
     assert states(data) == [ShardState.CHANGED, ShardState.CURRENT]
-    engine = Here()
+    engine = Encoding()
     summary = encode(data, engine=engine)
     # "a bird" stands in the shard of the other split already.
     assert engine.texts == ["the beginning"]
@@ -131,7 +131,7 @@ def test_a_new_video_goes_into_a_new_shard_and_moves_no_other(data: Path) -> Non
     before = contents(variant(data))
     write_captions(data, {"first": ["a dog runs", "new"], **CAPTIONS}, splits=SPLITS)
     assert states(data) == [ShardState.CURRENT, ShardState.CURRENT, ShardState.NEW]
-    engine = Here()
+    engine = Encoding()
     encode(data, engine=engine)
     assert engine.texts == ["new"]
     after = contents(variant(data))
@@ -159,7 +159,7 @@ def test_a_run_cut_off_encodes_the_rest_and_ends_with_the_same_bytes(
     other = tmp_path / "other"
     shutil.copytree(data, other)
     encode(other)
-    first, second = Here(max_blocks=2), Here()
+    first, second = Encoding(max_blocks=2), Encoding()
     with pytest.raises(KeyboardInterrupt):
         encode(data, engine=first)
     summary = encode(data, engine=second)
@@ -172,13 +172,13 @@ def test_a_damaged_block_of_the_bank_is_made_again(data: Path, monkeypatch: pyte
     monkeypatch.setattr("clipmill.prep.text.blocks.MAX_BLOCK_TEXTS", 100)
     write_captions(data, {"v": [f"text number {n}" for n in range(150)]})
     with pytest.raises(KeyboardInterrupt):
-        encode(data, engine=Here(max_blocks=1))
+        encode(data, engine=Encoding(max_blocks=1))
     (block,) = (data / "text").glob("*/bank/*.arrow")
     content = bytearray(block.read_bytes())
     content[len(content) // 2] ^= 1
     block.write_bytes(content)
     (block.parent / ".tmp-0123456789ab-x.arrow").write_bytes(b"half")
-    engine = Here()
+    engine = Encoding()
     encode(data, engine=engine)
     assert len(engine.texts) == 150
     assert not block.parent.exists()
@@ -190,7 +190,7 @@ def test_a_missing_shard_is_made_from_texts_that_are_left(data: Path) -> None:
     (tar,) = variant(data).glob("000001-*.tar")
     tar.unlink()
     assert states(data) == [ShardState.CURRENT, ShardState.MISSING]
-    engine = Here()
+    engine = Encoding()
     encode(data, engine=engine)
     assert engine.texts == ["a bird"]
     assert contents(variant(data)) == before
@@ -208,7 +208,7 @@ def test_a_flipped_byte_is_not_taken_over(data: Path) -> None:
         tar.write(bytes([byte ^ 0x40]))
     assert [problem.code for problem in verify_shard(variant(data), shard.commit)], "verify finds it"
     write_captions(data, {**CAPTIONS, "short": ["a cat", "the beginning"]}, splits=SPLITS)
-    engine = Here()
+    engine = Encoding()
     encode(data, engine=engine)
     assert sorted(engine.texts) == ["", "the beginning"]  # the other texts of "long" are in intact samples
     after = embedding_of_captions(variant(data))
@@ -231,7 +231,7 @@ def test_another_tower_is_another_variant_that_takes_over_when_it_is_whole(
     clip = f"{checkpoints.model}:{checkpoints.safetensors}"
     monkeypatch.setattr("clipmill.prep.text.blocks.MAX_BLOCK_TEXTS", 2)
     with pytest.raises(KeyboardInterrupt):
-        encode(data, clip, engine=Here(max_blocks=1))
+        encode(data, clip, engine=Encoding(max_blocks=1))
     assert variant(data).name.startswith("tiny-")
     encode(data, clip)
     assert variant(data).name.startswith(f"{checkpoints.model}-{checkpoints.model}-safetensors-")
@@ -239,7 +239,7 @@ def test_another_tower_is_another_variant_that_takes_over_when_it_is_whole(
     moved = checkpoints.folder / "moved" / checkpoints.safetensors.name
     moved.parent.mkdir(exist_ok=True)
     shutil.copy(checkpoints.safetensors, moved)
-    engine = Here()
+    engine = Encoding()
     encode(data, f"{checkpoints.model}:{moved}", engine=engine)
     assert engine.texts == []
 
@@ -249,7 +249,7 @@ def test_captions_over_many_row_groups_and_shards_find_their_rows(data: Path, mo
     monkeypatch.setattr("clipmill.prep.text.layout.MAX_SHARD_CAPTIONS", 20)
     captions = {f"v{n:02d}": [f"text {(n * step) % 13}" for step in range(n % 6)] for n in range(30)}
     write_captions(data, captions)
-    engine = Here()
+    engine = Encoding()
     summary = encode(data, engine=engine)
     assert sorted(engine.texts) == sorted({text for texts in captions.values() for text in texts})
     assert summary.num_shards > 3

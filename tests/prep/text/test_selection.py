@@ -15,7 +15,7 @@ from clipmill.prep.text.run import run_text
 from clipmill.prep.text.tower import resolve
 from clipmill.shards.dataset import current_variant
 from clipmill.shards.reader import Variant
-from tests.prep.text.sets import CAPTIONS, SPLITS, Here, samples, write_captions
+from tests.prep.text.sets import CAPTIONS, SPLITS, Encoding, samples, write_captions
 
 
 @pytest.fixture
@@ -25,7 +25,7 @@ def data(tmp_path: Path) -> Path:
     return folder
 
 
-def encode(data: Path, where: str | None, engine: Here) -> TextSummary:
+def encode(data: Path, where: str | None, engine: Encoding) -> TextSummary:
     plan = make_text_plan(data, resolve(TextRecipe(clip="tiny", where=where)))
     return run_text(plan, TowerUse("tiny", plan.recipe.clip_sha256, batch=8, device="cpu"), engine)
 
@@ -36,7 +36,7 @@ def stored(data: Path) -> dict[str, list[str]]:
 
 
 def test_only_the_selected_captions_are_encoded(data: Path) -> None:
-    engine = Here()
+    engine = Encoding()
     where = "words >= 2 and 'dog' in text"
     encode(data, where, engine)
     # The other captions of a video are left out, and so is the video that has no other.
@@ -47,14 +47,14 @@ def test_only_the_selected_captions_are_encoded(data: Path) -> None:
     assert COLUMN.command_line(stored_request(variant), data_dir=data).startswith(
         """prep text --clip tiny --where 'words >= 2 and '"'"'dog'"'"' in text' --data"""
     )
-    assert encode(data, where, Here()).num_shards_made == 0
+    assert encode(data, where, Encoding()).num_shards_made == 0
 
     # Another condition keeps the variant, and encodes the new texts alone.
-    engine = Here()
+    engine = Encoding()
     encode(data, "split == 'train' and words >= 1", engine)
     assert stored(data) == {"long": ["a dog runs", "a cat"], "short": ["a cat", "the end"]}
     assert sorted(engine.texts) == ["a cat", "the end"]
-    engine = Here()
+    engine = Encoding()
     encode(data, None, engine)
     assert sorted(engine.texts) == ["", "a bird"]
     assert Variant.open(data, column="text").directory == variant.directory
@@ -71,5 +71,5 @@ def test_only_the_selected_captions_are_encoded(data: Path) -> None:
 )
 def test_mistakes_are_named_before_anything_is_made(data: Path, where: str, message: str) -> None:
     with pytest.raises(UserError, match=message):
-        encode(data, where, Here())
+        encode(data, where, Encoding())
     assert not (data / "text").exists()

@@ -15,8 +15,9 @@ from clipmill.prep.video.plan_inputs import chunk_job, make_plan, with_shots
 from clipmill.prep.video.recipe import Recipe, resolve
 from clipmill.prep.video.shots import detector_key, shots_of
 from tests.conftest import ROOT
+from tests.prep.here import Here
 from tests.prep.running import contents, manifest
-from tests.prep.scenes import RECIPE, Here, run_here, write_scenes
+from tests.prep.scenes import RECIPE, run_here, write_scenes
 
 
 def test_failures_of_a_detection_have_the_names_of_failures_of_sources(tmp_path: Path) -> None:
@@ -62,7 +63,8 @@ KILLED = """
 import os, signal, sys
 from pathlib import Path
 from clipmill.prep.video.plan_inputs import make_plan, with_shots
-from tests.prep.scenes import RECIPE, Here
+from tests.prep.scenes import RECIPE
+from tests.prep.here import Here
 
 class Killed(Here):
     def run(self, *arguments, **named):

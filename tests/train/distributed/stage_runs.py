@@ -22,7 +22,8 @@ from clipmill.train.device.transfer import Scalar
 from clipmill.train.distributed.launch import open_world
 from clipmill.train.distributed.pipeline import Pipeline
 from clipmill.train.distributed.stages import LayerCost
-from clipmill.train.distributed.world import Step, World
+from clipmill.train.distributed.step import Step
+from clipmill.train.distributed.world import World
 from clipmill.train.engine.loop import train
 from clipmill.train.losses.objective import Objective
 from clipmill.train.models.adapters import add_adapters

@@ -16,7 +16,8 @@ from clipmill.train.data.decoding.clip import Views
 from clipmill.train.data.inputs import clip_shape, loader_settings, open_folder
 from clipmill.train.device.random import uniform
 from clipmill.train.device.transfer import Scalar
-from clipmill.train.distributed.world import Step, World
+from clipmill.train.distributed.step import Step
+from clipmill.train.distributed.world import World
 from clipmill.train.evaluation.runner import OpenedRun, Score, every_for
 from clipmill.train.losses.objective import Objective
 from clipmill.train.models.attention import AttentionBackend

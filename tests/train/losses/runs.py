@@ -7,7 +7,8 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.tensor import DTensor
 
-from clipmill.train.distributed.world import Step, World
+from clipmill.train.distributed.step import Step
+from clipmill.train.distributed.world import World
 from clipmill.train.losses.contrastive import ContrastiveObjective
 from clipmill.train.losses.registry import register
 from clipmill.train.losses.settings import Convention, Loss

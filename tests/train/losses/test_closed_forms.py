@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from clipmill.train.distributed.world import Step
+from clipmill.train.distributed.step import Step
 from clipmill.train.losses.global_contrast import GlobalContrast, inner_rate
 from clipmill.train.losses.registry import LOSSES
 from clipmill.train.losses.settings import Convention

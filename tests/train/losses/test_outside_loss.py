@@ -10,7 +10,8 @@ import torch
 from torch.nn import functional
 
 from clipmill.manifests.errors import UserError
-from clipmill.train.distributed.world import Step, World
+from clipmill.train.distributed.step import Step
+from clipmill.train.distributed.world import World
 from clipmill.train.losses.contrastive import AutogradObjective, Pairs
 from clipmill.train.losses.registry import LOSSES, LossSpec, register
 from clipmill.train.losses.settings import Loss

@@ -8,7 +8,8 @@ import torch
 from clipmill.manifests.errors import UserError
 from clipmill.train.config.optim import OptimizerSettings
 from clipmill.train.device.transfer import Scalar
-from clipmill.train.distributed.world import Step, World
+from clipmill.train.distributed.step import Step
+from clipmill.train.distributed.world import World
 from clipmill.train.losses.contrastive import DatasetSize, build_contrast
 from clipmill.train.losses.global_contrast import GlobalContrast
 from clipmill.train.losses.registry import LOSSES

@@ -16,7 +16,8 @@ from clipmill.train.models.transformer import TransformerSize
 from clipmill.train.models.video_vit import VideoViTSize
 from clipmill.train.models.videomae import VideoMAEEncoder, sines
 from clipmill.train.tasks.classify.model import VideoClassifier
-from clipmill.train.tasks.mae.objective import decoded_cubes, normalised_cubes, reconstruction_loss, tube_masks
+from clipmill.train.tasks.mae.masks import decoded_cubes, tube_masks
+from clipmill.train.tasks.mae.objective import normalised_cubes, reconstruction_loss
 from clipmill.train.weights.hf_videomae import from_hf_videomae
 from tests.train.models.small_towers import clips, spread_out
 

@@ -11,8 +11,8 @@ from torch.distributed.fsdp import fully_shard
 from clipmill.train.config.optim import OptimizerName, OptimizerSettings
 from clipmill.train.config.training import TrainingSettings
 from clipmill.train.losses.objective import Objective
+from clipmill.train.optim.ema import Ema
 from clipmill.train.optim.optimizer import clip_gradients, make_optimizer, set_learning_rates
-from clipmill.train.optim.parameters import Ema
 
 NAMES: tuple[OptimizerName, ...] = ("adamw", "lamb", "lion", "sgd")
 

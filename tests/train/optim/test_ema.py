@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from clipmill.train.optim.parameters import Ema
+from clipmill.train.optim.ema import Ema
 
 
 def model_of(value: float) -> nn.Linear:

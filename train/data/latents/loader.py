@@ -99,11 +99,6 @@ class LatentLoader(BatchLoader):
         """Channels, height, width and frame rate of all latents."""
         return self.samples.records.shape
 
-    @property
-    def segment_frames(self) -> int:
-        """Number of frames in a segment."""
-        return self.samples.segments.num_frames
-
     def describe(self) -> str:
         """One line for the log: what the set contains, what was excluded and why."""
         return self.samples.describe()

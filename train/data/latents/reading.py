@@ -11,6 +11,7 @@ from itertools import pairwise, repeat
 import numpy as np
 from numpy.typing import NDArray
 
+from clipmill.shards.columns import LATENTS
 from clipmill.shards.format import BLOCK_BYTES
 from clipmill.shards.npy import decompressed
 from clipmill.train.data.latents.segment_set import Columns, SegmentRequests, SegmentSet
@@ -37,7 +38,7 @@ class SegmentReader:
     def __init__(self, samples: SegmentSet, loading: LoaderSettings) -> None:
         records, self._loading = samples.records, loading
         self._samples, self._records, self._tars = samples, records, samples.tars
-        self._latents = VerifiedMembers(samples.tars, len(records), records.payload, column="latents", noun="bytes")
+        self._latents = VerifiedMembers(samples.tars, len(records), records.payload, column=LATENTS, noun="bytes")
         self._text = None if samples.text is None else samples.text.verified(samples.tars)
 
     def read(self, requests: SegmentRequests) -> Iterator[LatentSample | FailedSample]:

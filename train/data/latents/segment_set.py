@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from clipmill.manifests.data_location import resolved_folder
 from clipmill.manifests.errors import UserError
 from clipmill.manifests.store import num_captions_of
+from clipmill.shards.columns import LATENTS, TEXT, VIDEO
 from clipmill.shards.dataset import current_variant
 from clipmill.shards.merged_table import merged_mark
 from clipmill.shards.reader import Variant
@@ -73,10 +74,10 @@ class SegmentSet:
             raise UserError(f"there is no data folder {data_dir}", hint="name one that prep made")
         self.split = split
         if tars is not None:
-            for column in ("latents", "text") if captions == "stored" else ("latents",):
+            for column in (LATENTS, TEXT) if captions == "stored" else (LATENTS,):
                 tars.files.copy_column(column)
-        self._latents = Variant.open(data_dir, column="latents", tars=tars).whole()
-        self._text_variant = Variant.open(data_dir, column="text", tars=tars).whole() if captions == "stored" else None
+        self._latents = Variant.open(data_dir, column=LATENTS, tars=tars).whole()
+        self._text_variant = Variant.open(data_dir, column=TEXT, tars=tars).whole() if captions == "stored" else None
         self._stale = self._other_video_variant(data_dir)
         variants = [variant for variant in (self._latents, self._text_variant) if variant is not None]
         self.tars = open_maps(variants, tars, whole=self._text_variant)
@@ -273,7 +274,7 @@ class SegmentSet:
         return [*parts, f"the caption that gives the label covers {labels.mean_share:.0%} of a segment on average"]
 
     def _other_video_variant(self, data_dir: Path) -> str:
-        made_of, current = self._latents.recipe.get("video"), current_variant(data_dir, "video")
+        made_of, current = self._latents.recipe.get(VIDEO), current_variant(data_dir, VIDEO)
         if made_of is None or current is None or made_of == current:
             return ""
         return f"made of the chunks of {made_of}, and {current} is the current variant"

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from clipmill.manifests.errors import UserError
 from clipmill.manifests.keys import chunk_key
+from clipmill.shards.columns import LATENTS, command_for
 from clipmill.shards.reader import Variant
 from clipmill.train.data.chunk_table import index_in, own_in_order
 from clipmill.train.data.frame_sampling import US_PER_S
@@ -158,7 +159,8 @@ def _shape(variant: Variant, table: pa.Table, shard_of: NDArray[np.int64], *, is
         tars = variant.tar_files
         raise UserError(
             f"latents differ in shape: {shape} in {tars.path(seen_in)}, {found} in {tars.path(other_in)}",
-            hint="all latents of a variant must be alike: prep latents makes a new variant with one setting",
+            hint="all latents of a variant must be alike: "
+            f"prep {command_for(LATENTS)} makes a new variant with one setting",
         )
     return shape
 

@@ -13,7 +13,7 @@ from torch.nn.functional import cross_entropy
 from clipmill.train.data.batch import Batch
 from clipmill.train.device.transfer import Scalar
 from clipmill.train.distributed.pipeline import Pipeline, PipelineBatch
-from clipmill.train.distributed.world import Step
+from clipmill.train.distributed.step import Step
 from clipmill.train.losses.objective import Objective, backward_microbatches
 from clipmill.train.tasks.caption.tokenizer import NO_TOKEN
 

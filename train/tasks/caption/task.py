@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from clipmill.shards.columns import VIDEO
 from clipmill.train.config.model import kind_of
 from clipmill.train.data.batch import Batch
 from clipmill.train.data.inputs import Mixture, clip_query, loader_settings, open_folder
@@ -49,7 +50,7 @@ class CaptionTask(ClipTask[CaptionerSettings, Samples | None, Captioner]):
     """
 
     name = "caption"
-    columns: tuple[str, ...] = ("video",)
+    columns: tuple[str, ...] = (VIDEO,)
 
     def __init__(
         self,

@@ -15,7 +15,7 @@ from torch import nn
 
 from clipmill.train.data.batch import Batch
 from clipmill.train.device.transfer import Scalar
-from clipmill.train.distributed.world import Step
+from clipmill.train.distributed.step import Step
 from clipmill.train.losses.objective import Objective, backward_microbatches
 from clipmill.train.tasks.classify.settings import ClassifySettings
 

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from clipmill.manifests.errors import UserError
+from clipmill.shards.columns import LATENTS, VIDEO
 from clipmill.train.data.batch import Batch
 from clipmill.train.data.classes import ClassList, read_classes
 from clipmill.train.data.decoding.clip import Views
@@ -60,7 +61,7 @@ class ClassifyTask(ClipTask[ClassifySettings, Samples, VideoClassifier]):
         super().__init__(settings, **opened)
         self._classes = classes
         self._held_out: dict[str, OneFolder] = {}
-        self.columns: tuple[str, ...] = ("latents",) if settings.reads_latents else ("video",)
+        self.columns: tuple[str, ...] = (LATENTS,) if settings.reads_latents else (VIDEO,)
 
     @property
     def classes(self) -> ClassList:

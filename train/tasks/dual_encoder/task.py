@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from clipmill.manifests.errors import UserError
+from clipmill.shards.columns import LATENTS, TEXT, VIDEO
 from clipmill.train.config.data import CaptionSettings
 from clipmill.train.config.evaluation import EvaluatedData
 from clipmill.train.config.model import Towers
@@ -62,8 +63,8 @@ class DualEncoderTask(ClipTask[DualEncoderSettings, Samples, DualEncoder]):
     def __init__(self, settings: DualEncoderSettings, **opened: Any) -> None:
         super().__init__(settings, **opened)
         self._in_loop: list[LoopEvaluation] = []
-        pictures = "latents" if settings.reads_latents else "video"
-        self.columns: tuple[str, ...] = (pictures, "text") if settings.text_tower == "frozen" else (pictures,)
+        pictures = LATENTS if settings.reads_latents else VIDEO
+        self.columns: tuple[str, ...] = (pictures, TEXT) if settings.text_tower == "frozen" else (pictures,)
 
     def training_set(self, world: World) -> Samples:
         """This rank's part of the clips and captions of the split that the settings name."""

@@ -161,7 +161,7 @@ def span_s(samples: Samples, sample: int, *, num_frames: int) -> tuple[float, fl
     segments = samples.samples
     begin_us, _ = times_us(segments.records, segments.segments, np.array([sample]))
     fps = samples.frame_shape.fps
-    begin_s = float(begin_us[0]) / 1e6 + float((samples.segment_frames - num_frames) // 2 / fps)
+    begin_s = float(begin_us[0]) / 1e6 + float((segments.segments.num_frames - num_frames) // 2 / fps)
     return begin_s, begin_s + float(num_frames / fps)
 
 

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from clipmill.shards.columns import LATENTS, VIDEO
 from clipmill.train.config.evaluation import EvaluatedData, ProbeEvaluation
 from clipmill.train.data.batch import Batch
 from clipmill.train.data.chunk_clips import ChunkClips
@@ -35,7 +36,8 @@ from clipmill.train.losses.objective import Objective
 from clipmill.train.models.dual_encoder import size_of
 from clipmill.train.models.masked_autoencoder import MaskedAutoencoder
 from clipmill.train.models.video_vit import CubeGrid, VideoViTSize
-from clipmill.train.tasks.mae.objective import MaskedClips, MaskedReconstruction, Masking
+from clipmill.train.tasks.mae.masks import Masking
+from clipmill.train.tasks.mae.objective import MaskedClips, MaskedReconstruction
 from clipmill.train.tasks.mae.settings import MaeSettings, check_mask, without_effect
 from clipmill.train.weights.conversion import IMAGENET_MEAN, IMAGENET_STD
 from clipmill.train.weights.effective import effective_clip_settings
@@ -54,7 +56,7 @@ class MaeTask(ClipTask[MaeSettings, Samples, MaskedAutoencoder]):
     def __init__(self, settings: MaeSettings, **opened: Any) -> None:
         super().__init__(settings, **opened)
         self._probes: list[LoopProbe] = []
-        self.columns: tuple[str, ...] = ("latents",) if settings.reads_latents else ("video",)
+        self.columns: tuple[str, ...] = (LATENTS,) if settings.reads_latents else (VIDEO,)
 
     def training_set(self, world: World) -> Samples:
         """This rank's part of the chunks, or of the segments of latents, of the split that the settings name.

@@ -27,7 +27,8 @@ from clipmill.train.data.inputs import clip_query, open_folder
 from clipmill.train.data.loader import LoaderSettings
 from clipmill.train.data.outcomes import FailedSample
 from clipmill.train.distributed.world import World
-from clipmill.train.run.folder import held_folder, installed_version
+from clipmill.train.run.environment import installed_version
+from clipmill.train.run.folder import held_folder
 from clipmill.train.run.parts import PLAN, begin_parts, missing_parts, share_parts
 from clipmill.train.run.tracking import Progress
 from clipmill.train.tasks.caption.chunks.request import ChunkCaptionsRequest, ChunkDecoding

@@ -1,0 +1,73 @@
+"""The columns that clipmill defines, one row each: the command that makes one, and what its merged table has.
+
+An extension's column has no row: `prep NAME` makes it, and it has no merged table.
+"""
+
+import shlex
+from dataclasses import dataclass
+from pathlib import Path
+
+VIDEO, LATENTS, TEXT, SCORES = "video", "latents", "text", "scores"
+_OF_CHUNKS = ("start_ms", "num_frames", "fps_num", "fps_den", "width", "height")
+
+
+@dataclass(frozen=True, kw_only=True)
+class StoredColumn:
+    """A column as all programs know it.
+
+    Attributes:
+        command: the command of `prep` that makes it.
+        needs: flags that the command needs, with placeholders for values.
+        members: possible extensions of the member that the merged table locates; () without such a table.
+        merged: fields of the index that the merged table has besides `video_id`.
+    """
+
+    name: str
+    command: str
+    needs: str = ""
+    members: tuple[str, ...] = ()
+    merged: tuple[str, ...] = ()
+
+
+COLUMNS = {
+    column.name: column
+    for column in (
+        StoredColumn(name=VIDEO, command="chunk", members=("mp4",), merged=_OF_CHUNKS),
+        StoredColumn(
+            name=LATENTS,
+            command="latents",
+            needs="--vae NAME",
+            members=("latents.npy", "latents.npy.zst"),
+            merged=(*_OF_CHUNKS, "channels", "dtype"),
+        ),
+        StoredColumn(
+            name=TEXT,
+            command="text",
+            needs="--clip NAME",
+            members=("text.npy",),
+            merged=("num_rows", "width", "caption_id", "caption_row"),
+        ),
+        StoredColumn(name=SCORES, command="scores"),
+    )
+}
+
+
+def command_for(column: str) -> str:
+    """Return the command of `prep` that makes `column`."""
+    return COLUMNS[column].command if column in COLUMNS else column
+
+
+def has_chunk_table(column: str) -> bool:
+    """Return True if the samples of a column are in merged tables (clipmill.shards.chunk_table)."""
+    return column in COLUMNS and bool(COLUMNS[column].members)
+
+
+def how_to_make(column: str, data_dir: Path | str) -> str:
+    """Return the command line, without `run`, that makes a column of a data folder (a path or an address)."""
+    needs = f"{COLUMNS[column].needs} " if column in COLUMNS and COLUMNS[column].needs else ""
+    return f"prep {command_for(column)} {needs}--data {shlex.quote(str(data_dir))}"
+
+
+def how_to_repair(column: str, *, what: str = "that shard") -> str:
+    """Return the hint for a shard, or a table made of shards, that cannot be read."""
+    return f"see prep verify; prep {command_for(column)} makes {what} again"

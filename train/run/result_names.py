@@ -1,0 +1,40 @@
+"""Which data a result of an evaluation is of, and the name of its file.
+
+Results on the run's own data have the name of their evaluation; others also have that of the folder, and a hash.
+"""
+
+import hashlib
+import re
+from typing import Any
+
+from clipmill.train.config.shards import Shards, folders_of, normalised
+
+_MAX_DATA_NAME = 40
+_NUM_HASH_DIGITS = 8
+
+
+def data_facts(own: Shards, shards: str | None) -> dict[str, Any]:
+    """The data fields of a result: `shards`, its address, and `is_own_data`, given --shards of run and evaluation.
+
+    Each of several data folders of a run has results of its own, with `is_part_of_own_data`.
+    """
+    folders = [normalised(one) for one in folders_of(own)]
+    if shards is None:
+        return {"shards": ", ".join(folders), "is_own_data": True}
+    address = normalised(shards)
+    part = {"is_part_of_own_data": True} if len(folders) > 1 and address in folders else {}
+    return {"shards": address, "is_own_data": [address] == folders, **part}
+
+
+def result_name(name: str, facts: dict[str, Any]) -> str:
+    """File name of a result with the fields of `data_facts`: `name`, with the folder name and a hash of other data."""
+    address = other_data(facts)
+    if not address:
+        return name
+    folder = re.sub(r"[^\w.-]+", "-", address.rpartition("/")[2])[:_MAX_DATA_NAME].strip("-.") or "data"
+    return f"{name}-{folder}-{hashlib.sha256(address.encode()).hexdigest()[:_NUM_HASH_DIGITS]}"
+
+
+def other_data(result: dict[str, Any]) -> str:
+    """Address of the data of a result; empty for the run's own data, which is assumed if the result does not say."""
+    return "" if result.get("is_own_data", True) else str(result["shards"])
