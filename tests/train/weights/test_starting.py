@@ -145,7 +145,7 @@ def test_weights_that_say_no_activation_are_remarked_on(tmp_path: Path) -> None:
     assert any("their activation is not recorded" in line for line in said)
 
 
-def write_hugging_face(path: Path) -> Path:
+def write_hugging_face(path: Path, *, max_shard_size: str = "1GB") -> Path:
     """The folder of a CLIPModel of the tiny model's towers, as transformers writes it."""
     from transformers import CLIPConfig, CLIPModel
 
@@ -166,7 +166,13 @@ def write_hugging_face(path: Path) -> Path:
         projection_dim=WIDTH,
         logit_scale_init_value=-math.log(TEMPERATURE),
     )
-    CLIPModel(config).save_pretrained(path)
+    CLIPModel(config).save_pretrained(path, max_shard_size=max_shard_size)
+    return path
+
+
+def write_shards(path: Path) -> Path:
+    """The same in several files."""
+    assert not (write_hugging_face(path, max_shard_size="1MB") / "model.safetensors").exists()
     return path
 
 
@@ -178,7 +184,7 @@ def write_lavila(path: Path) -> Path:
     return path
 
 
-@pytest.mark.parametrize("write", [write_open_clip, write_avion, write_hugging_face, write_lavila])
+@pytest.mark.parametrize("write", [write_open_clip, write_avion, write_hugging_face, write_shards, write_lavila])
 def test_projections_and_temperature_are_those_of_the_weights_whatever_the_model_is_called(
     write: Callable[[Path], Path], tmp_path: Path
 ) -> None:
