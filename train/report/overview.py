@@ -27,12 +27,14 @@ class Compared:
         title: the evaluation.
         which: its row and split.
         columns: names of the metrics.
+        reference: what they are compared with.
         cells: of each column, by run.
     """
 
     title: str
     which: str
     columns: tuple[str, ...]
+    reference: str
     cells: dict[int, Sequence[Cell]]
 
 
@@ -88,7 +90,7 @@ def _metrics(cards: Sequence[Mapping[str, Any]]) -> list[Compared]:
                 continue
             row = table.rows[table.headline]
             which = row.label if result["split"] in row.label.split() else f"{row.label} ({result['split']})"
-            empty = Compared(table.title, which, table.columns, {})
+            empty = Compared(table.title, which, table.columns, table.reference, {})
             found.setdefault((table.title, which, table.columns), empty).cells[at] = _with_baseline(table)
     return list(found.values())
 
@@ -96,9 +98,9 @@ def _metrics(cards: Sequence[Mapping[str, Any]]) -> list[Compared]:
 def _with_baseline(table: Table) -> Sequence[Cell]:
     """The cells of the row that represents a table, each with that of its trivial model."""
     cells = table.rows[table.headline].cells
-    if table.baseline is None:
+    other = table.baseline
+    if other is None:
         return cells
-    other = table.rows[table.baseline]
     return [
         replace(cell, baseline=f"{other.label} {its.text}" if its.text != "-" else "")
         for cell, its in zip(cells, other.cells, strict=True)
