@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from clipmill.manifests.units import percent
+from clipmill.train.data.held_out import HeldOut
 from clipmill.train.run.folder import other_data
 
 CLASSES_SECTION = Path(__file__).with_name("classes.html.j2")  # of a page, for results with `by_class`
@@ -56,6 +57,7 @@ class Table:
     Attributes:
         headline: the row that represents the table in overviews.
         reference: what its cells are compared with, `CHANCE` or `MAJORITY`.
+        cautions: what limits its metrics, in few words.
     """
 
     title: str
@@ -64,6 +66,7 @@ class Table:
     protocol: dict[str, str]
     headline: int = 0
     reference: str = CHANCE
+    cautions: tuple[str, ...] = ()
 
     @property
     def baseline(self) -> Row | None:
@@ -72,18 +75,27 @@ class Table:
 
     @property
     def baseline_text(self) -> str:
-        """What the first metric is compared with: the table's reference, or a trivial model; else its detail."""
+        """What the first metric is compared with (the table's reference, or a trivial model; else its detail), and what
+        limits it."""
         row = self.rows[self.headline]
+        text = row.cells[0].baseline or row.detail
         if row.cells[0].reference:
-            return f"{self.reference} {row.cells[0].reference}"
-        if self.baseline is not None:
-            return f"{self.baseline.label} {self.baseline.cells[0].text}"
-        return row.cells[0].baseline or row.detail
+            text = f"{self.reference} {row.cells[0].reference}"
+        elif self.baseline is not None:
+            text = f"{self.baseline.label} {self.baseline.cells[0].text}"
+        return "; ".join([text, *self.cautions])
 
 
 def table_of(make: Callable[[dict[str, Any]], Table], result: dict[str, Any]) -> Table:
-    """The table that an evaluation makes of a result; title and rows of one that is incomplete say so."""
+    """The table that an evaluation makes of a result, with what limits its metrics: few clips, and look-alikes.
+
+    Title and rows of one that is incomplete say so.
+    """
     table = make(result)
+    held = HeldOut(**result["held_out"]) if "held_out" in result else None
+    if held is not None and (cautions := held.cautions(table.rows[table.headline].cells[0].share)):
+        protocol = {"caution": "; ".join(cautions), **table.protocol}
+        table = replace(table, protocol=protocol, cautions=tuple(held.cautions()))
     if not (incomplete := result.get("incomplete", "")):
         return table
     rows = tuple(replace(row, label=marked(row.label)) for row in table.rows)

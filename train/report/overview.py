@@ -29,6 +29,7 @@ class Compared:
         columns: names of the metrics.
         reference: what they are compared with.
         cells: of each column, by run.
+        cautions: what limits the metrics of a run.
     """
 
     title: str
@@ -36,6 +37,7 @@ class Compared:
     columns: tuple[str, ...]
     reference: str
     cells: dict[int, Sequence[Cell]]
+    cautions: dict[int, str]
 
 
 def write_overview(runs: Sequence[Path], out: Path, *, links: Sequence[Path] = ()) -> None:
@@ -90,8 +92,9 @@ def _metrics(cards: Sequence[Mapping[str, Any]]) -> list[Compared]:
                 continue
             row = table.rows[table.headline]
             which = row.label if result["split"] in row.label.split() else f"{row.label} ({result['split']})"
-            empty = Compared(table.title, which, table.columns, table.reference, {})
-            found.setdefault((table.title, which, table.columns), empty).cells[at] = _with_baseline(table)
+            empty = Compared(table.title, which, table.columns, table.reference, {}, {})
+            compared = found.setdefault((table.title, which, table.columns), empty)
+            compared.cells[at], compared.cautions[at] = _with_baseline(table), "; ".join(table.cautions)
     return list(found.values())
 
 
