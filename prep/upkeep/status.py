@@ -27,9 +27,9 @@ from clipmill.prep.core.writers import has_stopped, writer_of
 from clipmill.prep.registry import columns
 from clipmill.prep.sources.table import probes_of, read_probes
 from clipmill.prep.upkeep.caption_sources import CaptionsBeyond, CaptionSource, captions_beyond, read_caption_sources
-from clipmill.prep.upkeep.leakage import Leakage, find_leakage
 from clipmill.shards.commits import Failure
 from clipmill.shards.dataset import current_variant
+from clipmill.shards.leakage import Leakage, find_leakage
 from clipmill.shards.reader import Variant
 
 

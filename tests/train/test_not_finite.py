@@ -11,11 +11,15 @@ from torch import nn
 import clipmill.train.engine.loop
 from clipmill.manifests.errors import FailedWork, UserError
 from clipmill.train.config.evaluation import EvaluationSettings
-from clipmill.train.distributed.world import World
+from clipmill.train.data.batch import Batch
+from clipmill.train.data.loader import TrainingSet
+from clipmill.train.device.transfer import Scalar
+from clipmill.train.distributed.world import Step, World
 from clipmill.train.engine.metrics_log import not_finite
+from clipmill.train.losses.objective import Objective
 from clipmill.train.run.checkpoint import all_checkpoints
-from clipmill.train.run.folder import RunFolder
-from tests.train.plane import ONE, PlaneTask, settings, train_plane
+from clipmill.train.run.folder import RunFolder, read_lines
+from tests.train.plane import ONE, Distance, PlaneTask, settings, train_plane
 
 
 class PoisonedTask(PlaneTask):
@@ -42,6 +46,40 @@ def test_no_checkpoint_is_made_of_them_and_the_last_good_one_stays(
     with pytest.raises(UserError, match=r"step_000005 holds .* not finite .* in model\.0\.weight") as caught:
         train_plane(chosen, PlaneTask())
     assert caught.value.hint == "remove it: step_000004 is used instead"
+
+
+class IdleTask(PlaneTask):
+    """Its loss is 0 whatever the model computes, up to a step."""
+
+    def __init__(self, *, until: int) -> None:
+        super().__init__()
+        self._until = until
+
+    def build_objective(self, samples: TrainingSet, world: World) -> Objective:
+        until = self._until
+
+        class Idle(Distance):
+            def backward(self, model: nn.Module, batch: Batch, step: Step) -> dict[str, Scalar]:
+                if step.number > until:
+                    return super().backward(model, batch, step)
+                (0 * model(batch["video"].view(torch.float32)).sum()).backward()
+                return {"loss": torch.zeros(())}
+
+        return Idle()
+
+
+@pytest.mark.parametrize(("num_steps", "ended_at"), [(12, 10), (4, 4)])
+def test_first_steps_without_gradients_end_a_run(tmp_path: Path, num_steps: int, ended_at: int) -> None:
+    chosen = settings(tmp_path / "run", steps=num_steps, checkpoint_every=100)
+    with pytest.raises(FailedWork, match=rf"loss is 0.0000, and the gradients of the first {ended_at} steps are exac"):
+        train_plane(chosen, IdleTask(until=100))
+    run = RunFolder(chosen.out)
+    assert len(read_lines(run.metrics)) == ended_at and not all_checkpoints(run.checkpoints)
+
+
+def test_a_run_that_has_a_gradient_before_goes_on(tmp_path: Path) -> None:
+    chosen = settings(tmp_path / "run", steps=12, checkpoint_every=100)
+    assert list(all_checkpoints(train_plane(chosen, IdleTask(until=9)).checkpoints)) == [12]
 
 
 @pytest.mark.parametrize(

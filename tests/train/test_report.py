@@ -11,7 +11,7 @@ import torch
 
 from clipmill.manifests.publish import publish_json
 from clipmill.train.config.files import save_settings
-from clipmill.train.evaluation.by_class import Predictions, most_frequent
+from clipmill.train.evaluation.by_class import Predictions, majority_baseline
 from clipmill.train.registry import evaluations
 from clipmill.train.report.charts import chart_values
 from clipmill.train.report.curves import Curve, Line, evaluation_curves
@@ -222,7 +222,7 @@ def classified_run(path: Path) -> RunFolder:
     result = json.loads(run.evaluation("retrieval-val").read_bytes())
     scores = {"num_clips": 280, "num_classes": 14, "num_classes_seen": 14, "num_without_class": 0}
     rest = {"top": {"1": 2 / 3, "5": 1.0}, "chance": {"1": 1 / 14, "5": 5 / 14}, "mean_class_accuracy": 0.6}
-    words = {"classes": HOSTILE, "prompts": HOSTILE, "most_frequent": most_frequent(found), "by_class": [found]}
+    words = {"classes": HOSTILE, "prompts": HOSTILE, "majority_baseline": majority_baseline(found), "by_class": [found]}
     run.write_evaluation("zero-shot-val", {**result, "evaluation": "zero-shot", **scores, **rest, **words})
     return run
 
@@ -232,7 +232,7 @@ def test_charts_and_tables_obey_a_keyboard(tmp_path: Path) -> None:
     run = classified_run(tmp_path)
     write_page(run)
     text = run.page.read_text()
-    assert HOSTILE not in text and "chance 7.1 %" in text.split('class="tiles"')[1].split("<section>")[0]
+    assert HOSTILE not in text and "majority baseline 7.1 %" in text.split('class="tiles"')[1].split("<section>")[0]
     assert "of the 12 most frequent classes" in text and "Most confused classes" in text
     with shown(run.page, width_px=1400, is_dark=True) as tab:
         assert problems(tab) == []

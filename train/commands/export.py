@@ -111,7 +111,7 @@ def export_run(
     exported = spec.export(request)
 
     step = None if path is None else checkpoint_step(path)
-    card = model_card(opened, form=form, opens=spec.formats[form], folder=out.name, step=step, remarks=exported.remarks)
+    card = model_card(opened, exported, form=form, opens=spec.formats[form], folder=out.name, step=step)
 
     def write(folder: Path) -> None:
         exported.write(folder)

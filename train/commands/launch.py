@@ -132,6 +132,7 @@ def _train(
         progress.say(line)
     for name, one in about.get("evaluations", {}).items():
         parts = [f"split {one['split']!r} of {one['shards']}", one["data"], one["variant"], one.get("protocol", "")]
+        parts.append(one.get("caution", ""))
         progress.say(f"evaluation {name}: {'; '.join(filter(None, parts))}")
     facts = {
         "task": spec.name,

@@ -42,7 +42,7 @@ class Towers(Checked):
     temporal: Annotated[Literal["zero", "random"], GoesWith("kind", (None, "clip", "timesformer"), use="clip")] = "zero"
     """Initialisation of the temporal embedding: zero (AVION's code) or random (AVION's paper)."""
     embedding_width: Annotated[int | None, SIZE] = None
-    """Width of the joint embedding space (AVION: 256). Default: CLIP's."""
+    """Width of the joint embedding space (AVION: 256). Default: that of --init.weights, else CLIP's."""
     activation: Activation | None = None
     """Activation of the MLPs. Default: that of --init.weights, else gelu (OpenAI's CLIP: quick_gelu)."""
     video_norm_eps: Annotated[float | None, EPS_RANGE] = None

@@ -7,7 +7,7 @@ A task outside of clipmill may derive from `ClipTask` too; the loop asks only fo
 from collections.abc import Callable, Mapping, Sequence
 from copy import copy
 from dataclasses import replace
-from typing import Any, Generic, Self, TypeVar
+from typing import Any, Generic, Protocol, Self, TypeVar
 
 import torch
 from torch import nn
@@ -19,6 +19,7 @@ from clipmill.train.config.clips import ClipSettings, adapted_towers
 from clipmill.train.config.evaluation import EvaluatedData
 from clipmill.train.config.tuning import frozen_part
 from clipmill.train.data.batch import Batch
+from clipmill.train.data.held_out import EvaluatedClips, held_out
 from clipmill.train.data.inputs import Mixture, open_mixed
 from clipmill.train.engine.rank_consistency import NamedSamples
 from clipmill.train.engine.task import Task
@@ -45,6 +46,10 @@ Samples = TypeVar("Samples")
 Opened = TypeVar("Opened")
 Rgb = tuple[float, float, float]
 Model = TypeVar("Model", bound=nn.Module)
+
+
+class EvaluatedSet(NamedSamples, EvaluatedClips, Protocol):
+    """The samples of an evaluation in the loop."""
 
 
 class ClipTask(Generic[Settings, Samples, Model]):
@@ -92,14 +97,18 @@ class ClipTask(Generic[Settings, Samples, Model]):
         other._settings = settings
         return other
 
-    def note_evaluation(self, one: EvaluatedData, samples: NamedSamples, **more: str) -> None:
+    def note_evaluation(self, one: EvaluatedData, samples: EvaluatedSet, **more: str) -> None:
         """Record the data of an evaluation in the loop, for run.json and the results page."""
+        data = data_facts(self._settings.shards, one.shards)
+        held = held_out(samples, self.on(one.shards)._settings, split=one.split, data=data)
+        cautions = [] if held is None else held.cautions()
         self._evaluations[one.name] = {
-            **data_facts(self._settings.shards, one.shards),
+            **data,
             "split": one.split,
             "data": samples.describe(),
             "variant": samples.variant_name,
             **more,
+            **({"caution": "; ".join(cautions)} if cautions else {}),
         }
 
     def new_model(self, samples: Samples) -> Model:

@@ -4,7 +4,8 @@ All ranks run it in lockstep. Before each step they exchange whether each has a 
 error or signal on one rank therefore ends all of them (clipmill.train.engine.failure_log).
 
 The metrics of a step are read after the next step has been started (clipmill.train.device.transfer), or at once for a
-checkpoint or an evaluation. A loss or gradient norm that is not finite ends the run, and no later step is saved.
+checkpoint or an evaluation. A loss or gradient norm that is not finite ends the run, and no later step is saved; so do
+first steps without any gradient.
 """
 
 import shlex
@@ -125,7 +126,7 @@ def train(
         samples.batches(max_failures=failures.num_left), device, names=PICTURES if world.stages.size > 1 else TENSORS
     )
     throughput = Throughput(device=device, precision=state.precision.name)
-    log = MetricsLog(trackers, throughput, run=run, world=world, num_samples=settings.batch)
+    log = MetricsLog(trackers, throughput, run=run, world=world, num_samples=settings.batch, num_steps=settings.steps)
     soundness = StepGuard(device)
     folders = samples.folders if isinstance(samples, Mixture) else None
 

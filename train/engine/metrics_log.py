@@ -12,6 +12,7 @@ import torch
 
 from clipmill.manifests.errors import FailedWork
 from clipmill.manifests.publish import publish_json
+from clipmill.manifests.quoting import counted
 from clipmill.train.device.transfer import DeviceEvent, LateMetrics
 from clipmill.train.distributed.sharded import local_part
 from clipmill.train.distributed.step import Step
@@ -20,10 +21,11 @@ from clipmill.train.engine.throughput import Throughput
 from clipmill.train.run.folder import RunFolder
 from clipmill.train.run.tracking import Trackers
 
-# Stop a run whose loss, gradients or state are not finite, before anything is saved.
+# Stop a run whose loss, gradients or state are not finite, before anything is saved; and one that learns nothing.
 
 
 _MAX_NAMED = 3
+_NUM_IDLE = 10  # steps from the first on without gradients that end a run; a trained model may have such steps
 
 
 @dataclass(frozen=True)
@@ -128,15 +130,24 @@ class MetricsLog:
 
     Args:
         num_samples: of a step, on all ranks.
+        num_steps: of the run.
     """
 
     def __init__(
-        self, trackers: Trackers, throughput: Throughput, *, run: RunFolder, world: World, num_samples: int
+        self,
+        trackers: Trackers,
+        throughput: Throughput,
+        *,
+        run: RunFolder,
+        world: World,
+        num_samples: int,
+        num_steps: int,
     ) -> None:
         self._trackers, self._throughput = trackers, throughput
         self._run, self._world, self._num_samples = run, world, num_samples
         self._pending: PendingStep | None = None
         self._is_evaluated = False
+        self._idle_until, self._learns = min(_NUM_IDLE, num_steps), False
 
     @property
     def end(self) -> DeviceEvent | None:
@@ -152,7 +163,8 @@ class MetricsLog:
         """Wait for the pending step before it is evaluated: its line is then logged with the evaluation, or not at all.
 
         Raises:
-            FailedWork: the loss or the norm of the gradients is not finite; all ranks raise it.
+            FailedWork: the loss or the norm of the gradients is not finite, or all gradients of the first steps are 0;
+                all ranks raise it.
         """
         self._check()
         self._is_evaluated = True
@@ -169,6 +181,13 @@ class MetricsLog:
             if not math.isfinite(value):
                 self._pending = None
             require_finite(what, value, pending.batch, step=pending.step, world=self._world, run=self._run)
+        self._learns |= bool(metrics["grad_norm"])
+        if not self._learns and pending.step.number == self._idle_until:
+            raise FailedWork(
+                f"nothing is learned: the loss is {metrics['loss']:.4f}, and the gradients of the first "
+                f"{counted(self._idle_until, 'step')} are exactly 0. Either nothing is left to predict (captions "
+                "without tokens, a single class, a margin that all pairs keep), or what the loss depends on is frozen"
+            )
 
     def settle(self, found: Mapping[str, float] | None = None) -> None:
         """Wait for the pending step, if there is one, and log its line.

@@ -1,7 +1,7 @@
-"""Results by class: how many clips of each class are recognised, which classes are taken for which, and chance level.
+"""Results by class: how many clips of each class are recognised, which are taken for which, and the majority baseline.
 
-Chance is the accuracy of always predicting the classes that are most frequent among the evaluated clips, which is the
-best that a model can do without looking at them.
+The majority baseline always predicts the classes that are most frequent among the evaluated clips, which is the best
+that a model can do without looking at them.
 
 Shape suffixes: N clips, K classes.
 """
@@ -87,14 +87,14 @@ class Predictions:
         }
 
 
-CHANCE_KEYS = ("top1", "top5", "mean_class")
+BASELINE_KEYS = ("top1", "top5", "mean_class")
 
 
-def most_frequent(by_class: Mapping[str, Any]) -> dict[str, float]:
+def majority_baseline(by_class: Mapping[str, Any]) -> dict[str, float]:
     """Top-1, top-5 and mean class accuracy of always predicting the most frequent classes of the evaluated clips."""
     num = sorted(by_class["num"], reverse=True)
     total, num_seen = sum(num), sum(count > 0 for count in num)
-    return dict(zip(CHANCE_KEYS, (num[0] / total, sum(num[:_TOP]) / total, 1 / num_seen), strict=True))
+    return dict(zip(BASELINE_KEYS, (num[0] / total, sum(num[:_TOP]) / total, 1 / num_seen), strict=True))
 
 
 def class_view(by_class: Mapping[str, Any]) -> dict[str, Any]:

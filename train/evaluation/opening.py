@@ -19,8 +19,9 @@ from clipmill.train.models.dual_encoder import ModelShape, size_of
 from clipmill.train.run.folder import RunFolder, open_run
 from clipmill.train.spec import Adopted, TaskSpec
 from clipmill.train.weights.architecture import sized_as
+from clipmill.train.weights.files import has_weights
 from clipmill.train.weights.loading import load_whole
-from clipmill.train.weights.sources import Say, Source, fetch_tag, has_weights, is_name_and_tag, is_run, open_weights
+from clipmill.train.weights.sources import Say, Source, fetch_tag, is_name_and_tag, is_run, open_weights
 
 Tasks = Mapping[str, Callable[[], TaskSpec]]
 

@@ -24,7 +24,7 @@ from clipmill.train.evaluation.runner import OpenedRun
 from clipmill.train.run.checkpoint import file_facts
 from clipmill.train.run.folder import RunFolder, read_object
 from clipmill.train.weights.exported import EXTRAS_FILE
-from clipmill.train.weights.sources import weights_file
+from clipmill.train.weights.files import weights_file
 
 FOLDER = "clipmill"
 _FILES = "files.json"

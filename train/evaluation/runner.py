@@ -20,6 +20,7 @@ from clipmill.train.config.data import AS_TRAINED, Overrides
 from clipmill.train.config.files import load_settings
 from clipmill.train.config.training import flat
 from clipmill.train.data.decoding.clip import Views
+from clipmill.train.data.held_out import EvaluatedClips, held_out
 from clipmill.train.data.outcomes import FailedSample
 from clipmill.train.engine.trained_run import TrainedRun, open_trained_run, shape_of_run
 from clipmill.train.evaluation.tables import marked
@@ -34,7 +35,7 @@ from clipmill.train.weights.sources import Say, Source, open_run_weights
 _ONE_VIEW = Views()
 
 
-class EvaluatedSamples(Protocol):
+class EvaluatedSamples(EvaluatedClips, Protocol):
     """A set of samples as a result describes it."""
 
     @property
@@ -188,6 +189,7 @@ def score_opened(
     """
     score: Score = evaluation.score(opened, wanted)
     facts = opened.facts()
+    held = held_out(score.samples, opened.settings, split=wanted.split, data=facts)
     result = {
         "evaluation": evaluation.result_name,
         "split": wanted.split,
@@ -198,6 +200,7 @@ def score_opened(
         "data": score.samples.describe(),
         "variant": score.samples.variant_name,
         "clip": score.clip,
+        **({} if held is None else {"held_out": held.as_json()}),
         **score.values,
         **_incomplete(score),
         "failed": [failure.as_json() for failure in score.failed],

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from clipmill.manifests.units import percent
+from clipmill.train.data.held_out import HeldOut
 from clipmill.train.run.result_names import other_data
 
 CLASSES_SECTION = Path(__file__).with_name("classes.html.j2")  # of a page, for results with `by_class`
@@ -14,56 +15,87 @@ _INCOMPLETE = "(incomplete)"
 FEW_CLASSES = 5  # with so few classes, top-5 accuracy is always 100 %
 
 
+# What the metrics of a table are compared with: random rankings, or the model that always predicts the classes that are
+# most frequent among the evaluated clips.
+CHANCE, MAJORITY = "chance", "majority baseline"
+
+
 @dataclass(frozen=True)
 class Cell:
-    """A value as text, with chance level; also as fractions in [0, 1] if they are.
+    """A value as text, with that of the table's reference; also as fractions in [0, 1] if they are.
 
     Attributes:
         baseline: name and value of a trivial model, where the table has a column of it.
     """
 
     text: str
-    chance: str = ""
+    reference: str = ""
     share: float | None = None
-    chance_share: float | None = None
+    reference_share: float | None = None
     baseline: str = ""
 
 
 @dataclass(frozen=True)
 class Row:
-    """One row of a result; `detail` has numbers of queries, items or classes."""
+    """One row of a result.
+
+    Attributes:
+        detail: numbers of queries, items or classes.
+        is_baseline: whether it is that of another, trivial model.
+    """
 
     label: str
     detail: str
     cells: tuple[Cell, ...]
+    is_baseline: bool = False
 
 
 @dataclass(frozen=True)
 class Table:
-    """Metrics with their protocol, which is needed to compare them with others."""
+    """Metrics with their protocol, which is needed to compare them with others.
+
+    Attributes:
+        headline: the row that represents the table in overviews.
+        reference: what its cells are compared with, `CHANCE` or `MAJORITY`.
+        cautions: what limits its metrics, in few words.
+    """
 
     title: str
     columns: tuple[str, ...]
     rows: tuple[Row, ...]
     protocol: dict[str, str]
-    headline: int = 0  # the row that represents the table in overviews
-    baseline: int | None = None  # the row of a trivial model
+    headline: int = 0
+    reference: str = CHANCE
+    cautions: tuple[str, ...] = ()
+
+    @property
+    def baseline(self) -> Row | None:
+        """The row of a trivial model; None without one."""
+        return next((row for row in self.rows if row.is_baseline), None)
 
     @property
     def baseline_text(self) -> str:
-        """What the first metric is compared with: its chance level, or a trivial model; else its detail."""
+        """What the first metric is compared with (the table's reference, or a trivial model; else its detail), and what
+        limits it."""
         row = self.rows[self.headline]
-        if row.cells[0].chance:
-            return f"chance {row.cells[0].chance}"
-        if self.baseline is not None:
-            other = self.rows[self.baseline]
-            return f"{other.label} {other.cells[0].text}"
-        return row.cells[0].baseline or row.detail
+        text = row.cells[0].baseline or row.detail
+        if row.cells[0].reference:
+            text = f"{self.reference} {row.cells[0].reference}"
+        elif self.baseline is not None:
+            text = f"{self.baseline.label} {self.baseline.cells[0].text}"
+        return "; ".join([text, *self.cautions])
 
 
 def table_of(make: Callable[[dict[str, Any]], Table], result: dict[str, Any]) -> Table:
-    """The table that an evaluation makes of a result; title and rows of one that is incomplete say so."""
+    """The table that an evaluation makes of a result, with what limits its metrics: few clips, and look-alikes.
+
+    Title and rows of one that is incomplete say so.
+    """
     table = make(result)
+    held = HeldOut(**result["held_out"]) if "held_out" in result else None
+    if held is not None and (cautions := held.cautions(table.rows[table.headline].cells[0].share)):
+        protocol = {"caution": "; ".join(cautions), **table.protocol}
+        table = replace(table, protocol=protocol, cautions=tuple(held.cautions()))
     if not (incomplete := result.get("incomplete", "")):
         return table
     rows = tuple(replace(row, label=marked(row.label)) for row in table.rows)
@@ -76,19 +108,20 @@ def marked(title: str) -> str:
 
 
 def describe(table: Table) -> str:
-    """The table as text, with chance levels below each row, and the protocol below all rows."""
-    width = max(_LABEL_WIDTH, *(len(row.label) for row in table.rows))
+    """The table as text, with the reference below each row, and the protocol below all rows."""
+    reference = f"  {table.reference}"
+    width = max(_LABEL_WIDTH, len(reference), *(len(row.label) for row in table.rows))
     lines = [_line("", table.columns, width=width)]
     for row in table.rows:
         lines.append(_line(row.label, [cell.text for cell in row.cells], width=width))
-        if any(cell.chance for cell in row.cells):
-            lines.append(_line("  chance", [cell.chance for cell in row.cells], width=width))
+        if any(cell.reference for cell in row.cells):
+            lines.append(_line(reference, [cell.reference for cell in row.cells], width=width))
     return "\n".join([*lines, *(f"{name}: {text}" for name, text in table.protocol.items())])
 
 
-def share_cell(value: float | None, chance: float | None = None) -> Cell:
-    """A fraction in [0, 1] in percent, or a dash for None, with its chance level."""
-    return Cell(percent(value), "" if chance is None else percent(chance), value, chance)
+def share_cell(value: float | None, reference: float | None = None) -> Cell:
+    """A fraction in [0, 1] in percent, or a dash for None, with that of the table's reference."""
+    return Cell(percent(value), "" if reference is None else percent(reference), value, reference)
 
 
 def protocol_of(result: dict[str, Any], sizes: str, **more: str) -> dict[str, str]:

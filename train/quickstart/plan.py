@@ -14,6 +14,7 @@ from clipmill.manifests.quoting import counted
 from clipmill.manifests.units import duration_text, size_text
 from clipmill.train.config.clips import ClipSettings
 from clipmill.train.config.files import load_settings, preset_path, presets_of
+from clipmill.train.data.held_out import HeldOut, alike_of
 from clipmill.train.doctor.commands import filled
 from clipmill.train.doctor.examined import Examined
 from clipmill.train.doctor.judge import judge
@@ -295,6 +296,18 @@ def _then(proposal: Proposal, settings: ClipSettings) -> Iterator[str]:
         yield f'train search {embedded} "what to look for" --page search.html'
 
 
+def _held_out(proposal: Proposal, split: str) -> HeldOut:
+    """The clips of the split that is evaluated: its chunks."""
+    num_chunks = sum(one.splits[split].num_chunks for one in proposal.surveys)
+    alike = [alike_of(one.address, cache=None, split=split, trained_split=proposal.split) for one in proposal.surveys]
+    return HeldOut(
+        num_clips=num_chunks,
+        num_chunks=num_chunks,
+        num_alike=sum(len(one or ()) for one in alike),
+        trained_split=proposal.split,
+    )
+
+
 def _warnings(proposal: Proposal, measured: Measured, length: Length, *, needed: int, free: int) -> Iterator[str]:
     yield from (f"{one.what}; {one.hint}" for one in judge(proposal.examined) if one.level == "warning")
     if proposal.held_out is None:
@@ -303,6 +316,8 @@ def _warnings(proposal: Proposal, measured: Measured, length: Length, *, needed:
             "videos: give some the split val (column split of the table of captions or videos), and run prep manifest "
             "again"
         )
+    elif cautions := _held_out(proposal, proposal.held_out).cautions():
+        yield f"metrics of split {proposal.held_out!r} say little: {'; '.join(cautions)}"
     recipe = choice.first_run_of(proposal.task.value)
     if recipe.weights and proposal.preset.value == recipe.on_gpu and proposal.settings.init.weights is None:
         yield (

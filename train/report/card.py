@@ -3,11 +3,13 @@
 import json
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import yaml
 
+from clipmill.manifests.quoting import counted
 from clipmill.train.config.files import plain_values
 from clipmill.train.config.training import flat
 from clipmill.train.evaluation.runner import OpenedRun
@@ -15,7 +17,8 @@ from clipmill.train.evaluation.tables import Table, table_of
 from clipmill.train.registry import evaluations_of
 from clipmill.train.report.results import initial_weights
 from clipmill.train.run.environment import installed_version
-from clipmill.train.run.folder import RunFolder, read_object
+from clipmill.train.run.folder import read_object
+from clipmill.train.weights.exported import Exported
 
 CARD_FILE = "README.md"
 _PATH = re.compile(r"(?<![\w:/])/(?:[^\s/;,]+/)*([^\s/;,]+)")
@@ -26,51 +29,60 @@ _SHOWN_SETTINGS = ("model", "num_frames", "sampling", "stride", "size_px", "batc
 _FACTS = ("data", "variant", "precision", "parameters")
 
 
-def model_card(
-    opened: OpenedRun, *, form: str, opens: str, folder: str, step: int | None, remarks: Sequence[str]
-) -> str:
+@dataclass(frozen=True)
+class _Result:
+    """A result of the exported checkpoint; `name` is that of its file, which no other has."""
+
+    name: str
+    split: str
+    table: Table
+
+
+def model_card(opened: OpenedRun, exported: Exported, *, form: str, opens: str, folder: str, step: int | None) -> str:
     """Return the card of exported weights, in Markdown with YAML metadata. It contains no path of this machine.
 
     Args:
         opens: the expression that opens the folder OUT in another library.
         folder: name of the folder of weights, for the code that opens it.
         step: of the exported checkpoint; None for weights that are not a run's. Results of other steps are left out.
-        remarks: what the format could not hold.
     """
     facts = {} if opened.run is None else opened.run.read_facts()
-    tables = [] if opened.run is None else _tables(opened.run, opened.spec.name, step=step)
+    results = _results(opened, step=step)
     name = Path(opened.title).name or opened.title
     sections = {
         "Use": _use(opens, folder=folder),
         "Training": _training(opened, facts, step=step),
-        "Evaluation": "\n\n".join(map(_table, tables))
-        or "Not evaluated. `train eval` on the run, then `train export`, writes the metrics here.",
-        "Limits": "\n".join(f"- {_plain(one)}" for one in [*remarks, *_limits(opened)]),
+        "Evaluation": "\n\n".join([*_of_other_input(opened, exported), *(_table(one.table) for one in results)])
+        if results
+        else "Not evaluated. `train eval` on the run, then `train export`, writes the metrics here.",
+        "Limits": "\n".join(f"- {_plain(one)}" for one in [*exported.remarks, *_limits(opened)]),
         "Licence": "No licence has been chosen. Before publishing, replace `license` at the top of this file; the "
         "licences of the training data and of the initial weights apply as well.",
     }
     body = "\n\n".join(f"## {title}\n\n{text}" for title, text in sections.items() if text)
-    metadata = _metadata(opened.spec.pipeline, form, tables, name=name)
+    # The Hub shows these as metrics of the model that its users open.
+    metadata = _metadata(opened.spec.pipeline, form, [] if exported.sees else results, name=name)
     front = yaml.safe_dump(metadata, sort_keys=False, allow_unicode=True)
     return f"---\n{front}---\n\n# {_plain(name)}\n\n{_summary(opened)}\n\n{body}\n"
 
 
-def _metadata(pipeline: str | None, form: str, tables: Sequence[Table], *, name: str) -> dict[str, Any]:
+def _metadata(pipeline: str | None, form: str, shown: Sequence[_Result], *, name: str) -> dict[str, Any]:
     metadata: dict[str, Any] = {"license": "unknown", "pipeline_tag": pipeline, "tags": ["video", "clipmill"]}
     if form in _LIBRARIES:
         metadata["library_name"] = _LIBRARIES[form]
     results = [
         {
-            "task": {"type": pipeline or "other", "name": table.title},
-            "dataset": {"name": _private(table.protocol.get("data", "")), "type": "custom"},
+            "task": {"type": pipeline or "other", "name": f"{one.table.title} ({one.name})"},
+            "dataset": {"name": _private(one.table.protocol.get("data", "")), "type": "custom", "split": one.split},
             "metrics": [
-                {"name": f"{row.label}: {column}", "type": column, "value": round(100 * cell.share, 2)}
-                for row in table.rows
-                for column, cell in zip(table.columns, row.cells, strict=True)
+                {"name": f"{one.name}, {row.label}: {column}", "type": column, "value": round(100 * cell.share, 2)}
+                for row in one.table.rows
+                if not row.is_baseline
+                for column, cell in zip(one.table.columns, row.cells, strict=True)
                 if cell.share is not None
             ],
         }
-        for table in tables
+        for one in shown
     ]
     if any(result["metrics"] for result in results):
         metadata["model-index"] = [{"name": name, "results": [result for result in results if result["metrics"]]}]
@@ -120,14 +132,28 @@ def _start(report: Mapping[str, Any]) -> str:
     return Path(source).name if "/" in source else source
 
 
-def _tables(run: RunFolder, task: str, *, step: int | None) -> list[Table]:
-    """Results on the run's own data at a step, as trained."""
-    known = {one.result_name: one for one in evaluations_of(task)}
-    results = [read_object(path) for path in run.results()]
+def _results(opened: OpenedRun, *, step: int | None) -> list[_Result]:
+    """Results of the exported checkpoint, of clips that were shown as the exported weights are made for."""
+    known, overrides = {one.result_name: one for one in evaluations_of(opened.spec.name)}, opened.overrides.given()
+    results = {} if opened.run is None else {path.stem: read_object(path) for path in opened.run.results()}
     return [
-        table_of(known[result["evaluation"]].table, result)
-        for result in results
-        if result.get("evaluation") in known and result.get("step") == step and not result.get("overrides")
+        _Result(name, str(result["split"]), table_of(known[result["evaluation"]].table, result))
+        for name, result in results.items()
+        if result.get("evaluation") in known and result.get("step") == step and result.get("overrides", {}) == overrides
+    ]
+
+
+def _of_other_input(opened: OpenedRun, exported: Exported) -> list[str]:
+    """Which model the metrics are of, where other libraries open another one."""
+    if not exported.sees:
+        return []
+    num_frames = counted(opened.settings.num_frames, "frame")
+    return [
+        f"**These are metrics of the run's video model, which sees clips of {num_frames}, and which "
+        "`clipmill.load_model` opens. The model that other libraries open here sees "
+        f"{exported.sees}, computes something else, and was not evaluated.** Its metrics are those of "
+        "`train eval NAME RUN --num-frames 1` (with `--clips N` the mean of N frames); `train export RUN "
+        "--num-frames 1` writes that model, with these metrics in its card."
     ]
 
 
@@ -136,8 +162,9 @@ def _table(table: Table) -> str:
     lines.append("|---|" + "---|" * len(table.columns))
     for row in table.rows:
         lines.append(f"| {_plain(row.label)} | {' | '.join(_plain(cell.text) for cell in row.cells)} |")
-        if any(cell.chance for cell in row.cells):
-            lines.append(f"| *chance* | {' | '.join(f'*{_plain(cell.chance)}*' for cell in row.cells)} |")
+        if any(cell.reference for cell in row.cells):
+            cells = " | ".join(f"*{_plain(cell.reference)}*" if cell.reference else "" for cell in row.cells)
+            lines.append(f"| *{table.reference}* | {cells} |")
     protocol = [f"- {_plain(name)}: {_plain(text)}" for name, text in table.protocol.items() if name not in _LEFT_OUT]
     return "\n".join([*lines, "", *protocol])
 

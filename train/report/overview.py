@@ -27,13 +27,17 @@ class Compared:
         title: the evaluation.
         which: its row and split.
         columns: names of the metrics.
+        reference: what they are compared with.
         cells: of each column, by run.
+        cautions: what limits the metrics of a run.
     """
 
     title: str
     which: str
     columns: tuple[str, ...]
+    reference: str
     cells: dict[int, Sequence[Cell]]
+    cautions: dict[int, str]
 
 
 def write_overview(runs: Sequence[Path], out: Path, *, links: Sequence[Path] = ()) -> None:
@@ -88,17 +92,18 @@ def _metrics(cards: Sequence[Mapping[str, Any]]) -> list[Compared]:
                 continue
             row = table.rows[table.headline]
             which = row.label if result["split"] in row.label.split() else f"{row.label} ({result['split']})"
-            empty = Compared(table.title, which, table.columns, {})
-            found.setdefault((table.title, which, table.columns), empty).cells[at] = _with_baseline(table)
+            empty = Compared(table.title, which, table.columns, table.reference, {}, {})
+            compared = found.setdefault((table.title, which, table.columns), empty)
+            compared.cells[at], compared.cautions[at] = _with_baseline(table), "; ".join(table.cautions)
     return list(found.values())
 
 
 def _with_baseline(table: Table) -> Sequence[Cell]:
     """The cells of the row that represents a table, each with that of its trivial model."""
     cells = table.rows[table.headline].cells
-    if table.baseline is None:
+    other = table.baseline
+    if other is None:
         return cells
-    other = table.rows[table.baseline]
     return [
         replace(cell, baseline=f"{other.label} {its.text}" if its.text != "-" else "")
         for cell, its in zip(cells, other.cells, strict=True)

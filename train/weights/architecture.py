@@ -7,7 +7,7 @@ from clipmill.manifests.errors import UserError
 from clipmill.train.config.model import PATCH_PX, ModelName
 from clipmill.train.models.dual_encoder import DualEncoderSize
 from clipmill.train.models.transformer import TransformerSize
-from clipmill.train.weights.conversion import CONV, TEMPORAL_EMBEDDING
+from clipmill.train.weights.conversion import CONV, PROJECTION, TEMPORAL_EMBEDDING
 from clipmill.train.weights.loading import depth_of
 from clipmill.train.weights.sources import Source
 
@@ -30,7 +30,7 @@ def sized_as(size: DualEncoderSize, source: Source) -> DualEncoderSize:
         video = replace(video, trunk=trunk, patch_px=conv[-1], num_channels=conv[1], is_divided=is_divided)
     if (gain := shapes.get("text.ln_final.weight")) is not None:
         text = replace(text, trunk=_trunk(text.trunk, gain[0], depth_of(shapes, "text"), source.facts.text_heads))
-    if (projection := shapes.get("video.proj")) is not None:
+    if (projection := shapes.get(PROJECTION)) is not None:
         width = projection[-1]
     return DualEncoderSize(video=video, text=text, embedding_width=width)
 

@@ -21,6 +21,7 @@ Mean = tuple[float, float, float]
 LOGIT_SCALE = "logit_scale"
 TEMPORAL_EMBEDDING = "video.temporal_embedding"
 CONV = "video.conv1.weight"
+PROJECTION = "video.proj"
 # Normalisation of pixel values from 0 to 1, in the order R, G, B. VideoMAE uses ImageNet's.
 CLIP_MEAN, CLIP_STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
 IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)

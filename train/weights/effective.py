@@ -46,15 +46,15 @@ def effective_clip_settings(settings: Clips, source: Source | None, *, say: Say)
     towers = replace(
         towers,
         kind=source.kind or towers.kind,
-        tubelet=_chosen("--towers.tubelet", towers.tubelet, source.tubelet, say=say),
-        activation=_chosen("--towers.activation", towers.activation, facts.activation, say=say),
-        video_norm_eps=_chosen("--towers.video-norm-eps", towers.video_norm_eps, facts.video_eps, say=say),
+        tubelet=chosen("--towers.tubelet", towers.tubelet, source.tubelet, say=say),
+        activation=chosen("--towers.activation", towers.activation, facts.activation, say=say),
+        video_norm_eps=chosen("--towers.video-norm-eps", towers.video_norm_eps, facts.video_eps, say=say),
     )
     kind, init = kind_of(towers), settings.init
     init = replace(
         init,
-        pixel_mean=_chosen("--init.pixel-mean", init.pixel_mean, facts.mean or MEANS[kind], say=say),
-        pixel_std=_chosen("--init.pixel-std", init.pixel_std, facts.std or STDS[kind], say=say),
+        pixel_mean=chosen("--init.pixel-mean", init.pixel_mean, facts.mean or MEANS[kind], say=say),
+        pixel_std=chosen("--init.pixel-std", init.pixel_std, facts.std or STDS[kind], say=say),
     )
     if kind == "videomae" and facts.picture_px not in (None, settings.size_px):
         # CLIP's tower has an embedding of each place, which is resized; here places are fixed and cannot be.
@@ -91,7 +91,8 @@ def _with_normalisation(settings: Clips) -> Clips:
     return replace(settings, init=init)
 
 
-def _chosen(flag: str, given: Value | None, known: Value | None, *, say: Say) -> Value | None:
+def chosen(flag: str, given: Value | None, known: Value | None, *, say: Say) -> Value | None:
+    """The value that the user gave for a flag, else that of the weights; a difference is printed."""
     if given is None:
         return known
     if known is not None and given != known:

@@ -34,10 +34,12 @@ class Exported:
     Attributes:
         write: fills a folder.
         remarks: notices for the user.
+        sees: what the exported model takes where it computes something else than the run, such as "single images".
     """
 
     write: Callable[[Path], None]
     remarks: tuple[str, ...] = ()
+    sees: str = ""
 
 
 def require_format(form: str, known: Sequence[str], *, what: str) -> None:

@@ -165,13 +165,38 @@ _PLAIN: list[Any] = [
     (_scalar, "numpy.core.multiarray.scalar"),
     (_scalar, "numpy._core.multiarray.scalar"),
 ]
+# Names of a folder's weights, by priority. An index names the shards of weights that are in several files.
+_INDEX = ".index.json"
+WEIGHT_FILES = (
+    "open_clip_model.safetensors",
+    "open_clip_pytorch_model.safetensors",
+    "model.safetensors",
+    f"model.safetensors{_INDEX}",
+    "open_clip_pytorch_model.bin",
+    "pytorch_model.bin",
+    f"pytorch_model.bin{_INDEX}",
+    "checkpoint.pth",
+)
 # Keys of the model in training checkpoints, the most usual first.
 _INNER = ("state_dict", "model_state_dict", "model", "module")
 _PREFIXES = ("module.", "_orig_mod.", "model.")
 
 
+def has_weights(folder: Path) -> bool:
+    """Whether a folder has a file of weights."""
+    return any((folder / name).is_file() for name in WEIGHT_FILES)
+
+
+def weights_file(folder: Path) -> Path:
+    """The file of weights in a folder, or the index of its shards; UserError if there is none."""
+    for name in WEIGHT_FILES:
+        if (folder / name).is_file():
+            return folder / name
+    raise UserError(f"there are no weights in {folder}", hint=f"one of {', '.join(WEIGHT_FILES)}")
+
+
 def read_tensors(path: Path) -> dict[str, torch.Tensor]:
-    """The state dict in a file, on the CPU.
+    """The state dict in a file, or in the shards that an index names, on the CPU.
 
     Raises:
         UserError: the file cannot be read, is damaged, holds no tensors, or would run a program.
@@ -187,6 +212,8 @@ def read_tensors(path: Path) -> dict[str, torch.Tensor]:
         raise UserError(f"{path} is a web page, not weights: the download went wrong", hint=_DOWNLOAD_AGAIN)
     if begin.startswith(b"version https://git-lfs"):
         raise UserError(f"{path} is a pointer of Git LFS, not the weights themselves", hint="run `git lfs pull` there")
+    if path.name.endswith(_INDEX):
+        return _read_shards(path)
     if _is_printable(begin):
         raise UserError(
             f"{path} is text: it is not a safetensors or torch file", hint="name the file that holds the weights"
@@ -218,6 +245,29 @@ def _read_safetensors(path: Path) -> dict[str, torch.Tensor]:
         raise UserError(
             f"the weights {path} are damaged or cut short: {_first_line(error)}", hint=_DOWNLOAD_AGAIN
         ) from error
+
+
+def _read_shards(index: Path) -> dict[str, torch.Tensor]:
+    """The tensors of all shards, as transformers writes models that are larger than a file may be."""
+    try:
+        shard_of = parse_json(index.read_bytes())["weight_map"]
+        names = sorted(set(shard_of.values()))
+    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+        raise UserError(f"{index} is not an index of weights: {error!r}", hint=_DOWNLOAD_AGAIN) from error
+    tensors: dict[str, torch.Tensor] = {}
+    for name in names:
+        if not isinstance(name, str) or Path(name).name != name or not name.endswith(".safetensors"):
+            raise UserError(
+                f"{index} names the shard {name!r}, and shards are .safetensors files beside it",
+                hint="save the model again as safetensors: model.save_pretrained(FOLDER) of transformers",
+            )
+        tensors |= read_tensors(index.with_name(name))
+    if missing := shard_of.keys() - tensors.keys():
+        raise UserError(
+            f"the shards of {index} lack {len(missing)} of its {len(shard_of)} tensors, such as {min(missing)}",
+            hint=_DOWNLOAD_AGAIN,
+        )
+    return tensors
 
 
 def _read_torch(path: Path) -> dict[str, torch.Tensor]:

@@ -13,12 +13,12 @@ import torch
 from torch.nn import functional
 
 from clipmill.train.models.video_vit import inflated_cubes, resampled_temporal
-from clipmill.train.weights.conversion import CONV, LOGIT_SCALE, TEMPORAL_EMBEDDING, ConvertedStateDict
+from clipmill.train.weights.conversion import CONV, LOGIT_SCALE, PROJECTION, TEMPORAL_EMBEDDING, ConvertedStateDict
 
 ChangeKind = Literal["resized", "created", "dropped", "missing", "unexpected", "reshaped"]
 Shape = tuple[int, ...]
 
-_PROJECTIONS = ("video.proj", "text.text_projection")
+_PROJECTIONS = (PROJECTION, "text.text_projection")
 
 
 @dataclass(frozen=True, kw_only=True)

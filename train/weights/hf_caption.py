@@ -22,10 +22,9 @@ from clipmill.train.weights.conversion import (
     require_float_weights,
     require_floats,
 )
-from clipmill.train.weights.files import read_config, read_tensors, without_prefixes
+from clipmill.train.weights.files import read_config, read_tensors, weights_file, without_prefixes
 from clipmill.train.weights.hf_caption_config import CaptionConfig, caption_config_of, facts_of_hf_caption
 
-_WEIGHTS = ("model.safetensors", "pytorch_model.bin")
 _VIDEO, _TEXT = "video.transformer.resblocks.N", "decoder.transformer.resblocks.N"
 _LAYER, _H = "encoder.encoder.layer.N", "decoder.transformer.h.N"
 # Leading dimensions of 1 that theirs have and ours do not.
@@ -122,9 +121,7 @@ def read_caption_folder(folder: Path, *, needs_decoder: bool = False) -> Caption
         raise UserError(f"there is no {folder / 'config.json'}", hint="name a folder that save_pretrained wrote")
     wanted = {"hint": "use a GPT-2, or a vision-encoder-decoder with one"} if needs_decoder else {}
     config = caption_config_of(values, source=str(folder), **wanted)
-    path = next((folder / name for name in _WEIGHTS if (folder / name).is_file()), None)
-    if path is None:
-        raise UserError(f"there are no weights in {folder}", hint=f"one of {', '.join(_WEIGHTS)}")
+    path = weights_file(folder)
     state = without_prefixes(read_tensors(path))
     require_float_weights(state, source=path)
     converted = from_hf_caption(state)

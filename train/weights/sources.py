@@ -34,7 +34,7 @@ from clipmill.train.weights.conversion import (
     require_floats,
 )
 from clipmill.train.weights.exported import EXTRAS_FILE, read_extras
-from clipmill.train.weights.files import read_config, read_tensors, without_prefixes
+from clipmill.train.weights.files import read_config, read_tensors, weights_file, without_prefixes
 from clipmill.train.weights.hf_caption import HF_TIMESFORMER
 from clipmill.train.weights.hf_clip import HF_CLIP
 from clipmill.train.weights.hf_videomae import HF_VIDEOMAE
@@ -93,15 +93,6 @@ def facts_in(folder: Path) -> SourceFacts | None:
 
 
 _NAME_AND_TAG = re.compile(r"([\w.@-]+):([\w.-]+)")
-# Names of a folder's weights, by priority.
-_FILES = (
-    "open_clip_model.safetensors",
-    "open_clip_pytorch_model.safetensors",
-    "model.safetensors",
-    "open_clip_pytorch_model.bin",
-    "pytorch_model.bin",
-    "checkpoint.pth",
-)
 
 Say = Callable[[str], None]
 
@@ -179,19 +170,6 @@ def open_weights(init: Init) -> Source | None:
         )
     require_floats(by_origin(converted), source=file)
     return Source(title=f"{init.weights} ({form.title})", converted=converted, facts=facts or form.facts)
-
-
-def has_weights(folder: Path) -> bool:
-    """Whether a folder has a file of weights."""
-    return any((folder / name).is_file() for name in _FILES)
-
-
-def weights_file(folder: Path) -> Path:
-    """The file of weights in a folder; UserError if there is none."""
-    for name in _FILES:
-        if (folder / name).is_file():
-            return folder / name
-    raise UserError(f"there are no weights in {folder}", hint=f"one of {', '.join(_FILES)}")
 
 
 # Runs of this project.

@@ -13,7 +13,9 @@ from clipmill.train.evaluation.use import Use
 from clipmill.train.tasks.caption.generation import GeneratedCaptions, metrics_of
 from clipmill.train.tasks.caption.metrics.scores import score_captions
 from clipmill.train.tasks.caption.spec import CAPTIONS, CaptionFlags
-from tests.train.running import train
+from tests.train.caption.conftest import DECODER, SMALL
+from tests.train.conftest import VIDEOS
+from tests.train.running import steps, train
 from tests.train.tiny_data import Caption, chunks_of, write_captions, write_shard
 
 BAD = ["<script>alert(1)</script> & <b>bold</b>", "two\x1b[31m\nlines\x00", "两只猫在睡觉 🐈", "...", "a cat " * 40]
@@ -128,6 +130,22 @@ def test_references_without_words_are_left_out_and_named(
     assert numbers == pytest.approx(dict.fromkeys(numbers, 0.0), abs=1e-6)
     with pytest.raises(UserError, match="clips whose references have words: 0 of 1"):
         score_run(CAPTIONS, run, CaptionFlags(split="test"), Use(shards=str(data_dir)))
+
+
+def test_a_captioner_that_says_nothing_at_all_ends_its_evaluation(
+    data_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    silent, out = shutil.copytree(data_dir, tmp_path / "data"), tmp_path / "run"
+    captions = [Caption(video_id, 0.0, 1.0, "it begins" if video_id == "d" else "...") for video_id in VIDEOS]
+    captions += [Caption(video_id, 1.0, 2.0, "...") for video_id in "abc"]
+    write_captions(silent, VIDEOS, captions)
+    flags = (*SMALL.split(), *DECODER.split(), "--steps", 12, "--evaluate.every", 12)
+    assert train("caption", "--shards", silent, "--out", out, *flags) == 0
+    assert steps(out)[-1]["val/num_empty"] == 1
+    capsys.readouterr()
+    assert train("eval", "caption", out) == 1
+    assert "all captions found are empty (1), so there is nothing to score" in capsys.readouterr().err
+    assert not list((out / "evaluations").glob("*"))
 
 
 def test_a_split_without_captions_is_named(captioner_run: Path, odd_data: Path) -> None:

@@ -16,6 +16,7 @@ from clipmill.train.tasks.caption.decoding import generate_captions as captions_
 from clipmill.train.tasks.caption.model import build_captioner
 from clipmill.train.tasks.caption.settings import CaptionerSettings, DecodingSettings
 from clipmill.train.tasks.caption.tokenizer import train_tokenizer
+from tests.train.caption.test_tokenizer import ONE_TOKEN
 from tests.train.running import facts, losses, train, weights_of
 from tests.train.tiny_data import Caption, write_captions
 
@@ -178,6 +179,19 @@ def test_what_contradicts_the_decoder_of_the_start_is_refused(
     named = ("--init.weights", bare, "--decoder.tokenizer", run, "--steps", 1)
     assert train("caption", "--shards", data_dir, "--out", tmp_path / "named", *SMALL.split(), *named) == 0
     assert facts(tmp_path / "named")["decoder"] == facts(run)["decoder"]
+
+
+def test_a_decoder_whose_tokenizer_has_one_token_is_refused_before_a_run_begins(
+    data_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    folder, out = tmp_path / "gpt2", tmp_path / "run"
+    GPT2LMHeadModel(GPT2Config(vocab_size=1, n_positions=16, n_embd=32, n_layer=1, n_head=2)).save_pretrained(folder)
+    (folder / "tokenizer.json").write_text(ONE_TOKEN)
+    decoder = ("--decoder.weights", folder, "--decoder.max-tokens", 8)
+    assert train("caption", "--shards", data_dir, "--out", out, *SMALL.split(), *decoder, "--steps", 2) == 2
+    assert "has no tokens for 62 of 62 letters and digits" in capsys.readouterr().err and not out.exists()
 
 
 def test_a_decoder_that_has_only_read_gets_new_cross_attention(

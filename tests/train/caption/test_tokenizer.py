@@ -12,6 +12,7 @@ from clipmill.train.tasks.caption.tokenizer import NO_TOKEN, CaptionTokenizer, o
 
 TEXTS = ["A red square moves left.", "a blue circle moves <b>up</b>", "ein grüner Kreis", "赤い四角"]
 TOKENIZER = train_tokenizer(TEXTS, vocabulary_size=320)
+ONE_TOKEN = '{"model":{"type":"BPE","vocab":{"<|endoftext|>":0},"merges":[]}}'
 
 
 @settings(max_examples=50)
@@ -66,11 +67,19 @@ def test_gpt2s_two_files_and_the_one_of_the_library_are_the_same_tokenizer(tmp_p
 
 @pytest.mark.parametrize(
     ("content", "message"),
-    [("{", "cannot read the tokenizer"), (None, "there is no tokenizer"), ("no end", "has no <|endoftext|>")],
+    [
+        ("{", "cannot read the tokenizer"),
+        (None, "there is no tokenizer"),
+        ("no end", "has no <|endoftext|>"),
+        (ONE_TOKEN, "has no tokens for 62 of 62 letters and digits, such as 'a'"),
+        (ONE_TOKEN.replace('"merges"', '"unk_token":"<|endoftext|>","merges"'), "has no tokens for 62 of 62"),
+        ("no Q", "has no tokens for 1 of 62 letters and digits, such as 'Q'"),
+    ],
 )
 def test_folders_without_a_fitting_tokenizer_are_refused(tmp_path: Path, content: str | None, message: str) -> None:
     if content is not None:
-        text = TOKENIZER.as_json().decode().replace("<|endoftext|>", "<stop>") if content == "no end" else content
+        changes = {"no end": ("<|endoftext|>", "<stop>"), "no Q": ('"Q"', '"!Q"')}
+        text = TOKENIZER.as_json().decode().replace(*changes[content]) if content in changes else content
         (tmp_path / "tokenizer.json").write_text(text)
     with pytest.raises(UserError, match=message):
         read_tokenizer(tmp_path)

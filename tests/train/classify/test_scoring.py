@@ -6,7 +6,7 @@ import torch
 
 from clipmill.train.data.classes import ClassList
 from clipmill.train.distributed.world import World
-from clipmill.train.evaluation.by_class import Predictions, class_view, most_frequent
+from clipmill.train.evaluation.by_class import Predictions, class_view, majority_baseline
 from clipmill.train.evaluation.probe.classifiers import class_ranks
 from clipmill.train.tasks.classify.evaluation import ClassTallies, Tally, hits, marginal, view_mean
 
@@ -78,7 +78,7 @@ def test_results_by_class_say_which_class_is_taken_for_which() -> None:
     assert action["confused"] == [[2, 1, 2], [0, 1, 1]]
     assert (verb["num"], verb["num_first"], verb["confused"]) == ([2, 2], [2, 0], [[1, 0, 2]])
     assert noun["names"] == ["0", "1"] and noun["num"] == [4, 0]
-    assert most_frequent(action) == {"top1": 0.5, "top5": 1.0, "mean_class": 0.5}
+    assert majority_baseline(action) == {"top1": 0.5, "top5": 1.0, "mean_class": 0.5}
     view = class_view(action)
     assert [row["name"] for row in view["rows"]] == ["0:0", "1:0"], "classes that have clips"
     assert [[cell["count"] for cell in row["cells"]] for row in view["matrix"]] == [[1, 0], [0, 0]]

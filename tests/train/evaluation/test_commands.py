@@ -10,6 +10,7 @@ import pytest
 
 from clipmill.manifests.dataset_write import write_manifest
 from clipmill.manifests.store import read_captions, read_videos
+from clipmill.manifests.units import percent
 from clipmill.train.run.folder import RunFolder, read_lines
 from tests.train.running import train
 
@@ -78,6 +79,11 @@ def test_every_protocol_stands_beside_its_numbers(
     (tmp_path / "templates.txt").write_text("{}\na video: {}\n")
     assert train("eval", "zero-shot", run, "--label", "verb", "--templates", tmp_path / "templates.txt") == 0
     printed = capsys.readouterr().out
+    result = json.loads(RunFolder(run).evaluation("zero-shot-val-verb").read_bytes())
+    # Of guessing one of both classes, and of always predicting the more frequent one: two names.
+    assert result["chance"] == {"1": 0.5, "5": 1.0} and result["majority_baseline"]["top1"] > 0.5
+    assert f"  majority baseline{percent(result['majority_baseline']['top1']):>13}" in printed
+    assert "  chance" not in printed and "chance: one of all classes at random" in printed
     for words in ("top-1", "mean class", "2 classes of the captions' label_verb", "6 prompts: 2 templates, 3 names"):
         assert words in printed
     assert train("eval", "retrieval", run) == 0

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from huggingface_hub import ModelCard
 
+from clipmill.manifests.units import percent
 from clipmill.train.inference.model import load_model
 from tests.train.running import train
 
@@ -23,14 +24,62 @@ def evaluated(runs: dict[str, Path], moving: Path, tmp_path_factory: pytest.Temp
     return run, out
 
 
-def test_the_card_has_the_metrics_of_the_run_as_the_hub_reads_them(evaluated: tuple[Path, Path]) -> None:
+def test_metrics_of_clips_are_not_given_out_as_those_of_an_image_model(evaluated: tuple[Path, Path]) -> None:
     run, out = evaluated
-    data = ModelCard.load(out / "README.md").data
-    assert (data.license, data.library_name) == ("unknown", "open_clip")
+    card = ModelCard.load(out / "README.md")
+    assert (card.data.license, card.data.library_name) == ("unknown", "open_clip")
+    assert card.data.eval_results is None and "model-index" not in card.content
+    said = "These are metrics of the run's video model, which sees clips of 4 frames"
+    assert said in card.text and "sees single images, computes something else, and was not evaluated" in card.text
     result = json.loads((run / "evaluations" / "retrieval-val.json").read_text())
-    found = {one.metric_name: one.metric_value for one in data.eval_results}
-    assert found["text → video: R@1"] == pytest.approx(100 * result["text_to_video"]["recall"]["1"], abs=0.01)
-    assert len(found) == 6
+    assert f"| {percent(result['text_to_video']['recall']['1'])} |" in card.text
+
+
+def test_the_image_model_has_the_metrics_that_were_measured_with_single_frames(
+    evaluated: tuple[Path, Path], moving: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run, out = shutil.copytree(evaluated[0], tmp_path / "run"), tmp_path / "out"
+    single = ("--num-frames", 1, "--sampling", "uniform")
+    for more in ((), ("--clips", 4), ("--split", "train")):
+        assert train("eval", "retrieval", run, "--shards", moving, *single, *more) == 0
+    assert train("export", run, "--format", "open_clip", *single, "--out", out) == 0
+    card = ModelCard.load(out / "README.md")
+    assert "These are metrics of the run's video model" not in card.text
+    names = [one.metric_name for one in card.data.eval_results]
+    assert len(names) == 18 == len(set(names)) and {one.dataset_split for one in card.data.eval_results} == {
+        "val",
+        "train",
+    }
+    assert len({(one.task_name, one.dataset_name) for one in card.data.eval_results}) == 3
+    # What open_clip reads of the folder, and nothing else, has these metrics.
+    shutil.rmtree(out / "clipmill")
+    (out / "video_extras.safetensors").unlink()
+    capsys.readouterr()
+    assert train("eval", "retrieval", out, "--shards", moving, *single, "--clips", 4, "--json") == 0
+    measured = json.loads(capsys.readouterr().out)
+    for way, words in (("text_to_video", "text → video"), ("video_to_text", "video → text")):
+        for k, recall in measured[way]["recall"].items():
+            [found] = [
+                one.metric_value
+                for one in card.data.eval_results
+                if "4-clips" in one.metric_name and one.metric_name.endswith(f", {words}: R@{k}")
+            ]
+            assert found == pytest.approx(100 * recall, abs=0.01)
+
+
+def test_models_that_compute_what_their_run_does_have_its_metrics_as_the_hub_reads_them(
+    runs: dict[str, Path], moving: Path, tmp_path: Path
+) -> None:
+    run, out = shutil.copytree(runs["mae"], tmp_path / "run"), tmp_path / "out"
+    assert train("eval", "probe", run, "--shards", moving, "--label", "verb", "--neighbours", 5) == 0
+    assert train("export", run, "--format", "hf", "--out", out) == 0
+    card = ModelCard.load(out / "README.md")
+    result = json.loads((run / "evaluations" / "probe-val.json").read_text())
+    found = {one.metric_name: one.metric_value for one in card.data.eval_results}
+    trained = next(one for one in result["findings"] if (one["encoder"], one["method"]) == ("trained", "knn"))
+    assert found["probe-val, verb, k-NN: top-1"] == pytest.approx(100 * trained["found"]["top1"], abs=0.01)
+    assert "random" in card.text and not any("random" in name for name in found), "another model's"
+    assert "*majority baseline*" in card.text
 
 
 def test_the_card_states_protocol_chance_and_limits_and_no_path_of_this_machine(evaluated: tuple[Path, Path]) -> None:

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from clipmill.train.evaluation.probe.classifiers import accuracy, chance
+from clipmill.train.evaluation.probe.classifiers import accuracy
 
 
 def test_shares_are_counted_by_clip_and_by_class() -> None:
@@ -22,12 +22,3 @@ def test_ties_count_against_what_is_probed() -> None:
     # A class that nothing votes for is below all, even where others have no vote either.
     none = torch.tensor([[1.0, 0.0, 0.0, 0.0, 0.0, 0.0]])
     assert accuracy(none, torch.tensor([3])).top5 == 0
-
-
-def test_chance_names_the_most_frequent_classes_of_the_bank() -> None:
-    bank = torch.tensor([2, 2, 2, 0, 0, 1, 1, 3, 4, 5])
-    asked = torch.tensor([2, 2, 1, 5, 6])
-    found = chance(bank, asked, num_classes=7)
-    assert found.top1 == pytest.approx(2 / 5) and found.mean_class == pytest.approx(1 / 4)
-    # The first five are 2, 0, 1, 3, 4: of equally frequent ones the lowest.
-    assert found.top5 == pytest.approx(3 / 5)

@@ -65,7 +65,7 @@ def test_a_masked_autoencoder_is_probed_in_the_loop_and_afterwards_alike(
         for method in ("knn", "linear"):
             one = found[label, method, "trained"]
             assert one["found"]["top1"] == pytest.approx(lines[1][f"val/{label}_{method}_top1"])
-            assert one["chance"]["top1"] == 0.5 and (one["num_samples"], one["num_bank"]) == (12, 36)
+            assert one["majority_baseline"]["top1"] == 0.5 and (one["num_samples"], one["num_bank"]) == (12, 36)
     # Brightness is told by any features.
     assert found["noun", "linear", "random"]["found"]["top1"] == 1.0
     assert found["noun", "linear", "trained"]["gradient"] < 1e-5

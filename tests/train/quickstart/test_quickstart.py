@@ -90,6 +90,7 @@ def test_the_plan_as_json_says_what_was_found_and_measured(
     assert (val["num_videos"], val["num_chunks"], val["num_captions"]) == (1, 3, 3)
     assert train["hours"] == pytest.approx(3 * 5.5 / 3600) and data["chunk_s"] == 2.0
     assert (found["task"]["value"], found["preset"]["value"], found["held_out"]) == ("dual-encoder", "tiny", "val")
+    assert "metrics of split 'val' say little: only 3 clips" in found["warnings"]
     expected, measured = found["expected"], found["measured"]
     assert 0 < expected["least_s"] < expected["seconds"] < expected["most_s"]
     assert measured["num_samples"] == 9 and measured["num_steps"] >= 1 and measured["memory_bytes"] > 1e8

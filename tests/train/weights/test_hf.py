@@ -1,6 +1,7 @@
 """Weights of Hugging Face's CLIPModel: the same function, and back again bit by bit."""
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,8 @@ from safetensors.torch import load_file
 
 from clipmill.manifests.errors import UserError
 from clipmill.train.config.model import Init
+from clipmill.train.evaluation.opening import require_weights
+from clipmill.train.inference.model import tasks_where
 from clipmill.train.weights.hf_clip import from_hf, to_hf
 from clipmill.train.weights.sources import Source, open_weights
 from tests.train.weights import small
@@ -116,3 +119,55 @@ def test_other_models_are_refused(folder: Path, tmp_path: Path, change: dict[str
     (tmp_path / "model.safetensors").symlink_to(folder / "model.safetensors")
     with pytest.raises(UserError, match=message):
         opened(tmp_path)
+
+
+@pytest.fixture(scope="module")
+def sharded(theirs: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The model in several files, as `save_pretrained` writes large ones."""
+    folder = tmp_path_factory.mktemp("sharded")
+    theirs.save_pretrained(folder, max_shard_size="60KB")
+    assert len(list(folder.glob("model-*.safetensors"))) > 2 and not (folder / "model.safetensors").exists()
+    return folder
+
+
+def test_a_model_in_several_files_is_the_model_in_one(folder: Path, sharded: Path) -> None:
+    whole, found = opened(folder), opened(sharded)
+    assert found.facts == whole.facts and found.converted.tensors.keys() == whole.converted.tensors.keys()
+    assert all(torch.equal(one, whole.converted.tensors[name]) for name, one in found.converted.tensors.items())
+    by_index = opened(sharded / "model.safetensors.index.json")
+    assert by_index.converted.tensors.keys() == whole.converted.tensors.keys()
+    require_weights(sharded, tasks_where())  # what train eval, train embed and load_model begin with
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"logit_scale": "none-of-these.safetensors"}, "cannot read the weights"),
+        ({"logit_scale": "../model.safetensors"}, "names the shard '../model.safetensors'"),
+        ({"logit_scale": "pytorch_model-00001-of-00002.bin"}, "and shards are .safetensors files beside it"),
+        ({"logit_scale": 3}, "is not an index of weights"),
+        ({"of_nowhere": None}, "lack 1 of its 79 tensors, such as of_nowhere"),
+    ],
+)
+def test_an_index_that_does_not_fit_its_shards_is_refused(
+    sharded: Path, tmp_path: Path, change: dict[str, Any], message: str
+) -> None:
+    copy = shutil.copytree(sharded, tmp_path / "copy")
+    index = copy / "model.safetensors.index.json"
+    content = json.loads(index.read_text())
+    shard = content["weight_map"]["logit_scale"]
+    content["weight_map"] |= {name: value or shard for name, value in change.items()}
+    index.write_text(json.dumps(content))
+    with pytest.raises(UserError) as caught:
+        opened(copy)
+    assert message in str(caught.value) and caught.value.hint
+
+
+def test_shards_of_pickles_are_named_for_what_they_are(sharded: Path, tmp_path: Path) -> None:
+    copy = shutil.copytree(sharded, tmp_path / "copy", ignore=shutil.ignore_patterns("*.safetensors*"))
+    weight_map = {"logit_scale": "pytorch_model-00001-of-00001.bin"}
+    (copy / "pytorch_model.bin.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    torch.save({"logit_scale": torch.ones(())}, copy / "pytorch_model-00001-of-00001.bin")
+    with pytest.raises(UserError, match=r"pytorch_model-00001-of-00001.bin', and shards are .safetensors") as caught:
+        opened(copy)
+    assert "save the model again as safetensors" in str(caught.value.hint)

@@ -1,6 +1,7 @@
 """Training that starts from weights, from the command line: what is copied, said, kept and refused."""
 
 import json
+import math
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -22,19 +23,22 @@ from clipmill.train.run.folder import RunFolder, read_lines
 from clipmill.train.tasks.dual_encoder.settings import DualEncoderSettings
 from clipmill.train.tasks.dual_encoder.task import effective_settings
 from clipmill.train.weights.avion import MISTYPED_MEAN
-from clipmill.train.weights.conversion import LOGIT_SCALE
+from clipmill.train.weights.conversion import LOGIT_SCALE, TEMPORAL_EMBEDDING
+from clipmill.train.weights.loading import fit_to
 from clipmill.train.weights.open_clip import to_open_clip
 from clipmill.train.weights.sources import open_weights
-from tests.train.running import train
+from tests.train.running import facts, steps, train
+from tests.train.weights.test_avion import lavila_state
 
 SMALL = ["--model", "tiny", "--num-frames", "2", "--size-px", "32", "--batch", "4", "--lr", "1e-9", "--steps", "1"]
-TEMPERATURE = 0.025
+TEMPERATURE, WIDTH = 0.025, 48  # another width than that of --model tiny
 
 
 def tiny_weights() -> dict[str, torch.Tensor]:
-    """The tiny model's under our names, with a temperature."""
+    """The tiny model's under our names, with a temperature and projections of another width."""
     torch.manual_seed(99)
-    model = DualEncoder(size_of("tiny", Towers(temporal="random")), image_px=32, num_frames=2, attend=attend_with_sdpa)
+    size = size_of("tiny", Towers(temporal="random", embedding_width=WIDTH))
+    model = DualEncoder(size, image_px=32, num_frames=2, attend=attend_with_sdpa)
     return {**model.state_dict(), LOGIT_SCALE: -torch.tensor(TEMPERATURE).log()}
 
 
@@ -71,10 +75,11 @@ def test_a_run_starts_from_weights_says_so_and_goes_on_without_them(
     assert "108.33 / 255" in printed and "the temperature starts at theirs, 0.025" in printed
     settings = load_settings(out / "settings.yaml", DualEncoderSettings)
     assert (settings.towers.activation, settings.towers.video_norm_eps) == ("gelu", 1e-6)
+    assert settings.towers.embedding_width == WIDTH
     assert settings.init.pixel_mean == MISTYPED_MEAN and settings.loss.temperature == pytest.approx(TEMPERATURE)
     run = RunFolder(out)
-    facts = json.loads(run.facts.read_text())
-    assert facts["weights"]["source"].endswith("(AVION)") and facts["weights"]["changes"] == []
+    weights_fact = json.loads(run.facts.read_text())["weights"]
+    assert weights_fact["source"].endswith("(AVION)") and weights_fact["changes"] == []
     # The step is so small that the run has its first weights still.
     assert read_lines(run.metrics)[0]["temperature"] == pytest.approx(TEMPERATURE)
     path = latest_checkpoint(run.checkpoints)
@@ -83,7 +88,7 @@ def test_a_run_starts_from_weights_says_so_and_goes_on_without_them(
     assert all(torch.allclose(tensor, first[name], atol=1e-7) for name, tensor in trained.items())
     weights.unlink()
     assert train("dual-encoder", "--out", out, "--resume") == 0
-    assert json.loads(run.facts.read_text())["weights"] == facts["weights"]
+    assert json.loads(run.facts.read_text())["weights"] == weights_fact
 
 
 def test_the_user_names_what_may_differ_in_one_flag(
@@ -140,13 +145,89 @@ def test_weights_that_say_no_activation_are_remarked_on(tmp_path: Path) -> None:
     assert any("their activation is not recorded" in line for line in said)
 
 
-def test_the_temperature_is_handed_over_where_it_means_the_same(tmp_path: Path) -> None:
-    path = write_open_clip(tmp_path / "w.safetensors")
-    assert settings_from(path).loss.temperature == pytest.approx(TEMPERATURE)
-    assert settings_from(path, loss=Loss(temperature=0.5)).loss.temperature == 0.5
-    assert settings_from(path, loss=Loss(kind="fastclip-v3")).loss.temperature is None
-    # New projections: their temperature is new as well.
-    assert settings_from(path, towers=Towers(embedding_width=64)).loss.temperature is None
+def write_hugging_face(path: Path, *, max_shard_size: str = "1GB") -> Path:
+    """The folder of a CLIPModel of the tiny model's towers, as transformers writes it."""
+    from transformers import CLIPConfig, CLIPModel
+
+    size = size_of("tiny", Towers())
+    video, text = (
+        {
+            "hidden_size": trunk.width,
+            "intermediate_size": 4 * trunk.width,
+            "num_attention_heads": trunk.num_heads,
+            "num_hidden_layers": trunk.depth,
+            "hidden_act": "gelu",
+        }
+        for trunk in (size.video.trunk, size.text.trunk)
+    )
+    config = CLIPConfig(
+        text_config={**text, "eos_token_id": 49407},
+        vision_config={**video, "image_size": 32, "patch_size": 16},
+        projection_dim=WIDTH,
+        logit_scale_init_value=-math.log(TEMPERATURE),
+    )
+    CLIPModel(config).save_pretrained(path, max_shard_size=max_shard_size)
+    return path
+
+
+def write_shards(path: Path) -> Path:
+    """The same in several files."""
+    assert not (write_hugging_face(path, max_shard_size="1MB") / "model.safetensors").exists()
+    return path
+
+
+def write_lavila(path: Path) -> Path:
+    """LaViLa's names of a whole CLIP; its towers are smaller."""
+    state = {**lavila_state(), "image_projection": torch.ones(64, WIDTH), "text_projection": torch.ones(48, WIDTH)}
+    state[LOGIT_SCALE] = -torch.tensor(TEMPERATURE).log()
+    torch.save({"epoch": 5, "state_dict": {f"module.{name}": one for name, one in state.items()}}, path)
+    return path
+
+
+@pytest.mark.parametrize("write", [write_open_clip, write_avion, write_hugging_face, write_shards, write_lavila])
+def test_projections_and_temperature_are_those_of_the_weights_whatever_the_model_is_called(
+    write: Callable[[Path], Path], tmp_path: Path
+) -> None:
+    said: list[str] = []
+    settings = settings_from(write(tmp_path / "weights"), said.append)
+    assert settings.towers.embedding_width == WIDTH
+    assert settings.loss.temperature == pytest.approx(TEMPERATURE)
+    source = open_weights(settings.init)
+    assert source is not None
+    if write is not write_lavila:
+        size = size_of(settings.model, settings.towers)
+        model = DualEncoder(size, image_px=32, num_frames=2, attend=attend_with_sdpa, towers=settings.towers)
+        changes = fit_to(model, source, say=said.append).fitted.changes
+        assert [one.name for one in changes if one.name != TEMPORAL_EMBEDDING] == []
+    assert not any("new projection" in line or "not used" in line for line in said), said
+
+
+def test_a_run_of_another_embedding_width_is_gone_on_from_as_it_is(data_dir: Path, tmp_path: Path) -> None:
+    flags = ("--shards", data_dir, *SMALL, "--loss.temperature", TEMPERATURE)
+    first, second = tmp_path / "first", tmp_path / "second"
+    assert train("dual-encoder", *flags, "--out", first, "--towers.embedding-width", WIDTH) == 0
+    assert train("dual-encoder", *flags[:-2], "--out", second, "--init.weights", first) == 0
+    weights = facts(second)["weights"]
+    assert weights["changes"] == [] and weights["logit_scale"] == pytest.approx(-math.log(TEMPERATURE), rel=1e-5)
+    assert steps(second)[0]["temperature"] == pytest.approx(TEMPERATURE)
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"loss": Loss(temperature=0.5)}, "--loss.temperature is 0.5"),
+        ({"loss": Loss(kind="fastclip-v3")}, "--loss.kind fastclip-v3 does not start from it"),
+        ({"towers": Towers(embedding_width=64)}, "the projections are new"),
+        ({"text_tower": "frozen"}, "stored text embeddings take the place of the text tower"),
+    ],
+)
+def test_a_temperature_that_is_not_used_is_named(tmp_path: Path, changes: dict[str, Any], reason: str) -> None:
+    said: list[str] = []
+    settings = settings_from(write_open_clip(tmp_path / "w.safetensors"), said.append, **changes)
+    assert settings.loss.temperature == changes.get("loss", Loss()).temperature
+    assert f"weights: their temperature, 0.025, is not used: {reason}" in said
+    if "towers" in changes:
+        assert "weights: they were trained with 48, but --towers.embedding-width is 64, which is used" in said
 
 
 def test_text_norms_of_another_eps_are_refused(tmp_path: Path) -> None:

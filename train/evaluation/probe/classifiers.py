@@ -125,15 +125,6 @@ def accuracy(scores_NK: torch.Tensor, label_N: torch.Tensor) -> Accuracy:
     )
 
 
-def chance(bank_M: torch.Tensor, label_N: torch.Tensor, *, num_classes: int) -> Accuracy:
-    """Accuracy of always predicting the most frequent classes of the bank; of equally frequent ones, the lower."""
-    count_K = torch.bincount(bank_M, minlength=num_classes)
-    order_K = count_K.sort(descending=True, stable=True).indices
-    scores_K = torch.empty(num_classes, dtype=torch.float64, device=bank_M.device)
-    scores_K[order_K] = -torch.arange(num_classes, dtype=torch.float64, device=bank_M.device)
-    return accuracy(scores_K.expand(len(label_N), -1), label_N)
-
-
 # Linear probe: multinomial logistic regression on frozen features, solved to its optimum.
 #
 # Features are standardised by mean and standard deviation of the training clips. With weights W and biases b, the

@@ -11,6 +11,7 @@ from clipmill.train.config.evaluation import PROBE_NUMBERS, ProbeEvaluation
 from clipmill.train.data.batch import Batch
 from clipmill.train.data.classes import listed
 from clipmill.train.distributed.world import World
+from clipmill.train.evaluation.by_class import majority_baseline
 from clipmill.train.evaluation.probe.features import tower_of
 from clipmill.train.evaluation.probe.probing import probe
 from clipmill.train.evaluation.probe.sets import Labelled, available_labels, open_sets
@@ -88,11 +89,15 @@ def score_features(opened: OpenedRun, wanted: ProbeFlags) -> Score:
         name: probe(its_queries, its_bank, wanted=how, classes=sets.classes)
         for name, its_queries, its_bank in zip(towers, queries, bank, strict=True)
     }
-    findings = [{"encoder": name, **result.as_json()} for name, results in found.items() for result in results]
     names = {its.label: its.names for its in sets.classes}
     by_class = [
         one.predictions.by_class(names[one.label], title=f"{one.label}, {METHOD_TITLES[one.method]}")
         for one in found["trained"]
+    ]
+    findings = [
+        {"encoder": name, **result.as_json(), "majority_baseline": majority_baseline(of_trained)}
+        for name, results in found.items()
+        for result, of_trained in zip(results, by_class, strict=True)
     ]
     # Trained and random weights of one label and method stand together.
     findings.sort(key=lambda one: (wanted.label.index(one["label"]), wanted.method.index(one["method"])))
@@ -130,5 +135,5 @@ def _protocol(wanted: ProbeEvaluation, *, bank_split: str) -> str:
         "linear": f"linear: multinomial logistic regression on standardised features of split {bank_split!r}, solved "
         "to its optimum, L2 by the cross-entropy on a fifth of its videos",
     }
-    chance = f"chance: the classes that are most frequent in split {bank_split!r}"
-    return "; ".join([*(methods[method] for method in wanted.methods), chance, "ties count against the model"])
+    baseline = "majority baseline: always the most frequent classes of these clips"
+    return "; ".join([*(methods[method] for method in wanted.methods), baseline, "ties count against the model"])

@@ -18,7 +18,6 @@ from clipmill.train.evaluation.by_class import Predictions
 from clipmill.train.evaluation.probe.classifiers import (
     Accuracy,
     accuracy,
-    chance,
     choose_l2,
     class_ranks,
     fit_linear,
@@ -51,7 +50,7 @@ class ProbeResult:
     """Accuracy of one method on one label; the fields are keys of result files.
 
     Attributes:
-        found, chance: accuracy of the probe, and of always predicting the most frequent classes.
+        found: accuracy of the probe.
         num_samples: number of queries.
         num_bank: number of labelled clips in the bank.
         num_classes: of both splits together.
@@ -64,7 +63,6 @@ class ProbeResult:
     label: str
     method: Method
     found: Accuracy
-    chance: Accuracy
     num_samples: int
     num_bank: int
     num_classes: int
@@ -77,7 +75,7 @@ class ProbeResult:
     def as_json(self) -> dict[str, Any]:
         """Plain values."""
         plain = {one.name: getattr(self, one.name) for one in fields(self) if one.name != "predictions"}
-        return {**plain, "found": self.found.as_json(), "chance": self.chance.as_json()}
+        return {**plain, "found": self.found.as_json()}
 
 
 def probe(
@@ -132,7 +130,6 @@ def _probe(
         label=its.label,
         method=method,
         found=accuracy(scores_NK, label_N),
-        chance=chance(bank_label_M, label_N, num_classes=len(its)),
         num_samples=len(label_N),
         num_bank=len(bank_label_M),
         num_classes=len(its),

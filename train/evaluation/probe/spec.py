@@ -11,7 +11,8 @@ from clipmill.manifests.imported import late
 from clipmill.manifests.quoting import counted
 from clipmill.train.config.evaluation import METHODS, NEIGHBOURS, PROBE_NUMBERS, Method, ProbeEvaluation, named_once
 from clipmill.train.config.fields import Checked
-from clipmill.train.evaluation.tables import CLASSES_SECTION, FEW_CLASSES, Row, Table, protocol_of, share_cell
+from clipmill.train.evaluation.by_class import BASELINE_KEYS
+from clipmill.train.evaluation.tables import CLASSES_SECTION, FEW_CLASSES, MAJORITY, Row, Table, protocol_of, share_cell
 from clipmill.train.spec import CurveGroup, EvaluationSpec
 
 METHOD_TITLES: dict[str, str] = {"knn": "k-NN", "linear": "linear"}
@@ -46,16 +47,17 @@ def probe_table(result: dict[str, Any]) -> Table:
     """A row for each label, method and encoder."""
     rows, left_out = [], []
     for one in result["findings"]:
-        found, chance = one["found"], one["chance"]
-        cells = [share_cell(found[name], chance[name]) for name in ("top1", "top5", "mean_class")]
+        found, baseline = one["found"], one["majority_baseline"]
+        cells = [share_cell(found[key], baseline[key]) for key in BASELINE_KEYS]
         if one["num_classes"] <= FEW_CLASSES:
             cells[1] = share_cell(None)
-        words = [one["label"], METHOD_TITLES[one["method"]], *(["random"] if one["encoder"] == "random" else [])]
+        is_random = one["encoder"] == "random"
+        words = [one["label"], METHOD_TITLES[one["method"]], *(["random"] if is_random else [])]
         detail = (
             f"{counted(one['num_samples'], 'clip')}, {one['num_bank']:,} in the bank, {one['num_classes']:,} classes"
         )
         detail += "" if one["l2"] is None else f", L2 {one['l2']:g}"
-        rows.append(Row(", ".join(words), detail, tuple(cells)))
+        rows.append(Row(", ".join(words), detail, tuple(cells), is_baseline=is_random))
         if one["num_unseen"]:
             left_out.append(
                 f"{counted(one['num_unseen'], 'clip')} of "
@@ -70,14 +72,15 @@ def probe_table(result: dict[str, Any]) -> Table:
         features=result["features"],
         unseen=sizes,
     )
-    return Table("Probes of frozen features", ("top-1", "top-5", "mean class"), tuple(rows), protocol)
+    columns = ("top-1", "top-5", "mean class")
+    return Table("Probes of frozen features", columns, tuple(rows), protocol, reference=MAJORITY)
 
 
 PROBE = EvaluationSpec(
     name="probe",
     needs="--label NAME",
     help="Evaluate frozen features of the video tower with a k-NN classifier and a linear probe.\n\n"
-    "Baselines are chance and the same tower with random weights.",
+    "Baselines are the most frequent classes and the same tower with random weights.",
     example="train eval probe runs/first --shards data --label motion --label shape",
     run_help="Run folder of a task with a video tower.",
     settings=ProbeFlags,

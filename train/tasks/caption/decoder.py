@@ -27,7 +27,14 @@ from clipmill.train.weights.hf_caption import read_caption_folder
 from clipmill.train.weights.hf_caption_config import caption_config_of
 from clipmill.train.weights.sources import Say, is_run
 
-_FILES = ["config.json", "model.safetensors", "tokenizer.json", "vocab.json", "merges.txt"]
+_FILES = [
+    "config.json",
+    "model*.safetensors",
+    "model.safetensors.index.json",
+    "tokenizer.json",
+    "vocab.json",
+    "merges.txt",
+]
 # A name on Hugging Face; anything else can only be a folder.
 _NAME = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?", re.ASCII)
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from clipmill.manifests.errors import UserError
+from clipmill.manifests.errors import FailedWork, UserError
 from clipmill.manifests.publish import publish_json
 from clipmill.train.distributed.world import World
 from clipmill.train.evaluation.player import open_player
@@ -59,7 +59,7 @@ def score_run(opened: OpenedRun, wanted: CaptionFlags, *, with_java: bool = True
 
     Raises:
         UserError: there are no such captions.
-        FailedWork: nothing could be decoded.
+        FailedWork: nothing could be decoded, or all captions are empty.
     """
     if wanted.spice_jars is not None:
         check_jars(wanted.spice_jars)
@@ -87,6 +87,11 @@ def score_run(opened: OpenedRun, wanted: CaptionFlags, *, with_java: bool = True
         scores, of_constant = (
             score_captions(candidates, references, with_java=with_java, spice_jars=wanted.spice_jars, meteor=meteor)
             for candidates in (captions, dict.fromkeys(references, constant))
+        )
+    if len(scores.empty) == scores.num_videos:
+        raise FailedWork(
+            f"all captions found are empty ({scores.num_videos:,}), so there is nothing to score: the model ends each "
+            "one at once. It was trained for too few steps, or on captions without words"
         )
     scored = ScoredCaptions(
         samples=samples,

@@ -54,7 +54,7 @@ def caption_table(result: dict[str, Any]) -> Table:
     for label, detail, means in rows:
         cells = [_caption_cell(name, means.get(name)) for name in shown]
         cells.append(Cell(f"{result['loss']:.3f}" if label == "captions" else "-"))
-        table_rows.append(Row(label, detail, tuple(cells)))
+        table_rows.append(Row(label, detail, tuple(cells), is_baseline=label != "captions"))
     absent = "; ".join(f"no {_CAPTION_COLUMNS[name]}: {reason}" for name, reason in result["absent"].items())
     protocol = protocol_of(
         result,
@@ -65,7 +65,7 @@ def caption_table(result: dict[str, Any]) -> Table:
         left_out=absent,
     )
     columns = (*(_CAPTION_COLUMNS[name] for name in shown), "loss")
-    return Table("Captions", columns, tuple(table_rows), protocol, baseline=1)
+    return Table("Captions", columns, tuple(table_rows), protocol)
 
 
 def _caption_cell(name: str, value: float | None) -> Cell:

@@ -3,6 +3,7 @@
 The tokenizers library does it, the one that transformers uses: its files are what GPT-2 comes with.
 """
 
+import string
 import unicodedata
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -23,6 +24,7 @@ TOKENIZER_FILE = "tokenizer.json"
 _PARTS = ("vocab.json", "merges.txt")
 # What a loss leaves out; torch's own number for it.
 NO_TOKEN = -100
+_LETTERS = string.ascii_letters + string.digits
 
 
 class CaptionTokenizer:
@@ -41,6 +43,13 @@ class CaptionTokenizer:
         tokenizer.no_truncation()
         self._tokenizer = tokenizer
         self.end_id: int = end_id
+        tokens_of = zip(_LETTERS, tokenizer.encode_batch(list(_LETTERS), add_special_tokens=False), strict=True)
+        if lost := [letter for letter, found in tokens_of if not found.ids or end_id in found.ids]:
+            raise UserError(
+                f"the tokenizer of {where} has no tokens for {len(lost)} of {len(_LETTERS)} letters and digits, such "
+                f"as {lost[0]!r}: captions would lose them",
+                hint="use a whole one of GPT-2's kind; is the file that of another model, or cut short?",
+            )
         self.vocabulary_size: int = tokenizer.get_vocab_size()
 
     def ids(self, text: str) -> list[int]:

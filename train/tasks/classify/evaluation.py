@@ -18,7 +18,7 @@ from clipmill.train.data.classes import ClassList
 from clipmill.train.data.decoding.clip import Views
 from clipmill.train.data.outcomes import FailedSample, LoadedBatch
 from clipmill.train.distributed.world import World
-from clipmill.train.evaluation.by_class import Predictions, most_frequent
+from clipmill.train.evaluation.by_class import Predictions, majority_baseline
 from clipmill.train.evaluation.runner import OpenedRun, Score, describe_clip
 from clipmill.train.run.folder import RunFolder
 from clipmill.train.tasks.classify.spec import ClassificationFlags
@@ -206,7 +206,7 @@ def score_classifier(
     return ClassResult(metrics, num_samples, counts[0], tuple(failed), tallies.by_class())
 
 
-_PROTOCOL = "probabilities are means over views; chance: always the most frequent classes of these clips"
+_PROTOCOL = "probabilities are means over views; majority baseline: always the most frequent classes of these clips"
 _PARTS = "; those of verbs and nouns are sums over their actions"
 
 
@@ -240,7 +240,7 @@ def score_run(opened: OpenedRun, wanted: ClassificationFlags) -> Score:
             "protocol": _PROTOCOL + (_PARTS if classes.parts else ""),
             "num_samples": found.num_samples,
             "numbers": found.metrics,
-            "most_frequent": {one["title"]: most_frequent(one) for one in found.by_class},
+            "majority_baseline": {one["title"]: majority_baseline(one) for one in found.by_class},
             "by_class": [_named(one, names.get(one["title"], {})) for one in found.by_class],
         },
         failed=found.failed,

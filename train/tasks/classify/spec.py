@@ -9,9 +9,9 @@ from cyclopts import Parameter
 from clipmill.manifests.imported import late
 from clipmill.manifests.quoting import counted
 from clipmill.train.config.fields import Checked
-from clipmill.train.evaluation.by_class import CHANCE_KEYS
+from clipmill.train.evaluation.by_class import BASELINE_KEYS
 from clipmill.train.evaluation.probe.spec import PROBE
-from clipmill.train.evaluation.tables import CLASSES_SECTION, FEW_CLASSES, Row, Table, protocol_of, share_cell
+from clipmill.train.evaluation.tables import CLASSES_SECTION, FEW_CLASSES, MAJORITY, Row, Table, protocol_of, share_cell
 from clipmill.train.spec import EvaluationSpec, Features, FirstRun, TaskSpec
 from clipmill.train.tasks.classify.settings import VIEWS, ClassEvaluation, ClassifySettings
 
@@ -41,16 +41,13 @@ def classification_table(result: dict[str, Any]) -> Table:
     rows, clips = [], counted(result["num_samples"], "clip")
     for name, num_classes in result["num_classes"].items():
         shares = [result["numbers"][f"{name}_{key}"] for key in ("top1", "top5", "mean_class")]
-        # Results of earlier versions have no counts of classes: chance is that of guessing.
-        chances = [min(k / num_classes, 1.0) for k in (1, 5, 1)]
-        if "most_frequent" in result:
-            chances = [result["most_frequent"][name][key] for key in CHANCE_KEYS]
-        cells = [share_cell(share, chance) for share, chance in zip(shares, chances, strict=True)]
+        baseline = result["majority_baseline"][name]
+        cells = [share_cell(share, baseline[key]) for share, key in zip(shares, BASELINE_KEYS, strict=True)]
         if num_classes <= FEW_CLASSES:
             cells[1] = share_cell(None)
         rows.append(Row(name, f"{clips}, {num_classes:,} classes", tuple(cells)))
     protocol = protocol_of(result, clips)
-    return Table("Classification", ("top-1", "top-5", "mean class"), tuple(rows), protocol)
+    return Table("Classification", ("top-1", "top-5", "mean class"), tuple(rows), protocol, reference=MAJORITY)
 
 
 CLASSIFICATION = EvaluationSpec(

@@ -17,7 +17,7 @@ from clipmill.train.data.relevancy import Relevancy
 from clipmill.train.data.remote import open_data_folder
 from clipmill.train.data.streams.tars import names_tars
 from clipmill.train.distributed.world import World
-from clipmill.train.evaluation.by_class import Predictions, most_frequent
+from clipmill.train.evaluation.by_class import Predictions, majority_baseline
 from clipmill.train.evaluation.player import PicturedSamples, open_player
 from clipmill.train.evaluation.runner import OpenedRun, Score, describe_clip, every_for, split_metrics
 from clipmill.train.run.counted_batches import counted_batches
@@ -152,7 +152,7 @@ class ZeroShotScorer:
             "prompts": f"{len(texts):,} prompts: {prompts}, {sum(map(len, classes.names)):,} names",
             "templates": templates,
             "num_without_class": int((~has_class).sum()),
-            "most_frequent": most_frequent(by_class),
+            "majority_baseline": majority_baseline(by_class),
             "by_class": [by_class],
         }
 

@@ -129,7 +129,9 @@ def exported_clip(request: ExportRequest) -> Exported:
             save_tokenizer(folder, context_length=size.text.context_length)
         save_extras(towers.extras, folder, beside=file)
 
-    return Exported(write=write, remarks=tuple(remarks))
+    has_all = request.frame_embedding == "mean" or not request.weights[TEMPORAL_EMBEDDING].count_nonzero()
+    sees = "" if settings.num_frames == 1 and has_all else "single images"
+    return Exported(write=write, remarks=tuple(remarks), sees=sees)
 
 
 def _require_clip(weights: Tensors) -> None:

@@ -8,9 +8,9 @@ from typing import Annotated, Any
 from clipmill.manifests.imported import late
 from clipmill.manifests.quoting import counted
 from clipmill.train.config.fields import Checked, Range
-from clipmill.train.evaluation.by_class import CHANCE_KEYS
+from clipmill.train.evaluation.by_class import BASELINE_KEYS
 from clipmill.train.evaluation.probe.spec import PROBE
-from clipmill.train.evaluation.tables import CLASSES_SECTION, Cell, Row, Table, protocol_of, share_cell
+from clipmill.train.evaluation.tables import CLASSES_SECTION, MAJORITY, Cell, Row, Table, protocol_of, share_cell
 from clipmill.train.spec import CurveGroup, EvaluationSpec, Features, FirstRun, TaskSpec
 from clipmill.train.tasks.dual_encoder.settings import (
     TEMPERATURE,
@@ -141,20 +141,17 @@ def mir_table(result: dict[str, Any]) -> Table:
 
 def zero_shot_table(result: dict[str, Any]) -> Table:
     """Top-k and mean class accuracy."""
-    top, chance = result["top"], result["chance"]
-    # Results of earlier versions have no counts of classes: chance is that of guessing.
-    chances = [*chance.values(), next(iter(chance.values()))]
-    if "most_frequent" in result:
-        chances = [result["most_frequent"][key] for key in CHANCE_KEYS]
+    top, baseline = result["top"], result["majority_baseline"]
     shares = [*top.values(), result["mean_class_accuracy"]]
-    cells = [share_cell(share, one) for share, one in zip(shares, chances, strict=True)]
+    cells = [share_cell(share, baseline[key]) for share, key in zip(shares, BASELINE_KEYS, strict=True)]
     clips, num_without = counted(result["num_clips"], "clip"), result["num_without_class"]
     detail = f"{clips}, {counted(result['num_classes'], 'class', 'classes')}"
     left_out = f"{counted(num_without, 'clip')} without a class" if num_without else ""
     classes = f"{result['classes']}, {result['num_classes_seen']:,} of them have clips; {result['prompts']}"
     protocol = protocol_of(result, clips, classes=classes, left_out=left_out)
     columns = (*(f"top-{k}" for k in top), "mean class")
-    return Table("Zero-shot classification", columns, (Row("accuracy", detail, tuple(cells)),), protocol)
+    rows = (Row("accuracy", detail, tuple(cells)),)
+    return Table("Zero-shot classification", columns, rows, protocol, reference=MAJORITY)
 
 
 def _mean(values: Iterable[float | None]) -> float | None:

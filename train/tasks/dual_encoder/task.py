@@ -45,8 +45,8 @@ from clipmill.train.models.transformer import NORM_EPS
 from clipmill.train.tasks.dual_encoder.evaluation import LoopEvaluation
 from clipmill.train.tasks.dual_encoder.protocols import NAMED, protocol_captions
 from clipmill.train.tasks.dual_encoder.settings import DualEncoderEvaluation, DualEncoderSettings
-from clipmill.train.weights.conversion import CLIP_MEAN, CLIP_STD, LOGIT_SCALE, require_finite
-from clipmill.train.weights.effective import KINDS, effective_clip_settings
+from clipmill.train.weights.conversion import CLIP_MEAN, CLIP_STD, LOGIT_SCALE, PROJECTION, require_finite
+from clipmill.train.weights.effective import KINDS, chosen, effective_clip_settings
 from clipmill.train.weights.sources import Say, Source
 
 OneFolder = VideoCaptions | VideoStream | CaptionedLatents
@@ -257,13 +257,20 @@ def _captions(batch: Batch) -> torch.Tensor:
 
 
 def effective_settings(settings: DualEncoderSettings, source: Source | None, *, say: Say) -> DualEncoderSettings:
-    """The settings with activation, eps, normalisation and temperature of the initial weights, if these define them.
+    """The settings with what the initial weights define: activation, eps, normalisation, embedding width, temperature.
 
     Raises:
         UserError: the weights need something that the towers do not have.
     """
     settings = with_towers_of(replace(settings, towers=_of_clip(settings.towers)), source, say=say)
-    temperature = None if source is None else _temperature(settings, source)
+    if source is None:
+        return settings
+    towers, projection = settings.towers, source.converted.tensors.get(PROJECTION)
+    # Stored text embeddings have a width of their own.
+    if projection is not None and settings.text_tower == "trained":
+        width = chosen("--towers.embedding-width", towers.embedding_width, projection.shape[-1], say=say)
+        settings = replace(settings, towers=replace(towers, embedding_width=width))
+    temperature = _temperature(settings, source, say=say)
     if temperature is not None:
         say(f"weights: the temperature starts at theirs, {temperature:.4g}")
         settings = replace(settings, loss=replace(settings.loss, temperature=temperature))
@@ -295,14 +302,25 @@ def _of_clip(towers: Towers) -> Towers:
     return replace(towers, kind="clip")
 
 
-def _temperature(settings: DualEncoderSettings, source: Source) -> float | None:
-    """The temperature of the weights, if the loss starts with it."""
+def _temperature(settings: DualEncoderSettings, source: Source, *, say: Say) -> float | None:
+    """The temperature of the weights, if the loss starts with it; prints why if it does not."""
     loss, tensors = settings.loss, source.converted.tensors
-    if loss.temperature is not None or loss.kind not in _CLIPS_TEMPERATURE or LOGIT_SCALE not in tensors:
-        return None
-    projection = tensors.get("video.proj")
-    width = size_of(settings.model, settings.towers).embedding_width
-    if settings.text_tower == "frozen" or projection is None or projection.shape[-1] != width:
+    if LOGIT_SCALE not in tensors:
         return None
     require_finite({LOGIT_SCALE: tensors[LOGIT_SCALE]}, source=source.title)
-    return max(math.exp(-float(tensors[LOGIT_SCALE])), loss.min_temperature)
+    theirs = math.exp(-float(tensors[LOGIT_SCALE]))
+    projection, width = tensors.get(PROJECTION), settings.towers.embedding_width
+    if loss.temperature is not None:
+        is_theirs = math.isclose(loss.temperature, theirs, rel_tol=1e-4)
+        reason = "" if is_theirs else f"--loss.temperature is {loss.temperature:g}"
+    elif loss.kind not in _CLIPS_TEMPERATURE:
+        reason = f"--loss.kind {loss.kind} does not start from it"
+    elif settings.text_tower == "frozen":
+        reason = "stored text embeddings take the place of the text tower"
+    elif projection is None or projection.shape[-1] != width:
+        reason = "the projections are new"
+    else:
+        return max(theirs, loss.min_temperature)
+    if reason:
+        say(f"weights: their temperature, {theirs:.4g}, is not used: {reason}")
+    return None

@@ -36,7 +36,7 @@ PLAIN_TEMPLATE = "{}"
 PROTOCOL = (
     "a class is the mean of the unit-length embeddings of its prompts; the nearest class by cosine; "
     "ties count against the model; mean class accuracy: top-1 within each class that has clips, then their mean; "
-    "chance: always the most frequent classes of these clips"
+    "majority baseline: always the most frequent classes of these clips; chance: one of all classes at random"
 )
 
 
@@ -178,6 +178,7 @@ class ZeroShot:
         num_classes: number of classes to choose from.
         num_classes_seen: number of classes that have clips.
         top: fraction of clips whose class is among the first k, by k.
+        chance: the same of guessing one of all classes.
     """
 
     num_clips: int

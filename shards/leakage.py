@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
+from numpy.typing import NDArray
 
 from clipmill.manifests.errors import UserError
 from clipmill.manifests.keys import chunk_key
@@ -81,17 +82,9 @@ def find_leakage(data_dir: Path) -> Leakage | None:
     if current_variant(data_dir, SCORES) is None:
         return None
     try:
-        table = open_scores(data_dir, columns=["video_id", "start_ms", "phash", "has_look_alike"]).table
+        table, part, names = _look_alikes(data_dir)
     except UserError as error:
         return Leakage({}, [], unknown_because=str(error))
-    table = table.filter(table["has_look_alike"])
-    videos = read_videos(data_dir)
-    rows = pc.index_in(table["video_id"].cast(pa.string()), value_set=videos["video_id"].combine_chunks())
-    known = pc.is_valid(rows)
-    table, split = table.filter(known), videos["split"].take(rows.filter(known))
-    found = set(split.unique().to_pylist())
-    names = [*(name for name in _FIRST if name in found), *sorted(found.difference(_FIRST))]
-    part = np.asarray(pc.index_in(split, value_set=pa.array(names, pa.string())))
     first = first_of_each_part(table["phash"].to_numpy(), part, num_parts=len(names))
     counts: dict[tuple[str, str], int] = {}
     pairs: list[Pair] = []
@@ -103,6 +96,33 @@ def find_leakage(data_dir: Path) -> Leakage | None:
                 for row in leaking[:MAX_PAIRS].tolist():
                     pairs.append(Pair(name, _key(table, row), other_name, _key(table, int(first[row, other]))))
     return Leakage(counts, pairs)
+
+
+def keys_alike(data_dir: Path, *, split: str, other_split: str) -> set[str]:
+    """Keys of the chunks of a split that look like a chunk of another one.
+
+    Raises:
+        UserError: there are no scores, or they cannot be used.
+    """
+    table, part, names = _look_alikes(data_dir)
+    if not {split, other_split} <= set(names):
+        return set()
+    first = first_of_each_part(table["phash"].to_numpy(), part, num_parts=len(names))
+    alike = (part == names.index(split)) & (first[:, names.index(other_split)] >= 0)
+    return {_key(table, row) for row in np.flatnonzero(alike).tolist()}
+
+
+def _look_alikes(data_dir: Path) -> tuple[pa.Table, NDArray[np.integer], list[str]]:
+    """The chunks that look like one of another video, the split of each as an index, and the splits they have."""
+    table = open_scores(data_dir, columns=["video_id", "start_ms", "phash", "has_look_alike"]).table
+    table = table.filter(table["has_look_alike"])
+    videos = read_videos(data_dir)
+    rows = pc.index_in(table["video_id"].cast(pa.string()), value_set=videos["video_id"].combine_chunks())
+    known = pc.is_valid(rows)
+    table, split = table.filter(known), videos["split"].take(rows.filter(known))
+    found = set(split.unique().to_pylist())
+    names = [*(name for name in _FIRST if name in found), *sorted(found.difference(_FIRST))]
+    return table, np.asarray(pc.index_in(split, value_set=pa.array(names, pa.string()))), names
 
 
 def _key(table: pa.Table, row: int) -> str:

@@ -1,0 +1,114 @@
+"""What limits metrics of held-out clips: how few they are, and how many look like clips that were trained on."""
+
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from clipmill.manifests.errors import UserError
+from clipmill.manifests.quoting import counted
+from clipmill.manifests.units import percent
+from clipmill.shards.scores import SCORES
+from clipmill.train.config.clips import ClipSettings
+from clipmill.train.data.remote import open_data_folder
+from clipmill.train.data.streams.tars import names_tars
+
+FEW_CLIPS = 100  # with fewer, the interval of a metric of 50 % is wider than 20 points
+_Z = 1.96  # 95 % of a normal distribution
+
+
+class EvaluatedClips(Protocol):
+    """A set of samples that is evaluated."""
+
+    @property
+    def num_samples(self) -> int | None:
+        """Number of samples; None if it is not known."""
+        ...
+
+    def key(self, sample: int) -> str:
+        """The chunk in which a sample begins."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class HeldOut:
+    """Facts about the clips of an evaluation; the fields are keys of result files.
+
+    Attributes:
+        num_clips: distinct clips.
+        num_chunks: the chunks in which they begin, if any of them looks like one of `trained_split`.
+        num_alike: those of them that do; None if there are no scores to tell by.
+    """
+
+    num_clips: int
+    num_chunks: int = 0
+    num_alike: int | None = None
+    trained_split: str = ""
+
+    def as_json(self) -> dict[str, Any]:
+        """Plain values."""
+        return asdict(self)
+
+    def cautions(self, share: float | None = None) -> list[str]:
+        """What to know before the metrics are believed; empty for many clips without look-alikes.
+
+        Args:
+            share: a metric of the clips in [0, 1], whose 95 % interval is stated.
+        """
+        found = []
+        if self.num_clips < FEW_CLIPS:
+            low, high = interval(0.0 if share is None else share, self.num_clips)
+            between = f", so that {percent(share)} has a 95 % interval from {percent(low)} to {percent(high)}"
+            found.append(f"only {counted(self.num_clips, 'clip')}{'' if share is None else between}")
+        if self.num_alike:
+            chunks = f"{self.num_alike:,} of {counted(self.num_chunks, 'chunk')}"
+            verb = "looks" if self.num_alike == 1 else "look"
+            found.append(f"{chunks} {verb} like a chunk of the training split {self.trained_split!r}")
+        return found
+
+
+def interval(share: float, count: int) -> tuple[float, float]:
+    """The 95 % interval of a binomial proportion (Wilson 1927); conservative for other means of values in [0, 1]."""
+    if not count:
+        return 0.0, 1.0
+    spread = _Z**2 / count
+    centre = (share + spread / 2) / (1 + spread)
+    half = _Z * math.sqrt(share * (1 - share) / count + spread / (4 * count)) / (1 + spread)
+    return max(0.0, centre - half), min(1.0, centre + half)
+
+
+def held_out(samples: EvaluatedClips, settings: ClipSettings, *, split: str, data: Mapping[str, Any]) -> HeldOut | None:
+    """Facts about the clips of a split; None for streams, which are not counted.
+
+    Args:
+        settings: of the data to evaluate, and of the training split.
+        data: the data fields of the result (`clipmill.train.run.folder.data_facts`). Only data that were trained on are
+            searched for look-alikes.
+    """
+    if samples.num_samples is None or names_tars(settings.folder):
+        return None
+    found = HeldOut(num_clips=getattr(samples, "num_clips", samples.num_samples), trained_split=settings.split)
+    is_own = data.get("is_own_data") or data.get("is_part_of_own_data")
+    if split == settings.split or not is_own:
+        return found
+    alike = alike_of(settings.folder, cache=settings.cache, split=split, trained_split=settings.split)
+    if alike is None:
+        return found
+    keys = {samples.key(number) for number in range(samples.num_samples)} if alike else set()
+    return HeldOut(
+        num_clips=found.num_clips, num_chunks=len(keys), num_alike=len(keys & alike), trained_split=settings.split
+    )
+
+
+def alike_of(address: str, *, cache: Path | None, split: str, trained_split: str) -> set[str] | None:
+    """Keys of the chunks of a split that look like one of another split; None if there are no scores to tell by."""
+    from clipmill.shards.leakage import keys_alike
+
+    try:
+        folder = open_data_folder(address, cache=cache, column=None)
+        if folder.tars is not None:
+            folder.tars.files.copy_column(SCORES)
+        return keys_alike(folder.path, split=split, other_split=trained_split)
+    except UserError:
+        return None  # prep status says what is wrong with the scores
