@@ -51,9 +51,9 @@ def plan_report(planned: Planned) -> Report:
     plan, cost = planned.plan, estimate_of(planned)
     against = _changed_settings(planned)
     lines = [f"variant  {plan.recipe.variant}", *(f"setting  {difference}" for difference in against)]
-    reasons = {shard_id: change.because for shard_id, change in planned.changes.items()}
     new, moved = _why_new(planned), plan.shards_of_moved_videos(planned.commits)
-    reasons |= {shard.shard_id: new for shard in plan.shards if shard.state == ShardState.NEW}
+    reasons = {shard.shard_id: new for shard in plan.shards if shard.state == ShardState.NEW}
+    reasons |= {shard_id: change.because for shard_id, change in planned.changes.items() if change.because}
     reasons |= {
         shard.shard_id: _MOVED[shard.state, moved[shard.shard_id]]
         for shard in plan.shards
