@@ -22,6 +22,7 @@ from clipmill.train.config.fields import (
     refuse,
 )
 from clipmill.train.config.files import load_settings, preset_path, presets_of, read_values, yaml_source
+from clipmill.train.config.places import require_places
 from clipmill.train.config.training import TrainingSettings, flat
 from clipmill.train.registry import DEFAULT, task_named, task_names
 from clipmill.train.run.folder import Resume, RunFolder
@@ -187,6 +188,8 @@ def training_command(name: str) -> Callable[..., None]:
         config: Annotated[list[Path] | None, groups.WHERE, FIRST_RUN, Parameter(negative="")] = None,
         resume: Annotated[Resume, groups.WHERE, FIRST_RUN, Parameter(negative="")] = False,
     ) -> None:
+        if not resume:
+            require_places(shards=settings.folders, init=settings.init.weights)
         with Activity("importing torch"):
             from clipmill.train.commands.launch import launch
 

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from clipmill.manifests.errors import UserError
+from clipmill.manifests.hub import hub_if_reachable
 from clipmill.train.config.model import Init
 from clipmill.train.models.dual_encoder import DualEncoderSize
 from clipmill.train.models.transformer import NORM_EPS
@@ -146,7 +147,8 @@ def file_of_tag(name: str, tag: str) -> tuple[Path, SourceFacts]:
         )
     facts = facts_of_open_clip(model, entry, source=f"{name}:{tag}")
     try:
-        return Path(download_pretrained(entry)), facts
+        with hub_if_reachable():
+            return Path(download_pretrained(entry)), facts
     except (OSError, RuntimeError) as error:
         raise UserError(
             f"cannot download {name}:{tag}, and it is not in the cache: {str(error).splitlines()[0]}",
