@@ -223,7 +223,6 @@ def synthetic(
     ] = None,
     data: Data = Path("data"),
     dataset: Dataset = None,
-    yes: Yes = False,
     json: Json = False,
 ) -> None:
     """Create synthetic videos with captions, for trials and tests.
@@ -260,7 +259,7 @@ def synthetic(
                 on_video=lambda num_done: show(num_done, videos),
             )
 
-    write_dataset(make, into=Target(data, name, directory, may_remove=yes, as_json=json))
+    write_dataset(make, into=Target(data, name, directory, may_remove=True, as_json=json))
 
 
 app.command(manifest_captions.captions)

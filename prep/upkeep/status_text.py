@@ -4,6 +4,7 @@ import shlex
 from collections import Counter
 from pathlib import Path
 
+from clipmill.manifests.caption_spans import is_of_model
 from clipmill.manifests.errors import UserError
 from clipmill.manifests.quoting import counted, on_one_line
 from clipmill.manifests.storage.mirrors import mirror_of
@@ -98,6 +99,8 @@ def _source_lines(sources: list[CaptionSource] | None) -> list[str]:
     for source in sources[:_MAX_LISTED]:
         by = f", by {', '.join(source.weights)}" if source.weights else ""
         lines.append(f"{_INDENT}{on_one_line(f'{source.name}: {source.num_captions:,}{by}')}")
+        if is_of_model(source.name):
+            lines.append(f"{_INDENT}  used in training only if --captions.sources names it")
         if source.stale_because is not None:
             lines.append(f"{_INDENT}  stale: {on_one_line(source.stale_because)}, not of the current variant")
     if len(sources) > _MAX_LISTED:

@@ -14,7 +14,6 @@ from typing import Any
 import torch
 
 from clipmill.manifests.errors import UserError
-from clipmill.manifests.hub import hub_if_reachable
 from clipmill.train.config.model import Init
 from clipmill.train.models.dual_encoder import DualEncoderSize
 from clipmill.train.models.transformer import NORM_EPS
@@ -137,6 +136,8 @@ def file_of_tag(name: str, tag: str) -> tuple[Path, SourceFacts]:
     """
     import open_clip
     from open_clip.pretrained import download_pretrained, get_pretrained_cfg, list_pretrained_tags_by_model
+
+    from clipmill.manifests.hub import hub_if_reachable
 
     entry, model = get_pretrained_cfg(name, tag), open_clip.get_model_config(name)
     if not entry or model is None:
