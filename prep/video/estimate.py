@@ -110,9 +110,7 @@ def estimate_of(planned: Planned) -> Estimate:
 
     Short sections of some videos are encoded, so that the estimate is one of this machine and these videos.
     """
-    plan = planned.plan
-    ranges = [np.asarray(_rows_to_encode(planned, shard), np.int64) for shard in plan.shards if shard.has_work]
-    rows = np.concatenate([np.zeros(0, np.int64), *ranges]).astype(np.int64)
+    plan, rows = planned.plan, rows_to_encode(planned)
     work, load = plan.workload(rows), os.getloadavg()[0]  # before the trials add to it
     trials = run_trials(plan, rows, work) if len(rows) else []
     cost = estimate(work, trials, settings=plan.recipe.settings, bytes_per_second=_bytes_per_second(planned))
@@ -136,7 +134,13 @@ def with_wall_time(cost: Estimate, *, num_cores: int, num_shards: int, load: flo
     return replace(cost, num_cores=num_cores, wall_hours_range=wall_hours_range, idle_hours=idle_hours)
 
 
-def _rows_to_encode(planned: Planned, shard: ShardPlan) -> Sequence[int]:
+def rows_to_encode(planned: Planned) -> np.ndarray:
+    """Return the rows of a plan with the spans that are encoded rather than copied, int64."""
+    rows = [np.asarray(_rows_of(planned, shard), np.int64) for shard in planned.plan.shards if shard.has_work]
+    return np.concatenate([np.zeros(0, np.int64), *rows])
+
+
+def _rows_of(planned: Planned, shard: ShardPlan) -> Sequence[int]:
     if shard.shard_id in planned.changes:
         return planned.changes[shard.shard_id].rows
     return () if shard.state == ShardState.CHANGED else shard.rows

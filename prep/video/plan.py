@@ -172,6 +172,10 @@ class Plan:
         for (_, code, message), video in zip(failures, videos.to_pylist(), strict=True):
             yield Failure(video["video_id"], None, str(code), f"{video['path']}: {message}")
 
+    def num_videos_of(self, rows: np.ndarray) -> int:
+        """Return the number of videos with the spans in the given rows."""
+        return len(np.unique(self._video_rows[rows]))
+
     def workload(self, rows: np.ndarray) -> Workload:
         """Return the encoding work of the spans in the given rows."""
         videos = self._video_rows[rows]

@@ -1,6 +1,7 @@
 """The reports of `video`: plans, explanations of single chunks, and runs."""
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -26,10 +27,11 @@ from clipmill.prep.core.report import (
 from clipmill.prep.core.run import Summary
 from clipmill.prep.video.column import COLUMN
 from clipmill.prep.video.cutting import ShotCutting
-from clipmill.prep.video.estimate import detection_core_s, estimate_lines, estimate_of
+from clipmill.prep.video.estimate import detection_core_s, estimate_lines, estimate_of, rows_to_encode
 from clipmill.prep.video.plan import Plan
 from clipmill.prep.video.plan_inputs import Planned
 from clipmill.shards.dataset import current_variant
+from clipmill.shards.reader import Variant
 
 # Why shards that videos enter or leave are made or removed, by whether all of their videos do.
 _MOVED = {
@@ -96,6 +98,28 @@ def plan_report(planned: Planned) -> Report:
         **cutting,
     }
     return Report("\n".join(lines), values)
+
+
+def other_settings_lines(planned: Planned) -> list[str]:
+    """Return what a run with other settings than those of the current variant says before it begins; else nothing."""
+    against, current = _changed_settings(planned), current_variant(planned.data_dir, VIDEO)
+    if not against or current is None:
+        return []
+    plan, variant = planned.plan, planned.plan.recipe.variant
+    rows = rows_to_encode(planned)
+    lines = [f"setting  {difference}" for difference in against]
+    if len(rows) or any(shard.has_work for shard in plan.shards):
+        chunks = counted(sum(len(span.span.chunk_frames) for span in plan.spans(rows.tolist())), "chunk")
+        videos, length = counted(plan.num_videos_of(rows), "video"), duration_text(plan.workload(rows).seconds.sum())
+        lines.append(f"variant  {variant}: {chunks} of {videos} to encode, {length} of video")
+        estimated = COLUMN.command_line(plan.recipe.as_dict(), data_dir=planned.data_dir).replace("chunk", "plan", 1)
+        lines.append(f"         `{estimated}` estimates time and disk")
+    else:
+        lines.append(f"variant  {variant} is complete, and becomes the current one again")
+    with suppress(UserError):  # a recipe of another version of clipmill
+        kept = COLUMN.command_line(Variant.open(planned.data_dir, column=VIDEO).recipe, data_dir=planned.data_dir)
+        lines.append(f"         {current} is kept until `prep gc`; to keep to its settings: {kept}")
+    return lines
 
 
 def _why_new(planned: Planned) -> str:

@@ -15,7 +15,7 @@ from clipmill.shards.dataset import current_variant
 from clipmill.shards.reader import Variant
 from clipmill.shards.verify import verify_shard
 from tests.prep.numbered import frame_numbers
-from tests.prep.running import chunk, contents, identities, manifest, prep_here
+from tests.prep.running import chunk, contents, identities, manifest, messages, prep_here
 
 SETTINGS = ("--len", "500ms", "--preset", "ultrafast")
 CAPTIONS = "video,text,begin_s,end_s\na,words of a,11,12\nc,first words,0,3\nc,last words,3,9\n"
@@ -113,13 +113,25 @@ def test_other_settings_make_another_variant_and_plan_names_them(made: Set) -> N
         told = prep_here("plan", "--data", made.data, *SETTINGS, flag, value, "--explain", "b_000003500").stdout
         assert f"setting  {difference}" in told.splitlines(), told
         assert told.count("new: not committed yet") == 2
-    assert made.chunk("--gop", "intra") == (58, 0)
+    flags = ("--data", made.data, "--engine", "processes", "--workers", 2, *SETTINGS)
+    ran = prep_here("chunk", *flags, "--gop", "intra")
+    assert "58 chunks encoded, 0 copied" in ran.stdout
+    said = [line for line in messages(ran.stderr) if line]
+    assert said[0] == "setting  gop: comb → intra" and said[-3].endswith(
+        ": 58 chunks of 3 videos to encode, 29 s of video"
+    )
+    assert "prep plan --len 500ms" in said[-2] and "--gop intra" in said[-2] and " estimates time and disk" in said[-2]
+    assert f"{old.name} is kept until `prep gc`; to keep to its settings: prep chunk --len 500ms" in said[-1]
     assert current_variant(made.data, "video") != old.name
     assert made.variant.recipe["gop"] == "intra"
     assert identities(old) == before
     # The old settings again: the old variant is the current one once more, and nothing is encoded.
-    assert made.chunk() == (0, 0)
+    ran = prep_here("chunk", *flags)
+    assert (
+        "nothing to encode" in ran.stdout and f"variant  {old.name} is complete, and becomes the current" in ran.stderr
+    )
     assert current_variant(made.data, "video") == old.name
+    assert "setting" not in prep_here("chunk", *flags).stderr
 
 
 def test_new_captions_are_written_without_encoding(made: Set) -> None:
