@@ -11,6 +11,7 @@ from clipmill.manifests.storage.mirrors import mirror_of
 from clipmill.manifests.units import size_text
 from clipmill.prep.core.ending import length_text
 from clipmill.prep.core.failure_list import named_lines
+from clipmill.prep.core.failures import TRANSIENT
 from clipmill.prep.core.selection import stored_request
 from clipmill.prep.core.work import work_of
 from clipmill.prep.registry import column_named
@@ -166,6 +167,13 @@ def _failure_lines(status: Status) -> list[str]:
     return lines
 
 
+def _is_behind(column: ColumnStatus) -> bool:
+    """Return True if the command of a column has something to repair or to try again."""
+    failures = column.current.failures if column.current is not None else {}
+    is_incomplete = column.problems or column.stale_because or column.to_make or column.file_problems
+    return bool(is_incomplete or TRANSIENT.intersection(failures))
+
+
 def _next_step(status: Status) -> str | None:
     columns = status.columns.values()
     if status.damaged:
@@ -177,10 +185,9 @@ def _next_step(status: Status) -> str | None:
         return f"prep manifest folder VIDEOS --data {shlex.quote(str(status.data_dir))}"
     if first.current is None or not first.current.num_samples:
         return _command_of(first, status.data_dir)
-    behind = (
-        column
-        for column in columns
-        if column.problems or column.stale_because or column.to_make or column.file_problems
-    )
+    videos = status.videos
+    if videos is not None and (videos.num_not_probed or TRANSIENT.intersection(videos.unusable)):
+        return _command_of(first, status.data_dir)
+    behind = (column for column in columns if _is_behind(column))
     repair = next((_command_of(column, status.data_dir) for column in behind), None)
     return repair or shlex.join(work_of(column_named(first.column)).next_command(status.data_dir)) or None

@@ -93,9 +93,12 @@ def test_only_an_added_video_is_made(made: Set, write_video: Callable[..., Path]
     before, old = made.of_shards(0, 1, 2, 3), made.payloads()
     write_video(made.videos / "_first.mp4", seconds=3)
     made.manifest()
+    status = prep_here("status", "--data", made.data).stdout
+    assert "1 not probed yet" in status and status.splitlines()[-1].startswith("next      prep chunk --len 500ms ")
     plan = json.loads(prep_here("plan", "--data", made.data, *SETTINGS, "--json").stdout)
     assert plan["shards"] == {"current": 4, "new": 1}
     assert made.chunk() == (6, 0)
+    assert prep_here("status", "--data", made.data).stdout.splitlines()[-1].startswith("next      train quickstart ")
     assert made.of_shards(0, 1, 2, 3) == before
     assert {key: payload for key, payload in made.payloads().items() if key in old} == old
     assert len(made.payloads()) == 64
