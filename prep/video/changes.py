@@ -17,7 +17,8 @@ from clipmill.shards.commits import Commit
 
 _COMPARED = (ShardState.CHANGED, ShardState.RETRY)
 _RETURNED = "videos that returned, were renamed or moved"
-_NOTHING = StoredSpans(frozenset(), False)
+_Tars = Mapping[str, tuple[StoredTar, float]]  # fingerprint of a span -> a tar with its chunks, mean bytes of a chunk
+_NOTHING = StoredSpans()
 
 
 @dataclass(frozen=True)
@@ -27,12 +28,14 @@ class ShardChange:
     Attributes:
         rows: rows of the plan with the spans that are encoded; those of the others are copied.
         num_copied: number of chunks that are copied; None if it is unknown how much of a damaged shard is intact.
+        copied_bytes: their size in the tar and the index, about.
         because: why the shard is written.
         others: tars of other shards, or of earlier commits, with chunks that are copied.
     """
 
     rows: tuple[int, ...]
     num_copied: int | None
+    copied_bytes: float
     because: str
     others: tuple[StoredTar, ...] = ()
 
@@ -48,7 +51,11 @@ def with_changes(plan: Plan, commits: Mapping[int, Commit], variant_dir: Path) -
     left = [shard.shard_id for shard in plan.shards if shard.state in (*_COMPARED, ShardState.ORPHANED)]
     stored = stored_spans(variant_dir, commits, compared=left)
     owned = {tar.commit.shard_id: spans for tar, spans in stored.items() if tar.commit is not None}
-    tars = {fingerprint: tar for tar, spans in reversed(stored.items()) for _, fingerprint in spans.spans}
+    tars = {
+        fingerprint: (tar, spans.chunk_bytes)
+        for tar, spans in reversed(stored.items())
+        for _, fingerprint in spans.spans
+    }
     moved = plan.shards_of_moved_videos(commits)
     found: dict[int, ShardChange] = {}
     for shard in plan.shards:
@@ -71,14 +78,14 @@ def _change(
     shard: ShardPlan,
     commit: Commit,
     own: StoredSpans,
-    tars: Mapping[str, StoredTar],
+    tars: _Tars,
     *,
     has_moved_videos: bool,
 ) -> ShardChange:
     """Compare a shard with its commit and what it holds.
 
     Args:
-        tars: tar with the chunks of each span, by its fingerprint.
+        own: what its tar holds.
     """
     keys = plan.span_keys(shard.rows)
     held = {fingerprint for _, fingerprint in own.spans}
@@ -102,22 +109,32 @@ def _change(
     elif not reasons:
         has_captions = plan.has_captions or own.has_captions
         reasons = ["captions changed" if has_captions else "names of videos or datasets changed"]
-    others = tuple(dict.fromkeys(tars[key[1]] for key in keys if key in lacking and key[1] in tars))
-    return ShardChange(rows, shard.num_chunks - _num_chunks(plan, rows), ", ".join(reasons), others)
+    found: list[tuple[StoredTar | None, float]] = [(None, own.chunk_bytes) for key in keys if key not in lacking]
+    found += [tars[key[1]] for key in keys if key in lacking and key[1] in tars]
+    others = tuple(dict.fromkeys(tar for tar, _ in found if tar is not None))
+    num_copied = shard.num_chunks - _num_chunks(plan, rows)
+    return ShardChange(rows, num_copied, _copied_bytes(num_copied, found), ", ".join(reasons), others)
 
 
-def _found_elsewhere(plan: Plan, shard: ShardPlan, tars: Mapping[str, StoredTar]) -> ShardChange | None:
+def _found_elsewhere(plan: Plan, shard: ShardPlan, tars: _Tars) -> ShardChange | None:
     """Return what is copied into a shard that is new, missing or damaged; None if no tar has any of it."""
     keys = plan.span_keys(shard.rows)
-    others = tuple(dict.fromkeys(tars[fingerprint] for _, fingerprint in keys if fingerprint in tars))
+    found = [tars[fingerprint] for _, fingerprint in keys if fingerprint in tars]
+    others = tuple(dict.fromkeys(tar for tar, _ in found))
     if not others:
         return None
     rows = tuple(row for row, key in zip(shard.rows, keys, strict=True) if key[1] not in tars)
     if shard.state != ShardState.NEW:
-        return ShardChange(rows, None, "", others)
+        return ShardChange(rows, None, 0.0, "", others)
     encoded = {video_id for video_id, fingerprint in keys if fingerprint not in tars}
     because = f"new videos, and {_RETURNED}" if encoded else _RETURNED
-    return ShardChange(rows, shard.num_chunks - _num_chunks(plan, rows), because, others)
+    num_copied = shard.num_chunks - _num_chunks(plan, rows)
+    return ShardChange(rows, num_copied, _copied_bytes(num_copied, found), because, others)
+
+
+def _copied_bytes(num_chunks: int, found: Sequence[tuple[StoredTar | None, float]]) -> float:
+    """Return the size of copied chunks, given the mean bytes of a chunk in the tar of each of their spans."""
+    return num_chunks * sum(chunk_bytes for _, chunk_bytes in found) / max(1, len(found))
 
 
 def _num_chunks(plan: Plan, rows: Sequence[int]) -> int:

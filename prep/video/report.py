@@ -27,7 +27,14 @@ from clipmill.prep.core.report import (
 from clipmill.prep.core.run import Summary
 from clipmill.prep.video.column import COLUMN
 from clipmill.prep.video.cutting import ShotCutting
-from clipmill.prep.video.estimate import detection_core_s, estimate_lines, estimate_of, rows_to_encode
+from clipmill.prep.video.estimate import (
+    Estimate,
+    container_bytes,
+    detection_core_s,
+    estimate_lines,
+    estimate_of,
+    rows_to_encode,
+)
 from clipmill.prep.video.plan import Plan
 from clipmill.prep.video.plan_inputs import Planned
 from clipmill.shards.dataset import current_variant
@@ -40,6 +47,8 @@ _MOVED = {
     (ShardState.ORPHANED, True): "the split of its videos has changed",
     (ShardState.ORPHANED, False): "its videos are no longer in the manifest, or their split has changed",
 }
+# States of shards whose files are not overwritten: `prep gc` removes them.
+_REPLACED = (ShardState.CHANGED, ShardState.RETRY, ShardState.ORPHANED)
 
 
 def plan_report(planned: Planned) -> Report:
@@ -71,7 +80,10 @@ def plan_report(planned: Planned) -> Report:
         planned.data_dir,
         column=VIDEO,
         variant=plan.recipe.variant,
-        added_bytes=cost.size_bytes_range or (cost.size_bytes, cost.size_bytes),
+        added_bytes=_written_bytes(planned, cost),
+        replaced_bytes=sum(
+            planned.commits[shard.shard_id].size_bytes for shard in plan.shards if shard.state in _REPLACED
+        ),
     )
     if has_work:
         lines += [*estimate_lines(cost), *disk.lines()]
@@ -98,6 +110,14 @@ def plan_report(planned: Planned) -> Report:
         **cutting,
     }
     return Report("\n".join(lines), values)
+
+
+def _written_bytes(planned: Planned, cost: Estimate) -> tuple[float, float]:
+    """Return the lowest and highest size of what a run writes: tars of encoded and copied chunks, and indexes."""
+    low, high = cost.size_bytes_range or (cost.size_bytes, cost.size_bytes)
+    copied = sum(change.copied_bytes for change in planned.changes.values())
+    # Estimates that come from stored tars have the rest already.
+    return low + copied, high + copied + container_bytes(planned.plan, rows_to_encode(planned))
 
 
 def other_settings_lines(planned: Planned) -> list[str]:

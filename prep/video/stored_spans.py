@@ -49,10 +49,12 @@ class StoredSpans:
 
     Attributes:
         spans: (video ID, fingerprint) of each span.
+        chunk_bytes: mean size of a chunk with its share of the tar and of the index.
     """
 
-    spans: frozenset[tuple[str, str]]
-    has_captions: bool
+    spans: frozenset[tuple[str, str]] = frozenset()
+    has_captions: bool = False
+    chunk_bytes: float = 0.0
 
 
 def stored_spans(
@@ -78,7 +80,7 @@ def stored_spans(
     with Activity(comparing) as now, ThreadPoolExecutor(NUM_CHECK_THREADS) as pool:
         show = now.counter(comparing)
         for number, (tar, spans) in enumerate(
-            zip(tars, pool.map(lambda tar: _spans_in(variant_dir / tar.tar), tars), strict=True), 1
+            zip(tars, pool.map(lambda tar: _spans_in(variant_dir, tar), tars), strict=True), 1
         ):
             show(number, len(tars))
             if spans is not None:
@@ -86,10 +88,15 @@ def stored_spans(
     return found
 
 
-def _spans_in(tar: Path) -> StoredSpans | None:
+def _spans_in(variant_dir: Path, stored: StoredTar) -> StoredSpans | None:
+    tar = variant_dir / stored.tar
     try:
         index = open_index(index_of(tar), columns=_COLUMNS)
+        if stored.commit is not None and stored.commit.files is not None:
+            size_bytes = stored.commit.files.size_bytes
+        else:
+            size_bytes = tar.stat().st_size + index_of(tar).stat().st_size
     except (Damaged, OSError):
         return None
     spans = frozenset(zip(*(index[name].to_pylist() for name in _COLUMNS), strict=True))
-    return StoredSpans(spans, "txt" in extensions_of(index))
+    return StoredSpans(spans, "txt" in extensions_of(index), size_bytes / index.num_rows)

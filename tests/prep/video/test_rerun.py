@@ -185,8 +185,15 @@ def test_a_plan_says_in_words_what_happens_to_the_chunks(made: Set, write_video:
     values = json.loads(prep_here("plan", "--data", made.data, *SETTINGS, "--json").stdout)
     assert [work["num_copied"] for work in values["work"]] == [0, 10]
     assert values["estimate"]["video_hours"] * 3600 == pytest.approx(12)
-    assert values["disk"]["fits"] and values["disk"]["freed_by_gc_bytes"] == 0
+    replaced = [commit.size_bytes for shard_id, commit in made.variant.commits.items() if shard_id in (2, 3)]
+    disk = values["disk"]
+    assert disk["fits"] and disk["freed_by_gc_bytes"] == sum(replaced)
     assert prep_here("plan", "--data", made.data, *SETTINGS, "--crf", 30, "--json").summary["disk"]["freed_by_gc_bytes"]
+    before = identities(made.folder)
+    made.chunk()
+    files = [path for path in made.folder.glob("00*") if path.name not in before]
+    low, high = disk["added_bytes_range"]
+    assert len(files) == 6 and low < sum(path.stat().st_size for path in files) < high, "copies are written too"
 
 
 @pytest.mark.parametrize(
@@ -241,6 +248,8 @@ def test_committed_chunks_outlive_their_source(made: Set) -> None:
     listed = [json.loads(line) for line in (made.folder / "failures.jsonl").read_text().splitlines()]
     assert [(one["video_id"], one["key"]) for one in listed] == [("b", "b_000000000"), ("b", "b_000010000")]
     assert sorted(key for key in made.payloads() if key[0] == "b") == ["b_000010000", "b_000010500", "b_000011500"]
+    plan = prep_here("plan", "--data", made.data, *SETTINGS).stdout
+    assert "kept     37 chunks in 4 shards; 21 failed, see prep status\n" in plan
     # While the source is away nothing is tried; when it is back, the same command makes what failed.
     assert chunk(made.data, *SETTINGS, status=1)["num_shards_made"] == 0
     kept.rename(source)
