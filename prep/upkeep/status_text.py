@@ -70,6 +70,8 @@ def _command_of_variant(column: str, variant: str, data_dir: Path) -> str:
 
 def _videos_lines(videos: VideosStatus) -> list[str]:
     parts = [f"{videos.num_usable:,} usable"]
+    if videos.num_with_audio:
+        parts[0] += f" ({videos.num_with_audio:,} with audio)"
     if videos.unusable:
         parts.append(f"{sum(videos.unusable.values()):,} unusable")
     if videos.num_not_probed:

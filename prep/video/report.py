@@ -86,7 +86,7 @@ def plan_report(planned: Planned) -> Report:
         ),
     )
     if has_work:
-        lines += [*estimate_lines(cost), *disk.lines()]
+        lines += [*audio_lines(planned), *estimate_lines(cost), *disk.lines()]
     command = None
     if (
         has_work
@@ -118,6 +118,17 @@ def _written_bytes(planned: Planned, cost: Estimate) -> tuple[float, float]:
     copied = sum(change.copied_bytes for change in planned.changes.values())
     # Estimates that come from stored tars have the rest already.
     return low + copied, high + copied + container_bytes(planned.plan, rows_to_encode(planned))
+
+
+def audio_lines(planned: Planned) -> list[str]:
+    """Return what is said of audio before the first chunks of a variant are made without it."""
+    plan = planned.plan
+    if planned.commits or plan.recipe.settings.audio != "drop" or not plan.num_with_audio:
+        return []
+    found = f"{plan.num_with_audio:,} of {counted(plan.num_videos, 'video')}"
+    return [
+        f"audio    of {found} is left out; --audio keep keeps it, without which the score `speech` is unknown",
+    ]
 
 
 def other_settings_lines(planned: Planned) -> list[str]:
