@@ -133,7 +133,10 @@ def audio_lines(planned: Planned) -> list[str]:
 
 def other_settings_lines(planned: Planned) -> list[str]:
     """Return what a run with other settings than those of the current variant says before it begins; else nothing."""
-    against, current = _changed_settings(planned), current_variant(planned.data_dir, VIDEO)
+    try:
+        against, current = _changed_settings(planned), current_variant(planned.data_dir, VIDEO)
+    except UserError:
+        return []  # a damaged record, which the run writes again
     if not against or current is None:
         return []
     plan, variant = planned.plan, planned.plan.recipe.variant

@@ -12,6 +12,7 @@ from clipmill.manifests.progress import Activity
 from clipmill.manifests.quoting import counted
 from clipmill.manifests.whole_numbers import refuse_fractions
 from clipmill.train.config import fields as groups
+from clipmill.train.config.clips import ClipSettings
 from clipmill.train.config.fields import (
     FIRST_RUN,
     FLAG,
@@ -189,7 +190,7 @@ def training_command(name: str) -> Callable[..., None]:
         resume: Annotated[Resume, groups.WHERE, FIRST_RUN, Parameter(negative="")] = False,
     ) -> None:
         if not resume:
-            require_places(shards=settings.folders, init=settings.init.weights)
+            _require_places(settings)
         with Activity("importing torch"):
             from clipmill.train.commands.launch import launch
 
@@ -203,6 +204,10 @@ def training_command(name: str) -> Callable[..., None]:
         resume="Resume the run in --out from its latest checkpoint. auto: start a new run if there is none.",
     )
     return command
+
+
+def _require_places(settings: ClipSettings) -> None:
+    require_places(shards=settings.folders, init=settings.init.weights)
 
 
 def __getattr__(name: str) -> Callable[..., None]:

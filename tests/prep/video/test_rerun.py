@@ -286,31 +286,19 @@ def test_a_removed_video_leaves_the_set_and_takes_nobody_along(made: Set) -> Non
 
 
 def test_videos_that_return_find_their_chunks_until_gc(made: Set, write_video: Callable[..., Path]) -> None:
-    old = made.payloads()
-    away, wrong = made.videos.parent / "away", made.videos.parent / "wrong"
+    old, wrong = made.payloads(), made.videos.parent / "wrong"
     write_video(wrong / "z.mp4", seconds=2, first_number=9000)
-
-    def exchange(first: Path, second: Path) -> None:
-        made.videos.rename(first)
-        second.rename(made.videos)
-
-    exchange(away, wrong)
-    prep_here("manifest", "folder", made.videos, "--data", made.data, "--yes")
+    manifest(made.data, wrong)
     assert made.chunk() == (4, 0)
-    exchange(wrong, away)
     made.manifest()
     plan = prep_here("plan", "--data", made.data, *SETTINGS).stdout
     assert "to do    58 chunks copied into 4 shards: videos that returned, were renamed or moved" in plan, plan
-    # Single bytes of two tars that no commit names: what they hit is encoded, and never copied.
-    (tar,) = made.folder.glob("000003-*.tar")
-    middle = old["c_000002000"][1000:1100]
-    content = bytearray(tar.read_bytes())
-    content[content.index(middle)] ^= 1
-    tar.write_bytes(content)
-    (index,) = made.folder.glob("000000-*.index.arrow")
-    content = bytearray(index.read_bytes())
-    content[content.index(b"a_000001500")] ^= 1  # the key, which no checksum covers
-    index.write_bytes(content)
+    # Single bytes of a tar and an index that no commit names: what they hit is encoded, and never copied.
+    (tar,), (index,) = made.folder.glob("000003-*.tar"), made.folder.glob("000000-*.index.arrow")
+    for path, content in ((tar, old["c_000002000"][1000:1100]), (index, b"a_000001500")):  # payload; key, unprotected
+        data = bytearray(path.read_bytes())
+        data[data.index(content)] ^= 1
+        path.write_bytes(data)
     assert made.chunk() == (10, 48)
     assert made.payloads() == old and prep_here("verify", "--data", made.data, "--deep").status == 0
     (made.videos / "c.mp4").rename(made.videos.parent / "c.mp4")
@@ -329,8 +317,7 @@ def test_a_renamed_file_keeps_its_chunks(made: Set, write_video: Callable[..., P
     plan = prep_here("plan", "--data", made.data, *SETTINGS).stdout
     assert "24 chunks copied into 2 shards: videos that returned, were renamed or moved" in plan, plan
     assert made.chunk() == (0, 34)
-    new = made.payloads()
-    assert {key.replace("later_", "b_"): payload for key, payload in new.items()} == old
+    assert {key.replace("later_", "b_"): payload for key, payload in made.payloads().items()} == old
     assert prep_here("verify", "--data", made.data, "--deep").status == 0
     (made.videos / "later.mp4").rename(made.videos / "b.mp4")
     made.manifest()
