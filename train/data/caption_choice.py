@@ -79,7 +79,7 @@ def choose_sources(names: list[str], *, wanted: str | None, elsewhere: Collectio
     if wanted is None and left and not by_people:
         raise UserError(
             f"all captions of this split are of models ({', '.join(left)}), which are used only if they are named",
-            hint=_asking_for(left),
+            hint=f"name them: {_asking_for(left)}",
         )
     not_asked_for = tuple(left[len(by_people) :]) if wanted is None else ()
     pairs = [(name, 1.0) for name in by_people] if wanted is None else list(parse_weights(wanted).items())

@@ -93,7 +93,7 @@ def test_captions_of_models_are_used_only_if_they_are_named() -> None:
     assert asked.names == ("asr", "human", "a@1f2e3d4c") and not asked.not_asked_for
     with pytest.raises(UserError, match=r"all captions of this split are of models \(a@1f2e3d4c\)") as caught:
         choose_sources(["a@1f2e3d4c"], wanted=None)
-    assert caught.value.hint == '--captions.sources "a@*=1"'
+    assert caught.value.hint == 'name them: --captions.sources "a@*=1"'
 
 
 def test_sources_of_other_splits_may_be_wanted_beside_those_of_the_split() -> None:
